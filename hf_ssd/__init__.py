@@ -1,0 +1,21 @@
+"""Speculative speculative decoding (SSD) as a generation strategy of Hugging Face transformers."""
+
+from .config import SSDConfig
+from .distributed.launch import DraftAssistant, launch_draft
+from .distributed.session import DraftError
+from .generation.mixin import SSDGenerationMixin, enable, generate
+from .generation.outputs import SSDDecoderOnlyOutput, SSDStats
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DraftAssistant",
+    "DraftError",
+    "SSDConfig",
+    "SSDDecoderOnlyOutput",
+    "SSDGenerationMixin",
+    "SSDStats",
+    "enable",
+    "generate",
+    "launch_draft",
+]

@@ -1,0 +1,97 @@
+"""A model together with its ragged cache: one forward pass over new tokens of each row."""
+
+import torch
+from transformers import PreTrainedModel
+
+from . import masks
+from .ragged import RaggedCache
+from .support import attention_layout, is_flash_attention
+
+
+class CachedModel:
+    """
+    Feeds new tokens of each row to a model, each row at its own length.
+
+    Args:
+        model (`PreTrainedModel`): A model that [`~hf_ssd.cache.support.check_supported`] accepts.
+        cache (`RaggedCache`): Empty, or filled by a prefill.
+        valid (`torch.BoolTensor` of shape `(batch_size, columns)`, *optional*): `False` where the prompt is padding.
+        first_positions (`list[int]`, *optional*): Position of column 0 for each row, negative if the row is padded on
+            the left. 0 by default.
+        position_limit (`int`, *optional*): Positions from here on are never used, so they are fed as the last one below.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, cache: RaggedCache, valid=None, first_positions=None, position_limit=None
+    ):
+        self.model, self.cache, self.valid = model, cache, valid
+        self.device, self.dtype = model.device, model.dtype
+        self.layout = attention_layout(model)
+        self.reads_2d_masks = is_flash_attention(model)
+        self.first_positions = first_positions
+        self.position_limit = position_limit
+
+    def positions(self, columns: torch.LongTensor) -> torch.LongTensor:
+        """Returns the position of each column, both of shape `(batch_size, ...)`."""
+        if self.first_positions is not None:
+            first = torch.tensor(self.first_positions, device=columns.device)
+            columns = columns + first.view(-1, *[1] * (columns.dim() - 1))
+        return columns
+
+    def extend(self, tokens: torch.LongTensor, lengths: list[int], logits_to_keep: int = 0) -> torch.Tensor:
+        """
+        Feeds the next tokens of each row.
+
+        Args:
+            tokens (`torch.LongTensor` of shape `(batch_size, new_tokens)`): What follows each row.
+            lengths (`list[int]`): Columns of each row before these tokens. What a row has beyond is overwritten.
+            logits_to_keep (`int`, *optional*): Positions to return logits for, counted from the end. 0: all.
+
+        Returns:
+            `torch.FloatTensor` of shape `(batch_size, new_tokens, vocab_size)`: Raw logits, in the model's dtype.
+        """
+        count, width = tokens.shape[1], max(lengths) + tokens.shape[1]
+        columns = torch.tensor(lengths, device=self.device)[:, None] + torch.arange(count, device=self.device)
+        if min(lengths) == max(lengths):
+            self.cache.place(slice(lengths[0], lengths[0] + count), width)
+        else:
+            self.cache.place(columns, width)
+        if self.reads_2d_masks:
+            mask = None  # batch size 1 without padding: nothing is hidden, and the causal rule is the kernel's own
+        else:
+            allowed = masks.visible_up_to(columns, width, self.valid)
+            mask = self.mask(allowed, columns, torch.arange(width, device=self.device))
+        return self.forward(tokens, self.positions(columns), mask, logits_to_keep)
+
+    def mask(self, allowed: torch.BoolTensor, query_positions: torch.LongTensor, key_positions: torch.LongTensor):
+        """
+        Turns what full attention may see into what the model takes: a mask, or one for each kind of layer.
+
+        Args:
+            allowed (`torch.BoolTensor` of shape `(batch_size, queries, columns)`): See [`~hf_ssd.cache.masks`].
+            query_positions, key_positions (`torch.LongTensor`): As in [`~hf_ssd.cache.masks.within_window`]. Only
+                differences count.
+        """
+        full = masks.additive(allowed, self.dtype)
+        window = self.layout.window
+        if window is None:
+            return full
+        sliding = full
+        if allowed.shape[2] > window:
+            allowed = masks.within_window(allowed, query_positions, key_positions, window)
+            sliding = masks.additive(allowed, self.dtype)
+        return {"full_attention": full, "sliding_attention": sliding} if self.layout.mixed else sliding
+
+    def forward(self, tokens, positions, mask, logits_to_keep: int = 0) -> torch.Tensor:
+        if self.position_limit is not None:
+            positions = positions.clamp(max=self.position_limit - 1)
+        options = {"logits_to_keep": logits_to_keep} if logits_to_keep else {}
+        return self.model(
+            input_ids=tokens,
+            position_ids=positions.clamp(min=0),
+            attention_mask=mask,
+            past_key_values=self.cache,
+            use_cache=True,
+            return_dict=True,
+            **options,
+        ).logits

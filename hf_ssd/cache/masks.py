@@ -1,0 +1,49 @@
+"""The one place where attention masks are built, from columns and positions of the cache. Pure tensor functions.
+
+A mask says which cache columns a new token (a *query*) sees. It is first a boolean tensor of shape
+`(batch_size, queries, columns)`, and `additive` turns it into what a model takes: a float tensor of shape
+`(batch_size, 1, queries, columns)`, which sdpa and eager attention both read alike (a boolean one they do not).
+"""
+
+import torch
+
+
+def visible_up_to(last_columns: torch.LongTensor, width: int, valid: torch.BoolTensor | None = None):
+    """
+    Each query sees all columns up to one of its own.
+
+    Args:
+        last_columns (`torch.LongTensor` of shape `(batch_size, queries)`): The last column that each query sees.
+        width (`int`): Number of columns.
+        valid (`torch.BoolTensor` of shape `(batch_size, columns)`, *optional*): `False` where a column holds padding.
+            It may have fewer columns than `width`: later ones are valid.
+
+    Returns:
+        `torch.BoolTensor` of shape `(batch_size, queries, width)`.
+    """
+    allowed = torch.arange(width, device=last_columns.device) <= last_columns[:, :, None]
+    if valid is not None:
+        known = min(valid.shape[1], width)
+        allowed[:, :, :known] &= valid[:, None, :known]
+        # A query in a padded place would see nothing, and a softmax over nothing is not a number.
+        allowed.scatter_(2, last_columns[:, :, None], True)
+    return allowed
+
+
+def within_window(allowed: torch.BoolTensor, query_positions, key_positions, window: int) -> torch.BoolTensor:
+    """
+    Keeps only the columns less than `window` positions back, as sliding-window layers do.
+
+    Args:
+        allowed (`torch.BoolTensor` of shape `(batch_size, queries, columns)`): What full attention sees.
+        query_positions (`torch.LongTensor` of shape `(batch_size, queries)`): Position of each query.
+        key_positions (`torch.LongTensor` that broadcasts to `(batch_size, queries, columns)`): Position of each column.
+        window (`int`): Positions that a layer looks back, its own included.
+    """
+    return allowed & (query_positions[:, :, None] - key_positions < window)
+
+
+def additive(allowed: torch.BoolTensor, dtype: torch.dtype) -> torch.Tensor:
+    """Returns the mask of shape `(batch_size, 1, queries, columns)` that is added to attention scores."""
+    mask = torch.full(allowed.shape, torch.finfo(dtype).min, dtype=dtype, device=allowed.device)
+    return mask.masked_fill_(allowed, 0).unsqueeze(1)

@@ -1,0 +1,110 @@
+"""What a model must be able to do to take part, checked before any work starts."""
+
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.utils.generic import is_flash_attention_requested
+
+from . import masks
+
+MASKED_ATTENTION = ("sdpa", "eager")
+LOW_PRECISION_TOLERANCE, FLOAT32_TOLERANCE = 5e-2, 1e-3  # of the largest logit
+
+
+@dataclass(frozen=True)
+class AttentionLayout:
+    """
+    Which columns the layers of a model look at.
+
+    Args:
+        window (`int`, *optional*): Positions that sliding layers look back. `None` if no layer slides.
+        mixed (`bool`): Whether some layers slide and others do not; such a model takes one mask for each kind.
+    """
+
+    window: int | None = None
+    mixed: bool = False
+
+
+def is_flash_attention(model: PreTrainedModel) -> bool:
+    """Flash attention reads padding masks only, so it can take part where nothing needs to be hidden."""
+    return is_flash_attention_requested(model.config.get_text_config(decoder=True))
+
+
+def attention_layout(model: PreTrainedModel) -> AttentionLayout:
+    """
+    Raises:
+        `ValueError`: a layer keeps something else than the keys and values of past tokens, so it cannot be rolled back.
+    """
+    name = type(model).__name__
+    if model.config.is_encoder_decoder:
+        raise ValueError(
+            f"{name} is an encoder-decoder model; speculative speculative decoding takes decoder-only models."
+        )
+    recurrent = getattr(model, "_is_stateful", False) or not model._supports_default_dynamic_cache()
+    layers = [] if recurrent else DynamicCache(config=model.config.get_text_config(decoder=True)).layers
+    kinds = {type(layer) for layer in layers if type(layer).__name__ != "DummyLayer"}
+    chunked = "chunked_attention" in (getattr(model.config.get_text_config(decoder=True), "layer_types", None) or [])
+    if recurrent or chunked or not kinds <= {DynamicLayer, DynamicSlidingWindowLayer}:
+        others = ", ".join(sorted(kind.__name__ for kind in kinds - {DynamicLayer, DynamicSlidingWindowLayer}))
+        what = "chunked attention" if chunked else f"a recurrent or compressed state ({others or 'its own cache'})"
+        raise ValueError(
+            f"{name} uses {what}, which cannot be rolled back to a rejected token; use a model whose layers have full "
+            "or sliding-window attention."
+        )
+    windows = {layer.sliding_window for layer in layers if isinstance(layer, DynamicSlidingWindowLayer)}
+    if len(windows) > 1:
+        raise ValueError(f"{name} has sliding windows of several sizes {sorted(windows)}, which is not supported.")
+    return AttentionLayout(
+        windows.pop() if windows else None, DynamicLayer in kinds and DynamicSlidingWindowLayer in kinds
+    )
+
+
+def check_supported(model: PreTrainedModel) -> None:
+    """
+    Checks that a model can decode branches: its cache can be rolled back, and it obeys a 4D attention mask and explicit
+    positions. The second is tried, with three tokens of which two are alternatives for the same place: a model that
+    ignores the mask would give wrong tokens without a word. Costs two short forward passes, once for each model.
+
+    Raises:
+        `ValueError`: it cannot.
+    """
+    if getattr(model, "_ssd_supported", False):
+        return
+    attention_layout(model)
+    if not is_flash_attention(model):
+        implementation = model.config.get_text_config(decoder=True)._attn_implementation
+        if implementation not in MASKED_ATTENTION:
+            raise ValueError(
+                f"{type(model).__name__} uses attn_implementation={implementation!r}, which takes no 4D masks; load it "
+                'with attn_implementation="sdpa" or call model.set_attn_implementation("sdpa").'
+            )
+        _try_two_alternatives(model)
+    model._ssd_supported = True
+
+
+@torch.inference_mode()
+def _try_two_alternatives(model: PreTrainedModel) -> None:
+    vocab_size = model.config.get_text_config(decoder=True).vocab_size
+    first, one, other = (token % vocab_size for token in (7, 11, 13))
+    device = model.device
+    sees = torch.tensor([[[1, 0, 0], [1, 1, 0], [1, 0, 1]]], dtype=torch.bool, device=device)
+    try:
+        alternatives = model(
+            input_ids=torch.tensor([[first, one, other]], device=device),
+            position_ids=torch.tensor([[0, 1, 1]], device=device),
+            attention_mask=masks.additive(sees, model.dtype),
+            use_cache=False,
+        ).logits[0, 2]
+        alone = model(input_ids=torch.tensor([[first, other]], device=device), use_cache=False).logits[0, 1]
+    except (TypeError, RuntimeError, ValueError, IndexError, AttributeError) as error:
+        raise ValueError(
+            f"{type(model).__name__} does not take a 4D attention mask and position ids: {error}"
+        ) from error
+    tolerance = FLOAT32_TOLERANCE if model.dtype in (torch.float32, torch.float64) else LOW_PRECISION_TOLERANCE
+    if not (alternatives - alone).abs().max() <= tolerance * alone.abs().max():
+        raise ValueError(
+            f"{type(model).__name__} does not obey a 4D attention mask with position ids, so it cannot verify or draft "
+            "several tokens at once."
+        )

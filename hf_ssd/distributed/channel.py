@@ -1,0 +1,124 @@
+"""Messages between two processes over torch.distributed, with deadlines, and a word when the other side is gone.
+
+Each direction is a gloo group of two ranks, and a message is a broadcast from one to the other: unlike a receive, an
+asynchronous broadcast can be polled, and a wait that ran out can be taken up again without closing the connection.
+"""
+
+import time
+from collections import deque
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from .messages import FRAME_LENGTH, Message, pack, unpack
+
+# An idle worker waits between calls for as long as its program runs; what bounds a wait is the caller's deadline, and
+# the end of the other process, which gloo reports at once.
+GROUP_TIMEOUT = timedelta(days=365)
+WAIT_SLICE = 0.1  # seconds; between two slices Python handles Ctrl-C
+
+
+class PeerLost(ConnectionError):
+    """The process at the other end of the channel has ended."""
+
+
+class Channel:
+    """
+    One end of a two-way connection.
+
+    Args:
+        store (`torch.distributed.Store`): Where the two processes find each other.
+        is_target (`bool`): Which end this is.
+        hostname (`str`, *optional*, defaults to `"127.0.0.1"`): The address that the connection uses.
+    """
+
+    def __init__(self, store: dist.Store, is_target: bool, hostname: str = "127.0.0.1"):
+        self.rank = 0 if is_target else 1
+        to_draft, to_target = (_group(store, name, self.rank, hostname) for name in ("to_draft", "to_target"))
+        self.outgoing, self.incoming = (to_draft, to_target) if is_target else (to_target, to_draft)
+        self.sent: deque[tuple[dist.Work, torch.Tensor]] = deque()
+        self.expected: tuple[dist.Work, torch.Tensor] | None = None
+        self.payload: tuple[Message, dist.Work] | None = None
+
+    def send(self, message: Message) -> None:
+        """Starts to send and returns at once. The tensors are kept until they have left."""
+        while self.sent and self.sent[0][0].is_completed():
+            self.sent.popleft()
+        for tensor in pack(message):
+            self.sent.append((_broadcast(self.outgoing, tensor, self.rank), tensor))
+
+    def flush(self, timeout: float) -> None:
+        """Waits until everything has left, at most `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        while self.sent:
+            self._wait(self.sent[0][0], deadline)
+            self.sent.popleft()
+
+    def expect(self) -> None:
+        """Gets ready for the next message, so that it can arrive while this process computes."""
+        if self.expected is None and self.payload is None:
+            frame = torch.empty(FRAME_LENGTH, dtype=torch.int64)
+            self.expected = (_broadcast(self.incoming, frame, 1 - self.rank), frame)
+
+    def receive(self, timeout: float | None) -> Message:
+        """
+        Returns the next message.
+
+        Args:
+            timeout (`float`, *optional*): Seconds. `None` waits as long as the other process lives.
+
+        Raises:
+            `TimeoutError`: nothing came in time. The next call goes on waiting for the same message.
+            [`PeerLost`]: the other process has ended.
+            [`~hf_ssd.distributed.messages.ProtocolError`]: what came is not a message of this protocol.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        self.expect()
+        if self.payload is None:
+            work, frame = self.expected
+            self._wait(work, deadline)
+            self.expected = None
+            message, payload = unpack(frame)
+            if payload is None or not len(payload):
+                return message
+            self.payload = (message, _broadcast(self.incoming, payload, 1 - self.rank))
+        message, work = self.payload
+        self._wait(work, deadline)
+        self.payload = None
+        return message
+
+    def close(self) -> None:
+        """Gives up both directions. The other side's waits end with [`PeerLost`]."""
+        self.sent.clear()
+        self.expected = self.payload = None
+        for group in (self.outgoing, self.incoming):
+            group.abort()
+        self.outgoing = self.incoming = None
+
+    @staticmethod
+    def _wait(work: dist.Work, deadline: float | None) -> None:
+        while True:
+            left = WAIT_SLICE if deadline is None else min(WAIT_SLICE, deadline - time.monotonic())
+            try:
+                work.wait(timedelta(seconds=max(left, 0.001)))
+                return
+            except RuntimeError as error:
+                if work.is_completed():
+                    raise PeerLost(f"the connection was closed: {error}") from error
+                if deadline is not None and time.monotonic() >= deadline:
+                    raise TimeoutError("no message came in time") from None
+
+
+def _group(store: dist.Store, name: str, rank: int, hostname: str) -> dist.ProcessGroupGloo:
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = GROUP_TIMEOUT
+    options._threads = 1
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=hostname, lazy_init=False)]
+    return dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, 2, options)
+
+
+def _broadcast(group: dist.ProcessGroupGloo, tensor: torch.Tensor, root: int) -> dist.Work:
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor = root, 0
+    return group.broadcast([tensor], options)

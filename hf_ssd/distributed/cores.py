@@ -1,0 +1,69 @@
+"""How target and draft share the CPU cores of one machine."""
+
+import contextlib
+import os
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class CoreShare:
+    """
+    Args:
+        target (`tuple[int, ...]`): Cores of the target, for the length of a generate() call.
+        draft (`tuple[int, ...]`): Cores of the draft worker.
+    """
+
+    target: tuple[int, ...]
+    draft: tuple[int, ...]
+
+
+def available_cores() -> tuple[int, ...]:
+    """Returns the cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return tuple(sorted(os.sched_getaffinity(0)))
+    return tuple(range(os.cpu_count() or 1))
+
+
+def divide_cores(draft_threads: int | None = None) -> CoreShare:
+    """
+    Gives the draft a quarter of the cores, at least one, and the target the rest. With a single core both use it.
+
+    Args:
+        draft_threads (`int`, *optional*): Cores for the draft instead of a quarter.
+
+    Raises:
+        `ValueError`: there are fewer cores.
+    """
+    cores = available_cores()
+    if draft_threads is None:
+        draft_threads = max(1, len(cores) // 4)
+    if not 1 <= draft_threads <= len(cores):
+        raise ValueError(f"`num_threads` is {draft_threads}, but must be between 1 and the {len(cores)} cores here.")
+    return CoreShare(cores[: len(cores) - draft_threads] or cores, cores[-draft_threads:])
+
+
+def pin(cores: tuple[int, ...]) -> None:
+    """Keeps the calling thread, and the threads it starts from now on, on these cores."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cores)
+
+
+@contextlib.contextmanager
+def use_cores(cores: tuple[int, ...] | None):
+    """
+    Runs the block with one torch thread for each of these cores and the calling thread pinned to them, and then
+    restores both. `None` changes nothing.
+    """
+    if cores is None:
+        yield
+        return
+    threads, before = torch.get_num_threads(), available_cores()
+    torch.set_num_threads(len(cores))
+    pin(cores)
+    try:
+        yield
+    finally:
+        pin(before)
+        torch.set_num_threads(threads)

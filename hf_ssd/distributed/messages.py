@@ -1,0 +1,186 @@
+"""What travels between target and draft: numbers and JSON, never pickles. Packing and unpacking only.
+
+A message is one frame of 128 integers: a header of 8, and up to 120 integers of payload. A larger payload, or one of
+another type, follows in a transfer of its own, whose type and length the header tells.
+"""
+
+import json
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+import torch
+
+MAGIC = 0x6866_5F73_7364  # "hf_ssd"
+VERSION = 1
+HEADER_LENGTH = 8
+FRAME_LENGTH = 128
+PAYLOAD_TYPES = (torch.int64, torch.int32, torch.float32, torch.uint8)
+LARGEST_PAYLOAD = 2**34  # elements; a header that asks for more is not one of ours
+
+
+class Kind(IntEnum):
+    READY = 1  # draft -> target: the worker has loaded its model (JSON)
+    START = 2  # target -> draft: settings of one generate() call (JSON); PROMPTS follows
+    PROMPTS = 3  # target -> draft: length of each row, then all tokens
+    OUTCOME = 4  # target -> draft: accepted count and bonus token of each row
+    SPECULATION = 5  # draft -> target: hits, tokens, and how long drafting took
+    PROBABILITIES = 6  # draft -> target: what the tokens were drawn from, when sampling
+    END = 7  # target -> draft: the call is over
+    STOP = 8  # target -> draft: the worker is no longer needed
+    ERROR = 9  # draft -> target: an exception with its traceback (text)
+
+
+class ProtocolError(RuntimeError):
+    """A message that is not what the protocol says: truncated, foreign, stale or of another version."""
+
+
+@dataclass
+class Message:
+    """
+    Args:
+        kind (`Kind`): What it is.
+        session (`int`): Number of the generate() call it belongs to; 0 for none.
+        round (`int`): Number of the verification round, from 0.
+        payload (`torch.Tensor`): One-dimensional, of one of `PAYLOAD_TYPES`.
+    """
+
+    kind: Kind
+    session: int = 0
+    round: int = 0
+    payload: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+
+
+def pack(message: Message) -> list[torch.Tensor]:
+    """Returns the frame, and behind it the payload if the frame does not hold it."""
+    payload = message.payload
+    inline = payload.dtype == torch.int64 and len(payload) <= FRAME_LENGTH - HEADER_LENGTH
+    header = [MAGIC, VERSION, message.kind, message.session, message.round]
+    header += [PAYLOAD_TYPES.index(payload.dtype), len(payload), int(inline)]
+    frame = torch.zeros(FRAME_LENGTH, dtype=torch.int64)
+    frame[:HEADER_LENGTH] = torch.tensor(header)
+    if inline:
+        frame[HEADER_LENGTH : HEADER_LENGTH + len(payload)] = payload
+        return [frame]
+    return [frame, payload.contiguous()] if len(payload) else [frame]
+
+
+def unpack(frame: torch.Tensor) -> tuple[Message, torch.Tensor | None]:
+    """
+    Reads a frame.
+
+    Returns:
+        The message, and `None` or the empty tensor that its payload is to be received into.
+
+    Raises:
+        [`ProtocolError`]: the frame is not one of ours.
+    """
+    magic, version, kind, session, round_, dtype, length, inline = frame[:HEADER_LENGTH].tolist()
+    if magic != MAGIC:
+        raise ProtocolError(f"a message began with {magic:#x} instead of {MAGIC:#x}; it does not come from hf_ssd")
+    if version != VERSION:
+        raise ProtocolError(f"a message has protocol version {version}, this side speaks version {VERSION}")
+    room = FRAME_LENGTH - HEADER_LENGTH if inline else LARGEST_PAYLOAD
+    if kind not in set(Kind) or not 0 <= dtype < len(PAYLOAD_TYPES) or not 0 <= length <= room:
+        raise ProtocolError(f"a message of kind {kind} announces {length} elements of type {dtype}, which cannot be")
+    if inline:
+        return Message(Kind(kind), session, round_, frame[HEADER_LENGTH : HEADER_LENGTH + length]), None
+    payload = torch.empty(length, dtype=PAYLOAD_TYPES[dtype])
+    return Message(Kind(kind), session, round_, payload), payload
+
+
+def expect(message: Message, kind: Kind, session: int, round_: int, length: int | None = None) -> None:
+    """
+    Raises:
+        [`ProtocolError`]: the message is of another kind, session, round or length.
+    """
+    found = (message.kind, message.session, message.round)
+    if found != (kind, session, round_) or (length is not None and len(message.payload) != length):
+        raise ProtocolError(
+            f"expected {kind.name} of session {session}, round {round_}, length {length}; received "
+            f"{message.kind.name} of session {message.session}, round {message.round}, length {len(message.payload)}"
+        )
+
+
+# ---------------------------------------------------------------- payloads
+
+
+def text_to_payload(text: str) -> torch.Tensor:
+    return torch.tensor(list(text.encode("utf-8")), dtype=torch.uint8)
+
+
+def payload_to_text(payload: torch.Tensor) -> str:
+    return bytes(payload.tolist()).decode("utf-8")
+
+
+def json_to_payload(value) -> torch.Tensor:
+    return text_to_payload(json.dumps(value))
+
+
+def payload_to_json(payload: torch.Tensor):
+    return json.loads(payload_to_text(payload))
+
+
+def prompts_to_payload(prompts: list[torch.LongTensor]) -> torch.Tensor:
+    """Packs the prompt of each row: their number, their lengths, their tokens."""
+    lengths = torch.tensor([len(prompts), *map(len, prompts)])
+    return torch.cat([lengths, *(prompt.cpu().long() for prompt in prompts)])
+
+
+def payload_to_prompts(payload: torch.Tensor) -> list[torch.LongTensor]:
+    count = int(payload[0]) if len(payload) else 0
+    lengths = payload[1 : 1 + count].tolist()
+    if count < 1 or len(lengths) != count or min(lengths) < 1 or 1 + count + sum(lengths) != len(payload):
+        raise ProtocolError(f"a message of {len(payload)} integers does not hold the {count} prompts it announces")
+    return list(payload[1 + count :].split(lengths))
+
+
+def outcome_to_payload(accepted: torch.LongTensor, bonus: torch.LongTensor) -> torch.Tensor:
+    """Packs the accepted count and bonus token of each row, both of shape `(batch_size,)`."""
+    return torch.cat([accepted.cpu(), bonus.cpu()])
+
+
+def payload_to_outcome(payload: torch.Tensor) -> tuple[torch.LongTensor, torch.LongTensor]:
+    accepted, bonus = payload.view(2, -1)
+    return accepted, bonus
+
+
+def speculation_to_payload(tokens: torch.LongTensor, hits: torch.BoolTensor, draft_seconds: float) -> torch.Tensor:
+    """Packs tokens `(batch_size, lookahead)`, hits `(batch_size,)` and the seconds that the draft worked."""
+    timing = torch.tensor([int(draft_seconds * 1e9)])
+    return torch.cat([timing, hits.cpu().long(), tokens.cpu().flatten()])
+
+
+def payload_to_speculation(payload: torch.Tensor, batch_size: int) -> tuple[torch.LongTensor, torch.BoolTensor, float]:
+    """Returns tokens, hits and seconds."""
+    hits, tokens = payload[1 : 1 + batch_size].bool(), payload[1 + batch_size :]
+    if len(hits) != batch_size or len(tokens) % batch_size:
+        raise ProtocolError(f"a speculation of {len(payload)} integers does not fit {batch_size} rows")
+    return tokens.view(batch_size, -1), hits, int(payload[0]) / 1e9
+
+
+def probabilities_to_payload(probabilities: torch.FloatTensor) -> torch.Tensor:
+    """
+    Packs distributions `(..., vocab_size)` exactly. If a warper truncated them, so that at most a quarter of the
+    vocabulary has any chance, only those tokens travel: as pairs of value and token, the value's bits as an integer.
+    """
+    vocab_size = probabilities.shape[-1]
+    support = int((probabilities > 0).sum(-1).max())
+    if support * 4 > vocab_size:
+        return probabilities.float().cpu().flatten()
+    values, tokens = probabilities.float().topk(support, dim=-1)
+    return torch.stack([values.cpu().view(torch.int32), tokens.cpu().int()]).flatten()
+
+
+def payload_to_probabilities(payload: torch.Tensor, shape: tuple[int, ...]) -> torch.FloatTensor:
+    """Returns the distributions of shape `shape`, the last of which is the size of the vocabulary."""
+    if payload.dtype == torch.float32:
+        if payload.numel() != torch.Size(shape).numel():
+            raise ProtocolError(f"{payload.numel()} probabilities do not fit the shape {tuple(shape)}")
+        return payload.view(shape)
+    rows = torch.Size(shape[:-1]).numel()
+    if payload.dtype != torch.int32 or payload.numel() % (2 * rows):
+        raise ProtocolError(
+            f"{payload.numel()} numbers of type {payload.dtype} are not probabilities of {tuple(shape)}"
+        )
+    values, tokens = payload.view(2, *shape[:-1], -1)
+    return torch.zeros(shape).scatter_(-1, tokens.long(), values.contiguous().view(torch.float32))

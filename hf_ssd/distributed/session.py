@@ -1,0 +1,78 @@
+"""The draft as the target sees it, for the length of one generate() call."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from transformers import GenerationConfig
+
+from ..config import SSDConfig
+
+
+class DraftError(RuntimeError):
+    """The draft worker died, hung, raised, or sent something that makes no sense."""
+
+
+@dataclass
+class SessionRequest:
+    """
+    What the draft needs to know of a generate() call.
+
+    Args:
+        config (`SSDConfig`): The user's settings.
+        generation_config (`GenerationConfig`): As transformers prepared it, `max_length` included.
+        prompts (`list[torch.LongTensor]`): The prompt of each row without padding.
+        seed (`int`): Seed of the draft's randomness.
+    """
+
+    config: SSDConfig
+    generation_config: GenerationConfig
+    prompts: list[torch.LongTensor]
+    seed: int
+
+    def to_dict(self) -> dict:
+        """Returns everything except the prompts as plain Python objects that JSON can hold."""
+        # What transformers keeps under names with an underscore are tensors it derives anew on each side.
+        settings = {k: v for k, v in self.generation_config.to_diff_dict().items() if not k.startswith("_")}
+        settings.pop("compile_config", None)
+        return {"ssd_config": self.config.to_dict(), "generation_config": settings, "seed": self.seed}
+
+    @classmethod
+    def from_dict(cls, values: dict, prompts: list[torch.LongTensor]) -> "SessionRequest":
+        generation_config = GenerationConfig.from_dict(values["generation_config"])
+        return cls(SSDConfig.from_dict(values["ssd_config"]), generation_config, prompts, values["seed"])
+
+
+class DraftSession(ABC):
+    """
+    One generate() call's conversation with the draft. A round is `send_outcome`, `receive_speculation`, and when
+    sampling `receive_probabilities`, in this order. Round 0's outcome is the first token after the prompt.
+
+    Each method may raise [`DraftError`], and is not called again after it did.
+    """
+
+    @abstractmethod
+    def send_outcome(self, accepted: torch.LongTensor, bonus: torch.LongTensor) -> None:
+        """
+        Tells the draft what was decided. Returns at once.
+
+        Args:
+            accepted (`torch.LongTensor` of shape `(batch_size,)`): Accepted count of each row; -1 if it is finished.
+            bonus (`torch.LongTensor` of shape `(batch_size,)`): The token that follows.
+        """
+
+    @abstractmethod
+    def receive_speculation(self) -> tuple[torch.LongTensor, torch.BoolTensor, float]:
+        """
+        Returns:
+            The drafted tokens `(batch_size, lookahead)`, which rows hit `(batch_size,)`, and the seconds that the draft
+            has worked since its last answer.
+        """
+
+    @abstractmethod
+    def receive_probabilities(self) -> torch.FloatTensor:
+        """Returns the distributions `(batch_size, lookahead, vocab_size)` that the tokens were drawn from."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends the conversation. Called once, whatever happened before."""

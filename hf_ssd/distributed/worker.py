@@ -1,0 +1,150 @@
+"""The draft worker: a process that loads the draft model, and then receives, answers, prepares, and so on."""
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging
+
+from ..cache.support import MASKED_ATTENTION, check_supported
+from ..speculation.speculator import Speculator
+from . import messages
+from .channel import Channel, PeerLost
+from .cores import pin
+from .messages import Kind, Message
+from .session import SessionRequest
+from .weights import model_from_shared_weights
+
+FLUSH_TIMEOUT = 10.0  # seconds for a last message to leave
+
+
+class DraftServer:
+    """
+    Serves one generate() call after another over a channel.
+
+    Args:
+        channel (`Channel`): To the target.
+        model (`PreTrainedModel`): The draft model.
+    """
+
+    def __init__(self, channel: Channel, model: PreTrainedModel):
+        self.channel, self.model = channel, model
+        self.speculator: Speculator | None = None
+        self.session = self.round = 0
+        self.seconds = 0.0
+
+    @torch.inference_mode()
+    def serve(self) -> None:
+        """Returns when the target says so, or raises [`PeerLost`] when its process has ended."""
+        while True:
+            message = self.channel.receive(timeout=None)
+            if message.kind == Kind.STOP:
+                return
+            try:
+                self._handle(message)
+            except PeerLost:
+                raise
+            except Exception:
+                self.speculator = None
+                text = messages.text_to_payload(traceback.format_exc())
+                self.channel.send(Message(Kind.ERROR, message.session, message.round, text))
+
+    def _handle(self, message: Message) -> None:
+        if message.kind == Kind.START:
+            self._start(message)
+        elif message.kind == Kind.OUTCOME and message.session == self.session and self.speculator is not None:
+            self._round(message)
+        elif message.kind == Kind.END:
+            self.speculator = None
+        # What is left belongs to a call that failed or was broken off, and is dropped.
+
+    def _start(self, message: Message) -> None:
+        prompts = self.channel.receive(timeout=FLUSH_TIMEOUT)
+        messages.expect(prompts, Kind.PROMPTS, message.session, message.round)
+        rows = messages.payload_to_prompts(prompts.payload)
+        request = SessionRequest.from_dict(messages.payload_to_json(message.payload), rows)
+        start = time.perf_counter()
+        self.session, self.round = message.session, 0
+        speculator = Speculator(self.model, request.config, request.generation_config, request.prompts, request.seed)
+        speculator.prefill()
+        if request.config.asynchronous:
+            speculator.prepare()
+        self.speculator, self.seconds = speculator, time.perf_counter() - start
+
+    def _round(self, message: Message) -> None:
+        messages.expect(message, Kind.OUTCOME, self.session, self.round, 2 * len(self.speculator.lengths))
+        start = time.perf_counter()
+        speculation = self.speculator.answer(*messages.payload_to_outcome(message.payload))
+        seconds = self.seconds + time.perf_counter() - start
+
+        # Tokens first: with them the target can start, and needs the probabilities only when it is done.
+        payload = messages.speculation_to_payload(speculation.tokens, speculation.hits, seconds)
+        self.channel.send(Message(Kind.SPECULATION, self.session, self.round, payload))
+        if speculation.probabilities is not None:
+            payload = messages.probabilities_to_payload(speculation.probabilities)
+            self.channel.send(Message(Kind.PROBABILITIES, self.session, self.round, payload))
+        self.round += 1
+
+        start = time.perf_counter()
+        if self.speculator.config.asynchronous:
+            self.speculator.prepare()
+        self.seconds = time.perf_counter() - start
+
+
+def load_model(settings: dict) -> PreTrainedModel:
+    """Loads the draft from shared memory, a folder or the hub, onto its device."""
+    if settings["weights"] is not None:
+        model = model_from_shared_weights(settings["weights"])
+    else:
+        options = {"dtype": settings["dtype"]} if settings["dtype"] else {}
+        model = AutoModelForCausalLM.from_pretrained(settings["path"], **options, **settings["load_options"]).eval()
+    model = model.to(settings["device"])
+    if model.config.get_text_config(decoder=True)._attn_implementation not in MASKED_ATTENTION:
+        model.set_attn_implementation("sdpa")  # branches need 4D masks
+    check_supported(model)
+    return model
+
+
+def main() -> None:
+    settings = json.loads(sys.stdin.readline())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the target, which tells the worker what follows
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    if settings["cores"]:
+        pin(settings["cores"])
+        torch.set_num_threads(len(settings["cores"]))
+    logging.disable_progress_bar()
+    timeout = timedelta(seconds=settings["timeout"])
+    store = dist.TCPStore("127.0.0.1", settings["port"], is_master=False, timeout=timeout)
+    store.set("draft", "here")
+    channel = Channel(store, is_target=False)
+    try:
+        model = load_model(settings)
+    except Exception:
+        channel.send(Message(Kind.ERROR, payload=messages.text_to_payload(traceback.format_exc())))
+        channel.flush(FLUSH_TIMEOUT)
+        os._exit(1)
+    facts = {"vocab_size": model.config.get_text_config(decoder=True).vocab_size, "device": str(model.device)}
+    channel.send(Message(Kind.READY, payload=messages.json_to_payload(facts)))
+    try:
+        DraftServer(channel, model).serve()
+    except PeerLost:
+        pass
+    os._exit(0)  # nothing is left to do, and gloo's threads would make an orderly exit wait
+
+
+def _end_with_parent() -> None:
+    """The parent holds the other end of our standard input, so it closes however the parent ends."""
+    sys.stdin.read()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

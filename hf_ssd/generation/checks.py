@@ -1,0 +1,86 @@
+"""What cannot work is said in one sentence, before any work starts."""
+
+import inspect
+
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+from transformers.generation import GenerationMode
+
+from ..cache.support import attention_layout, is_flash_attention
+from ..config import SSDConfig
+from ..distributed.launch import DraftAssistant
+
+
+def check_arguments(model, assistant_model, ssd_config, synced_gpus) -> None:
+    """
+    Checks what does not depend on the prepared inputs.
+
+    Raises:
+        `TypeError`: an argument is of the wrong type.
+        `ValueError`: the two models cannot work together.
+    """
+    if not isinstance(ssd_config, SSDConfig):
+        raise TypeError(f"`ssd_config` must be an hf_ssd.SSDConfig, but is a {type(ssd_config).__name__}.")
+    if assistant_model is None:
+        raise ValueError(
+            "`ssd_config` needs an `assistant_model`: the draft model, or what hf_ssd.launch_draft() gives."
+        )
+    if not isinstance(assistant_model, (PreTrainedModel, DraftAssistant)):
+        raise TypeError(
+            "`assistant_model` must be a transformers model or what hf_ssd.launch_draft() gives, but is a "
+            f"{type(assistant_model).__name__}."
+        )
+    if synced_gpus:
+        raise ValueError("`synced_gpus` (FSDP, DeepSpeed ZeRO-3) is not supported with `ssd_config`.")
+    attention_layout(model)
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        raise ValueError(f"{type(model).__name__} takes no `position_ids`, which verification needs.")
+    if isinstance(assistant_model, DraftAssistant):
+        draft_vocab = assistant_model.vocab_size
+    else:
+        attention_layout(assistant_model)
+        draft_vocab = assistant_model.config.get_text_config(decoder=True).vocab_size
+    target_vocab = model.config.get_text_config(decoder=True).vocab_size
+    if draft_vocab != target_vocab:
+        raise ValueError(
+            f"The target has a vocabulary of {target_vocab} tokens and the draft one of {draft_vocab}; choose a draft "
+            "with the target's tokenizer and vocabulary size."
+        )
+
+
+def check_generation(model, input_ids, generation_config: GenerationConfig, model_kwargs: dict) -> None:
+    """
+    Checks what transformers has prepared.
+
+    Raises:
+        `ValueError`: an option cannot be combined with `ssd_config`.
+    """
+    mode = generation_config.get_generation_mode()
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        raise ValueError(
+            f"`ssd_config` works with greedy decoding and sampling, but these options ask for {mode.value}; remove "
+            "`num_beams`, `penalty_alpha`, `constraints` and the like, or `ssd_config`."
+        )
+    refused = {
+        "use_cache=False": not generation_config.use_cache,
+        "assistant_ensemble_weight (it changes the output distribution)": getattr(
+            generation_config, "assistant_ensemble_weight", None
+        ) is not None,
+        "guidance_scale": generation_config.guidance_scale not in (None, 1, 1.0),
+        "output_attentions": generation_config.output_attentions,
+        "output_hidden_states": generation_config.output_hidden_states,
+        "inputs_embeds (the draft needs `input_ids`)": model_kwargs.get("inputs_embeds") is not None,
+    }  # fmt: skip
+    for name, found in refused.items():
+        if found:
+            raise ValueError(f"`ssd_config` cannot be combined with {name}.")
+    cache = model_kwargs.get("past_key_values")
+    if generation_config.cache_implementation not in (None, "dynamic") or type(cache) is not DynamicCache:
+        kind = generation_config.cache_implementation or type(cache).__name__
+        raise ValueError(f"`ssd_config` works with a DynamicCache, which can be rolled back; remove the {kind} cache.")
+    if input_ids.shape[1] == 0:
+        raise ValueError("`input_ids` is empty; give at least one token.")
+    if is_flash_attention(model) and (len(input_ids) > 1 or model_kwargs.get("attention_mask") is not None):
+        raise ValueError(
+            "Flash attention reads no 4D masks, which batches and padding need; load the target with "
+            'attn_implementation="sdpa", or generate one prompt at a time.'
+        )

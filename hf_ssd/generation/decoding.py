@@ -1,0 +1,273 @@
+"""The target's side of speculative speculative decoding: one loop, any batch size."""
+
+import time
+
+import torch
+from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+from transformers.utils import logging
+
+from ..cache.cached_model import CachedModel
+from ..cache.ragged import RaggedCache
+from ..cache.support import check_supported
+from ..config import SSDConfig
+from ..distributed.cores import use_cores
+from ..distributed.launch import DraftAssistant, assistant_for
+from ..distributed.local import LocalSession
+from ..distributed.session import DraftError, DraftSession, SessionRequest
+from ..logits_processing import process_positions
+from .checks import check_generation
+from .outputs import SSDDecoderOnlyOutput, SSDStats
+from .recording import StepRecord
+from .sequences import Sequences
+from .verification import verify_greedy, verify_sampled
+
+logger = logging.get_logger(__name__)
+
+
+def speculative_speculative_decoding(
+    model,
+    input_ids: torch.LongTensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    assistant_model=None,
+    ssd_config: SSDConfig | None = None,
+    streamer: BaseStreamer | None = None,
+    **model_kwargs,
+):
+    """
+    A decoding method in the form that `generate(custom_generate=...)` calls, with inputs as transformers prepared them.
+
+    Args:
+        model (`PreTrainedModel`): The target.
+        input_ids (`torch.LongTensor` of shape `(batch_size, sequence_length)`): The prompts.
+        logits_processor, stopping_criteria, generation_config, streamer: As in `GenerationMixin._sample`.
+        assistant_model (`PreTrainedModel` or [`DraftAssistant`]): The draft.
+        ssd_config ([`SSDConfig`]): The settings.
+        model_kwargs: `past_key_values`, `attention_mask`, `position_ids` and what else the prefill takes.
+
+    Returns:
+        `torch.LongTensor` or [`SSDDecoderOnlyOutput`]: As plain `generate()` would, by `return_dict_in_generate`.
+    """
+    check_generation(model, input_ids, generation_config, model_kwargs)
+    check_supported(model)
+    assistant = assistant_model
+    if not isinstance(assistant, DraftAssistant):
+        check_supported(assistant)
+        assistant = assistant_for(assistant) if ssd_config.asynchronous else assistant
+    divided = isinstance(assistant, DraftAssistant) and model.device.type == "cpu" and assistant.cores is not None
+    request = SessionRequest(
+        ssd_config,
+        generation_config,
+        prompts_without_padding(input_ids, model_kwargs.get("attention_mask")),
+        seed=int(torch.randint(2**31, ())),
+    )
+    start = time.perf_counter()
+    with use_cores(assistant.cores.target if divided else None):
+        draft = Draft(assistant, request)
+        try:
+            return decode(
+                model,
+                input_ids,
+                logits_processor,
+                stopping_criteria,
+                generation_config,
+                draft,
+                streamer,
+                start,
+                model_kwargs,
+            )
+        finally:
+            draft.close()
+
+
+def decode(
+    model, input_ids, logits_processor, stopping_criteria, generation_config, draft, streamer, start, model_kwargs
+):
+    """The loop. See [`speculative_speculative_decoding`] for the arguments; `draft` is a [`Draft`]."""
+    do_sample, wants_dict = generation_config.do_sample, generation_config.return_dict_in_generate
+    pad_token = generation_config._pad_token_tensor
+    sequences = Sequences(input_ids, stopping_criteria, 0 if pad_token is None else int(pad_token))
+    batch_size, prompt_length = input_ids.shape
+    stats = SSDStats(batch_size)
+    scores_record = StepRecord(batch_size, prompt_length) if wants_dict and generation_config.output_scores else None
+    logits_record = StepRecord(batch_size, prompt_length) if wants_dict and generation_config.output_logits else None
+    streamed = prompt_length
+
+    # 1. Prefill, while the draft does the same and prepares the likely first tokens.
+    theirs = model_kwargs["past_key_values"]
+    decoder, logits = prefill(model, input_ids, generation_config, model_kwargs)
+    columns_before_ids = decoder.cache.get_seq_length() - prompt_length
+    drafted, probabilities = input_ids.new_zeros(batch_size, 0), None
+    stats.prefill_seconds = time.perf_counter() - start
+
+    while True:
+        # 2. Decide: accepted count and bonus token of each row.
+        logits = logits.to(torch.float32).to(input_ids.device)
+        scores = process_positions(logits_processor, logits, sequences.ids, sequences.lengths)
+        if do_sample:
+            accepted, bonus = verify_sampled(scores, probabilities, drafted)
+        else:
+            accepted, bonus = verify_greedy(scores, drafted)
+        finished = [not unfinished for unfinished in sequences.unfinished]
+        if any(finished):
+            accepted = accepted.masked_fill(torch.tensor(finished, device=accepted.device), -1)
+
+        # 3. The outcome leaves before anything else is done.
+        outcome = torch.stack([accepted, bonus]).cpu()
+        draft.send_outcome(*outcome)
+        accepted = outcome[0].tolist()
+        if draft.rounds:
+            stats.verify_seconds.append(time.perf_counter() - received)
+            stats.accepted.append(accepted)
+
+        # 4. Bookkeeping, while the draft looks up its answer.
+        new_tokens = sequences.accept(accepted, bonus)
+        counts = [len(tokens) for tokens in new_tokens]
+        for record, values in ((scores_record, scores), (logits_record, logits)):
+            if record is not None:
+                record.add(values, counts)
+        sequences.stop_where_plain_generation_would(
+            new_tokens, scores_record.up_to if scores_record else lambda _: None
+        )
+        if streamer is not None:
+            for token in sequences.ids[0, streamed : sequences.kept(0)].cpu():
+                streamer.put(token[None])
+            streamed = sequences.kept(0)
+        if not any(sequences.unfinished):
+            break
+
+        # 5. Receive the next speculation, as much of it as may still be needed.
+        waiting = time.perf_counter()
+        drafted, hits, draft_seconds = draft.receive_speculation()
+        received = time.perf_counter()
+        room = [sequences.remaining(row) for row, unfinished in enumerate(sequences.unfinished) if unfinished]
+        if None not in room:
+            drafted = drafted[:, : max(room) - 1]
+        drafted = drafted.to(input_ids.device)
+        stats.wait_seconds.append(received - waiting)
+        stats.draft_seconds.append(draft_seconds)
+        stats.hits.append(hits.tolist())
+        stats.lookahead.append(drafted.shape[1])
+
+        # 6. Verify: one forward pass over the last token and the drafted ones.
+        last = sequences.ids[range(batch_size), [length - 1 for length in sequences.lengths]]
+        sequences.propose(drafted)
+        fed = torch.cat([last[:, None], drafted], dim=1).to(decoder.device)
+        logits = decoder.extend(fed, [length - 1 + columns_before_ids for length in sequences.lengths])
+
+        # 7. What the tokens were drawn from is needed only now.
+        if do_sample:
+            probabilities = draft.receive_probabilities()
+            if probabilities is not None:
+                probabilities = probabilities[:, : drafted.shape[1]].to(input_ids.device)
+            else:  # the draft failed: nothing was proposed, and the first position stands alone
+                drafted, logits = drafted[:, :0], logits[:, :1]
+                stats.lookahead[-1] = 0
+
+    if streamer is not None:
+        streamer.end()
+    output = sequences.finish()
+    stats.total_seconds = time.perf_counter() - start
+    stats.generated_tokens = sum(sequences.kept(row) - prompt_length for row in range(batch_size))
+    stats.draft_failure = draft.failure
+    if wants_dict or getattr(theirs, "_is_user_defined", False):
+        decoder.cache.copy_to(theirs, output.shape[1] - 1 + columns_before_ids)
+    if not wants_dict:
+        return output
+    return SSDDecoderOnlyOutput(
+        sequences=output,
+        scores=scores_record.up_to(output.shape[1]) if scores_record else None,
+        logits=logits_record.up_to(output.shape[1]) if logits_record else None,
+        past_key_values=theirs,
+        ssd_stats=stats,
+    )
+
+
+def prefill(model, input_ids, generation_config, model_kwargs) -> tuple[CachedModel, torch.Tensor]:
+    """
+    Runs transformers' own prefill into a ragged cache.
+
+    Returns:
+        The target with its cache, and the logits of shape `(batch_size, 1, vocab_size)` behind the prompts.
+    """
+    theirs: DynamicCache = model_kwargs["past_key_values"]
+    columns = theirs.get_seq_length()
+    capacity = columns + input_ids.shape[1] + 256
+    cache = RaggedCache.from_cache(theirs, capacity) if columns else RaggedCache(capacity)
+    position_ids = model_kwargs.get("position_ids")
+    mask = model_kwargs.get("attention_mask")
+    outputs = model._prefill(input_ids, generation_config, {**model_kwargs, "past_key_values": cache})
+    columns = cache.get_seq_length()
+    last = [columns - 1] * len(input_ids) if position_ids is None else position_ids[:, -1].tolist()
+    decoder = CachedModel(
+        model,
+        cache,
+        valid=None if mask is None else mask.bool().to(model.device),
+        first_positions=[position - (columns - 1) for position in last],
+        position_limit=generation_config.max_length,
+    )
+    return decoder, outputs.logits[:, -1:]
+
+
+def prompts_without_padding(input_ids: torch.LongTensor, attention_mask) -> list[torch.LongTensor]:
+    """Returns the tokens of each row that count; at least the last one."""
+    if attention_mask is None:
+        return list(input_ids)
+    mask = attention_mask[:, -input_ids.shape[1] :].bool()
+    mask[:, -1] = True
+    return [row[kept] for row, kept in zip(input_ids, mask)]
+
+
+class Draft:
+    """
+    The draft for one call, whose failure costs speed and not tokens: after it, every speculation is empty.
+
+    Args:
+        assistant ([`DraftAssistant`] or `PreTrainedModel`): The worker, or a model to run in this process.
+        request ([`SessionRequest`]): The call.
+    """
+
+    def __init__(self, assistant, request: SessionRequest):
+        self.config, self.batch_size = request.config, len(request.prompts)
+        self.rounds = 0
+        self.failure: str | None = None
+        self.session: DraftSession | None = None
+        self.session = self._attempt(
+            lambda: (
+                assistant.open_session(request)
+                if isinstance(assistant, DraftAssistant)
+                else LocalSession(assistant, request)
+            )
+        )
+
+    def send_outcome(self, accepted: torch.LongTensor, bonus: torch.LongTensor) -> None:
+        self._attempt(lambda: self.session and self.session.send_outcome(accepted, bonus))
+
+    def receive_speculation(self) -> tuple[torch.LongTensor, torch.BoolTensor, float]:
+        self.rounds += 1
+        answer = self._attempt(lambda: self.session and self.session.receive_speculation())
+        if answer is None:
+            empty = torch.zeros(self.batch_size, 0, dtype=torch.long)
+            return empty, torch.zeros(self.batch_size, dtype=torch.bool), 0.0
+        return answer
+
+    def receive_probabilities(self) -> torch.FloatTensor | None:
+        return self._attempt(lambda: self.session and self.session.receive_probabilities())
+
+    def close(self) -> None:
+        if self.session is not None:
+            self.session.close()
+            self.session = None
+
+    def _attempt(self, step):
+        try:
+            return step()
+        except DraftError as error:
+            self.close()
+            if self.config.on_draft_failure == "raise":
+                raise
+            self.failure = str(error)
+            logger.warning(f"Finishing without the draft, by plain decoding. {error}")
+            return None

@@ -1,0 +1,131 @@
+"""`generate(..., ssd_config=...)`: the way in."""
+
+import copy
+import functools
+
+from transformers import GenerationMixin, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
+
+from ..config import SSDConfig
+from ..distributed.launch import DraftAssistant
+from .checks import check_arguments
+from .decoding import speculative_speculative_decoding
+
+
+class SSDGenerationMixin:
+    """Adds `assistant_model` with `ssd_config` to a model's `generate()`. See [`enable`]."""
+
+    def generate(
+        self,
+        inputs=None,
+        generation_config=None,
+        logits_processor=None,
+        stopping_criteria=None,
+        prefix_allowed_tokens_fn=None,
+        synced_gpus=None,
+        assistant_model=None,
+        streamer=None,
+        *args,
+        ssd_config: SSDConfig | None = None,
+        **kwargs,
+    ):
+        """
+        `GenerationMixin.generate`, and with `ssd_config` speculative speculative decoding.
+
+        Args:
+            assistant_model (`PreTrainedModel` or [`DraftAssistant`], *optional*):
+                The draft. A model is handed to a worker process the first time, and the worker is reused.
+            ssd_config ([`SSDConfig`], *optional*):
+                Settings. Without them this is transformers' own method.
+            inputs, generation_config, logits_processor, stopping_criteria, streamer, kwargs:
+                As in transformers.
+
+        Returns:
+            What transformers would return; with `return_dict_in_generate=True` and `ssd_config` a
+            [`SSDDecoderOnlyOutput`], which carries `ssd_stats`.
+
+        Raises:
+            `ValueError`, `TypeError`: the arguments cannot work, said before any work starts.
+            [`DraftError`]: the draft worker did not start, or failed and `on_draft_failure="raise"`.
+        """
+        arguments = {
+            "inputs": inputs,
+            "generation_config": generation_config,
+            "logits_processor": logits_processor,
+            "stopping_criteria": stopping_criteria,
+            "prefix_allowed_tokens_fn": prefix_allowed_tokens_fn,
+            "synced_gpus": synced_gpus,
+            "streamer": streamer,
+        }
+        plain = super().generate
+        if ssd_config is None:
+            if isinstance(assistant_model, DraftAssistant):
+                raise ValueError("This `assistant_model` drafts ahead; pass `ssd_config=hf_ssd.SSDConfig()` as well.")
+            return (
+                plain(*arguments.values(), *args, assistant_model=assistant_model, **kwargs)
+                if args
+                else plain(**arguments, assistant_model=assistant_model, **kwargs)
+            )
+        return _generate(plain, self, assistant_model, ssd_config, **arguments, **kwargs)
+
+
+def generate(model: PreTrainedModel, *, assistant_model=None, ssd_config: SSDConfig | None = None, **kwargs):
+    """
+    Speculative speculative decoding with a model that was not passed to [`enable`]; what `custom_generate` calls.
+
+    Args:
+        model (`PreTrainedModel`): The target.
+        assistant_model, ssd_config, kwargs: As in [`SSDGenerationMixin.generate`]. `ssd_config` defaults to
+            `SSDConfig()`.
+    """
+    plain = functools.partial(GenerationMixin.generate, model)
+    return _generate(plain, model, assistant_model, ssd_config or SSDConfig(), **kwargs)
+
+
+def enable(model: PreTrainedModel) -> PreTrainedModel:
+    """
+    Teaches one model instance to take `ssd_config` in `generate()`.
+
+    Args:
+        model (`PreTrainedModel`): A decoder-only model. Nothing else about it changes: its class keeps its name, and it
+            saves and loads as before.
+
+    Returns:
+        `PreTrainedModel`: The same object.
+
+    Raises:
+        `TypeError`: it is not a transformers model that generates.
+    """
+    if not isinstance(model, PreTrainedModel) or not isinstance(model, GenerationMixin):
+        raise TypeError(f"hf_ssd.enable takes a transformers model with generate(), not a {type(model).__name__}.")
+    kind = type(model)
+    if not issubclass(kind, SSDGenerationMixin):
+        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+        model.__class__ = type(kind.__name__, (SSDGenerationMixin, kind), names)
+    return model
+
+
+def _generate(plain, model, assistant_model, ssd_config, streamer=None, synced_gpus=None, **kwargs):
+    check_arguments(model, assistant_model, ssd_config, synced_gpus)
+    _move_stop_strings(model, kwargs)
+    # transformers keeps the draft and the streamer from a decoding method of its user, so they are bound to it here.
+    decoding_method = functools.partial(
+        speculative_speculative_decoding, assistant_model=assistant_model, ssd_config=ssd_config, streamer=streamer
+    )
+    return plain(custom_generate=decoding_method, streamer=streamer, **kwargs)
+
+
+def _move_stop_strings(model, kwargs: dict) -> None:
+    """Turns `stop_strings` into the criterion that transformers would make, had it not lost the tokenizer by then."""
+    generation_config = kwargs.get("generation_config")
+    configured = model.generation_config if generation_config is None else generation_config
+    stop_strings = kwargs.pop("stop_strings", None) or configured.stop_strings
+    tokenizer = kwargs.pop("tokenizer", None)
+    if stop_strings is None:
+        return
+    if tokenizer is None:
+        raise ValueError("`stop_strings` needs the model's tokenizer: pass `tokenizer=...` to generate() as well.")
+    if configured.stop_strings is not None:
+        kwargs["generation_config"] = copy.deepcopy(configured)
+        kwargs["generation_config"].stop_strings = None
+    criterion = StopStringCriteria(stop_strings=stop_strings, tokenizer=tokenizer)
+    kwargs["stopping_criteria"] = StoppingCriteriaList([*(kwargs.get("stopping_criteria") or []), criterion])

@@ -1,0 +1,103 @@
+"""What generate() returns beside the tokens: how the rounds went."""
+
+from dataclasses import dataclass, field
+
+from transformers.generation import GenerateDecoderOnlyOutput
+
+
+@dataclass
+class SSDStats:
+    """
+    How the rounds of one generate() call went. A *round* is one verification by the target of one speculation for each
+    row; the token that follows the prompt comes from the prefill, before the first round.
+
+    Args:
+        batch_size (`int`): Rows.
+        lookahead (`list[int]`): Drafted tokens that were verified, per round.
+        accepted (`list[list[int]]`): Accepted count of each row, per round; -1 for a row that was finished.
+        hits (`list[list[bool]]`): Whether each row's speculation came from the cache, per round.
+        verify_seconds (`list[float]`): From having a speculation to having decided on it, per round.
+        wait_seconds (`list[float]`): From having nothing left to do to having the next speculation, per round.
+        draft_seconds (`list[float]`): What the draft worked for a speculation, preparing and answering, per round.
+        prefill_seconds (`float`): The target's forward pass over the prompt.
+        total_seconds (`float`): The whole call, prefill included.
+        generated_tokens (`int`): New tokens in the output, all rows together, padding excluded.
+        draft_failure (`str`, *optional*): Why the draft was given up, if it was.
+    """
+
+    batch_size: int = 1
+    lookahead: list[int] = field(default_factory=list)
+    accepted: list[list[int]] = field(default_factory=list)
+    hits: list[list[bool]] = field(default_factory=list)
+    verify_seconds: list[float] = field(default_factory=list)
+    wait_seconds: list[float] = field(default_factory=list)
+    draft_seconds: list[float] = field(default_factory=list)
+    prefill_seconds: float = 0.0
+    total_seconds: float = 0.0
+    generated_tokens: int = 0
+    draft_failure: str | None = None
+
+    @property
+    def rounds(self) -> int:
+        return len(self.lookahead)
+
+    def _rows(self) -> list[tuple[int, int, bool]]:
+        """Returns (lookahead, accepted, hit) of every row of every round in which the row was not finished."""
+        rounds = zip(self.lookahead, self.accepted, self.hits)
+        return [(k, a, hit) for k, accepted, hits in rounds for a, hit in zip(accepted, hits) if a >= 0]
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of speculations that came from the cache."""
+        drafted = [hit for k, _, hit in self._rows() if k]
+        return sum(drafted) / len(drafted) if drafted else 0.0
+
+    @property
+    def tokens_per_round(self) -> float:
+        """Tokens that one row gains in one round: accepted ones and the bonus token."""
+        rows = self._rows()
+        return sum(accepted + 1 for _, accepted, _ in rows) / len(rows) if rows else 0.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Chance that one drafted token is accepted, of those that were put to the test."""
+        rows = self._rows()
+        tested = sum(min(accepted + 1, k) for k, accepted, _ in rows)
+        return sum(accepted for _, accepted, _ in rows) / tested if tested else 0.0
+
+    def to_dict(self) -> dict:
+        """Returns all fields and the derived figures as plain Python objects."""
+        derived = ("rounds", "hit_rate", "tokens_per_round", "acceptance_rate")
+        totals = ("verify_seconds", "wait_seconds", "draft_seconds")
+        return {
+            **self.__dict__,
+            **{name: getattr(self, name) for name in derived},
+            **{f"total_{name}": sum(getattr(self, name)) for name in totals},
+        }
+
+    def __str__(self) -> str:
+        if not self.rounds:
+            return f"SSDStats: {self.generated_tokens} tokens from the prefill alone, no rounds"
+        n = self.rounds
+        verify, wait, draft = (1e3 * sum(s) / n for s in (self.verify_seconds, self.wait_seconds, self.draft_seconds))
+        lines = [
+            f"{self.generated_tokens} tokens in {n} rounds, {self.tokens_per_round:.2f} tokens per round and row",
+            f"acceptance rate {self.acceptance_rate:.2f}, hit rate {self.hit_rate:.2f}",
+            f"per round: verification {verify:.1f} ms, waiting for the draft {wait:.1f} ms (the draft worked {draft:.1f} ms)",
+            f"prefill {1e3 * self.prefill_seconds:.1f} ms, in all {self.total_seconds:.2f} s",
+        ]
+        if self.draft_failure:
+            lines.append(f"finished without the draft: {self.draft_failure}")
+        return "\n".join(lines)
+
+
+@dataclass
+class SSDDecoderOnlyOutput(GenerateDecoderOnlyOutput):
+    """
+    A `GenerateDecoderOnlyOutput` that says how the rounds went.
+
+    Args:
+        ssd_stats ([`SSDStats`]): The rounds of this call.
+    """
+
+    ssd_stats: SSDStats | None = None

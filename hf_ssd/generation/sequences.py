@@ -1,0 +1,125 @@
+"""The rows of a batch while they grow by different amounts, and where each is cut."""
+
+import torch
+from transformers import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
+
+
+class Sequences:
+    """
+    Token ids of each row, with room to grow, and the length at which plain generation would have stopped each row.
+
+    Args:
+        input_ids (`torch.LongTensor` of shape `(batch_size, prompt_length)`): The prompts, padded on the left.
+        stopping_criteria (`StoppingCriteriaList`): As transformers prepared it.
+        pad_token (`int`): Fills what a finished row lacks.
+    """
+
+    def __init__(self, input_ids: torch.LongTensor, stopping_criteria: StoppingCriteriaList, pad_token: int):
+        self.stopping_criteria, self.pad_token = stopping_criteria, pad_token
+        self.batch_size, self.prompt_length = input_ids.shape
+        self.ids = torch.full((self.batch_size, self.prompt_length + 256), pad_token, device=input_ids.device)
+        self.ids[:, : self.prompt_length] = input_ids
+        self.lengths = [self.prompt_length] * self.batch_size
+        self.stops: list[int | None] = [None] * self.batch_size
+        self.max_length = stopping_criteria.max_length
+        self.has_eos = any(hasattr(criteria, "eos_token_id") for criteria in stopping_criteria)
+        self.simple = all(type(criteria) in (MaxLengthCriteria, EosTokenCriteria) for criteria in stopping_criteria)
+        self.eos_tokens = {
+            token for criteria in stopping_criteria if type(criteria) is EosTokenCriteria
+            for token in criteria.eos_token_id.flatten().tolist()
+        }  # fmt: skip
+
+    def propose(self, tokens: torch.LongTensor) -> None:
+        """Writes tokens `(batch_size, count)` behind each row without making them part of it."""
+        count = tokens.shape[1]
+        if max(self.lengths) + count > self.ids.shape[1]:
+            room = self.ids.new_full((self.batch_size, max(count, self.ids.shape[1] // 2)), self.pad_token)
+            self.ids = torch.cat([self.ids, room], dim=1)
+        if min(self.lengths) == max(self.lengths):
+            self.ids[:, self.lengths[0] : self.lengths[0] + count] = tokens
+        else:
+            columns = torch.tensor(self.lengths, device=tokens.device)[:, None]
+            self.ids.scatter_(1, columns + torch.arange(count, device=tokens.device), tokens)
+
+    def accept(self, accepted: list[int], bonus: torch.LongTensor) -> list[list[int]]:
+        """
+        Makes the first `accepted` of the proposed tokens, and the bonus token behind them, part of each row.
+
+        Args:
+            accepted (`list[int]`): Of each row. Negative for a row that is finished, which stays as it is.
+            bonus (`torch.LongTensor` of shape `(batch_size,)`): On the device of the rows.
+
+        Returns:
+            `list[list[int]]`: The new tokens of each row.
+        """
+        before = list(self.lengths)
+        last = [n + max(k, 0) for n, k in zip(before, accepted)]
+        if min(accepted) >= 0:
+            rows, columns = range(self.batch_size), last
+            self.ids[rows, columns] = bonus
+        else:
+            rows = [r for r, k in enumerate(accepted) if k >= 0]
+            self.ids[rows, [last[r] for r in rows]] = bonus[rows]
+        self.lengths = [end + 1 if k >= 0 else n for end, n, k in zip(last, before, accepted)]
+        new = self.ids[:, min(before) : max(self.lengths)].tolist()
+        return [row[start - min(before) : stop - min(before)] for row, start, stop in zip(new, before, self.lengths)]
+
+    def stop_where_plain_generation_would(self, new_tokens: list[list[int]], scores) -> None:
+        """
+        Finds the rows that stop within their new tokens, and where.
+
+        Args:
+            new_tokens (`list[list[int]]`): What [`~Sequences.accept`] returned.
+            scores (`Callable[[int], tuple | None]`): Gives the scores that plain generation would have recorded for
+                rows of a given length.
+        """
+        first = [stop - len(tokens) + 1 for stop, tokens in zip(self.lengths, new_tokens)]
+        if self.simple:
+            for row, tokens in enumerate(new_tokens):
+                for length, token in enumerate(tokens, first[row]):
+                    at_end = self.max_length is not None and length >= self.max_length
+                    if self.stops[row] is None and (token in self.eos_tokens or at_end):
+                        self.stops[row] = length
+            return
+        # The criteria see the batch as in plain generation, once for each length that some row has newly reached.
+        for length in range(min(first), max(self.lengths) + 1):
+            rows = [
+                r for r in range(self.batch_size) if self.stops[r] is None and first[r] <= length <= self.lengths[r]
+            ]
+            if rows:
+                stopped = self.stopping_criteria(self.ids[:, :length], scores(length)).tolist()
+                for row in rows:
+                    if stopped[row]:
+                        self.stops[row] = length
+
+    @property
+    def final_length(self) -> int | None:
+        """Length of the output, once every row has stopped."""
+        return None if None in self.stops else max(self.stops)
+
+    @property
+    def unfinished(self) -> list[bool]:
+        """
+        Which rows still need tokens. Without an EOS token, plain generation goes on with rows that a criterion has
+        stopped until all are, so such a row is finished only when it is as long as the output.
+        """
+        if self.has_eos:
+            return [stop is None for stop in self.stops]
+        final = self.final_length
+        return [final is None or length < final for length in self.lengths]
+
+    def remaining(self, row: int) -> int | None:
+        """How many more tokens a row may have, `None` if there is no limit."""
+        return None if self.max_length is None else self.max_length - self.lengths[row]
+
+    def kept(self, row: int) -> int:
+        """Length of a row in the output, padding behind it excluded."""
+        stop = self.stops[row] if self.has_eos else self.final_length
+        return self.lengths[row] if stop is None else stop
+
+    def finish(self) -> torch.LongTensor:
+        """Returns the output of shape `(batch_size, final length)`, rows that stopped earlier padded behind."""
+        result = self.ids[:, : max(self.kept(row) for row in range(self.batch_size))]
+        for row in range(self.batch_size):
+            result[row, self.kept(row) :] = self.pad_token
+        return result.clone()
