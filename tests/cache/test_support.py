@@ -1,0 +1,45 @@
+import pytest
+import torch
+from transformers import BloomConfig, BloomForCausalLM, GPT2Config, GPT2LMHeadModel, MambaConfig, MambaForCausalLM
+
+from hf_ssd.cache.support import attention_layout, check_supported
+
+from ..conftest import FAMILIES, tiny_model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_models_that_take_part(family):
+    check_supported(tiny_model(family))
+
+
+def test_gpt2_takes_part():
+    check_supported(GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=40)).eval())
+
+
+def test_layouts():
+    assert attention_layout(tiny_model("llama")).window is None
+    assert attention_layout(tiny_model("mistral")).window == 6 and not attention_layout(tiny_model("mistral")).mixed
+    assert attention_layout(tiny_model("gemma")).mixed
+
+
+def test_recurrent_models_are_refused():
+    model = MambaForCausalLM(MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=40))
+    with pytest.raises(ValueError, match="MambaForCausalLM uses a recurrent .* cannot be rolled back"):
+        check_supported(model)
+
+
+def test_models_that_take_no_4d_masks_are_refused():
+    with pytest.raises(ValueError, match="BloomForCausalLM does not"):
+        check_supported(BloomForCausalLM(BloomConfig(hidden_size=16, n_layer=1, n_head=2, vocab_size=40)).eval())
+
+
+def test_a_model_that_ignores_the_mask_is_refused():
+    class Deaf(type(tiny_model())):
+        def forward(self, *args, attention_mask=None, **kwargs):
+            return super().forward(*args, **kwargs)
+
+    model = tiny_model()
+    model.__class__ = Deaf
+    with pytest.raises(ValueError, match="does not obey a 4D attention mask"):
+        check_supported(model)
+    assert isinstance(model.lm_head, torch.nn.Linear)

@@ -1,0 +1,146 @@
+"""The output distribution of verification, enumerated exactly on small vocabularies."""
+
+import itertools
+
+import pytest
+import torch
+
+from hf_ssd.generation import verification
+from hf_ssd.generation.verification import (
+    acceptance_probabilities,
+    accepted_counts,
+    residual_distribution,
+    verify_greedy,
+    verify_sampled,
+)
+
+VOCAB = 5
+
+
+def random_tree(depth, seed, sparse=0.0):
+    """Next-token distributions for every prefix of up to `depth` tokens, some tokens impossible."""
+    generator = torch.Generator().manual_seed(seed)
+    tree = {}
+    for length in range(depth + 1):
+        for prefix in itertools.product(range(VOCAB), repeat=length):
+            weights = torch.rand(VOCAB, generator=generator, dtype=torch.float64) ** 3
+            weights[torch.rand(VOCAB, generator=generator) < sparse] = 0
+            weights[int(torch.randint(VOCAB, (1,), generator=generator))] += 0.1
+            tree[prefix] = weights / weights.sum()
+    return tree
+
+
+def output_distribution(p, q, lookahead, point_mass=False):
+    """Sums over all drafts and all accept-or-reject decisions: the joint distribution of the next lookahead + 1 tokens."""
+    joint = torch.zeros([VOCAB] * (lookahead + 1), dtype=torch.float64)
+    for draft in itertools.product(range(VOCAB), repeat=lookahead):
+        chance_of_draft = 1.0
+        for i, token in enumerate(draft):
+            chance_of_draft *= 1.0 if point_mass else q[draft[:i]][token].item()
+        if chance_of_draft == 0 or (point_mass and draft != (2,) * lookahead):
+            continue
+        drafted = torch.tensor([draft])
+        p_rows = torch.stack([p[draft[:i]] for i in range(lookahead + 1)])[None]
+        q_rows = None if point_mass else torch.stack([q[draft[:i]] for i in range(lookahead)])[None]
+        ratios = verification.acceptance_probabilities(p_rows, q_rows, drafted)[0].clamp(max=1)
+        survived = chance_of_draft
+        for accepted in range(lookahead + 1):
+            ends = survived * (1 - ratios[accepted]) if accepted < lookahead else survived
+            if ends > 0:
+                residual = verification.residual_distribution(p_rows, q_rows, drafted, torch.tensor([accepted]))[0]
+                residual = residual / residual.sum()
+                for bonus in range(VOCAB):
+                    add_continuations(joint, p, (*draft[:accepted], bonus), float(ends * residual[bonus]))
+            if accepted < lookahead:
+                survived = survived * ratios[accepted]
+    return joint
+
+
+def add_continuations(joint, p, prefix, chance):
+    """What comes after the bonus token is the target's own."""
+    if chance == 0:
+        return
+    if len(prefix) == joint.dim():
+        joint[prefix] += chance
+        return
+    for token in range(VOCAB):
+        add_continuations(joint, p, (*prefix, token), chance * p[prefix][token].item())
+
+
+def plain_distribution(p, length):
+    joint = torch.zeros([VOCAB] * length, dtype=torch.float64)
+    add_continuations(joint, p, (), 1.0)
+    return joint
+
+
+@pytest.mark.parametrize("lookahead", [1, 2, 3])
+@pytest.mark.parametrize("case", ["dense", "truncated", "equal", "point mass"])
+def test_output_distribution_is_the_targets(lookahead, case):
+    p = random_tree(lookahead, seed=1, sparse=0.4 if case == "truncated" else 0.0)
+    q = p if case == "equal" else random_tree(lookahead, seed=2, sparse=0.4 if case == "truncated" else 0.0)
+    joint = output_distribution(p, q, lookahead, point_mass=case == "point mass")
+    torch.testing.assert_close(joint, plain_distribution(p, lookahead + 1), atol=1e-6, rtol=0)
+
+
+def residual_without_q(p, q, drafted, accepted):
+    return p[torch.arange(len(accepted)), accepted]
+
+
+def accept_if_likeliest(p, q, drafted):
+    return (p[:, :-1].argmax(-1) == drafted).double()
+
+
+def accept_without_q(p, q, drafted):
+    return acceptance_probabilities(p, None, drafted)
+
+
+def residual_of_the_next_position(p, q, drafted, accepted):
+    return residual_distribution(p, q, drafted, (accepted + 1).clamp(max=drafted.shape[1]))
+
+
+@pytest.mark.parametrize(
+    "name, mutant",
+    [
+        ("residual_distribution", residual_without_q),
+        ("residual_distribution", residual_of_the_next_position),
+        ("acceptance_probabilities", accept_if_likeliest),
+        ("acceptance_probabilities", accept_without_q),
+    ],
+)
+def test_plausible_mistakes_change_the_distribution(monkeypatch, name, mutant):
+    monkeypatch.setattr(verification, name, mutant)
+    p, q = random_tree(2, seed=1), random_tree(2, seed=2)
+    difference = (output_distribution(p, q, 2) - plain_distribution(p, 3)).abs().max()
+    assert difference > 1e-3
+
+
+def test_accepted_counts():
+    accept = torch.tensor([[1, 1, 1], [1, 0, 1], [0, 1, 1]]).bool()
+    assert accepted_counts(accept).tolist() == [3, 1, 0]
+    assert accepted_counts(torch.zeros(2, 0).bool()).tolist() == [0, 0]
+
+
+def test_greedy_cases():
+    choice = torch.tensor([[3, 1, 4, 0], [3, 1, 4, 0], [3, 1, 4, 0]])
+    scores = torch.nn.functional.one_hot(choice, VOCAB).float()
+    accepted, bonus = verify_greedy(scores, torch.tensor([[3, 1, 4], [3, 2, 4], [0, 1, 4]]))
+    assert accepted.tolist() == [3, 1, 0] and bonus.tolist() == [0, 1, 3]
+    accepted, bonus = verify_greedy(scores[:, :1], torch.zeros(3, 0, dtype=torch.long))
+    assert accepted.tolist() == [0, 0, 0] and bonus.tolist() == [3, 3, 3]
+
+
+def test_impossible_tokens_are_never_accepted(monkeypatch):
+    """Even when the random number is exactly 0."""
+    monkeypatch.setattr(torch, "rand", lambda *shape, **_: torch.zeros(*shape))
+    scores = torch.tensor([[[0.0, -torch.inf, 0.0], [0.0, 0.0, 0.0]]])
+    accepted, bonus = verify_sampled(scores, torch.full((1, 1, 3), 1 / 3), torch.tensor([[1]]))
+    assert accepted.item() == 0 and bonus.item() != 1
+
+
+def test_equal_distributions_always_accept():
+    torch.manual_seed(0)
+    scores = torch.randn(200, 4, VOCAB)
+    q = scores.softmax(-1)[:, :3]
+    drafted = torch.multinomial(q.flatten(0, 1), 1).view(200, 3)
+    accepted, _ = verify_sampled(scores, q, drafted)
+    assert (accepted == 3).all()

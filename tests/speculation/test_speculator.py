@@ -1,0 +1,90 @@
+"""What a speculator answers must not depend on what it had prepared."""
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from hf_ssd import SSDConfig
+from hf_ssd.speculation.speculator import SKIPPED, Speculator
+
+from ..conftest import VOCAB, tiny_model
+
+OPTIONS = {
+    "greedy": {},
+    "penalty": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
+    "sampled": {"do_sample": True, "temperature": 0.8, "top_k": 30},
+    "sampled with penalty": {"do_sample": True, "top_k": 0, "repetition_penalty": 1.2},
+}
+
+
+def new_speculator(options, asynchronous, rows=3, family="llama", **config):
+    prompts = [torch.arange(2, 5 + 3 * row) for row in range(rows)]
+    generation_config = GenerationConfig(max_length=200, eos_token_id=1, pad_token_id=0, **options)
+    speculator = Speculator(
+        tiny_model(family, seed=4), SSDConfig(lookahead=4, budget=12, **config), generation_config, prompts, seed=5
+    )
+    speculator.prefill()
+    if asynchronous:
+        speculator.prepare()
+    return speculator
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma"])
+@pytest.mark.parametrize("options", OPTIONS)
+@torch.inference_mode()
+def test_answers_are_the_same_prepared_or_just_in_time(options, family):
+    ahead, in_time = (new_speculator(OPTIONS[options], asynchronous, family=family) for asynchronous in (True, False))
+    generator = torch.Generator().manual_seed(6)
+    hits = misses = 0
+    accepted, bonus = torch.zeros(3, dtype=torch.long), torch.randint(2, VOCAB, (3,), generator=generator)
+    for turn in range(12):
+        if turn % 2 and turn < 10:  # an outcome that was prepared, in some rows
+            index = torch.randint(0, len(ahead.prepared.accepted), (3,), generator=generator)
+            rows = torch.arange(3) != turn % 3
+            accepted = torch.where(rows, ahead.prepared.accepted[index], accepted)
+            bonus = torch.where(rows, ahead.prepared.bonus[torch.arange(3), index], bonus)
+        if turn >= 10:
+            accepted[1] = SKIPPED
+        first, second = ahead.answer(accepted, bonus), in_time.answer(accepted, bonus)
+        used = accepted != SKIPPED
+        assert torch.equal(first.tokens[used], second.tokens[used])
+        if first.probabilities is not None:
+            torch.testing.assert_close(first.probabilities[used], second.probabilities[used], atol=1e-5, rtol=1e-4)
+        hits, misses = hits + first.hits[used].sum().item(), misses + (~first.hits[used]).sum().item()
+        assert not second.hits.any()
+        ahead.prepare()
+        accepted = torch.randint(0, 5, (3,), generator=generator)
+        bonus = torch.randint(2, VOCAB, (3,), generator=generator)
+    assert hits >= 6 and misses >= 6
+
+
+@torch.inference_mode()
+def test_a_row_answers_as_if_it_were_alone():
+    together = new_speculator(OPTIONS["greedy"], True)
+    generator = torch.Generator().manual_seed(7)
+    alone = [Speculator(
+        tiny_model(seed=4), SSDConfig(lookahead=4), GenerationConfig(max_length=200), [torch.arange(2, 5 + 3 * row)], 5
+    ) for row in range(3)]  # fmt: skip
+    for speculator in alone:
+        speculator.prefill()
+    for turn in range(6):
+        accepted = torch.randint(0, 5, (3,), generator=generator) * (turn > 0)  # the first outcome is a first token
+        bonus = torch.randint(2, VOCAB, (3,), generator=generator)
+        tokens = together.answer(accepted, bonus).tokens
+        together.prepare()
+        for row, speculator in enumerate(alone):
+            assert torch.equal(tokens[row], speculator.answer(accepted[row : row + 1], bonus[row : row + 1]).tokens[0])
+
+
+@torch.inference_mode()
+def test_noise_that_depends_on_the_branch_is_noticed(monkeypatch):
+    """The mutant: draft randomness by how often one drew, not by where."""
+    from hf_ssd.speculation import sampling
+
+    def at(self, row, position):
+        self.calls = getattr(self, "calls", 0) + 1
+        return torch.empty(self.vocab_size).exponential_(generator=torch.Generator().manual_seed(self.calls))
+
+    monkeypatch.setattr(sampling.PositionNoise, "at", at)
+    with pytest.raises(AssertionError):
+        test_answers_are_the_same_prepared_or_just_in_time("sampled", "llama")

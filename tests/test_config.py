@@ -1,0 +1,50 @@
+import pytest
+
+from hf_ssd import SSDConfig
+
+
+def test_round_trips(tmp_path):
+    config = SSDConfig(lookahead=3, fan_out=[4, 3, 2, 1], timeout=5.0, on_draft_failure="raise")
+    assert SSDConfig.from_dict(config.to_dict()) == config
+    config.save_pretrained(tmp_path / "made" / "for it")
+    assert SSDConfig.from_pretrained(tmp_path / "made" / "for it") == config
+    assert SSDConfig.from_pretrained(tmp_path / "made" / "for it", timeout=6.0).timeout == 6.0
+
+
+def test_explicit_fan_out_sets_the_budget():
+    assert SSDConfig(lookahead=2, fan_out=(5, 0, 6)).budget == 11
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("lookahead", 0),
+        ("lookahead", 2.0),
+        ("lookahead", True),
+        ("budget", 0),
+        ("budget", "24"),
+        ("fan_out", "triangular"),
+        ("fan_out", [1, 2]),
+        ("fan_out", [0] * 8),
+        ("fan_out", [1.5] * 8),
+        ("fan_out", [-1] * 8),
+        ("acceptance_rate", 0),
+        ("acceptance_rate", 1),
+        ("acceptance_rate", "high"),
+        ("power_law_exponent", 0),
+        ("power_law_exponent", float("inf")),
+        ("timeout", 0),
+        ("timeout", float("nan")),
+        ("on_draft_failure", "ignore"),
+        ("asynchronous", 1),
+    ],
+)
+def test_invalid_values_name_the_field_the_value_and_what_is_allowed(field, value):
+    with pytest.raises(ValueError, match=rf"`{field}` is .*, but must be ") as error:
+        SSDConfig(**{field: value})
+    assert repr(value) in str(error.value)
+
+
+def test_unknown_settings_are_named():
+    with pytest.raises(ValueError, match="no setting 'look_ahead'; the settings are lookahead, budget"):
+        SSDConfig.from_dict({"look_ahead": 3})
