@@ -24,7 +24,11 @@ class ByRow(LogitsProcessor):
         return scores + torch.arange(3.0)[:, None] * input_ids.shape[1]
 
 
-WITH_HISTORY = [RepetitionPenaltyLogitsProcessor(1.3), NoRepeatNGramLogitsProcessor(2), NoBadWordsLogitsProcessor([[5, 6]])]
+WITH_HISTORY = [
+    RepetitionPenaltyLogitsProcessor(1.3),
+    NoRepeatNGramLogitsProcessor(2),
+    NoBadWordsLogitsProcessor([[5, 6]]),
+]
 
 
 @pytest.mark.parametrize("lengths", [[4, 4, 4], [4, 6, 5], [3, 9, 3]])

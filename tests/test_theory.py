@@ -42,9 +42,7 @@ def test_geometric_fan_out_is_theorem_12_and_the_best_allocation(a, r):
         return sum(p * (1 - f**-r) for p, f in zip(chance, fan_outs))
 
     grid = [i / 4 for i in range(1, 4 * budget)]
-    best = max(
-        hit_rate((x, y, budget - x - y)) for x, y in itertools.product(grid, grid) if budget - x - y > 0
-    )
+    best = max(hit_rate((x, y, budget - x - y)) for x, y in itertools.product(grid, grid) if budget - x - y > 0)
     assert hit_rate(shares) >= best - 1e-9
     uniform_is_worse = hit_rate([budget / 3] * 3) < hit_rate(shares)
     assert uniform_is_worse and math.isfinite(best)

@@ -100,13 +100,15 @@ class Channel:
     def _wait(work: dist.Work, deadline: float | None) -> None:
         while True:
             left = WAIT_SLICE if deadline is None else min(WAIT_SLICE, deadline - time.monotonic())
+            # Complete before the wait, so that a wait that ran out just before the message came is not taken for a loss.
+            completed = work.is_completed()
             try:
                 work.wait(timedelta(seconds=max(left, 0.001)))
                 return
             except RuntimeError as error:
-                if work.is_completed():
+                if completed:
                     raise PeerLost(f"the connection was closed: {error}") from error
-                if deadline is not None and time.monotonic() >= deadline:
+                if deadline is not None and time.monotonic() >= deadline and not work.is_completed():
                     raise TimeoutError("no message came in time") from None
 
 

@@ -5,7 +5,6 @@ import time
 import torch
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
-from transformers.utils import logging
 
 from ..cache.cached_model import CachedModel
 from ..cache.ragged import RaggedCache
@@ -13,16 +12,14 @@ from ..cache.support import check_supported
 from ..config import SSDConfig
 from ..distributed.cores import use_cores
 from ..distributed.launch import DraftAssistant, assistant_for
-from ..distributed.local import LocalSession
-from ..distributed.session import DraftError, DraftSession, SessionRequest
+from ..distributed.session import SessionRequest
 from ..logits_processing import process_positions
 from .checks import check_generation
+from .drafting import Draft
 from .outputs import SSDDecoderOnlyOutput, SSDStats
 from .recording import StepRecord
 from .sequences import Sequences
 from .verification import verify_greedy, verify_sampled
-
-logger = logging.get_logger(__name__)
 
 
 def speculative_speculative_decoding(
@@ -93,7 +90,7 @@ def decode(
     stats = SSDStats(batch_size)
     scores_record = StepRecord(batch_size, prompt_length) if wants_dict and generation_config.output_scores else None
     logits_record = StepRecord(batch_size, prompt_length) if wants_dict and generation_config.output_logits else None
-    streamed = prompt_length
+    streamed, received = prompt_length, start
 
     # 1. Prefill, while the draft does the same and prepares the likely first tokens.
     theirs = model_kwargs["past_key_values"]
@@ -218,56 +215,3 @@ def prompts_without_padding(input_ids: torch.LongTensor, attention_mask) -> list
     mask = attention_mask[:, -input_ids.shape[1] :].bool()
     mask[:, -1] = True
     return [row[kept] for row, kept in zip(input_ids, mask)]
-
-
-class Draft:
-    """
-    The draft for one call, whose failure costs speed and not tokens: after it, every speculation is empty.
-
-    Args:
-        assistant ([`DraftAssistant`] or `PreTrainedModel`): The worker, or a model to run in this process.
-        request ([`SessionRequest`]): The call.
-    """
-
-    def __init__(self, assistant, request: SessionRequest):
-        self.config, self.batch_size = request.config, len(request.prompts)
-        self.rounds = 0
-        self.failure: str | None = None
-        self.session: DraftSession | None = None
-        self.session = self._attempt(
-            lambda: (
-                assistant.open_session(request)
-                if isinstance(assistant, DraftAssistant)
-                else LocalSession(assistant, request)
-            )
-        )
-
-    def send_outcome(self, accepted: torch.LongTensor, bonus: torch.LongTensor) -> None:
-        self._attempt(lambda: self.session and self.session.send_outcome(accepted, bonus))
-
-    def receive_speculation(self) -> tuple[torch.LongTensor, torch.BoolTensor, float]:
-        self.rounds += 1
-        answer = self._attempt(lambda: self.session and self.session.receive_speculation())
-        if answer is None:
-            empty = torch.zeros(self.batch_size, 0, dtype=torch.long)
-            return empty, torch.zeros(self.batch_size, dtype=torch.bool), 0.0
-        return answer
-
-    def receive_probabilities(self) -> torch.FloatTensor | None:
-        return self._attempt(lambda: self.session and self.session.receive_probabilities())
-
-    def close(self) -> None:
-        if self.session is not None:
-            self.session.close()
-            self.session = None
-
-    def _attempt(self, step):
-        try:
-            return step()
-        except DraftError as error:
-            self.close()
-            if self.config.on_draft_failure == "raise":
-                raise
-            self.failure = str(error)
-            logger.warning(f"Finishing without the draft, by plain decoding. {error}")
-            return None
