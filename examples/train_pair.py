@@ -33,10 +33,12 @@ DRAFT_SHAPE = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads"
                "intermediate_size": 352}  # fmt: skip
 
 
-def read_standard_library(held_out_every: int = 40) -> tuple[list[str], list[str]]:
+def read_standard_library(max_files: int | None = None, held_out_every: int = 40) -> tuple[list[str], list[str]]:
     """Returns the texts to learn from and the texts held out, in a fixed order."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    files = [path for path in sorted(root.rglob("*.py")) if not NOT_PROSE & set(path.relative_to(root).parts)]
+    files = [path for path in sorted(root.rglob("*.py")) if not NOT_PROSE & set(path.relative_to(root).parts)][
+        :max_files
+    ]
     texts = [path.read_text(encoding="utf-8", errors="ignore") for path in files]
     texts = [text for text in texts if len(text) > 500]
     return [t for i, t in enumerate(texts) if i % held_out_every], texts[::held_out_every]
@@ -57,7 +59,7 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFas
 
 
 def new_model(shape: dict, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """A model with weights of unit gain, and branches that add up to no more as the model gets deeper (GPT-2's rule)."""
+    """A model whose residual branches start smaller the deeper it is (GPT-2's rule)."""
     model = LlamaForCausalLM(
         LlamaConfig(
             **shape,
@@ -184,6 +186,7 @@ def measure(target, draft, held_out: torch.Tensor) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=Path, default=Path("pair"))
+    parser.add_argument("--max-files", type=int, help="read no more files than this, for a trial")
     parser.add_argument("--vocab-size", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=2800)
     parser.add_argument("--on-policy-rounds", type=int, default=16)
@@ -198,7 +201,7 @@ def main() -> None:
     random.seed(args.seed)
     start, start_cpu = time.perf_counter(), time.process_time()
 
-    texts, held_out_texts = read_standard_library()
+    texts, held_out_texts = read_standard_library(args.max_files)
     tokenizer = train_tokenizer(texts, args.vocab_size)
     windows, held_out = (pack(t, tokenizer, args.length) for t in (texts, held_out_texts))
     target, draft = new_model(TARGET_SHAPE, tokenizer), new_model(DRAFT_SHAPE, tokenizer)

@@ -1,8 +1,9 @@
 """transformers' logits processors applied to many positions of many rows at once.
 
 A processor sees the tokens before a position. Plain generation has one position per row and all rows of one length;
-here each row has several positions, and rows differ in length. Warpers that look at nothing but the scores (`STATELESS`)
-take all positions in one call. The others are called once per length, with the batch they would see in plain generation.
+here each row has several positions, and rows differ in length. Warpers that look at nothing but the scores
+(`STATELESS`) take all positions in one call. The others are called once per length, with the batch they would see in
+plain generation.
 """
 
 import torch

@@ -18,7 +18,7 @@ class CachedModel:
         valid (`torch.BoolTensor` of shape `(batch_size, columns)`, *optional*): `False` where the prompt is padding.
         first_positions (`list[int]`, *optional*): Position of column 0 for each row, negative if the row is padded on
             the left. 0 by default.
-        position_limit (`int`, *optional*): Positions from here on are never used, so they are fed as the last one below.
+        position_limit (`int`, *optional*): Tokens at this position and beyond are never used; they are fed as if before it.
     """
 
     def __init__(

@@ -100,7 +100,7 @@ class Channel:
     def _wait(work: dist.Work, deadline: float | None) -> None:
         while True:
             left = WAIT_SLICE if deadline is None else min(WAIT_SLICE, deadline - time.monotonic())
-            # Complete before the wait, so that a wait that ran out just before the message came is not taken for a loss.
+            # Asked before the wait: a message may come just as the wait runs out, and that is no loss.
             completed = work.is_completed()
             try:
                 work.wait(timedelta(seconds=max(left, 0.001)))

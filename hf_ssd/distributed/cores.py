@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import threading
 from dataclasses import dataclass
 
 import torch
@@ -54,16 +55,32 @@ def pin(cores: tuple[int, ...]) -> None:
 def use_cores(cores: tuple[int, ...] | None):
     """
     Runs the block with one torch thread for each of these cores and the calling thread pinned to them, and then
-    restores both. `None` changes nothing.
+    restores both. `None` changes nothing. Blocks of several threads may overlap: torch's thread count is one for the
+    whole process, and is restored by the last of them.
     """
     if cores is None:
         yield
         return
-    threads, before = torch.get_num_threads(), available_cores()
-    torch.set_num_threads(len(cores))
+    before = available_cores()
+    with _overlap.lock:
+        if not _overlap.blocks:
+            _overlap.threads_before = torch.get_num_threads()
+        _overlap.blocks += 1
+        torch.set_num_threads(len(cores))
     pin(cores)
     try:
         yield
     finally:
         pin(before)
-        torch.set_num_threads(threads)
+        with _overlap.lock:
+            _overlap.blocks -= 1
+            if not _overlap.blocks:
+                torch.set_num_threads(_overlap.threads_before)
+
+
+class _Overlap:
+    def __init__(self):
+        self.lock, self.blocks, self.threads_before = threading.Lock(), 0, 1
+
+
+_overlap = _Overlap()

@@ -126,8 +126,8 @@ def _importable_class(model: PreTrainedModel) -> list[str]:
         except (ImportError, AttributeError):
             break
     raise ValueError(
-        f"The draft's class {type(model).__name__} is defined in {type(model).__module__}, which another process cannot "
-        "import; save the draft with save_pretrained() and pass the folder to hf_ssd.launch_draft()."
+        f"The draft's class {type(model).__name__} is defined in {type(model).__module__}, which another process "
+        "cannot import; save the draft with save_pretrained() and pass the folder to hf_ssd.launch_draft()."
     )
 
 

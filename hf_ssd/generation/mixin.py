@@ -24,7 +24,7 @@ class SSDGenerationMixin:
         synced_gpus=None,
         assistant_model=None,
         streamer=None,
-        *args,
+        *,
         ssd_config: SSDConfig | None = None,
         **kwargs,
     ):
@@ -47,7 +47,7 @@ class SSDGenerationMixin:
             `ValueError`, `TypeError`: the arguments cannot work, said before any work starts.
             [`DraftError`]: the draft worker did not start, or failed and `on_draft_failure="raise"`.
         """
-        arguments = {
+        kwargs |= {
             "inputs": inputs,
             "generation_config": generation_config,
             "logits_processor": logits_processor,
@@ -56,16 +56,13 @@ class SSDGenerationMixin:
             "synced_gpus": synced_gpus,
             "streamer": streamer,
         }
-        plain = super().generate
-        if ssd_config is None:
-            if isinstance(assistant_model, DraftAssistant):
-                raise ValueError("This `assistant_model` drafts ahead; pass `ssd_config=hf_ssd.SSDConfig()` as well.")
-            return (
-                plain(*arguments.values(), *args, assistant_model=assistant_model, **kwargs)
-                if args
-                else plain(**arguments, assistant_model=assistant_model, **kwargs)
-            )
-        return _generate(plain, self, assistant_model, ssd_config, **arguments, **kwargs)
+        if ssd_config is not None and kwargs.get("custom_generate") is None:
+            return _generate(super().generate, self, assistant_model, ssd_config, **kwargs)
+        if ssd_config is not None:
+            kwargs["ssd_config"] = ssd_config  # for whoever decodes instead
+        elif isinstance(assistant_model, DraftAssistant):
+            raise ValueError("This `assistant_model` drafts ahead; pass `ssd_config=hf_ssd.SSDConfig()` as well.")
+        return super().generate(assistant_model=assistant_model, **kwargs)
 
 
 def generate(model: PreTrainedModel, *, assistant_model=None, ssd_config: SSDConfig | None = None, **kwargs):

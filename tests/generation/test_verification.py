@@ -31,7 +31,7 @@ def random_tree(depth, seed, sparse=0.0):
 
 
 def output_distribution(p, q, lookahead, point_mass=False):
-    """Sums over all drafts and all accept-or-reject decisions: the joint distribution of the next lookahead + 1 tokens."""
+    """The joint distribution of the next lookahead + 1 tokens, summed over all drafts and all decisions."""
     joint = torch.zeros([VOCAB] * (lookahead + 1), dtype=torch.float64)
     for draft in itertools.product(range(VOCAB), repeat=lookahead):
         chance_of_draft = 1.0

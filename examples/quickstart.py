@@ -1,0 +1,104 @@
+"""See a completion as it is generated, and what speculative speculative decoding gains on this machine.
+
+    python examples/quickstart.py
+    python examples/quickstart.py --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --prompt "Why is the sky blue?"
+
+Without options it runs the small pair in `examples/pair`, which completes Python code.
+"""
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer, set_seed
+from transformers.utils import logging
+
+import hf_ssd
+
+PAIR = Path(__file__).parent / "pair"
+PROMPT = '''class Reader:
+    """Read lines from a file."""
+
+    def __init__(self, path):
+'''
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--target", default=str(PAIR / "target"), help="hub id or folder of the large model")
+    parser.add_argument("--draft", default=str(PAIR / "draft"), help="hub id or folder of the small model")
+    parser.add_argument("--prompt", default=PROMPT)
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
+    parser.add_argument("--lookahead", type=int, help="default: 4 on the CPU, otherwise 7")
+    parser.add_argument("--budget", type=int, help="default: 12 on the CPU, otherwise 24")
+    parser.add_argument("--repeats", type=int, default=5, help="runs of each method; the median counts")
+    return parser.parse_args()
+
+
+def load_pair(args):
+    """The target on the first GPU and the draft on the last; without a GPU both on the CPU, in float32."""
+    gpus = torch.cuda.device_count()
+    dtype = torch.bfloat16 if gpus else torch.float32
+    places = [f"cuda:{i}" if gpus else "cpu" for i in (0, gpus - 1)]
+    models = [
+        AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(place).eval()
+        for name, place in zip((args.target, args.draft), places)
+    ]
+    return hf_ssd.enable(models[0]), models[1], AutoTokenizer.from_pretrained(args.target)
+
+
+def main() -> None:
+    args = parse_arguments()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    target, draft, tokenizer = load_pair(args)
+    on_cpu = target.device.type == "cpu"
+    config = hf_ssd.SSDConfig(
+        lookahead=args.lookahead or (4 if on_cpu else 7), budget=args.budget or (12 if on_cpu else 24)
+    )
+    inputs = tokenizer(args.prompt, return_tensors="pt", return_token_type_ids=False).to(target.device)
+    options = {"max_new_tokens": args.max_new_tokens, "return_dict_in_generate": True}
+    options |= {"do_sample": True, "temperature": args.temperature} if args.temperature else {"do_sample": False}
+    synchronous = hf_ssd.SSDConfig(**{**config.to_dict(), "asynchronous": False})
+    methods = {
+        "plain generate": {},
+        "assisted generation": {"assistant_model": draft},
+        "SSD, synchronous": {"assistant_model": draft, "ssd_config": synchronous},
+        "SSD": {"assistant_model": draft, "ssd_config": config},
+    }
+
+    # 1. A completion, as it is generated. This starts the draft worker.
+    target.generate(**inputs, **options, **methods["SSD"], streamer=TextStreamer(tokenizer))
+
+    # 2. Every method in turn, again and again, so that what else the machine does falls on all of them alike.
+    speeds, outputs = {name: [] for name in methods}, {}
+    for repeat in tqdm(range(args.repeats + 1), desc="measuring", unit="round", leave=False):
+        for name, how in methods.items():
+            set_seed(0)
+            start = time.perf_counter()
+            outputs[name] = target.generate(**inputs, **options, **how)
+            seconds = time.perf_counter() - start
+            new_tokens = outputs[name].sequences.shape[1] - inputs["input_ids"].shape[1]
+            if repeat:  # the first round warms up
+                speeds[name].append(new_tokens / seconds)
+
+    # 3. One table.
+    plain = outputs["plain generate"].sequences
+    base = statistics.median(speeds["plain generate"])
+    where = f"{torch.get_num_threads()} CPU threads" if on_cpu else torch.cuda.get_device_name(target.device)
+    print(f"\n{args.max_new_tokens} new tokens, lookahead {config.lookahead}, budget {config.budget}, {where}")
+    print(f"{'':<20} {'tokens/s':>9} {'speedup':>8} {'tokens/round':>13} {'hit rate':>9} {'same tokens as plain':>21}")
+    for name in methods:
+        stats = getattr(outputs[name], "ssd_stats", None)
+        speed = statistics.median(speeds[name])
+        per_round, hits = (f"{stats.tokens_per_round:.2f}", f"{stats.hit_rate:.2f}") if stats else ("", "")
+        same = "sampled" if args.temperature else "yes" if torch.equal(outputs[name].sequences, plain) else "NO"
+        print(f"{name:<20} {speed:>9.1f} {speed / base:>7.2f}x {per_round:>13} {hits:>9} {same:>21}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""Bad use gets one clear sentence, before any work starts."""
+
+import pytest
+import torch
+from transformers import (
+    MambaConfig,
+    MambaForCausalLM,
+    StaticCache,
+    T5Config,
+    T5ForConditionalGeneration,
+    TextStreamer,
+)
+
+import hf_ssd
+
+from ..conftest import padded_batch, tiny_draft, tiny_model
+
+CONFIG = hf_ssd.SSDConfig(lookahead=2, budget=4)
+
+
+@pytest.fixture(autouse=True)
+def nothing_starts(monkeypatch):
+    """Neither a worker nor a prefill."""
+
+    def started(*args, **kwargs):
+        raise AssertionError("work was started")
+
+    monkeypatch.setattr("hf_ssd.distributed.launch.WorkerProcess.__init__", started)
+    monkeypatch.setattr("hf_ssd.generation.decoding.prefill", started)
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"num_beams": 2}, "beam_search"),
+        ({"num_beams": 2, "do_sample": True}, "beam_sample"),
+        ({"penalty_alpha": 0.6, "top_k": 4}, "contrastive_search"),
+        ({"use_cache": False}, "use_cache=False"),
+        ({"cache_implementation": "static"}, "remove the static cache"),
+        ({"assistant_ensemble_weight": 0.5}, "assistant_ensemble_weight"),
+        ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
+        ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states"),
+        ({"guidance_scale": 1.5}, "guidance_scale"),
+        ({"synced_gpus": True}, "synced_gpus"),
+        ({"prompt_lookup_num_tokens": 3}, "assisted_generation"),
+        ({"assistant_model": None}, "needs an `assistant_model`"),
+        ({"assistant_model": "gpt2"}, "must be a transformers model or what hf_ssd.launch_draft"),
+        ({"ssd_config": {"lookahead": 3}}, "must be an hf_ssd.SSDConfig, but is a dict"),
+    ],
+)
+def test_options_that_cannot_be_combined(target, draft, options, words):
+    options = {"max_new_tokens": 5, "assistant_model": draft, "ssd_config": CONFIG, **options}
+    with pytest.raises((ValueError, TypeError), match=words):
+        target.generate(**padded_batch(1), **options)
+
+
+def test_static_cache_objects(target, draft):
+    cache = StaticCache(config=target.config, max_cache_len=64)
+    with pytest.raises(ValueError, match="remove the StaticCache cache"):
+        target.generate(
+            **padded_batch(1), max_new_tokens=5, past_key_values=cache, assistant_model=draft, ssd_config=CONFIG
+        )
+
+
+def test_different_vocabularies(target):
+    with pytest.raises(ValueError, match="vocabulary of 97 tokens and the draft one of 98"):
+        target.generate(
+            **padded_batch(1), max_new_tokens=5, assistant_model=tiny_draft(vocab_size=98), ssd_config=CONFIG
+        )
+
+
+def recurrent():
+    return MambaForCausalLM(MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=97))
+
+
+def encoder_decoder():
+    return T5ForConditionalGeneration(T5Config(vocab_size=97, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2))
+
+
+@pytest.mark.parametrize("model, words", [(recurrent, "recurrent"), (encoder_decoder, "encoder-decoder")])
+@pytest.mark.parametrize("side", ["target", "draft"])
+def test_models_that_cannot_take_part(model, words, side):
+    target, draft = (model(), tiny_draft()) if side == "target" else (tiny_model(), model())
+    with pytest.raises(ValueError, match=words):
+        hf_ssd.enable(target).generate(**padded_batch(1), max_new_tokens=5, assistant_model=draft, ssd_config=CONFIG)
+
+
+def test_a_model_that_was_not_enabled(draft):
+    with pytest.raises(ValueError, match="ssd_config"):
+        tiny_model().generate(**padded_batch(1), max_new_tokens=5, assistant_model=draft, ssd_config=CONFIG)
+
+
+def test_what_cannot_be_enabled():
+    with pytest.raises(TypeError, match="not a Linear"):
+        hf_ssd.enable(torch.nn.Linear(2, 2))
+
+
+def test_streaming_a_batch(target, draft):
+    with pytest.raises(ValueError, match="batch size 1"):
+        target.generate(
+            **padded_batch(2), max_new_tokens=5, streamer=TextStreamer(None), assistant_model=draft, ssd_config=CONFIG
+        )
+
+
+def test_flash_attention_with_a_batch(target, draft, monkeypatch):
+    monkeypatch.setattr("hf_ssd.generation.checks.is_flash_attention", lambda model: True)
+    with pytest.raises(ValueError, match='attn_implementation="sdpa"'):
+        target.generate(**padded_batch(2), max_new_tokens=5, assistant_model=draft, ssd_config=CONFIG)
+
+
+def test_an_assistant_without_ssd_config(target, draft):
+    assistant = object.__new__(hf_ssd.DraftAssistant)
+    with pytest.raises(ValueError, match="pass `ssd_config=hf_ssd.SSDConfig"):
+        target.generate(**padded_batch(1), max_new_tokens=5, assistant_model=assistant)

@@ -1,0 +1,95 @@
+"""Greedy outputs equal plain generate(), token for token, for each family, batch and lookahead."""
+
+import pytest
+import torch
+
+import hf_ssd
+
+from ..conftest import FAMILIES, padded_batch, tiny_draft, tiny_model
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def pair(request):
+    target = hf_ssd.enable(tiny_model(request.param))
+    with hf_ssd.launch_draft(tiny_draft(request.param), num_threads=1) as assistant:
+        yield target, assistant
+
+
+@pytest.mark.parametrize("lookahead", [1, 2, 4, 7])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_greedy_equals_plain_generate(pair, rows, lookahead):
+    target, assistant = pair
+    inputs = padded_batch(rows)
+    plain = target.generate(**inputs, max_new_tokens=40, do_sample=False)
+    config = hf_ssd.SSDConfig(lookahead=lookahead, budget=12)
+    output = target.generate(
+        **inputs,
+        max_new_tokens=40,
+        do_sample=False,
+        assistant_model=assistant,
+        ssd_config=config,
+        return_dict_in_generate=True,
+    )
+    assert torch.equal(output.sequences, plain)
+    stats = output.ssd_stats
+    # A silent fall back to plain decoding would pass every equality: see that it really speculates, and ahead of time.
+    assert stats.draft_failure is None
+    assert stats.tokens_per_round > 1.2 and stats.hit_rate > 0.3 and 0.1 < stats.acceptance_rate < 1
+    assert set(stats.lookahead[:-1]) == {lookahead} and stats.generated_tokens == 40 * rows
+
+
+@pytest.mark.parametrize("lookahead", [1, 4, 7])
+def test_the_target_as_its_own_draft_hits_every_time(lookahead):
+    target = hf_ssd.enable(tiny_model())
+    config = hf_ssd.SSDConfig(lookahead=lookahead, budget=2 * (lookahead + 1))
+    rounds = 5
+    output = target.generate(
+        **padded_batch(2),
+        max_new_tokens=1 + rounds * (lookahead + 1),
+        do_sample=False,
+        assistant_model=target,
+        ssd_config=config,
+        return_dict_in_generate=True,
+    )
+    stats = output.ssd_stats
+    assert stats.hit_rate == 1.0 and stats.acceptance_rate == 1.0
+    assert stats.tokens_per_round == lookahead + 1 and stats.rounds == rounds
+
+
+def test_a_row_gives_what_it_gives_alone(target, assistant):
+    inputs = padded_batch(4)
+    options = {"max_new_tokens": 30, "do_sample": False, "assistant_model": assistant}
+    together = target.generate(**inputs, **options, ssd_config=hf_ssd.SSDConfig(lookahead=4))
+    for row in range(4):
+        real = inputs["attention_mask"][row].bool()
+        alone = target.generate(
+            input_ids=inputs["input_ids"][row, real][None],
+            attention_mask=torch.ones(1, int(real.sum())),
+            **options,
+            ssd_config=hf_ssd.SSDConfig(lookahead=4),
+        )
+        assert torch.equal(together[row, -30:], alone[0, -30:])
+
+
+def test_prompts_longer_than_the_first_allocation(target, assistant):
+    generator = torch.Generator().manual_seed(3)
+    prompt = torch.randint(2, 97, (1, 300), generator=generator)
+    options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 60, "do_sample": False}
+    plain = target.generate(prompt, **options)
+    config = hf_ssd.SSDConfig(lookahead=4)
+    assert torch.equal(target.generate(prompt, **options, assistant_model=assistant, ssd_config=config), plain)
+
+
+def test_a_draft_that_is_always_wrong_costs_rounds_and_not_tokens(target):
+    inputs = padded_batch(2)
+    plain = target.generate(**inputs, max_new_tokens=12, do_sample=False)
+    output = target.generate(
+        **inputs,
+        max_new_tokens=12,
+        do_sample=False,
+        assistant_model=tiny_model(seed=99),
+        ssd_config=hf_ssd.SSDConfig(lookahead=3, asynchronous=False),
+        return_dict_in_generate=True,
+    )
+    assert torch.equal(output.sequences, plain)
+    assert output.ssd_stats.hit_rate == 0 and output.ssd_stats.tokens_per_round < 1.3

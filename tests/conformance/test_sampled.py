@@ -1,0 +1,179 @@
+"""Sampled outputs: equal to the synchronous oracle token for token, and distributed as the target's own samples."""
+
+import pytest
+import torch
+from scipy import stats
+from transformers import LogitsProcessorList
+from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper
+
+import hf_ssd
+from hf_ssd.generation import decoding, verification
+from hf_ssd.speculation.speculator import Speculator
+
+from ..conftest import padded_batch, tiny_draft, tiny_model
+
+OPTIONS = {
+    "temperature": {"temperature": 0.7, "top_k": 0},
+    "top_k": {"top_k": 5},
+    "top_p": {"top_p": 0.8, "top_k": 0},
+    "min_p": {"min_p": 0.1, "top_k": 0},
+    "typical_p": {"typical_p": 0.8, "top_k": 0},
+    "penalty": {"repetition_penalty": 1.3, "top_k": 0, "no_repeat_ngram_size": 3},
+    "everything": {"temperature": 1.3, "top_k": 40, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.1},
+    "eos": {"eos_token_id": [5, 6, 7, 8], "top_k": 0, "min_new_tokens": 3},
+}
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_sampled_runs_equal_the_synchronous_oracle(target, draft, assistant, name, rows):
+    outputs = []
+    for asynchronous, model in ((True, assistant), (False, draft)):
+        torch.manual_seed(11)
+        config = hf_ssd.SSDConfig(lookahead=4, budget=20, asynchronous=asynchronous)
+        outputs.append(
+            target.generate(
+                **padded_batch(rows),
+                max_new_tokens=40,
+                do_sample=True,
+                **OPTIONS[name],
+                assistant_model=model,
+                ssd_config=config,
+                return_dict_in_generate=True,
+            )
+        )
+    assert torch.equal(outputs[0].sequences, outputs[1].sequences)
+    stats = outputs[0].ssd_stats
+    assert stats.accepted == outputs[1].ssd_stats.accepted
+    assert stats.draft_failure is None and stats.tokens_per_round > 1.1
+    hits = [hit for row in stats.hits for hit in row]
+    assert any(hits) and (name == "eos" or not all(hits)) and not any(h for r in outputs[1].ssd_stats.hits for h in r)
+
+
+def test_different_draft_randomness_is_noticed(target, draft, monkeypatch):
+    """The mutant for the test above: a draft whose tokens depend on more than seed, row and position."""
+    original = Speculator._draft_just_in_time
+
+    def other_seed(self, *args):
+        self.noise.seed += 1
+        return original(self, *args)
+
+    sequences = []
+    for mutant in (False, True):
+        if mutant:
+            monkeypatch.setattr(Speculator, "_draft_just_in_time", other_seed)
+        torch.manual_seed(11)
+        config = hf_ssd.SSDConfig(lookahead=4, asynchronous=False)
+        sequences.append(
+            target.generate(
+                **padded_batch(2), max_new_tokens=40, do_sample=True, top_k=0, assistant_model=draft, ssd_config=config
+            )
+        )
+    assert not torch.equal(*sequences)
+
+
+# ---------------------------------------------------------------- the distribution
+
+SMALL, ROWS = 6, 256
+PROMPT = torch.tensor([[2, 3, 4]])
+WARPERS = {"temperature": 0.8, "top_k": 4}
+
+
+@pytest.fixture(scope="module")
+def small():
+    sizes = {"vocab_size": SMALL, "initializer_range": 0.12}
+    return hf_ssd.enable(tiny_model(seed=3, **sizes)), tiny_draft(seed=3, disagreement=0.12, **sizes)
+
+
+@torch.inference_mode()
+def exact_probabilities(target):
+    """Of tokens 2 to 4: the first comes from the prefill and is summed over."""
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(0.8), TopKLogitsWarper(4)])
+    joint, prefixes = torch.ones(1), PROMPT
+    for _ in range(4):
+        logits = target(prefixes).logits[:, -1]
+        joint = (joint[:, None] * warpers(prefixes, logits).softmax(-1)).flatten()
+        tokens = torch.arange(SMALL).repeat(len(prefixes))[:, None]
+        prefixes = torch.cat([prefixes.repeat_interleave(SMALL, 0), tokens], dim=1)
+    return joint.view(SMALL, -1).sum(0).double()
+
+
+def p_value(target, draft, calls=40, asynchronous=False, seed=0):
+    """Of the chi-square test of sampled three-token strings against the exact probabilities."""
+    counts = torch.zeros(SMALL**3)
+    torch.manual_seed(seed)
+    config = hf_ssd.SSDConfig(lookahead=3, budget=8, asynchronous=asynchronous)
+    for _ in range(calls):
+        output = target.generate(
+            PROMPT.repeat(ROWS, 1),
+            attention_mask=torch.ones(ROWS, 3, dtype=torch.long),
+            max_new_tokens=5,
+            do_sample=True,
+            **WARPERS,
+            assistant_model=draft,
+            ssd_config=config,
+            return_dict_in_generate=True,
+        )
+        assert output.ssd_stats.tokens_per_round > 1.2
+        strings = output.sequences[:, 4:7] @ torch.tensor([SMALL**2, SMALL, 1])
+        counts += torch.bincount(strings, minlength=SMALL**3)
+    expected = exact_probabilities(target) * counts.sum()
+    assert counts[expected == 0].sum() == 0
+    rare = expected < 5
+    observed = torch.cat([counts[~rare].double(), counts[rare].double().sum()[None]])
+    expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
+    return stats.chisquare(observed, expected * observed.sum() / expected.sum()).pvalue
+
+
+def test_three_token_strings_have_the_targets_distribution(small):
+    assert p_value(*small) > 1e-3
+
+
+def test_three_token_strings_have_the_targets_distribution_with_a_worker(small):
+    target, draft = small
+    with hf_ssd.launch_draft(draft, num_threads=1) as assistant:
+        assert p_value(target, assistant, asynchronous=True, seed=1) > 1e-3
+
+
+def accept_greedily(scores, q, drafted):
+    """The reference engine's rule for speculations that missed: accept what equals the likeliest token."""
+    p = scores.softmax(-1)
+    accepted = verification.accepted_counts(p[:, :-1].argmax(-1) == drafted)
+    bonus = torch.multinomial(p[torch.arange(len(p)), accepted], 1).squeeze(1)
+    return accepted, bonus
+
+
+def without_q_in_the_residual(p, q, drafted, accepted):
+    return p[torch.arange(len(accepted)), accepted]
+
+
+def unwarped_q(monkeypatch):
+    process, propose = Speculator._process, Speculator._propose
+
+    def remember(self, scores, *args):
+        self.raw = scores
+        return process(self, scores, *args)
+
+    def mutant(self, *args):
+        return propose(self, *args)[0], self.raw.softmax(-1)
+
+    monkeypatch.setattr(Speculator, "_process", remember)
+    monkeypatch.setattr(Speculator, "_propose", mutant)
+
+
+MUTANTS = {
+    "greedy acceptance on misses": lambda m: m.setattr(decoding, "verify_sampled", accept_greedily),
+    "q without its warpers": unwarped_q,
+    "residual without p - q": lambda m: m.setattr(verification, "residual_distribution", without_q_in_the_residual),
+    "another row's q": lambda m: m.setattr(
+        decoding,
+        "verify_sampled",
+        lambda s, q, d: verification.verify_sampled(s, None if q is None else q.roll(1, 0), d),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_plausible_mistakes_fail_the_same_test(small, name, monkeypatch):
+    MUTANTS[name](monkeypatch)
+    assert p_value(*small) < 1e-3

@@ -1,0 +1,102 @@
+"""Two ends of a channel, in two threads and in two processes."""
+
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hf_ssd.distributed.channel import Channel, PeerLost
+from hf_ssd.distributed.messages import Kind, Message
+
+
+@pytest.fixture
+def ends():
+    store = dist.HashStore()
+    made = {}
+    other = threading.Thread(target=lambda: made.update(draft=Channel(store, is_target=False)))
+    other.start()
+    target = Channel(store, is_target=True)
+    other.join()
+    yield target, made["draft"]
+    for end in (target, made["draft"]):
+        end.close()
+
+
+def test_messages_arrive_in_order_and_whole(ends):
+    target, draft = ends
+    sizes = [1, 120, 121, 50_000, 3]
+    for i, size in enumerate(sizes):
+        target.send(Message(Kind.OUTCOME, 7, i, torch.arange(size)))
+        target.send(Message(Kind.PROBABILITIES, 7, i, torch.full((size,), float(i))))
+    for i, size in enumerate(sizes):
+        outcome, probabilities = draft.receive(10), draft.receive(10)
+        assert (outcome.session, outcome.round) == (7, i) and torch.equal(outcome.payload, torch.arange(size))
+        assert torch.equal(probabilities.payload, torch.full((size,), float(i)))
+    target.flush(10)
+    assert not target.sent
+
+
+def test_a_wait_that_ran_out_can_be_taken_up_again(ends):
+    target, draft = ends
+    for _ in range(3):
+        with pytest.raises(TimeoutError):
+            draft.receive(0.05)
+    target.send(Message(Kind.OUTCOME, 1, 2, torch.arange(500)))
+    assert len(draft.receive(10).payload) == 500
+
+
+def test_a_message_that_comes_as_the_wait_ends_is_not_lost(ends):
+    target, draft = ends
+    received = 0
+    for i in range(200):
+        sender = threading.Timer(0.002, target.send, [Message(Kind.OUTCOME, 1, i)])
+        sender.start()
+        while True:
+            try:
+                assert draft.receive(0.002).round == i
+                break
+            except TimeoutError:
+                pass
+        received += 1
+        sender.join()
+    assert received == 200
+
+
+def test_both_directions_at_once(ends):
+    target, draft = ends
+    big = torch.randint(0, 2**31, (200_000,), dtype=torch.int32)
+    target.send(Message(Kind.PROBABILITIES, payload=big))
+    draft.send(Message(Kind.PROBABILITIES, payload=big + 1))
+    assert torch.equal(target.receive(10).payload, big + 1)
+    assert torch.equal(draft.receive(10).payload, big)
+
+
+PEER = """
+import sys, time, datetime, torch.distributed as dist
+from hf_ssd.distributed.channel import Channel
+from hf_ssd.distributed.messages import Kind, Message
+store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), None, False, datetime.timedelta(seconds=60))
+channel = Channel(store, is_target=False)
+channel.send(Message(Kind.READY))
+time.sleep(60)
+"""
+
+
+def test_the_death_of_the_other_process_is_noticed_at_once():
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    peer = subprocess.Popen([sys.executable, "-c", PEER, str(store.port)])
+    try:
+        channel = Channel(store, is_target=True)
+        assert channel.receive(60).kind == Kind.READY
+        threading.Timer(0.3, peer.kill).start()
+        start = time.monotonic()
+        with pytest.raises(PeerLost):
+            channel.receive(30)
+        assert time.monotonic() - start < 10
+    finally:
+        peer.kill()
+        peer.wait()

@@ -1,0 +1,144 @@
+"""Starting and ending worker processes."""
+
+import gc
+import subprocess
+import sys
+import textwrap
+import time
+import weakref
+
+import psutil
+import pytest
+import torch
+
+import hf_ssd
+from hf_ssd.distributed.launch import assistant_for
+
+from ..conftest import padded_batch, tiny_draft, tiny_model
+
+CONFIG = hf_ssd.SSDConfig(lookahead=3, budget=8)
+
+
+def children():
+    return {p.pid for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE}
+
+
+def ends_within(pid, seconds):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_a_draft_passed_as_an_object_gets_one_worker_that_ends_with_it(target):
+    draft, inputs, before = tiny_draft(), padded_batch(1), children()
+    options = {"max_new_tokens": 5, "do_sample": False, "assistant_model": draft, "ssd_config": CONFIG}
+    first = target.generate(**inputs, **options)
+    (pid,) = children() - before
+    assert torch.equal(target.generate(**inputs, **options), first)
+    assert children() - before == {pid}
+    assert assistant_for(draft).worker.process.pid == pid
+    gone = weakref.ref(draft)
+    del draft, options
+    gc.collect()
+    assert gone() is None and ends_within(pid, 5)
+
+
+def test_given_a_folder_only_the_worker_loads_the_draft(tmp_path, target):
+    tiny_draft().save_pretrained(tmp_path)
+    inputs = padded_batch(2)
+    with hf_ssd.launch_draft(str(tmp_path), device="cpu", num_threads=1) as assistant:
+        pid = assistant.worker.process.pid
+        assert assistant.weights is None and assistant.vocab_size == 97 and assistant.device == "cpu"
+        output = target.generate(
+            **inputs, max_new_tokens=20, assistant_model=assistant, ssd_config=CONFIG, return_dict_in_generate=True
+        )
+        assert torch.equal(output.sequences, target.generate(**inputs, max_new_tokens=20))
+        assert output.ssd_stats.hit_rate > 0
+    assert ends_within(pid, 5)
+    with pytest.raises(ValueError, match="was closed"):
+        target.generate(**inputs, max_new_tokens=5, assistant_model=assistant, ssd_config=CONFIG)
+
+
+def test_a_draft_that_does_not_load_shows_the_workers_traceback_and_leaves_no_process(tmp_path):
+    before = children()
+    with pytest.raises(hf_ssd.DraftError, match="(?s)could not load its model.*Traceback.*Unrecognized model"):
+        hf_ssd.launch_draft(tmp_path)
+    assert children() == before
+
+
+def test_a_recurrent_draft_is_refused_by_the_worker(tmp_path):
+    from transformers import MambaConfig, MambaForCausalLM
+
+    MambaForCausalLM(MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=97)).save_pretrained(tmp_path)
+    with pytest.raises(hf_ssd.DraftError, match="cannot be rolled back"):
+        hf_ssd.launch_draft(tmp_path)
+
+
+def test_a_worker_that_dies_while_it_starts_is_explained(monkeypatch):
+    monkeypatch.setattr(sys, "path", ["/nowhere"])
+    with pytest.raises(hf_ssd.DraftError, match="(?s)ended while it started.*No module named"):
+        hf_ssd.launch_draft("anything")
+
+
+def test_bad_arguments():
+    with pytest.raises(ValueError, match="already loaded"):
+        hf_ssd.launch_draft(tiny_model(), dtype="bfloat16")
+    with pytest.raises(ValueError, match="`num_threads` is 99"):
+        hf_ssd.launch_draft(tiny_model(), num_threads=99)
+    with pytest.raises(ValueError, match="is for a draft on the CPU"):
+        hf_ssd.launch_draft("anything", device="cuda:0", num_threads=1)
+
+
+PROGRAM = textwrap.dedent(
+    """
+    import hf_ssd, torch
+    from transformers import AutoModelForCausalLM
+    torch.set_num_threads(1)
+    target = hf_ssd.enable(AutoModelForCausalLM.from_pretrained({folder!r}))
+    draft = AutoModelForCausalLM.from_pretrained({folder!r})
+    output = target.generate(torch.tensor([[5, 6, 7]]), attention_mask=torch.ones(1, 3), max_new_tokens=8,
+                             do_sample=False, assistant_model=draft, ssd_config=hf_ssd.SSDConfig(lookahead=3, budget=8),
+                             return_dict_in_generate=True)
+    from hf_ssd.distributed.launch import assistant_for
+    print(assistant_for(draft).worker.process.pid, output.ssd_stats.hit_rate, flush=True)
+    {last}
+    """
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    tiny_model().save_pretrained(path)
+    return str(path)
+
+
+@pytest.mark.parametrize("how", ["script without a guard", "python -c", "interactive"])
+def test_every_way_to_run_python(how, folder, tmp_path):
+    program = PROGRAM.format(folder=folder, last="")
+    if how == "script without a guard":
+        (tmp_path / "program.py").write_text(program)
+        command, typed = [sys.executable, str(tmp_path / "program.py")], None
+    elif how == "python -c":
+        command, typed = [sys.executable, "-c", program], None
+    else:  # as in a notebook, `__main__` has no file
+        command, typed = [sys.executable, "-i"], program
+    run = subprocess.run(command, input=typed, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    pid, hit_rate = run.stdout.split()
+    assert hit_rate == "1.0"
+    assert ends_within(int(pid), 5)
+
+
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), 9)", "os._exit(3)", "raise SystemExit(3)", "1 / 0"])
+def test_the_worker_ends_however_the_program_ends(end, folder):
+    program = PROGRAM.format(folder=folder, last=f"import os; {end}")
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert run.returncode != 0
+    assert ends_within(int(run.stdout.split()[0]), 5)

@@ -1,0 +1,99 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_ssd.distributed import messages
+from hf_ssd.distributed.messages import FRAME_LENGTH, HEADER_LENGTH, Kind, Message, ProtocolError
+
+ROOM = FRAME_LENGTH - HEADER_LENGTH
+integers = st.integers(-(2**63), 2**63 - 1)
+
+
+def through_the_wire(message):
+    frame, *rest = messages.pack(message)
+    received, payload = messages.unpack(frame.clone())
+    if payload is not None and len(payload):
+        payload.copy_(rest[0])
+    return received
+
+
+@settings(deadline=None)
+@given(st.sampled_from(list(Kind)), st.integers(0, 2**40), st.integers(0, 2**40), st.lists(integers, max_size=ROOM + 5))
+def test_integers_round_trip(kind, session, round_, values):
+    message = Message(kind, session, round_, torch.tensor(values, dtype=torch.int64))
+    received = through_the_wire(message)
+    assert (received.kind, received.session, received.round) == (kind, session, round_)
+    assert received.payload.tolist() == values
+
+
+@settings(deadline=None)
+@given(st.text())
+def test_text_round_trips(text):
+    payload = messages.text_to_payload(text)
+    assert messages.payload_to_text(through_the_wire(Message(Kind.ERROR, payload=payload)).payload) == text
+
+
+def test_small_messages_travel_in_one_frame():
+    assert len(messages.pack(Message(Kind.OUTCOME, payload=torch.zeros(ROOM, dtype=torch.int64)))) == 1
+    assert len(messages.pack(Message(Kind.OUTCOME, payload=torch.zeros(ROOM + 1, dtype=torch.int64)))) == 2
+
+
+@pytest.mark.parametrize(
+    "place, value, words",
+    [
+        (0, 7, "does not come from hf_ssd"),
+        (1, 2, "protocol version 2, this side speaks version 1"),
+        (2, 99, "kind 99"),
+        (5, 9, "type 9"),
+        (6, -1, "announces -1 elements"),
+        (6, 2**60, f"announces {2**60} elements"),
+    ],
+)
+def test_foreign_frames_are_named(place, value, words):
+    frame = messages.pack(Message(Kind.START, payload=torch.zeros(500, dtype=torch.uint8)))[0]
+    frame[place] = value
+    with pytest.raises(ProtocolError, match=words):
+        messages.unpack(frame)
+
+
+@pytest.mark.parametrize("kind, session, round_, length", [
+    (Kind.END, 3, 4, 6), (Kind.OUTCOME, 2, 4, 6), (Kind.OUTCOME, 3, 5, 6), (Kind.OUTCOME, 3, 4, 5),
+])  # fmt: skip
+def test_stale_messages_are_named(kind, session, round_, length):
+    message = Message(Kind.OUTCOME, 3, 4, torch.zeros(6, dtype=torch.int64))
+    messages.expect(message, Kind.OUTCOME, 3, 4, 6)
+    with pytest.raises(ProtocolError, match="received OUTCOME of session 3, round 4, length 6"):
+        messages.expect(message, kind, session, round_, length)
+
+
+def test_payloads_round_trip():
+    prompts = [torch.tensor([3, 1]), torch.tensor([4]), torch.tensor([1, 5, 9])]
+    unpacked = messages.payload_to_prompts(messages.prompts_to_payload(prompts))
+    assert [p.tolist() for p in unpacked] == [p.tolist() for p in prompts]
+    accepted, bonus = messages.payload_to_outcome(
+        messages.outcome_to_payload(torch.tensor([0, -1]), torch.tensor([5, 6]))
+    )
+    assert accepted.tolist() == [0, -1] and bonus.tolist() == [5, 6]
+    tokens, hits = torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([True, False])
+    payload = messages.speculation_to_payload(tokens, hits, 0.25)
+    unpacked = messages.payload_to_speculation(payload, 2)
+    assert torch.equal(unpacked[0], tokens) and torch.equal(unpacked[1], hits) and unpacked[2] == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize("payload", [[], [0], [2, 3], [1, 3, 5, 5], [1, 0], [2, 1, 1, 5]])
+def test_prompts_that_do_not_add_up_are_refused(payload):
+    with pytest.raises(ProtocolError):
+        messages.payload_to_prompts(torch.tensor(payload, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("support", [1, 5, 40])
+def test_probabilities_travel_exactly(support):
+    scores = torch.randn(2, 3, 40)
+    scores = scores.masked_fill(scores < scores.topk(support).values[..., -1:], -torch.inf)
+    probabilities = scores.softmax(-1)
+    payload = messages.probabilities_to_payload(probabilities)
+    assert torch.equal(messages.payload_to_probabilities(payload, probabilities.shape), probabilities)
+    assert len(payload) == (probabilities.numel() if support == 40 else 2 * 6 * support)
+    with pytest.raises(ProtocolError):
+        messages.payload_to_probabilities(payload[:-1], probabilities.shape)

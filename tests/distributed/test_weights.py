@@ -1,0 +1,55 @@
+import json
+import os
+
+import pytest
+import torch
+
+import hf_ssd
+from hf_ssd.distributed.weights import SharedWeights, model_from_shared_weights
+
+from ..conftest import FAMILIES, VOCAB, tiny_model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_is_rebuilt_over_the_same_memory(family, tied):
+    model = tiny_model(family, tie_word_embeddings=tied)
+    tokens = torch.randint(2, VOCAB, (1, 8))
+    with torch.inference_mode():
+        expected = model(tokens).logits
+    weights = SharedWeights(model)
+    other = model_from_shared_weights(json.loads(json.dumps(weights.to_dict())))
+    with torch.inference_mode():
+        assert torch.equal(model(tokens).logits, expected)
+        assert torch.equal(other(tokens).logits, expected)
+    assert type(other) is type(model)
+    assert (other.lm_head.weight is other.get_input_embeddings().weight) == tied
+    with torch.no_grad():
+        next(model.parameters()).mul_(2)  # one memory: what one side changes, the other sees
+    for ours, theirs in zip(model.parameters(), other.parameters()):
+        assert torch.equal(ours, theirs)
+    weights.close()
+
+
+def test_an_enabled_model_is_rebuilt_as_its_own_class():
+    model = hf_ssd.enable(tiny_model())
+    weights = SharedWeights(model)
+    assert weights.model_class == ["transformers.models.llama.modeling_llama", "LlamaForCausalLM"]
+    weights.close()
+
+
+def test_the_memory_has_no_name():
+    before = set(os.listdir("/dev/shm"))
+    weights = SharedWeights(tiny_model())
+    assert set(os.listdir("/dev/shm")) == before
+    weights.close()
+
+
+def test_a_class_that_cannot_be_imported_is_refused():
+    class Local(type(tiny_model())):
+        pass
+
+    model = tiny_model()
+    model.__class__ = Local
+    with pytest.raises(ValueError, match="save the draft with save_pretrained"):
+        SharedWeights(model)

@@ -1,0 +1,106 @@
+"""What a user runs, run as a user would."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import hf_ssd
+
+from .conftest import padded_batch, tiny_draft, tiny_model
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(*command, timeout=240):
+    result = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=timeout, cwd=ROOT)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def table(output):
+    """Returns the rows of quickstart's table by name: the columns behind it."""
+    names = ("plain generate", "assisted generation", "SSD, synchronous", "SSD")
+    return {n: re.search(rf"^{re.escape(n)}  +(.*)$", output, re.MULTILINE).group(1).split() for n in names}
+
+
+def test_quickstart():
+    output = run("examples/quickstart.py", "--max-new-tokens", "40", "--repeats", "1")
+    assert "class Reader" in output
+    rows = table(output)
+    assert all(row[-1] == "yes" for row in rows.values())
+    assert float(rows["SSD"][2]) > 1.5 and float(rows["SSD"][3]) > 0.5  # tokens per round, hit rate
+
+
+def test_quickstart_with_folders_and_sampling(tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "examples/pair/target")
+    for name, model in (("target", tiny_model), ("draft", tiny_draft)):
+        model(vocab_size=len(tokenizer)).save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+    output = run(
+        "examples/quickstart.py", "--target", str(tmp_path / "target"), "--draft", str(tmp_path / "draft"),
+        "--prompt", "import os", "--max-new-tokens", "12", "--temperature", "0.7", "--repeats", "1",
+    )  # fmt: skip
+    assert all(row[-1] == "sampled" for row in table(output).values())
+
+
+def test_the_embedded_pair_writes_python_and_agrees():
+    pair = ROOT / "examples" / "pair"
+    assert sum(path.stat().st_size for path in pair.rglob("*") if path.is_file()) <= 12e6
+    target, draft = (AutoModelForCausalLM.from_pretrained(pair / name, dtype="float32") for name in ("target", "draft"))
+    assert AutoModelForCausalLM.from_pretrained(pair / "target").dtype == torch.bfloat16
+    tokenizer = AutoTokenizer.from_pretrained(pair / "target")
+    inputs = tokenizer("def read_lines(path):\n", return_tensors="pt", return_token_type_ids=False)
+    config = hf_ssd.SSDConfig(lookahead=4, asynchronous=False)
+    output = hf_ssd.enable(target).generate(
+        **inputs,
+        max_new_tokens=64,
+        do_sample=False,
+        assistant_model=draft,
+        ssd_config=config,
+        return_dict_in_generate=True,
+    )
+    assert output.ssd_stats.acceptance_rate > 0.5
+    text = tokenizer.decode(output.sequences[0])
+    assert re.search(r"\b(return|self|if|for|def|import|raise)\b", text)
+
+
+def test_train_pair_trains_and_saves_a_pair(tmp_path):
+    output = run(
+        "examples/train_pair.py", "--output", str(tmp_path), "--steps", "3", "--on-policy-rounds", "1",
+        "--batch-size", "2", "--length", "64", "--vocab-size", "300", "--num-threads", "1", "--max-files", "30",
+    )  # fmt: skip
+    assert "acceptance_rate_temperature_0" in output
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "draft").config.vocab_size == 300
+
+
+def test_custom_generate_from_this_repository():
+    target, draft, inputs = tiny_model(), tiny_draft(), padded_batch(2)
+    options = {"max_new_tokens": 12, "do_sample": False}
+    plain = target.generate(**inputs, **options)
+    config = hf_ssd.SSDConfig(lookahead=3, asynchronous=False)
+    for model in (target, hf_ssd.enable(target)):
+        output = model.generate(
+            **inputs, **options, custom_generate=str(ROOT), trust_remote_code=True, assistant_model=draft,
+            ssd_config=config, return_dict_in_generate=True,
+        )  # fmt: skip
+        assert torch.equal(output.sequences, plain) and output.ssd_stats.rounds > 0
+
+
+def test_importing_has_no_side_effects():
+    program = """
+import threading, transformers
+generate, threads = transformers.GenerationMixin.generate, threading.active_count()
+import hf_ssd
+assert transformers.GenerationMixin.generate is generate and threading.active_count() == threads
+"""
+    run("-c", program)
+
+
+@pytest.mark.parametrize("name", hf_ssd.__all__)
+def test_every_public_name_is_documented(name):
+    assert len(getattr(hf_ssd, name).__doc__) > 40
