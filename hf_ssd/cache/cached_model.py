@@ -18,7 +18,7 @@ class CachedModel:
         valid (`torch.BoolTensor` of shape `(batch_size, columns)`, *optional*): `False` where the prompt is padding.
         first_positions (`list[int]`, *optional*): Position of column 0 for each row, negative if the row is padded on
             the left. 0 by default.
-        position_limit (`int`, *optional*): Tokens at this position and beyond are never used; they are fed as if before it.
+        position_limit (`int`, *optional*): Tokens from this position on are never used; they are fed as if before it.
     """
 
     def __init__(
@@ -38,17 +38,18 @@ class CachedModel:
             columns = columns + first.view(-1, *[1] * (columns.dim() - 1))
         return columns
 
-    def extend(self, tokens: torch.LongTensor, lengths: list[int], logits_to_keep: int = 0) -> torch.Tensor:
+    def extend(self, tokens: torch.LongTensor, lengths: list[int], logits_to_keep=None) -> torch.Tensor:
         """
         Feeds the next tokens of each row.
 
         Args:
             tokens (`torch.LongTensor` of shape `(batch_size, new_tokens)`): What follows each row.
             lengths (`list[int]`): Columns of each row before these tokens. What a row has beyond is overwritten.
-            logits_to_keep (`int`, *optional*): Positions to return logits for, counted from the end. 0: all.
+            logits_to_keep (`torch.LongTensor`, *optional*): Which of the new positions to return logits for, the same
+                for all rows. All by default: a prefill that needs one would fill the memory with the others.
 
         Returns:
-            `torch.FloatTensor` of shape `(batch_size, new_tokens, vocab_size)`: Raw logits, in the model's dtype.
+            `torch.FloatTensor` of shape `(batch_size, positions, vocab_size)`: Raw logits, in the model's dtype.
         """
         count, width = tokens.shape[1], max(lengths) + tokens.shape[1]
         columns = torch.tensor(lengths, device=self.device)[:, None] + torch.arange(count, device=self.device)
@@ -82,16 +83,17 @@ class CachedModel:
             sliding = masks.additive(allowed, self.dtype)
         return {"full_attention": full, "sliding_attention": sliding} if self.layout.mixed else sliding
 
-    def forward(self, tokens, positions, mask, logits_to_keep: int = 0) -> torch.Tensor:
+    def forward(self, tokens, positions, mask, logits_to_keep=None) -> torch.Tensor:
         if self.position_limit is not None:
             positions = positions.clamp(max=self.position_limit - 1)
-        options = {"logits_to_keep": logits_to_keep} if logits_to_keep else {}
-        return self.model(
+        sparing = logits_to_keep is not None and self.model._supports_logits_to_keep()
+        logits = self.model(
             input_ids=tokens,
             position_ids=positions.clamp(min=0),
             attention_mask=mask,
             past_key_values=self.cache,
             use_cache=True,
             return_dict=True,
-            **options,
+            **({"logits_to_keep": logits_to_keep} if sparing else {}),
         ).logits
+        return logits if sparing or logits_to_keep is None else logits[:, logits_to_keep]

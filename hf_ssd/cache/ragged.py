@@ -34,8 +34,8 @@ class RaggedLayer(DynamicLayer):
             if isinstance(columns, slice):
                 storage[:, :, columns] = states
             else:
-                rows = torch.arange(len(columns), device=columns.device)[:, None]
-                storage[rows, :, columns] = states.transpose(1, 2)
+                rows = torch.arange(len(columns), device=storage.device)[:, None]
+                storage[rows, :, columns.to(storage.device)] = states.transpose(1, 2)
         return self.keys[:, :, : self.width], self.values[:, :, : self.width]
 
     def _reserve(self, width: int) -> None:

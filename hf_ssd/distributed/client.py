@@ -34,9 +34,11 @@ class WorkerSession(DraftSession):
 
     def send_outcome(self, accepted: torch.LongTensor, bonus: torch.LongTensor) -> None:
         self.round += 1
+        self.worker_is_sound = False  # until all is sent: an interrupt must not leave half a message
         payload = messages.outcome_to_payload(accepted, bonus)
         self.worker.channel.send(Message(Kind.OUTCOME, self.number, self.round, payload))
         self.worker.channel.expect()
+        self.worker_is_sound = True
 
     def receive_speculation(self) -> tuple[torch.LongTensor, torch.BoolTensor, float]:
         message = self._receive(Kind.SPECULATION)
@@ -50,7 +52,7 @@ class WorkerSession(DraftSession):
 
     def _receive(self, kind: Kind) -> Message:
         deadline = time.monotonic() + self.timeout
-        self.worker_is_sound = False  # until it has answered: an interrupt must not leave a half-received message
+        self.worker_is_sound = False  # until it has answered
         try:
             while True:
                 message = self.worker.channel.receive(max(0.0, deadline - time.monotonic()))

@@ -63,6 +63,7 @@ class DraftAssistant:
             self.sessions += 1
             return WorkerSession(self.worker, self.sessions, request, on_close=self.turn.release)
         except BaseException:
+            self.worker.kill()  # it may have half a message
             self.turn.release()
             raise
 

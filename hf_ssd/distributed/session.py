@@ -8,6 +8,9 @@ from transformers import GenerationConfig
 
 from ..config import SSDConfig
 
+# Settings that shape no proposal; some of them are objects.
+NOT_FOR_THE_DRAFT = ("compile_config", "cache_config", "watermarking_config", "continuous_batching_config")
+
 
 class DraftError(RuntimeError):
     """The draft worker died, hung, raised, or sent something that makes no sense."""
@@ -34,7 +37,10 @@ class SessionRequest:
         """Returns everything except the prompts as plain Python objects that JSON can hold."""
         # What transformers keeps under names with an underscore are tensors it derives anew on each side.
         settings = {k: v for k, v in self.generation_config.to_diff_dict().items() if not k.startswith("_")}
-        settings.pop("compile_config", None)
+        for name in NOT_FOR_THE_DRAFT:
+            settings.pop(name, None)
+        if isinstance(settings.get("sequence_bias"), dict):  # transformers takes it as pairs too, which JSON can hold
+            settings["sequence_bias"] = [[list(tokens), bias] for tokens, bias in settings["sequence_bias"].items()]
         return {"ssd_config": self.config.to_dict(), "generation_config": settings, "seed": self.seed}
 
     @classmethod

@@ -2,6 +2,7 @@
 
 import json
 import os
+import select
 import signal
 import sys
 import threading
@@ -114,7 +115,7 @@ def load_model(settings: dict) -> PreTrainedModel:
 
 
 def main() -> None:
-    settings = json.loads(sys.stdin.readline())
+    settings = json.loads(sys.stdin.buffer.readline())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the target, which tells the worker what follows
     threading.Thread(target=_end_with_parent, daemon=True).start()
     if settings["cores"]:
@@ -141,8 +142,15 @@ def main() -> None:
 
 
 def _end_with_parent() -> None:
-    """The parent holds the other end of our standard input, so it closes however the parent ends."""
-    sys.stdin.read()
+    """
+    The parent holds the other end of our standard input, so that closes however the parent ends. Children that the
+    parent forked may hold it open, so look at who our parent is as well.
+    """
+    parent = os.getppid()
+    while os.getppid() == parent:
+        readable, _, _ = select.select([0], [], [], 1.0)
+        if readable and not os.read(0, 1):
+            break
     os._exit(0)
 
 

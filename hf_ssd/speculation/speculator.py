@@ -61,10 +61,10 @@ class Speculator:
 
     def prefill(self) -> None:
         """Feeds the prompts. Rows are padded on the right: what stands there is overwritten later, and never seen."""
-        width = max(self.lengths)
-        logits = self.decoder.extend(self.ids[:, :width], [0] * len(self.lengths))
-        rows = torch.arange(len(self.lengths), device=self.device)
-        self.known_logits = [logits[rows, [length - 1 for length in self.lengths]].unsqueeze(1)]
+        ends = torch.tensor(self.lengths, device=self.device) - 1
+        kept, place = ends.unique(return_inverse=True)
+        logits = self.decoder.extend(self.ids[:, : max(self.lengths)], [0] * len(self.lengths), logits_to_keep=kept)
+        self.known_logits = [logits[torch.arange(len(ends), device=self.device), place].unsqueeze(1)]
 
     # ---------------------------------------------------------------- ahead of time
 

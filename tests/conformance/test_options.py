@@ -47,6 +47,7 @@ OPTIONS = {
     "bad words": {"bad_words_ids": [[5], [6, 7], [40]]},
     "suppressed tokens": {"suppress_tokens": list(range(0, 96, 3))},
     "sequence bias": {"sequence_bias": [[[9], 4.0], [[10, 11], 8.0]]},
+    "sequence bias as a dict": {"sequence_bias": {(9,): 4.0, (10, 11): 8.0}},
     "custom processors": {"logits_processor": LogitsProcessorList([EvenTokensOnly(), LateBonus()])},
     "prefix function": {"prefix_allowed_tokens_fn": lambda row, ids: list(range(row, VOCAB, 2))},
     "one token": {"max_new_tokens": 1},
@@ -138,8 +139,10 @@ def test_max_time(target, assistant):
 def tokenizer():
     from tokenizers import Tokenizer, decoders, models
 
-    vocabulary = {"<pad>": 0, "<s>": 1, **{f" w{i}" if i % 3 else f"x{i}": i for i in range(2, VOCAB)}}
-    model = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    printable = [chr(code) for code in range(32, 127)]
+    vocabulary = {token: i for i, token in enumerate(["<pad>", "<s>", *printable])}
+    assert len(vocabulary) == VOCAB
+    model = Tokenizer(models.BPE(vocabulary, merges=[], unk_token="<pad>"))
     model.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=model, pad_token="<pad>", bos_token="<s>", padding_side="left")
 
@@ -157,7 +160,7 @@ def test_stop_strings(target, assistant, tokenizer):
     assert torch.equal(again, target.generate(**inputs, generation_config=in_config, tokenizer=tokenizer))
     assert in_config.stop_strings == [text]
     with pytest.raises(ValueError, match="pass `tokenizer=...`"):
-        both(target, assistant, inputs, stop_strings=[text])
+        target.generate(**inputs, stop_strings=[text], assistant_model=assistant, ssd_config=CONFIG)
 
 
 class Recorder(BaseStreamer):
