@@ -33,7 +33,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--prompt", default=PROMPT)
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
-    parser.add_argument("--lookahead", type=int, help="default: 4 on the CPU, otherwise 7")
+    parser.add_argument("--lookahead", type=int, help="default: 3 on the CPU, otherwise 7")
     parser.add_argument("--budget", type=int, help="default: 12 on the CPU, otherwise 24")
     parser.add_argument("--repeats", type=int, default=5, help="runs of each method; the median counts")
     return parser.parse_args()
@@ -58,7 +58,7 @@ def main() -> None:
     target, draft, tokenizer = load_pair(args)
     on_cpu = target.device.type == "cpu"
     config = hf_ssd.SSDConfig(
-        lookahead=args.lookahead or (4 if on_cpu else 7), budget=args.budget or (12 if on_cpu else 24)
+        lookahead=args.lookahead or (3 if on_cpu else 7), budget=args.budget or (12 if on_cpu else 24)
     )
     inputs = tokenizer(args.prompt, return_tensors="pt", return_token_type_ids=False).to(target.device)
     options = {"max_new_tokens": args.max_new_tokens, "return_dict_in_generate": True}

@@ -112,27 +112,46 @@ def distillation_loss(draft_logits: torch.Tensor, target_logits: torch.Tensor) -
     return F.kl_div(student, teacher, log_target=True, reduction="batchmean")
 
 
-def train_together(target, draft, windows: torch.Tensor, args) -> None:
-    """The target learns the text, the draft learns the target's distribution on it."""
-    target_parts = optimizer_and_schedule(target, args.learning_rate, args.steps)
-    draft_from = args.steps // 2  # before that the target has little to teach
-    draft_parts = optimizer_and_schedule(draft, args.learning_rate, args.steps - draft_from)
-    generator = torch.Generator().manual_seed(args.seed)
-    epochs = 1 + args.steps * args.batch_size // len(windows)
+def shuffled_batches(windows: torch.Tensor, steps: int, batch_size: int, seed: int):
+    generator = torch.Generator().manual_seed(seed)
+    epochs = 1 + steps * batch_size // len(windows)
     order = torch.cat([torch.randperm(len(windows), generator=generator) for _ in range(epochs)])
-    progress = tqdm(range(args.steps), desc="target and draft", unit="step")
-    for i in progress:
-        ids = windows[order[i * args.batch_size : (i + 1) * args.batch_size]]
+    for i in range(steps):
+        yield windows[order[i * batch_size : (i + 1) * batch_size]]
+
+
+def train_target(target, windows: torch.Tensor, args) -> None:
+    """The target learns the text."""
+    parts = optimizer_and_schedule(target, args.learning_rate, args.steps)
+    progress = tqdm(
+        shuffled_batches(windows, args.steps, args.batch_size, args.seed), "target", args.steps, unit="step"
+    )
+    for i, ids in enumerate(progress):
         logits = target(input_ids=ids, use_cache=False).logits
         loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-        step(loss, target, *target_parts)
-        if i >= draft_from:
-            draft_loss = distillation_loss(draft(input_ids=ids, use_cache=False).logits, logits.detach())
-            step(draft_loss, draft, *draft_parts)
+        step(loss, target, *parts)
         if i % 20 == 0:
-            progress.set_postfix(
-                loss=f"{loss.item():.3f}", draft_kl=f"{draft_loss.item():.3f}" if i >= draft_from else ""
-            )
+            progress.set_postfix(loss=f"{loss.item():.3f}")
+
+
+def copy_first_layers(target, draft) -> None:
+    """The draft starts as the target's embeddings and first layers, so it has less to learn."""
+    known = target.state_dict()
+    draft.load_state_dict({name: known[name] for name in draft.state_dict()})
+
+
+def train_draft(target, draft, windows: torch.Tensor, args) -> None:
+    """The draft learns the target's distribution on the text."""
+    parts = optimizer_and_schedule(draft, args.learning_rate, args.draft_steps)
+    batches = shuffled_batches(windows, args.draft_steps, args.batch_size, args.seed + 1)
+    progress = tqdm(batches, "draft, on the text", args.draft_steps, unit="step")
+    for i, ids in enumerate(progress):
+        with torch.no_grad():
+            logits = target(input_ids=ids, use_cache=False).logits
+        loss = distillation_loss(draft(input_ids=ids, use_cache=False).logits, logits)
+        step(loss, draft, *parts)
+        if i % 20 == 0:
+            progress.set_postfix(kl=f"{loss.item():.3f}")
 
 
 @torch.no_grad()
@@ -148,18 +167,20 @@ def write_with_target(target, prompts: torch.Tensor, new_tokens: int, do_sample:
 
 def train_draft_on_policy(target, draft, windows: torch.Tensor, args) -> None:
     """The draft learns the target's distribution on the target's own text, half of it greedy and half sampled."""
-    steps_per_text = 6
-    parts = optimizer_and_schedule(draft, args.learning_rate / 3, args.on_policy_rounds * steps_per_text)
-    generator = torch.Generator().manual_seed(args.seed + 1)
-    for i in tqdm(range(args.on_policy_rounds), desc="draft, on the target's own text", unit="round"):
+    steps_per_text = 12
+    parts = optimizer_and_schedule(draft, args.learning_rate / 2, args.on_policy_rounds * steps_per_text)
+    generator = torch.Generator().manual_seed(args.seed + 2)
+    progress = tqdm(range(args.on_policy_rounds), desc="draft, on the target's own text", unit="round")
+    for i in progress:
         prompts = windows[torch.randperm(len(windows), generator=generator)[:48], :32]
-        ids = write_with_target(target, prompts, 128, do_sample=i % 2 == 1)
+        ids = write_with_target(target, prompts, 160, do_sample=i % 2 == 1)
         with torch.no_grad():
             logits = target(input_ids=ids, use_cache=False).logits
         for _ in range(steps_per_text):
-            rows = torch.randperm(len(ids), generator=generator)[:16]
+            rows = torch.randperm(len(ids), generator=generator)[:8]
             loss = distillation_loss(draft(input_ids=ids[rows], use_cache=False).logits, logits[rows])
             step(loss, draft, *parts)
+        progress.set_postfix(kl=f"{loss.item():.3f}")
 
 
 @torch.no_grad()
@@ -183,13 +204,19 @@ def measure(target, draft, held_out: torch.Tensor) -> dict:
     return result
 
 
+def minutes_since(start: float) -> float:
+    return round((time.perf_counter() - start) / 60, 1)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=Path, default=Path("pair"))
     parser.add_argument("--max-files", type=int, help="read no more files than this, for a trial")
     parser.add_argument("--vocab-size", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=2800)
-    parser.add_argument("--on-policy-rounds", type=int, default=16)
+    parser.add_argument("--draft-steps", type=int, default=700)
+    parser.add_argument("--on-policy-rounds", type=int, default=18)
+    parser.add_argument("--target", help="folder of a target that is trained already: train a draft for it")
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--learning-rate", type=float, default=2e-3)
@@ -199,7 +226,7 @@ def main() -> None:
     torch.set_num_threads(args.num_threads)
     torch.manual_seed(args.seed)
     random.seed(args.seed)
-    start, start_cpu = time.perf_counter(), time.process_time()
+    start = time.perf_counter()
 
     texts, held_out_texts = read_standard_library(args.max_files)
     tokenizer = train_tokenizer(texts, args.vocab_size)
@@ -208,8 +235,14 @@ def main() -> None:
     print(f"{windows.numel():,} tokens of Python; target {target.num_parameters():,} parameters, "
           f"draft {draft.num_parameters():,}")  # fmt: skip
 
-    train_together(target, draft, windows, args)
-    target.eval()
+    if args.target:
+        target = LlamaForCausalLM.from_pretrained(args.target, dtype=torch.float32)
+    else:
+        train_target(target, windows, args)
+    target_minutes = minutes_since(start)
+    target.to(torch.bfloat16).float().eval()  # the draft learns the target as it ships
+    copy_first_layers(target, draft)
+    train_draft(target, draft, windows, args)
     train_draft_on_policy(target, draft, windows, args)
     draft.eval()
 
@@ -218,8 +251,8 @@ def main() -> None:
         "training_tokens": args.steps * args.batch_size * args.length,
         "target_parameters": target.num_parameters(),
         "draft_parameters": draft.num_parameters(),
-        "minutes": round((time.perf_counter() - start) / 60, 1),
-        "cpu_minutes": round((time.process_time() - start_cpu) / 60, 1),
+        "minutes_target": target_minutes,
+        "minutes_draft": round(minutes_since(start) - target_minutes, 1),
         "threads": args.num_threads,
         **measure(target, draft, held_out),
     }

@@ -1,0 +1,36 @@
+import json
+
+import pytest
+
+from hf_ssd import SSDStats
+
+
+def test_figures_by_hand():
+    stats = SSDStats(
+        batch_size=2,
+        lookahead=[3, 3, 2],
+        accepted=[[3, 0], [1, -1], [2, -1]],  # row 1 was finished after the first round
+        hits=[[True, False], [True, True], [False, True]],
+        verify_seconds=[0.2, 0.3, 0.1],
+        wait_seconds=[0.1, 0.0, 0.1],
+        draft_seconds=[0.5, 0.1, 0.0],
+        generated_tokens=12,
+        prefill_seconds=0.4,
+        total_seconds=1.5,
+    )
+    assert stats.rounds == 3
+    assert stats.hit_rate == pytest.approx(2 / 4)
+    assert stats.tokens_per_round == pytest.approx((4 + 1 + 2 + 3) / 4)
+    assert stats.acceptance_rate == pytest.approx((3 + 0 + 1 + 2) / (3 + 1 + 2 + 2))
+    plain = json.loads(json.dumps(stats.to_dict()))
+    assert plain["total_verify_seconds"] == pytest.approx(0.6) and plain["rounds"] == 3
+    text = str(stats)
+    for part in ("12 tokens in 3 rounds", "2.50 tokens per round", "hit rate 0.50", "verification 200.0 ms"):
+        assert part in text
+
+
+def test_no_rounds_and_a_failure():
+    assert "no rounds" in str(SSDStats(generated_tokens=1))
+    stats = SSDStats(lookahead=[0], accepted=[[0]], hits=[[False]], verify_seconds=[0.1], wait_seconds=[0.0],
+                     draft_seconds=[0.0], draft_failure="it ended")  # fmt: skip
+    assert stats.hit_rate == stats.acceptance_rate == 0 and "finished without the draft: it ended" in str(stats)
