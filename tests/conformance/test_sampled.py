@@ -98,9 +98,9 @@ def exact_probabilities(target):
     return joint.view(SMALL, -1).sum(0).double()
 
 
-def p_value(target, draft, calls=40, asynchronous=False, seed=0):
+def p_value(target, draft, calls=24, asynchronous=False, seed=0):
     """Of the chi-square test of sampled three-token strings against the exact probabilities."""
-    counts = torch.zeros(SMALL**3)
+    counts, speculated = torch.zeros(SMALL**3), []
     torch.manual_seed(seed)
     config = hf_ssd.SSDConfig(lookahead=3, budget=8, asynchronous=asynchronous)
     for _ in range(calls):
@@ -114,11 +114,11 @@ def p_value(target, draft, calls=40, asynchronous=False, seed=0):
             ssd_config=config,
             return_dict_in_generate=True,
         )
-        assert output.ssd_stats.tokens_per_round > 1.2
+        speculated.append(output.ssd_stats.tokens_per_round)
         strings = output.sequences[:, 4:7] @ torch.tensor([SMALL**2, SMALL, 1])
         counts += torch.bincount(strings, minlength=SMALL**3)
     expected = exact_probabilities(target) * counts.sum()
-    assert counts[expected == 0].sum() == 0
+    assert min(speculated) > 1.1 and counts[expected == 0].sum() == 0
     rare = expected < 5
     observed = torch.cat([counts[~rare].double(), counts[rare].double().sum()[None]])
     expected = torch.cat([expected[~rare], expected[rare].sum()[None]])

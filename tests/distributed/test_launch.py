@@ -80,10 +80,14 @@ def test_a_recurrent_draft_is_refused_by_the_worker(tmp_path):
         hf_ssd.launch_draft(tmp_path)
 
 
-def test_a_worker_that_dies_while_it_starts_is_explained(monkeypatch):
-    monkeypatch.setattr(sys, "path", ["/nowhere"])
-    with pytest.raises(hf_ssd.DraftError, match="(?s)ended while it started.*No module named"):
+def test_a_worker_that_dies_while_it_starts_is_explained(monkeypatch, tmp_path):
+    (tmp_path / "hf_ssd").mkdir()
+    (tmp_path / "hf_ssd" / "__init__.py").write_text("raise ImportError('this installation is broken')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = children()
+    with pytest.raises(hf_ssd.DraftError, match="(?s)ended while it started.*this installation is broken"):
         hf_ssd.launch_draft("anything")
+    assert children() == before
 
 
 def test_bad_arguments():
@@ -119,9 +123,17 @@ def folder(tmp_path_factory):
     return str(path)
 
 
-@pytest.mark.parametrize("how", ["script without a guard", "python -c", "interactive"])
-def test_every_way_to_run_python(how, folder, tmp_path):
-    program = PROGRAM.format(folder=folder, last="")
+@pytest.mark.parametrize(
+    "how, end",
+    [
+        ("script without a guard", ""),
+        ("interactive", "raise SystemExit(3)"),
+        ("python -c", "import os; os.kill(os.getpid(), 9)"),
+        ("python -c", "import os; os._exit(3)"),
+    ],
+)
+def test_every_way_to_run_python_and_the_worker_ends_with_it(how, end, folder, tmp_path):
+    program = PROGRAM.format(folder=folder, last=end)
     if how == "script without a guard":
         (tmp_path / "program.py").write_text(program)
         command, typed = [sys.executable, str(tmp_path / "program.py")], None
@@ -130,15 +142,7 @@ def test_every_way_to_run_python(how, folder, tmp_path):
     else:  # as in a notebook, `__main__` has no file
         command, typed = [sys.executable, "-i"], program
     run = subprocess.run(command, input=typed, capture_output=True, text=True, timeout=120)
-    assert run.returncode == 0, run.stderr
+    assert (run.returncode == 0) == (end == ""), run.stderr
     pid, hit_rate = run.stdout.split()
     assert hit_rate == "1.0"
     assert ends_within(int(pid), 5)
-
-
-@pytest.mark.parametrize("end", ["os.kill(os.getpid(), 9)", "os._exit(3)", "raise SystemExit(3)", "1 / 0"])
-def test_the_worker_ends_however_the_program_ends(end, folder):
-    program = PROGRAM.format(folder=folder, last=f"import os; {end}")
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
-    assert run.returncode != 0
-    assert ends_within(int(run.stdout.split()[0]), 5)

@@ -30,10 +30,18 @@ class AtLength(LogitsProcessor):
         return scores
 
 
-@pytest.fixture
-def assistant():
+@pytest.fixture(scope="module")
+def shared_assistant():
     with hf_ssd.launch_draft(tiny_draft(), num_threads=1) as assistant:
         yield assistant
+
+
+@pytest.fixture
+def assistant(shared_assistant, target):
+    """With a living worker, whatever the test before did to it."""
+    if not shared_assistant.worker.is_alive:
+        generate(target, shared_assistant, length=2)
+    return shared_assistant
 
 
 @pytest.fixture
@@ -92,8 +100,7 @@ def test_on_draft_failure_raise(target, assistant):
 
 def test_a_worker_that_raises_shows_its_traceback_and_stays(target, assistant, warnings):
     pid = assistant.worker.process.pid
-    with torch.no_grad():  # shared memory: the worker's embedding lookup fails from here on
-        config = hf_ssd.SSDConfig(**CONFIG)
+    config = hf_ssd.SSDConfig(**CONFIG)
     prompt = {"input_ids": torch.tensor([[96, 3]]), "attention_mask": torch.ones(1, 2, dtype=torch.long)}
     original = hf_ssd.distributed.client.WorkerSession.send_outcome
 
