@@ -71,7 +71,8 @@ def test_the_embedded_pair_writes_python_and_agrees():
 
 def test_train_pair_trains_and_saves_a_pair(tmp_path):
     output = run(
-        "examples/train_pair.py", "--output", str(tmp_path), "--steps", "3", "--draft-steps", "3", "--on-policy-rounds", "1",
+        "examples/train_pair.py", "--output", str(tmp_path), "--steps", "3", "--draft-steps", "3",
+        "--on-policy-rounds", "1",
         "--batch-size", "2", "--length", "64", "--vocab-size", "300", "--num-threads", "1", "--max-files", "30",
     )  # fmt: skip
     assert "acceptance_rate_temperature_0" in output
