@@ -11,7 +11,7 @@ from ..conftest import FAMILIES, padded_batch, tiny_draft, tiny_model
 @pytest.fixture(scope="module", params=FAMILIES)
 def pair(request):
     target = hf_ssd.enable(tiny_model(request.param))
-    disagreement = 0.01 if request.param == "gemma" else 0.03  # its norms make more of the same noise
+    disagreement = 0.024 if request.param == "gemma" else 0.03  # so that some tokens are accepted and some are not
     with hf_ssd.launch_draft(tiny_draft(request.param, disagreement=disagreement), num_threads=1) as assistant:
         yield target, assistant
 
