@@ -15,7 +15,8 @@ from .messages import FRAME_LENGTH, Message, pack, unpack
 
 # An idle worker waits between calls for as long as its program runs; what bounds a wait is the caller's deadline, and
 # the end of the other process, which gloo reports at once.
-GROUP_TIMEOUT = timedelta(days=365)
+TRANSFER_TIMEOUT = timedelta(days=365)
+CONNECT_TIMEOUT = timedelta(seconds=60)  # for the other process to join, once it is known to be there
 WAIT_SLICE = 0.1  # seconds; between two slices Python handles Ctrl-C
 
 
@@ -114,7 +115,7 @@ class Channel:
 
 def _group(store: dist.Store, name: str, rank: int, hostname: str) -> dist.ProcessGroupGloo:
     options = dist.ProcessGroupGloo._Options()
-    options._timeout = GROUP_TIMEOUT
+    options._timeout = CONNECT_TIMEOUT
     options._threads = 1
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=hostname, lazy_init=False)]
     return dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, 2, options)
@@ -122,5 +123,5 @@ def _group(store: dist.Store, name: str, rank: int, hostname: str) -> dist.Proce
 
 def _broadcast(group: dist.ProcessGroupGloo, tensor: torch.Tensor, root: int) -> dist.Work:
     options = dist.BroadcastOptions()
-    options.rootRank, options.rootTensor = root, 0
+    options.rootRank, options.rootTensor, options.timeout = root, 0, TRANSFER_TIMEOUT
     return group.broadcast([tensor], options)

@@ -87,7 +87,10 @@ class WorkerProcess:
         while not store.check(["draft"]):
             self._check(deadline)
             time.sleep(0.01)
-        self.channel = Channel(store, is_target=True)
+        try:
+            self.channel = Channel(store, is_target=True)
+        except RuntimeError as error:
+            raise DraftError(f"The draft worker did not connect: {error}\n{self.last_words()}") from error
         while True:
             try:
                 message = self.channel.receive(timeout=0.2)
