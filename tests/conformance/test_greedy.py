@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import hf_ssd
+from hf_ssd.generation.verification import verify_greedy
 
 from ..conftest import FAMILIES, padded_batch, tiny_draft, tiny_model
 
@@ -37,6 +38,28 @@ def test_greedy_equals_plain_generate(pair, rows, lookahead):
     assert stats.draft_failure is None
     assert stats.tokens_per_round > 1.2 and stats.hit_rate > 0.1 and 0.1 < stats.acceptance_rate < 1
     assert stats.lookahead[:5] == [lookahead] * 5 and stats.generated_tokens == 40 * rows
+
+
+def accepts_one_too_many(scores, drafted):
+    accepted, bonus = verify_greedy(scores, drafted)
+    return (accepted + 1).clamp(max=drafted.shape[1]), bonus
+
+
+def takes_the_bonus_token_one_place_early(scores, drafted):
+    accepted, _ = verify_greedy(scores, drafted)
+    return accepted, scores.argmax(-1).gather(1, (accepted - 1).clamp(min=0)[:, None]).squeeze(1)
+
+
+@pytest.mark.parametrize("mutant", [accepts_one_too_many, takes_the_bonus_token_one_place_early])
+def test_mistakes_in_verification_are_noticed(target, draft, monkeypatch, mutant):
+    """The mutants for the test above."""
+    inputs = padded_batch(4)
+    options = {"max_new_tokens": 40, "do_sample": False}
+    plain = target.generate(**inputs, **options)
+    config = hf_ssd.SSDConfig(lookahead=4, asynchronous=False)
+    assert torch.equal(target.generate(**inputs, **options, assistant_model=draft, ssd_config=config), plain)
+    monkeypatch.setattr("hf_ssd.generation.decoding.verify_greedy", mutant)
+    assert not torch.equal(target.generate(**inputs, **options, assistant_model=draft, ssd_config=config), plain)
 
 
 @pytest.mark.parametrize("lookahead", [1, 4, 7])
