@@ -18,13 +18,27 @@ class SSDConfig:
     None of these settings changes the distribution of the generated tokens: they change how fast they come.
 
     Args:
-        lookahead (`int`, *optional*, defaults to 7):
-            Number of tokens in one speculation, K in the paper. At least 1.
-        budget (`int`, *optional*, defaults to 24):
-            Number of verification outcomes prepared for each row in each round, B in the paper. At least 1.
-        fan_out (`str` or `list[int]`, *optional*, defaults to `"geometric"`):
-            How the budget is shared between the accepted counts 0 to K, F_k in the paper: `"geometric"` (Theorem 12),
-            `"uniform"`, or `lookahead + 1` integers, whose sum then takes the place of `budget`.
+        lookahead (`int` or `str`, *optional*, defaults to `"auto"`):
+            Number of tokens in one speculation, K in the paper. At least 1 and at most 64. `"auto"` picks it while it
+            generates, by measured times, acceptance and hits, down to 0 where the draft does not pay.
+        budget (`int` or `str`, *optional*, defaults to `"auto"`):
+            Number of verification outcomes prepared for each row in each round, B in the paper. At least 1. `"auto"`
+            picks it likewise.
+        fan_out (`str` or `list[int]`, *optional*, defaults to `"confidence"`):
+            How the budget is shared between the accepted counts 0 to K, F_k in the paper: `"confidence"` (what is most
+            likely in this round), `"geometric"` (Theorem 12), `"uniform"`, or what other systems prepare:
+            `"all_accepted"`, `"single_branch"`, `"greedy_tree"`; or integers, one more than the lookahead, which then
+            take the place of `lookahead` and `budget`.
+        saguaro_c (`float` or `str`, *optional*, defaults to 1.0):
+            C in [0, 1] of Saguaro sampling (Definition 14): smaller values trade acceptance for hits, 1 is ordinary
+            sampling. `"auto"` tries some and stays with the fastest. Makes no difference to greedy decoding.
+        fallback (`str` or object, *optional*, defaults to `"auto"`):
+            Where the speculation of a row comes from whose outcome was not prepared: `"primary"` (the draft model, just
+            in time), `"ngram"` (what followed the last tokens when they occurred before), `"random"`, or `"auto"`,
+            which picks the fastest (with a fixed lookahead, the primary). Or an object with `propose(input_ids,
+            lookahead)
+            -> (tokens, probabilities)`, where `input_ids` is `(1, length)` and `probabilities` is `(1, n, vocab_size)`
+            or `None` for certain tokens; or a transformers `CandidateGenerator`. It is called in the target's process.
         acceptance_rate (`float`, *optional*, defaults to 0.8):
             Prior for the chance that one drafted token is accepted, a in Theorem 12. Between 0 and 1, both excluded.
         power_law_exponent (`float`, *optional*, defaults to 0.5):
@@ -41,9 +55,11 @@ class SSDConfig:
             the same tokens both ways, sampled ones included.
     """
 
-    lookahead: int = 7
-    budget: int = 24
-    fan_out: str | list[int] = "geometric"
+    lookahead: int | str = "auto"
+    budget: int | str = "auto"
+    fan_out: str | list[int] = "confidence"
+    saguaro_c: float | str = 1.0
+    fallback: object = "auto"
     acceptance_rate: float = 0.8
     power_law_exponent: float = 0.5
     timeout: float = 30.0
@@ -51,18 +67,24 @@ class SSDConfig:
     asynchronous: bool = True
 
     def __post_init__(self):
-        _require_integer("lookahead", self.lookahead, at_least=1)
-        _require_integer("budget", self.budget, at_least=1)
-        if isinstance(self.fan_out, str):
-            _require("fan_out", self.fan_out, self.fan_out in ("geometric", "uniform"), _FAN_OUT)
-        else:
-            whole = isinstance(self.fan_out, (list, tuple)) and all(
-                isinstance(f, int) and not isinstance(f, bool) and f >= 0 for f in self.fan_out
-            )
-            allowed = whole and len(self.fan_out) == self.lookahead + 1 and sum(self.fan_out) > 0
-            _require("fan_out", self.fan_out, allowed, f"{_FAN_OUT} (here {self.lookahead + 1}, not all zero)")
+        if not isinstance(self.fan_out, str):
+            whole = isinstance(self.fan_out, (list, tuple)) and all(_is_integer(f) and f >= 0 for f in self.fan_out)
+            count = "at least 2" if self.lookahead == "auto" else f"here {self.lookahead} + 1"
+            allowed = whole and sum(self.fan_out) > 0 and len(self.fan_out) > 1
+            allowed = allowed and self.lookahead in ("auto", len(self.fan_out) - 1)
+            _require("fan_out", self.fan_out, allowed, f"{_FAN_OUT} ({count}, not all zero)")
             self.fan_out = list(self.fan_out)
-            self.budget = sum(self.fan_out)
+            self.lookahead, self.budget = len(self.fan_out) - 1, sum(self.fan_out)
+        else:
+            _require("fan_out", self.fan_out, self.fan_out in FAN_OUTS, _FAN_OUT)
+        allowed = self.lookahead == "auto" or (_is_integer(self.lookahead) and 1 <= self.lookahead <= 64)
+        _require("lookahead", self.lookahead, allowed, '"auto" or an integer between 1 and 64')
+        allowed = self.budget == "auto" or (_is_integer(self.budget) and self.budget >= 1)
+        _require("budget", self.budget, allowed, '"auto" or an integer of at least 1')
+        allowed = self.saguaro_c == "auto" or 0 <= _number(self.saguaro_c) <= 1
+        _require("saguaro_c", self.saguaro_c, allowed, '"auto" or a number between 0 and 1')
+        allowed = self.fallback in FALLBACKS if isinstance(self.fallback, str) else _has_propose(self.fallback)
+        _require("fallback", self.fallback, allowed, _FALLBACK)
         a, r, timeout = (_number(x) for x in (self.acceptance_rate, self.power_law_exponent, self.timeout))
         _require("acceptance_rate", self.acceptance_rate, 0 < a < 1, "a number between 0 and 1, both excluded")
         _require("power_law_exponent", self.power_law_exponent, 0 < r < math.inf, "a positive number")
@@ -72,7 +94,14 @@ class SSDConfig:
         _require("asynchronous", self.asynchronous, isinstance(self.asynchronous, bool), "True or False")
 
     def to_dict(self) -> dict:
-        """Returns the settings as plain Python objects that JSON can hold."""
+        """
+        Returns the settings as plain Python objects that JSON can hold.
+
+        Raises:
+            `ValueError`: `fallback` is an object.
+        """
+        if not isinstance(self.fallback, str):
+            raise ValueError("A `fallback` of your own cannot be saved; give it to SSDConfig again after loading.")
         return dataclasses.asdict(self)
 
     @classmethod
@@ -113,7 +142,12 @@ class SSDConfig:
         return cls.from_dict({**json.loads(Path(path).read_text(encoding="utf-8")), **settings})
 
 
-_FAN_OUT = '"geometric", "uniform" or lookahead + 1 integers of at least 0'
+FAN_OUTS = ("confidence", "geometric", "uniform", "all_accepted", "single_branch", "greedy_tree")
+FALLBACKS = ("auto", "primary", "ngram", "random")
+_FAN_OUT = " or ".join((", ".join(f'"{name}"' for name in FAN_OUTS), "lookahead + 1 integers of at least 0"))
+_FALLBACK = ", ".join(f'"{name}"' for name in FALLBACKS) + (
+    ", an object with propose(input_ids, lookahead), or a CandidateGenerator that needs no outputs of the target"
+)
 
 
 def _require(name: str, value, allowed: bool, what_is_allowed: str) -> None:
@@ -121,9 +155,12 @@ def _require(name: str, value, allowed: bool, what_is_allowed: str) -> None:
         raise ValueError(f"SSDConfig: `{name}` is {value!r}, but must be {what_is_allowed}.")
 
 
-def _require_integer(name: str, value, at_least: int) -> None:
-    allowed = isinstance(value, int) and not isinstance(value, bool) and value >= at_least
-    _require(name, value, allowed, f"an integer of at least {at_least}")
+def _is_integer(value) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _has_propose(value) -> bool:
+    return any(callable(getattr(value, name, None)) for name in ("propose", "get_candidates"))
 
 
 def _number(value) -> float:

@@ -1,6 +1,28 @@
-"""The paper's formulas as pure functions of plain numbers (Kumar, Dao, May, ICLR 2026)."""
+"""The paper's formulas as pure functions of plain numbers (Kumar, Dao, May, ICLR 2026). Every time T is in units of one
+verification by the target, and every expectation E in tokens per round, the bonus token included."""
 
 import math
+from collections.abc import Iterable
+
+
+def acceptance_rate(p: list[float], q: list[float]) -> float:
+    """
+    How often speculative decoding accepts a token drawn from q: sum_x min(p(x), q(x)) (Theorem 1).
+
+    Args:
+        p (`list[float]`): The target's probability of each token, summing to 1.
+        q (`list[float]`): The draft's, in the same order.
+
+    Returns:
+        `float`: 1 minus the total variation between p and q, in [0, 1].
+    """
+    _check(0, 1, p=p, q=q)
+    for name, total in (("p", math.fsum(p)), ("q", math.fsum(q))):
+        if abs(total - 1) > 1e-4:  # a float32 softmax over a large vocabulary sums to 1 only roughly
+            raise ValueError(f"`{name}` sums to {total}, but must sum to 1.")
+    if len(p) != len(q):
+        raise ValueError(f"`p` has {len(p)} tokens and `q` has {len(q)}, but both must list the same ones.")
+    return min(1.0, math.fsum(map(min, p, q)))
 
 
 def expected_tokens(acceptance_rate: float, lookahead: int) -> float:
@@ -14,10 +36,41 @@ def expected_tokens(acceptance_rate: float, lookahead: int) -> float:
     Returns:
         `float`: Tokens per round, bonus token included, between 1 and K + 1.
     """
-    _check_range("acceptance_rate", acceptance_rate, 0, 1)
+    _check(0, 1, acceptance_rate=acceptance_rate)
+    _check(0, math.inf, lookahead=lookahead)
     if acceptance_rate == 1:
         return float(lookahead + 1)
     return (1 - acceptance_rate ** (lookahead + 1)) / (1 - acceptance_rate)
+
+
+def expected_tokens_by_position(acceptance_rates: list[float]) -> float:
+    """
+    Expected tokens of a round whose positions differ: E = 1 + sum_k a_1 ... a_k.
+
+    Args:
+        acceptance_rates (`list[float]`): a_i in [0, 1], the chance that token i is accepted if those before it were.
+
+    Returns:
+        `float`: Tokens per round, bonus token included, between 1 and K + 1.
+    """
+    _check(0, 1, acceptance_rates=acceptance_rates)
+    return 1 + math.fsum(math.prod(acceptance_rates[: k + 1]) for k in range(len(acceptance_rates)))
+
+
+def outcome_probabilities(acceptance_rate: float, lookahead: int) -> list[float]:
+    """
+    How likely each accepted count is: P(k) = a^k (1 - a) for k < K and P(K) = a^K.
+
+    Args:
+        acceptance_rate (`float`): Chance a in [0, 1] that one drafted token is accepted, independent of the others.
+        lookahead (`int`): K >= 0.
+
+    Returns:
+        `list[float]` of length `lookahead + 1`, which sums to 1.
+    """
+    _check(0, 1, acceptance_rate=acceptance_rate)
+    _check(0, math.inf, lookahead=lookahead)
+    return [acceptance_rate**k * (1 - acceptance_rate) for k in range(lookahead)] + [acceptance_rate**lookahead]
 
 
 def speculative_decoding_speedup(expected_tokens: float, draft_time: float) -> float:
@@ -26,13 +79,14 @@ def speculative_decoding_speedup(expected_tokens: float, draft_time: float) -> f
 
     Args:
         expected_tokens (`float`): E_SD, tokens per round.
-        draft_time (`float`): T_SD, time to draft one speculation in units of one verification.
+        draft_time (`float`): T_SD >= 0, time to draft one speculation in units of one verification.
     """
+    _check(0, math.inf, draft_time=draft_time)
     return expected_tokens / (1 + draft_time)
 
 
 def ssd_speedup(
-    hit_rate: float, expected_hit: float, expected_miss: float, primary_time: float, backup_time: float, rows: int = 1
+    hit_rate: float, expected_hit: float, expected_miss: float, primary_time: float, backup_time: float, rows: float = 1
 ) -> float:
     """
     Speed of SSD over plain decoding (Theorem 7; Corollary 16 for a batch).
@@ -41,51 +95,214 @@ def ssd_speedup(
         hit_rate (`float`): p in [0, 1], the chance that a row's outcome was prepared.
         expected_hit (`float`): E_hit, tokens of a round whose speculation came from the cache.
         expected_miss (`float`): E_miss, tokens of a round whose speculation came from the fallback.
-        primary_time (`float`): T_p, time to prepare the cache in units of one verification. Hidden up to 1.
-        backup_time (`float`): T_b, time of the fallback after a miss in the same units.
-        rows (`int`): Batch size b: all rows wait if one of them misses.
+        primary_time (`float`): T_p >= 0, time to prepare the cache in units of one verification. Hidden up to 1.
+        backup_time (`float`): T_b >= 0, time of the fallback after a miss in the same units.
+        rows (`float`): Batch size b, a mean may be fractional: all rows wait if one of them misses.
     """
-    _check_range("hit_rate", hit_rate, 0, 1)
+    _check(0, 1, hit_rate=hit_rate)
+    _check(0, math.inf, primary_time=primary_time, backup_time=backup_time)
     all_hit = hit_rate**rows
     tokens = hit_rate * expected_hit + (1 - hit_rate) * expected_miss
     return tokens / (all_hit * max(1.0, primary_time) + (1 - all_hit) * (1 + backup_time))
 
 
+def overall_hit_rate(hit_rate_after_primary: float, hit_rate_after_backup: float) -> float:
+    """
+    Share of rounds that hit in the long run: p = p_b / (1 - p_p + p_b) (Equation 1).
+
+    Args:
+        hit_rate_after_primary (`float`): p_p in [0, 1], chance of a hit after a hit, where the primary speculated.
+        hit_rate_after_backup (`float`): p_b in [0, 1], chance of a hit after a miss, where the backup speculated.
+
+    Returns:
+        `float`: p in [0, 1]. With p_p = 1 and p_b = 0 the first round decides all others and any share is stationary;
+        1.0 is returned, which holds if the first round hits. If it misses, no round ever hits.
+    """
+    _check(0, 1, hit_rate_after_primary=hit_rate_after_primary, hit_rate_after_backup=hit_rate_after_backup)
+    if hit_rate_after_primary == 1:
+        return 1.0
+    return hit_rate_after_backup / (1 - hit_rate_after_primary + hit_rate_after_backup)
+
+
+def ssd_over_speculative_decoding(hit_rate: float, draft_time: float, primary_time: float = 1.0) -> float:
+    """
+    Speed of SSD over synchronous speculative decoding where one draft serves as SD's draft, primary and backup, so
+    E_hit = E_miss = E_SD and T_b = T_SD: (1 + T_SD) / (p max(1, T_p) + (1 - p)(1 + T_SD)) (Corollary 8).
+
+    Args:
+        hit_rate (`float`): p in [0, 1].
+        draft_time (`float`): T_SD >= 0, time to draft one speculation in units of one verification.
+        primary_time (`float`): T_p >= 0, time to prepare the cache. Hidden up to 1.
+
+    Returns:
+        `float`: Never below 1 if the preparation is hidden, T_p <= 1, nor in fact if T_p <= 1 + T_SD.
+    """
+    _check(0, math.inf, draft_time=draft_time)
+    return ssd_speedup(hit_rate, 1.0, 1.0, primary_time, draft_time) / speculative_decoding_speedup(1.0, draft_time)
+
+
 def ssd_over_speculative_decoding_bound(draft_time: float, expected_hit: float, expected_sd: float) -> float:
     """
     Upper bound on the speed of SSD over synchronous speculative decoding: (1 + T_SD) E_hit / E_SD (Corollary 9).
+
+    Args:
+        draft_time (`float`): T_SD >= 0, time to draft one speculation in units of one verification.
+        expected_hit (`float`): E_hit, tokens of a round whose speculation came from the cache.
+        expected_sd (`float`): E_SD > 0, tokens of a round of SD.
     """
+    _check(0, math.inf, draft_time=draft_time)
+    _check(0, math.inf, exclusive=True, expected_sd=expected_sd)
     return (1 + draft_time) * expected_hit / expected_sd
 
 
 def geometric_fan_out(lookahead: int, budget: float, acceptance_rate: float, power_law_exponent: float) -> list[float]:
     """
-    The fan-out that maximizes the hit rate, before rounding (Theorem 12).
-
-    The accepted count is k with probability a^k (1 - a) for k < K and a^K for k = K, and a fan-out of F misses the
-    bonus token with probability F^-r. Then F_k = F_0 a^(k/(1+r)) for k < K and
-    F_K = F_0 a^(K/(1+r)) (1-a)^(-1/(1+r)), with F_0 such that they sum to the budget.
+    The fan-out that maximizes the hit rate, before rounding, for the outcomes of one acceptance rate (Theorem 12):
+    F_k = F_0 a^(k/(1+r)) for k < K and F_K = F_0 a^(K/(1+r)) (1-a)^(-1/(1+r)), with F_0 such that they sum to B.
 
     Args:
         lookahead (`int`): K >= 0.
-        budget (`float`): Outcomes to prepare, the sum of the result.
+        budget (`float`): Outcomes to prepare, B >= 0, the sum of the result.
         acceptance_rate (`float`): a, between 0 and 1, both excluded.
-        power_law_exponent (`float`): r > 0.
+        power_law_exponent (`float`): r > 0. A fan-out of F misses the bonus token with probability F^-r.
 
     Returns:
         `list[float]` of length `lookahead + 1`: Outcomes to prepare for each accepted count.
     """
-    if not 0 < acceptance_rate < 1:
-        raise ValueError(f"`acceptance_rate` is {acceptance_rate}, but must be between 0 and 1, both excluded.")
-    if power_law_exponent <= 0:
-        raise ValueError(f"`power_law_exponent` is {power_law_exponent}, but must be positive.")
-    exponent = 1 / (1 + power_law_exponent)
-    weights = [acceptance_rate ** (k * exponent) for k in range(lookahead + 1)]
-    weights[-1] *= (1 - acceptance_rate) ** -exponent
+    _check(0, 1, exclusive=True, acceptance_rate=acceptance_rate)
+    return fan_out_for(outcome_probabilities(acceptance_rate, lookahead), budget, power_law_exponent)
+
+
+def fan_out_for(probabilities: list[float], budget: float, power_law_exponent: float) -> list[float]:
+    """
+    The same for any outcome probabilities, as after a backup's speculation (Theorem 18): sum_k P(k) (1 - F_k^-r) is
+    largest, its Lagrangian stationary, where F_k is in proportion to P(k)^(1/(1+r)).
+
+    Args:
+        probabilities (`list[float]`): P(k) >= 0 of each accepted count k, not all 0. Only their ratios matter.
+        budget (`float`): Outcomes to prepare, B >= 0, the sum of the result.
+        power_law_exponent (`float`): r > 0. A fan-out of F misses the bonus token with probability F^-r.
+
+    Returns:
+        `list[float]`, one for each accepted count. May be below 1, where the power law has no meaning.
+    """
+    _check(0, math.inf, probabilities=probabilities, budget=budget)
+    _check(0, math.inf, exclusive=True, sum_of_probabilities=sum(probabilities), power_law_exponent=power_law_exponent)
+    weights = [probability ** (1 / (1 + power_law_exponent)) for probability in probabilities]
     total = math.fsum(weights)
     return [budget * weight / total for weight in weights]
 
 
-def _check_range(name: str, value: float, low: float, high: float) -> None:
-    if not low <= value <= high:
-        raise ValueError(f"`{name}` is {value}, but must be between {low} and {high}.")
+def best_integer_fan_out(probabilities: list[float], budget: int, hit_rate_by_rank: list[float]) -> list[int]:
+    """
+    The exact optimum over whole numbers, the largest sum_k P(k) (h[0] + ... + h[F_k - 1]). Because h never rises, the
+    B largest gains P(k) h[r] include no guess without the better ones of its count: greedy is optimal.
+
+    Args:
+        probabilities (`list[float]`): P(k) >= 0 of each accepted count k. Only their ratios matter.
+        budget (`int`): Outcomes to prepare, B >= 0, at most one for each accepted count and rank.
+        hit_rate_by_rank (`list[float]`): h[r] in [0, 1], the chance, after any accepted count, that the guess of rank
+            r is the bonus token; 0 is the best rank. Must not rise.
+
+    Returns:
+        `list[int]`, one for each accepted count, of sum B. Ties go to the better rank, then to the lower count.
+    """
+    _check(0, math.inf, probabilities=probabilities)
+    _check(0, 1, hit_rate_by_rank=hit_rate_by_rank)
+    _check(0, len(probabilities) * len(hit_rate_by_rank), budget=budget)
+    if any(worse > better for better, worse in zip(hit_rate_by_rank, hit_rate_by_rank[1:])):
+        raise ValueError(f"`hit_rate_by_rank` is {hit_rate_by_rank}, but must not rise.")
+    gains = sorted((-p * h, rank, k) for k, p in enumerate(probabilities) for rank, h in enumerate(hit_rate_by_rank))
+    chosen = [k for _, _, k in gains[:budget]]
+    return [chosen.count(k) for k in range(len(probabilities))]
+
+
+def critical_batch_size(hit_rate: float, primary_time: float, expected_hit: float, expected_miss: float) -> float:
+    """
+    Batch size above which an instant backup (T_b = 0, E_miss after a miss) beats the primary used just in time
+    (T_b = T_p, E_hit after a miss too), and below which the primary wins, because a miss is rare enough to wait for:
+    b* = log(1 + 1/T_p - E_hit / (T_p (p E_hit + (1-p) E_miss))) / log p (Theorem 17), where `ssd_speedup` is the same.
+
+    Args:
+        hit_rate (`float`): p, between 0 and 1, both excluded, the same with either fallback.
+        primary_time (`float`): T_p > 0 in units of one verification. A hit counts as one unit: above 1 it takes T_p,
+            and the curves of `ssd_speedup` cross elsewhere.
+        expected_hit (`float`): E_hit >= E_miss, tokens of a round that the primary speculated.
+        expected_miss (`float`): E_miss >= 1, tokens of a round that the backup speculated.
+
+    Returns:
+        `float`: b* >= 0; `math.inf` where the logarithm has no value: then the backup never wins.
+    """
+    _check(0, 1, exclusive=True, hit_rate=hit_rate)
+    _check(0, math.inf, exclusive=True, primary_time=primary_time)
+    _check(1, expected_hit, expected_miss=expected_miss)
+    # The logarithm is of 1 - loss. Written so, b* is exactly 0 if E_hit = E_miss, where 1 + 1/T_p - 1/T_p rounds.
+    backup_tokens = hit_rate * expected_hit + (1 - hit_rate) * expected_miss
+    loss = (1 - hit_rate) * (expected_hit - expected_miss) / (primary_time * backup_tokens)
+    return math.log1p(-loss) / math.log(hit_rate) if loss < 1 else math.inf
+
+
+def fit_power_law(fan_outs: list[float], miss_rates: list[float]) -> tuple[float, float]:
+    """
+    Fits miss rate = scale * F^-r by least squares in logarithms.
+
+    Args:
+        fan_outs (`list[float]`): F > 0 of each measurement, at least two different ones whose miss rate is not 0.
+        miss_rates (`list[float]`): Misses as a share, in [0, 1]. Zeros have no logarithm and are left out.
+
+    Returns:
+        Two `float`: The scale and r, the `power_law_exponent` of other functions if it is positive.
+    """
+    _check(0, math.inf, exclusive=True, fan_outs=fan_outs)
+    _check(0, 1, miss_rates=miss_rates)
+    points = [(math.log(fan_out), math.log(miss)) for fan_out, miss in zip(fan_outs, miss_rates) if miss > 0]
+    if len(fan_outs) != len(miss_rates) or len({x for x, _ in points}) < 2:
+        raise ValueError("`fan_outs` and `miss_rates` must be as long, with misses at two different fan-outs at least.")
+    x_mean, y_mean = (math.fsum(values) / len(points) for values in zip(*points))
+    slope = math.fsum((x - x_mean) * (y - y_mean) for x, y in points) / math.fsum((x - x_mean) ** 2 for x, _ in points)
+    return math.exp(y_mean - slope * x_mean), -slope
+
+
+def predict(stats) -> float:
+    """
+    The speed that Corollary 16 (Theorem 7 for one row) gives for the parts a run measured, while decoding: the prefill
+    is not in it, nor the bookkeeping between a decision and the wait for the next speculation.
+
+    Args:
+        stats ([`~generation.outputs.SSDStats`]): `hits[i]` and `wait_seconds[i]` tell of receiving the speculation of
+            round i, `accepted[i]` and `verify_seconds[i]` of verifying it, which a stopped call may lack for the last
+            round. Rows that were finished, accepted -1, do not count.
+
+    Returns:
+        `float`: Tokens per second, all rows together: b times `ssd_speedup`, over the mean verification V. p, E_hit and
+        E_miss are means over rows, b is the mean number of unfinished rows. The mean wait gives 1 + wait / V for
+        max(1, T_p) in rounds where all of them hit and wait / V for T_b in the others. Where one kind of row or round
+        does not occur, the other's mean stands in.
+    """
+    rows, waits, verifications = [], [], []
+    for accepted, hits, wait, verify in zip(stats.accepted, stats.hits, stats.wait_seconds, stats.verify_seconds):
+        unfinished = [(count + 1, hit) for count, hit in zip(accepted, hits) if count >= 0]
+        if unfinished:
+            rows += unfinished
+            waits.append((wait, all(hit for _, hit in unfinished)))
+            verifications.append(verify)
+    if not sum(verifications) > 0:
+        raise ValueError("`stats` holds no verified round, so there is nothing to predict from.")
+
+    def mean(pairs, hit):
+        values = [value for value, was_hit in pairs if was_hit == hit] or [value for value, _ in pairs]
+        return math.fsum(values) / len(values)
+
+    verify, mean_rows = math.fsum(verifications) / len(verifications), len(rows) / len(verifications)
+    hit_rate, primary_time = sum(hit for _, hit in rows) / len(rows), 1 + mean(waits, True) / verify
+    expected_hit, expected_miss, backup_time = mean(rows, True), mean(rows, False), mean(waits, False) / verify
+    speedup = ssd_speedup(hit_rate, expected_hit, expected_miss, primary_time, backup_time, mean_rows)
+    return speedup * mean_rows / verify
+
+
+def _check(low: float, high: float, exclusive: bool = False, **arguments) -> None:
+    for name, value in arguments.items():
+        for number in value if isinstance(value, Iterable) else [value]:
+            if not (low < number < high if exclusive else low <= number <= high):
+                ends = ", both excluded" if exclusive else ""
+                raise ValueError(f"`{name}` is {value}, but must be between {low} and {high}{ends}.")

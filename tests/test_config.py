@@ -4,7 +4,7 @@ from hf_ssd import SSDConfig
 
 
 def test_round_trips(tmp_path):
-    config = SSDConfig(lookahead=3, fan_out=[4, 3, 2, 1], timeout=5.0, on_draft_failure="raise")
+    config = SSDConfig(fan_out=[4, 3, 2, 1], saguaro_c=0.5, fallback="ngram", timeout=5.0, on_draft_failure="raise")
     assert SSDConfig.from_dict(config.to_dict()) == config
     config.save_pretrained(tmp_path / "made" / "for it")
     assert SSDConfig.from_pretrained(tmp_path / "made" / "for it") == config
@@ -12,7 +12,19 @@ def test_round_trips(tmp_path):
 
 
 def test_explicit_fan_out_sets_the_budget():
-    assert SSDConfig(lookahead=2, fan_out=(5, 0, 6)).budget == 11
+    for config in (SSDConfig(lookahead=2, fan_out=(5, 0, 6)), SSDConfig(fan_out=(5, 0, 6))):
+        assert (config.lookahead, config.budget) == (2, 11)
+
+
+class Proposer:
+    def propose(self, input_ids, lookahead):
+        return input_ids[:, :0], None
+
+
+def test_a_fallback_of_ones_own_is_taken_and_not_saved():
+    config = SSDConfig(fallback=Proposer())
+    with pytest.raises(ValueError, match="cannot be saved"):
+        config.to_dict()
 
 
 @pytest.mark.parametrize(
@@ -24,10 +36,19 @@ def test_explicit_fan_out_sets_the_budget():
         ("budget", 0),
         ("budget", "24"),
         ("fan_out", "triangular"),
-        ("fan_out", [1, 2]),
+        ("lookahead", 65),
+        ("lookahead", "automatic"),
+        ("fan_out", [1]),
         ("fan_out", [0] * 8),
         ("fan_out", [1.5] * 8),
         ("fan_out", [-1] * 8),
+        ("saguaro_c", -0.1),
+        ("saguaro_c", 1.5),
+        ("saguaro_c", "low"),
+        ("saguaro_c", True),
+        ("fallback", "bigram"),
+        ("fallback", object),
+        ("fallback", None),
         ("acceptance_rate", 0),
         ("acceptance_rate", 1),
         ("acceptance_rate", "high"),
@@ -48,3 +69,8 @@ def test_invalid_values_name_the_field_the_value_and_what_is_allowed(field, valu
 def test_unknown_settings_are_named():
     with pytest.raises(ValueError, match="no setting 'look_ahead'; the settings are lookahead, budget"):
         SSDConfig.from_dict({"look_ahead": 3})
+
+
+def test_a_list_that_does_not_fit_the_lookahead_is_refused():
+    with pytest.raises(ValueError, match=r"`fan_out` is \[1, 2\], but must be .*here 7 \+ 1"):
+        SSDConfig(lookahead=7, fan_out=[1, 2])

@@ -24,11 +24,11 @@ class Speculation:
 
 class SpeculationCache:
     """
-    The speculations prepared in one round, one for each of N outcomes of each row.
+    The speculations prepared in one round, one for each of N outcomes of each row. They grow together, token by token,
+    and may be looked up at any length.
 
     Args:
-        accepted (`torch.LongTensor` of shape `(N,)`): Accepted count of each outcome.
-        bonus (`torch.LongTensor` of shape `(batch_size, N)`): Bonus token of each outcome.
+        accepted, bonus (`torch.LongTensor` of shape `(batch_size, N)`): Accepted count and bonus token of each outcome.
     """
 
     def __init__(self, accepted: torch.LongTensor, bonus: torch.LongTensor):
@@ -55,6 +55,8 @@ class SpeculationCache:
         matches = (self.accepted == accepted[:, None]) & (self.bonus == bonus[:, None])
         hits, index = matches.any(1), matches.int().argmax(1)
         rows = torch.arange(len(index), device=index.device)
+        if not self.tokens:
+            return Speculation(bonus.new_zeros(len(index), 0), None, hits)
         tokens = torch.stack([step[rows, index] for step in self.tokens], dim=1)
         probabilities = None
         if self.probabilities:

@@ -62,6 +62,10 @@ class Channel:
             frame = torch.empty(FRAME_LENGTH, dtype=torch.int64)
             self.expected = (_broadcast(self.incoming, frame, 1 - self.rank), frame)
 
+    def has_arrived(self) -> bool:
+        """Whether the next message, which must be expected, has begun to arrive, or the other process has ended."""
+        return self.payload is not None or (self.expected is not None and self.expected[0].is_completed())
+
     def receive(self, timeout: float | None) -> Message:
         """
         Returns the next message.

@@ -5,11 +5,12 @@ from collections.abc import Callable
 
 import torch
 
+from ..speculation.fallback import CustomBackup
 from . import messages
 from .channel import PeerLost
 from .messages import Kind, Message, ProtocolError
 from .process import WorkerProcess
-from .session import DraftError, DraftSession, SessionRequest
+from .session import Answer, DraftError, DraftSession, SessionRequest
 
 
 class WorkerSession(DraftSession):
@@ -28,29 +29,49 @@ class WorkerSession(DraftSession):
         self.batch_size, self.timeout = len(request.prompts), request.config.timeout
         self.round = -1
         self.worker_is_sound = True
+        self.backup = self.history = None
+        if request.asks_target:
+            self.backup = CustomBackup(request.config.fallback, worker.facts["vocab_size"])
+            self.history = _History(request.prompts)
         send = worker.channel.send
         send(Message(Kind.START, number, payload=messages.json_to_payload(request.to_dict())))
         send(Message(Kind.PROMPTS, number, payload=messages.prompts_to_payload(request.prompts)))
 
-    def send_outcome(self, accepted: torch.LongTensor, bonus: torch.LongTensor) -> None:
+    def send_outcome(self, accepted: torch.LongTensor, bonus: torch.LongTensor, seconds: float) -> None:
         self.round += 1
-        self.worker_is_sound = False  # until all is sent: an interrupt must not leave half a message
-        payload = messages.outcome_to_payload(accepted, bonus)
-        self.worker.channel.send(Message(Kind.OUTCOME, self.number, self.round, payload))
-        self.worker.channel.expect()
-        self.worker_is_sound = True
+        self._send(Kind.OUTCOME, messages.outcome_to_payload(accepted, bonus, seconds))
+        if self.history is not None:
+            self.history.outcome(accepted.tolist(), bonus.tolist())
 
-    def receive_speculation(self) -> tuple[torch.LongTensor, torch.BoolTensor, float]:
-        message = self._receive(Kind.SPECULATION)
-        tokens, hits, seconds = messages.payload_to_speculation(message.payload, self.batch_size)
-        self.shape = (*tokens.shape, self.worker.facts["vocab_size"])
+    def receive_speculation(self) -> Answer:
+        message = self._receive(Kind.SPECULATION, Kind.BACKUP_REQUEST)
+        if message.kind == Kind.BACKUP_REQUEST:
+            self._propose(*messages.payload_to_backup_request(message.payload, self.batch_size))
+            message = self._receive(Kind.SPECULATION)
+        answer = messages.payload_to_answer(message.payload, self.batch_size)
+        self.shape = (*answer.tokens.shape, self.worker.facts["vocab_size"])
         self.worker.channel.expect()  # probabilities may arrive while the target computes
-        return tokens, hits, seconds
+        if self.history is not None:
+            self.history.speculation = answer.tokens
+        return answer
 
     def receive_probabilities(self) -> torch.FloatTensor:
         return messages.payload_to_probabilities(self._receive(Kind.PROBABILITIES).payload, self.shape)
 
-    def _receive(self, kind: Kind) -> Message:
+    def _propose(self, rows: list[int], lookahead: int) -> None:
+        """Asks the user's own fallback, whose object lives in this process."""
+        proposal = self.backup.propose(*self.history.ids_and_lengths(), rows, lookahead)
+        self._send(Kind.BACKUP, messages.proposal_to_payload(proposal))
+        if proposal.probabilities is not None:
+            self._send(Kind.PROBABILITIES, messages.probabilities_to_payload(proposal.probabilities))
+
+    def _send(self, kind: Kind, payload: torch.Tensor) -> None:
+        self.worker_is_sound = False  # until all is sent: an interrupt must not leave half a message
+        self.worker.channel.send(Message(kind, self.number, self.round, payload))
+        self.worker.channel.expect()
+        self.worker_is_sound = True
+
+    def _receive(self, *kinds: Kind) -> Message:
         deadline = time.monotonic() + self.timeout
         self.worker_is_sound = False  # until it has answered
         try:
@@ -61,7 +82,7 @@ class WorkerSession(DraftSession):
             if message.kind == Kind.ERROR:
                 self.worker_is_sound = True
                 raise DraftError(f"The draft worker raised:\n{messages.payload_to_text(message.payload)}")
-            messages.expect(message, kind, self.number, self.round)
+            messages.expect(message, message.kind if message.kind in kinds else kinds[0], self.number, self.round)
         except TimeoutError:
             raise DraftError(f"The draft worker did not answer within {self.timeout:g} s.") from None
         except PeerLost as error:
@@ -79,3 +100,20 @@ class WorkerSession(DraftSession):
                 self.worker.kill()  # the next call starts another one
         finally:
             self.on_close()
+
+
+class _History:
+    """The verified tokens of each row, for a fallback that looks at them."""
+
+    def __init__(self, prompts: list[torch.LongTensor]):
+        self.rows = [prompt.tolist() for prompt in prompts]
+        self.speculation = torch.zeros(len(prompts), 0, dtype=torch.long)
+
+    def outcome(self, accepted: list[int], bonus: list[int]) -> None:
+        for row, k, token, drafted in zip(self.rows, accepted, bonus, self.speculation.tolist()):
+            if k >= 0:
+                row += [*drafted[:k], token]
+
+    def ids_and_lengths(self) -> tuple[torch.LongTensor, list[int]]:
+        lengths = [len(row) for row in self.rows]
+        return torch.tensor([row + [0] * (max(lengths) - len(row)) for row in self.rows]), lengths

@@ -1,12 +1,15 @@
 """The draft in the target's own process: ordinary, synchronous speculative decoding."""
 
 import time
+import weakref
 
 import torch
 from transformers import PreTrainedModel
 
+from ..speculation.experience import Experience
+from ..speculation.fallback import CustomBackup
 from ..speculation.speculator import Speculator
-from .session import DraftSession, SessionRequest
+from .session import Answer, DraftSession, SessionRequest
 
 
 class LocalSession(DraftSession):
@@ -19,19 +22,33 @@ class LocalSession(DraftSession):
     """
 
     def __init__(self, model: PreTrainedModel, request: SessionRequest):
-        self.speculator = Speculator(model, request.config, request.generation_config, request.prompts, request.seed)
+        vocab_size = model.config.get_text_config(decoder=True).vocab_size
+        self.speculator = Speculator(
+            model,
+            request.config,
+            request.generation_config,
+            request.prompts,
+            request.seed,
+            _experiences.setdefault(model, Experience()),
+            CustomBackup(request.config.fallback, vocab_size) if request.asks_target else None,
+        )
         self.speculator.prefill()
 
-    def send_outcome(self, accepted: torch.LongTensor, bonus: torch.LongTensor) -> None:
-        self.outcome = (accepted, bonus)
+    def send_outcome(self, accepted: torch.LongTensor, bonus: torch.LongTensor, seconds: float) -> None:
+        self.outcome = (accepted, bonus, seconds)
 
-    def receive_speculation(self) -> tuple[torch.LongTensor, torch.BoolTensor, float]:
+    def receive_speculation(self) -> Answer:
         start = time.perf_counter()
         self.speculation = self.speculator.answer(*self.outcome)
-        return self.speculation.tokens, self.speculation.hits, time.perf_counter() - start
+        self.speculator.prepare()  # nothing but the plan for the next round
+        elapsed = time.perf_counter() - start
+        return Answer(self.speculation.tokens, self.speculation.hits, elapsed, elapsed)
 
     def receive_probabilities(self) -> torch.FloatTensor:
         return self.speculation.probabilities
 
     def close(self) -> None:
         self.speculator = None
+
+
+_experiences: "weakref.WeakKeyDictionary[PreTrainedModel, Experience]" = weakref.WeakKeyDictionary()

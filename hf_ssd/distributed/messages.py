@@ -10,8 +10,11 @@ from enum import IntEnum
 
 import torch
 
+from ..speculation.fallback import Proposal
+from .session import Answer
+
 MAGIC = 0x6866_5F73_7364  # "hf_ssd"
-VERSION = 1
+VERSION = 2
 HEADER_LENGTH = 8
 FRAME_LENGTH = 128
 PAYLOAD_TYPES = (torch.int64, torch.int32, torch.float32, torch.uint8)
@@ -22,12 +25,14 @@ class Kind(IntEnum):
     READY = 1  # draft -> target: the worker has loaded its model (JSON)
     START = 2  # target -> draft: settings of one generate() call (JSON); PROMPTS follows
     PROMPTS = 3  # target -> draft: length of each row, then all tokens
-    OUTCOME = 4  # target -> draft: accepted count and bonus token of each row
+    OUTCOME = 4  # target -> draft: accepted count and bonus token of each row, and how long verification took
     SPECULATION = 5  # draft -> target: hits, tokens, and how long drafting took
-    PROBABILITIES = 6  # draft -> target: what the tokens were drawn from, when sampling
+    PROBABILITIES = 6  # behind SPECULATION or BACKUP: what the tokens were drawn from, when sampling
     END = 7  # target -> draft: the call is over
     STOP = 8  # target -> draft: the worker is no longer needed
     ERROR = 9  # draft -> target: an exception with its traceback (text)
+    BACKUP_REQUEST = 10  # draft -> target: rows that the user's own fallback is to propose tokens for
+    BACKUP = 11  # target -> draft: those tokens
 
 
 class ProtocolError(RuntimeError):
@@ -134,28 +139,55 @@ def payload_to_prompts(payload: torch.Tensor) -> list[torch.LongTensor]:
     return list(payload[1 + count :].split(lengths))
 
 
-def outcome_to_payload(accepted: torch.LongTensor, bonus: torch.LongTensor) -> torch.Tensor:
-    """Packs the accepted count and bonus token of each row, both of shape `(batch_size,)`."""
-    return torch.cat([accepted.cpu(), bonus.cpu()])
+def outcome_to_payload(accepted: torch.LongTensor, bonus: torch.LongTensor, seconds: float) -> torch.Tensor:
+    """Packs the accepted count and bonus token of each row, both of shape `(batch_size,)`, and a duration."""
+    return torch.cat([torch.tensor([_nanoseconds(seconds)]), accepted.cpu(), bonus.cpu()])
 
 
-def payload_to_outcome(payload: torch.Tensor) -> tuple[torch.LongTensor, torch.LongTensor]:
-    accepted, bonus = payload.view(2, -1)
-    return accepted, bonus
+def payload_to_outcome(payload: torch.Tensor) -> tuple[torch.LongTensor, torch.LongTensor, float]:
+    accepted, bonus = payload[1:].view(2, -1)
+    return accepted, bonus, int(payload[0]) / 1e9
 
 
-def speculation_to_payload(tokens: torch.LongTensor, hits: torch.BoolTensor, draft_seconds: float) -> torch.Tensor:
-    """Packs tokens `(batch_size, lookahead)`, hits `(batch_size,)` and the seconds that the draft worked."""
-    timing = torch.tensor([int(draft_seconds * 1e9)])
-    return torch.cat([timing, hits.cpu().long(), tokens.cpu().flatten()])
+def answer_to_payload(answer: Answer) -> torch.Tensor:
+    figures = [_nanoseconds(answer.draft_seconds), _nanoseconds(answer.answer_seconds), answer.budget]
+    return torch.cat([torch.tensor(figures), answer.hits.cpu().long(), answer.tokens.cpu().flatten()])
 
 
-def payload_to_speculation(payload: torch.Tensor, batch_size: int) -> tuple[torch.LongTensor, torch.BoolTensor, float]:
-    """Returns tokens, hits and seconds."""
-    hits, tokens = payload[1 : 1 + batch_size].bool(), payload[1 + batch_size :]
+def payload_to_answer(payload: torch.Tensor, batch_size: int) -> Answer:
+    figures, hits, tokens = payload[:3].tolist(), payload[3 : 3 + batch_size].bool(), payload[3 + batch_size :]
     if len(hits) != batch_size or len(tokens) % batch_size:
         raise ProtocolError(f"a speculation of {len(payload)} integers does not fit {batch_size} rows")
-    return tokens.view(batch_size, -1), hits, int(payload[0]) / 1e9
+    return Answer(tokens.view(batch_size, -1), hits, figures[0] / 1e9, figures[1] / 1e9, figures[2])
+
+
+def backup_request_to_payload(rows: list[int], lookahead: int) -> torch.Tensor:
+    return torch.tensor([lookahead, *rows])
+
+
+def payload_to_backup_request(payload: torch.Tensor, batch_size: int) -> tuple[list[int], int]:
+    lookahead, *rows = payload.tolist() or [0]
+    if lookahead < 1 or not rows or min(rows) < 0 or max(rows) >= batch_size:
+        raise ProtocolError(f"{payload.tolist()} does not ask for proposals for some of {batch_size} rows")
+    return rows, lookahead
+
+
+def proposal_to_payload(proposal: Proposal) -> torch.Tensor:
+    """Packs counts and tokens, and whether probabilities follow."""
+    follow = torch.tensor([int(proposal.probabilities is not None), *proposal.counts])
+    return torch.cat([follow, proposal.tokens.cpu().flatten()])
+
+
+def payload_to_proposal(payload: torch.Tensor, rows: int) -> tuple[Proposal, bool]:
+    """Returns the proposal, and whether its probabilities follow."""
+    counts, tokens = payload[1 : 1 + rows].tolist(), payload[1 + rows :]
+    if len(counts) != rows or len(tokens) % rows or not all(0 <= n <= len(tokens) // rows for n in counts):
+        raise ProtocolError(f"a proposal of {len(payload)} integers does not fit {rows} rows")
+    return Proposal(tokens.view(rows, -1), counts), bool(payload[0])
+
+
+def _nanoseconds(seconds: float) -> int:
+    return int(seconds * 1e9)
 
 
 def probabilities_to_payload(probabilities: torch.FloatTensor) -> torch.Tensor:

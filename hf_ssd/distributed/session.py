@@ -1,5 +1,6 @@
 """The draft as the target sees it, for the length of one generate() call."""
 
+import dataclasses
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
@@ -26,12 +27,18 @@ class SessionRequest:
         generation_config (`GenerationConfig`): As transformers prepared it, `max_length` included.
         prompts (`list[torch.LongTensor]`): The prompt of each row without padding.
         seed (`int`): Seed of the draft's randomness.
+        asks_target (`bool`, *optional*): Whether the fallback is an object in the target's process.
     """
 
     config: SSDConfig
     generation_config: GenerationConfig
     prompts: list[torch.LongTensor]
     seed: int
+    asks_target: bool | None = None
+
+    def __post_init__(self):
+        if self.asks_target is None:
+            self.asks_target = not isinstance(self.config.fallback, str)
 
     def to_dict(self) -> dict:
         """Returns everything except the prompts as plain Python objects that JSON can hold."""
@@ -41,12 +48,41 @@ class SessionRequest:
             settings.pop(name, None)
         if isinstance(settings.get("sequence_bias"), dict):  # transformers takes it as pairs too, which JSON can hold
             settings["sequence_bias"] = [[list(tokens), bias] for tokens, bias in settings["sequence_bias"].items()]
-        return {"ssd_config": self.config.to_dict(), "generation_config": settings, "seed": self.seed}
+        config = self.config
+        if self.asks_target:  # an object does not travel: the draft is to ask for its proposals
+            config = dataclasses.replace(config, fallback="primary")
+        return {
+            "ssd_config": config.to_dict(),
+            "generation_config": settings,
+            "seed": self.seed,
+            "asks_target": self.asks_target,
+        }
 
     @classmethod
     def from_dict(cls, values: dict, prompts: list[torch.LongTensor]) -> "SessionRequest":
         generation_config = GenerationConfig.from_dict(values["generation_config"])
-        return cls(SSDConfig.from_dict(values["ssd_config"]), generation_config, prompts, values["seed"])
+        config = SSDConfig.from_dict(values["ssd_config"])
+        return cls(config, generation_config, prompts, values["seed"], values["asks_target"])
+
+
+@dataclass
+class Answer:
+    """
+    What the draft answers to an outcome.
+
+    Args:
+        tokens (`torch.LongTensor` of shape `(batch_size, lookahead)`): The drafted tokens.
+        hits (`torch.BoolTensor` of shape `(batch_size,)`): Whether each row's outcome had been prepared.
+        draft_seconds (`float`): How long the draft has worked since its last answer.
+        answer_seconds (`float`): How much of that came after the outcome.
+        budget (`int`): Outcomes that had been prepared for each row.
+    """
+
+    tokens: torch.LongTensor
+    hits: torch.BoolTensor
+    draft_seconds: float = 0.0
+    answer_seconds: float = 0.0
+    budget: int = 0
 
 
 class DraftSession(ABC):
@@ -58,22 +94,19 @@ class DraftSession(ABC):
     """
 
     @abstractmethod
-    def send_outcome(self, accepted: torch.LongTensor, bonus: torch.LongTensor) -> None:
+    def send_outcome(self, accepted: torch.LongTensor, bonus: torch.LongTensor, seconds: float) -> None:
         """
         Tells the draft what was decided. Returns at once.
 
         Args:
             accepted (`torch.LongTensor` of shape `(batch_size,)`): Accepted count of each row; -1 if it is finished.
             bonus (`torch.LongTensor` of shape `(batch_size,)`): The token that follows.
+            seconds (`float`): How long verification took; 0 for the first outcome, which has none.
         """
 
     @abstractmethod
-    def receive_speculation(self) -> tuple[torch.LongTensor, torch.BoolTensor, float]:
-        """
-        Returns:
-            The drafted tokens `(batch_size, lookahead)`, which rows hit `(batch_size,)`, and the seconds that the draft
-            has worked since its last answer.
-        """
+    def receive_speculation(self) -> Answer:
+        """Returns the next speculation. If it has no tokens, no probabilities follow."""
 
     @abstractmethod
     def receive_probabilities(self) -> torch.FloatTensor:

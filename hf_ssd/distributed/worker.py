@@ -16,12 +16,14 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 from ..cache.support import MASKED_ATTENTION, check_supported
+from ..speculation.experience import Experience
+from ..speculation.fallback import Backup, Proposal
 from ..speculation.speculator import Speculator
 from . import messages
 from .channel import Channel, PeerLost
 from .cores import pin
 from .messages import Kind, Message
-from .session import SessionRequest
+from .session import Answer, SessionRequest
 from .weights import model_from_shared_weights
 
 FLUSH_TIMEOUT = 10.0  # seconds for a last message to leave
@@ -41,6 +43,7 @@ class DraftServer:
         self.speculator: Speculator | None = None
         self.session = self.round = 0
         self.seconds = 0.0
+        self.experience = Experience()
 
     @torch.inference_mode()
     def serve(self) -> None:
@@ -74,30 +77,64 @@ class DraftServer:
         request = SessionRequest.from_dict(messages.payload_to_json(message.payload), rows)
         start = time.perf_counter()
         self.session, self.round = message.session, 0
-        speculator = Speculator(self.model, request.config, request.generation_config, request.prompts, request.seed)
+        speculator = Speculator(
+            self.model,
+            request.config,
+            request.generation_config,
+            request.prompts,
+            request.seed,
+            self.experience,
+            _TargetBackup(self) if request.asks_target else None,
+        )
         speculator.prefill()
-        if request.config.asynchronous:
-            speculator.prepare()
+        self.channel.expect()
+        speculator.prepare(self.channel.has_arrived)
         self.speculator, self.seconds = speculator, time.perf_counter() - start
 
     def _round(self, message: Message) -> None:
-        messages.expect(message, Kind.OUTCOME, self.session, self.round, 2 * len(self.speculator.lengths))
+        messages.expect(message, Kind.OUTCOME, self.session, self.round, 1 + 2 * len(self.speculator.lengths))
         start = time.perf_counter()
+        budget = self.speculator.prepared_budget
         speculation = self.speculator.answer(*messages.payload_to_outcome(message.payload))
-        seconds = self.seconds + time.perf_counter() - start
+        seconds = time.perf_counter() - start
 
         # Tokens first: with them the target can start, and needs the probabilities only when it is done.
-        payload = messages.speculation_to_payload(speculation.tokens, speculation.hits, seconds)
-        self.channel.send(Message(Kind.SPECULATION, self.session, self.round, payload))
-        if speculation.probabilities is not None:
-            payload = messages.probabilities_to_payload(speculation.probabilities)
-            self.channel.send(Message(Kind.PROBABILITIES, self.session, self.round, payload))
+        answer = Answer(speculation.tokens, speculation.hits, self.seconds + seconds, seconds, budget)
+        self.send(Kind.SPECULATION, messages.answer_to_payload(answer))
+        if speculation.tokens.shape[1] and speculation.probabilities is not None:
+            self.send(Kind.PROBABILITIES, messages.probabilities_to_payload(speculation.probabilities))
         self.round += 1
 
         start = time.perf_counter()
-        if self.speculator.config.asynchronous:
-            self.speculator.prepare()
+        self.channel.expect()
+        self.speculator.prepare(self.channel.has_arrived)
         self.seconds = time.perf_counter() - start
+
+    def send(self, kind: Kind, payload: torch.Tensor) -> None:
+        """Sends a message of the current round."""
+        self.channel.send(Message(kind, self.session, self.round, payload))
+
+    def receive(self, kind: Kind) -> torch.Tensor:
+        """Returns the payload of the next message of the current round, which the target sends without being late."""
+        message = self.channel.receive(self.speculator.config.timeout)
+        messages.expect(message, kind, self.session, self.round)
+        return message.payload
+
+
+class _TargetBackup(Backup):
+    """The user's own fallback, which is an object in the target's process, as the draft sees it."""
+
+    def __init__(self, server: DraftServer):
+        self.server = server
+
+    def propose(self, ids: torch.LongTensor, lengths: list[int], rows: list[int], lookahead: int) -> Proposal:
+        self.server.send(Kind.BACKUP_REQUEST, messages.backup_request_to_payload(rows, lookahead))
+        proposal, probabilities_follow = messages.payload_to_proposal(self.server.receive(Kind.BACKUP), len(rows))
+        if probabilities_follow:
+            shape = (*proposal.tokens.shape, self.server.speculator.vocab_size)
+            payload = self.server.receive(Kind.PROBABILITIES)
+            proposal.probabilities = messages.payload_to_probabilities(payload, shape)
+        return proposal
 
 
 def load_model(settings: dict) -> PreTrainedModel:

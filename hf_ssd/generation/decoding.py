@@ -113,10 +113,11 @@ def decode(
 
         # 3. The outcome leaves before anything else is done.
         outcome = torch.stack([accepted, bonus]).cpu()
-        draft.send_outcome(*outcome)
+        seconds = time.perf_counter() - received if draft.rounds else 0.0
+        draft.send_outcome(*outcome, seconds)
         accepted = outcome[0].tolist()
         if draft.rounds:
-            stats.verify_seconds.append(time.perf_counter() - received)
+            stats.verify_seconds.append(seconds)
             stats.accepted.append(accepted)
 
         # 4. Bookkeeping, while the draft looks up its answer.
@@ -137,15 +138,18 @@ def decode(
 
         # 5. Receive the next speculation, as much of it as may still be needed.
         waiting = time.perf_counter()
-        drafted, hits, draft_seconds = draft.receive_speculation()
+        answer = draft.receive_speculation()
         received = time.perf_counter()
+        drafted = answer.tokens
         room = [sequences.remaining(row) for row, unfinished in enumerate(sequences.unfinished) if unfinished]
         if None not in room:
             drafted = drafted[:, : max(room) - 1]
         drafted = drafted.to(input_ids.device)
         stats.wait_seconds.append(received - waiting)
-        stats.draft_seconds.append(draft_seconds)
-        stats.hits.append(hits.tolist())
+        stats.draft_seconds.append(answer.draft_seconds)
+        stats.answer_seconds.append(answer.answer_seconds)
+        stats.budget.append(answer.budget)
+        stats.hits.append(answer.hits.tolist())
         stats.lookahead.append(drafted.shape[1])
 
         # 6. Verify: one forward pass over the last token and the drafted ones.
@@ -155,7 +159,9 @@ def decode(
         logits = decoder.extend(fed, [length - 1 + columns_before_ids for length in sequences.lengths])
 
         # 7. What the tokens were drawn from is needed only now.
-        if do_sample:
+        if do_sample and not answer.tokens.shape[1]:
+            probabilities = None  # nothing was proposed
+        elif do_sample:
             probabilities = draft.receive_probabilities()
             if probabilities is not None:
                 probabilities = probabilities[:, : drafted.shape[1]].to(input_ids.device)

@@ -5,7 +5,7 @@ from transformers.utils import logging
 
 from ..distributed.launch import DraftAssistant
 from ..distributed.local import LocalSession
-from ..distributed.session import DraftError, DraftSession, SessionRequest
+from ..distributed.session import Answer, DraftError, DraftSession, SessionRequest
 
 logger = logging.get_logger(__name__)
 
@@ -32,15 +32,15 @@ class Draft:
             )
         )
 
-    def send_outcome(self, accepted: torch.LongTensor, bonus: torch.LongTensor) -> None:
-        self._attempt(lambda: self.session and self.session.send_outcome(accepted, bonus))
+    def send_outcome(self, accepted: torch.LongTensor, bonus: torch.LongTensor, seconds: float) -> None:
+        self._attempt(lambda: self.session and self.session.send_outcome(accepted, bonus, seconds))
 
-    def receive_speculation(self) -> tuple[torch.LongTensor, torch.BoolTensor, float]:
+    def receive_speculation(self) -> Answer:
         self.rounds += 1
         answer = self._attempt(lambda: self.session and self.session.receive_speculation())
         if answer is None:
             empty = torch.zeros(self.batch_size, 0, dtype=torch.long)
-            return empty, torch.zeros(self.batch_size, dtype=torch.bool), 0.0
+            return Answer(empty, torch.zeros(self.batch_size, dtype=torch.bool))
         return answer
 
     def receive_probabilities(self) -> torch.FloatTensor | None:

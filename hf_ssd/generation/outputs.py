@@ -19,6 +19,8 @@ class SSDStats:
         verify_seconds (`list[float]`): From having a speculation to having decided on it, per round.
         wait_seconds (`list[float]`): From having nothing left to do to having the next speculation, per round.
         draft_seconds (`list[float]`): What the draft worked for a speculation, preparing and answering, per round.
+        answer_seconds (`list[float]`): How much of that was after the outcome was known, per round.
+        budget (`list[int]`): Outcomes that had been prepared for each row, per round.
         prefill_seconds (`float`): The target's forward pass over the prompt.
         total_seconds (`float`): The whole call, prefill included.
         generated_tokens (`int`): New tokens in the output, all rows together, padding excluded.
@@ -32,6 +34,8 @@ class SSDStats:
     verify_seconds: list[float] = field(default_factory=list)
     wait_seconds: list[float] = field(default_factory=list)
     draft_seconds: list[float] = field(default_factory=list)
+    answer_seconds: list[float] = field(default_factory=list)
+    budget: list[int] = field(default_factory=list)
     prefill_seconds: float = 0.0
     total_seconds: float = 0.0
     generated_tokens: int = 0
@@ -68,7 +72,7 @@ class SSDStats:
     def to_dict(self) -> dict:
         """Returns all fields and the derived figures as plain Python objects."""
         derived = ("rounds", "hit_rate", "tokens_per_round", "acceptance_rate")
-        totals = ("verify_seconds", "wait_seconds", "draft_seconds")
+        totals = ("verify_seconds", "wait_seconds", "draft_seconds", "answer_seconds")
         return {
             **self.__dict__,
             **{name: getattr(self, name) for name in derived},

@@ -1,11 +1,91 @@
-"""Cache shapes: which verification outcomes to prepare in a round."""
+"""Cache shapes: which verification outcomes to prepare in a round.
+
+Whatever the shape, the guesses after one accepted count are the draft's most likely tokens there. A shape only decides
+how many there are: the *fan-out* F_k for each accepted count k and each row, which sum to the budget.
+"""
 
 import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 import torch
 
 from ..config import SSDConfig
-from ..theory import geometric_fan_out
+from ..theory import fan_out_for, geometric_fan_out
+from .calibration import OnlineLogistic, log_odds
+
+UNUSED = -2  # the accepted count of a place in the cache that no outcome can match
+
+
+@dataclass
+class Forks:
+    """
+    Where a speculation may be left, as the draft sees it while the target verifies it.
+
+    Args:
+        tokens (`torch.LongTensor` of shape `(batch_size, lookahead + 1, guesses)`): The draft's most likely bonus
+            tokens after each accepted count, the best one first. The drafted token itself is not among them: as a bonus
+            token it would have been accepted.
+        probabilities (`torch.FloatTensor` of the same shape): The draft's probability of each, on the CPU.
+        drafted_probabilities (`torch.FloatTensor` of shape `(batch_size, lookahead)`): The draft's probability of each
+            drafted token, on the CPU.
+        from_backup (`list[bool]`): Which rows' speculations did not come from the draft model.
+        limits (`list[int]`): How many bonus tokens there are after each accepted count.
+    """
+
+    tokens: torch.LongTensor
+    probabilities: torch.FloatTensor
+    drafted_probabilities: torch.FloatTensor
+    from_backup: list[bool]
+    limits: list[int]
+
+    @classmethod
+    def of(cls, scores, logits, drafted, from_backup: list[bool], guesses: int) -> "Forks":
+        """
+        Args:
+            scores (`torch.FloatTensor` of shape `(batch_size, lookahead + 1, vocab_size)`): The draft's scores after 0
+                to K accepted tokens, as its warpers left them.
+            logits (`torch.FloatTensor` of the same shape): Its raw logits, which rank what the warpers ruled out: when
+                a drafted token is rejected, the bonus token often comes from there.
+            drafted (`torch.LongTensor` of shape `(batch_size, lookahead)`): The speculation that is being verified.
+            from_backup (`list[bool]`): See above.
+            guesses (`int`): How many bonus tokens to rank, at most.
+        """
+        lookahead, vocab_size = drafted.shape[1], scores.shape[2]
+        probabilities = scores.softmax(dim=-1)
+        ranking = torch.where(scores.isneginf(), logits - 1e6, scores)
+        if lookahead:
+            ranking = ranking.clone()
+            ranking[:, :lookahead].scatter_(2, drafted[:, :, None], -math.inf)
+        tokens = ranking.topk(min(guesses, vocab_size), dim=2).indices
+        return cls(
+            tokens,
+            probabilities.gather(2, tokens).cpu(),
+            probabilities[:, :lookahead].gather(2, drafted[:, :, None]).squeeze(2).cpu(),
+            from_backup,
+            [min(guesses, vocab_size - (k < lookahead)) for k in range(lookahead + 1)],
+        )
+
+    def outcomes(self, fan_outs: list[list[int]]) -> tuple[torch.LongTensor, torch.LongTensor]:
+        """
+        Turns fan-outs into outcomes.
+
+        Args:
+            fan_outs (`list[list[int]]`): Guesses after each accepted count, for each row.
+
+        Returns:
+            Two `torch.LongTensor` of shape `(batch_size, N)`: accepted count and bonus token of each outcome. A row
+            with fewer outcomes than another has `UNUSED` accepted counts behind its own.
+        """
+        rows = [
+            [(k, rank) for k, count in enumerate(counts) for rank in range(min(count, self.limits[k]))]
+            for counts in fan_outs
+        ]
+        width = max(map(len, rows))
+        places = torch.tensor([row + [(UNUSED, 0)] * (width - len(row)) for row in rows], device=self.tokens.device)
+        accepted, ranks = places.unbind(-1)
+        row_numbers = torch.arange(len(rows), device=self.tokens.device)[:, None]
+        return accepted, self.tokens[row_numbers, accepted.clamp(min=0), ranks]
 
 
 def allocate(weights: list[float], budget: int) -> list[int]:
@@ -25,53 +105,192 @@ def allocate(weights: list[float], budget: int) -> list[int]:
     return result
 
 
-def fan_out(config: SSDConfig, lookahead: int) -> list[int]:
+def chances_of_counts(acceptance: torch.Tensor) -> torch.Tensor:
     """
-    Plans how many bonus tokens to guess for each accepted count.
-
     Args:
-        config (`SSDConfig`): Gives the shape, the budget and the priors.
-        lookahead (`int`): Drafted tokens in the speculation that is being verified. 0 during the target's prefill,
-            when the only outcome is the first token.
+        acceptance (`torch.FloatTensor` of shape `(..., lookahead)`): Chance that each token is accepted if those before
+            it were.
 
     Returns:
-        `list[int]` of length `lookahead + 1`, which sums to the budget.
+        `torch.FloatTensor` of shape `(..., lookahead + 1)`: Chance P(k) that exactly k tokens are accepted.
     """
-    if not isinstance(config.fan_out, str):
-        return (
-            list(config.fan_out) if lookahead == config.lookahead else allocate([1.0] * (lookahead + 1), config.budget)
-        )
-    if config.fan_out == "uniform":
-        return allocate([1.0] * (lookahead + 1), config.budget)
-    shares = geometric_fan_out(lookahead, config.budget, config.acceptance_rate, config.power_law_exponent)
-    return allocate(shares, config.budget)
+    reached = torch.cat([acceptance.new_ones(*acceptance.shape[:-1], 1), acceptance.cumprod(-1)], dim=-1)
+    return reached - torch.nn.functional.pad(reached[..., 1:], (0, 1))
 
 
-def choose(
-    scores: torch.Tensor, logits: torch.Tensor, drafted: torch.LongTensor, fan_outs: list[int]
-) -> tuple[torch.LongTensor, torch.LongTensor]:
+class CacheShape(ABC):
     """
-    Guesses the bonus tokens: the draft's most likely tokens after each accepted count, except the drafted token itself,
-    which as a bonus token would mean that it had been accepted.
+    Decides how many bonus tokens to guess after each accepted count.
 
     Args:
-        scores (`torch.FloatTensor` of shape `(batch_size, lookahead + 1, vocab_size)`): The draft's scores after 0 to
-            K accepted tokens, as its warpers left them.
-        logits (`torch.FloatTensor` of the same shape): Its raw logits, which rank what the warpers ruled out: when a
-            drafted token is rejected, the bonus token often comes from there.
-        drafted (`torch.LongTensor` of shape `(batch_size, lookahead)`): The speculation that is being verified.
-        fan_outs (`list[int]` of length `lookahead + 1`): Guesses for each accepted count.
-
-    Returns:
-        Two `torch.LongTensor`, of shapes `(N,)` and `(batch_size, N)`: accepted count and bonus token of each outcome.
+        config (`SSDConfig`): Gives the priors.
     """
-    lookahead, vocab_size = drafted.shape[1], scores.shape[2]
-    fan_outs = [min(count, vocab_size - (k < lookahead)) for k, count in enumerate(fan_outs)]
-    ranking = torch.where(scores.isneginf(), logits - 1e6, scores)
-    if lookahead:
-        ranking = ranking.clone()
-        ranking[:, :lookahead].scatter_(2, drafted[:, :, None], -math.inf)
-    best = ranking.topk(max(fan_outs), dim=2).indices
-    accepted = [k for k, count in enumerate(fan_outs) for _ in range(count)]
-    ranks = [rank for count in fan_outs for rank in range(count)]
-    return torch.tensor(accepted, device=scores.device), best[:, accepted, ranks]
+
+    def __init__(self, config: SSDConfig):
+        self.config = config
+
+    @abstractmethod
+    def fan_out(self, forks: Forks, row: int, budget: int) -> list[int]:
+        """Returns the fan-out of one row whose speculation came from the draft model, which sums to the budget."""
+
+    def fan_outs(self, forks: Forks, budget: int) -> list[list[int]]:
+        """
+        Args:
+            forks ([`Forks`]): The speculations that are being verified. With a lookahead of 0, as during the target's
+                prefill, the only accepted count is 0.
+            budget (`int`): Outcomes to prepare for each row.
+
+        Returns:
+            `list[list[int]]`: For each row, guesses after each of the `lookahead + 1` accepted counts.
+        """
+        if len(forks.limits) == 1:
+            return [[budget]] * len(forks.from_backup)
+        return [
+            self.after_backup(forks, row, budget) if backup else self.fan_out(forks, row, budget)
+            for row, backup in enumerate(forks.from_backup)
+        ]
+
+    def after_backup(self, forks: Forks, row: int, budget: int) -> list[int]:
+        """
+        A backup's token is accepted with about the probability that the draft model gives it, which is next to nothing
+        for most: practically all of the budget goes to k = 0.
+        """
+        chances = chances_of_counts(forks.drafted_probabilities[row]).clamp(min=0).tolist()
+        return allocate(fan_out_for(chances, budget, self.config.power_law_exponent), budget)
+
+    def learn(self, forks: Forks, accepted: list[int], bonus: list[int]) -> None:
+        """Sees how a round ended: accepted count (negative for a finished row) and bonus token of each row."""
+
+
+class Uniform(CacheShape):
+    """The same fan-out after each accepted count."""
+
+    def fan_out(self, forks, row, budget):
+        return allocate([1.0] * len(forks.limits), budget)
+
+
+class Geometric(CacheShape):
+    """Theorem 12: the best fan-out for a constant acceptance rate and a miss rate of F^-r."""
+
+    def fan_out(self, forks, row, budget):
+        a, r = self.config.acceptance_rate, self.config.power_law_exponent
+        return allocate(geometric_fan_out(len(forks.limits) - 1, budget, a, r), budget)
+
+
+class Explicit(CacheShape):
+    """The user's own list, for speculations of the length it was made for; uniform for shorter ones."""
+
+    def fan_out(self, forks, row, budget):
+        given = self.config.fan_out
+        return list(given) if len(given) == len(forks.limits) else allocate([1.0] * len(forks.limits), budget)
+
+
+class AllAccepted(CacheShape):
+    """
+    What AMUSD and PEARL prepare: they go on drafting as if every token will be accepted, so that the only outcomes are
+    K accepted tokens and a bonus token. Leaves out every rejection, after which they wait for a new speculation. (They
+    guess one bonus token; here the budget says how many.)
+    """
+
+    def fan_out(self, forks, row, budget):
+        return [0] * (len(forks.limits) - 1) + [budget]
+
+
+class SingleBranch(CacheShape):
+    """
+    What SpecBranch prepares: one branching point, at the draft's least confident token, where the alternatives to it
+    are prepared. Leaves out every other accepted count, also that of complete acceptance. (SpecBranch chooses the point
+    by a learned predictor as well.)
+    """
+
+    def fan_out(self, forks, row, budget):
+        least = int(forks.drafted_probabilities[row].argmin())
+        return [budget * (k == least) for k in range(len(forks.limits))]
+
+
+class GreedyTree(CacheShape):
+    """
+    What SwiftSpec prepares: a token tree grown from the current speculation, always by the node with the highest
+    product of draft probabilities along its path. Leaves out how often the draft is right when it says so (no
+    calibration), and that a bonus token before the end follows a rejection (no residual).
+    """
+
+    def fan_out(self, forks, row, budget):
+        reached = torch.cat([torch.ones(1), forks.drafted_probabilities[row].cumprod(0)])
+        return _counts_of_best(reached[:, None] * forks.probabilities[row], forks.limits, budget)
+
+
+class Confidence(CacheShape):
+    """
+    The budget goes to the outcomes that are most likely in this round: the chance of each accepted count, from the
+    draft's own probability of each drafted token, times the chance of each bonus token there, from its probability
+    among the tokens that remain and its rank. Three logistic models make chances of these features: is a drafted token
+    accepted, is a guess right after a rejection, is a guess right when everything was accepted. They learn from every
+    round. They start from a draft that is accepted more often the surer it is, and whose guesses are right about as
+    often as it says, the more likely the better they rank; this is better than Theorem 12's allocation from the start.
+    """
+
+    def __init__(self, config: SSDConfig):
+        super().__init__(config)
+        a = torch.tensor(config.acceptance_rate)
+        self.accepted = OnlineLogistic([float(log_odds(a)), 0.5])
+        self.accepted_backup = OnlineLogistic([0.0, 1.0])
+        self.right_after_rejection = OnlineLogistic([0.5, 0.8, -0.5])
+        self.right_at_the_end = OnlineLogistic([0.5, 0.8, -0.5])
+
+    def fan_out(self, forks, row, budget):
+        return self._fan_out(self.accepted, forks, row, budget)
+
+    def after_backup(self, forks, row, budget):
+        return self._fan_out(self.accepted_backup, forks, row, budget)
+
+    def _fan_out(self, accepted: OnlineLogistic, forks: Forks, row: int, budget: int) -> list[int]:
+        counts = chances_of_counts(accepted(log_odds(forks.drafted_probabilities[row])))
+        features = self._guess_features(forks, row)
+        right = self.right_after_rejection(*features)
+        right[-1] = self.right_at_the_end(*(x[-1] for x in features))
+        return _counts_of_best(counts[:, None] * right, forks.limits, budget)
+
+    @staticmethod
+    def _guess_features(forks: Forks, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log of the probability among the tokens that remain, and of the rank: `(lookahead + 1, guesses)` each."""
+        remaining = torch.cat([1 - forks.drafted_probabilities[row], torch.ones(1)])
+        likely = (forks.probabilities[row] / remaining.clamp(min=1e-6)[:, None]).clamp(1e-9, 1)
+        ranks = torch.arange(1, likely.shape[1] + 1).log().expand_as(likely)
+        return likely.log(), ranks
+
+    def learn(self, forks, accepted, bonus):
+        lookahead = len(forks.limits) - 1
+        guesses = forks.tokens.cpu()
+        for row, (k, token) in enumerate(zip(accepted, bonus)):
+            if k < 0:
+                continue
+            tested = log_odds(forks.drafted_probabilities[row, : k + 1])
+            model = self.accepted_backup if forks.from_backup[row] else self.accepted
+            model.learn(torch.arange(len(tested)) < k, tested)
+            right = self.right_after_rejection if k < lookahead else self.right_at_the_end
+            right.learn(guesses[row, k] == token, *(x[k] for x in self._guess_features(forks, row)))
+
+
+def _counts_of_best(chances: torch.Tensor, limits: list[int], budget: int) -> list[int]:
+    """Returns how many of the `budget` most likely outcomes of `(lookahead + 1, guesses)` have each accepted count."""
+    guesses = chances.shape[1]
+    possible = torch.arange(guesses) < torch.tensor(limits)[:, None]
+    flat = chances.masked_fill(~possible, -1.0).flatten()
+    best = flat.topk(min(budget, sum(limits), flat.numel())).indices // guesses
+    return torch.bincount(best, minlength=len(limits)).tolist()
+
+
+SHAPES = {
+    "uniform": Uniform,
+    "geometric": Geometric,
+    "confidence": Confidence,
+    "all_accepted": AllAccepted,
+    "single_branch": SingleBranch,
+    "greedy_tree": GreedyTree,
+}
+
+
+def shape_for(config: SSDConfig) -> CacheShape:
+    """Returns a new cache shape of the kind that the config names."""
+    return SHAPES[config.fan_out](config) if isinstance(config.fan_out, str) else Explicit(config)

@@ -1,15 +1,40 @@
-"""Draft-side sampling whose randomness depends on the place, not on what was drawn before."""
+"""Draft-side sampling: what a token is drawn from, and randomness that depends on the place alone."""
 
 import torch
 
 
-class PositionNoise:
+def saguaro(probabilities: torch.Tensor, fan_out: int, c: float) -> torch.Tensor:
     """
-    Noise that is a function of (seed, row, position), one number for each token of the vocabulary. The draft token at
-    a position is therefore the same whether it was drafted ahead in a branch or just in time.
+    Saguaro sampling (Definition 14): the draft's `fan_out` most likely tokens become less likely by the factor C. The
+    target then accepts fewer drafted tokens, but rejects in favour of exactly those tokens, for which the next
+    speculation is prepared: acceptance is traded for hits (Theorem 15).
 
-    Reusing the noise of a position in several branches and rounds does no harm: at most one of the tokens drawn with
-    it is ever put to the test by the target, because a position is decided once.
+    Args:
+        probabilities (`torch.FloatTensor` of shape `(..., vocab_size)`): The draft's distributions q.
+        fan_out (`int`): F, how many bonus tokens are guessed after this position.
+        c (`float`): C between 0 and 1. 1 changes nothing.
+
+    Returns:
+        `torch.FloatTensor` of the same shape: the distributions to draw from, and to verify with. A distribution of
+        which nothing would be left (C = 0 and no other tokens) stays as it is.
+    """
+    if c == 1 or fan_out == 0:
+        return probabilities
+    top = probabilities.topk(min(fan_out, probabilities.shape[-1]), dim=-1)
+    scaled = probabilities.scatter(-1, top.indices, top.values * c)
+    total = scaled.sum(dim=-1, keepdim=True)
+    return torch.where(total > 0, scaled / total, probabilities)
+
+
+class SpeculationNoise:
+    """
+    Noise that is a function of (seed, row, start, depth), one number for each token of the vocabulary, where `start` is
+    the position of the bonus token that a speculation follows. A speculation is therefore the same whether it was
+    drafted ahead or just in time.
+
+    The noise of one start belongs to the one speculation that is verified there: a later speculation of the same
+    position starts elsewhere and draws anew. So what is decided by the outcome of a round, which speculation is
+    prepared, how long it is and where it comes from, never depends on the noise that it is drawn with.
 
     Args:
         seed (`int`): Drawn by the target, so that `set_seed` reproduces a run.
@@ -20,28 +45,30 @@ class PositionNoise:
     def __init__(self, seed: int, vocab_size: int, device: torch.device):
         self.seed, self.vocab_size, self.device = seed, vocab_size, device
         self.generator = torch.Generator(device=device)
-        self.known: dict[tuple[int, int], torch.Tensor] = {}
+        self.known: dict[tuple[int, int, int], torch.Tensor] = {}
 
-    def at(self, row: int, position: int) -> torch.Tensor:
+    def at(self, row: int, start: int, depth: int) -> torch.Tensor:
         """Returns exponential noise of shape `(vocab_size,)`, positive and finite."""
-        noise = self.known.get((row, position))
+        noise = self.known.get((row, start, depth))
         if noise is None:
             # Torch's CPU generator looks at the low 32 bits of a seed alone, so a hash could collide. This cannot, for
-            # 255 rows of 16 million positions; the generator itself mixes neighbouring seeds.
-            seed = (self.seed * 1_000_003 + row) * 16_777_259 + position
+            # 63 rows of a million positions and 64 tokens of lookahead; the generator itself mixes neighbouring seeds.
+            seed = ((self.seed * 1_000_003 + row) * 1_048_583 + start) * 64 + depth
             self.generator.manual_seed(seed & 0x7FFF_FFFF_FFFF_FFFF)
             noise = torch.empty(self.vocab_size, device=self.device).exponential_(generator=self.generator)
             noise.clamp_(min=torch.finfo(noise.dtype).tiny)
-            self.known[row, position] = noise
+            self.known[row, start, depth] = noise
         return noise
 
-    def gather(self, positions: list[list[int]]) -> torch.Tensor:
-        """Returns the noise of shape `(batch_size, count, vocab_size)` for `count` positions of each row."""
-        return torch.stack([torch.stack([self.at(row, p) for p in row_of]) for row, row_of in enumerate(positions)])
+    def gather(self, starts: list[list[int]], depth: int) -> torch.Tensor:
+        """Returns the noise of shape `(batch_size, count, vocab_size)` for `count` starts of each row."""
+        return torch.stack(
+            [torch.stack([self.at(row, start, depth) for start in row_of]) for row, row_of in enumerate(starts)]
+        )
 
-    def forget_before(self, positions: list[int]) -> None:
-        """Drops what no later draft can need: places before the given position of each row."""
-        self.known = {place: noise for place, noise in self.known.items() if place[1] >= positions[place[0]]}
+    def forget_before(self, starts: list[int]) -> None:
+        """Drops what no later draft can need: speculations that start before the given position of each row."""
+        self.known = {place: noise for place, noise in self.known.items() if place[1] >= starts[place[0]]}
 
 
 def draw(probabilities: torch.Tensor, noise: torch.Tensor) -> torch.LongTensor:
@@ -51,7 +78,7 @@ def draw(probabilities: torch.Tensor, noise: torch.Tensor) -> torch.LongTensor:
 
     Args:
         probabilities (`torch.FloatTensor` of shape `(..., vocab_size)`): Each sums to 1.
-        noise (`torch.FloatTensor` that broadcasts to it): Exponential noise, see [`PositionNoise`].
+        noise (`torch.FloatTensor` that broadcasts to it): Exponential noise, see [`SpeculationNoise`].
 
     Returns:
         `torch.LongTensor` of shape `(...)`.

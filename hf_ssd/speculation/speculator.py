@@ -1,5 +1,8 @@
 """The draft's work in one call of generate(), without any communication."""
 
+import time
+from collections.abc import Callable
+
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 
@@ -9,8 +12,11 @@ from ..cache.ragged import RaggedCache
 from ..cache.speculation import Speculation, SpeculationCache
 from ..config import SSDConfig
 from ..logits_processing import needs_history, process_branches
-from .outcomes import choose, fan_out
-from .sampling import PositionNoise, draw
+from .experience import Experience
+from .fallback import Backup, NGramBackup, RandomBackup, dense_probabilities
+from .outcomes import Forks
+from .planner import GUESSES, Round
+from .sampling import SpeculationNoise, draw, saguaro
 
 SKIPPED = -1  # the accepted count of a row that is finished: the draft leaves the row alone
 
@@ -21,14 +27,16 @@ class Speculator:
     the outcomes that were not prepared ([`~Speculator.answer`]). With `asynchronous=False` it never prepares, and is
     the draft of ordinary speculative decoding.
 
-    What it answers depends on the outcomes alone, not on what had been prepared.
+    With a fixed lookahead, what it answers depends on the outcomes alone, not on what had been prepared.
 
     Args:
         model (`PreTrainedModel`): The draft model.
-        config (`SSDConfig`): Lookahead, budget and fan-out.
+        config (`SSDConfig`): What to prepare, or that it is to be planned.
         generation_config (`GenerationConfig`): The target's. Its warpers and penalties shape the proposals too.
         prompts (`list[torch.LongTensor]`): The prompt of each row without padding, at least one token each.
         seed (`int`): Seed of the draft's randomness.
+        experience ([`Experience`], *optional*): What earlier calls have taught.
+        custom_backup ([`~hf_ssd.speculation.fallback.Backup`], *optional*): The user's own fallback.
     """
 
     def __init__(
@@ -38,74 +46,97 @@ class Speculator:
         generation_config: GenerationConfig,
         prompts: list[torch.LongTensor],
         seed: int,
+        experience: Experience | None = None,
+        custom_backup: Backup | None = None,
     ):
         self.config, self.device = config, model.device
         self.lengths = [len(prompt) for prompt in prompts]
         """Columns of each row's trunk that hold verified tokens and the token that the next outcome follows."""
+        self.fed = [0] * len(prompts)
+        """Columns of each row's trunk, speculation included, whose keys and values are in the cache."""
         width = max(self.lengths)
         self.ids = torch.zeros(len(prompts), width + 256, dtype=torch.long, device=self.device)
         for row, prompt in enumerate(prompts):
             self.ids[row, : len(prompt)] = prompt
-        limit = generation_config.max_length
-        capacity = width + 2 * (config.lookahead + 1) + config.budget * config.lookahead + 256
-        self.decoder = CachedModel(model, RaggedCache(capacity), position_limit=limit)
+        capacity = 2 * width + 1024
+        self.decoder = CachedModel(model, RaggedCache(capacity), position_limit=generation_config.max_length)
         self.processors = draft_processors(model, generation_config, width)
         self.needs_history = needs_history(self.processors)
-        self.noise = None
-        if generation_config.do_sample:
-            self.noise = PositionNoise(seed, model.config.get_text_config(decoder=True).vocab_size, self.device)
+        vocab_size = model.config.get_text_config(decoder=True).vocab_size
+        self.vocab_size = vocab_size
+        self.noise = SpeculationNoise(seed, vocab_size, self.device) if generation_config.do_sample else None
+        experience = Experience() if experience is None else experience
+        self.planner, self.shape = experience.of(config, generation_config, len(prompts), vocab_size)
+        self.plan = self.planner.plan()
+        self.backups = {"ngram": NGramBackup(), "random": RandomBackup(vocab_size, seed)}
+        self.custom_backup = custom_backup
         self.drafted = torch.zeros(len(prompts), 0, dtype=torch.long, device=self.device)
+        self.from_backup = [False] * len(prompts)
         self.known_logits: list[torch.Tensor] = []  # after the first tokens of the speculation, if already computed
-        self.unfed: torch.LongTensor | None = None  # last token(s) of the trunk and speculation without a column yet
+        self.forks: Forks | None = None
+        self.lesson: tuple[Round, list[int], Forks | None] | None = None  # the last round, until there is time to learn
         self.prepared: SpeculationCache | None = None
 
     def prefill(self) -> None:
-        """Feeds the prompts. Rows are padded on the right: what stands there is overwritten later, and never seen."""
-        ends = torch.tensor(self.lengths, device=self.device) - 1
-        kept, place = ends.unique(return_inverse=True)
-        logits = self.decoder.extend(self.ids[:, : max(self.lengths)], [0] * len(self.lengths), logits_to_keep=kept)
-        self.known_logits = [logits[torch.arange(len(ends), device=self.device), place].unsqueeze(1)]
+        """Feeds the prompts."""
+        self.known_logits = [self._feed(self.lengths, wanted=1)]
 
     # ---------------------------------------------------------------- ahead of time
 
-    def prepare(self) -> None:
-        """Drafts the next speculation for the likely outcomes of the one that is being verified."""
+    def prepare(self, is_due: Callable[[], bool] = lambda: False) -> None:
+        """
+        Drafts the next speculation for the likely outcomes of the one that is being verified.
+
+        Args:
+            is_due (`Callable[[], bool]`): Whether the outcome is there. Then the branches stay as they are.
+        """
+        self._learn()
+        self.plan = plan = self.planner.plan()
+        if not self.config.asynchronous or plan.lookahead == 0:
+            return
         lookahead = self.drafted.shape[1]
 
         # 1. Feed what is not in the trunk yet; now there are logits to fork from after each accepted count.
-        if self.unfed is not None:
-            first = 1 + lookahead - self.unfed.shape[1]
-            fed = self.decoder.extend(self.unfed, [length - 1 + first for length in self.lengths])
-            self.known_logits.append(fed)
-            self.unfed = None
+        known = sum(logits.shape[1] for logits in self.known_logits)
+        if known <= lookahead:
+            self.known_logits.append(self._feed([n + lookahead for n in self.lengths], wanted=lookahead + 1 - known))
         logits = torch.cat(self.known_logits, dim=1).float()
-        forks = torch.tensor(self.lengths, device=self.device)[:, None] + torch.arange(
-            lookahead + 1, device=self.device
-        )
+        if is_due() and not self.planner.is_repeatable:
+            return
 
         # 2. Choose the outcomes.
-        accepted, bonus = choose(
-            self._process_forks(logits, forks), logits, self.drafted, fan_out(self.config, lookahead)
-        )
+        counts = torch.arange(lookahead + 1, device=self.device)
+        scores = self._process_trunk(logits, torch.tensor(self.lengths, device=self.device)[:, None] + counts)
+        self.forks = Forks.of(scores, logits, self.drafted, self.from_backup, max(plan.budget, GUESSES))
+        accepted, bonus = self.forks.outcomes(self.shape.fan_outs(self.forks, plan.budget))
+        prepared, tokens = SpeculationCache(accepted, bonus), bonus
 
         # 3. Grow all branches together, one token of each per forward pass.
-        forks = forks[:, accepted]
-        base = max(self.lengths) + lookahead
-        branches = Branches(self.decoder, forks, base, self.config.lookahead)
-        prepared, tokens = SpeculationCache(accepted, bonus), bonus
-        histories = self._branch_histories(forks) if self.needs_history else None
-        for depth in range(self.config.lookahead):
-            if histories is not None:
-                histories.scatter_(2, (forks + depth)[:, :, None], tokens[:, :, None])
-            scores = branches.grow(tokens).float()
-            scores = self._process(scores, histories, forks + depth + 1)
-            tokens, probabilities = self._propose(scores, accepted.tolist(), depth)
-            prepared.append(tokens, probabilities)
+        starts = torch.tensor(self.lengths, device=self.device)[:, None] + accepted.clamp(min=0)
+        branches = Branches(self.decoder, starts, max(self.lengths) + lookahead, plan.lookahead)
+        histories = self._branch_histories(starts) if self.needs_history else None
+        places = starts.tolist()
         self.prepared = prepared
+        for depth in range(plan.lookahead):
+            if is_due():
+                return
+            began = time.perf_counter()
+            if histories is not None:
+                histories.scatter_(2, (starts + depth)[:, :, None], tokens[:, :, None])
+            scores = branches.grow(tokens).float()
+            scores = self._process(scores, histories, starts + depth + 1)
+            tokens, probabilities = self._propose(scores, places, depth)
+            prepared.append(tokens, probabilities)
+            self._time_forward(tokens.numel(), began)
+
+    @property
+    def prepared_budget(self) -> int:
+        """How many outcomes of each row are prepared."""
+        return 0 if self.prepared is None else self.prepared.accepted.shape[1]
 
     # ---------------------------------------------------------------- the answer
 
-    def answer(self, accepted: torch.LongTensor, bonus: torch.LongTensor) -> Speculation:
+    def answer(self, accepted: torch.LongTensor, bonus: torch.LongTensor, seconds: float = 0.0) -> Speculation:
         """
         Returns the next speculation of each row, and moves on to verify it.
 
@@ -113,71 +144,178 @@ class Speculator:
             accepted (`torch.LongTensor` of shape `(batch_size,)`): How many tokens of the last speculation the target
                 accepted, or `SKIPPED` for a row that is finished.
             bonus (`torch.LongTensor` of shape `(batch_size,)`): The token that follows them.
+            seconds (`float`, *optional*): How long the target took to find out.
         """
         accepted, bonus = accepted.to(self.device), bonus.to(self.device)
         skipped = accepted == SKIPPED
         if self.prepared is not None:
-            speculation = self.prepared.lookup(accepted, bonus)
+            ready = self.prepared.lookup(accepted, bonus)
         else:
-            shape = (len(accepted), self.config.lookahead)
-            speculation = Speculation(torch.zeros(shape, dtype=torch.long, device=self.device), None, skipped & False)
-        self.prepared = None
-        self._commit(accepted, bonus)
-        settled = speculation.hits | skipped
-        if not settled.all():
-            speculation = self._draft_just_in_time(speculation, settled)
+            nothing = torch.zeros(len(accepted), 0, dtype=torch.long, device=self.device)
+            ready = Speculation(nothing, None, skipped & False)
+        counts, next_tokens = accepted.tolist(), bonus.tolist()
+        self._commit(counts, bonus)
+        grown = ready.tokens.shape[1]
+        known = [grown if hit else 0 for hit in ready.hits.tolist()]
+        missed = [row for row, k in enumerate(counts) if k != SKIPPED and not known[row]]
+        backup = self.custom_backup or self.backups.get(self.plan.fallback)
+        uses_backup = bool(missed) and self.plan.lookahead > 0 and backup is not None
+        if uses_backup:
+            speculation = self._from_backup(ready, backup, missed)
         else:
-            self.known_logits = []
-            self.unfed = torch.cat([bonus.masked_fill(skipped, 0)[:, None], speculation.tokens], dim=1)
+            known = [grown if k == SKIPPED else n for n, k in zip(known, counts)]
+            speculation = self._continue(ready, known)
+        hits, prepared = ready.hits.tolist(), self.forks is not None
+        round_ = Round(self.drafted.shape[1], counts, hits, [], seconds, prepared, self.from_backup)
+        self.lesson = (round_, next_tokens, self.forks)
+        self.prepared, self.forks = None, None
         self.drafted = speculation.tokens
+        self.from_backup = [uses_backup and row in missed for row in range(len(counts))]
         self._remember(speculation.tokens, self.lengths)
         return speculation
 
-    def _commit(self, accepted: torch.LongTensor, bonus: torch.LongTensor) -> None:
+    def _commit(self, accepted: list[int], bonus: torch.LongTensor) -> None:
         """The trunk grows by the accepted tokens, which are in it already, and the bonus token."""
-        moved = [n if k == SKIPPED else n + k for n, k in zip(self.lengths, accepted.tolist())]
+        moved = [n if k == SKIPPED else n + k for n, k in zip(self.lengths, accepted)]
         self._remember(bonus[:, None], moved)
-        self.lengths = [m if k == SKIPPED else m + 1 for m, k in zip(moved, accepted.tolist())]
+        self.fed = [min(fed, n) for fed, n in zip(self.fed, moved)]
+        self.lengths = [m if k == SKIPPED else m + 1 for m, k in zip(moved, accepted)]
+        self.known_logits = []
         if self.noise is not None:
-            self.noise.forget_before(self.lengths)
+            self.noise.forget_before([n - 1 for n in self.lengths])
 
-    def _draft_just_in_time(self, speculation: Speculation, settled: torch.BoolTensor) -> Speculation:
-        """Drafts for the rows that missed. The other rows feed the tokens they have: their trunk needs them anyway."""
-        rows = torch.arange(len(self.lengths), device=self.device)
-        last = torch.tensor(self.lengths, device=self.device) - 1
-        # The token before the last is fed once more: if it was the last one of a speculation, it has no column yet.
-        fed = torch.stack([self.ids[rows, last - 1], self.ids[rows, last]], dim=1)
-        tokens, probabilities, self.known_logits = [], [], []
-        for depth in range(self.config.lookahead):
-            logits = self.decoder.extend(fed, [n - fed.shape[1] + depth for n in self.lengths])[:, -1:].float()
+    def _continue(self, ready: Speculation, known: list[int]) -> Speculation:
+        """
+        Drafts just in time what is missing: everything for a row that missed, the rest for a row whose branch was half
+        grown, nothing if all is there. Rows that have their tokens feed them: their trunk needs them anyway.
+        """
+        grown = ready.tokens.shape[1]
+        width = self.planner.lookahead(known)
+        ready_depth = min(width, *known)
+        tokens = ready.tokens.new_zeros(len(known), width)
+        tokens[:, :grown] = ready.tokens[:, :width]
+        probabilities = [] if ready.probabilities is None else [ready.probabilities[:, :ready_depth]]
+        self._remember(tokens, self.lengths)
+        own = torch.tensor(known, device=self.device)
+        trunk_ends = torch.tensor(self.lengths, device=self.device)[:, None]
+        for depth in range(ready_depth, width):
+            began = time.perf_counter()
+            fed = [n + depth for n in self.lengths]
+            count = max(end - start for end, start in zip(fed, self.fed))
+            logits = self._feed(fed, wanted=1 if self.known_logits else depth + 1)
             self.known_logits.append(logits)
-            starts = torch.tensor(self.lengths, device=self.device)[:, None]
-            histories = self.ids[:, None] if self.needs_history else None
-            scores = self._process(logits, histories, starts + depth)
-            token, probability = self._propose(scores, [-1], depth)
-            token = torch.where(settled, speculation.tokens[:, depth], token[:, 0])[:, None]
-            self._remember(token, [n + depth for n in self.lengths])
-            tokens.append(token)
+            scores = self._process_trunk(logits[:, -1:].float(), trunk_ends + depth)
+            token, probability = self._propose(scores, [[n - 1] for n in self.lengths], depth)
+            tokens[:, depth] = torch.where(own <= depth, token[:, 0], tokens[:, depth])
+            self._remember(tokens[:, depth : depth + 1], fed)
             if probability is not None:
-                if speculation.probabilities is not None:
-                    kept = speculation.probabilities[:, depth : depth + 1]
-                    probability = torch.where(settled[:, None, None], kept, probability)
+                if depth < grown:
+                    ahead = ready.probabilities[:, depth : depth + 1]
+                    probability = torch.where((own <= depth)[:, None, None], probability, ahead)
                 probabilities.append(probability)
-            fed = token
-        self.unfed = fed
-        stacked = torch.cat(probabilities, dim=1) if probabilities else None
-        return Speculation(torch.cat(tokens, dim=1), stacked, speculation.hits)
+            self._time_forward(len(known) * count, began)
+        return Speculation(tokens, torch.cat(probabilities, dim=1) if probabilities else None, ready.hits)
+
+    def _from_backup(self, ready: Speculation, backup: Backup, missed: list[int]) -> Speculation:
+        """The rows that missed take what the backup proposes; the others have what had been drafted."""
+        grown = ready.tokens.shape[1] if any(ready.hits.tolist()) else 0
+        proposal = backup.propose(self.ids, self.lengths, missed, grown or self.plan.lookahead)
+        width = grown or max(proposal.counts)
+        tokens = ready.tokens.new_zeros(len(self.lengths), width)
+        if grown:
+            tokens[ready.hits] = ready.tokens[ready.hits]
+        tokens[missed] = proposal.tokens[:, :width]
+        probabilities = None
+        if self.noise is not None:
+            probabilities = torch.zeros(*tokens.shape, self.vocab_size, device=self.device)
+            probabilities[..., 0] = 1.0  # of rows that are finished
+            if grown:
+                probabilities[ready.hits] = ready.probabilities[ready.hits]
+            probabilities[missed] = dense_probabilities(proposal, self.vocab_size)[:, :width].to(self.device)
+        return Speculation(tokens, probabilities, ready.hits)
+
+    # ---------------------------------------------------------------- what is learned
+
+    def _learn(self) -> None:
+        """Takes the last round's lesson, when the answer is on its way."""
+        if self.lesson is None:
+            return
+        round_, bonus, forks = self.lesson
+        self.lesson = None
+        if forks is not None:
+            ranked = forks.tokens.tolist()
+            for row, (k, token) in enumerate(zip(round_.accepted, bonus)):
+                guesses = ranked[row][k] if k >= 0 else []
+                round_.ranks.append(guesses.index(token) if token in guesses else None)
+            self.shape.learn(forks, round_.accepted, bonus)
+        self.planner.observe(round_)
+        if self.planner.compares_backups:
+            self._learn_of_ngrams(round_.accepted)
+
+    def _learn_of_ngrams(self, accepted: list[int]) -> None:
+        """What the n-gram backup would have proposed in the last round, against what came."""
+        rows = [row for row, k in enumerate(accepted) if k >= 0]
+        before = [n - k - 1 for n, k in zip(self.lengths, accepted)]
+        proposal = self.backups["ngram"].propose(self.ids, before, rows, max(accepted) + 1)
+        for place, row in enumerate(rows):
+            new = self.ids[row, before[row] : self.lengths[row]].tolist()
+            proposed = proposal.tokens[place, : proposal.counts[place]].tolist()
+            matches = [a == b for a, b in zip(proposed, new)]
+            matched = matches.index(False) if False in matches else len(matches)
+            self.planner.observe_backup(matched, min(matched + 1, len(matches)))
+
+    def _time_forward(self, tokens: int, began: float) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # so that it is known, and an outcome that is due is noticed in time
+        self.planner.observe_forward(tokens, time.perf_counter() - began)
 
     # ---------------------------------------------------------------- shared pieces
 
-    def _propose(self, scores: torch.Tensor, forks: list[int], depth: int):
-        """Draws tokens `(batch_size, N)` from scores `(batch_size, N, vocab)`; `forks` is -1 for the trunk itself."""
+    def _feed(self, ends: list[int], wanted: int) -> torch.Tensor:
+        """
+        Feeds each row's trunk up to a column. Rows that lack fewer columns than others feed some once more, which
+        changes nothing; rows too short for that write columns beyond their end, which are written again before they are
+        seen.
+
+        Args:
+            ends (`list[int]`): Where to stop, for each row.
+            wanted (`int`): How many of the last columns of each row to return logits for.
+
+        Returns:
+            `torch.FloatTensor` of shape `(batch_size, wanted, vocab_size)`: Raw logits, in the model's dtype.
+        """
+        count = max(wanted, max(end - fed for end, fed in zip(ends, self.fed)))
+        starts = [max(0, end - count) for end in ends]
+        columns = torch.tensor(starts, device=self.device)[:, None] + torch.arange(count, device=self.device)
+        places = torch.tensor([end - wanted - start for end, start in zip(ends, starts)], device=self.device)[:, None]
+        places = places + torch.arange(wanted, device=self.device)
+        kept, place = places.unique(return_inverse=True)
+        logits = self.decoder.extend(self.ids.gather(1, columns), starts, logits_to_keep=kept)
+        self.fed = list(ends)
+        return logits[torch.arange(len(ends), device=self.device)[:, None], place]
+
+    def _propose(self, scores: torch.Tensor, starts: list[list[int]], depth: int):
+        """
+        Draws tokens.
+
+        Args:
+            scores (`torch.FloatTensor` of shape `(batch_size, N, vocab_size)`): After the warpers.
+            starts (`list[list[int]]`): Position of the bonus token that each speculation follows.
+            depth (`int`): Which of its tokens this is.
+
+        Returns:
+            Tokens `(batch_size, N)` and the distributions `(batch_size, N, vocab_size)` that they were drawn from, or
+            `None` if the most likely ones were taken.
+        """
         if self.noise is None:
             return scores.argmax(-1), None
-        probabilities = scores.softmax(-1)
-        distinct = sorted(set(forks))
-        noise = self.noise.gather([[n + k + 1 + depth for k in distinct] for n in self.lengths])
-        noise = noise[:, [distinct.index(k) for k in forks]]
+        fan_outs = self.plan.fan_outs
+        probabilities = saguaro(scores.softmax(-1), fan_outs[min(depth, len(fan_outs) - 1)], self.plan.saguaro_c)
+        distinct = [sorted(set(row)) for row in starts]
+        width = max(map(len, distinct))
+        noise = self.noise.gather([row + row[-1:] * (width - len(row)) for row in distinct], depth)
+        index = torch.tensor([[row.index(n) for n in of] for row, of in zip(distinct, starts)], device=self.device)
+        noise = noise[torch.arange(len(starts), device=self.device)[:, None], index]
         return draw(probabilities, noise), probabilities
 
     def _process(self, scores: torch.Tensor, histories: torch.LongTensor | None, lengths: torch.LongTensor):
@@ -188,13 +326,13 @@ class Speculator:
         histories = None if histories is None else histories.flatten(0, 1)
         return process_branches(self.processors, flat, histories, lengths.flatten()).view_as(scores)
 
-    def _process_forks(self, logits: torch.Tensor, forks: torch.LongTensor) -> torch.Tensor:
-        histories = self.ids[:, None].expand(-1, forks.shape[1], -1) if self.needs_history else None
-        return self._process(logits, histories, forks)
+    def _process_trunk(self, logits: torch.Tensor, lengths: torch.LongTensor) -> torch.Tensor:
+        histories = self.ids[:, None].expand(-1, lengths.shape[1], -1) if self.needs_history else None
+        return self._process(logits, histories, lengths)
 
-    def _branch_histories(self, forks: torch.LongTensor) -> torch.LongTensor:
-        room = torch.zeros(len(self.ids), self.config.lookahead + 1, dtype=torch.long, device=self.device)
-        return torch.cat([self.ids, room], dim=1)[:, None].repeat(1, forks.shape[1], 1)
+    def _branch_histories(self, starts: torch.LongTensor) -> torch.LongTensor:
+        room = torch.zeros(len(self.ids), self.plan.lookahead + 1, dtype=torch.long, device=self.device)
+        return torch.cat([self.ids, room], dim=1)[:, None].repeat(1, starts.shape[1], 1)
 
     def _remember(self, tokens: torch.LongTensor, starts: list[int]) -> None:
         """Writes tokens `(batch_size, M)` into the rows' ids, from the given columns on."""

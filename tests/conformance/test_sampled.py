@@ -52,7 +52,7 @@ def test_sampled_runs_equal_the_synchronous_oracle(target, draft, assistant, nam
 
 def test_different_draft_randomness_is_noticed(target, draft, monkeypatch):
     """The mutant for the test above: a draft whose tokens depend on more than seed, row and position."""
-    original = Speculator._draft_just_in_time
+    original = Speculator._continue
 
     def other_seed(self, *args):
         self.noise.seed += 1
@@ -61,7 +61,7 @@ def test_different_draft_randomness_is_noticed(target, draft, monkeypatch):
     sequences = []
     for mutant in (False, True):
         if mutant:
-            monkeypatch.setattr(Speculator, "_draft_just_in_time", other_seed)
+            monkeypatch.setattr(Speculator, "_continue", other_seed)
         torch.manual_seed(11)
         config = hf_ssd.SSDConfig(lookahead=4, asynchronous=False)
         sequences.append(

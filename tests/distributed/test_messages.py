@@ -5,6 +5,8 @@ from hypothesis import strategies as st
 
 from hf_ssd.distributed import messages
 from hf_ssd.distributed.messages import FRAME_LENGTH, HEADER_LENGTH, Kind, Message, ProtocolError
+from hf_ssd.distributed.session import Answer
+from hf_ssd.speculation.fallback import Proposal
 
 ROOM = FRAME_LENGTH - HEADER_LENGTH
 integers = st.integers(-(2**63), 2**63 - 1)
@@ -43,7 +45,7 @@ def test_small_messages_travel_in_one_frame():
     "place, value, words",
     [
         (0, 7, "does not come from hf_ssd"),
-        (1, 2, "protocol version 2, this side speaks version 1"),
+        (1, 1, "protocol version 1, this side speaks version 2"),
         (2, 99, "kind 99"),
         (5, 9, "type 9"),
         (6, -1, "announces -1 elements"),
@@ -71,14 +73,30 @@ def test_payloads_round_trip():
     prompts = [torch.tensor([3, 1]), torch.tensor([4]), torch.tensor([1, 5, 9])]
     unpacked = messages.payload_to_prompts(messages.prompts_to_payload(prompts))
     assert [p.tolist() for p in unpacked] == [p.tolist() for p in prompts]
-    accepted, bonus = messages.payload_to_outcome(
-        messages.outcome_to_payload(torch.tensor([0, -1]), torch.tensor([5, 6]))
+    accepted, bonus, seconds = messages.payload_to_outcome(
+        messages.outcome_to_payload(torch.tensor([0, -1]), torch.tensor([5, 6]), 0.25)
     )
-    assert accepted.tolist() == [0, -1] and bonus.tolist() == [5, 6]
-    tokens, hits = torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([True, False])
-    payload = messages.speculation_to_payload(tokens, hits, 0.25)
-    unpacked = messages.payload_to_speculation(payload, 2)
-    assert torch.equal(unpacked[0], tokens) and torch.equal(unpacked[1], hits) and unpacked[2] == pytest.approx(0.25)
+    assert (accepted.tolist(), bonus.tolist(), seconds) == ([0, -1], [5, 6], 0.25)
+    answer = Answer(torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([True, False]), 0.25, 0.125, 9)
+    unpacked = messages.payload_to_answer(messages.answer_to_payload(answer), 2)
+    assert torch.equal(unpacked.tokens, answer.tokens) and torch.equal(unpacked.hits, answer.hits)
+    assert (unpacked.draft_seconds, unpacked.answer_seconds, unpacked.budget) == (0.25, 0.125, 9)
+    assert messages.payload_to_backup_request(messages.backup_request_to_payload([0, 2], 5), 3) == ([0, 2], 5)
+    proposal = Proposal(torch.tensor([[7, 8], [9, 0]]), [2, 1], torch.ones(2, 2, 4) / 4)
+    unpacked, probabilities_follow = messages.payload_to_proposal(messages.proposal_to_payload(proposal), 2)
+    assert torch.equal(unpacked.tokens, proposal.tokens) and unpacked.counts == [2, 1] and probabilities_follow
+
+
+@pytest.mark.parametrize("payload", [[], [5], [0, 1], [3, 0, 2], [3, -1]])
+def test_requests_for_rows_that_are_not_there_are_refused(payload):
+    with pytest.raises(ProtocolError):
+        messages.payload_to_backup_request(torch.tensor(payload, dtype=torch.int64), 2)
+
+
+@pytest.mark.parametrize("payload", [[], [0, 1], [0, 1, 1, 5], [0, 2, 0, 5, 6], [0, -1, 0, 5, 6]])
+def test_proposals_that_do_not_add_up_are_refused(payload):
+    with pytest.raises(ProtocolError):
+        messages.payload_to_proposal(torch.tensor(payload, dtype=torch.int64), 2)
 
 
 @pytest.mark.parametrize("payload", [[], [0], [2, 3], [1, 3, 5, 5], [1, 0], [2, 1, 1, 5]])

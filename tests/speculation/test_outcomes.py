@@ -1,10 +1,19 @@
+import math
+
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_ssd import SSDConfig
-from hf_ssd.speculation.outcomes import allocate, choose, fan_out
+from hf_ssd.speculation.outcomes import SHAPES, UNUSED, Forks, allocate, chances_of_counts, shape_for
+
+
+def forks(rows=3, lookahead=4, vocab_size=30, guesses=24, from_backup=False, seed=0, sharpness=2.0):
+    generator = torch.Generator().manual_seed(seed)
+    scores = sharpness * torch.randn(rows, lookahead + 1, vocab_size, generator=generator)
+    drafted = scores[:, :lookahead].argmax(-1)
+    return Forks.of(scores, scores, drafted, [from_backup] * rows, guesses)
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=20).filter(lambda w: sum(w) > 1e-9), st.integers(1, 500))
@@ -14,37 +23,120 @@ def test_allocation_sums_to_the_budget_and_is_nearly_proportional(weights, budge
     assert all(abs(n - budget * w / sum(weights)) < 1 + 1e-6 for n, w in zip(result, weights))
 
 
-def test_shapes():
-    assert fan_out(SSDConfig(lookahead=3, budget=10, fan_out="uniform"), 3) == [3, 3, 2, 2]
-    geometric = fan_out(SSDConfig(lookahead=7, budget=24), 7)
-    assert sum(geometric) == 24 and geometric[:-1] == sorted(geometric[:-1], reverse=True)
-    assert geometric[-1] > geometric[-2]  # after the last token the bonus comes from p itself: often, so it pays
-    assert fan_out(SSDConfig(lookahead=2, fan_out=[3, 0, 5]), 2) == [3, 0, 5]
-    for shape in ("geometric", "uniform", [1] * 8):
-        assert fan_out(SSDConfig(fan_out=shape), 0) == [SSDConfig(fan_out=shape).budget]
+@settings(deadline=None)
+@given(
+    st.sampled_from([*SHAPES]), st.integers(0, 7), st.integers(1, 40), st.integers(0, 10**6), st.floats(0, 8),
+    st.booleans(),
+)  # fmt: skip
+def test_every_shape_spends_the_budget_on_distinct_outcomes(name, lookahead, budget, seed, sharpness, from_backup):
+    view = forks(2, lookahead, 50, max(budget, 32), from_backup, seed, sharpness)
+    shape = shape_for(SSDConfig(fan_out=name))
+    for _ in range(2):  # before and after it has learned something
+        fan_outs = shape.fan_outs(view, budget)
+        assert all(sum(row) == budget and min(row) >= 0 and len(row) == lookahead + 1 for row in fan_outs)
+        accepted, bonus = view.outcomes(fan_outs)
+        assert accepted.shape == bonus.shape == (2, budget)
+        for row in range(2):
+            outcomes = set(zip(accepted[row].tolist(), bonus[row].tolist()))
+            assert len(outcomes) == budget and UNUSED not in accepted
+        shape.learn(view, [lookahead, -1], [0, 0])
 
 
-def test_choose_takes_the_likeliest_tokens_and_never_the_drafted_one():
+def test_shapes_by_hand():
+    view = forks(lookahead=3)
+    uniform, geometric = (shape_for(SSDConfig(fan_out=name)) for name in ("uniform", "geometric"))
+    assert uniform.fan_outs(view, 10) == [[3, 3, 2, 2]] * 3
+    (fan_out, *_) = geometric.fan_outs(forks(lookahead=7), 24)
+    assert fan_out[:-1] == sorted(fan_out[:-1], reverse=True)
+    assert fan_out[-1] > fan_out[-2]  # after the last token the bonus comes from p itself: often, so it pays
+    assert shape_for(SSDConfig(fan_out=[3, 0, 0, 5])).fan_outs(view, 8) == [[3, 0, 0, 5]] * 3
+    assert shape_for(SSDConfig(fan_out=[3, 0, 5])).fan_outs(view, 8) == [[2, 2, 2, 2]] * 3  # another lookahead
+    assert shape_for(SSDConfig(fan_out="all_accepted")).fan_outs(view, 5) == [[0, 0, 0, 5]] * 3
+
+
+def test_single_branch_is_where_the_draft_is_least_confident():
+    view = forks()
+    for row, fan_out in enumerate(shape_for(SSDConfig(fan_out="single_branch")).fan_outs(view, 6)):
+        least = view.drafted_probabilities[row].argmin()
+        assert fan_out[least] == 6 and sum(fan_out) == 6
+
+
+def test_greedy_tree_takes_the_paths_of_highest_draft_probability():
+    view = forks(rows=1, lookahead=3, vocab_size=12, guesses=12)
+    reached = torch.cat([torch.ones(1), view.drafted_probabilities[0].cumprod(0)])
+    paths = sorted(
+        ((float(reached[k] * view.probabilities[0, k, rank]), k) for k in range(4) for rank in range(view.limits[k])),
+        reverse=True,
+    )
+    expected = [sum(k == place for _, k in paths[:9]) for place in range(4)]
+    assert shape_for(SSDConfig(fan_out="greedy_tree")).fan_outs(view, 9) == [expected]
+
+
+@given(st.lists(st.floats(0, 1), max_size=8))
+def test_chances_of_counts_by_enumeration(acceptance):
+    chances = chances_of_counts(torch.tensor(acceptance, dtype=torch.float64).reshape(-1)).tolist()
+    assert math.fsum(chances) == pytest.approx(1)
+    for k, chance in enumerate(chances):
+        rejected = 1 - acceptance[k] if k < len(acceptance) else 1
+        assert chance == pytest.approx(math.prod(acceptance[:k]) * rejected)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_after_a_backup_practically_everything_is_at_zero(name):
+    view = forks(rows=1, lookahead=4, from_backup=True)
+    view.drafted_probabilities = torch.full((1, 4), 1e-3)  # what the draft thinks of an arbitrary token
+    (fan_out,) = shape_for(SSDConfig(fan_out=name)).fan_outs(view, 16)
+    assert fan_out[0] >= 15
+    view.drafted_probabilities = torch.full((1, 4), 0.95)  # a backup that says what the draft would say
+    (fan_out,) = shape_for(SSDConfig(fan_out=name)).fan_outs(view, 16)
+    assert fan_out[0] < 9
+
+
+def simulated_hits(shape, rounds=400, budget=8, lookahead=4, vocab_size=40, lesson=lambda k: k):
+    """A draft whose confidence tells how often it is right, and a target that follows the draft's distribution."""
+    generator = torch.Generator().manual_seed(5)
+    hits = 0
+    for _ in range(rounds):
+        sharpness = 4 * torch.rand(1, lookahead + 1, 1, generator=generator)
+        scores = sharpness * torch.randn(1, lookahead + 1, vocab_size, generator=generator)
+        drafted = scores[:, :lookahead].argmax(-1)
+        view = Forks.of(scores, scores, drafted, [False], 24)
+        accepted, bonus = view.outcomes(shape.fan_outs(view, budget))
+        choice = torch.multinomial(scores[0].softmax(-1), 1, generator=generator)[:, 0]
+        k = int((choice[:-1] == drafted[0]).long().cumprod(0).sum())
+        hits += ((accepted == k) & (bonus == choice[k])).any().item()
+        shape.learn(view, [lesson(k)], [int(choice[k])])
+    return hits / rounds
+
+
+def test_confidence_beats_the_shapes_that_do_not_look_at_the_round():
+    rates = {name: simulated_hits(shape_for(SSDConfig(fan_out=name))) for name in SHAPES}
+    assert rates["confidence"] > rates["geometric"] + 0.05 and rates["confidence"] > rates["uniform"] + 0.05
+    # The mutant: it learns the opposite of what happened.
+    assert simulated_hits(shape_for(SSDConfig(fan_out="confidence")), lesson=lambda k: 4 - k) < rates["geometric"] + 0.05
+
+
+def test_guesses_are_the_likeliest_tokens_and_never_the_drafted_one():
     scores = torch.tensor([[[0.1, 0.9, 0.5, 0.3], [0.9, 0.1, 0.3, 0.5]]])
-    accepted, bonus = choose(scores, scores, torch.tensor([[1]]), [2, 1])
-    assert accepted.tolist() == [0, 0, 1]
-    assert bonus.tolist() == [[2, 3, 0]]
+    view = Forks.of(scores, scores, torch.tensor([[1]]), [False], 4)
+    accepted, bonus = view.outcomes([[2, 1]])
+    assert accepted.tolist() == [[0, 0, 1]] and bonus.tolist() == [[2, 3, 0]]
+    assert view.drafted_probabilities[0, 0] == pytest.approx(float(scores[0, 0].softmax(-1)[1]))
 
 
-def test_choose_ranks_what_the_warpers_ruled_out_by_its_logits():
+def test_guesses_that_the_warpers_ruled_out_rank_by_their_logits():
     logits = torch.tensor([[[0.1, 0.9, 0.5, 0.3]]])
     scores = torch.where(logits > 0.8, logits, -torch.inf)
-    _, bonus = choose(scores, logits, torch.zeros(1, 0, dtype=torch.long), [4])
-    assert bonus.tolist() == [[1, 2, 3, 0]]
+    view = Forks.of(scores, logits, torch.zeros(1, 0, dtype=torch.long), [False], 4)
+    assert view.outcomes([[4]])[1].tolist() == [[1, 2, 3, 0]]
 
 
 @pytest.mark.parametrize("lookahead", [0, 2])
-def test_choose_never_repeats_an_outcome_even_if_the_vocabulary_is_small(lookahead):
-    scores = torch.randn(3, lookahead + 1, 5)
-    drafted = scores[:, :lookahead].argmax(-1)
-    accepted, bonus = choose(scores, scores, drafted, [9] * (lookahead + 1))
-    assert len(accepted) == 4 * lookahead + 5
+def test_a_small_vocabulary_gives_fewer_outcomes_and_no_repetition(lookahead):
+    view = forks(lookahead=lookahead, vocab_size=5)
+    fan_outs = [[9] * (lookahead + 1), [1] * (lookahead + 1), [9] * (lookahead + 1)]
+    accepted, bonus = view.outcomes(fan_outs)
+    assert accepted.shape == (3, 4 * lookahead + 5)
     for row in range(3):
-        outcomes = list(zip(accepted.tolist(), bonus[row].tolist()))
-        assert len(set(outcomes)) == len(outcomes)
-        assert not set(outcomes) & set(enumerate(drafted[row].tolist()))
+        outcomes = [(k, t) for k, t in zip(accepted[row].tolist(), bonus[row].tolist()) if k != UNUSED]
+        assert len(set(outcomes)) == len(outcomes) == ((lookahead + 1) if row == 1 else 4 * lookahead + 5)

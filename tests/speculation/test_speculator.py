@@ -39,9 +39,9 @@ def test_answers_are_the_same_prepared_or_just_in_time(options, family):
     accepted, bonus = torch.zeros(3, dtype=torch.long), torch.randint(2, VOCAB, (3,), generator=generator)
     for turn in range(12):
         if turn % 2 and turn < 10:  # an outcome that was prepared, in some rows
-            index = torch.randint(0, len(ahead.prepared.accepted), (3,), generator=generator)
+            index = torch.randint(0, 12, (3,), generator=generator)
             rows = torch.arange(3) != turn % 3
-            accepted = torch.where(rows, ahead.prepared.accepted[index], accepted)
+            accepted = torch.where(rows, ahead.prepared.accepted[torch.arange(3), index], accepted)
             bonus = torch.where(rows, ahead.prepared.bonus[torch.arange(3), index], bonus)
         if turn >= 10:
             accepted[1] = SKIPPED
@@ -81,10 +81,10 @@ def test_noise_that_depends_on_the_branch_is_noticed(monkeypatch):
     """The mutant: draft randomness by how often one drew, not by where."""
     from hf_ssd.speculation import sampling
 
-    def at(self, row, position):
+    def at(self, row, start, depth):
         self.calls = getattr(self, "calls", 0) + 1
         return torch.empty(self.vocab_size).exponential_(generator=torch.Generator().manual_seed(self.calls))
 
-    monkeypatch.setattr(sampling.PositionNoise, "at", at)
+    monkeypatch.setattr(sampling.SpeculationNoise, "at", at)
     with pytest.raises(AssertionError):
         test_answers_are_the_same_prepared_or_just_in_time("sampled", "llama")

@@ -1,0 +1,62 @@
+"""What things cost: seconds as a linear function of how much there is to do, learned while it is done."""
+
+
+class LinearCost:
+    """
+    Seconds = fixed + slope * units, by least squares that forget. Where all observations are of one size, the slope is
+    a guess.
+
+    Args:
+        relative_slope (`float`): The guess, in units of the fixed part.
+        memory (`float`, *optional*, defaults to 0.97): Weight that an observation keeps with each one that follows.
+    """
+
+    def __init__(self, relative_slope: float, memory: float = 0.97):
+        self.relative_slope, self.memory = relative_slope, memory
+        self.observations = 0
+        self.weight = self.x = self.y = self.xx = self.xy = 0.0
+        self.fixed = self.slope = 0.0
+
+    def observe(self, units: float, seconds: float) -> None:
+        if self.observations > 5:  # one hiccup of the machine must not change the plan
+            seconds = min(seconds, 3 * self(units))
+        self.observations += 1
+        self.weight = self.memory * self.weight + 1
+        self.x = self.memory * self.x + units
+        self.y = self.memory * self.y + seconds
+        self.xx = self.memory * self.xx + units * units
+        self.xy = self.memory * self.xy + units * seconds
+        mean_x, mean_y = self.x / self.weight, self.y / self.weight
+        variance = max(0.0, self.xx / self.weight - mean_x**2)
+        covariance = self.xy / self.weight - mean_x * mean_y
+        guess = self.relative_slope * mean_y / (1 + self.relative_slope * mean_x)
+        certainty = 0.05 * (mean_x**2 + 1)  # a spread of a fifth of the mean counts as much as the guess
+        self.slope = max(0.0, (covariance + certainty * guess) / (variance + certainty))
+        self.slope = min(self.slope, mean_y / max(mean_x, 1e-9))
+        self.fixed = mean_y - self.slope * mean_x
+
+    def __call__(self, units: float) -> float:
+        """Returns the estimated seconds; 0 before the first observation."""
+        return self.fixed + self.slope * units
+
+
+class Average:
+    """
+    A mean that forgets.
+
+    Args:
+        prior (`float`): Where it starts.
+        weight (`float`): How many observations the start counts for.
+        memory (`float`, *optional*, defaults to 0.99): Weight that an observation keeps with each one that follows.
+    """
+
+    def __init__(self, prior: float, weight: float, memory: float = 0.99):
+        self.memory, self.weight, self.total = memory, weight, prior * weight
+
+    def observe(self, value: float) -> None:
+        self.weight = self.memory * self.weight + 1
+        self.total = self.memory * self.total + value
+
+    @property
+    def value(self) -> float:
+        return self.total / self.weight

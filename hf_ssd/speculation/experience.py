@@ -1,0 +1,35 @@
+"""What a draft has learned of the calls before, so that the next one need not start from the priors."""
+
+from transformers import GenerationConfig
+
+from ..config import SSDConfig
+from .auto_planner import planner_for
+from .outcomes import CacheShape, shape_for
+from .planner import Planner
+
+
+class Experience:
+    """Planners and cache shapes of one pair of models, by what makes a difference to them."""
+
+    def __init__(self):
+        self.known: dict[tuple, tuple[Planner, CacheShape]] = {}
+
+    def of(
+        self, config: SSDConfig, generation_config: GenerationConfig, rows: int, vocab_size: int
+    ) -> tuple[Planner, CacheShape]:
+        """
+        Args:
+            config (`SSDConfig`): The user's settings.
+            generation_config (`GenerationConfig`): The target's.
+            rows (`int`): Batch size.
+            vocab_size (`int`): Of both models.
+
+        Returns:
+            The planner and the cache shape for such calls, new if there was none like it.
+        """
+        sampled = bool(generation_config.do_sample)
+        temperature = generation_config.temperature if sampled else None
+        key = (repr(config), rows, sampled, temperature)
+        if key not in self.known:
+            self.known[key] = (planner_for(config, rows, vocab_size, sampled), shape_for(config))
+        return self.known[key]

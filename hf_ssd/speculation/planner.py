@@ -1,0 +1,120 @@
+"""How far and how widely to draft in each round: what a speculator asks, and the plan that never changes."""
+
+import functools
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+
+from .. import theory
+from ..config import SSDConfig
+from .outcomes import allocate
+
+GUESSES = 32  # ranks of bonus tokens that are told apart
+
+
+@dataclass(frozen=True)
+class Plan:
+    """
+    Args:
+        lookahead (`int`): Tokens in the next speculations; 0 to rest.
+        budget (`int`): Outcomes to prepare for each row.
+        fallback (`str`): Where a speculation comes from after a miss: `"primary"`, `"ngram"` or `"random"`.
+        saguaro_c (`float`): C of Definition 14.
+        acceptance_rate, power_law_exponent (`float`): The config's priors.
+    """
+
+    lookahead: int
+    budget: int
+    fallback: str
+    saguaro_c: float
+    acceptance_rate: float
+    power_law_exponent: float
+
+    @functools.cached_property
+    def fan_outs(self) -> list[int]:
+        """
+        The fan-out planned for each accepted count (Theorem 12), which Saguaro sampling needs before there is a round
+        to look at.
+        """
+        shares = theory.geometric_fan_out(self.lookahead, self.budget, self.acceptance_rate, self.power_law_exponent)
+        return allocate(shares, self.budget)
+
+
+@dataclass
+class Round:
+    """
+    What the draft sees of a verified speculation.
+
+    Args:
+        lookahead (`int`): Tokens that were verified.
+        accepted (`list[int]`): Accepted count of each row; -1 for a finished one.
+        hits (`list[bool]`): Whether each row's outcome was prepared.
+        ranks (`list[int | None]`): Which of the draft's guesses the bonus token was, from 0, if it was ranked at all.
+        seconds (`float`): How long the target took for it; 0 if it was not measured.
+        prepared (`bool`): Whether outcomes had been prepared.
+        from_backup (`list[bool]`): Whether each row's speculation came from a backup.
+    """
+
+    lookahead: int
+    accepted: list[int]
+    hits: list[bool]
+    ranks: list[int | None] = field(default_factory=list)
+    seconds: float = 0.0
+    prepared: bool = True
+    from_backup: list[bool] = field(default_factory=list)
+
+
+class Planner(ABC):
+    """What a speculator asks and tells."""
+
+    is_repeatable = True
+    """Whether the plan does not depend on time. Then outcomes are always chosen, even if theirs is already there."""
+
+    compares_backups = False
+    """Whether [`~Planner.observe_backup`] is of use."""
+
+    @abstractmethod
+    def plan(self) -> Plan:
+        """Returns the plan for what is prepared next."""
+
+    @abstractmethod
+    def lookahead(self, known: list[int]) -> int:
+        """
+        Returns how many tokens to answer with.
+
+        Args:
+            known (`list[int]`): How many tokens are drafted already, for each row; 0 after a miss.
+        """
+
+    def observe(self, round_: Round) -> None:
+        """Learns from a round."""
+
+    def observe_forward(self, tokens: int, seconds: float) -> None:
+        """Learns what a forward pass of the draft over so many tokens cost."""
+
+    def observe_backup(self, matched: int, tested: int) -> None:
+        """Learns how many tokens of an n-gram backup would have been accepted, and how many put to the test."""
+
+
+class FixedPlanner(Planner):
+    """
+    Does what the config says, always.
+
+    Args:
+        config (`SSDConfig`): Lookahead and budget are numbers.
+    """
+
+    def __init__(self, config: SSDConfig):
+        c = 1.0 if config.saguaro_c == "auto" else config.saguaro_c
+        priors = config.acceptance_rate, config.power_law_exponent
+        self.fixed = Plan(config.lookahead, config.budget, first_fallback(config), c, *priors)
+
+    def plan(self) -> Plan:
+        return self.fixed
+
+    def lookahead(self, known):
+        return self.fixed.lookahead
+
+
+def first_fallback(config: SSDConfig) -> str:
+    """The fallback until there is reason for another; an object of the user's takes its place in the speculator."""
+    return config.fallback if config.fallback in ("ngram", "random") else "primary"

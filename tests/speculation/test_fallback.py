@@ -1,0 +1,469 @@
+"""Backups against slow references, exact enumeration and chi-square; and objects that misbehave."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from scipy import stats
+from transformers.generation import CandidateGenerator, PromptLookupCandidateGenerator
+
+from hf_ssd.generation.verification import acceptance_probabilities, residual_distribution
+from hf_ssd.speculation.fallback import (
+    Backup,
+    CustomBackup,
+    NGramBackup,
+    Proposal,
+    RandomBackup,
+    dense_probabilities,
+    is_proposer,
+)
+
+VOCAB = 6
+
+# ---------------------------------------------------------------- n-grams
+
+
+class SlowNGramBackup(Backup):
+    """The same rule in plain Python. `rank` says which of the matches, pairs of length and end, wins."""
+
+    def __init__(self, max_ngram, rank=lambda length, end: (length, end), follow_unknown=False):
+        self.max_ngram, self.rank, self.follow_unknown = max_ngram, rank, follow_unknown
+
+    def propose(self, ids, lengths, rows, lookahead):
+        tokens, counts = [], []
+        for row in rows:
+            known = ids[row, : lengths[row]].tolist()
+            matches = []
+            for end in range(len(known) - 1):
+                length = 0
+                while length < min(self.max_ngram, end + 1) and known[end - length] == known[-1 - length]:
+                    length += 1
+                if length:
+                    matches.append((length, end))
+            start = max(matches, key=lambda match: self.rank(*match))[1] + 1 if matches else len(known)
+            if self.follow_unknown and matches:
+                known = ids[row].tolist()
+            proposed = known[start : start + lookahead]
+            tokens.append(proposed + [0] * (lookahead - len(proposed)))
+            counts.append(len(proposed))
+        return Proposal(torch.tensor(tokens, dtype=torch.long).view(len(rows), lookahead), counts)
+
+
+@st.composite
+def requests(draw):
+    """Rows of different lengths over few tokens, with anything behind the known ones, of which some need a proposal."""
+    vocab = draw(st.integers(1, 4))
+    lengths = draw(st.lists(st.integers(1, 24), min_size=1, max_size=4))
+    capacity = max(lengths) + draw(st.integers(0, 3))
+    ids = draw(st.lists(st.integers(0, vocab - 1), min_size=len(lengths) * capacity, max_size=len(lengths) * capacity))
+    rows = draw(st.lists(st.sampled_from(range(len(lengths))), unique=True))
+    max_ngram, lookahead = draw(st.integers(1, 9)), draw(st.integers(1, 6))
+    return torch.tensor(ids).view(len(lengths), capacity), lengths, rows, lookahead, max_ngram
+
+
+def check_ngram(make, phases=tuple(Phase), examples=400):
+    @settings(max_examples=examples, deadline=None, derandomize=True, database=None, phases=phases)
+    @given(requests())
+    def check(request):
+        ids, lengths, rows, lookahead, max_ngram = request
+        before = ids.clone()
+        found = make(max_ngram).propose(ids, lengths, rows, lookahead)
+        expected = SlowNGramBackup(max_ngram).propose(ids, lengths, rows, lookahead)
+        assert found.counts == expected.counts
+        assert found.tokens.dtype == torch.long and found.tokens.tolist() == expected.tokens.tolist()
+        assert found.probabilities is None
+        assert torch.equal(ids, before)
+
+    check()
+
+
+def test_ngram_equals_the_rule():
+    check_ngram(NGramBackup)
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        {"rank": lambda length, end: (length, -end)},  # the first occurrence
+        {"rank": lambda length, end: (-length, end)},  # the shortest match
+        {"rank": lambda length, end: end},  # the latest, however short
+        {"follow_unknown": True},  # reads on behind the known tokens
+    ],
+    ids=["first", "shortest", "latest", "unknown"],
+)
+def test_ngram_mistakes_are_noticed(mistake):
+    with pytest.raises(AssertionError):
+        check_ngram(lambda max_ngram: SlowNGramBackup(max_ngram, **mistake), phases=[Phase.generate])
+
+
+@pytest.mark.parametrize("change", [-1, 1])
+def test_ngram_length_limit_matters(change):
+    with pytest.raises(AssertionError):
+        check_ngram(lambda max_ngram: NGramBackup(max_ngram + change), phases=[Phase.generate])
+
+
+def test_ngram_by_hand():
+    rows = ([1, 2, 3, 9, 4, 2, 3, 5, 6, 1, 2, 3], [1, 2, 3], [7, 5, 7, 7])
+    lengths = [len(row) for row in rows]
+    ids = torch.tensor([row + [2] * (14 - len(row)) for row in rows])
+    proposal = NGramBackup().propose(ids, lengths, [2, 0, 1], 4)
+    assert proposal.counts == [1, 4, 0]
+    assert proposal.tokens.tolist() == [[7, 0, 0, 0], [9, 4, 2, 3], [0, 0, 0, 0]]
+    assert NGramBackup(2).propose(ids, lengths, [0], 4).tokens.tolist() == [[5, 6, 1, 2]]  # the later one
+
+
+# ---------------------------------------------------------------- random
+
+
+def random_tokens(backup, rows=4, positions=2000, lookahead=3):
+    """Proposals of neighbouring rows and positions, shape `(positions, rows, lookahead)`."""
+    ids = torch.zeros(rows, 1, dtype=torch.long)
+    asked = [backup.propose(ids, [start] * rows, list(range(rows)), lookahead) for start in range(1, positions + 1)]
+    return torch.stack([proposal.tokens for proposal in asked])
+
+
+def uniform_p_values(tokens, vocab_size):
+    """Whether tokens are uniform, and independent of the ones at the next place, row and position."""
+    found = [stats.chisquare(torch.bincount(tokens.flatten(), minlength=vocab_size)).pvalue]
+    for dim in range(3):
+        count = tokens.shape[dim] - 1
+        pairs = tokens.narrow(dim, 0, count) * vocab_size + tokens.narrow(dim, 1, count)
+        found.append(stats.chisquare(torch.bincount(pairs.flatten(), minlength=vocab_size**2)).pvalue)
+    return found
+
+
+@pytest.mark.parametrize("vocab_size", [2, 7, 64])
+def test_random_tokens_are_uniform_and_independent(vocab_size):
+    assert min(uniform_p_values(random_tokens(RandomBackup(vocab_size, 5)), vocab_size)) > 1e-3
+
+
+class NotTheLast(RandomBackup):
+    def propose(self, *request):
+        proposal = super().propose(*request)
+        return Proposal(proposal.tokens * (self.vocab_size - 1) // self.vocab_size, proposal.counts)
+
+
+class OneByteModulo(RandomBackup):
+    def propose(self, *request):
+        proposal = RandomBackup(256, self.seed).propose(*request)
+        return Proposal(proposal.tokens % self.vocab_size, proposal.counts)
+
+
+class SameForEachRow(RandomBackup):
+    def propose(self, ids, lengths, rows, lookahead):
+        return super().propose(ids, lengths, [0] * len(rows), lookahead)
+
+
+class RowAndPositionAdded(RandomBackup):
+    """Neighbouring places share their numbers."""
+
+    def propose(self, ids, lengths, rows, lookahead):
+        tokens = [super(RowAndPositionAdded, self).propose(ids, [lengths[r] + r], [0], lookahead).tokens for r in rows]
+        return Proposal(torch.cat(tokens), [lookahead] * len(rows))
+
+
+@pytest.mark.parametrize("mutant", [NotTheLast, OneByteModulo, SameForEachRow])
+def test_random_mistakes_are_noticed(mutant):
+    assert min(uniform_p_values(random_tokens(mutant(25, 5)), 25)) < 1e-3
+
+
+def check_all_places_differ(backup):
+    tokens = random_tokens(backup, rows=8, positions=300, lookahead=8).flatten(0, 1)
+    assert len(tokens.unique(dim=0)) == len(tokens)
+
+
+def test_no_two_places_share_numbers():
+    check_all_places_differ(RandomBackup(1000, 5))
+    with pytest.raises(AssertionError):
+        check_all_places_differ(RowAndPositionAdded(1000, 5))
+
+
+def test_random_depends_on_seed_row_and_start_alone():
+    ids, lengths = torch.randint(97, (4, 30)), [5, 9, 30, 9]
+    backup = RandomBackup(97, 2**31 - 1)
+    first = backup.propose(ids, lengths, [0, 1, 3], 5)
+    again = backup.propose(torch.zeros_like(ids), [1, 9, 1, 9], [3, 1], 5)
+    assert again.tokens.tolist() == first.tokens[[2, 1]].tolist()
+    assert backup.propose(ids, lengths, [3], 2).tokens.tolist() == first.tokens[2:, :2].tolist()
+    assert first.counts == [5, 5, 5]
+    assert first.tokens.unique(dim=0).shape[0] == 3
+    assert not torch.equal(RandomBackup(97, 0).propose(ids, lengths, [0, 1, 3], 5).tokens, first.tokens)
+    assert first.probabilities.shape == (3, 5, 97) and first.probabilities.dtype == torch.float32
+    assert (first.probabilities == 1 / torch.tensor(97.0)).all()
+
+
+# ---------------------------------------------------------------- the user's own
+
+
+class Scripted:
+    """Answers row after row what it was told to."""
+
+    def __init__(self, *answers):
+        self.answers, self.asked = list(answers), []
+
+    def propose(self, input_ids, lookahead):
+        self.asked.append((input_ids.tolist(), lookahead))
+        input_ids.fill_(0)
+        return self.answers.pop(0)
+
+
+class ScriptedCandidates(CandidateGenerator):
+    def __init__(self, candidates, logits=None):
+        self.answer = candidates, logits
+
+    def get_candidates(self, input_ids):
+        return self.answer
+
+
+IDS = torch.tensor([[1, 2, 3, 4], [5, 4, 0, 0], [1, 1, 1, 0]])
+LENGTHS = [4, 2, 3]
+
+
+def ask(proposer, rows=(0,), lookahead=3):
+    return CustomBackup(proposer, VOCAB).propose(IDS, LENGTHS, list(rows), lookahead)
+
+
+@pytest.mark.parametrize("lead", [(), (1,)], ids=["flat", "batched"])
+def test_custom_rows_of_both_kinds(lead):
+    q = torch.rand(2, VOCAB, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).softmax(-1)
+    tokens = torch.tensor([3, 5], dtype=torch.int32)
+    proposer = Scripted((tokens.view(*lead, 2), q.view(*lead, 2, VOCAB)), (torch.tensor([4]).view(*lead, 1), None))
+    before = IDS.clone()
+    proposal = ask(proposer, rows=[2, 1])
+    assert proposer.asked == [([[1, 1, 1]], 3), ([[5, 4]], 3)] and torch.equal(IDS, before)
+    assert proposal.counts == [2, 1]
+    assert proposal.tokens.dtype == torch.long and proposal.tokens.tolist() == [[3, 5, 0], [4, 0, 0]]
+    assert proposal.probabilities.dtype == torch.float32
+    certain = torch.eye(VOCAB)
+    torch.testing.assert_close(proposal.probabilities[0], torch.cat([q.float(), certain[:1]]))
+    assert torch.equal(proposal.probabilities[1], certain[[4, 0, 0]])
+
+
+def test_custom_proposals_are_cut_and_may_be_empty():
+    q = torch.full((5, VOCAB), 1 / VOCAB)
+    proposal = ask(Scripted((torch.arange(5), q), (torch.zeros(1, 0), None)), rows=[0, 1])
+    assert proposal.tokens.tolist() == [[0, 1, 2], [0, 0, 0]] and proposal.counts == [3, 0]
+    proposal = ask(Scripted((torch.tensor([]), q[None, :0]), (torch.tensor([4]), None)), rows=[0, 1])
+    assert proposal.counts == [0, 1] and proposal.probabilities is None
+    assert ask(Scripted(), rows=[]).tokens.shape == (0, 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_custom_probabilities_are_normalized_in_float32(dtype):
+    q = torch.tensor([[0.1001, 0.2, 0.2, 0.2, 0.2, 0.1]], dtype=dtype)
+    expected = q[0].double() / q.double().sum()
+    assert (expected - q[0]).abs().max() > 1e-5
+    found = ask(Scripted((torch.tensor([0]), q))).probabilities[0, 0]
+    torch.testing.assert_close(found, expected.float(), atol=1e-7, rtol=0)
+
+
+@pytest.mark.parametrize("rows", [[0], [2, 0, 1]])
+def test_custom_prompt_lookup(rows):
+    proposer = PromptLookupCandidateGenerator(
+        eos_token_id=torch.tensor([5]), num_output_tokens=4, max_matching_ngram_size=2, max_length=100
+    )
+    ids = torch.tensor([[1, 2, 3, 4, 1, 2], [1, 2, 3, 4, 0, 0], [3, 5, 1, 3, 0, 0]])
+    proposal = CustomBackup(proposer, VOCAB).propose(ids, [6, 4, 4], rows, 3)
+    # A match, no match (it returns its input), and a match that is followed by the end-of-sequence token.
+    expected = {0: ([3, 4, 1], 3), 1: ([0, 0, 0], 0), 2: ([0, 0, 0], 0)}
+    assert [(tokens, count) for tokens, count in zip(proposal.tokens.tolist(), proposal.counts)] == [
+        expected[row] for row in rows
+    ]
+    assert proposal.probabilities is None
+
+
+def test_custom_prompt_lookup_looks_as_far_as_its_max_length():
+    """transformers takes `max_length`, 20 by default, for the last position that it may copy from."""
+    ids = torch.tensor([[*range(30), 25, 26]])
+    generators = {length: PromptLookupCandidateGenerator(max_length=length) for length in (20, 28, 33, 100)}
+    counts = {length: CustomBackup(g, 30).propose(ids, [32], [0], 4).counts for length, g in generators.items()}
+    assert counts == {20: [0], 28: [1], 33: [0], 100: [4]}  # 33 leaves room for the bonus token alone
+
+
+def test_custom_candidate_logits_become_probabilities():
+    logits = torch.randn(1, 2, VOCAB, generator=torch.Generator().manual_seed(0))
+    proposal = ask(ScriptedCandidates(torch.tensor([[1, 2, 3, 4, 5, 0]]), logits), lookahead=2)
+    assert proposal.tokens.tolist() == [[5, 0]] and proposal.counts == [2]
+    torch.testing.assert_close(proposal.probabilities, logits.softmax(-1))
+
+
+TWO = torch.tensor([1, 2])
+SURE = torch.eye(VOCAB)[TWO]
+
+
+@pytest.mark.parametrize(
+    "answer, error, message",
+    [
+        (TWO, TypeError, "two things"),
+        ((TWO,), TypeError, "two things"),
+        (([1, 2], None), TypeError, "two things"),
+        ((TWO, [0.5, 0.5]), TypeError, "two things"),
+        ((TWO.float(), None), TypeError, "torch.float32, not integers"),
+        ((TWO.bool(), None), TypeError, "torch.bool, not integers"),
+        ((TWO[:, None], None), ValueError, r"shape \(2, 1\), not \(n,\)"),
+        ((torch.tensor(1), None), ValueError, r"shape \(\), not \(n,\)"),
+        ((torch.ones(2, 2).long(), None), ValueError, r"shape \(2, 2\), not \(n,\)"),
+        ((torch.tensor([1, VOCAB]), None), ValueError, "outside the vocabulary of 6"),
+        ((torch.tensor([-1, 2]), None), ValueError, "outside the vocabulary of 6"),
+        ((TWO, SURE[:1]), ValueError, r"shape \(1, 6\), not \(2, 6\) or \(1, 2, 6\)"),
+        ((TWO, SURE[:, :-1]), ValueError, r"shape \(2, 5\), not"),
+        ((TWO, SURE[None, None]), ValueError, r"shape \(1, 1, 2, 6\), not"),
+        ((TWO, SURE + torch.tensor([-0.1, 0, 0, 0, 0, 0.1])), ValueError, "negative or not finite"),
+        ((TWO, SURE * torch.nan), ValueError, "negative or not finite"),
+        ((TWO, SURE * torch.inf), ValueError, "negative or not finite"),
+        ((TWO, SURE * 0.998), ValueError, "do not sum to 1"),
+        ((TWO, SURE * 0), ValueError, "do not sum to 1"),
+        ((TWO.flip(0), SURE), ValueError, "has probability 0"),
+    ],
+)
+def test_custom_answers_that_cannot_be(answer, error, message):
+    with pytest.raises(error, match=f"The fallback Scripted .*{message}"):
+        ask(Scripted(answer))
+
+
+@pytest.mark.parametrize(
+    "candidates", [torch.tensor([[1, 2, 0, 4, 5]]), torch.tensor([[5]]), torch.tensor([1, 2, 3, 4])]
+)
+def test_candidates_that_do_not_begin_with_the_input(candidates):
+    with pytest.raises(ValueError, match="ScriptedCandidates .*do not begin with the given `input_ids`"):
+        ask(ScriptedCandidates(candidates))
+
+
+def test_candidate_logits_of_another_shape():
+    with pytest.raises(ValueError, match=r"ScriptedCandidates .*shape \(1, 1, 6\), not \(2, 6\)"):
+        ask(ScriptedCandidates(torch.tensor([[1, 2, 3, 4, 5, 0]]), torch.zeros(1, 1, VOCAB)))
+
+
+class NeedsTheTarget(ScriptedCandidates):
+    requires_model_outputs = True
+
+
+class WrongArguments:
+    def propose(self, input_ids):
+        return input_ids, None
+
+
+def test_is_proposer():
+    assert is_proposer(Scripted()) and is_proposer(PromptLookupCandidateGenerator())
+    unfit = [
+        "ngram",
+        None,
+        3,
+        torch.nn.Linear(1, 1),
+        Scripted,
+        CandidateGenerator,
+        WrongArguments(),
+        NeedsTheTarget(None),
+        NGramBackup(),
+    ]
+    assert not any(is_proposer(value) for value in unfit)
+    with pytest.raises(TypeError, match="WrongArguments cannot propose tokens"):
+        CustomBackup(WrongArguments(), VOCAB)
+
+
+# ---------------------------------------------------------------- what all share
+
+
+def test_dense_probabilities():
+    proposal = Proposal(torch.tensor([[2, 0], [1, 5]]), [1, 2])
+    dense = dense_probabilities(proposal, VOCAB)
+    assert dense.dtype == torch.float32 and torch.equal(dense, torch.eye(VOCAB)[proposal.tokens])
+    assert dense_probabilities(Proposal(proposal.tokens, [1, 2], dense), VOCAB) is dense
+
+
+def output_distribution(p, drafts, claimed, lookahead):
+    """
+    The joint distribution of the next `lookahead + 1` tokens, summed over all proposals and all decisions.
+
+    Args:
+        p: From a prefix to the target's next-token distribution.
+        drafts: From each proposal to its chance.
+        claimed: From each proposal to the distributions it claims, `(lookahead, vocab)` or None.
+    """
+    vocab = len(p[()])
+    joint = torch.zeros([vocab] * (lookahead + 1), dtype=torch.float64)
+    for draft, chance in drafts.items():
+        p_rows = torch.stack([p[draft[:depth]] for depth in range(lookahead + 1)])[None]
+        q = claimed(draft)
+        drafted = torch.tensor([draft])
+        accept = acceptance_probabilities(p_rows, q, drafted)[0].clamp(max=1).tolist() + [0.0]
+        for accepted in range(lookahead + 1):
+            bonus = residual_distribution(p_rows, q, drafted, torch.tensor([accepted]))[0]
+            ended = chance * (1 - accept[accepted]) * bonus / bonus.sum()
+            for token, tail in itertools.product(range(vocab), tails(vocab, lookahead - accepted)):
+                whole = (*draft[:accepted], token, *tail)
+                rest = [p[whole[:depth]][whole[depth]] for depth in range(accepted + 1, lookahead + 1)]
+                joint[whole] += ended[token] * torch.tensor(rest, dtype=torch.float64).prod()
+            chance *= accept[accepted]
+    return joint
+
+
+def tails(vocab, length):
+    return itertools.product(range(vocab), repeat=length)
+
+
+def target_tree(vocab, depth, seed):
+    """Next-token distributions after each prefix, with impossible tokens in some."""
+    generator = torch.Generator().manual_seed(seed)
+    tree = {}
+    for length in range(depth + 1):
+        for prefix in tails(vocab, length):
+            weights = torch.rand(vocab, generator=generator, dtype=torch.float64) ** 3
+            weights[torch.randint(vocab, (1,), generator=generator)] = 0
+            tree[prefix] = weights / weights.sum()
+    return tree
+
+
+def largest_error(drafts, claimed, vocab=4, lookahead=2, seed=0):
+    p = target_tree(vocab, lookahead, seed)
+    joint = torch.zeros([vocab] * (lookahead + 1), dtype=torch.float64)
+    for whole in tails(vocab, lookahead + 1):
+        joint[whole] = torch.stack([p[whole[:depth]][token] for depth, token in enumerate(whole)]).prod()
+    return (output_distribution(p, drafts, claimed, lookahead) - joint).abs().max()
+
+
+EVENLY = {draft: 1 / 16 for draft in tails(4, 2)}
+UNEVENLY = {draft: (1 + draft[0] + draft[1]) / 64 for draft in tails(4, 2)}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_uniform_proposals_leave_the_target_as_it_is(seed):
+    q = RandomBackup(4, 0).propose(torch.zeros(1, 1).long(), [1], [0], 2).probabilities.double()
+    assert largest_error(EVENLY, lambda draft: q, seed=seed) < 1e-12
+    # Tokens drawn otherwise than they claim are what the chi-square test above keeps away.
+    assert largest_error(UNEVENLY, lambda draft: q, seed=seed) > 1e-3
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("drafts", [{(1, 3): 1.0}, EVENLY, UNEVENLY], ids=["certain", "evenly", "unevenly"])
+def test_point_masses_leave_the_target_as_it_is(drafts, seed):
+    """However the tokens came about: a point mass claims nothing about other tokens."""
+    assert largest_error(drafts, lambda draft: None, seed=seed) < 1e-12
+
+    def dense(draft):
+        return dense_probabilities(Proposal(torch.tensor([draft]), [2]), 4).double()
+
+    assert largest_error(drafts, dense, seed=seed) < 1e-12
+    if len(drafts) == 1:
+        assert largest_error(drafts, lambda draft: torch.full((1, 2, 4), 0.25).double(), seed=seed) > 1e-3
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_custom_rows_of_both_kinds_leave_the_target_as_it_is(seed):
+    """A proposal of one token, drawn from the user's distribution, then filler; the other row has point masses."""
+    q = torch.tensor([[0.5, 0.25, 0.125, 0.125]])
+
+    def claimed(row):
+        def of(draft):
+            proposer = Scripted((torch.tensor(draft[:1]), q), (torch.tensor(draft), None))
+            proposal = CustomBackup(proposer, 4).propose(IDS, LENGTHS, [0, 1], 2)
+            assert proposal.tokens[row].tolist() == list(draft)
+            return proposal.probabilities[row, None].double()
+
+        return of
+
+    drawn = {(token, 0): chance for token, chance in enumerate(q[0].tolist())}
+    assert largest_error(drawn, claimed(0), seed=seed) < 1e-12
+    assert largest_error({(2, 1): 1.0}, claimed(1), seed=seed) < 1e-12

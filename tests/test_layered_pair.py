@@ -1,0 +1,101 @@
+"""Pairs of any size that agree as often as asked."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from examples.layered_pair import SIZES, DeeperLayers, Size, acceptance_rate, first_layers, layered_pair, new_target
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("agreement", [0.6, 0.9])
+def test_the_agreement_asked_for(temperature, agreement):
+    target, draft = layered_pair("tiny", agreement, temperature, torch.float32)
+    rate = acceptance_rate(target, draft, temperature, seed=7, new_tokens=128)  # not the bisection's texts
+    assert abs(rate - agreement) < 0.05
+    assert abs(target.config.acceptance_rate - agreement) < 0.02 and 0 < target.config.epsilon < 1
+
+
+def test_the_draft_is_the_first_layers():
+    target, draft = layered_pair("tiny", 0.8, dtype=torch.bfloat16, seed=3)
+    assert len(draft.model.layers) == SIZES["tiny"].draft_layers < len(target.model.layers)
+    known = target.state_dict()
+    for name, weight in draft.state_dict().items():
+        assert weight.dtype == torch.bfloat16
+        assert torch.equal(weight, known[name]) and weight.data_ptr() != known[name].data_ptr()
+
+
+def test_epsilon_is_what_makes_them_differ():
+    torch.manual_seed(0)
+    size = SIZES["tiny"]
+    target = new_target(size, torch.float32)
+    draft, deeper = first_layers(target, size), DeeperLayers(target, size.draft_layers)
+    original = target.model.layers[-1].mlp.down_proj.weight.clone()
+    for temperature in (0.0, 1.0):
+        rates = []
+        for epsilon in (0.0, 0.05, 0.3, 1.0):
+            deeper.scale(epsilon)
+            rates.append(acceptance_rate(target, draft, temperature))
+        assert rates[0] == pytest.approx(1, abs=1e-4)
+        assert rates[1] > 0.8 > rates[2] > 0.3 > rates[3]
+    assert torch.equal(target.model.layers[-1].mlp.down_proj.weight, original)  # from originals, not step upon step
+
+
+def test_greedy_text_does_not_loop_and_favourites_are_clear():
+    target, _ = layered_pair("tiny", 0.9, dtype=torch.float32)
+    prompts = torch.randint(1, 512, (8, 8), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(prompts)
+    ids = target.generate(prompts, attention_mask=mask, max_new_tokens=128, do_sample=False)
+    assert ids.shape == (8, 136)  # nothing ends early
+    assert min(len(set(row.tolist())) for row in ids[:, 8:]) > 60
+    probabilities = target(ids).logits[:, 8:].softmax(-1)
+    assert 0.5 < probabilities.amax(-1).mean() < 0.8
+    assert 0.5 < torch.special.entr(probabilities).sum(-1).mean() < 1.5  # nats
+
+
+def test_same_seed_same_pair_and_the_default_generator_is_left_alone():
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    one, two, other = (layered_pair("tiny", 0.7, 1.0, torch.float32, seed=seed)[0] for seed in (0, 0, 1))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(one.model.layers[-1].mlp.down_proj.weight, two.model.layers[-1].mlp.down_proj.weight)
+    assert not torch.equal(one.lm_head.weight, other.lm_head.weight)
+
+
+def test_the_named_sizes_have_the_parameters_they_say():
+    for name in sorted(set(SIZES) - {"tiny"}):
+        size = SIZES[name]
+        for said, layers in zip(name.split("/"), (size.layers, size.draft_layers)):
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(size.config(layers))
+            assert f"{model.num_parameters() / 1e6:.0f}m" == said
+
+
+def test_errors_come_before_work():
+    with pytest.raises(ValueError, match="287m/39m"):
+        layered_pair("huge")
+    with pytest.raises(ValueError, match="0.2 to 1"):
+        layered_pair("tiny", 1.5)
+    with pytest.raises(ValueError, match="greedy"):
+        layered_pair("tiny", 0.9, -1.0)
+    with pytest.raises(ValueError, match="draft_layers"):
+        Size(hidden=64, layers=2, draft_layers=2, intermediate=176, heads=4, kv_heads=2)
+
+
+def test_the_script_saves_a_pair_that_loads(tmp_path):
+    command = [sys.executable, "examples/layered_pair.py", "--size", "tiny", "--agreement", "0.8", "--output", tmp_path]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert result.returncode == 0, result.stderr
+    rate = float(re.search(r"acceptance rate ([\d.]+)", result.stdout).group(1))
+    assert abs(rate - 0.8) < 0.05 and "parameters" in result.stdout and "epsilon" in result.stdout
+    target, draft = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("target", "draft"))
+    assert target.dtype == draft.dtype == torch.bfloat16
+    assert target.config.eos_token_id is None and target.generation_config.eos_token_id is None
+    assert acceptance_rate(target, draft, seed=1, new_tokens=64) == pytest.approx(rate, abs=0.01)
