@@ -28,6 +28,9 @@ class CachedModel:
         self.device, self.dtype = model.device, model.dtype
         self.layout = attention_layout(model)
         self.reads_2d_masks = is_flash_attention(model)
+        # sdpa takes half the time without a mask. Eager attention would ask transformers to make one.
+        implementation = model.config.get_text_config(decoder=True)._attn_implementation
+        self.needs_no_mask_for_one = valid is None and self.layout.window is None and implementation == "sdpa"
         self.first_positions = first_positions
         self.position_limit = position_limit
 
@@ -57,8 +60,8 @@ class CachedModel:
             self.cache.place(slice(lengths[0], lengths[0] + count), width)
         else:
             self.cache.place(columns, width)
-        if self.reads_2d_masks:
-            mask = None  # batch size 1 without padding: nothing is hidden, and the causal rule is the kernel's own
+        if self.reads_2d_masks or (count == 1 and self.needs_no_mask_for_one and min(lengths) == max(lengths)):
+            mask = None  # nothing is hidden, and the causal rule is the kernel's own
         else:
             allowed = masks.visible_up_to(columns, width, self.valid)
             mask = self.mask(allowed, columns, torch.arange(width, device=self.device))

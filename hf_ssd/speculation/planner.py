@@ -16,7 +16,7 @@ class Plan:
     """
     Args:
         lookahead (`int`): Tokens in the next speculations; 0 to rest.
-        budget (`int`): Outcomes to prepare for each row.
+        budget (`int`): Outcomes to prepare for each row; 0 to draft just in time only.
         fallback (`str`): Where a speculation comes from after a miss: `"primary"`, `"ngram"` or `"random"`.
         saguaro_c (`float`): C of Definition 14.
         acceptance_rate, power_law_exponent (`float`): The config's priors.
@@ -35,8 +35,8 @@ class Plan:
         The fan-out planned for each accepted count (Theorem 12), which Saguaro sampling needs before there is a round
         to look at.
         """
-        shares = theory.geometric_fan_out(self.lookahead, self.budget, self.acceptance_rate, self.power_law_exponent)
-        return allocate(shares, self.budget)
+        budget, a, r = max(1, self.budget), self.acceptance_rate, self.power_law_exponent
+        return allocate(theory.geometric_fan_out(self.lookahead, budget, a, r), budget)
 
 
 @dataclass
@@ -50,17 +50,19 @@ class Round:
         hits (`list[bool]`): Whether each row's outcome was prepared.
         ranks (`list[int | None]`): Which of the draft's guesses the bonus token was, from 0, if it was ranked at all.
         seconds (`float`): How long the target took for it; 0 if it was not measured.
-        prepared (`bool`): Whether outcomes had been prepared.
-        from_backup (`list[bool]`): Whether each row's speculation came from a backup.
+        budget (`int`): How many outcomes of each row were prepared meanwhile.
+        transit (`float`, *optional*): How much longer than that it took until the outcome was here, if it was waited
+        for. from_backup (`list[bool]`): Whether each row's speculation came from a backup.
     """
 
     lookahead: int
     accepted: list[int]
     hits: list[bool]
+    from_backup: list[bool]
     ranks: list[int | None] = field(default_factory=list)
     seconds: float = 0.0
-    prepared: bool = True
-    from_backup: list[bool] = field(default_factory=list)
+    budget: int = 0
+    transit: float | None = None
 
 
 class Planner(ABC):
@@ -70,7 +72,7 @@ class Planner(ABC):
     """Whether the plan does not depend on time. Then outcomes are always chosen, even if theirs is already there."""
 
     compares_backups = False
-    """Whether [`~Planner.observe_backup`] is of use."""
+    """Whether [`~Planner.observe_miss`] is of use."""
 
     @abstractmethod
     def plan(self) -> Plan:
@@ -88,11 +90,14 @@ class Planner(ABC):
     def observe(self, round_: Round) -> None:
         """Learns from a round."""
 
-    def observe_forward(self, tokens: int, seconds: float) -> None:
-        """Learns what a forward pass of the draft over so many tokens cost."""
+    def observe_branches(self, tokens: int, seconds: float) -> None:
+        """Learns what a forward pass over one token of each branch cost, while the target worked."""
 
-    def observe_backup(self, matched: int, tested: int) -> None:
-        """Learns how many tokens of an n-gram backup would have been accepted, and how many put to the test."""
+    def observe_step(self, tokens: int, seconds: float) -> None:
+        """Learns what a forward pass over so many tokens cost, while the target waited."""
+
+    def observe_miss(self, kind: str, tokens: int) -> None:
+        """Learns how many tokens a row gained, or would have gained, that missed and took what such a fallback gave."""
 
 
 class FixedPlanner(Planner):

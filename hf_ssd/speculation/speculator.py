@@ -72,7 +72,9 @@ class Speculator:
         self.custom_backup = custom_backup
         self.drafted = torch.zeros(len(prompts), 0, dtype=torch.long, device=self.device)
         self.from_backup = [False] * len(prompts)
+        self.missed = [False] * len(prompts)  # rows whose speculation was not prepared
         self.known_logits: list[torch.Tensor] = []  # after the first tokens of the speculation, if already computed
+        self.answered = 0.0
         self.forks: Forks | None = None
         self.lesson: tuple[Round, list[int], Forks | None] | None = None  # the last round, until there is time to learn
         self.prepared: SpeculationCache | None = None
@@ -92,7 +94,7 @@ class Speculator:
         """
         self._learn()
         self.plan = plan = self.planner.plan()
-        if not self.config.asynchronous or plan.lookahead == 0:
+        if not self.config.asynchronous or plan.lookahead == 0 or plan.budget == 0:
             return
         lookahead = self.drafted.shape[1]
 
@@ -127,7 +129,7 @@ class Speculator:
             scores = self._process(scores, histories, starts + depth + 1)
             tokens, probabilities = self._propose(scores, places, depth)
             prepared.append(tokens, probabilities)
-            self._time_forward(tokens.numel(), began)
+            self._observe(self.planner.observe_branches, tokens.numel(), began)
 
     @property
     def prepared_budget(self) -> int:
@@ -146,6 +148,7 @@ class Speculator:
             bonus (`torch.LongTensor` of shape `(batch_size,)`): The token that follows them.
             seconds (`float`, *optional*): How long the target took to find out.
         """
+        began = time.perf_counter()
         accepted, bonus = accepted.to(self.device), bonus.to(self.device)
         skipped = accepted == SKIPPED
         if self.prepared is not None:
@@ -165,13 +168,17 @@ class Speculator:
         else:
             known = [grown if k == SKIPPED else n for n, k in zip(known, counts)]
             speculation = self._continue(ready, known)
-        hits, prepared = ready.hits.tolist(), self.forks is not None
-        round_ = Round(self.drafted.shape[1], counts, hits, [], seconds, prepared, self.from_backup)
+        round_ = Round(self.drafted.shape[1], counts, ready.hits.tolist(), self.from_backup, seconds=seconds)
+        if self.forks is not None:
+            round_.budget = self.prepared_budget
+        elif self.answered:
+            round_.transit = max(0.0, began - self.answered - seconds)
         self.lesson = (round_, next_tokens, self.forks)
         self.prepared, self.forks = None, None
         self.drafted = speculation.tokens
         self.from_backup = [uses_backup and row in missed for row in range(len(counts))]
         self._remember(speculation.tokens, self.lengths)
+        self.answered = time.perf_counter()
         return speculation
 
     def _commit(self, accepted: list[int], bonus: torch.LongTensor) -> None:
@@ -213,7 +220,7 @@ class Speculator:
                     ahead = ready.probabilities[:, depth : depth + 1]
                     probability = torch.where((own <= depth)[:, None, None], probability, ahead)
                 probabilities.append(probability)
-            self._time_forward(len(known) * count, began)
+            self._observe(self.planner.observe_step, len(known) * count, began)
         return Speculation(tokens, torch.cat(probabilities, dim=1) if probabilities else None, ready.hits)
 
     def _from_backup(self, ready: Speculation, backup: Backup, missed: list[int]) -> Speculation:
@@ -250,24 +257,31 @@ class Speculator:
             self.shape.learn(forks, round_.accepted, bonus)
         self.planner.observe(round_)
         if self.planner.compares_backups:
-            self._learn_of_ngrams(round_.accepted)
+            self._learn_of_misses(round_)
+        self.missed = [not hit for hit in round_.hits]
 
-    def _learn_of_ngrams(self, accepted: list[int]) -> None:
-        """What the n-gram backup would have proposed in the last round, against what came."""
-        rows = [row for row, k in enumerate(accepted) if k >= 0]
-        before = [n - k - 1 for n, k in zip(self.lengths, accepted)]
-        proposal = self.backups["ngram"].propose(self.ids, before, rows, max(accepted) + 1)
+    def _learn_of_misses(self, round_: Round) -> None:
+        """What rows gained that had missed, and what the n-gram backup would have given them."""
+        rows = [row for row, k in enumerate(round_.accepted) if k >= 0 and self.missed[row]]
+        for row in rows:
+            kind = self.plan.fallback if round_.from_backup[row] else "primary"
+            if kind in ("primary", "ngram"):
+                self.planner.observe_miss(kind, round_.accepted[row] + 1)
+        rows = [row for row in rows if not round_.from_backup[row]]
+        if not rows:
+            return
+        before = [n - k - 1 for n, k in zip(self.lengths, round_.accepted)]
+        proposal = self.backups["ngram"].propose(self.ids, before, rows, max(round_.accepted) + 1)
         for place, row in enumerate(rows):
             new = self.ids[row, before[row] : self.lengths[row]].tolist()
             proposed = proposal.tokens[place, : proposal.counts[place]].tolist()
-            matches = [a == b for a, b in zip(proposed, new)]
-            matched = matches.index(False) if False in matches else len(matches)
-            self.planner.observe_backup(matched, min(matched + 1, len(matches)))
+            matches = [a == b for a, b in zip(proposed, new)] + [False]
+            self.planner.observe_miss("ngram", 1 + matches.index(False))
 
-    def _time_forward(self, tokens: int, began: float) -> None:
+    def _observe(self, observe: Callable[[int, float], None], tokens: int, began: float) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # so that it is known, and an outcome that is due is noticed in time
-        self.planner.observe_forward(tokens, time.perf_counter() - began)
+        observe(tokens, time.perf_counter() - began)
 
     # ---------------------------------------------------------------- shared pieces
 

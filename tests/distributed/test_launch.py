@@ -16,7 +16,7 @@ from hf_ssd.distributed.launch import assistant_for
 
 from ..conftest import padded_batch, tiny_draft, tiny_model
 
-CONFIG = hf_ssd.SSDConfig(lookahead=3, budget=8)
+CONFIG = hf_ssd.SSDConfig(lookahead=3, budget=8, fan_out="uniform")
 
 
 def children():
@@ -107,7 +107,7 @@ PROGRAM = textwrap.dedent(
     target = hf_ssd.enable(AutoModelForCausalLM.from_pretrained({folder!r}))
     draft = AutoModelForCausalLM.from_pretrained({folder!r})
     output = target.generate(torch.tensor([[5, 6, 7]]), attention_mask=torch.ones(1, 3), max_new_tokens=8,
-                             do_sample=False, assistant_model=draft, ssd_config=hf_ssd.SSDConfig(lookahead=3, budget=8),
+                             do_sample=False, assistant_model=draft, ssd_config=hf_ssd.SSDConfig(fan_out=[2, 2, 2, 2]),
                              return_dict_in_generate=True)
     from hf_ssd.distributed.launch import assistant_for
     print(assistant_for(draft).worker.process.pid, output.ssd_stats.hit_rate, flush=True)

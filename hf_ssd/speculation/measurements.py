@@ -1,0 +1,116 @@
+"""What a draft measures of a pair of models while it drafts, and the averages that predictions are made of."""
+
+import math
+
+from ..config import SSDConfig
+from .costs import Average, LinearCost
+from .planner import GUESSES, Round
+
+LONGEST_LOOKAHEAD = 16
+LARGEST_BUDGET = 48
+PRIOR_TESTS = 4  # drafted tokens that the prior acceptance rate counts for
+
+
+class Measurements:
+    """
+    Running estimates. Times are in seconds, and apart for when the other model works as well and when it waits: two
+    models on one machine share its memory.
+
+    Args:
+        config (`SSDConfig`): Gives the priors.
+        rows (`int`): Batch size.
+    """
+
+    def __init__(self, config: SSDConfig, rows: int):
+        self.config, self.rows, self.rounds = config, rows, 0
+        self.verification_beside, self.verification_alone = LinearCost(0.03), LinearCost(0.03)
+        self.branches, self.step = LinearCost(0.02), LinearCost(0.02)
+        self.verified_lookaheads: set[int] = set()
+        self.transit = Average(3e-4, 4.0)
+        self.accepted = [Average(0.0, 0.0) for _ in range(LONGEST_LOOKAHEAD)]
+        self.tokens_after_miss = {"primary": Average(1.5, 1.0), "ngram": Average(1.0, 1.0)}
+        # Chance that the guess of each rank is right, after a rejection and at the end: the power law's differences.
+        law = [(rank + 1) ** -config.power_law_exponent for rank in range(GUESSES + 1)]
+        chances = [law[rank] - law[rank + 1] for rank in range(GUESSES)]
+        self.right_after_rejection = [Average(chance, 4.0) for chance in chances]
+        self.right_at_the_end = [Average(chance, 4.0) for chance in chances]
+        self.misses_over_predicted = Average(1.0, 10.0)
+        self.hit_rate, self.hit_rate_after_backup = Average(0.5, 1.0), Average(0.3, 8.0)
+
+    def observe(self, round_: Round) -> None:
+        """Learns from a round."""
+        self.rounds += 1
+        live = [row for row, k in enumerate(round_.accepted) if k >= 0]
+        if round_.seconds and round_.lookahead not in self.verified_lookaheads:
+            self.verified_lookaheads.add(round_.lookahead)  # the first of a shape is slow for reasons of its own
+        elif round_.seconds:
+            cost = self.verification_beside if round_.budget else self.verification_alone
+            cost.observe(round_.lookahead, round_.seconds)
+            if round_.transit is not None:
+                self.transit.observe(min(round_.transit, round_.seconds))
+        for row in live:
+            k = round_.accepted[row]
+            if round_.from_backup[row]:
+                continue
+            for i in range(min(k + 1, round_.lookahead, LONGEST_LOOKAHEAD)):
+                self.accepted[i].observe(i < k)
+            if round_.budget:
+                guesses = self.right_after_rejection if k < round_.lookahead else self.right_at_the_end
+                for rank, guess in enumerate(guesses):
+                    guess.observe(rank == round_.ranks[row])
+        if round_.budget and live:
+            for row in live:
+                hit_rate = self.hit_rate_after_backup if round_.from_backup[row] else self.hit_rate
+                hit_rate.observe(round_.hits[row])
+            hits = sum(round_.hits[row] for row in live) / len(live)
+            predicted = self.predicted_hit_rates(round_.lookahead)[min(round_.budget, LARGEST_BUDGET) - 1]
+            self.misses_over_predicted.observe(min(3.0, (1 - hits) / max(0.02, 1 - predicted)))
+
+    # ---------------------------------------------------------------- estimates
+
+    def verification(self, lookahead: int, alone: bool) -> float:
+        """Seconds from having a speculation to the next one's arrival, if it is ready: verification and messages."""
+        first, second = self.verification_alone, self.verification_beside
+        if not alone:
+            first, second = second, first
+        return max(1e-6, (first if first.observations else second)(lookahead) + self.transit.value)
+
+    def drafting(self, tokens: int, alone: bool) -> float:
+        """Seconds of one forward pass of the draft: one token of each row in time, or one of each branch ahead."""
+        first, second = (self.step, self.branches) if alone else (self.branches, self.step)
+        return max(1e-6, (first if first.observations else second)(tokens))
+
+    def acceptance(self, lookahead: int) -> list[float]:
+        """Chance of acceptance by position; a position that was hardly tested looks like all of them together."""
+        tested = math.fsum(average.weight for average in self.accepted) + PRIOR_TESTS
+        good = math.fsum(average.total for average in self.accepted) + PRIOR_TESTS * self.config.acceptance_rate
+        together = good / tested
+        rates = [(average.total + 8 * together) / (average.weight + 8) for average in self.accepted[:lookahead]]
+        return rates + [together] * (lookahead - len(rates))
+
+    def expected_tokens(self, lookahead: int) -> list[float]:
+        """Expected tokens of a round with 0 to `lookahead` drafted tokens."""
+        tokens, reached = [1.0], 1.0
+        for rate in self.acceptance(lookahead):
+            reached *= rate
+            tokens.append(tokens[-1] + reached)
+        return tokens
+
+    def predicted_hit_rates(self, lookahead: int) -> list[float]:
+        """Hit rate if the best 1, 2, ... outcomes of a speculation are prepared, as far as averages tell."""
+        reached, chances = 1.0, []
+        for rate in self.acceptance(lookahead):
+            chances += [reached * (1 - rate) * guess.value for guess in self.right_after_rejection]
+            reached *= rate
+        chances += [reached * guess.value for guess in self.right_at_the_end]
+        chances.sort(reverse=True)
+        total, rates = 0.0, []
+        for chance in chances[:LARGEST_BUDGET]:
+            total += chance
+            rates.append(min(1.0, total))
+        return rates + rates[-1:] * (LARGEST_BUDGET - len(rates))
+
+    def hit_rate_for(self, budget: int, predicted: list[float]) -> float:
+        """What averages tell, corrected by how they erred so far."""
+        missed = (1 - predicted[min(budget, len(predicted)) - 1]) * self.misses_over_predicted.value
+        return min(1.0, max(0.0, 1 - missed))
