@@ -8,10 +8,10 @@ from .costs import Average
 from .measurements import LARGEST_BUDGET, LONGEST_LOOKAHEAD, Measurements
 from .planner import FixedPlanner, Plan, Planner, first_fallback
 
+LOOKAHEADS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, LONGEST_LOOKAHEAD)
 BUDGETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, LARGEST_BUDGET)
 EXPLORED = ((4, 8), (7, 8), (4, 8), (1, 8), (7, 0), (1, 0), (4, 0), (0, 0), (0, 0))
 """Lookahead and budget of the first rounds of an unknown pair, so that there is a measured time for everything."""
-ROUNDS_BETWEEN_PLANS = 8
 FIRST_LOOK, LONGEST_BETWEEN_LOOKS = 24, 192  # rounds until it is seen again what it would be like otherwise
 ROUNDS_OF_A_LOOK = 3
 WORTH_A_CHANGE = 1.02  # predicted gain below which a plan stays as it is
@@ -58,6 +58,9 @@ class AutoPlanner(Planner):
         if self.saguaro is not None:
             self.saguaro.observe(sum(k + 1 for k in round_.accepted if k >= 0))
 
+    def observe_choice(self, seconds):
+        self.measured.choice.observe(seconds)
+
     def observe_branches(self, tokens, seconds):
         self.measured.branches.observe(tokens, seconds)
 
@@ -73,7 +76,8 @@ class AutoPlanner(Planner):
         if self.rounds < len(EXPLORED):
             self.current = self._plan_of(*EXPLORED[self.rounds])
         elif self.rounds >= self.replan_at:
-            self.replan_at = self.rounds + ROUNDS_BETWEEN_PLANS
+            # Planning takes 1.5 ms, which a busy draft does not have to spare in each round.
+            self.replan_at = self.rounds + min(16, max(4, self.rounds // 8))
             self._replan()
         return self.current
 
@@ -91,7 +95,7 @@ class AutoPlanner(Planner):
 
     def _replan(self) -> None:
         speeds = {}
-        for lookahead in range(1, LONGEST_LOOKAHEAD + 1) if self.adapts_tokens else [self.config.lookahead]:
+        for lookahead in LOOKAHEADS if self.adapts_tokens else [self.config.lookahead]:
             for budget, speed in self._speeds(lookahead).items():
                 speeds[lookahead, budget] = speed
         best, now = max(speeds, key=speeds.get), (self.current.lookahead, self.current.budget)
@@ -152,7 +156,7 @@ class AutoPlanner(Planner):
         fixed, predicted = self.config.budget, measured.predicted_hit_rates(lookahead)
         for budget in [fixed] if isinstance(fixed, int) else BUDGETS:
             growth = measured.drafting(rows * budget, alone=False)
-            window = verification[lookahead] - measured.drafting(rows * (lookahead + 1), alone=False)
+            window = verification[lookahead] - measured.choice.value
             grown = min(lookahead, max(0, int(window / growth)))
             all_hit = measured.hit_rate_for(budget, predicted) ** rows if grown else 0.0
             # A step that is under way when the outcome comes is finished first: half a step, unless all were done. Then

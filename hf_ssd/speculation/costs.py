@@ -59,4 +59,4 @@ class Average:
 
     @property
     def value(self) -> float:
-        return self.total / self.weight
+        return self.total / self.weight if self.weight else 0.0

@@ -26,6 +26,7 @@ class Measurements:
         self.verification_beside, self.verification_alone = LinearCost(0.03), LinearCost(0.03)
         self.branches, self.step = LinearCost(0.02), LinearCost(0.02)
         self.verified_lookaheads: set[int] = set()
+        self.choice = Average(0.0, 0.0, memory=0.95)
         self.transit = Average(3e-4, 4.0)
         self.accepted = [Average(0.0, 0.0) for _ in range(LONGEST_LOOKAHEAD)]
         self.tokens_after_miss = {"primary": Average(1.5, 1.0), "ngram": Average(1.0, 1.0)}

@@ -90,6 +90,9 @@ class Planner(ABC):
     def observe(self, round_: Round) -> None:
         """Learns from a round."""
 
+    def observe_choice(self, seconds: float) -> None:
+        """Learns how long it took from an answer until the next outcomes were chosen and could grow."""
+
     def observe_branches(self, tokens: int, seconds: float) -> None:
         """Learns what a forward pass over one token of each branch cost, while the target worked."""
 

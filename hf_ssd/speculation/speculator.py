@@ -119,6 +119,8 @@ class Speculator:
         histories = self._branch_histories(starts) if self.needs_history else None
         places = starts.tolist()
         self.prepared = prepared
+        if self.answered:
+            self.planner.observe_choice(time.perf_counter() - self.answered)
         for depth in range(plan.lookahead):
             if is_due():
                 return
