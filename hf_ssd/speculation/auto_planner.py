@@ -1,5 +1,6 @@
 """A planner that measures, and picks what is predicted to give the most tokens per second."""
 
+import math
 import time
 
 from .. import theory
@@ -153,26 +154,30 @@ class AutoPlanner(Planner):
         if not self.config.asynchronous:
             return speeds
         verification = [measured.verification(k, alone=False) for k in range(lookahead + 1)]
-        fixed, predicted = self.config.budget, measured.predicted_hit_rates(lookahead)
+        fixed, predicted = self.config.budget, {}
         for budget in [fixed] if isinstance(fixed, int) else BUDGETS:
-            growth = measured.drafting(rows * budget, alone=False)
-            window = verification[lookahead] - measured.choice.value
-            grown = min(lookahead, max(0, int(window / growth)))
-            all_hit = measured.hit_rate_for(budget, predicted) ** rows if grown else 0.0
-            # A step that is under way when the outcome comes is finished first: half a step, unless all were done. Then
-            # the branch that was hit is finished alone, as far as that is worth it.
-            late = 0.5 * growth * (grown < lookahead)
-            on_hit, on_miss = (self._best_answer(verification, tokens, late, ready, step) for ready in (grown, 0))
-            gain, seconds = (all_hit * x + (1 - all_hit) * y for x, y in zip(on_hit, on_miss))
-            speeds[budget] = rows * gain / seconds
+            growth, width = measured.drafting(rows * budget, alone=False), lookahead
+            for _ in range(3):  # what can grow depends on how long verification takes, and that on what had grown
+                # A step that is under way when the outcome comes is finished first. Then the branch that was hit is
+                # finished alone, as far as that is worth it.
+                window = verification[width] - measured.choice.value
+                grown = min(lookahead, max(0, math.ceil(window / growth)))
+                late = max(0.0, grown * growth - window)
+                width, tokens_on_hit, after_hit = self._best_answer(verification, tokens, late, grown, step)
+            _, tokens_on_miss, after_miss = self._best_answer(verification, tokens, late, 0, step)
+            if width not in predicted:
+                predicted[width] = measured.predicted_hit_rates(width)
+            all_hit = measured.hit_rate_for(budget, predicted[width]) ** rows if grown else 0.0
+            gain = all_hit * tokens_on_hit + (1 - all_hit) * tokens_on_miss
+            speeds[budget] = rows * gain / (all_hit * after_hit + (1 - all_hit) * after_miss)
         return speeds
 
-    def _best_answer(self, verification, tokens, late: float, ready: int, step: float) -> tuple[float, float]:
-        """Returns the tokens and seconds of a round for which so many tokens are ready when the outcome comes."""
+    def _best_answer(self, verification, tokens, late: float, ready: int, step: float) -> tuple[int, float, float]:
+        """Returns lookahead, tokens and seconds of a round for which so much is ready when the outcome comes."""
         seconds = [v + late + max(0, k - ready) * step for k, v in enumerate(verification)]
         answers = range(len(tokens)) if self.adapts_tokens else [len(tokens) - 1]
         best = max(answers, key=lambda k: tokens[k] / seconds[k])
-        return tokens[best], seconds[best]
+        return best, tokens[best], seconds[best]
 
     def _choose_fallback(self, lookahead: int) -> None:
         """
@@ -184,7 +189,7 @@ class AutoPlanner(Planner):
             return
         verification = [measured.verification(k, alone=False) for k in range(lookahead + 1)]
         tokens, step = measured.expected_tokens(lookahead), measured.drafting(self.rows, alone=True)
-        in_time = self._best_answer(verification, tokens, 0.0, 0, step)[1] / verification[lookahead] - 1
+        in_time = self._best_answer(verification, tokens, 0.0, 0, step)[2] / verification[lookahead] - 1
         after_miss = {
             "primary": (measured.tokens_after_miss["primary"].value, max(0.0, in_time)),
             "ngram": (measured.tokens_after_miss["ngram"].value, 0.0),

@@ -30,7 +30,7 @@ class LinearCost:
         variance = max(0.0, self.xx / self.weight - mean_x**2)
         covariance = self.xy / self.weight - mean_x * mean_y
         guess = self.relative_slope * mean_y / (1 + self.relative_slope * mean_x)
-        certainty = 0.05 * (mean_x**2 + 1)  # a spread of a fifth of the mean counts as much as the guess
+        certainty = 0.2 * (mean_x**2 + 1) / self.weight  # the guess counts like a few observations near each other
         self.slope = max(0.0, (covariance + certainty * guess) / (variance + certainty))
         self.slope = min(self.slope, mean_y / max(mean_x, 1e-9))
         self.fixed = mean_y - self.slope * mean_x

@@ -113,5 +113,5 @@ class Measurements:
 
     def hit_rate_for(self, budget: int, predicted: list[float]) -> float:
         """What averages tell, corrected by how they erred so far."""
-        missed = (1 - predicted[min(budget, len(predicted)) - 1]) * self.misses_over_predicted.value
-        return min(1.0, max(0.0, 1 - missed))
+        missed = (1 - predicted[min(budget, len(predicted)) - 1]) * min(1.5, max(0.7, self.misses_over_predicted.value))
+        return max(0.0, 1 - missed)

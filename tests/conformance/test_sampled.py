@@ -1,5 +1,8 @@
 """Sampled outputs: equal to the synchronous oracle token for token, and distributed as the target's own samples."""
 
+import dataclasses
+import random
+
 import pytest
 import torch
 from scipy import stats
@@ -7,7 +10,10 @@ from transformers import LogitsProcessorList
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper
 
 import hf_ssd
+from hf_ssd.distributed.local import LocalSession
 from hf_ssd.generation import decoding, verification
+from hf_ssd.speculation import experience, speculator
+from hf_ssd.speculation.planner import Plan, Planner
 from hf_ssd.speculation.speculator import Speculator
 
 from ..conftest import padded_batch, tiny_draft, tiny_model
@@ -98,11 +104,11 @@ def exact_probabilities(target):
     return joint.view(SMALL, -1).sum(0).double()
 
 
-def p_value(target, draft, calls=24, asynchronous=False, seed=0):
+def p_value(target, draft, calls=24, seed=0, at_least=1.1, **settings):
     """Of the chi-square test of sampled three-token strings against the exact probabilities."""
     counts, speculated = torch.zeros(SMALL**3), []
     torch.manual_seed(seed)
-    config = hf_ssd.SSDConfig(lookahead=3, budget=8, asynchronous=asynchronous)
+    config = hf_ssd.SSDConfig(**{"lookahead": 3, "budget": 8, "asynchronous": False, **settings})
     for _ in range(calls):
         output = target.generate(
             PROMPT.repeat(ROWS, 1),
@@ -118,7 +124,7 @@ def p_value(target, draft, calls=24, asynchronous=False, seed=0):
         strings = output.sequences[:, 4:7] @ torch.tensor([SMALL**2, SMALL, 1])
         counts += torch.bincount(strings, minlength=SMALL**3)
     expected = exact_probabilities(target) * counts.sum()
-    assert min(speculated) > 1.1 and counts[expected == 0].sum() == 0
+    assert sum(speculated) / calls > at_least and counts[expected == 0].sum() == 0
     rare = expected < 5
     observed = torch.cat([counts[~rare].double(), counts[rare].double().sum()[None]])
     expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
@@ -133,6 +139,84 @@ def test_three_token_strings_have_the_targets_distribution_with_a_worker(small):
     target, draft = small
     with hf_ssd.launch_draft(draft, num_threads=1) as assistant:
         assert p_value(target, assistant, asynchronous=True, seed=1) > 1e-3
+
+
+class LatestTokens:
+    """A fallback of a user's own: the last tokens again, or a distribution around them."""
+
+    def __init__(self, certain):
+        self.certain, self.generator = certain, torch.Generator().manual_seed(5)
+
+    def propose(self, input_ids, lookahead):
+        tokens = input_ids[:, -2:]
+        if self.certain:
+            return tokens, None
+        probabilities = torch.nn.functional.one_hot(tokens, SMALL) * 0.4 + 0.6 / SMALL
+        drawn = torch.multinomial(probabilities[0], 1, generator=self.generator).T
+        return drawn, probabilities
+
+
+SETTINGS = {
+    "C = 0": {"saguaro_c": 0.0},
+    "C = 0.3": {"saguaro_c": 0.3},
+    "n-grams": {"fallback": "ngram", "at_least": 1.0},
+    "random": {"fallback": "random"},
+    "custom, certain": {"fallback": LatestTokens(certain=True)},
+    "custom, drawn": {"fallback": LatestTokens(certain=False)},
+    "auto": {"lookahead": "auto", "budget": "auto", "at_least": 1.01},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_every_setting_leaves_the_targets_distribution(small, name):
+    assert p_value(*small, calls=40, seed=10, **SETTINGS[name]) > 1e-3
+
+
+class Whims(Planner):
+    """Decides by chance, as if by the clock: how far and widely to draft, from where, and when an outcome is due."""
+
+    is_repeatable = False
+
+    def __init__(self, *_):
+        self.random = random.Random(4)
+
+    def plan(self):
+        fallback, c = self.random.choice(["primary", "ngram", "random"]), self.random.choice([1.0, 0.5, 0.0])
+        return Plan(self.random.randrange(5), self.random.randrange(9), fallback, c, 0.8, 0.5)
+
+    def lookahead(self, known):
+        return self.random.randrange(5)
+
+    def is_due(self):
+        return self.random.random() < 0.2
+
+
+def test_whatever_a_planner_decides_leaves_the_targets_distribution(small, monkeypatch):
+    monkeypatch.setattr(experience, "planner_for", Whims)
+    answer = LocalSession.receive_speculation
+
+    def prepares(self):
+        if self.speculator.config.asynchronous is False:  # in this process, but ahead of time
+            self.speculator.config = dataclasses.replace(self.speculator.config, asynchronous=True)
+            self.speculator.prepare()
+        prepare = self.speculator.prepare
+        monkeypatch.setattr(self.speculator, "prepare", lambda: prepare(self.speculator.planner.is_due))
+        received = answer(self)
+        self.speculator.prepare = prepare
+        hits.append(received.hits.float().mean().item())
+        return received
+
+    hits = []
+    monkeypatch.setattr(LocalSession, "receive_speculation", prepares)
+    assert p_value(*small, calls=40, seed=6) > 1e-3
+    assert 0.1 < sum(hits) / len(hits) < 0.9
+
+
+@pytest.mark.parametrize("name", ["C = 0.3", "custom, drawn", "auto"])
+def test_every_setting_leaves_the_targets_distribution_with_a_worker(small, name):
+    target, draft = small
+    with hf_ssd.launch_draft(draft, num_threads=1) as assistant:
+        assert p_value(target, assistant, calls=16, asynchronous=True, seed=2, **SETTINGS[name]) > 1e-3
 
 
 def accept_greedily(scores, q, drafted):
@@ -161,6 +245,23 @@ def unwarped_q(monkeypatch):
     monkeypatch.setattr(Speculator, "_propose", mutant)
 
 
+def plain_q_with_saguaro_tokens(monkeypatch):
+    propose = Speculator._propose
+
+    def mutant(self, scores, *args):
+        return propose(self, scores, *args)[0], scores.softmax(-1)
+
+    monkeypatch.setattr(Speculator, "_propose", mutant)
+
+
+def drafts_q_with_random_tokens(monkeypatch):
+    def claims(proposal, vocab_size):
+        favourite = torch.nn.functional.one_hot(torch.tensor(2), vocab_size) * 0.5 + 0.5 / vocab_size
+        return favourite.expand(*proposal.tokens.shape, vocab_size)
+
+    monkeypatch.setattr(speculator, "dense_probabilities", claims)
+
+
 MUTANTS = {
     "greedy acceptance on misses": lambda m: m.setattr(decoding, "verify_sampled", accept_greedily),
     "q without its warpers": unwarped_q,
@@ -171,6 +272,15 @@ MUTANTS = {
         lambda s, q, d: verification.verify_sampled(s, None if q is None else q.roll(1, 0), d),
     ),
 }
+
+
+@pytest.mark.parametrize(
+    "mutant, settings",
+    [(plain_q_with_saguaro_tokens, {"saguaro_c": 0.3}), (drafts_q_with_random_tokens, {"fallback": "random"})],
+)
+def test_a_wrong_q_of_saguaro_sampling_or_a_backup_fails_the_same_test(small, mutant, settings, monkeypatch):
+    mutant(monkeypatch)
+    assert p_value(*small, **settings) < 1e-3
 
 
 @pytest.mark.parametrize("name", MUTANTS)

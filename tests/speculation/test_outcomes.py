@@ -113,7 +113,9 @@ def test_confidence_beats_the_shapes_that_do_not_look_at_the_round():
     rates = {name: simulated_hits(shape_for(SSDConfig(fan_out=name))) for name in SHAPES}
     assert rates["confidence"] > rates["geometric"] + 0.05 and rates["confidence"] > rates["uniform"] + 0.05
     # The mutant: it learns the opposite of what happened.
-    assert simulated_hits(shape_for(SSDConfig(fan_out="confidence")), lesson=lambda k: 4 - k) < rates["geometric"] + 0.05
+    assert (
+        simulated_hits(shape_for(SSDConfig(fan_out="confidence")), lesson=lambda k: 4 - k) < rates["geometric"] + 0.05
+    )
 
 
 def test_guesses_are_the_likeliest_tokens_and_never_the_drafted_one():

@@ -1,5 +1,7 @@
 """What a speculator answers must not depend on what it had prepared."""
 
+import dataclasses
+
 import pytest
 import torch
 from transformers import GenerationConfig
@@ -29,6 +31,12 @@ def new_speculator(options, asynchronous, rows=3, family="llama", **config):
     return speculator
 
 
+def interrupted_after(steps):
+    """An outcome that is due after some steps: none of the branches, or some of their tokens, or all are drafted."""
+    left = iter(range(steps))
+    return lambda: next(left, None) is None
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma"])
 @pytest.mark.parametrize("options", OPTIONS)
 @torch.inference_mode()
@@ -52,10 +60,62 @@ def test_answers_are_the_same_prepared_or_just_in_time(options, family):
             torch.testing.assert_close(first.probabilities[used], second.probabilities[used], atol=1e-5, rtol=1e-4)
         hits, misses = hits + first.hits[used].sum().item(), misses + (~first.hits[used]).sum().item()
         assert not second.hits.any()
-        ahead.prepare()
+        ahead.prepare(interrupted_after(turn % 7))
         accepted = torch.randint(0, 5, (3,), generator=generator)
         bonus = torch.randint(2, VOCAB, (3,), generator=generator)
     assert hits >= 6 and misses >= 6
+
+
+@pytest.mark.parametrize("steps", range(6))
+@torch.inference_mode()
+def test_a_branch_that_is_half_grown_is_finished_alone(steps, monkeypatch):
+    speculator = new_speculator(OPTIONS["sampled"], asynchronous=False, rows=1, fan_out="uniform")
+    expected = new_speculator(OPTIONS["sampled"], asynchronous=False, rows=1)
+    speculator.config.asynchronous = True
+    speculator.prepare(interrupted_after(steps))
+    # The first question is asked before the outcomes are chosen, and changes nothing for a fixed plan.
+    assert len(speculator.prepared.tokens) == min(4, max(0, steps - 1))
+    fed = []
+    forward = speculator.decoder.forward
+    monkeypatch.setattr(speculator.decoder, "forward", lambda t, *a, **k: fed.append(t.shape) or forward(t, *a, **k))
+    outcome = (speculator.prepared.accepted[:, 1], speculator.prepared.bonus[:, 1])
+    answer = speculator.answer(*outcome)
+    assert answer.hits.all() and torch.equal(answer.tokens, expected.answer(*outcome).tokens)
+    # What is ready is fed together, and the rest one by one: never more forward passes than tokens are missing.
+    assert len(fed) == 4 - min(4, max(0, steps - 1)) and all(shape[0] == 1 for shape in fed)
+
+
+@torch.inference_mode()
+def test_rows_that_hit_keep_their_tokens_when_a_backup_serves_the_others():
+    speculator = new_speculator(OPTIONS["sampled"], asynchronous=True, fallback="random", fan_out="uniform")
+    in_time = new_speculator(OPTIONS["sampled"], asynchronous=False)
+    accepted, bonus = torch.zeros(3, dtype=torch.long), speculator.prepared.bonus[:, 0].clone()
+    bonus[1] = next(t for t in range(2, VOCAB) if t not in speculator.prepared.bonus[1])
+    answer, expected = speculator.answer(accepted, bonus), in_time.answer(accepted, bonus)
+    assert answer.hits.tolist() == [True, False, True]
+    assert torch.equal(answer.tokens[[0, 2]], expected.tokens[[0, 2]])
+    torch.testing.assert_close(answer.probabilities[[0, 2]], expected.probabilities[[0, 2]], atol=1e-5, rtol=1e-4)
+    assert torch.equal(answer.probabilities[1], torch.full((4, VOCAB), 1 / VOCAB))
+    speculator.prepare()
+    assert (speculator.prepared.accepted[1] == 0).sum() >= 10  # the likely outcome of a random proposal
+
+
+@torch.inference_mode()
+def test_tokens_that_were_left_out_while_the_draft_rested_are_fed_later():
+    """Rows of different lengths, some rounds without drafting, and then an answer as if nothing had happened."""
+    resting, working = (new_speculator(OPTIONS["greedy"], asynchronous=False) for _ in range(2))
+    plan = resting.planner.fixed
+    generator = torch.Generator().manual_seed(8)
+    for turn in range(12):
+        rests = turn % 5 != 4
+        resting.planner.fixed = resting.plan = dataclasses.replace(plan, lookahead=0 if rests else 4)
+        bonus = torch.randint(2, VOCAB, (3,), generator=generator)
+        accepted = torch.zeros(3, dtype=torch.long)
+        accepted[turn % 3] = SKIPPED if turn == 7 else 0
+        first, second = resting.answer(accepted, bonus), working.answer(accepted, bonus)
+        assert first.tokens.shape[1] == (0 if rests else 4)
+        used = accepted != SKIPPED
+        assert rests or torch.equal(first.tokens[used], second.tokens[used])
 
 
 @torch.inference_mode()

@@ -1,0 +1,165 @@
+"""The planner in a simulated world, where time is exact and the best plan can be found by trying them all."""
+
+import random
+from dataclasses import dataclass
+
+import pytest
+
+from hf_ssd import SSDConfig
+from hf_ssd.speculation.auto_planner import BUDGETS, AutoPlanner, planner_for
+from hf_ssd.speculation.costs import LinearCost
+from hf_ssd.speculation.outcomes import allocate
+from hf_ssd.speculation.planner import FixedPlanner, Plan, Round
+from hf_ssd.theory import geometric_fan_out
+
+
+@dataclass
+class World:
+    """Times in seconds."""
+
+    acceptance: float
+    verification: float = 0.040
+    per_token: float = 0.001  # more for each drafted token that is verified
+    step: float = 0.005
+    per_branch: float = 0.0001
+    contention: float = 1.0  # how much slower verification is while the draft works as well
+    right: float = 0.5  # chance that a guess is right, if the better ones were not
+    rows: int = 1
+
+    def drafting(self, tokens):
+        return self.step + self.per_branch * tokens
+
+    def run(self, planner, rounds=1500, skip=0, seed=1):
+        """Returns tokens per second after the first `skip` rounds."""
+        chance = random.Random(seed)
+        width, seconds, tokens = 0, 0.0, 0
+        for number in range(rounds):
+            if number == skip:
+                seconds = tokens = 0
+            plan = planner.plan()
+            busy = plan.lookahead > 0 and plan.budget > 0
+            verification = (self.verification + self.per_token * width) * (self.contention if busy else 1)
+            accepted, ranks, hits = [], [], []
+            shares = allocate(geometric_fan_out(width, plan.budget, 0.8, 0.5), plan.budget) if busy else [0] * 99
+            for _ in range(self.rows):
+                k = next((k for k in range(width) if chance.random() > self.acceptance), width)
+                rank = next((r for r in range(40) if chance.random() < self.right), 40)
+                accepted.append(k)
+                ranks.append(rank)
+                hits.append(rank < shares[k])
+            elapsed, known = verification, [0] * self.rows
+            if busy:
+                choice = self.drafting(self.rows * (width + 1))
+                branch = self.drafting(self.rows * plan.budget)
+                grown = min(
+                    plan.lookahead, max(0, -int(-(verification - choice) // branch))
+                )  # the last one begun counts
+                elapsed = max(verification, choice + grown * branch)
+                known = [grown * hit for hit in hits]
+                planner.observe_choice(choice)
+                for _ in range(grown):
+                    planner.observe_branches(self.rows * plan.budget, branch)
+            planner.observe(
+                Round(width, accepted, hits, [False] * self.rows, ranks, verification, plan.budget * busy, None)
+            )
+            new_width = planner.lookahead(known) if plan.lookahead else 0
+            for _ in range(max(0, new_width - min(known))):
+                elapsed += self.drafting(self.rows)
+                planner.observe_step(self.rows, self.drafting(self.rows))
+            seconds, tokens = seconds + elapsed, tokens + sum(accepted) + self.rows
+            width = new_width
+        return tokens / seconds
+
+    def fixed(self, lookahead, budget):
+        class Fixed(FixedPlanner):
+            def __init__(self):
+                self.fixed = Plan(lookahead, budget, "primary", 1.0, 0.8, 0.5)
+
+        return self.run(Fixed(), rounds=600)
+
+    def best_fixed(self):
+        plans = [(k, b) for k in (1, 2, 3, 4, 6, 8, 11, 14) for b in (0, *BUDGETS[::2])]
+        return max(self.fixed(*plan) for plan in [(0, 0), *plans])
+
+
+WORLDS = {
+    "a quick draft that agrees": World(0.9),
+    "a quick draft that agrees less": World(0.6),
+    "a batch": World(0.8, rows=8),
+    "bonus tokens that are hard to guess": World(0.7, right=0.1),
+    "a slow draft": World(0.8, step=0.015),
+    "a useless draft": World(0.05),
+    "a draft as slow as the target": World(0.6, step=0.04),
+    "models that get in each other's way": World(0.8, contention=1.7, right=0.3),
+    "verification that costs by the token": World(0.8, per_token=0.012),
+}
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_auto_comes_within_five_percent_of_the_best_fixed_plan(name):
+    world = WORLDS[name]
+    best = world.best_fixed()
+    auto = world.run(AutoPlanner(SSDConfig(), world.rows, 1000, sampled=True), skip=100)
+    assert auto > 0.95 * best
+    # The mutant: a plan that does not look at the world. In most worlds it is far from the best.
+    if name in ("a useless draft", "a slow draft", "models that get in each other's way"):
+        assert world.fixed(14, 48) < 0.95 * best
+
+
+def test_a_draft_that_does_not_pay_costs_next_to_nothing():
+    for world in (World(0.05), World(0.6, step=0.04)):
+        auto = world.run(AutoPlanner(SSDConfig(), 1, 1000, sampled=False), rounds=1000)  # with the first rounds
+        assert auto > 0.97 / world.verification
+
+
+def test_numbers_in_the_config_stay_as_they_are():
+    planner = planner_for(SSDConfig(lookahead=5), 1, 1000, True)
+    assert isinstance(planner, AutoPlanner)
+    World(0.1).run(planner, rounds=200)
+    assert planner.plan().lookahead == planner.lookahead([0]) == 5 and planner.plan().fallback == "primary"
+    planner = planner_for(SSDConfig(budget=7), 1, 1000, True)
+    World(0.9).run(planner, rounds=200)
+    assert planner.plan().budget == 7
+    fixed = planner_for(SSDConfig(lookahead=5, budget=7), 1, 1000, True)
+    assert isinstance(fixed, FixedPlanner) and fixed.plan() is fixed.plan()
+    assert fixed.lookahead([0]) == fixed.lookahead([3, 5]) == 5
+
+
+def test_backups_are_preferred_where_theorem_17_says_so():
+    """Many rows, rare hits, and a backup that gains nearly as much as the draft: waiting for the draft does not pay."""
+    for rows, expected in ((1, "primary"), (64, "ngram")):
+        world = World(0.8, step=0.012, right=0.5, rows=rows, per_branch=0)
+        planner = AutoPlanner(SSDConfig(), rows, 1000, True)
+        for _ in range(40):
+            planner.observe_miss("primary", 3)
+            planner.observe_miss("ngram", 1 if rows == 1 else 3)
+        world.run(planner, rounds=200)
+        assert planner.plan().fallback == expected
+
+
+def test_saguaro_auto_settles_on_the_value_that_is_fastest(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("hf_ssd.speculation.auto_planner.time.perf_counter", lambda: clock[0])
+    planner = AutoPlanner(SSDConfig(saguaro_c="auto"), 1, 1000, True)
+    speeds = {1.0: 30.0, 0.7: 40.0, 0.4: 35.0, 0.1: 20.0}
+    chosen = []
+    for _ in range(1500):
+        c = planner.saguaro.value
+        chosen.append(c)
+        clock[0] += 1 / speeds[c]
+        planner.observe(Round(4, [0], [True], [False], [0], 0.04, 8))
+    assert chosen[-600:].count(0.7) > 450 and set(chosen) == set(speeds)
+
+
+def test_costs_are_learned_and_hiccups_forgotten():
+    cost = LinearCost(0.02)
+    assert cost(5) == 0
+    cost.observe(10, 1.0)
+    assert cost(10) == pytest.approx(1.0) and 1 < cost(20) < 1.5  # one observation: the slope is a guess
+    for number in range(200):
+        units = 1 + number % 20
+        cost.observe(units, 2.0 + 0.5 * units)
+    assert cost(1) == pytest.approx(2.5, rel=0.05) and cost(40) == pytest.approx(22, rel=0.05)
+    before = cost(10)
+    cost.observe(10, 1e6)
+    assert cost(10) < 1.2 * before
