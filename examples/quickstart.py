@@ -33,8 +33,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--prompt", default=PROMPT)
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
-    parser.add_argument("--lookahead", type=int, help="default: 3 on the CPU, otherwise 7")
-    parser.add_argument("--budget", type=int, help="default: 12 on the CPU, otherwise 24")
+    parser.add_argument("--lookahead", type=int, help="default: planned while it generates")
+    parser.add_argument("--budget", type=int, help="default: planned while it generates")
     parser.add_argument("--repeats", type=int, default=5, help="runs of each method; the median counts")
     return parser.parse_args()
 
@@ -57,9 +57,7 @@ def main() -> None:
     logging.disable_progress_bar()
     target, draft, tokenizer = load_pair(args)
     on_cpu = target.device.type == "cpu"
-    config = hf_ssd.SSDConfig(
-        lookahead=args.lookahead or (3 if on_cpu else 7), budget=args.budget or (12 if on_cpu else 24)
-    )
+    config = hf_ssd.SSDConfig(lookahead=args.lookahead or "auto", budget=args.budget or "auto")
     inputs = tokenizer(args.prompt, return_tensors="pt", return_token_type_ids=False).to(target.device)
     options = {"max_new_tokens": args.max_new_tokens, "return_dict_in_generate": True}
     options |= {"do_sample": True, "temperature": args.temperature} if args.temperature else {"do_sample": False}
@@ -98,6 +96,7 @@ def main() -> None:
         per_round, hits = (f"{stats.tokens_per_round:.2f}", f"{stats.hit_rate:.2f}") if stats else ("", "")
         same = "sampled" if args.temperature else "yes" if torch.equal(outputs[name].sequences, plain) else "NO"
         print(f"{name:<20} {speed:>9.1f} {speed / base:>7.2f}x {per_round:>13} {hits:>9} {same:>21}")
+    print(f"\nThe last run of SSD: {outputs['SSD'].ssd_stats}")
 
 
 if __name__ == "__main__":

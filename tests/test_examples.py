@@ -29,7 +29,7 @@ def table(output):
 
 
 def test_quickstart():
-    output = run("examples/quickstart.py", "--max-new-tokens", "40", "--repeats", "1")
+    output = run("examples/quickstart.py", "--max-new-tokens", "40", "--repeats", "1", "--lookahead=3", "--budget=12")
     assert "class Reader" in output
     rows = table(output)
     assert all(row[-1] == "yes" for row in rows.values())

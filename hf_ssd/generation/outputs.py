@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 
 from transformers.generation import GenerateDecoderOnlyOutput
 
+from .advice import advice
+
 
 @dataclass
 class SSDStats:
@@ -69,9 +71,20 @@ class SSDStats:
         tested = sum(min(accepted + 1, k) for k, accepted, _ in rows)
         return sum(accepted for _, accepted, _ in rows) / tested if tested else 0.0
 
+    @property
+    def advice(self) -> list[str]:
+        """What the figures say about the pair and the settings, in sentences; empty if there is nothing to change."""
+        return advice(self)
+
+    @property
+    def wait_share(self) -> float:
+        """Share of the rounds' time in which the target waited for the draft."""
+        verify, wait = sum(self.verify_seconds), sum(self.wait_seconds)
+        return wait / (verify + wait) if verify + wait else 0.0
+
     def to_dict(self) -> dict:
         """Returns all fields and the derived figures as plain Python objects."""
-        derived = ("rounds", "hit_rate", "tokens_per_round", "acceptance_rate")
+        derived = ("rounds", "hit_rate", "tokens_per_round", "acceptance_rate", "wait_share", "advice")
         totals = ("verify_seconds", "wait_seconds", "draft_seconds", "answer_seconds")
         return {
             **self.__dict__,
@@ -88,7 +101,9 @@ class SSDStats:
             f"{self.generated_tokens} tokens in {n} rounds, {self.tokens_per_round:.2f} tokens per round and row",
             f"acceptance rate {self.acceptance_rate:.2f}, hit rate {self.hit_rate:.2f}",
             f"per round: verification {verify:.1f} ms, wait for the draft {wait:.1f} ms, which worked {draft:.1f} ms",
+            f"mean lookahead {sum(self.lookahead) / n:.1f}, mean budget {sum(self.budget) / n:.1f}",
             f"prefill {1e3 * self.prefill_seconds:.1f} ms, in all {self.total_seconds:.2f} s",
+            *self.advice,
         ]
         if self.draft_failure:
             lines.append(f"finished without the draft: {self.draft_failure}")

@@ -34,3 +34,27 @@ def test_no_rounds_and_a_failure():
     stats = SSDStats(lookahead=[0], accepted=[[0]], hits=[[False]], verify_seconds=[0.1], wait_seconds=[0.0],
                      draft_seconds=[0.0], draft_failure="it ended")  # fmt: skip
     assert stats.hit_rate == stats.acceptance_rate == 0 and "finished without the draft: it ended" in str(stats)
+
+
+def stats_like(lookahead=7, accepted=5, hit=True, wait=0.0, budget=8, **fields):
+    """Ten rounds of one row, all alike."""
+    ten = {"lookahead": lookahead, "accepted": [accepted], "hits": [hit], "wait_seconds": wait, "budget": budget}
+    ten |= {"verify_seconds": 0.1, "draft_seconds": 0.05}
+    return SSDStats(**{name: [value] * 10 for name, value in ten.items()}, **fields)
+
+
+@pytest.mark.parametrize(
+    "stats, words",
+    [
+        (stats_like(), None),
+        (stats_like(accepted=0, lookahead=2), "acceptance 0.00: this draft does not pay"),
+        (stats_like(accepted=0, lookahead=0), "100% of the rounds were plain decoding"),
+        (stats_like(wait=0.04), "wait is 29% of a round: the draft is too slow for lookahead 7 and budget 8"),
+        (stats_like(wait=0.04, hit=False), "hits are rare (0.00)"),
+        (stats_like(wait=0.04, budget=0), "in turn with the target"),
+        (stats_like(draft_failure="it ended"), "the draft failed"),
+    ],
+)
+def test_advice_says_what_was_seen(stats, words):
+    assert stats.advice == [] if words is None else any(words in sentence for sentence in stats.advice)
+    assert all(sentence in str(stats) for sentence in stats.advice)

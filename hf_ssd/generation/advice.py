@@ -1,0 +1,38 @@
+"""What the figures of a call say about the pair and the settings, in words."""
+
+
+def advice(stats) -> list[str]:
+    """
+    Args:
+        stats ([`SSDStats`]): How the rounds of a call went.
+
+    Returns:
+        `list[str]`: What was seen and what to do about it; empty if there is nothing to change.
+    """
+    if not stats.rounds:
+        return []
+    if stats.draft_failure:
+        return ["the draft failed and the call finished by plain decoding; see `draft_failure`"]
+    drafted = [k for k in stats.lookahead if k]
+    rested = 1 - len(drafted) / stats.rounds
+    if rested > 0.5 or stats.acceptance_rate < 0.3:
+        plain = f" ({rested:.0%} of the rounds were plain decoding)" if rested else ""
+        return [
+            f"acceptance {stats.acceptance_rate:.2f}: this draft does not pay; choose one that agrees more with the "
+            f"target or is quicker, or generate without{plain}"
+        ]
+    if stats.wait_share < 0.15:
+        return []
+    wait = f"wait is {stats.wait_share:.0%} of a round"
+    if not any(stats.budget):
+        return [f"{wait}: the draft worked in turn with the target, not ahead of it"]
+    if stats.hit_rate < 0.6:
+        return [
+            f"{wait}, for hits are rare ({stats.hit_rate:.2f}): a larger `budget`, a lower temperature or `saguaro_c` "
+            "below 1 make more of them"
+        ]
+    lookahead = sum(drafted) / len(drafted)
+    return [
+        f"{wait}: the draft is too slow for lookahead {lookahead:.0f} and budget {max(stats.budget)}; "
+        "choose less of either, a smaller draft, or a faster device for it"
+    ]
