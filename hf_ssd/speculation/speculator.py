@@ -4,21 +4,17 @@ import time
 from collections.abc import Callable
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from ..cache.branches import Branches
-from ..cache.cached_model import CachedModel
-from ..cache.ragged import RaggedCache
 from ..cache.speculation import Speculation, SpeculationCache
 from ..config import SSDConfig
-from ..logits_processing import needs_history, process_branches
 from .experience import Experience
 from .fallback import Backup, NGramBackup, RandomBackup, dense_probabilities
 from .outcomes import Forks
 from .planner import GUESSES, Round
-from .sampling import SpeculationNoise, draw, saguaro
-
-SKIPPED = -1  # the accepted count of a row that is finished: the draft leaves the row alone
+from .proposals import Proposals
+from .trunk import SKIPPED, Trunk
 
 
 class Speculator:
@@ -50,21 +46,9 @@ class Speculator:
         custom_backup: Backup | None = None,
     ):
         self.config, self.device = config, model.device
-        self.lengths = [len(prompt) for prompt in prompts]
-        """Columns of each row's trunk that hold verified tokens and the token that the next outcome follows."""
-        self.fed = [0] * len(prompts)
-        """Columns of each row's trunk, speculation included, whose keys and values are in the cache."""
-        width = max(self.lengths)
-        self.ids = torch.zeros(len(prompts), width + 256, dtype=torch.long, device=self.device)
-        for row, prompt in enumerate(prompts):
-            self.ids[row, : len(prompt)] = prompt
-        capacity = 2 * width + 1024
-        self.decoder = CachedModel(model, RaggedCache(capacity), position_limit=generation_config.max_length)
-        self.processors = draft_processors(model, generation_config, width)
-        self.needs_history = needs_history(self.processors)
-        vocab_size = model.config.get_text_config(decoder=True).vocab_size
-        self.vocab_size = vocab_size
-        self.noise = SpeculationNoise(seed, vocab_size, self.device) if generation_config.do_sample else None
+        self.trunk = Trunk(model, prompts, generation_config.max_length)
+        self.proposals = Proposals(model, generation_config, max(self.trunk.lengths), seed)
+        self.vocab_size = vocab_size = self.proposals.vocab_size
         experience = Experience() if experience is None else experience
         self.planner, self.shape = experience.of(config, generation_config, len(prompts), vocab_size)
         self.plan = self.planner.plan()
@@ -81,7 +65,7 @@ class Speculator:
 
     def prefill(self) -> None:
         """Feeds the prompts."""
-        self.known_logits = [self._feed(self.lengths, wanted=1)]
+        self.known_logits = [self.trunk.feed(0, wanted=1)]
 
     # ---------------------------------------------------------------- ahead of time
 
@@ -101,22 +85,22 @@ class Speculator:
         # 1. Feed what is not in the trunk yet; now there are logits to fork from after each accepted count.
         known = sum(logits.shape[1] for logits in self.known_logits)
         if known <= lookahead:
-            self.known_logits.append(self._feed([n + lookahead for n in self.lengths], wanted=lookahead + 1 - known))
+            self.known_logits.append(self.trunk.feed(lookahead, wanted=lookahead + 1 - known))
         logits = torch.cat(self.known_logits, dim=1).float()
         if is_due() and not self.planner.is_repeatable:
             return
 
         # 2. Choose the outcomes.
         counts = torch.arange(lookahead + 1, device=self.device)
-        scores = self._process_trunk(logits, torch.tensor(self.lengths, device=self.device)[:, None] + counts)
+        scores = self._process_trunk(logits, self.trunk.ends() + counts)
         self.forks = Forks.of(scores, logits, self.drafted, self.from_backup, max(plan.budget, GUESSES))
         accepted, bonus = self.forks.outcomes(self.shape.fan_outs(self.forks, plan.budget))
         prepared, tokens = SpeculationCache(accepted, bonus), bonus
 
         # 3. Grow all branches together, one token of each per forward pass.
-        starts = torch.tensor(self.lengths, device=self.device)[:, None] + accepted.clamp(min=0)
-        branches = Branches(self.decoder, starts, max(self.lengths) + lookahead, plan.lookahead)
-        histories = self._branch_histories(starts) if self.needs_history else None
+        starts = self.trunk.ends() + accepted.clamp(min=0)
+        branches = Branches(self.trunk.decoder, starts, max(self.trunk.lengths) + lookahead, plan.lookahead)
+        histories = self._branch_histories(starts) if self.proposals.need_history else None
         places = starts.tolist()
         self.prepared = prepared
         if self.answered:
@@ -128,8 +112,8 @@ class Speculator:
             if histories is not None:
                 histories.scatter_(2, (starts + depth)[:, :, None], tokens[:, :, None])
             scores = branches.grow(tokens).float()
-            scores = self._process(scores, histories, starts + depth + 1)
-            tokens, probabilities = self._propose(scores, places, depth)
+            scores = self.proposals.process(scores, histories, starts + depth + 1)
+            tokens, probabilities = self.proposals.propose(scores, places, depth, plan)
             prepared.append(tokens, probabilities)
             self._observe(self.planner.observe_branches, tokens.numel(), began)
 
@@ -159,7 +143,9 @@ class Speculator:
             nothing = torch.zeros(len(accepted), 0, dtype=torch.long, device=self.device)
             ready = Speculation(nothing, None, skipped & False)
         counts, next_tokens = accepted.tolist(), bonus.tolist()
-        self._commit(counts, bonus)
+        self.trunk.grow(counts, bonus)
+        self.proposals.forget_before([n - 1 for n in self.trunk.lengths])
+        self.known_logits = []
         grown = ready.tokens.shape[1]
         known = [grown if hit else 0 for hit in ready.hits.tolist()]
         missed = [row for row, k in enumerate(counts) if k != SKIPPED and not known[row]]
@@ -179,19 +165,9 @@ class Speculator:
         self.prepared, self.forks = None, None
         self.drafted = speculation.tokens
         self.from_backup = [uses_backup and row in missed for row in range(len(counts))]
-        self._remember(speculation.tokens, self.lengths)
+        self.trunk.write(speculation.tokens, self.trunk.lengths)
         self.answered = time.perf_counter()
         return speculation
-
-    def _commit(self, accepted: list[int], bonus: torch.LongTensor) -> None:
-        """The trunk grows by the accepted tokens, which are in it already, and the bonus token."""
-        moved = [n if k == SKIPPED else n + k for n, k in zip(self.lengths, accepted)]
-        self._remember(bonus[:, None], moved)
-        self.fed = [min(fed, n) for fed, n in zip(self.fed, moved)]
-        self.lengths = [m if k == SKIPPED else m + 1 for m, k in zip(moved, accepted)]
-        self.known_logits = []
-        if self.noise is not None:
-            self.noise.forget_before([n - 1 for n in self.lengths])
 
     def _continue(self, ready: Speculation, known: list[int]) -> Speculation:
         """
@@ -204,38 +180,36 @@ class Speculator:
         tokens = ready.tokens.new_zeros(len(known), width)
         tokens[:, :grown] = ready.tokens[:, :width]
         probabilities = [] if ready.probabilities is None else [ready.probabilities[:, :ready_depth]]
-        self._remember(tokens, self.lengths)
+        self.trunk.write(tokens, self.trunk.lengths)
         own = torch.tensor(known, device=self.device)
-        trunk_ends = torch.tensor(self.lengths, device=self.device)[:, None]
+        starts = [[n - 1] for n in self.trunk.lengths]
         for depth in range(ready_depth, width):
-            began = time.perf_counter()
-            fed = [n + depth for n in self.lengths]
-            count = max(end - start for end, start in zip(fed, self.fed))
-            logits = self._feed(fed, wanted=1 if self.known_logits else depth + 1)
+            began, fed = time.perf_counter(), len(known) * self.trunk.lacks(depth)
+            logits = self.trunk.feed(depth, wanted=1 if self.known_logits else depth + 1)
             self.known_logits.append(logits)
-            scores = self._process_trunk(logits[:, -1:].float(), trunk_ends + depth)
-            token, probability = self._propose(scores, [[n - 1] for n in self.lengths], depth)
+            scores = self._process_trunk(logits[:, -1:].float(), self.trunk.ends(depth))
+            token, probability = self.proposals.propose(scores, starts, depth, self.plan)
             tokens[:, depth] = torch.where(own <= depth, token[:, 0], tokens[:, depth])
-            self._remember(tokens[:, depth : depth + 1], fed)
+            self.trunk.write(tokens[:, depth : depth + 1], [n + depth for n in self.trunk.lengths])
             if probability is not None:
                 if depth < grown:
                     ahead = ready.probabilities[:, depth : depth + 1]
                     probability = torch.where((own <= depth)[:, None, None], probability, ahead)
                 probabilities.append(probability)
-            self._observe(self.planner.observe_step, len(known) * count, began)
+            self._observe(self.planner.observe_step, fed, began)
         return Speculation(tokens, torch.cat(probabilities, dim=1) if probabilities else None, ready.hits)
 
     def _from_backup(self, ready: Speculation, backup: Backup, missed: list[int]) -> Speculation:
         """The rows that missed take what the backup proposes; the others have what had been drafted."""
         grown = ready.tokens.shape[1] if any(ready.hits.tolist()) else 0
-        proposal = backup.propose(self.ids, self.lengths, missed, grown or self.plan.lookahead)
+        proposal = backup.propose(self.trunk.ids, self.trunk.lengths, missed, grown or self.plan.lookahead)
         width = grown or max(proposal.counts)
-        tokens = ready.tokens.new_zeros(len(self.lengths), width)
+        tokens = ready.tokens.new_zeros(len(self.trunk.lengths), width)
         if grown:
             tokens[ready.hits] = ready.tokens[ready.hits]
         tokens[missed] = proposal.tokens[:, :width]
         probabilities = None
-        if self.noise is not None:
+        if self.proposals.noise is not None:
             probabilities = torch.zeros(*tokens.shape, self.vocab_size, device=self.device)
             probabilities[..., 0] = 1.0  # of rows that are finished
             if grown:
@@ -272,10 +246,10 @@ class Speculator:
         rows = [row for row in rows if not round_.from_backup[row]]
         if not rows:
             return
-        before = [n - k - 1 for n, k in zip(self.lengths, round_.accepted)]
-        proposal = self.backups["ngram"].propose(self.ids, before, rows, max(round_.accepted) + 1)
+        before = [n - k - 1 for n, k in zip(self.trunk.lengths, round_.accepted)]
+        proposal = self.backups["ngram"].propose(self.trunk.ids, before, rows, max(round_.accepted) + 1)
         for place, row in enumerate(rows):
-            new = self.ids[row, before[row] : self.lengths[row]].tolist()
+            new = self.trunk.ids[row, before[row] : self.trunk.lengths[row]].tolist()
             proposed = proposal.tokens[place, : proposal.counts[place]].tolist()
             matches = [a == b for a, b in zip(proposed, new)] + [False]
             self.planner.observe_miss("ngram", 1 + matches.index(False))
@@ -285,96 +259,11 @@ class Speculator:
             torch.cuda.synchronize(self.device)  # so that it is known, and an outcome that is due is noticed in time
         observe(tokens, time.perf_counter() - began)
 
-    # ---------------------------------------------------------------- shared pieces
-
-    def _feed(self, ends: list[int], wanted: int) -> torch.Tensor:
-        """
-        Feeds each row's trunk up to a column. Rows that lack fewer columns than others feed some once more, which
-        changes nothing; rows too short for that write columns beyond their end, which are written again before they are
-        seen.
-
-        Args:
-            ends (`list[int]`): Where to stop, for each row.
-            wanted (`int`): How many of the last columns of each row to return logits for.
-
-        Returns:
-            `torch.FloatTensor` of shape `(batch_size, wanted, vocab_size)`: Raw logits, in the model's dtype.
-        """
-        count = max(wanted, max(end - fed for end, fed in zip(ends, self.fed)))
-        starts = [max(0, end - count) for end in ends]
-        columns = torch.tensor(starts, device=self.device)[:, None] + torch.arange(count, device=self.device)
-        places = torch.tensor([end - wanted - start for end, start in zip(ends, starts)], device=self.device)[:, None]
-        places = places + torch.arange(wanted, device=self.device)
-        kept, place = places.unique(return_inverse=True)
-        logits = self.decoder.extend(self.ids.gather(1, columns), starts, logits_to_keep=kept)
-        self.fed = list(ends)
-        return logits[torch.arange(len(ends), device=self.device)[:, None], place]
-
-    def _propose(self, scores: torch.Tensor, starts: list[list[int]], depth: int):
-        """
-        Draws tokens.
-
-        Args:
-            scores (`torch.FloatTensor` of shape `(batch_size, N, vocab_size)`): After the warpers.
-            starts (`list[list[int]]`): Position of the bonus token that each speculation follows.
-            depth (`int`): Which of its tokens this is.
-
-        Returns:
-            Tokens `(batch_size, N)` and the distributions `(batch_size, N, vocab_size)` that they were drawn from, or
-            `None` if the most likely ones were taken.
-        """
-        if self.noise is None:
-            return scores.argmax(-1), None
-        fan_outs = self.plan.fan_outs
-        probabilities = saguaro(scores.softmax(-1), fan_outs[min(depth, len(fan_outs) - 1)], self.plan.saguaro_c)
-        distinct = [sorted(set(row)) for row in starts]
-        width = max(map(len, distinct))
-        noise = self.noise.gather([row + row[-1:] * (width - len(row)) for row in distinct], depth)
-        index = torch.tensor([[row.index(n) for n in of] for row, of in zip(distinct, starts)], device=self.device)
-        noise = noise[torch.arange(len(starts), device=self.device)[:, None], index]
-        return draw(probabilities, noise), probabilities
-
-    def _process(self, scores: torch.Tensor, histories: torch.LongTensor | None, lengths: torch.LongTensor):
-        """Applies the warpers to scores `(batch_size, N, vocab)` that follow the first `lengths` of each history."""
-        if not self.processors:
-            return scores
-        flat = scores.flatten(0, 1)
-        histories = None if histories is None else histories.flatten(0, 1)
-        return process_branches(self.processors, flat, histories, lengths.flatten()).view_as(scores)
-
     def _process_trunk(self, logits: torch.Tensor, lengths: torch.LongTensor) -> torch.Tensor:
-        histories = self.ids[:, None].expand(-1, lengths.shape[1], -1) if self.needs_history else None
-        return self._process(logits, histories, lengths)
+        histories = self.trunk.ids[:, None].expand(-1, lengths.shape[1], -1) if self.proposals.need_history else None
+        return self.proposals.process(logits, histories, lengths)
 
     def _branch_histories(self, starts: torch.LongTensor) -> torch.LongTensor:
-        room = torch.zeros(len(self.ids), self.plan.lookahead + 1, dtype=torch.long, device=self.device)
-        return torch.cat([self.ids, room], dim=1)[:, None].repeat(1, starts.shape[1], 1)
-
-    def _remember(self, tokens: torch.LongTensor, starts: list[int]) -> None:
-        """Writes tokens `(batch_size, M)` into the rows' ids, from the given columns on."""
-        stop = max(starts) + tokens.shape[1]
-        if stop > self.ids.shape[1]:
-            room = torch.zeros(len(self.ids), max(256, stop), dtype=torch.long, device=self.device)
-            self.ids = torch.cat([self.ids, room], dim=1)
-        columns = torch.tensor(starts, device=self.device)[:, None] + torch.arange(tokens.shape[1], device=self.device)
-        self.ids.scatter_(1, columns, tokens)
-
-
-def draft_processors(model: PreTrainedModel, generation_config: GenerationConfig, prompt_length: int):
-    """
-    Rebuilds the target's processors from its generation config with transformers' own code. Processors that the user
-    made are not among them: the draft proposes without, which costs acceptance and nothing else.
-
-    Returns:
-        `LogitsProcessorList`, empty when decoding greedily without penalties.
-    """
-    model._prepare_special_tokens(generation_config, True, device=model.device)
-    return model._get_logits_processor(
-        generation_config=generation_config,
-        input_ids_seq_length=prompt_length,
-        encoder_input_ids=None,
-        prefix_allowed_tokens_fn=None,
-        logits_processor=LogitsProcessorList(),
-        device=model.device,
-        model_kwargs={},
-    )
+        ids = self.trunk.ids
+        room = torch.zeros(len(ids), self.plan.lookahead + 1, dtype=torch.long, device=self.device)
+        return torch.cat([ids, room], dim=1)[:, None].repeat(1, starts.shape[1], 1)

@@ -76,8 +76,10 @@ def test_a_branch_that_is_half_grown_is_finished_alone(steps, monkeypatch):
     # The first question is asked before the outcomes are chosen, and changes nothing for a fixed plan.
     assert len(speculator.prepared.tokens) == min(4, max(0, steps - 1))
     fed = []
-    forward = speculator.decoder.forward
-    monkeypatch.setattr(speculator.decoder, "forward", lambda t, *a, **k: fed.append(t.shape) or forward(t, *a, **k))
+    forward = speculator.trunk.decoder.forward
+    monkeypatch.setattr(
+        speculator.trunk.decoder, "forward", lambda t, *a, **k: fed.append(t.shape) or forward(t, *a, **k)
+    )
     outcome = (speculator.prepared.accepted[:, 1], speculator.prepared.bonus[:, 1])
     answer = speculator.answer(*outcome)
     assert answer.hits.all() and torch.equal(answer.tokens, expected.answer(*outcome).tokens)

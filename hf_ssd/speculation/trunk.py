@@ -1,0 +1,83 @@
+"""The verified tokens of each row, which all branches share, and their place in the draft's cache."""
+
+import torch
+from transformers import PreTrainedModel
+
+from ..cache.cached_model import CachedModel
+from ..cache.ragged import RaggedCache
+
+SKIPPED = -1  # the accepted count of a row that is finished: the draft leaves the row alone
+
+
+class Trunk:
+    """
+    Rows of different lengths, without padding: column and position are one. Behind its trunk a row has the speculation
+    that is being verified.
+
+    Args:
+        model (`PreTrainedModel`): The draft model.
+        prompts (`list[torch.LongTensor]`): The prompt of each row, at least one token each.
+        position_limit (`int`, *optional*): See [`~hf_ssd.cache.cached_model.CachedModel`].
+
+    Attributes:
+        ids (`torch.LongTensor` of shape `(batch_size, capacity)`): The tokens.
+        lengths (`list[int]`): Verified tokens of each row, with the one that the next outcome follows.
+        fed (`list[int]`): Columns of each row, speculation included, whose keys and values are in the cache.
+        decoder (`CachedModel`): The draft model and its cache.
+    """
+
+    def __init__(self, model: PreTrainedModel, prompts: list[torch.LongTensor], position_limit: int | None):
+        self.device = model.device
+        self.lengths = [len(prompt) for prompt in prompts]
+        self.fed = [0] * len(prompts)
+        width = max(self.lengths)
+        self.ids = torch.zeros(len(prompts), width + 256, dtype=torch.long, device=self.device)
+        for row, prompt in enumerate(prompts):
+            self.ids[row, : len(prompt)] = prompt
+        self.decoder = CachedModel(model, RaggedCache(capacity=2 * width + 1024), position_limit=position_limit)
+
+    def ends(self, count: int = 0) -> torch.LongTensor:
+        """Returns the column behind each row's trunk and `count` more tokens, of shape `(batch_size, 1)`."""
+        return torch.tensor(self.lengths, device=self.device)[:, None] + count
+
+    def write(self, tokens: torch.LongTensor, starts: list[int]) -> None:
+        """Writes tokens `(batch_size, M)` into the rows, from the given columns on."""
+        stop = max(starts) + tokens.shape[1]
+        if stop > self.ids.shape[1]:
+            room = torch.zeros(len(self.ids), max(256, stop), dtype=torch.long, device=self.device)
+            self.ids = torch.cat([self.ids, room], dim=1)
+        columns = torch.tensor(starts, device=self.device)[:, None] + torch.arange(tokens.shape[1], device=self.device)
+        self.ids.scatter_(1, columns, tokens)
+
+    def grow(self, accepted: list[int], bonus: torch.LongTensor) -> None:
+        """Takes in the accepted tokens, which stand in their places already, and the bonus token `(batch_size,)`."""
+        moved = [n if k == SKIPPED else n + k for n, k in zip(self.lengths, accepted)]
+        self.write(bonus[:, None], moved)
+        self.fed = [min(fed, n) for fed, n in zip(self.fed, moved)]
+        self.lengths = [m if k == SKIPPED else m + 1 for m, k in zip(moved, accepted)]
+
+    def lacks(self, count: int) -> int:
+        """Returns how many tokens [`~Trunk.feed`] would feed to each row."""
+        return max(n + count - fed for n, fed in zip(self.lengths, self.fed))
+
+    def feed(self, count: int, wanted: int) -> torch.Tensor:
+        """
+        Feeds each row up to `count` tokens behind its trunk. Rows that lack fewer columns than others feed some once
+        more, which changes nothing; rows too short for that write columns beyond their end, which are written again
+        before they are seen.
+
+        Args:
+            count (`int`): How many tokens of the speculation to feed.
+            wanted (`int`): How many of the last columns of each row to return logits for.
+
+        Returns:
+            `torch.FloatTensor` of shape `(batch_size, wanted, vocab_size)`: Raw logits, in the model's dtype.
+        """
+        ends, width = [n + count for n in self.lengths], max(wanted, self.lacks(count))
+        starts = [max(0, end - width) for end in ends]
+        columns = torch.tensor(starts, device=self.device)[:, None] + torch.arange(width, device=self.device)
+        places = torch.tensor([end - wanted - start for end, start in zip(ends, starts)], device=self.device)[:, None]
+        kept, place = (places + torch.arange(wanted, device=self.device)).unique(return_inverse=True)
+        logits = self.decoder.extend(self.ids.gather(1, columns), starts, logits_to_keep=kept)
+        self.fed = ends
+        return logits[torch.arange(len(ends), device=self.device)[:, None], place]
