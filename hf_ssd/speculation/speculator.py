@@ -146,17 +146,17 @@ class Speculator:
         self.trunk.grow(counts, bonus)
         self.proposals.forget_before([n - 1 for n in self.trunk.lengths])
         self.known_logits = []
-        grown = ready.tokens.shape[1]
-        known = [grown if hit else 0 for hit in ready.hits.tolist()]
-        missed = [row for row, k in enumerate(counts) if k != SKIPPED and not known[row]]
+        hits, grown = ready.hits.tolist(), ready.tokens.shape[1]
+        missed = [row for row, k in enumerate(counts) if k != SKIPPED and not hits[row]]
+        known = [grown if hit or k == SKIPPED else 0 for hit, k in zip(hits, counts)]
         backup = self.custom_backup or self.backups.get(self.plan.fallback)
-        uses_backup = bool(missed) and self.plan.lookahead > 0 and backup is not None
-        if uses_backup:
-            speculation = self._from_backup(ready, backup, missed)
-        else:
-            known = [grown if k == SKIPPED else n for n, k in zip(known, counts)]
-            speculation = self._continue(ready, known)
-        round_ = Round(self.drafted.shape[1], counts, ready.hits.tolist(), self.from_backup, seconds=seconds)
+        width = None
+        if uses_backup := bool(missed) and self.plan.lookahead > 0 and backup is not None:
+            ready = self._take_from_backup(ready, backup, missed)
+            width = None if any(hits) else ready.tokens.shape[1]
+            known = [n if hit else ready.tokens.shape[1] for hit, n in zip(hits, known)]
+        speculation = self._continue(ready, known, self.planner.lookahead(known) if width is None else width)
+        round_ = Round(self.drafted.shape[1], counts, hits, self.from_backup, seconds=seconds)
         if self.forks is not None:
             round_.budget = self.prepared_budget
         elif self.answered:
@@ -169,13 +169,13 @@ class Speculator:
         self.answered = time.perf_counter()
         return speculation
 
-    def _continue(self, ready: Speculation, known: list[int]) -> Speculation:
+    def _continue(self, ready: Speculation, known: list[int], width: int) -> Speculation:
         """
-        Drafts just in time what is missing: everything for a row that missed, the rest for a row whose branch was half
-        grown, nothing if all is there. Rows that have their tokens feed them: their trunk needs them anyway.
+        Drafts just in time what is missing of speculations of `width` tokens: everything for a row that missed, the
+        rest for a row whose branch was half grown, nothing if all is there. Rows that have their tokens feed them:
+        their trunk needs them anyway.
         """
         grown = ready.tokens.shape[1]
-        width = self.planner.lookahead(known)
         ready_depth = min(width, *known)
         tokens = ready.tokens.new_zeros(len(known), width)
         tokens[:, :grown] = ready.tokens[:, :width]
@@ -199,21 +199,24 @@ class Speculator:
             self._observe(self.planner.observe_step, fed, began)
         return Speculation(tokens, torch.cat(probabilities, dim=1) if probabilities else None, ready.hits)
 
-    def _from_backup(self, ready: Speculation, backup: Backup, missed: list[int]) -> Speculation:
-        """The rows that missed take what the backup proposes; the others have what had been drafted."""
-        grown = ready.tokens.shape[1] if any(ready.hits.tolist()) else 0
-        proposal = backup.propose(self.trunk.ids, self.trunk.lengths, missed, grown or self.plan.lookahead)
-        width = grown or max(proposal.counts)
+    def _take_from_backup(self, ready: Speculation, backup: Backup, missed: list[int]) -> Speculation:
+        """
+        The rows that missed take what the backup proposes; the others keep what is ready. As wide as the plan says, or,
+        if no row hit, as the longest proposal.
+        """
+        width, grown, some_hit = self.plan.lookahead, ready.tokens.shape[1], bool(ready.hits.any())
+        proposal = backup.propose(self.trunk.ids, self.trunk.lengths, missed, width)
+        width = width if some_hit else max(proposal.counts)
         tokens = ready.tokens.new_zeros(len(self.trunk.lengths), width)
-        if grown:
-            tokens[ready.hits] = ready.tokens[ready.hits]
+        if some_hit:
+            tokens[:, :grown] = ready.tokens
         tokens[missed] = proposal.tokens[:, :width]
         probabilities = None
         if self.proposals.noise is not None:
             probabilities = torch.zeros(*tokens.shape, self.vocab_size, device=self.device)
             probabilities[..., 0] = 1.0  # of rows that are finished
-            if grown:
-                probabilities[ready.hits] = ready.probabilities[ready.hits]
+            if some_hit and grown:
+                probabilities[:, :grown] = ready.probabilities
             probabilities[missed] = dense_probabilities(proposal, self.vocab_size)[:, :width].to(self.device)
         return Speculation(tokens, probabilities, ready.hits)
 

@@ -1,0 +1,34 @@
+import pytest
+import torch
+
+from hf_ssd.speculation.calibration import OnlineLogistic, log_odds
+
+
+def squared_error(model, learns=True, events=3000):
+    """Events whose chance is a logistic function of a feature; the error of the estimates in the second half."""
+    generator = torch.Generator().manual_seed(3)
+    errors = []
+    for number in range(events):
+        feature = 2 * torch.randn(1, generator=generator)
+        chance = torch.sigmoid(-1 + 2 * feature)
+        if number > events // 2:
+            errors.append(float((model(feature) - chance) ** 2))
+        if learns:
+            model.learn(torch.rand(1, generator=generator) < chance, feature)
+    return sum(errors) / len(errors)
+
+
+def test_it_learns_the_chance_of_events_from_any_start():
+    for weights in ([0.0, 0.0], [3.0, -1.0]):
+        assert squared_error(OnlineLogistic(weights)) < 0.01 < squared_error(OnlineLogistic(weights), learns=False)
+
+
+def test_no_event_teaches_nothing():
+    model = OnlineLogistic([0.5, 1.0])
+    model.learn(torch.zeros(0, dtype=torch.bool), torch.zeros(0))
+    assert model.weights.tolist() == [0.5, 1.0]
+
+
+def test_log_odds_are_finite_and_invert_the_logistic_function():
+    assert torch.isfinite(log_odds(torch.tensor([0.0, 1.0]))).all()
+    assert float(torch.sigmoid(log_odds(torch.tensor(0.3)))) == pytest.approx(0.3)
