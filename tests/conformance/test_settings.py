@@ -100,6 +100,15 @@ def test_a_fallback_that_proposes_nonsense_is_named_and_the_next_call_works(targ
     assert assistant.worker.process.pid == process
 
 
+def test_a_fallback_that_cannot_propose_is_refused_before_any_work(target, assistant):
+    class NeedsMore:
+        def propose(self, input_ids, lookahead, hidden_states):
+            raise AssertionError("never asked")
+
+    with pytest.raises(TypeError, match="`fallback` is a NeedsMore, which cannot propose"):
+        run(target, assistant, 1, fallback=NeedsMore())
+
+
 def test_a_draft_that_never_agrees_is_left_alone():
     """The planner rests, says so, and what it generates is right."""
     target, stranger = hf_ssd.enable(tiny_model()), tiny_model(seed=99)

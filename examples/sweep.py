@@ -1,0 +1,140 @@
+"""Is the planner right? Measures fixed settings side by side with SSDConfig(), which plans by itself.
+
+    python examples/sweep.py --new-tokens 192 --repeats 5
+    python examples/sweep.py --target folder/target --draft folder/draft --dtype bfloat16 --temperature 1 --batch-size 8
+
+The target has the same device in all rows, SSD has one more for the draft. All settings are run in turn, again and
+again, and each is compared with the planner within one turn: what else the machine does falls on all of them alike.
+"""
+
+import argparse
+import contextlib
+import json
+import statistics
+import time
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+from transformers.utils import logging
+
+import hf_ssd
+from hf_ssd.distributed.cores import use_cores
+
+PAIR = Path(__file__).parent / "pair"
+PROMPTS = [
+    "class Reader:\n    def __init__(self, path):\n",
+    "import os\n\ndef main(",
+    "def parse(self, line):\n    ",
+    "for i in range(10):\n",
+    "try:\n    value = ",
+    "class Error(Exception):\n",
+    "def test_",
+    "if __name__ == ",
+]
+AUTO = "planned"
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--target", default=str(PAIR / "target"), help="hub id or folder of the large model")
+    parser.add_argument("--draft", default=str(PAIR / "draft"), help="hub id or folder of the small model")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
+    parser.add_argument("--batch-size", type=int, default=1)
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--lookaheads", type=int, nargs="+", default=[2, 3, 4, 6])
+    parser.add_argument("--budgets", type=int, nargs="+", default=[4, 12])
+    parser.add_argument("--output", help="JSON file for the figures")
+    return parser.parse_args()
+
+
+def inputs_for(args, vocab_size: int) -> dict:
+    """Snippets of Python where there is a tokenizer, otherwise random tokens."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(args.target, padding_side="left")
+    except (OSError, ValueError):
+        tokens = torch.randint(2, vocab_size, (args.batch_size, 32), generator=torch.Generator().manual_seed(1))
+        return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    prompts = [PROMPTS[row % len(PROMPTS)] for row in range(args.batch_size)]
+    return tokenizer(prompts, padding=True, return_tensors="pt", return_token_type_ids=False)
+
+
+def settings_of(args) -> dict[str, dict | None]:
+    """Settings by name; `None` is plain generate()."""
+    fixed = {f"lookahead {k}, budget {b}": {"lookahead": k, "budget": b} for k in args.lookaheads for b in args.budgets}
+    in_turn = {f"lookahead {k}, in turn": {"lookahead": k, "asynchronous": False} for k in args.lookaheads}
+    return {"plain generate": None, AUTO: {}, **fixed, **in_turn}
+
+
+def measure(args, target, draft, assistant, inputs) -> dict[str, list[dict]]:
+    """Returns what each setting did in each turn but the first, which warms up."""
+    options = {"max_new_tokens": args.new_tokens, "min_new_tokens": args.new_tokens, "return_dict_in_generate": True}
+    options |= {"do_sample": True, "temperature": args.temperature, "top_k": 0} if args.temperature else {}
+    options.setdefault("do_sample", False)
+    settings = settings_of(args)
+    runs = {name: [] for name in settings}
+    for turn in tqdm(range(args.repeats + 1), desc="measuring", unit="turn"):
+        for name, chosen in settings.items():
+            set_seed(turn)
+            method = {}
+            if chosen is not None:
+                model = draft if chosen.get("asynchronous") is False else assistant
+                method = {"assistant_model": model, "ssd_config": hf_ssd.SSDConfig(**chosen)}
+            cores = use_cores(assistant.cores.target) if assistant.cores else contextlib.nullcontext()
+            with cores:
+                start = time.perf_counter()
+                output = target.generate(**inputs, **options, **method)
+                seconds = time.perf_counter() - start
+            if turn:
+                stats = getattr(output, "ssd_stats", None)
+                figures = stats.to_dict() if stats else {}
+                kept = ("tokens_per_round", "hit_rate", "acceptance_rate", "wait_share")
+                speed = args.new_tokens * args.batch_size / seconds
+                runs[name].append({"speed": speed, **{key: figures.get(key) for key in kept}})
+    return runs
+
+
+def table(runs: dict[str, list[dict]]) -> list[dict]:
+    """Returns a row for each setting, best first: medians, and its speed over the planner's within one turn."""
+    rows = []
+    for name, measured in runs.items():
+        ratios = [run["speed"] / auto["speed"] for run, auto in zip(measured, runs[AUTO])]
+        medians = {
+            key: statistics.median(run[key] for run in measured) for key in measured[0] if measured[0][key] is not None
+        }
+        rows.append({"setting": name, "over_planned": statistics.median(ratios), **medians})
+    return sorted(rows, key=lambda row: -row["over_planned"])
+
+
+def main() -> None:
+    args = parse_arguments()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    models = [
+        AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, args.dtype)).eval()
+        for name in (args.target, args.draft)
+    ]
+    target, draft = hf_ssd.enable(models[0]), models[1]
+    inputs = inputs_for(args, target.config.vocab_size)
+    with hf_ssd.launch_draft(draft) as assistant:
+        rows = table(measure(args, target, draft, assistant, inputs))
+    print(f"temperature {args.temperature:g}, batch size {args.batch_size}, {args.new_tokens} new tokens")
+    print(f"{'setting':<24} {'over planned':>12} {'tokens/s':>9} {'tokens/round':>13} {'hit rate':>9} {'wait':>6}")
+    for row in rows:
+        figures = (row.get("tokens_per_round"), row.get("hit_rate"), row.get("wait_share"))
+        texts = ["" if x is None else f"{x:.2f}" for x in figures]
+        print(
+            f"{row['setting']:<24} {row['over_planned']:>12.3f} {row['speed']:>9.1f} "
+            f"{texts[0]:>13} {texts[1]:>9} {texts[2]:>6}"
+        )
+    print(f"the planner reaches {1 / rows[0]['over_planned']:.3f} of the best setting, {rows[0]['setting']}")
+    if args.output:
+        Path(args.output).write_text(json.dumps({"arguments": vars(args), "rows": rows}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
