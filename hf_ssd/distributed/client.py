@@ -1,5 +1,6 @@
 """The target's end of a conversation with a draft worker."""
 
+import contextlib
 import time
 from collections.abc import Callable
 
@@ -27,7 +28,7 @@ class WorkerSession(DraftSession):
     def __init__(self, worker: WorkerProcess, number: int, request: SessionRequest, on_close: Callable[[], None]):
         self.worker, self.number, self.on_close = worker, number, on_close
         self.batch_size, self.timeout = len(request.prompts), request.config.timeout
-        self.round = -1
+        self.round, self.shape = -1, (0,)
         self.worker_is_sound = True
         self.backup = self.history = None
         if request.asks_target:
@@ -37,26 +38,33 @@ class WorkerSession(DraftSession):
         send(Message(Kind.START, number, payload=messages.json_to_payload(request.to_dict())))
         send(Message(Kind.PROMPTS, number, payload=messages.prompts_to_payload(request.prompts)))
 
-    def send_outcome(self, accepted: torch.LongTensor, bonus: torch.LongTensor, seconds: float) -> None:
+    def send_outcome(self, accepted: torch.LongTensor, bonus: torch.LongTensor, seconds: float, verified: int) -> None:
         self.round += 1
-        self._send(Kind.OUTCOME, messages.outcome_to_payload(accepted, bonus, seconds))
+        self._send(Kind.OUTCOME, messages.outcome_to_payload(accepted, bonus, seconds, verified))
         if self.history is not None:
             self.history.outcome(accepted.tolist(), bonus.tolist())
 
     def receive_speculation(self) -> Answer:
         message = self._receive(Kind.SPECULATION, Kind.BACKUP_REQUEST)
         if message.kind == Kind.BACKUP_REQUEST:
-            self._propose(*messages.payload_to_backup_request(message.payload, self.batch_size))
+            with self._expecting_sense():
+                rows, lookahead = messages.payload_to_backup_request(message.payload, self.batch_size)
+            self._propose(rows, lookahead)
             message = self._receive(Kind.SPECULATION)
-        answer = messages.payload_to_answer(message.payload, self.batch_size)
+        with self._expecting_sense():
+            answer = messages.payload_to_answer(message.payload, self.batch_size)
         self.shape = (*answer.tokens.shape, self.worker.facts["vocab_size"])
+        self.worker_is_sound = False
         self.worker.channel.expect()  # probabilities may arrive while the target computes
+        self.worker_is_sound = True
         if self.history is not None:
             self.history.speculation = answer.tokens
         return answer
 
     def receive_probabilities(self) -> torch.FloatTensor:
-        return messages.payload_to_probabilities(self._receive(Kind.PROBABILITIES).payload, self.shape)
+        message = self._receive(Kind.PROBABILITIES)
+        with self._expecting_sense():
+            return messages.payload_to_probabilities(message.payload, self.shape)
 
     def _propose(self, rows: list[int], lookahead: int) -> None:
         """Asks the user's own fallback, whose object lives in this process."""
@@ -76,21 +84,30 @@ class WorkerSession(DraftSession):
         self.worker_is_sound = False  # until it has answered
         try:
             while True:
-                message = self.worker.channel.receive(max(0.0, deadline - time.monotonic()))
+                with self._expecting_sense():
+                    message = self.worker.channel.receive(max(0.0, deadline - time.monotonic()))
                 if message.session == self.number:
                     break
             if message.kind == Kind.ERROR:
-                self.worker_is_sound = True
-                raise DraftError(f"The draft worker raised:\n{messages.payload_to_text(message.payload)}")
-            messages.expect(message, message.kind if message.kind in kinds else kinds[0], self.number, self.round)
+                traceback = messages.payload_to_text(message.payload)
+                self.worker_is_sound = "CUDA error" not in traceback  # after one, nothing on that device works again
+                raise DraftError(f"The draft worker raised:\n{traceback}")
+            with self._expecting_sense():
+                messages.expect(message, message.kind if message.kind in kinds else kinds[0], self.number, self.round)
         except TimeoutError:
             raise DraftError(f"The draft worker did not answer within {self.timeout:g} s.") from None
         except PeerLost as error:
             raise DraftError(f"The draft worker has ended. {self.worker.last_words()}".strip()) from error
-        except ProtocolError as error:
-            raise DraftError(f"The draft worker sent something unexpected: {error}") from error
         self.worker_is_sound = True
         return message
+
+    @contextlib.contextmanager
+    def _expecting_sense(self):
+        try:
+            yield
+        except ProtocolError as error:
+            self.worker_is_sound = False
+            raise DraftError(f"The draft worker sent something unexpected: {error}") from error
 
     def close(self) -> None:
         try:

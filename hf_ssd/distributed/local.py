@@ -34,8 +34,8 @@ class LocalSession(DraftSession):
         )
         self.speculator.prefill()
 
-    def send_outcome(self, accepted: torch.LongTensor, bonus: torch.LongTensor, seconds: float) -> None:
-        self.outcome = (accepted, bonus, seconds)
+    def send_outcome(self, accepted: torch.LongTensor, bonus: torch.LongTensor, seconds: float, verified: int) -> None:
+        self.outcome = (accepted, bonus, seconds, verified)
 
     def receive_speculation(self) -> Answer:
         start = time.perf_counter()

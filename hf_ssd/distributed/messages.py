@@ -139,14 +139,16 @@ def payload_to_prompts(payload: torch.Tensor) -> list[torch.LongTensor]:
     return list(payload[1 + count :].split(lengths))
 
 
-def outcome_to_payload(accepted: torch.LongTensor, bonus: torch.LongTensor, seconds: float) -> torch.Tensor:
-    """Packs the accepted count and bonus token of each row, both of shape `(batch_size,)`, and a duration."""
-    return torch.cat([torch.tensor([_nanoseconds(seconds)]), accepted.cpu(), bonus.cpu()])
+def outcome_to_payload(
+    accepted: torch.LongTensor, bonus: torch.LongTensor, seconds: float, verified: int
+) -> torch.Tensor:
+    """Packs accepted count and bonus token of each row, both `(batch_size,)`, a duration and the verified tokens."""
+    return torch.cat([torch.tensor([_nanoseconds(seconds), verified]), accepted.cpu(), bonus.cpu()])
 
 
-def payload_to_outcome(payload: torch.Tensor) -> tuple[torch.LongTensor, torch.LongTensor, float]:
-    accepted, bonus = payload[1:].view(2, -1)
-    return accepted, bonus, int(payload[0]) / 1e9
+def payload_to_outcome(payload: torch.Tensor) -> tuple[torch.LongTensor, torch.LongTensor, float, int]:
+    accepted, bonus = payload[2:].view(2, -1)
+    return accepted, bonus, int(payload[0]) / 1e9, int(payload[1])
 
 
 def answer_to_payload(answer: Answer) -> torch.Tensor:

@@ -101,7 +101,7 @@ class DraftSession(ABC):
     """
 
     @abstractmethod
-    def send_outcome(self, accepted: torch.LongTensor, bonus: torch.LongTensor, seconds: float) -> None:
+    def send_outcome(self, accepted: torch.LongTensor, bonus: torch.LongTensor, seconds: float, verified: int) -> None:
         """
         Tells the draft what was decided. Returns at once.
 
@@ -109,6 +109,7 @@ class DraftSession(ABC):
             accepted (`torch.LongTensor` of shape `(batch_size,)`): Accepted count of each row; -1 if it is finished.
             bonus (`torch.LongTensor` of shape `(batch_size,)`): The token that follows.
             seconds (`float`): How long verification took; 0 for the first outcome, which has none.
+            verified (`int`): How many drafted tokens it looked at. Fewer than were received where the limit is near.
         """
 
     @abstractmethod

@@ -92,7 +92,7 @@ class DraftServer:
         self.speculator, self.seconds = speculator, time.perf_counter() - start
 
     def _round(self, message: Message) -> None:
-        messages.expect(message, Kind.OUTCOME, self.session, self.round, 1 + 2 * len(self.speculator.trunk.lengths))
+        messages.expect(message, Kind.OUTCOME, self.session, self.round, 2 + 2 * len(self.speculator.trunk.lengths))
         start = time.perf_counter()
         budget = self.speculator.prepared_budget
         speculation = self.speculator.answer(*messages.payload_to_outcome(message.payload))

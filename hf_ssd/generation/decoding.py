@@ -114,7 +114,7 @@ def decode(
         # 3. The outcome leaves before anything else is done.
         outcome = torch.stack([accepted, bonus]).cpu()
         seconds = time.perf_counter() - received if draft.rounds else 0.0
-        draft.send_outcome(*outcome, seconds)
+        draft.send_outcome(*outcome, seconds, drafted.shape[1])
         accepted = outcome[0].tolist()
         if draft.rounds:
             stats.verify_seconds.append(seconds)

@@ -32,8 +32,8 @@ class Draft:
             )
         )
 
-    def send_outcome(self, accepted: torch.LongTensor, bonus: torch.LongTensor, seconds: float) -> None:
-        self._attempt(lambda: self.session and self.session.send_outcome(accepted, bonus, seconds))
+    def send_outcome(self, accepted: torch.LongTensor, bonus: torch.LongTensor, seconds: float, verified: int) -> None:
+        self._attempt(lambda: self.session and self.session.send_outcome(accepted, bonus, seconds, verified))
 
     def receive_speculation(self) -> Answer:
         self.rounds += 1

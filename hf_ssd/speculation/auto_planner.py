@@ -1,5 +1,6 @@
 """A planner that measures, and picks what is predicted to give the most tokens per second."""
 
+import dataclasses
 import math
 import time
 
@@ -7,7 +8,7 @@ from .. import theory
 from ..config import SSDConfig
 from .costs import Average
 from .measurements import LARGEST_BUDGET, LONGEST_LOOKAHEAD, Measurements
-from .planner import FixedPlanner, Plan, Planner, first_fallback
+from .planner import FixedPlanner, Plan, Planner, Round, first_fallback
 
 LOOKAHEADS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, LONGEST_LOOKAHEAD)
 BUDGETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, LARGEST_BUDGET)
@@ -19,6 +20,7 @@ WORTH_A_CHANGE = 1.02  # predicted gain below which a plan stays as it is
 FIRST_REST, LONGEST_REST = 32, 512  # rounds of plain decoding before the draft is tried again
 WORTH_ANOTHER_FALLBACK = 1.1  # the same for the fallback
 ENOUGH_MISSES = 16  # rows that missed, before fallbacks are compared
+MOST_MEMORY = 2**29  # bytes for the distributions of prepared tokens
 SAGUARO_LADDER = (1.0, 0.7, 0.4, 0.1)
 ROUNDS_PER_TRIAL = 24
 
@@ -43,6 +45,8 @@ class AutoPlanner(Planner):
         self.config, self.rows, self.vocab_size = config, rows, vocab_size
         self.measured = Measurements(config, rows)
         self.rounds = self.replan_at = 0
+        # What prepared tokens are drawn from is kept, 4 bytes a token of the vocabulary.
+        self.largest_product = MOST_MEMORY // (4 * rows * vocab_size) if sampled else 10**9
         self.rest, self.looks, self.look_at = FIRST_REST, 0, FIRST_LOOK
         self.looks_until = len(EXPLORED)
         self.fallback = first_fallback(config)
@@ -57,7 +61,8 @@ class AutoPlanner(Planner):
         self.rounds += 1
         self.measured.observe(round_)
         if self.saguaro is not None:
-            self.saguaro.observe(sum(k + 1 for k in round_.accepted if k >= 0))
+            if self.saguaro.observe(round_):
+                self.current = dataclasses.replace(self.current, saguaro_c=self.saguaro.value)
 
     def observe_choice(self, seconds):
         self.measured.choice.observe(seconds)
@@ -69,7 +74,8 @@ class AutoPlanner(Planner):
         self.measured.step.observe(tokens, seconds)
 
     def observe_miss(self, kind, tokens):
-        self.measured.tokens_after_miss[kind].observe(tokens)
+        if kind in self.measured.tokens_after_miss:
+            self.measured.tokens_after_miss[kind].observe(tokens)
 
     # ---------------------------------------------------------------- what to do
 
@@ -149,13 +155,15 @@ class AutoPlanner(Planner):
         measured, rows = self.measured, self.rows
         tokens, step = measured.expected_tokens(lookahead), measured.drafting(rows, alone=True)
         speeds = {}
-        if self.adapts_tokens or not self.config.asynchronous:
+        if (self.adapts_tokens and self.config.budget == "auto") or not self.config.asynchronous:
             speeds[0] = rows * tokens[lookahead] / (measured.verification(lookahead, alone=True) + lookahead * step)
         if not self.config.asynchronous:
             return speeds
         verification = [measured.verification(k, alone=False) for k in range(lookahead + 1)]
         fixed, predicted = self.config.budget, {}
         for budget in [fixed] if isinstance(fixed, int) else BUDGETS:
+            if budget > max(1, self.largest_product // lookahead):
+                break
             growth, width = measured.drafting(rows * budget, alone=False), lookahead
             for _ in range(3):  # what can grow depends on how long verification takes, and that on what had grown
                 # A step that is under way when the outcome comes is finished first. Then the branch that was hit is
@@ -212,26 +220,30 @@ class _Ladder:
 
     def __init__(self, values: tuple[float, ...]):
         self.speeds = {value: Average(0.0, 0.0, memory=0.7) for value in values}
-        self.value, self.rounds, self.tokens, self.started = values[0], 0, 0, time.perf_counter()
+        self.value, self.trials, self.rounds, self.tokens, self.seconds = values[0], 0, 0, 0, 0.0
+        self.now = time.perf_counter()
 
-    def observe(self, tokens: int) -> None:
-        self.rounds, self.tokens = self.rounds + 1, self.tokens + tokens
-        if self.rounds % ROUNDS_PER_TRIAL:
-            return
-        now = time.perf_counter()
-        self.speeds[self.value].observe(self.tokens / (now - self.started))
-        self.tokens, self.started = 0, now
+    def observe(self, round_: Round) -> bool:
+        """Counts a round, and tells whether another value is to be tried now."""
+        began, self.now = self.now, time.perf_counter()
+        if round_.lookahead == 0:
+            return False
+        elapsed = self.now - began
+        self.rounds += 1
+        self.tokens += sum(k + 1 for k in round_.accepted if k >= 0)
+        self.seconds += min(elapsed, 5 * round_.seconds) if round_.seconds else elapsed  # no pauses between calls
+        if self.rounds < ROUNDS_PER_TRIAL:
+            return False
+        self.speeds[self.value].observe(self.tokens / self.seconds)
+        self.rounds, self.tokens, self.seconds = 0, 0, 0.0
+        self.trials += 1
+        before, values = self.value, list(self.speeds)
         unknown = [value for value, speed in self.speeds.items() if not speed.weight]
-        best = max((v for v in self.speeds if v not in unknown), key=lambda v: self.speeds[v].value)
-        trial = self.rounds // ROUNDS_PER_TRIAL
-        if unknown:
-            self.value = unknown[0]
-        elif trial % 8 == 0:  # look again at a neighbour, now and then
-            values = list(self.speeds)
-            place = values.index(best) + (1 if trial % 16 else -1)
-            self.value = values[place % len(values)]
-        else:
-            self.value = best
+        best = max((value for value in values if value not in unknown), key=lambda value: self.speeds[value].value)
+        self.value = unknown[0] if unknown else best
+        if not unknown and self.trials % 8 == 0:  # look again at a neighbour, now and then
+            self.value = values[(values.index(best) + (1 if self.trials % 16 else -1)) % len(values)]
+        return self.value != before
 
 
 def planner_for(config: SSDConfig, rows: int, vocab_size: int, sampled: bool) -> Planner:

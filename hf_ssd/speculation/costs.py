@@ -19,7 +19,7 @@ class LinearCost:
 
     def observe(self, units: float, seconds: float) -> None:
         if self.observations > 5:  # one hiccup of the machine must not change the plan
-            seconds = min(seconds, 3 * self(units))
+            seconds = min(seconds, 3 * max(self(units), self.y / self.weight))
         self.observations += 1
         self.weight = self.memory * self.weight + 1
         self.x = self.memory * self.x + units

@@ -1,5 +1,7 @@
 """What a draft has learned of the calls before, so that the next one need not start from the priors."""
 
+import dataclasses
+
 from transformers import GenerationConfig
 
 from ..config import SSDConfig
@@ -12,6 +14,7 @@ class Experience:
     """Planners and cache shapes of one pair of models, by what makes a difference to them."""
 
     def __init__(self):
+        self.calls = 0
         self.known: dict[tuple, tuple[Planner, CacheShape]] = {}
 
     def of(
@@ -27,9 +30,11 @@ class Experience:
         Returns:
             The planner and the cache shape for such calls, new if there was none like it.
         """
+        self.calls += 1
         sampled = bool(generation_config.do_sample)
         temperature = generation_config.temperature if sampled else None
-        key = (repr(config), rows, sampled, temperature)
+        fallback = config.fallback if isinstance(config.fallback, str) else "custom"
+        key = (repr(dataclasses.replace(config, fallback="auto")), fallback, rows, sampled, temperature)
         if key not in self.known:
             self.known[key] = (planner_for(config, rows, vocab_size, sampled), shape_for(config))
         return self.known[key]

@@ -4,7 +4,7 @@ import math
 
 from ..config import SSDConfig
 from .costs import Average, LinearCost
-from .planner import GUESSES, Round
+from .planner import BACKUPS, GUESSES, Round
 
 LONGEST_LOOKAHEAD = 16
 LARGEST_BUDGET = 48
@@ -22,7 +22,7 @@ class Measurements:
     """
 
     def __init__(self, config: SSDConfig, rows: int):
-        self.config, self.rows, self.rounds = config, rows, 0
+        self.config, self.rows = config, rows
         self.verification_beside, self.verification_alone = LinearCost(0.03), LinearCost(0.03)
         self.branches, self.step = LinearCost(0.02), LinearCost(0.02)
         self.verified_lookaheads: set[int] = set()
@@ -40,7 +40,6 @@ class Measurements:
 
     def observe(self, round_: Round) -> None:
         """Learns from a round."""
-        self.rounds += 1
         live = [row for row, k in enumerate(round_.accepted) if k >= 0]
         if round_.seconds and round_.lookahead not in self.verified_lookaheads:
             self.verified_lookaheads.add(round_.lookahead)  # the first of a shape is slow for reasons of its own
@@ -51,7 +50,7 @@ class Measurements:
                 self.transit.observe(min(round_.transit, round_.seconds))
         for row in live:
             k = round_.accepted[row]
-            if round_.from_backup[row]:
+            if round_.sources[row] in BACKUPS:
                 continue
             for i in range(min(k + 1, round_.lookahead, LONGEST_LOOKAHEAD)):
                 self.accepted[i].observe(i < k)
@@ -61,7 +60,7 @@ class Measurements:
                     guess.observe(rank == round_.ranks[row])
         if round_.budget and live:
             for row in live:
-                hit_rate = self.hit_rate_after_backup if round_.from_backup[row] else self.hit_rate
+                hit_rate = self.hit_rate_after_backup if round_.sources[row] in BACKUPS else self.hit_rate
                 hit_rate.observe(round_.hits[row])
             hits = sum(round_.hits[row] for row in live) / len(live)
             predicted = self.predicted_hit_rates(round_.lookahead)[min(round_.budget, LARGEST_BUDGET) - 1]

@@ -9,6 +9,7 @@ from ..config import SSDConfig
 from .outcomes import allocate
 
 GUESSES = 32  # ranks of bonus tokens that are told apart
+PREPARED, BACKUPS = "prepared", ("ngram", "random", "custom")  # where a speculation comes from, besides "primary"
 
 
 @dataclass(frozen=True)
@@ -48,17 +49,18 @@ class Round:
         lookahead (`int`): Tokens that were verified.
         accepted (`list[int]`): Accepted count of each row; -1 for a finished one.
         hits (`list[bool]`): Whether each row's outcome was prepared.
+        sources (`list[str]`): Where each row's speculation had come from: `PREPARED`, `"primary"` or one of `BACKUPS`.
         ranks (`list[int | None]`): Which of the draft's guesses the bonus token was, from 0, if it was ranked at all.
         seconds (`float`): How long the target took for it; 0 if it was not measured.
         budget (`int`): How many outcomes of each row were prepared meanwhile.
         transit (`float`, *optional*): How much longer than that it took until the outcome was here, if it was waited
-        for. from_backup (`list[bool]`): Whether each row's speculation came from a backup.
+            for.
     """
 
     lookahead: int
     accepted: list[int]
     hits: list[bool]
-    from_backup: list[bool]
+    sources: list[str]
     ranks: list[int | None] = field(default_factory=list)
     seconds: float = 0.0
     budget: int = 0

@@ -12,7 +12,7 @@ from ..config import SSDConfig
 from .experience import Experience
 from .fallback import Backup, NGramBackup, RandomBackup, dense_probabilities
 from .outcomes import Forks
-from .planner import GUESSES, Round
+from .planner import BACKUPS, GUESSES, PREPARED, Round
 from .proposals import Proposals
 from .trunk import SKIPPED, Trunk
 
@@ -47,16 +47,18 @@ class Speculator:
     ):
         self.config, self.device = config, model.device
         self.trunk = Trunk(model, prompts, generation_config.max_length)
-        self.proposals = Proposals(model, generation_config, max(self.trunk.lengths), seed)
-        self.vocab_size = vocab_size = self.proposals.vocab_size
+        self.vocab_size = vocab_size = model.config.get_text_config(decoder=True).vocab_size
         experience = Experience() if experience is None else experience
         self.planner, self.shape = experience.of(config, generation_config, len(prompts), vocab_size)
         self.plan = self.planner.plan()
+        if not self.planner.is_repeatable or custom_backup or self.plan.fallback != "primary":
+            # What was learned in a call with the same seed must not meet the same noise again.
+            seed += 1_000_003 * (experience.calls - 1)
+        self.proposals = Proposals(model, generation_config, max(self.trunk.lengths), seed)
         self.backups = {"ngram": NGramBackup(), "random": RandomBackup(vocab_size, seed)}
         self.custom_backup = custom_backup
         self.drafted = torch.zeros(len(prompts), 0, dtype=torch.long, device=self.device)
-        self.from_backup = [False] * len(prompts)
-        self.missed = [False] * len(prompts)  # rows whose speculation was not prepared
+        self.sources = [PREPARED] * len(prompts)  # where each row's speculation came from
         self.known_logits: list[torch.Tensor] = []  # after the first tokens of the speculation, if already computed
         self.answered = 0.0
         self.forks: Forks | None = None
@@ -93,7 +95,8 @@ class Speculator:
         # 2. Choose the outcomes.
         counts = torch.arange(lookahead + 1, device=self.device)
         scores = self._process_trunk(logits, self.trunk.ends() + counts)
-        self.forks = Forks.of(scores, logits, self.drafted, self.from_backup, max(plan.budget, GUESSES))
+        from_backup = [source in BACKUPS for source in self.sources]
+        self.forks = Forks.of(scores, logits, self.drafted, from_backup, max(plan.budget, GUESSES))
         accepted, bonus = self.forks.outcomes(self.shape.fan_outs(self.forks, plan.budget))
         prepared, tokens = SpeculationCache(accepted, bonus), bonus
 
@@ -124,7 +127,9 @@ class Speculator:
 
     # ---------------------------------------------------------------- the answer
 
-    def answer(self, accepted: torch.LongTensor, bonus: torch.LongTensor, seconds: float = 0.0) -> Speculation:
+    def answer(
+        self, accepted: torch.LongTensor, bonus: torch.LongTensor, seconds: float = 0.0, verified: int | None = None
+    ) -> Speculation:
         """
         Returns the next speculation of each row, and moves on to verify it.
 
@@ -133,6 +138,7 @@ class Speculator:
                 accepted, or `SKIPPED` for a row that is finished.
             bonus (`torch.LongTensor` of shape `(batch_size,)`): The token that follows them.
             seconds (`float`, *optional*): How long the target took to find out.
+            verified (`int`, *optional*): How many tokens of the last speculation it looked at; all by default.
         """
         began = time.perf_counter()
         accepted, bonus = accepted.to(self.device), bonus.to(self.device)
@@ -151,20 +157,26 @@ class Speculator:
         known = [grown if hit or k == SKIPPED else 0 for hit, k in zip(hits, counts)]
         backup = self.custom_backup or self.backups.get(self.plan.fallback)
         width = None
-        if uses_backup := bool(missed) and self.plan.lookahead > 0 and backup is not None:
+        # Without anything prepared there is no miss either: then the draft is asked, as in speculative decoding.
+        if uses_backup := bool(missed) and self.forks is not None and backup is not None:
             ready = self._take_from_backup(ready, backup, missed)
             width = None if any(hits) else ready.tokens.shape[1]
             known = [n if hit else ready.tokens.shape[1] for hit, n in zip(hits, known)]
         speculation = self._continue(ready, known, self.planner.lookahead(known) if width is None else width)
-        round_ = Round(self.drafted.shape[1], counts, hits, self.from_backup, seconds=seconds)
+        round_ = Round(self.drafted.shape[1], counts, hits, self.sources, seconds=seconds)
+        waited = self.plan.lookahead == 0 or self.plan.budget == 0 or not self.config.asynchronous
         if self.forks is not None:
             round_.budget = self.prepared_budget
+        elif not waited:
+            round_.seconds = 0.0  # it was neither prepared for nor waited for
         elif self.answered:
             round_.transit = max(0.0, began - self.answered - seconds)
-        self.lesson = (round_, next_tokens, self.forks)
+        whole = verified is None or verified == self.drafted.shape[1]
+        self.lesson = (round_, next_tokens, self.forks) if whole else None  # the end of a call teaches nothing
         self.prepared, self.forks = None, None
         self.drafted = speculation.tokens
-        self.from_backup = [uses_backup and row in missed for row in range(len(counts))]
+        fallback = ("custom" if self.custom_backup else self.plan.fallback) if uses_backup else "primary"
+        self.sources = [PREPARED if hit else fallback for hit in hits]
         self.trunk.write(speculation.tokens, self.trunk.lengths)
         self.answered = time.perf_counter()
         return speculation
@@ -210,7 +222,7 @@ class Speculator:
         tokens = ready.tokens.new_zeros(len(self.trunk.lengths), width)
         if some_hit:
             tokens[:, :grown] = ready.tokens
-        tokens[missed] = proposal.tokens[:, :width]
+        tokens[missed] = proposal.tokens[:, :width].to(self.device)
         probabilities = None
         if self.proposals.noise is not None:
             probabilities = torch.zeros(*tokens.shape, self.vocab_size, device=self.device)
@@ -237,16 +249,13 @@ class Speculator:
         self.planner.observe(round_)
         if self.planner.compares_backups:
             self._learn_of_misses(round_)
-        self.missed = [not hit for hit in round_.hits]
 
     def _learn_of_misses(self, round_: Round) -> None:
         """What rows gained that had missed, and what the n-gram backup would have given them."""
-        rows = [row for row, k in enumerate(round_.accepted) if k >= 0 and self.missed[row]]
+        rows = [row for row, k in enumerate(round_.accepted) if k >= 0 and round_.sources[row] != PREPARED]
         for row in rows:
-            kind = self.plan.fallback if round_.from_backup[row] else "primary"
-            if kind in ("primary", "ngram"):
-                self.planner.observe_miss(kind, round_.accepted[row] + 1)
-        rows = [row for row in rows if not round_.from_backup[row]]
+            self.planner.observe_miss(round_.sources[row], round_.accepted[row] + 1)
+        rows = [row for row in rows if round_.sources[row] == "primary"]
         if not rows:
             return
         before = [n - k - 1 for n, k in zip(self.trunk.lengths, round_.accepted)]

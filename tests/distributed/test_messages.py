@@ -73,10 +73,10 @@ def test_payloads_round_trip():
     prompts = [torch.tensor([3, 1]), torch.tensor([4]), torch.tensor([1, 5, 9])]
     unpacked = messages.payload_to_prompts(messages.prompts_to_payload(prompts))
     assert [p.tolist() for p in unpacked] == [p.tolist() for p in prompts]
-    accepted, bonus, seconds = messages.payload_to_outcome(
-        messages.outcome_to_payload(torch.tensor([0, -1]), torch.tensor([5, 6]), 0.25)
+    accepted, bonus, seconds, verified = messages.payload_to_outcome(
+        messages.outcome_to_payload(torch.tensor([0, -1]), torch.tensor([5, 6]), 0.25, 7)
     )
-    assert (accepted.tolist(), bonus.tolist(), seconds) == ([0, -1], [5, 6], 0.25)
+    assert (accepted.tolist(), bonus.tolist(), seconds, verified) == ([0, -1], [5, 6], 0.25, 7)
     answer = Answer(torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([True, False]), 0.25, 0.125, 9)
     unpacked = messages.payload_to_answer(messages.answer_to_payload(answer), 2)
     assert torch.equal(unpacked.tokens, answer.tokens) and torch.equal(unpacked.hits, answer.hits)

@@ -104,8 +104,8 @@ def test_a_worker_that_raises_shows_its_traceback_and_stays(target, assistant, w
     prompt = {"input_ids": torch.tensor([[96, 3]]), "attention_mask": torch.ones(1, 2, dtype=torch.long)}
     original = hf_ssd.distributed.client.WorkerSession.send_outcome
 
-    def nonsense(self, accepted, bonus, seconds):
-        return original(self, accepted, bonus + (10**6 if self.round == 2 else 0), seconds)
+    def nonsense(self, accepted, bonus, *figures):
+        return original(self, accepted, bonus + (10**6 if self.round == 2 else 0), *figures)
 
     hf_ssd.distributed.client.WorkerSession.send_outcome = nonsense
     try:

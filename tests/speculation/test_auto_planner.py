@@ -60,7 +60,7 @@ class World:
                 for _ in range(grown):
                     planner.observe_branches(self.rows * plan.budget, branch)
             planner.observe(
-                Round(width, accepted, hits, [False] * self.rows, ranks, verification, plan.budget * busy, None)
+                Round(width, accepted, hits, ["prepared"] * self.rows, ranks, verification, plan.budget * busy, None)
             )
             new_width = planner.lookahead(known) if plan.lookahead else 0
             for _ in range(max(0, new_width - min(known))):
@@ -147,7 +147,7 @@ def test_saguaro_auto_settles_on_the_value_that_is_fastest(monkeypatch):
         c = planner.saguaro.value
         chosen.append(c)
         clock[0] += 1 / speeds[c]
-        planner.observe(Round(4, [0], [True], [False], [0], 0.04, 8))
+        planner.observe(Round(4, [0], [True], ["prepared"], [0], 0.04, 8))
     assert chosen[-600:].count(0.7) > 450 and set(chosen) == set(speeds)
 
 
