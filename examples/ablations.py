@@ -1,0 +1,327 @@
+"""The paper's ablations on the embedded pair: a figure and a table of each, and all numbers in one JSON file.
+
+    python examples/ablations.py
+    python examples/ablations.py --only shapes saguaro --output docs/figures
+
+`fan_out`, `shapes` and `saguaro` count and do not depend on time. `fallback` measures it: give it a machine that does
+nothing else. docs/ablations.md says what the figures show.
+"""
+
+import argparse
+import json
+import math
+import statistics
+from itertools import chain
+from pathlib import Path
+
+import torch
+import transformers
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+from transformers.utils import logging
+
+import hf_ssd
+from hf_ssd import theory
+from hf_ssd.distributed.cores import available_cores
+from hf_ssd.distributed.local import LocalSession
+from hf_ssd.speculation.outcomes import CacheShape, shape_for
+
+try:
+    from matplotlib.figure import Figure
+except ImportError:
+    raise SystemExit('The figures need matplotlib: pip install -e ".[plot]"') from None
+
+PAIR = Path(__file__).parent / "pair"
+SNIPPETS = [
+    "def {}(path):\n",
+    'def {}_all(items):\n    """',
+    "class {}er:\n    def __init__(self, ",
+    "    def {}(self, *args, **kwargs):\n        if ",
+    "import os\n\ndef {}_file(name, mode):\n    try:\n",
+    "async def {}(host, port, *, timeout=None):\n",
+    "    for name in {}_names(self):\n        ",
+    "class {}Error(Exception):\n    pass\n\n\nclass ",
+]
+WORDS = ["read", "write", "parse", "copy", "send", "close", "encode", "load"]
+PROMPTS = [snippet.format(word) for word in WORDS for snippet in SNIPPETS]
+FAN_OUTS = [1, 2, 4, 8, 16, 32, 64]
+BATCH_SIZES = [1, 2, 4, 8, 16]
+ROWS = 8  # of one call where time does not matter
+# Okabe and Ito's colours, which colour-blind readers can tell apart.
+BLUE, ORANGE, GREEN, RED, PURPLE, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#777777"
+SHAPES = {
+    **{"uniform": (GREEN, "^-", 2), "geometric": (ORANGE, "s-", 2), "confidence": (BLUE, "o-", 2)},
+    **{"all_accepted": (GREY, "D--", 1), "single_branch": (RED, "x--", 1), "greedy_tree": (PURPLE, "v--", 1)},
+}
+
+
+def load_pair():
+    """Returns target, draft and tokenizer, in float32. No token ends a text, so that every row gets all its tokens."""
+    folders = PAIR / "target", PAIR / "draft"
+    target, draft = (AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval() for folder in folders)
+    target.generation_config.eos_token_id = target.config.vocab_size  # no token has this number
+    return hf_ssd.enable(target), draft, AutoTokenizer.from_pretrained(folders[0])
+
+
+def generate(pair, assistant, config: hf_ssd.SSDConfig, temperature: float, prompts: list[str], seed: int, args):
+    """Returns the [`~hf_ssd.SSDStats`] of one call. Temperature 0 is greedy."""
+    target, _, tokenizer = pair
+    set_seed(seed)
+    inputs = tokenizer(prompts, padding=True, return_tensors="pt", return_token_type_ids=False)
+    options = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+    options |= {"max_new_tokens": args.new_tokens, "return_dict_in_generate": True}
+    return target.generate(**inputs, **options, assistant_model=assistant, ssd_config=config).ssd_stats
+
+
+class Recorder(hf_ssd.DraftAssistant, CacheShape):
+    """
+    A draft in this process that keeps what a cache shape sees of each round, and how the round ended. With a fixed
+    lookahead neither depends on what is prepared, so one recording serves every shape and budget.
+    """
+
+    def __init__(self, draft):
+        self.draft, self.cores, self.vocab_size, self.rounds = draft, None, draft.config.vocab_size, []
+
+    def open_session(self, request):
+        session = LocalSession(self.draft, request)
+        session.speculator.shape = self
+        session.speculator.prepare()  # for the first token after the prompt
+        return session
+
+    def fan_out(self, forks, row, budget):
+        return [1] + [0] * (len(forks.limits) - 1)  # as little as possible, for nobody needs it
+
+    def learn(self, forks, accepted, bonus):
+        self.rounds.append((forks, accepted, bonus))
+
+
+def record(pair, config: hf_ssd.SSDConfig, temperature: float, args) -> tuple[list, list]:
+    """Returns the rounds of each call, `(forks, accepted, bonus)` each, and the [`~hf_ssd.SSDStats`] of each call."""
+    calls, stats = [], []
+    for start in range(0, args.prompts, ROWS):
+        recorder = Recorder(pair[1])
+        prompts = PROMPTS[: args.prompts][start : start + ROWS]
+        stats.append(generate(pair, recorder, config, temperature, prompts, start, args))
+        # At the end less is verified than was drafted, which is no verdict on what was drafted.
+        whole = [True] + [lookahead == config.lookahead for lookahead in stats[-1].lookahead]
+        calls.append([round_ for round_, is_whole in zip(recorder.rounds, whole) if is_whole])
+    return calls, stats
+
+
+def replay(calls: list, config: hf_ssd.SSDConfig) -> list[list[bool]]:
+    """Returns in which of its rounds each row of each call would have hit with the shape and budget of `config`."""
+    shape, hits = shape_for(config), []
+    for rounds in calls:
+        rows = [[] for _ in rounds[0][1]]
+        for forks, accepted, bonus in rounds:
+            fan_outs = shape.fan_outs(forks, config.budget)
+            for row, (k, token) in enumerate(zip(accepted, bonus)):
+                if k >= 0:
+                    guesses = forks.tokens[row, k, : min(fan_outs[row][k], forks.limits[k])]
+                    rows[row].append(token in guesses.tolist())
+            shape.learn(forks, accepted, bonus)
+        hits += rows
+    return hits
+
+
+def fan_out(pair, args) -> list[dict]:
+    """Figure 3: how often the bonus token is not among the F best guesses, and the power law scale * F^-r"""
+    table = []
+    config = hf_ssd.SSDConfig(lookahead=4, budget=max(FAN_OUTS), fallback="primary")
+    for temperature in tqdm([0.0, 1.0], desc="fan_out", unit="temperature"):
+        calls, stats = record(pair, config, temperature, args)
+        rejected = 1 - mean(s.acceptance_rate for s in stats)
+        ranks = [
+            (k == config.lookahead, guesses[k].index(token) if token in guesses[k] else math.inf)
+            for forks, accepted, bonus in chain(*(rounds[1:] for rounds in calls))
+            for guesses, k, token in zip(forks.tokens.tolist(), accepted, bonus)
+            if k >= 0
+        ]
+        for after, accepted_all in (("a rejection", False), ("complete acceptance", True)):
+            found = [rank for kind, rank in ranks if kind == accepted_all]
+            misses = [mean(rank >= size for rank in found) for size in FAN_OUTS]
+            fitted = sum(miss * len(found) >= 5 for miss in misses)  # fewer misses are noise
+            law = theory.fit_power_law(FAN_OUTS[:fitted], misses[:fitted]) if fitted > 1 else (math.nan, math.nan)
+            row = {"T": temperature, "rejected": rejected, "after": after, "outcomes": len(found)}
+            row |= {f"F={size}": miss for size, miss in zip(FAN_OUTS, misses)}
+            table.append(row | dict(zip(("scale", "r"), law)) | {"fitted": fitted})
+    return table
+
+
+def draw_fan_out(table: list[dict], axes) -> None:
+    for row in table:
+        sizes, greedy = FAN_OUTS[: row["fitted"]], row["T"] == 0
+        look = {"color": ORANGE if row["after"] == "a rejection" else BLUE, "fillstyle": "none" if greedy else "full"}
+        label = f"T = {row['T']:g}, after {row['after']}: r = {row['r']:.2f}"
+        axes.plot(sizes, [row[f"F={size}"] for size in sizes], "o" if greedy else "s", label=label, **look)
+        law = [row["scale"] * size ** -row["r"] for size in sizes]
+        axes.plot(sizes, law, "--" if greedy else "-", linewidth=1, **look)
+    axes.set(xscale="log", yscale="log", ylim=(2e-3, 1.2), xlabel="fan-out F (guesses)", ylabel="miss rate (share)")
+    axes.set(xticks=FAN_OUTS, xticklabels=FAN_OUTS)
+    axes.set_title("The miss rate falls about as a power of the fan-out (lines: scale · F$^{-r}$)")
+    axes.legend(loc="lower right")
+
+
+def shapes(pair, args) -> list[dict]:
+    """Figure 4: hit rate of each cache shape on the same rounds; the gain is that of confidence over geometric"""
+    table = []
+    for temperature in tqdm([0.0, 0.3, 0.7, 1.0, 1.3], desc="shapes", unit="temperature"):
+        calls, _ = record(pair, hf_ssd.SSDConfig(lookahead=4, budget=24, fallback="primary"), temperature, args)
+        for budget in (12, 24):
+            configs = {name: hf_ssd.SSDConfig(lookahead=4, budget=budget, fan_out=name) for name in SHAPES}
+            hits = {name: replay(calls, config) for name, config in configs.items()}
+            row = {"T": temperature, "budget": budget, "rounds": sum(map(len, hits["uniform"]))}
+            row |= {name: mean(chain(*rows)) for name, rows in hits.items()}
+            gains = [mean(a) - mean(b) for a, b in zip(hits["confidence"], hits["geometric"])]
+            table.append(row | {"gain": mean(gains), "error": statistics.stdev(gains) / len(gains) ** 0.5})
+    return table
+
+
+def draw_shapes(table: list[dict], *panels) -> None:
+    for axes, budget in zip(panels, (12, 24)):
+        rows = [row for row in table if row["budget"] == budget]
+        for name, (color, style, width) in SHAPES.items():
+            hit_rates = [row[name] for row in rows]
+            axes.plot([row["T"] for row in rows], hit_rates, style, color=color, linewidth=width, label=name)
+        axes.set(xlabel="temperature (0: greedy)", ylabel="hit rate (share of outcomes)", ylim=(0, 1))
+        axes.set_title(f"What is likely in this round hits most: {budget} outcomes")
+    panels[-1].legend(title="fan_out")
+
+
+def saguaro(pair, args) -> list[dict]:
+    """Figure 5: what C trades, and by Theorem 7 the speed over plain decoding if a miss costs T_b verifications"""
+    table = []
+    for c in tqdm([0.0, 0.1, 0.3, 0.5, 0.7, 1.0], desc="saguaro", unit="C"):
+        config = hf_ssd.SSDConfig(lookahead=4, budget=12, fan_out="geometric", saguaro_c=c, fallback="primary")
+        calls, stats = record(pair, config, 1.0, args)
+        hits = [mean(row) for row in replay(calls, config)]
+        p, tokens = mean(hits), mean(s.tokens_per_round for s in stats)
+        row = {"C": c, "acceptance": mean(s.acceptance_rate for s in stats), "tokens_per_round": tokens}
+        row |= {"hit_rate": p, "error": statistics.stdev(hits) / len(hits) ** 0.5}
+        table.append(row | {f"T_b={t:g}": theory.ssd_speedup(p, tokens, tokens, 1.0, t) for t in (0.5, 1.0, 2.0, 4.0)})
+    return table
+
+
+def draw_saguaro(table: list[dict], axes) -> None:
+    points = [row["acceptance"] for row in table], [row["hit_rate"] for row in table]
+    axes.errorbar(*points, [row["error"] for row in table], fmt="o-", color=BLUE, capsize=3)
+    for row, *place in zip(table, *points):
+        text = f"C = {row['C']:g}: {row['tokens_per_round']:.2f} tokens per round"
+        axes.annotate(text, place, (-10, -4), textcoords="offset points", ha="right")
+    axes.set(xlabel="acceptance rate (share of tested tokens)", ylabel="hit rate (share of outcomes; bars: std. error)")
+    axes.set(xlim=(min(points[0]) - 0.15, None), title="A smaller C gives more hits and fewer accepted tokens (T = 1)")
+
+
+def fallback(pair, args) -> list[dict]:
+    """Figure 6: tokens per second, also over those of the primary (quartiles), and b* of Theorem 17, with its parts"""
+    table, kinds = [], ("primary", "ngram", "random")
+    with hf_ssd.launch_draft(pair[1], num_threads=1) as assistant:
+        for batch_size in tqdm(BATCH_SIZES, desc="fallback", unit="batch size"):
+            # 1. All fallbacks in turn, again and again, so that what else the machine does falls on all of them alike.
+            runs = {kind: [] for kind in kinds}
+            for turn in range(1 + max(12, 32 // batch_size)):
+                prompts = [PROMPTS[(turn * batch_size + row) % args.prompts] for row in range(batch_size)]
+                for kind in kinds:
+                    config = hf_ssd.SSDConfig(lookahead=3, budget=12, fallback=kind)
+                    stats = generate(pair, assistant, config, 0.7, prompts, turn, args)
+                    runs[kind] += [stats] if turn else []  # the first turn warms up
+
+            # 2. What was measured of each, and what the theory makes of it.
+            parts = {kind: measured_parts(runs[kind]) for kind in kinds}
+            speeds = {kind: [measured_parts([run])["tokens/s"] for run in runs[kind]] for kind in kinds}
+            p, wait, tokens = (parts["primary"][key] for key in ("p", "T_miss", "E"))
+            for kind, part in parts.items():
+                ratios = [mine / primary for mine, primary in zip(speeds[kind], speeds["primary"])]
+                row = {"b": batch_size, "fallback": kind} | part
+                row |= dict(zip(("low", "median", "high"), statistics.quantiles(ratios, n=4)))
+                row["predicted"] = part["predicted"] / parts["primary"]["predicted"]
+                is_backup = kind != "primary" and 1 <= part["E_miss"] <= tokens and 0 < p < 1
+                row["b*"] = theory.critical_batch_size(p, wait, tokens, part["E_miss"]) if is_backup else math.nan
+                table.append(row)
+    return table
+
+
+def measured_parts(runs: list[hf_ssd.SSDStats]) -> dict[str, float]:
+    """Returns what Corollary 16 needs, of the rounds in which all rows ran. Times T are in units of a verification."""
+    names = ("lookahead", "accepted", "hits", "verify_seconds", "wait_seconds")
+    rounds = chain(*(zip(*(getattr(run, name) for name in names)) for run in runs))
+    whole = dict(zip(names, zip(*(values for values in rounds if min(values[1]) >= 0))))
+    rows = [(k + 1, hit) for k, hit in zip(chain(*whole["accepted"]), chain(*whole["hits"]))]
+    waits = [(wait, all(hits)) for wait, hits in zip(whole["wait_seconds"], whole["hits"])]
+    verify = mean(whole["verify_seconds"])
+    return {
+        "tokens/s": sum(tokens for tokens, _ in rows) / sum(whole["verify_seconds"] + whole["wait_seconds"]),
+        "predicted": theory.predict(hf_ssd.SSDStats(runs[0].batch_size, **whole)),
+        "p": mean(hit for _, hit in rows),
+        "E": mean(tokens for tokens, _ in rows),
+        "E_hit": mean(tokens for tokens, hit in rows if hit),
+        "E_miss": mean(tokens for tokens, hit in rows if not hit),
+        "T_hit": mean(wait for wait, all_hit in waits if all_hit) / verify,
+        "T_miss": mean(wait for wait, all_hit in waits if not all_hit) / verify,
+    }
+
+
+def draw_fallback(table: list[dict], axes) -> None:
+    axes.axhline(1, color=BLUE, linewidth=2, label="primary")
+    labels = [f"{b}\n" for b in BATCH_SIZES]
+    for kind, color, style, shift in (("ngram", ORANGE, "s-", -0.05), ("random", GREEN, "^-", 0.05)):
+        rows = [row for row in table if row["fallback"] == kind]
+        places, medians = [i + shift for i in range(len(rows))], [row["median"] for row in rows]
+        bars = [[abs(row[end] - row["median"]) for row in rows] for end in ("low", "high")]
+        axes.errorbar(places, medians, bars, fmt=style, color=color, capsize=3, label=f"{kind} (bars: quartiles)")
+        axes.plot(places, [row["predicted"] for row in rows], ":", color=color, label=f"{kind}, by Corollary 16")
+        labels = [label + f"\n{row['b*']:.2f}".replace("inf", "∞") for label, row in zip(labels, rows)]
+    axes.set(xticks=range(len(labels)), xticklabels=labels, ylabel="tokens per second over those of the primary")
+    axes.set_xlabel("batch size b (rows); below it b* for ngram and random: by Theorem 17 they win where b > b*")
+    axes.set_title("Two CPU cores: drafting just in time wins, whatever the batch size")
+    axes.legend()
+
+
+def mean(values) -> float:
+    """Returns the mean, nan of nothing."""
+    values = list(values)
+    return math.fsum(values) / len(values) if values else math.nan
+
+
+def report(name: str, table: list[dict], draw, args) -> None:
+    """Prints the table, draws the figure, and puts the numbers into the JSON beside those of the others."""
+    texts = [list(table[0])] + [[f"{x:.3f}" if isinstance(x, float) else str(x) for x in row.values()] for row in table]
+    widths = [max(map(len, column)) for column in zip(*texts)]
+    print(*("  ".join(map(str.rjust, line, widths)) for line in texts), sep="\n")
+    panels = 2 if name == "shapes" else 1
+    figure = Figure(figsize=(4 + 3.4 * panels, 4.8), layout="constrained")
+    draw(table, *figure.subplots(1, panels, squeeze=False)[0])
+    for axes in figure.axes:
+        axes.grid(alpha=0.3)
+    figure.savefig(args.output / f"{name}.png", dpi=120)
+    path = args.output / "ablations.json"
+    numbers = json.loads(path.read_text()) if path.exists() else {}
+    settings = {"new_tokens": args.new_tokens, "prompts": args.prompts, "cores": len(available_cores())}
+    versions = {module.__name__: module.__version__ for module in (hf_ssd, torch, transformers)}
+    rows = [{key: str(x) if str(x) in ("nan", "inf") else x for key, x in row.items()} for row in table]
+    numbers[name] = settings | versions | {"rows": rows}
+    path.write_text(json.dumps(numbers, indent=1) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    drawings = {fan_out: draw_fan_out, shapes: draw_shapes, saguaro: draw_saguaro, fallback: draw_fallback}
+    ablations = {measure.__name__: (measure, draw) for measure, draw in drawings.items()}
+    parser.add_argument("--only", nargs="+", choices=ablations, default=list(ablations), help="some of them")
+    parser.add_argument("--output", type=Path, default=Path("docs/figures"), help="folder for figures and JSON")
+    parser.add_argument("--new-tokens", type=int, default=128, help="for each prompt")
+    parser.add_argument("--prompts", type=int, default=len(PROMPTS), choices=range(2, len(PROMPTS) + 1), metavar="N")
+    args = parser.parse_args()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    args.output.mkdir(parents=True, exist_ok=True)
+    pair = load_pair()
+    for name in args.only:
+        measure, draw = ablations[name]
+        print(f"\n{measure.__doc__}")
+        report(name, measure(pair, args), draw, args)
+
+
+if __name__ == "__main__":
+    main()

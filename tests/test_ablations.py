@@ -1,0 +1,85 @@
+"""The ablations as a user runs them, and the claim that matters most: confidence hits more often than geometric."""
+
+import json
+import math
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+
+import hf_ssd
+from examples import ablations
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return ablations.load_pair()
+
+
+@pytest.fixture
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_tables_figures_and_numbers(tmp_path):
+    command = ["examples/ablations.py", "--only", "shapes", "saguaro", "--new-tokens", "24", "--prompts", "2"]
+    result = subprocess.run(
+        [sys.executable, *command, "--output", str(tmp_path)], capture_output=True, text=True, timeout=240, cwd=ROOT
+    )
+    assert result.returncode == 0, result.stderr
+    numbers = json.loads((tmp_path / "ablations.json").read_text())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ablations.json", "saguaro.png", "shapes.png"]
+    lines = [line.split() for line in result.stdout.splitlines()]
+    for name, count in (("shapes", 10), ("saguaro", 6)):
+        rows = numbers[name]["rows"]
+        assert len(rows) == count and numbers[name]["new_tokens"] == 24 and numbers[name]["prompts"] == 2
+        printed = lines.index(list(rows[0]))
+        assert [float(cell) for cell in lines[printed + 1]] == pytest.approx([*rows[0].values()], abs=1e-3)
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    for row in numbers["shapes"]["rows"]:
+        assert all(0 <= row[name] <= 1 for name in ablations.SHAPES) and row["rounds"] > 10
+    assert 0 < numbers["saguaro"]["rows"][0]["hit_rate"] <= 1
+
+
+def test_without_matplotlib_one_sentence():
+    code = "import sys, runpy; sys.modules['matplotlib'] = None; runpy.run_path('examples/ablations.py')"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, cwd=ROOT)
+    assert result.returncode == 1
+    assert result.stderr.strip() == 'The figures need matplotlib: pip install -e ".[plot]"'
+
+
+@pytest.mark.parametrize("fan_out", ["geometric", "confidence"])
+def test_a_replay_is_what_a_worker_does(pair, one_thread, fan_out):
+    args = Namespace(new_tokens=40, prompts=4)
+    config = hf_ssd.SSDConfig(lookahead=4, budget=12, fan_out=fan_out, fallback="primary")
+    (rounds,), _ = ablations.record(pair, config, 0.7, args)
+    replayed = ablations.replay([rounds], config)
+    with hf_ssd.launch_draft(pair[1], num_threads=1) as worker:
+        stats = ablations.generate(pair, worker, config, 0.7, ablations.PROMPTS[:4], 0, args)
+    assert 0.2 < sum(map(sum, replayed)) / sum(map(len, replayed)) < 0.95
+    for row, hits in enumerate(replayed):
+        assert len(hits) > 8 and hits == [hit[row] for hit in stats.hits][: len(hits)]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_confidence_beats_geometric(pair, one_thread, temperature):
+    """By more than two standard errors of the difference within a row, at an equal budget, on the same rounds."""
+    args = Namespace(new_tokens=160, prompts=len(ablations.PROMPTS))
+    recorded = hf_ssd.SSDConfig(lookahead=4, budget=12, fallback="primary")
+    calls, _ = ablations.record(pair, recorded, temperature, args)
+    confidence, geometric = (
+        ablations.replay(calls, hf_ssd.SSDConfig(lookahead=4, budget=12, fan_out=name))
+        for name in ("confidence", "geometric")
+    )
+    gains = torch.tensor([sum(a) / len(a) - sum(b) / len(b) for a, b in zip(confidence, geometric)])
+    error = gains.std() / math.sqrt(len(gains))
+    assert len(gains) == 64 and sum(map(len, geometric)) > 2500
+    assert gains.mean() > 2 * error and gains.mean() > 0.01
