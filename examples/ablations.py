@@ -184,7 +184,7 @@ def draw_shapes(table: list[dict], *panels) -> None:
             hit_rates = [row[name] for row in rows]
             axes.plot([row["T"] for row in rows], hit_rates, style, color=color, linewidth=width, label=name)
         axes.set(xlabel="temperature (0: greedy)", ylabel="hit rate (share of outcomes)", ylim=(0, 1))
-        axes.set_title(f"What is likely in this round hits most: {budget} outcomes")
+        axes.set_title(f"Confidence hits most: {budget} prepared outcomes per round")
     panels[-1].legend(title="fan_out")
 
 
@@ -270,10 +270,11 @@ def draw_fallback(table: list[dict], axes) -> None:
         bars = [[abs(row[end] - row["median"]) for row in rows] for end in ("low", "high")]
         axes.errorbar(places, medians, bars, fmt=style, color=color, capsize=3, label=f"{kind} (bars: quartiles)")
         axes.plot(places, [row["predicted"] for row in rows], ":", color=color, label=f"{kind}, by Corollary 16")
-        labels = [label + f"\n{row['b*']:.2f}".replace("inf", "∞") for label, row in zip(labels, rows)]
+        labels = [label + f"\n{kind} {row['b*']:.2f}".replace("inf", "∞") for label, row in zip(labels, rows)]
     axes.set(xticks=range(len(labels)), xticklabels=labels, ylabel="tokens per second over those of the primary")
-    axes.set_xlabel("batch size b (rows); below it b* for ngram and random: by Theorem 17 they win where b > b*")
-    axes.set_title("Two CPU cores: drafting just in time wins, whatever the batch size")
+    axes.set_xlabel("batch size b (rows), and b*: by Theorem 17 a backup wins where b > b*")
+    wins = ", ".join(f"{row['fallback']} at {row['b']}" for row in table if row["median"] > 1)
+    axes.set_title(f"A miss: drafting just in time is faster, except {wins or 'nowhere'}")
     axes.legend()
 
 
