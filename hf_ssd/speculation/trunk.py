@@ -34,7 +34,7 @@ class Trunk:
         self.ids = torch.zeros(len(prompts), width + 256, dtype=torch.long, device=self.device)
         for row, prompt in enumerate(prompts):
             self.ids[row, : len(prompt)] = prompt
-        self.decoder = CachedModel(model, RaggedCache(capacity=2 * width + 1024), position_limit=position_limit)
+        self.decoder = CachedModel(model, RaggedCache(capacity=width + 512), position_limit=position_limit)
 
     def ends(self, count: int = 0) -> torch.LongTensor:
         """Returns the column behind each row's trunk and `count` more tokens, of shape `(batch_size, 1)`."""
