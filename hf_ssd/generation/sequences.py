@@ -32,8 +32,8 @@ class Sequences:
     def propose(self, tokens: torch.LongTensor) -> None:
         """Writes tokens `(batch_size, count)` behind each row without making them part of it."""
         count = tokens.shape[1]
-        if max(self.lengths) + count > self.ids.shape[1]:
-            room = self.ids.new_full((self.batch_size, max(count, self.ids.shape[1] // 2)), self.pad_token)
+        if max(self.lengths) + count >= self.ids.shape[1]:  # room for the bonus token as well
+            room = self.ids.new_full((self.batch_size, max(count + 1, self.ids.shape[1] // 2)), self.pad_token)
             self.ids = torch.cat([self.ids, room], dim=1)
         if min(self.lengths) == max(self.lengths):
             self.ids[:, self.lengths[0] : self.lengths[0] + count] = tokens

@@ -73,6 +73,9 @@ class Planner(ABC):
     is_repeatable = True
     """Whether the plan does not depend on time. Then outcomes are always chosen, even if theirs is already there."""
 
+    adapts_tokens = False
+    """Whether the plan decides what is proposed, and not only when. Otherwise a seed gives the same tokens again."""
+
     compares_backups = False
     """Whether [`~Planner.observe_miss`] is of use."""
 

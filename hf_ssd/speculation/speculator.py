@@ -51,7 +51,7 @@ class Speculator:
         experience = Experience() if experience is None else experience
         self.planner, self.shape = experience.of(config, generation_config, len(prompts), vocab_size)
         self.plan = self.planner.plan()
-        if not self.planner.is_repeatable or custom_backup or self.plan.fallback != "primary":
+        if self.planner.adapts_tokens or custom_backup or self.plan.fallback != "primary":
             # What was learned in a call with the same seed must not meet the same noise again.
             seed += 1_000_003 * (experience.calls - 1)
         self.proposals = Proposals(model, generation_config, max(self.trunk.lengths), seed)
