@@ -35,10 +35,10 @@ class SSDConfig:
         fallback (`str` or object, *optional*, defaults to `"auto"`):
             Where the speculation of a row comes from whose outcome was not prepared: `"primary"` (the draft model, just
             in time), `"ngram"` (what followed the last tokens when they occurred before), `"random"`, or `"auto"`,
-            which picks the fastest (with a fixed lookahead, the primary). Or an object with `propose(input_ids,
-            lookahead)
-            -> (tokens, probabilities)`, where `input_ids` is `(1, length)` and `probabilities` is `(1, n, vocab_size)`
-            or `None` for certain tokens; or a transformers `CandidateGenerator`. It is called in the target's process.
+            which picks the fastest (with a fixed lookahead, the primary). Or a transformers `CandidateGenerator`, or
+            an object whose `propose(input_ids, lookahead)` takes ids of shape `(1, length)` and returns tokens and
+            their probabilities `(1, n, vocab_size)`, or `None` for certain tokens. Either is called in the target's
+            process.
         acceptance_rate (`float`, *optional*, defaults to 0.8):
             Prior for the chance that one drafted token is accepted, a in Theorem 12. Between 0 and 1, both excluded.
         power_law_exponent (`float`, *optional*, defaults to 0.5):
@@ -51,8 +51,8 @@ class SSDConfig:
             decoding, `"raise"` raises [`~hf_ssd.DraftError`].
         asynchronous (`bool`, *optional*, defaults to `True`):
             `True` drafts in the worker while the target verifies. `False` drafts in this process and in turn with the
-            target, which is ordinary speculative decoding: the baseline, and a way to debug. A fixed lookahead gives
-            the same tokens both ways, sampled ones included.
+            target, which is ordinary speculative decoding: the baseline, and a way to debug. A fixed lookahead with
+            the primary fallback gives the same tokens both ways, sampled ones included.
     """
 
     lookahead: int | str = "auto"

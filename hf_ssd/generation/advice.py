@@ -12,7 +12,7 @@ def advice(stats) -> list[str]:
     if not stats.rounds:
         return []
     if stats.draft_failure:
-        return ["the draft failed and the call finished by plain decoding; see `draft_failure`"]
+        return [f"finished without the draft, by plain decoding: {stats.draft_failure}"]
     drafted = [k for k in stats.lookahead if k]
     rested = 1 - len(drafted) / stats.rounds
     if rested > 0.5 or stats.acceptance_rate < 0.3:

@@ -105,8 +105,6 @@ class SSDStats:
             f"prefill {1e3 * self.prefill_seconds:.1f} ms, in all {self.total_seconds:.2f} s",
             *self.advice,
         ]
-        if self.draft_failure:
-            lines.append(f"finished without the draft: {self.draft_failure}")
         return "\n".join(lines)
 
 

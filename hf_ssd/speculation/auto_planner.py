@@ -141,12 +141,16 @@ class AutoPlanner(Planner):
         config = self.config
         return Plan(
             lookahead if self.adapts_tokens else config.lookahead,
-            config.budget if isinstance(config.budget, int) else budget,
+            config.budget if isinstance(config.budget, int) else min(budget, self._largest_budget(lookahead)),
             self.fallback,
             self.saguaro.value if self.saguaro is not None else config.saguaro_c,
             config.acceptance_rate,
             config.power_law_exponent,
         )
+
+    def _largest_budget(self, lookahead: int) -> int:
+        """How many outcomes of each row fit the memory, at least one."""
+        return max(1, self.largest_product // max(1, lookahead))
 
     # ---------------------------------------------------------------- predictions
 
@@ -162,7 +166,7 @@ class AutoPlanner(Planner):
         verification = [measured.verification(k, alone=False) for k in range(lookahead + 1)]
         fixed, predicted = self.config.budget, {}
         for budget in [fixed] if isinstance(fixed, int) else BUDGETS:
-            if budget > max(1, self.largest_product // lookahead):
+            if budget > self._largest_budget(lookahead) and budget != fixed:
                 break
             growth, width = measured.drafting(rows * budget, alone=False), lookahead
             for _ in range(3):  # what can grow depends on how long verification takes, and that on what had grown

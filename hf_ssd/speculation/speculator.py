@@ -23,7 +23,8 @@ class Speculator:
     the outcomes that were not prepared ([`~Speculator.answer`]). With `asynchronous=False` it never prepares, and is
     the draft of ordinary speculative decoding.
 
-    With a fixed lookahead, what it answers depends on the outcomes alone, not on what had been prepared.
+    With a fixed lookahead and the primary fallback, what it answers depends on the outcomes alone, not on what had
+    been prepared.
 
     Args:
         model (`PreTrainedModel`): The draft model.
@@ -142,27 +143,39 @@ class Speculator:
         """
         began = time.perf_counter()
         accepted, bonus = accepted.to(self.device), bonus.to(self.device)
-        skipped = accepted == SKIPPED
-        if self.prepared is not None:
-            ready = self.prepared.lookup(accepted, bonus)
-        else:
-            nothing = torch.zeros(len(accepted), 0, dtype=torch.long, device=self.device)
-            ready = Speculation(nothing, None, skipped & False)
-        counts, next_tokens = accepted.tolist(), bonus.tolist()
+        ready = self._look_up(accepted, bonus)
+        counts, hits = accepted.tolist(), ready.hits.tolist()
+        whole = verified is None or verified == self.drafted.shape[1]
+        round_ = self._round(counts, hits, seconds, began)
+        self.lesson = (round_, bonus.tolist(), self.forks) if whole else None  # the end of a call teaches nothing
         self.trunk.grow(counts, bonus)
         self.proposals.forget_before([n - 1 for n in self.trunk.lengths])
         self.known_logits = []
-        hits, grown = ready.hits.tolist(), ready.tokens.shape[1]
+
         missed = [row for row, k in enumerate(counts) if k != SKIPPED and not hits[row]]
-        known = [grown if hit or k == SKIPPED else 0 for hit, k in zip(hits, counts)]
-        backup = self.custom_backup or self.backups.get(self.plan.fallback)
-        width = None
-        # Without anything prepared there is no miss either: then the draft is asked, as in speculative decoding.
-        if uses_backup := bool(missed) and self.forks is not None and backup is not None:
+        known = [0 if row in missed else ready.tokens.shape[1] for row in range(len(counts))]
+        kind, backup = self._backup_for(missed)
+        if backup is not None:
             ready = self._take_from_backup(ready, backup, missed)
-            width = None if any(hits) else ready.tokens.shape[1]
-            known = [n if hit else ready.tokens.shape[1] for hit, n in zip(hits, known)]
-        speculation = self._continue(ready, known, self.planner.lookahead(known) if width is None else width)
+            known = [ready.tokens.shape[1] if row in missed else n for row, n in enumerate(known)]
+        alone = backup is not None and not any(hits)  # then its proposals are as long as it likes
+        speculation = self._continue(ready, known, ready.tokens.shape[1] if alone else self.planner.lookahead(known))
+
+        self.sources = [PREPARED if hit else kind for hit in hits]
+        self.prepared, self.forks = None, None
+        self.drafted = speculation.tokens
+        self.trunk.write(speculation.tokens, self.trunk.lengths)
+        self.answered = time.perf_counter()
+        return speculation
+
+    def _look_up(self, accepted: torch.LongTensor, bonus: torch.LongTensor) -> Speculation:
+        if self.prepared is not None:
+            return self.prepared.lookup(accepted, bonus)
+        nothing = torch.zeros(len(accepted), 0, dtype=torch.long, device=self.device)
+        return Speculation(nothing, None, torch.zeros(len(accepted), dtype=torch.bool, device=self.device))
+
+    def _round(self, counts: list[int], hits: list[bool], seconds: float, began: float) -> Round:
+        """What there is to learn of the round whose outcome came at `began`."""
         round_ = Round(self.drafted.shape[1], counts, hits, self.sources, seconds=seconds)
         waited = self.plan.lookahead == 0 or self.plan.budget == 0 or not self.config.asynchronous
         if self.forks is not None:
@@ -171,15 +184,17 @@ class Speculator:
             round_.seconds = 0.0  # it was neither prepared for nor waited for
         elif self.answered:
             round_.transit = max(0.0, began - self.answered - seconds)
-        whole = verified is None or verified == self.drafted.shape[1]
-        self.lesson = (round_, next_tokens, self.forks) if whole else None  # the end of a call teaches nothing
-        self.prepared, self.forks = None, None
-        self.drafted = speculation.tokens
-        fallback = ("custom" if self.custom_backup else self.plan.fallback) if uses_backup else "primary"
-        self.sources = [PREPARED if hit else fallback for hit in hits]
-        self.trunk.write(speculation.tokens, self.trunk.lengths)
-        self.answered = time.perf_counter()
-        return speculation
+        return round_
+
+    def _backup_for(self, missed: list[int]) -> tuple[str, Backup | None]:
+        """
+        Returns where the speculations of these rows come from, by name and, if it is not the draft, as an object.
+        Without anything prepared there is no miss: then the draft is asked, as in speculative decoding.
+        """
+        backup = self.custom_backup or self.backups.get(self.plan.fallback)
+        if not missed or self.forks is None or backup is None:
+            return "primary", None
+        return "custom" if self.custom_backup else self.plan.fallback, backup
 
     def _continue(self, ready: Speculation, known: list[int], width: int) -> Speculation:
         """

@@ -294,6 +294,12 @@ def test_a_wrong_q_of_saguaro_sampling_or_a_backup_fails_the_same_test(
     assert p_value(*small, calls=20, seed=10, **{"budget": 4, **settings}) < 1e-3
 
 
+def test_a_wrong_q_under_whims_fails_the_same_test(small, prepared_in_process, monkeypatch):
+    monkeypatch.setattr(experience, "planner_for", Whims)
+    plain_q_with_saguaro_tokens(monkeypatch)
+    assert p_value(*small, calls=24, seed=6, timeout=28.0) < 1e-3
+
+
 @pytest.mark.parametrize("name", MUTANTS)
 def test_plausible_mistakes_fail_the_same_test(small, name, monkeypatch):
     MUTANTS[name](monkeypatch)

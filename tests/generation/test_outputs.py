@@ -33,7 +33,7 @@ def test_no_rounds_and_a_failure():
     assert "no rounds" in str(SSDStats(generated_tokens=1))
     stats = SSDStats(lookahead=[0], accepted=[[0]], hits=[[False]], verify_seconds=[0.1], wait_seconds=[0.0],
                      draft_seconds=[0.0], draft_failure="it ended")  # fmt: skip
-    assert stats.hit_rate == stats.acceptance_rate == 0 and "finished without the draft: it ended" in str(stats)
+    assert stats.hit_rate == stats.acceptance_rate == 0 and str(stats).count("it ended") == 1
 
 
 def stats_like(lookahead=7, accepted=5, hit=True, wait=0.0, budget=8, **fields):
@@ -52,7 +52,7 @@ def stats_like(lookahead=7, accepted=5, hit=True, wait=0.0, budget=8, **fields):
         (stats_like(wait=0.04), "wait is 29% of a round: the draft is too slow for lookahead 7 and budget 8"),
         (stats_like(wait=0.04, hit=False), "hits are rare (0.00)"),
         (stats_like(wait=0.04, budget=0), "in turn with the target"),
-        (stats_like(draft_failure="it ended"), "the draft failed"),
+        (stats_like(draft_failure="it ended"), "finished without the draft, by plain decoding: it ended"),
     ],
 )
 def test_advice_says_what_was_seen(stats, words):

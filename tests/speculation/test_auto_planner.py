@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 
 from hf_ssd import SSDConfig
-from hf_ssd.speculation.auto_planner import BUDGETS, AutoPlanner, planner_for
+from hf_ssd.speculation.auto_planner import BUDGETS, MOST_MEMORY, AutoPlanner, planner_for
 from hf_ssd.speculation.costs import LinearCost
 from hf_ssd.speculation.outcomes import allocate
 from hf_ssd.speculation.planner import FixedPlanner, Plan, Round
@@ -163,3 +163,15 @@ def test_costs_are_learned_and_hiccups_forgotten():
     before = cost(10)
     cost.observe(10, 1e6)
     assert cost(10) < 1.2 * before
+
+
+def test_no_plan_keeps_more_distributions_than_there_is_memory_for():
+    planner = AutoPlanner(SSDConfig(), rows=32, vocab_size=150_000, sampled=True)
+    plans = []
+    for number in range(200):
+        plans.append(planner.plan())
+        planner.observe(
+            Round(plans[-1].lookahead, [0] * 32, [number % 2 == 0] * 32, ["prepared"] * 32, [0] * 32, 0.04, 8)
+        )
+    most = max(plan.lookahead * plan.budget for plan in plans)
+    assert 0 < most * 32 * 150_000 * 4 <= MOST_MEMORY
