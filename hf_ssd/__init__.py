@@ -1,7 +1,8 @@
 """Speculative speculative decoding (SSD) as a generation strategy of Hugging Face transformers."""
 
 from .config import SSDConfig
-from .distributed.launch import DraftAssistant, launch_draft
+from .distributed.assistant import DraftAssistant
+from .distributed.launch import launch_draft
 from .distributed.session import DraftError
 from .generation.mixin import SSDGenerationMixin, enable, generate
 from .generation.outputs import SSDDecoderOnlyOutput, SSDStats

@@ -17,6 +17,7 @@ from .messages import FRAME_LENGTH, Message, pack, unpack
 # the end of the other process, which gloo reports at once.
 TRANSFER_TIMEOUT = timedelta(days=365)
 CONNECT_TIMEOUT = timedelta(seconds=60)  # for the other process to join, once it is known to be there
+LOOPBACK = "127.0.0.1"
 WAIT_SLICE = 0.1  # seconds; between two slices Python handles Ctrl-C
 
 
@@ -31,10 +32,11 @@ class Channel:
     Args:
         store (`torch.distributed.Store`): Where the two processes find each other.
         is_target (`bool`): Which end this is.
-        hostname (`str`, *optional*, defaults to `"127.0.0.1"`): The address that the connection uses.
+        hostname (`str`, *optional*, defaults to `"127.0.0.1"`): The address of this end. `None` for what gloo picks by
+            the name of the machine, or by `GLOO_SOCKET_IFNAME`, so that other machines can reach it.
     """
 
-    def __init__(self, store: dist.Store, is_target: bool, hostname: str = "127.0.0.1"):
+    def __init__(self, store: dist.Store, is_target: bool, hostname: str | None = LOOPBACK):
         self.rank = 0 if is_target else 1
         to_draft, to_target = (_group(store, name, self.rank, hostname) for name in ("to_draft", "to_target"))
         self.outgoing, self.incoming = (to_draft, to_target) if is_target else (to_target, to_draft)
@@ -117,11 +119,15 @@ class Channel:
                     raise TimeoutError("no message came in time") from None
 
 
-def _group(store: dist.Store, name: str, rank: int, hostname: str) -> dist.ProcessGroupGloo:
+def _group(store: dist.Store, name: str, rank: int, hostname: str | None) -> dist.ProcessGroupGloo:
     options = dist.ProcessGroupGloo._Options()
     options._timeout = CONNECT_TIMEOUT
     options._threads = 1
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=hostname, lazy_init=False)]
+    if hostname is None:
+        device = dist.ProcessGroupGloo.create_default_device()
+    else:
+        device = dist.ProcessGroupGloo.create_device(hostname=hostname, lazy_init=False)
+    options._devices = [device]
     return dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, 2, options)
 
 

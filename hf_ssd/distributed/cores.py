@@ -13,11 +13,11 @@ class CoreShare:
     """
     Args:
         target (`tuple[int, ...]`): Cores of the target, for the length of a generate() call.
-        draft (`tuple[int, ...]`): Cores of the draft worker.
+        drafts (`tuple[tuple[int, ...], ...]`): Cores of each draft worker.
     """
 
     target: tuple[int, ...]
-    draft: tuple[int, ...]
+    drafts: tuple[tuple[int, ...], ...]
 
 
 def available_cores() -> tuple[int, ...]:
@@ -27,12 +27,14 @@ def available_cores() -> tuple[int, ...]:
     return tuple(range(os.cpu_count() or 1))
 
 
-def divide_cores(draft_threads: int | None = None) -> CoreShare:
+def divide_cores(draft_threads: int | None = None, drafts: int = 1) -> CoreShare:
     """
-    Gives the draft a quarter of the cores, at least one, and the target the rest. With a single core both use it.
+    Gives the draft a quarter of the cores, at least one, and the target the rest. Where there are not enough cores,
+    they share them.
 
     Args:
-        draft_threads (`int`, *optional*): Cores for the draft instead of a quarter.
+        draft_threads (`int`, *optional*): Cores for each draft worker instead of a quarter.
+        drafts (`int`, *optional*): Number of draft workers; each gets cores of its own, as far as there are.
 
     Raises:
         `ValueError`: there are fewer cores.
@@ -42,7 +44,10 @@ def divide_cores(draft_threads: int | None = None) -> CoreShare:
         draft_threads = max(1, len(cores) // 4)
     if not 1 <= draft_threads <= len(cores):
         raise ValueError(f"`num_threads` is {draft_threads}, but must be between 1 and the {len(cores)} cores here.")
-    return CoreShare(cores[: len(cores) - draft_threads] or cores, cores[-draft_threads:])
+    rest = cores[: max(0, len(cores) - drafts * draft_threads)] or cores[: len(cores) - draft_threads] or cores
+    free = [core for core in cores if core not in rest] or list(cores)
+    places = range(0, drafts * draft_threads, draft_threads)
+    return CoreShare(rest, tuple(tuple(free[(i + j) % len(free)] for j in range(draft_threads)) for i in places))
 
 
 def pin(cores: tuple[int, ...]) -> None:

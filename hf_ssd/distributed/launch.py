@@ -1,5 +1,6 @@
-"""A draft worker beside a single-process program."""
+"""Draft workers beside a single-process program."""
 
+import functools
 import os
 import threading
 import weakref
@@ -8,79 +9,14 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from .client import WorkerSession
-from .cores import CoreShare, divide_cores
-from .process import WorkerProcess
-from .session import SessionRequest
+from .assistant import DraftAssistant
+from .child import ChildWorker
+from .cores import divide_cores
 from .weights import SharedWeights
 
 logger = logging.get_logger(__name__)
 
 START_TIMEOUT = 600.0  # seconds for the worker to import its libraries and load the model
-
-
-class DraftAssistant:
-    """
-    A draft worker, to be passed as `assistant_model`. Made by [`launch_draft`].
-
-    Attributes:
-        vocab_size (`int`): Of the draft model.
-        device (`str`): Where the draft model is.
-        cores ([`CoreShare`], *optional*): How target and draft share the CPU cores, if the draft runs on the CPU.
-        worker ([`WorkerProcess`]): The process.
-    """
-
-    def __init__(self, settings: dict, weights: SharedWeights | None, cores: CoreShare | None):
-        self.settings, self.weights, self.cores = settings, weights, cores
-        self.sessions = 0
-        self.turn = threading.Lock()  # calls to one worker take turns
-        self.closed = False
-        self.worker = self._start()
-        self.vocab_size, self.device = self.worker.facts["vocab_size"], self.worker.facts["device"]
-
-    def _start(self) -> WorkerProcess:
-        if self.weights is None:
-            return WorkerProcess({**self.settings, "weights": None})
-        return WorkerProcess({**self.settings, "weights": self.weights.to_dict()}, self.weights.descriptor)
-
-    def open_session(self, request: SessionRequest) -> WorkerSession:
-        """
-        Starts a generate() call, after the calls of other threads. If the worker has ended since the last one, a new
-        one is started first.
-
-        Raises:
-            `ValueError`: the assistant was closed.
-            [`DraftError`]: the worker does not start.
-        """
-        if self.closed:
-            raise ValueError("This draft assistant was closed; call hf_ssd.launch_draft() again.")
-        self.turn.acquire()
-        try:
-            if not self.worker.is_alive:
-                self.worker.kill()
-                logger.warning("The draft worker had ended; starting another one.")
-                self.worker = self._start()
-            self.sessions += 1
-            return WorkerSession(self.worker, self.sessions, request, on_close=self.turn.release)
-        except BaseException:
-            self.worker.kill()  # it may have half a message
-            self.turn.release()
-            raise
-
-    def close(self) -> None:
-        """Ends the worker. May be called more than once."""
-        if self.closed:
-            return
-        self.closed = True
-        self.worker.stop()
-        if self.weights is not None:
-            self.weights.close()
-
-    def __enter__(self) -> "DraftAssistant":
-        return self
-
-    def __exit__(self, *exception) -> None:
-        self.close()
 
 
 def launch_draft(
@@ -89,10 +25,12 @@ def launch_draft(
     num_threads: int | None = None,
     dtype: str | torch.dtype | None = None,
     timeout: float = START_TIMEOUT,
+    devices: list[str | torch.device] | None = None,
     **load_options,
 ) -> DraftAssistant:
     """
-    Starts a draft worker: a process of its own that drafts while the target verifies.
+    Starts a draft worker: a process of its own that drafts while the target verifies. Or several of them, each of which
+    prepares a share of the outcomes.
 
     ```python
     with hf_ssd.launch_draft("Qwen/Qwen3-0.6B", device="cuda:1") as assistant:
@@ -102,16 +40,19 @@ def launch_draft(
     Args:
         model (`PreTrainedModel`, `str` or `os.PathLike`):
             The draft: a folder or hub id, which only the worker loads, or a model. A model on the CPU is not copied:
-            its weights move to memory that both processes share.
+            its weights move to memory that all processes share.
         device (`str` or `torch.device`, *optional*):
             Where the worker drafts. Defaults to the model's device; for a folder or hub id to the last GPU, or the CPU.
         num_threads (`int`, *optional*):
             Cores for a draft on the CPU. Defaults to a quarter of the available ones, at least one; the target has the
-            rest for the length of each call.
+            rest for the length of each call. Several workers on the CPU have that many each.
         dtype (`str` or `torch.dtype`, *optional*):
             Of a draft loaded from a folder or hub id. Defaults to what its config says.
         timeout (`float`, *optional*, defaults to 600):
             Seconds until the worker must be ready.
+        devices (`list`, *optional*):
+            Instead of `device`, one for each of several workers, for example `["cuda:1", "cuda:2"]`. A `budget` is then
+            what each of them prepares.
         load_options:
             Passed on to `AutoModelForCausalLM.from_pretrained`; values must be plain (they travel as JSON).
 
@@ -120,31 +61,52 @@ def launch_draft(
 
     Raises:
         `ValueError`: an argument makes no sense.
-        [`DraftError`]: the worker did not start, for example because the path does not load.
+        [`DraftError`]: a worker did not start, for example because the path does not load.
     """
-    if isinstance(model, PreTrainedModel):
-        if load_options or dtype is not None:
-            raise ValueError("`dtype` and load options are for a folder or hub id; this draft is already loaded.")
-        device = model.device if device is None else device
-    elif device is None:
-        device = f"cuda:{torch.cuda.device_count() - 1}" if torch.cuda.is_available() else "cpu"
-    device = torch.device(device)
-    if device.type != "cpu" and num_threads is not None:
-        raise ValueError(f"`num_threads` is for a draft on the CPU; this one is on {device}.")
-    cores = divide_cores(num_threads) if device.type == "cpu" else None
-    settings = {
-        "path": None if isinstance(model, PreTrainedModel) else os.fspath(model),
-        "device": str(device),
+    if devices is not None and (device is not None or not devices):
+        raise ValueError("`devices` takes the place of `device`, and lists one device for each worker.")
+    devices = [_device_for(model, device)] if devices is None else [torch.device(one) for one in devices]
+    on_cpu = [one.type == "cpu" for one in devices]
+    if num_threads is not None and not all(on_cpu):
+        raise ValueError(f"`num_threads` is for a draft on the CPU; this one is on {devices[on_cpu.index(False)]}.")
+    cores = divide_cores(num_threads, sum(on_cpu)) if any(on_cpu) else None
+    settings = worker_settings(model, dtype, load_options)
+    weights = SharedWeights(model) if isinstance(model, PreTrainedModel) else None
+    shares = iter(cores.drafts if cores else ())
+    starts = []
+    for one, is_cpu in zip(devices, on_cpu):
+        own = {**settings, "device": str(one), "cores": list(next(shares)) if is_cpu else None, "timeout": timeout}
+        starts.append(functools.partial(_start, own, weights))
+    assistant = DraftAssistant(starts, cores, on_close=weights.close if weights else lambda: None)
+    if cores is not None:
+        logger.info(f"The draft has the CPU cores {cores.drafts}; a target on the CPU has {cores.target}.")
+    return assistant
+
+
+def worker_settings(model: PreTrainedModel | str | os.PathLike, dtype, load_options: dict) -> dict:
+    """Returns what a worker is told of the model, except where it is to be. See [`launch_draft`]."""
+    is_loaded = isinstance(model, PreTrainedModel)
+    if is_loaded and (load_options or dtype is not None):
+        raise ValueError("`dtype` and load options are for a folder or hub id; this draft is already loaded.")
+    return {
+        "path": None if is_loaded else os.fspath(model),
         "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
         "load_options": load_options,
-        "cores": cores and list(cores.draft),
-        "timeout": timeout,
     }
-    weights = SharedWeights(model) if isinstance(model, PreTrainedModel) else None
-    assistant = DraftAssistant(settings, weights, cores)
-    if cores is not None:
-        logger.info(f"The draft worker has the CPU cores {cores.draft}; a target on the CPU has {cores.target}.")
-    return assistant
+
+
+def _device_for(model: PreTrainedModel | str | os.PathLike, device: str | torch.device | None) -> torch.device:
+    if device is None and isinstance(model, PreTrainedModel):
+        return model.device
+    if device is None:
+        device = f"cuda:{torch.cuda.device_count() - 1}" if torch.cuda.is_available() else "cpu"
+    return torch.device(device)
+
+
+def _start(settings: dict, weights: SharedWeights | None) -> ChildWorker:
+    if weights is None:
+        return ChildWorker({**settings, "weights": None})
+    return ChildWorker({**settings, "weights": weights.to_dict()}, weights.descriptor)
 
 
 def assistant_for(model: PreTrainedModel) -> DraftAssistant:

@@ -11,13 +11,15 @@ from enum import IntEnum
 import torch
 
 from ..speculation.fallback import Proposal
+from ..speculation.planner import BACKUPS, Plan
 from .session import Answer
 
 MAGIC = 0x6866_5F73_7364  # "hf_ssd"
-VERSION = 2
+VERSION = 3
 HEADER_LENGTH = 8
 FRAME_LENGTH = 128
 PAYLOAD_TYPES = (torch.int64, torch.int32, torch.float32, torch.uint8)
+SOURCES = ("primary", *BACKUPS)
 LARGEST_PAYLOAD = 2**34  # elements; a header that asks for more is not one of ours
 
 
@@ -33,6 +35,10 @@ class Kind(IntEnum):
     ERROR = 9  # draft -> target: an exception with its traceback (text)
     BACKUP_REQUEST = 10  # draft -> target: rows that the user's own fallback is to propose tokens for
     BACKUP = 11  # target -> draft: those tokens
+    FOUND = 12  # one of several drafts -> target: what it has prepared for the outcome, and its plan
+    COMPLETE = 13  # target -> one of several drafts: what all have prepared; draft what is missing
+    COMPLETED = 14  # its answer
+    FOLLOW = 15  # target -> the others: what is verified now, and which of their rows are in it
 
 
 class ProtocolError(RuntimeError):
@@ -161,6 +167,105 @@ def payload_to_answer(payload: torch.Tensor, batch_size: int) -> Answer:
     if len(hits) != batch_size or len(tokens) % batch_size:
         raise ProtocolError(f"a speculation of {len(payload)} integers does not fit {batch_size} rows")
     return Answer(tokens.view(batch_size, -1), hits, figures[0] / 1e9, figures[1] / 1e9, figures[2])
+
+
+@dataclass
+class Found:
+    """
+    What one of several drafts has prepared for an outcome.
+
+    Args:
+        answer ([`~hf_ssd.distributed.session.Answer`]): Its tokens, as long as they are, in the rows that hit.
+        plan ([`~hf_ssd.speculation.planner.Plan`]): What it had been told, or had decided, to prepare.
+    """
+
+    answer: Answer
+    plan: Plan
+
+
+def found_to_payload(found: Found) -> torch.Tensor:
+    return torch.cat([_plan_to_integers(found.plan), answer_to_payload(found.answer)])
+
+
+def payload_to_found(payload: torch.Tensor, batch_size: int) -> Found:
+    return Found(payload_to_answer(payload[_PLAN:], batch_size), _integers_to_plan(payload[:_PLAN]))
+
+
+def complete_to_payload(tokens: torch.LongTensor, hits: torch.BoolTensor, known: list[int]) -> torch.Tensor:
+    """Packs what is prepared: the tokens, which rows hit, and how many tokens of each row there are."""
+    return torch.cat([hits.long(), torch.tensor(known), tokens.flatten()])
+
+
+def payload_to_complete(payload: torch.Tensor, rows: int) -> tuple[torch.LongTensor, torch.BoolTensor, list[int]]:
+    _check_rows(payload, 2 * rows, rows)
+    known = payload[rows : 2 * rows].tolist()
+    tokens = payload[2 * rows :].view(rows, -1)
+    if not all(0 <= n <= tokens.shape[1] for n in known):
+        raise ProtocolError(f"speculations of {known} tokens do not fit {tuple(tokens.shape)}")
+    return tokens, payload[:rows].bool(), known
+
+
+def completed_to_payload(answer: Answer, source: str) -> torch.Tensor:
+    """Packs the answer, and where the speculations of rows that missed came from."""
+    return torch.cat([torch.tensor([SOURCES.index(source)]), answer_to_payload(answer)])
+
+
+def payload_to_completed(payload: torch.Tensor, batch_size: int) -> tuple[Answer, str]:
+    return payload_to_answer(payload[1:], batch_size), _source(payload[:1])
+
+
+def follow_to_payload(
+    tokens: torch.LongTensor, hits: torch.BoolTensor, owned: list[int], source: str, plan: Plan
+) -> torch.Tensor:
+    """Packs what is verified now: tokens, hits, where rows that missed came from; which rows are the receiver's."""
+    mine = torch.zeros(len(hits), dtype=torch.long)
+    mine[owned] = 1
+    head = torch.tensor([SOURCES.index(source)])
+    return torch.cat([head, _plan_to_integers(plan), hits.long(), mine, tokens.flatten()])
+
+
+def payload_to_follow(payload: torch.Tensor, rows: int):
+    """Returns tokens, hits, the rows that are the receiver's, the source of the others, and the plan."""
+    _check_rows(payload, 1 + _PLAN + 2 * rows, rows)
+    hits, mine = payload[1 + _PLAN : 1 + _PLAN + 2 * rows].view(2, rows)
+    tokens = payload[1 + _PLAN + 2 * rows :].view(rows, -1)
+    return (
+        tokens,
+        hits.bool(),
+        mine.nonzero().flatten(),
+        _source(payload[:1]),
+        _integers_to_plan(payload[1 : 1 + _PLAN]),
+    )
+
+
+def _check_rows(payload: torch.Tensor, head: int, rows: int) -> None:
+    if len(payload) < head or (len(payload) - head) % rows:
+        raise ProtocolError(f"a speculation of {len(payload)} integers does not fit {rows} rows")
+
+
+def _source(payload: torch.Tensor) -> str:
+    number = int(payload[0]) if len(payload) else -1
+    if not 0 <= number < len(SOURCES):
+        raise ProtocolError(f"{number} is no source of speculations")
+    return SOURCES[number]
+
+
+def _plan_to_integers(plan: Plan) -> torch.Tensor:
+    numbers = torch.tensor([plan.saguaro_c, plan.acceptance_rate, plan.power_law_exponent], dtype=torch.float64)
+    fallback = SOURCES.index(plan.fallback)
+    head = torch.tensor([plan.lookahead, plan.budget, fallback, plan.drafts])
+    return torch.cat([head, numbers.view(torch.int64)])
+
+
+def _integers_to_plan(payload: torch.Tensor) -> Plan:
+    if len(payload) != _PLAN:
+        raise ProtocolError(f"{len(payload)} integers are not a plan")
+    lookahead, budget, _, drafts = payload[:4].tolist()
+    numbers = payload[4:].contiguous().view(torch.float64).tolist()
+    return Plan(lookahead, budget, _source(payload[2:3]), *numbers, drafts)
+
+
+_PLAN = 7  # integers
 
 
 def backup_request_to_payload(rows: list[int], lookahead: int) -> torch.Tensor:

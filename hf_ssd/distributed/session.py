@@ -29,6 +29,7 @@ class SessionRequest:
         prompts (`list[torch.LongTensor]`): The prompt of each row without padding.
         seed (`int`): Seed of the draft's randomness.
         asks_target (`bool`, *optional*): Whether the fallback is an object in the target's process.
+        share (`tuple[int, int]`, *optional*): Which of how many workers is asked; each prepares its share.
     """
 
     config: SSDConfig
@@ -36,6 +37,7 @@ class SessionRequest:
     prompts: list[torch.LongTensor]
     seed: int
     asks_target: bool | None = None
+    share: tuple[int, int] = (0, 1)
 
     def __post_init__(self):
         if self.asks_target is None:
@@ -63,13 +65,15 @@ class SessionRequest:
             "generation_config": settings,
             "seed": self.seed,
             "asks_target": self.asks_target,
+            "share": list(self.share),
         }
 
     @classmethod
     def from_dict(cls, values: dict, prompts: list[torch.LongTensor]) -> "SessionRequest":
         generation_config = GenerationConfig.from_dict(values["generation_config"])
         config = SSDConfig.from_dict(values["ssd_config"])
-        return cls(config, generation_config, prompts, values["seed"], values["asks_target"])
+        share = tuple(values["share"])
+        return cls(config, generation_config, prompts, values["seed"], values["asks_target"], share)
 
 
 @dataclass
@@ -117,8 +121,11 @@ class DraftSession(ABC):
         """Returns the next speculation. If it has no tokens, no probabilities follow."""
 
     @abstractmethod
-    def receive_probabilities(self) -> torch.FloatTensor:
-        """Returns the distributions `(batch_size, lookahead, vocab_size)` that the tokens were drawn from."""
+    def receive_probabilities(self) -> torch.FloatTensor | None:
+        """
+        Returns the distributions `(batch_size, lookahead, vocab_size)` that the tokens were drawn from, or `None` if
+        they are lost. Then the tokens do not count.
+        """
 
     @abstractmethod
     def close(self) -> None:

@@ -15,14 +15,17 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
+from ..cache.speculation import Speculation
 from ..cache.support import MASKED_ATTENTION, check_supported
 from ..speculation.experience import Experience
 from ..speculation.fallback import Backup, Proposal
+from ..speculation.planner import PREPARED, Plan
 from ..speculation.speculator import Speculator
 from . import messages
 from .channel import Channel, PeerLost
+from .connection import HERE
 from .cores import pin
-from .messages import Kind, Message
+from .messages import Found, Kind, Message
 from .session import Answer, SessionRequest
 from .weights import model_from_shared_weights
 
@@ -41,9 +44,11 @@ class DraftServer:
     def __init__(self, channel: Channel, model: PreTrainedModel):
         self.channel, self.model = channel, model
         self.speculator: Speculator | None = None
+        self.ready: Speculation | None = None  # what was prepared for the outcome, if others are asked as well
         self.session = self.round = 0
-        self.seconds = 0.0
+        self.seconds = self.answer_seconds = 0.0
         self.experience = Experience()
+        self.handlers = {Kind.OUTCOME: self._answer, Kind.COMPLETE: self._complete, Kind.FOLLOW: self._follow}
 
     @torch.inference_mode()
     def serve(self) -> None:
@@ -64,10 +69,10 @@ class DraftServer:
     def _handle(self, message: Message) -> None:
         if message.kind == Kind.START:
             self._start(message)
-        elif message.kind == Kind.OUTCOME and message.session == self.session and self.speculator is not None:
-            self._round(message)
         elif message.kind == Kind.END:
-            self.speculator = None
+            self.speculator = self.ready = None
+        elif message.session == self.session and self.speculator is not None and message.kind in self.handlers:
+            self.handlers[message.kind](message)
         # What is left belongs to a call that failed or was broken off, and is dropped.
 
     def _start(self, message: Message) -> None:
@@ -85,30 +90,74 @@ class DraftServer:
             request.seed,
             self.experience,
             _TargetBackup(self) if request.asks_target else None,
+            request.share,
         )
         speculator.prefill()
         self.channel.expect()
         speculator.prepare(self.channel.has_arrived)
         self.speculator, self.seconds = speculator, time.perf_counter() - start
 
-    def _round(self, message: Message) -> None:
+    def _answer(self, message: Message) -> None:
         messages.expect(message, Kind.OUTCOME, self.session, self.round, 2 + 2 * len(self.speculator.trunk.lengths))
         start = time.perf_counter()
-        budget = self.speculator.prepared_budget
-        speculation = self.speculator.answer(*messages.payload_to_outcome(message.payload))
-        seconds = time.perf_counter() - start
-
+        speculator, budget = self.speculator, self.speculator.prepared_budget
+        ready = speculator.look_up(*messages.payload_to_outcome(message.payload))
+        if speculator.share[1] > 1:
+            self.ready, self.answer_seconds = ready, time.perf_counter() - start
+            found = Found(self._figures(ready, budget), speculator.plan)
+            self.send(Kind.FOUND, messages.found_to_payload(found))
+            self.channel.expect()
+            return
+        speculation = speculator.complete(ready)
+        self.answer_seconds = time.perf_counter() - start
         # Tokens first: with them the target can start, and needs the probabilities only when it is done.
-        answer = Answer(speculation.tokens, speculation.hits, self.seconds + seconds, seconds, budget)
-        self.send(Kind.SPECULATION, messages.answer_to_payload(answer))
-        if speculation.tokens.shape[1] and speculation.probabilities is not None:
-            self.send(Kind.PROBABILITIES, messages.probabilities_to_payload(speculation.probabilities))
-        self.round += 1
+        self.send(Kind.SPECULATION, messages.answer_to_payload(self._figures(speculation, budget)))
+        self._send_probabilities(speculation.probabilities)
+        self._prepare()
 
+    def _complete(self, message: Message) -> None:
+        """Drafts what no one has prepared."""
+        messages.expect(message, Kind.COMPLETE, self.session, self.round)
+        start = time.perf_counter()
+        speculator, own = self.speculator, self.ready
+        tokens, hits, known = messages.payload_to_complete(message.payload, len(speculator.trunk.lengths))
+        merged = Speculation(tokens.to(self.model.device), None, hits.to(self.model.device))
+        if speculator.proposals.noise is not None:  # the target has those of the other drafts' rows from them
+            merged.probabilities = torch.zeros(*tokens.shape, speculator.vocab_size, device=self.model.device)
+            if own.probabilities is not None:
+                merged.probabilities[:, : own.tokens.shape[1]] = own.probabilities
+        speculation = speculator.complete(merged, known)
+        self.answer_seconds += time.perf_counter() - start
+        source = next((source for source in speculator.sources if source != PREPARED), "primary")
+        answer = self._figures(speculation, 0)
+        self.send(Kind.COMPLETED, messages.completed_to_payload(answer, source))
+        self._send_probabilities(speculation.probabilities)
+        self._prepare()
+
+    def _follow(self, message: Message) -> None:
+        """Takes over what is verified now."""
+        messages.expect(message, Kind.FOLLOW, self.session, self.round)
+        rows = len(self.speculator.trunk.lengths)
+        tokens, hits, mine, source, plan = messages.payload_to_follow(message.payload, rows)
+        if self.ready.probabilities is not None and len(mine):
+            self._send_probabilities(self.ready.probabilities[mine, : tokens.shape[1]])
+        self.speculator.follow(tokens, hits.tolist(), source)
+        self._prepare(plan)
+
+    def _prepare(self, plan: Plan | None = None) -> None:
+        self.round, self.ready = self.round + 1, None
         start = time.perf_counter()
         self.channel.expect()
-        self.speculator.prepare(self.channel.has_arrived)
+        self.speculator.prepare(self.channel.has_arrived, None if self.speculator.planner.is_repeatable else plan)
         self.seconds = time.perf_counter() - start
+
+    def _figures(self, speculation: Speculation, budget: int) -> Answer:
+        seconds = self.seconds + self.answer_seconds
+        return Answer(speculation.tokens, speculation.hits, seconds, self.answer_seconds, budget)
+
+    def _send_probabilities(self, probabilities: torch.FloatTensor | None) -> None:
+        if probabilities is not None and probabilities.shape[1]:
+            self.send(Kind.PROBABILITIES, messages.probabilities_to_payload(probabilities))
 
     def send(self, kind: Kind, payload: torch.Tensor) -> None:
         """Sends a message of the current round."""
@@ -159,10 +208,11 @@ def main() -> None:
         pin(settings["cores"])
         torch.set_num_threads(len(settings["cores"]))
     logging.disable_progress_bar()
-    timeout = timedelta(seconds=settings["timeout"])
-    store = dist.TCPStore("127.0.0.1", settings["port"], is_master=False, timeout=timeout)
-    store.set("draft", "here")
-    channel = Channel(store, is_target=False)
+    place, timeout = settings["store"], timedelta(seconds=settings["timeout"])
+    server = dist.TCPStore(place["host"], place["port"], is_master=False, timeout=timeout, wait_for_workers=False)
+    store = dist.PrefixStore(place["prefix"], server)
+    store.set(HERE, "yes")
+    channel = Channel(store, is_target=False, hostname=place["hostname"])
     try:
         model = load_model(settings)
     except Exception:

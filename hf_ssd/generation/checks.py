@@ -7,7 +7,7 @@ from transformers.generation import GenerationMode
 
 from ..cache.support import attention_layout, is_flash_attention
 from ..config import SSDConfig
-from ..distributed.launch import DraftAssistant
+from ..distributed.assistant import DraftAssistant
 
 
 def check_arguments(model, assistant_model, ssd_config, synced_gpus) -> None:

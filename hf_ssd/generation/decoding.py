@@ -10,8 +10,9 @@ from ..cache.cached_model import CachedModel
 from ..cache.ragged import RaggedCache
 from ..cache.support import check_supported
 from ..config import SSDConfig
+from ..distributed.assistant import DraftAssistant
 from ..distributed.cores import use_cores
-from ..distributed.launch import DraftAssistant, assistant_for
+from ..distributed.launch import assistant_for
 from ..distributed.session import SessionRequest
 from ..logits_processing import process_positions
 from .checks import check_generation

@@ -3,7 +3,7 @@
 import torch
 from transformers.utils import logging
 
-from ..distributed.launch import DraftAssistant
+from ..distributed.assistant import DraftAssistant
 from ..distributed.local import LocalSession
 from ..distributed.session import Answer, DraftError, DraftSession, SessionRequest
 

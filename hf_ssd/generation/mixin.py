@@ -6,7 +6,7 @@ import functools
 from transformers import GenerationMixin, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
 
 from ..config import SSDConfig
-from ..distributed.launch import DraftAssistant
+from ..distributed.assistant import DraftAssistant
 from .checks import check_arguments
 from .decoding import speculative_speculative_decoding
 

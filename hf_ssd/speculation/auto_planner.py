@@ -37,12 +37,13 @@ class AutoPlanner(Planner):
         rows (`int`): Batch size.
         vocab_size (`int`): Of both models.
         sampled (`bool`): Whether tokens are sampled, so that Saguaro sampling makes a difference.
+        drafts (`int`, *optional*): How many share the work; each prepares a budget of its own.
     """
 
     is_repeatable = False
 
-    def __init__(self, config: SSDConfig, rows: int, vocab_size: int, sampled: bool):
-        self.config, self.rows, self.vocab_size = config, rows, vocab_size
+    def __init__(self, config: SSDConfig, rows: int, vocab_size: int, sampled: bool, drafts: int = 1):
+        self.config, self.rows, self.vocab_size, self.drafts = config, rows, vocab_size, drafts
         self.measured = Measurements(config, rows)
         self.rounds = self.replan_at = 0
         # What prepared tokens are drawn from is kept, 4 bytes a token of the vocabulary.
@@ -146,6 +147,7 @@ class AutoPlanner(Planner):
             self.saguaro.value if self.saguaro is not None else config.saguaro_c,
             config.acceptance_rate,
             config.power_law_exponent,
+            self.drafts,
         )
 
     def _largest_budget(self, lookahead: int) -> int:
@@ -179,7 +181,7 @@ class AutoPlanner(Planner):
             _, tokens_on_miss, after_miss = self._best_answer(verification, tokens, late, 0, step)
             if width not in predicted:
                 predicted[width] = measured.predicted_hit_rates(width)
-            all_hit = measured.hit_rate_for(budget, predicted[width]) ** rows if grown else 0.0
+            all_hit = measured.hit_rate_for(budget * self.drafts, predicted[width]) ** rows if grown else 0.0
             gain = all_hit * tokens_on_hit + (1 - all_hit) * tokens_on_miss
             speeds[budget] = rows * gain / (all_hit * after_hit + (1 - all_hit) * after_miss)
         return speeds
@@ -250,8 +252,8 @@ class _Ladder:
         return self.value != before
 
 
-def planner_for(config: SSDConfig, rows: int, vocab_size: int, sampled: bool) -> Planner:
+def planner_for(config: SSDConfig, rows: int, vocab_size: int, sampled: bool, drafts: int = 1) -> Planner:
     """Returns a new planner: a fixed one if the config gives both numbers."""
     if config.lookahead == "auto" or config.budget == "auto":
-        return AutoPlanner(config, rows, vocab_size, sampled)
-    return FixedPlanner(config)
+        return AutoPlanner(config, rows, vocab_size, sampled, drafts)
+    return FixedPlanner(config, drafts)

@@ -18,7 +18,7 @@ class Experience:
         self.known: dict[tuple, tuple[Planner, CacheShape]] = {}
 
     def of(
-        self, config: SSDConfig, generation_config: GenerationConfig, rows: int, vocab_size: int
+        self, config: SSDConfig, generation_config: GenerationConfig, rows: int, vocab_size: int, drafts: int
     ) -> tuple[Planner, CacheShape]:
         """
         Args:
@@ -26,6 +26,7 @@ class Experience:
             generation_config (`GenerationConfig`): The target's.
             rows (`int`): Batch size.
             vocab_size (`int`): Of both models.
+            drafts (`int`): How many share the work.
 
         Returns:
             The planner and the cache shape for such calls, new if there was none like it.
@@ -34,7 +35,7 @@ class Experience:
         sampled = bool(generation_config.do_sample)
         temperature = generation_config.temperature if sampled else None
         fallback = config.fallback if isinstance(config.fallback, str) else "custom"
-        key = (repr(dataclasses.replace(config, fallback="auto")), fallback, rows, sampled, temperature)
+        key = (repr(dataclasses.replace(config, fallback="auto")), fallback, rows, sampled, temperature, drafts)
         if key not in self.known:
-            self.known[key] = (planner_for(config, rows, vocab_size, sampled), shape_for(config))
+            self.known[key] = (planner_for(config, rows, vocab_size, sampled, drafts), shape_for(config))
         return self.known[key]

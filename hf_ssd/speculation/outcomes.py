@@ -66,12 +66,16 @@ class Forks:
             [min(guesses, vocab_size - (k < lookahead)) for k in range(lookahead + 1)],
         )
 
-    def outcomes(self, fan_outs: list[list[int]]) -> tuple[torch.LongTensor, torch.LongTensor]:
+    def outcomes(
+        self, fan_outs: list[list[int]], share: tuple[int, int] = (0, 1)
+    ) -> tuple[torch.LongTensor, torch.LongTensor]:
         """
         Turns fan-outs into outcomes.
 
         Args:
             fan_outs (`list[list[int]]`): Guesses after each accepted count, for each row.
+            share (`tuple[int, int]`, *optional*): Which of how many equal shares to return. Outcomes are dealt by the
+                rank of their bonus token, so every share has some of the best.
 
         Returns:
             Two `torch.LongTensor` of shape `(batch_size, N)`: accepted count and bonus token of each outcome. A row
@@ -81,7 +85,9 @@ class Forks:
             [(k, rank) for k, count in enumerate(counts) for rank in range(min(count, self.limits[k]))]
             for counts in fan_outs
         ]
-        width = max(map(len, rows))
+        if share[1] > 1:
+            rows = [sorted(row, key=lambda place: place[1])[share[0] :: share[1]] for row in rows]
+        width = max(1, *map(len, rows))
         places = torch.tensor([row + [(UNUSED, 0)] * (width - len(row)) for row in rows], device=self.tokens.device)
         accepted, ranks = places.unbind(-1)
         row_numbers = torch.arange(len(rows), device=self.tokens.device)[:, None]

@@ -21,6 +21,7 @@ class Plan:
         fallback (`str`): Where a speculation comes from after a miss: `"primary"`, `"ngram"` or `"random"`.
         saguaro_c (`float`): C of Definition 14.
         acceptance_rate, power_law_exponent (`float`): The config's priors.
+        drafts (`int`, *optional*): How many drafts prepare so many outcomes each.
     """
 
     lookahead: int
@@ -29,6 +30,12 @@ class Plan:
     saguaro_c: float
     acceptance_rate: float
     power_law_exponent: float
+    drafts: int = 1
+
+    @property
+    def total_budget(self) -> int:
+        """Outcomes that are prepared for each row, by all drafts together."""
+        return self.budget * self.drafts
 
     @functools.cached_property
     def fan_outs(self) -> list[int]:
@@ -36,7 +43,7 @@ class Plan:
         The fan-out planned for each accepted count (Theorem 12), which Saguaro sampling needs before there is a round
         to look at.
         """
-        budget, a, r = max(1, self.budget), self.acceptance_rate, self.power_law_exponent
+        budget, a, r = max(1, self.total_budget), self.acceptance_rate, self.power_law_exponent
         return allocate(theory.geometric_fan_out(self.lookahead, budget, a, r), budget)
 
 
@@ -114,12 +121,13 @@ class FixedPlanner(Planner):
 
     Args:
         config (`SSDConfig`): Lookahead and budget are numbers.
+        drafts (`int`, *optional*): How many share the work; each prepares a budget of its own.
     """
 
-    def __init__(self, config: SSDConfig):
+    def __init__(self, config: SSDConfig, drafts: int = 1):
         c = 1.0 if config.saguaro_c == "auto" else config.saguaro_c
         priors = config.acceptance_rate, config.power_law_exponent
-        self.fixed = Plan(config.lookahead, config.budget, first_fallback(config), c, *priors)
+        self.fixed = Plan(config.lookahead, config.budget, first_fallback(config), c, *priors, drafts)
 
     def plan(self) -> Plan:
         return self.fixed

@@ -12,7 +12,7 @@ from ..config import SSDConfig
 from .experience import Experience
 from .fallback import Backup, NGramBackup, RandomBackup, dense_probabilities
 from .outcomes import Forks
-from .planner import BACKUPS, GUESSES, PREPARED, Round
+from .planner import BACKUPS, GUESSES, PREPARED, Plan, Round
 from .proposals import Proposals
 from .trunk import SKIPPED, Trunk
 
@@ -34,6 +34,8 @@ class Speculator:
         seed (`int`): Seed of the draft's randomness.
         experience ([`Experience`], *optional*): What earlier calls have taught.
         custom_backup ([`~hf_ssd.speculation.fallback.Backup`], *optional*): The user's own fallback.
+        share (`tuple[int, int]`, *optional*): Which of how many drafts this one is. Each prepares its share of the
+            outcomes of all their budgets together.
     """
 
     def __init__(
@@ -45,12 +47,13 @@ class Speculator:
         seed: int,
         experience: Experience | None = None,
         custom_backup: Backup | None = None,
+        share: tuple[int, int] = (0, 1),
     ):
-        self.config, self.device = config, model.device
+        self.config, self.device, self.share = config, model.device, share
         self.trunk = Trunk(model, prompts, generation_config.max_length)
         self.vocab_size = vocab_size = model.config.get_text_config(decoder=True).vocab_size
         experience = Experience() if experience is None else experience
-        self.planner, self.shape = experience.of(config, generation_config, len(prompts), vocab_size)
+        self.planner, self.shape = experience.of(config, generation_config, len(prompts), vocab_size, share[1])
         self.plan = self.planner.plan()
         if self.planner.adapts_tokens or custom_backup or self.plan.fallback != "primary":
             # What was learned in a call with the same seed must not meet the same noise again.
@@ -58,6 +61,7 @@ class Speculator:
         self.proposals = Proposals(model, generation_config, max(self.trunk.lengths), seed)
         self.backups = {"ngram": NGramBackup(), "random": RandomBackup(vocab_size, seed)}
         self.custom_backup = custom_backup
+        self.finished = [False] * len(prompts)
         self.drafted = torch.zeros(len(prompts), 0, dtype=torch.long, device=self.device)
         self.sources = [PREPARED] * len(prompts)  # where each row's speculation came from
         self.known_logits: list[torch.Tensor] = []  # after the first tokens of the speculation, if already computed
@@ -72,15 +76,16 @@ class Speculator:
 
     # ---------------------------------------------------------------- ahead of time
 
-    def prepare(self, is_due: Callable[[], bool] = lambda: False) -> None:
+    def prepare(self, is_due: Callable[[], bool] = lambda: False, plan: Plan | None = None) -> None:
         """
         Drafts the next speculation for the likely outcomes of the one that is being verified.
 
         Args:
             is_due (`Callable[[], bool]`): Whether the outcome is there. Then the branches stay as they are.
+            plan ([`~hf_ssd.speculation.planner.Plan`], *optional*): What to do, if another draft plans.
         """
         self._learn()
-        self.plan = plan = self.planner.plan()
+        self.plan = plan = self.planner.plan() if plan is None else plan
         if not self.config.asynchronous or plan.lookahead == 0 or plan.budget == 0:
             return
         lookahead = self.drafted.shape[1]
@@ -97,8 +102,9 @@ class Speculator:
         counts = torch.arange(lookahead + 1, device=self.device)
         scores = self._process_trunk(logits, self.trunk.ends() + counts)
         from_backup = [source in BACKUPS for source in self.sources]
-        self.forks = Forks.of(scores, logits, self.drafted, from_backup, max(plan.budget, GUESSES))
-        accepted, bonus = self.forks.outcomes(self.shape.fan_outs(self.forks, plan.budget))
+        budget = plan.total_budget
+        self.forks = Forks.of(scores, logits, self.drafted, from_backup, max(budget, GUESSES))
+        accepted, bonus = self.forks.outcomes(self.shape.fan_outs(self.forks, budget), self.share)
         prepared, tokens = SpeculationCache(accepted, bonus), bonus
 
         # 3. Grow all branches together, one token of each per forward pass.
@@ -131,8 +137,15 @@ class Speculator:
     def answer(
         self, accepted: torch.LongTensor, bonus: torch.LongTensor, seconds: float = 0.0, verified: int | None = None
     ) -> Speculation:
+        """Returns the next speculation of each row, and moves on to verify it. See [`~Speculator.look_up`]."""
+        return self.complete(self.look_up(accepted, bonus, seconds, verified))
+
+    def look_up(
+        self, accepted: torch.LongTensor, bonus: torch.LongTensor, seconds: float = 0.0, verified: int | None = None
+    ) -> Speculation:
         """
-        Returns the next speculation of each row, and moves on to verify it.
+        Takes in an outcome, and returns what was prepared for it. What is verified next is then to be settled by
+        [`~Speculator.complete`], or by [`~Speculator.follow`] if another draft did it.
 
         Args:
             accepted (`torch.LongTensor` of shape `(batch_size,)`): How many tokens of the last speculation the target
@@ -143,43 +156,70 @@ class Speculator:
         """
         began = time.perf_counter()
         accepted, bonus = accepted.to(self.device), bonus.to(self.device)
-        ready = self._look_up(accepted, bonus)
-        counts, hits = accepted.tolist(), ready.hits.tolist()
-        whole = verified is None or verified == self.drafted.shape[1]
-        round_ = self._round(counts, hits, seconds, began)
-        self.lesson = (round_, bonus.tolist(), self.forks) if whole else None  # the end of a call teaches nothing
+        if self.prepared is not None:
+            ready = self.prepared.lookup(accepted, bonus)
+        else:
+            nothing = torch.zeros(len(accepted), 0, dtype=torch.long, device=self.device)
+            ready = Speculation(nothing, None, torch.zeros(len(accepted), dtype=torch.bool, device=self.device))
+        counts = accepted.tolist()
+        self.finished = [k == SKIPPED for k in counts]
+        self.lesson = None
+        if verified is None or verified == self.drafted.shape[1]:  # the end of a call teaches nothing
+            self.lesson = (self._round(counts, seconds, began), bonus.tolist(), self.forks)
         self.trunk.grow(counts, bonus)
         self.proposals.forget_before([n - 1 for n in self.trunk.lengths])
         self.known_logits = []
+        return ready
 
-        missed = [row for row, k in enumerate(counts) if k != SKIPPED and not hits[row]]
-        known = [0 if row in missed else ready.tokens.shape[1] for row in range(len(counts))]
-        kind, backup = self._backup_for(missed)
+    def complete(self, ready: Speculation, known: list[int] | None = None) -> Speculation:
+        """
+        Drafts just in time what is missing, and moves on to verify the result.
+
+        Args:
+            ready ([`~hf_ssd.cache.speculation.Speculation`]): What was prepared, by this draft or by others.
+            known (`list[int]`, *optional*): How many of each row's tokens there are. All of them by default, in rows
+                that hit.
+
+        Returns:
+            The speculations to verify. Distributions of tokens that were ready are those of `ready`.
+        """
+        grown, hits = ready.tokens.shape[1], ready.hits.tolist()
+        known = [grown if hit else 0 for hit in hits] if known is None else known
+        known = [grown if finished else n for n, finished in zip(known, self.finished)]
+        missed = [row for row, finished in enumerate(self.finished) if not finished and not hits[row]]
+        source, backup = self._backup_for(missed)
         if backup is not None:
             ready = self._take_from_backup(ready, backup, missed)
             known = [ready.tokens.shape[1] if row in missed else n for row, n in enumerate(known)]
         alone = backup is not None and not any(hits)  # then its proposals are as long as it likes
-        speculation = self._continue(ready, known, ready.tokens.shape[1] if alone else self.planner.lookahead(known))
-
-        self.sources = [PREPARED if hit else kind for hit in hits]
-        self.prepared, self.forks = None, None
-        self.drafted = speculation.tokens
-        self.trunk.write(speculation.tokens, self.trunk.lengths)
-        self.answered = time.perf_counter()
+        width = ready.tokens.shape[1] if alone else self.planner.lookahead(known)
+        speculation = self._continue(ready, known, width)
+        self.follow(speculation.tokens, hits, source)
         return speculation
 
-    def _look_up(self, accepted: torch.LongTensor, bonus: torch.LongTensor) -> Speculation:
-        if self.prepared is not None:
-            return self.prepared.lookup(accepted, bonus)
-        nothing = torch.zeros(len(accepted), 0, dtype=torch.long, device=self.device)
-        return Speculation(nothing, None, torch.zeros(len(accepted), dtype=torch.bool, device=self.device))
+    def follow(self, tokens: torch.LongTensor, hits: list[bool], source: str) -> None:
+        """
+        Moves on to verify a speculation.
 
-    def _round(self, counts: list[int], hits: list[bool], seconds: float, began: float) -> Round:
-        """What there is to learn of the round whose outcome came at `began`."""
-        round_ = Round(self.drafted.shape[1], counts, hits, self.sources, seconds=seconds)
+        Args:
+            tokens (`torch.LongTensor` of shape `(batch_size, lookahead)`): The tokens.
+            hits (`list[bool]`): Which rows had been prepared, by this draft or another.
+            source (`str`): Where those of the others come from; see [`~hf_ssd.speculation.planner.Round`].
+        """
+        if self.lesson is not None:
+            self.lesson[0].hits = hits
+        self.sources = [PREPARED if hit else source for hit in hits]
+        self.prepared, self.forks = None, None
+        self.drafted = tokens.to(self.device)
+        self.trunk.write(self.drafted, self.trunk.lengths)
+        self.answered = time.perf_counter()
+
+    def _round(self, counts: list[int], seconds: float, began: float) -> Round:
+        """What there is to learn of the round whose outcome came at `began`, except which rows hit."""
+        round_ = Round(self.drafted.shape[1], counts, [], self.sources, seconds=seconds)
         waited = self.plan.lookahead == 0 or self.plan.budget == 0 or not self.config.asynchronous
         if self.forks is not None:
-            round_.budget = self.prepared_budget
+            round_.budget = self.prepared_budget * self.share[1]
         elif not waited:
             round_.seconds = 0.0  # it was neither prepared for nor waited for
         elif self.answered:

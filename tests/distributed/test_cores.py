@@ -19,7 +19,20 @@ from hf_ssd.distributed.cores import CoreShare, divide_cores, use_cores
 )
 def test_division(monkeypatch, available, threads, target, draft):
     monkeypatch.setattr(cores, "available_cores", lambda: tuple(available))
-    assert divide_cores(threads) == CoreShare(target, draft)
+    assert divide_cores(threads) == CoreShare(target, (draft,))
+
+
+@pytest.mark.parametrize(
+    "available, threads, target, drafts",
+    [
+        (range(8), 2, (0, 1, 2, 3), ((4, 5), (6, 7))),
+        (range(2), 1, (0,), ((1,), (1,))),  # not enough: the drafts share
+        ([3], None, (3,), ((3,), (3,))),
+    ],
+)
+def test_division_between_several_drafts(monkeypatch, available, threads, target, drafts):
+    monkeypatch.setattr(cores, "available_cores", lambda: tuple(available))
+    assert divide_cores(threads, drafts=2) == CoreShare(target, drafts)
 
 
 @pytest.mark.parametrize("threads", [0, 3])

@@ -42,7 +42,7 @@ def test_a_draft_passed_as_an_object_gets_one_worker_that_ends_with_it(target):
     (pid,) = children() - before
     assert torch.equal(target.generate(**inputs, **options), first)
     assert children() - before == {pid}
-    assert assistant_for(draft).worker.process.pid == pid
+    assert assistant_for(draft).workers[0].process.popen.pid == pid
     gone = weakref.ref(draft)
     del draft, options
     gc.collect()
@@ -53,8 +53,8 @@ def test_given_a_folder_only_the_worker_loads_the_draft(tmp_path, target):
     tiny_draft().save_pretrained(tmp_path)
     inputs = padded_batch(2)
     with hf_ssd.launch_draft(str(tmp_path), device="cpu", num_threads=1) as assistant:
-        pid = assistant.worker.process.pid
-        assert assistant.weights is None and assistant.vocab_size == 97 and assistant.device == "cpu"
+        pid = assistant.workers[0].process.popen.pid
+        assert assistant.vocab_size == 97 and assistant.device == "cpu"
         output = target.generate(
             **inputs, max_new_tokens=20, assistant_model=assistant, ssd_config=CONFIG, return_dict_in_generate=True
         )
@@ -110,7 +110,7 @@ PROGRAM = textwrap.dedent(
                              do_sample=False, assistant_model=draft, ssd_config=hf_ssd.SSDConfig(fan_out=[2, 2, 2, 2]),
                              return_dict_in_generate=True)
     from hf_ssd.distributed.launch import assistant_for
-    print(assistant_for(draft).worker.process.pid, output.ssd_stats.hit_rate, flush=True)
+    print(assistant_for(draft).workers[0].process.popen.pid, output.ssd_stats.hit_rate, flush=True)
     {last}
     """
 )

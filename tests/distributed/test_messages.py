@@ -45,7 +45,7 @@ def test_small_messages_travel_in_one_frame():
     "place, value, words",
     [
         (0, 7, "does not come from hf_ssd"),
-        (1, 1, "protocol version 1, this side speaks version 2"),
+        (1, 1, f"protocol version 1, this side speaks version {messages.VERSION}"),
         (2, 99, "kind 99"),
         (5, 9, "type 9"),
         (6, -1, "announces -1 elements"),

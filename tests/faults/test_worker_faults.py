@@ -39,7 +39,7 @@ def shared_assistant():
 @pytest.fixture
 def assistant(shared_assistant, target):
     """With a living worker, whatever the test before did to it."""
-    if not shared_assistant.worker.is_alive:
+    if not shared_assistant.workers[0].is_alive:
         generate(target, shared_assistant, length=2)
     return shared_assistant
 
@@ -47,7 +47,7 @@ def assistant(shared_assistant, target):
 @pytest.fixture
 def warnings(monkeypatch):
     said = []
-    for module in ("hf_ssd.generation.drafting", "hf_ssd.distributed.launch"):
+    for module in ("hf_ssd.generation.drafting", "hf_ssd.distributed.assistant"):
         monkeypatch.setattr(logging.get_logger(module), "warning", lambda text, *a: said.append(text))
     return said
 
@@ -69,43 +69,45 @@ def generate(target, assistant, length=30, processor=None, rows=2, **config):
 
 @pytest.mark.parametrize("length", [9, 20], ids=["before the first round", "in the middle"])
 def test_a_killed_worker_costs_no_tokens_and_the_next_call_has_a_new_one(target, assistant, length, warnings):
-    first = assistant.worker.process.pid
-    stats = generate(target, assistant, processor=AtLength(length, assistant.worker.process.kill))
+    first = assistant.workers[0].process.popen.pid
+    stats = generate(target, assistant, processor=AtLength(length, assistant.workers[0].process.popen.kill))
     assert "has ended" in stats.draft_failure and len(warnings) == 1 and "plain decoding" in warnings[0]
     stats = generate(target, assistant)
-    assert stats.draft_failure is None and stats.hit_rate > 0 and assistant.worker.process.pid != first
+    assert stats.draft_failure is None and stats.hit_rate > 0 and assistant.workers[0].process.popen.pid != first
 
 
 def test_a_worker_killed_between_calls_is_replaced(target, assistant, warnings):
-    assistant.worker.process.kill()
-    assistant.worker.process.wait()
+    assistant.workers[0].process.popen.kill()
+    assistant.workers[0].process.popen.wait()
     assert generate(target, assistant).draft_failure is None
     assert warnings == ["The draft worker had ended; starting another one."]
 
 
 def test_a_stopped_worker_is_given_up_after_the_timeout(target, assistant, warnings):
-    pid = assistant.worker.process.pid
+    pid = assistant.workers[0].process.popen.pid
     start = time.monotonic()
     stats = generate(target, assistant, processor=AtLength(15, lambda: os.kill(pid, signal.SIGSTOP)), timeout=1.0)
     assert "did not answer within 1 s" in stats.draft_failure and len(warnings) == 1
     assert 1 <= time.monotonic() - start < 20
-    assert assistant.worker.process.poll() is not None  # it is not left behind, stopped
+    assert assistant.workers[0].process.popen.poll() is not None  # it is not left behind, stopped
 
 
 def test_on_draft_failure_raise(target, assistant):
     with pytest.raises(hf_ssd.DraftError, match="has ended"):
-        generate(target, assistant, processor=AtLength(15, assistant.worker.process.kill), on_draft_failure="raise")
+        generate(
+            target, assistant, processor=AtLength(15, assistant.workers[0].process.popen.kill), on_draft_failure="raise"
+        )
     assert generate(target, assistant).draft_failure is None
 
 
 def test_a_worker_that_raises_shows_its_traceback_and_stays(target, assistant, warnings):
-    pid = assistant.worker.process.pid
+    pid = assistant.workers[0].process.popen.pid
     config = hf_ssd.SSDConfig(**CONFIG)
     prompt = {"input_ids": torch.tensor([[96, 3]]), "attention_mask": torch.ones(1, 2, dtype=torch.long)}
     original = hf_ssd.distributed.client.WorkerSession.send_outcome
 
     def nonsense(self, accepted, bonus, *figures):
-        return original(self, accepted, bonus + (10**6 if self.round == 2 else 0), *figures)
+        return original(self, accepted, bonus + (10**6 if self.conversation.round == 2 else 0), *figures)
 
     hf_ssd.distributed.client.WorkerSession.send_outcome = nonsense
     try:
@@ -116,7 +118,7 @@ def test_a_worker_that_raises_shows_its_traceback_and_stays(target, assistant, w
     assert torch.equal(output.sequences, target.generate(**prompt, max_new_tokens=20, do_sample=False))
     assert "Traceback" in output.ssd_stats.draft_failure and "IndexError" in output.ssd_stats.draft_failure
     assert len(warnings) == 1
-    assert generate(target, assistant).draft_failure is None and assistant.worker.process.pid == pid
+    assert generate(target, assistant).draft_failure is None and assistant.workers[0].process.popen.pid == pid
 
 
 def test_late_answers_to_an_old_call_are_dropped(target, assistant):
@@ -138,7 +140,7 @@ def test_late_answers_to_an_old_call_are_dropped(target, assistant):
 def test_ctrl_c_is_obeyed_at_once_and_the_next_call_works(target, assistant, stopped):
     def interrupt():
         if stopped:
-            os.kill(assistant.worker.process.pid, signal.SIGSTOP)
+            os.kill(assistant.workers[0].process.popen.pid, signal.SIGSTOP)
         threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT]).start()
 
     start = time.monotonic()

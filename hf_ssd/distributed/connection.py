@@ -1,0 +1,98 @@
+"""A target's connection to a draft worker, however that was started."""
+
+import time
+from abc import ABC, abstractmethod
+
+import torch.distributed as dist
+
+from . import messages
+from .channel import Channel, PeerLost
+from .messages import Kind, Message
+from .session import DraftError
+
+HERE = "draft"  # the worker sets this key of the store before it builds its end of the channel
+
+
+class Connection(ABC):
+    """
+    Attributes:
+        channel ([`Channel`], *optional*): To the worker, once it is connected.
+        facts (`dict`): What the worker says of its model: `vocab_size` and `device`.
+    """
+
+    def __init__(self):
+        self.channel: Channel | None = None
+        self.facts: dict = {}
+
+    @abstractmethod
+    def connect(self) -> None:
+        """
+        Waits until the worker has loaded its model.
+
+        Raises:
+            [`DraftError`]: it could not start; the worker's own words are in the message.
+        """
+
+    @property
+    @abstractmethod
+    def is_alive(self) -> bool:
+        """Whether the worker is connected and its process runs."""
+
+    @abstractmethod
+    def last_words(self) -> str:
+        """Returns the end of what the worker wrote to its standard error."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """Ends the worker at once. May be called more than once."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Lets the worker end by itself, or kills it if it does not."""
+
+    def _connect(self, store: dist.Store, hostname: str | None, deadline: float) -> None:
+        """
+        Args:
+            store (`torch.distributed.Store`): Where the two processes find each other.
+            hostname (`str`, *optional*): See [`Channel`].
+            deadline (`float`): By `time.monotonic()`.
+        """
+        # Building the channel blocks until the worker does the same, so first see the worker at the store.
+        while not store.check([HERE]):
+            self._check_start(deadline)
+            time.sleep(0.01)
+        try:
+            self.channel = Channel(store, is_target=True, hostname=hostname)
+        except RuntimeError as error:
+            raise DraftError(f"The draft worker did not connect: {error}\n{self.last_words()}") from error
+        while True:
+            try:
+                message = self.channel.receive(timeout=0.2)
+                break
+            except TimeoutError:
+                self._check_start(deadline)
+            except PeerLost:
+                raise DraftError(f"The draft worker ended while it started.\n{self.last_words()}") from None
+        if message.kind == Kind.ERROR:
+            raise DraftError(f"The draft worker could not load its model.\n{messages.payload_to_text(message.payload)}")
+        messages.expect(message, Kind.READY, 0, 0)
+        self.facts = messages.payload_to_json(message.payload)
+
+    def _check_start(self, deadline: float) -> None:
+        if self._has_ended():
+            raise DraftError(f"The draft worker ended while it started.\n{self.last_words()}")
+        if time.monotonic() > deadline:
+            raise DraftError("The draft worker was not ready in time.")
+
+    @abstractmethod
+    def _has_ended(self) -> bool:
+        """Whether the process is known to have ended."""
+
+    def _say_stop(self) -> None:
+        if self.channel is not None:
+            self.channel.send(Message(Kind.STOP))
+
+    def _close_channel(self) -> None:
+        if self.channel is not None:
+            self.channel.close()
+            self.channel = None

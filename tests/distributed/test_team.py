@@ -1,0 +1,156 @@
+"""Several draft workers that share the outcomes: real processes, and the answers of one."""
+
+import dataclasses
+import os
+import signal
+
+import pytest
+import torch
+from transformers import LogitsProcessorList, set_seed
+from transformers.utils import logging
+
+import hf_ssd
+
+from ..conftest import padded_batch, tiny_draft
+from ..faults.test_worker_faults import AtLength
+
+BUDGET = 6
+
+
+@pytest.fixture(scope="module")
+def draft():
+    return tiny_draft()
+
+
+@pytest.fixture(scope="module")
+def one(draft):
+    with hf_ssd.launch_draft(draft, num_threads=1) as assistant:
+        yield assistant
+
+
+@pytest.fixture(scope="module")
+def shared_two(draft):
+    with hf_ssd.launch_draft(draft, devices=["cpu", "cpu"], num_threads=1) as assistant:
+        yield assistant
+
+
+@pytest.fixture
+def two(shared_two, target):
+    """With living workers, whatever the test before did to them."""
+    if not all(worker.is_alive for worker in shared_two.workers):
+        generate(target, shared_two, new_tokens=2)
+    return shared_two
+
+
+@pytest.fixture
+def warnings(monkeypatch):
+    said = []
+    for module in ("hf_ssd.generation.drafting", "hf_ssd.distributed.assistant", "hf_ssd.distributed.team"):
+        monkeypatch.setattr(logging.get_logger(module), "warning", lambda text, *a: said.append(text))
+    return said
+
+
+def generate(target, assistant, rows=2, new_tokens=30, processor=None, seed=5, budget=BUDGET, **options):
+    settings = {key: options.pop(key) for key in ("fan_out", "fallback", "saguaro_c", "timeout") if key in options}
+    lookahead = options.pop("lookahead", 3)
+    set_seed(seed)
+    return target.generate(
+        **padded_batch(rows),
+        max_new_tokens=new_tokens,
+        assistant_model=assistant,
+        ssd_config=hf_ssd.SSDConfig(lookahead=lookahead, budget=budget, **settings),
+        logits_processor=LogitsProcessorList([processor] if processor else []),
+        return_dict_in_generate=True,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"do_sample": False},
+        {"do_sample": True, "temperature": 0.8},
+        {"do_sample": True, "top_k": 20, "fan_out": "geometric", "saguaro_c": 0.5},
+        {"do_sample": False, "fallback": "ngram", "repetition_penalty": 1.2},
+    ],
+    ids=lambda options: " ".join(map(str, options.values())),
+)
+def test_two_workers_answer_as_one_with_twice_the_budget(target, one, two, rows, options):
+    expected = generate(target, one, rows, budget=2 * BUDGET, **options)
+    output = generate(target, two, rows, **options)
+    assert torch.equal(output.sequences, expected.sequences)
+    assert output.ssd_stats.hits == expected.ssd_stats.hits and output.ssd_stats.accepted == expected.ssd_stats.accepted
+    assert 0 < output.ssd_stats.hit_rate and set(output.ssd_stats.budget) <= {2 * BUDGET, BUDGET, 0}
+
+
+def test_two_workers_with_the_same_share_would_not(target, one, two, monkeypatch):
+    replace = dataclasses.replace
+    monkeypatch.setattr(
+        dataclasses, "replace", lambda x, **new: replace(x, **{**new, "share": (0, 2)} if "share" in new else new)
+    )
+    expected = generate(target, one, budget=2 * BUDGET, do_sample=False)
+    assert generate(target, two, do_sample=False).ssd_stats.hits != expected.ssd_stats.hits
+
+
+def test_both_workers_answer(target, two, monkeypatch):
+    owners = []
+    original = hf_ssd.distributed.team.TeamSession._merge
+
+    def watch(self, found):
+        merged = original(self, found)
+        owners.extend(self.team.index(owner) for owner in merged[0] if owner is not None)
+        return merged
+
+    monkeypatch.setattr(hf_ssd.distributed.team.TeamSession, "_merge", watch)
+    generate(target, two, do_sample=False)
+    assert {0, 1} == set(owners)
+
+
+def test_a_planned_call_is_right_too(target, two):
+    plain = target.generate(**padded_batch(2), max_new_tokens=60, do_sample=False)
+    for _ in range(2):
+        output = generate(target, two, new_tokens=60, do_sample=False, lookahead="auto", budget="auto")
+        assert torch.equal(output.sequences, plain)
+
+
+@pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "temperature": 0.3}], ids=str)
+@pytest.mark.parametrize("lost", [0, 1])
+def test_when_one_is_killed_the_other_carries_on(target, one, two, lost, options, warnings):
+    kill = two.workers[lost].process.popen.kill
+    output = generate(target, two, processor=AtLength(15, kill), **options)
+    if not options["do_sample"]:
+        assert torch.equal(output.sequences, target.generate(**padded_batch(2), max_new_tokens=30, do_sample=False))
+    stats = output.ssd_stats
+    assert stats.draft_failure is None and stats.lookahead[-3] == 3 and any(map(any, stats.hits[-8:]))
+    assert len(warnings) == 1 and "Going on with 1 of the draft workers" in warnings[0]
+    warnings.clear()
+    assert generate(target, two, **options).ssd_stats.draft_failure is None
+    assert warnings == ["The draft worker had ended; starting another one."]
+
+
+def test_one_that_hangs_is_left_out_after_the_timeout(target, two, warnings):
+    pid = two.workers[1].process.popen.pid
+    stop = AtLength(15, lambda: os.kill(pid, signal.SIGSTOP))
+    output = generate(target, two, processor=stop, do_sample=False, timeout=1.0)
+    assert torch.equal(output.sequences, target.generate(**padded_batch(2), max_new_tokens=30, do_sample=False))
+    assert output.ssd_stats.draft_failure is None
+    assert len(warnings) == 1 and "did not answer within 1 s" in warnings[0]
+    assert not two.workers[1].is_alive
+
+
+def test_when_both_are_killed_the_call_finishes_alone(target, two, warnings):
+    def kill_both():
+        for worker in two.workers:
+            worker.process.popen.kill()
+
+    output = generate(target, two, processor=AtLength(15, kill_both), do_sample=False)
+    assert torch.equal(output.sequences, target.generate(**padded_batch(2), max_new_tokens=30, do_sample=False))
+    assert "has ended" in output.ssd_stats.draft_failure and len(warnings) == 2
+
+
+def test_devices_are_checked():
+    with pytest.raises(ValueError, match="takes the place of `device`"):
+        hf_ssd.launch_draft(tiny_draft(), device="cpu", devices=["cpu"])
+    with pytest.raises(ValueError, match="one device for each worker"):
+        hf_ssd.launch_draft(tiny_draft(), devices=[])
