@@ -12,10 +12,11 @@ from .planner import FixedPlanner, Plan, Planner, Round, first_fallback
 
 LOOKAHEADS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, LONGEST_LOOKAHEAD)
 BUDGETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, LARGEST_BUDGET)
-EXPLORED = ((4, 8), (7, 8), (4, 8), (1, 8), (7, 0), (1, 0), (4, 0), (0, 0), (0, 0))
+EXPLORED = ((4, 8), (7, 8), (4, 8), (1, 8), (7, 0), (1, 0), (4, 0), *[(0, 0)] * 6)
 """Lookahead and budget of the first rounds of an unknown pair, so that there is a measured time for everything."""
 FIRST_LOOK, LONGEST_BETWEEN_LOOKS = 24, 192  # rounds until it is seen again what it would be like otherwise
-ROUNDS_OF_A_LOOK = 3
+ROUNDS_OF_A_LOOK = 6
+UNSETTLED = 2  # rounds after a change that are no measure: a processor that has waited is slower for a while
 WORTH_A_CHANGE = 1.02  # predicted gain below which a plan stays as it is
 FIRST_REST, LONGEST_REST = 32, 512  # rounds of plain decoding before the draft is tried again
 WORTH_ANOTHER_FALLBACK = 1.1  # the same for the fallback
@@ -53,6 +54,10 @@ class AutoPlanner(Planner):
         self.fallback = first_fallback(config)
         self.adapts_tokens = config.lookahead == "auto"  # otherwise a seed gives the same tokens again
         self.compares_backups = config.fallback == "auto" and self.adapts_tokens and config.asynchronous
+        # Seconds that a round really takes over what its parts predict, by kind of plan.
+        self.real_over_predicted = {kind: Average(1.0, 10.0, memory=0.98) for kind in ("ahead", "in turn", "rest")}
+        self.predicted_seconds: float | None = None  # of a round of the current plan
+        self.kind, self.unsettled = "", 0
         self.saguaro = None
         if config.saguaro_c == "auto":
             self.saguaro = _Ladder(SAGUARO_LADDER if sampled and self.adapts_tokens else (1.0,))
@@ -60,7 +65,14 @@ class AutoPlanner(Planner):
 
     def observe(self, round_):
         self.rounds += 1
+        kind = _kind(self.current.lookahead, self.current.budget)
+        self.unsettled = self.unsettled - 1 if kind == self.kind else UNSETTLED
+        self.kind = kind
+        if self.unsettled >= 0 and (kind == "rest" or self.rounds > len(EXPLORED)):
+            round_ = dataclasses.replace(round_, seconds=0.0, elapsed=0.0)
         self.measured.observe(round_)
+        if round_.elapsed and self.predicted_seconds:
+            self.real_over_predicted[kind].observe(min(4.0, round_.elapsed / self.predicted_seconds))
         if self.saguaro is not None:
             if self.saguaro.observe(round_):
                 self.current = dataclasses.replace(self.current, saguaro_c=self.saguaro.value)
@@ -102,24 +114,36 @@ class AutoPlanner(Planner):
         return max(range(most + 1), key=speeds.__getitem__)
 
     def _replan(self) -> None:
-        speeds = {}
+        predicted = {(0, 0): (self.rows, self.measured.verification(0, alone=True))} if self.adapts_tokens else {}
         for lookahead in LOOKAHEADS if self.adapts_tokens else [self.config.lookahead]:
-            for budget, speed in self._speeds(lookahead).items():
-                speeds[lookahead, budget] = speed
+            for budget, round_ in self._rounds(lookahead).items():
+                predicted[lookahead, budget] = round_
+        speeds = {
+            plan: tokens / (seconds * self.real_over_predicted[_kind(*plan)].value)
+            for plan, (tokens, seconds) in predicted.items()
+        }
+        resting = speeds.pop((0, 0), 0.0)
         best, now = max(speeds, key=speeds.get), (self.current.lookahead, self.current.budget)
-        if self.adapts_tokens and speeds[best] < self.rows / self.measured.verification(0, alone=True):
+        if speeds[best] < resting:
             self._rest_or_try(best)
-            return
+        else:
+            self._draft(best, now, speeds)
+        self.predicted_seconds = predicted.get((self.current.lookahead, self.current.budget), (0, None))[1]
+
+    def _draft(self, best: tuple[int, int], now: tuple[int, int], speeds: dict[tuple[int, int], float]) -> None:
+        """Takes the best plan, or stays with the one there is, or looks at another one for a while."""
         self.rest = FIRST_REST
         if speeds[best] < WORTH_A_CHANGE * speeds.get(now, 0.0):
             best = now
         if self.rounds >= self.look_at:
-            # What is not done is not measured either: look now at the other way of drafting, now at longer
+            # What is not done is not measured either: look in turn at resting, the other way of drafting, and longer
             # speculations.
             self.looks += 1
-            self.look_at = self.rounds + min(LONGEST_BETWEEN_LOOKS, FIRST_LOOK * 2**self.looks)
+            self.look_at = self.rounds + min(LONGEST_BETWEEN_LOOKS, FIRST_LOOK * 2 ** (self.looks // 3))
             self.replan_at = self.looks_until = self.rounds + ROUNDS_OF_A_LOOK
-            if self.looks % 2:
+            if self.looks % 3 == 1 and self.adapts_tokens:
+                other = {(0, 0): 0.0}
+            elif self.looks % 3 == 2:
                 other = {plan: speed for plan, speed in speeds.items() if (plan[1] == 0) != (best[1] == 0)}
             else:
                 other = {plan: speed for plan, speed in speeds.items() if plan[0] > best[0]}
@@ -130,7 +154,7 @@ class AutoPlanner(Planner):
 
     def _rest_or_try(self, best: tuple[int, int]) -> None:
         """Rests, each time twice as long as before, and in between sees for a few rounds how it is now."""
-        if self.current.lookahead:
+        if self.current.lookahead or self.rounds <= self.looks_until:
             self.current = self._plan_of(0, 0)
             self.replan_at = self.rounds + self.rest
             self.rest = min(2 * self.rest, LONGEST_REST)
@@ -156,15 +180,15 @@ class AutoPlanner(Planner):
 
     # ---------------------------------------------------------------- predictions
 
-    def _speeds(self, lookahead: int) -> dict[int, float]:
-        """Predicted tokens per second of the batch for each budget, misses being drafted just in time."""
+    def _rounds(self, lookahead: int) -> dict[int, tuple[float, float]]:
+        """Predicted tokens and seconds of a round of the batch for each budget, misses being drafted just in time."""
         measured, rows = self.measured, self.rows
         tokens, step = measured.expected_tokens(lookahead), measured.drafting(rows, alone=True)
-        speeds = {}
+        rounds = {}
         if (self.adapts_tokens and self.config.budget == "auto") or not self.config.asynchronous:
-            speeds[0] = rows * tokens[lookahead] / (measured.verification(lookahead, alone=True) + lookahead * step)
+            rounds[0] = rows * tokens[lookahead], measured.verification(lookahead, alone=True) + lookahead * step
         if not self.config.asynchronous:
-            return speeds
+            return rounds
         verification = [measured.verification(k, alone=False) for k in range(lookahead + 1)]
         fixed, predicted = self.config.budget, {}
         for budget in [fixed] if isinstance(fixed, int) else BUDGETS:
@@ -183,8 +207,8 @@ class AutoPlanner(Planner):
                 predicted[width] = measured.predicted_hit_rates(width)
             all_hit = measured.hit_rate_for(budget * self.drafts, predicted[width]) ** rows if grown else 0.0
             gain = all_hit * tokens_on_hit + (1 - all_hit) * tokens_on_miss
-            speeds[budget] = rows * gain / (all_hit * after_hit + (1 - all_hit) * after_miss)
-        return speeds
+            rounds[budget] = rows * gain, all_hit * after_hit + (1 - all_hit) * after_miss
+        return rounds
 
     def _best_answer(self, verification, tokens, late: float, ready: int, step: float) -> tuple[int, float, float]:
         """Returns lookahead, tokens and seconds of a round for which so much is ready when the outcome comes."""
@@ -219,6 +243,12 @@ class AutoPlanner(Planner):
         best = max(speeds, key=speeds.get)
         if speeds[best] > WORTH_ANOTHER_FALLBACK * speeds[self.fallback]:
             self.fallback = best
+
+
+def _kind(lookahead: int, budget: int) -> str:
+    if lookahead == 0:
+        return "rest"
+    return "ahead" if budget else "in turn"
 
 
 class _Ladder:

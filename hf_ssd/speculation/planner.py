@@ -60,6 +60,7 @@ class Round:
         ranks (`list[int | None]`): Which of the draft's guesses the bonus token was, from 0, if it was ranked at all.
         seconds (`float`): How long the target took for it; 0 if it was not measured.
         budget (`int`): How many outcomes of each row were prepared meanwhile.
+        elapsed (`float`): Seconds from the outcome before to this one, whatever they were spent on; 0 if not measured.
         transit (`float`, *optional*): How much longer than that it took until the outcome was here, if it was waited
             for.
     """
@@ -71,6 +72,7 @@ class Round:
     ranks: list[int | None] = field(default_factory=list)
     seconds: float = 0.0
     budget: int = 0
+    elapsed: float = 0.0
     transit: float | None = None
 
 

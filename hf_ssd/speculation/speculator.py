@@ -65,7 +65,7 @@ class Speculator:
         self.drafted = torch.zeros(len(prompts), 0, dtype=torch.long, device=self.device)
         self.sources = [PREPARED] * len(prompts)  # where each row's speculation came from
         self.known_logits: list[torch.Tensor] = []  # after the first tokens of the speculation, if already computed
-        self.answered = 0.0
+        self.answered = self.outcome_came = 0.0
         self.forks: Forks | None = None
         self.lesson: tuple[Round, list[int], Forks | None] | None = None  # the last round, until there is time to learn
         self.prepared: SpeculationCache | None = None
@@ -217,6 +217,9 @@ class Speculator:
     def _round(self, counts: list[int], seconds: float, began: float) -> Round:
         """What there is to learn of the round whose outcome came at `began`, except which rows hit."""
         round_ = Round(self.drafted.shape[1], counts, [], self.sources, seconds=seconds)
+        if self.outcome_came:
+            round_.elapsed = began - self.outcome_came
+        self.outcome_came = began
         waited = self.plan.lookahead == 0 or self.plan.budget == 0 or not self.config.asynchronous
         if self.forks is not None:
             round_.budget = self.prepared_budget * self.share[1]

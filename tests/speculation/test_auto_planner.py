@@ -25,6 +25,7 @@ class World:
     contention: float = 1.0  # how much slower verification is while the draft works as well
     right: float = 0.5  # chance that a guess is right, if the better ones were not
     rows: int = 1
+    unseen: float = 0.0  # what a round that has drafted tokens costs besides, and no one measures
 
     def drafting(self, tokens):
         return self.step + self.per_branch * tokens
@@ -32,7 +33,7 @@ class World:
     def run(self, planner, rounds=1500, skip=0, seed=1):
         """Returns tokens per second after the first `skip` rounds."""
         chance = random.Random(seed)
-        width, seconds, tokens = 0, 0.0, 0
+        width, seconds, tokens, elapsed, late = 0, 0.0, 0, 0.0, 0.0
         for number in range(rounds):
             if number == skip:
                 seconds = tokens = 0
@@ -47,25 +48,35 @@ class World:
                 accepted.append(k)
                 ranks.append(rank)
                 hits.append(rank < shares[k])
-            elapsed, known = verification, [0] * self.rows
+            elapsed, known = verification + self.unseen * (width > 0), [0] * self.rows
             if busy:
                 choice = self.drafting(self.rows * (width + 1))
                 branch = self.drafting(self.rows * plan.budget)
                 grown = min(
                     plan.lookahead, max(0, -int(-(verification - choice) // branch))
                 )  # the last one begun counts
-                elapsed = max(verification, choice + grown * branch)
+                elapsed = max(elapsed, choice + grown * branch)
                 known = [grown * hit for hit in hits]
                 planner.observe_choice(choice)
                 for _ in range(grown):
                     planner.observe_branches(self.rows * plan.budget, branch)
             planner.observe(
-                Round(width, accepted, hits, ["prepared"] * self.rows, ranks, verification, plan.budget * busy, None)
+                Round(
+                    width,
+                    accepted,
+                    hits,
+                    ["prepared"] * self.rows,
+                    ranks,
+                    verification,
+                    plan.budget * busy,
+                    late + elapsed if number else 0.0,
+                )
             )
             new_width = planner.lookahead(known) if plan.lookahead else 0
+            late = self.drafting(self.rows) * max(0, new_width - min(known))
             for _ in range(max(0, new_width - min(known))):
-                elapsed += self.drafting(self.rows)
                 planner.observe_step(self.rows, self.drafting(self.rows))
+            elapsed += late
             seconds, tokens = seconds + elapsed, tokens + sum(accepted) + self.rows
             width = new_width
         return tokens / seconds
@@ -92,6 +103,7 @@ WORLDS = {
     "a draft as slow as the target": World(0.6, step=0.04),
     "models that get in each other's way": World(0.8, contention=1.7, right=0.3),
     "verification that costs by the token": World(0.8, per_token=0.012),
+    "a draft that would pay, were it not for what no one measures": World(0.6, step=0.01, unseen=0.05),
 }
 
 
