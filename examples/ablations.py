@@ -24,6 +24,7 @@ import hf_ssd
 from hf_ssd import theory
 from hf_ssd.distributed.cores import available_cores
 from hf_ssd.distributed.local import LocalSession
+from hf_ssd.distributed.target_ranks import TargetRanks
 from hf_ssd.speculation.outcomes import CacheShape, shape_for
 
 try:
@@ -81,6 +82,7 @@ class Recorder(hf_ssd.DraftAssistant, CacheShape):
 
     def __init__(self, draft):
         self.draft, self.cores, self.vocab_size, self.rounds = draft, None, draft.config.vocab_size, []
+        self.ranks = TargetRanks()
 
     def open_session(self, request):
         session = LocalSession(self.draft, request)

@@ -1,0 +1,3 @@
+from .roles import Roles, init_roles
+
+__all__ = ["Roles", "init_roles"]

@@ -9,6 +9,7 @@ from .client import WorkerSession
 from .connection import Connection
 from .cores import CoreShare
 from .session import DraftError, DraftSession, SessionRequest
+from .target_ranks import TargetRanks
 from .team import TeamSession
 
 logger = logging.get_logger(__name__)
@@ -22,6 +23,8 @@ class DraftAssistant:
         starts (`list[Callable]`): For each worker what starts it and returns a [`Connection`] that is to be connected.
         cores ([`CoreShare`], *optional*): How target and draft share the CPU cores, if the draft runs on the CPU.
         on_close (`Callable`, *optional*): Called once, when the assistant is closed.
+        ranks ([`TargetRanks`], *optional*): The ranks of the target, if there are several. Only the first one starts
+            workers and talks to them.
 
     Attributes:
         vocab_size (`int`): Of the draft model.
@@ -34,24 +37,31 @@ class DraftAssistant:
         starts: list[Callable[[], Connection]],
         cores: CoreShare | None = None,
         on_close: Callable[[], None] = lambda: None,
+        ranks: TargetRanks | None = None,
     ):
         self.starts, self.cores, self.on_close = starts, cores, on_close
+        self.ranks = TargetRanks() if ranks is None else ranks
         self.sessions = 0
         self.turn = threading.Lock()  # calls to the same workers take turns
         self.closed = False
         self.workers: list[Connection] = []
+        with self.ranks.one_call():
+            facts = self.ranks.share_values(self._start_all() if self.ranks.is_leader else None)
+        self.vocab_size, self.device = facts["vocab_size"], facts["device"]
+
+    def _start_all(self) -> dict:
+        """Returns what the first worker says of its model."""
         try:
-            for start in starts:
+            for start in self.starts:
                 self.workers.append(start())
             for worker in self.workers:
                 worker.connect()
         except BaseException:
             for worker in self.workers:
                 worker.kill()
-            on_close()
+            self.on_close()
             raise
-        facts = self.workers[0].facts
-        self.vocab_size, self.device = facts["vocab_size"], facts["device"]
+        return self.workers[0].facts
 
     def open_session(self, request: SessionRequest) -> DraftSession:
         """

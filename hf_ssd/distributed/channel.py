@@ -55,7 +55,7 @@ class Channel:
         """Waits until everything has left, at most `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while self.sent:
-            self._wait(self.sent[0][0], deadline)
+            self.wait(self.sent[0][0], deadline)
             self.sent.popleft()
 
     def expect(self) -> None:
@@ -84,14 +84,14 @@ class Channel:
         self.expect()
         if self.payload is None:
             work, frame = self.expected
-            self._wait(work, deadline)
+            self.wait(work, deadline)
             self.expected = None
             message, payload = unpack(frame)
             if payload is None or not len(payload):
                 return message
             self.payload = (message, _broadcast(self.incoming, payload, 1 - self.rank))
         message, work = self.payload
-        self._wait(work, deadline)
+        self.wait(work, deadline)
         self.payload = None
         return message
 
@@ -104,7 +104,7 @@ class Channel:
         self.outgoing = self.incoming = None
 
     @staticmethod
-    def _wait(work: dist.Work, deadline: float | None) -> None:
+    def wait(work: dist.Work, deadline: float | None) -> None:
         while True:
             left = WAIT_SLICE if deadline is None else min(WAIT_SLICE, deadline - time.monotonic())
             # Asked before the wait: a message may come just as the wait runs out, and that is no loss.

@@ -10,14 +10,16 @@ from .channel import Channel, PeerLost
 from .messages import Kind, Message
 from .session import DraftError
 
-HERE = "draft"  # the worker sets this key of the store before it builds its end of the channel
+# Keys of the store. The worker sets the one when its model is loaded, the target the other when it comes to fetch it;
+# then both build their ends of the channel, which blocks until the other does the same.
+DRAFT_IS_HERE, TARGET_IS_HERE = "draft", "target"
 
 
 class Connection(ABC):
     """
     Attributes:
         channel ([`Channel`], *optional*): To the worker, once it is connected.
-        facts (`dict`): What the worker says of its model: `vocab_size` and `device`.
+        facts (`dict`): What the worker says of itself: `vocab_size` and `device` of its model, and its `pid`.
     """
 
     def __init__(self):
@@ -57,10 +59,10 @@ class Connection(ABC):
             hostname (`str`, *optional*): See [`Channel`].
             deadline (`float`): By `time.monotonic()`.
         """
-        # Building the channel blocks until the worker does the same, so first see the worker at the store.
-        while not store.check([HERE]):
+        while not store.check([DRAFT_IS_HERE]):
             self._check_start(deadline)
             time.sleep(0.01)
+        store.set(TARGET_IS_HERE, "yes")
         try:
             self.channel = Channel(store, is_target=True, hostname=hostname)
         except RuntimeError as error:

@@ -39,6 +39,7 @@ class Kind(IntEnum):
     COMPLETE = 13  # target -> one of several drafts: what all have prepared; draft what is missing
     COMPLETED = 14  # its answer
     FOLLOW = 15  # target -> the others: what is verified now, and which of their rows are in it
+    VALUES = 16  # rank 0 of the target -> its other ranks: something besides outcomes and speculations
 
 
 class ProtocolError(RuntimeError):

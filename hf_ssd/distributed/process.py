@@ -8,7 +8,8 @@ import tempfile
 import weakref
 
 STOP_TIMEOUT = 2.0  # seconds to end by itself before it is killed
-LOADED, LOST, FAILED = 0, 3, 1  # exit codes: stopped, its target is gone, its model does not load
+# Variables of torchrun: the worker is not one of its ranks.
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
 
 
 class WorkerProcess:
@@ -27,7 +28,8 @@ class WorkerProcess:
 
     def __init__(self, settings: dict, descriptor: int | None = None):
         self.errors = tempfile.TemporaryFile()
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONSAFEPATH": "1"}
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER)}
+        environment = {**inherited, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONSAFEPATH": "1"}
         if settings["cores"]:
             environment["OMP_NUM_THREADS"] = str(len(settings["cores"]))
         self.popen = subprocess.Popen(

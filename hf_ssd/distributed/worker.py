@@ -23,13 +23,14 @@ from ..speculation.planner import PREPARED, Plan
 from ..speculation.speculator import Speculator
 from . import messages
 from .channel import Channel, PeerLost
-from .connection import HERE
+from .connection import DRAFT_IS_HERE, TARGET_IS_HERE
 from .cores import pin
 from .messages import Found, Kind, Message
 from .session import Answer, SessionRequest
 from .weights import model_from_shared_weights
 
 FLUSH_TIMEOUT = 10.0  # seconds for a last message to leave
+AS_LONG_AS_THE_PARENT_LIVES = timedelta(days=365)
 
 
 class DraftServer:
@@ -208,18 +209,22 @@ def main() -> None:
         pin(settings["cores"])
         torch.set_num_threads(len(settings["cores"]))
     logging.disable_progress_bar()
+    try:
+        model, failure = load_model(settings), None
+    except Exception:
+        failure = traceback.format_exc()
     place, timeout = settings["store"], timedelta(seconds=settings["timeout"])
     server = dist.TCPStore(place["host"], place["port"], is_master=False, timeout=timeout, wait_for_workers=False)
     store = dist.PrefixStore(place["prefix"], server)
-    store.set(HERE, "yes")
+    store.set(DRAFT_IS_HERE, "yes")
+    store.wait([TARGET_IS_HERE], AS_LONG_AS_THE_PARENT_LIVES)
     channel = Channel(store, is_target=False, hostname=place["hostname"])
-    try:
-        model = load_model(settings)
-    except Exception:
-        channel.send(Message(Kind.ERROR, payload=messages.text_to_payload(traceback.format_exc())))
+    if failure is not None:
+        channel.send(Message(Kind.ERROR, payload=messages.text_to_payload(failure)))
         channel.flush(FLUSH_TIMEOUT)
         os._exit(1)
-    facts = {"vocab_size": model.config.get_text_config(decoder=True).vocab_size, "device": str(model.device)}
+    vocab_size = model.config.get_text_config(decoder=True).vocab_size
+    facts = {"vocab_size": vocab_size, "device": str(model.device), "pid": os.getpid()}
     channel.send(Message(Kind.READY, payload=messages.json_to_payload(facts)))
     try:
         DraftServer(channel, model).serve()

@@ -8,6 +8,7 @@ from transformers.generation import GenerationMode
 from ..cache.support import attention_layout, is_flash_attention
 from ..config import SSDConfig
 from ..distributed.assistant import DraftAssistant
+from ..distributed.roles import check_heads
 
 
 def check_arguments(model, assistant_model, ssd_config, synced_gpus) -> None:
@@ -31,6 +32,14 @@ def check_arguments(model, assistant_model, ssd_config, synced_gpus) -> None:
         )
     if synced_gpus:
         raise ValueError("`synced_gpus` (FSDP, DeepSpeed ZeRO-3) is not supported with `ssd_config`.")
+    tp_size = getattr(model, "_tp_size", None) or 1
+    check_heads(model.config, tp_size)
+    ranks = assistant_model.ranks.size if isinstance(assistant_model, DraftAssistant) else 1
+    if tp_size > 1 and ranks != tp_size:
+        raise ValueError(
+            f"The target is shared by {tp_size} ranks, and needs the draft that hf_ssd.distributed.init_roles() gives: "
+            "pass `assistant_model=roles.draft` on every rank."
+        )
     attention_layout(model)
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise ValueError(f"{type(model).__name__} takes no `position_ids`, which verification needs.")

@@ -14,6 +14,7 @@ from ..distributed.assistant import DraftAssistant
 from ..distributed.cores import use_cores
 from ..distributed.launch import assistant_for
 from ..distributed.session import SessionRequest
+from ..distributed.target_ranks import TargetRanks
 from ..logits_processing import process_positions
 from .checks import check_generation
 from .drafting import Draft
@@ -62,8 +63,9 @@ def speculative_speculative_decoding(
         seed=int(torch.randint(2**31, ())),
     )
     start = time.perf_counter()
-    with use_cores(assistant.cores.target if divided else None):
-        draft = Draft(assistant, request)
+    ranks = assistant.ranks if isinstance(assistant, DraftAssistant) else TargetRanks()
+    with use_cores(assistant.cores.target if divided else None), ranks.one_call():
+        draft = Draft(assistant, request, ranks)
         try:
             return decode(
                 model,
@@ -104,19 +106,14 @@ def decode(
         # 2. Decide: accepted count and bonus token of each row.
         logits = logits.to(torch.float32).to(input_ids.device)
         scores = process_positions(logits_processor, logits, sequences.ids, sequences.lengths)
-        if do_sample:
-            accepted, bonus = verify_sampled(scores, probabilities, drafted)
-        else:
-            accepted, bonus = verify_greedy(scores, drafted)
-        finished = [not unfinished for unfinished in sequences.unfinished]
-        if any(finished):
-            accepted = accepted.masked_fill(torch.tensor(finished, device=accepted.device), -1)
+        outcome = None
+        if draft.decides:
+            outcome = decide(scores, probabilities, drafted, do_sample, sequences.unfinished)
 
         # 3. The outcome leaves before anything else is done.
-        outcome = torch.stack([accepted, bonus]).cpu()
         seconds = time.perf_counter() - received if draft.rounds else 0.0
-        draft.send_outcome(*outcome, seconds, drafted.shape[1])
-        accepted = outcome[0].tolist()
+        outcome = draft.send_outcome(outcome, seconds, drafted.shape[1])
+        accepted, bonus = outcome[0].tolist(), outcome[1].to(input_ids.device)
         if draft.rounds:
             stats.verify_seconds.append(seconds)
             stats.accepted.append(accepted)
@@ -130,6 +127,8 @@ def decode(
         sequences.stop_where_plain_generation_would(
             new_tokens, scores_record.up_to if scores_record else lambda _: None
         )
+        if not sequences.simple:  # a clock, for example, need not tell all ranks the same
+            sequences.stops = draft.ranks.share_values(sequences.stops)
         if streamer is not None:
             for token in sequences.ids[0, streamed : sequences.kept(0)].cpu():
                 streamer.put(token[None])
@@ -162,16 +161,17 @@ def decode(
         # 7. What the tokens were drawn from is needed only now.
         if do_sample and not answer.tokens.shape[1]:
             probabilities = None  # nothing was proposed
-        elif do_sample:
+        elif do_sample and draft.decides:
             probabilities = draft.receive_probabilities()
             if probabilities is not None:
                 probabilities = probabilities[:, : drafted.shape[1]].to(input_ids.device)
-            else:  # the draft failed: nothing was proposed, and the first position stands alone
+            else:  # they are lost: nothing was proposed, and the first position stands alone
                 drafted, logits = drafted[:, :0], logits[:, :1]
                 stats.lookahead[-1] = 0
 
     if streamer is not None:
         streamer.end()
+    draft.finish(input_ids.device, do_sample)
     output = sequences.finish()
     stats.total_seconds = time.perf_counter() - start
     stats.generated_tokens = sum(sequences.kept(row) - prompt_length for row in range(batch_size))
@@ -187,6 +187,17 @@ def decode(
         past_key_values=theirs,
         ssd_stats=stats,
     )
+
+
+def decide(scores, probabilities, drafted, do_sample: bool, unfinished: list[bool]) -> torch.LongTensor:
+    """Returns the outcome `(2, batch_size)` on the CPU: accepted counts, -1 for finished rows, and bonus tokens."""
+    if do_sample:
+        accepted, bonus = verify_sampled(scores, probabilities, drafted)
+    else:
+        accepted, bonus = verify_greedy(scores, drafted)
+    if not all(unfinished):
+        accepted = accepted.masked_fill(~torch.tensor(unfinished, device=accepted.device), -1)
+    return torch.stack([accepted, bonus]).cpu()
 
 
 def prefill(model, input_ids, generation_config, model_kwargs) -> tuple[CachedModel, torch.Tensor]:

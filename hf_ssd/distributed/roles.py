@@ -1,0 +1,210 @@
+"""Under torchrun: which ranks hold the target, which ones draft, and how the two find each other."""
+
+import atexit
+import functools
+import itertools
+import os
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.distributed import DistributedConfig
+
+from .assistant import DraftAssistant
+from .launch import START_TIMEOUT, worker_settings
+from .supervisor import Notes, SupervisedWorker, supervise
+from .target_ranks import TargetRanks
+from .weights import SharedWeights
+
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class Roles:
+    """
+    The part of this process. Made by [`init_roles`].
+
+    Attributes:
+        is_draft (`bool`): Whether this rank drafts: the last ranks do.
+        is_leader (`bool`): Whether this is rank 0, which talks to the draft. It is where to print.
+        tp_size (`int`): Ranks that hold the target.
+        device (`torch.device`): Where to load the model. For a draft rank that is the CPU: the rank is a supervisor,
+            and its child takes the model to the rank's GPU.
+    """
+
+    def __init__(self, num_draft_ranks: int):
+        self.rank, world_size, local_rank, local_world_size = (int(os.environ[name]) for name in VARIABLES[:4])
+        self.num_draft_ranks, self.tp_size = num_draft_ranks, world_size - num_draft_ranks
+        self.is_draft, self.is_leader = self.rank >= self.tp_size, self.rank == 0
+        gpu = torch.device("cuda", local_rank) if torch.cuda.is_available() else None
+        self.worker_device = gpu or torch.device("cpu")
+        self.device = torch.device("cpu") if self.is_draft else self.worker_device
+        # The first rank may be the store's server: kept as long as this program runs.
+        self.store, _, _ = next(dist.rendezvous("env://"))
+        self.on_one_machine = local_world_size == world_size
+        self._is_done = False
+        self.ranks: TargetRanks | None = None
+        if self.is_draft:
+            return
+        # transformers insists on a world of exactly tp_size ranks, so the target's ranks get one of their own.
+        os.environ["WORLD_SIZE"] = str(self.tp_size)
+        if gpu is not None:
+            torch.cuda.set_device(gpu)
+        if self.tp_size > 1:
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if gpu else "gloo",
+                store=dist.PrefixStore("hf_ssd/target", self.store),
+                rank=self.rank,
+                world_size=self.tp_size,
+            )
+            self.ranks = TargetRanks(dist.new_group(backend="gloo"))
+        if self.is_leader:
+            atexit.register(self.shutdown)
+
+    def target_config(
+        self, model: str | os.PathLike | PreTrainedConfig | None = None, **options
+    ) -> DistributedConfig | None:
+        """
+        Returns what `from_pretrained(..., distributed_config=...)` of the target takes, on each of its ranks.
+
+        Args:
+            model (`str`, `os.PathLike` or `PreTrainedConfig`, *optional*): The target, to see before it is loaded
+                whether it can be divided by so many ranks.
+            options: Of `DistributedConfig`, for example `tp_plan`.
+
+        Raises:
+            `ValueError`: the number of ranks does not divide its attention heads.
+        """
+        if model is not None:
+            config = model if isinstance(model, PreTrainedConfig) else AutoConfig.from_pretrained(model)
+            check_heads(config, self.tp_size)
+        return DistributedConfig(tp_size=self.tp_size, **options) if self.tp_size > 1 else None
+
+    @functools.cached_property
+    def draft(self) -> DraftAssistant:
+        """
+        The draft, to be passed as `assistant_model` on every rank of the target. The first time, on all of them, it
+        waits until the draft ranks are ready.
+        """
+        if self.is_draft:
+            raise ValueError("This rank drafts, so it has no draft to talk to; call `roles.serve(model)`.")
+        starts = [self._start(index) for index in range(self.num_draft_ranks)] if self.is_leader else []
+        return DraftAssistant(starts, ranks=self.ranks)
+
+    def serve(
+        self,
+        model: PreTrainedModel | str | os.PathLike,
+        dtype: str | torch.dtype | None = None,
+        timeout: float = START_TIMEOUT,
+        **load_options,
+    ) -> None:
+        """
+        Drafts, until the target is done.
+
+        Args:
+            model (`PreTrainedModel`, `str` or `os.PathLike`): The draft. Given a folder or hub id, only the worker
+                loads it, straight to its device.
+            dtype, load_options: See [`~hf_ssd.launch_draft`].
+            timeout (`float`, *optional*, defaults to 600): Seconds for the worker to reach the target.
+
+        Raises:
+            `ValueError`: this rank does not draft.
+        """
+        if not self.is_draft:
+            raise ValueError("This rank holds the target; only draft ranks serve (`if roles.is_draft:`).")
+        settings = {**worker_settings(model, dtype, load_options), "cores": None, "timeout": timeout}
+        settings["device"] = str(self.worker_device)
+        weights = SharedWeights(model) if isinstance(model, PreTrainedModel) else None
+        settings["weights"] = weights and weights.to_dict()
+        del model  # the child has the weights; memory that only this process holds is not needed
+        try:
+            supervise(self._notes(self.rank - self.tp_size), settings, weights and weights.descriptor)
+        finally:
+            if weights is not None:
+                weights.close()
+
+    def shutdown(self) -> None:
+        """
+        Ends the draft ranks, whose `serve()` then returns, and takes this rank out of the target's group. May be called
+        more than once, and is when the program ends.
+        """
+        if self._is_done or self.is_draft:
+            return
+        self._is_done = True
+        if self.is_leader:
+            if "draft" in self.__dict__:
+                self.draft.close()
+            for index in range(self.num_draft_ranks):
+                self._notes(index).write("done")
+        if self.tp_size > 1 and dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _notes(self, index: int) -> Notes:
+        run, restart = os.environ.get("TORCHELASTIC_RUN_ID", ""), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        prefix = f"hf_ssd/{run}/{restart}/draft/{index}"
+        return Notes(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), prefix, self.on_one_machine)
+
+    def _start(self, index: int) -> Callable[[], SupervisedWorker]:
+        notes, numbers = self._notes(index), itertools.count()
+        return lambda: SupervisedWorker(notes, next(numbers), START_TIMEOUT)
+
+
+def init_roles(num_draft_ranks: int = 1) -> Roles:
+    """
+    Divides the ranks that torchrun (or `accelerate launch`) started: the last ones draft, the others hold the target.
+
+    ```python
+    roles = hf_ssd.distributed.init_roles(num_draft_ranks=1)
+    if roles.is_draft:
+        roles.serve(DRAFT)  # returns when the target is done
+    else:
+        model = AutoModelForCausalLM.from_pretrained(TARGET, distributed_config=roles.target_config(TARGET))
+        target = hf_ssd.enable(model.to(roles.device))
+        target.generate(**inputs, assistant_model=roles.draft, ssd_config=hf_ssd.SSDConfig())
+        roles.shutdown()
+    ```
+
+    Args:
+        num_draft_ranks (`int`, *optional*, defaults to 1): How many ranks draft; each prepares a share of the outcomes.
+
+    Returns:
+        [`Roles`]: The part of this process.
+
+    Raises:
+        `RuntimeError`: the program was not started by torchrun, or torch.distributed was initialized before.
+        `ValueError`: there are not enough ranks.
+    """
+    missing = [name for name in VARIABLES if name not in os.environ]
+    if missing:
+        raise RuntimeError(
+            f"init_roles() is for programs that torchrun starts ({missing[0]} is not set): "
+            "`torchrun --nproc-per-node 2 program.py`. In a single process use hf_ssd.launch_draft()."
+        )
+    if dist.is_initialized():
+        raise RuntimeError("Call init_roles() before torch.distributed is initialized: it divides the ranks.")
+    world_size = int(os.environ["WORLD_SIZE"])
+    if not 1 <= num_draft_ranks < world_size:
+        raise ValueError(
+            f"`num_draft_ranks` is {num_draft_ranks}, but of {world_size} ranks at least one must draft and at least "
+            "one hold the target; start more ranks with --nproc-per-node."
+        )
+    return Roles(num_draft_ranks)
+
+
+def check_heads(config: PreTrainedConfig, tp_size: int) -> None:
+    """
+    Raises:
+        `ValueError`: the number of ranks does not divide the attention heads.
+    """
+    if tp_size == 1:
+        return
+    text = config.get_text_config(decoder=True)
+    heads = text.num_attention_heads
+    counts = {"attention heads": heads, "key-value heads": getattr(text, "num_key_value_heads", None) or heads}
+    for name, count in counts.items():
+        if count % tp_size:
+            fitting = [n for n in range(1, heads + 1) if not any(c % n for c in counts.values())]
+            raise ValueError(
+                f"The target has {count} {name}, which {tp_size} ranks cannot share equally; use "
+                f"{' or '.join(map(str, fitting))} ranks for the target."
+            )

@@ -1,0 +1,103 @@
+"""The processes that hold one target together, all of which do what the first of them decides."""
+
+import contextlib
+import time
+from collections import deque
+
+import torch
+import torch.distributed as dist
+
+from . import messages
+from .channel import Channel
+from .messages import Kind, Message
+from .session import DraftError
+
+LONGEST_SILENCE = 1800.0  # seconds; the leader may have to start a worker before it has something to say
+
+
+class TargetRanks:
+    """
+    Under tensor parallelism every rank runs the same loop on the same tokens. Only rank 0, the *leader*, talks to the
+    draft and decides; what it decides, the others are told. Floating point or a clock may differ between ranks, but not
+    the tokens.
+
+    Args:
+        group (`torch.distributed.ProcessGroup`, *optional*): A gloo group of all ranks of the target. `None` for a
+            target that is held by one process.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None):
+        self.group = group
+        self.is_leader = group is None or dist.get_rank(group) == 0
+        self.size = 1 if group is None else dist.get_world_size(group)
+        self.call = 0
+        self.sent: deque[tuple[dist.Work, torch.Tensor]] = deque()
+
+    def share(self, message: Message | None = None) -> Message:
+        """
+        Tells the others, or is told.
+
+        Args:
+            message (`Message`, *optional*): Only the leader's counts.
+
+        Raises:
+            [`DraftError`], `RuntimeError`: the leader has broken off the call.
+            `TimeoutError`: the leader has said nothing for half an hour.
+        """
+        if self.group is None:
+            return message
+        if self.is_leader:
+            self._send(Message(message.kind, self.call, payload=message.payload))
+            return message
+        deadline = time.monotonic() + LONGEST_SILENCE
+        while True:
+            frame = self._receive(torch.empty(messages.FRAME_LENGTH, dtype=torch.int64), deadline)
+            message, payload = messages.unpack(frame)
+            if payload is not None and len(payload):
+                self._receive(payload, deadline)
+            if message.session == self.call:  # older ones belong to a call that all have broken off
+                break
+        if message.kind == Kind.ERROR:
+            error = messages.payload_to_json(message.payload)
+            text = f"Rank 0 of the target has broken off: {error['text']}"
+            raise DraftError(text) if error["is_draft_error"] else RuntimeError(text)
+        return message
+
+    def share_values(self, values):
+        """The leader's plain Python objects, for all."""
+        message = self.share(Message(Kind.VALUES, payload=messages.json_to_payload(values)) if self.is_leader else None)
+        return values if self.is_leader else messages.payload_to_json(message.payload)
+
+    def share_random_state(self, device: torch.device) -> None:
+        """Lets the others draw on with the leader's random numbers, as if all had decided."""
+        if self.group is None:
+            return
+        on_gpu = device.type == "cuda"
+        state = torch.cuda.get_rng_state(device) if on_gpu else torch.get_rng_state()
+        state = self.share(Message(Kind.VALUES, payload=state)).payload
+        if on_gpu:
+            torch.cuda.set_rng_state(state, device)
+        else:
+            torch.set_rng_state(state)
+
+    @contextlib.contextmanager
+    def one_call(self):
+        """A block that all ranks run. If the leader fails in it, the others are told and fail as well."""
+        self.call += 1
+        try:
+            yield
+        except BaseException as error:
+            if self.is_leader and self.group is not None:
+                values = {"is_draft_error": isinstance(error, DraftError), "text": f"{type(error).__name__}: {error}"}
+                self._send(Message(Kind.ERROR, self.call, payload=messages.json_to_payload(values)))
+            raise
+
+    def _send(self, message: Message) -> None:
+        while self.sent and self.sent[0][0].is_completed():
+            self.sent.popleft()
+        for tensor in messages.pack(message):
+            self.sent.append((dist.broadcast(tensor, 0, group=self.group, async_op=True), tensor))
+
+    def _receive(self, tensor: torch.Tensor, deadline: float) -> torch.Tensor:
+        Channel.wait(dist.broadcast(tensor, 0, group=self.group, async_op=True), deadline)
+        return tensor

@@ -1,0 +1,146 @@
+"""A program for torchrun: SSD with a divided target, in good and bad times. Each rank writes down what it saw.
+
+torchrun --nproc-per-node 3 roles.py FOLDER NUM_DRAFT_RANKS SCENARIO ...
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList, set_seed
+
+import hf_ssd
+
+
+class AtLength(LogitsProcessor):
+    """Does something when the output has reached a length, in the middle of a call."""
+
+    def __init__(self, length, action):
+        self.length, self.action = length, action
+
+    def __call__(self, input_ids, scores):
+        if self.action is not None and input_ids.shape[1] >= self.length:
+            action, self.action = self.action, None
+            action()
+        return scores
+
+
+class Program:
+    def __init__(self, folder: Path, roles):
+        self.roles, self.seen = roles, {}
+        inputs = json.loads((folder / "inputs.json").read_text())
+        self.inputs = {key: torch.tensor(value) for key, value in inputs.items()}
+        path = folder / "target"
+        model = AutoModelForCausalLM.from_pretrained(path, distributed_config=roles.target_config(path))
+        self.target = hf_ssd.enable(model)
+
+    def generate(self, rows=2, action=None, plain=False, **options):
+        settings = {key: options.pop(key) for key in ("timeout", "on_draft_failure") if key in options}
+        if not plain:
+            options["assistant_model"] = self.roles.draft
+            options["ssd_config"] = hf_ssd.SSDConfig(lookahead=3, budget=6, **settings)
+        set_seed(7)
+        output = self.target.generate(
+            **{key: value[-rows:] for key, value in self.inputs.items()},
+            **{"max_new_tokens": 30, "do_sample": False, **options},
+            logits_processor=LogitsProcessorList([AtLength(15, action)] if action else []),
+            return_dict_in_generate=True,
+        )
+        seen = {"tokens": output.sequences.tolist()}
+        if not plain:
+            stats = output.ssd_stats
+            seen |= {"hits": stats.hits, "accepted": stats.accepted, "failure": stats.draft_failure}
+        return seen
+
+    @property
+    def workers(self):
+        return [worker.facts["pid"] for worker in self.roles.draft.workers]  # the leader's; no one else has any
+
+    def signal_worker(self, number):
+        if self.roles.is_leader:
+            os.kill(self.workers[0], number)
+
+    # ---------------------------------------------------------------- scenarios
+
+    def greedy(self):
+        return [self.generate(rows) for rows in (1, 3)]
+
+    def sampled(self):
+        return [self.generate(rows, do_sample=True, temperature=0.7) for rows in (1, 3)]
+
+    def sampled_plain_afterwards(self):
+        self.generate(do_sample=True, temperature=0.7)
+        state = torch.get_rng_state().sum().item()
+        tokens = self.target.generate(**self.inputs, max_new_tokens=10, do_sample=True).tolist()
+        return [state, tokens]
+
+    def a_clock(self):
+        """Ranks that would stop at different times."""
+        slow = 0.0 if self.roles.is_leader else 0.2
+        seen = self.generate(action=lambda: time.sleep(slow), max_time=0.15, max_new_tokens=100)
+        return {"tokens": seen["tokens"]}
+
+    def killed(self):
+        before = self.workers
+        seen = [self.generate(action=lambda: self.signal_worker(signal.SIGKILL)), self.generate()]
+        return seen + [before, self.workers]
+
+    def killed_between_calls(self):
+        before = self.workers
+        self.signal_worker(signal.SIGKILL)
+        time.sleep(0.5)  # its supervisor looks twenty times a second
+        return [self.generate(), before, self.workers]
+
+    def stopped(self):
+        start = time.monotonic()
+        seen = [self.generate(action=lambda: self.signal_worker(signal.SIGSTOP), timeout=1.0)]
+        return seen + [time.monotonic() - start, self.generate()]
+
+    def raising(self):
+        """The draft's failure, and an error of the leader's own, reach all ranks."""
+        seen = []
+        try:
+            self.generate(action=lambda: self.signal_worker(signal.SIGKILL), on_draft_failure="raise")
+        except hf_ssd.DraftError as error:
+            seen.append(str(error))
+
+        def fail():
+            if self.roles.is_leader:
+                raise KeyError("the leader's own")
+
+        try:
+            self.generate(action=fail)
+        except (KeyError, RuntimeError) as error:
+            seen.append(f"{type(error).__name__} {error}")
+        return seen + [self.generate()]
+
+    def a_rank_dies(self):
+        if self.roles.rank == self.roles.tp_size - 1:
+            self.generate(action=lambda: os.kill(os.getpid(), signal.SIGKILL))
+        self.generate()
+
+
+def main():
+    folder, num_draft_ranks, scenarios = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
+    roles = hf_ssd.distributed.init_roles(num_draft_ranks)
+    if roles.is_draft:
+        roles.serve(AutoModelForCausalLM.from_pretrained(folder / "draft", device_map={"": roles.device}))
+        (folder / f"served-{roles.rank}").touch()
+        return
+    program = Program(folder, roles)
+    out = folder / f"rank-{roles.rank}.json"
+    seen = {"workers": program.workers}
+    for scenario in scenarios:
+        out.write_text(json.dumps(seen))  # for a test that kills this program
+        seen[scenario] = getattr(program, scenario)()
+        seen["workers"] += program.workers
+    out.write_text(json.dumps(seen))
+    roles.shutdown()
+
+
+if __name__ == "__main__":
+    main()

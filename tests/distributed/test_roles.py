@@ -1,0 +1,223 @@
+"""Targets that several ranks share, and draft ranks: real torchrun, real processes, real kills."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, set_seed
+
+import hf_ssd
+from hf_ssd.distributed import Roles, init_roles
+
+from ..conftest import padded_batch, tiny_draft, tiny_model
+
+PROGRAM = Path(__file__).parent / "programs" / "roles.py"
+BIN = Path(sys.executable).parent
+GOOD = ("greedy", "sampled", "sampled_plain_afterwards", "a_clock")
+BAD = ("killed", "killed_between_calls", "stopped", "raising")
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """The folders of a target and a draft, and inputs."""
+    folder = tmp_path_factory.mktemp("pair")
+    tiny_model().save_pretrained(folder / "target")
+    tiny_draft().save_pretrained(folder / "draft")
+    inputs = {key: value.tolist() for key, value in padded_batch(3).items()}
+    (folder / "inputs.json").write_text(json.dumps(inputs))
+    return folder
+
+
+def run(command, pair, folder, num_draft_ranks, scenarios, timeout=240):
+    """Runs the program, and returns the exit code, its output, and what each rank saw."""
+    for name in ("target", "draft", "inputs.json"):
+        os.symlink(pair / name, folder / name)
+    arguments = [*map(str, command), str(PROGRAM), str(folder), str(num_draft_ranks), *scenarios]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=timeout, env=environment)
+    seen = [json.loads(path.read_text()) for path in sorted(folder.glob("rank-*.json"))]
+    return done.returncode, done.stdout + done.stderr, seen
+
+
+def torchrun(ranks):
+    return [BIN / "torchrun", "--standalone", "--nproc-per-node", ranks]
+
+
+@pytest.fixture(scope="module", params=[(2, 1), (2, 2)], ids=["2+1", "2+2"])
+def layout(request, pair, tmp_path_factory):
+    """Everything that the ranks of one layout saw."""
+    ranks, drafts = request.param
+    folder = tmp_path_factory.mktemp("run")
+    code, output, seen = run(torchrun(ranks + drafts), pair, folder, drafts, GOOD + BAD)
+    assert code == 0, output
+    assert len(list(folder.glob("served-*"))) == drafts
+    return seen, drafts, output
+
+
+@pytest.fixture(scope="module")
+def expected(pair):
+    """What one process gives: plain generate(), and sampled the synchronous oracle."""
+    target = hf_ssd.enable(AutoModelForCausalLM.from_pretrained(pair / "target"))
+    draft = AutoModelForCausalLM.from_pretrained(pair / "draft")
+    inputs = {key: torch.tensor(value) for key, value in json.loads((pair / "inputs.json").read_text()).items()}
+
+    def tokens(rows, **options):
+        set_seed(7)
+        if options:
+            config = hf_ssd.SSDConfig(lookahead=3, budget=6, asynchronous=False)
+            options |= {"assistant_model": draft, "ssd_config": config}
+        else:
+            options = {"do_sample": False}
+        return target.generate(**{k: v[-rows:] for k, v in inputs.items()}, max_new_tokens=30, **options).tolist()
+
+    return {
+        "greedy": {rows: tokens(rows) for rows in (1, 2, 3)},
+        "sampled": {rows: tokens(rows, do_sample=True, temperature=0.7) for rows in (1, 3)},
+    }
+
+
+@pytest.mark.parametrize("scenario", ["greedy", "sampled"])
+def test_a_divided_target_gives_the_tokens_of_one_process(layout, expected, scenario):
+    seen, _, _ = layout
+    for rank in seen:
+        for rows, call in zip((1, 3), rank[scenario]):
+            assert call["tokens"] == expected[scenario][rows]
+            assert call["failure"] is None and any(any(hits) for hits in call["hits"])
+    assert all(rank[scenario] == seen[0][scenario] for rank in seen)  # statistics too
+
+
+def test_the_ranks_stay_in_step(layout):
+    """The same random numbers after a sampled call, and the same end by the leader's clock."""
+    seen, _, _ = layout
+    for scenario in ("sampled_plain_afterwards", "a_clock"):
+        assert seen[0][scenario] == seen[1][scenario]
+    assert len(seen[0]["a_clock"]["tokens"][0]) < 9 + 100
+
+
+def test_a_killed_worker_costs_no_tokens_and_its_supervisor_starts_another(layout, expected):
+    seen, drafts, output = layout
+    for rank in seen:
+        first, second, before, after = rank["killed"]
+        assert first["tokens"] == second["tokens"] == expected["greedy"][2]
+        assert second["failure"] is None and any(any(hits) for hits in second["hits"])
+        assert ("has ended" in (first["failure"] or "")) == (drafts == 1)  # with two, the other one carries on
+        assert len(before) == len(after) and before[1:] == after[1:]
+        assert not before or before[0] != after[0]
+        third, before, after = rank["killed_between_calls"]
+        assert third["tokens"] == expected["greedy"][2] and third["failure"] is None
+        assert not before or before[0] != after[0]
+    assert output.count("starting another one") >= 3
+
+
+def test_a_stopped_worker_is_given_up_after_the_timeout(layout, expected):
+    seen, drafts, _ = layout
+    for rank in seen:
+        first, seconds, second = rank["stopped"]
+        assert first["tokens"] == second["tokens"] == expected["greedy"][2] and 1 <= seconds < 30
+        assert ("did not answer within 1 s" in (first["failure"] or "")) == (drafts == 1)
+        assert second["failure"] is None
+
+
+def test_errors_reach_all_ranks_and_the_next_call_works(layout, expected):
+    seen, _, _ = layout
+    assert "has ended" in seen[0]["raising"][0] and seen[0]["raising"][1] == 'KeyError "the leader\'s own"'
+    for rank in seen[1:]:
+        assert rank["raising"][0].startswith("Rank 0 of the target has broken off: DraftError")
+        assert rank["raising"][1].startswith("RuntimeError Rank 0 of the target has broken off: KeyError")
+    for rank in seen:
+        assert rank["raising"][2]["tokens"] == expected["greedy"][2] and rank["raising"][2]["failure"] is None
+
+
+def gone(pids, seconds=5.0):
+    deadline = time.monotonic() + seconds
+    while any(map(psutil.pid_exists, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not any(map(psutil.pid_exists, pids))
+
+
+def test_no_worker_is_left(layout):
+    pids = layout[0][0]["workers"]
+    assert len(set(pids)) >= 4 and gone(pids)
+
+
+def test_when_a_rank_of_the_target_dies_everything_ends(pair, tmp_path):
+    code, output, seen = run(torchrun(3), pair, tmp_path, 1, ["a_rank_dies"])
+    assert code != 0 and "SIGKILL" in output
+    assert seen[0]["workers"] and gone(seen[0]["workers"])
+
+
+def test_accelerate_launch_with_two_ranks(pair, tmp_path, expected):
+    command = [BIN / "accelerate", "launch", "--multi_gpu", "--num_processes", 2, "--num_machines", 1]
+    command += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", 0]
+    code, output, seen = run(command, pair, tmp_path, 1, ["greedy"])
+    assert code == 0, output
+    assert [call["tokens"] for call in seen[0]["greedy"]] == [expected["greedy"][rows] for rows in (1, 3)]
+    assert (tmp_path / "served-1").exists() and gone(seen[0]["workers"])
+
+
+def test_two_nodes(pair, tmp_path, expected):
+    """Two agents, as on two machines: then the ranks do not count on loopback."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [BIN / "torchrun", "--nnodes", 2, "--nproc-per-node", 1, "--master-addr", "127.0.0.1"]
+    command += ["--master-port", port, "--node-rank"]
+    arguments = [PROGRAM, tmp_path, 1, "greedy", "killed"]
+    for name in ("target", "draft", "inputs.json"):
+        os.symlink(pair / name, tmp_path / name)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    nodes = [
+        subprocess.Popen(list(map(str, [*command, node, *arguments])), env=environment, stderr=subprocess.PIPE)
+        for node in range(2)
+    ]
+    errors = [node.communicate(timeout=240)[1].decode() for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], errors
+    seen = json.loads((tmp_path / "rank-0.json").read_text())
+    assert [call["tokens"] for call in seen["greedy"]] == [expected["greedy"][rows] for rows in (1, 3)]
+    assert seen["killed"][1]["tokens"] == expected["greedy"][2] and seen["killed"][1]["failure"] is None
+    assert (tmp_path / "served-1").exists() and gone(seen["workers"])
+
+
+# ---------------------------------------------------------------- errors before work
+
+
+def test_without_torchrun():
+    with pytest.raises(RuntimeError, match="torchrun --nproc-per-node 2"):
+        init_roles()
+
+
+@pytest.mark.parametrize("drafts", [0, 2, 3])
+def test_too_few_ranks(monkeypatch, drafts):
+    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    with pytest.raises(ValueError, match="at least one must draft and at least one hold the target"):
+        init_roles(drafts)
+
+
+@pytest.mark.parametrize(
+    "heads, kv_heads, ranks, words", [(4, 4, 3, "4 attention heads"), (8, 2, 4, "2 key-value heads")]
+)
+def test_heads_that_cannot_be_shared_are_refused_before_loading(heads, kv_heads, ranks, words):
+    roles = object.__new__(Roles)
+    roles.tp_size = ranks
+    config = LlamaConfig(num_attention_heads=heads, num_key_value_heads=kv_heads)
+    with pytest.raises(ValueError, match=f"{words}, which {ranks} ranks cannot share equally; use 1 or 2"):
+        roles.target_config(config)
+
+
+def test_each_rank_has_its_part():
+    roles = object.__new__(Roles)
+    roles.is_draft = False
+    with pytest.raises(ValueError, match="only draft ranks serve"):
+        roles.serve("somewhere")
+    roles.is_draft = True
+    with pytest.raises(ValueError, match="call `roles.serve"):
+        roles.draft  # noqa: B018
