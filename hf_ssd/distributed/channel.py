@@ -4,6 +4,7 @@ Each direction is a gloo group of two ranks, and a message is a broadcast from o
 asynchronous broadcast can be polled, and a wait that ran out can be taken up again without closing the connection.
 """
 
+import threading
 import time
 from collections import deque
 from datetime import timedelta
@@ -18,6 +19,7 @@ from .messages import FRAME_LENGTH, Message, pack, unpack
 TRANSFER_TIMEOUT = timedelta(days=365)
 CONNECT_TIMEOUT = timedelta(seconds=60)  # for the other process to join, once it is known to be there
 LOOPBACK = "127.0.0.1"
+CLOSE_TIMEOUT = 5.0  # seconds
 WAIT_SLICE = 0.1  # seconds; between two slices Python handles Ctrl-C
 
 
@@ -96,12 +98,17 @@ class Channel:
         return message
 
     def close(self) -> None:
-        """Gives up both directions. The other side's waits end with [`PeerLost`]."""
+        """
+        Gives up both directions. The other side's waits end with [`PeerLost`]. If it may not take what was sent any
+        more, it must have ended before: gloo waits for that.
+        """
+        groups = [self.outgoing, self.incoming]
+        self.outgoing = self.incoming = self.expected = self.payload = None
+        # In a thread, so that an end that has not ended costs patience and not the program.
+        closing = threading.Thread(target=lambda: [group.abort() for group in groups], daemon=True)
+        closing.start()
+        closing.join(CLOSE_TIMEOUT)
         self.sent.clear()
-        self.expected = self.payload = None
-        for group in (self.outgoing, self.incoming):
-            group.abort()
-        self.outgoing = self.incoming = None
 
     @staticmethod
     def wait(work: dist.Work, deadline: float | None) -> None:

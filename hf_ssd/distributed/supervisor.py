@@ -15,7 +15,7 @@ from .connection import Connection
 from .process import STOP_TIMEOUT, WorkerProcess
 
 POLL = 0.05  # seconds between two looks at the notes
-LAST_WORDS_TIMEOUT = 2.0  # seconds for the supervisor to notice that its child has ended
+SUPERVISOR_TIMEOUT = 3.0  # seconds for the supervisor to notice that its child has ended, or is to end
 STORE_TIMEOUT = timedelta(seconds=60)
 
 
@@ -79,22 +79,25 @@ class SupervisedWorker(Connection):
         return self.channel is not None and not self._has_ended()
 
     def last_words(self) -> str:
-        deadline = time.monotonic() + LAST_WORDS_TIMEOUT
-        while not self._has_ended() and time.monotonic() < deadline:
-            time.sleep(POLL)
-        return self.notes.read("ended", self.number) if self._has_ended() else ""
+        return self.notes.read("ended", self.number) if self._wait(SUPERVISOR_TIMEOUT) else ""
 
     def kill(self) -> None:
         self.notes.write("kill", self.number)
+        self._wait(SUPERVISOR_TIMEOUT)
         self._close_channel()
 
     def stop(self) -> None:
         if self.is_alive:
             self._say_stop()
-            deadline = time.monotonic() + STOP_TIMEOUT
-            while not self._has_ended() and time.monotonic() < deadline:
-                time.sleep(POLL)
+            self._wait(STOP_TIMEOUT)
         self.kill()
+
+    def _wait(self, timeout: float) -> bool:
+        """Waits until the worker has ended, at most `timeout` seconds, and tells whether it has."""
+        deadline = time.monotonic() + timeout
+        while not self._has_ended() and time.monotonic() < deadline:
+            time.sleep(POLL)
+        return self._has_ended()
 
     def _has_ended(self) -> bool:
         return self.notes.has("ended", self.number)

@@ -21,7 +21,7 @@ from ..conftest import padded_batch, tiny_draft, tiny_model
 PROGRAM = Path(__file__).parent / "programs" / "roles.py"
 BIN = Path(sys.executable).parent
 GOOD = ("greedy", "sampled", "sampled_plain_afterwards", "a_clock")
-BAD = ("killed", "killed_between_calls", "stopped", "raising")
+BAD = ("killed", "killed_between_calls", "stopped", "stopped_between_calls", "raising")
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +123,8 @@ def test_a_stopped_worker_is_given_up_after_the_timeout(layout, expected):
         assert first["tokens"] == second["tokens"] == expected["greedy"][2] and 1 <= seconds < 30
         assert ("did not answer within 1 s" in (first["failure"] or "")) == (drafts == 1)
         assert second["failure"] is None
+        first, second = rank["stopped_between_calls"]
+        assert first["tokens"] == second["tokens"] == expected["greedy"][2] and second["failure"] is None
 
 
 def test_errors_reach_all_ranks_and_the_next_call_works(layout, expected):

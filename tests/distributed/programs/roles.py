@@ -100,6 +100,11 @@ class Program:
         seen = [self.generate(action=lambda: self.signal_worker(signal.SIGSTOP), timeout=1.0)]
         return seen + [time.monotonic() - start, self.generate()]
 
+    def stopped_between_calls(self):
+        """So that messages are on their way to it when it is given up."""
+        self.signal_worker(signal.SIGSTOP)
+        return [self.generate(timeout=1.0), self.generate()]
+
     def raising(self):
         """The draft's failure, and an error of the leader's own, reach all ranks."""
         seen = []

@@ -1,0 +1,112 @@
+"""What the target makes of messages that are late, foreign, truncated or out of turn."""
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import GenerationConfig
+
+import hf_ssd
+from hf_ssd.distributed import messages
+from hf_ssd.distributed.channel import Channel
+from hf_ssd.distributed.client import WorkerSession
+from hf_ssd.distributed.messages import Kind, Message
+from hf_ssd.distributed.session import Answer, SessionRequest
+
+NUMBER, ROWS = 5, 2
+
+
+class Line:
+    """A conversation whose other end is played by the test."""
+
+    def __init__(self):
+        store, made = dist.HashStore(), {}
+        other = threading.Thread(target=lambda: made.update(draft=Channel(store, is_target=False)))
+        other.start()
+        target = Channel(store, is_target=True)
+        other.join()
+        self.draft, self.killed = made["draft"], False
+        worker = SimpleNamespace(channel=target, facts={"vocab_size": 9}, is_alive=True, last_words=lambda: "")
+        worker.kill = lambda: setattr(self, "killed", True)
+        request = SessionRequest(hf_ssd.SSDConfig(timeout=2.0), GenerationConfig(), [torch.tensor([1])] * ROWS, 0)
+        self.session = WorkerSession(worker, NUMBER, request, on_close=lambda: None)
+        for _ in range(3):
+            self.session.send_outcome(torch.tensor([0, 0]), torch.tensor([3, 4]), 0.0, 0)  # it is round 2 now
+
+    def say(self, kind=Kind.SPECULATION, session=NUMBER, round_=2, payload=None, change=None):
+        if payload is None:
+            tokens = torch.tensor([[1, 2], [3, round_]])
+            payload = messages.answer_to_payload(Answer(tokens, torch.tensor([True, False])))
+        frames = messages.pack(Message(kind, session, round_, payload))
+        if change is not None:
+            frames[0][change[0]] = change[1]
+        for frame in frames:
+            self.draft.outgoing.broadcast([frame], _root(1)).wait()
+
+
+def _root(rank):
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor = rank, 0
+    return options
+
+
+@pytest.fixture
+def line():
+    line = Line()
+    yield line
+    line.draft.close()
+    line.session.conversation.worker.channel.close()
+
+
+def heard(line, *sayings):
+    """Says something from another thread, as the other end would, and returns the answer that the session takes."""
+    thread = threading.Thread(target=lambda: [line.say(**saying) for saying in sayings], daemon=True)
+    thread.start()
+    return line.session.receive_speculation()
+
+
+@pytest.mark.parametrize(
+    "late",
+    [
+        {"round_": 1},
+        {"round_": 0},
+        {"session": NUMBER - 1, "round_": 7},
+        {"session": NUMBER - 1, "kind": Kind.ERROR},
+        {"kind": Kind.PROBABILITIES, "round_": 1, "payload": torch.ones(36)},
+    ],
+    ids=str,
+)
+def test_late_answers_are_dropped(line, late):
+    assert heard(line, late, late, {}).tokens.tolist() == [[1, 2], [3, 2]]
+    line.session.close()
+    assert not line.killed
+
+
+@pytest.mark.parametrize(
+    "saying, words",
+    [
+        ({"round_": 3}, "expected SPECULATION of session 5, round 2"),
+        ({"kind": Kind.PROBABILITIES, "payload": torch.ones(36)}, "received PROBABILITIES of session 5"),
+        ({"change": (0, 1234)}, "does not come from hf_ssd"),
+        ({"change": (1, messages.VERSION + 1)}, f"this side speaks version {messages.VERSION}"),
+        ({"change": (2, 99)}, "kind 99"),
+        ({"change": (6, 121)}, "announces 121 elements"),
+        ({"payload": torch.arange(6)}, "a speculation of 6 integers does not fit 2 rows"),
+        ({"payload": torch.arange(4)}, "does not fit 2 rows"),
+    ],
+    ids=str,
+)
+def test_what_makes_no_sense_is_named_and_not_acted_on(line, saying, words):
+    with pytest.raises(hf_ssd.DraftError, match=f"something unexpected: .*{words}"):
+        heard(line, saying)
+    line.session.close()
+    assert line.killed  # the next call has another worker
+
+
+def test_silence_has_an_end(line):
+    with pytest.raises(hf_ssd.DraftError, match="did not answer within 2 s"):
+        heard(line, {"round_": 1})
+    line.session.close()
+    assert line.killed
