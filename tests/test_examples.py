@@ -36,6 +36,15 @@ def test_quickstart():
     assert float(rows["SSD"][2]) > 1.5 and float(rows["SSD"][3]) > 0.5  # tokens per round, hit rate
 
 
+@pytest.mark.parametrize("ranks, drafts", [(3, 1), (3, 2)])
+def test_generate_tp(ranks, drafts):
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    options = ["--num-draft-ranks", str(drafts), "--max-new-tokens", "24", "--lookahead", "3", "--budget", "6"]
+    output = run(*command, "examples/generate_tp.py", *options)
+    assert output.count("class Reader:") == 1  # one rank prints
+    assert f"{ranks - drafts} target ranks, {drafts} draft ranks" in output and "24 tokens in" in output
+
+
 def test_quickstart_with_folders_and_sampling(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "examples/pair/target")
     for name, model in (("target", tiny_model), ("draft", tiny_draft)):
