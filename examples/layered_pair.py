@@ -212,7 +212,7 @@ def layered_pair(
 
     Args:
         size (`str` or `Size`): A name in `SIZES`, or any shape.
-        agreement (`float`): The chance that one drafted token is accepted, 0.2 to 1. It is met to within the standard
+        agreement (`float`): The chance that one drafted token is accepted, 0.1 to 1. It is met to within the standard
             error of [`acceptance_rate`]. In bfloat16 rounding alone costs some of it: 0.99 is the most that
             "287m/39m" reaches.
         temperature (`float`): At which the agreement holds; 0 is greedy.
@@ -231,8 +231,8 @@ def layered_pair(
         if size not in SIZES:
             raise ValueError(f"size is {size!r}: use one of {', '.join(SIZES)}, or a Size")
         size = SIZES[size]
-    if not 0.2 <= agreement <= 1:
-        raise ValueError(f"agreement is {agreement}: use 0.2 to 1")
+    if not 0.1 <= agreement <= 1:
+        raise ValueError(f"agreement is {agreement}: use 0.1 to 1")
     if temperature < 0:
         raise ValueError(f"temperature is {temperature}: use 0 for greedy, or more")
     with torch.random.fork_rng():

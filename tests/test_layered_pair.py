@@ -81,7 +81,7 @@ def test_the_named_sizes_have_the_parameters_they_say():
 def test_errors_come_before_work():
     with pytest.raises(ValueError, match="287m/39m"):
         layered_pair("huge")
-    with pytest.raises(ValueError, match="0.2 to 1"):
+    with pytest.raises(ValueError, match="0.1 to 1"):
         layered_pair("tiny", 1.5)
     with pytest.raises(ValueError, match="greedy"):
         layered_pair("tiny", 0.9, -1.0)

@@ -11,7 +11,7 @@ from transformers.utils import logging
 
 from .assistant import DraftAssistant
 from .child import ChildWorker
-from .cores import divide_cores
+from .cores import CoreShare, divide_cores
 from .weights import SharedWeights
 
 logger = logging.get_logger(__name__)
@@ -26,6 +26,7 @@ def launch_draft(
     dtype: str | torch.dtype | None = None,
     timeout: float = START_TIMEOUT,
     devices: list[str | torch.device] | None = None,
+    cores: CoreShare | None = None,
     **load_options,
 ) -> DraftAssistant:
     """
@@ -53,6 +54,8 @@ def launch_draft(
         devices (`list`, *optional*):
             Instead of `device`, one for each of several workers, for example `["cuda:1", "cuda:2"]`. A `budget` is then
             what each of them prepares.
+        cores ([`~hf_ssd.distributed.cores.CoreShare`], *optional*):
+            Which CPU cores each side gets, instead of `num_threads` of them.
         load_options:
             Passed on to `AutoModelForCausalLM.from_pretrained`; values must be plain (they travel as JSON).
 
@@ -69,7 +72,10 @@ def launch_draft(
     on_cpu = [one.type == "cpu" for one in devices]
     if num_threads is not None and not all(on_cpu):
         raise ValueError(f"`num_threads` is for a draft on the CPU; this one is on {devices[on_cpu.index(False)]}.")
-    cores = divide_cores(num_threads, sum(on_cpu)) if any(on_cpu) else None
+    if cores is not None and (num_threads is not None or len(cores.drafts) != sum(on_cpu)):
+        raise ValueError("`cores` takes the place of `num_threads`, and lists the cores of each worker on the CPU.")
+    if cores is None and any(on_cpu):
+        cores = divide_cores(num_threads, sum(on_cpu))
     settings = worker_settings(model, dtype, load_options)
     weights = SharedWeights(model) if isinstance(model, PreTrainedModel) else None
     shares = iter(cores.drafts if cores else ())

@@ -42,7 +42,7 @@ class LocalSession(DraftSession):
         self.speculation = self.speculator.answer(*self.outcome)
         self.speculator.prepare()  # nothing but the plan for the next round
         elapsed = time.perf_counter() - start
-        return Answer(self.speculation.tokens, self.speculation.hits, elapsed, elapsed)
+        return Answer(self.speculation.tokens, self.speculation.hits, elapsed, elapsed, answered_at=start)
 
     def receive_probabilities(self) -> torch.FloatTensor:
         return self.speculation.probabilities

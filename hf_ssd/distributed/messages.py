@@ -159,15 +159,18 @@ def payload_to_outcome(payload: torch.Tensor) -> tuple[torch.LongTensor, torch.L
 
 
 def answer_to_payload(answer: Answer) -> torch.Tensor:
-    figures = [_nanoseconds(answer.draft_seconds), _nanoseconds(answer.answer_seconds), answer.budget]
-    return torch.cat([torch.tensor(figures), answer.hits.cpu().long(), answer.tokens.cpu().flatten()])
+    times = (answer.draft_seconds, answer.answer_seconds, answer.prepared_at, answer.answered_at)
+    figures = torch.tensor([answer.budget, *map(_nanoseconds, times)])
+    return torch.cat([figures, answer.hits.cpu().long(), answer.tokens.cpu().flatten()])
 
 
 def payload_to_answer(payload: torch.Tensor, batch_size: int) -> Answer:
-    figures, hits, tokens = payload[:3].tolist(), payload[3 : 3 + batch_size].bool(), payload[3 + batch_size :]
+    budget, *times = payload[:5].tolist()
+    hits, tokens = payload[5 : 5 + batch_size].bool(), payload[5 + batch_size :]
     if len(hits) != batch_size or len(tokens) % batch_size:
         raise ProtocolError(f"a speculation of {len(payload)} integers does not fit {batch_size} rows")
-    return Answer(tokens.view(batch_size, -1), hits, figures[0] / 1e9, figures[1] / 1e9, figures[2])
+    draft, answer, prepared_at, answered_at = (nanoseconds / 1e9 for nanoseconds in times)
+    return Answer(tokens.view(batch_size, -1), hits, draft, answer, budget, prepared_at, answered_at)
 
 
 @dataclass

@@ -87,6 +87,8 @@ class Answer:
         draft_seconds (`float`): How long the draft has worked since its last answer.
         answer_seconds (`float`): How much of that came after the outcome.
         budget (`int`): Outcomes that had been prepared for each row.
+        prepared_at, answered_at (`float`): When the draft began to prepare, and to answer, by `time.perf_counter()`,
+            which all processes of a machine share. 0 if it did not.
     """
 
     tokens: torch.LongTensor
@@ -94,6 +96,8 @@ class Answer:
     draft_seconds: float = 0.0
     answer_seconds: float = 0.0
     budget: int = 0
+    prepared_at: float = 0.0
+    answered_at: float = 0.0
 
 
 class DraftSession(ABC):

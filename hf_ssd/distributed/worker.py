@@ -47,7 +47,7 @@ class DraftServer:
         self.speculator: Speculator | None = None
         self.ready: Speculation | None = None  # what was prepared for the outcome, if others are asked as well
         self.session = self.round = 0
-        self.seconds = self.answer_seconds = 0.0
+        self.seconds = self.answer_seconds = self.prepared_at = self.answered_at = 0.0
         self.experience = Experience()
         self.handlers = {Kind.OUTCOME: self._answer, Kind.COMPLETE: self._complete, Kind.FOLLOW: self._follow}
 
@@ -96,11 +96,11 @@ class DraftServer:
         speculator.prefill()
         self.channel.expect()
         speculator.prepare(self.channel.has_arrived)
-        self.speculator, self.seconds = speculator, time.perf_counter() - start
+        self.speculator, self.seconds, self.prepared_at = speculator, time.perf_counter() - start, start
 
     def _answer(self, message: Message) -> None:
         messages.expect(message, Kind.OUTCOME, self.session, self.round, 2 + 2 * len(self.speculator.trunk.lengths))
-        start = time.perf_counter()
+        self.answered_at = start = time.perf_counter()
         speculator, budget = self.speculator, self.speculator.prepared_budget
         ready = speculator.look_up(*messages.payload_to_outcome(message.payload))
         if speculator.share[1] > 1:
@@ -147,14 +147,15 @@ class DraftServer:
 
     def _prepare(self, plan: Plan | None = None) -> None:
         self.round, self.ready = self.round + 1, None
-        start = time.perf_counter()
+        self.prepared_at = start = time.perf_counter()
         self.channel.expect()
         self.speculator.prepare(self.channel.has_arrived, None if self.speculator.planner.is_repeatable else plan)
         self.seconds = time.perf_counter() - start
 
     def _figures(self, speculation: Speculation, budget: int) -> Answer:
         seconds = self.seconds + self.answer_seconds
-        return Answer(speculation.tokens, speculation.hits, seconds, self.answer_seconds, budget)
+        times = seconds, self.answer_seconds, budget, self.prepared_at, self.answered_at
+        return Answer(speculation.tokens, speculation.hits, *times)
 
     def _send_probabilities(self, probabilities: torch.FloatTensor | None) -> None:
         if probabilities is not None and probabilities.shape[1]:

@@ -149,6 +149,9 @@ def decode(
         stats.draft_seconds.append(answer.draft_seconds)
         stats.answer_seconds.append(answer.answer_seconds)
         stats.budget.append(answer.budget)
+        stats.received_at.append(received - start)
+        stats.prepared_at.append(answer.prepared_at - start)
+        stats.answered_at.append(answer.answered_at - start)
         stats.hits.append(answer.hits.tolist())
         stats.lookahead.append(drafted.shape[1])
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from transformers.generation import GenerateDecoderOnlyOutput
 
+from . import timeline
 from .advice import advice
 
 
@@ -23,6 +24,9 @@ class SSDStats:
         draft_seconds (`list[float]`): What the draft worked for a speculation, preparing and answering, per round.
         answer_seconds (`list[float]`): How much of that was after the outcome was known, per round.
         budget (`list[int]`): Outcomes that had been prepared for each row, per round.
+        received_at (`list[float]`): When the speculation was there, in seconds from the call's beginning, per round.
+        prepared_at, answered_at (`list[float]`): When the draft began to prepare and to answer, likewise; a time before
+            the call means that it did not. (Clocks of two machines differ.)
         prefill_seconds (`float`): The target's forward pass over the prompt.
         total_seconds (`float`): The whole call, prefill included.
         generated_tokens (`int`): New tokens in the output, all rows together, padding excluded.
@@ -38,6 +42,9 @@ class SSDStats:
     draft_seconds: list[float] = field(default_factory=list)
     answer_seconds: list[float] = field(default_factory=list)
     budget: list[int] = field(default_factory=list)
+    received_at: list[float] = field(default_factory=list)
+    prepared_at: list[float] = field(default_factory=list)
+    answered_at: list[float] = field(default_factory=list)
     prefill_seconds: float = 0.0
     total_seconds: float = 0.0
     generated_tokens: int = 0
@@ -81,6 +88,10 @@ class SSDStats:
         """Share of the rounds' time in which the target waited for the draft."""
         verify, wait = sum(self.verify_seconds), sum(self.wait_seconds)
         return wait / (verify + wait) if verify + wait else 0.0
+
+    def plot_timeline(self, path, rounds: range | None = None) -> None:
+        """Draws what target and draft did when. See [`~hf_ssd.generation.timeline.plot`]."""
+        timeline.plot(self, path, rounds)
 
     def to_dict(self) -> dict:
         """Returns all fields and the derived figures as plain Python objects."""

@@ -1,0 +1,477 @@
+"""How fast is it, really? Plain generate(), assisted generation, speculative decoding and SSD, side by side.
+
+    python examples/benchmark.py
+    python examples/benchmark.py --layered 287m/39m --agreement 0.85 --dtype bfloat16 --lookahead 8 --budget 12
+    python examples/benchmark.py --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --prompts prompts.jsonl --batch-size 4
+
+The target has the same device in every row, and SSD one more for its draft, as in the paper. A second table gives the
+others, on a CPU, all cores that SSD has. Methods take turns, again and again, so that what else the machine does falls
+on all of them alike; each is compared with plain generate() within one turn, and the median counts.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import transformers
+from layered_pair import SIZES, layered_pair
+from matplotlib.figure import Figure
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, StoppingCriteria, StoppingCriteriaList, set_seed
+from transformers.utils import logging
+
+import hf_ssd
+from hf_ssd import theory
+from hf_ssd.distributed.cores import CoreShare, divide_cores, use_cores
+from hf_ssd.generation import timeline
+
+PAIR = Path(__file__).parent / "pair"
+SNIPPETS = [
+    "class Reader:\n    def __init__(self, path):\n",
+    "import os\n\ndef main(",
+    "def parse(self, line):\n    ",
+    "for i in range(10):\n",
+    "try:\n    value = ",
+    "class Error(Exception):\n",
+    "def test_",
+    "if __name__ == ",
+]
+PLAIN, ASSISTED, SD, SSD = "plain generate", "assisted", "SSD, in turn", "SSD"
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    pair = parser.add_argument_group("models")
+    pair.add_argument("--target", default=str(PAIR / "target"), help="hub id or folder of the large model")
+    pair.add_argument("--draft", default=str(PAIR / "draft"), help="hub id or folder of the small model")
+    pair.add_argument("--layered", choices=SIZES, help="a random pair of this size instead, see layered_pair.py")
+    pair.add_argument("--agreement", type=float, default=0.85, help="acceptance rate of the random pair")
+    pair.add_argument("--dtype", default="bfloat16" if torch.cuda.is_available() else "float32")
+    work = parser.add_argument_group("work")
+    work.add_argument("--prompts", help="JSON lines, or a hub dataset; default: snippets of Python, or random tokens")
+    work.add_argument("--prompt-field", default="prompt")
+    work.add_argument("--prompt-length", type=int, default=32, help="of random tokens")
+    work.add_argument("--batch-size", type=int, default=1)
+    work.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
+    work.add_argument("--new-tokens", type=int, default=128)
+    work.add_argument("--ignore-eos", action="store_true", help="go on behind the end of the text")
+    method = parser.add_argument_group("methods")
+    method.add_argument("--lookahead", type=int, help="of SSD; default: planned")
+    method.add_argument("--budget", type=int, help="of SSD; default: planned")
+    method.add_argument("--in-turn-lookaheads", type=int, nargs="*", default=[2, 3, 4, 6, 8])
+    method.add_argument(
+        "--assistant-tokens", type=int, nargs="*", default=[2, 3, 4, 6, 8], help="of assisted generation"
+    )
+    method.add_argument("--repeats", type=int, default=5, help="turns; one more warms up")
+    method.add_argument("--pin", nargs=2, metavar=("TARGET", "DRAFT"), help="cores of each side, as in 0,1,2 3")
+    output = parser.add_argument_group("output")
+    output.add_argument("--output", type=Path, help="folder for benchmark.json and benchmark.png")
+    output.add_argument(
+        "--trace", type=Path, help="a timeline of the last SSD run, for Perfetto; and a picture beside it"
+    )
+    return parser.parse_args(arguments)
+
+
+# ---------------------------------------------------------------- what is measured
+
+
+class FirstToken(StoppingCriteria):
+    """Notes when the first token is there."""
+
+    def __init__(self):
+        self.at: float | None = None
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.at = self.at or time.perf_counter()
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+
+@dataclass
+class Method:
+    """
+    Args:
+        options (`dict`): For generate().
+        cores (`tuple[int, ...]`, *optional*): Of this process, if the target is on the CPU.
+        devices (`int`): How many it uses, counting cores on the CPU.
+        settings (`dict`, *optional*): Attributes of the draft's generation config, for transformers' own assistant.
+        runs (`list[Run]`): What was measured.
+    """
+
+    options: dict
+    cores: tuple[int, ...] | None
+    devices: int
+    settings: dict = field(default_factory=dict)
+    runs: list["Run"] = field(default_factory=list)
+
+
+@dataclass
+class Run:
+    """
+    Args:
+        tokens (`int`): New tokens of all rows.
+        rows (`int`): Batch size: the prefill gives that many tokens.
+        prefill, seconds (`float`): Until the first tokens, and in all.
+        stats ([`~hf_ssd.SSDStats`], *optional*): Of a method of ours.
+        sequences (`torch.LongTensor`): The output.
+    """
+
+    tokens: int
+    rows: int
+    prefill: float
+    seconds: float
+    stats: object
+    sequences: torch.LongTensor
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second while decoding."""
+        return (self.tokens - self.rows) / (self.seconds - self.prefill)
+
+
+class Bench:
+    """
+    Args:
+        args (`argparse.Namespace`): Of the command line.
+        target, draft (`PreTrainedModel`): The pair.
+        assistant ([`~hf_ssd.DraftAssistant`]): The draft in its worker.
+        batches (`list[dict]`): Inputs, used one after the other.
+    """
+
+    def __init__(self, args, target, draft, assistant, batches: list[dict]):
+        self.args, self.target, self.draft, self.assistant, self.batches = args, target, draft, assistant, batches
+        self.options = {"max_new_tokens": args.new_tokens, "return_dict_in_generate": True}
+        sampling = {"do_sample": True, "temperature": args.temperature, "top_k": 0}
+        self.options |= sampling if args.temperature else {"do_sample": False}
+        if args.ignore_eos:
+            self.options["min_new_tokens"] = args.new_tokens
+
+    def methods(self, cores: CoreShare | None, all_devices: bool) -> dict[str, Method]:
+        """Returns what is to be compared; with `all_devices` the others have all cores that SSD has."""
+        target_cores = cores and cores.target
+        both = cores and tuple(sorted({*cores.target, *sum(cores.drafts, ())}))
+        theirs = both if all_devices else target_cores
+        devices = len(theirs) if theirs else 1
+        methods = {PLAIN: Method({}, theirs, devices)}
+        if self.args.batch_size == 1:  # transformers' assisted generation takes no batches
+            methods[f"{ASSISTED}, default"] = Method({"assistant_model": self.draft}, theirs, devices)
+            for n in self.args.assistant_tokens:
+                constant = {"num_assistant_tokens": n, "num_assistant_tokens_schedule": "constant"}
+                constant["assistant_confidence_threshold"] = 0.0
+                methods[f"{ASSISTED}, {n}"] = Method({"assistant_model": self.draft}, theirs, devices, constant)
+        for k in self.args.in_turn_lookaheads:
+            config = hf_ssd.SSDConfig(lookahead=k, asynchronous=False)
+            methods[f"{SD}, {k}"] = Method({"assistant_model": self.draft, "ssd_config": config}, theirs, devices)
+        config = hf_ssd.SSDConfig(lookahead=self.args.lookahead or "auto", budget=self.args.budget or "auto")
+        ours = {"assistant_model": self.assistant, "ssd_config": config}
+        methods[SSD] = Method(ours, target_cores, len(both) if both else 2)
+        return methods
+
+    def run(self, method: Method, turn: int) -> Run:
+        inputs = self.batches[turn % len(self.batches)]
+        options, first = {**self.options, **method.options}, FirstToken()
+        if "ssd_config" not in options:  # ours say it themselves
+            options["stopping_criteria"] = StoppingCriteriaList([first])
+        set_seed(turn)
+        kept = {name: getattr(self.draft.generation_config, name, None) for name in method.settings}
+        self.draft.generation_config.update(**method.settings)
+        try:
+            with use_cores(method.cores):
+                start = time.perf_counter()
+                output = self.target.generate(**inputs, **options)
+                seconds = time.perf_counter() - start
+        finally:
+            self.draft.generation_config.update(**kept)
+        rows, length = inputs["input_ids"].shape
+        stats = getattr(output, "ssd_stats", None)
+        tokens = stats.generated_tokens if stats else new_tokens(output.sequences[:, length:], self.target)
+        prefill = stats.prefill_seconds if stats else first.at - start
+        return Run(tokens, rows, prefill, seconds, stats, output.sequences)
+
+    def measure(self, methods: dict[str, Method]) -> dict[str, Method]:
+        """Adds the runs to the methods."""
+        turns = tqdm(range(self.args.repeats + 1), desc="measuring", unit="turn")
+        for turn in turns:
+            for name, method in methods.items():
+                turns.set_postfix_str(name)
+                run = self.run(method, turn)
+                if turn:
+                    method.runs.append(run)
+        return methods
+
+
+def new_tokens(tokens: torch.LongTensor, model) -> int:
+    """Counts the tokens of a batch up to the end of each text."""
+    ends = model.generation_config.eos_token_id
+    if ends is None:
+        return tokens.numel()
+    is_end = torch.isin(tokens, torch.tensor(ends, device=tokens.device))
+    before = is_end.cumsum(dim=1) - is_end.long()
+    return int((before == 0).sum())
+
+
+# ---------------------------------------------------------------- what is said about it
+
+
+def rows_of(methods: dict[str, Method]) -> list[dict]:
+    """Returns a row for each method; of those that were tried with several settings, the best one."""
+    plain = [run.speed for run in methods[PLAIN].runs]
+    rows = []
+    for name, method in methods.items():
+        speeds = [run.speed for run in method.runs]
+        ratios = [speed / base for speed, base in zip(speeds, plain)]
+        same = all(torch.equal(run.sequences, other.sequences) for run, other in zip(method.runs, methods[PLAIN].runs))
+        row = {
+            "method": name,
+            "speed": statistics.median(speeds),
+            "low": min(speeds),
+            "high": max(speeds),
+            "over plain": statistics.median(ratios),
+            "per device": statistics.median(speeds) / method.devices,
+            "prefill ms": 1e3 * statistics.median(run.prefill for run in method.runs),
+            "same tokens": same,
+        }
+        rows.append(row | figures_of(method.runs))
+    best = {family: _best(rows, family) for family in (f"{ASSISTED}, ", f"{SD}, ")}
+    sd = best[f"{SD}, "]
+    if sd:
+        for row in rows:
+            if row["method"] == SSD:
+                row |= over_in_turn(row, sd)
+    chosen = [row for row in rows if not any(row["method"].startswith(family) for family in best)]
+    extra = [row for row in rows if row["method"] == f"{ASSISTED}, default"]
+    result = chosen[:1] + extra + [row for row in best.values() if row and row not in extra] + chosen[1:]
+    for row in result:
+        row["best"] = row in best.values()
+    return result
+
+
+def _best(rows: list[dict], family: str) -> dict | None:
+    return max(
+        (row for row in rows if row["method"].startswith(family)), key=lambda row: row["over plain"], default=None
+    )
+
+
+def figures_of(runs: list[Run]) -> dict:
+    """The parts of a round, as medians over the runs."""
+    if runs[0].stats is None:
+        return {}
+    parts = []
+    for run in runs:
+        stats, n = run.stats, run.stats.rounds
+        verify, wait = sum(stats.verify_seconds) / n, sum(stats.wait_seconds) / n
+        answered = sum(stats.answer_seconds) / n
+        prepared = sum(stats.draft_seconds) / n - answered
+        hits = [
+            (w, v)
+            for w, v, hit, accepted in zip(stats.wait_seconds, stats.verify_seconds, stats.hits, stats.accepted)
+            if all(h or k < 0 for h, k in zip(hit, accepted))
+        ]
+        predicted = theory.predict(stats)
+        parts.append(
+            {
+                "acceptance": stats.acceptance_rate,
+                "tokens/round": stats.tokens_per_round,
+                "hit rate": stats.hit_rate,
+                "lookahead": sum(stats.lookahead) / n,
+                "budget": sum(stats.budget) / n,
+                "verify ms": 1e3 * verify,
+                "wait ms": 1e3 * wait,
+                "answer ms": 1e3 * answered,
+                "prepare ms": 1e3 * prepared,
+                "wait on hits / verify": sum(w for w, _ in hits) / sum(v for _, v in hits) if hits else None,
+                "T_p": prepared / verify,
+                "T_SD": wait / verify if not any(stats.budget) else None,
+                "predicted": predicted,
+                "measured / predicted": run.speed / predicted,
+            }
+        )
+    medians = {}
+    for key in parts[0]:
+        values = [part[key] for part in parts if part[key] is not None]
+        medians[key] = statistics.median(values) if values else None
+    return medians
+
+
+def over_in_turn(ssd: dict, sd: dict) -> dict:
+    """SSD over speculative decoding, and Corollary 9's bound for it."""
+    bound = theory.ssd_over_speculative_decoding_bound(sd["T_SD"], ssd["tokens/round"], sd["tokens/round"])
+    return {"T_SD": sd["T_SD"], "over in turn": ssd["over plain"] / sd["over plain"], "Corollary 9": bound}
+
+
+COLUMNS = {
+    "tokens/s": ("speed", "{:.1f}"),
+    "spread": (("low", "high"), "{:.0f}-{:.0f}"),
+    "over plain": ("over plain", "{:.2f}x"),
+    "per device": ("per device", "{:.1f}"),
+    "prefill": ("prefill ms", "{:.0f}"),
+    "accept": ("acceptance", "{:.2f}"),
+    "tok/round": ("tokens/round", "{:.2f}"),
+    "hits": ("hit rate", "{:.2f}"),
+    "verify": ("verify ms", "{:.1f}"),
+    "wait": ("wait ms", "{:.1f}"),
+    "prepare": ("prepare ms", "{:.1f}"),
+    "answer": ("answer ms", "{:.1f}"),
+    "T_SD": ("T_SD", "{:.2f}"),
+    "T_p": ("T_p", "{:.2f}"),
+    "predicted": ("predicted", "{:.1f}"),
+    "of it": ("measured / predicted", "{:.2f}"),
+}
+
+
+def table(rows: list[dict], sampled: bool) -> str:
+    """The rows as text; times in ms."""
+    cells = [["", *COLUMNS, "" if sampled else "same tokens"]]
+    for row in rows:
+        line = [row["method"] + (" (best)" if row["best"] else "")]
+        for keys, template in COLUMNS.values():
+            values = [row.get(key) for key in ([keys] if isinstance(keys, str) else keys)]
+            line.append("" if None in values else template.format(*values))
+        cells.append([*line, "" if sampled else "yes" if row["same tokens"] else "NO"])
+    widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(widths[i]) if i == 0 else cell.rjust(widths[i]) for i, cell in enumerate(line)).rstrip()
+        for line in cells
+    )
+
+
+def summary(rows: list[dict]) -> str:
+    """What the table says of SSD."""
+    ssd = next(row for row in rows if row["method"] == SSD)
+    assisted = [row for row in rows if row["method"].startswith(ASSISTED)]
+    lines = [f"SSD over plain generate: {ssd['over plain']:.2f}"]
+    if assisted:
+        best = max(row["over plain"] for row in assisted)
+        lines.append(f"SSD over assisted generation at its best: {ssd['over plain'] / best:.2f}")
+    if ssd.get("Corollary 9"):
+        over, bound = ssd["over in turn"], ssd["Corollary 9"]
+        lines.append(f"SSD over speculative decoding in turn: {over:.2f}; at most {bound:.2f} by Corollary 9")
+    if ssd.get("wait on hits / verify") is not None:
+        lines.append(f"Wait on hits over verification: {ssd['wait on hits / verify']:.3f}")
+    return "\n".join(lines)
+
+
+def draw(tables: dict[str, list[dict]], path: Path) -> None:
+    """Speeds over plain generate(), a panel for each table."""
+    figure = Figure(figsize=(5.5 * len(tables), 3.2), layout="constrained")
+    panels = figure.subplots(1, len(tables), squeeze=False, sharex=True)[0]
+    for axes, (title, rows) in zip(panels, tables.items()):
+        names, ratios = [row["method"] for row in rows], [row["over plain"] for row in rows]
+        colors = ["#dd8b3c" if name == SSD else "#8fa6bf" for name in names]
+        bars = axes.barh(names, ratios, color=colors)
+        axes.bar_label(bars, fmt="%.2f", padding=3)
+        axes.invert_yaxis()
+        axes.set_xlim(0, 1.15 * max(row["over plain"] for rows in tables.values() for row in rows))
+        axes.set_title(title, fontsize=10)
+        axes.set_xlabel("speed over plain generate")
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
+
+
+# ---------------------------------------------------------------- the run
+
+
+def load_pair(args):
+    """The target on the first GPU and the draft on the last; without a GPU both on the CPU."""
+    dtype = getattr(torch, args.dtype)
+    gpus = torch.cuda.device_count()
+    places = [f"cuda:{i}" if gpus else "cpu" for i in (0, gpus - 1)]
+    if args.layered:
+        torch.set_num_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
+        target, draft = layered_pair(args.layered, args.agreement, args.temperature, dtype, device=places[0])
+        print(f"{args.layered}: acceptance {target.config.acceptance_rate:.3f} (asked for {args.agreement})")
+        return hf_ssd.enable(target), draft.to(places[1]), None
+    models = [
+        AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(place).eval()
+        for name, place in zip((args.target, args.draft), places)
+    ]
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(args.target, padding_side="left")
+    except (OSError, ValueError):
+        return hf_ssd.enable(models[0]), models[1], None  # random models have none, and read random tokens
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    return hf_ssd.enable(models[0]), models[1], tokenizer
+
+
+def batches_for(args, tokenizer, target) -> list[dict]:
+    """Prompts in batches."""
+    if tokenizer is None:
+        shape = (4, args.batch_size, args.prompt_length)
+        tokens = torch.randint(1, target.config.vocab_size, shape, generator=torch.Generator().manual_seed(1))
+        return [
+            {"input_ids": t.to(target.device), "attention_mask": torch.ones_like(t).to(target.device)} for t in tokens
+        ]
+    prompts = SNIPPETS
+    if args.prompts:
+        from datasets import load_dataset
+
+        is_file = Path(args.prompts).exists()
+        dataset = load_dataset("json", data_files=args.prompts) if is_file else load_dataset(args.prompts)
+        prompts = next(iter(dataset.values()))[args.prompt_field][: max(args.batch_size, args.repeats + 1)]
+    prompts = [prompts[i % len(prompts)] for i in range(-(-len(prompts) // args.batch_size) * args.batch_size)]
+    return [
+        tokenizer(prompts[i : i + args.batch_size], padding=True, return_tensors="pt", return_token_type_ids=False).to(
+            target.device
+        )
+        for i in range(0, len(prompts), args.batch_size)
+    ]
+
+
+def cores_for(args, target, draft) -> CoreShare | None:
+    if args.pin:
+        sides = [tuple(int(core) for core in side.split(",")) for side in args.pin]
+        return CoreShare(sides[0], (sides[1],))
+    return divide_cores() if target.device.type == draft.device.type == "cpu" else None
+
+
+def about(args) -> dict:
+    """What the figures were made with."""
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "arguments": {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()},
+        "versions": {
+            "hf_ssd": hf_ssd.__version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        },
+        "machine": {"processor": platform.machine(), "cores": os.cpu_count(), "gpus": gpus},
+    }
+
+
+def main() -> None:
+    args = parse_arguments()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    target, draft, tokenizer = load_pair(args)
+    cores = cores_for(args, target, draft)
+    tables = {}
+    with hf_ssd.launch_draft(draft, cores=cores) as assistant:
+        bench = Bench(args, target, draft, assistant, batches_for(args, tokenizer, target))
+        views = {"the target on one device each": False}
+        if cores is not None:
+            views["the others on all cores"] = True
+        for title, all_devices in views.items():
+            methods = bench.measure(bench.methods(cores, all_devices))
+            tables[title] = rows_of(methods)
+            print(f"\n{title}: batch size {args.batch_size}, temperature {args.temperature:g}, times in ms")
+            print(table(tables[title], sampled=args.temperature > 0))
+            print(summary(tables[title]), flush=True)
+            stats = methods[SSD].runs[-1].stats
+    if args.output:
+        args.output.mkdir(parents=True, exist_ok=True)
+        report = {**about(args), "cores": cores and {"target": cores.target, "drafts": cores.drafts}, "tables": tables}
+        (args.output / "benchmark.json").write_text(json.dumps(report, indent=2) + "\n")
+        draw(tables, args.output / "benchmark.png")
+    if args.trace:
+        args.trace.write_text(json.dumps(timeline.perfetto(stats)))
+        stats.plot_timeline(args.trace.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""What each side did when."""
+
+import json
+
+import matplotlib.image
+import pytest
+
+from hf_ssd import SSDStats
+from hf_ssd.generation import timeline
+from hf_ssd.generation.timeline import Interval
+
+
+def two_rounds():
+    return SSDStats(
+        batch_size=2,
+        lookahead=[2, 2],
+        accepted=[[2, 0], [1, -1]],
+        hits=[[True, False], [True, False]],
+        verify_seconds=[0.2, 0.3],
+        wait_seconds=[0.1, 0.0],
+        draft_seconds=[0.5, 0.15],
+        answer_seconds=[0.1, 0.05],
+        budget=[6, 6],
+        received_at=[1.0, 1.25],
+        prepared_at=[0.4, 0.95],
+        answered_at=[0.85, -7.0],
+        prefill_seconds=0.3,
+    )
+
+
+def test_intervals_say_what_each_side_did():
+    found = {(i.side, i.what, i.round): (i.start, i.end) for i in timeline.intervals(two_rounds())}
+    assert found[("target", "prefill", 0)] == (0.0, 0.3)
+    assert found[("target", "wait", 0)] == pytest.approx((0.9, 1.0))
+    assert found[("target", "verify", 1)] == pytest.approx((1.25, 1.55))
+    assert found[("draft", "prepare", 0)] == pytest.approx((0.4, 0.8))
+    assert found[("draft", "answer", 0)] == pytest.approx((0.85, 0.95))
+    assert ("draft", "answer", 1) not in found  # a time before the call means that there was none
+    verify = [i for i in timeline.intervals(two_rounds()) if i.what == "verify"]
+    assert [i.details["rows that hit"] for i in verify] == [1, 1] and verify[1].details["rows"] == 1
+    assert all(isinstance(i, Interval) for i in verify)
+
+
+def test_a_trace_is_json_with_microseconds():
+    trace = json.loads(json.dumps(timeline.perfetto(two_rounds())))
+    names = {e["args"]["name"]: e["pid"] for e in trace["traceEvents"] if e["ph"] == "M"}
+    answer = next(e for e in trace["traceEvents"] if e["name"] == "answer")
+    assert answer["pid"] == names["draft"] and answer["ts"] == pytest.approx(850_000)
+    assert answer["dur"] == pytest.approx(100_000)
+
+
+def test_a_picture(tmp_path):
+    stats = two_rounds()
+    stats.plot_timeline(tmp_path / "timeline.png")
+    height, width, _ = matplotlib.image.imread(tmp_path / "timeline.png").shape
+    assert width > 3 * height
+    with pytest.raises(ValueError, match="none of them in range"):
+        stats.plot_timeline(tmp_path / "none.png", rounds=range(5, 9))

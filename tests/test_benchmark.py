@@ -1,0 +1,85 @@
+"""The benchmark, run as a user would, and what it makes of the figures."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hf_ssd import SSDStats, theory
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "examples"))
+import benchmark  # noqa: E402
+
+
+def run(*arguments):
+    command = [sys.executable, "examples/benchmark.py", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_embedded_pair_with_everything_written(tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("def main(", "import os\n")))
+    output = run(
+        "--new-tokens", 16, "--repeats", 1, "--assistant-tokens", 3, "--in-turn-lookaheads", 3, "--lookahead", 3,
+        "--budget", 6, "--prompts", prompts, "--prompt-field", "text",
+        "--output", tmp_path, "--trace", tmp_path / "t.json",
+    )  # fmt: skip
+    for name in ("plain generate", "assisted, default", "assisted, 3", "SSD, in turn, 3 (best)", "Corollary 9"):
+        assert name in output
+    assert "NO" not in output
+    report = json.loads((tmp_path / "benchmark.json").read_text())
+    assert {"torch", "transformers", "hf_ssd"} <= set(report["versions"]) and report["arguments"]["lookahead"] == 3
+    for rows in report["tables"].values():
+        ssd = next(row for row in rows if row["method"] == "SSD")
+        assert 0 < ssd["hit rate"] <= 1 and ssd["T_SD"] > 0 and 0.3 < ssd["measured / predicted"] < 1.5
+        assert ssd["per device"] == pytest.approx(ssd["speed"] / 2)
+    assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    assert all((tmp_path / name).stat().st_size > 5000 for name in ("benchmark.png", "t.png"))
+
+
+def test_a_batch_of_a_random_pair_sampled():
+    output = run(
+        "--layered", "tiny", "--agreement", 0.7, "--temperature", 1, "--batch-size", 3, "--new-tokens", 12,
+        "--repeats", 1, "--in-turn-lookaheads", 2, "--dtype", "float32", "--pin", 0, 1,
+    )  # fmt: skip
+    assert "assisted" not in output and "batch size 3, temperature 1" in output and "SSD over plain" in output
+
+
+def method(speeds, devices=1, stats=None):
+    runs = [
+        SimpleNamespace(speed=speed, prefill=0.1, stats=stats, sequences=torch.tensor([[1, 2]])) for speed in speeds
+    ]
+    return SimpleNamespace(runs=runs, devices=devices)
+
+
+def test_the_best_setting_counts_and_ratios_are_of_one_turn():
+    stats = SSDStats(lookahead=[2], accepted=[[2]], hits=[[True]], verify_seconds=[0.1], wait_seconds=[0.05],
+                     draft_seconds=[0.05], answer_seconds=[0.05], budget=[0], received_at=[0.2])  # fmt: skip
+    methods = {
+        "plain generate": method([10, 20, 40]),
+        "assisted, default": method([10, 20, 40]),
+        "assisted, 2": method([30, 30, 30]),  # over plain 3, 1.5, 0.75
+        "assisted, 4": method([20, 40, 80]),  # over plain 2
+        "SSD, in turn, 2": method([20, 40, 80], stats=stats),
+        "SSD": method([30, 60, 120], devices=2, stats=stats),
+    }
+    rows = {row["method"]: row for row in benchmark.rows_of(methods)}
+    assert list(rows) == ["plain generate", "assisted, default", "assisted, 4", "SSD, in turn, 2", "SSD"]
+    assert rows["assisted, 4"]["over plain"] == 2 and rows["SSD"]["over plain"] == 3
+    assert rows["SSD"]["per device"] == 30 and rows["SSD"]["over in turn"] == 1.5
+    assert rows["SSD"]["T_SD"] == pytest.approx(0.5)
+    bound = theory.ssd_over_speculative_decoding_bound(0.5, 3, 3)
+    assert rows["SSD"]["Corollary 9"] == pytest.approx(bound) == pytest.approx(1.5)
+    assert rows["SSD"]["predicted"] == pytest.approx(theory.predict(stats))
+
+
+def test_tokens_are_counted_to_the_end_of_each_text():
+    model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=[9, 8]))
+    assert benchmark.new_tokens(torch.tensor([[1, 9, 9, 0], [1, 2, 3, 4], [8, 0, 0, 0]]), model) == 2 + 4 + 1
