@@ -36,8 +36,8 @@ def test_quickstart():
     assert float(rows["SSD"][2]) > 1.5 and float(rows["SSD"][3]) > 0.5  # tokens per round, hit rate
 
 
-@pytest.mark.parametrize("ranks, drafts", [(3, 1), (3, 2)])
-def test_generate_tp(ranks, drafts):
+def test_generate_tp():
+    ranks, drafts = 3, 1
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     options = ["--num-draft-ranks", str(drafts), "--max-new-tokens", "24", "--lookahead", "3", "--budget", "6"]
     output = run(*command, "examples/generate_tp.py", *options)

@@ -27,20 +27,28 @@ class WorkerSession(DraftSession):
         self.on_close, self.vocab_size = on_close, worker.facts["vocab_size"]
         self.user_fallback = UserFallback.of(request, self.vocab_size)
         self.conversation = Conversation(worker, number, request)
+        self.rest, self.missed = 0, []  # rounds in which the draft is not asked, and their outcomes so far
 
     def send_outcome(self, accepted: torch.LongTensor, bonus: torch.LongTensor, seconds: float, verified: int) -> None:
-        self.conversation.send_outcome(accepted, bonus, seconds, verified)
+        self.missed.append(messages.outcome_to_payload(accepted, bonus, seconds, verified))
+        if not self.rest:
+            self.conversation.send_outcomes(self.missed)
+            self.missed = []
         if self.user_fallback is not None:
             self.user_fallback.observe_outcome(accepted, bonus)
 
     def receive_speculation(self) -> Answer:
+        if self.rest:
+            self.rest -= 1
+            rows = self.conversation.batch_size
+            return Answer(torch.zeros(rows, 0, dtype=torch.long), torch.zeros(rows, dtype=torch.bool))
         message = self.conversation.receive(Kind.SPECULATION, Kind.BACKUP_REQUEST)
         if message.kind == Kind.BACKUP_REQUEST:
             self.user_fallback.answer(message, self.conversation)
             message = self.conversation.receive(Kind.SPECULATION)
         with self.conversation.expecting_sense():
             answer = messages.payload_to_answer(message.payload, self.conversation.batch_size)
-        self.shape = (*answer.tokens.shape, self.vocab_size)
+        self.shape, self.rest = (*answer.tokens.shape, self.vocab_size), answer.rest
         self.conversation.expect()  # probabilities may arrive while the target computes
         if self.user_fallback is not None:
             self.user_fallback.observe_speculation(answer.tokens)

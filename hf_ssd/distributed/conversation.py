@@ -37,10 +37,10 @@ class Conversation:
         self.worker.channel.expect()
         self.is_sound = True
 
-    def send_outcome(self, accepted: torch.LongTensor, bonus: torch.LongTensor, seconds: float, verified: int) -> None:
-        """Begins a round. See [`~hf_ssd.distributed.session.DraftSession.send_outcome`]."""
-        self.round += 1
-        self.send(Kind.OUTCOME, messages.outcome_to_payload(accepted, bonus, seconds, verified))
+    def send_outcomes(self, payloads: list[torch.Tensor]) -> None:
+        """Begins a round with its outcome, and before it those of rounds in which the worker was not asked."""
+        self.round += len(payloads)
+        self.send(Kind.OUTCOME, torch.cat(payloads))
 
     def has_arrived(self) -> bool:
         """Whether a message, which must be expected, has begun to arrive, or the worker has ended."""

@@ -27,7 +27,8 @@ class Kind(IntEnum):
     READY = 1  # draft -> target: the worker has loaded its model (JSON)
     START = 2  # target -> draft: settings of one generate() call (JSON); PROMPTS follows
     PROMPTS = 3  # target -> draft: length of each row, then all tokens
-    OUTCOME = 4  # target -> draft: accepted count and bonus token of each row, and how long verification took
+    OUTCOME = 4  # target -> draft: accepted count and bonus token of each row, and how long verification took; after a
+    # rest, one behind the other, those of all rounds that the draft was not asked in
     SPECULATION = 5  # draft -> target: hits, tokens, and how long drafting took
     PROBABILITIES = 6  # behind SPECULATION or BACKUP: what the tokens were drawn from, when sampling
     END = 7  # target -> draft: the call is over
@@ -158,19 +159,26 @@ def payload_to_outcome(payload: torch.Tensor) -> tuple[torch.LongTensor, torch.L
     return accepted, bonus, int(payload[0]) / 1e9, int(payload[1])
 
 
+def payload_to_outcomes(payload: torch.Tensor, rows: int) -> list[tuple]:
+    """Returns the outcome of each round that a message tells of."""
+    if not len(payload) or len(payload) % (2 + 2 * rows):
+        raise ProtocolError(f"{len(payload)} integers are not outcomes of {rows} rows")
+    return [payload_to_outcome(one) for one in payload.split(2 + 2 * rows)]
+
+
 def answer_to_payload(answer: Answer) -> torch.Tensor:
     times = (answer.draft_seconds, answer.answer_seconds, answer.prepared_at, answer.answered_at)
-    figures = torch.tensor([answer.budget, *map(_nanoseconds, times)])
+    figures = torch.tensor([answer.budget, answer.rest, *map(_nanoseconds, times)])
     return torch.cat([figures, answer.hits.cpu().long(), answer.tokens.cpu().flatten()])
 
 
 def payload_to_answer(payload: torch.Tensor, batch_size: int) -> Answer:
-    budget, *times = payload[:5].tolist()
-    hits, tokens = payload[5 : 5 + batch_size].bool(), payload[5 + batch_size :]
+    budget, rest, *times = payload[:6].tolist()
+    hits, tokens = payload[6 : 6 + batch_size].bool(), payload[6 + batch_size :]
     if len(hits) != batch_size or len(tokens) % batch_size:
         raise ProtocolError(f"a speculation of {len(payload)} integers does not fit {batch_size} rows")
     draft, answer, prepared_at, answered_at = (nanoseconds / 1e9 for nanoseconds in times)
-    return Answer(tokens.view(batch_size, -1), hits, draft, answer, budget, prepared_at, answered_at)
+    return Answer(tokens.view(batch_size, -1), hits, draft, answer, budget, prepared_at, answered_at, rest)
 
 
 @dataclass

@@ -89,6 +89,7 @@ class Answer:
         budget (`int`): Outcomes that had been prepared for each row.
         prepared_at, answered_at (`float`): When the draft began to prepare, and to answer, by `time.perf_counter()`,
             which all processes of a machine share. 0 if it did not.
+        rest (`int`): How many rounds after this one the draft need not be asked: it would propose nothing.
     """
 
     tokens: torch.LongTensor
@@ -98,6 +99,7 @@ class Answer:
     budget: int = 0
     prepared_at: float = 0.0
     answered_at: float = 0.0
+    rest: int = 0
 
 
 class DraftSession(ABC):

@@ -49,8 +49,9 @@ class TeamSession(DraftSession):
 
     def send_outcome(self, accepted: torch.LongTensor, bonus: torch.LongTensor, seconds: float, verified: int) -> None:
         self.live = (accepted >= 0).tolist()
+        outcome = messages.outcome_to_payload(accepted, bonus, seconds, verified)
         for member in list(self.team):
-            self._try(member, member.send_outcome, accepted, bonus, seconds, verified)
+            self._try(member, member.send_outcomes, [outcome])
         if self.user_fallback is not None:
             self.user_fallback.observe_outcome(accepted, bonus)
 

@@ -99,10 +99,14 @@ class DraftServer:
         self.speculator, self.seconds, self.prepared_at = speculator, time.perf_counter() - start, start
 
     def _answer(self, message: Message) -> None:
-        messages.expect(message, Kind.OUTCOME, self.session, self.round, 2 + 2 * len(self.speculator.trunk.lengths))
-        self.answered_at = start = time.perf_counter()
         speculator, budget = self.speculator, self.speculator.prepared_budget
-        ready = speculator.look_up(*messages.payload_to_outcome(message.payload))
+        outcomes = messages.payload_to_outcomes(message.payload, len(speculator.trunk.lengths))
+        self.round += len(outcomes) - 1
+        messages.expect(message, Kind.OUTCOME, self.session, self.round)
+        for outcome in outcomes[:-1]:
+            speculator.catch_up(*outcome[:3])
+        self.answered_at = start = time.perf_counter()
+        ready = speculator.look_up(*outcomes[-1])
         if speculator.share[1] > 1:
             self.ready, self.answer_seconds = ready, time.perf_counter() - start
             found = Found(self._figures(ready, budget), speculator.plan)
@@ -155,7 +159,8 @@ class DraftServer:
     def _figures(self, speculation: Speculation, budget: int) -> Answer:
         seconds = self.seconds + self.answer_seconds
         times = seconds, self.answer_seconds, budget, self.prepared_at, self.answered_at
-        return Answer(speculation.tokens, speculation.hits, *times)
+        rest = self.speculator.planner.rest if self.speculator.share[1] == 1 else 0
+        return Answer(speculation.tokens, speculation.hits, *times, rest)
 
     def _send_probabilities(self, probabilities: torch.FloatTensor | None) -> None:
         if probabilities is not None and probabilities.shape[1]:

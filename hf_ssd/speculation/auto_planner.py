@@ -49,7 +49,7 @@ class AutoPlanner(Planner):
         self.rounds = self.replan_at = 0
         # What prepared tokens are drawn from is kept, 4 bytes a token of the vocabulary.
         self.largest_product = MOST_MEMORY // (4 * rows * vocab_size) if sampled else 10**9
-        self.rest, self.looks, self.look_at = FIRST_REST, 0, FIRST_LOOK
+        self.rest_length, self.looks, self.look_at = FIRST_REST, 0, FIRST_LOOK
         self.looks_until = len(EXPLORED)
         self.fallback = first_fallback(config)
         self.adapts_tokens = config.lookahead == "auto"  # otherwise a seed gives the same tokens again
@@ -101,6 +101,11 @@ class AutoPlanner(Planner):
             self._replan()
         return self.current
 
+    @property
+    def rest(self):
+        # This round's outcome, and the next one's, have yet to be observed.
+        return max(0, self.replan_at - self.rounds - 2) if self.current.lookahead == 0 else 0
+
     def lookahead(self, known):
         most = self.current.lookahead
         if not self.adapts_tokens or self.rounds < self.looks_until:
@@ -114,7 +119,7 @@ class AutoPlanner(Planner):
         return max(range(most + 1), key=speeds.__getitem__)
 
     def _replan(self) -> None:
-        predicted = {(0, 0): (self.rows, self.measured.verification(0, alone=True))} if self.adapts_tokens else {}
+        predicted = {(0, 0): (self.rows, self.measured.plain_decoding())} if self.adapts_tokens else {}
         for lookahead in LOOKAHEADS if self.adapts_tokens else [self.config.lookahead]:
             for budget, round_ in self._rounds(lookahead).items():
                 predicted[lookahead, budget] = round_
@@ -132,7 +137,7 @@ class AutoPlanner(Planner):
 
     def _draft(self, best: tuple[int, int], now: tuple[int, int], speeds: dict[tuple[int, int], float]) -> None:
         """Takes the best plan, or stays with the one there is, or looks at another one for a while."""
-        self.rest = FIRST_REST
+        self.rest_length = FIRST_REST
         if speeds[best] < WORTH_A_CHANGE * speeds.get(now, 0.0):
             best = now
         if self.rounds >= self.look_at:
@@ -156,8 +161,8 @@ class AutoPlanner(Planner):
         """Rests, each time twice as long as before, and in between sees for a few rounds how it is now."""
         if self.current.lookahead or self.rounds <= self.looks_until:
             self.current = self._plan_of(0, 0)
-            self.replan_at = self.rounds + self.rest
-            self.rest = min(2 * self.rest, LONGEST_REST)
+            self.replan_at = self.rounds + self.rest_length
+            self.rest_length = min(2 * self.rest_length, LONGEST_REST)
         else:
             self.current = self._plan_of(*best)
             self.replan_at = self.looks_until = self.rounds + ROUNDS_OF_A_LOOK

@@ -75,6 +75,10 @@ class Measurements:
             first, second = second, first
         return max(1e-6, (first if first.observations else second)(lookahead) + self.transit.value)
 
+    def plain_decoding(self) -> float:
+        """Seconds of a round without a draft: verification of nothing, and no messages."""
+        return max(1e-6, self.verification(0, alone=True) - self.transit.value)
+
     def drafting(self, tokens: int, alone: bool) -> float:
         """Seconds of one forward pass of the draft: one token of each row in time, or one of each branch ahead."""
         first, second = (self.step, self.branches) if alone else (self.branches, self.step)

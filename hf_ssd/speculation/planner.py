@@ -88,6 +88,11 @@ class Planner(ABC):
     compares_backups = False
     """Whether [`~Planner.observe_miss`] is of use."""
 
+    @property
+    def rest(self) -> int:
+        """For how many rounds after the next one the plan is to rest for sure, so that no one need be asked."""
+        return 0
+
     @abstractmethod
     def plan(self) -> Plan:
         """Returns the plan for what is prepared next."""

@@ -171,6 +171,16 @@ class Speculator:
         self.known_logits = []
         return ready
 
+    def catch_up(self, accepted: torch.LongTensor, bonus: torch.LongTensor, seconds: float) -> None:
+        """Takes in the outcome of a round in which this draft was not asked, and nothing was proposed."""
+        ready = self.look_up(accepted, bonus, seconds)
+        if self.lesson is not None:
+            round_ = self.lesson[0]
+            round_.elapsed, round_.transit = seconds, None
+        self.follow(ready.tokens[:, :0], [False] * len(ready.hits), "primary")
+        self._learn()
+        self.answered = self.outcome_came = 0.0  # what comes now was not waited for
+
     def complete(self, ready: Speculation, known: list[int] | None = None) -> Speculation:
         """
         Drafts just in time what is missing, and moves on to verify the result.

@@ -21,6 +21,7 @@ from ..conftest import padded_batch, tiny_draft, tiny_model
 PROGRAM = Path(__file__).parent / "programs" / "roles.py"
 BIN = Path(sys.executable).parent
 GOOD = ("greedy", "sampled", "sampled_plain_afterwards", "a_clock")
+BAD_FOR_TWO = ("killed", "stopped_between_calls")
 BAD = ("killed", "killed_between_calls", "stopped", "stopped_between_calls", "raising")
 
 
@@ -55,7 +56,8 @@ def layout(request, pair, tmp_path_factory):
     """Everything that the ranks of one layout saw."""
     ranks, drafts = request.param
     folder = tmp_path_factory.mktemp("run")
-    code, output, seen = run(torchrun(ranks + drafts), pair, folder, drafts, GOOD + BAD)
+    bad = BAD if drafts == 1 else BAD_FOR_TWO
+    code, output, seen = run(torchrun(ranks + drafts), pair, folder, drafts, GOOD + bad)
     assert code == 0, output
     assert len(list(folder.glob("served-*"))) == drafts
     return seen, drafts, output
@@ -110,25 +112,29 @@ def test_a_killed_worker_costs_no_tokens_and_its_supervisor_starts_another(layou
         assert ("has ended" in (first["failure"] or "")) == (drafts == 1)  # with two, the other one carries on
         assert len(before) == len(after) and before[1:] == after[1:]
         assert not before or before[0] != after[0]
-        third, before, after = rank["killed_between_calls"]
-        assert third["tokens"] == expected["greedy"][2] and third["failure"] is None
-        assert not before or before[0] != after[0]
-    assert output.count("starting another one") >= 3
+        if "killed_between_calls" in rank:
+            third, before, after = rank["killed_between_calls"]
+            assert third["tokens"] == expected["greedy"][2] and third["failure"] is None
+            assert not before or before[0] != after[0]
+    assert output.count("starting another one") >= 2
 
 
 def test_a_stopped_worker_is_given_up_after_the_timeout(layout, expected):
     seen, drafts, _ = layout
     for rank in seen:
-        first, seconds, second = rank["stopped"]
-        assert first["tokens"] == second["tokens"] == expected["greedy"][2] and 1 <= seconds < 30
-        assert ("did not answer within 1 s" in (first["failure"] or "")) == (drafts == 1)
-        assert second["failure"] is None
         first, second = rank["stopped_between_calls"]
         assert first["tokens"] == second["tokens"] == expected["greedy"][2] and second["failure"] is None
+        assert ("did not answer within 1 s" in (first["failure"] or "")) == (drafts == 1)
+        if "stopped" in rank:
+            first, seconds, second = rank["stopped"]
+            assert first["tokens"] == second["tokens"] == expected["greedy"][2] and 1 <= seconds < 30
+            assert "did not answer within 1 s" in first["failure"] and second["failure"] is None
 
 
 def test_errors_reach_all_ranks_and_the_next_call_works(layout, expected):
-    seen, _, _ = layout
+    seen, drafts, _ = layout
+    if drafts == 2:
+        return  # the same code: tried with one draft
     assert "has ended" in seen[0]["raising"][0] and seen[0]["raising"][1] == 'KeyError "the leader\'s own"'
     for rank in seen[1:]:
         assert rank["raising"][0].startswith("Rank 0 of the target has broken off: DraftError")
@@ -146,7 +152,7 @@ def gone(pids, seconds=5.0):
 
 def test_no_worker_is_left(layout):
     pids = layout[0][0]["workers"]
-    assert len(set(pids)) >= 4 and gone(pids)
+    assert len(set(pids)) >= 3 and gone(pids)
 
 
 def test_when_a_rank_of_the_target_dies_everything_ends(pair, tmp_path):

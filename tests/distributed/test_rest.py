@@ -1,0 +1,128 @@
+"""A draft that rests is not asked, and catches up afterwards."""
+
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import set_seed
+
+import hf_ssd
+from hf_ssd.distributed.assistant import DraftAssistant
+from hf_ssd.distributed.channel import Channel
+from hf_ssd.distributed.connection import Connection
+from hf_ssd.distributed.messages import Kind
+from hf_ssd.distributed.worker import DraftServer
+from hf_ssd.speculation import experience
+from hf_ssd.speculation.planner import Plan, Planner
+
+from ..conftest import VOCAB, padded_batch, tiny_model
+
+RESTING, DRAFTING = 6, 3  # rounds
+
+
+class InAndOut(Planner):
+    """Rests for six rounds, drafts for three, and so on."""
+
+    adapts_tokens = True
+    seen = []
+
+    def __init__(self, *_):
+        self.rounds = 0
+        InAndOut.seen = []
+
+    @property
+    def phase(self):
+        return self.rounds % (RESTING + DRAFTING)
+
+    def plan(self):
+        lookahead = 0 if self.phase < RESTING else 3
+        self.current = Plan(lookahead, 4 if lookahead else 0, "primary", 1.0, 0.8, 0.5)
+        return self.current
+
+    def lookahead(self, known):
+        return self.current.lookahead
+
+    @property
+    def rest(self):
+        return max(0, RESTING - self.phase - 2) if self.current.lookahead == 0 else 0
+
+    def observe(self, round_):
+        self.rounds += 1
+        InAndOut.seen.append(round_)
+
+
+class ThreadWorker(Connection):
+    """A worker in a thread of this process, which a test can change."""
+
+    def __init__(self, draft):
+        super().__init__()
+        self.draft, self.kinds = draft, []
+
+    def connect(self):
+        store, made = dist.HashStore(), {}
+        joining = threading.Thread(target=lambda: made.update(end=Channel(store, is_target=False)))
+        joining.start()
+        self.channel = Channel(store, is_target=True)
+        joining.join()
+        self.facts = {"vocab_size": VOCAB, "device": "cpu"}
+        send = self.channel.send
+        self.channel.send = lambda message: (self.kinds.append(message.kind), send(message))
+        self.thread = threading.Thread(target=DraftServer(made["end"], self.draft).serve, daemon=True)
+        self.thread.start()
+
+    is_alive = property(lambda self: self.channel is not None)
+
+    def last_words(self):
+        return ""
+
+    def _has_ended(self):
+        return False
+
+    def stop(self):
+        self._say_stop()
+        self.thread.join(10)
+
+    kill = stop
+
+
+@pytest.fixture
+def assistant(monkeypatch):
+    monkeypatch.setattr(experience, "planner_for", InAndOut)
+    with DraftAssistant([lambda: ThreadWorker(tiny_model())]) as assistant:
+        yield assistant
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_resting_draft_is_not_asked_and_catches_up(target, assistant, rows):
+    inputs = padded_batch(rows)
+    plain = target.generate(**inputs, max_new_tokens=70, do_sample=False)
+    output = target.generate(
+        **inputs, max_new_tokens=70, do_sample=False, assistant_model=assistant, ssd_config=hf_ssd.SSDConfig(),
+        return_dict_in_generate=True,
+    )  # fmt: skip
+    stats = output.ssd_stats
+    assert torch.equal(output.sequences, plain) and stats.draft_failure is None
+    asked = assistant.workers[0].kinds.count(Kind.OUTCOME)
+    assert asked < 0.7 * stats.rounds
+    # What went by was learned too, round by round, and what is drafted afterwards is as good as ever.
+    seen = InAndOut.seen
+    assert len(seen) >= stats.rounds - RESTING
+    # What is observed as round i + 1 is what round i verified: the first lesson is the token after the prompt.
+    assert [r.lookahead for r in seen[1:]] == stats.lookahead[: len(seen) - 1]
+    assert [r.accepted for r in seen[1:]] == stats.accepted[: len(seen) - 1]
+    assert stats.acceptance_rate == 1  # the draft is the target: it knows all tokens that went by
+
+
+def test_sampled_calls_go_through_too(target, assistant):
+    outputs = []
+    for _ in range(2):
+        assistant.workers[0].kinds.clear()
+        set_seed(3)
+        config = hf_ssd.SSDConfig(timeout=20.0 + len(outputs))  # another planner of the same kind
+        outputs.append(
+            target.generate(**padded_batch(2), max_new_tokens=40, do_sample=True, assistant_model=assistant,
+                            ssd_config=config, return_dict_in_generate=True)
+        )  # fmt: skip
+    assert all(output.ssd_stats.draft_failure is None for output in outputs)
+    assert all(0 in output.ssd_stats.lookahead and 3 in output.ssd_stats.lookahead for output in outputs)
