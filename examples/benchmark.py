@@ -68,6 +68,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     method.add_argument(
         "--assistant-tokens", type=int, nargs="*", default=[2, 3, 4, 6, 8], help="of assisted generation"
     )
+    method.add_argument("--one-table", action="store_true", help="do not give the others all cores in a second table")
     method.add_argument("--repeats", type=int, default=5, help="turns; one more warms up")
     method.add_argument("--pin", nargs=2, metavar=("TARGET", "DRAFT"), help="cores of each side, as in 0,1,2 3")
     output = parser.add_argument_group("output")
@@ -454,7 +455,7 @@ def main() -> None:
     with hf_ssd.launch_draft(draft, cores=cores) as assistant:
         bench = Bench(args, target, draft, assistant, batches_for(args, tokenizer, target))
         views = {"the target on one device each": False}
-        if cores is not None:
+        if cores is not None and not args.one_table:
             views["the others on all cores"] = True
         for title, all_devices in views.items():
             methods = bench.measure(bench.methods(cores, all_devices))
