@@ -45,8 +45,8 @@ SNIPPETS = [
 PLAIN, ASSISTED, SD, SSD = "plain generate", "assisted", "SSD, in turn", "SSD"
 
 
-def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+def add_pair_and_work(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments that [`load_pair`] and [`batches_for`] read."""
     pair = parser.add_argument_group("models")
     pair.add_argument("--target", default=str(PAIR / "target"), help="hub id or folder of the large model")
     pair.add_argument("--draft", default=str(PAIR / "draft"), help="hub id or folder of the small model")
@@ -61,6 +61,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     work.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
     work.add_argument("--new-tokens", type=int, default=128)
     work.add_argument("--ignore-eos", action="store_true", help="go on behind the end of the text")
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    add_pair_and_work(parser)
     method = parser.add_argument_group("methods")
     method.add_argument("--lookahead", type=int, help="of SSD; default: planned")
     method.add_argument("--budget", type=int, help="of SSD; default: planned")

@@ -14,53 +14,25 @@ import statistics
 import time
 from pathlib import Path
 
-import torch
+from benchmark import add_pair_and_work, batches_for, load_pair
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+from transformers import set_seed
 from transformers.utils import logging
 
 import hf_ssd
 from hf_ssd.distributed.cores import use_cores
 
-PAIR = Path(__file__).parent / "pair"
-PROMPTS = [
-    "class Reader:\n    def __init__(self, path):\n",
-    "import os\n\ndef main(",
-    "def parse(self, line):\n    ",
-    "for i in range(10):\n",
-    "try:\n    value = ",
-    "class Error(Exception):\n",
-    "def test_",
-    "if __name__ == ",
-]
 AUTO = "planned"
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--target", default=str(PAIR / "target"), help="hub id or folder of the large model")
-    parser.add_argument("--draft", default=str(PAIR / "draft"), help="hub id or folder of the small model")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
-    parser.add_argument("--batch-size", type=int, default=1)
-    parser.add_argument("--new-tokens", type=int, default=128)
+    add_pair_and_work(parser)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--lookaheads", type=int, nargs="+", default=[2, 3, 4, 6])
     parser.add_argument("--budgets", type=int, nargs="+", default=[4, 12])
     parser.add_argument("--output", help="JSON file for the figures")
     return parser.parse_args()
-
-
-def inputs_for(args, vocab_size: int) -> dict:
-    """Snippets of Python where there is a tokenizer, otherwise random tokens."""
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(args.target, padding_side="left")
-    except (OSError, ValueError):
-        tokens = torch.randint(2, vocab_size, (args.batch_size, 32), generator=torch.Generator().manual_seed(1))
-        return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    prompts = [PROMPTS[row % len(PROMPTS)] for row in range(args.batch_size)]
-    return tokenizer(prompts, padding=True, return_tensors="pt", return_token_type_ids=False)
 
 
 def settings_of(args) -> dict[str, dict | None]:
@@ -114,12 +86,8 @@ def main() -> None:
     args = parse_arguments()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    models = [
-        AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, args.dtype)).eval()
-        for name in (args.target, args.draft)
-    ]
-    target, draft = hf_ssd.enable(models[0]), models[1]
-    inputs = inputs_for(args, target.config.vocab_size)
+    target, draft, tokenizer = load_pair(args)
+    inputs = batches_for(args, tokenizer, target)[0]
     with hf_ssd.launch_draft(draft) as assistant:
         rows = table(measure(args, target, draft, assistant, inputs))
     print(f"temperature {args.temperature:g}, batch size {args.batch_size}, {args.new_tokens} new tokens")

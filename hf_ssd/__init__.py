@@ -6,10 +6,12 @@ from .distributed.launch import launch_draft
 from .distributed.session import DraftError
 from .generation.mixin import SSDGenerationMixin, enable, generate
 from .generation.outputs import SSDDecoderOnlyOutput, SSDStats
+from .generation.streaming import BatchStreamer
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "BatchStreamer",
     "DraftAssistant",
     "DraftError",
     "SSDConfig",

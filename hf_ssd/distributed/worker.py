@@ -21,6 +21,7 @@ from ..speculation.experience import Experience
 from ..speculation.fallback import Backup, Proposal
 from ..speculation.planner import PREPARED, Plan
 from ..speculation.speculator import Speculator
+from ..speculation.trunk import Trunk
 from . import messages
 from .channel import Channel, PeerLost
 from .connection import DRAFT_IS_HERE, TARGET_IS_HERE
@@ -45,6 +46,7 @@ class DraftServer:
     def __init__(self, channel: Channel, model: PreTrainedModel):
         self.channel, self.model = channel, model
         self.speculator: Speculator | None = None
+        self.trunk: Trunk | None = None  # of the last call, which the next one may continue
         self.ready: Speculation | None = None  # what was prepared for the outcome, if others are asked as well
         self.session = self.round = 0
         self.seconds = self.answer_seconds = self.prepared_at = self.answered_at = 0.0
@@ -63,7 +65,7 @@ class DraftServer:
             except PeerLost:
                 raise
             except Exception:
-                self.speculator = None
+                self.speculator = self.trunk = None
                 text = messages.text_to_payload(traceback.format_exc())
                 self.channel.send(Message(Kind.ERROR, message.session, message.round, text))
 
@@ -92,7 +94,9 @@ class DraftServer:
             self.experience,
             _TargetBackup(self) if request.asks_target else None,
             request.share,
+            self.trunk,
         )
+        self.trunk = speculator.trunk
         speculator.prefill()
         self.channel.expect()
         speculator.prepare(self.channel.has_arrived)

@@ -21,6 +21,7 @@ from .drafting import Draft
 from .outputs import SSDDecoderOnlyOutput, SSDStats
 from .recording import StepRecord
 from .sequences import Sequences
+from .streaming import Stream
 from .verification import verify_greedy, verify_sampled
 
 
@@ -93,7 +94,8 @@ def decode(
     stats = SSDStats(batch_size)
     scores_record = StepRecord(batch_size, prompt_length) if wants_dict and generation_config.output_scores else None
     logits_record = StepRecord(batch_size, prompt_length) if wants_dict and generation_config.output_logits else None
-    streamed, received = prompt_length, start
+    stream = Stream(streamer, sequences) if streamer is not None else None
+    received = start
 
     # 1. Prefill, while the draft does the same and prepares the likely first tokens.
     theirs = model_kwargs["past_key_values"]
@@ -129,10 +131,8 @@ def decode(
         )
         if not sequences.simple:  # a clock, for example, need not tell all ranks the same
             sequences.stops = draft.ranks.share_values(sequences.stops)
-        if streamer is not None:
-            for token in sequences.ids[0, streamed : sequences.kept(0)].cpu():
-                streamer.put(token[None])
-            streamed = sequences.kept(0)
+        if stream is not None:
+            stream.update()
         if not any(sequences.unfinished):
             break
 
@@ -172,8 +172,8 @@ def decode(
                 drafted, logits = drafted[:, :0], logits[:, :1]
                 stats.lookahead[-1] = 0
 
-    if streamer is not None:
-        streamer.end()
+    if stream is not None:
+        stream.end()
     draft.finish(input_ids.device, do_sample)
     output = sequences.finish()
     stats.total_seconds = time.perf_counter() - start

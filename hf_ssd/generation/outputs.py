@@ -4,8 +4,19 @@ from dataclasses import dataclass, field
 
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from . import timeline
+from . import plots
 from .advice import advice
+
+PER_ROUND = (
+    "budget",
+    "verify_seconds",
+    "wait_seconds",
+    "draft_seconds",
+    "answer_seconds",
+    "received_at",
+    "prepared_at",
+    "answered_at",
+)
 
 
 @dataclass
@@ -54,7 +65,7 @@ class SSDStats:
     def rounds(self) -> int:
         return len(self.lookahead)
 
-    def _rows(self) -> list[tuple[int, int, bool]]:
+    def verified_rows(self) -> list[tuple[int, int, bool]]:
         """Returns (lookahead, accepted, hit) of every row of every round in which the row was not finished."""
         rounds = zip(self.lookahead, self.accepted, self.hits)
         return [(k, a, hit) for k, accepted, hits in rounds for a, hit in zip(accepted, hits) if a >= 0]
@@ -62,19 +73,19 @@ class SSDStats:
     @property
     def hit_rate(self) -> float:
         """Share of speculations that came from the cache."""
-        drafted = [hit for k, _, hit in self._rows() if k]
+        drafted = [hit for k, _, hit in self.verified_rows() if k]
         return sum(drafted) / len(drafted) if drafted else 0.0
 
     @property
     def tokens_per_round(self) -> float:
         """Tokens that one row gains in one round: accepted ones and the bonus token."""
-        rows = self._rows()
+        rows = self.verified_rows()
         return sum(accepted + 1 for _, accepted, _ in rows) / len(rows) if rows else 0.0
 
     @property
     def acceptance_rate(self) -> float:
         """Chance that one drafted token is accepted, of those that were put to the test."""
-        rows = self._rows()
+        rows = self.verified_rows()
         tested = sum(min(accepted + 1, k) for k, accepted, _ in rows)
         return sum(accepted for _, accepted, _ in rows) / tested if tested else 0.0
 
@@ -90,8 +101,35 @@ class SSDStats:
         return wait / (verify + wait) if verify + wait else 0.0
 
     def plot_timeline(self, path, rounds: range | None = None) -> None:
-        """Draws what target and draft did when. See [`~hf_ssd.generation.timeline.plot`]."""
-        timeline.plot(self, path, rounds)
+        """Draws what target and draft did when. See [`~hf_ssd.generation.plots.plot_timeline`]."""
+        plots.plot_timeline(self, path, rounds)
+
+    def plot_acceptance(self, path) -> None:
+        """Draws how much of the speculations was accepted. See [`~hf_ssd.generation.plots.plot_acceptance`]."""
+        plots.plot_acceptance(self, path)
+
+    def to_pandas(self):
+        """
+        Returns a `pandas.DataFrame` with a line for each round. What is told of each row is summed up: how many rows
+        were unfinished and hit, and the mean accepted count of the unfinished ones.
+
+        Raises:
+            `ImportError`: pandas is not installed.
+        """
+        import pandas
+
+        lines = []
+        for number in range(self.rounds):
+            accepted = self.accepted[number] if number < len(self.accepted) else []
+            hits = [hit for hit, k in zip(self.hits[number], accepted) if k >= 0]
+            live = [k for k in accepted if k >= 0]
+            line = {"lookahead": self.lookahead[number], "rows": len(live), "hits": sum(hits)}
+            line["accepted"] = sum(live) / len(live) if live else None
+            for name in PER_ROUND:
+                values = getattr(self, name)
+                line[name] = values[number] if number < len(values) else None
+            lines.append(line)
+        return pandas.DataFrame(lines).rename_axis("round")
 
     def to_dict(self) -> dict:
         """Returns all fields and the derived figures as plain Python objects."""

@@ -101,11 +101,11 @@ class Sequences:
     def unfinished(self) -> list[bool]:
         """
         Which rows still need tokens. Without an EOS token, plain generation goes on with rows that a criterion has
-        stopped until all are, so such a row is finished only when it is as long as the output.
+        stopped until all are, so such a row is finished only when it is as long as the output, or cannot grow.
         """
         if self.has_eos:
             return [stop is None for stop in self.stops]
-        final = self.final_length
+        final = self.max_length if self.final_length is None else self.final_length
         return [final is None or length < final for length in self.lengths]
 
     def remaining(self, row: int) -> int | None:

@@ -12,10 +12,11 @@ from .planner import FixedPlanner, Plan, Planner, Round, first_fallback
 
 LOOKAHEADS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, LONGEST_LOOKAHEAD)
 BUDGETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, LARGEST_BUDGET)
-EXPLORED = ((4, 8), (7, 8), (4, 8), (1, 8), (7, 0), (1, 0), (4, 0), *[(0, 0)] * 6)
+EXPLORED = ((4, 8), (7, 8), (4, 8), (1, 8), (7, 0), (1, 0), (4, 0), *[(0, 0)] * 5)
 """Lookahead and budget of the first rounds of an unknown pair, so that there is a measured time for everything."""
 FIRST_LOOK, LONGEST_BETWEEN_LOOKS = 24, 192  # rounds until it is seen again what it would be like otherwise
-ROUNDS_OF_A_LOOK = 6
+ROUNDS_OF_A_LOOK = 5
+WORTH_A_LOOK = 0.75  # share of the best speed that must be predicted for something to look at it
 UNSETTLED = 2  # rounds after a change that are no measure: a processor that has waited is slower for a while
 WORTH_A_CHANGE = 1.02  # predicted gain below which a plan stays as it is
 FIRST_REST, LONGEST_REST = 32, 512  # rounds of plain decoding before the draft is tried again
@@ -132,30 +133,40 @@ class AutoPlanner(Planner):
         if speeds[best] < resting:
             self._rest_or_try(best)
         else:
-            self._draft(best, now, speeds)
+            self._draft(best, now, speeds, resting)
         self.predicted_seconds = predicted.get((self.current.lookahead, self.current.budget), (0, None))[1]
 
-    def _draft(self, best: tuple[int, int], now: tuple[int, int], speeds: dict[tuple[int, int], float]) -> None:
+    def _draft(
+        self, best: tuple[int, int], now: tuple[int, int], speeds: dict[tuple[int, int], float], resting: float
+    ) -> None:
         """Takes the best plan, or stays with the one there is, or looks at another one for a while."""
         self.rest_length = FIRST_REST
         if speeds[best] < WORTH_A_CHANGE * speeds.get(now, 0.0):
             best = now
         if self.rounds >= self.look_at:
-            # What is not done is not measured either: look in turn at resting, the other way of drafting, and longer
-            # speculations.
-            self.looks += 1
-            self.look_at = self.rounds + min(LONGEST_BETWEEN_LOOKS, FIRST_LOOK * 2 ** (self.looks // 3))
-            self.replan_at = self.looks_until = self.rounds + ROUNDS_OF_A_LOOK
-            if self.looks % 3 == 1 and self.adapts_tokens:
-                other = {(0, 0): 0.0}
-            elif self.looks % 3 == 2:
-                other = {plan: speed for plan, speed in speeds.items() if (plan[1] == 0) != (best[1] == 0)}
-            else:
-                other = {plan: speed for plan, speed in speeds.items() if plan[0] > best[0]}
-            best = max(other, key=other.get, default=best)
+            best = self._look(best, speeds, resting)
         if self.compares_backups and best[1]:
             self._choose_fallback(best[0])
         self.current = self._plan_of(*best)
+
+    def _look(self, best: tuple[int, int], speeds: dict[tuple[int, int], float], resting: float) -> tuple[int, int]:
+        """
+        What is not done is not measured either: looks in turn at resting, the other way of drafting, and longer
+        speculations, for a few rounds, where what is predicted for them is not out of the question.
+        """
+        self.looks += 1
+        self.look_at = self.rounds + min(LONGEST_BETWEEN_LOOKS, FIRST_LOOK * 2 ** (self.looks // 3))
+        if self.looks % 3 == 1 and self.adapts_tokens:
+            other = {(0, 0): resting}
+        elif self.looks % 3 == 2:
+            other = {plan: speed for plan, speed in speeds.items() if (plan[1] == 0) != (best[1] == 0)}
+        else:
+            other = {plan: speed for plan, speed in speeds.items() if plan[0] > best[0]}
+        candidate = max(other, key=other.get, default=best)
+        if other.get(candidate, 0.0) < WORTH_A_LOOK * speeds[best]:
+            return best
+        self.replan_at = self.looks_until = self.rounds + ROUNDS_OF_A_LOOK
+        return candidate
 
     def _rest_or_try(self, best: tuple[int, int]) -> None:
         """Rests, each time twice as long as before, and in between sees for a few rounds how it is now."""

@@ -34,6 +34,7 @@ class Speculator:
         seed (`int`): Seed of the draft's randomness.
         experience ([`Experience`], *optional*): What earlier calls have taught.
         custom_backup ([`~hf_ssd.speculation.fallback.Backup`], *optional*): The user's own fallback.
+        earlier ([`Trunk`], *optional*): That of the call before, whose cache serves again where this one continues it.
         share (`tuple[int, int]`, *optional*): Which of how many drafts this one is. Each prepares its share of the
             outcomes of all their budgets together.
     """
@@ -48,9 +49,10 @@ class Speculator:
         experience: Experience | None = None,
         custom_backup: Backup | None = None,
         share: tuple[int, int] = (0, 1),
+        earlier: Trunk | None = None,
     ):
         self.config, self.device, self.share = config, model.device, share
-        self.trunk = Trunk(model, prompts, generation_config.max_length)
+        self.trunk = Trunk(model, prompts, generation_config.max_length, earlier)
         self.vocab_size = vocab_size = model.config.get_text_config(decoder=True).vocab_size
         experience = Experience() if experience is None else experience
         self.planner, self.shape = experience.of(config, generation_config, len(prompts), vocab_size, share[1])

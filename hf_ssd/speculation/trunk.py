@@ -6,6 +6,7 @@ from transformers import PreTrainedModel
 from ..cache.cached_model import CachedModel
 from ..cache.ragged import RaggedCache
 
+WORTH_KEEPING = 64  # tokens that all rows share with an earlier call, before its cache is used again
 SKIPPED = -1  # the accepted count of a row that is finished: the draft leaves the row alone
 
 
@@ -18,6 +19,8 @@ class Trunk:
         model (`PreTrainedModel`): The draft model.
         prompts (`list[torch.LongTensor]`): The prompt of each row, at least one token each.
         position_limit (`int`, *optional*): See [`~hf_ssd.cache.cached_model.CachedModel`].
+        earlier ([`Trunk`], *optional*): Of the call before, with the same model. Where this one continues its text, as
+            in a chat, its cache is taken over.
 
     Attributes:
         ids (`torch.LongTensor` of shape `(batch_size, capacity)`): The tokens.
@@ -26,7 +29,13 @@ class Trunk:
         decoder (`CachedModel`): The draft model and its cache.
     """
 
-    def __init__(self, model: PreTrainedModel, prompts: list[torch.LongTensor], position_limit: int | None):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        prompts: list[torch.LongTensor],
+        position_limit: int | None,
+        earlier: "Trunk | None" = None,
+    ):
         self.device = model.device
         self.lengths = [len(prompt) for prompt in prompts]
         self.fed = [0] * len(prompts)
@@ -34,7 +43,18 @@ class Trunk:
         self.ids = torch.zeros(len(prompts), width + 256, dtype=torch.long, device=self.device)
         for row, prompt in enumerate(prompts):
             self.ids[row, : len(prompt)] = prompt
-        self.decoder = CachedModel(model, RaggedCache(capacity=width + 512), position_limit=position_limit)
+        cache = RaggedCache(capacity=width + 512)
+        if earlier is not None and len(earlier.lengths) == len(prompts):
+            shared = [self._shared(earlier, row) for row in range(len(prompts))]
+            if min(shared) >= WORTH_KEEPING:
+                self.fed, cache = shared, earlier.decoder.cache
+        self.decoder = CachedModel(model, cache, position_limit=position_limit)
+
+    def _shared(self, earlier: "Trunk", row: int) -> int:
+        """Returns how many columns of an earlier trunk's cache hold what this one begins with; never all of it."""
+        most = min(earlier.fed[row], self.lengths[row] - 1)
+        differ = (earlier.ids[row, :most] != self.ids[row, :most]).nonzero()
+        return int(differ[0]) if len(differ) else most
 
     def ends(self, count: int = 0) -> torch.LongTensor:
         """Returns the column behind each row's trunk and `count` more tokens, of shape `(batch_size, 1)`."""
@@ -76,8 +96,13 @@ class Trunk:
         ends, width = [n + count for n in self.lengths], max(wanted, self.lacks(count))
         starts = [max(0, end - width) for end in ends]
         columns = torch.tensor(starts, device=self.device)[:, None] + torch.arange(width, device=self.device)
-        places = torch.tensor([end - wanted - start for end, start in zip(ends, starts)], device=self.device)[:, None]
-        kept, place = (places + torch.arange(wanted, device=self.device)).unique(return_inverse=True)
-        logits = self.decoder.extend(self.ids.gather(1, columns), starts, logits_to_keep=kept)
+        tokens = self.ids.gather(1, columns)
+        places = [end - wanted - start for end, start in zip(ends, starts)]
+        if min(places) == max(places):
+            kept, place = torch.arange(places[0], places[0] + wanted, device=self.device), None
+        else:
+            places = torch.tensor(places, device=self.device)[:, None]
+            kept, place = (places + torch.arange(wanted, device=self.device)).unique(return_inverse=True)
+        logits = self.decoder.extend(tokens, starts, logits_to_keep=kept)
         self.fed = ends
-        return logits[torch.arange(len(ends), device=self.device)[:, None], place]
+        return logits if place is None else logits[torch.arange(len(ends), device=self.device)[:, None], place]

@@ -2,7 +2,6 @@
 
 import json
 
-import matplotlib.image
 import pytest
 
 from hf_ssd import SSDStats
@@ -47,12 +46,3 @@ def test_a_trace_is_json_with_microseconds():
     answer = next(e for e in trace["traceEvents"] if e["name"] == "answer")
     assert answer["pid"] == names["draft"] and answer["ts"] == pytest.approx(850_000)
     assert answer["dur"] == pytest.approx(100_000)
-
-
-def test_a_picture(tmp_path):
-    stats = two_rounds()
-    stats.plot_timeline(tmp_path / "timeline.png")
-    height, width, _ = matplotlib.image.imread(tmp_path / "timeline.png").shape
-    assert width > 3 * height
-    with pytest.raises(ValueError, match="none of them in range"):
-        stats.plot_timeline(tmp_path / "none.png", rounds=range(5, 9))

@@ -1,0 +1,156 @@
+"""A chat in the terminal, answered by speculative speculative decoding as it is generated.
+
+    python examples/chat.py --stats
+    python examples/chat.py --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --temperature 0.7
+
+The text so far stays in the caches of both models, so a turn costs what is new in it. With the small pair in
+`examples/pair`, which has no chat template, what you type is code to be completed.
+
+Commands: /clear forgets the text so far, /stats turns the figures behind each answer on or off, /quit ends.
+"""
+
+import argparse
+import time
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, TextStreamer, set_seed
+from transformers.utils import logging
+
+import hf_ssd
+
+PAIR = Path(__file__).parent / "pair"
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--target", default=str(PAIR / "target"), help="hub id or folder of the large model")
+    parser.add_argument("--draft", default=str(PAIR / "draft"), help="hub id or folder of the small model")
+    parser.add_argument("--max-new-tokens", type=int, default=256)
+    parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
+    parser.add_argument("--system", help="a system message, for models with a chat template")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--stats", action="store_true", help="figures behind each answer")
+    return parser.parse_args()
+
+
+class TimedStreamer(TextStreamer):
+    """A `TextStreamer` that notes when the first new token came."""
+
+    def __init__(self, tokenizer):
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.first_at: float | None = None
+
+    def put(self, value):
+        if value.dim() == 1 and self.first_at is None:
+            self.first_at = time.perf_counter()
+        super().put(value)
+
+
+class Chat:
+    """
+    A conversation.
+
+    Args:
+        args (`argparse.Namespace`): Of the command line.
+        target (`PreTrainedModel`): An enabled model.
+        assistant ([`~hf_ssd.DraftAssistant`]): The draft.
+        tokenizer (`PreTrainedTokenizerBase`): Of both.
+    """
+
+    def __init__(self, args, target, assistant, tokenizer):
+        self.args, self.target, self.assistant, self.tokenizer = args, target, assistant, tokenizer
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets everything but the system message."""
+        self.messages = [{"role": "system", "content": self.args.system}] if self.args.system else []
+        self.text = ""  # of models without a chat template
+        self.cache, self.cached = DynamicCache(config=self.target.config), []
+
+    def tokens_after(self, words: str) -> list[int]:
+        """Returns the whole text with what was said now, as tokens."""
+        if self.tokenizer.chat_template is None:
+            self.text += words + "\n"
+            return self.tokenizer(self.text)["input_ids"]
+        self.messages.append({"role": "user", "content": words})
+        return self.tokenizer.apply_chat_template(self.messages, add_generation_prompt=True, return_dict=False)
+
+    def answer(self, words: str) -> str:
+        """Prints the answer as it comes, and returns the figures behind it."""
+        tokens = self.tokens_after(words)
+        self._keep(tokens)
+        input_ids = torch.tensor([tokens], device=self.target.device)
+        sampled = {"do_sample": True, "temperature": self.args.temperature} if self.args.temperature else {}
+        streamer, start = TimedStreamer(self.tokenizer), time.perf_counter()
+        output = self.target.generate(
+            input_ids=input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            past_key_values=self.cache,
+            max_new_tokens=self.args.max_new_tokens,
+            **(sampled or {"do_sample": False}),
+            assistant_model=self.assistant,
+            ssd_config=hf_ssd.SSDConfig(),
+            streamer=streamer,
+            return_dict_in_generate=True,
+        )
+        seconds = time.perf_counter() - start
+        new = output.sequences[0, len(tokens) :]
+        self.cache, self.cached = output.past_key_values, output.sequences[0].tolist()[:-1]
+        answer = self.tokenizer.decode(new, skip_special_tokens=True)
+        self.messages.append({"role": "assistant", "content": answer})
+        self.text += answer
+        stats, to_first = output.ssd_stats, streamer.first_at - start
+        return (
+            f"[{len(new)} tokens, {len(new) / seconds:.1f} tokens/s, first after {1e3 * to_first:.0f} ms, "
+            f"hit rate {stats.hit_rate:.2f}, acceptance {stats.acceptance_rate:.2f}]"
+        )
+
+    def _keep(self, tokens: list[int]) -> None:
+        """Drops from the cache what the text does not begin with: a template may write an old answer another way."""
+        same = 0
+        for ours, theirs in zip(tokens[:-1], self.cached):
+            if ours != theirs:
+                break
+            same += 1
+        if same < len(self.cached):
+            self.cache.crop(-(len(self.cached) - same))
+
+
+def main() -> None:
+    args = parse_arguments()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    set_seed(args.seed)
+    gpus = torch.cuda.device_count()
+    dtype, place = (torch.bfloat16, "cuda:0") if gpus else (torch.float32, "cpu")
+    target = hf_ssd.enable(AutoModelForCausalLM.from_pretrained(args.target, dtype=dtype).to(place).eval())
+    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    with hf_ssd.launch_draft(args.draft, dtype=dtype) as assistant:
+        chat, shows_stats = Chat(args, target, assistant, tokenizer), args.stats
+        print("Type a message, or /clear, /stats, /quit.")
+        while True:
+            try:
+                words = input("> ")
+            except (EOFError, KeyboardInterrupt):
+                break
+            if words == "/quit":
+                break
+            if words == "/clear":
+                chat.clear()
+            elif words == "/stats":
+                shows_stats = not shows_stats
+            elif words:
+                try:
+                    figures = chat.answer(words)
+                except KeyboardInterrupt:
+                    print("\n(stopped; the text so far is forgotten)")
+                    chat.clear()
+                    continue
+                if shows_stats:
+                    print(figures)
+        print()
+
+
+if __name__ == "__main__":
+    main()

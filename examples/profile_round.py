@@ -1,0 +1,116 @@
+"""Where does a round go? Each millisecond of target and draft, next to what their forward passes alone cost.
+
+python examples/profile_round.py --layered 287m/39m --agreement 0.85 --dtype bfloat16 --lookahead 7 --budget 12
+"""
+
+import argparse
+import statistics
+import time
+
+import torch
+from benchmark import add_pair_and_work, batches_for, cores_for, load_pair
+from transformers import DynamicCache, GenerationConfig
+from transformers.utils import logging
+
+import hf_ssd
+from hf_ssd.distributed.cores import use_cores
+from hf_ssd.speculation.speculator import Speculator
+
+REPEATS = 20
+
+
+def median_ms(step) -> float:
+    """Returns the median duration of a step, in milliseconds."""
+    times = []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - start)
+    return 1e3 * statistics.median(times)
+
+
+@torch.inference_mode()
+def forward_ms(model, prompt: torch.LongTensor, tokens: int) -> float:
+    """A forward pass over so many tokens behind a prompt, with transformers' own cache."""
+    cache = DynamicCache(config=model.config)
+    model(prompt, past_key_values=cache)
+    new = prompt[:, :1].expand(-1, tokens).contiguous()
+
+    def step():
+        model(new, past_key_values=cache)
+        cache.crop(-tokens)
+
+    return median_ms(step)
+
+
+@torch.inference_mode()
+def draft_ms(draft, prompt: torch.LongTensor, config) -> tuple[float, float]:
+    """Answering on a hit, and preparing, without anyone else at work."""
+    settings = GenerationConfig(do_sample=False, max_length=prompt.shape[1] + 1000)
+    speculator = Speculator(draft, config, settings, list(prompt), seed=0)
+    speculator.prefill()
+    speculator.prepare()
+    answers, preparations = [], []
+    for _ in range(REPEATS):
+        accepted, bonus = speculator.prepared.accepted[:, 0], speculator.prepared.bonus[:, 0]
+        start = time.perf_counter()
+        speculator.answer(accepted, bonus)
+        middle = time.perf_counter()
+        speculator.prepare()
+        answers.append(middle - start)
+        preparations.append(time.perf_counter() - middle)
+    return 1e3 * statistics.median(answers), 1e3 * statistics.median(preparations)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    add_pair_and_work(parser)
+    parser.add_argument("--lookahead", type=int, default=4)
+    parser.add_argument("--budget", type=int, default=8)
+    parser.add_argument("--pin", nargs=2, help="cores of each side, as in 0,1,2 3")
+    args = parser.parse_args()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    target, draft, tokenizer = load_pair(args)
+    inputs = batches_for(args, tokenizer, target)[0]
+    prompt, cores = inputs["input_ids"], cores_for(args, target, draft)
+    k, config = args.lookahead, hf_ssd.SSDConfig(lookahead=args.lookahead, budget=args.budget)
+
+    with use_cores(cores and cores.target):
+        one, verification = forward_ms(target, prompt, 1), forward_ms(target, prompt, k + 1)
+    with use_cores(cores and cores.drafts[0]):
+        feed, branch = forward_ms(draft, prompt, k + 1), forward_ms(draft, prompt, args.budget)
+        answer, preparation = draft_ms(draft, prompt, config)
+    options = {"max_new_tokens": args.new_tokens, "do_sample": False, "return_dict_in_generate": True}
+    with hf_ssd.launch_draft(draft, cores=cores) as assistant:
+        for _ in range(2):  # the first call warms up
+            output = target.generate(**inputs, **options, assistant_model=assistant, ssd_config=config)
+    stats = output.ssd_stats
+    whole = [i for i, width in enumerate(stats.lookahead[: len(stats.accepted)]) if width == k]
+    hits = [i for i in whole if all(h or n < 0 for h, n in zip(stats.hits[i], stats.accepted[i]))]
+    verify = 1e3 * statistics.median(stats.verify_seconds[i] for i in whole)
+    wait = 1e3 * statistics.median(stats.wait_seconds[i] for i in hits) if hits else float("nan")
+    decoding = stats.total_seconds - stats.prefill_seconds
+    rest = 1e3 * (decoding - sum(stats.verify_seconds) - sum(stats.wait_seconds)) / stats.rounds
+    forwards = feed + k * branch
+    print(f"lookahead {k}, budget {args.budget}, batch size {args.batch_size}; medians in ms")
+    lines = {
+        "target: forward of 1 token, alone": one,
+        f"target: forward of {k + 1} tokens, alone": verification,
+        "target: verification in a round, the draft at work": verify,
+        "target: wait on a hit": wait,
+        "target: everything else of a round (mean)": rest,
+        f"draft: forward of {k + 1} tokens, alone": feed,
+        f"draft: forward of {args.budget} branches, alone": branch,
+        f"draft: to prepare, alone ({k + 1} forward passes)": preparation,
+        "draft: to prepare, without the forward passes": preparation - forwards,
+        "draft: to answer on a hit, alone": answer,
+        "draft: to prepare in a round, the target at work": 1e3
+        * statistics.median(stats.draft_seconds[i] - stats.answer_seconds[i] for i in whole),
+    }
+    for name, value in lines.items():
+        print(f"{name:<54} {value:8.2f}")
+
+
+if __name__ == "__main__":
+    main()

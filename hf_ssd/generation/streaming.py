@@ -1,0 +1,67 @@
+"""Tokens as they come, for one row in transformers' way or for every row of a batch."""
+
+from collections.abc import Callable
+
+import torch
+from transformers.generation.streamers import BaseStreamer
+
+from .sequences import Sequences
+
+
+class BatchStreamer(BaseStreamer):
+    """
+    A streamer for every row of a batch, where transformers' own take one row. Rows advance by different amounts, so
+    each is streamed by itself.
+
+    ```python
+    streamer = hf_ssd.BatchStreamer(lambda row, tokens: print(row, tokenizer.decode(tokens)))
+    target.generate(**inputs, streamer=streamer, assistant_model=draft, ssd_config=hf_ssd.SSDConfig())
+    ```
+
+    Args:
+        on_tokens (`Callable`): Called with the number of a row and its new tokens, a `torch.LongTensor` of shape
+            `(count,)` on the CPU. The prompt is not streamed, nor what pads a finished row. (In plain `generate()`,
+            where this works too, the padding is.)
+        on_end (`Callable`, *optional*): Called without arguments when all rows are done.
+    """
+
+    def __init__(self, on_tokens: Callable[[int, torch.LongTensor], None], on_end: Callable[[], None] = lambda: None):
+        self.on_tokens, self.on_end = on_tokens, on_end
+
+    def put(self, value: torch.LongTensor) -> None:
+        """What plain `generate()` calls: first with the prompts, then with one token of each row."""
+        if value.dim() == 1:
+            for row, token in enumerate(value):
+                self.on_tokens(row, token[None])
+
+    def end(self) -> None:
+        self.on_end()
+
+
+class Stream:
+    """
+    What a streamer has seen of a call so far.
+
+    Args:
+        streamer (`BaseStreamer`): The user's.
+        sequences ([`Sequences`]): The rows.
+    """
+
+    def __init__(self, streamer: BaseStreamer, sequences: Sequences):
+        self.streamer, self.sequences = streamer, sequences
+        self.lengths = [sequences.prompt_length] * sequences.batch_size
+
+    def update(self) -> None:
+        """Streams what is new."""
+        for row, before in enumerate(self.lengths):
+            self.lengths[row] = length = self.sequences.kept(row)
+            tokens = self.sequences.ids[row, before:length].cpu()
+            if isinstance(self.streamer, BatchStreamer):
+                if len(tokens):
+                    self.streamer.on_tokens(row, tokens)
+            else:
+                for token in tokens:  # transformers' streamers count on one token at a time, of the only row
+                    self.streamer.put(token[None])
+
+    def end(self) -> None:
+        self.streamer.end()

@@ -1,0 +1,73 @@
+"""The verified tokens, from call to call."""
+
+import pytest
+import torch
+
+from hf_ssd.speculation.trunk import WORTH_KEEPING, Trunk
+
+from ..conftest import VOCAB, tiny_draft
+
+
+def tokens(count, seed=0):
+    return torch.randint(2, VOCAB, (count,), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(scope="module")
+def draft():
+    return tiny_draft()
+
+
+def logits_of(trunk):
+    with torch.inference_mode():
+        return trunk.feed(0, wanted=1)
+
+
+def counted(trunk):
+    """Counts the columns that are fed from now on."""
+    fed, extend = [], trunk.decoder.extend
+    trunk.decoder.extend = lambda ids, *args, **kwargs: (fed.append(ids.shape[1]), extend(ids, *args, **kwargs))[1]
+    return fed
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_text_that_goes_on_is_not_fed_again(draft, rows):
+    texts = [tokens(WORTH_KEEPING + 20 + 5 * row, seed=row) for row in range(rows)]
+    earlier = Trunk(draft, texts, 256)
+    logits_of(earlier)
+    longer = [torch.cat([text, tokens(7, seed=9)]) for text in texts]
+    trunk = Trunk(draft, longer, 256, earlier)
+    fed = counted(trunk)
+    torch.testing.assert_close(logits_of(trunk), logits_of(Trunk(draft, longer, 256)), rtol=1e-4, atol=1e-4)
+    assert fed == [7]
+
+
+def test_what_differs_is_fed(draft):
+    text = tokens(WORTH_KEEPING + 30)
+    earlier = Trunk(draft, [text], 256)
+    logits_of(earlier)
+    other = text.clone()
+    other[-10] = (other[-10] + 1) % VOCAB
+    trunk = Trunk(draft, [other], 256, earlier)
+    fed = counted(trunk)
+    torch.testing.assert_close(logits_of(trunk), logits_of(Trunk(draft, [other], 256)), rtol=1e-4, atol=1e-4)
+    assert fed == [10]
+
+
+@pytest.mark.parametrize("change", ["short", "another text", "more rows"])
+def test_a_cache_that_does_not_help_is_left(draft, change):
+    text = tokens(WORTH_KEEPING + 30)
+    earlier = Trunk(draft, [text], 256)
+    logits_of(earlier)
+    prompts = {"short": [text[: WORTH_KEEPING - 1]], "another text": [tokens(90, seed=3)], "more rows": [text, text]}
+    trunk = Trunk(draft, prompts[change], 256, earlier)
+    assert trunk.fed == [0] * len(prompts[change]) and trunk.decoder.cache is not earlier.decoder.cache
+
+
+def test_the_same_text_again_needs_its_last_token(draft):
+    text = tokens(WORTH_KEEPING + 30)
+    earlier = Trunk(draft, [text], 256)
+    expected = logits_of(earlier)
+    trunk = Trunk(draft, [text], 256, earlier)
+    fed = counted(trunk)
+    torch.testing.assert_close(logits_of(trunk), expected, rtol=1e-4, atol=1e-4)
+    assert fed == [1]

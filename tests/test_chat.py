@@ -1,0 +1,76 @@
+"""The chat, typed as a user would, and what it keeps from turn to turn."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+
+import hf_ssd
+
+ROOT = Path(__file__).parent.parent
+PAIR = ROOT / "examples" / "pair"
+CONFIG = hf_ssd.SSDConfig(lookahead=3, budget=6, asynchronous=False)
+
+
+def test_a_conversation():
+    typed = "class Reader:\n\n/stats\n    def read(self):\n/clear\nimport os\n/nothing\n/quit\nnot read\n"
+    command = [sys.executable, "examples/chat.py", "--max-new-tokens", "16", "--stats"]
+    done = subprocess.run(command, input=typed, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    figures = re.findall(r"\[\d+ tokens, [\d.]+ tokens/s, first after \d+ ms, hit rate [\d.]+, accept", done.stdout)
+    assert len(figures) == 1  # behind the first answer, and then /stats turned them off
+    assert done.stdout.count("> ") == 8  # /quit was the last thing read
+
+
+@pytest.fixture(scope="module")
+def pair():
+    target = hf_ssd.enable(AutoModelForCausalLM.from_pretrained(PAIR / "target"))
+    return target, AutoModelForCausalLM.from_pretrained(PAIR / "draft"), AutoTokenizer.from_pretrained(PAIR / "target")
+
+
+@pytest.fixture
+def chat(pair):
+    spec = importlib.util.spec_from_file_location("chat", ROOT / "examples" / "chat.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    args = SimpleNamespace(system=None, temperature=0.0, max_new_tokens=12)
+    target, draft, tokenizer = pair
+    with hf_ssd.launch_draft(draft, num_threads=1) as assistant:
+        yield module.Chat(args, target, assistant, tokenizer)
+
+
+def test_the_caches_go_on_from_turn_to_turn(chat, pair):
+    target, _, tokenizer = pair
+    chat.answer("class Reader:\n    def __init__(self, path):\n        self.path = path\n")
+    text = chat.text
+    chat.answer("\n    def read(self):\n")
+    whole = tokenizer(text + "\n    def read(self):\n\n", return_tensors="pt")["input_ids"]
+    plain = target.generate(whole, attention_mask=torch.ones_like(whole), max_new_tokens=12, do_sample=False)
+    assert chat.text.endswith(tokenizer.decode(plain[0, whole.shape[1] :], skip_special_tokens=True))
+    kept = chat.cache.get_seq_length()
+    assert kept == len(chat.cached) == plain.shape[1] - 1
+
+
+def test_what_the_text_no_longer_begins_with_is_dropped(chat, pair):
+    chat.answer("import os\nimport sys\n")
+    cached = list(chat.cached)
+    chat._keep(cached[:6] + [cached[6] + 1] + cached[7:] + [5])
+    assert chat.cache.get_seq_length() == 6
+
+
+def test_a_pipeline(pair):
+    target, draft, tokenizer = pair
+    generate = pipeline("text-generation", model=target, tokenizer=tokenizer)
+    options = {"max_new_tokens": 20, "do_sample": False}
+    plain = generate("class Reader:\n", **options)
+    assert generate("class Reader:\n", **options, assistant_model=draft, ssd_config=CONFIG) == plain
+    prompts = ["def main(", "import os\n\n"]
+    generate.tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    both = generate(prompts, batch_size=2, **options, assistant_model=draft, ssd_config=CONFIG)
+    assert both == generate(prompts, batch_size=2, **options)
