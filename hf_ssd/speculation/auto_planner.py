@@ -19,8 +19,10 @@ ROUNDS_OF_A_LOOK = 5
 WORTH_A_LOOK = 0.75  # share of the best speed that must be predicted for something to look at it
 UNSETTLED = 2  # rounds after a change that are no measure: a processor that has waited is slower for a while
 WORTH_A_CHANGE = 1.02  # predicted gain below which a plan stays as it is
-FIRST_REST, LONGEST_REST = 32, 512  # rounds of plain decoding before the draft is tried again
+FIRST_REST, LONGEST_REST = 64, 512  # rounds of plain decoding before the draft is tried again
 WORTH_ANOTHER_FALLBACK = 1.1  # the same for the fallback
+ENOUGH_DRAFTED, CLEARLY = 24, 0.9  # rounds of drafting before a rest, unless it is clearly better
+USELESS = 0.4  # acceptance rate
 ENOUGH_MISSES = 16  # rows that missed, before fallbacks are compared
 MOST_MEMORY = 2**29  # bytes for the distributions of prepared tokens
 SAGUARO_LADDER = (1.0, 0.7, 0.4, 0.1)
@@ -58,7 +60,7 @@ class AutoPlanner(Planner):
         # Seconds that a round really takes over what its parts predict, by kind of plan.
         self.real_over_predicted = {kind: Average(1.0, 10.0, memory=0.98) for kind in ("ahead", "in turn", "rest")}
         self.predicted_seconds: float | None = None  # of a round of the current plan
-        self.kind, self.unsettled = "", 0
+        self.kind, self.unsettled, self.drafted = "", 0, 0
         self.saguaro = None
         if config.saguaro_c == "auto":
             self.saguaro = _Ladder(SAGUARO_LADDER if sampled and self.adapts_tokens else (1.0,))
@@ -69,6 +71,7 @@ class AutoPlanner(Planner):
         kind = _kind(self.current.lookahead, self.current.budget)
         self.unsettled = self.unsettled - 1 if kind == self.kind else UNSETTLED
         self.kind = kind
+        self.drafted += kind != "rest"
         if self.unsettled >= 0 and (kind == "rest" or self.rounds > len(EXPLORED)):
             round_ = dataclasses.replace(round_, seconds=0.0, elapsed=0.0)
         self.measured.observe(round_)
@@ -130,7 +133,9 @@ class AutoPlanner(Planner):
         }
         resting = speeds.pop((0, 0), 0.0)
         best, now = max(speeds, key=speeds.get), (self.current.lookahead, self.current.budget)
-        if speeds[best] < resting:
+        # The beginning of a text is not like the rest of it, and who rests learns nothing more of what is accepted.
+        is_new = self.drafted < ENOUGH_DRAFTED and self.measured.acceptance(1)[0] > USELESS
+        if speeds[best] < (CLEARLY if is_new else 1.0) * resting:
             self._rest_or_try(best)
         else:
             self._draft(best, now, speeds, resting)
