@@ -65,10 +65,11 @@ class ThreadWorker(Connection):
         joining.start()
         self.channel = Channel(store, is_target=True)
         joining.join()
+        self.end = made["end"]
         self.facts = {"vocab_size": VOCAB, "device": "cpu"}
         send = self.channel.send
         self.channel.send = lambda message: (self.kinds.append(message.kind), send(message))
-        self.thread = threading.Thread(target=DraftServer(made["end"], self.draft).serve, daemon=True)
+        self.thread = threading.Thread(target=DraftServer(self.end, self.draft).serve, daemon=True)
         self.thread.start()
 
     is_alive = property(lambda self: self.channel is not None)
@@ -80,8 +81,11 @@ class ThreadWorker(Connection):
         return False
 
     def stop(self):
-        self._say_stop()
-        self.thread.join(10)
+        if self.channel is not None:
+            self._say_stop()
+            self.thread.join(10)
+            self.end.close()  # gloo waits for what is left, also when it is only collected as garbage
+            self._close_channel()
 
     kill = stop
 
