@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable
 
+import torch
 from transformers.utils import logging
 
 from .client import WorkerSession
@@ -13,6 +14,8 @@ from .target_ranks import TargetRanks
 from .team import TeamSession
 
 logger = logging.get_logger(__name__)
+
+SHOWN_AFTER = 2.0  # seconds until a progress bar shows that workers are starting
 
 
 class DraftAssistant:
@@ -54,8 +57,11 @@ class DraftAssistant:
         try:
             for start in self.starts:
                 self.workers.append(start())
-            for worker in self.workers:
-                worker.connect()
+            bar = {"desc": "starting the draft", "unit": "worker", "leave": False}
+            with logging.tqdm(total=len(self.workers), delay=SHOWN_AFTER, miniters=0, **bar) as progress:
+                for worker in self.workers:
+                    worker.connect(waiting=lambda: progress.update(0))
+                    progress.update()
         except BaseException:
             for worker in self.workers:
                 worker.kill()
@@ -63,10 +69,14 @@ class DraftAssistant:
             raise
         return self.workers[0].facts
 
-    def open_session(self, request: SessionRequest) -> DraftSession:
+    def open_session(self, request: SessionRequest, device: torch.device) -> DraftSession:
         """
         Starts a generate() call, after the calls of other threads. Workers that have ended since the last one are
         started again first.
+
+        Args:
+            request ([`SessionRequest`]): The call.
+            device (`torch.device`): Where the target wants to have what it receives.
 
         Raises:
             `ValueError`: the assistant was closed.
@@ -79,6 +89,9 @@ class DraftAssistant:
             self._restart()
             self.sessions += 1
             alive = [worker for worker in self.workers if worker.is_alive]
+            if request.generation_config.do_sample:
+                for worker in alive:
+                    worker.link_gpus(device)
             if len(self.workers) == 1:
                 return WorkerSession(alive[0], self.sessions, request, on_close=self.turn.release)
             return TeamSession(alive, self.sessions, request, on_close=self.turn.release)

@@ -12,13 +12,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from .messages import FRAME_LENGTH, Message, pack, unpack
+from .device_link import DeviceLink, open_link
+from .groups import DRAFT, LOOPBACK, TARGET, broadcast, gloo_group
+from .messages import FRAME_LENGTH, Message, ProtocolError, pack, unpack
 
-# An idle worker waits between calls for as long as its program runs; what bounds a wait is the caller's deadline, and
-# the end of the other process, which gloo reports at once.
-TRANSFER_TIMEOUT = timedelta(days=365)
-CONNECT_TIMEOUT = timedelta(seconds=60)  # for the other process to join, once it is known to be there
-LOOPBACK = "127.0.0.1"
 CLOSE_TIMEOUT = 5.0  # seconds
 WAIT_SLICE = 0.1  # seconds; between two slices Python handles Ctrl-C
 
@@ -34,24 +31,41 @@ class Channel:
     Args:
         store (`torch.distributed.Store`): Where the two processes find each other.
         is_target (`bool`): Which end this is.
-        hostname (`str`, *optional*, defaults to `"127.0.0.1"`): The address of this end. `None` for what gloo picks by
-            the name of the machine, or by `GLOO_SOCKET_IFNAME`, so that other machines can reach it.
+        hostname (`str`, *optional*, defaults to `"127.0.0.1"`): See [`~hf_ssd.distributed.groups.gloo_group`].
+
+    Attributes:
+        link ([`DeviceLink`], *optional*): From the draft's GPU to the target's, once it is open.
     """
 
     def __init__(self, store: dist.Store, is_target: bool, hostname: str | None = LOOPBACK):
-        self.rank = 0 if is_target else 1
-        to_draft, to_target = (_group(store, name, self.rank, hostname) for name in ("to_draft", "to_target"))
+        self.store, self.rank = store, TARGET if is_target else DRAFT
+        to_draft, to_target = (gloo_group(store, name, self.rank, hostname) for name in ("to_draft", "to_target"))
         self.outgoing, self.incoming = (to_draft, to_target) if is_target else (to_target, to_draft)
         self.sent: deque[tuple[dist.Work, torch.Tensor]] = deque()
         self.expected: tuple[dist.Work, torch.Tensor] | None = None
         self.payload: tuple[Message, dist.Work] | None = None
+        self.link: DeviceLink | None = None
+
+    def open_link(self, device: torch.device) -> bool:
+        """Opens a link, while the other side does the same, and tells whether it works."""
+        self.link = open_link(self.store, self.rank, device)
+        return self.link is not None
+
+    def close_link(self) -> None:
+        """Goes on without."""
+        if self.link is not None:
+            _give_up([self.link.group])
+            self.link = None
 
     def send(self, message: Message) -> None:
         """Starts to send and returns at once. The tensors are kept until they have left."""
         while self.sent and self.sent[0][0].is_completed():
             self.sent.popleft()
-        for tensor in pack(message):
-            self.sent.append((_broadcast(self.outgoing, tensor, self.rank), tensor))
+        frame, *payload = pack(message)
+        self.sent.append((broadcast(self.outgoing, frame, self.rank), frame))
+        for tensor in payload:
+            work = self.link.send(tensor) if message.over_link else broadcast(self.outgoing, tensor, self.rank)
+            self.sent.append((work, tensor))
 
     def flush(self, timeout: float) -> None:
         """Waits until everything has left, at most `timeout` seconds."""
@@ -64,7 +78,7 @@ class Channel:
         """Gets ready for the next message, so that it can arrive while this process computes."""
         if self.expected is None and self.payload is None:
             frame = torch.empty(FRAME_LENGTH, dtype=torch.int64)
-            self.expected = (_broadcast(self.incoming, frame, 1 - self.rank), frame)
+            self.expected = (broadcast(self.incoming, frame, 1 - self.rank), frame)
 
     def has_arrived(self) -> bool:
         """Whether the next message, which must be expected, has begun to arrive, or the other process has ended."""
@@ -91,9 +105,17 @@ class Channel:
             message, payload = unpack(frame)
             if payload is None or not len(payload):
                 return message
-            self.payload = (message, _broadcast(self.incoming, payload, 1 - self.rank))
+            if message.over_link and self.link is None:
+                raise ProtocolError("a payload is to come over a link that was not opened")
+            if message.over_link:
+                self.payload = (message, self.link.receive(message))
+            else:
+                self.payload = (message, broadcast(self.incoming, payload, 1 - self.rank))
         message, work = self.payload
-        self.wait(work, deadline)
+        if message.over_link:
+            self.link.wait(work, deadline)
+        else:
+            self.wait(work, deadline)
         self.payload = None
         return message
 
@@ -102,12 +124,9 @@ class Channel:
         Gives up both directions. The other side's waits end with [`PeerLost`]. If it may not take what was sent any
         more, it must have ended before: gloo waits for that.
         """
-        groups = [self.outgoing, self.incoming]
-        self.outgoing = self.incoming = self.expected = self.payload = None
-        # In a thread, so that an end that has not ended costs patience and not the program.
-        closing = threading.Thread(target=lambda: [group.abort() for group in groups], daemon=True)
-        closing.start()
-        closing.join(CLOSE_TIMEOUT)
+        groups = [self.outgoing, self.incoming] + ([self.link.group] if self.link is not None else [])
+        self.outgoing = self.incoming = self.expected = self.payload = self.link = None
+        _give_up(groups)
         self.sent.clear()
 
     @staticmethod
@@ -126,19 +145,8 @@ class Channel:
                     raise TimeoutError("no message came in time") from None
 
 
-def _group(store: dist.Store, name: str, rank: int, hostname: str | None) -> dist.ProcessGroupGloo:
-    options = dist.ProcessGroupGloo._Options()
-    options._timeout = CONNECT_TIMEOUT
-    options._threads = 1
-    if hostname is None:
-        device = dist.ProcessGroupGloo.create_default_device()
-    else:
-        device = dist.ProcessGroupGloo.create_device(hostname=hostname, lazy_init=False)
-    options._devices = [device]
-    return dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, 2, options)
-
-
-def _broadcast(group: dist.ProcessGroupGloo, tensor: torch.Tensor, root: int) -> dist.Work:
-    options = dist.BroadcastOptions()
-    options.rootRank, options.rootTensor, options.timeout = root, 0, TRANSFER_TIMEOUT
-    return group.broadcast([tensor], options)
+def _give_up(groups: list[dist.ProcessGroup]) -> None:
+    # In a thread, so that an end that has not ended costs patience and not the program.
+    closing = threading.Thread(target=lambda: [group.abort() for group in groups], daemon=True)
+    closing.start()
+    closing.join(CLOSE_TIMEOUT)

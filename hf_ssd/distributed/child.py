@@ -2,12 +2,13 @@
 
 import socket
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from .channel import LOOPBACK
 from .connection import Connection
+from .groups import LOOPBACK
 from .process import STOP_TIMEOUT, WorkerProcess
 
 
@@ -33,7 +34,7 @@ class ChildWorker(Connection):
         store = {"host": LOOPBACK, "port": self.port, "prefix": "", "hostname": LOOPBACK}
         self.process = WorkerProcess({**settings, "store": store}, descriptor)
 
-    def connect(self) -> None:
+    def connect(self, waiting: Callable[[], None] = lambda: None) -> None:
         try:
             store = dist.TCPStore(
                 LOOPBACK,
@@ -43,7 +44,7 @@ class ChildWorker(Connection):
                 wait_for_workers=False,
                 master_listen_fd=self.listener.detach(),
             )
-            self._connect(dist.PrefixStore("", store), LOOPBACK, self.deadline)
+            self._connect(dist.PrefixStore("", store), LOOPBACK, self.deadline, waiting)
         except BaseException:
             self.kill()
             raise

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from . import messages
+from . import payloads
 from .connection import Connection
 from .conversation import Conversation
 from .messages import Kind
@@ -30,7 +30,7 @@ class WorkerSession(DraftSession):
         self.rest, self.missed = 0, []  # rounds in which the draft is not asked, and their outcomes so far
 
     def send_outcome(self, accepted: torch.LongTensor, bonus: torch.LongTensor, seconds: float, verified: int) -> None:
-        self.missed.append(messages.outcome_to_payload(accepted, bonus, seconds, verified))
+        self.missed.append(payloads.outcome_to_payload(accepted, bonus, seconds, verified))
         if not self.rest:
             self.conversation.send_outcomes(self.missed)
             self.missed = []
@@ -47,7 +47,7 @@ class WorkerSession(DraftSession):
             self.user_fallback.answer(message, self.conversation)
             message = self.conversation.receive(Kind.SPECULATION)
         with self.conversation.expecting_sense():
-            answer = messages.payload_to_answer(message.payload, self.conversation.batch_size)
+            answer = payloads.payload_to_answer(message.payload, self.conversation.batch_size)
         self.shape, self.rest = (*answer.tokens.shape, self.vocab_size), answer.rest
         self.conversation.expect()  # probabilities may arrive while the target computes
         if self.user_fallback is not None:
@@ -57,7 +57,7 @@ class WorkerSession(DraftSession):
     def receive_probabilities(self) -> torch.FloatTensor:
         message = self.conversation.receive(Kind.PROBABILITIES)
         with self.conversation.expecting_sense():
-            return messages.payload_to_probabilities(message.payload, self.shape)
+            return payloads.payload_to_probabilities(message.payload, self.shape)
 
     def close(self) -> None:
         try:

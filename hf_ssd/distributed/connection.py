@@ -2,11 +2,14 @@
 
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
+import torch
 import torch.distributed as dist
 
-from . import messages
+from . import messages, payloads
 from .channel import Channel, PeerLost
+from .device_link import LINK_TIMEOUT, gpu_identity
 from .messages import Kind, Message
 from .session import DraftError
 
@@ -19,17 +22,19 @@ class Connection(ABC):
     """
     Attributes:
         channel ([`Channel`], *optional*): To the worker, once it is connected.
-        facts (`dict`): What the worker says of itself: `vocab_size` and `device` of its model, and its `pid`.
+        facts (`dict`): What the worker says of itself: `vocab_size` and `device` of its model, which `gpu` that is,
+            and its `pid`.
     """
 
     def __init__(self):
         self.channel: Channel | None = None
         self.facts: dict = {}
+        self.link_was_tried = False
 
     @abstractmethod
-    def connect(self) -> None:
+    def connect(self, waiting: Callable[[], None] = lambda: None) -> None:
         """
-        Waits until the worker has loaded its model.
+        Waits until the worker has loaded its model, and calls `waiting` again and again meanwhile.
 
         Raises:
             [`DraftError`]: it could not start; the worker's own words are in the message.
@@ -52,15 +57,44 @@ class Connection(ABC):
     def stop(self) -> None:
         """Lets the worker end by itself, or kills it if it does not."""
 
-    def _connect(self, store: dist.Store, hostname: str | None, deadline: float) -> None:
+    def link_gpus(self, device: torch.device) -> None:
+        """Opens a link between two different GPUs. Tried once; without it, host memory serves."""
+        identities = {gpu_identity(device), self.facts["gpu"]}
+        if len(identities) == 2 and None not in identities and not self.link_was_tried:
+            self.open_link(device)
+
+    def open_link(self, device: torch.device) -> bool:
+        """
+        Opens a link from the worker's device to this one, and tells whether it works.
+
+        Raises:
+            [`DraftError`]: the worker does not answer.
+        """
+        self.link_was_tried = True
+        self.channel.send(Message(Kind.LINK))
+        works, deadline = self.channel.open_link(device), time.monotonic() + LINK_TIMEOUT
+        try:
+            while (message := self.channel.receive(max(0.0, deadline - time.monotonic()))).kind != Kind.LINK:
+                pass  # late answers of an earlier call
+        except (TimeoutError, PeerLost) as error:
+            raise DraftError(f"The draft worker did not open its end of a link. {self.last_words()}") from error
+        works = works and payloads.payload_to_json(message.payload)
+        self.channel.send(Message(Kind.LINK, payload=payloads.json_to_payload(works)))
+        if not works:
+            self.channel.close_link()
+        return works
+
+    def _connect(self, store: dist.Store, hostname: str | None, deadline: float, waiting: Callable[[], None]) -> None:
         """
         Args:
             store (`torch.distributed.Store`): Where the two processes find each other.
             hostname (`str`, *optional*): See [`Channel`].
             deadline (`float`): By `time.monotonic()`.
+            waiting (`Callable`): See [`~Connection.connect`].
         """
         while not store.check([DRAFT_IS_HERE]):
             self._check_start(deadline)
+            waiting()
             time.sleep(0.01)
         store.set(TARGET_IS_HERE, "yes")
         try:
@@ -76,9 +110,9 @@ class Connection(ABC):
             except PeerLost:
                 raise DraftError(f"The draft worker ended while it started.\n{self.last_words()}") from None
         if message.kind == Kind.ERROR:
-            raise DraftError(f"The draft worker could not load its model.\n{messages.payload_to_text(message.payload)}")
+            raise DraftError(f"The draft worker could not load its model.\n{payloads.payload_to_text(message.payload)}")
         messages.expect(message, Kind.READY, 0, 0)
-        self.facts = messages.payload_to_json(message.payload)
+        self.facts = payloads.payload_to_json(message.payload)
 
     def _check_start(self, deadline: float) -> None:
         if self._has_ended():

@@ -5,7 +5,7 @@ import time
 
 import torch
 
-from . import messages
+from . import messages, payloads
 from .channel import PeerLost
 from .connection import Connection
 from .messages import Kind, Message, ProtocolError
@@ -27,8 +27,8 @@ class Conversation:
         self.batch_size, self.round = len(request.prompts), -1
         self.is_sound = True
         send = worker.channel.send
-        send(Message(Kind.START, number, payload=messages.json_to_payload(request.to_dict())))
-        send(Message(Kind.PROMPTS, number, payload=messages.prompts_to_payload(request.prompts)))
+        send(Message(Kind.START, number, payload=payloads.json_to_payload(request.to_dict())))
+        send(Message(Kind.PROMPTS, number, payload=payloads.prompts_to_payload(request.prompts)))
 
     def send(self, kind: Kind, payload: torch.Tensor) -> None:
         """Sends a message of the current round, and gets ready for the answer."""
@@ -66,7 +66,7 @@ class Conversation:
                 if message.session == self.number and (message.round >= self.round or message.kind == Kind.ERROR):
                     break
             if message.kind == Kind.ERROR:
-                traceback = messages.payload_to_text(message.payload)
+                traceback = payloads.payload_to_text(message.payload)
                 self.is_sound = "CUDA error" not in traceback  # after one, nothing on that device works again
                 raise DraftError(f"The draft worker raised:\n{traceback}")
             with self.expecting_sense():
@@ -97,5 +97,17 @@ class Conversation:
         """Leaves the worker at rest, or ends it if it cannot be used again."""
         if self.is_sound and self.worker.is_alive:
             self.worker.channel.send(Message(Kind.END, self.number))
-        else:
-            self.worker.kill()  # the next call starts another one
+            if self.worker.channel.link is None or self._has_taken_all():
+                return
+        self.worker.kill()  # the next call starts another one
+
+    def _has_taken_all(self) -> bool:
+        """Takes what is still on its way, because over a link a kernel of the draft's GPU would wait with it."""
+        deadline = time.monotonic() + self.timeout
+        try:
+            while True:
+                message = self.worker.channel.receive(max(0.0, deadline - time.monotonic()))
+                if (message.kind, message.session) == (Kind.END, self.number):
+                    return True
+        except (TimeoutError, PeerLost, ProtocolError):
+            return False

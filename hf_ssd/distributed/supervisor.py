@@ -6,12 +6,13 @@ in torchrun's store: which child is asked for, which one is to be killed, which 
 """
 
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from .channel import LOOPBACK
 from .connection import Connection
+from .groups import LOOPBACK
 from .process import STOP_TIMEOUT, WorkerProcess
 
 POLL = 0.05  # seconds between two looks at the notes
@@ -66,10 +67,10 @@ class SupervisedWorker(Connection):
         self.deadline = time.monotonic() + timeout
         notes.write("asked", number)
 
-    def connect(self) -> None:
+    def connect(self, waiting: Callable[[], None] = lambda: None) -> None:
         try:
             store = dist.PrefixStore(str(self.number), self.notes.store)
-            self._connect(store, self.notes.hostname, self.deadline)
+            self._connect(store, self.notes.hostname, self.deadline, waiting)
         except BaseException:
             self.kill()
             raise

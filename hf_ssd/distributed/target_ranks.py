@@ -7,7 +7,7 @@ from collections import deque
 import torch
 import torch.distributed as dist
 
-from . import messages
+from . import messages, payloads
 from .channel import Channel
 from .messages import Kind, Message
 from .session import DraftError
@@ -58,15 +58,15 @@ class TargetRanks:
             if message.session == self.call:  # older ones belong to a call that all have broken off
                 break
         if message.kind == Kind.ERROR:
-            error = messages.payload_to_json(message.payload)
+            error = payloads.payload_to_json(message.payload)
             text = f"Rank 0 of the target has broken off: {error['text']}"
             raise DraftError(text) if error["is_draft_error"] else RuntimeError(text)
         return message
 
     def share_values(self, values):
         """The leader's plain Python objects, for all."""
-        message = self.share(Message(Kind.VALUES, payload=messages.json_to_payload(values)) if self.is_leader else None)
-        return values if self.is_leader else messages.payload_to_json(message.payload)
+        message = self.share(Message(Kind.VALUES, payload=payloads.json_to_payload(values)) if self.is_leader else None)
+        return values if self.is_leader else payloads.payload_to_json(message.payload)
 
     def share_random_state(self, device: torch.device) -> None:
         """Lets the others draw on with the leader's random numbers, as if all had decided."""
@@ -89,7 +89,7 @@ class TargetRanks:
         except BaseException as error:
             if self.is_leader and self.group is not None:
                 values = {"is_draft_error": isinstance(error, DraftError), "text": f"{type(error).__name__}: {error}"}
-                self._send(Message(Kind.ERROR, self.call, payload=messages.json_to_payload(values)))
+                self._send(Message(Kind.ERROR, self.call, payload=payloads.json_to_payload(values)))
             raise
 
     def _send(self, message: Message) -> None:

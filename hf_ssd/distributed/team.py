@@ -8,10 +8,11 @@ import torch
 from transformers.utils import logging
 
 from ..cache.speculation import Speculation
-from . import messages
+from . import payloads
 from .connection import Connection
 from .conversation import Conversation
-from .messages import Found, Kind
+from .messages import Kind
+from .payloads import Found
 from .session import Answer, DraftError, DraftSession, SessionRequest
 from .user_fallback import UserFallback
 
@@ -49,7 +50,7 @@ class TeamSession(DraftSession):
 
     def send_outcome(self, accepted: torch.LongTensor, bonus: torch.LongTensor, seconds: float, verified: int) -> None:
         self.live = (accepted >= 0).tolist()
-        outcome = messages.outcome_to_payload(accepted, bonus, seconds, verified)
+        outcome = payloads.outcome_to_payload(accepted, bonus, seconds, verified)
         for member in list(self.team):
             self._try(member, member.send_outcomes, [outcome])
         if self.user_fallback is not None:
@@ -75,7 +76,7 @@ class TeamSession(DraftSession):
         self.shape = (*answer.tokens.shape, self.vocab_size)
         for member in [member for member in self.team if member is not self.completed_by]:
             rows = [row for row, owner in enumerate(self.owners) if owner is member]
-            payload = messages.follow_to_payload(answer.tokens, answer.hits, rows, source, plan)
+            payload = payloads.follow_to_payload(answer.tokens, answer.hits, rows, source, plan)
             self._try(member, member.send, Kind.FOLLOW, payload)
         if self.user_fallback is not None:
             self.user_fallback.observe_speculation(answer.tokens)
@@ -103,7 +104,7 @@ class TeamSession(DraftSession):
         timeout = member.timeout if member.has_arrived() else 0.0
         message = member.receive(Kind.FOUND, timeout=timeout)
         with member.expecting_sense():
-            return messages.payload_to_found(message.payload, self.batch_size)
+            return payloads.payload_to_found(message.payload, self.batch_size)
 
     def _is_enough(self, found: dict[Conversation, Found]) -> bool:
         """Whether all rows have what the plan asks for, so that no one else need be waited for."""
@@ -131,19 +132,20 @@ class TeamSession(DraftSession):
         return owners, known, Speculation(tokens, None, hits)
 
     def _complete(self, lead: Conversation, ready: Speculation, known: list[int]) -> tuple[Answer, str]:
-        lead.send(Kind.COMPLETE, messages.complete_to_payload(ready.tokens, ready.hits, known))
+        lead.send(Kind.COMPLETE, payloads.complete_to_payload(ready.tokens, ready.hits, known))
         message = lead.receive(Kind.COMPLETED, Kind.BACKUP_REQUEST)
         if message.kind == Kind.BACKUP_REQUEST:
             self.user_fallback.answer(message, lead)
             message = lead.receive(Kind.COMPLETED)
         with lead.expecting_sense():
-            completed = messages.payload_to_completed(message.payload, self.batch_size)
+            completed = payloads.payload_to_completed(message.payload, self.batch_size)
         lead.expect()  # probabilities may arrive while the target computes
         return completed
 
     def receive_probabilities(self) -> torch.FloatTensor | None:
         """`None` if a worker was lost that alone knows what its tokens were drawn from."""
-        q = torch.zeros(self.shape)
+        link = self.team[0].worker.channel.link
+        q = torch.zeros(self.shape, device="cpu" if link is None else link.device)
         q[..., 0] = 1.0  # of rows that are finished
         complete = True
         if self.completed_by is not None:
@@ -156,14 +158,14 @@ class TeamSession(DraftSession):
             if theirs is None:
                 complete = False
             else:
-                q[rows, :depth] = theirs
+                q[rows, :depth] = theirs.to(q.device)
         return q if complete else None
 
     def _receive_q(self, member: Conversation, shape: tuple[int, ...]) -> torch.FloatTensor | None:
         def receive():
             message = member.receive(Kind.PROBABILITIES)
             with member.expecting_sense():
-                return messages.payload_to_probabilities(message.payload, shape)
+                return payloads.payload_to_probabilities(message.payload, shape)
 
         return self._try(member, receive) if member in self.team else None
 

@@ -3,7 +3,7 @@
 import torch
 
 from ..speculation.fallback import CustomBackup
-from . import messages
+from . import payloads
 from .conversation import Conversation
 from .messages import Kind, Message
 from .session import SessionRequest
@@ -40,10 +40,10 @@ class UserFallback:
     def answer(self, message: Message, conversation: Conversation) -> None:
         """Sends the draft the proposals that it asked for."""
         with conversation.expecting_sense():
-            rows, lookahead = messages.payload_to_backup_request(message.payload, len(self.rows))
+            rows, lookahead = payloads.payload_to_backup_request(message.payload, len(self.rows))
         lengths = [len(row) for row in self.rows]
         ids = torch.tensor([row + [0] * (max(lengths) - len(row)) for row in self.rows])
         proposal = self.backup.propose(ids, lengths, rows, lookahead)
-        conversation.send(Kind.BACKUP, messages.proposal_to_payload(proposal))
+        conversation.send(Kind.BACKUP, payloads.proposal_to_payload(proposal))
         if proposal.probabilities is not None:
-            conversation.send(Kind.PROBABILITIES, messages.probabilities_to_payload(proposal.probabilities))
+            conversation.send(Kind.PROBABILITIES, payloads.probabilities_to_payload(proposal.probabilities))

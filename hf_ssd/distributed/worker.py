@@ -22,11 +22,13 @@ from ..speculation.fallback import Backup, Proposal
 from ..speculation.planner import PREPARED, Plan
 from ..speculation.speculator import Speculator
 from ..speculation.trunk import Trunk
-from . import messages
+from . import messages, payloads
 from .channel import Channel, PeerLost
 from .connection import DRAFT_IS_HERE, TARGET_IS_HERE
 from .cores import pin
-from .messages import Found, Kind, Message
+from .device_link import LINK_TIMEOUT, gpu_identity
+from .messages import Kind, Message
+from .payloads import Found
 from .session import Answer, SessionRequest
 from .weights import model_from_shared_weights
 
@@ -66,7 +68,7 @@ class DraftServer:
                 raise
             except Exception:
                 self.speculator = self.trunk = None
-                text = messages.text_to_payload(traceback.format_exc())
+                text = payloads.text_to_payload(traceback.format_exc())
                 self.channel.send(Message(Kind.ERROR, message.session, message.round, text))
 
     def _handle(self, message: Message) -> None:
@@ -74,15 +76,27 @@ class DraftServer:
             self._start(message)
         elif message.kind == Kind.END:
             self.speculator = self.ready = None
+            if self.channel.link is not None:
+                self.channel.send(Message(Kind.END, message.session))
+        elif message.kind == Kind.LINK:
+            self._link()
         elif message.session == self.session and self.speculator is not None and message.kind in self.handlers:
             self.handlers[message.kind](message)
         # What is left belongs to a call that failed or was broken off, and is dropped.
 
+    def _link(self) -> None:
+        works = self.channel.open_link(self.model.device)
+        self.channel.send(Message(Kind.LINK, payload=payloads.json_to_payload(works)))
+        verdict = self.channel.receive(2 * LINK_TIMEOUT)
+        messages.expect(verdict, Kind.LINK, 0, 0)
+        if not payloads.payload_to_json(verdict.payload):
+            self.channel.close_link()
+
     def _start(self, message: Message) -> None:
         prompts = self.channel.receive(timeout=FLUSH_TIMEOUT)
         messages.expect(prompts, Kind.PROMPTS, message.session, message.round)
-        rows = messages.payload_to_prompts(prompts.payload)
-        request = SessionRequest.from_dict(messages.payload_to_json(message.payload), rows)
+        rows = payloads.payload_to_prompts(prompts.payload)
+        request = SessionRequest.from_dict(payloads.payload_to_json(message.payload), rows)
         start = time.perf_counter()
         self.session, self.round = message.session, 0
         speculator = Speculator(
@@ -104,7 +118,7 @@ class DraftServer:
 
     def _answer(self, message: Message) -> None:
         speculator, budget = self.speculator, self.speculator.prepared_budget
-        outcomes = messages.payload_to_outcomes(message.payload, len(speculator.trunk.lengths))
+        outcomes = payloads.payload_to_outcomes(message.payload, len(speculator.trunk.lengths))
         self.round += len(outcomes) - 1
         messages.expect(message, Kind.OUTCOME, self.session, self.round)
         for outcome in outcomes[:-1]:
@@ -114,13 +128,13 @@ class DraftServer:
         if speculator.share[1] > 1:
             self.ready, self.answer_seconds = ready, time.perf_counter() - start
             found = Found(self._figures(ready, budget), speculator.plan)
-            self.send(Kind.FOUND, messages.found_to_payload(found))
+            self.send(Kind.FOUND, payloads.found_to_payload(found))
             self.channel.expect()
             return
         speculation = speculator.complete(ready)
         self.answer_seconds = time.perf_counter() - start
         # Tokens first: with them the target can start, and needs the probabilities only when it is done.
-        self.send(Kind.SPECULATION, messages.answer_to_payload(self._figures(speculation, budget)))
+        self.send(Kind.SPECULATION, payloads.answer_to_payload(self._figures(speculation, budget)))
         self._send_probabilities(speculation.probabilities)
         self._prepare()
 
@@ -129,7 +143,7 @@ class DraftServer:
         messages.expect(message, Kind.COMPLETE, self.session, self.round)
         start = time.perf_counter()
         speculator, own = self.speculator, self.ready
-        tokens, hits, known = messages.payload_to_complete(message.payload, len(speculator.trunk.lengths))
+        tokens, hits, known = payloads.payload_to_complete(message.payload, len(speculator.trunk.lengths))
         merged = Speculation(tokens.to(self.model.device), None, hits.to(self.model.device))
         if speculator.proposals.noise is not None:  # the target has those of the other drafts' rows from them
             merged.probabilities = torch.zeros(*tokens.shape, speculator.vocab_size, device=self.model.device)
@@ -139,7 +153,7 @@ class DraftServer:
         self.answer_seconds += time.perf_counter() - start
         source = next((source for source in speculator.sources if source != PREPARED), "primary")
         answer = self._figures(speculation, 0)
-        self.send(Kind.COMPLETED, messages.completed_to_payload(answer, source))
+        self.send(Kind.COMPLETED, payloads.completed_to_payload(answer, source))
         self._send_probabilities(speculation.probabilities)
         self._prepare()
 
@@ -147,7 +161,7 @@ class DraftServer:
         """Takes over what is verified now."""
         messages.expect(message, Kind.FOLLOW, self.session, self.round)
         rows = len(self.speculator.trunk.lengths)
-        tokens, hits, mine, source, plan = messages.payload_to_follow(message.payload, rows)
+        tokens, hits, mine, source, plan = payloads.payload_to_follow(message.payload, rows)
         if self.ready.probabilities is not None and len(mine):
             self._send_probabilities(self.ready.probabilities[mine, : tokens.shape[1]])
         self.speculator.follow(tokens, hits.tolist(), source)
@@ -168,11 +182,12 @@ class DraftServer:
 
     def _send_probabilities(self, probabilities: torch.FloatTensor | None) -> None:
         if probabilities is not None and probabilities.shape[1]:
-            self.send(Kind.PROBABILITIES, messages.probabilities_to_payload(probabilities))
+            payload = payloads.probabilities_to_payload(probabilities)
+            self.send(Kind.PROBABILITIES, payload, over_link=self.channel.link is not None)
 
-    def send(self, kind: Kind, payload: torch.Tensor) -> None:
+    def send(self, kind: Kind, payload: torch.Tensor, over_link: bool = False) -> None:
         """Sends a message of the current round."""
-        self.channel.send(Message(kind, self.session, self.round, payload))
+        self.channel.send(Message(kind, self.session, self.round, payload, over_link))
 
     def receive(self, kind: Kind) -> torch.Tensor:
         """Returns the payload of the next message of the current round, which the target sends without being late."""
@@ -188,12 +203,12 @@ class _TargetBackup(Backup):
         self.server = server
 
     def propose(self, ids: torch.LongTensor, lengths: list[int], rows: list[int], lookahead: int) -> Proposal:
-        self.server.send(Kind.BACKUP_REQUEST, messages.backup_request_to_payload(rows, lookahead))
-        proposal, probabilities_follow = messages.payload_to_proposal(self.server.receive(Kind.BACKUP), len(rows))
+        self.server.send(Kind.BACKUP_REQUEST, payloads.backup_request_to_payload(rows, lookahead))
+        proposal, probabilities_follow = payloads.payload_to_proposal(self.server.receive(Kind.BACKUP), len(rows))
         if probabilities_follow:
             shape = (*proposal.tokens.shape, self.server.speculator.vocab_size)
             payload = self.server.receive(Kind.PROBABILITIES)
-            proposal.probabilities = messages.payload_to_probabilities(payload, shape)
+            proposal.probabilities = payloads.payload_to_probabilities(payload, shape)
         return proposal
 
 
@@ -223,19 +238,20 @@ def main() -> None:
         model, failure = load_model(settings), None
     except Exception:
         failure = traceback.format_exc()
-    place, timeout = settings["store"], timedelta(seconds=settings["timeout"])
-    server = dist.TCPStore(place["host"], place["port"], is_master=False, timeout=timeout, wait_for_workers=False)
-    store = dist.PrefixStore(place["prefix"], server)
+    meeting, timeout = settings["store"], timedelta(seconds=settings["timeout"])
+    server = dist.TCPStore(meeting["host"], meeting["port"], is_master=False, timeout=timeout, wait_for_workers=False)
+    store = dist.PrefixStore(meeting["prefix"], server)
     store.set(DRAFT_IS_HERE, "yes")
     store.wait([TARGET_IS_HERE], AS_LONG_AS_THE_PARENT_LIVES)
-    channel = Channel(store, is_target=False, hostname=place["hostname"])
+    channel = Channel(store, is_target=False, hostname=meeting["hostname"])
     if failure is not None:
-        channel.send(Message(Kind.ERROR, payload=messages.text_to_payload(failure)))
+        channel.send(Message(Kind.ERROR, payload=payloads.text_to_payload(failure)))
         channel.flush(FLUSH_TIMEOUT)
         os._exit(1)
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
-    facts = {"vocab_size": vocab_size, "device": str(model.device), "pid": os.getpid()}
-    channel.send(Message(Kind.READY, payload=messages.json_to_payload(facts)))
+    place = {"device": str(model.device), "gpu": gpu_identity(model.device)}
+    facts = {"vocab_size": vocab_size, **place, "pid": os.getpid()}
+    channel.send(Message(Kind.READY, payload=payloads.json_to_payload(facts)))
     try:
         DraftServer(channel, model).serve()
     except PeerLost:

@@ -66,7 +66,7 @@ def speculative_speculative_decoding(
     start = time.perf_counter()
     ranks = assistant.ranks if isinstance(assistant, DraftAssistant) else TargetRanks()
     with use_cores(assistant.cores.target if divided else None), ranks.one_call():
-        draft = Draft(assistant, request, ranks)
+        draft = Draft(assistant, request, input_ids.device, ranks)
         try:
             return decode(
                 model,

@@ -3,7 +3,7 @@
 import torch
 from transformers.utils import logging
 
-from ..distributed import messages
+from ..distributed import payloads
 from ..distributed.assistant import DraftAssistant
 from ..distributed.local import LocalSession
 from ..distributed.messages import Kind, Message
@@ -21,10 +21,11 @@ class Draft:
     Args:
         assistant ([`DraftAssistant`] or `PreTrainedModel`): The worker, or a model to run in this process.
         request ([`SessionRequest`]): The call.
+        device (`torch.device`): Where the target's tokens are.
         ranks ([`TargetRanks`]): The ranks of the target.
     """
 
-    def __init__(self, assistant, request: SessionRequest, ranks: TargetRanks):
+    def __init__(self, assistant, request: SessionRequest, device: torch.device, ranks: TargetRanks):
         self.config, self.batch_size, self.ranks = request.config, len(request.prompts), ranks
         self.rounds = 0
         self.failure: str | None = None
@@ -32,7 +33,7 @@ class Draft:
         if ranks.is_leader:
             self.session = self._attempt(
                 lambda: (
-                    assistant.open_session(request)
+                    assistant.open_session(request, device)
                     if isinstance(assistant, DraftAssistant)
                     else LocalSession(assistant, request)
                 )
@@ -59,9 +60,9 @@ class Draft:
             self._attempt(lambda: self.session and self.session.send_outcome(*outcome, seconds, verified))
         if self.ranks.size == 1:
             return outcome
-        payload = messages.outcome_to_payload(*outcome, seconds, verified) if self.decides else None
+        payload = payloads.outcome_to_payload(*outcome, seconds, verified) if self.decides else None
         message = self.ranks.share(Message(Kind.OUTCOME, payload=payload) if self.decides else None)
-        return torch.stack(messages.payload_to_outcome(message.payload)[:2])
+        return torch.stack(payloads.payload_to_outcome(message.payload)[:2])
 
     def receive_speculation(self) -> Answer:
         self.rounds += 1
@@ -73,9 +74,9 @@ class Draft:
                 answer = Answer(empty, torch.zeros(self.batch_size, dtype=torch.bool))
         if self.ranks.size == 1:
             return answer
-        payload = messages.answer_to_payload(answer) if self.decides else None
+        payload = payloads.answer_to_payload(answer) if self.decides else None
         message = self.ranks.share(Message(Kind.SPECULATION, payload=payload) if self.decides else None)
-        return messages.payload_to_answer(message.payload, self.batch_size)
+        return payloads.payload_to_answer(message.payload, self.batch_size)
 
     def receive_probabilities(self) -> torch.FloatTensor | None:
         """Where outcomes are decided, what the tokens were drawn from, or `None` if that is lost."""

@@ -338,7 +338,9 @@ class Speculator:
 
     def _observe(self, observe: Callable[[int, float], None], tokens: int, began: float) -> None:
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # so that it is known, and an outcome that is due is noticed in time
+            # So that it is known, and an outcome that is due is noticed in time. Not all streams: what a link sends
+            # may wait for the target.
+            torch.cuda.current_stream(self.device).synchronize()
         observe(tokens, time.perf_counter() - began)
 
     def _process_trunk(self, logits: torch.Tensor, lengths: torch.LongTensor) -> torch.Tensor:

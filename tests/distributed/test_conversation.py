@@ -9,7 +9,7 @@ import torch.distributed as dist
 from transformers import GenerationConfig
 
 import hf_ssd
-from hf_ssd.distributed import messages
+from hf_ssd.distributed import messages, payloads
 from hf_ssd.distributed.channel import Channel
 from hf_ssd.distributed.client import WorkerSession
 from hf_ssd.distributed.messages import Kind, Message
@@ -38,7 +38,7 @@ class Line:
     def say(self, kind=Kind.SPECULATION, session=NUMBER, round_=2, payload=None, change=None):
         if payload is None:
             tokens = torch.tensor([[1, 2], [3, round_]])
-            payload = messages.answer_to_payload(Answer(tokens, torch.tensor([True, False])))
+            payload = payloads.answer_to_payload(Answer(tokens, torch.tensor([True, False])))
         frames = messages.pack(Message(kind, session, round_, payload))
         if change is not None:
             frames[0][change[0]] = change[1]

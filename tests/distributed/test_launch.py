@@ -10,6 +10,7 @@ import weakref
 import psutil
 import pytest
 import torch
+from transformers.utils import logging
 
 import hf_ssd
 from hf_ssd.distributed.launch import assistant_for
@@ -146,3 +147,15 @@ def test_every_way_to_run_python_and_the_worker_ends_with_it(how, end, folder, t
     pid, hit_rate = run.stdout.split()
     assert hit_rate == "1.0"
     assert ends_within(int(pid), 5)
+
+
+def test_a_slow_start_shows_that_it_goes_on(monkeypatch, capsys):
+    monkeypatch.setattr("hf_ssd.distributed.assistant.SHOWN_AFTER", 0.0)
+    hf_ssd.launch_draft(tiny_draft(), num_threads=1).close()
+    assert "starting the draft" in capsys.readouterr().err
+    logging.disable_progress_bar()
+    try:
+        hf_ssd.launch_draft(tiny_draft(), num_threads=1).close()
+    finally:
+        logging.enable_progress_bar()
+    assert not capsys.readouterr().err

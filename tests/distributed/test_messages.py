@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_ssd.distributed import messages
+from hf_ssd.distributed import messages, payloads
 from hf_ssd.distributed.messages import FRAME_LENGTH, HEADER_LENGTH, Kind, Message, ProtocolError
 from hf_ssd.distributed.session import Answer
 from hf_ssd.speculation.fallback import Proposal
@@ -32,8 +32,8 @@ def test_integers_round_trip(kind, session, round_, values):
 @settings(deadline=None)
 @given(st.text())
 def test_text_round_trips(text):
-    payload = messages.text_to_payload(text)
-    assert messages.payload_to_text(through_the_wire(Message(Kind.ERROR, payload=payload)).payload) == text
+    payload = payloads.text_to_payload(text)
+    assert payloads.payload_to_text(through_the_wire(Message(Kind.ERROR, payload=payload)).payload) == text
 
 
 def test_small_messages_travel_in_one_frame():
@@ -71,39 +71,39 @@ def test_stale_messages_are_named(kind, session, round_, length):
 
 def test_payloads_round_trip():
     prompts = [torch.tensor([3, 1]), torch.tensor([4]), torch.tensor([1, 5, 9])]
-    unpacked = messages.payload_to_prompts(messages.prompts_to_payload(prompts))
+    unpacked = payloads.payload_to_prompts(payloads.prompts_to_payload(prompts))
     assert [p.tolist() for p in unpacked] == [p.tolist() for p in prompts]
-    accepted, bonus, seconds, verified = messages.payload_to_outcome(
-        messages.outcome_to_payload(torch.tensor([0, -1]), torch.tensor([5, 6]), 0.25, 7)
+    accepted, bonus, seconds, verified = payloads.payload_to_outcome(
+        payloads.outcome_to_payload(torch.tensor([0, -1]), torch.tensor([5, 6]), 0.25, 7)
     )
     assert (accepted.tolist(), bonus.tolist(), seconds, verified) == ([0, -1], [5, 6], 0.25, 7)
     answer = Answer(torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([True, False]), 0.25, 0.125, 9, 7.5, 8.25)
-    unpacked = messages.payload_to_answer(messages.answer_to_payload(answer), 2)
+    unpacked = payloads.payload_to_answer(payloads.answer_to_payload(answer), 2)
     assert torch.equal(unpacked.tokens, answer.tokens) and torch.equal(unpacked.hits, answer.hits)
     assert (unpacked.draft_seconds, unpacked.answer_seconds, unpacked.budget) == (0.25, 0.125, 9)
     assert (unpacked.prepared_at, unpacked.answered_at) == (7.5, 8.25)
-    assert messages.payload_to_backup_request(messages.backup_request_to_payload([0, 2], 5), 3) == ([0, 2], 5)
+    assert payloads.payload_to_backup_request(payloads.backup_request_to_payload([0, 2], 5), 3) == ([0, 2], 5)
     proposal = Proposal(torch.tensor([[7, 8], [9, 0]]), [2, 1], torch.ones(2, 2, 4) / 4)
-    unpacked, probabilities_follow = messages.payload_to_proposal(messages.proposal_to_payload(proposal), 2)
+    unpacked, probabilities_follow = payloads.payload_to_proposal(payloads.proposal_to_payload(proposal), 2)
     assert torch.equal(unpacked.tokens, proposal.tokens) and unpacked.counts == [2, 1] and probabilities_follow
 
 
 @pytest.mark.parametrize("payload", [[], [5], [0, 1], [3, 0, 2], [3, -1]])
 def test_requests_for_rows_that_are_not_there_are_refused(payload):
     with pytest.raises(ProtocolError):
-        messages.payload_to_backup_request(torch.tensor(payload, dtype=torch.int64), 2)
+        payloads.payload_to_backup_request(torch.tensor(payload, dtype=torch.int64), 2)
 
 
 @pytest.mark.parametrize("payload", [[], [0, 1], [0, 1, 1, 5], [0, 2, 0, 5, 6], [0, -1, 0, 5, 6]])
 def test_proposals_that_do_not_add_up_are_refused(payload):
     with pytest.raises(ProtocolError):
-        messages.payload_to_proposal(torch.tensor(payload, dtype=torch.int64), 2)
+        payloads.payload_to_proposal(torch.tensor(payload, dtype=torch.int64), 2)
 
 
 @pytest.mark.parametrize("payload", [[], [0], [2, 3], [1, 3, 5, 5], [1, 0], [2, 1, 1, 5]])
 def test_prompts_that_do_not_add_up_are_refused(payload):
     with pytest.raises(ProtocolError):
-        messages.payload_to_prompts(torch.tensor(payload, dtype=torch.int64))
+        payloads.payload_to_prompts(torch.tensor(payload, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("support", [1, 5, 40])
@@ -111,8 +111,8 @@ def test_probabilities_travel_exactly(support):
     scores = torch.randn(2, 3, 40)
     scores = scores.masked_fill(scores < scores.topk(support).values[..., -1:], -torch.inf)
     probabilities = scores.softmax(-1)
-    payload = messages.probabilities_to_payload(probabilities)
-    assert torch.equal(messages.payload_to_probabilities(payload, probabilities.shape), probabilities)
+    payload = payloads.probabilities_to_payload(probabilities)
+    assert torch.equal(payloads.payload_to_probabilities(payload, probabilities.shape), probabilities)
     assert len(payload) == (probabilities.numel() if support == 40 else 2 * 6 * support)
     with pytest.raises(ProtocolError):
-        messages.payload_to_probabilities(payload[:-1], probabilities.shape)
+        payloads.payload_to_probabilities(payload[:-1], probabilities.shape)

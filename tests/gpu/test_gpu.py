@@ -67,6 +67,16 @@ def test_several_workers(target):
 
 
 @two_gpus
+def test_probabilities_go_from_gpu_to_gpu(target):
+    draft = tiny_draft().to("cuda:1")
+    with hf_ssd.launch_draft(draft) as assistant:
+        outputs = [generate(target, assistant, **SAMPLED) for _ in range(3)]
+        assert assistant.workers[0].channel.link.device == torch.device("cuda:0")
+    oracle = generate(target, draft, **SAMPLED).sequences
+    assert all(torch.equal(output.sequences, oracle) for output in outputs)
+
+
+@two_gpus
 def test_torchrun():
     command = [Path(sys.executable).parent / "torchrun", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run([*map(str, command), str(EXAMPLES / "generate_tp.py")], capture_output=True, text=True)

@@ -1,0 +1,47 @@
+"""torch.distributed groups of two: the draft's process and one of the target's."""
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+TARGET, DRAFT = 0, 1  # ranks
+LOOPBACK = "127.0.0.1"
+CONNECT_TIMEOUT = timedelta(seconds=60)  # for the other process to join, once it is known to be there
+# An idle worker waits between calls for as long as its program runs; what bounds a wait is the caller's deadline, and
+# the end of the other process, which gloo reports at once.
+TRANSFER_TIMEOUT = timedelta(days=365)
+
+
+def gloo_group(store: dist.Store, name: str, rank: int, hostname: str | None = LOOPBACK) -> dist.ProcessGroup:
+    """
+    Args:
+        store (`torch.distributed.Store`): Where the two processes find each other.
+        name (`str`): Of the group, the same in both.
+        rank (`int`): `TARGET` or `DRAFT`.
+        hostname (`str`, *optional*, defaults to `"127.0.0.1"`): The address of this end. `None` for what gloo picks by
+            the name of the machine, or by `GLOO_SOCKET_IFNAME`, so that other machines can reach it.
+    """
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = CONNECT_TIMEOUT
+    options._threads = 1
+    if hostname is None:
+        device = dist.ProcessGroupGloo.create_default_device()
+    else:
+        device = dist.ProcessGroupGloo.create_device(hostname=hostname, lazy_init=False)
+    options._devices = [device]
+    return dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, 2, options)
+
+
+def nccl_group(store: dist.Store, name: str, rank: int) -> dist.ProcessGroup:
+    """The same between two GPUs, each process having set its own as the current one."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = TRANSFER_TIMEOUT
+    return dist.ProcessGroupNCCL(dist.PrefixStore(name, store), rank, 2, options)
+
+
+def broadcast(group: dist.ProcessGroup, tensor: torch.Tensor, root: int) -> dist.Work:
+    """Starts to send `tensor`, or to receive into it."""
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor, options.timeout = root, 0, TRANSFER_TIMEOUT
+    return group.broadcast([tensor], options)

@@ -1,0 +1,159 @@
+"""
+What tokens were drawn from, over a connection of its own. Between GPUs that is NCCL's (tests/gpu); here gloo stands in
+for it, and all else is the same.
+"""
+
+import os
+import signal
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import LogitsProcessorList, set_seed
+
+import hf_ssd
+from hf_ssd.distributed.channel import Channel
+from hf_ssd.distributed.device_link import DeviceLink
+from hf_ssd.distributed.messages import Kind, Message, ProtocolError
+
+from ..conftest import padded_batch, tiny_draft
+from ..faults.test_worker_faults import AtLength
+
+CPU = torch.device("cpu")
+CONFIG = {"lookahead": 3, "budget": 8}
+
+
+def at_once(*steps):
+    """Runs each in a thread, and returns what they return."""
+    results = [None] * len(steps)
+    threads = [threading.Thread(target=lambda i=i: results.__setitem__(i, steps[i]())) for i in range(len(steps))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+@pytest.fixture
+def ends():
+    store = dist.HashStore()
+    target, draft = at_once(lambda: Channel(store, is_target=True), lambda: Channel(store, is_target=False))
+    yield target, draft
+    for end in (target, draft):
+        end.close()
+
+
+def test_both_ways_of_a_payload_keep_the_order_of_messages(ends):
+    target, draft = ends
+    assert at_once(lambda: target.open_link(CPU), lambda: draft.open_link(CPU)) == [True, True]
+    for i in range(5):
+        draft.send(Message(Kind.SPECULATION, 1, i, torch.arange(200)))
+        draft.send(Message(Kind.PROBABILITIES, 1, i, torch.full((3000,), float(i)), over_link=True))
+        draft.send(Message(Kind.PROBABILITIES, 1, i, torch.full((2000,), -float(i))))
+    for i in range(5):
+        speculation, linked, direct = (target.receive(10) for _ in range(3))
+        assert (speculation.round, linked.over_link, direct.over_link) == (i, True, False)
+        assert torch.equal(linked.payload, torch.full((3000,), float(i)))
+        assert torch.equal(direct.payload, torch.full((2000,), -float(i)))
+
+
+def test_a_wait_for_a_payload_can_be_taken_up_again(ends):
+    target, draft = ends
+    at_once(lambda: target.open_link(CPU), lambda: draft.open_link(CPU))
+    send, held = draft.link.send, []
+    draft.link.send = lambda payload: held.append(payload) or _Done()  # the frame goes ahead alone
+    draft.send(Message(Kind.PROBABILITIES, payload=torch.ones(500), over_link=True))
+    for _ in range(2):
+        with pytest.raises(TimeoutError):
+            target.receive(0.1)
+    work = send(held[0])
+    assert torch.equal(target.receive(10).payload, torch.ones(500))
+    DeviceLink.wait(work, None)
+
+
+def test_a_payload_over_a_link_that_is_not_open_is_refused(ends):
+    target, draft = ends
+    draft.link = type("Link", (), {"send": lambda self, payload: _Done(), "group": draft.outgoing})()
+    draft.send(Message(Kind.PROBABILITIES, payload=torch.ones(500), over_link=True))
+    with pytest.raises(ProtocolError, match="a link that was not opened"):
+        target.receive(10)
+
+
+class _Done:
+    def is_completed(self):
+        return True
+
+
+# ---------------------------------------------------------------- real workers
+
+
+@pytest.fixture
+def linked():
+    with hf_ssd.launch_draft(tiny_draft(), num_threads=1) as assistant:
+        assert assistant.workers[0].open_link(CPU)
+        yield assistant
+
+
+def sampled(target, assistant, processor=None, **config):
+    set_seed(5)
+    return target.generate(
+        **padded_batch(3),
+        do_sample=True,
+        temperature=0.8,
+        max_new_tokens=30,
+        logits_processor=LogitsProcessorList([processor] if processor else []),
+        assistant_model=assistant,
+        ssd_config=hf_ssd.SSDConfig(**CONFIG, **config),
+        return_dict_in_generate=True,
+    )
+
+
+def test_sampled_output_is_that_of_the_oracle_and_nothing_stays_on_its_way(target, linked):
+    oracle = sampled(target, tiny_draft(), asynchronous=False)
+    link, received = linked.workers[0].channel.link, []
+    receive = link.receive
+    link.receive = lambda message: received.append(message.payload.numel()) or receive(message)
+    pid = linked.workers[0].facts["pid"]
+    for _ in range(3):
+        output = sampled(target, linked)
+        assert torch.equal(output.sequences, oracle.sequences) and output.ssd_stats.draft_failure is None
+        # One for each speculation, and the one that nobody needed any more.
+        assert len(received) == output.ssd_stats.rounds + 1
+        received.clear()
+    assert linked.workers[0].facts["pid"] == pid
+
+
+def test_a_worker_that_is_killed_takes_nothing_with_it(target, linked):
+    pid = linked.workers[0].facts["pid"]
+    output = sampled(target, linked, AtLength(18, lambda: os.kill(pid, signal.SIGKILL)), timeout=5.0)
+    assert output.ssd_stats.draft_failure and output.sequences.shape[1] == 9 + 30
+    oracle = sampled(target, tiny_draft(), asynchronous=False)
+    assert torch.equal(sampled(target, linked).sequences, oracle.sequences)  # another worker, without a link
+    assert linked.workers[0].channel.link is None
+
+
+def test_a_link_that_one_side_does_not_open_is_given_up(ends, monkeypatch):
+    monkeypatch.setattr("hf_ssd.distributed.device_link.LINK_TIMEOUT", 0.5)
+    target, _ = ends
+    assert not target.open_link(CPU) and target.link is None
+
+
+def test_a_worker_goes_on_without_the_link_that_its_target_cannot_open(target, monkeypatch):
+    with hf_ssd.launch_draft(tiny_draft(), num_threads=1) as assistant:
+        worker = assistant.workers[0]
+        with monkeypatch.context() as patched:
+            patched.setattr(DeviceLink, "_try", _fails)
+            assert not worker.open_link(CPU)
+        assert worker.channel.link is None
+        oracle = sampled(target, tiny_draft(), asynchronous=False)
+        assert torch.equal(sampled(target, assistant).sequences, oracle.sequences)
+
+
+def _fails(*_):
+    raise RuntimeError("no peer")
+
+
+def test_on_one_cpu_there_is_no_link(target, assistant):
+    sampled(target, assistant)
+    assert assistant.workers[0].channel.link is None and not assistant.workers[0].link_was_tried
