@@ -3,10 +3,11 @@
 import dataclasses
 import os
 import signal
+import time
 
 import pytest
 import torch
-from transformers import LogitsProcessorList, set_seed
+from transformers import LogitsProcessor, LogitsProcessorList, set_seed
 from transformers.utils import logging
 
 import hf_ssd
@@ -93,6 +94,14 @@ def test_two_workers_with_the_same_share_would_not(target, one, two, monkeypatch
     assert generate(target, two, do_sample=False).ssd_stats.hits != expected.ssd_stats.hits
 
 
+class Slow(LogitsProcessor):
+    """Gives the workers the time to finish what they prepare."""
+
+    def __call__(self, input_ids, scores):
+        time.sleep(0.02)
+        return scores
+
+
 def test_both_workers_answer(target, two, monkeypatch):
     owners = []
     original = hf_ssd.distributed.team.TeamSession._merge
@@ -103,7 +112,7 @@ def test_both_workers_answer(target, two, monkeypatch):
         return merged
 
     monkeypatch.setattr(hf_ssd.distributed.team.TeamSession, "_merge", watch)
-    generate(target, two, do_sample=False)
+    generate(target, two, do_sample=False, processor=Slow())
     assert {0, 1} == set(owners)
 
 

@@ -136,8 +136,16 @@ def test_late_answers_to_an_old_call_are_dropped(target, assistant):
         assert generate(target, assistant).draft_failure is None
 
 
+@pytest.fixture
+def ctrl_c():
+    """As in a terminal: a shell lets programs that it starts in the background ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("stopped", [False, True])
-def test_ctrl_c_is_obeyed_at_once_and_the_next_call_works(target, assistant, stopped):
+def test_ctrl_c_is_obeyed_at_once_and_the_next_call_works(target, assistant, stopped, ctrl_c):
     def interrupt():
         if stopped:
             os.kill(assistant.workers[0].process.popen.pid, signal.SIGSTOP)
