@@ -189,7 +189,8 @@ def chapter_entry(name: str) -> list[str]:
     return blocks
 
 
-def main() -> None:
+def page() -> str:
+    """Returns the whole page."""
     documented = {name for names in CHAPTERS.values() for name in names}
     wanted = {*hf_ssd.__all__, *(f"distributed.{name}" for name in distributed.__all__)}
     if missing := wanted - documented:
@@ -201,7 +202,11 @@ def main() -> None:
             blocks += paragraphs(inspect.getdoc(theory).splitlines())
         for name in names:
             blocks += chapter_entry(name)
-    (Path(__file__).parent / "api.md").write_text("\n\n".join(blocks) + "\n", encoding="utf-8")
+    return "\n\n".join(blocks) + "\n"
+
+
+def main() -> None:
+    (Path(__file__).parent / "api.md").write_text(page(), encoding="utf-8")
 
 
 if __name__ == "__main__":

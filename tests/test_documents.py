@@ -1,0 +1,165 @@
+"""What the documents say is true: their Python runs, their commands exist, and their links lead somewhere."""
+
+import argparse
+import os
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import hf_ssd
+
+ROOT = Path(__file__).parent.parent
+PAIR = ROOT / "examples" / "pair"
+DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/pair/README.md")]
+DOCUMENTS += sorted((ROOT / "docs").glob("*.md"))
+GENERATED = ROOT / "docs" / "api.md"
+
+
+def blocks_of(document: Path, language: str) -> list[str]:
+    """Returns the code blocks in a language, in their order."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", document.read_text(), re.MULTILINE | re.DOTALL)
+
+
+# ---------------------------------------------------------------- Python
+
+WRITTEN = [document for document in DOCUMENTS if document != GENERATED and blocks_of(document, "python")]
+
+
+def on_this_machine(block: str) -> str:
+    """Where a block names GPUs, this machine's devices take their place."""
+    return block if torch.cuda.device_count() > 1 else re.sub(r"cuda:\d", "cpu", block)
+
+
+@pytest.fixture
+def what_readers_have(tmp_path):
+    """The names that the documents use without saying where they come from."""
+    models = [AutoModelForCausalLM.from_pretrained(PAIR / name, dtype="float32") for name in ("target", "draft")]
+    inputs = AutoTokenizer.from_pretrained(PAIR / "target")(
+        "import os", return_tensors="pt", return_token_type_ids=False
+    )
+    names = {"TARGET": str(PAIR / "target"), "DRAFT": str(PAIR / "draft"), "FOLDER": str(tmp_path)}
+    return {**names, "hf_ssd": hf_ssd, "target": hf_ssd.enable(models[0]), "draft": models[1], "inputs": inputs}
+
+
+@pytest.mark.parametrize("document", WRITTEN, ids=lambda path: path.name)
+def test_the_python_of_a_document_runs(document, what_readers_have, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    for block in blocks_of(document, "python"):
+        if "init_roles" not in block:
+            exec(compile(on_this_machine(block), document.name, "exec"), what_readers_have)
+
+
+@pytest.mark.parametrize("document", [ROOT / "docs" / "distributed.md"], ids=lambda path: path.name)
+def test_the_programs_for_torchrun_run(document, tmp_path):
+    programs = [block for block in blocks_of(document, "python") if "init_roles" in block]
+    for block in programs:
+        names = f"TARGET, DRAFT = {str(PAIR / 'target')!r}, {str(PAIR / 'draft')!r}\n"
+        program = tmp_path / "program.py"
+        program.write_text(names + block)
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+        assert done.returncode == 0, done.stderr
+        assert "tensor" in done.stdout
+    assert programs
+
+
+def test_the_api_reference_is_that_of_the_code():
+    module = runpy.run_path(str(ROOT / "docs" / "make_api.py"))
+    assert module["page"]() == GENERATED.read_text(), "run `python docs/make_api.py`"
+
+
+# ---------------------------------------------------------------- commands
+
+
+class _Parsed(Exception):
+    """The arguments of a command are such as it takes."""
+
+
+def commands_of(document: Path) -> list[str]:
+    """Returns what the document tells its reader to run of this repository's programs, one command each."""
+    text = document.read_text()
+    lines = [line for block in blocks_of(document, "bash") for line in block.replace("\\\n", " ").splitlines()]
+    # Inline commands: a line break within one is a blank.
+    lines += [" ".join(code.split()) for code in re.findall(r"`((?:python|torchrun|accelerate) [^`]+)`", text)]
+    parts = [part.split("#")[0].strip() for line in lines for part in line.split("&&")]
+    return [part for part in parts if "examples/" in part]
+
+
+COMMANDS = [(document, command) for document in DOCUMENTS for command in commands_of(document)]
+
+
+@pytest.mark.parametrize("document, command", COMMANDS, ids=[f"{path.name}: {command}" for path, command in COMMANDS])
+def test_a_command_of_a_document_is_one_that_its_program_takes(document, command, monkeypatch):
+    words = [word for word in shlex.split(command) if word != "..."]
+    place = next(i for i, word in enumerate(words) if word.endswith(".py"))
+    program = ROOT / words[place]
+    assert program.exists()
+    parse = argparse.ArgumentParser.parse_args
+
+    def parse_only(self, arguments=None, namespace=None):
+        parse(self, arguments, namespace)
+        raise _Parsed
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_only)
+    monkeypatch.setattr(sys, "argv", [str(program), *_with_values(words[place + 1 :])])
+    monkeypatch.setattr(sys, "path", [str(program.parent), *sys.path])
+    with pytest.raises(_Parsed):
+        runpy.run_path(str(program), run_name="__main__")
+
+
+def _with_values(words: list[str]) -> list[str]:
+    """Options whose value the document leaves open (`--target ...`) get one."""
+    open_options = ("--target", "--draft")
+    filled = []
+    for word, following in zip(words, [*words[1:], "--"]):
+        filled.append(word)
+        if word in open_options and following.startswith("--"):
+            filled.append("somewhere")
+    return filled
+
+
+def test_there_are_commands_to_check():
+    assert len(COMMANDS) > 15 and {"README.md", "performance.md"} <= {document.name for document, _ in COMMANDS}
+
+
+# ---------------------------------------------------------------- links
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(document):
+    for link in re.findall(r"\]\(([^)\s]+)\)", document.read_text()):
+        if link.startswith("http"):
+            continue
+        path, _, anchor = link.partition("#")
+        goal = (document.parent / path).resolve() if path else document
+        assert goal.exists(), link
+        if anchor:
+            titles = re.findall(r"^#+ (.*)$", goal.read_text(), re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}, link
+
+
+# ---------------------------------------------------------------- what is wrong would be noticed
+
+
+def test_a_wrong_block_and_a_wrong_link_are_found(tmp_path, what_readers_have, monkeypatch, capsys):
+    document = tmp_path / "wrong.md"
+    document.write_text("```python\ntarget.generate(**inputs, lookahaed=3)\n```\nSee [this](nowhere.md).\n")
+    with pytest.raises(ValueError, match="lookahaed"):
+        test_the_python_of_a_document_runs(document, what_readers_have, monkeypatch, capsys)
+    with pytest.raises(AssertionError):
+        test_links_lead_somewhere(document)
+
+
+def test_a_wrong_option_is_found(monkeypatch, capsys):
+    with pytest.raises(SystemExit):
+        test_a_command_of_a_document_is_one_that_its_program_takes(
+            None, "python examples/quickstart.py --lookahaed 3", monkeypatch
+        )
