@@ -4,6 +4,7 @@ Each direction is a gloo group of two ranks, and a message is a broadcast from o
 asynchronous broadcast can be polled, and a wait that ran out can be taken up again without closing the connection.
 """
 
+import os
 import threading
 import time
 from collections import deque
@@ -18,6 +19,9 @@ from .messages import FRAME_LENGTH, Message, ProtocolError, pack, unpack
 
 CLOSE_TIMEOUT = 5.0  # seconds
 WAIT_SLICE = 0.1  # seconds; between two slices Python handles Ctrl-C
+# Seconds in which a wait only looks, again and again, before it sleeps: a processor that sleeps is slow to wake, and
+# slower for a while after that. Long enough for a round; between calls a worker sleeps.
+AWAKE = 0.1
 
 
 class PeerLost(ConnectionError):
@@ -131,6 +135,12 @@ class Channel:
 
     @staticmethod
     def wait(work: dist.Work, deadline: float | None) -> None:
+        """Waits until a transfer is complete. See [`~Channel.receive`]."""
+        asleep_at = time.monotonic() + AWAKE
+        if deadline is not None:
+            asleep_at = min(asleep_at, deadline)
+        while not work.is_completed() and time.monotonic() < asleep_at:
+            _let_others_run()
         while True:
             left = WAIT_SLICE if deadline is None else min(WAIT_SLICE, deadline - time.monotonic())
             # Asked before the wait: a message may come just as the wait runs out, and that is no loss.
@@ -150,3 +160,10 @@ def _give_up(groups: list[dist.ProcessGroup]) -> None:
     closing = threading.Thread(target=lambda: [group.abort() for group in groups], daemon=True)
     closing.start()
     closing.join(CLOSE_TIMEOUT)
+
+
+def _let_others_run() -> None:
+    """Other processes and gloo's threads on this core, and other Python threads."""
+    if hasattr(os, "sched_yield"):
+        os.sched_yield()
+    time.sleep(0)

@@ -59,7 +59,7 @@ class Connection(ABC):
 
     def link_gpus(self, device: torch.device) -> None:
         """Opens a link between two different GPUs. Tried once; without it, host memory serves."""
-        identities = {gpu_identity(device), self.facts["gpu"]}
+        identities = {gpu_identity(device), self.facts.get("gpu")}
         if len(identities) == 2 and None not in identities and not self.link_was_tried:
             self.open_link(device)
 

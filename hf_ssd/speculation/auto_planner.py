@@ -6,6 +6,7 @@ import time
 
 from .. import theory
 from ..config import SSDConfig
+from .corrections import Corrections, kind_of
 from .costs import Average
 from .measurements import LARGEST_BUDGET, LONGEST_LOOKAHEAD, Measurements
 from .planner import FixedPlanner, Plan, Planner, Round, first_fallback
@@ -17,6 +18,7 @@ EXPLORED = ((4, 8), (7, 8), (4, 8), (1, 8), (7, 0), (1, 0), (4, 0), *[(0, 0)] * 
 FIRST_LOOK, LONGEST_BETWEEN_LOOKS = 24, 192  # rounds until it is seen again what it would be like otherwise
 ROUNDS_OF_A_LOOK = 5
 WORTH_A_LOOK = 0.75  # share of the best speed that must be predicted for something to look at it
+WORTH_A_REST = 0.5  # the same for resting, which was measured while the target was used to wait
 UNSETTLED = 2  # rounds after a change that are no measure: a processor that has waited is slower for a while
 WORTH_A_CHANGE = 1.02  # predicted gain below which a plan stays as it is
 FIRST_REST, LONGEST_REST = 64, 512  # rounds of plain decoding before the draft is tried again
@@ -57,9 +59,8 @@ class AutoPlanner(Planner):
         self.fallback = first_fallback(config)
         self.adapts_tokens = config.lookahead == "auto"  # otherwise a seed gives the same tokens again
         self.compares_backups = config.fallback == "auto" and self.adapts_tokens and config.asynchronous
-        # Seconds that a round really takes over what its parts predict, by kind of plan.
-        self.real_over_predicted = {kind: Average(1.0, 10.0, memory=0.98) for kind in ("ahead", "in turn", "rest")}
-        self.predicted_seconds: float | None = None  # of a round of the current plan
+        self.corrections = Corrections()
+        self.predicted: tuple[float, float] | None = None  # tokens and seconds of a round of the current plan
         self.kind, self.unsettled, self.drafted = "", 0, 0
         self.saguaro = None
         if config.saguaro_c == "auto":
@@ -68,15 +69,19 @@ class AutoPlanner(Planner):
 
     def observe(self, round_):
         self.rounds += 1
-        kind = _kind(self.current.lookahead, self.current.budget)
+        now = (self.current.lookahead, self.current.budget)
+        kind = kind_of(*now)
         self.unsettled = self.unsettled - 1 if kind == self.kind else UNSETTLED
         self.kind = kind
         self.drafted += kind != "rest"
         if self.unsettled >= 0 and (kind == "rest" or self.rounds > len(EXPLORED)):
             round_ = dataclasses.replace(round_, seconds=0.0, elapsed=0.0)
         self.measured.observe(round_)
-        if round_.elapsed and self.predicted_seconds:
-            self.real_over_predicted[kind].observe(min(4.0, round_.elapsed / self.predicted_seconds))
+        if round_.elapsed and self.predicted is not None:
+            # Not what happened to be accepted, but what was to be expected of so many tokens: chance is left out.
+            tokens, seconds = self.predicted
+            gained = self.rows * self.measured.expected_tokens(round_.lookahead)[-1]
+            self.corrections.observe(now, round_.elapsed / gained * tokens / seconds)
         if self.saguaro is not None:
             if self.saguaro.observe(round_):
                 self.current = dataclasses.replace(self.current, saguaro_c=self.saguaro.value)
@@ -127,10 +132,7 @@ class AutoPlanner(Planner):
         for lookahead in LOOKAHEADS if self.adapts_tokens else [self.config.lookahead]:
             for budget, round_ in self._rounds(lookahead).items():
                 predicted[lookahead, budget] = round_
-        speeds = {
-            plan: tokens / (seconds * self.real_over_predicted[_kind(*plan)].value)
-            for plan, (tokens, seconds) in predicted.items()
-        }
+        speeds = {plan: tokens / (seconds * self.corrections(plan)) for plan, (tokens, seconds) in predicted.items()}
         resting = speeds.pop((0, 0), 0.0)
         best, now = max(speeds, key=speeds.get), (self.current.lookahead, self.current.budget)
         # The beginning of a text is not like the rest of it, and who rests learns nothing more of what is accepted.
@@ -139,7 +141,7 @@ class AutoPlanner(Planner):
             self._rest_or_try(best)
         else:
             self._draft(best, now, speeds, resting)
-        self.predicted_seconds = predicted.get((self.current.lookahead, self.current.budget), (0, None))[1]
+        self.predicted = predicted.get((self.current.lookahead, self.current.budget))
 
     def _draft(
         self, best: tuple[int, int], now: tuple[int, int], speeds: dict[tuple[int, int], float], resting: float
@@ -156,8 +158,8 @@ class AutoPlanner(Planner):
 
     def _look(self, best: tuple[int, int], speeds: dict[tuple[int, int], float], resting: float) -> tuple[int, int]:
         """
-        What is not done is not measured either: looks in turn at resting, the other way of drafting, and longer
-        speculations, for a few rounds, where what is predicted for them is not out of the question.
+        What is not done is not measured either: looks in turn at resting, at the other way of drafting, and at the
+        most promising of all plans, for a few rounds, where what is predicted for them is not out of the question.
         """
         self.looks += 1
         self.look_at = self.rounds + min(LONGEST_BETWEEN_LOOKS, FIRST_LOOK * 2 ** (self.looks // 3))
@@ -166,9 +168,10 @@ class AutoPlanner(Planner):
         elif self.looks % 3 == 2:
             other = {plan: speed for plan, speed in speeds.items() if (plan[1] == 0) != (best[1] == 0)}
         else:
-            other = {plan: speed for plan, speed in speeds.items() if plan[0] > best[0]}
+            other = {plan: speed * self.corrections.hope(plan) for plan, speed in speeds.items() if plan != best}
+            other = {plan: speed for plan, speed in other.items() if speed > speeds[best]}
         candidate = max(other, key=other.get, default=best)
-        if other.get(candidate, 0.0) < WORTH_A_LOOK * speeds[best]:
+        if other.get(candidate, 0.0) < (WORTH_A_LOOK if candidate[0] else WORTH_A_REST) * speeds[best]:
             return best
         self.replan_at = self.looks_until = self.rounds + ROUNDS_OF_A_LOOK
         return candidate
@@ -264,12 +267,6 @@ class AutoPlanner(Planner):
         best = max(speeds, key=speeds.get)
         if speeds[best] > WORTH_ANOTHER_FALLBACK * speeds[self.fallback]:
             self.fallback = best
-
-
-def _kind(lookahead: int, budget: int) -> str:
-    if lookahead == 0:
-        return "rest"
-    return "ahead" if budget else "in turn"
 
 
 class _Ladder:

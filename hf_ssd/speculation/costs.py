@@ -3,37 +3,43 @@
 
 class LinearCost:
     """
-    Seconds = fixed + slope * units, by least squares that forget. Where all observations are of one size, the slope is
-    a guess.
+    Seconds = fixed + slope * units, by least squares that forget. A machine may be slower for a while, but what more
+    units cost remains much the same; so the slope is remembered longer than the level. Where all observations are of
+    one size, the slope is a guess.
 
     Args:
         relative_slope (`float`): The guess, in units of the fixed part.
-        memory (`float`, *optional*, defaults to 0.97): Weight that an observation keeps with each one that follows.
+        memory (`float`, *optional*, defaults to 0.97): Weight that an observation keeps with each one that follows, for
+            the level.
+        slope_memory (`float`, *optional*, defaults to 0.995): The same for the slope.
     """
 
-    def __init__(self, relative_slope: float, memory: float = 0.97):
-        self.relative_slope, self.memory = relative_slope, memory
+    def __init__(self, relative_slope: float, memory: float = 0.97, slope_memory: float = 0.995):
+        self.relative_slope, self.slope_memory = relative_slope, slope_memory
         self.observations = 0
+        self.units, self.seconds = Average(0.0, 0.0, memory), Average(0.0, 0.0, memory)
         self.weight = self.x = self.y = self.xx = self.xy = 0.0
         self.fixed = self.slope = 0.0
 
     def observe(self, units: float, seconds: float) -> None:
         if self.observations > 5:  # one hiccup of the machine must not change the plan
-            seconds = min(seconds, 3 * max(self(units), self.y / self.weight))
+            seconds = min(seconds, 3 * max(self(units), self.seconds.value))
         self.observations += 1
-        self.weight = self.memory * self.weight + 1
-        self.x = self.memory * self.x + units
-        self.y = self.memory * self.y + seconds
-        self.xx = self.memory * self.xx + units * units
-        self.xy = self.memory * self.xy + units * seconds
+        self.units.observe(units)
+        self.seconds.observe(seconds)
+        self.weight = self.slope_memory * self.weight + 1
+        self.x = self.slope_memory * self.x + units
+        self.y = self.slope_memory * self.y + seconds
+        self.xx = self.slope_memory * self.xx + units * units
+        self.xy = self.slope_memory * self.xy + units * seconds
         mean_x, mean_y = self.x / self.weight, self.y / self.weight
         variance = max(0.0, self.xx / self.weight - mean_x**2)
         covariance = self.xy / self.weight - mean_x * mean_y
         guess = self.relative_slope * mean_y / (1 + self.relative_slope * mean_x)
         certainty = 0.2 * (mean_x**2 + 1) / self.weight  # the guess counts like a few observations near each other
-        self.slope = max(0.0, (covariance + certainty * guess) / (variance + certainty))
-        self.slope = min(self.slope, mean_y / max(mean_x, 1e-9))
-        self.fixed = mean_y - self.slope * mean_x
+        slope = max(0.0, (covariance + certainty * guess) / (variance + certainty))
+        self.slope = min(slope, self.seconds.value / max(self.units.value, 1e-9))
+        self.fixed = self.seconds.value - self.slope * self.units.value
 
     def __call__(self, units: float) -> float:
         """Returns the estimated seconds; 0 before the first observation."""

@@ -136,9 +136,6 @@ class CacheShape(ABC):
         self.config = config
 
     @abstractmethod
-    def fan_out(self, forks: Forks, row: int, budget: int) -> list[int]:
-        """Returns the fan-out of one row whose speculation came from the draft model, which sums to the budget."""
-
     def fan_outs(self, forks: Forks, budget: int) -> list[list[int]]:
         """
         Args:
@@ -149,6 +146,19 @@ class CacheShape(ABC):
         Returns:
             `list[list[int]]`: For each row, guesses after each of the `lookahead + 1` accepted counts.
         """
+
+    def learn(self, forks: Forks, accepted: list[int], bonus: list[int]) -> None:
+        """Sees how a round ended: accepted count (negative for a finished row) and bonus token of each row."""
+
+
+class RowByRow(CacheShape):
+    """A shape that looks at one row after the other."""
+
+    @abstractmethod
+    def fan_out(self, forks: Forks, row: int, budget: int) -> list[int]:
+        """Returns the fan-out of one row whose speculation came from the draft model, which sums to the budget."""
+
+    def fan_outs(self, forks, budget):
         if len(forks.limits) == 1:
             return [[budget]] * len(forks.from_backup)
         return [
@@ -164,18 +174,15 @@ class CacheShape(ABC):
         chances = chances_of_counts(forks.drafted_probabilities[row]).clamp(min=0).tolist()
         return allocate(fan_out_for(chances, budget, self.config.power_law_exponent), budget)
 
-    def learn(self, forks: Forks, accepted: list[int], bonus: list[int]) -> None:
-        """Sees how a round ended: accepted count (negative for a finished row) and bonus token of each row."""
 
-
-class Uniform(CacheShape):
+class Uniform(RowByRow):
     """The same fan-out after each accepted count."""
 
     def fan_out(self, forks, row, budget):
         return allocate([1.0] * len(forks.limits), budget)
 
 
-class Geometric(CacheShape):
+class Geometric(RowByRow):
     """Theorem 12: the best fan-out for a constant acceptance rate and a miss rate of F^-r."""
 
     def fan_out(self, forks, row, budget):
@@ -183,7 +190,7 @@ class Geometric(CacheShape):
         return allocate(geometric_fan_out(len(forks.limits) - 1, budget, a, r), budget)
 
 
-class Explicit(CacheShape):
+class Explicit(RowByRow):
     """The user's own list, for speculations of the length it was made for; uniform for shorter ones."""
 
     def fan_out(self, forks, row, budget):
@@ -191,7 +198,7 @@ class Explicit(CacheShape):
         return list(given) if len(given) == len(forks.limits) else allocate([1.0] * len(forks.limits), budget)
 
 
-class AllAccepted(CacheShape):
+class AllAccepted(RowByRow):
     """
     What AMUSD and PEARL prepare: they go on drafting as if every token will be accepted, so that the only outcomes are
     K accepted tokens and a bonus token. Leaves out every rejection, after which they wait for a new speculation. (They
@@ -202,7 +209,7 @@ class AllAccepted(CacheShape):
         return [0] * (len(forks.limits) - 1) + [budget]
 
 
-class SingleBranch(CacheShape):
+class SingleBranch(RowByRow):
     """
     What SpecBranch prepares: one branching point, at the draft's least confident token, where the alternatives to it
     are prepared. Leaves out every other accepted count, also that of complete acceptance. (SpecBranch chooses the point
@@ -214,7 +221,7 @@ class SingleBranch(CacheShape):
         return [budget * (k == least) for k in range(len(forks.limits))]
 
 
-class GreedyTree(CacheShape):
+class GreedyTree(RowByRow):
     """
     What SwiftSpec prepares: a token tree grown from the current speculation, always by the node with the highest
     product of draft probabilities along its path. Leaves out how often the draft is right when it says so (no
@@ -223,7 +230,7 @@ class GreedyTree(CacheShape):
 
     def fan_out(self, forks, row, budget):
         reached = torch.cat([torch.ones(1), forks.drafted_probabilities[row].cumprod(0)])
-        return _counts_of_best(reached[:, None] * forks.probabilities[row], forks.limits, budget)
+        return _counts_of_best((reached[:, None] * forks.probabilities[row])[None], forks.limits, budget)[0]
 
 
 class Confidence(CacheShape):
@@ -244,47 +251,50 @@ class Confidence(CacheShape):
         self.right_after_rejection = OnlineLogistic([0.5, 0.8, -0.5])
         self.right_at_the_end = OnlineLogistic([0.5, 0.8, -0.5])
 
-    def fan_out(self, forks, row, budget):
-        return self._fan_out(self.accepted, forks, row, budget)
-
-    def after_backup(self, forks, row, budget):
-        return self._fan_out(self.accepted_backup, forks, row, budget)
-
-    def _fan_out(self, accepted: OnlineLogistic, forks: Forks, row: int, budget: int) -> list[int]:
-        counts = chances_of_counts(accepted(log_odds(forks.drafted_probabilities[row])))
-        features = self._guess_features(forks, row)
+    def fan_outs(self, forks, budget):
+        if len(forks.limits) == 1:
+            return [[budget]] * len(forks.from_backup)
+        odds, is_backup = log_odds(forks.drafted_probabilities), torch.tensor(forks.from_backup)[:, None]
+        counts = chances_of_counts(torch.where(is_backup, self.accepted_backup(odds), self.accepted(odds)))
+        features = self._guess_features(forks)
         right = self.right_after_rejection(*features)
-        right[-1] = self.right_at_the_end(*(x[-1] for x in features))
-        return _counts_of_best(counts[:, None] * right, forks.limits, budget)
+        right[:, -1] = self.right_at_the_end(*(x[:, -1] for x in features))
+        return _counts_of_best(counts[:, :, None] * right, forks.limits, budget)
 
     @staticmethod
-    def _guess_features(forks: Forks, row: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log of the probability among the tokens that remain, and of the rank: `(lookahead + 1, guesses)` each."""
-        remaining = torch.cat([1 - forks.drafted_probabilities[row], torch.ones(1)])
-        likely = (forks.probabilities[row] / remaining.clamp(min=1e-6)[:, None]).clamp(1e-9, 1)
-        ranks = torch.arange(1, likely.shape[1] + 1).log().expand_as(likely)
+    def _guess_features(forks: Forks) -> tuple[torch.Tensor, torch.Tensor]:
+        """The log of the probability among the tokens that remain, and of the rank, of each guess."""
+        remaining = torch.nn.functional.pad(1 - forks.drafted_probabilities, (0, 1), value=1.0)
+        likely = (forks.probabilities / remaining.clamp(min=1e-6)[:, :, None]).clamp(1e-9, 1)
+        ranks = torch.arange(1, likely.shape[2] + 1).log().expand_as(likely)
         return likely.log(), ranks
 
     def learn(self, forks, accepted, bonus):
-        lookahead = len(forks.limits) - 1
-        guesses = forks.tokens.cpu()
-        for row, (k, token) in enumerate(zip(accepted, bonus)):
-            if k < 0:
-                continue
-            tested = log_odds(forks.drafted_probabilities[row, : k + 1])
-            model = self.accepted_backup if forks.from_backup[row] else self.accepted
-            model.learn(torch.arange(len(tested)) < k, tested)
-            right = self.right_after_rejection if k < lookahead else self.right_at_the_end
-            right.learn(guesses[row, k] == token, *(x[k] for x in self._guess_features(forks, row)))
+        rows, lookahead = [row for row, k in enumerate(accepted) if k >= 0], len(forks.limits) - 1
+        ends, odds = torch.tensor(accepted), log_odds(forks.drafted_probabilities)
+        is_tested = torch.arange(lookahead) <= ends[:, None]  # none of a finished row
+        is_good, is_backup = torch.arange(lookahead) < ends[:, None], torch.tensor(forks.from_backup)[:, None]
+        for model, of in ((self.accepted, is_tested & ~is_backup), (self.accepted_backup, is_tested & is_backup)):
+            model.learn(is_good[of], odds[of])
+        features = self._guess_features(forks)
+        is_right = forks.tokens.cpu()[rows, ends[rows]] == torch.tensor(bonus)[rows, None]
+        features = [x[rows, ends[rows]] for x in features]
+        at_the_end = ends[rows] == lookahead
+        for model, of in ((self.right_at_the_end, at_the_end), (self.right_after_rejection, ~at_the_end)):
+            model.learn(is_right[of].flatten(), *(x[of].flatten() for x in features))
 
 
-def _counts_of_best(chances: torch.Tensor, limits: list[int], budget: int) -> list[int]:
-    """Returns how many of the `budget` most likely outcomes of `(lookahead + 1, guesses)` have each accepted count."""
-    guesses = chances.shape[1]
+def _counts_of_best(chances: torch.Tensor, limits: list[int], budget: int) -> list[list[int]]:
+    """
+    Returns how many of the `budget` most likely outcomes of each row of `(batch_size, lookahead + 1, guesses)` have
+    each accepted count.
+    """
+    guesses = chances.shape[2]
     possible = torch.arange(guesses) < torch.tensor(limits)[:, None]
-    flat = chances.masked_fill(~possible, -1.0).flatten()
-    best = flat.topk(min(budget, sum(limits), flat.numel())).indices // guesses
-    return torch.bincount(best, minlength=len(limits)).tolist()
+    flat = chances.masked_fill(~possible, -1.0).flatten(1)
+    best = flat.topk(min(budget, sum(limits), flat.shape[1]), dim=1).indices // guesses
+    counts = torch.zeros(len(flat), len(limits), dtype=torch.long)
+    return counts.scatter_add_(1, best, torch.ones_like(best)).tolist()
 
 
 SHAPES = {

@@ -59,7 +59,7 @@ class ThreadWorker(Connection):
         super().__init__()
         self.draft, self.kinds = draft, []
 
-    def connect(self):
+    def connect(self, waiting=None):
         store, made = dist.HashStore(), {}
         joining = threading.Thread(target=lambda: made.update(end=Channel(store, is_target=False)))
         joining.start()

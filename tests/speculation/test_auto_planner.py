@@ -1,5 +1,6 @@
 """The planner in a simulated world, where time is exact and the best plan can be found by trying them all."""
 
+import math
 import random
 from dataclasses import dataclass
 
@@ -26,13 +27,20 @@ class World:
     right: float = 0.5  # chance that a guess is right, if the better ones were not
     rows: int = 1
     unseen: float = 0.0  # what a round that has drafted tokens costs besides, and no one measures
+    unseen_per_branch: float = 0.0  # the same for each branch
+    cold: float = 1.0  # how much slower a target computes that has waited for its draft
+    noise: float = 0.0  # standard deviation of the logarithm of each duration
 
     def drafting(self, tokens):
         return self.step + self.per_branch * tokens
 
     def run(self, planner, rounds=1500, skip=0, seed=1):
         """Returns tokens per second after the first `skip` rounds."""
-        chance = random.Random(seed)
+        chance, hiccups = random.Random(seed), random.Random(seed + 1)
+
+        def measured(seconds):
+            return seconds * math.exp(hiccups.gauss(0.0, self.noise)) if self.noise else seconds
+
         width, seconds, tokens, elapsed, late = 0, 0.0, 0, 0.0, 0.0
         for number in range(rounds):
             if number == skip:
@@ -40,6 +48,7 @@ class World:
             plan = planner.plan()
             busy = plan.lookahead > 0 and plan.budget > 0
             verification = (self.verification + self.per_token * width) * (self.contention if busy else 1)
+            verification = measured(verification * (self.cold if width else 1))
             accepted, ranks, hits = [], [], []
             shares = allocate(geometric_fan_out(width, plan.budget, 0.8, 0.5), plan.budget) if busy else [0] * 99
             for _ in range(self.rows):
@@ -50,8 +59,9 @@ class World:
                 hits.append(rank < shares[k])
             elapsed, known = verification + self.unseen * (width > 0), [0] * self.rows
             if busy:
-                choice = self.drafting(self.rows * (width + 1))
-                branch = self.drafting(self.rows * plan.budget)
+                elapsed += self.unseen_per_branch * plan.budget
+                choice = measured(self.drafting(self.rows * (width + 1)))
+                branch = measured(self.drafting(self.rows * plan.budget))
                 grown = min(
                     plan.lookahead, max(0, -int(-(verification - choice) // branch))
                 )  # the last one begun counts
@@ -73,9 +83,10 @@ class World:
                 )
             )
             new_width = planner.lookahead(known) if plan.lookahead else 0
-            late = self.drafting(self.rows) * max(0, new_width - min(known))
-            for _ in range(max(0, new_width - min(known))):
-                planner.observe_step(self.rows, self.drafting(self.rows))
+            steps = [measured(self.drafting(self.rows)) for _ in range(max(0, new_width - min(known)))]
+            late = sum(steps)
+            for step in steps:
+                planner.observe_step(self.rows, step)
             elapsed += late
             seconds, tokens = seconds + elapsed, tokens + sum(accepted) + self.rows
             width = new_width
@@ -104,6 +115,9 @@ WORLDS = {
     "models that get in each other's way": World(0.8, contention=1.7, right=0.3),
     "verification that costs by the token": World(0.8, per_token=0.012),
     "a draft that would pay, were it not for what no one measures": World(0.6, step=0.01, unseen=0.05),
+    "branches that cost what no one measures": World(0.8, unseen_per_branch=0.002),
+    "a processor that sleeps while it waits": World(0.5, step=0.008, cold=1.7),
+    "a machine that is busy with other things": World(0.8, step=0.008, noise=0.3),
 }
 
 
