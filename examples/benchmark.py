@@ -94,7 +94,9 @@ class FirstToken(StoppingCriteria):
         self.at: float | None = None
 
     def __call__(self, input_ids, scores, **kwargs):
-        self.at = self.at or time.perf_counter()
+        if self.at is None:
+            input_ids[0, -1].item()  # a GPU may not have come that far
+            self.at = time.perf_counter()
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 

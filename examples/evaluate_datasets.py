@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import transformers
+from benchmark import FirstToken
 from evaluation import report
 from evaluation.prompts import SOURCES, Batch, find_source, load_samples
 from evaluation.results_file import ResultsFile
@@ -31,7 +32,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    StoppingCriteria,
     StoppingCriteriaList,
     set_seed,
 )
@@ -197,19 +197,6 @@ def about() -> dict:
 
 
 # ---------------------------------------------------------------- the runs
-
-
-class FirstToken(StoppingCriteria):
-    """Notes when the first token is there."""
-
-    def __init__(self):
-        self.at: float | None = None
-
-    def __call__(self, input_ids, scores, **kwargs):
-        if self.at is None:
-            input_ids[0, -1].item()  # a GPU may not have come that far
-            self.at = time.perf_counter()
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
 def encode(tokenizer, prompts: list[str]):

@@ -31,7 +31,8 @@ class SSDConfig:
             take the place of `lookahead` and `budget`.
         saguaro_c (`float` or `str`, *optional*, defaults to 1.0):
             C in [0, 1] of Saguaro sampling (Definition 14): smaller values trade acceptance for hits, 1 is ordinary
-            sampling. `"auto"` tries some and stays with the fastest. Makes no difference to greedy decoding.
+            sampling. `"auto"` tries some and stays with the fastest; with a number for `lookahead`, whose tokens a seed
+            is to repeat, it is 1. Makes no difference to greedy decoding.
         fallback (`str` or object, *optional*, defaults to `"auto"`):
             Where the speculation of a row comes from whose outcome was not prepared: `"primary"` (the draft model, just
             in time), `"ngram"` (what followed the last tokens when they occurred before), `"random"`, or `"auto"`,
@@ -50,9 +51,10 @@ class SSDConfig:
             What happens when the draft worker dies, hangs or raises: `"continue"` warns once and finishes by plain
             decoding, `"raise"` raises [`~hf_ssd.DraftError`].
         asynchronous (`bool`, *optional*, defaults to `True`):
-            `True` drafts in the worker while the target verifies. `False` drafts in this process and in turn with the
-            target, which is ordinary speculative decoding: the baseline, and a way to debug. A fixed lookahead with
-            the primary fallback gives the same tokens both ways, sampled ones included.
+            `True` drafts in the worker while the target verifies. `False` drafts in turn with the target, in this
+            process or, if the draft was launched, in its worker. That is ordinary speculative decoding: the baseline,
+            and a way to debug. A fixed lookahead with the primary fallback gives the same tokens both ways, sampled
+            ones included.
     """
 
     lookahead: int | str = "auto"

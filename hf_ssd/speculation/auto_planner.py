@@ -16,7 +16,7 @@ BUDGETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, LARGEST_BUDGET)
 EXPLORED = ((4, 8), (7, 8), (4, 8), (1, 8), (7, 0), (1, 0), (4, 0), *[(0, 0)] * 5)
 """Lookahead and budget of the first rounds of an unknown pair, so that there is a measured time for everything."""
 FIRST_LOOK, LONGEST_BETWEEN_LOOKS = 24, 192  # rounds until it is seen again what it would be like otherwise
-ROUNDS_OF_A_LOOK = 5
+ROUNDS_OF_A_LOOK, ROUNDS_OF_A_LOOK_AT_REST = 5, 8
 WORTH_A_LOOK = 0.75  # share of the best speed that must be predicted for something to look at it
 WORTH_A_REST = 0.5  # the same for resting, which was measured while the target was used to wait
 UNSETTLED = 2  # rounds after a change that are no measure: a processor that has waited is slower for a while
@@ -24,6 +24,7 @@ WORTH_A_CHANGE = 1.02  # predicted gain below which a plan stays as it is
 FIRST_REST, LONGEST_REST = 64, 512  # rounds of plain decoding before the draft is tried again
 WORTH_ANOTHER_FALLBACK = 1.1  # the same for the fallback
 ENOUGH_DRAFTED, CLEARLY = 24, 0.9  # rounds of drafting before a rest, unless it is clearly better
+NOT_WORSE = 0.97  # share of plain decoding's speed that is enough to go on drafting: who rests learns nothing
 USELESS = 0.4  # acceptance rate
 ENOUGH_MISSES = 16  # rows that missed, before fallbacks are compared
 MOST_MEMORY = 2**29  # bytes for the distributions of prepared tokens
@@ -51,7 +52,7 @@ class AutoPlanner(Planner):
     def __init__(self, config: SSDConfig, rows: int, vocab_size: int, sampled: bool, drafts: int = 1):
         self.config, self.rows, self.vocab_size, self.drafts = config, rows, vocab_size, drafts
         self.measured = Measurements(config, rows)
-        self.rounds = self.replan_at = 0
+        self.rounds, self.replan_at = 0, len(EXPLORED)
         # What prepared tokens are drawn from is kept, 4 bytes a token of the vocabulary.
         self.largest_product = MOST_MEMORY // (4 * rows * vocab_size) if sampled else 10**9
         self.rest_length, self.looks, self.look_at = FIRST_REST, 0, FIRST_LOOK
@@ -77,7 +78,7 @@ class AutoPlanner(Planner):
         if self.unsettled >= 0 and (kind == "rest" or self.rounds > len(EXPLORED)):
             round_ = dataclasses.replace(round_, seconds=0.0, elapsed=0.0)
         self.measured.observe(round_)
-        if round_.elapsed and self.predicted is not None:
+        if round_.elapsed and self.predicted is not None and kind != "rest":  # which is measured, not predicted
             # Not what happened to be accepted, but what was to be expected of so many tokens: chance is left out.
             tokens, seconds = self.predicted
             gained = self.rows * self.measured.expected_tokens(round_.lookahead)[-1]
@@ -135,9 +136,9 @@ class AutoPlanner(Planner):
         speeds = {plan: tokens / (seconds * self.corrections(plan)) for plan, (tokens, seconds) in predicted.items()}
         resting = speeds.pop((0, 0), 0.0)
         best, now = max(speeds, key=speeds.get), (self.current.lookahead, self.current.budget)
-        # The beginning of a text is not like the rest of it, and who rests learns nothing more of what is accepted.
+        # The beginning of a text is not like the rest of it.
         is_new = self.drafted < ENOUGH_DRAFTED and self.measured.acceptance(1)[0] > USELESS
-        if speeds[best] < (CLEARLY if is_new else 1.0) * resting:
+        if speeds[best] < (CLEARLY if is_new else NOT_WORSE) * resting:
             self._rest_or_try(best)
         else:
             self._draft(best, now, speeds, resting)
@@ -173,7 +174,9 @@ class AutoPlanner(Planner):
         candidate = max(other, key=other.get, default=best)
         if other.get(candidate, 0.0) < (WORTH_A_LOOK if candidate[0] else WORTH_A_REST) * speeds[best]:
             return best
-        self.replan_at = self.looks_until = self.rounds + ROUNDS_OF_A_LOOK
+        self.replan_at = self.looks_until = self.rounds + (
+            ROUNDS_OF_A_LOOK if candidate[0] else ROUNDS_OF_A_LOOK_AT_REST
+        )
         return candidate
 
     def _rest_or_try(self, best: tuple[int, int]) -> None:

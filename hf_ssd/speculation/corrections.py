@@ -11,7 +11,7 @@ class Corrections:
     """
     A model of a round's parts leaves out what is in no part's measure, and that differs from plan to plan. So what
     rounds really take is kept by plan. A plan that was hardly tried is taken to be like others of its *kind*: drafting
-    ahead, drafting in turn, resting.
+    ahead or in turn. (How long a round of rest takes is not predicted but measured.)
     """
 
     def __init__(self):
