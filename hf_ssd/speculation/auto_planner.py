@@ -17,8 +17,8 @@ EXPLORED = ((4, 8), (7, 8), (4, 8), (1, 8), (7, 0), (1, 0), (4, 0), *[(0, 0)] * 
 """Lookahead and budget of the first rounds of an unknown pair, so that there is a measured time for everything."""
 FIRST_LOOK, LONGEST_BETWEEN_LOOKS = 24, 192  # rounds until it is seen again what it would be like otherwise
 ROUNDS_OF_A_LOOK, ROUNDS_OF_A_LOOK_AT_REST = 5, 8
+ROUNDS_AFTER_A_REST, NEARLY = 16, 0.85  # if drafting is predicted to be nearly as good: a few rounds tell too little
 WORTH_A_LOOK = 0.75  # share of the best speed that must be predicted for something to look at it
-WORTH_A_REST = 0.5  # the same for resting, which was measured while the target was used to wait
 UNSETTLED = 2  # rounds after a change that are no measure: a processor that has waited is slower for a while
 WORTH_A_CHANGE = 1.02  # predicted gain below which a plan stays as it is
 FIRST_REST, LONGEST_REST = 64, 512  # rounds of plain decoding before the draft is tried again
@@ -139,7 +139,7 @@ class AutoPlanner(Planner):
         # The beginning of a text is not like the rest of it.
         is_new = self.drafted < ENOUGH_DRAFTED and self.measured.acceptance(1)[0] > USELESS
         if speeds[best] < (CLEARLY if is_new else NOT_WORSE) * resting:
-            self._rest_or_try(best)
+            self._rest_or_try(best, speeds[best] > NEARLY * resting)
         else:
             self._draft(best, now, speeds, resting)
         self.predicted = predicted.get((self.current.lookahead, self.current.budget))
@@ -172,14 +172,14 @@ class AutoPlanner(Planner):
             other = {plan: speed * self.corrections.hope(plan) for plan, speed in speeds.items() if plan != best}
             other = {plan: speed for plan, speed in other.items() if speed > speeds[best]}
         candidate = max(other, key=other.get, default=best)
-        if other.get(candidate, 0.0) < (WORTH_A_LOOK if candidate[0] else WORTH_A_REST) * speeds[best]:
+        if other.get(candidate, 0.0) < WORTH_A_LOOK * speeds[best]:
             return best
         self.replan_at = self.looks_until = self.rounds + (
             ROUNDS_OF_A_LOOK if candidate[0] else ROUNDS_OF_A_LOOK_AT_REST
         )
         return candidate
 
-    def _rest_or_try(self, best: tuple[int, int]) -> None:
+    def _rest_or_try(self, best: tuple[int, int], is_close: bool) -> None:
         """Rests, each time twice as long as before, and in between sees for a few rounds how it is now."""
         if self.current.lookahead or self.rounds <= self.looks_until:
             self.current = self._plan_of(0, 0)
@@ -187,7 +187,8 @@ class AutoPlanner(Planner):
             self.rest_length = min(2 * self.rest_length, LONGEST_REST)
         else:
             self.current = self._plan_of(*best)
-            self.replan_at = self.looks_until = self.rounds + ROUNDS_OF_A_LOOK
+            self.replan_at = self.rounds + (ROUNDS_AFTER_A_REST if is_close else ROUNDS_OF_A_LOOK)
+            self.looks_until = self.replan_at
 
     def _plan_of(self, lookahead: int, budget: int) -> Plan:
         config = self.config
