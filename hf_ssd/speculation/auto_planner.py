@@ -255,9 +255,10 @@ class AutoPlanner(Planner):
             return
         verification = [measured.verification(k, alone=False) for k in range(lookahead + 1)]
         tokens, step = measured.expected_tokens(lookahead), measured.drafting(self.rows, alone=True)
-        in_time = self._best_answer(verification, tokens, 0.0, 0, step)[2] / verification[lookahead] - 1
+        # What the primary gained after misses so far says little: it was asked for as many tokens as other plans took.
+        _, gained, in_time = self._best_answer(verification, tokens, 0.0, 0, step)
         after_miss = {
-            "primary": (measured.tokens_after_miss["primary"].value, max(0.0, in_time)),
+            "primary": (gained, max(0.0, in_time / verification[lookahead] - 1)),
             "ngram": (measured.tokens_after_miss["ngram"].value, 0.0),
             "random": (1 + 1 / self.vocab_size, 0.0),
         }
