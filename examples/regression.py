@@ -25,12 +25,12 @@ CASES = {
     "embedded pair, batch of 4": ["--lookahead", "4", "--budget", "6", "--batch-size", "4"],
     "random pair": ["--layered", "tiny", "--agreement", "0.85", "--lookahead", "4", "--budget", "8"],
 }
-OPTIONS = ["--new-tokens", "96", "--repeats", "6", "--ignore-eos", "--assistant-tokens", "--in-turn-lookaheads", "4"]
+OPTIONS = ["--new-tokens", "96", "--ignore-eos", "--assistant-tokens", "--in-turn-lookaheads", "4"]
 
 
-def measure(arguments: list[str]) -> dict[str, list[float]]:
+def measure(arguments: list[str], repeats: int) -> dict[str, list[float]]:
     """Returns the speed of each of our methods over plain generate(), turn by turn."""
-    args = parse_arguments([*OPTIONS, *arguments])
+    args = parse_arguments([*OPTIONS, "--repeats", str(repeats), *arguments])
     target, draft, tokenizer = load_pair(args)
     cores = cores_for(args, target, draft)
     with hf_ssd.launch_draft(draft, cores=cores) as assistant:
@@ -58,14 +58,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--keep", type=Path, help="JSON file to write")
     parser.add_argument("--compare", type=Path, help="JSON file of an earlier run on this machine")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="CASE", help="default: all")
+    parser.add_argument("--repeats", type=int, default=6, help="turns, at least 2; one more warms up")
     args = parser.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     before = json.loads(args.compare.read_text()) if args.compare else {}
     threads, found, is_slower = torch.get_num_threads(), {}, False
-    for case, arguments in CASES.items():
+    for case in args.cases:
         torch.set_num_threads(threads)
-        found[case] = measure(arguments)
+        found[case] = measure(CASES[case], args.repeats)
         for name, ratios in found[case].items():
             line = f"{case:<26} {name:<16} {statistics.median(ratios):5.2f}x plain"
             if case in before and name in before[case]:

@@ -8,6 +8,7 @@ from .planner import BACKUPS, GUESSES, Round
 
 LONGEST_LOOKAHEAD = 16
 LARGEST_BUDGET = 48
+EVERY = 3  # rounds between two that are compared with what was predicted, which takes a while
 PRIOR_TESTS = 4  # drafted tokens that the prior acceptance rate counts for
 
 
@@ -36,7 +37,7 @@ class Measurements:
         chances = [law[rank] - law[rank + 1] for rank in range(GUESSES)]
         self.right_after_rejection = [Average(chance, 4.0) for chance in chances]
         self.right_at_the_end = [Average(chance, 4.0) for chance in chances]
-        self.misses_over_predicted = Average(1.0, 10.0)
+        self.misses_over_predicted, self.rounds_prepared = Average(1.0, 4.0, memory=0.97), 0
         self.hit_rate, self.hit_rate_after_backup = Average(0.5, 1.0), Average(0.3, 8.0)
 
     def observe(self, round_: Round) -> None:
@@ -65,9 +66,11 @@ class Measurements:
             for row in live:
                 hit_rate = self.hit_rate_after_backup if round_.sources[row] in BACKUPS else self.hit_rate
                 hit_rate.observe(round_.hits[row])
-            hits = sum(round_.hits[row] for row in live) / len(live)
-            predicted = self.predicted_hit_rates(round_.lookahead)[min(round_.budget, LARGEST_BUDGET) - 1]
-            self.misses_over_predicted.observe(min(3.0, (1 - hits) / max(0.02, 1 - predicted)))
+            self.rounds_prepared += 1
+            if self.rounds_prepared % EVERY == 0:
+                hits = sum(round_.hits[row] for row in live) / len(live)
+                predicted = self.predicted_hit_rates(round_.lookahead)[min(round_.budget, LARGEST_BUDGET) - 1]
+                self.misses_over_predicted.observe(min(3.0, (1 - hits) / max(0.02, 1 - predicted)))
 
     # ---------------------------------------------------------------- estimates
 

@@ -16,6 +16,8 @@ from .planner import BACKUPS, GUESSES, PREPARED, Plan, Round
 from .proposals import Proposals
 from .trunk import SKIPPED, Trunk
 
+LESSONS_OF_MISSES = 4  # rounds for one of which it is seen what n-grams would have given: that takes time from drafting
+
 
 class Speculator:
     """
@@ -70,6 +72,7 @@ class Speculator:
         self.answered = self.outcome_came = 0.0
         self.forks: Forks | None = None
         self.lesson: tuple[Round, list[int], Forks | None] | None = None  # the last round, until there is time to learn
+        self.lessons = 0
         self.prepared: SpeculationCache | None = None
 
     def prefill(self) -> None:
@@ -317,7 +320,8 @@ class Speculator:
                 round_.ranks.append(guesses.index(token) if token in guesses else None)
             self.shape.learn(forks, round_.accepted, bonus)
         self.planner.observe(round_)
-        if self.planner.compares_backups:
+        self.lessons += 1
+        if self.planner.compares_backups and self.lessons % LESSONS_OF_MISSES == 0:
             self._learn_of_misses(round_)
 
     def _learn_of_misses(self, round_: Round) -> None:

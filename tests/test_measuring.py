@@ -1,0 +1,46 @@
+"""The smaller programs that measure, run as a user would."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(program, *arguments):
+    command = [sys.executable, f"examples/{program}", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=ROOT)
+
+
+def test_sweep(tmp_path):
+    figures = tmp_path / "sweep.json"
+    done = run(
+        "sweep.py", "--new-tokens", 12, "--repeats", 1, "--lookaheads", 2, "--budgets", 4, "--output", figures
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    settings = {row["setting"] for row in json.loads(figures.read_text())["rows"]}
+    assert settings == {"plain generate", "planned", "lookahead 2, budget 4", "lookahead 2, in turn"}
+    assert re.search(r"the planner reaches [\d.]+ of the best setting", done.stdout)
+
+
+def test_profile_round():
+    done = run(
+        "profile_round.py", "--layered", "tiny", "--agreement", 0.8, "--lookahead", 2, "--budget", 4, "--new-tokens", 30
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    parts = dict(re.findall(r"^((?:target|draft): .*?) +(-?[\d.]+|nan)$", done.stdout, re.MULTILINE))
+    assert (
+        float(parts["target: forward of 3 tokens, alone"]) > 0 and float(parts["draft: to answer on a hit, alone"]) > 0
+    )
+
+
+def test_regression(tmp_path):
+    kept, case = tmp_path / "before.json", "embedded pair, greedy"
+    done = run("regression.py", "--cases", case, "--repeats", 2, "--keep", kept)
+    assert done.returncode == 0, done.stderr
+    before = json.loads(kept.read_text())
+    kept.write_text(json.dumps({case: {name: [100 * x for x in ratios] for name, ratios in before[case].items()}}))
+    done = run("regression.py", "--cases", case, "--repeats", 2, "--compare", kept)
+    assert done.returncode == 1 and "slower" in done.stdout  # than a hundred times as fast
