@@ -84,14 +84,14 @@ class Recorder(hf_ssd.DraftAssistant, CacheShape):
         self.draft, self.cores, self.vocab_size, self.rounds = draft, None, draft.config.vocab_size, []
         self.ranks = TargetRanks()
 
-    def open_session(self, request):
+    def open_session(self, request, device):
         session = LocalSession(self.draft, request)
         session.speculator.shape = self
         session.speculator.prepare()  # for the first token after the prompt
         return session
 
-    def fan_out(self, forks, row, budget):
-        return [1] + [0] * (len(forks.limits) - 1)  # as little as possible, for nobody needs it
+    def fan_outs(self, forks, budget):
+        return [[1] + [0] * (len(forks.limits) - 1)] * len(forks.from_backup)  # as little as possible: nobody needs it
 
     def learn(self, forks, accepted, bonus):
         self.rounds.append((forks, accepted, bonus))
