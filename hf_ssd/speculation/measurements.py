@@ -31,7 +31,7 @@ class Measurements:
         self.choice = Average(0.0, 0.0, memory=0.95)
         self.transit = Average(3e-4, 4.0)
         self.accepted = [Average(0.0, 0.0) for _ in range(LONGEST_LOOKAHEAD)]
-        self.tokens_after_miss = {"primary": Average(1.5, 1.0), "ngram": Average(1.0, 1.0)}
+        self.tokens_after_miss = {"ngram": Average(1.0, 1.0)}
         # Chance that the guess of each rank is right, after a rejection and at the end: the power law's differences.
         law = [(rank + 1) ** -config.power_law_exponent for rank in range(GUESSES + 1)]
         chances = [law[rank] - law[rank + 1] for rank in range(GUESSES)]
