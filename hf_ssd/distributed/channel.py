@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -112,16 +113,24 @@ class Channel:
             if message.over_link and self.link is None:
                 raise ProtocolError("a payload is to come over a link that was not opened")
             if message.over_link:
-                self.payload = (message, self.link.receive(message))
+                self.payload = (message, self._over_link(self.link.receive, message))
             else:
                 self.payload = (message, broadcast(self.incoming, payload, 1 - self.rank))
         message, work = self.payload
         if message.over_link:
-            self.link.wait(work, deadline)
+            self._over_link(self.link.wait, work, deadline)
         else:
             self.wait(work, deadline)
         self.payload = None
         return message
+
+    @staticmethod
+    def _over_link(step: Callable, *arguments):
+        """A link that fails is as good as a process that has ended."""
+        try:
+            return step(*arguments)
+        except RuntimeError as error:
+            raise PeerLost(f"the link between the GPUs failed: {error}") from error
 
     def close(self) -> None:
         """

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from . import messages, payloads
 from .channel import Channel, PeerLost
 from .device_link import LINK_TIMEOUT, gpu_identity
-from .messages import Kind, Message
+from .messages import Kind, Message, ProtocolError
 from .session import DraftError
 
 # Keys of the store. The worker sets the one when its model is loaded, the target the other when it comes to fetch it;
@@ -76,7 +76,7 @@ class Connection(ABC):
         try:
             while (message := self.channel.receive(max(0.0, deadline - time.monotonic()))).kind != Kind.LINK:
                 pass  # late answers of an earlier call
-        except (TimeoutError, PeerLost) as error:
+        except (TimeoutError, PeerLost, ProtocolError) as error:
             raise DraftError(f"The draft worker did not open its end of a link. {self.last_words()}") from error
         works = works and payloads.payload_to_json(message.payload)
         self.channel.send(Message(Kind.LINK, payload=payloads.json_to_payload(works)))

@@ -124,6 +124,28 @@ def test_sampled_output_is_that_of_the_oracle_and_nothing_stays_on_its_way(targe
     assert linked.workers[0].facts["pid"] == pid
 
 
+def test_the_mutant_other_probabilities_is_noticed(target, linked, monkeypatch):
+    oracle = sampled(target, tiny_draft(), asynchronous=False)
+    channel = linked.workers[0].channel
+    receive = channel.receive
+
+    def receive_others(timeout):
+        message = receive(timeout)
+        if message.over_link:
+            message.payload = message.payload.flip(0)
+        return message
+
+    monkeypatch.setattr(channel, "receive", receive_others)
+    assert not torch.equal(sampled(target, linked).sequences, oracle.sequences)
+
+
+def test_a_link_that_fails_costs_no_tokens(target, linked, monkeypatch):
+    monkeypatch.setattr(linked.workers[0].channel.link, "wait", _fails)
+    output = sampled(target, linked)
+    assert "ended" in output.ssd_stats.draft_failure and output.sequences.shape[1] == 9 + 30
+    assert sampled(target, linked).ssd_stats.draft_failure is None  # another worker, without a link
+
+
 def test_a_worker_that_is_killed_takes_nothing_with_it(target, linked):
     pid = linked.workers[0].facts["pid"]
     output = sampled(target, linked, AtLength(18, lambda: os.kill(pid, signal.SIGKILL)), timeout=5.0)
