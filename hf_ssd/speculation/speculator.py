@@ -326,9 +326,10 @@ class Speculator:
 
     def _learn_of_misses(self, round_: Round) -> None:
         """What rows gained that had missed, and what the n-gram backup would have given them."""
-        rows = [row for row, k in enumerate(round_.accepted) if k >= 0 and round_.sources[row] != PREPARED]
+        rows = [row for row, k in enumerate(round_.accepted) if k >= 0]
         for row in rows:
-            self.planner.observe_miss(round_.sources[row], round_.accepted[row] + 1)
+            if round_.sources[row] in BACKUPS:
+                self.planner.observe_miss(round_.sources[row], round_.accepted[row] + 1)
         rows = [row for row in rows if round_.sources[row] == "primary"]
         if not rows:
             return

@@ -128,7 +128,8 @@ def test_auto_comes_within_five_percent_of_the_best_fixed_plan(name):
     auto = world.run(AutoPlanner(SSDConfig(), world.rows, 1000, sampled=True), skip=100)
     assert auto > 0.95 * best
     # The mutant: a plan that does not look at the world. In most worlds it is far from the best.
-    if name in ("a useless draft", "a slow draft", "models that get in each other's way"):
+    familiar = ("a quick draft that agrees", "a quick draft that agrees less", "a batch")
+    if name not in (*familiar, "bonus tokens that are hard to guess"):
         assert world.fixed(14, 48) < 0.95 * best
 
 

@@ -142,3 +142,28 @@ def test_a_small_vocabulary_gives_fewer_outcomes_and_no_repetition(lookahead):
     for row in range(3):
         outcomes = [(k, t) for k, t in zip(accepted[row].tolist(), bonus[row].tolist()) if k != UNUSED]
         assert len(set(outcomes)) == len(outcomes) == ((lookahead + 1) if row == 1 else 4 * lookahead + 5)
+
+
+def test_confidence_takes_rows_that_hit_backups_and_end_as_if_each_were_alone():
+    together, mixed = shape_for(SSDConfig()), forks(rows=4)
+    mixed.from_backup = [False, True, False, True]
+    for _ in range(3):
+        together.learn(mixed, [0, 2, -1, 4], [1, 2, 3, 4])
+    alone = [
+        Forks(mixed.tokens[r : r + 1], mixed.probabilities[r : r + 1], mixed.drafted_probabilities[r : r + 1],
+              mixed.from_backup[r : r + 1], mixed.limits) for r in range(4)
+    ]  # fmt: skip
+    assert together.fan_outs(mixed, 9) == [together.fan_outs(row, 9)[0] for row in alone]
+    # The mutant: a row's source is forgotten.
+    mixed.from_backup = [False] * 4
+    assert together.fan_outs(mixed, 9) != [together.fan_outs(row, 9)[0] for row in alone]
+
+
+def test_confidence_learns_nothing_from_finished_rows():
+    shape, seen = shape_for(SSDConfig()), forks(rows=2)
+    before = [model.weights.tolist() for model in (shape.accepted, shape.right_after_rejection, shape.right_at_the_end)]
+    shape.learn(seen, [-1, -1], [0, 0])
+    after = [model.weights.tolist() for model in (shape.accepted, shape.right_after_rejection, shape.right_at_the_end)]
+    assert before == after
+    shape.learn(seen, [0, -1], [0, 0])  # the mutant: one of them is not finished
+    assert shape.accepted.weights.tolist() != before[0]
