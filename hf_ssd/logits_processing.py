@@ -55,6 +55,10 @@ def process_positions(
         if type(processor) in STATELESS:
             scores = processor(None, scores.reshape(-1, vocab_size)).view(batch_size, positions, vocab_size)
             continue
+        if min(lengths) == max(lengths):
+            steps = [processor(input_ids[:, : lengths[0] + j], scores[:, j].clone()) for j in range(positions)]
+            scores = torch.stack(steps, dim=1)
+            continue
         processed = scores.clone()
         for length in range(min(lengths), max(lengths) + positions):
             rows = [r for r in range(batch_size) if 0 <= length - lengths[r] < positions]

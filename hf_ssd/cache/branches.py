@@ -23,7 +23,8 @@ class Branches:
         self.decoder, self.forks, self.base, self.depth = decoder, forks, base, 0
         self.count = forks.shape[1]
         # A branch at depth d sees what it saw at depth d - 1 and its own new column: the mask is filled as it grows.
-        self.allowed = masks.visible_up_to(forks - 1, base + depth * self.count)
+        width = decoder.columns_seen(base + depth * self.count, self.count)
+        self.allowed = masks.visible_up_to(forks - 1, width)
         self.positions_of_columns = None
         if decoder.layout.window is not None:
             trunk = torch.arange(base, device=forks.device).expand(*forks.shape, base)
@@ -31,6 +32,8 @@ class Branches:
                 self.count
             )
             self.positions_of_columns = torch.cat([trunk, grown.expand(*forks.shape, -1)], dim=2)
+            unused = width - self.positions_of_columns.shape[2]
+            self.positions_of_columns = torch.nn.functional.pad(self.positions_of_columns, (0, unused))
         self.additive = masks.additive(self.allowed, decoder.dtype)
 
     def grow(self, tokens: torch.LongTensor) -> torch.Tensor:
@@ -47,10 +50,11 @@ class Branches:
         stop = start + self.count
         positions = self.forks + self.depth
         self.additive[:, 0, :, start:stop].diagonal(dim1=-2, dim2=-1).zero_()
-        mask = self.additive[..., :stop]
+        seen = self.decoder.cache.window or stop
+        mask = self.additive[..., :seen]
         if self.positions_of_columns is not None:
             self.allowed[:, :, start:stop].diagonal(dim1=-2, dim2=-1).fill_(True)
-            mask = self.decoder.mask(self.allowed[..., :stop], positions, self.positions_of_columns[..., :stop])
+            mask = self.decoder.mask(self.allowed[..., :seen], positions, self.positions_of_columns[..., :seen])
         self.decoder.cache.place(slice(start, stop), stop)
         self.depth += 1
         return self.decoder.forward(tokens, self.decoder.positions(positions), mask)

@@ -1,9 +1,12 @@
 """A model together with its ragged cache: one forward pass over new tokens of each row."""
 
+import contextlib
+
 import torch
 from transformers import PreTrainedModel
 
 from . import masks
+from .compiled import FEWEST_TOKENS, LONGEST_STEP, is_compiled, uncompiled
 from .ragged import RaggedCache
 from .support import attention_layout, is_flash_attention
 
@@ -33,6 +36,8 @@ class CachedModel:
         self.needs_no_mask_for_one = valid is None and self.layout.window is None and implementation == "sdpa"
         self.first_positions = first_positions
         self.position_limit = position_limit
+        self.is_compiled = is_compiled(model)
+        self.fewest_tokens = FEWEST_TOKENS if self.is_compiled else 1
 
     def positions(self, columns: torch.LongTensor) -> torch.LongTensor:
         """Returns the position of each column, both of shape `(batch_size, ...)`."""
@@ -54,18 +59,33 @@ class CachedModel:
         Returns:
             `torch.FloatTensor` of shape `(batch_size, positions, vocab_size)`: Raw logits, in the model's dtype.
         """
-        count, width = tokens.shape[1], max(lengths) + tokens.shape[1]
+        count = tokens.shape[1]
+        width = self.columns_seen(max(lengths) + count, count)
         columns = torch.tensor(lengths, device=self.device)[:, None] + torch.arange(count, device=self.device)
         if min(lengths) == max(lengths):
             self.cache.place(slice(lengths[0], lengths[0] + count), width)
         else:
             self.cache.place(columns, width)
-        if self.reads_2d_masks or (count == 1 and self.needs_no_mask_for_one and min(lengths) == max(lengths)):
+        needs_none = count == 1 and self.needs_no_mask_for_one and min(lengths) == max(lengths)
+        if self.reads_2d_masks or (needs_none and self.cache.window is None):
             mask = None  # nothing is hidden, and the causal rule is the kernel's own
         else:
             allowed = masks.visible_up_to(columns, width, self.valid)
             mask = self.mask(allowed, columns, torch.arange(width, device=self.device))
         return self.forward(tokens, self.positions(columns), mask, logits_to_keep)
+
+    def columns_seen(self, width: int, tokens: int) -> int:
+        """
+        Says what comes next, and returns how many columns of the cache it will see.
+
+        Args:
+            width (`int`): Columns that will be in use.
+            tokens (`int`): How many tokens of each row are to be fed at a time.
+        """
+        if self.is_compiled and tokens <= LONGEST_STEP and self.cache.layers:
+            return self.cache.open_window(width)
+        self.cache.close_window()
+        return width
 
     def mask(self, allowed: torch.BoolTensor, query_positions: torch.LongTensor, key_positions: torch.LongTensor):
         """
@@ -89,14 +109,15 @@ class CachedModel:
     def forward(self, tokens, positions, mask, logits_to_keep=None) -> torch.Tensor:
         if self.position_limit is not None:
             positions = positions.clamp(max=self.position_limit - 1)
-        sparing = logits_to_keep is not None and self.model._supports_logits_to_keep()
-        logits = self.model(
-            input_ids=tokens,
-            position_ids=positions.clamp(min=0),
-            attention_mask=mask,
-            past_key_values=self.cache,
-            use_cache=True,
-            return_dict=True,
-            **({"logits_to_keep": logits_to_keep} if sparing else {}),
-        ).logits
+        sparing = logits_to_keep is not None and self.model._supports_logits_to_keep() and self.cache.window is None
+        with uncompiled() if self.is_compiled and self.cache.window is None else contextlib.nullcontext():
+            logits = self.model(
+                input_ids=tokens,
+                position_ids=positions.clamp(min=0),
+                attention_mask=mask,
+                past_key_values=self.cache,
+                use_cache=True,
+                return_dict=True,
+                **({"logits_to_keep": logits_to_keep} if sparing else {}),
+            ).logits
         return logits if sparing or logits_to_keep is None else logits[:, logits_to_keep]

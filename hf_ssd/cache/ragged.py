@@ -3,6 +3,8 @@
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+WINDOW_STEP = 64  # columns by which a window grows
+
 
 class RaggedLayer(DynamicLayer):
     """
@@ -16,6 +18,7 @@ class RaggedLayer(DynamicLayer):
         super().__init__()
         self.cache = cache
         self.width = 0
+        self.window: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -27,16 +30,27 @@ class RaggedLayer(DynamicLayer):
         """Writes the new columns where the cache was told to, and returns all columns that are in use."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        columns, width = self.cache.placement or (slice(self.width, self.width + key_states.shape[2]), None)
-        self.width = max(self.width, columns.stop) if width is None else width
-        self._reserve(self.width)
-        for storage, states in ((self.keys, key_states), (self.values, value_states)):
+        if self.window is None:
+            columns, width = self.cache.placement or (slice(self.width, self.width + key_states.shape[2]), None)
+            self.width = max(self.width, columns.stop) if width is None else width
+            self._reserve(self.width)
+            keys, values = self.keys[:, :, : self.width], self.values[:, :, : self.width]
+        else:
+            columns, (keys, values) = self.cache.placement[0], self.window
+        for storage, states in ((keys, key_states), (values, value_states)):
             if isinstance(columns, slice):
                 storage[:, :, columns] = states
             else:
                 rows = torch.arange(len(columns), device=storage.device)[:, None]
                 storage[rows, :, columns.to(storage.device)] = states.transpose(1, 2)
-        return self.keys[:, :, : self.width], self.values[:, :, : self.width]
+        return keys, values
+
+    def open_window(self, width: int | None) -> None:
+        """Lets forward passes see the first `width` columns, or, if it is `None`, as many as are in use."""
+        self.window = None
+        if width is not None:
+            self._reserve(width + 1)  # never all: to torch.compile, a view of everything is another kind of tensor
+            self.window = self.keys[:, :, :width], self.values[:, :, :width]
 
     def _reserve(self, width: int) -> None:
         capacity = self.keys.shape[2]
@@ -70,12 +84,17 @@ class RaggedCache(DynamicCache):
 
     Args:
         capacity (`int`, *optional*, defaults to 256): Columns to allocate at first. More are added when needed.
+
+    Attributes:
+        window (`int`, *optional*): How many columns forward passes see, if they see more than those in use. Then
+            nothing they do depends on a number that changes each time, as [`~hf_ssd.cache.compiled`] needs it.
     """
 
     def __init__(self, capacity: int = 256):
         Cache.__init__(self, layers=[])
         self.capacity = capacity
-        self.placement: tuple[slice | torch.LongTensor, int] | None = None
+        self.window: int | None = None
+        self.placement: tuple[slice | torch.LongTensor, int | None] | None = None
 
     def place(self, columns: slice | torch.LongTensor, width: int) -> None:
         """
@@ -86,7 +105,31 @@ class RaggedCache(DynamicCache):
                 the same columns, otherwise the columns of each row.
             width (`int`): Columns that the forward pass sees. The mask hides those a row does not use.
         """
-        self.placement = (columns, width)
+        if self.window is not None and isinstance(columns, slice):
+            storage = self.layers[0].keys
+            columns = torch.arange(columns.start, columns.stop, device=storage.device).repeat(len(storage), 1)
+        self.placement = (columns, width if self.window is None else None)
+
+    def open_window(self, width: int) -> int:
+        """
+        Lets forward passes see at least `width` columns until further notice.
+
+        Returns:
+            `int`: How many they see.
+        """
+        window = -(-width // WINDOW_STEP) * WINDOW_STEP
+        if window != self.window:
+            self.window = window
+            for layer in self.layers:
+                layer.open_window(window)
+        return window
+
+    def close_window(self) -> None:
+        """Lets forward passes see the columns that are in use, and no more."""
+        if self.window is not None:
+            self.window = None
+            for layer in self.layers:
+                layer.open_window(None)
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):
         while len(self.layers) <= layer_idx:

@@ -8,6 +8,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from transformers.utils.generic import is_flash_attention_requested
 
 from . import masks
+from .compiled import uncompiled
 
 MASKED_ATTENTION = ("sdpa", "eager")
 LOW_PRECISION_TOLERANCE, FLOAT32_TOLERANCE = 5e-2, 1e-3  # of the largest logit
@@ -80,7 +81,8 @@ def check_supported(model: PreTrainedModel) -> None:
                 f"{type(model).__name__} uses attn_implementation={implementation!r}, which takes no 4D masks; load it "
                 'with attn_implementation="sdpa" or call model.set_attn_implementation("sdpa").'
             )
-        _try_two_alternatives(model)
+        with uncompiled():
+            _try_two_alternatives(model)
     model._ssd_supported = True
 
 

@@ -1,5 +1,6 @@
 """The target's end of a conversation with a draft worker."""
 
+import time
 from collections.abc import Callable
 
 import torch
@@ -28,8 +29,12 @@ class WorkerSession(DraftSession):
         self.user_fallback = UserFallback.of(request, self.vocab_size)
         self.conversation = Conversation(worker, number, request)
         self.rest, self.missed = 0, []  # rounds in which the draft is not asked, and their outcomes so far
+        self.was_asked, self.left_at = True, 0.0
 
     def send_outcome(self, accepted: torch.LongTensor, bonus: torch.LongTensor, seconds: float, verified: int) -> None:
+        before, self.left_at = self.left_at, time.perf_counter()
+        if not self.was_asked:  # bookkeeping had nothing to hide behind
+            seconds = self.left_at - before
         self.missed.append(payloads.outcome_to_payload(accepted, bonus, seconds, verified))
         if not self.rest:
             self.conversation.send_outcomes(self.missed)
@@ -38,6 +43,7 @@ class WorkerSession(DraftSession):
             self.user_fallback.observe_outcome(accepted, bonus)
 
     def receive_speculation(self) -> Answer:
+        self.was_asked = not self.rest
         if self.rest:
             self.rest -= 1
             rows = self.conversation.batch_size

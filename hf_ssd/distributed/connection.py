@@ -6,12 +6,15 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from transformers.utils import logging
 
 from . import messages, payloads
 from .channel import Channel, PeerLost
 from .device_link import LINK_TIMEOUT, gpu_identity
 from .messages import Kind, Message, ProtocolError
 from .session import DraftError
+
+logger = logging.get_logger(__name__)
 
 # Keys of the store. The worker sets the one when its model is loaded, the target the other when it comes to fetch it;
 # then both build their ends of the channel, which blocks until the other does the same.
@@ -23,7 +26,7 @@ class Connection(ABC):
     Attributes:
         channel ([`Channel`], *optional*): To the worker, once it is connected.
         facts (`dict`): What the worker says of itself: `vocab_size` and `device` of its model, which `gpu` that is,
-            and its `pid`.
+            its `pid`, and, if it was to be compiled and is not, `uncompiled_because`.
     """
 
     def __init__(self):
@@ -113,6 +116,8 @@ class Connection(ABC):
             raise DraftError(f"The draft worker could not load its model.\n{payloads.payload_to_text(message.payload)}")
         messages.expect(message, Kind.READY, 0, 0)
         self.facts = payloads.payload_to_json(message.payload)
+        if self.facts["uncompiled_because"]:
+            logger.warning(f"The draft runs without torch.compile: {self.facts['uncompiled_because']}")
 
     def _check_start(self, deadline: float) -> None:
         if self._has_ended():

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from ..cache.compiled import is_compiled
 from .assistant import DraftAssistant
 from .child import ChildWorker
 from .cores import CoreShare, divide_cores
@@ -27,6 +28,7 @@ def launch_draft(
     timeout: float = START_TIMEOUT,
     devices: list[str | torch.device] | None = None,
     cores: CoreShare | None = None,
+    compile: bool | None = None,
     **load_options,
 ) -> DraftAssistant:
     """
@@ -56,6 +58,10 @@ def launch_draft(
             what each of them prepares.
         cores ([`~hf_ssd.distributed.cores.CoreShare`], *optional*):
             Which CPU cores each side gets, instead of `num_threads` of them.
+        compile (`bool`, *optional*):
+            Whether the worker compiles the draft with `torch.compile`, which takes up to a minute at its start.
+            Defaults to whether the model that was given is compiled. Where there is no compiler, the draft runs
+            without.
         load_options:
             Passed on to `AutoModelForCausalLM.from_pretrained`; values must be plain (they travel as JSON).
 
@@ -76,7 +82,7 @@ def launch_draft(
         raise ValueError("`cores` takes the place of `num_threads`, and lists the cores of each worker on the CPU.")
     if cores is None and any(on_cpu):
         cores = divide_cores(num_threads, sum(on_cpu))
-    settings = worker_settings(model, dtype, load_options)
+    settings = worker_settings(model, dtype, compile, load_options)
     weights = SharedWeights(model) if isinstance(model, PreTrainedModel) else None
     shares = iter(cores.drafts if cores else ())
     starts = []
@@ -89,7 +95,9 @@ def launch_draft(
     return assistant
 
 
-def worker_settings(model: PreTrainedModel | str | os.PathLike, dtype, load_options: dict) -> dict:
+def worker_settings(
+    model: PreTrainedModel | str | os.PathLike, dtype, compile: bool | None, load_options: dict
+) -> dict:
     """Returns what a worker is told of the model, except where it is to be. See [`launch_draft`]."""
     is_loaded = isinstance(model, PreTrainedModel)
     if is_loaded and (load_options or dtype is not None):
@@ -97,6 +105,7 @@ def worker_settings(model: PreTrainedModel | str | os.PathLike, dtype, load_opti
     return {
         "path": None if is_loaded else os.fspath(model),
         "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
+        "compile": is_loaded and is_compiled(model) if compile is None else compile,
         "load_options": load_options,
     }
 

@@ -96,6 +96,7 @@ class Roles:
         model: PreTrainedModel | str | os.PathLike,
         dtype: str | torch.dtype | None = None,
         timeout: float = START_TIMEOUT,
+        compile: bool | None = None,
         **load_options,
     ) -> None:
         """
@@ -104,7 +105,7 @@ class Roles:
         Args:
             model (`PreTrainedModel`, `str` or `os.PathLike`): The draft. Given a folder or hub id, only the worker
                 loads it, straight to its device.
-            dtype, load_options: See [`~hf_ssd.launch_draft`].
+            dtype, compile, load_options: See [`~hf_ssd.launch_draft`].
             timeout (`float`, *optional*, defaults to 600): Seconds for the worker to reach the target.
 
         Raises:
@@ -112,7 +113,7 @@ class Roles:
         """
         if not self.is_draft:
             raise ValueError("This rank holds the target; only draft ranks serve (`if roles.is_draft:`).")
-        settings = {**worker_settings(model, dtype, load_options), "cores": None, "timeout": timeout}
+        settings = {**worker_settings(model, dtype, compile, load_options), "cores": None, "timeout": timeout}
         settings["device"] = str(self.worker_device)
         weights = SharedWeights(model) if isinstance(model, PreTrainedModel) else None
         settings["weights"] = weights and weights.to_dict()

@@ -17,6 +17,7 @@ from transformers.utils import logging
 
 from ..cache.speculation import Speculation
 from ..cache.support import MASKED_ATTENTION, check_supported
+from ..speculation.compiling import compile_draft
 from ..speculation.experience import Experience
 from ..speculation.fallback import Backup, Proposal
 from ..speculation.planner import PREPARED, Plan
@@ -236,6 +237,7 @@ def main() -> None:
     logging.disable_progress_bar()
     try:
         model, failure = load_model(settings), None
+        uncompiled_because = compile_draft(model) if settings["compile"] else None
     except Exception:
         failure = traceback.format_exc()
     meeting, timeout = settings["store"], timedelta(seconds=settings["timeout"])
@@ -250,7 +252,7 @@ def main() -> None:
         os._exit(1)
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
     place = {"device": str(model.device), "gpu": gpu_identity(model.device)}
-    facts = {"vocab_size": vocab_size, **place, "pid": os.getpid()}
+    facts = {"vocab_size": vocab_size, **place, "pid": os.getpid(), "uncompiled_because": uncompiled_because}
     channel.send(Message(Kind.READY, payload=payloads.json_to_payload(facts)))
     try:
         DraftServer(channel, model).serve()

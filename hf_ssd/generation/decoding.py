@@ -7,6 +7,7 @@ from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, St
 from transformers.generation.streamers import BaseStreamer
 
 from ..cache.cached_model import CachedModel
+from ..cache.compiled import uncompiled
 from ..cache.ragged import RaggedCache
 from ..cache.support import check_supported
 from ..config import SSDConfig
@@ -216,7 +217,8 @@ def prefill(model, input_ids, generation_config, model_kwargs) -> tuple[CachedMo
     cache = RaggedCache.from_cache(theirs, capacity) if columns else RaggedCache(capacity)
     position_ids = model_kwargs.get("position_ids")
     mask = model_kwargs.get("attention_mask")
-    outputs = model._prefill(input_ids, generation_config, {**model_kwargs, "past_key_values": cache})
+    with uncompiled():
+        outputs = model._prefill(input_ids, generation_config, {**model_kwargs, "past_key_values": cache})
     columns = cache.get_seq_length()
     last = [columns - 1] * len(input_ids) if position_ids is None else position_ids[:, -1].tolist()
     decoder = CachedModel(

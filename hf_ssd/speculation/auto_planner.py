@@ -2,14 +2,13 @@
 
 import dataclasses
 import math
-import time
 
 from .. import theory
 from ..config import SSDConfig
 from .corrections import Corrections, kind_of
-from .costs import Average
+from .ladder import Ladder
 from .measurements import LARGEST_BUDGET, LONGEST_LOOKAHEAD, Measurements
-from .planner import FixedPlanner, Plan, Planner, Round, first_fallback
+from .planner import FixedPlanner, Plan, Planner, first_fallback
 
 LOOKAHEADS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, LONGEST_LOOKAHEAD)
 BUDGETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, LARGEST_BUDGET)
@@ -29,7 +28,6 @@ USELESS = 0.4  # acceptance rate
 ENOUGH_MISSES = 16  # rows that missed, before fallbacks are compared
 MOST_MEMORY = 2**29  # bytes for the distributions of prepared tokens
 SAGUARO_LADDER = (1.0, 0.7, 0.4, 0.1)
-ROUNDS_PER_TRIAL = 24
 
 
 class AutoPlanner(Planner):
@@ -65,7 +63,7 @@ class AutoPlanner(Planner):
         self.kind, self.unsettled, self.drafted = "", 0, 0
         self.saguaro = None
         if config.saguaro_c == "auto":
-            self.saguaro = _Ladder(SAGUARO_LADDER if sampled and self.adapts_tokens else (1.0,))
+            self.saguaro = Ladder(SAGUARO_LADDER if sampled and self.adapts_tokens else (1.0,))
         self.current = self._plan_of(*EXPLORED[0])
 
     def observe(self, round_):
@@ -272,37 +270,6 @@ class AutoPlanner(Planner):
         best = max(speeds, key=speeds.get)
         if speeds[best] > WORTH_ANOTHER_FALLBACK * speeds[self.fallback]:
             self.fallback = best
-
-
-class _Ladder:
-    """Tries values in turn and stays with the one that gave the most tokens per second."""
-
-    def __init__(self, values: tuple[float, ...]):
-        self.speeds = {value: Average(0.0, 0.0, memory=0.7) for value in values}
-        self.value, self.trials, self.rounds, self.tokens, self.seconds = values[0], 0, 0, 0, 0.0
-        self.now = time.perf_counter()
-
-    def observe(self, round_: Round) -> bool:
-        """Counts a round, and tells whether another value is to be tried now."""
-        began, self.now = self.now, time.perf_counter()
-        if round_.lookahead == 0:
-            return False
-        elapsed = self.now - began
-        self.rounds += 1
-        self.tokens += sum(k + 1 for k in round_.accepted if k >= 0)
-        self.seconds += min(elapsed, 5 * round_.seconds) if round_.seconds else elapsed  # no pauses between calls
-        if self.rounds < ROUNDS_PER_TRIAL:
-            return False
-        self.speeds[self.value].observe(self.tokens / self.seconds)
-        self.rounds, self.tokens, self.seconds = 0, 0, 0.0
-        self.trials += 1
-        before, values = self.value, list(self.speeds)
-        unknown = [value for value, speed in self.speeds.items() if not speed.weight]
-        best = max((value for value in values if value not in unknown), key=lambda value: self.speeds[value].value)
-        self.value = unknown[0] if unknown else best
-        if not unknown and self.trials % 8 == 0:  # look again at a neighbour, now and then
-            self.value = values[(values.index(best) + (1 if self.trials % 16 else -1)) % len(values)]
-        return self.value != before
 
 
 def planner_for(config: SSDConfig, rows: int, vocab_size: int, sampled: bool, drafts: int = 1) -> Planner:

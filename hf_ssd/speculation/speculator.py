@@ -11,12 +11,11 @@ from ..cache.speculation import Speculation, SpeculationCache
 from ..config import SSDConfig
 from .experience import Experience
 from .fallback import Backup, NGramBackup, RandomBackup, dense_probabilities
-from .outcomes import Forks
+from .forks import Forks
+from .lessons import Lesson, Lessons
 from .planner import BACKUPS, GUESSES, PREPARED, Plan, Round
 from .proposals import Proposals
 from .trunk import SKIPPED, Trunk
-
-LESSONS_OF_MISSES = 4  # rounds for one of which it is seen what n-grams would have given: that takes time from drafting
 
 
 class Speculator:
@@ -65,14 +64,13 @@ class Speculator:
         self.proposals = Proposals(model, generation_config, max(self.trunk.lengths), seed)
         self.backups = {"ngram": NGramBackup(), "random": RandomBackup(vocab_size, seed)}
         self.custom_backup = custom_backup
+        self.lessons = Lessons(self.planner, self.shape, self.trunk, self.backups["ngram"])
         self.finished = [False] * len(prompts)
         self.drafted = torch.zeros(len(prompts), 0, dtype=torch.long, device=self.device)
         self.sources = [PREPARED] * len(prompts)  # where each row's speculation came from
         self.known_logits: list[torch.Tensor] = []  # after the first tokens of the speculation, if already computed
         self.answered = self.outcome_came = 0.0
         self.forks: Forks | None = None
-        self.lesson: tuple[Round, list[int], Forks | None] | None = None  # the last round, until there is time to learn
-        self.lessons = 0
         self.prepared: SpeculationCache | None = None
 
     def prefill(self) -> None:
@@ -89,7 +87,7 @@ class Speculator:
             is_due (`Callable[[], bool]`): Whether the outcome is there. Then the branches stay as they are.
             plan ([`~hf_ssd.speculation.planner.Plan`], *optional*): What to do, if another draft plans.
         """
-        self._learn()
+        self.lessons.learn()
         self.plan = plan = self.planner.plan() if plan is None else plan
         if not self.config.asynchronous or plan.lookahead == 0 or plan.budget == 0:
             return
@@ -168,9 +166,9 @@ class Speculator:
             ready = Speculation(nothing, None, torch.zeros(len(accepted), dtype=torch.bool, device=self.device))
         counts = accepted.tolist()
         self.finished = [k == SKIPPED for k in counts]
-        self.lesson = None
+        self.lessons.last = None
         if verified is None or verified == self.drafted.shape[1]:  # the end of a call teaches nothing
-            self.lesson = (self._round(counts, seconds, began), bonus.tolist(), self.forks)
+            self.lessons.last = Lesson(self._round(counts, seconds, began), bonus.tolist(), self.forks)
         self.trunk.grow(counts, bonus)
         self.proposals.forget_before([n - 1 for n in self.trunk.lengths])
         self.known_logits = []
@@ -179,11 +177,11 @@ class Speculator:
     def catch_up(self, accepted: torch.LongTensor, bonus: torch.LongTensor, seconds: float) -> None:
         """Takes in the outcome of a round in which this draft was not asked, and nothing was proposed."""
         ready = self.look_up(accepted, bonus, seconds)
-        if self.lesson is not None:
-            round_ = self.lesson[0]
+        if self.lessons.last is not None:
+            round_ = self.lessons.last.round
             round_.elapsed, round_.transit = seconds, None
         self.follow(ready.tokens[:, :0], [False] * len(ready.hits), "primary")
-        self._learn()
+        self.lessons.learn()
         self.answered = self.outcome_came = 0.0  # what comes now was not waited for
 
     def complete(self, ready: Speculation, known: list[int] | None = None) -> Speculation:
@@ -221,8 +219,8 @@ class Speculator:
             hits (`list[bool]`): Which rows had been prepared, by this draft or another.
             source (`str`): Where those of the others come from; see [`~hf_ssd.speculation.planner.Round`].
         """
-        if self.lesson is not None:
-            self.lesson[0].hits = hits
+        if self.lessons.last is not None:
+            self.lessons.last.round.hits = hits
         self.sources = [PREPARED if hit else source for hit in hits]
         self.prepared, self.forks = None, None
         self.drafted = tokens.to(self.device)
@@ -304,42 +302,6 @@ class Speculator:
                 probabilities[:, :grown] = ready.probabilities
             probabilities[missed] = dense_probabilities(proposal, self.vocab_size)[:, :width].to(self.device)
         return Speculation(tokens, probabilities, ready.hits)
-
-    # ---------------------------------------------------------------- what is learned
-
-    def _learn(self) -> None:
-        """Takes the last round's lesson, when the answer is on its way."""
-        if self.lesson is None:
-            return
-        round_, bonus, forks = self.lesson
-        self.lesson = None
-        if forks is not None:
-            ranked = forks.tokens.tolist()
-            for row, (k, token) in enumerate(zip(round_.accepted, bonus)):
-                guesses = ranked[row][k] if k >= 0 else []
-                round_.ranks.append(guesses.index(token) if token in guesses else None)
-            self.shape.learn(forks, round_.accepted, bonus)
-        self.planner.observe(round_)
-        self.lessons += 1
-        if self.planner.compares_backups and self.lessons % LESSONS_OF_MISSES == 0:
-            self._learn_of_misses(round_)
-
-    def _learn_of_misses(self, round_: Round) -> None:
-        """What rows gained that had missed, and what the n-gram backup would have given them."""
-        rows = [row for row, k in enumerate(round_.accepted) if k >= 0]
-        for row in rows:
-            if round_.sources[row] in BACKUPS:
-                self.planner.observe_miss(round_.sources[row], round_.accepted[row] + 1)
-        rows = [row for row in rows if round_.sources[row] == "primary"]
-        if not rows:
-            return
-        before = [n - k - 1 for n, k in zip(self.trunk.lengths, round_.accepted)]
-        proposal = self.backups["ngram"].propose(self.trunk.ids, before, rows, max(round_.accepted) + 1)
-        for place, row in enumerate(rows):
-            new = self.trunk.ids[row, before[row] : self.trunk.lengths[row]].tolist()
-            proposed = proposal.tokens[place, : proposal.counts[place]].tolist()
-            matches = [a == b for a, b in zip(proposed, new)] + [False]
-            self.planner.observe_miss("ngram", 1 + matches.index(False))
 
     def _observe(self, observe: Callable[[int, float], None], tokens: int, began: float) -> None:
         if self.device.type == "cuda":

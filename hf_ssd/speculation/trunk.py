@@ -93,7 +93,8 @@ class Trunk:
         Returns:
             `torch.FloatTensor` of shape `(batch_size, wanted, vocab_size)`: Raw logits, in the model's dtype.
         """
-        ends, width = [n + count for n in self.lengths], max(wanted, self.lacks(count))
+        ends = [n + count for n in self.lengths]
+        width = max(wanted, self.lacks(count), self.decoder.fewest_tokens)
         starts = [max(0, end - width) for end in ends]
         columns = torch.tensor(starts, device=self.device)[:, None] + torch.arange(width, device=self.device)
         tokens = self.ids.gather(1, columns)

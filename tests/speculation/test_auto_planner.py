@@ -166,7 +166,7 @@ def test_backups_are_preferred_where_theorem_17_says_so():
 
 def test_saguaro_auto_settles_on_the_value_that_is_fastest(monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr("hf_ssd.speculation.auto_planner.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("hf_ssd.speculation.ladder.time.perf_counter", lambda: clock[0])
     planner = AutoPlanner(SSDConfig(saguaro_c="auto"), 1, 1000, True)
     speeds = {1.0: 30.0, 0.7: 40.0, 0.4: 35.0, 0.1: 20.0}
     chosen = []

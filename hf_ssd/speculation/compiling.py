@@ -1,0 +1,39 @@
+"""Compiling a draft before its first call, so that no call has to wait for it."""
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+from ..config import SSDConfig
+from .speculator import Speculator
+
+PROMPT_LENGTH = 8  # tokens; any would do
+
+
+@torch.inference_mode()
+def compile_draft(model: PreTrainedModel) -> str | None:
+    """
+    Compiles the forward pass with `torch.compile`, and drafts a little, for one row and for several: sizes are compiled
+    as dynamic, but 1 is a case of its own.
+
+    Args:
+        model (`PreTrainedModel`): The draft model, which is changed.
+
+    Returns:
+        `str`, *optional*: Why it is not compiled, for example for want of a compiler. Then the model is as before.
+    """
+    config, generation_config = SSDConfig(lookahead=3, budget=4), GenerationConfig(max_length=2 * PROMPT_LENGTH)
+    try:
+        model.forward = torch.compile(model.forward, dynamic=True)
+        for rows in (1, 2):
+            prompts = [torch.arange(PROMPT_LENGTH, device=model.device) for _ in range(rows)]
+            speculator = Speculator(model, config, generation_config, prompts, seed=0)
+            speculator.prefill()
+            speculator.prepare()
+            outcomes = torch.zeros(2, rows, dtype=torch.long)
+            for _ in range(2):
+                speculator.answer(*outcomes)
+                speculator.prepare()
+    except Exception as error:  # whatever a compiler can think of
+        del model.forward
+        return f"{type(error).__name__}: {error}".strip().splitlines()[0]
+    return None

@@ -1,0 +1,85 @@
+"""Where a speculation may be left, and with which tokens: the outcomes that can be prepared."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+UNUSED = -2  # the accepted count of a place in the cache that no outcome can match
+
+
+@dataclass
+class Forks:
+    """
+    Where a speculation may be left, as the draft sees it while the target verifies it.
+
+    Args:
+        tokens (`torch.LongTensor` of shape `(batch_size, lookahead + 1, guesses)`): The draft's most likely bonus
+            tokens after each accepted count, the best one first. The drafted token itself is not among them: as a bonus
+            token it would have been accepted.
+        probabilities (`torch.FloatTensor` of the same shape): The draft's probability of each, on the CPU.
+        drafted_probabilities (`torch.FloatTensor` of shape `(batch_size, lookahead)`): The draft's probability of each
+            drafted token, on the CPU.
+        from_backup (`list[bool]`): Which rows' speculations did not come from the draft model.
+        limits (`list[int]`): How many bonus tokens there are after each accepted count.
+    """
+
+    tokens: torch.LongTensor
+    probabilities: torch.FloatTensor
+    drafted_probabilities: torch.FloatTensor
+    from_backup: list[bool]
+    limits: list[int]
+
+    @classmethod
+    def of(cls, scores, logits, drafted, from_backup: list[bool], guesses: int) -> "Forks":
+        """
+        Args:
+            scores (`torch.FloatTensor` of shape `(batch_size, lookahead + 1, vocab_size)`): The draft's scores after 0
+                to K accepted tokens, as its warpers left them.
+            logits (`torch.FloatTensor` of the same shape): Its raw logits, which rank what the warpers ruled out: when
+                a drafted token is rejected, the bonus token often comes from there.
+            drafted (`torch.LongTensor` of shape `(batch_size, lookahead)`): The speculation that is being verified.
+            from_backup (`list[bool]`): See above.
+            guesses (`int`): How many bonus tokens to rank, at most.
+        """
+        lookahead, vocab_size = drafted.shape[1], scores.shape[2]
+        probabilities = scores.softmax(dim=-1)
+        ranking = torch.where(scores.isneginf(), logits - 1e6, scores)
+        if lookahead:
+            ranking = ranking.clone()
+            ranking[:, :lookahead].scatter_(2, drafted[:, :, None], -math.inf)
+        tokens = ranking.topk(min(guesses, vocab_size), dim=2).indices
+        return cls(
+            tokens,
+            probabilities.gather(2, tokens).cpu(),
+            probabilities[:, :lookahead].gather(2, drafted[:, :, None]).squeeze(2).cpu(),
+            from_backup,
+            [min(guesses, vocab_size - (k < lookahead)) for k in range(lookahead + 1)],
+        )
+
+    def outcomes(
+        self, fan_outs: list[list[int]], share: tuple[int, int] = (0, 1)
+    ) -> tuple[torch.LongTensor, torch.LongTensor]:
+        """
+        Turns fan-outs into outcomes.
+
+        Args:
+            fan_outs (`list[list[int]]`): Guesses after each accepted count, for each row.
+            share (`tuple[int, int]`, *optional*): Which of how many equal shares to return. Outcomes are dealt by the
+                rank of their bonus token, so every share has some of the best.
+
+        Returns:
+            Two `torch.LongTensor` of shape `(batch_size, N)`: accepted count and bonus token of each outcome. A row
+            with fewer outcomes than another has `UNUSED` accepted counts behind its own.
+        """
+        rows = [
+            [(k, rank) for k, count in enumerate(counts) for rank in range(min(count, self.limits[k]))]
+            for counts in fan_outs
+        ]
+        if share[1] > 1:
+            rows = [sorted(row, key=lambda place: place[1])[share[0] :: share[1]] for row in rows]
+        width = max(1, *map(len, rows))
+        places = torch.tensor([row + [(UNUSED, 0)] * (width - len(row)) for row in rows], device=self.tokens.device)
+        accepted, ranks = places.unbind(-1)
+        row_numbers = torch.arange(len(rows), device=self.tokens.device)[:, None]
+        return accepted, self.tokens[row_numbers, accepted.clamp(min=0), ranks]
