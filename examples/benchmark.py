@@ -53,6 +53,7 @@ def add_pair_and_work(parser: argparse.ArgumentParser) -> None:
     pair.add_argument("--layered", choices=SIZES, help="a random pair of this size instead, see layered_pair.py")
     pair.add_argument("--agreement", type=float, default=0.85, help="acceptance rate of the random pair")
     pair.add_argument("--dtype", default="bfloat16" if torch.cuda.is_available() else "float32")
+    pair.add_argument("--compile", action="store_true", help="both models by torch.compile, for all methods")
     work = parser.add_argument_group("work")
     work.add_argument("--prompts", help="JSON lines, or a hub dataset; default: snippets of Python, or random tokens")
     work.add_argument("--prompt-field", default="prompt")
@@ -386,6 +387,14 @@ def draw(tables: dict[str, list[dict]], path: Path) -> None:
 
 def load_pair(args):
     """The target on the first GPU and the draft on the last; without a GPU both on the CPU."""
+    target, draft, tokenizer = _load_pair(args)
+    if args.compile:
+        target.compile(dynamic=True)
+        draft.compile(dynamic=True)
+    return hf_ssd.enable(target), draft, tokenizer
+
+
+def _load_pair(args):
     dtype = getattr(torch, args.dtype)
     gpus = torch.cuda.device_count()
     places = [f"cuda:{i}" if gpus else "cpu" for i in (0, gpus - 1)]
@@ -393,7 +402,7 @@ def load_pair(args):
         torch.set_num_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
         target, draft = layered_pair(args.layered, args.agreement, args.temperature, dtype, device=places[0])
         print(f"{args.layered}: acceptance {target.config.acceptance_rate:.3f} (asked for {args.agreement})")
-        return hf_ssd.enable(target), draft.to(places[1]), None
+        return target, draft.to(places[1]), None
     models = [
         AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(place).eval()
         for name, place in zip((args.target, args.draft), places)
@@ -401,9 +410,9 @@ def load_pair(args):
     try:
         tokenizer = AutoTokenizer.from_pretrained(args.target, padding_side="left")
     except (OSError, ValueError):
-        return hf_ssd.enable(models[0]), models[1], None  # random models have none, and read random tokens
+        return *models, None  # random models have none, and read random tokens
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    return hf_ssd.enable(models[0]), models[1], tokenizer
+    return *models, tokenizer
 
 
 def batches_for(args, tokenizer, target) -> list[dict]:

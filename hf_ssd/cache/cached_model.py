@@ -1,12 +1,10 @@
 """A model together with its ragged cache: one forward pass over new tokens of each row."""
 
-import contextlib
-
 import torch
 from transformers import PreTrainedModel
 
 from . import masks
-from .compiled import FEWEST_TOKENS, LONGEST_STEP, is_compiled, uncompiled
+from .compiled import FEWEST_TOKENS, LONGEST_STEP, call_compiled, is_compiled, uncompiled
 from .ragged import RaggedCache
 from .support import attention_layout, is_flash_attention
 
@@ -109,15 +107,20 @@ class CachedModel:
     def forward(self, tokens, positions, mask, logits_to_keep=None) -> torch.Tensor:
         if self.position_limit is not None:
             positions = positions.clamp(max=self.position_limit - 1)
+        inputs = {
+            "input_ids": tokens,
+            "position_ids": positions.clamp(min=0),
+            "attention_mask": mask,
+            "past_key_values": self.cache,
+            "use_cache": True,
+            "return_dict": True,
+        }
         sparing = logits_to_keep is not None and self.model._supports_logits_to_keep() and self.cache.window is None
-        with uncompiled() if self.is_compiled and self.cache.window is None else contextlib.nullcontext():
-            logits = self.model(
-                input_ids=tokens,
-                position_ids=positions.clamp(min=0),
-                attention_mask=mask,
-                past_key_values=self.cache,
-                use_cache=True,
-                return_dict=True,
-                **({"logits_to_keep": logits_to_keep} if sparing else {}),
-            ).logits
+        if sparing:
+            inputs["logits_to_keep"] = logits_to_keep
+        if self.cache.window is not None:
+            logits = call_compiled(self.model, **inputs).logits
+        else:
+            with uncompiled(self.model):
+                logits = self.model(**inputs).logits
         return logits if sparing or logits_to_keep is None else logits[:, logits_to_keep]

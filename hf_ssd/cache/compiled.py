@@ -6,6 +6,7 @@ view that stays the same for many steps, and masks hide the columns that are not
 and runs as if the model were not compiled.
 """
 
+import contextlib
 import functools
 
 import torch
@@ -14,11 +15,30 @@ from transformers import PreTrainedModel
 LONGEST_STEP = 64  # tokens of each row; more than that is a prefill
 FEWEST_TOKENS = 2  # of each row that a draft feeds: torch.compile treats a size of 1 as a case of its own
 
-uncompiled = functools.partial(torch.compiler.set_stance, "force_eager")
-"""Context in which compiled models run as if they were not."""
-
 
 def is_compiled(model: PreTrainedModel) -> bool:
     """Whether `model.compile()` was called, or `model.forward = torch.compile(model.forward)`."""
     own_forward = model.__dict__.get("forward")
     return model._compiled_call_impl is not None or hasattr(own_forward, "_torchdynamo_orig_callable")
+
+
+def uncompiled(model: PreTrainedModel) -> contextlib.AbstractContextManager:
+    """Returns a context in which the model runs as if it were not compiled."""
+    return torch.compiler.set_stance("force_eager") if is_compiled(model) else contextlib.nullcontext()
+
+
+def call_compiled(model: PreTrainedModel, **inputs):
+    """
+    Calls a model as compiled for this purpose alone. What was compiled for plain generation has other shapes, and
+    torch.compile gives up on a function of which it has compiled too many.
+    """
+    return _compiled_call()(model, inputs)
+
+
+@functools.cache
+def _compiled_call():
+    return torch.compile(_call, dynamic=True)
+
+
+def _call(model: PreTrainedModel, inputs: dict):
+    return model(**inputs)

@@ -81,7 +81,7 @@ def check_supported(model: PreTrainedModel) -> None:
                 f"{type(model).__name__} uses attn_implementation={implementation!r}, which takes no 4D masks; load it "
                 'with attn_implementation="sdpa" or call model.set_attn_implementation("sdpa").'
             )
-        with uncompiled():
+        with uncompiled(model):
             _try_two_alternatives(model)
     model._ssd_supported = True
 

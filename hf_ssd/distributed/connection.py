@@ -26,7 +26,7 @@ class Connection(ABC):
     Attributes:
         channel ([`Channel`], *optional*): To the worker, once it is connected.
         facts (`dict`): What the worker says of itself: `vocab_size` and `device` of its model, which `gpu` that is,
-            its `pid`, and, if it was to be compiled and is not, `uncompiled_because`.
+            its `pid`, and whether the model `is_compiled`, or, if it was to be and is not, `uncompiled_because`.
     """
 
     def __init__(self):

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
+from ..cache.compiled import is_compiled
 from ..cache.speculation import Speculation
 from ..cache.support import MASKED_ATTENTION, check_supported
 from ..speculation.compiling import compile_draft
@@ -252,7 +253,8 @@ def main() -> None:
         os._exit(1)
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
     place = {"device": str(model.device), "gpu": gpu_identity(model.device)}
-    facts = {"vocab_size": vocab_size, **place, "pid": os.getpid(), "uncompiled_because": uncompiled_because}
+    facts = {"vocab_size": vocab_size, **place, "pid": os.getpid(), "is_compiled": is_compiled(model)}
+    facts["uncompiled_because"] = uncompiled_because
     channel.send(Message(Kind.READY, payload=payloads.json_to_payload(facts)))
     try:
         DraftServer(channel, model).serve()

@@ -217,7 +217,7 @@ def prefill(model, input_ids, generation_config, model_kwargs) -> tuple[CachedMo
     cache = RaggedCache.from_cache(theirs, capacity) if columns else RaggedCache(capacity)
     position_ids = model_kwargs.get("position_ids")
     mask = model_kwargs.get("attention_mask")
-    with uncompiled():
+    with uncompiled(model):
         outputs = model._prefill(input_ids, generation_config, {**model_kwargs, "past_key_values": cache})
     columns = cache.get_seq_length()
     last = [columns - 1] * len(input_ids) if position_ids is None else position_ids[:, -1].tolist()

@@ -23,7 +23,7 @@ def compile_draft(model: PreTrainedModel) -> str | None:
     """
     config, generation_config = SSDConfig(lookahead=3, budget=4), GenerationConfig(max_length=2 * PROMPT_LENGTH)
     try:
-        model.forward = torch.compile(model.forward, dynamic=True)
+        model.forward = torch.compile(model.forward, dynamic=True)  # which says that it is to be compiled
         for rows in (1, 2):
             prompts = [torch.arange(PROMPT_LENGTH, device=model.device) for _ in range(rows)]
             speculator = Speculator(model, config, generation_config, prompts, seed=0)

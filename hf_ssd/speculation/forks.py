@@ -58,7 +58,7 @@ class Forks:
         )
 
     def outcomes(
-        self, fan_outs: list[list[int]], share: tuple[int, int] = (0, 1)
+        self, fan_outs: list[list[int]], share: tuple[int, int] = (0, 1), fewest: int = 1
     ) -> tuple[torch.LongTensor, torch.LongTensor]:
         """
         Turns fan-outs into outcomes.
@@ -67,6 +67,7 @@ class Forks:
             fan_outs (`list[list[int]]`): Guesses after each accepted count, for each row.
             share (`tuple[int, int]`, *optional*): Which of how many equal shares to return. Outcomes are dealt by the
                 rank of their bonus token, so every share has some of the best.
+            fewest (`int`, *optional*): What N is at least.
 
         Returns:
             Two `torch.LongTensor` of shape `(batch_size, N)`: accepted count and bonus token of each outcome. A row
@@ -78,7 +79,7 @@ class Forks:
         ]
         if share[1] > 1:
             rows = [sorted(row, key=lambda place: place[1])[share[0] :: share[1]] for row in rows]
-        width = max(1, *map(len, rows))
+        width = max(fewest, *map(len, rows))
         places = torch.tensor([row + [(UNUSED, 0)] * (width - len(row)) for row in rows], device=self.tokens.device)
         accepted, ranks = places.unbind(-1)
         row_numbers = torch.arange(len(rows), device=self.tokens.device)[:, None]

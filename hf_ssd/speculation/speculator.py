@@ -107,7 +107,9 @@ class Speculator:
         from_backup = [source in BACKUPS for source in self.sources]
         budget = plan.total_budget
         self.forks = Forks.of(scores, logits, self.drafted, from_backup, max(budget, GUESSES))
-        accepted, bonus = self.forks.outcomes(self.shape.fan_outs(self.forks, budget), self.share)
+        accepted, bonus = self.forks.outcomes(
+            self.shape.fan_outs(self.forks, budget), self.share, self.trunk.decoder.fewest_tokens
+        )
         prepared, tokens = SpeculationCache(accepted, bonus), bonus
 
         # 3. Grow all branches together, one token of each per forward pass.
@@ -133,7 +135,7 @@ class Speculator:
     @property
     def prepared_budget(self) -> int:
         """How many outcomes of each row are prepared."""
-        return 0 if self.prepared is None else self.prepared.accepted.shape[1]
+        return 0 if self.prepared is None else min(self.prepared.accepted.shape[1], self.plan.budget)
 
     # ---------------------------------------------------------------- the answer
 

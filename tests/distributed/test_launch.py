@@ -13,7 +13,7 @@ import torch
 from transformers.utils import logging
 
 import hf_ssd
-from hf_ssd.distributed.launch import assistant_for
+from hf_ssd.distributed.launch import assistant_for, worker_settings
 
 from ..conftest import padded_batch, tiny_draft, tiny_model
 
@@ -159,3 +159,48 @@ def test_a_slow_start_shows_that_it_goes_on(monkeypatch, capsys):
     finally:
         logging.enable_progress_bar()
     assert not capsys.readouterr().err
+
+
+def test_a_compiled_draft_proposes_the_same_tokens(tmp_path):
+    target, draft = hf_ssd.enable(tiny_model(num_hidden_layers=1)), tiny_draft(num_hidden_layers=1)
+    inputs, options = padded_batch(2), {"max_new_tokens": 30, "do_sample": False}
+    draft.compile(dynamic=True)
+    with hf_ssd.launch_draft(draft, num_threads=1) as assistant:  # whose worker does the same
+        (worker,) = assistant.workers
+        assert worker.facts["is_compiled"]
+        output = target.generate(
+            **inputs, **options, assistant_model=assistant, ssd_config=CONFIG, return_dict_in_generate=True
+        )
+        assert torch.equal(output.sequences, target.generate(**inputs, **options))
+        assert output.ssd_stats.draft_failure is None and output.ssd_stats.hit_rate > 0
+        pid = worker.process.popen.pid
+        helpers = {p.pid for p in psutil.Process(pid).children(recursive=True)}
+    assert ends_within(pid, 5) and all(ends_within(helper, 5) for helper in helpers)
+
+
+def test_whether_the_worker_compiles_is_as_with_the_model_unless_said(tmp_path):
+    compiled = tiny_draft(num_hidden_layers=1)
+    compiled.compile()
+    for model, said, expected in [
+        (tiny_draft(num_hidden_layers=1), None, False),
+        (tiny_draft(num_hidden_layers=1), True, True),
+        (compiled, None, True),
+        (compiled, False, False),
+        (tmp_path, None, False),
+        (tmp_path, True, True),
+    ]:
+        assert worker_settings(model, None, said, {})["compile"] is expected
+
+
+def test_without_a_compiler_the_draft_runs_as_it_is(tmp_path, monkeypatch, caplog):
+    target, draft = hf_ssd.enable(tiny_model(num_hidden_layers=1)), tiny_draft(num_hidden_layers=1)
+    monkeypatch.setenv("CXX", str(tmp_path / "no_such_compiler"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    inputs, options = padded_batch(2), {"max_new_tokens": 20, "do_sample": False}
+    logging.enable_propagation()
+    with hf_ssd.launch_draft(draft, num_threads=1, compile=True) as assistant:
+        assert not assistant.workers[0].facts["is_compiled"]
+        output = target.generate(**inputs, **options, assistant_model=assistant, ssd_config=CONFIG)
+    logging.disable_propagation()
+    assert torch.equal(output, target.generate(**inputs, **options))
+    assert "The draft runs without torch.compile: " in caplog.text and "no_such_compiler" in caplog.text

@@ -1,0 +1,110 @@
+"""Compiled models: the same logits, and nothing compiled again while a text grows."""
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+import hf_ssd
+from hf_ssd.cache import compiled
+from hf_ssd.cache.branches import Branches
+from hf_ssd.cache.cached_model import CachedModel
+from hf_ssd.cache.compiled import is_compiled
+from hf_ssd.cache.ragged import WINDOW_STEP, RaggedCache
+from hf_ssd.speculation.speculator import Speculator
+
+from ..conftest import padded_batch, tiny_draft, tiny_model
+
+
+@pytest.fixture
+def compilations(monkeypatch):
+    """The shapes for which something was compiled, with a backend that takes no time."""
+    torch._dynamo.reset()
+    shapes = []
+
+    def backend(graph, inputs):
+        shapes.append([tuple(x.shape) for x in inputs if isinstance(x, torch.Tensor)])
+        return graph.forward
+
+    call = torch.compile(compiled._call, dynamic=True, backend=backend)
+    monkeypatch.setattr(compiled, "_compiled_call", lambda: call)
+    return shapes
+
+
+def to_compile(model):
+    model.compile(dynamic=True)
+    return model
+
+
+def test_both_ways_of_compiling_are_noticed():
+    assert not is_compiled(tiny_model())
+    assert is_compiled(to_compile(tiny_model()))
+    model = tiny_model()
+    model.forward = torch.compile(model.forward)
+    assert is_compiled(model)
+
+
+def grow(model, steps=12):
+    """Logits of rows that advance by different amounts, and of branches, for a text that outgrows several windows."""
+    generator = torch.Generator().manual_seed(0)
+    decoder = CachedModel(model, RaggedCache(capacity=4))
+    logits, lengths = [decoder.extend(torch.randint(2, 97, (2, 9), generator=generator), [0, 0])], [9, 7]
+    for step in range(steps):
+        count = (3, 20, 2, 9)[step % 4]
+        logits.append(decoder.extend(torch.randint(2, 97, (2, count), generator=generator), lengths))
+        lengths = [n + count - (row + step) % 3 for row, n in enumerate(lengths)]
+        if step % 3 == 0:  # all rows equally long
+            lengths = [min(lengths)] * 2
+        width = 2 + step % 4
+        forks = torch.tensor([[n - i % 2 for i in range(width)] for n in lengths])
+        branches = Branches(decoder, forks, base=max(lengths), depth=3)
+        for _ in range(3):
+            logits.append(branches.grow(torch.randint(2, 97, (2, width), generator=generator)))
+    assert steps < 12 or max(lengths) > WINDOW_STEP
+    return logits
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma"])  # without and with windows that slide, and both
+@torch.inference_mode()
+def test_logits_are_the_same_and_nothing_is_compiled_again(family, compilations, monkeypatch):
+    size = {} if family == "gemma" else {"num_hidden_layers": 1}
+    expected = grow(tiny_model(family, **size))
+    logits = grow(to_compile(tiny_model(family, **size)))
+    for one, other in zip(logits, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+    # A mask for layers that slide is another one only where a text is longer than they see.
+    assert len(compilations) <= (1 if family == "llama" else 2)
+    if family == "llama":  # the mutant: the cache is told where to write by numbers, which are compiled in
+        torch._dynamo.reset()
+        compilations.clear()
+        monkeypatch.setattr(RaggedCache, "place", lambda self, *where: setattr(self, "placement", where))
+        grow(to_compile(tiny_model(family, **size)), steps=3)
+        assert len(compilations) > 1
+
+
+def test_generate_gives_the_tokens_of_models_that_are_not_compiled(compilations):
+    plain, model, draft = (of(num_hidden_layers=1) for of in (tiny_model, tiny_model, tiny_draft))
+    target, draft = hf_ssd.enable(to_compile(model)), to_compile(draft)
+    inputs, options = padded_batch(3), {"max_new_tokens": 40, "do_sample": False}
+    config = hf_ssd.SSDConfig(lookahead=3, asynchronous=False)
+    calls = []
+    for _ in range(2):
+        output = target.generate(**inputs, **options, assistant_model=draft, ssd_config=config)
+        assert torch.equal(output, plain.generate(**inputs, **options))
+        calls.append(len(compilations))
+    # The draft, the target, and maybe the target where there is room for no more than one token. Then nothing more.
+    assert calls[0] in (2, 3) and calls[1] == calls[0]
+
+
+@torch.inference_mode()
+def test_whatever_is_planned_a_draft_compiles_once_for_one_row_and_once_for_several(compilations):
+    draft = to_compile(tiny_draft(num_hidden_layers=1))
+    for rows in (1, 1, 3, 2):
+        for lookahead, budget in [(3, 4), (1, 1), (2, 1), (5, 9)]:
+            config, generation_config = hf_ssd.SSDConfig(lookahead, budget), GenerationConfig(max_length=99)
+            prompts = [torch.arange(2, 9 + row) for row in range(rows)]
+            speculator = Speculator(draft, config, generation_config, prompts, seed=0)
+            speculator.prefill()
+            for accepted in (0, 0, 1):
+                speculator.prepare()
+                speculator.answer(torch.full((rows,), accepted), torch.full((rows,), 7))
+        assert len(compilations) == 1 + (rows > 1)
