@@ -48,6 +48,9 @@ class Channel:
         self.outgoing, self.incoming = (to_draft, to_target) if is_target else (to_target, to_draft)
         self.sent: deque[tuple[dist.Work, torch.Tensor]] = deque()
         self.expected: tuple[dist.Work, torch.Tensor] | None = None
+        self.promised: torch.Tensor | None = None  # a payload that the last message sent announced
+        self.announced: torch.Tensor | None = None  # ... that the last one received announced
+        self.early: tuple[dist.Work, torch.Tensor] | None = None  # ... and that may arrive before it is asked for
         self.payload: tuple[Message, dist.Work] | None = None
         self.link: DeviceLink | None = None
 
@@ -63,7 +66,15 @@ class Channel:
             self.link = None
 
     def send(self, message: Message) -> None:
-        """Starts to send and returns at once. The tensors are kept until they have left."""
+        """
+        Starts to send and returns at once. The tensors are kept until they have left.
+
+        Raises:
+            [`~hf_ssd.distributed.messages.ProtocolError`]: the last message announced something else.
+        """
+        if self.promised is not None and not _are_alike(message.payload, self.promised):
+            raise ProtocolError("the last message announced another payload, for which the other side is waiting")
+        self.promised = message.announces
         while self.sent and self.sent[0][0].is_completed():
             self.sent.popleft()
         frame, *payload = pack(message)
@@ -84,6 +95,9 @@ class Channel:
         if self.expected is None and self.payload is None:
             frame = torch.empty(FRAME_LENGTH, dtype=torch.int64)
             self.expected = (broadcast(self.incoming, frame, 1 - self.rank), frame)
+            if self.announced is not None:
+                self.early = (broadcast(self.incoming, self.announced, 1 - self.rank), self.announced)
+                self.announced = None
 
     def has_arrived(self) -> bool:
         """Whether the next message, which must be expected, has begun to arrive, or the other process has ended."""
@@ -107,13 +121,19 @@ class Channel:
             work, frame = self.expected
             self.wait(work, deadline)
             self.expected = None
-            message, payload = unpack(frame)
+            (message, payload), early = unpack(frame), self.early
+            self.announced, self.early = message.announces, None
+            if early is not None and not _are_alike(payload, early[1]):
+                raise ProtocolError("a message has another payload than the one before it announced")
             if payload is None or not len(payload):
                 return message
             if message.over_link and self.link is None:
                 raise ProtocolError("a payload is to come over a link that was not opened")
             if message.over_link:
                 self.payload = (message, self._over_link(self.link.receive, message))
+            elif early is not None:
+                message.payload = early[1]
+                self.payload = (message, early[0])
             else:
                 self.payload = (message, broadcast(self.incoming, payload, 1 - self.rank))
         message, work = self.payload
@@ -138,7 +158,7 @@ class Channel:
         more, it must have ended before: gloo waits for that.
         """
         groups = [self.outgoing, self.incoming] + ([self.link.group] if self.link is not None else [])
-        self.outgoing = self.incoming = self.expected = self.payload = self.link = None
+        self.outgoing = self.incoming = self.expected = self.early = self.payload = self.link = None
         _give_up(groups)
         self.sent.clear()
 
@@ -162,6 +182,10 @@ class Channel:
                     raise PeerLost(f"the connection was closed: {error}") from error
                 if deadline is not None and time.monotonic() >= deadline and not work.is_completed():
                     raise TimeoutError("no message came in time") from None
+
+
+def _are_alike(payload: torch.Tensor | None, announced: torch.Tensor) -> bool:
+    return payload is not None and (payload.dtype, payload.shape) == (announced.dtype, announced.shape)
 
 
 def _give_up(groups: list[dist.ProcessGroup]) -> None:

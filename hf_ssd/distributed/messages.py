@@ -1,8 +1,9 @@
 """What travels between target and draft: frames, and what is behind them. See [`payloads`] for what is in them.
 
-A message is one frame of 128 integers: a header of 8, and up to 120 integers of payload. A larger payload, or one of
+A message is one frame of 128 integers: a header of 10, and up to 118 integers of payload. A larger payload, or one of
 another type, follows in a transfer of its own, whose type and length the header tells, and whether it follows behind
-the frame or over the link between two GPUs.
+the frame or over the link between two GPUs. If a message announces the payload of the next one, that can arrive while
+no one looks.
 """
 
 from dataclasses import dataclass, field
@@ -11,8 +12,8 @@ from enum import IntEnum
 import torch
 
 MAGIC = 0x6866_5F73_7364  # "hf_ssd"
-VERSION = 4
-HEADER_LENGTH = 8
+VERSION = 5
+HEADER_LENGTH = 10
 FRAME_LENGTH = 128
 PAYLOAD_TYPES = (torch.int64, torch.int32, torch.float32, torch.uint8)
 BEHIND, INLINE, OVER_LINK = range(3)  # where a payload is
@@ -53,6 +54,8 @@ class Message:
         round (`int`): Number of the verification round, from 0.
         payload (`torch.Tensor`): One-dimensional, of one of `PAYLOAD_TYPES`.
         over_link (`bool`, *optional*): Whether the payload goes from GPU to GPU.
+        announces (`torch.Tensor`, *optional*): The payload of the next message, if it is to follow behind its frame. On
+            the receiving side, an empty one of its type and length.
     """
 
     kind: Kind
@@ -60,6 +63,7 @@ class Message:
     round: int = 0
     payload: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     over_link: bool = False
+    announces: torch.Tensor | None = None
 
 
 def pack(message: Message) -> list[torch.Tensor]:
@@ -72,8 +76,10 @@ def pack(message: Message) -> list[torch.Tensor]:
         place, payload = INLINE if fits else BEHIND, payload.cpu()
     header = [MAGIC, VERSION, message.kind, message.session, message.round]
     header += [PAYLOAD_TYPES.index(payload.dtype), len(payload), place]
+    if message.announces is not None:
+        header += [PAYLOAD_TYPES.index(message.announces.dtype), len(message.announces)]
     frame = torch.zeros(FRAME_LENGTH, dtype=torch.int64)
-    frame[:HEADER_LENGTH] = torch.tensor(header)
+    frame[: len(header)] = torch.tensor(header)
     if place == INLINE:
         frame[HEADER_LENGTH : HEADER_LENGTH + len(payload)] = payload
         return [frame]
@@ -90,19 +96,24 @@ def unpack(frame: torch.Tensor) -> tuple[Message, torch.Tensor | None]:
     Raises:
         [`ProtocolError`]: the frame is not one of ours.
     """
-    magic, version, kind, session, round_, dtype, length, place = frame[:HEADER_LENGTH].tolist()
+    magic, version, kind, session, round_, dtype, length, place, next_dtype, next_length = frame[
+        :HEADER_LENGTH
+    ].tolist()
     if magic != MAGIC:
         raise ProtocolError(f"a message began with {magic:#x} instead of {MAGIC:#x}; it does not come from hf_ssd")
     if version != VERSION:
         raise ProtocolError(f"a message has protocol version {version}, this side speaks version {VERSION}")
     room = FRAME_LENGTH - HEADER_LENGTH if place == INLINE else LARGEST_PAYLOAD
-    is_known = kind in set(Kind) and 0 <= dtype < len(PAYLOAD_TYPES) and BEHIND <= place <= OVER_LINK
-    if not is_known or not 0 <= length <= room:
+    is_known = kind in set(Kind) and BEHIND <= place <= OVER_LINK
+    is_known = is_known and all(0 <= one < len(PAYLOAD_TYPES) for one in (dtype, next_dtype))
+    if not is_known or not 0 <= length <= room or not 0 <= next_length <= LARGEST_PAYLOAD:
         raise ProtocolError(f"a message of kind {kind} announces {length} elements of type {dtype}, which cannot be")
+    announces = torch.empty(next_length, dtype=PAYLOAD_TYPES[next_dtype]) if next_length else None
     if place == INLINE:
-        return Message(Kind(kind), session, round_, frame[HEADER_LENGTH : HEADER_LENGTH + length]), None
+        inline = frame[HEADER_LENGTH : HEADER_LENGTH + length]
+        return Message(Kind(kind), session, round_, inline, announces=announces), None
     payload = torch.empty(length, dtype=PAYLOAD_TYPES[dtype])
-    return Message(Kind(kind), session, round_, payload, place == OVER_LINK), payload
+    return Message(Kind(kind), session, round_, payload, place == OVER_LINK, announces), payload
 
 
 def expect(message: Message, kind: Kind, session: int, round_: int, length: int | None = None) -> None:

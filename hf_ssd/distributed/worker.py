@@ -135,9 +135,13 @@ class DraftServer:
             return
         speculation = speculator.complete(ready)
         self.answer_seconds = time.perf_counter() - start
-        # Tokens first: with them the target can start, and needs the probabilities only when it is done.
-        self.send(Kind.SPECULATION, payloads.answer_to_payload(self._figures(speculation, budget)))
-        self._send_probabilities(speculation.probabilities)
+        # Tokens first: with them the target can start, and needs the probabilities only when it is done. Announced,
+        # they arrive meanwhile.
+        probabilities = self._packed(speculation.probabilities)
+        announced = probabilities if self.channel.link is None else None
+        answer = payloads.answer_to_payload(self._figures(speculation, budget))
+        self.send(Kind.SPECULATION, answer, announces=announced)
+        self._send_probabilities(probabilities)
         self._prepare()
 
     def _complete(self, message: Message) -> None:
@@ -156,7 +160,7 @@ class DraftServer:
         source = next((source for source in speculator.sources if source != PREPARED), "primary")
         answer = self._figures(speculation, 0)
         self.send(Kind.COMPLETED, payloads.completed_to_payload(answer, source))
-        self._send_probabilities(speculation.probabilities)
+        self._send_probabilities(self._packed(speculation.probabilities))
         self._prepare()
 
     def _follow(self, message: Message) -> None:
@@ -165,7 +169,7 @@ class DraftServer:
         rows = len(self.speculator.trunk.lengths)
         tokens, hits, mine, source, plan = payloads.payload_to_follow(message.payload, rows)
         if self.ready.probabilities is not None and len(mine):
-            self._send_probabilities(self.ready.probabilities[mine, : tokens.shape[1]])
+            self._send_probabilities(self._packed(self.ready.probabilities[mine, : tokens.shape[1]]))
         self.speculator.follow(tokens, hits.tolist(), source)
         self._prepare(plan)
 
@@ -182,14 +186,19 @@ class DraftServer:
         rest = self.speculator.planner.rest if self.speculator.share[1] == 1 else 0
         return Answer(speculation.tokens, speculation.hits, *times, rest)
 
-    def _send_probabilities(self, probabilities: torch.FloatTensor | None) -> None:
-        if probabilities is not None and probabilities.shape[1]:
-            payload = payloads.probabilities_to_payload(probabilities)
+    @staticmethod
+    def _packed(probabilities: torch.FloatTensor | None) -> torch.Tensor | None:
+        if probabilities is None or not probabilities.shape[1]:
+            return None
+        return payloads.probabilities_to_payload(probabilities)
+
+    def _send_probabilities(self, payload: torch.Tensor | None) -> None:
+        if payload is not None:
             self.send(Kind.PROBABILITIES, payload, over_link=self.channel.link is not None)
 
-    def send(self, kind: Kind, payload: torch.Tensor, over_link: bool = False) -> None:
-        """Sends a message of the current round."""
-        self.channel.send(Message(kind, self.session, self.round, payload, over_link))
+    def send(self, kind: Kind, payload: torch.Tensor, **options) -> None:
+        """Sends a message of the current round. See [`~hf_ssd.distributed.messages.Message`] for options."""
+        self.channel.send(Message(kind, self.session, self.round, payload, **options))
 
     def receive(self, kind: Kind) -> torch.Tensor:
         """Returns the payload of the next message of the current round, which the target sends without being late."""

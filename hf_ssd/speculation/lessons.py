@@ -27,7 +27,8 @@ class Lesson:
 
 class Lessons:
     """
-    Keeps the last round until there is time to learn from it: when the answer is on its way.
+    Keeps the last round until there is time to learn from it: the planner when the answer is on its way, because it
+    plans next, and the cache shape when the branches have grown.
 
     Args:
         planner ([`~hf_ssd.speculation.planner.Planner`]), shape ([`~hf_ssd.speculation.outcomes.CacheShape`]): Who is
@@ -39,12 +40,20 @@ class Lessons:
     def __init__(self, planner: Planner, shape: CacheShape, trunk: Trunk, ngrams: NGramBackup):
         self.planner, self.shape, self.trunk, self.ngrams = planner, shape, trunk, ngrams
         self.last: Lesson | None = None
+        self.for_shape: Lesson | None = None
         self.count = 0
 
-    def learn(self) -> None:
-        """Learns from the last round, if that was not done yet."""
+    def teach_shape(self) -> None:
+        """Lets the cache shape learn from the last round that the planner has seen, if that was not done yet."""
+        if self.for_shape is not None:
+            lesson, self.for_shape = self.for_shape, None
+            self.shape.learn(lesson.forks, lesson.round.accepted, lesson.bonus)
+
+    def teach_planner(self) -> None:
+        """Lets the planner learn from the last round, if that was not done yet."""
         if self.last is None:
             return
+        self.teach_shape()  # there was no time
         lesson, self.last = self.last, None
         round_ = lesson.round
         if lesson.forks is not None:
@@ -52,7 +61,7 @@ class Lessons:
             for row, (k, token) in enumerate(zip(round_.accepted, lesson.bonus)):
                 guesses = ranked[row][k] if k >= 0 else []
                 round_.ranks.append(guesses.index(token) if token in guesses else None)
-            self.shape.learn(lesson.forks, round_.accepted, lesson.bonus)
+            self.for_shape = lesson
         self.planner.observe(round_)
         self.count += 1
         if self.planner.compares_backups and self.count % ROUNDS_PER_LESSON_OF_MISSES == 0:

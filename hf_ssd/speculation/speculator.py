@@ -87,7 +87,7 @@ class Speculator:
             is_due (`Callable[[], bool]`): Whether the outcome is there. Then the branches stay as they are.
             plan ([`~hf_ssd.speculation.planner.Plan`], *optional*): What to do, if another draft plans.
         """
-        self.lessons.learn()
+        self.lessons.teach_planner()
         self.plan = plan = self.planner.plan() if plan is None else plan
         if not self.config.asynchronous or plan.lookahead == 0 or plan.budget == 0:
             return
@@ -131,6 +131,8 @@ class Speculator:
             tokens, probabilities = self.proposals.propose(scores, places, depth, plan)
             prepared.append(tokens, probabilities)
             self._observe(self.planner.observe_branches, tokens.numel(), began)
+        if not is_due():
+            self.lessons.teach_shape()
 
     @property
     def prepared_budget(self) -> int:
@@ -183,7 +185,7 @@ class Speculator:
             round_ = self.lessons.last.round
             round_.elapsed, round_.transit = seconds, None
         self.follow(ready.tokens[:, :0], [False] * len(ready.hits), "primary")
-        self.lessons.learn()
+        self.lessons.teach_planner()
         self.answered = self.outcome_came = 0.0  # what comes now was not waited for
 
     def complete(self, ready: Speculation, known: list[int] | None = None) -> Speculation:

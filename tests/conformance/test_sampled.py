@@ -297,7 +297,7 @@ def test_a_wrong_q_of_saguaro_sampling_or_a_backup_fails_the_same_test(
 def test_a_wrong_q_under_whims_fails_the_same_test(small, prepared_in_process, monkeypatch):
     monkeypatch.setattr(experience, "planner_for", Whims)
     plain_q_with_saguaro_tokens(monkeypatch)
-    assert p_value(*small, calls=24, seed=6, timeout=28.0) < 1e-3
+    assert p_value(*small, calls=48, seed=6, timeout=28.0) < 1e-3
 
 
 @pytest.mark.parametrize("name", MUTANTS)

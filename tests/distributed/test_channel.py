@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from hf_ssd.distributed.channel import Channel, PeerLost
-from hf_ssd.distributed.messages import Kind, Message
+from hf_ssd.distributed.messages import Kind, Message, ProtocolError
 
 
 @pytest.fixture
@@ -64,6 +64,33 @@ def test_a_message_that_comes_as_the_wait_ends_is_not_lost(ends):
         received += 1
         sender.join()
     assert received == 200
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_an_announced_payload_arrives_while_no_one_looks(ends, announced):
+    target, draft = ends
+    q = torch.rand(30_000)
+    for round_ in range(3):
+        target.send(Message(Kind.SPECULATION, 1, round_, torch.arange(9), announces=q if announced else None))
+        target.send(Message(Kind.PROBABILITIES, 1, round_, q))
+        assert len(draft.receive(10).payload) == 9
+        draft.expect()
+        target.flush(10) if announced else time.sleep(0.1)
+        deadline = time.monotonic() + 5
+        while announced and not draft.early[0].is_completed() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert (draft.early is not None and torch.equal(draft.early[1], q)) == announced
+        assert torch.equal(draft.receive(10).payload, q)
+
+
+def test_what_was_announced_must_follow(ends):
+    target, draft = ends
+    target.send(Message(Kind.SPECULATION, announces=torch.rand(200)))
+    for payload in (torch.rand(300), torch.arange(3), torch.arange(200)):  # gloo would end the other process
+        with pytest.raises(ProtocolError, match="announced"):
+            target.send(Message(Kind.ERROR, payload=payload))
+    target.send(Message(Kind.PROBABILITIES, payload=torch.rand(200)))
+    assert draft.receive(10).kind == Kind.SPECULATION and len(draft.receive(10).payload) == 200
 
 
 def test_both_directions_at_once(ends):
