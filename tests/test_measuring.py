@@ -1,7 +1,10 @@
 """The smaller programs that measure, run as a user would."""
 
+import importlib
 import json
+import random
 import re
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -17,12 +20,29 @@ def run(program, *arguments):
 def test_sweep(tmp_path):
     figures = tmp_path / "sweep.json"
     done = run(
-        "sweep.py", "--new-tokens", 12, "--repeats", 1, "--lookaheads", 2, "--budgets", 4, "--output", figures
+        "sweep.py", "--new-tokens", 12, "--repeats", 2, "--lookaheads", 2, "--budgets", 4, "--output", figures
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     settings = {row["setting"] for row in json.loads(figures.read_text())["rows"]}
-    assert settings == {"plain generate", "planned", "lookahead 2, budget 4", "lookahead 2, in turn"}
-    assert re.search(r"the planner reaches [\d.]+ of the best setting", done.stdout)
+    in_turn = {"lookahead 2, in turn", "lookahead 2, in turn, here"}
+    assert settings == {"plain generate", "planned", "lookahead 2, budget 4"} | in_turn
+    assert re.search(r"the planner reaches [\d.]+ of the best setting: ", done.stdout)
+    assert run("sweep.py", "--repeats", 1).returncode == 2
+
+
+def test_the_best_setting_is_not_one_that_was_lucky():
+    """Of settings that differ by chance none is better than the planner. The mutant picks and compares at once."""
+    sys.path.insert(0, str(ROOT / "examples"))
+    sweep, chance = importlib.import_module("sweep"), random.Random(0)
+    found, lucky = [], []
+    for _ in range(200):
+        names = [sweep.AUTO, *map(str, range(12))]
+        runs = {name: [{"speed": chance.gauss(1.0, 0.1)} for _ in range(6)] for name in names}
+        share, _ = sweep.over_best(runs, names[1:])
+        found.append(share)
+        twice = {name: [run for run in measured for _ in (0, 1)] for name, measured in runs.items()}  # equal halves
+        lucky.append(sweep.over_best(twice, names[1:])[0])
+    assert abs(statistics.mean(found) - 1) < 0.02 and statistics.mean(lucky) < 0.95
 
 
 def test_profile_round():

@@ -34,7 +34,8 @@ class CachedModel:
         self.needs_no_mask_for_one = valid is None and self.layout.window is None and implementation == "sdpa"
         self.first_positions = first_positions
         self.position_limit = position_limit
-        self.is_compiled = is_compiled(model)
+        # Without masks nothing hides the columns of a window that are not in use.
+        self.is_compiled = is_compiled(model) and not self.reads_2d_masks
         self.fewest_tokens = FEWEST_TOKENS if self.is_compiled else 1
 
     def positions(self, columns: torch.LongTensor) -> torch.LongTensor:

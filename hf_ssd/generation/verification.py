@@ -97,6 +97,8 @@ def verify_sampled(
         The outcome of each row, two `torch.LongTensor` of shape `(batch_size,)`: accepted count and bonus token.
     """
     p = scores.softmax(dim=-1)
+    if not drafted.shape[1]:
+        return drafted.new_zeros(len(drafted)), torch.multinomial(p[:, 0], num_samples=1).squeeze(1)
     # `<`, not `<=`: the random number can be 0, and a token of probability 0 must never pass.
     uniform = torch.rand(drafted.shape, device=scores.device)
     accepted = accepted_counts(uniform < acceptance_probabilities(p, q, drafted))

@@ -96,6 +96,16 @@ def test_generate_gives_the_tokens_of_models_that_are_not_compiled(compilations)
 
 
 @torch.inference_mode()
+def test_attention_that_takes_no_masks_runs_uncompiled_and_sees_no_more_than_is_in_use(compilations, monkeypatch):
+    monkeypatch.setattr("hf_ssd.cache.cached_model.is_flash_attention", lambda model: True)
+    decoder = CachedModel(to_compile(tiny_model(num_hidden_layers=1)), RaggedCache())
+    for start, count in ((0, 5), (5, 3)):
+        decoder.extend(torch.full((1, count), 7), [start])
+        assert decoder.cache.window is None and decoder.cache.get_seq_length() == start + count
+    assert not compilations
+
+
+@torch.inference_mode()
 def test_whatever_is_planned_a_draft_compiles_once_for_one_row_and_once_for_several(compilations):
     draft = to_compile(tiny_draft(num_hidden_layers=1))
     for rows in (1, 1, 3, 2):
