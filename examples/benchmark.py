@@ -10,6 +10,7 @@ on all of them alike; each is compared with plain generate() within one turn, an
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
@@ -21,7 +22,6 @@ from pathlib import Path
 import torch
 import transformers
 from layered_pair import SIZES, layered_pair
-from matplotlib.figure import Figure
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, StoppingCriteria, StoppingCriteriaList, set_seed
 from transformers.utils import logging
@@ -82,7 +82,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     output.add_argument(
         "--trace", type=Path, help="a timeline of the last SSD run, for Perfetto; and a picture beside it"
     )
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    if (args.output or args.trace) and importlib.util.find_spec("matplotlib") is None:
+        parser.error('pictures need matplotlib: pip install -e ".[plot]"')
+    return args
 
 
 # ---------------------------------------------------------------- what is measured
@@ -367,6 +370,8 @@ def summary(rows: list[dict]) -> str:
 
 def draw(tables: dict[str, list[dict]], path: Path) -> None:
     """Speeds over plain generate(), a panel for each table."""
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(5.5 * len(tables), 3.2), layout="constrained")
     panels = figure.subplots(1, len(tables), squeeze=False, sharex=True)[0]
     for axes, (title, rows) in zip(panels, tables.items()):

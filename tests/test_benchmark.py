@@ -92,3 +92,12 @@ def test_slower_and_faster_are_told_from_noise():
     assert regression.verdict(before, [1.5, 1.5, 1.6, 1.4, 1.55, 1.5])[1] == "as before"
     assert regression.verdict(before, [1.2, 1.25, 1.3, 1.2, 1.22, 1.21])[1] == "slower"
     assert regression.verdict(before, [1.8, 1.85, 1.9, 1.82, 1.81, 1.8])[1] == "faster"
+
+
+@pytest.mark.parametrize("arguments, code", [([], 0), (["--output", "folder"], 2)])
+def test_pictures_alone_need_matplotlib_and_say_so_first(arguments, code):
+    program = "import sys; sys.modules['matplotlib'] = None; import benchmark; benchmark.parse_arguments()"
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, cwd=ROOT / "examples"
+    )
+    assert done.returncode == code and ("pictures need matplotlib: pip install" in done.stderr) == bool(code)
