@@ -1,11 +1,13 @@
 """A draft that rests is not asked, and catches up afterwards."""
 
 import threading
+import time
 
 import pytest
 import torch
 import torch.distributed as dist
 from transformers import set_seed
+from transformers.generation.streamers import BaseStreamer
 
 import hf_ssd
 from hf_ssd.distributed.assistant import DraftAssistant
@@ -130,3 +132,23 @@ def test_sampled_calls_go_through_too(target, assistant):
         )  # fmt: skip
     assert all(output.ssd_stats.draft_failure is None for output in outputs)
     assert all(0 in output.ssd_stats.lookahead and 3 in output.ssd_stats.lookahead for output in outputs)
+
+
+class SlowStreamer(BaseStreamer):
+    def put(self, value):
+        time.sleep(0.02)
+
+    def end(self):
+        pass
+
+
+def test_a_quiet_round_takes_as_long_as_the_caller_makes_it(target, assistant):
+    """Plain decoding hides no bookkeeping behind a wait, so that is part of what a token costs without a draft."""
+    target.generate(
+        **padded_batch(1), max_new_tokens=30, do_sample=False, assistant_model=assistant, ssd_config=hf_ssd.SSDConfig(),
+        streamer=SlowStreamer(),
+    )  # fmt: skip
+    quiet = [r.seconds for r in InAndOut.seen if not r.lookahead and r.elapsed == r.seconds > 0]
+    assert len(quiet) > 3 and min(quiet) > 0.02
+    asked = [r.seconds for r in InAndOut.seen if r.lookahead]
+    assert min(asked) < 0.02  # verification alone
