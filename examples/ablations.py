@@ -86,7 +86,7 @@ class Recorder(hf_ssd.DraftAssistant, CacheShape):
 
     def open_session(self, request, device):
         session = LocalSession(self.draft, request)
-        session.speculator.shape = self
+        session.speculator.lessons.shape = self
         session.speculator.prepare()  # for the first token after the prompt
         return session
 
@@ -114,14 +114,16 @@ def replay(calls: list, config: hf_ssd.SSDConfig) -> list[list[bool]]:
     """Returns in which of its rounds each row of each call would have hit with the shape and budget of `config`."""
     shape, hits = shape_for(config), []
     for rounds in calls:
-        rows = [[] for _ in rounds[0][1]]
+        rows, lesson = [[] for _ in rounds[0][1]], None
         for forks, accepted, bonus in rounds:
             fan_outs = shape.fan_outs(forks, config.budget)
             for row, (k, token) in enumerate(zip(accepted, bonus)):
                 if k >= 0:
                     guesses = forks.tokens[row, k, : min(fan_outs[row][k], forks.limits[k])]
                     rows[row].append(token in guesses.tolist())
-            shape.learn(forks, accepted, bonus)
+            if lesson is not None:
+                shape.learn(*lesson)  # a draft learns when the branches have grown, so a round later
+            lesson = forks, accepted, bonus
         hits += rows
     return hits
 

@@ -56,7 +56,7 @@ class Speculator:
         self.trunk = Trunk(model, prompts, generation_config.max_length, earlier)
         self.vocab_size = vocab_size = model.config.get_text_config(decoder=True).vocab_size
         experience = Experience() if experience is None else experience
-        self.planner, self.shape = experience.of(config, generation_config, len(prompts), vocab_size, share[1])
+        self.planner, shape = experience.of(config, generation_config, len(prompts), vocab_size, share[1])
         self.plan = self.planner.plan()
         if self.planner.adapts_tokens or custom_backup or self.plan.fallback != "primary":
             # What was learned in a call with the same seed must not meet the same noise again.
@@ -64,7 +64,7 @@ class Speculator:
         self.proposals = Proposals(model, generation_config, max(self.trunk.lengths), seed)
         self.backups = {"ngram": NGramBackup(), "random": RandomBackup(vocab_size, seed)}
         self.custom_backup = custom_backup
-        self.lessons = Lessons(self.planner, self.shape, self.trunk, self.backups["ngram"])
+        self.lessons = Lessons(self.planner, shape, self.trunk, self.backups["ngram"])
         self.finished = [False] * len(prompts)
         self.drafted = torch.zeros(len(prompts), 0, dtype=torch.long, device=self.device)
         self.sources = [PREPARED] * len(prompts)  # where each row's speculation came from
@@ -108,7 +108,7 @@ class Speculator:
         budget = plan.total_budget
         self.forks = Forks.of(scores, logits, self.drafted, from_backup, max(budget, GUESSES))
         accepted, bonus = self.forks.outcomes(
-            self.shape.fan_outs(self.forks, budget), self.share, self.trunk.decoder.fewest_tokens
+            self.lessons.shape.fan_outs(self.forks, budget), self.share, self.trunk.decoder.fewest_tokens
         )
         prepared, tokens = SpeculationCache(accepted, bonus), bonus
 
