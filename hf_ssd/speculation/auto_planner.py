@@ -226,8 +226,10 @@ class AutoPlanner(Planner):
                 # finished alone, as far as that is worth it.
                 window = verification[width] - measured.choice.value
                 grown = min(lookahead, max(0, math.ceil(window / growth)))
-                # How far that step is by then is chance, so half of it; less where all are nearly grown.
-                late = min(growth / 2, max(0.0, lookahead * growth - window))
+                # How far a step is by then is chance after some of them: half of it, or less where all are nearly grown.
+                late = max(0.0, grown * growth - window)
+                if grown > 1:
+                    late = min(growth / 2, max(0.0, lookahead * growth - window))
                 width, tokens_on_hit, after_hit = self._best_answer(verification, tokens, late, grown, step)
             _, tokens_on_miss, after_miss = self._best_answer(verification, tokens, late, 0, step)
             if width not in predicted:
