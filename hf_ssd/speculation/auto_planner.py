@@ -226,7 +226,7 @@ class AutoPlanner(Planner):
                 # finished alone, as far as that is worth it.
                 window = verification[width] - measured.choice.value
                 grown = min(lookahead, max(0, math.ceil(window / growth)))
-                # How far a step is by then is chance after some of them: half of it, or less where all are nearly grown.
+                # How far a step is by then is chance after some of them: half of it, less where all are nearly grown.
                 late = max(0.0, grown * growth - window)
                 if grown > 1:
                     late = min(growth / 2, max(0.0, lookahead * growth - window))
