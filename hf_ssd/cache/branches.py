@@ -20,6 +20,7 @@ class Branches:
     """
 
     def __init__(self, decoder: CachedModel, forks: torch.LongTensor, base: int, depth: int):
+        forks = decoder.computed(forks)
         self.decoder, self.forks, self.base, self.depth = decoder, forks, base, 0
         self.count = forks.shape[1]
         # A branch at depth d sees what it saw at depth d - 1 and its own new column: the mask is filled as it grows.
@@ -57,4 +58,4 @@ class Branches:
             mask = self.decoder.mask(self.allowed[..., :seen], positions, self.positions_of_columns[..., :seen])
         self.decoder.cache.place(slice(start, stop), stop)
         self.depth += 1
-        return self.decoder.forward(tokens, self.decoder.positions(positions), mask)
+        return self.decoder.forward(self.decoder.computed(tokens), self.decoder.positions(positions), mask)

@@ -11,7 +11,8 @@ from .support import attention_layout, is_flash_attention
 
 class CachedModel:
     """
-    Feeds new tokens of each row to a model, each row at its own length.
+    Feeds new tokens of each row to a model, each row at its own length. Rows that are finished can be left out; who
+    feeds goes on to speak of all rows.
 
     Args:
         model (`PreTrainedModel`): A model that [`~hf_ssd.cache.support.check_supported`] accepts.
@@ -38,10 +39,21 @@ class CachedModel:
         self.is_compiled = is_compiled(model) and not self.reads_2d_masks
         self.fewest_tokens = FEWEST_TOKENS if self.is_compiled else 1
 
+    def leave_out(self, finished: list[bool]) -> None:
+        """Computes these rows no more: what is fed to them is ignored from now on, and their logits are zeros."""
+        self.cache.leave_out(finished, self.fewest_tokens)
+
+    def computed(self, of_rows):
+        """Returns those rows of a tensor, or those elements of a list, that are computed."""
+        rows = self.cache.rows
+        if rows is None or of_rows is None:
+            return of_rows
+        return of_rows[rows] if isinstance(of_rows, torch.Tensor) else [of_rows[row] for row in rows]
+
     def positions(self, columns: torch.LongTensor) -> torch.LongTensor:
-        """Returns the position of each column, both of shape `(batch_size, ...)`."""
+        """Returns the position of each column, both of shape `(computed_rows, ...)`."""
         if self.first_positions is not None:
-            first = torch.tensor(self.first_positions, device=columns.device)
+            first = torch.tensor(self.computed(self.first_positions), device=columns.device)
             columns = columns + first.view(-1, *[1] * (columns.dim() - 1))
         return columns
 
@@ -58,7 +70,7 @@ class CachedModel:
         Returns:
             `torch.FloatTensor` of shape `(batch_size, positions, vocab_size)`: Raw logits, in the model's dtype.
         """
-        count = tokens.shape[1]
+        tokens, lengths, count = self.computed(tokens), self.computed(lengths), tokens.shape[1]
         width = self.columns_seen(max(lengths) + count, count)
         columns = torch.tensor(lengths, device=self.device)[:, None] + torch.arange(count, device=self.device)
         if min(lengths) == max(lengths):
@@ -69,7 +81,7 @@ class CachedModel:
         if self.reads_2d_masks or (needs_none and self.cache.window is None):
             mask = None  # nothing is hidden, and the causal rule is the kernel's own
         else:
-            allowed = masks.visible_up_to(columns, width, self.valid)
+            allowed = masks.visible_up_to(columns, width, self.computed(self.valid))
             mask = self.mask(allowed, columns, torch.arange(width, device=self.device))
         return self.forward(tokens, self.positions(columns), mask, logits_to_keep)
 
@@ -91,7 +103,7 @@ class CachedModel:
         Turns what full attention may see into what the model takes: a mask, or one for each kind of layer.
 
         Args:
-            allowed (`torch.BoolTensor` of shape `(batch_size, queries, columns)`): See [`~hf_ssd.cache.masks`].
+            allowed (`torch.BoolTensor` of shape `(computed_rows, queries, columns)`): See [`~hf_ssd.cache.masks`].
             query_positions, key_positions (`torch.LongTensor`): As in [`~hf_ssd.cache.masks.within_window`]. Only
                 differences count.
         """
@@ -106,6 +118,7 @@ class CachedModel:
         return {"full_attention": full, "sliding_attention": sliding} if self.layout.mixed else sliding
 
     def forward(self, tokens, positions, mask, logits_to_keep=None) -> torch.Tensor:
+        """Takes what is of the rows that are computed, and returns logits of all rows."""
         if self.position_limit is not None:
             positions = positions.clamp(max=self.position_limit - 1)
         inputs = {
@@ -124,4 +137,9 @@ class CachedModel:
         else:
             with uncompiled(self.model):
                 logits = self.model(**inputs).logits
-        return logits if sparing or logits_to_keep is None else logits[:, logits_to_keep]
+        logits = logits if sparing or logits_to_keep is None else logits[:, logits_to_keep]
+        if self.cache.rows is None:
+            return logits
+        of_all = logits.new_zeros(len(self.cache.rows) + len(self.cache.left_out), *logits.shape[1:])
+        of_all[self.cache.rows] = logits
+        return of_all

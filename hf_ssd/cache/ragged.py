@@ -34,7 +34,7 @@ class RaggedLayer(DynamicLayer):
             columns, width = self.cache.placement or (slice(self.width, self.width + key_states.shape[2]), None)
             self.width = max(self.width, columns.stop) if width is None else width
             self._reserve(self.width)
-            keys, values = self.keys[:, :, : self.width], self.values[:, :, : self.width]
+            keys, values = self._view(self.width)
         else:
             columns, (keys, values) = self.cache.placement[0], self.window
         for storage, states in ((keys, key_states), (values, value_states)):
@@ -50,7 +50,16 @@ class RaggedLayer(DynamicLayer):
         self.window = None
         if width is not None:
             self._reserve(width + 1)  # never all: to torch.compile, a view of everything is another kind of tensor
-            self.window = self.keys[:, :, :width], self.values[:, :, :width]
+            self.window = self._view(width)
+
+    def move_rows(self, places: list[int], rows: list[int]) -> None:
+        """Puts the rows that stand in `rows` into `places`."""
+        for storage in (self.keys, self.values):
+            storage[places] = storage[rows]
+
+    def _view(self, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = slice(self.cache.rows and len(self.cache.rows))
+        return self.keys[rows, :, :width], self.values[rows, :, :width]
 
     def _reserve(self, width: int) -> None:
         capacity = self.keys.shape[2]
@@ -82,10 +91,15 @@ class RaggedCache(DynamicCache):
     is told. Sliding-window layers keep all their columns here, because rejected tokens must not push out old ones;
     their masks do the sliding.
 
+    Rows that are finished can be left out of all further forward passes. They change places with others, so that those
+    which remain stand together and the model sees a view still.
+
     Args:
         capacity (`int`, *optional*, defaults to 256): Columns to allocate at first. More are added when needed.
 
     Attributes:
+        rows (`list[int]`, *optional*): The rows that forward passes compute, in the order in which they stand; all of
+            them by default.
         window (`int`, *optional*): How many columns forward passes see, if they see more than those in use. Then
             nothing they do depends on a number that changes each time, as [`~hf_ssd.cache.compiled`] needs it.
     """
@@ -93,6 +107,8 @@ class RaggedCache(DynamicCache):
     def __init__(self, capacity: int = 256):
         Cache.__init__(self, layers=[])
         self.capacity = capacity
+        self.rows: list[int] | None = None
+        self.left_out: list[int] = []  # the rows that stand behind those
         self.window: int | None = None
         self.placement: tuple[slice | torch.LongTensor, int | None] | None = None
 
@@ -106,9 +122,49 @@ class RaggedCache(DynamicCache):
             width (`int`): Columns that the forward pass sees. The mask hides those a row does not use.
         """
         if self.window is not None and isinstance(columns, slice):
-            storage = self.layers[0].keys
+            storage = self.layers[0].window[0]
             columns = torch.arange(columns.start, columns.stop, device=storage.device).repeat(len(storage), 1)
         self.placement = (columns, width if self.window is None else None)
+
+    def leave_out(self, finished: list[bool], fewest: int = 1) -> None:
+        """
+        Leaves rows out of the forward passes, for good.
+
+        Args:
+            finished (`list[bool]`): Which of all rows, those that were left out before included.
+            fewest (`int`, *optional*): How many rows remain in any case.
+        """
+        rows = list(range(len(finished))) if self.rows is None else self.rows
+        count = max(fewest, len(rows) - sum(finished[row] for row in rows))
+        if count >= len(rows):
+            return
+        before = rows + self.left_out
+        order, free = list(before), [place for place in range(count) if finished[rows[place]]]
+        staying = [place for place in range(count, len(rows)) if not finished[rows[place]]]
+        for one, other in zip(free, staying):  # no row moves that need not
+            order[one], order[other] = order[other], order[one]
+        self._arrange(before, order)
+        self.rows, self.left_out = order[:count], order[count:]
+        self._reopen()
+
+    def take_back(self) -> None:
+        """Puts all rows where they were, and leaves none of them out."""
+        if self.rows is not None:
+            before = self.rows + self.left_out
+            self._arrange(before, sorted(before))
+            self.rows, self.left_out = None, []
+            self._reopen()
+
+    def _arrange(self, before: list[int], order: list[int]) -> None:
+        """Lets rows that stand in one order stand in another."""
+        moved = [place for place, row in enumerate(order) if before[place] != row]
+        if moved:
+            for layer in self.layers:
+                layer.move_rows(moved, [before.index(order[place]) for place in moved])
+
+    def _reopen(self) -> None:
+        for layer in self.layers:
+            layer.open_window(self.window)
 
     def open_window(self, width: int) -> int:
         """
@@ -120,16 +176,14 @@ class RaggedCache(DynamicCache):
         window = -(-width // WINDOW_STEP) * WINDOW_STEP
         if window != self.window:
             self.window = window
-            for layer in self.layers:
-                layer.open_window(window)
+            self._reopen()
         return window
 
     def close_window(self) -> None:
         """Lets forward passes see the columns that are in use, and no more."""
         if self.window is not None:
             self.window = None
-            for layer in self.layers:
-                layer.open_window(None)
+            self._reopen()
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):
         while len(self.layers) <= layer_idx:
@@ -150,6 +204,7 @@ class RaggedCache(DynamicCache):
 
     def copy_to(self, cache: Cache, length: int) -> Cache:
         """Makes `cache`, one of transformers, hold the first `length` columns of this one, and returns it."""
+        self.take_back()
         cache.reset()
         for index, layer in enumerate(self.layers):
             keys, values = layer.keys[:, :, :length], layer.values[:, :, :length]

@@ -134,8 +134,10 @@ def decode(
             sequences.stops = draft.ranks.share_values(sequences.stops)
         if stream is not None:
             stream.update()
-        if not any(sequences.unfinished):
+        finished = [not unfinished for unfinished in sequences.unfinished]
+        if all(finished):
             break
+        decoder.leave_out(finished)
 
         # 5. Receive the next speculation, as much of it as may still be needed.
         waiting = time.perf_counter()

@@ -18,6 +18,7 @@ FIRST_LOOK, LONGEST_BETWEEN_LOOKS = 24, 192  # rounds until it is seen again wha
 ROUNDS_OF_A_LOOK, ROUNDS_OF_A_LOOK_AT_REST = 5, 8
 ROUNDS_AFTER_A_REST, NEARLY = 16, 0.85  # if drafting is predicted to be nearly as good: a few rounds tell too little
 WORTH_A_LOOK = 0.85  # share of the best speed that must be predicted for something to look at it
+PATIENCE = 8  # rounds for which a new plan waits for a moment in which the draft has nothing to do
 UNSETTLED = 2  # rounds after a change that are no measure: a processor that has waited is slower for a while
 WORTH_A_CHANGE = 1.02  # predicted gain below which a plan stays as it is
 FIRST_REST, LONGEST_REST = 64, 512  # rounds of plain decoding before the draft is tried again
@@ -60,6 +61,7 @@ class AutoPlanner(Planner):
         self.compares_backups = config.fallback == "auto" and self.adapts_tokens and config.asynchronous
         self.corrections = Corrections()
         self.predicted: tuple[float, float] | None = None  # tokens and seconds of a round of the current plan
+        self.next: tuple[tuple[int, int], tuple[float, float] | None] | None = None  # the same of one to come
         self.kind, self.unsettled, self.drafted = "", 0, 0
         self.saguaro = None
         if config.saguaro_c == "auto":
@@ -75,15 +77,29 @@ class AutoPlanner(Planner):
         self.drafted += kind != "rest"
         if self.unsettled >= 0 and (kind == "rest" or self.rounds > len(EXPLORED)):
             round_ = dataclasses.replace(round_, seconds=0.0, elapsed=0.0)
+        live = self.measured.live
         self.measured.observe(round_)
+        if self.measured.live != live:
+            self._live_rows_changed()
         if round_.elapsed and self.predicted is not None and kind != "rest":  # which is measured, not predicted
             # Not what happened to be accepted, but what was to be expected of so many tokens: chance is left out.
             tokens, seconds = self.predicted
-            gained = self.rows * self.measured.expected_tokens(round_.lookahead)[-1]
+            gained = live * self.measured.expected_tokens(round_.lookahead)[-1]
             self.corrections.observe(now, round_.elapsed / gained * tokens / seconds)
         if self.saguaro is not None:
             if self.saguaro.observe(round_):
                 self.current = dataclasses.replace(self.current, saguaro_c=self.saguaro.value)
+
+    def begin(self):
+        if self.measured.live != self.rows:
+            self.measured.live = self.rows
+            self._live_rows_changed()
+
+    def _live_rows_changed(self) -> None:
+        """What was predicted is not for so many rows; except for a rest or a look, that is a reason to plan anew."""
+        self.predicted = self.next = None
+        if self.current.lookahead and self.rounds >= self.looks_until:
+            self.replan_at = min(self.replan_at, self.rounds)
 
     def observe_choice(self, seconds):
         self.measured.choice.observe(seconds)
@@ -103,11 +119,19 @@ class AutoPlanner(Planner):
     def plan(self):
         if self.rounds < len(EXPLORED):
             self.current = self._plan_of(*EXPLORED[self.rounds])
-        elif self.rounds >= self.replan_at:
-            # Planning takes 1.5 ms, which a busy draft does not have to spare in each round.
-            self.replan_at = self.rounds + min(16, max(4, self.rounds // 8))
-            self._replan()
+            return self.current
+        is_busy = self.current.lookahead and self.current.budget and self.replan_at != self.looks_until
+        if self.next is None and self.rounds >= self.replan_at + (PATIENCE if is_busy else 0):
+            self.next = self._replan()
+        if self.next is not None:
+            choice, self.predicted = self.next
+            self.current, self.next = self._plan_of(*choice), None
         return self.current
+
+    def think(self):
+        # It takes a millisecond, which is better not spent before the branches grow.
+        if self.next is None and self.rounds >= max(self.replan_at, len(EXPLORED)):
+            self.next = self._replan()
 
     @property
     def rest(self):
@@ -120,16 +144,19 @@ class AutoPlanner(Planner):
             return most
         ready = min(known, default=most)
         alone = self.current.budget == 0
-        step, tokens = self.measured.drafting(self.rows, alone=True), self.measured.expected_tokens(most)
+        step, tokens = self.measured.drafting(self.measured.live, alone=True), self.measured.expected_tokens(most)
         speeds = [
             tokens[k] / (self.measured.verification(k, alone) + max(0, k - ready) * step) for k in range(most + 1)
         ]
         return max(range(most + 1), key=speeds.__getitem__)
 
-    def _replan(self) -> None:
-        predicted = {(0, 0): (self.rows, self.measured.plain_decoding())} if self.adapts_tokens else {}
+    def _replan(self) -> tuple[tuple[int, int], tuple[float, float] | None]:
+        """Returns lookahead and budget for the next rounds, and what is predicted for them."""
+        self.replan_at = self.rounds + min(16, max(4, self.rounds // 8))
+        hit_rates: dict[int, list[float]] = {}
+        predicted = {(0, 0): (self.measured.live, self.measured.plain_decoding())} if self.adapts_tokens else {}
         for lookahead in LOOKAHEADS if self.adapts_tokens else [self.config.lookahead]:
-            for budget, round_ in self._rounds(lookahead).items():
+            for budget, round_ in self._rounds(lookahead, hit_rates).items():
                 predicted[lookahead, budget] = round_
         speeds = {plan: tokens / (seconds * self.corrections(plan)) for plan, (tokens, seconds) in predicted.items()}
         resting = speeds.pop((0, 0), 0.0)
@@ -137,14 +164,14 @@ class AutoPlanner(Planner):
         # The beginning of a text is not like the rest of it.
         is_new = self.drafted < ENOUGH_DRAFTED and self.measured.acceptance(1)[0] > USELESS
         if speeds[best] < (CLEARLY if is_new else NOT_WORSE) * resting:
-            self._rest_or_try(best, speeds[best] > NEARLY * resting)
+            choice = self._rest_or_try(best, speeds[best] > NEARLY * resting)
         else:
-            self._draft(best, now, speeds, resting)
-        self.predicted = predicted.get((self.current.lookahead, self.current.budget))
+            choice = self._draft(best, now, speeds, resting)
+        return choice, predicted.get(choice)
 
     def _draft(
         self, best: tuple[int, int], now: tuple[int, int], speeds: dict[tuple[int, int], float], resting: float
-    ) -> None:
+    ) -> tuple[int, int]:
         """Takes the best plan, or stays with the one there is, or looks at another one for a while."""
         self.rest_length = FIRST_REST
         if speeds[best] < WORTH_A_CHANGE * speeds.get(now, 0.0):
@@ -153,7 +180,7 @@ class AutoPlanner(Planner):
             best = self._look(best, speeds, resting)
         if self.compares_backups and best[1]:
             self._choose_fallback(best[0])
-        self.current = self._plan_of(*best)
+        return best
 
     def _look(self, best: tuple[int, int], speeds: dict[tuple[int, int], float], resting: float) -> tuple[int, int]:
         """
@@ -177,16 +204,21 @@ class AutoPlanner(Planner):
         )
         return candidate
 
-    def _rest_or_try(self, best: tuple[int, int], is_close: bool) -> None:
-        """Rests, each time twice as long as before, and in between sees for a few rounds how it is now."""
+    def _rest_or_try(self, best: tuple[int, int], is_close: bool) -> tuple[int, int]:
+        """
+        Rests, each time twice as long as before, and in between sees for a few rounds how it is now. If it is long ago
+        that plain decoding was measured, that comes first.
+        """
+        if self.current.lookahead and self.measured.plain_is_old:
+            self.replan_at = self.looks_until = self.rounds + ROUNDS_OF_A_LOOK_AT_REST
+            return 0, 0
         if self.current.lookahead or self.rounds <= self.looks_until:
-            self.current = self._plan_of(0, 0)
             self.replan_at = self.rounds + self.rest_length
             self.rest_length = min(2 * self.rest_length, LONGEST_REST)
-        else:
-            self.current = self._plan_of(*best)
-            self.replan_at = self.rounds + (ROUNDS_AFTER_A_REST if is_close else ROUNDS_OF_A_LOOK)
-            self.looks_until = self.replan_at
+            return 0, 0
+        self.replan_at = self.rounds + (ROUNDS_AFTER_A_REST if is_close else ROUNDS_OF_A_LOOK)
+        self.looks_until = self.replan_at
+        return best
 
     def _plan_of(self, lookahead: int, budget: int) -> Plan:
         config = self.config
@@ -206,9 +238,12 @@ class AutoPlanner(Planner):
 
     # ---------------------------------------------------------------- predictions
 
-    def _rounds(self, lookahead: int) -> dict[int, tuple[float, float]]:
-        """Predicted tokens and seconds of a round of the batch for each budget, misses being drafted just in time."""
-        measured, rows = self.measured, self.rows
+    def _rounds(self, lookahead: int, hit_rates: dict[int, list[float]]) -> dict[int, tuple[float, float]]:
+        """
+        Predicted tokens and seconds of a round of the batch for each budget, misses being drafted just in time. What
+        hit rates are needed, by lookahead, is kept in `hit_rates`.
+        """
+        measured, rows = self.measured, self.measured.live
         tokens, step = measured.expected_tokens(lookahead), measured.drafting(rows, alone=True)
         rounds = {}
         if (self.adapts_tokens and self.config.budget == "auto") or not self.config.asynchronous:
@@ -216,12 +251,13 @@ class AutoPlanner(Planner):
         if not self.config.asynchronous:
             return rounds
         verification = [measured.verification(k, alone=False) for k in range(lookahead + 1)]
-        fixed, predicted = self.config.budget, {}
+        fixed = self.config.budget
         for budget in [fixed] if isinstance(fixed, int) else BUDGETS:
             if budget > self._largest_budget(lookahead) and budget != fixed:
                 break
-            growth, width = measured.drafting(rows * budget, alone=False), lookahead
-            for _ in range(3):  # what can grow depends on how long verification takes, and that on what had grown
+            growth, width, seen = measured.drafting(rows * budget, alone=False), lookahead, set()
+            while width not in seen:  # what can grow depends on how long verification takes, and that on what had grown
+                seen.add(width)
                 # A step that is under way when the outcome comes is finished first. Then the branch that was hit is
                 # finished alone, as far as that is worth it.
                 window = verification[width] - measured.choice.value
@@ -232,9 +268,9 @@ class AutoPlanner(Planner):
                     late = min(growth / 2, max(0.0, lookahead * growth - window))
                 width, tokens_on_hit, after_hit = self._best_answer(verification, tokens, late, grown, step)
             _, tokens_on_miss, after_miss = self._best_answer(verification, tokens, late, 0, step)
-            if width not in predicted:
-                predicted[width] = measured.predicted_hit_rates(width)
-            all_hit = measured.hit_rate_for(budget * self.drafts, predicted[width]) ** rows if grown else 0.0
+            if width not in hit_rates:
+                hit_rates[width] = measured.predicted_hit_rates(width)
+            all_hit = measured.hit_rate_for(budget * self.drafts, hit_rates[width]) ** rows if grown else 0.0
             gain = all_hit * tokens_on_hit + (1 - all_hit) * tokens_on_miss
             rounds[budget] = rows * gain, all_hit * after_hit + (1 - all_hit) * after_miss
         return rounds
@@ -255,7 +291,7 @@ class AutoPlanner(Planner):
         if measured.tokens_after_miss["ngram"].weight < ENOUGH_MISSES:
             return
         verification = [measured.verification(k, alone=False) for k in range(lookahead + 1)]
-        tokens, step = measured.expected_tokens(lookahead), measured.drafting(self.rows, alone=True)
+        tokens, step = measured.expected_tokens(lookahead), measured.drafting(measured.live, alone=True)
         # What the primary gained after misses so far says little: it was asked for as many tokens as other plans took.
         _, gained, in_time = self._best_answer(verification, tokens, 0.0, 0, step)
         after_miss = {
@@ -269,7 +305,7 @@ class AutoPlanner(Planner):
             hit_rate = min(0.999, measured.hit_rate.value)
             if kind != "primary":
                 hit_rate = theory.overall_hit_rate(hit_rate, after_backup)
-            speeds[kind] = theory.ssd_speedup(hit_rate, tokens[lookahead], expected, 0.0, backup_time, self.rows)
+            speeds[kind] = theory.ssd_speedup(hit_rate, tokens[lookahead], expected, 0.0, backup_time, measured.live)
         best = max(speeds, key=speeds.get)
         if speeds[best] > WORTH_ANOTHER_FALLBACK * speeds[self.fallback]:
             self.fallback = best

@@ -41,6 +41,11 @@ class LinearCost:
         self.slope = min(slope, self.seconds.value / max(self.units.value, 1e-9))
         self.fixed = self.seconds.value - self.slope * self.units.value
 
+    def fade(self, share: float) -> None:
+        """Leaves this share of the weight of what is known of the level. The slope remains."""
+        self.units.fade(share)
+        self.seconds.fade(share)
+
     def __call__(self, units: float) -> float:
         """Returns the estimated seconds; 0 before the first observation."""
         return self.fixed + self.slope * units
@@ -62,6 +67,11 @@ class Average:
     def observe(self, value: float) -> None:
         self.weight = self.memory * self.weight + 1
         self.total = self.memory * self.total + value
+
+    def fade(self, share: float) -> None:
+        """Leaves this share of the weight of what was observed."""
+        self.weight *= share
+        self.total *= share
 
     @property
     def value(self) -> float:

@@ -38,4 +38,5 @@ class Experience:
         key = (repr(dataclasses.replace(config, fallback="auto")), fallback, rows, sampled, temperature, drafts)
         if key not in self.known:
             self.known[key] = (planner_for(config, rows, vocab_size, sampled, drafts), shape_for(config))
+        self.known[key][0].begin()
         return self.known[key]

@@ -9,13 +9,15 @@ from .planner import BACKUPS, GUESSES, Round
 LONGEST_LOOKAHEAD = 16
 LARGEST_BUDGET = 48
 EVERY = 3  # rounds between two that are compared with what was predicted, which takes a while
+STALE, FADED = 24, 0.2  # rounds after which a measured time is old, and what it weighs then
 PRIOR_TESTS = 4  # drafted tokens that the prior acceptance rate counts for
 
 
 class Measurements:
     """
     Running estimates. Times are in seconds, and apart for when the other model works as well and when it waits: two
-    models on one machine share its memory.
+    models on one machine share its memory. Predictions are for as many rows as are not finished; a machine may be
+    slower for a while, so what was measured before a rest, or before drafting, soon gives way to what is now.
 
     Args:
         config (`SSDConfig`): Gives the priors.
@@ -23,7 +25,8 @@ class Measurements:
     """
 
     def __init__(self, config: SSDConfig, rows: int):
-        self.config, self.rows = config, rows
+        self.config, self.rows, self.live = config, rows, rows
+        self.rounds = self.plain_at = self.drafted_at = 0  # when plain decoding, and drafting, were last measured
         self.verification_beside, self.verification_alone = LinearCost(0.03), LinearCost(0.03)
         self.branches, self.step = LinearCost(0.02), LinearCost(0.02)
         self.verified_lookaheads: set[int] = set()
@@ -43,13 +46,24 @@ class Measurements:
     def observe(self, round_: Round) -> None:
         """Learns from a round."""
         live = [row for row, k in enumerate(round_.accepted) if k >= 0]
+        self.live = len(live) or self.rows
+        self.rounds += 1
+        if round_.lookahead:
+            if self.rounds - self.drafted_at > STALE:
+                for cost in (self.verification_beside, self.verification_alone, self.branches, self.step):
+                    cost.fade(FADED)
+            self.drafted_at = self.rounds
         if round_.seconds and round_.lookahead not in self.verified_lookaheads:
             self.verified_lookaheads.add(round_.lookahead)  # the first of a shape is slow for reasons of its own
         elif round_.seconds and not round_.lookahead and not round_.budget:
-            self.plain.observe(round_.seconds)
+            if self.live == self.rows:
+                if self.plain_is_old:
+                    self.plain.fade(FADED)
+                self.plain.observe(round_.seconds)
+                self.plain_at = self.rounds
         elif round_.seconds:
             cost = self.verification_beside if round_.budget else self.verification_alone
-            cost.observe(round_.lookahead, round_.seconds)
+            cost.observe(self._drafted(round_.lookahead), round_.seconds)
             if round_.transit is not None:
                 self.transit.observe(min(round_.transit, round_.seconds))
         for row in live:
@@ -79,16 +93,27 @@ class Measurements:
         first, second = self.verification_alone, self.verification_beside
         if not alone:
             first, second = second, first
-        return max(1e-6, (first if first.observations else second)(lookahead) + self.transit.value)
+        return max(1e-6, (first if first.observations else second)(self._drafted(lookahead)) + self.transit.value)
+
+    def _drafted(self, lookahead: int) -> float:
+        """The lookahead at which a verification of all rows has as many tokens as this one of those not finished."""
+        return (lookahead + 1) * self.live / self.rows - 1
 
     def plain_decoding(self) -> float:
         """
         Seconds of a round without a draft. Measured by itself: a target that never waits computes faster than one that
         does, on a processor that sleeps while it waits.
         """
-        if self.plain.weight:
-            return self.plain.value
-        return max(1e-6, self.verification(0, alone=True) - self.transit.value)
+        of_these = max(1e-6, self.verification(0, alone=True) - self.transit.value)
+        if not self.plain.weight:
+            return of_these
+        of_all = self.verification_alone(0)
+        return self.plain.value * (of_these / of_all if self.live < self.rows and of_all else 1.0)
+
+    @property
+    def plain_is_old(self) -> bool:
+        """Whether the machine may have become slower or faster since plain decoding was measured."""
+        return self.rounds - self.plain_at > STALE
 
     def drafting(self, tokens: int, alone: bool) -> float:
         """Seconds of one forward pass of the draft: one token of each row in time, or one of each branch ahead."""

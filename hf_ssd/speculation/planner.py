@@ -93,9 +93,15 @@ class Planner(ABC):
         """For how many rounds after the next one the plan is to rest for sure, so that no one need be asked."""
         return 0
 
+    def begin(self) -> None:
+        """Learns that a call begins, in which no row is finished yet."""
+
     @abstractmethod
     def plan(self) -> Plan:
         """Returns the plan for what is prepared next."""
+
+    def think(self) -> None:
+        """Works out what to do next. Asked when there is time, which there is not whenever a plan is asked for."""
 
     @abstractmethod
     def lookahead(self, known: list[int]) -> int:

@@ -130,9 +130,11 @@ class Speculator:
             scores = self.proposals.process(scores, histories, starts + depth + 1)
             tokens, probabilities = self.proposals.propose(scores, places, depth, plan)
             prepared.append(tokens, probabilities)
-            self._observe(self.planner.observe_branches, tokens.numel(), began)
+            self._observe(self.planner.observe_branches, len(self.trunk.rows) * tokens.shape[1], began)
         if not is_due():
             self.lessons.teach_shape()
+        if not is_due():
+            self.planner.think()
 
     @property
     def prepared_budget(self) -> int:
@@ -170,6 +172,7 @@ class Speculator:
             ready = Speculation(nothing, None, torch.zeros(len(accepted), dtype=torch.bool, device=self.device))
         counts = accepted.tolist()
         self.finished = [k == SKIPPED for k in counts]
+        self.trunk.decoder.leave_out(self.finished)
         self.lessons.last = None
         if verified is None or verified == self.drafted.shape[1]:  # the end of a call teaches nothing
             self.lessons.last = Lesson(self._round(counts, seconds, began), bonus.tolist(), self.forks)
@@ -271,7 +274,7 @@ class Speculator:
         own = torch.tensor(known, device=self.device)
         starts = [[n - 1] for n in self.trunk.lengths]
         for depth in range(ready_depth, width):
-            began, fed = time.perf_counter(), len(known) * self.trunk.lacks(depth)
+            began, fed = time.perf_counter(), len(self.trunk.rows) * self.trunk.lacks(depth)
             logits = self.trunk.feed(depth, wanted=1 if self.known_logits else depth + 1)
             self.known_logits.append(logits)
             scores = self._process_trunk(logits[:, -1:].float(), self.trunk.ends(depth))

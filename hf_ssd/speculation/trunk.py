@@ -48,6 +48,7 @@ class Trunk:
             shared = [self._shared(earlier, row) for row in range(len(prompts))]
             if min(shared) >= WORTH_KEEPING:
                 self.fed, cache = shared, earlier.decoder.cache
+                cache.take_back()
         self.decoder = CachedModel(model, cache, position_limit=position_limit)
 
     def _shared(self, earlier: "Trunk", row: int) -> int:
@@ -55,6 +56,11 @@ class Trunk:
         most = min(earlier.fed[row], self.lengths[row] - 1)
         differ = (earlier.ids[row, :most] != self.ids[row, :most]).nonzero()
         return int(differ[0]) if len(differ) else most
+
+    @property
+    def rows(self) -> list[int]:
+        """The rows that are fed."""
+        return list(range(len(self.lengths))) if self.decoder.cache.rows is None else self.decoder.cache.rows
 
     def ends(self, count: int = 0) -> torch.LongTensor:
         """Returns the column behind each row's trunk and `count` more tokens, of shape `(batch_size, 1)`."""
@@ -78,7 +84,7 @@ class Trunk:
 
     def lacks(self, count: int) -> int:
         """Returns how many tokens [`~Trunk.feed`] would feed to each row."""
-        return max(n + count - fed for n, fed in zip(self.lengths, self.fed))
+        return max(self.lengths[row] + count - self.fed[row] for row in self.rows)
 
     def feed(self, count: int, wanted: int) -> torch.Tensor:
         """
@@ -105,5 +111,6 @@ class Trunk:
             places = torch.tensor(places, device=self.device)[:, None]
             kept, place = (places + torch.arange(wanted, device=self.device)).unique(return_inverse=True)
         logits = self.decoder.extend(tokens, starts, logits_to_keep=kept)
-        self.fed = ends
+        for row in self.rows:
+            self.fed[row] = ends[row]
         return logits if place is None else logits[torch.arange(len(ends), device=self.device)[:, None], place]

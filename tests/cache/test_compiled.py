@@ -96,6 +96,26 @@ def test_generate_gives_the_tokens_of_models_that_are_not_compiled(compilations)
 
 
 @torch.inference_mode()
+def test_rows_that_are_left_out_compile_nothing_again(compilations):
+    logits = []
+    for prepared in (lambda model: model, to_compile):
+        decoder = CachedModel(prepared(tiny_model(num_hidden_layers=1)), RaggedCache())
+        generator = torch.Generator().manual_seed(0)
+        decoder.extend(torch.randint(2, 97, (5, 70), generator=generator), [0] * 5)  # a prefill
+        steps = []
+        for finished in (0, 1, 2, 4):
+            decoder.leave_out([row < finished for row in range(5)])
+            for count in (3, 2, 4):
+                lengths = [70 + row % 3 for row in range(5)]
+                steps.append(decoder.extend(torch.randint(2, 97, (5, count), generator=generator), lengths)[4])
+        logits.append(steps)
+    for one, other in zip(*logits, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+    assert len(compilations) == 1
+    assert len(decoder.cache.rows) == 2  # a single row would be compiled as a case of its own
+
+
+@torch.inference_mode()
 def test_attention_that_takes_no_masks_runs_uncompiled_and_sees_no_more_than_is_in_use(compilations, monkeypatch):
     monkeypatch.setattr("hf_ssd.cache.cached_model.is_flash_attention", lambda model: True)
     decoder = CachedModel(to_compile(tiny_model(num_hidden_layers=1)), RaggedCache())
