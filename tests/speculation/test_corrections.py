@@ -1,6 +1,6 @@
 import pytest
 
-from hf_ssd.speculation.corrections import ALIKE, MOST, Corrections
+from hf_ssd.speculation.corrections import ALIKE_KINDS, MOST, Corrections
 
 
 def test_a_plan_that_was_not_tried_is_like_others_of_its_kind():
@@ -17,16 +17,32 @@ def test_a_plan_that_was_tried_often_stands_for_itself():
     for _ in range(300):
         corrections.observe((4, 8), 1.5)
         corrections.observe((7, 12), 0.8)
-    assert corrections((4, 8)) > 1.3 and corrections((7, 12)) < 1.0 < corrections((2, 2)) < 1.3
+    others = corrections((2, 8))
+    assert others == pytest.approx(1.15, abs=0.05)
+    assert corrections((4, 8)) > 1.1 * others and corrections((7, 12)) < 0.9 * others
+
+
+def test_a_plan_that_was_given_up_long_ago_is_like_others_again(monkeypatch):
+    def apart():
+        corrections = Corrections()
+        for _ in range(50):
+            corrections.observe((4, 8), 2.0)  # the machine was busy
+        for _ in range(300):
+            corrections.observe((7, 12), 1.0)
+        return corrections((4, 8)) - corrections((2, 8))
+
+    assert apart() < 0.05
+    monkeypatch.setattr("hf_ssd.speculation.corrections.FADING", 1.0)  # the mutant
+    assert apart() > 0.2
 
 
 def test_hope_fades_with_trials_and_one_hiccup_condemns_nothing():
     corrections = Corrections()
     hopes = [corrections.hope((4, 8))]
-    for _ in range(ALIKE):
+    for _ in range(ALIKE_KINDS):
         corrections.observe((4, 8), 1.0)
         hopes.append(corrections.hope((4, 8)))
     assert hopes == sorted(hopes, reverse=True) and hopes[0] > hopes[-1] > 1.0
     before = corrections((4, 8))
     corrections.observe((4, 8), 1e6)
-    assert corrections((4, 8)) - before < MOST / ALIKE
+    assert corrections((4, 8)) - before < MOST / ALIKE_KINDS
