@@ -3,7 +3,7 @@
 from .costs import Average
 
 ALIKE_KINDS, ALIKE_PLANS = 16, 48  # rounds that what is known of other kinds, or other plans of a kind, counts for
-FADING = 0.99  # what is left, after a round of another plan, of what is known of one
+FADING = 0.99  # what is left, after a round of another plan, of what is known of one, or of those like it
 UNTRIED = 0.2  # how much better than predicted a plan may be of which no round is known
 FEW = 6  # outcomes of each row; with more of them, the draft leaves the target less of what they share
 MOST = 4.0  # one hiccup of the machine must not condemn a plan
@@ -14,8 +14,8 @@ class Corrections:
     A model of a round's parts leaves out what is in no part's measure, and that differs from plan to plan. So what
     rounds really take is kept by plan. A plan that was hardly tried is taken to be like others of its *kind*: drafting
     ahead for few or for many outcomes, or in turn; and a kind that was hardly tried like others that draft ahead. A
-    plan that was given up because the machine was busy just then becomes like its kind again. (How long a round of rest
-    takes is not predicted but measured.)
+    plan that was given up because the machine was busy just then becomes like its kind again, and so do plans for few
+    outcomes, or for many. (How long a round of rest takes is not predicted but measured.)
     """
 
     def __init__(self):
@@ -29,10 +29,11 @@ class Corrections:
             plan (`tuple[int, int]`): Lookahead and budget.
             ratio (`float`): Seconds that it took for each token to be expected of it, over what was predicted.
         """
+        names = _names(plan)
         for other, average in self.known.items():
-            if other != plan and _is_plan(other):
+            if other not in names and isinstance(other, tuple):
                 average.fade(FADING)
-        for name in _names(plan):
+        for name in names:
             self.known.setdefault(name, Average(1.0, 0.0, memory=0.98)).observe(min(MOST, ratio))
 
     def __call__(self, plan: tuple[int, int]) -> float:
