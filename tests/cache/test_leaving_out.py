@@ -23,7 +23,6 @@ def test_what_remains_equals_fresh_forward_passes(family):
     rows = list(torch.randint(2, VOCAB, (4, 8), generator=generator))
     decoder = CachedModel(model, RaggedCache(capacity=4))
     decoder.extend(torch.stack(rows), [0] * 4)
-    finished = [False] * 4
     for step in range(6):
         finished = next(now for since, now in reversed(ENDS) if since <= step)
         decoder.leave_out(finished)
