@@ -21,7 +21,8 @@ from .messages import FRAME_LENGTH, Message, ProtocolError, pack, unpack
 CLOSE_TIMEOUT = 5.0  # seconds
 WAIT_SLICE = 0.1  # seconds; between two slices Python handles Ctrl-C
 # Seconds in which a wait only looks, again and again, before it sleeps: a processor that sleeps is slow to wake, and
-# slower for a while after that. Long enough for a round; between calls a worker sleeps.
+# slower for a while after that. Long enough for a round; between calls a worker sleeps. Who looks takes some of the
+# power of the cores beside, so who knows that nothing will come soon sleeps at once.
 AWAKE = 0.1
 
 
@@ -103,12 +104,13 @@ class Channel:
         """Whether the next message, which must be expected, has begun to arrive, or the other process has ended."""
         return self.payload is not None or (self.expected is not None and self.expected[0].is_completed())
 
-    def receive(self, timeout: float | None) -> Message:
+    def receive(self, timeout: float | None, awake: float = AWAKE) -> Message:
         """
         Returns the next message.
 
         Args:
             timeout (`float`, *optional*): Seconds. `None` waits as long as the other process lives.
+            awake (`float`, *optional*): Seconds until the wait begins to sleep; 0 if nothing is to come soon.
 
         Raises:
             `TimeoutError`: nothing came in time. The next call goes on waiting for the same message.
@@ -119,7 +121,7 @@ class Channel:
         self.expect()
         if self.payload is None:
             work, frame = self.expected
-            self.wait(work, deadline)
+            self.wait(work, deadline, awake)
             self.expected = None
             (message, payload), early = unpack(frame), self.early
             self.announced, self.early = message.announces, None
@@ -163,9 +165,9 @@ class Channel:
         self.sent.clear()
 
     @staticmethod
-    def wait(work: dist.Work, deadline: float | None) -> None:
+    def wait(work: dist.Work, deadline: float | None, awake: float = AWAKE) -> None:
         """Waits until a transfer is complete. See [`~Channel.receive`]."""
-        asleep_at = time.monotonic() + AWAKE
+        asleep_at = time.monotonic() + awake
         if deadline is not None:
             asleep_at = min(asleep_at, deadline)
         while not work.is_completed() and time.monotonic() < asleep_at:

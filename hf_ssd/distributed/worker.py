@@ -25,7 +25,7 @@ from ..speculation.planner import PREPARED, Plan
 from ..speculation.speculator import Speculator
 from ..speculation.trunk import Trunk
 from . import messages, payloads
-from .channel import Channel, PeerLost
+from .channel import AWAKE, Channel, PeerLost
 from .connection import DRAFT_IS_HERE, TARGET_IS_HERE
 from .cores import pin
 from .device_link import LINK_TIMEOUT, gpu_identity
@@ -52,7 +52,7 @@ class DraftServer:
         self.speculator: Speculator | None = None
         self.trunk: Trunk | None = None  # of the last call, which the next one may continue
         self.ready: Speculation | None = None  # what was prepared for the outcome, if others are asked as well
-        self.session = self.round = 0
+        self.session = self.round = self.rest = 0
         self.seconds = self.answer_seconds = self.prepared_at = self.answered_at = 0.0
         self.experience = Experience()
         self.handlers = {Kind.OUTCOME: self._answer, Kind.COMPLETE: self._complete, Kind.FOLLOW: self._follow}
@@ -61,7 +61,8 @@ class DraftServer:
     def serve(self) -> None:
         """Returns when the target says so, or raises [`PeerLost`] when its process has ended."""
         while True:
-            message = self.channel.receive(timeout=None)
+            is_asked_soon = self.speculator is not None and not self.rest
+            message = self.channel.receive(timeout=None, awake=AWAKE if is_asked_soon else 0.0)
             if message.kind == Kind.STOP:
                 return
             try:
@@ -183,8 +184,8 @@ class DraftServer:
     def _figures(self, speculation: Speculation, budget: int) -> Answer:
         seconds = self.seconds + self.answer_seconds
         times = seconds, self.answer_seconds, budget, self.prepared_at, self.answered_at
-        rest = self.speculator.planner.rest if self.speculator.share[1] == 1 else 0
-        return Answer(speculation.tokens, speculation.hits, *times, rest)
+        self.rest = self.speculator.planner.rest if self.speculator.share[1] == 1 else 0
+        return Answer(speculation.tokens, speculation.hits, *times, self.rest)
 
     @staticmethod
     def _packed(probabilities: torch.FloatTensor | None) -> torch.Tensor | None:

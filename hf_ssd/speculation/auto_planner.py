@@ -19,6 +19,7 @@ ROUNDS_OF_A_LOOK, ROUNDS_OF_A_LOOK_AT_REST = 5, 8
 ROUNDS_AFTER_A_REST, NEARLY = 16, 0.85  # if drafting is predicted to be nearly as good: a few rounds tell too little
 WORTH_A_LOOK = 0.85  # share of the best speed that must be predicted for something to look at it
 PATIENCE = 8  # rounds for which a new plan waits for a moment in which the draft has nothing to do
+LONG_AGO, UNSURE = 384, 1.5  # rounds after which plain decoding may as well be so many times as fast as it was
 UNSETTLED = 2  # rounds after a change that are no measure: a processor that has waited is slower for a while
 WORTH_A_CHANGE = 1.02  # predicted gain below which a plan stays as it is
 FIRST_REST, LONGEST_REST = 64, 512  # rounds of plain decoding before the draft is tried again
@@ -185,11 +186,14 @@ class AutoPlanner(Planner):
     def _look(self, best: tuple[int, int], speeds: dict[tuple[int, int], float], resting: float) -> tuple[int, int]:
         """
         What is not done is not measured either: looks in turn at resting, at the other way of drafting, and at the
-        most promising of all plans, for a few rounds, where what is predicted for them is not out of the question.
+        most promising of all plans, for a few rounds, where what is predicted for them is not out of the question. The
+        longer ago plain decoding was measured, the less that says: the machine may have been slower just then.
         """
         self.looks += 1
         self.look_at = self.rounds + min(LONGEST_BETWEEN_LOOKS, FIRST_LOOK * 2 ** (self.looks // 3))
-        if self.looks % 3 == 1 and self.adapts_tokens:
+        long_ago = self.rounds - self.measured.plain_at > LONG_AGO
+        resting *= UNSURE if long_ago else 1.0
+        if resting and (self.looks % 3 == 1 or (long_ago and resting > WORTH_A_LOOK * speeds[best])):
             other = {(0, 0): resting}
         elif self.looks % 3 == 2:
             other = {plan: speed for plan, speed in speeds.items() if (plan[1] == 0) != (best[1] == 0)}

@@ -12,7 +12,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import hf_ssd
 from hf_ssd.distributed.assistant import DraftAssistant
-from hf_ssd.distributed.channel import Channel
+from hf_ssd.distributed.channel import AWAKE, Channel
 from hf_ssd.distributed.connection import Connection
 from hf_ssd.distributed.messages import Kind
 from hf_ssd.distributed.worker import DraftServer
@@ -60,7 +60,7 @@ class ThreadWorker(Connection):
 
     def __init__(self, draft):
         super().__init__()
-        self.draft, self.kinds = draft, []
+        self.draft, self.kinds, self.waits = draft, [], []
 
     def connect(self, waiting=None):
         store, made = dist.HashStore(), {}
@@ -72,6 +72,14 @@ class ThreadWorker(Connection):
         self.facts = {"vocab_size": VOCAB, "device": "cpu"}
         send = self.channel.send
         self.channel.send = lambda message: (self.kinds.append(message.kind), send(message))
+        receive = self.end.receive
+
+        def received(timeout, awake=AWAKE):
+            message = receive(timeout, awake)
+            self.waits.append((message, awake))
+            return message
+
+        self.end.receive = received
         self.thread = threading.Thread(target=DraftServer(self.end, self.draft).serve, daemon=True)
         self.thread.start()
 
@@ -119,6 +127,21 @@ def test_a_resting_draft_is_not_asked_and_catches_up(target, assistant, rows):
     assert [r.lookahead for r in seen[1:]] == stats.lookahead[: len(seen) - 1]
     assert [r.accepted for r in seen[1:]] == stats.accepted[: len(seen) - 1]
     assert stats.acceptance_rate == 1  # the draft is the target: it knows all tokens that went by
+
+
+def test_who_is_not_asked_for_a_while_sleeps(target, assistant):
+    """Waiting awake takes some of the power of the cores beside, on which plain decoding goes on."""
+    target.generate(
+        **padded_batch(1), max_new_tokens=40, do_sample=False, assistant_model=assistant, ssd_config=hf_ssd.SSDConfig()
+    )
+    waits = assistant.workers[0].waits
+    one = min(len(message.payload) for message, _ in waits if message.kind == Kind.OUTCOME)
+    for message, awake in waits:
+        if message.kind == Kind.OUTCOME:
+            assert awake == (0 if len(message.payload) > one else AWAKE)  # outcomes of quiet rounds come together
+        elif message.kind == Kind.START:
+            assert awake == 0
+    assert {awake for message, awake in waits if message.kind == Kind.OUTCOME} == {0, AWAKE}
 
 
 def test_sampled_calls_go_through_too(target, assistant):

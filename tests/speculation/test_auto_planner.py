@@ -154,6 +154,21 @@ def test_plain_decoding_is_measured_anew_before_a_rest(monkeypatch):
     assert reached() < 0.92
 
 
+def test_plain_decoding_that_was_measured_at_a_bad_moment_gets_another_chance(monkeypatch):
+    """What is not done is not measured: a machine that was slower just then would be believed for good."""
+    world = World(0.4, verification=0.007, step=0.0017, per_token=0.0003, unseen=0.004, cold=1.2)
+
+    def reached():
+        planner = AutoPlanner(SSDConfig(), 1, 1000, sampled=True)
+        world.run(planner, rounds=40)  # it drafts just now
+        planner.measured.plain.total *= 2
+        return world.run(planner, rounds=2000, skip=1000) * world.verification
+
+    assert reached() > 0.95
+    monkeypatch.setattr("hf_ssd.speculation.auto_planner.UNSURE", 1.0)  # the mutant
+    assert reached() < 0.95
+
+
 def rounds_of(planner, accepted, count=1, seconds=0.1):
     for _ in range(count):
         plan = planner.plan()
