@@ -12,15 +12,19 @@ from .planner import FixedPlanner, Plan, Planner, first_fallback
 
 LOOKAHEADS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, LONGEST_LOOKAHEAD)
 BUDGETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, LARGEST_BUDGET)
-EXPLORED = ((4, 8), (7, 8), (4, 8), (1, 8), (7, 0), (1, 0), (4, 0), *[(0, 0)] * 5)
-"""Lookahead and budget of the first rounds of an unknown pair, so that there is a measured time for everything."""
+EXPLORED = ((4, 8), (7, 8), (4, 8), (1, 8), (7, 0), (1, 0), (4, 0))
+"""
+Lookahead and budget of the first rounds of an unknown pair, so that there is a measured time for everything. Plain
+decoding comes next.
+"""
 FIRST_LOOK, LONGEST_BETWEEN_LOOKS = 24, 192  # rounds until it is seen again what it would be like otherwise
-ROUNDS_OF_A_LOOK, ROUNDS_OF_A_LOOK_AT_REST = 5, 8
+ROUNDS_OF_A_LOOK = 5
 ROUNDS_AFTER_A_REST, NEARLY = 16, 0.85  # if drafting is predicted to be nearly as good: a few rounds tell too little
 WORTH_A_LOOK = 0.85  # share of the best speed that must be predicted for something to look at it
 PATIENCE = 8  # rounds for which a new plan waits for a moment in which the draft has nothing to do
 LONG_AGO, UNSURE = 384, 1.5  # rounds after which plain decoding may as well be so many times as fast as it was
 UNSETTLED = 2  # rounds after a change that are no measure: a processor that has waited is slower for a while
+UNSETTLED_REST, LONGEST_UNSETTLED_REST = 0.1, 16  # seconds, rounds: a core is slower while others have had work
 WORTH_A_CHANGE = 1.02  # predicted gain below which a plan stays as it is
 FIRST_REST, LONGEST_REST = 64, 512  # rounds of plain decoding before the draft is tried again
 WORTH_ANOTHER_FALLBACK = 1.1  # the same for the fallback
@@ -73,10 +77,10 @@ class AutoPlanner(Planner):
         self.rounds += 1
         now = (self.current.lookahead, self.current.budget)
         kind = kind_of(*now)
-        self.unsettled = self.unsettled - 1 if kind == self.kind else UNSETTLED
+        self.unsettled = self.unsettled - 1 if kind == self.kind else self._unsettled(kind)
         self.kind = kind
         self.drafted += kind != "rest"
-        if self.unsettled >= 0 and (kind == "rest" or self.rounds > len(EXPLORED)):
+        if self.unsettled >= 0 and self.rounds > len(EXPLORED):
             round_ = dataclasses.replace(round_, seconds=0.0, elapsed=0.0)
         live = self.measured.live
         self.measured.observe(round_)
@@ -153,6 +157,8 @@ class AutoPlanner(Planner):
 
     def _replan(self) -> tuple[tuple[int, int], tuple[float, float] | None]:
         """Returns lookahead and budget for the next rounds, and what is predicted for them."""
+        if self.adapts_tokens and self.looks_until == len(EXPLORED):
+            return self._look_at_rest(), None
         self.replan_at = self.rounds + min(16, max(4, self.rounds // 8))
         hit_rates: dict[int, list[float]] = {}
         predicted = {(0, 0): (self.measured.live, self.measured.plain_decoding())} if self.adapts_tokens else {}
@@ -203,10 +209,21 @@ class AutoPlanner(Planner):
         candidate = max(other, key=other.get, default=best)
         if other.get(candidate, 0.0) < WORTH_A_LOOK * speeds[best]:
             return best
-        self.replan_at = self.looks_until = self.rounds + (
-            ROUNDS_OF_A_LOOK if candidate[0] else ROUNDS_OF_A_LOOK_AT_REST
-        )
+        if candidate == (0, 0):
+            return self._look_at_rest()
+        self.replan_at = self.looks_until = self.rounds + ROUNDS_OF_A_LOOK
         return candidate
+
+    def _look_at_rest(self) -> tuple[int, int]:
+        """Sees for a few rounds how long plain decoding takes."""
+        self.replan_at = self.looks_until = self.rounds + self._unsettled("rest") + ROUNDS_OF_A_LOOK + 1
+        return 0, 0
+
+    def _unsettled(self, kind: str) -> int:
+        """How many rounds are no measure after a change to another kind of plan."""
+        if kind != "rest":
+            return UNSETTLED
+        return min(max(UNSETTLED, math.ceil(UNSETTLED_REST / self.measured.plain_decoding())), LONGEST_UNSETTLED_REST)
 
     def _rest_or_try(self, best: tuple[int, int], is_close: bool) -> tuple[int, int]:
         """
@@ -214,8 +231,7 @@ class AutoPlanner(Planner):
         that plain decoding was measured, that comes first.
         """
         if self.current.lookahead and self.measured.plain_is_old:
-            self.replan_at = self.looks_until = self.rounds + ROUNDS_OF_A_LOOK_AT_REST
-            return 0, 0
+            return self._look_at_rest()
         if self.current.lookahead or self.rounds <= self.looks_until:
             self.replan_at = self.rounds + self.rest_length
             self.rest_length = min(2 * self.rest_length, LONGEST_REST)

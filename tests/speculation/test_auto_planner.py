@@ -160,7 +160,7 @@ def test_plain_decoding_that_was_measured_at_a_bad_moment_gets_another_chance(mo
 
     def reached():
         planner = AutoPlanner(SSDConfig(), 1, 1000, sampled=True)
-        world.run(planner, rounds=40)  # it drafts just now
+        world.run(planner, rounds=60)  # it drafts just now
         planner.measured.plain.total *= 2
         return world.run(planner, rounds=2000, skip=1000) * world.verification
 
