@@ -32,13 +32,16 @@ PLAIN, AUTO, OWN_PROCESS = "plain generate", "planned", ", here"
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add_pair_and_work(parser)
-    parser.add_argument("--repeats", type=int, default=6, help="turns, an even number; one more warms up")
+    parser.add_argument("--repeats", type=int, default=6, help="turns, an even number")
+    parser.add_argument("--warm-up", type=int, default=1, help="turns before those, in which the planner learns")
     parser.add_argument("--lookaheads", type=int, nargs="+", default=[2, 3, 4, 6])
     parser.add_argument("--budgets", type=int, nargs="+", default=[4, 12])
     parser.add_argument("--output", help="JSON file for the figures")
     args = parser.parse_args()
     if args.repeats < 2:
         parser.error("--repeats must be at least 2: half of the turns pick the best setting, the others compare")
+    if args.warm_up < 1:
+        parser.error("--warm-up must be at least 1: the first turn of all is slow for reasons of its own")
     return args
 
 
@@ -51,13 +54,13 @@ def settings_of(args) -> dict[str, dict | None]:
 
 
 def measure(args, target, draft, assistant, inputs) -> dict[str, list[dict]]:
-    """Returns what each setting did in each turn but the first, which warms up."""
+    """Returns what each setting did in each turn but the first ones, which warm up."""
     options = {"max_new_tokens": args.new_tokens, "min_new_tokens": args.new_tokens, "return_dict_in_generate": True}
     options |= {"do_sample": True, "temperature": args.temperature, "top_k": 0} if args.temperature else {}
     options.setdefault("do_sample", False)
     settings = settings_of(args)
     runs = {name: [] for name in settings}
-    for turn in tqdm(range(args.repeats + 1), desc="measuring", unit="turn"):
+    for turn in tqdm(range(args.warm_up + args.repeats), desc="measuring", unit="turn"):
         for name, chosen in settings.items():
             set_seed(turn)
             method = {}
@@ -69,7 +72,7 @@ def measure(args, target, draft, assistant, inputs) -> dict[str, list[dict]]:
                 start = time.perf_counter()
                 output = target.generate(**inputs, **options, **method)
                 seconds = time.perf_counter() - start
-            if turn:
+            if turn >= args.warm_up:
                 stats = getattr(output, "ssd_stats", None)
                 figures = stats.to_dict() if stats else {}
                 kept = ("tokens_per_round", "hit_rate", "acceptance_rate", "wait_share")

@@ -7,11 +7,10 @@ from .. import theory
 from ..config import SSDConfig
 from .corrections import Corrections, kind_of
 from .ladder import Ladder
-from .measurements import LARGEST_BUDGET, LONGEST_LOOKAHEAD, Measurements
+from .measurements import Measurements
 from .planner import FixedPlanner, Plan, Planner, first_fallback
+from .predictions import Predictions
 
-LOOKAHEADS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, LONGEST_LOOKAHEAD)
-BUDGETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, LARGEST_BUDGET)
 EXPLORED = ((4, 8), (7, 8), (4, 8), (1, 8), (7, 0), (1, 0), (4, 0))
 """
 Lookahead and budget of the first rounds of an unknown pair, so that there is a measured time for everything. Plain
@@ -32,7 +31,6 @@ ENOUGH_DRAFTED, CLEARLY = 24, 0.9  # rounds of drafting before a rest, unless it
 NOT_WORSE = 0.97  # share of plain decoding's speed that is enough to go on drafting: who rests learns nothing
 USELESS = 0.4  # acceptance rate
 ENOUGH_MISSES = 16  # rows that missed, before fallbacks are compared
-MOST_MEMORY = 2**29  # bytes for the distributions of prepared tokens
 SAGUARO_LADDER = (1.0, 0.7, 0.4, 0.1)
 
 
@@ -57,12 +55,11 @@ class AutoPlanner(Planner):
         self.config, self.rows, self.vocab_size, self.drafts = config, rows, vocab_size, drafts
         self.measured = Measurements(config, rows)
         self.rounds, self.replan_at = 0, len(EXPLORED)
-        # What prepared tokens are drawn from is kept, 4 bytes a token of the vocabulary.
-        self.largest_product = MOST_MEMORY // (4 * rows * vocab_size) if sampled else 10**9
+        self.predictions = Predictions(config, self.measured, vocab_size, sampled, drafts)
         self.rest_length, self.looks, self.look_at = FIRST_REST, 0, FIRST_LOOK
         self.looks_until = len(EXPLORED)
         self.fallback = first_fallback(config)
-        self.adapts_tokens = config.lookahead == "auto"  # otherwise a seed gives the same tokens again
+        self.adapts_tokens = self.predictions.adapts_tokens  # otherwise a seed gives the same tokens again
         self.compares_backups = config.fallback == "auto" and self.adapts_tokens and config.asynchronous
         self.corrections = Corrections()
         self.predicted: tuple[float, float] | None = None  # tokens and seconds of a round of the current plan
@@ -160,11 +157,7 @@ class AutoPlanner(Planner):
         if self.adapts_tokens and self.looks_until == len(EXPLORED):
             return self._look_at_rest(), None
         self.replan_at = self.rounds + min(16, max(4, self.rounds // 8))
-        hit_rates: dict[int, list[float]] = {}
-        predicted = {(0, 0): (self.measured.live, self.measured.plain_decoding())} if self.adapts_tokens else {}
-        for lookahead in LOOKAHEADS if self.adapts_tokens else [self.config.lookahead]:
-            for budget, round_ in self._rounds(lookahead, hit_rates).items():
-                predicted[lookahead, budget] = round_
+        predicted = self.predictions.of_all_plans()
         speeds = {plan: tokens / (seconds * self.corrections(plan)) for plan, (tokens, seconds) in predicted.items()}
         resting = speeds.pop((0, 0), 0.0)
         best, now = max(speeds, key=speeds.get), (self.current.lookahead, self.current.budget)
@@ -242,65 +235,16 @@ class AutoPlanner(Planner):
 
     def _plan_of(self, lookahead: int, budget: int) -> Plan:
         config = self.config
+        most = self.predictions.largest_budget(lookahead)
         return Plan(
             lookahead if self.adapts_tokens else config.lookahead,
-            config.budget if isinstance(config.budget, int) else min(budget, self._largest_budget(lookahead)),
+            config.budget if isinstance(config.budget, int) else min(budget, most),
             self.fallback,
             self.saguaro.value if self.saguaro is not None else config.saguaro_c,
             config.acceptance_rate,
             config.power_law_exponent,
             self.drafts,
         )
-
-    def _largest_budget(self, lookahead: int) -> int:
-        """How many outcomes of each row fit the memory, at least one."""
-        return max(1, self.largest_product // max(1, lookahead))
-
-    # ---------------------------------------------------------------- predictions
-
-    def _rounds(self, lookahead: int, hit_rates: dict[int, list[float]]) -> dict[int, tuple[float, float]]:
-        """
-        Predicted tokens and seconds of a round of the batch for each budget, misses being drafted just in time. What
-        hit rates are needed, by lookahead, is kept in `hit_rates`.
-        """
-        measured, rows = self.measured, self.measured.live
-        tokens, step = measured.expected_tokens(lookahead), measured.drafting(rows, alone=True)
-        rounds = {}
-        if (self.adapts_tokens and self.config.budget == "auto") or not self.config.asynchronous:
-            rounds[0] = rows * tokens[lookahead], measured.verification(lookahead, alone=True) + lookahead * step
-        if not self.config.asynchronous:
-            return rounds
-        verification = [measured.verification(k, alone=False) for k in range(lookahead + 1)]
-        fixed = self.config.budget
-        for budget in [fixed] if isinstance(fixed, int) else BUDGETS:
-            if budget > self._largest_budget(lookahead) and budget != fixed:
-                break
-            growth, width, seen = measured.drafting(rows * budget, alone=False), lookahead, set()
-            while width not in seen:  # what can grow depends on how long verification takes, and that on what had grown
-                seen.add(width)
-                # A step that is under way when the outcome comes is finished first. Then the branch that was hit is
-                # finished alone, as far as that is worth it.
-                window = verification[width] - measured.choice.value
-                grown = min(lookahead, max(0, math.ceil(window / growth)))
-                # How far a step is by then is chance after some of them: half of it, less where all are nearly grown.
-                late = max(0.0, grown * growth - window)
-                if grown > 1:
-                    late = min(growth / 2, max(0.0, lookahead * growth - window))
-                width, tokens_on_hit, after_hit = self._best_answer(verification, tokens, late, grown, step)
-            _, tokens_on_miss, after_miss = self._best_answer(verification, tokens, late, 0, step)
-            if width not in hit_rates:
-                hit_rates[width] = measured.predicted_hit_rates(width)
-            all_hit = measured.hit_rate_for(budget * self.drafts, hit_rates[width]) ** rows if grown else 0.0
-            gain = all_hit * tokens_on_hit + (1 - all_hit) * tokens_on_miss
-            rounds[budget] = rows * gain, all_hit * after_hit + (1 - all_hit) * after_miss
-        return rounds
-
-    def _best_answer(self, verification, tokens, late: float, ready: int, step: float) -> tuple[int, float, float]:
-        """Returns lookahead, tokens and seconds of a round for which so much is ready when the outcome comes."""
-        seconds = [v + late + max(0, k - ready) * step for k, v in enumerate(verification)]
-        answers = range(len(tokens)) if self.adapts_tokens else [len(tokens) - 1]
-        best = max(answers, key=lambda k: tokens[k] / seconds[k])
-        return best, tokens[best], seconds[best]
 
     def _choose_fallback(self, lookahead: int) -> None:
         """
@@ -313,7 +257,7 @@ class AutoPlanner(Planner):
         verification = [measured.verification(k, alone=False) for k in range(lookahead + 1)]
         tokens, step = measured.expected_tokens(lookahead), measured.drafting(measured.live, alone=True)
         # What the primary gained after misses so far says little: it was asked for as many tokens as other plans took.
-        _, gained, in_time = self._best_answer(verification, tokens, 0.0, 0, step)
+        _, gained, in_time = self.predictions.best_answer(verification, tokens, 0.0, 0, step)
         after_miss = {
             "primary": (gained, max(0.0, in_time / verification[lookahead] - 1)),
             "ngram": (measured.tokens_after_miss["ngram"].value, 0.0),

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import pytest
 
 from hf_ssd import SSDConfig
-from hf_ssd.speculation.auto_planner import BUDGETS, EXPLORED, MOST_MEMORY, PATIENCE, AutoPlanner, planner_for
+from hf_ssd.speculation.auto_planner import EXPLORED, PATIENCE, AutoPlanner, planner_for
 from hf_ssd.speculation.costs import LinearCost
 from hf_ssd.speculation.measurements import Measurements
 from hf_ssd.speculation.outcomes import allocate
 from hf_ssd.speculation.planner import FixedPlanner, Plan, Round
+from hf_ssd.speculation.predictions import BUDGETS, MOST_MEMORY
 from hf_ssd.theory import geometric_fan_out
 
 
@@ -31,6 +32,7 @@ class World:
     unseen: float = 0.0  # what a round that has drafted tokens costs besides, and no one measures
     unseen_per_branch: float = 0.0  # the same for each branch
     cold: float = 1.0  # how much slower a target computes that has waited for its draft
+    afterwards: float = 1.0  # how much slower plain decoding is in the first tenth of a second after drafting
     noise: float = 0.0  # standard deviation of the logarithm of each duration
     neighbours: float = 1.0  # how much slower everything is half of the time
 
@@ -45,7 +47,7 @@ class World:
             seconds *= self.neighbours if number % 120 >= 60 else 1.0
             return seconds * math.exp(hiccups.gauss(0.0, self.noise)) if self.noise else seconds
 
-        width, seconds, tokens, elapsed, late = 0, 0.0, 0, 0.0, 0.0
+        width, seconds, tokens, elapsed, late, rested = 0, 0.0, 0, 0.0, 0.0, 0.0
         for number in range(rounds):
             if number == skip:
                 seconds = tokens = 0
@@ -53,6 +55,9 @@ class World:
             busy = plan.lookahead > 0 and plan.budget > 0
             verification = (self.verification + self.per_token * width) * (self.contention if busy else 1)
             verification = measured(verification * (self.cold if width else 1))
+            if plan.lookahead == width == 0 and rested < 0.1:
+                verification *= self.afterwards
+            rested = rested + verification if plan.lookahead == width == 0 else 0.0
             accepted, ranks, hits = [], [], []
             shares = allocate(geometric_fan_out(width, plan.budget, 0.8, 0.5), plan.budget) if busy else [0] * 99
             for _ in range(self.rows):
@@ -166,6 +171,17 @@ def test_plain_decoding_that_was_measured_at_a_bad_moment_gets_another_chance(mo
 
     assert reached() > 0.95
     monkeypatch.setattr("hf_ssd.speculation.auto_planner.UNSURE", 1.0)  # the mutant
+    assert reached() < 0.95
+
+
+def test_plain_decoding_is_no_measure_until_the_machine_has_settled(monkeypatch):
+    world = World(0.4, verification=0.008, step=0.0017, per_token=0.0003, unseen=0.004, cold=1.2, afterwards=1.5)
+
+    def reached():
+        return world.run(AutoPlanner(SSDConfig(), 1, 1000, sampled=True), rounds=2000, skip=100) * world.verification
+
+    assert reached() > 0.95
+    monkeypatch.setattr("hf_ssd.speculation.auto_planner.UNSETTLED_REST", 0.0)  # the mutant
     assert reached() < 0.95
 
 

@@ -1,0 +1,96 @@
+"""What a round of each plan is predicted to give and to take: the cost model of Theorem 7, with measured parts."""
+
+import math
+
+from ..config import SSDConfig
+from .measurements import LARGEST_BUDGET, LONGEST_LOOKAHEAD, Measurements
+
+LOOKAHEADS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, LONGEST_LOOKAHEAD)
+BUDGETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, LARGEST_BUDGET)
+MOST_MEMORY = 2**29  # bytes for the distributions of prepared tokens
+
+
+class Predictions:
+    """
+    Args:
+        config (`SSDConfig`): Numbers in it stay as they are.
+        measured ([`Measurements`]): What predictions are made of.
+        vocab_size (`int`): Of both models.
+        sampled (`bool`): Whether tokens are sampled, so that what they are drawn from is kept.
+        drafts (`int`): How many share the work; each prepares a budget of its own.
+    """
+
+    def __init__(self, config: SSDConfig, measured: Measurements, vocab_size: int, sampled: bool, drafts: int):
+        self.config, self.measured, self.drafts = config, measured, drafts
+        self.adapts_tokens = config.lookahead == "auto"
+        # What prepared tokens are drawn from takes 4 bytes a token of the vocabulary.
+        self.largest_product = MOST_MEMORY // (4 * measured.rows * vocab_size) if sampled else 10**9
+
+    def of_all_plans(self) -> dict[tuple[int, int], tuple[float, float]]:
+        """Returns the predicted tokens and seconds of a round of the batch, by lookahead and budget."""
+        measured, hit_rates = self.measured, {}
+        rounds = {(0, 0): (measured.live, measured.plain_decoding())} if self.adapts_tokens else {}
+        for lookahead in LOOKAHEADS if self.adapts_tokens else [self.config.lookahead]:
+            for budget, round_ in self.of_lookahead(lookahead, hit_rates).items():
+                rounds[lookahead, budget] = round_
+        return rounds
+
+    def largest_budget(self, lookahead: int) -> int:
+        """How many outcomes of each row fit the memory, at least one."""
+        return max(1, self.largest_product // max(1, lookahead))
+
+    def of_lookahead(self, lookahead: int, hit_rates: dict[int, list[float]]) -> dict[int, tuple[float, float]]:
+        """
+        Predicted tokens and seconds of a round of the batch for each budget, misses being drafted just in time. What
+        hit rates are needed, by lookahead, is kept in `hit_rates`.
+        """
+        measured, rows = self.measured, self.measured.live
+        tokens, step = measured.expected_tokens(lookahead), measured.drafting(rows, alone=True)
+        rounds = {}
+        if (self.adapts_tokens and self.config.budget == "auto") or not self.config.asynchronous:
+            rounds[0] = rows * tokens[lookahead], measured.verification(lookahead, alone=True) + lookahead * step
+        if not self.config.asynchronous:
+            return rounds
+        verification = [measured.verification(k, alone=False) for k in range(lookahead + 1)]
+        fixed = self.config.budget
+        for budget in [fixed] if isinstance(fixed, int) else BUDGETS:
+            if budget > self.largest_budget(lookahead) and budget != fixed:
+                break
+            growth, width, seen = measured.drafting(rows * budget, alone=False), lookahead, set()
+            while width not in seen:  # what can grow depends on how long verification takes, and that on what had grown
+                seen.add(width)
+                # A step that is under way when the outcome comes is finished first. Then the branch that was hit is
+                # finished alone, as far as that is worth it.
+                window = verification[width] - measured.choice.value
+                grown = min(lookahead, max(0, math.ceil(window / growth)))
+                # How far a step is by then is chance after some of them: half of it, less where all are nearly grown.
+                late = max(0.0, grown * growth - window)
+                if grown > 1:
+                    late = min(growth / 2, max(0.0, lookahead * growth - window))
+                width, tokens_on_hit, after_hit = self.best_answer(verification, tokens, late, grown, step)
+            _, tokens_on_miss, after_miss = self.best_answer(verification, tokens, late, 0, step)
+            if width not in hit_rates:
+                hit_rates[width] = measured.predicted_hit_rates(width)
+            all_hit = measured.hit_rate_for(budget * self.drafts, hit_rates[width]) ** rows if grown else 0.0
+            gain = all_hit * tokens_on_hit + (1 - all_hit) * tokens_on_miss
+            rounds[budget] = rows * gain, all_hit * after_hit + (1 - all_hit) * after_miss
+        return rounds
+
+    def best_answer(
+        self, verification: list[float], tokens: list[float], late: float, ready: int, step: float
+    ) -> tuple[int, float, float]:
+        """
+        Args:
+            verification (`list[float]`): Seconds, by lookahead.
+            tokens (`list[float]`): Expected tokens, by lookahead.
+            late (`float`): Seconds from the outcome until the draft looks.
+            ready (`int`): How many tokens are drafted by then.
+            step (`float`): Seconds that each further token takes.
+
+        Returns:
+            Lookahead, expected tokens and seconds of the round that is worth most.
+        """
+        seconds = [v + late + max(0, k - ready) * step for k, v in enumerate(verification)]
+        answers = range(len(tokens)) if self.adapts_tokens else [len(tokens) - 1]
+        best = max(answers, key=lambda k: tokens[k] / seconds[k])
+        return best, tokens[best], seconds[best]
