@@ -28,6 +28,7 @@ def test_sweep(tmp_path):
     assert settings == {"plain generate", "planned", "lookahead 2, budget 4"} | in_turn
     assert re.search(r"the planner reaches [\d.]+ of the best setting: ", done.stdout)
     assert run("sweep.py", "--repeats", 1).returncode == 2
+    assert run("sweep.py", "--warm-up", 0).returncode == 2
 
 
 def test_the_best_setting_is_not_one_that_was_lucky():
