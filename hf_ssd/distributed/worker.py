@@ -101,7 +101,7 @@ class DraftServer:
         rows = payloads.payload_to_prompts(prompts.payload)
         request = SessionRequest.from_dict(payloads.payload_to_json(message.payload), rows)
         start = time.perf_counter()
-        self.session, self.round = message.session, 0
+        self.session, self.round, self.rest = message.session, 0, 0
         speculator = Speculator(
             self.model,
             request.config,
