@@ -8,24 +8,26 @@ from ..config import SSDConfig
 from .corrections import Corrections, kind_of
 from .ladder import Ladder
 from .measurements import Measurements
-from .planner import FixedPlanner, Plan, Planner, first_fallback
+from .planner import FixedPlanner, Plan, Planner, Round, first_fallback
 from .predictions import Predictions
 
 EXPLORED = ((4, 8), (7, 8), (4, 8), (1, 8), (7, 0), (1, 0), (4, 0))
 """
 Lookahead and budget of the first rounds of an unknown pair, so that there is a measured time for everything. Plain
-decoding comes next.
+decoding comes next, unless it is out of the question.
 """
 FIRST_LOOK, LONGEST_BETWEEN_LOOKS = 24, 192  # rounds until it is seen again what it would be like otherwise
-ROUNDS_OF_A_LOOK = 5
+ROUNDS_OF_A_LOOK, SHORTEST_LOOK, SECONDS_OF_A_LOOK = 5, 2, 0.05
 ROUNDS_AFTER_A_REST, NEARLY = 16, 0.85  # if drafting is predicted to be nearly as good: a few rounds tell too little
 WORTH_A_LOOK = 0.85  # share of the best speed that must be predicted for something to look at it
 PATIENCE = 8  # rounds for which a new plan waits for a moment in which the draft has nothing to do
 LONG_AGO, UNSURE = 384, 1.5  # rounds after which plain decoding may as well be so many times as fast as it was
+UNSEEN = 2.5  # the same where it was never measured: a target that never waits computes faster than one that does
 UNSETTLED = 2  # rounds after a change that are no measure: a processor that has waited is slower for a while
 UNSETTLED_REST, LONGEST_UNSETTLED_REST = 0.1, 16  # seconds, rounds: a core is slower while others have had work
 WORTH_A_CHANGE = 1.02  # predicted gain below which a plan stays as it is
 FIRST_REST, LONGEST_REST = 64, 512  # rounds of plain decoding before the draft is tried again
+LOSS = 0.03  # seconds that trying the draft may cost for each second at rest
 WORTH_ANOTHER_FALLBACK = 1.1  # the same for the fallback
 ENOUGH_DRAFTED, CLEARLY = 24, 0.9  # rounds of drafting before a rest, unless it is clearly better
 NOT_WORSE = 0.97  # share of plain decoding's speed that is enough to go on drafting: who rests learns nothing
@@ -65,6 +67,8 @@ class AutoPlanner(Planner):
         self.predicted: tuple[float, float] | None = None  # tokens and seconds of a round of the current plan
         self.next: tuple[tuple[int, int], tuple[float, float] | None] | None = None  # the same of one to come
         self.kind, self.unsettled, self.drafted = "", 0, 0
+        self.has_rested, self.tried_until = False, 0
+        self.owed = 0.0  # seconds that trying the draft has cost and resting has not paid back yet
         self.saguaro = None
         if config.saguaro_c == "auto":
             self.saguaro = Ladder(SAGUARO_LADDER if sampled and self.adapts_tokens else (1.0,))
@@ -77,6 +81,8 @@ class AutoPlanner(Planner):
         self.unsettled = self.unsettled - 1 if kind == self.kind else self._unsettled(kind)
         self.kind = kind
         self.drafted += kind != "rest"
+        if self.rounds > len(EXPLORED):
+            self._settle_accounts(round_)
         if self.unsettled >= 0 and self.rounds > len(EXPLORED):
             round_ = dataclasses.replace(round_, seconds=0.0, elapsed=0.0)
         live = self.measured.live
@@ -91,6 +97,15 @@ class AutoPlanner(Planner):
         if self.saguaro is not None:
             if self.saguaro.observe(round_):
                 self.current = dataclasses.replace(self.current, saguaro_c=self.saguaro.value)
+
+    def _settle_accounts(self, round_: Round) -> None:
+        """What drafting has cost over plain decoding, for the tokens to be expected of it, is paid back by resting."""
+        plain = self.measured.plain_decoding()
+        if round_.lookahead == 0:
+            self.owed -= LOSS * plain
+        elif round_.elapsed:
+            self.owed += round_.elapsed - plain * self.measured.expected_tokens(round_.lookahead)[-1]
+        self.owed = max(0.0, self.owed)
 
     def begin(self):
         if self.measured.live != self.rows:
@@ -154,13 +169,13 @@ class AutoPlanner(Planner):
 
     def _replan(self) -> tuple[tuple[int, int], tuple[float, float] | None]:
         """Returns lookahead and budget for the next rounds, and what is predicted for them."""
-        if self.adapts_tokens and self.looks_until == len(EXPLORED):
-            return self._look_at_rest(), None
         self.replan_at = self.rounds + min(16, max(4, self.rounds // 8))
         predicted = self.predictions.of_all_plans()
         speeds = {plan: tokens / (seconds * self.corrections(plan)) for plan, (tokens, seconds) in predicted.items()}
         resting = speeds.pop((0, 0), 0.0)
         best, now = max(speeds, key=speeds.get), (self.current.lookahead, self.current.budget)
+        if not self.has_rested and UNSEEN * resting > speeds[best]:
+            return self._look_at_rest(), None
         # The beginning of a text is not like the rest of it.
         is_new = self.drafted < ENOUGH_DRAFTED and self.measured.acceptance(1)[0] > USELESS
         if speeds[best] < (CLEARLY if is_new else NOT_WORSE) * resting:
@@ -202,14 +217,14 @@ class AutoPlanner(Planner):
         candidate = max(other, key=other.get, default=best)
         if other.get(candidate, 0.0) < WORTH_A_LOOK * speeds[best]:
             return best
-        if candidate == (0, 0):
-            return self._look_at_rest()
-        self.replan_at = self.looks_until = self.rounds + ROUNDS_OF_A_LOOK
-        return candidate
+        return self._look_at_rest() if candidate == (0, 0) else self._try(candidate)
 
     def _look_at_rest(self) -> tuple[int, int]:
-        """Sees for a few rounds how long plain decoding takes."""
-        self.replan_at = self.looks_until = self.rounds + self._unsettled("rest") + ROUNDS_OF_A_LOOK + 1
+        """Sees how long plain decoding takes: for a few rounds, or fewer where they are long."""
+        self.has_rested = True
+        measured = math.ceil(SECONDS_OF_A_LOOK / self.measured.plain_decoding())
+        measured = min(max(SHORTEST_LOOK, measured), ROUNDS_OF_A_LOOK)
+        self.replan_at = self.looks_until = self.rounds + self._unsettled("rest") + measured + 1
         return 0, 0
 
     def _unsettled(self, kind: str) -> int:
@@ -220,18 +235,26 @@ class AutoPlanner(Planner):
 
     def _rest_or_try(self, best: tuple[int, int], is_close: bool) -> tuple[int, int]:
         """
-        Rests, each time twice as long as before, and in between sees for a few rounds how it is now. If it is long ago
-        that plain decoding was measured, that comes first.
+        Rests, each time twice as long as before and until it has paid for what was tried, and in between sees for a few
+        rounds how it is now, or for some more if it is close. If it is long ago that plain decoding was measured, that
+        comes first.
         """
+        if self.current.lookahead and is_close and self.rounds < self.tried_until:
+            return self._try(best)
         if self.current.lookahead and self.measured.plain_is_old:
             return self._look_at_rest()
         if self.current.lookahead or self.rounds <= self.looks_until:
-            self.replan_at = self.rounds + self.rest_length
+            until_paid_back = int(self.owed / (LOSS * self.measured.plain_decoding()))
+            self.replan_at = self.rounds + max(self.rest_length, min(until_paid_back, LONGEST_REST))
             self.rest_length = min(2 * self.rest_length, LONGEST_REST)
             return 0, 0
-        self.replan_at = self.rounds + (ROUNDS_AFTER_A_REST if is_close else ROUNDS_OF_A_LOOK)
-        self.looks_until = self.replan_at
-        return best
+        self.tried_until = self.rounds + ROUNDS_AFTER_A_REST
+        return self._try(best)
+
+    def _try(self, plan: tuple[int, int]) -> tuple[int, int]:
+        """Sees for a few rounds what a plan is like."""
+        self.replan_at = self.looks_until = self.rounds + ROUNDS_OF_A_LOOK
+        return plan
 
     def _plan_of(self, lookahead: int, budget: int) -> Plan:
         config = self.config

@@ -185,6 +185,33 @@ def test_plain_decoding_is_no_measure_until_the_machine_has_settled(monkeypatch)
     assert reached() < 0.95
 
 
+def test_a_pair_that_is_much_faster_does_not_start_with_plain_decoding(monkeypatch):
+    def rests():
+        planner, rounds = AutoPlanner(SSDConfig(), 1, 1000, sampled=True), []
+        observe = planner.observe
+        planner.observe = lambda round_: (rounds.append(round_.lookahead), observe(round_))
+        World(0.9).run(planner, rounds=40)
+        return rounds[1:].count(0)  # the first round of all has nothing to verify
+
+    assert rests() == 0
+    monkeypatch.setattr("hf_ssd.speculation.auto_planner.UNSEEN", math.inf)  # the mutant
+    assert rests() > 0
+
+
+def test_what_trying_the_draft_costs_is_paid_back_before_it_is_tried_again(monkeypatch):
+    """Drafting that costs what no part's measure tells looks nearly as good again after each rest."""
+    world = World(0.55, verification=0.004, step=0.001, per_token=0.0001, unseen=0.004, noise=0.2)
+
+    def reached():
+        planners = [AutoPlanner(SSDConfig(), 1, 1000, sampled=True) for _ in range(12)]
+        runs = [world.run(planner, rounds=400, skip=60, seed=seed) for seed, planner in enumerate(planners)]
+        return sum(runs) / len(runs) * world.verification
+
+    assert reached() > 0.93
+    monkeypatch.setattr("hf_ssd.speculation.auto_planner.LOSS", math.inf)  # the mutant
+    assert reached() < 0.93
+
+
 def rounds_of(planner, accepted, count=1, seconds=0.1):
     for _ in range(count):
         plan = planner.plan()
