@@ -89,7 +89,8 @@ class AutoPlanner(Planner):
         self.measured.observe(round_)
         if self.measured.live != live:
             self._live_rows_changed()
-        if round_.elapsed and self.predicted is not None and kind != "rest":  # which is measured, not predicted
+        # How long a rest takes is measured, not predicted; and what few rows take says nothing of how long all take.
+        if round_.elapsed and self.predicted is not None and kind != "rest" and live == self.rows:
             # Not what happened to be accepted, but what was to be expected of so many tokens: chance is left out.
             tokens, seconds = self.predicted
             gained = live * self.measured.expected_tokens(round_.lookahead)[-1]

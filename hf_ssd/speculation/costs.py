@@ -12,10 +12,15 @@ class LinearCost:
         memory (`float`, *optional*, defaults to 0.97): Weight that an observation keeps with each one that follows, for
             the level.
         slope_memory (`float`, *optional*, defaults to 0.995): The same for the slope.
+
+    Attributes:
+        like (`LinearCost`, *optional*): Another cost whose slope is about the same share of its fixed part: what is
+            known of that is a better guess.
     """
 
     def __init__(self, relative_slope: float, memory: float = 0.97, slope_memory: float = 0.995):
-        self.relative_slope, self.slope_memory = relative_slope, slope_memory
+        self.guess, self.slope_memory = relative_slope, slope_memory
+        self.like: LinearCost | None = None
         self.observations = 0
         self.units, self.seconds = Average(0.0, 0.0, memory), Average(0.0, 0.0, memory)
         self.weight = self.x = self.y = self.xx = self.xy = 0.0
@@ -35,11 +40,17 @@ class LinearCost:
         mean_x, mean_y = self.x / self.weight, self.y / self.weight
         variance = max(0.0, self.xx / self.weight - mean_x**2)
         covariance = self.xy / self.weight - mean_x * mean_y
-        guess = self.relative_slope * mean_y / (1 + self.relative_slope * mean_x)
+        relative = self.guess if self.like is None else self.like.relative_slope
+        guess = relative * mean_y / (1 + relative * mean_x)
         certainty = 0.2 * (mean_x**2 + 1) / self.weight  # the guess counts like a few observations near each other
         slope = max(0.0, (covariance + certainty * guess) / (variance + certainty))
         self.slope = min(slope, self.seconds.value / max(self.units.value, 1e-9))
         self.fixed = self.seconds.value - self.slope * self.units.value
+
+    @property
+    def relative_slope(self) -> float:
+        """The slope as a share of the fixed part."""
+        return min(1.0, self.slope / self.fixed) if self.fixed > 0 else self.guess
 
     def fade(self, share: float) -> None:
         """Leaves this share of the weight of what is known of the level. The slope remains."""

@@ -28,6 +28,9 @@ class Measurements:
         self.config, self.rows, self.live = config, rows, rows
         self.rounds = self.plain_at = self.drafted_at = 0  # when plain decoding, and drafting, were last measured
         self.verification_beside, self.verification_alone = LinearCost(0.03), LinearCost(0.03)
+        self.verification_of_the_rest = LinearCost(0.03)  # of the rows that remain when others are finished
+        self.verification_beside.like, self.verification_alone.like = self.verification_alone, self.verification_beside
+        self.verification_of_the_rest.like = self.verification_beside
         self.branches, self.step = LinearCost(0.02), LinearCost(0.02)
         self.verified_lookaheads: set[int] = set()
         self.plain = Average(0.0, 0.0, memory=0.9)
@@ -50,7 +53,8 @@ class Measurements:
         self.rounds += 1
         if round_.lookahead:
             if self.rounds - self.drafted_at > STALE:
-                for cost in (self.verification_beside, self.verification_alone, self.branches, self.step):
+                verification = self.verification_beside, self.verification_alone, self.verification_of_the_rest
+                for cost in (*verification, self.branches, self.step):
                     cost.fade(FADED)
             self.drafted_at = self.rounds
         if round_.seconds and round_.lookahead not in self.verified_lookaheads:
@@ -63,6 +67,8 @@ class Measurements:
                 self.plain_at = self.rounds
         elif round_.seconds:
             cost = self.verification_beside if round_.budget else self.verification_alone
+            if self.live < self.rows:
+                cost = self.verification_of_the_rest
             cost.observe(self._drafted(round_.lookahead), round_.seconds)
             if round_.transit is not None:
                 self.transit.observe(min(round_.transit, round_.seconds))
@@ -93,6 +99,8 @@ class Measurements:
         first, second = self.verification_alone, self.verification_beside
         if not alone:
             first, second = second, first
+        if self.live < self.rows:
+            first, second = self.verification_of_the_rest, first if first.observations else second
         return max(1e-6, (first if first.observations else second)(self._drafted(lookahead)) + self.transit.value)
 
     def _drafted(self, lookahead: int) -> float:

@@ -217,7 +217,7 @@ def rounds_of(planner, accepted, count=1, seconds=0.1):
         plan = planner.plan()
         hits = ["prepared"] * len(accepted)
         round_ = Round(plan.lookahead, accepted, [k >= 0 for k in accepted], hits, [0] * len(accepted), seconds)
-        planner.observe(dataclasses.replace(round_, budget=plan.budget if plan.lookahead else 0))
+        planner.observe(dataclasses.replace(round_, budget=plan.budget if plan.lookahead else 0, elapsed=seconds))
 
 
 def test_predictions_are_for_the_rows_that_are_not_finished():
@@ -235,6 +235,34 @@ def test_predictions_are_for_the_rows_that_are_not_finished():
     assert planner.predicted is None  # what was predicted is not for so few
     planner.begin()
     assert measured.live == 4
+
+
+def test_what_few_rows_take_says_nothing_of_how_long_all_take():
+    def learned(accepted):
+        """Returns what is predicted for all rows, before and after some slow rounds with these accepted counts."""
+        planner, known = AutoPlanner(SSDConfig(), 4, 1000, sampled=False), []
+        rounds_of(planner, [1] * 4, count=30, seconds=0.05)
+        for _ in range(2):
+            planner.begin()
+            known.append((planner.measured.verification(3, alone=False), planner.corrections((4, 8))))
+            rounds_of(planner, accepted, count=30, seconds=0.5)
+        return known
+
+    before, after = learned([1, -1, -1, -1])
+    assert before == after
+    before, after = learned([1] * 4)  # the mutant: the same rounds of all rows
+    assert after[0] > 2 * before[0] and after[1] != before[1]
+
+
+def test_a_cost_of_one_size_grows_like_another_one():
+    other, cost, alone = LinearCost(0.02), LinearCost(0.02), LinearCost(0.02)
+    cost.like = other
+    for units in [1, 5, 9] * 10:
+        other.observe(units, 2.0 + 0.4 * units)
+        cost.observe(4, 3 * (2.0 + 0.4 * 4))
+        alone.observe(4, 3 * (2.0 + 0.4 * 4))
+    assert cost(9) == pytest.approx(3 * other(9), rel=0.05)
+    assert alone(9) < 0.8 * 3 * other(9)  # the mutant: like no other
 
 
 def test_a_new_plan_waits_for_a_moment_in_which_there_is_nothing_to_do():
