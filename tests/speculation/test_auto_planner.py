@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from hf_ssd import SSDConfig
-from hf_ssd.speculation.auto_planner import EXPLORED, PATIENCE, AutoPlanner, planner_for
+from hf_ssd.speculation.auto_planner import EXPLORED, PATIENCE, ROUNDS_AFTER_A_REST, AutoPlanner, planner_for
 from hf_ssd.speculation.costs import LinearCost
 from hf_ssd.speculation.measurements import Measurements
 from hf_ssd.speculation.outcomes import allocate
@@ -210,6 +210,32 @@ def test_what_trying_the_draft_costs_is_paid_back_before_it_is_tried_again(monke
     assert reached() > 0.93
     monkeypatch.setattr("hf_ssd.speculation.auto_planner.LOSS", math.inf)  # the mutant
     assert reached() < 0.93
+
+
+def test_a_try_goes_on_only_while_it_is_close():
+    planner = AutoPlanner(SSDConfig(), 1, 1000, sampled=True)
+    planner.measured.plain.observe(0.01)
+    planner.rounds = planner.looks_until + 100
+    planner.current = planner._plan_of(0, 0)
+    assert planner._rest_or_try((3, 4), is_close=True) == (3, 4)
+    planner.current = planner._plan_of(3, 4)
+    planner.rounds = planner.replan_at
+    assert planner._rest_or_try((3, 4), is_close=True) == (3, 4)
+    assert planner._rest_or_try((3, 4), is_close=False) == (0, 0)
+    planner.rounds += ROUNDS_AFTER_A_REST
+    assert planner._rest_or_try((3, 4), is_close=True) == (0, 0)
+
+
+def test_a_look_at_plain_decoding_is_shorter_where_rounds_are_long(monkeypatch):
+    def length():
+        planner = AutoPlanner(SSDConfig(), 1, 1000, sampled=True)
+        planner.measured.plain.observe(0.06)
+        planner._look_at_rest()
+        return planner.replan_at - planner.rounds
+
+    assert length() == 5
+    monkeypatch.setattr("hf_ssd.speculation.auto_planner.SECONDS_OF_A_LOOK", 1.0)  # the mutant
+    assert length() == 8
 
 
 def rounds_of(planner, accepted, count=1, seconds=0.1):
