@@ -2,12 +2,12 @@
 
 A processor sees the tokens before a position. Plain generation has one position per row and all rows of one length;
 here each row has several positions, and rows differ in length. Warpers that look at nothing but the scores
-(`STATELESS`) take all positions in one call. The others are called once per length, with the batch they would see in
-plain generation.
+(`STATELESS`) take all positions in one call, and so do the processors of which it is known what about the tokens makes
+a difference to them. The others are called once per length, with the batch they would see in plain generation.
 """
 
 import torch
-from transformers import LogitsProcessorList
+from transformers import LogitsProcessor, LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 from transformers.generation import logits_process
 
 STATELESS = tuple(
@@ -23,14 +23,23 @@ STATELESS = tuple(
         "EtaLogitsWarper",
         "LogitNormalization",
         "InfNanRemoveLogitsProcessor",
+        "SuppressTokensLogitsProcessor",
     )
     if hasattr(logits_process, name)
 )
 
+ENOUGH = {
+    logits_process.MinLengthLogitsProcessor: lambda processor: processor.min_length,
+    logits_process.MinNewTokensLengthLogitsProcessor: lambda processor: (
+        processor.prompt_length_to_skip + processor.min_new_tokens
+    ),
+}
+"""The number of tokens from which on these processors do nothing. Which tokens they are makes no difference."""
+
 
 def needs_history(processors: LogitsProcessorList) -> bool:
-    """Whether any processor looks at the tokens before a position."""
-    return any(type(processor) not in STATELESS for processor in processors)
+    """Whether any processor looks at the tokens before a position, and not only at how many they are."""
+    return any(type(processor) not in (*STATELESS, *ENOUGH) for processor in processors)
 
 
 def process_positions(
@@ -51,13 +60,14 @@ def process_positions(
         `torch.FloatTensor` of the shape of `scores`.
     """
     batch_size, positions, vocab_size = scores.shape
+    if not processors:
+        return scores
+    ends = torch.tensor(lengths, device=scores.device)[:, None] + torch.arange(positions, device=scores.device)
+    histories = input_ids[:, None, : max(lengths) + positions - 1].expand(-1, positions, -1)
     for processor in processors:
-        if type(processor) in STATELESS:
-            scores = processor(None, scores.reshape(-1, vocab_size)).view(batch_size, positions, vocab_size)
-            continue
-        if min(lengths) == max(lengths):
-            steps = [processor(input_ids[:, : lengths[0] + j], scores[:, j].clone()) for j in range(positions)]
-            scores = torch.stack(steps, dim=1)
+        together = _process_together(processor, scores.reshape(-1, vocab_size), histories, ends)
+        if together is not None:
+            scores = together.view(batch_size, positions, vocab_size)
             continue
         processed = scores.clone()
         for length in range(min(lengths), max(lengths) + positions):
@@ -73,7 +83,7 @@ def process_positions(
 
 
 def process_branches(
-    processors: LogitsProcessorList, scores: torch.Tensor, histories: torch.LongTensor, lengths: torch.LongTensor
+    processors: LogitsProcessorList, scores: torch.Tensor, histories: torch.LongTensor | None, lengths: torch.LongTensor
 ) -> torch.Tensor:
     """
     Processes the scores of independent sequences of different lengths.
@@ -81,15 +91,17 @@ def process_branches(
     Args:
         processors (`LogitsProcessorList`): As transformers prepared them.
         scores (`torch.FloatTensor` of shape `(sequences, vocab_size)`): Raw scores.
-        histories (`torch.LongTensor` of shape `(sequences, at least max(lengths))`): The tokens before each position.
+        histories (`torch.LongTensor` of shape `(sequences, at least max(lengths))`, *optional*): The tokens before each
+            position. Not used if [`needs_history`] says so.
         lengths (`torch.LongTensor` of shape `(sequences,)`): How many of them count.
 
     Returns:
         `torch.FloatTensor` of the shape of `scores`.
     """
     for processor in processors:
-        if type(processor) in STATELESS:
-            scores = processor(None, scores)
+        together = _process_together(processor, scores, histories, lengths)
+        if together is not None:
+            scores = together
             continue
         processed = scores.clone()
         for length in lengths.unique().tolist():
@@ -97,3 +109,40 @@ def process_branches(
             processed[rows] = processor(histories[rows, :length], scores[rows])
         scores = processed
     return scores
+
+
+def _process_together(
+    processor: LogitsProcessor, scores: torch.Tensor, histories: torch.LongTensor | None, lengths: torch.LongTensor
+) -> torch.Tensor | None:
+    """
+    Processes all positions in one call or two, if what differs between their histories allows it.
+
+    Args:
+        processor (`LogitsProcessor`): As transformers prepared it.
+        scores (`torch.FloatTensor` of shape `(positions, vocab_size)`): Raw scores.
+        histories (`torch.LongTensor` of shape `(..., columns)`, *optional*): The tokens before each position.
+        lengths (`torch.LongTensor` of shape `(...)`): How many of them count.
+
+    Returns:
+        `torch.FloatTensor` of the shape of `scores`, or `None` if the processor must be called for each length.
+    """
+    kind = type(processor)
+    if kind in STATELESS:
+        return processor(None, scores)
+    if kind in ENOUGH:
+        enough = ENOUGH[kind](processor)
+        lacking = lengths.flatten()[:, None] < enough
+        if not lacking.any():
+            return processor(lengths.new_zeros(1, enough), scores)
+        too_short = processor(lengths.new_zeros(1, enough - 1), scores)
+        return too_short if lacking.all() else torch.where(lacking, too_short, scores)
+    if kind is RepetitionPenaltyLogitsProcessor and not isinstance(processor.prompt_ignore_length, int):
+        columns, padding = torch.arange(histories.shape[-1], device=histories.device), processor.prompt_ignore_length
+        if padding is not None:
+            padding = padding.to(columns.device).view(-1, *[1] * (histories.dim() - 1))
+            histories = histories.masked_fill(columns < padding, scores.shape[-1])  # which is no token
+        # It makes no difference how often a token occurs, or where; so the last one can be repeated.
+        last = lengths[..., None] - 1
+        repeated = torch.where(columns <= last, histories, histories.gather(-1, last))
+        return RepetitionPenaltyLogitsProcessor(processor.penalty)(repeated.flatten(0, -2), scores)
+    return None
