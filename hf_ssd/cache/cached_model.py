@@ -38,6 +38,7 @@ class CachedModel:
         # Without masks nothing hides the columns of a window that are not in use.
         self.is_compiled = is_compiled(model) and not self.reads_2d_masks
         self.fewest_tokens = FEWEST_TOKENS if self.is_compiled else 1
+        self.keeps_logits = model._supports_logits_to_keep()  # which inspects a signature each time it is asked
 
     def leave_out(self, finished: list[bool]) -> None:
         """Computes these rows no more: what is fed to them is ignored from now on, and their logits are zeros."""
@@ -129,7 +130,7 @@ class CachedModel:
             "use_cache": True,
             "return_dict": True,
         }
-        sparing = logits_to_keep is not None and self.model._supports_logits_to_keep() and self.cache.window is None
+        sparing = logits_to_keep is not None and self.keeps_logits and self.cache.window is None
         if sparing:
             inputs["logits_to_keep"] = logits_to_keep
         if self.cache.window is not None:
