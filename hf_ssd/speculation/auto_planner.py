@@ -109,9 +109,12 @@ class AutoPlanner(Planner):
         self.owed = max(0.0, self.owed)
 
     def begin(self):
-        if self.measured.live != self.rows:
-            self.measured.live = self.rows
+        live = self.measured.live
+        self.measured.begin()
+        if live != self.rows:
             self._live_rows_changed()
+            if self.current.lookahead and self.rounds >= len(EXPLORED):
+                self.next = self._replan()  # the plan for the last rows of the call before is not one for all rows
 
     def _live_rows_changed(self) -> None:
         """What was predicted is not for so many rows; except for a rest or a look, that is a reason to plan anew."""

@@ -73,7 +73,12 @@ class Average:
     """
 
     def __init__(self, prior: float, weight: float, memory: float = 0.99):
-        self.memory, self.weight, self.total = memory, weight, prior * weight
+        self.memory = memory
+        self.restart(prior, weight)
+
+    def restart(self, prior: float, weight: float) -> None:
+        """Forgets everything and starts there, as if from so many observations."""
+        self.weight, self.total = weight, prior * weight
 
     def observe(self, value: float) -> None:
         self.weight = self.memory * self.weight + 1

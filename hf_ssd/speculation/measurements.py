@@ -11,6 +11,7 @@ LARGEST_BUDGET = 48
 EVERY = 3  # rounds between two that are compared with what was predicted, which takes a while
 STALE, FADED = 24, 0.2  # rounds after which a measured time is old, and what it weighs then
 PRIOR_TESTS = 4  # drafted tokens that the prior acceptance rate counts for
+TESTS_BEFORE = 24  # drafted tokens that what is known of earlier texts counts for when a new one begins
 
 
 class Measurements:
@@ -37,6 +38,7 @@ class Measurements:
         self.choice = Average(0.0, 0.0, memory=0.95)
         self.transit = Average(3e-4, 4.0)
         self.accepted = [Average(0.0, 0.0) for _ in range(LONGEST_LOOKAHEAD)]
+        self.accepted_ever = [Average(0.0, 0.0, memory=0.999) for _ in range(LONGEST_LOOKAHEAD)]
         self.tokens_after_miss = {"ngram": Average(1.0, 1.0)}
         # Chance that the guess of each rank is right, after a rejection and at the end: the power law's differences.
         law = [(rank + 1) ** -config.power_law_exponent for rank in range(GUESSES + 1)]
@@ -45,6 +47,12 @@ class Measurements:
         self.right_at_the_end = [Average(chance, 4.0) for chance in chances]
         self.misses_over_predicted, self.rounds_prepared = Average(1.0, 4.0, memory=0.97), 0
         self.hit_rate, self.hit_rate_after_backup = Average(0.5, 1.0), Average(0.3, 8.0)
+
+    def begin(self) -> None:
+        """A call begins: no row is finished, and the texts are like texts in general, not like the last one's end."""
+        self.live = self.rows
+        for accepted, ever in zip(self.accepted, self.accepted_ever):
+            accepted.restart(ever.value, min(ever.weight, TESTS_BEFORE))
 
     def observe(self, round_: Round) -> None:
         """Learns from a round."""
@@ -78,6 +86,7 @@ class Measurements:
                 continue
             for i in range(min(k + 1, round_.lookahead, LONGEST_LOOKAHEAD)):
                 self.accepted[i].observe(i < k)
+                self.accepted_ever[i].observe(i < k)
             if round_.budget:
                 guesses = self.right_after_rejection if k < round_.lookahead else self.right_at_the_end
                 for rank, guess in enumerate(guesses):

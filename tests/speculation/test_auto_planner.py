@@ -280,6 +280,32 @@ def test_what_few_rows_take_says_nothing_of_how_long_all_take():
     assert after[0] > 2 * before[0] and after[1] != before[1]
 
 
+def test_a_call_does_not_begin_with_the_plan_for_the_last_rows_of_the_one_before(monkeypatch):
+    def first_plan():
+        planner = AutoPlanner(SSDConfig(), 4, 1000, sampled=False)
+        rounds_of(planner, [1] * 4, count=60)
+        planner.current = planner._plan_of(*planner._try((16, 2)))
+        rounds_of(planner, [1, -1, -1, -1])
+        planner.begin()
+        return planner.plan().lookahead
+
+    assert first_plan() < 16
+    monkeypatch.setattr(AutoPlanner, "begin", lambda planner: planner.measured.begin())  # the mutant
+    assert first_plan() == 16
+
+
+def test_a_call_does_not_begin_with_what_was_accepted_at_the_end_of_the_one_before():
+    measured = Measurements(SSDConfig(), 1)
+    for _ in range(5):
+        measured.begin()
+        for k in [0] * 120 + [4] * 80:  # texts of which the draft knows the end, and little of the rest
+            measured.observe(Round(4, [k], [True], ["prepared"], [0]))
+    of_the_end = measured.accepted[0].value
+    measured.begin()
+    assert measured.accepted[0].value == pytest.approx(0.4, abs=0.1)
+    assert of_the_end > 0.55  # the mutant: no such beginning
+
+
 def test_a_cost_of_one_size_grows_like_another_one():
     other, cost, alone = LinearCost(0.02), LinearCost(0.02), LinearCost(0.02)
     cost.like = other
