@@ -6,9 +6,11 @@
 The target has the same device in all rows, SSD has one more for the draft. All settings are run in turn, again and
 again, and each is compared with the planner within one turn: what else the machine does falls on all of them alike.
 
-Of a dozen settings that are equally good, one looks better than the others by chance. So the best one is picked by half
-of the turns, and the planner compared with it in the other half. Drafting in turn in the target's own process, where no
-message has to travel, is measured too; it is another way to run, and not a setting that the planner could pick.
+Of a dozen settings that are equally good, one looks better than the others by chance: just then the machine was quicker,
+or this text has its surprises where that setting's speculations end. So each turn has another text, as far as there are
+prompts; the best setting is picked by half of the turns, and the planner compared with it in the other half. Drafting in
+turn in the target's own process, where no message has to travel, is measured too; it is another way to run, and not a
+setting that the planner could pick.
 """
 
 import argparse
@@ -53,7 +55,7 @@ def settings_of(args) -> dict[str, dict | None]:
     return {PLAIN: None, AUTO: {}, **fixed, **in_turn, **here}
 
 
-def measure(args, target, draft, assistant, inputs) -> dict[str, list[dict]]:
+def measure(args, target, draft, assistant, batches) -> dict[str, list[dict]]:
     """Returns what each setting did in each turn but the first ones, which warm up."""
     options = {"max_new_tokens": args.new_tokens, "min_new_tokens": args.new_tokens, "return_dict_in_generate": True}
     options |= {"do_sample": True, "temperature": args.temperature, "top_k": 0} if args.temperature else {}
@@ -61,6 +63,7 @@ def measure(args, target, draft, assistant, inputs) -> dict[str, list[dict]]:
     settings = settings_of(args)
     runs = {name: [] for name in settings}
     for turn in tqdm(range(args.warm_up + args.repeats), desc="measuring", unit="turn"):
+        inputs = batches[turn % len(batches)]
         for name, chosen in settings.items():
             set_seed(turn)
             method = {}
@@ -112,9 +115,9 @@ def main() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     target, draft, tokenizer = load_pair(args)
-    inputs = batches_for(args, tokenizer, target)[0]
+    batches = batches_for(args, tokenizer, target)
     with hf_ssd.launch_draft(draft) as assistant:
-        runs = measure(args, target, draft, assistant, inputs)
+        runs = measure(args, target, draft, assistant, batches)
     rows = table(runs)
     print(f"temperature {args.temperature:g}, batch size {args.batch_size}, {args.new_tokens} new tokens")
     print(f"{'setting':<26} {'over planned':>12} {'tokens/s':>9} {'tokens/round':>13} {'hit rate':>9} {'wait':>6}")
