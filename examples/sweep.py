@@ -6,11 +6,11 @@
 The target has the same device in all rows, SSD has one more for the draft. All settings are run in turn, again and
 again, and each is compared with the planner within one turn: what else the machine does falls on all of them alike.
 
-Of a dozen settings that are equally good, one looks better than the others by chance: just then the machine was quicker,
-or this text has its surprises where that setting's speculations end. So each turn has another text, as far as there are
-prompts; the best setting is picked by half of the turns, and the planner compared with it in the other half. Drafting in
-turn in the target's own process, where no message has to travel, is measured too; it is another way to run, and not a
-setting that the planner could pick.
+Of a dozen settings that are equally good, one looks better than the others by chance: just then the machine was
+quicker, or this text has its surprises where that setting's speculations end. So each turn has another text, as far as
+there are prompts; the best setting is picked by half of the turns, and the planner compared with it in the other half.
+Drafting in turn in the target's own process, where no message has to travel, is measured too; it is another way to run,
+and not a setting that the planner could pick.
 """
 
 import argparse

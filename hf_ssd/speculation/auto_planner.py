@@ -3,13 +3,13 @@
 import dataclasses
 import math
 
-from .. import theory
 from ..config import SSDConfig
 from .corrections import Corrections, kind_of
 from .ladder import Ladder
 from .measurements import Measurements
-from .planner import FixedPlanner, Plan, Planner, Round, first_fallback
+from .planner import FixedPlanner, Plan, Planner, first_fallback
 from .predictions import Predictions
+from .rests import Rests
 
 EXPLORED = ((4, 8), (7, 8), (4, 8), (1, 8), (7, 0), (1, 0), (4, 0))
 """
@@ -26,9 +26,7 @@ UNSEEN = 2.5  # the same where it was never measured: a target that never waits 
 UNSETTLED = 2  # rounds after a change that are no measure: a processor that has waited is slower for a while
 UNSETTLED_REST, LONGEST_UNSETTLED_REST = 0.1, 16  # seconds, rounds: a core is slower while others have had work
 WORTH_A_CHANGE = 1.02  # predicted gain below which a plan stays as it is
-FIRST_REST, LONGEST_REST = 64, 512  # rounds of plain decoding before the draft is tried again
-LOSS = 0.03  # seconds that trying the draft may cost for each second at rest
-WORTH_ANOTHER_FALLBACK = 1.1  # the same for the fallback
+WORTH_ANOTHER_FALLBACK = 1.1  # predicted gain below which the fallback stays as it is
 ENOUGH_DRAFTED, CLEARLY = 24, 0.9  # rounds of drafting before a rest, unless it is clearly better
 NOT_WORSE = 0.97  # share of plain decoding's speed that is enough to go on drafting: who rests learns nothing
 USELESS = 0.4  # acceptance rate
@@ -54,11 +52,11 @@ class AutoPlanner(Planner):
     is_repeatable = False
 
     def __init__(self, config: SSDConfig, rows: int, vocab_size: int, sampled: bool, drafts: int = 1):
-        self.config, self.rows, self.vocab_size, self.drafts = config, rows, vocab_size, drafts
+        self.config, self.rows, self.drafts = config, rows, drafts
         self.measured = Measurements(config, rows)
         self.rounds, self.replan_at = 0, len(EXPLORED)
         self.predictions = Predictions(config, self.measured, vocab_size, sampled, drafts)
-        self.rest_length, self.looks, self.look_at = FIRST_REST, 0, FIRST_LOOK
+        self.rests, self.looks, self.look_at = Rests(), 0, FIRST_LOOK
         self.looks_until = len(EXPLORED)
         self.fallback = first_fallback(config)
         self.adapts_tokens = self.predictions.adapts_tokens  # otherwise a seed gives the same tokens again
@@ -68,7 +66,6 @@ class AutoPlanner(Planner):
         self.next: tuple[tuple[int, int], tuple[float, float] | None] | None = None  # the same of one to come
         self.kind, self.unsettled, self.drafted = "", 0, 0
         self.has_rested, self.tried_until = False, 0
-        self.owed = 0.0  # seconds that trying the draft has cost and resting has not paid back yet
         self.saguaro = None
         if config.saguaro_c == "auto":
             self.saguaro = Ladder(SAGUARO_LADDER if sampled and self.adapts_tokens else (1.0,))
@@ -82,7 +79,12 @@ class AutoPlanner(Planner):
         self.kind = kind
         self.drafted += kind != "rest"
         if self.rounds > len(EXPLORED):
-            self._settle_accounts(round_)
+            plain = self.measured.plain_decoding()
+            if round_.lookahead == 0:
+                self.rests.rested(plain)
+            elif round_.elapsed:
+                tokens = self.measured.expected_tokens(round_.lookahead)[-1]
+                self.rests.drafted(round_.elapsed, plain * tokens)
         if self.unsettled >= 0 and self.rounds > len(EXPLORED):
             round_ = dataclasses.replace(round_, seconds=0.0, elapsed=0.0)
         live = self.measured.live
@@ -98,15 +100,6 @@ class AutoPlanner(Planner):
         if self.saguaro is not None:
             if self.saguaro.observe(round_):
                 self.current = dataclasses.replace(self.current, saguaro_c=self.saguaro.value)
-
-    def _settle_accounts(self, round_: Round) -> None:
-        """What drafting has cost over plain decoding, for the tokens to be expected of it, is paid back by resting."""
-        plain = self.measured.plain_decoding()
-        if round_.lookahead == 0:
-            self.owed -= LOSS * plain
-        elif round_.elapsed:
-            self.owed += round_.elapsed - plain * self.measured.expected_tokens(round_.lookahead)[-1]
-        self.owed = max(0.0, self.owed)
 
     def begin(self):
         live = self.measured.live
@@ -192,7 +185,7 @@ class AutoPlanner(Planner):
         self, best: tuple[int, int], now: tuple[int, int], speeds: dict[tuple[int, int], float], resting: float
     ) -> tuple[int, int]:
         """Takes the best plan, or stays with the one there is, or looks at another one for a while."""
-        self.rest_length = FIRST_REST
+        self.rests.forget()
         if speeds[best] < WORTH_A_CHANGE * speeds.get(now, 0.0):
             best = now
         if self.rounds >= self.look_at:
@@ -239,18 +232,15 @@ class AutoPlanner(Planner):
 
     def _rest_or_try(self, best: tuple[int, int], is_close: bool) -> tuple[int, int]:
         """
-        Rests, each time twice as long as before and until it has paid for what was tried, and in between sees for a few
-        rounds how it is now, or for some more if it is close. If it is long ago that plain decoding was measured, that
-        comes first.
+        Rests ([`Rests`] says how long), and in between sees for a few rounds how it is now, or for some more if it is
+        close. If it is long ago that plain decoding was measured, that comes first.
         """
         if self.current.lookahead and is_close and self.rounds < self.tried_until:
             return self._try(best)
         if self.current.lookahead and self.measured.plain_is_old:
             return self._look_at_rest()
         if self.current.lookahead or self.rounds <= self.looks_until:
-            until_paid_back = int(self.owed / (LOSS * self.measured.plain_decoding()))
-            self.replan_at = self.rounds + max(self.rest_length, min(until_paid_back, LONGEST_REST))
-            self.rest_length = min(2 * self.rest_length, LONGEST_REST)
+            self.replan_at = self.rounds + self.rests.next(self.measured.plain_decoding())
             return 0, 0
         self.tried_until = self.rounds + ROUNDS_AFTER_A_REST
         return self._try(best)
@@ -274,29 +264,10 @@ class AutoPlanner(Planner):
         )
 
     def _choose_fallback(self, lookahead: int) -> None:
-        """
-        Corollary 16 for each kind, with what each gains in rounds that follow a miss. The kind in use stays unless
-        another one is clearly better (Theorem 17).
-        """
-        measured = self.measured
-        if measured.tokens_after_miss["ngram"].weight < ENOUGH_MISSES:
+        """The kind in use stays unless another one is clearly better (Theorem 17)."""
+        if self.measured.tokens_after_miss["ngram"].weight < ENOUGH_MISSES:
             return
-        verification = [measured.verification(k, alone=False) for k in range(lookahead + 1)]
-        tokens, step = measured.expected_tokens(lookahead), measured.drafting(measured.live, alone=True)
-        # What the primary gained after misses so far says little: it was asked for as many tokens as other plans took.
-        _, gained, in_time = self.predictions.best_answer(verification, tokens, 0.0, 0, step)
-        after_miss = {
-            "primary": (gained, max(0.0, in_time / verification[lookahead] - 1)),
-            "ngram": (measured.tokens_after_miss["ngram"].value, 0.0),
-            "random": (1 + 1 / self.vocab_size, 0.0),
-        }
-        after_backup = min(0.999, measured.hit_rate_after_backup.value)
-        speeds = {}
-        for kind, (expected, backup_time) in after_miss.items():
-            hit_rate = min(0.999, measured.hit_rate.value)
-            if kind != "primary":
-                hit_rate = theory.overall_hit_rate(hit_rate, after_backup)
-            speeds[kind] = theory.ssd_speedup(hit_rate, tokens[lookahead], expected, 0.0, backup_time, measured.live)
+        speeds = self.predictions.of_fallbacks(lookahead)
         best = max(speeds, key=speeds.get)
         if speeds[best] > WORTH_ANOTHER_FALLBACK * speeds[self.fallback]:
             self.fallback = best

@@ -2,6 +2,7 @@
 
 import math
 
+from .. import theory
 from ..config import SSDConfig
 from .measurements import LARGEST_BUDGET, LONGEST_LOOKAHEAD, Measurements
 
@@ -21,7 +22,7 @@ class Predictions:
     """
 
     def __init__(self, config: SSDConfig, measured: Measurements, vocab_size: int, sampled: bool, drafts: int):
-        self.config, self.measured, self.drafts = config, measured, drafts
+        self.config, self.measured, self.vocab_size, self.drafts = config, measured, vocab_size, drafts
         self.adapts_tokens = config.lookahead == "auto"
         # What prepared tokens are drawn from takes 4 bytes a token of the vocabulary.
         self.largest_product = MOST_MEMORY // (4 * measured.rows * vocab_size) if sampled else 10**9
@@ -94,3 +95,24 @@ class Predictions:
         answers = range(len(tokens)) if self.adapts_tokens else [len(tokens) - 1]
         best = max(answers, key=lambda k: tokens[k] / seconds[k])
         return best, tokens[best], seconds[best]
+
+    def of_fallbacks(self, lookahead: int) -> dict[str, float]:
+        """Predicted speedup with each kind of fallback: Corollary 16, with what each gains in rounds after a miss."""
+        measured = self.measured
+        verification = [measured.verification(k, alone=False) for k in range(lookahead + 1)]
+        tokens, step = measured.expected_tokens(lookahead), measured.drafting(measured.live, alone=True)
+        # What the primary gained after misses so far says little: it was asked for as many tokens as other plans took.
+        _, gained, in_time = self.best_answer(verification, tokens, 0.0, 0, step)
+        after_miss = {
+            "primary": (gained, max(0.0, in_time / verification[lookahead] - 1)),
+            "ngram": (measured.tokens_after_miss["ngram"].value, 0.0),
+            "random": (1 + 1 / self.vocab_size, 0.0),
+        }
+        after_backup = min(0.999, measured.hit_rate_after_backup.value)
+        speeds = {}
+        for kind, (expected, backup_time) in after_miss.items():
+            hit_rate = min(0.999, measured.hit_rate.value)
+            if kind != "primary":
+                hit_rate = theory.overall_hit_rate(hit_rate, after_backup)
+            speeds[kind] = theory.ssd_speedup(hit_rate, tokens[lookahead], expected, 0.0, backup_time, measured.live)
+        return speeds

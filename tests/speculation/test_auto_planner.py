@@ -208,7 +208,7 @@ def test_what_trying_the_draft_costs_is_paid_back_before_it_is_tried_again(monke
         return sum(runs) / len(runs) * world.verification
 
     assert reached() > 0.93
-    monkeypatch.setattr("hf_ssd.speculation.auto_planner.LOSS", math.inf)  # the mutant
+    monkeypatch.setattr("hf_ssd.speculation.rests.LOSS", math.inf)  # the mutant
     assert reached() < 0.93
 
 

@@ -1,0 +1,34 @@
+"""How long plain decoding goes on before the draft is tried again."""
+
+FIRST_REST, LONGEST_REST = 64, 512  # rounds
+LOSS = 0.03  # seconds that trying the draft may cost for each second at rest
+
+
+class Rests:
+    """
+    A rest is twice as long as the one before, and lasts until it has paid for what was tried: what drafting has cost
+    over plain decoding, for the tokens to be expected of it, is at most a small share of the time at rest.
+    """
+
+    def __init__(self):
+        self.owed = 0.0  # seconds that trying the draft has cost and resting has not paid back yet
+        self.forget()
+
+    def forget(self) -> None:
+        """The draft pays: the next rest is a first one again."""
+        self.length = FIRST_REST
+
+    def drafted(self, seconds: float, plain_seconds: float) -> None:
+        """Learns how long a round with a draft took, and how long its tokens would have taken without."""
+        self.owed = max(0.0, self.owed + seconds - plain_seconds)
+
+    def rested(self, seconds: float) -> None:
+        """Learns how long a round of plain decoding took."""
+        self.owed = max(0.0, self.owed - LOSS * seconds)
+
+    def next(self, plain_seconds: float) -> int:
+        """Returns how many rounds of so many seconds the rest that now begins is to last."""
+        until_paid_back = int(self.owed / (LOSS * plain_seconds))
+        rounds = max(self.length, min(until_paid_back, LONGEST_REST))
+        self.length = min(2 * self.length, LONGEST_REST)
+        return rounds
