@@ -133,7 +133,7 @@ def _process_together(
         enough = ENOUGH[kind](processor)
         lacking = lengths.flatten()[:, None] < enough
         if not lacking.any():
-            return processor(lengths.new_zeros(1, enough), scores)
+            return scores
         too_short = processor(lengths.new_zeros(1, enough - 1), scores)
         return too_short if lacking.all() else torch.where(lacking, too_short, scores)
     if kind is RepetitionPenaltyLogitsProcessor and not isinstance(processor.prompt_ignore_length, int):
