@@ -184,7 +184,7 @@ class DraftServer:
     def _figures(self, speculation: Speculation, budget: int) -> Answer:
         seconds = self.seconds + self.answer_seconds
         times = seconds, self.answer_seconds, budget, self.prepared_at, self.answered_at
-        self.rest = self.speculator.planner.rest if self.speculator.share[1] == 1 else 0
+        self.rest = self.speculator.rest
         return Answer(speculation.tokens, speculation.hits, *times, self.rest)
 
     @staticmethod

@@ -1,5 +1,6 @@
 """The draft's work in one call of generate(), without any communication."""
 
+import math
 import time
 from collections.abc import Callable
 
@@ -54,6 +55,8 @@ class Speculator:
     ):
         self.config, self.device, self.share = config, model.device, share
         self.trunk = Trunk(model, prompts, generation_config.max_length, earlier)
+        limit = generation_config.max_length
+        self.longest_call = math.inf if limit is None else limit - max(self.trunk.lengths)  # rounds
         self.vocab_size = vocab_size = model.config.get_text_config(decoder=True).vocab_size
         experience = Experience() if experience is None else experience
         self.planner, shape = experience.of(config, generation_config, len(prompts), vocab_size, share[1])
@@ -74,8 +77,14 @@ class Speculator:
         self.prepared: SpeculationCache | None = None
 
     def prefill(self) -> None:
-        """Feeds the prompts."""
-        self.known_logits = [self.trunk.feed(0, wanted=1)]
+        """Feeds the prompts, while the target does the same. If the call is all rest, they would only be in its way."""
+        if self.rest < self.longest_call:
+            self.known_logits = [self.trunk.feed(0, wanted=1)]
+
+    @property
+    def rest(self) -> int:
+        """For how many rounds after the next one this draft need not be asked: it would propose nothing."""
+        return self.planner.rest if self.share[1] == 1 else 0
 
     # ---------------------------------------------------------------- ahead of time
 

@@ -7,6 +7,7 @@ import torch
 from transformers import GenerationConfig
 
 from hf_ssd import SSDConfig
+from hf_ssd.speculation.planner import FixedPlanner
 from hf_ssd.speculation.speculator import SKIPPED, Speculator
 
 from ..conftest import VOCAB, tiny_model
@@ -118,6 +119,20 @@ def test_tokens_that_were_left_out_while_the_draft_rested_are_fed_later():
         assert first.tokens.shape[1] == (0 if rests else 4)
         used = accepted != SKIPPED
         assert rests or torch.equal(first.tokens[used], second.tokens[used])
+
+
+@torch.inference_mode()
+def test_a_call_that_is_all_rest_feeds_no_prompts():
+    """What comes after a rest that is shorter than the call is answered as ever."""
+    speculator, working = (new_speculator(OPTIONS["greedy"], asynchronous=False) for _ in range(2))
+    assert min(speculator.trunk.fed) > 0
+    for rounds, fed in ((speculator.longest_call - 1, True), (speculator.longest_call, False)):
+        speculator.trunk.fed, speculator.known_logits = [0] * 3, []
+        speculator.planner.__class__ = type("Resting", (FixedPlanner,), {"rest": rounds})
+        speculator.prefill()
+        assert bool(speculator.known_logits) == fed and (min(speculator.trunk.fed) > 0) == fed
+    outcome = torch.zeros(3, dtype=torch.long), torch.arange(2, 5)
+    assert torch.equal(speculator.answer(*outcome).tokens, working.answer(*outcome).tokens)
 
 
 @torch.inference_mode()
