@@ -37,15 +37,19 @@ def on_this_machine(block: str) -> str:
     return block if torch.cuda.device_count() > 1 else re.sub(r"cuda:\d", "cpu", block)
 
 
+def pair():
+    target, draft = (AutoModelForCausalLM.from_pretrained(PAIR / name, dtype="float32") for name in ("target", "draft"))
+    return {"target": hf_ssd.enable(target), "draft": draft}
+
+
 @pytest.fixture
 def what_readers_have(tmp_path):
     """The names that the documents use without saying where they come from."""
-    models = [AutoModelForCausalLM.from_pretrained(PAIR / name, dtype="float32") for name in ("target", "draft")]
     inputs = AutoTokenizer.from_pretrained(PAIR / "target")(
         "import os", return_tensors="pt", return_token_type_ids=False
     )
     names = {"TARGET": str(PAIR / "target"), "DRAFT": str(PAIR / "draft"), "FOLDER": str(tmp_path)}
-    return {**names, "hf_ssd": hf_ssd, "target": hf_ssd.enable(models[0]), "draft": models[1], "inputs": inputs}
+    return {**names, **pair(), "hf_ssd": hf_ssd, "inputs": inputs}
 
 
 @pytest.mark.parametrize("document", WRITTEN, ids=lambda path: path.name)
@@ -53,7 +57,9 @@ def test_the_python_of_a_document_runs(document, what_readers_have, monkeypatch,
     monkeypatch.chdir(ROOT)
     for block in blocks_of(document, "python"):
         if "init_roles" not in block:
-            exec(compile(on_this_machine(block), document.name, "exec"), what_readers_have)
+            # What follows is not about compiled models any more.
+            names = {**what_readers_have, **pair()} if ".compile(" in block else what_readers_have
+            exec(compile(on_this_machine(block), document.name, "exec"), names)
 
 
 @pytest.mark.parametrize("document", [ROOT / "docs" / "distributed.md"], ids=lambda path: path.name)
