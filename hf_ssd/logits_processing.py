@@ -62,7 +62,7 @@ def process_positions(
     batch_size, positions, vocab_size = scores.shape
     if not processors:
         return scores
-    ends = torch.tensor(lengths, device=scores.device)[:, None] + torch.arange(positions, device=scores.device)
+    ends = torch.tensor(lengths)[:, None] + torch.arange(positions)  # where a look at them waits for no GPU
     histories = input_ids[:, None, : max(lengths) + positions - 1].expand(-1, positions, -1)
     for processor in processors:
         together = _process_together(processor, scores.reshape(-1, vocab_size), histories, ends)
@@ -134,15 +134,15 @@ def _process_together(
         lacking = lengths.flatten()[:, None] < enough
         if not lacking.any():
             return scores
-        too_short = processor(lengths.new_zeros(1, enough - 1), scores)
-        return too_short if lacking.all() else torch.where(lacking, too_short, scores)
+        too_short = processor(lengths.new_zeros(1, enough - 1), scores)  # it reads no token
+        return too_short if lacking.all() else torch.where(lacking.to(scores.device), too_short, scores)
     if kind is RepetitionPenaltyLogitsProcessor and not isinstance(processor.prompt_ignore_length, int):
         columns, padding = torch.arange(histories.shape[-1], device=histories.device), processor.prompt_ignore_length
         if padding is not None:
             padding = padding.to(columns.device).view(-1, *[1] * (histories.dim() - 1))
             histories = histories.masked_fill(columns < padding, scores.shape[-1])  # which is no token
         # It makes no difference how often a token occurs, or where; so the last one can be repeated.
-        last = lengths[..., None] - 1
+        last = lengths.to(histories.device)[..., None] - 1
         repeated = torch.where(columns <= last, histories, histories.gather(-1, last))
         return RepetitionPenaltyLogitsProcessor(processor.penalty)(repeated.flatten(0, -2), scores)
     return None

@@ -129,6 +129,26 @@ def test_a_resting_draft_is_not_asked_and_catches_up(target, assistant, rows):
     assert stats.acceptance_rate == 1  # the draft is the target: it knows all tokens that went by
 
 
+def test_a_call_that_is_all_rest_costs_the_draft_nothing(target, assistant, monkeypatch):
+    inputs, passes = padded_batch(3), []
+    assistant.workers[0].draft.register_forward_hook(lambda *_: passes.append(1))
+    monkeypatch.setattr(InAndOut, "phase", 0)
+
+    def passes_of_a_call(rest):
+        passes.clear()
+        monkeypatch.setattr(InAndOut, "rest", rest)
+        output = target.generate(
+            **inputs, max_new_tokens=20, do_sample=False, assistant_model=assistant, ssd_config=hf_ssd.SSDConfig(),
+            return_dict_in_generate=True,
+        )  # fmt: skip
+        assert output.ssd_stats.draft_failure is None
+        assert torch.equal(output.sequences, target.generate(**inputs, max_new_tokens=20, do_sample=False))
+        return len(passes)
+
+    assert passes_of_a_call(rest=100) == 0
+    assert passes_of_a_call(rest=0) == 1  # the prompts: the draft may be asked any time
+
+
 def test_who_is_not_asked_for_a_while_sleeps(target, assistant):
     """Waiting awake takes some of the power of the cores beside, on which plain decoding goes on."""
     target.generate(

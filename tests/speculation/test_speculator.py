@@ -123,7 +123,7 @@ def test_tokens_that_were_left_out_while_the_draft_rested_are_fed_later():
 
 @torch.inference_mode()
 def test_a_call_that_is_all_rest_feeds_no_prompts():
-    """What comes after a rest that is shorter than the call is answered as ever."""
+    """If the draft is asked after all, it feeds them then, and answers as ever."""
     speculator, working = (new_speculator(OPTIONS["greedy"], asynchronous=False) for _ in range(2))
     assert min(speculator.trunk.fed) > 0
     for rounds, fed in ((speculator.longest_call - 1, True), (speculator.longest_call, False)):
