@@ -1,5 +1,6 @@
 """Two ends of a channel, in two threads and in two processes."""
 
+import os
 import subprocess
 import sys
 import threading
@@ -64,6 +65,30 @@ def test_a_message_that_comes_as_the_wait_ends_is_not_lost(ends):
         received += 1
         sender.join()
     assert received == 200
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_yield"), reason="there is no other way to let others run")
+def test_a_core_that_waits_for_a_message_does_not_sleep(monkeypatch):
+    class Work:
+        looks = 0
+
+        def is_completed(self):
+            self.looks += 1
+            return self.looks > 20
+
+        def wait(self, timeout):
+            return True
+
+    def naps():
+        slept = []
+        with monkeypatch.context() as patch:
+            patch.setattr("hf_ssd.distributed.channel.time.sleep", slept.append)
+            Channel.wait(Work(), None, awake=60)
+        return len(slept)
+
+    assert naps() == 0
+    monkeypatch.setattr("hf_ssd.distributed.channel.let_others_run", lambda: time.sleep(0))  # the mutant
+    assert naps() == 20
 
 
 @pytest.mark.parametrize("announced", [True, False])
