@@ -67,6 +67,6 @@ class WorkerSession(DraftSession):
 
     def close(self) -> None:
         try:
-            self.conversation.close()
+            self.conversation.close(self.missed)
         finally:
             self.on_close()

@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+from collections.abc import Sequence
 
 import torch
 
@@ -93,10 +94,14 @@ class Conversation:
             self.is_sound = False
             raise DraftError(f"The draft worker sent something unexpected: {error}") from error
 
-    def close(self) -> None:
-        """Leaves the worker at rest, or ends it if it cannot be used again."""
+    def close(self, outcomes: Sequence[torch.Tensor] = ()) -> None:
+        """
+        Leaves the worker at rest, and lets it learn from the payloads of `outcomes` that it was not told of; or ends it
+        if it cannot be used again.
+        """
         if self.is_sound and self.worker.is_alive:
-            self.worker.channel.send(Message(Kind.END, self.number))
+            told = {"payload": torch.cat(list(outcomes))} if outcomes else {}
+            self.worker.channel.send(Message(Kind.END, self.number, **told))
             if self.worker.channel.link is None or self._has_taken_all():
                 return
         self.worker.kill()  # the next call starts another one

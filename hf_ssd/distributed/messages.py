@@ -12,7 +12,7 @@ from enum import IntEnum
 import torch
 
 MAGIC = 0x6866_5F73_7364  # "hf_ssd"
-VERSION = 5
+VERSION = 6
 HEADER_LENGTH = 10
 FRAME_LENGTH = 128
 PAYLOAD_TYPES = (torch.int64, torch.int32, torch.float32, torch.uint8)
@@ -28,7 +28,8 @@ class Kind(IntEnum):
     # rest, one behind the other, those of all rounds that the draft was not asked in
     SPECULATION = 5  # draft -> target: hits, tokens, and how long drafting took
     PROBABILITIES = 6  # behind SPECULATION or BACKUP: what the tokens were drawn from, when sampling
-    END = 7  # target -> draft: the call is over; draft -> target, over a link: nothing is on its way any more
+    END = 7  # target -> draft: the call is over, and the outcomes of rounds at its end that the draft was not asked in;
+    # draft -> target, over a link: nothing is on its way any more
     STOP = 8  # target -> draft: the worker is no longer needed
     ERROR = 9  # draft -> target: an exception with its traceback (text)
     BACKUP_REQUEST = 10  # draft -> target: rows that the user's own fallback is to propose tokens for

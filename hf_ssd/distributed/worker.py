@@ -78,9 +78,7 @@ class DraftServer:
         if message.kind == Kind.START:
             self._start(message)
         elif message.kind == Kind.END:
-            self.speculator = self.ready = None
-            if self.channel.link is not None:
-                self.channel.send(Message(Kind.END, message.session))
+            self._end(message)
         elif message.kind == Kind.LINK:
             self._link()
         elif message.session == self.session and self.speculator is not None and message.kind in self.handlers:
@@ -118,6 +116,14 @@ class DraftServer:
         self.channel.expect()
         speculator.prepare(self.channel.has_arrived)
         self.speculator, self.seconds, self.prepared_at = speculator, time.perf_counter() - start, start
+
+    def _end(self, message: Message) -> None:
+        speculator, self.speculator, self.ready = self.speculator, None, None
+        if self.channel.link is not None:
+            self.channel.send(Message(Kind.END, message.session))
+        if speculator is not None and message.session == self.session and len(message.payload):
+            for outcome in payloads.payload_to_outcomes(message.payload, len(speculator.trunk.lengths)):
+                speculator.catch_up(*outcome[:3])
 
     def _answer(self, message: Message) -> None:
         speculator, budget = self.speculator, self.speculator.prepared_budget

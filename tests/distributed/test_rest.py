@@ -14,6 +14,7 @@ import hf_ssd
 from hf_ssd.distributed.assistant import DraftAssistant
 from hf_ssd.distributed.channel import AWAKE, Channel
 from hf_ssd.distributed.connection import Connection
+from hf_ssd.distributed.conversation import Conversation
 from hf_ssd.distributed.messages import Kind
 from hf_ssd.distributed.worker import DraftServer
 from hf_ssd.speculation import experience
@@ -122,11 +123,29 @@ def test_a_resting_draft_is_not_asked_and_catches_up(target, assistant, rows):
     assert asked < 0.7 * stats.rounds
     # What went by was learned too, round by round, and what is drafted afterwards is as good as ever.
     seen = InAndOut.seen
-    assert len(seen) >= stats.rounds - RESTING
     # What is observed as round i + 1 is what round i verified: the first lesson is the token after the prompt.
     assert [r.lookahead for r in seen[1:]] == stats.lookahead[: len(seen) - 1]
     assert [r.accepted for r in seen[1:]] == stats.accepted[: len(seen) - 1]
     assert stats.acceptance_rate == 1  # the draft is the target: it knows all tokens that went by
+
+
+def test_what_went_by_at_the_end_of_a_call_is_learned_too(target, assistant, monkeypatch):
+    """Otherwise a rest that is longer than the calls would never end."""
+
+    def calls_until_it_drafts(config):
+        for count in range(3 * RESTING):
+            output = target.generate(
+                **padded_batch(2), max_new_tokens=3, do_sample=False, assistant_model=assistant, ssd_config=config,
+                return_dict_in_generate=True,
+            )  # fmt: skip
+            assert output.ssd_stats.draft_failure is None
+            if any(output.ssd_stats.lookahead):
+                return count
+
+    assert calls_until_it_drafts(hf_ssd.SSDConfig()) == RESTING // 3
+    close = Conversation.close
+    monkeypatch.setattr(Conversation, "close", lambda self, outcomes=(): close(self))  # the mutant
+    assert calls_until_it_drafts(hf_ssd.SSDConfig(timeout=20.0)) > RESTING // 3  # another planner of the same kind
 
 
 def test_a_call_that_is_all_rest_costs_the_draft_nothing(target, assistant, monkeypatch):
