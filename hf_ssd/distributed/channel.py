@@ -171,7 +171,7 @@ class Channel:
         if deadline is not None:
             asleep_at = min(asleep_at, deadline)
         while not work.is_completed() and time.monotonic() < asleep_at:
-            let_others_run()
+            _let_others_run()
         while True:
             left = WAIT_SLICE if deadline is None else min(WAIT_SLICE, deadline - time.monotonic())
             # Asked before the wait: a message may come just as the wait runs out, and that is no loss.
@@ -197,7 +197,7 @@ def _give_up(groups: list[dist.ProcessGroup]) -> None:
     closing.join(CLOSE_TIMEOUT)
 
 
-def let_others_run() -> None:
+def _let_others_run() -> None:
     """
     Other processes and gloo's threads on this core, and other Python threads. `time.sleep(0)` would put the core to
     sleep for a tenth of a millisecond.

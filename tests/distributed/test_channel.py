@@ -87,7 +87,7 @@ def test_a_core_that_waits_for_a_message_does_not_sleep(monkeypatch):
         return len(slept)
 
     assert naps() == 0
-    monkeypatch.setattr("hf_ssd.distributed.channel.let_others_run", lambda: time.sleep(0))  # the mutant
+    monkeypatch.setattr("hf_ssd.distributed.channel._let_others_run", lambda: time.sleep(0))  # the mutant
     assert naps() == 20
 
 
