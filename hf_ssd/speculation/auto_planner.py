@@ -21,7 +21,8 @@ ROUNDS_OF_A_LOOK, SHORTEST_LOOK, SECONDS_OF_A_LOOK = 5, 2, 0.05
 ROUNDS_AFTER_A_REST, NEARLY = 16, 0.85  # if drafting is predicted to be nearly as good: a few rounds tell too little
 WORTH_A_LOOK = 0.85  # share of the best speed that must be predicted for something to look at it
 PATIENCE = 8  # rounds for which a new plan waits for a moment in which the draft has nothing to do
-UNSEEN = 2.5  # how many times as fast as it looks plain decoding may be, until seen: a target that waits is slower
+LONG_AGO, UNSURE = 384, 1.5  # rounds after which plain decoding may as well be so many times as fast as it was
+UNSEEN = 2.5  # the same where it was never measured: a target that never waits computes faster than one that does
 UNSETTLED = 2  # rounds after a change that are no measure: a processor that has waited is slower for a while
 UNSETTLED_REST, LONGEST_UNSETTLED_REST = 0.1, 16  # seconds, rounds: a core is slower while others have had work
 WORTH_A_CHANGE = 1.02  # predicted gain below which a plan stays as it is
@@ -83,7 +84,7 @@ class AutoPlanner(Planner):
                 self.rests.rested(plain)
             elif round_.elapsed:
                 tokens = self.measured.expected_tokens(round_.lookahead)[-1]
-                self.rests.drafted(self.measured.at_even_pace(round_.elapsed), plain * tokens)
+                self.rests.drafted(round_.elapsed, plain * tokens)
         if self.unsettled >= 0 and self.rounds > len(EXPLORED):
             round_ = dataclasses.replace(round_, seconds=0.0, elapsed=0.0)
         live = self.measured.live
@@ -95,8 +96,7 @@ class AutoPlanner(Planner):
             # Not what happened to be accepted, but what was to be expected of so many tokens: chance is left out.
             tokens, seconds = self.predicted
             gained = live * self.measured.expected_tokens(round_.lookahead)[-1]
-            elapsed = self.measured.at_even_pace(round_.elapsed)
-            self.corrections.observe(now, elapsed / gained * tokens / seconds)
+            self.corrections.observe(now, round_.elapsed / gained * tokens / seconds)
         if self.saguaro is not None:
             if self.saguaro.observe(round_):
                 self.current = dataclasses.replace(self.current, saguaro_c=self.saguaro.value)
@@ -116,13 +116,13 @@ class AutoPlanner(Planner):
             self.replan_at = min(self.replan_at, self.rounds)
 
     def observe_choice(self, seconds):
-        self.measured.choice.observe(self.measured.at_even_pace(seconds))
+        self.measured.choice.observe(seconds)
 
     def observe_branches(self, tokens, seconds):
-        self.measured.branches.observe(tokens, self.measured.at_even_pace(seconds))
+        self.measured.branches.observe(tokens, seconds)
 
     def observe_step(self, tokens, seconds):
-        self.measured.step.observe(tokens, self.measured.at_even_pace(seconds))
+        self.measured.step.observe(tokens, seconds)
 
     def observe_miss(self, kind, tokens):
         if kind in self.measured.tokens_after_miss:
@@ -197,11 +197,14 @@ class AutoPlanner(Planner):
     def _look(self, best: tuple[int, int], speeds: dict[tuple[int, int], float], resting: float) -> tuple[int, int]:
         """
         What is not done is not measured either: looks in turn at resting, at the other way of drafting, and at the
-        most promising of all plans, for a few rounds, where what is predicted for them is not out of the question.
+        most promising of all plans, for a few rounds, where what is predicted for them is not out of the question. The
+        longer ago plain decoding was measured, the less that says: the machine may have been slower just then.
         """
         self.looks += 1
         self.look_at = self.rounds + min(LONGEST_BETWEEN_LOOKS, FIRST_LOOK * 2 ** (self.looks // 3))
-        if resting and self.looks % 3 == 1:
+        long_ago = self.rounds - self.measured.plain_at > LONG_AGO
+        resting *= UNSURE if long_ago else 1.0
+        if resting and (self.looks % 3 == 1 or (long_ago and resting > WORTH_A_LOOK * speeds[best])):
             other = {(0, 0): resting}
         elif self.looks % 3 == 2:
             other = {plan: speed for plan, speed in speeds.items() if (plan[1] == 0) != (best[1] == 0)}

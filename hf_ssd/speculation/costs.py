@@ -52,6 +52,11 @@ class LinearCost:
         """The slope as a share of the fixed part."""
         return min(1.0, self.slope / self.fixed) if self.fixed > 0 else self.guess
 
+    def fade(self, share: float) -> None:
+        """Leaves this share of the weight of what is known of the level. The slope remains."""
+        self.units.fade(share)
+        self.seconds.fade(share)
+
     def __call__(self, units: float) -> float:
         """Returns the estimated seconds; 0 before the first observation."""
         return self.fixed + self.slope * units

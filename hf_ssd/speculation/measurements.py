@@ -4,13 +4,12 @@ import math
 
 from ..config import SSDConfig
 from .costs import Average, LinearCost
-from .pace import Pace
 from .planner import BACKUPS, GUESSES, Round
 
 LONGEST_LOOKAHEAD = 16
 LARGEST_BUDGET = 48
 EVERY = 3  # rounds between two that are compared with what was predicted, which takes a while
-STALE = 24  # rounds after which a measured time is old
+STALE, FADED = 24, 0.2  # rounds after which a measured time is old, and what it weighs then
 PRIOR_TESTS = 4  # drafted tokens that the prior acceptance rate counts for
 TESTS_BEFORE = 24  # drafted tokens that what is known of earlier texts counts for when a new one begins
 
@@ -18,9 +17,8 @@ TESTS_BEFORE = 24  # drafted tokens that what is known of earlier texts counts f
 class Measurements:
     """
     Running estimates. Times are in seconds, and apart for when the other model works as well and when it waits: two
-    models on one machine share its memory. They are compared with each other, so the machine's pace, which may be slow
-    for a while, is taken out of them ([`~hf_ssd.speculation.pace.Pace`]). Predictions are for as many rows as are not
-    finished.
+    models on one machine share its memory. Predictions are for as many rows as are not finished; a machine may be
+    slower for a while, so what was measured before a rest, or before drafting, soon gives way to what is now.
 
     Args:
         config (`SSDConfig`): Gives the priors.
@@ -29,15 +27,14 @@ class Measurements:
 
     def __init__(self, config: SSDConfig, rows: int):
         self.config, self.rows, self.live = config, rows, rows
-        self.rounds = self.plain_at = 0  # when plain decoding was last measured
+        self.rounds = self.plain_at = self.drafted_at = 0  # when plain decoding, and drafting, were last measured
         self.verification_beside, self.verification_alone = LinearCost(0.03), LinearCost(0.03)
         self.verification_of_the_rest = LinearCost(0.03)  # of the rows that remain when others are finished
         self.verification_beside.like, self.verification_alone.like = self.verification_alone, self.verification_beside
         self.verification_of_the_rest.like = self.verification_beside
         self.branches, self.step = LinearCost(0.02), LinearCost(0.02)
-        self.pace = Pace()
         self.verified_lookaheads: set[int] = set()
-        self.plain = Average(0.0, 0.0, memory=0.95)
+        self.plain = Average(0.0, 0.0, memory=0.9)
         self.choice = Average(0.0, 0.0, memory=0.95)
         self.transit = Average(3e-4, 4.0)
         self.accepted = [Average(0.0, 0.0) for _ in range(LONGEST_LOOKAHEAD)]
@@ -62,22 +59,27 @@ class Measurements:
         live = [row for row, k in enumerate(round_.accepted) if k >= 0]
         self.live = len(live) or self.rows
         self.rounds += 1
+        if round_.lookahead:
+            if self.rounds - self.drafted_at > STALE:
+                verification = self.verification_beside, self.verification_alone, self.verification_of_the_rest
+                for cost in (*verification, self.branches, self.step):
+                    cost.fade(FADED)
+            self.drafted_at = self.rounds
         if round_.seconds and round_.lookahead not in self.verified_lookaheads:
             self.verified_lookaheads.add(round_.lookahead)  # the first of a shape is slow for reasons of its own
         elif round_.seconds and not round_.lookahead and not round_.budget:
             if self.live == self.rows:
-                self.pace.observe((False, 0), round_.seconds)
-                self.plain.observe(self.at_even_pace(round_.seconds))
+                if self.plain_is_old:
+                    self.plain.fade(FADED)
+                self.plain.observe(round_.seconds)
                 self.plain_at = self.rounds
         elif round_.seconds:
             cost = self.verification_beside if round_.budget else self.verification_alone
             if self.live < self.rows:
                 cost = self.verification_of_the_rest
-            else:
-                self.pace.observe((round_.budget > 0, round_.lookahead), round_.seconds)
-            cost.observe(self._drafted(round_.lookahead), self.at_even_pace(round_.seconds))
+            cost.observe(self._drafted(round_.lookahead), round_.seconds)
             if round_.transit is not None:
-                self.transit.observe(self.at_even_pace(min(round_.transit, round_.seconds)))
+                self.transit.observe(min(round_.transit, round_.seconds))
         for row in live:
             k = round_.accepted[row]
             if round_.sources[row] in BACKUPS:
@@ -98,10 +100,6 @@ class Measurements:
                 hits = sum(round_.hits[row] for row in live) / len(live)
                 predicted = self.predicted_hit_rates(round_.lookahead)[min(round_.budget, LARGEST_BUDGET) - 1]
                 self.misses_over_predicted.observe(min(3.0, (1 - hits) / max(0.02, 1 - predicted)))
-
-    def at_even_pace(self, seconds: float) -> float:
-        """What took so long just now, in seconds of a machine at its usual pace. All estimates are in those."""
-        return seconds / self.pace.factor
 
     # ---------------------------------------------------------------- estimates
 

@@ -12,7 +12,6 @@ from hf_ssd.speculation.auto_planner import EXPLORED, PATIENCE, ROUNDS_AFTER_A_R
 from hf_ssd.speculation.costs import LinearCost
 from hf_ssd.speculation.measurements import Measurements
 from hf_ssd.speculation.outcomes import allocate
-from hf_ssd.speculation.pace import Pace
 from hf_ssd.speculation.planner import FixedPlanner, Plan, Round
 from hf_ssd.speculation.predictions import BUDGETS, MOST_MEMORY
 from hf_ssd.theory import geometric_fan_out
@@ -36,7 +35,6 @@ class World:
     afterwards: float = 1.0  # how much slower plain decoding is in the first tenth of a second after drafting
     noise: float = 0.0  # standard deviation of the logarithm of each duration
     neighbours: float = 1.0  # how much slower everything is half of the time
-    wandering: float = 0.0  # standard deviation of the logarithm of the machine's pace, which lasts for a second
 
     def drafting(self, tokens):
         return self.step + self.per_branch * tokens
@@ -45,15 +43,8 @@ class World:
         """Returns tokens per second after the first `skip` rounds."""
         chance, hiccups = random.Random(seed), random.Random(seed + 1)
 
-        pace = 0.0
-
         def measured(seconds):
-            nonlocal pace
             seconds *= self.neighbours if number % 120 >= 60 else 1.0
-            if self.wandering:
-                kept = math.exp(-seconds)
-                pace = pace * kept + (1 - kept**2) ** 0.5 * hiccups.gauss(0.0, self.wandering)
-                seconds *= math.exp(pace)
             return seconds * math.exp(hiccups.gauss(0.0, self.noise)) if self.noise else seconds
 
         width, seconds, tokens, elapsed, late, rested = 0, 0.0, 0, 0.0, 0.0, 0.0
@@ -113,17 +104,15 @@ class World:
         return tokens / seconds
 
     def fixed(self, lookahead, budget):
-        return self.run(fixed_planner(lookahead, budget), rounds=600)
+        class Fixed(FixedPlanner):
+            def __init__(self):
+                self.fixed = Plan(lookahead, budget, "primary", 1.0, 0.8, 0.5)
+
+        return self.run(Fixed(), rounds=600)
 
     def best_fixed(self):
         plans = [(k, b) for k in (1, 2, 3, 4, 6, 8, 11, 14) for b in (0, *BUDGETS[::2])]
         return max(self.fixed(*plan) for plan in [(0, 0), *plans])
-
-
-def fixed_planner(lookahead, budget):
-    planner = FixedPlanner(SSDConfig(lookahead=1, budget=1))
-    planner.fixed = Plan(lookahead, budget, "primary", 1.0, 0.8, 0.5)  # a config has no lookahead of 0
-    return planner
 
 
 WORLDS = {
@@ -156,36 +145,33 @@ def test_auto_comes_within_five_percent_of_the_best_fixed_plan(name):
         assert world.fixed(14, 48) < 0.95 * best
 
 
-def test_what_a_slow_machine_took_is_not_held_against_the_plan_of_that_moment(monkeypatch):
-    world = World(
-        0.6, verification=0.0075, step=0.0017, per_token=0.0009, per_branch=2e-5, unseen=0.0025, contention=1.1,
-        right=0.3, cold=1.1, noise=0.12, wandering=0.2,
-    )  # fmt: skip
-    best = sum(world.run(fixed_planner(2, 24), seed=seed) for seed in range(4)) / 4
+def test_plain_decoding_is_measured_anew_before_a_rest(monkeypatch):
+    """Otherwise a machine that has become slower since looks like a draft that does not pay."""
+    world = World(0.8, noise=0.2, neighbours=1.5, rows=8, per_token=0.012)
+    best = world.fixed(2, 24)
 
     def reached():
-        planners = [AutoPlanner(SSDConfig(), 1, 1000, sampled=True) for _ in range(8)]
-        return sum(world.run(planner, skip=100, seed=seed) for seed, planner in enumerate(planners)) / 8 / best
+        runs = [world.run(AutoPlanner(SSDConfig(), 8, 1000, True), rounds=800, skip=100, seed=s) for s in range(12)]
+        return sum(runs) / len(runs) / best
 
-    assert reached() > 0.97
-    monkeypatch.setattr(Pace, "factor", 1.0)  # the mutant: all durations are taken as they are
-    assert reached() < 0.97
-
-
-def test_plain_decoding_is_measured_anew_before_a_rest(monkeypatch):
-    """What it took long ago is enough for a short look, not for a rest."""
-
-    def rounds_of_plain_decoding():
-        planner = AutoPlanner(SSDConfig(), 1, 1000, sampled=True)
-        planner.measured.plain.observe(0.01)
-        planner.rounds = planner.measured.rounds = 500
-        planner.current = planner._plan_of(3, 4)
-        assert planner._rest_or_try((3, 4), is_close=False) == (0, 0)
-        return planner.replan_at - planner.rounds
-
-    assert rounds_of_plain_decoding() < 20
+    assert reached() > 0.92
     monkeypatch.setattr(Measurements, "plain_is_old", False)  # the mutant
-    assert rounds_of_plain_decoding() >= 64
+    assert reached() < 0.92
+
+
+def test_plain_decoding_that_was_measured_at_a_bad_moment_gets_another_chance(monkeypatch):
+    """What is not done is not measured: a machine that was slower just then would be believed for good."""
+    world = World(0.4, verification=0.007, step=0.0017, per_token=0.0003, unseen=0.004, cold=1.2)
+
+    def reached():
+        planner = AutoPlanner(SSDConfig(), 1, 1000, sampled=True)
+        world.run(planner, rounds=60)  # it drafts just now
+        planner.measured.plain.total *= 2
+        return world.run(planner, rounds=2000, skip=1000) * world.verification
+
+    assert reached() > 0.95
+    monkeypatch.setattr("hf_ssd.speculation.auto_planner.UNSURE", 1.0)  # the mutant
+    assert reached() < 0.95
 
 
 def test_plain_decoding_is_no_measure_until_the_machine_has_settled(monkeypatch):
