@@ -100,8 +100,8 @@ class Conversation:
         if it cannot be used again.
         """
         if self.is_sound and self.worker.is_alive:
-            told = {"payload": torch.cat(list(outcomes))} if outcomes else {}
-            self.worker.channel.send(Message(Kind.END, self.number, **told))
+            payload = torch.cat([torch.empty(0, dtype=torch.int64), *outcomes])
+            self.worker.channel.send(Message(Kind.END, self.number, payload=payload))
             if self.worker.channel.link is None or self._has_taken_all():
                 return
         self.worker.kill()  # the next call starts another one
