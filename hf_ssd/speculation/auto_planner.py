@@ -2,14 +2,16 @@
 
 import dataclasses
 import math
+import statistics
 
 from ..config import SSDConfig
 from .corrections import Corrections, kind_of
 from .ladder import Ladder
-from .measurements import Measurements
+from .measurements import USUAL, Measurements
 from .planner import FixedPlanner, Plan, Planner, first_fallback
 from .predictions import Predictions
 from .rests import Rests
+from .row_lengths import RowLengths
 
 EXPLORED = ((4, 8), (7, 8), (4, 8), (1, 8), (7, 0), (1, 0), (4, 0))
 """
@@ -19,15 +21,14 @@ decoding comes next, unless it is out of the question.
 FIRST_LOOK, LONGEST_BETWEEN_LOOKS = 24, 192  # rounds until it is seen again what it would be like otherwise
 ROUNDS_OF_A_LOOK, SHORTEST_LOOK, SECONDS_OF_A_LOOK = 5, 2, 0.05
 ROUNDS_AFTER_A_REST, NEARLY = 16, 0.85  # if drafting is predicted to be nearly as good: a few rounds tell too little
-WORTH_A_LOOK = 0.85  # share of the best speed that must be predicted for something to look at it
+WORTH_A_LOOK = 0.7  # share of the best speed that must be predicted for something to look at it
 PATIENCE = 8  # rounds for which a new plan waits for a moment in which the draft has nothing to do
-LONG_AGO, UNSURE = 384, 1.5  # rounds after which plain decoding may as well be so many times as fast as it was
-UNSEEN = 2.5  # the same where it was never measured: a target that never waits computes faster than one that does
+UNSEEN = 2.5  # how many times as fast as it looks plain decoding may be, until seen: a target that waits is slower
 UNSETTLED = 2  # rounds after a change that are no measure: a processor that has waited is slower for a while
 UNSETTLED_REST, LONGEST_UNSETTLED_REST = 0.1, 16  # seconds, rounds: a core is slower while others have had work
 WORTH_A_CHANGE = 1.02  # predicted gain below which a plan stays as it is
 WORTH_ANOTHER_FALLBACK = 1.1  # predicted gain below which the fallback stays as it is
-ENOUGH_DRAFTED, CLEARLY = 24, 0.9  # rounds of drafting before a rest, unless it is clearly better
+ENOUGH_DRAFTED, CLEARLY = 16, 0.75  # rounds of drafting ahead before it may be given up, unless it is clearly worse
 NOT_WORSE = 0.97  # share of plain decoding's speed that is enough to go on drafting: who rests learns nothing
 USELESS = 0.4  # acceptance rate
 ENOUGH_MISSES = 16  # rows that missed, before fallbacks are compared
@@ -61,11 +62,11 @@ class AutoPlanner(Planner):
         self.fallback = first_fallback(config)
         self.adapts_tokens = self.predictions.adapts_tokens  # otherwise a seed gives the same tokens again
         self.compares_backups = config.fallback == "auto" and self.adapts_tokens and config.asynchronous
-        self.corrections = Corrections()
-        self.predicted: tuple[float, float] | None = None  # tokens and seconds of a round of the current plan
-        self.next: tuple[tuple[int, int], tuple[float, float] | None] | None = None  # the same of one to come
+        self.corrections, self.row_lengths = Corrections(), RowLengths(rows)
+        self.spent: list[tuple[int, float, float, float]] = []  # rounds of the plan: lookahead, seconds, paces
+        self.next: tuple[int, int] | None = None  # lookahead and budget to come
         self.kind, self.unsettled, self.drafted = "", 0, 0
-        self.has_rested, self.tried_until = False, 0
+        self.has_rested, self.tried_until, self.tries = False, 0, 0
         self.saguaro = None
         if config.saguaro_c == "auto":
             self.saguaro = Ladder(SAGUARO_LADDER if sampled and self.adapts_tokens else (1.0,))
@@ -77,26 +78,27 @@ class AutoPlanner(Planner):
         kind = kind_of(*now)
         self.unsettled = self.unsettled - 1 if kind == self.kind else self._unsettled(kind)
         self.kind = kind
-        self.drafted += kind != "rest"
+        self.drafted += kind == "ahead"
+        if self.rounds == len(EXPLORED):
+            self.measured.fade()
         if self.rounds > len(EXPLORED):
             plain = self.measured.plain_decoding()
             if round_.lookahead == 0:
                 self.rests.rested(plain)
             elif round_.elapsed:
                 tokens = self.measured.expected_tokens(round_.lookahead)[-1]
-                self.rests.drafted(round_.elapsed, plain * tokens)
+                self.rests.drafted(round_.elapsed / self.measured.target_pace.factor, plain * tokens)
         if self.unsettled >= 0 and self.rounds > len(EXPLORED):
             round_ = dataclasses.replace(round_, seconds=0.0, elapsed=0.0)
         live = self.measured.live
         self.measured.observe(round_)
+        self.row_lengths.observe(round_)
         if self.measured.live != live:
             self._live_rows_changed()
         # How long a rest takes is measured, not predicted; and what few rows take says nothing of how long all take.
-        if round_.elapsed and self.predicted is not None and kind != "rest" and live == self.rows:
-            # Not what happened to be accepted, but what was to be expected of so many tokens: chance is left out.
-            tokens, seconds = self.predicted
-            gained = live * self.measured.expected_tokens(round_.lookahead)[-1]
-            self.corrections.observe(now, round_.elapsed / gained * tokens / seconds)
+        if round_.elapsed and kind != "rest" and live == self.rows and self.rounds > len(EXPLORED):
+            paces = self.measured.target_pace.factor, self.measured.draft_pace.factor
+            self.spent.append((round_.lookahead, round_.elapsed, *paces))
         if self.saguaro is not None:
             if self.saguaro.observe(round_):
                 self.current = dataclasses.replace(self.current, saguaro_c=self.saguaro.value)
@@ -104,6 +106,7 @@ class AutoPlanner(Planner):
     def begin(self):
         live = self.measured.live
         self.measured.begin()
+        self.row_lengths.begin()
         if live != self.rows:
             self._live_rows_changed()
             if self.current.lookahead and self.rounds >= len(EXPLORED):
@@ -111,18 +114,18 @@ class AutoPlanner(Planner):
 
     def _live_rows_changed(self) -> None:
         """What was predicted is not for so many rows; except for a rest or a look, that is a reason to plan anew."""
-        self.predicted = self.next = None
+        self.next = None
         if self.current.lookahead and self.rounds >= self.looks_until:
             self.replan_at = min(self.replan_at, self.rounds)
 
     def observe_choice(self, seconds):
-        self.measured.choice.observe(seconds)
+        self.measured.observe_choice(seconds)
 
     def observe_branches(self, tokens, seconds):
-        self.measured.branches.observe(tokens, seconds)
+        self.measured.observe_drafting("branches", tokens, seconds)
 
     def observe_step(self, tokens, seconds):
-        self.measured.step.observe(tokens, seconds)
+        self.measured.observe_drafting("step", tokens, seconds)
 
     def observe_miss(self, kind, tokens):
         if kind in self.measured.tokens_after_miss:
@@ -138,8 +141,10 @@ class AutoPlanner(Planner):
         if self.next is None and self.rounds >= self.replan_at + (PATIENCE if is_busy else 0):
             self.next = self._replan()
         if self.next is not None:
-            choice, self.predicted = self.next
-            self.current, self.next = self._plan_of(*choice), None
+            now = self.current.lookahead, self.current.budget
+            self.current, self.next = self._plan_of(*self.next), None
+            if now != (self.current.lookahead, self.current.budget):
+                self.spent.clear()
         return self.current
 
     def think(self):
@@ -164,22 +169,51 @@ class AutoPlanner(Planner):
         ]
         return max(range(most + 1), key=speeds.__getitem__)
 
-    def _replan(self) -> tuple[tuple[int, int], tuple[float, float] | None]:
-        """Returns lookahead and budget for the next rounds, and what is predicted for them."""
+    def _replan(self) -> tuple[int, int]:
+        """Returns lookahead and budget for the next rounds."""
         self.replan_at = self.rounds + min(16, max(4, self.rounds // 8))
+        self._correct()
         predicted = self.predictions.of_all_plans()
         speeds = {plan: tokens / (seconds * self.corrections(plan)) for plan, (tokens, seconds) in predicted.items()}
         resting = speeds.pop((0, 0), 0.0)
         best, now = max(speeds, key=speeds.get), (self.current.lookahead, self.current.budget)
+        if self.measured.live == self.rows:
+            resting *= self.row_lengths.drafting_over_rest(self.measured.expected_tokens(best[0]))
         if not self.has_rested and UNSEEN * resting > speeds[best]:
-            return self._look_at_rest(), None
-        # The beginning of a text is not like the rest of it.
-        is_new = self.drafted < ENOUGH_DRAFTED and self.measured.acceptance(1)[0] > USELESS
-        if speeds[best] < (CLEARLY if is_new else NOT_WORSE) * resting:
-            choice = self._rest_or_try(best, speeds[best] > NEARLY * resting)
-        else:
-            choice = self._draft(best, now, speeds, resting)
-        return choice, predicted.get(choice)
+            return self._look_at_rest()
+        # The first rounds of a process are slower, and the beginning of a text is not like the rest of it.
+        if self.drafted < ENOUGH_DRAFTED and self.measured.acceptance(1)[0] > USELESS:
+            ahead = max((plan for plan in speeds if plan[1]), key=speeds.get, default=best)
+            if speeds[ahead] > CLEARLY * max(speeds[best], resting):
+                return ahead
+        if speeds[best] < NOT_WORSE * resting:
+            if self.current.lookahead == 0:
+                best = self._to_try(best, speeds)
+            return self._rest_or_try(best, speeds[best] > NEARLY * resting)
+        return self._draft(best, now, speeds, resting)
+
+    def _to_try(self, best: tuple[int, int], speeds: dict[tuple[int, int], float]) -> tuple[int, int]:
+        """After every other rest, the best plan of the other way of drafting, if that is not out of the question."""
+        self.tries += 1
+        other = max((plan for plan in speeds if (plan[1] == 0) != (best[1] == 0)), key=speeds.get, default=best)
+        return other if self.tries % 2 and speeds[other] > WORTH_A_LOOK * speeds[best] else best
+
+    def _correct(self) -> None:
+        """Compares what rounds of the current plan took with what is predicted of them by what is known now."""
+        rounds = {}
+        if self.spent and self.measured.live == self.rows:
+            lookaheads, elapsed, paces, draft_paces = zip(*self.spent)
+            self.measured.paces = statistics.mean(paces), statistics.mean(draft_paces)
+            rounds = self.predictions.of_lookahead(self.current.lookahead, {})
+            self.measured.paces = USUAL
+        if self.current.budget in rounds:
+            # Not what happened to be accepted, but what is to be expected of so many tokens: chance is left out.
+            expected = self.measured.expected_tokens(max(lookaheads))
+            gained = self.rows * sum(expected[lookahead] for lookahead in lookaheads)
+            tokens, seconds = rounds[self.current.budget]
+            ratio = sum(elapsed) / gained * tokens / seconds
+            self.corrections.observe((self.current.lookahead, self.current.budget), ratio, len(self.spent))
+        self.spent.clear()
 
     def _draft(
         self, best: tuple[int, int], now: tuple[int, int], speeds: dict[tuple[int, int], float], resting: float
@@ -197,14 +231,11 @@ class AutoPlanner(Planner):
     def _look(self, best: tuple[int, int], speeds: dict[tuple[int, int], float], resting: float) -> tuple[int, int]:
         """
         What is not done is not measured either: looks in turn at resting, at the other way of drafting, and at the
-        most promising of all plans, for a few rounds, where what is predicted for them is not out of the question. The
-        longer ago plain decoding was measured, the less that says: the machine may have been slower just then.
+        most promising of all plans, for a few rounds, where what is predicted for them is not out of the question.
         """
         self.looks += 1
         self.look_at = self.rounds + min(LONGEST_BETWEEN_LOOKS, FIRST_LOOK * 2 ** (self.looks // 3))
-        long_ago = self.rounds - self.measured.plain_at > LONG_AGO
-        resting *= UNSURE if long_ago else 1.0
-        if resting and (self.looks % 3 == 1 or (long_ago and resting > WORTH_A_LOOK * speeds[best])):
+        if resting and self.looks % 3 == 1:
             other = {(0, 0): resting}
         elif self.looks % 3 == 2:
             other = {plan: speed for plan, speed in speeds.items() if (plan[1] == 0) != (best[1] == 0)}
@@ -240,7 +271,7 @@ class AutoPlanner(Planner):
         if self.current.lookahead and self.measured.plain_is_old:
             return self._look_at_rest()
         if self.current.lookahead or self.rounds <= self.looks_until:
-            self.replan_at = self.rounds + self.rests.next(self.measured.plain_decoding())
+            self.replan_at = self.rounds + self.rests.next(self.measured.plain_decoding(), is_close)
             return 0, 0
         self.tried_until = self.rounds + ROUNDS_AFTER_A_REST
         return self._try(best)

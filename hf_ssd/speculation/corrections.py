@@ -21,20 +21,21 @@ class Corrections:
     def __init__(self):
         self.known: dict[object, Average] = {}
 
-    def observe(self, plan: tuple[int, int], ratio: float) -> None:
+    def observe(self, plan: tuple[int, int], ratio: float, rounds: int) -> None:
         """
-        Learns from a round.
+        Learns from so many rounds.
 
         Args:
             plan (`tuple[int, int]`): Lookahead and budget.
-            ratio (`float`): Seconds that it took for each token to be expected of it, over what was predicted.
+            ratio (`float`): Seconds that they took for each token to be expected of it, over what was predicted.
         """
         names = _names(plan)
         for other, average in self.known.items():
             if other not in names and isinstance(other, tuple):
-                average.fade(FADING)
+                average.fade(FADING**rounds)
         for name in names:
-            self.known.setdefault(name, Average(1.0, 0.0, memory=0.98)).observe(min(MOST, ratio))
+            for _ in range(rounds):
+                self.known.setdefault(name, Average(1.0, 0.0, memory=0.98)).observe(min(MOST, ratio))
 
     def __call__(self, plan: tuple[int, int]) -> float:
         """Returns by how much the predicted seconds of a plan are to be multiplied."""

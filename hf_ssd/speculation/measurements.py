@@ -1,15 +1,18 @@
 """What a draft measures of a pair of models while it drafts, and the averages that predictions are made of."""
 
 import math
+import statistics
 
 from ..config import SSDConfig
 from .costs import Average, LinearCost
+from .pace import Pace
 from .planner import BACKUPS, GUESSES, Round
 
 LONGEST_LOOKAHEAD = 16
 LARGEST_BUDGET = 48
 EVERY = 3  # rounds between two that are compared with what was predicted, which takes a while
-STALE, FADED = 24, 0.2  # rounds after which a measured time is old, and what it weighs then
+STALE, FADED = 24, 0.2  # rounds after which a measured time is old; what is left of what was measured at first
+USUAL = 1.0, 1.0  # paces of target and draft
 PRIOR_TESTS = 4  # drafted tokens that the prior acceptance rate counts for
 TESTS_BEFORE = 24  # drafted tokens that what is known of earlier texts counts for when a new one begins
 
@@ -17,8 +20,9 @@ TESTS_BEFORE = 24  # drafted tokens that what is known of earlier texts counts f
 class Measurements:
     """
     Running estimates. Times are in seconds, and apart for when the other model works as well and when it waits: two
-    models on one machine share its memory. Predictions are for as many rows as are not finished; a machine may be
-    slower for a while, so what was measured before a rest, or before drafting, soon gives way to what is now.
+    models on one machine share its memory. They are compared with each other, so the machine's pace, which may be slow
+    for a while, is taken out of them ([`~hf_ssd.speculation.pace.Pace`]). Predictions are for as many rows as are not
+    finished.
 
     Args:
         config (`SSDConfig`): Gives the priors.
@@ -27,15 +31,18 @@ class Measurements:
 
     def __init__(self, config: SSDConfig, rows: int):
         self.config, self.rows, self.live = config, rows, rows
-        self.rounds = self.plain_at = self.drafted_at = 0  # when plain decoding, and drafting, were last measured
+        self.rounds = self.plain_at = 0  # when plain decoding was last measured
         self.verification_beside, self.verification_alone = LinearCost(0.03), LinearCost(0.03)
         self.verification_of_the_rest = LinearCost(0.03)  # of the rows that remain when others are finished
         self.verification_beside.like, self.verification_alone.like = self.verification_alone, self.verification_beside
         self.verification_of_the_rest.like = self.verification_beside
         self.branches, self.step = LinearCost(0.02), LinearCost(0.02)
+        self.target_pace, self.draft_pace = Pace(), Pace()
+        self.paces = USUAL  # for which estimates are made
+        self.durations: dict[str, list[float]] = {"branches": [], "step": []}  # of this round, with one size's cost
         self.verified_lookaheads: set[int] = set()
-        self.plain = Average(0.0, 0.0, memory=0.9)
-        self.choice = Average(0.0, 0.0, memory=0.95)
+        self.plain = Average(0.0, 0.0, memory=0.95)
+        self.choice_at_usual_pace = Average(0.0, 0.0, memory=0.95)
         self.transit = Average(3e-4, 4.0)
         self.accepted = [Average(0.0, 0.0) for _ in range(LONGEST_LOOKAHEAD)]
         self.accepted_ever = [Average(0.0, 0.0, memory=0.999) for _ in range(LONGEST_LOOKAHEAD)]
@@ -59,25 +66,22 @@ class Measurements:
         live = [row for row, k in enumerate(round_.accepted) if k >= 0]
         self.live = len(live) or self.rows
         self.rounds += 1
-        if round_.lookahead:
-            if self.rounds - self.drafted_at > STALE:
-                verification = self.verification_beside, self.verification_alone, self.verification_of_the_rest
-                for cost in (*verification, self.branches, self.step):
-                    cost.fade(FADED)
-            self.drafted_at = self.rounds
+        self._observe_paces()
         if round_.seconds and round_.lookahead not in self.verified_lookaheads:
             self.verified_lookaheads.add(round_.lookahead)  # the first of a shape is slow for reasons of its own
         elif round_.seconds and not round_.lookahead and not round_.budget:
             if self.live == self.rows:
-                if self.plain_is_old:
-                    self.plain.fade(FADED)
-                self.plain.observe(round_.seconds)
+                self.target_pace.observe((False, 0), round_.seconds)
+                self.plain.observe(self.at_usual_pace(round_.seconds))
                 self.plain_at = self.rounds
         elif round_.seconds:
+            units = self._drafted(round_.lookahead)
             cost = self.verification_beside if round_.budget else self.verification_alone
             if self.live < self.rows:
                 cost = self.verification_of_the_rest
-            cost.observe(self._drafted(round_.lookahead), round_.seconds)
+            else:
+                self.target_pace.observe((round_.budget > 0, round_.lookahead), round_.seconds)
+            cost.observe(units, self.at_usual_pace(round_.seconds))
             if round_.transit is not None:
                 self.transit.observe(min(round_.transit, round_.seconds))
         for row in live:
@@ -101,6 +105,35 @@ class Measurements:
                 predicted = self.predicted_hit_rates(round_.lookahead)[min(round_.budget, LARGEST_BUDGET) - 1]
                 self.misses_over_predicted.observe(min(3.0, (1 - hits) / max(0.02, 1 - predicted)))
 
+    def observe_drafting(self, kind: str, tokens: int, seconds: float) -> None:
+        """Learns what a forward pass of the draft took: over a token of each `"branches"`, or a `"step"` in time."""
+        cost = self.branches if kind == "branches" else self.step
+        cost.observe(tokens, seconds / self.draft_pace.factor)
+        self.durations[kind].append(seconds / (1 + cost.relative_slope * tokens))
+
+    def observe_choice(self, seconds: float) -> None:
+        """Learns how long it took from an answer until the next outcomes were chosen."""
+        self.choice_at_usual_pace.observe(seconds / self.draft_pace.factor)
+
+    def fade(self) -> None:
+        """The first rounds of a process are slower: what they took soon gives way to what later ones take."""
+        for cost in (self.verification_beside, self.verification_alone, self.branches, self.step):
+            cost.fade(FADED)
+        self.choice_at_usual_pace.fade(FADED)
+
+    def _observe_paces(self) -> None:
+        """A round went by."""
+        self.target_pace.advance()
+        self.draft_pace.advance()
+        for kind, durations in self.durations.items():
+            if durations:
+                self.draft_pace.observe(kind, statistics.mean(durations))
+                durations.clear()
+
+    def at_usual_pace(self, seconds: float) -> float:
+        """What the target took so long for just now, in seconds of a machine at its usual pace."""
+        return seconds / self.target_pace.factor
+
     # ---------------------------------------------------------------- estimates
 
     def verification(self, lookahead: int, alone: bool) -> float:
@@ -110,7 +143,8 @@ class Measurements:
             first, second = second, first
         if self.live < self.rows:
             first, second = self.verification_of_the_rest, first if first.observations else second
-        return max(1e-6, (first if first.observations else second)(self._drafted(lookahead)) + self.transit.value)
+        cost = first if first.observations else second
+        return max(1e-6, cost(self._drafted(lookahead)) * self.paces[0] + self.transit.value)
 
     def _drafted(self, lookahead: int) -> float:
         """The lookahead at which a verification of all rows has as many tokens as this one of those not finished."""
@@ -124,8 +158,8 @@ class Measurements:
         of_these = max(1e-6, self.verification(0, alone=True) - self.transit.value)
         if not self.plain.weight:
             return of_these
-        of_all = self.verification_alone(0)
-        return self.plain.value * (of_these / of_all if self.live < self.rows and of_all else 1.0)
+        of_all = self.verification_alone(0) * self.paces[0]
+        return self.plain.value * self.paces[0] * (of_these / of_all if self.live < self.rows and of_all else 1.0)
 
     @property
     def plain_is_old(self) -> bool:
@@ -135,7 +169,11 @@ class Measurements:
     def drafting(self, tokens: int, alone: bool) -> float:
         """Seconds of one forward pass of the draft: one token of each row in time, or one of each branch ahead."""
         first, second = (self.step, self.branches) if alone else (self.branches, self.step)
-        return max(1e-6, (first if first.observations else second)(tokens))
+        return max(1e-6, (first if first.observations else second)(tokens) * self.paces[1])
+
+    def choice(self) -> float:
+        """Seconds from an answer until the next outcomes are chosen."""
+        return self.choice_at_usual_pace.value * self.paces[1]
 
     def acceptance(self, lookahead: int) -> list[float]:
         """Chance of acceptance by position; a position that was hardly tested looks like all of them together."""

@@ -1,6 +1,6 @@
 """How long plain decoding goes on before the draft is tried again."""
 
-FIRST_REST, LONGEST_REST = 64, 512  # rounds
+FIRST_REST, LONGEST_REST, LONGEST_IF_FAR = 64, 512, 2048  # rounds, the last where drafting is not even close
 LOSS = 0.03  # seconds that trying the draft may cost for each second at rest
 
 
@@ -26,9 +26,17 @@ class Rests:
         """Learns how long a round of plain decoding took."""
         self.owed = max(0.0, self.owed - LOSS * seconds)
 
-    def next(self, plain_seconds: float) -> int:
-        """Returns how many rounds of so many seconds the rest that now begins is to last."""
+    def next(self, plain_seconds: float, is_close: bool) -> int:
+        """
+        Args:
+            plain_seconds (`float`): How long a round of plain decoding takes.
+            is_close (`bool`): Whether drafting looks nearly as good.
+
+        Returns:
+            How many rounds the rest that now begins is to last.
+        """
+        longest = LONGEST_REST if is_close else LONGEST_IF_FAR
         until_paid_back = int(self.owed / (LOSS * plain_seconds))
-        rounds = max(self.length, min(until_paid_back, LONGEST_REST))
-        self.length = min(2 * self.length, LONGEST_REST)
+        rounds = min(max(self.length, until_paid_back), longest)
+        self.length = min(2 * self.length, longest)
         return rounds

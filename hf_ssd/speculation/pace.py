@@ -1,0 +1,60 @@
+"""How fast the machine is just now, told apart from how long different things take."""
+
+import math
+from collections.abc import Hashable
+
+import numpy as np
+
+NOISE = 0.1  # standard deviation of the logarithm of one duration
+WANDERING, LASTING = 0.2, 64  # ... of the pace over a long time; rounds in which it forgets most of what it was
+CHANGE = 0.003  # ... of how much what is particular to a kind changes from one round to the next
+SURPRISE = 4.0  # standard deviations beyond which a duration is a hiccup, and counts for no more than that
+
+
+class Pace:
+    """
+    A machine that has other things to do is slower for a while, whatever is asked of it. What was measured in such a
+    while, of a kind of round that is seen once in a hundred, must not be compared with what other kinds took later. So
+    the logarithm of a duration is taken to be the sum of the machine's pace, which wanders, of what is particular to
+    its kind, which stays, and of noise; all are estimated together, by a Kalman filter. Where a kind follows another
+    one, the pace is about what it was, and the difference tells the kinds apart.
+    """
+
+    def __init__(self):
+        self.places: dict[Hashable, int] = {}  # of each kind; the pace comes first
+        self.mean, self.covariance = np.zeros(1), np.full((1, 1), WANDERING**2)
+
+    def advance(self) -> None:
+        """A round goes by."""
+        known = len(self.mean)
+        kept = np.array([math.exp(-1 / LASTING)] + [1.0] * (known - 1))
+        self.mean, self.covariance = self.mean * kept, self.covariance * np.outer(kept, kept)
+        self.covariance += np.diag([WANDERING**2 * (1 - kept[0] ** 2)] + [CHANGE**2] * (known - 1))
+
+    def observe(self, kind: Hashable, seconds: float) -> None:
+        """
+        Args:
+            kind (`Hashable`): What took so long. Durations of one kind are alike but for the pace and noise.
+            seconds (`float`): How long.
+        """
+        value, known = math.log(seconds), len(self.mean)
+        if kind not in self.places:  # it tells nothing of the pace, and with it all that is known of the kind
+            self.places[kind] = known
+            self.mean = np.append(self.mean, value - self.mean[0])
+            self.covariance = np.pad(self.covariance, (0, 1))
+            self.covariance[known] = -self.covariance[0]
+            self.covariance[:, known] = self.covariance[known]
+            self.covariance[known, known] = self.covariance[0, 0] + NOISE**2
+            return
+        parts = [0, self.places[kind]]
+        towards = self.covariance[:, parts].sum(axis=1)
+        variance = towards[parts].sum() + NOISE**2
+        most = SURPRISE * variance**0.5
+        surprise = min(most, max(-most, value - self.mean[parts].sum()))
+        self.mean = self.mean + towards * (surprise / variance)
+        self.covariance = self.covariance - np.outer(towards, towards) / variance
+
+    @property
+    def factor(self) -> float:
+        """By how much everything takes longer just now than usual."""
+        return math.exp(self.mean[0])

@@ -1,0 +1,86 @@
+"""The machine's pace, and what is particular to kinds of rounds, are told apart."""
+
+import math
+import random
+
+import pytest
+
+from hf_ssd.speculation.pace import Pace
+
+
+def slow_at_times(number):
+    return 1.5 if number // 40 % 2 else 1.0
+
+
+def test_a_kind_that_was_seen_in_a_slow_moment_is_not_slow():
+    chance, pace, even, naive = random.Random(0), Pace(), {"usual": [], "rare": []}, {"usual": [], "rare": []}
+    for number in range(400):
+        kind = "rare" if number % 80 in (70, 71, 72, 73) else "usual"  # always while the machine is slow
+        seconds = (0.02 if kind == "rare" else 0.01) * slow_at_times(number) * math.exp(chance.gauss(0, 0.1))
+        pace.advance()
+        pace.observe(kind, seconds)
+        if number > 100:
+            even[kind].append(seconds / pace.factor)
+            naive[kind].append(seconds)
+
+    def ratio(durations):
+        return sum(durations["rare"]) / len(durations["rare"]) / (sum(durations["usual"]) / len(durations["usual"]))
+
+    assert ratio(even) == pytest.approx(2.0, rel=0.1)
+    assert ratio(naive) > 2.3  # the mutant: durations as they are
+
+
+def test_the_pace_follows_the_machine():
+    pace = Pace()
+    factors = []
+    for number in range(240):
+        pace.advance()
+        pace.observe("usual", 0.01 * slow_at_times(number))
+        factors.append(pace.factor)
+    slow, quick = factors[50:60] + factors[130:140] + factors[210:220], factors[90:100] + factors[170:180]
+    assert min(slow) / max(quick) > 1.3
+
+
+def test_a_hiccup_counts_for_little():
+    pace = Pace()
+    for _ in range(50):
+        pace.advance()
+        pace.observe("usual", 0.01)
+    before = pace.factor
+    pace.advance()
+    pace.observe("usual", 10.0)
+    assert pace.factor < 1.4 * before
+
+
+def test_a_kind_never_seen_tells_nothing_of_the_pace():
+    pace = Pace()
+    for _ in range(50):
+        pace.advance()
+        pace.observe("usual", 0.01)
+    before = pace.factor
+    pace.advance()
+    pace.observe("new", 10.0)
+    assert pace.factor == pytest.approx(before, rel=0.02)
+    pace.advance()
+    pace.observe("usual", 10.0)  # the mutant: the same of a kind that is known
+    assert pace.factor > 1.1 * before
+
+
+def test_what_is_not_seen_goes_back_to_usual(monkeypatch):
+    """A draft that was slow when a rest began need not be slow when it ends."""
+
+    def after_a_rest():
+        pace = Pace()
+        for number in range(260):
+            pace.advance()
+            pace.observe("step", 0.01 * (1.5 if number >= 200 else 1.0))
+        slow = pace.factor
+        for _ in range(300):
+            pace.advance()
+        return slow, pace.factor
+
+    slow, later = after_a_rest()
+    assert slow > 1.25 and later < 1.05
+    monkeypatch.setattr("hf_ssd.speculation.pace.LASTING", 1e9)  # the mutant
+    slow, later = after_a_rest()
+    assert later > 0.9 * slow

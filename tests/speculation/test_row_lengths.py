@@ -1,0 +1,51 @@
+"""A call lasts as long as its slowest row."""
+
+import random
+import statistics
+
+import pytest
+
+from hf_ssd.speculation.planner import Round
+from hf_ssd.speculation.row_lengths import RowLengths
+
+ACCEPTANCE, LOOKAHEAD = 0.6, 3
+EXPECTED = [sum(ACCEPTANCE**i for i in range(k + 1)) for k in range(LOOKAHEAD + 1)]
+
+
+def accepted(chance):
+    return next((k for k in range(LOOKAHEAD) if chance.random() > ACCEPTANCE), LOOKAHEAD)
+
+
+def call(row_lengths, limits, chance):
+    """Drafts until each row has reached its limit, and returns how many rounds that took."""
+    row_lengths.begin()
+    gained, rounds = [0] * len(limits), 0
+    while any(n < limit for n, limit in zip(gained, limits)):
+        counts = [accepted(chance) if n < limit else -1 for n, limit in zip(gained, limits)]
+        gained = [n + k + 1 for n, k in zip(gained, counts)]
+        row_lengths.observe(Round(LOOKAHEAD, counts, [True] * len(limits), ["prepared"] * len(limits)))
+        rounds += 1
+    return rounds
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8, 32])
+def test_calls_last_as_long_as_predicted(rows):
+    chance, row_lengths = random.Random(0), RowLengths(rows)
+    rounds = statistics.mean(call(row_lengths, [160] * rows, chance) for _ in range(60))
+    alike = 160 / EXPECTED[-1]  # as if all rows advanced alike
+    rounds -= 0.5  # they are whole, and the last one gives more than is needed
+    assert rounds / alike == pytest.approx(row_lengths.drafting_over_rest(EXPECTED), rel=0.02)
+    if rows > 2:
+        assert rounds / alike > 1.05  # the mutant: as if they did
+
+
+def test_it_matters_less_where_texts_end_by_themselves():
+    chance, limited, free = random.Random(0), RowLengths(8), RowLengths(8)
+    for _ in range(20):
+        call(limited, [160] * 8, chance)
+        call(free, [chance.randrange(20, 300) for _ in range(8)], chance)
+    assert free.drafting_over_rest(EXPECTED) < 1.02 < 1.05 < limited.drafting_over_rest(EXPECTED)
+
+
+def test_a_speculation_that_is_always_accepted_keeps_rows_together():
+    assert RowLengths(8).drafting_over_rest([1.0, 2.0, 3.0]) == pytest.approx(1.0)
