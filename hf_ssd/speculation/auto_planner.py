@@ -20,7 +20,7 @@ decoding comes next, unless it is out of the question.
 """
 FIRST_LOOK, LONGEST_BETWEEN_LOOKS = 24, 192  # rounds until it is seen again what it would be like otherwise
 ROUNDS_OF_A_LOOK, SHORTEST_LOOK, SECONDS_OF_A_LOOK = 5, 2, 0.05
-ROUNDS_AFTER_A_REST, NEARLY = 16, 0.85  # if drafting is predicted to be nearly as good: a few rounds tell too little
+ROUNDS_AFTER_A_REST, NEARLY = 16, 0.92  # if drafting is predicted to be nearly as good: a few rounds tell too little
 WORTH_A_LOOK = 0.7  # share of the best speed that must be predicted for something to look at it
 PATIENCE = 8  # rounds for which a new plan waits for a moment in which the draft has nothing to do
 UNSEEN = 2.5  # how many times as fast as it looks plain decoding may be, until seen: a target that waits is slower
