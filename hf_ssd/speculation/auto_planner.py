@@ -87,7 +87,7 @@ class AutoPlanner(Planner):
                 self.rests.rested(plain)
             elif round_.elapsed:
                 tokens = self.measured.expected_tokens(round_.lookahead)[-1]
-                self.rests.drafted(round_.elapsed / self.measured.target_pace.factor, plain * tokens)
+                self.rests.drafted(self.measured.at_usual_pace(round_.elapsed), plain * tokens)
         if self.unsettled >= 0 and self.rounds > len(EXPLORED):
             round_ = dataclasses.replace(round_, seconds=0.0, elapsed=0.0)
         live = self.measured.live

@@ -75,13 +75,12 @@ class Measurements:
                 self.plain.observe(self.at_usual_pace(round_.seconds))
                 self.plain_at = self.rounds
         elif round_.seconds:
-            units = self._drafted(round_.lookahead)
             cost = self.verification_beside if round_.budget else self.verification_alone
             if self.live < self.rows:
                 cost = self.verification_of_the_rest
             else:
                 self.target_pace.observe((round_.budget > 0, round_.lookahead), round_.seconds)
-            cost.observe(units, self.at_usual_pace(round_.seconds))
+            cost.observe(self._drafted(round_.lookahead), self.at_usual_pace(round_.seconds))
             if round_.transit is not None:
                 self.transit.observe(min(round_.transit, round_.seconds))
         for row in live:

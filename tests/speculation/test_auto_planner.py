@@ -242,6 +242,35 @@ def test_a_try_goes_on_only_while_it_is_close():
     assert planner._rest_or_try((3, 4), is_close=True) == (0, 0)
 
 
+def test_the_slow_first_passes_of_a_process_are_soon_forgotten(monkeypatch):
+    def learned():
+        measured = Measurements(SSDConfig(), 1)
+        for seconds, count in ((0.010, 10), (0.005, 5)):
+            for _ in range(count):
+                measured.observe_drafting("branches", 8, seconds)
+            if seconds == 0.010:
+                measured.fade()
+        return measured.drafting(8, alone=False)
+
+    assert learned() < 0.007
+    monkeypatch.setattr("hf_ssd.speculation.measurements.FADED", 1.0)  # the mutant
+    assert learned() > 0.007
+
+
+def test_drafting_ahead_is_seen_for_a_while_before_it_is_given_up(monkeypatch):
+    def choice(drafted, share):
+        """Returns what is done where drafting is predicted to have this share of plain decoding's speed."""
+        planner = AutoPlanner(SSDConfig(), 1, 1000, sampled=True)
+        planner.rounds, planner.drafted, planner.has_rested = 20, drafted, True
+        planner.predictions.of_all_plans = lambda: {(0, 0): (1.0, 0.01), (3, 4): (share, 0.01)}
+        return planner._replan()
+
+    assert choice(drafted=5, share=0.8) == (3, 4)
+    assert choice(drafted=16, share=0.8) == choice(drafted=5, share=0.7) == (0, 0)
+    monkeypatch.setattr("hf_ssd.speculation.auto_planner.ENOUGH_DRAFTED", 0)  # the mutant
+    assert choice(drafted=5, share=0.8) == (0, 0)
+
+
 def test_after_every_other_rest_the_other_way_of_drafting_is_tried():
     """Otherwise one that looked bad in a slow moment is never seen again."""
     planner = AutoPlanner(SSDConfig(), 1, 1000, sampled=True)
