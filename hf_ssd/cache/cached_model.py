@@ -26,13 +26,14 @@ class CachedModel:
     def __init__(
         self, model: PreTrainedModel, cache: RaggedCache, valid=None, first_positions=None, position_limit=None
     ):
-        self.model, self.cache, self.valid = model, cache, valid
+        self.model, self.cache = model, cache
+        self.valid = None if valid is None or valid.all() else valid
         self.device, self.dtype = model.device, model.dtype
         self.layout = attention_layout(model)
         self.reads_2d_masks = is_flash_attention(model)
         # sdpa takes half the time without a mask. Eager attention would ask transformers to make one.
         implementation = model.config.get_text_config(decoder=True)._attn_implementation
-        self.needs_no_mask_for_one = valid is None and self.layout.window is None and implementation == "sdpa"
+        self.needs_no_mask_for_one = self.valid is None and self.layout.window is None and implementation == "sdpa"
         self.first_positions = first_positions
         self.position_limit = position_limit
         # Without masks nothing hides the columns of a window that are not in use.

@@ -203,7 +203,7 @@ class AutoPlanner(Planner):
         rounds = {}
         if self.spent and self.measured.live == self.rows:
             lookaheads, elapsed, paces, draft_paces = zip(*self.spent)
-            self.measured.paces = statistics.mean(paces), statistics.mean(draft_paces)
+            self.measured.paces = statistics.fmean(paces), statistics.fmean(draft_paces)
             rounds = self.predictions.of_lookahead(self.current.lookahead, {})
             self.measured.paces = USUAL
         if self.current.budget in rounds:

@@ -1,5 +1,7 @@
 """What things cost: seconds as a linear function of how much there is to do, learned while it is done."""
 
+import numpy as np
+
 
 class LinearCost:
     """
@@ -92,3 +94,28 @@ class Average:
     @property
     def value(self) -> float:
         return self.total / self.weight if self.weight else 0.0
+
+
+class Frequencies:
+    """
+    How often each of several things happens, of which at most one does. Forgets like an [`Average`].
+
+    Args:
+        priors (`list[float]`): The chance of each.
+        weight (`float`): How many observations those count for.
+        memory (`float`, *optional*, defaults to 0.99): Weight that an observation keeps with each one that follows.
+    """
+
+    def __init__(self, priors: list[float], weight: float, memory: float = 0.99):
+        self.memory, self.weight, self.totals = memory, weight, np.array(priors) * weight
+
+    def observe(self, which: int | None) -> None:
+        """Learns which of them happened, `None` for none."""
+        self.weight = self.memory * self.weight + 1
+        self.totals *= self.memory
+        if which is not None and which < len(self.totals):
+            self.totals[which] += 1
+
+    @property
+    def values(self) -> np.ndarray:
+        return self.totals / self.weight

@@ -5,12 +5,11 @@ import statistics
 
 from ..config import SSDConfig
 from .costs import Average, LinearCost
+from .hit_rates import HitRates
 from .pace import Pace
-from .planner import BACKUPS, GUESSES, Round
+from .planner import BACKUPS, Round
 
 LONGEST_LOOKAHEAD = 16
-LARGEST_BUDGET = 48
-EVERY = 3  # rounds between two that are compared with what was predicted, which takes a while
 STALE, FADED = 24, 0.2  # rounds after which a measured time is old; what is left of what was measured at first
 USUAL = 1.0, 1.0  # paces of target and draft
 PRIOR_TESTS = 4  # drafted tokens that the prior acceptance rate counts for
@@ -47,19 +46,15 @@ class Measurements:
         self.accepted = [Average(0.0, 0.0) for _ in range(LONGEST_LOOKAHEAD)]
         self.accepted_ever = [Average(0.0, 0.0, memory=0.999) for _ in range(LONGEST_LOOKAHEAD)]
         self.tokens_after_miss = {"ngram": Average(1.0, 1.0)}
-        # Chance that the guess of each rank is right, after a rejection and at the end: the power law's differences.
-        law = [(rank + 1) ** -config.power_law_exponent for rank in range(GUESSES + 1)]
-        chances = [law[rank] - law[rank + 1] for rank in range(GUESSES)]
-        self.right_after_rejection = [Average(chance, 4.0) for chance in chances]
-        self.right_at_the_end = [Average(chance, 4.0) for chance in chances]
-        self.misses_over_predicted, self.rounds_prepared = Average(1.0, 4.0, memory=0.97), 0
-        self.hit_rate, self.hit_rate_after_backup = Average(0.5, 1.0), Average(0.3, 8.0)
+        self.hit_rates = HitRates(config)
+        self._rates: tuple[list[float], float] | None = None  # of acceptance, as far as it is known
 
     def begin(self) -> None:
         """A call begins: no row is finished, and the texts are like texts in general, not like the last one's end."""
         self.live = self.rows
         for accepted, ever in zip(self.accepted, self.accepted_ever):
             accepted.restart(ever.value, min(ever.weight, TESTS_BEFORE))
+        self._rates = None
 
     def observe(self, round_: Round) -> None:
         """Learns from a round."""
@@ -90,19 +85,9 @@ class Measurements:
             for i in range(min(k + 1, round_.lookahead, LONGEST_LOOKAHEAD)):
                 self.accepted[i].observe(i < k)
                 self.accepted_ever[i].observe(i < k)
-            if round_.budget:
-                guesses = self.right_after_rejection if k < round_.lookahead else self.right_at_the_end
-                for rank, guess in enumerate(guesses):
-                    guess.observe(rank == round_.ranks[row])
-        if round_.budget and live:
-            for row in live:
-                hit_rate = self.hit_rate_after_backup if round_.sources[row] in BACKUPS else self.hit_rate
-                hit_rate.observe(round_.hits[row])
-            self.rounds_prepared += 1
-            if self.rounds_prepared % EVERY == 0:
-                hits = sum(round_.hits[row] for row in live) / len(live)
-                predicted = self.predicted_hit_rates(round_.lookahead)[min(round_.budget, LARGEST_BUDGET) - 1]
-                self.misses_over_predicted.observe(min(3.0, (1 - hits) / max(0.02, 1 - predicted)))
+        self._rates = None
+        if round_.budget:
+            self.hit_rates.observe(round_, self.acceptance(round_.lookahead))
 
     def observe_drafting(self, kind: str, tokens: int, seconds: float) -> None:
         """Learns what a forward pass of the draft took: over a token of each `"branches"`, or a `"step"` in time."""
@@ -126,7 +111,7 @@ class Measurements:
         self.draft_pace.advance()
         for kind, durations in self.durations.items():
             if durations:
-                self.draft_pace.observe(kind, statistics.mean(durations))
+                self.draft_pace.observe(kind, statistics.fmean(durations))
                 durations.clear()
 
     def at_usual_pace(self, seconds: float) -> float:
@@ -176,11 +161,13 @@ class Measurements:
 
     def acceptance(self, lookahead: int) -> list[float]:
         """Chance of acceptance by position; a position that was hardly tested looks like all of them together."""
-        tested = math.fsum(average.weight for average in self.accepted) + PRIOR_TESTS
-        good = math.fsum(average.total for average in self.accepted) + PRIOR_TESTS * self.config.acceptance_rate
-        together = good / tested
-        rates = [(average.total + 8 * together) / (average.weight + 8) for average in self.accepted[:lookahead]]
-        return rates + [together] * (lookahead - len(rates))
+        if self._rates is None:
+            tested = math.fsum(average.weight for average in self.accepted) + PRIOR_TESTS
+            good = math.fsum(average.total for average in self.accepted) + PRIOR_TESTS * self.config.acceptance_rate
+            together = good / tested
+            self._rates = [(average.total + 8 * together) / (average.weight + 8) for average in self.accepted], together
+        rates, together = self._rates
+        return rates[:lookahead] + [together] * (lookahead - len(rates))
 
     def expected_tokens(self, lookahead: int) -> list[float]:
         """Expected tokens of a round with 0 to `lookahead` drafted tokens."""
@@ -189,22 +176,3 @@ class Measurements:
             reached *= rate
             tokens.append(tokens[-1] + reached)
         return tokens
-
-    def predicted_hit_rates(self, lookahead: int) -> list[float]:
-        """Hit rate if the best 1, 2, ... outcomes of a speculation are prepared, as far as averages tell."""
-        reached, chances = 1.0, []
-        for rate in self.acceptance(lookahead):
-            chances += [reached * (1 - rate) * guess.value for guess in self.right_after_rejection]
-            reached *= rate
-        chances += [reached * guess.value for guess in self.right_at_the_end]
-        chances.sort(reverse=True)
-        total, rates = 0.0, []
-        for chance in chances[:LARGEST_BUDGET]:
-            total += chance
-            rates.append(min(1.0, total))
-        return rates + rates[-1:] * (LARGEST_BUDGET - len(rates))
-
-    def hit_rate_for(self, budget: int, predicted: list[float]) -> float:
-        """What averages tell, corrected by how they erred so far."""
-        missed = (1 - predicted[min(budget, len(predicted)) - 1]) * min(1.5, max(0.7, self.misses_over_predicted.value))
-        return max(0.0, 1 - missed)

@@ -23,13 +23,11 @@ class Pace:
     def __init__(self):
         self.places: dict[Hashable, int] = {}  # of each kind; the pace comes first
         self.mean, self.covariance = np.zeros(1), np.full((1, 1), WANDERING**2)
+        self.rounds = 0  # that went by since then
 
     def advance(self) -> None:
         """A round goes by."""
-        known = len(self.mean)
-        kept = np.array([math.exp(-1 / LASTING)] + [1.0] * (known - 1))
-        self.mean, self.covariance = self.mean * kept, self.covariance * np.outer(kept, kept)
-        self.covariance += np.diag([WANDERING**2 * (1 - kept[0] ** 2)] + [CHANGE**2] * (known - 1))
+        self.rounds += 1
 
     def observe(self, kind: Hashable, seconds: float) -> None:
         """
@@ -37,6 +35,7 @@ class Pace:
             kind (`Hashable`): What took so long. Durations of one kind are alike but for the pace and noise.
             seconds (`float`): How long.
         """
+        self._catch_up()
         value, known = math.log(seconds), len(self.mean)
         if kind not in self.places:  # it tells nothing of the pace, and with it all that is known of the kind
             self.places[kind] = known
@@ -46,15 +45,27 @@ class Pace:
             self.covariance[:, known] = self.covariance[known]
             self.covariance[known, known] = self.covariance[0, 0] + NOISE**2
             return
-        parts = [0, self.places[kind]]
-        towards = self.covariance[:, parts].sum(axis=1)
-        variance = towards[parts].sum() + NOISE**2
+        place = self.places[kind]
+        towards = self.covariance[0] + self.covariance[place]
+        variance = float(towards[0] + towards[place]) + NOISE**2
         most = SURPRISE * variance**0.5
-        surprise = min(most, max(-most, value - self.mean[parts].sum()))
-        self.mean = self.mean + towards * (surprise / variance)
-        self.covariance = self.covariance - np.outer(towards, towards) / variance
+        surprise = min(most, max(-most, value - float(self.mean[0] + self.mean[place])))
+        self.mean += towards * (surprise / variance)
+        self.covariance -= np.multiply.outer(towards, towards / variance)
+
+    def _catch_up(self) -> None:
+        """Lets the pace go back towards usual, and what is known fade, for the rounds that went by."""
+        if self.rounds:
+            kept = math.exp(-self.rounds / LASTING)
+            self.mean[0] *= kept
+            self.covariance[0] *= kept
+            self.covariance[:, 0] *= kept
+            variances = self.covariance.ravel()[:: len(self.mean) + 1]  # a view of the diagonal
+            variances += CHANGE**2 * self.rounds
+            variances[0] += WANDERING**2 * (1 - kept**2) - CHANGE**2 * self.rounds
+            self.rounds = 0
 
     @property
     def factor(self) -> float:
         """By how much everything takes longer just now than usual."""
-        return math.exp(self.mean[0])
+        return math.exp(self.mean[0] * math.exp(-self.rounds / LASTING))

@@ -4,7 +4,8 @@ import math
 
 from .. import theory
 from ..config import SSDConfig
-from .measurements import LARGEST_BUDGET, LONGEST_LOOKAHEAD, Measurements
+from .hit_rates import LARGEST_BUDGET
+from .measurements import LONGEST_LOOKAHEAD, Measurements
 
 LOOKAHEADS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, LONGEST_LOOKAHEAD)
 BUDGETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, LARGEST_BUDGET)
@@ -71,8 +72,8 @@ class Predictions:
                 width, tokens_on_hit, after_hit = self.best_answer(verification, tokens, late, grown, step)
             _, tokens_on_miss, after_miss = self.best_answer(verification, tokens, late, 0, step)
             if width not in hit_rates:
-                hit_rates[width] = measured.predicted_hit_rates(width)
-            all_hit = measured.hit_rate_for(budget * self.drafts, hit_rates[width]) ** rows if grown else 0.0
+                hit_rates[width] = measured.hit_rates.predicted(measured.acceptance(width))
+            all_hit = measured.hit_rates.corrected(budget * self.drafts, hit_rates[width]) ** rows if grown else 0.0
             gain = all_hit * tokens_on_hit + (1 - all_hit) * tokens_on_miss
             rounds[budget] = rows * gain, all_hit * after_hit + (1 - all_hit) * after_miss
         return rounds
@@ -91,9 +92,11 @@ class Predictions:
         Returns:
             Lookahead, expected tokens and seconds of the round that is worth most.
         """
-        seconds = [v + late + max(0, k - ready) * step for k, v in enumerate(verification)]
-        answers = range(len(tokens)) if self.adapts_tokens else [len(tokens) - 1]
-        best = max(answers, key=lambda k: tokens[k] / seconds[k])
+        seconds = [v + late + (k - ready) * step if k > ready else v + late for k, v in enumerate(verification)]
+        best = len(tokens) - 1
+        if self.adapts_tokens:
+            speeds = [gained / taken for gained, taken in zip(tokens, seconds)]
+            best = speeds.index(max(speeds))
         return best, tokens[best], seconds[best]
 
     def of_fallbacks(self, lookahead: int) -> dict[str, float]:
@@ -108,10 +111,10 @@ class Predictions:
             "ngram": (measured.tokens_after_miss["ngram"].value, 0.0),
             "random": (1 + 1 / self.vocab_size, 0.0),
         }
-        after_backup = min(0.999, measured.hit_rate_after_backup.value)
+        after_backup = min(0.999, measured.hit_rates.after_backup.value)
         speeds = {}
         for kind, (expected, backup_time) in after_miss.items():
-            hit_rate = min(0.999, measured.hit_rate.value)
+            hit_rate = min(0.999, measured.hit_rates.overall.value)
             if kind != "primary":
                 hit_rate = theory.overall_hit_rate(hit_rate, after_backup)
             speeds[kind] = theory.ssd_speedup(hit_rate, tokens[lookahead], expected, 0.0, backup_time, measured.live)

@@ -90,6 +90,18 @@ def test_left_padding_is_hidden():
     torch.testing.assert_close(decoder.extend(padded, [0])[0, 3:], fresh_logits(model, prompt), **EXACT)
 
 
+@pytest.mark.parametrize("padded", [False, True])
+@torch.inference_mode()
+def test_one_token_needs_a_mask_only_where_a_prompt_is_padded(padded):
+    """A mask without padding hides nothing, and with it attention takes twice as long."""
+    model, masks = tiny_model(), []
+    model.register_forward_pre_hook(lambda _, args, kwargs: masks.append(kwargs["attention_mask"]), with_kwargs=True)
+    decoder = CachedModel(model, RaggedCache(), valid=torch.tensor([[not padded, True, True]]))
+    decoder.extend(torch.tensor([[2, 3, 4]]), [0])
+    decoder.extend(torch.tensor([[5]]), [3])
+    assert masks[0] is not None and (masks[1] is None) != padded
+
+
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma"])
 @torch.inference_mode()
 def test_a_cache_of_transformers_goes_in_and_out(family):

@@ -84,3 +84,21 @@ def test_what_is_not_seen_goes_back_to_usual(monkeypatch):
     monkeypatch.setattr("hf_ssd.speculation.pace.LASTING", 1e9)  # the mutant
     slow, later = after_a_rest()
     assert later > 0.9 * slow
+
+
+def test_rounds_may_go_by_unseen():
+    """Then they are taken in at once, to the same effect as one by one."""
+    at_once, one_by_one = Pace(), Pace()
+    for pace in (at_once, one_by_one):
+        for number in range(60):
+            pace.advance()
+            pace.observe("abc"[number % 3], 0.01 * (1.5 if number > 30 else 1.0))
+    for _ in range(20):
+        at_once.advance()
+        one_by_one.advance()
+        one_by_one._catch_up()
+        assert at_once.factor == pytest.approx(one_by_one.factor)
+    for pace in (at_once, one_by_one):
+        pace.observe("b", 0.02)
+    assert at_once.mean.tolist() == pytest.approx(one_by_one.mean.tolist())
+    assert at_once.covariance.tolist() == [pytest.approx(row) for row in one_by_one.covariance.tolist()]
