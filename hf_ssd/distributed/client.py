@@ -8,7 +8,7 @@ import torch
 from . import payloads
 from .connection import Connection
 from .conversation import Conversation
-from .messages import Kind
+from .messages import ROUNDS_BETWEEN_NEWS, Kind
 from .session import Answer, DraftSession, SessionRequest
 from .user_fallback import UserFallback
 
@@ -36,8 +36,8 @@ class WorkerSession(DraftSession):
         if not self.was_asked:  # bookkeeping had nothing to hide behind
             seconds = self.left_at - before
         self.missed.append(payloads.outcome_to_payload(accepted, bonus, seconds, verified))
-        if not self.rest:
-            self.conversation.send_outcomes(self.missed)
+        if not self.rest or len(self.missed) == ROUNDS_BETWEEN_NEWS:
+            self.conversation.send_outcomes(self.missed, Kind.NEWS if self.rest else Kind.OUTCOME)
             self.missed = []
         if self.user_fallback is not None:
             self.user_fallback.observe_outcome(accepted, bonus)

@@ -38,10 +38,13 @@ class Conversation:
         self.worker.channel.expect()
         self.is_sound = True
 
-    def send_outcomes(self, payloads: list[torch.Tensor]) -> None:
-        """Begins a round with its outcome, and before it those of rounds in which the worker was not asked."""
+    def send_outcomes(self, payloads: list[torch.Tensor], kind: Kind = Kind.OUTCOME) -> None:
+        """
+        Begins a round with its outcome, and before it those of rounds in which the worker was not asked; or, as
+        `Kind.NEWS`, tells of these alone.
+        """
         self.round += len(payloads)
-        self.send(Kind.OUTCOME, torch.cat(payloads))
+        self.send(kind, torch.cat(payloads))
 
     def has_arrived(self) -> bool:
         """Whether a message, which must be expected, has begun to arrive, or the worker has ended."""

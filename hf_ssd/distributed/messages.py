@@ -12,11 +12,12 @@ from enum import IntEnum
 import torch
 
 MAGIC = 0x6866_5F73_7364  # "hf_ssd"
-VERSION = 6
+VERSION = 7
 HEADER_LENGTH = 10
 FRAME_LENGTH = 128
 PAYLOAD_TYPES = (torch.int64, torch.int32, torch.float32, torch.uint8)
 BEHIND, INLINE, OVER_LINK = range(3)  # where a payload is
+ROUNDS_BETWEEN_NEWS = 16  # in which a draft is not asked
 LARGEST_PAYLOAD = 2**34  # elements; a header that asks for more is not one of ours
 
 
@@ -40,6 +41,7 @@ class Kind(IntEnum):
     FOLLOW = 15  # target -> the others: what is verified now, and which of their rows are in it
     VALUES = 16  # rank 0 of the target -> its other ranks: something besides outcomes and speculations
     LINK = 17  # target -> draft: open a link between the two GPUs; both then say whether it works (JSON)
+    NEWS = 18  # target -> draft: the outcomes of some rounds that the draft was not asked in; there is no answer
 
 
 class ProtocolError(RuntimeError):

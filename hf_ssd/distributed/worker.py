@@ -55,7 +55,9 @@ class DraftServer:
         self.session = self.round = self.rest = 0
         self.seconds = self.answer_seconds = self.prepared_at = self.answered_at = 0.0
         self.experience = Experience()
-        self.handlers = {Kind.OUTCOME: self._answer, Kind.COMPLETE: self._complete, Kind.FOLLOW: self._follow}
+        self.handlers = {
+            Kind.OUTCOME: self._answer, Kind.NEWS: self._learn, Kind.COMPLETE: self._complete, Kind.FOLLOW: self._follow
+        }  # fmt: skip
 
     @torch.inference_mode()
     def serve(self) -> None:
@@ -125,11 +127,24 @@ class DraftServer:
             for outcome in payloads.payload_to_outcomes(message.payload, len(speculator.trunk.lengths)):
                 speculator.catch_up(*outcome[:3])
 
+    def _outcomes(self, message: Message, kind: Kind) -> list[tuple]:
+        """Returns the outcomes that a message tells of, and moves on to the round of the last one."""
+        outcomes = payloads.payload_to_outcomes(message.payload, len(self.speculator.trunk.lengths))
+        self.round += len(outcomes) - 1
+        messages.expect(message, kind, self.session, self.round)
+        return outcomes
+
+    def _learn(self, message: Message) -> None:
+        """Takes in what went by while no one waits, so that who asks at the end of a rest need not wait for it."""
+        for outcome in self._outcomes(message, Kind.NEWS):
+            self.speculator.catch_up(*outcome[:3])
+        self.round += 1
+        if self.speculator.rest <= messages.ROUNDS_BETWEEN_NEWS:
+            self.speculator.feed()
+
     def _answer(self, message: Message) -> None:
         speculator, budget = self.speculator, self.speculator.prepared_budget
-        outcomes = payloads.payload_to_outcomes(message.payload, len(speculator.trunk.lengths))
-        self.round += len(outcomes) - 1
-        messages.expect(message, Kind.OUTCOME, self.session, self.round)
+        outcomes = self._outcomes(message, Kind.OUTCOME)
         for outcome in outcomes[:-1]:
             speculator.catch_up(*outcome[:3])
         self.answered_at = start = time.perf_counter()

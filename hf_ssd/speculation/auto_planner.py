@@ -79,6 +79,7 @@ class AutoPlanner(Planner):
         self.unsettled = self.unsettled - 1 if kind == self.kind else self._unsettled(kind)
         self.kind = kind
         self.drafted += kind == "ahead"
+        self.row_lengths.observe(round_)
         if self.rounds == len(EXPLORED):
             self.measured.fade()
         if self.rounds > len(EXPLORED):
@@ -86,13 +87,12 @@ class AutoPlanner(Planner):
             if round_.lookahead == 0:
                 self.rests.rested(plain)
             elif round_.elapsed:
-                tokens = self.measured.expected_tokens(round_.lookahead)[-1]
+                tokens = self.measured.expected_tokens(round_.lookahead)[-1] - self.row_lengths.fallen_behind
                 self.rests.drafted(self.measured.at_usual_pace(round_.elapsed), plain * tokens)
         if self.unsettled >= 0 and self.rounds > len(EXPLORED):
             round_ = dataclasses.replace(round_, seconds=0.0, elapsed=0.0)
         live = self.measured.live
         self.measured.observe(round_)
-        self.row_lengths.observe(round_)
         if self.measured.live != live:
             self._live_rows_changed()
         # How long a rest takes is measured, not predicted; and what few rows take says nothing of how long all take.

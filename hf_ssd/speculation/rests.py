@@ -19,7 +19,7 @@ class Rests:
         self.length = FIRST_REST
 
     def drafted(self, seconds: float, plain_seconds: float) -> None:
-        """Learns how long a round with a draft took, and how long its tokens would have taken without."""
+        """Learns how long a round with a draft took, and how long its slowest row's tokens would have taken without."""
         self.owed = max(0.0, self.owed + seconds - plain_seconds)
 
     def rested(self, seconds: float) -> None:

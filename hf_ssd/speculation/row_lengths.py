@@ -21,20 +21,29 @@ class RowLengths:
 
     def __init__(self, rows: int):
         self.lengths = [0] * rows  # tokens gained in this call
+        self.fallen_behind = 0.0  # tokens by which the slowest row fell behind the others in the last round
         self.length, self.spread = Average(FIRST_LENGTH, 1.0, memory=0.8), Average(0.0, 1.0, memory=0.8)
         self.deviates = statistics.NormalDist().inv_cdf((rows - 0.375) / (rows + 0.25))
 
     def observe(self, round_: Round) -> None:
         """Learns from a round."""
+        live = [row for row, k in enumerate(round_.accepted) if k >= 0]
+        behind = self._behind(live)
         self.lengths = [n + k + 1 for n, k in zip(self.lengths, round_.accepted)]
+        self.fallen_behind = self._behind(live) - behind
 
     def begin(self) -> None:
         """A call begins."""
-        mean = statistics.mean(self.lengths)
+        mean = statistics.fmean(self.lengths)
         if mean:
             self.length.observe(mean)
             self.spread.observe(statistics.pstdev(self.lengths) / mean)
         self.lengths = [0] * len(self.lengths)
+
+    def _behind(self, rows: list[int]) -> float:
+        """By how many tokens the slowest of these rows is behind their mean."""
+        lengths = [self.lengths[row] for row in rows]
+        return statistics.fmean(lengths) - min(lengths) if lengths else 0.0
 
     def drafting_over_rest(self, expected: list[float]) -> float:
         """

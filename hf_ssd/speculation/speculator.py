@@ -79,7 +79,11 @@ class Speculator:
     def prefill(self) -> None:
         """Feeds the prompts, while the target does the same. If the call is all rest, they would only be in its way."""
         if self.rest < self.longest_call:
-            self.known_logits = [self.trunk.feed(0, wanted=1)]
+            self.feed()
+
+    def feed(self) -> None:
+        """Feeds the verified tokens that the draft model has not seen yet."""
+        self.known_logits = [self.trunk.feed(0, wanted=1)]
 
     @property
     def rest(self) -> int:

@@ -11,6 +11,7 @@ from transformers import set_seed
 from transformers.generation.streamers import BaseStreamer
 
 import hf_ssd
+from hf_ssd.distributed import client, messages, payloads
 from hf_ssd.distributed.assistant import DraftAssistant
 from hf_ssd.distributed.channel import AWAKE, Channel
 from hf_ssd.distributed.connection import Connection
@@ -128,6 +129,30 @@ def test_a_resting_draft_is_not_asked_and_catches_up(target, assistant, rows):
     assert [r.lookahead for r in seen[1:]] == stats.lookahead[: len(seen) - 1]
     assert [r.accepted for r in seen[1:]] == stats.accepted[: len(seen) - 1]
     assert stats.acceptance_rate == 1  # the draft is the target: it knows all tokens that went by
+
+
+@pytest.mark.parametrize("between", [2, 10**9])  # the second is the mutant: no news
+def test_who_asks_at_the_end_of_a_rest_need_not_wait_for_what_went_by(target, assistant, monkeypatch, between):
+    """It was told of a few rounds at a time, learned from them, and fed them, while no one waited."""
+    monkeypatch.setattr(client, "ROUNDS_BETWEEN_NEWS", between)
+    monkeypatch.setattr(messages, "ROUNDS_BETWEEN_NEWS", between)
+    fed, inputs = [], padded_batch(2)
+    assistant.workers[0].draft.register_forward_pre_hook(
+        lambda _, args, kwargs: fed.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    output = target.generate(
+        **inputs, max_new_tokens=50, do_sample=False, assistant_model=assistant, ssd_config=hf_ssd.SSDConfig(),
+        return_dict_in_generate=True,
+    )  # fmt: skip
+    assert torch.equal(output.sequences, target.generate(**inputs, max_new_tokens=50, do_sample=False))
+    assert output.ssd_stats.draft_failure is None and output.ssd_stats.acceptance_rate == 1
+    told = [m for m, _ in assistant.workers[0].waits if m.kind in (Kind.OUTCOME, Kind.NEWS)]
+    told = [len(payloads.payload_to_outcomes(m.payload, 2)) for m in told]
+    at_once = 2 if between == 2 else RESTING - 1
+    assert max(told) == at_once  # outcomes in one message
+    assert (max(fed[1:]) > 3 + 1) == (between != 2)  # in one pass, behind the prompts; a speculation takes 3 + 1
+    seen, stats = list(InAndOut.seen), output.ssd_stats
+    assert [r.accepted for r in seen[1:]] == stats.accepted[: len(seen) - 1] and len(seen) >= stats.rounds - RESTING
 
 
 def test_what_went_by_at_the_end_of_a_call_is_learned_too(target, assistant, monkeypatch):

@@ -16,6 +16,7 @@ from hf_ssd.speculation.outcomes import allocate
 from hf_ssd.speculation.pace import Pace
 from hf_ssd.speculation.planner import FixedPlanner, Plan, Round
 from hf_ssd.speculation.predictions import BUDGETS, MOST_MEMORY
+from hf_ssd.speculation.row_lengths import RowLengths
 from hf_ssd.theory import geometric_fan_out
 
 
@@ -486,3 +487,22 @@ def test_no_plan_keeps_more_distributions_than_there_is_memory_for():
         )
     most = max(plan.lookahead * plan.budget for plan in plans)
     assert 0 < most * 32 * 150_000 * 4 <= MOST_MEMORY
+
+
+@pytest.mark.parametrize("counts_it", [True, False])
+def test_what_uneven_rows_cost_is_paid_back_too(counts_it, monkeypatch):
+    """A call lasts as long as its slowest row."""
+    if not counts_it:  # the mutant
+        monkeypatch.setattr(RowLengths, "_behind", lambda self, rows: 0.0)
+
+    def owed(accepted):
+        planner = AutoPlanner(SSDConfig(), 3, 1000, sampled=True)
+        planner.begin()
+        for number in range(60):
+            planner.plan()
+            row = number % 3 if number < 40 else 0  # in the end, the first row is always the lucky one
+            counts = accepted[row:] + accepted[:row]
+            planner.observe(Round(2, counts, [True] * 3, ["prepared"] * 3, [0] * 3, 0.04, 2, 0.15))
+        return planner.rests.owed
+
+    assert (owed([2, 1, 0]) > 1.1 * owed([1, 1, 1])) == counts_it

@@ -49,3 +49,11 @@ def test_it_matters_less_where_texts_end_by_themselves():
 
 def test_a_speculation_that_is_always_accepted_keeps_rows_together():
     assert RowLengths(8).drafting_over_rest([1.0, 2.0, 3.0]) == pytest.approx(1.0)
+
+
+def test_a_row_falls_behind_the_others():
+    row_lengths = RowLengths(3)
+    row_lengths.begin()
+    for accepted, behind in (([2, 2, 2], 0.0), ([0, 3, 3], 2.0), ([3, 0, 0], -2.0), ([2, -1, 0], 1.0)):
+        row_lengths.observe(Round(3, accepted, [True] * 3, ["prepared"] * 3))
+        assert row_lengths.fallen_behind == pytest.approx(behind)
