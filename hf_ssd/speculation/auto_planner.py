@@ -119,7 +119,7 @@ class AutoPlanner(Planner):
             self.replan_at = min(self.replan_at, self.rounds)
 
     def observe_choice(self, seconds):
-        self.measured.observe_choice(seconds)
+        self.measured.observe_choice(self.measured.live * self.current.budget, seconds)
 
     def observe_branches(self, tokens, seconds):
         self.measured.observe_drafting("branches", tokens, seconds)

@@ -38,10 +38,10 @@ class Measurements:
         self.branches, self.step = LinearCost(0.02), LinearCost(0.02)
         self.target_pace, self.draft_pace = Pace(), Pace()
         self.paces = USUAL  # for which estimates are made
-        self.durations: dict[str, list[float]] = {"branches": [], "step": []}  # of this round, with one size's cost
+        self.durations: dict[tuple[str, int], list[float]] = {}  # of this round, by what was done and for how many tokens
         self.verified_lookaheads: set[int] = set()
         self.plain = Average(0.0, 0.0, memory=0.95)
-        self.choice_at_usual_pace = Average(0.0, 0.0, memory=0.95)
+        self.choosing = LinearCost(0.003, memory=0.95)
         self.transit = Average(3e-4, 4.0)
         self.accepted = [Average(0.0, 0.0) for _ in range(LONGEST_LOOKAHEAD)]
         self.accepted_ever = [Average(0.0, 0.0, memory=0.999) for _ in range(LONGEST_LOOKAHEAD)]
@@ -93,26 +93,26 @@ class Measurements:
         """Learns what a forward pass of the draft took: over a token of each `"branches"`, or a `"step"` in time."""
         cost = self.branches if kind == "branches" else self.step
         cost.observe(tokens, seconds / self.draft_pace.factor)
-        self.durations[kind].append(seconds / (1 + cost.relative_slope * tokens))
+        if self.live == self.rows:
+            self.durations.setdefault((kind, tokens), []).append(seconds)
 
-    def observe_choice(self, seconds: float) -> None:
-        """Learns how long it took from an answer until the next outcomes were chosen."""
-        self.choice_at_usual_pace.observe(seconds / self.draft_pace.factor)
+    def observe_choice(self, outcomes: int, seconds: float) -> None:
+        """Learns how long it took from an answer until so many outcomes for the next one were chosen."""
+        self.choosing.observe(outcomes, seconds / self.draft_pace.factor)
 
     def fade(self) -> None:
         """The first rounds of a process are slower: what they took soon gives way to what later ones take."""
-        for cost in (self.verification_beside, self.verification_alone, self.branches, self.step):
+        for cost in (self.verification_beside, self.verification_alone, self.branches, self.step, self.choosing):
             cost.fade(FADED)
-        self.choice_at_usual_pace.fade(FADED)
 
     def _observe_paces(self) -> None:
         """A round went by."""
         self.target_pace.advance()
         self.draft_pace.advance()
-        for kind, durations in self.durations.items():
-            if durations:
-                self.draft_pace.observe(kind, statistics.fmean(durations))
-                durations.clear()
+        # Each size by itself: the other way round, a cost that is taken to be too low would look like a slow moment.
+        for what, durations in self.durations.items():
+            self.draft_pace.observe(what, statistics.fmean(durations))
+        self.durations.clear()
 
     def at_usual_pace(self, seconds: float) -> float:
         """What the target took so long for just now, in seconds of a machine at its usual pace."""
@@ -155,9 +155,9 @@ class Measurements:
         first, second = (self.step, self.branches) if alone else (self.branches, self.step)
         return max(1e-6, (first if first.observations else second)(tokens) * self.paces[1])
 
-    def choice(self) -> float:
-        """Seconds from an answer until the next outcomes are chosen."""
-        return self.choice_at_usual_pace.value * self.paces[1]
+    def choice(self, outcomes: int) -> float:
+        """Seconds from an answer until so many outcomes for the next one are chosen."""
+        return max(0.0, self.choosing(outcomes) * self.paces[1])
 
     def acceptance(self, lookahead: int) -> list[float]:
         """Chance of acceptance by position; a position that was hardly tested looks like all of them together."""

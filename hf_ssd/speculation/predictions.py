@@ -63,7 +63,7 @@ class Predictions:
                 seen.add(width)
                 # A step that is under way when the outcome comes is finished first. Then the branch that was hit is
                 # finished alone, as far as that is worth it.
-                window = verification[width] - measured.choice()
+                window = verification[width] - measured.choice(rows * budget)
                 grown = min(lookahead, max(0, math.ceil(window / growth)))
                 # How far a step is by then is chance after some of them: half of it, less where all are nearly grown.
                 late = max(0.0, grown * growth - window)
