@@ -38,7 +38,7 @@ class Measurements:
         self.branches, self.step = LinearCost(0.02), LinearCost(0.02)
         self.target_pace, self.draft_pace = Pace(), Pace()
         self.paces = USUAL  # for which estimates are made
-        self.durations: dict[tuple[str, int], list[float]] = {}  # of this round, by what was done and for how many tokens
+        self.durations: dict[tuple[str, int], list[float]] = {}  # of this round, by what for how many tokens
         self.verified_lookaheads: set[int] = set()
         self.plain = Average(0.0, 0.0, memory=0.95)
         self.choosing = LinearCost(0.003, memory=0.95)

@@ -217,7 +217,7 @@ def test_a_pair_that_is_much_faster_does_not_start_with_plain_decoding(monkeypat
 
 def test_what_trying_the_draft_costs_is_paid_back_before_it_is_tried_again(monkeypatch):
     """Drafting that costs what no part's measure tells looks nearly as good again after each rest."""
-    world = World(0.55, verification=0.004, step=0.001, per_token=0.0001, unseen=0.004, noise=0.2)
+    world = World(0.55, verification=0.004, step=0.001, per_token=0.0001, unseen=0.004, noise=0.1)
 
     def reached():
         planners = [AutoPlanner(SSDConfig(), 1, 1000, sampled=True) for _ in range(12)]
@@ -506,3 +506,34 @@ def test_what_uneven_rows_cost_is_paid_back_too(counts_it, monkeypatch):
         return planner.rests.owed
 
     assert (owed([2, 1, 0]) > 1.1 * owed([1, 1, 1])) == counts_it
+
+
+@pytest.mark.parametrize("by_size", [True, False])
+def test_branches_that_cost_more_than_they_seemed_are_no_slow_moment(by_size, monkeypatch):
+    """Otherwise a budget that is too large would stay too large: its time would be put down to the machine."""
+    if not by_size:  # the mutant: what so many branches cost is taken out before a duration tells the pace
+        original = Measurements.observe_drafting
+
+        def at_once(self, kind, tokens, seconds):
+            original(self, kind, tokens, seconds)
+            cost = self.branches if kind == "branches" else self.step
+            durations = self.durations.pop((kind, tokens))
+            self.durations.setdefault((kind, 0), []).append(durations[-1] / (1 + cost.relative_slope * tokens))
+
+        monkeypatch.setattr(Measurements, "observe_drafting", at_once)
+    measured, real = Measurements(SSDConfig(), 1), World(0.7, step=0.001, per_branch=0.0001)
+    for number in range(400):
+        tokens = 48 if number % 100 >= 20 else 8
+        measured.observe_drafting("branches", tokens, real.drafting(tokens))
+        measured.observe_drafting("branches", tokens, real.drafting(tokens))
+        measured.observe(Round(3, [2], [True], ["prepared"], [0], 0.02, tokens))
+    predicted = measured.drafting(48, alone=False) / measured.drafting(8, alone=False)
+    assert (predicted == pytest.approx(real.drafting(48) / real.drafting(8), rel=0.03)) == by_size
+
+
+def test_choosing_more_outcomes_takes_longer():
+    planner = AutoPlanner(SSDConfig(), 2, 1000, sampled=True)
+    for number in range(40):
+        planner.current = planner._plan_of(4, (2, 24)[number % 2])
+        planner.observe_choice(0.002 + 1e-5 * 2 * planner.current.budget)
+    assert planner.measured.choice(2 * 48) == pytest.approx(0.002 + 1e-5 * 2 * 48, rel=0.05)
