@@ -28,6 +28,7 @@ UNSETTLED = 2  # rounds after a change that are no measure: a processor that has
 UNSETTLED_REST, LONGEST_UNSETTLED_REST = 0.1, 16  # seconds, rounds: a core is slower while others have had work
 WORTH_A_CHANGE = 1.02  # predicted gain below which a plan stays as it is
 WORTH_ANOTHER_FALLBACK = 1.1  # predicted gain below which the fallback stays as it is
+SLOW_AT_FIRST = 48  # rounds of a process, whatever is done in them: they decide nothing for good
 ENOUGH_DRAFTED, CLEARLY = 16, 0.75  # rounds of drafting ahead before it may be given up, unless it is clearly worse
 NOT_WORSE = 0.97  # share of plain decoding's speed that is enough to go on drafting: who rests learns nothing
 USELESS = 0.4  # acceptance rate
@@ -96,7 +97,7 @@ class AutoPlanner(Planner):
         if self.measured.live != live:
             self._live_rows_changed()
         # How long a rest takes is measured, not predicted; and what few rows take says nothing of how long all take.
-        if round_.elapsed and kind != "rest" and live == self.rows and self.rounds > len(EXPLORED):
+        if round_.elapsed and kind != "rest" and live == self.rows and self.rounds > SLOW_AT_FIRST:
             paces = self.measured.target_pace.factor, self.measured.draft_pace.factor
             self.spent.append((round_.lookahead, round_.elapsed, *paces))
         if self.saguaro is not None:

@@ -8,7 +8,14 @@ from dataclasses import dataclass
 import pytest
 
 from hf_ssd import SSDConfig
-from hf_ssd.speculation.auto_planner import EXPLORED, PATIENCE, ROUNDS_AFTER_A_REST, AutoPlanner, planner_for
+from hf_ssd.speculation.auto_planner import (
+    EXPLORED,
+    PATIENCE,
+    ROUNDS_AFTER_A_REST,
+    SLOW_AT_FIRST,
+    AutoPlanner,
+    planner_for,
+)
 from hf_ssd.speculation.corrections import Corrections
 from hf_ssd.speculation.costs import LinearCost
 from hf_ssd.speculation.measurements import Measurements
@@ -340,7 +347,7 @@ def test_what_few_rows_take_says_nothing_of_how_long_all_take():
     def learned(accepted):
         """Returns what is predicted for all rows, before and after some slow rounds with these accepted counts."""
         planner, known = AutoPlanner(SSDConfig(), 4, 1000, sampled=False), []
-        rounds_of(planner, [1] * 4, count=30, seconds=0.05)
+        rounds_of(planner, [1] * 4, count=SLOW_AT_FIRST, seconds=0.05)
         for _ in range(2):
             planner.begin()
             known.append((planner.measured.verification(3, alone=False), planner.corrections((4, 8))))
@@ -537,3 +544,15 @@ def test_choosing_more_outcomes_takes_longer():
         planner.current = planner._plan_of(4, (2, 24)[number % 2])
         planner.observe_choice(0.002 + 1e-5 * 2 * planner.current.budget)
     assert planner.measured.choice(2 * 48) == pytest.approx(0.002 + 1e-5 * 2 * 48, rel=0.05)
+
+
+@pytest.mark.parametrize("at_first", [SLOW_AT_FIRST, 0])  # the second is the mutant
+def test_the_first_rounds_of_a_process_correct_no_prediction(at_first, monkeypatch):
+    """They are slower than their parts tell, and what looks bad in them would not be done again for long."""
+    monkeypatch.setattr("hf_ssd.speculation.auto_planner.SLOW_AT_FIRST", at_first)
+    planner = AutoPlanner(SSDConfig(), 1, 1000, sampled=True)
+    for _ in range(SLOW_AT_FIRST):
+        plan = planner.plan()
+        planner.observe(Round(plan.lookahead, [1 if plan.lookahead else 0], [True], ["prepared"], [0], 0.04, 2, 0.1))
+        planner.think()
+    assert (planner.corrections((4, 8)) == planner.corrections((4, 0)) == 1.0) == (at_first > 0)
