@@ -8,6 +8,7 @@ import numpy as np
 NOISE = 0.1  # standard deviation of the logarithm of one duration
 WANDERING, LASTING = 0.2, 64  # ... of the pace over a long time; rounds in which it forgets most of what it was
 CHANGE = 0.003  # ... of how much what is particular to a kind changes from one round to the next
+MOST_KINDS = 32  # that are known at a time; the draft may feed any number of tokens after a rest
 SURPRISE = 4.0  # standard deviations beyond which a duration is a hiccup, and counts for no more than that
 
 
@@ -21,7 +22,7 @@ class Pace:
     """
 
     def __init__(self):
-        self.places: dict[Hashable, int] = {}  # of each kind; the pace comes first
+        self.places: dict[Hashable, int] = {}  # of each kind, the last seen last; the pace comes first
         self.mean, self.covariance = np.zeros(1), np.full((1, 1), WANDERING**2)
         self.rounds = 0  # that went by since then
 
@@ -36,6 +37,8 @@ class Pace:
             seconds (`float`): How long.
         """
         self._catch_up()
+        if kind not in self.places and len(self.places) == MOST_KINDS:
+            self._forget(next(iter(self.places)))
         value, known = math.log(seconds), len(self.mean)
         if kind not in self.places:  # it tells nothing of the pace, and with it all that is known of the kind
             self.places[kind] = known
@@ -45,13 +48,20 @@ class Pace:
             self.covariance[:, known] = self.covariance[known]
             self.covariance[known, known] = self.covariance[0, 0] + NOISE**2
             return
-        place = self.places[kind]
+        place = self.places[kind] = self.places.pop(kind)
         towards = self.covariance[0] + self.covariance[place]
         variance = float(towards[0] + towards[place]) + NOISE**2
         most = SURPRISE * variance**0.5
         surprise = min(most, max(-most, value - float(self.mean[0] + self.mean[place])))
         self.mean += towards * (surprise / variance)
         self.covariance -= np.multiply.outer(towards, towards / variance)
+
+    def _forget(self, kind: Hashable) -> None:
+        """Leaves a kind out, as if it had never been seen."""
+        place = self.places.pop(kind)
+        self.mean = np.delete(self.mean, place)
+        self.covariance = np.delete(np.delete(self.covariance, place, axis=0), place, axis=1)
+        self.places = {other: where - (where > place) for other, where in self.places.items()}
 
     def _catch_up(self) -> None:
         """Lets the pace go back towards usual, and what is known fade, for the rounds that went by."""

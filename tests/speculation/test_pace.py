@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from hf_ssd.speculation.pace import Pace
+from hf_ssd.speculation.pace import MOST_KINDS, Pace
 
 
 def slow_at_times(number):
@@ -102,3 +102,17 @@ def test_rounds_may_go_by_unseen():
         pace.observe("b", 0.02)
     assert at_once.mean.tolist() == pytest.approx(one_by_one.mean.tolist())
     assert at_once.covariance.tolist() == [pytest.approx(row) for row in one_by_one.covariance.tolist()]
+
+
+def test_only_so_many_kinds_are_known_and_the_last_seen_stay():
+    pace, without = Pace(), Pace()
+    for number in range(4 * MOST_KINDS):
+        for one in (pace, without):
+            one.advance()
+            one.observe("usual", 0.01 * (1.4 if number % 40 < 20 else 1.0))
+        pace.observe(number, 0.01 * (number + 1))  # never seen again
+    assert len(pace.places) == MOST_KINDS and len(pace.mean) == len(pace.covariance) == MOST_KINDS + 1
+    assert sorted(pace.places.values()) == list(range(1, MOST_KINDS + 1))
+    assert pace.factor == pytest.approx(without.factor)
+    level = [one.mean[one.places["usual"]] for one in (pace, without)]
+    assert level[0] == pytest.approx(level[1])
