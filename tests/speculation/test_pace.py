@@ -41,24 +41,25 @@ def test_the_pace_follows_the_machine():
     assert min(slow) / max(quick) > 1.3
 
 
-def test_a_hiccup_counts_for_little():
+def settled():
+    """Returns a pace that has been usual for long, in the round after, and what it was."""
     pace = Pace()
     for _ in range(50):
         pace.advance()
         pace.observe("usual", 0.01)
     before = pace.factor
     pace.advance()
+    return pace, before
+
+
+def test_a_hiccup_counts_for_little():
+    pace, before = settled()
     pace.observe("usual", 10.0)
     assert pace.factor < 1.4 * before
 
 
 def test_a_kind_never_seen_tells_nothing_of_the_pace():
-    pace = Pace()
-    for _ in range(50):
-        pace.advance()
-        pace.observe("usual", 0.01)
-    before = pace.factor
-    pace.advance()
+    pace, before = settled()
     pace.observe("new", 10.0)
     assert pace.factor == pytest.approx(before, rel=0.02)
     pace.advance()
