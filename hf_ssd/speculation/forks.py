@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 UNUSED = -2  # the accepted count of a place in the cache that no outcome can match
@@ -17,16 +18,16 @@ class Forks:
         tokens (`torch.LongTensor` of shape `(batch_size, lookahead + 1, guesses)`): The draft's most likely bonus
             tokens after each accepted count, the best one first. The drafted token itself is not among them: as a bonus
             token it would have been accepted.
-        probabilities (`torch.FloatTensor` of the same shape): The draft's probability of each, on the CPU.
-        drafted_probabilities (`torch.FloatTensor` of shape `(batch_size, lookahead)`): The draft's probability of each
-            drafted token, on the CPU.
+        probabilities (`np.ndarray` of the same shape): The draft's probability of each.
+        drafted_probabilities (`np.ndarray` of shape `(batch_size, lookahead)`): The draft's probability of each drafted
+            token.
         from_backup (`list[bool]`): Which rows' speculations did not come from the draft model.
         limits (`list[int]`): How many bonus tokens there are after each accepted count.
     """
 
     tokens: torch.LongTensor
-    probabilities: torch.FloatTensor
-    drafted_probabilities: torch.FloatTensor
+    probabilities: np.ndarray
+    drafted_probabilities: np.ndarray
     from_backup: list[bool]
     limits: list[int]
 
@@ -51,8 +52,8 @@ class Forks:
         tokens = ranking.topk(min(guesses, vocab_size), dim=2).indices
         return cls(
             tokens,
-            probabilities.gather(2, tokens).cpu(),
-            probabilities[:, :lookahead].gather(2, drafted[:, :, None]).squeeze(2).cpu(),
+            probabilities.gather(2, tokens).cpu().numpy(),
+            probabilities[:, :lookahead].gather(2, drafted[:, :, None]).squeeze(2).cpu().numpy(),
             from_backup,
             [min(guesses, vocab_size - (k < lookahead)) for k in range(lookahead + 1)],
         )

@@ -7,7 +7,7 @@ how many there are: the *fan-out* F_k for each accepted count k and each row, wh
 import math
 from abc import ABC, abstractmethod
 
-import torch
+import numpy as np
 
 from ..config import SSDConfig
 from ..theory import fan_out_for, geometric_fan_out
@@ -32,17 +32,19 @@ def allocate(weights: list[float], budget: int) -> list[int]:
     return result
 
 
-def chances_of_counts(acceptance: torch.Tensor) -> torch.Tensor:
+def chances_of_counts(acceptance: np.ndarray) -> np.ndarray:
     """
     Args:
-        acceptance (`torch.FloatTensor` of shape `(..., lookahead)`): Chance that each token is accepted if those before
-            it were.
+        acceptance (`np.ndarray` of shape `(..., lookahead)`): Chance that each token is accepted if those before it
+            were.
 
     Returns:
-        `torch.FloatTensor` of shape `(..., lookahead + 1)`: Chance P(k) that exactly k tokens are accepted.
+        `np.ndarray` of shape `(..., lookahead + 1)`: Chance P(k) that exactly k tokens are accepted.
     """
-    reached = torch.cat([acceptance.new_ones(*acceptance.shape[:-1], 1), acceptance.cumprod(-1)], dim=-1)
-    return reached - torch.nn.functional.pad(reached[..., 1:], (0, 1))
+    chances = np.ones((*acceptance.shape[:-1], acceptance.shape[-1] + 1))
+    np.cumprod(acceptance, axis=-1, out=chances[..., 1:])
+    chances[..., :-1] -= chances[..., 1:]
+    return chances
 
 
 class CacheShape(ABC):
@@ -92,7 +94,7 @@ class RowByRow(CacheShape):
         A backup's token is accepted with about the probability that the draft model gives it, which is next to nothing
         for most: practically all of the budget goes to k = 0.
         """
-        chances = chances_of_counts(forks.drafted_probabilities[row]).clamp(min=0).tolist()
+        chances = np.maximum(chances_of_counts(forks.drafted_probabilities[row]), 0).tolist()
         return allocate(fan_out_for(chances, budget, self.config.power_law_exponent), budget)
 
 
@@ -150,7 +152,7 @@ class GreedyTree(RowByRow):
     """
 
     def fan_out(self, forks, row, budget):
-        reached = torch.cat([torch.ones(1), forks.drafted_probabilities[row].cumprod(0)])
+        reached = np.append(1.0, forks.drafted_probabilities[row].cumprod())
         return _counts_of_best((reached[:, None] * forks.probabilities[row])[None], forks.limits, budget)[0]
 
 
@@ -166,8 +168,7 @@ class Confidence(CacheShape):
 
     def __init__(self, config: SSDConfig):
         super().__init__(config)
-        a = torch.tensor(config.acceptance_rate)
-        self.accepted = OnlineLogistic([float(log_odds(a)), 0.5])
+        self.accepted = OnlineLogistic([float(log_odds(config.acceptance_rate)), 0.5])
         self.accepted_backup = OnlineLogistic([0.0, 1.0])
         self.right_after_rejection = OnlineLogistic([0.5, 0.8, -0.5])
         self.right_at_the_end = OnlineLogistic([0.5, 0.8, -0.5])
@@ -175,47 +176,45 @@ class Confidence(CacheShape):
     def fan_outs(self, forks, budget):
         if len(forks.limits) == 1:
             return [[budget]] * len(forks.from_backup)
-        odds, is_backup = log_odds(forks.drafted_probabilities), torch.tensor(forks.from_backup)[:, None]
-        counts = chances_of_counts(torch.where(is_backup, self.accepted_backup(odds), self.accepted(odds)))
+        odds, is_backup = log_odds(forks.drafted_probabilities), np.array(forks.from_backup)[:, None]
+        counts = chances_of_counts(np.where(is_backup, self.accepted_backup(odds), self.accepted(odds)))
         features = self._guess_features(forks)
         right = self.right_after_rejection(*features)
         right[:, -1] = self.right_at_the_end(*(x[:, -1] for x in features))
         return _counts_of_best(counts[:, :, None] * right, forks.limits, budget)
 
     @staticmethod
-    def _guess_features(forks: Forks) -> tuple[torch.Tensor, torch.Tensor]:
+    def _guess_features(forks: Forks) -> tuple[np.ndarray, np.ndarray]:
         """The log of the probability among the tokens that remain, and of the rank, of each guess."""
-        remaining = torch.nn.functional.pad(1 - forks.drafted_probabilities, (0, 1), value=1.0)
-        likely = (forks.probabilities / remaining.clamp(min=1e-6)[:, :, None]).clamp(1e-9, 1)
-        ranks = torch.arange(1, likely.shape[2] + 1).log().expand_as(likely)
-        return likely.log(), ranks
+        likely = forks.probabilities.copy()
+        likely[:, :-1] /= np.maximum(1 - forks.drafted_probabilities, 1e-6)[:, :, None]
+        ranks = np.log(np.arange(1, likely.shape[2] + 1))
+        return np.log(np.clip(likely, 1e-9, 1)), np.broadcast_to(ranks, likely.shape)
 
     def learn(self, forks, accepted, bonus):
         rows, lookahead = [row for row, k in enumerate(accepted) if k >= 0], len(forks.limits) - 1
-        ends, odds = torch.tensor(accepted), log_odds(forks.drafted_probabilities)
-        is_tested = torch.arange(lookahead) <= ends[:, None]  # none of a finished row
-        is_good, is_backup = torch.arange(lookahead) < ends[:, None], torch.tensor(forks.from_backup)[:, None]
+        ends, odds = np.array(accepted), log_odds(forks.drafted_probabilities)
+        is_tested = np.arange(lookahead) <= ends[:, None]  # none of a finished row
+        is_good, is_backup = np.arange(lookahead) < ends[:, None], np.array(forks.from_backup)[:, None]
         for model, of in ((self.accepted, is_tested & ~is_backup), (self.accepted_backup, is_tested & is_backup)):
             model.learn(is_good[of], odds[of])
-        features = self._guess_features(forks)
-        is_right = forks.tokens.cpu()[rows, ends[rows]] == torch.tensor(bonus)[rows, None]
-        features = [x[rows, ends[rows]] for x in features]
+        is_right = forks.tokens.cpu().numpy()[rows, ends[rows]] == np.array(bonus)[rows, None]
+        features = [x[rows, ends[rows]] for x in self._guess_features(forks)]
         at_the_end = ends[rows] == lookahead
         for model, of in ((self.right_at_the_end, at_the_end), (self.right_after_rejection, ~at_the_end)):
-            model.learn(is_right[of].flatten(), *(x[of].flatten() for x in features))
+            model.learn(is_right[of].ravel(), *(x[of].ravel() for x in features))
 
 
-def _counts_of_best(chances: torch.Tensor, limits: list[int], budget: int) -> list[list[int]]:
+def _counts_of_best(chances: np.ndarray, limits: list[int], budget: int) -> list[list[int]]:
     """
     Returns how many of the `budget` most likely outcomes of each row of `(batch_size, lookahead + 1, guesses)` have
     each accepted count.
     """
-    guesses = chances.shape[2]
-    possible = torch.arange(guesses) < torch.tensor(limits)[:, None]
-    flat = chances.masked_fill(~possible, -1.0).flatten(1)
-    best = flat.topk(min(budget, sum(limits), flat.shape[1]), dim=1).indices // guesses
-    counts = torch.zeros(len(flat), len(limits), dtype=torch.long)
-    return counts.scatter_add_(1, best, torch.ones_like(best)).tolist()
+    guesses, budget = chances.shape[2], min(budget, sum(limits))
+    possible = np.arange(guesses) < np.array(limits)[:, None]
+    flat = np.where(possible, chances, -1.0).reshape(len(chances), -1)
+    best = np.argsort(-flat, axis=1, kind="stable")[:, :budget] // guesses
+    return [np.bincount(row, minlength=len(limits)).tolist() for row in best]
 
 
 SHAPES = {

@@ -1,5 +1,6 @@
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -64,7 +65,7 @@ def test_single_branch_is_where_the_draft_is_least_confident():
 
 def test_greedy_tree_takes_the_paths_of_highest_draft_probability():
     view = forks(rows=1, lookahead=3, vocab_size=12, guesses=12)
-    reached = torch.cat([torch.ones(1), view.drafted_probabilities[0].cumprod(0)])
+    reached = [1.0, *view.drafted_probabilities[0].cumprod()]
     paths = sorted(
         ((float(reached[k] * view.probabilities[0, k, rank]), k) for k in range(4) for rank in range(view.limits[k])),
         reverse=True,
@@ -75,7 +76,7 @@ def test_greedy_tree_takes_the_paths_of_highest_draft_probability():
 
 @given(st.lists(st.floats(0, 1), max_size=8))
 def test_chances_of_counts_by_enumeration(acceptance):
-    chances = chances_of_counts(torch.tensor(acceptance, dtype=torch.float64).reshape(-1)).tolist()
+    chances = chances_of_counts(np.array(acceptance)).tolist()
     assert math.fsum(chances) == pytest.approx(1)
     for k, chance in enumerate(chances):
         rejected = 1 - acceptance[k] if k < len(acceptance) else 1
@@ -85,10 +86,10 @@ def test_chances_of_counts_by_enumeration(acceptance):
 @pytest.mark.parametrize("name", SHAPES)
 def test_after_a_backup_practically_everything_is_at_zero(name):
     view = forks(rows=1, lookahead=4, from_backup=True)
-    view.drafted_probabilities = torch.full((1, 4), 1e-3)  # what the draft thinks of an arbitrary token
+    view.drafted_probabilities = np.full((1, 4), 1e-3)  # what the draft thinks of an arbitrary token
     (fan_out,) = shape_for(SSDConfig(fan_out=name)).fan_outs(view, 16)
     assert fan_out[0] >= 15
-    view.drafted_probabilities = torch.full((1, 4), 0.95)  # a backup that says what the draft would say
+    view.drafted_probabilities = np.full((1, 4), 0.95)  # a backup that says what the draft would say
     (fan_out,) = shape_for(SSDConfig(fan_out=name)).fan_outs(view, 16)
     assert fan_out[0] < 9
 
