@@ -48,6 +48,7 @@ class LocalSession(DraftSession):
         return self.speculation.probabilities
 
     def close(self) -> None:
+        self.speculator.end()
         self.speculator = None
 
 

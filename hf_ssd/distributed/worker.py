@@ -123,9 +123,11 @@ class DraftServer:
         speculator, self.speculator, self.ready = self.speculator, None, None
         if self.channel.link is not None:
             self.channel.send(Message(Kind.END, message.session))
-        if speculator is not None and message.session == self.session and len(message.payload):
-            for outcome in payloads.payload_to_outcomes(message.payload, len(speculator.trunk.lengths)):
-                speculator.catch_up(*outcome[:3])
+        if speculator is not None and message.session == self.session:
+            if len(message.payload):
+                for outcome in payloads.payload_to_outcomes(message.payload, len(speculator.trunk.lengths)):
+                    speculator.catch_up(*outcome[:3])
+            speculator.end()
 
     def _outcomes(self, message: Message, kind: Kind) -> list[tuple]:
         """Returns the outcomes that a message tells of, and moves on to the round of the last one."""

@@ -104,6 +104,21 @@ class AutoPlanner(Planner):
             if self.saguaro.observe(round_):
                 self.current = dataclasses.replace(self.current, saguaro_c=self.saguaro.value)
 
+    @property
+    def patience(self):
+        # Where the draft has nothing to do while it drafts in turn or rests, it can as well learn; and what is looked
+        # at, or is new, is to be known soon.
+        is_busy = self.current.lookahead and self.current.budget and self.rounds >= SLOW_AT_FIRST
+        if not is_busy or self.next is not None or self.saguaro is not None:
+            return 0
+        return self.replan_at + self._delay - self.rounds
+
+    @property
+    def _delay(self) -> int:
+        """For how many rounds a new plan may wait."""
+        is_busy = self.current.lookahead and self.current.budget and self.replan_at != self.looks_until
+        return PATIENCE if is_busy else 0
+
     def begin(self):
         live = self.measured.live
         self.measured.begin()
@@ -138,8 +153,7 @@ class AutoPlanner(Planner):
         if self.rounds < len(EXPLORED):
             self.current = self._plan_of(*EXPLORED[self.rounds])
             return self.current
-        is_busy = self.current.lookahead and self.current.budget and self.replan_at != self.looks_until
-        if self.next is None and self.rounds >= self.replan_at + (PATIENCE if is_busy else 0):
+        if self.next is None and self.rounds >= self.replan_at + self._delay:
             self.next = self._replan()
         if self.next is not None:
             now = self.current.lookahead, self.current.budget

@@ -1,6 +1,7 @@
 """What the rounds of a call teach the planner and the cache shape."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from .fallback import NGramBackup
 from .forks import Forks
@@ -17,18 +18,23 @@ class Lesson:
     Args:
         round ([`~hf_ssd.speculation.planner.Round`]): What happened.
         bonus (`list[int]`): The bonus token of each row.
+        lengths (`list[int]`): How many tokens of each row had been verified before.
         forks ([`~hf_ssd.speculation.forks.Forks`], *optional*): What it had been prepared for.
+        durations (`list[tuple]`): What was measured meanwhile: methods of the planner's, and what to tell them.
     """
 
     round: Round
     bonus: list[int]
+    lengths: list[int]
     forks: Forks | None
+    durations: list[tuple] = field(default_factory=list)
 
 
 class Lessons:
     """
-    Keeps the last round until there is time to learn from it: the planner when the answer is on its way, because it
-    plans next, and the cache shape when the branches have grown.
+    Keeps rounds until there is time to learn from them, which is when the branches have grown; for as many rounds as
+    the planner has patience for. Rounds that had to wait are learned all at once: a forward pass pushes everything else
+    out of the processor's caches, so that a lesson after each takes several times as long.
 
     Args:
         planner ([`~hf_ssd.speculation.planner.Planner`]), shape ([`~hf_ssd.speculation.outcomes.CacheShape`]): Who is
@@ -39,36 +45,52 @@ class Lessons:
 
     def __init__(self, planner: Planner, shape: CacheShape, trunk: Trunk, ngrams: NGramBackup):
         self.planner, self.shape, self.trunk, self.ngrams = planner, shape, trunk, ngrams
-        self.last: Lesson | None = None
-        self.for_shape: Lesson | None = None
-        self.count = 0
+        self.waiting: list[Lesson] = []
+        self.durations: list[tuple] = []
+        self.count, self.live = 0, len(trunk.lengths)
 
-    def teach_shape(self) -> None:
-        """Lets the cache shape learn from the last round that the planner has seen, if that was not done yet."""
-        if self.for_shape is not None:
-            lesson, self.for_shape = self.for_shape, None
-            self.shape.learn(lesson.forks, lesson.round.accepted, lesson.bonus)
+    def note(self, observe: Callable, *what: float) -> None:
+        """Keeps what was measured: `observe` is the planner's method that is to be told."""
+        self.durations.append((observe, *what))
 
-    def teach_planner(self) -> None:
-        """Lets the planner learn from the last round, if that was not done yet."""
-        if self.last is None:
-            return
-        self.teach_shape()  # there was no time
-        lesson, self.last = self.last, None
+    def add(self, lesson: Lesson) -> None:
+        """Keeps a round, with what was measured until now."""
+        lesson.durations, self.durations = self.durations, []
+        self.waiting.append(lesson)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether learning cannot wait any longer: plans are for as many rows as are not finished."""
+        if not self.waiting:
+            return False
+        live = sum(k >= 0 for k in self.waiting[-1].round.accepted)
+        return live != self.live or len(self.waiting) >= self.planner.patience
+
+    def teach(self) -> None:
+        """Lets planner and cache shape learn from all rounds that wait."""
+        lessons, self.waiting = self.waiting, []
+        for lesson in lessons:
+            self._teach(lesson)
+
+    def _teach(self, lesson: Lesson) -> None:
         round_ = lesson.round
+        self.live = sum(k >= 0 for k in round_.accepted)
+        for observe, *what in lesson.durations:
+            observe(*what)
         if lesson.forks is not None:
             ranked = lesson.forks.tokens.tolist()
             for row, (k, token) in enumerate(zip(round_.accepted, lesson.bonus)):
                 guesses = ranked[row][k] if k >= 0 else []
                 round_.ranks.append(guesses.index(token) if token in guesses else None)
-            self.for_shape = lesson
+            self.shape.learn(lesson.forks, round_.accepted, lesson.bonus)
         self.planner.observe(round_)
         self.count += 1
         if self.planner.compares_backups and self.count % ROUNDS_PER_LESSON_OF_MISSES == 0:
-            self._learn_of_misses(round_)
+            self._learn_of_misses(lesson)
 
-    def _learn_of_misses(self, round_: Round) -> None:
+    def _learn_of_misses(self, lesson: Lesson) -> None:
         """What rows gained that had missed, and what the n-gram backup would have given them."""
+        round_, before = lesson.round, lesson.lengths
         rows = [row for row, k in enumerate(round_.accepted) if k >= 0]
         for row in rows:
             if round_.sources[row] in BACKUPS:
@@ -76,11 +98,10 @@ class Lessons:
         rows = [row for row in rows if round_.sources[row] == "primary"]
         if not rows:
             return
-        ids, lengths = self.trunk.ids, self.trunk.lengths
-        before = [n - k - 1 for n, k in zip(lengths, round_.accepted)]
+        ids = self.trunk.ids
         proposal = self.ngrams.propose(ids, before, rows, max(round_.accepted) + 1)
         for place, row in enumerate(rows):
-            new = ids[row, before[row] : lengths[row]].tolist()
+            new = ids[row, before[row] : before[row] + round_.accepted[row] + 1].tolist()
             proposed = proposal.tokens[place, : proposal.counts[place]].tolist()
             matches = [a == b for a, b in zip(proposed, new)] + [False]
             self.planner.observe_miss("ngram", 1 + matches.index(False))

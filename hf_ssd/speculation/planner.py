@@ -85,6 +85,9 @@ class Planner(ABC):
     adapts_tokens = False
     """Whether the plan decides what is proposed, and not only when. Otherwise a seed gives the same tokens again."""
 
+    patience = 0
+    """For how many rounds it does without what they teach, if there is no time to learn."""
+
     compares_backups = False
     """Whether [`~Planner.observe_miss`] is of use."""
 
@@ -136,6 +139,8 @@ class FixedPlanner(Planner):
         config (`SSDConfig`): Lookahead and budget are numbers.
         drafts (`int`, *optional*): How many share the work; each prepares a budget of its own.
     """
+
+    patience = 8  # the cache shape's, whose learning is as repeatable as all the rest
 
     def __init__(self, config: SSDConfig, drafts: int = 1):
         c = 1.0 if config.saguaro_c == "auto" else config.saguaro_c

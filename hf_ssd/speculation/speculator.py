@@ -75,6 +75,7 @@ class Speculator:
         self.answered = self.outcome_came = 0.0
         self.forks: Forks | None = None
         self.prepared: SpeculationCache | None = None
+        self.lesson: Lesson | None = None  # of the round whose outcome was looked up last
 
     def prefill(self) -> None:
         """Feeds the prompts, while the target does the same. If the call is all rest, they would only be in its way."""
@@ -100,7 +101,8 @@ class Speculator:
             is_due (`Callable[[], bool]`): Whether the outcome is there. Then the branches stay as they are.
             plan ([`~hf_ssd.speculation.planner.Plan`], *optional*): What to do, if another draft plans.
         """
-        self.lessons.teach_planner()
+        if self.lessons.is_due:
+            self.lessons.teach()
         self.plan = plan = self.planner.plan() if plan is None else plan
         if not self.config.asynchronous or plan.lookahead == 0 or plan.budget == 0:
             return
@@ -132,7 +134,7 @@ class Speculator:
         places = starts.tolist()
         self.prepared = prepared
         if self.answered:
-            self.planner.observe_choice(time.perf_counter() - self.answered)
+            self.lessons.note(self.planner.observe_choice, time.perf_counter() - self.answered)
         for depth in range(plan.lookahead):
             if is_due():
                 return
@@ -144,8 +146,8 @@ class Speculator:
             tokens, probabilities = self.proposals.propose(scores, places, depth, plan)
             prepared.append(tokens, probabilities)
             self._observe(self.planner.observe_branches, len(self.trunk.rows) * tokens.shape[1], began)
-        if not is_due():
-            self.lessons.teach_shape()
+        if not self.planner.is_repeatable and not is_due():
+            self.lessons.teach()
         if not is_due():
             self.planner.think()
 
@@ -186,9 +188,10 @@ class Speculator:
         counts = accepted.tolist()
         self.finished = [k == SKIPPED for k in counts]
         self.trunk.decoder.leave_out(self.finished)
-        self.lessons.last = None
+        self.lesson = None
         if verified is None or verified == self.drafted.shape[1]:  # the end of a call teaches nothing
-            self.lessons.last = Lesson(self._round(counts, seconds, began), bonus.tolist(), self.forks)
+            round_ = self._round(counts, seconds, began)
+            self.lesson = Lesson(round_, bonus.tolist(), self.trunk.lengths, self.forks)
         self.trunk.grow(counts, bonus)
         self.proposals.forget_before([n - 1 for n in self.trunk.lengths])
         self.known_logits = []
@@ -197,12 +200,16 @@ class Speculator:
     def catch_up(self, accepted: torch.LongTensor, bonus: torch.LongTensor, seconds: float) -> None:
         """Takes in the outcome of a round in which this draft was not asked, and nothing was proposed."""
         ready = self.look_up(accepted, bonus, seconds)
-        if self.lessons.last is not None:
-            round_ = self.lessons.last.round
+        if self.lesson is not None:
+            round_ = self.lesson.round
             round_.elapsed, round_.transit = seconds, None
         self.follow(ready.tokens[:, :0], [False] * len(ready.hits), "primary")
-        self.lessons.teach_planner()
+        self.lessons.teach()
         self.answered = self.outcome_came = 0.0  # what comes now was not waited for
+
+    def end(self) -> None:
+        """The call is over: learns what there was no time for."""
+        self.lessons.teach()
 
     def complete(self, ready: Speculation, known: list[int] | None = None) -> Speculation:
         """
@@ -239,8 +246,9 @@ class Speculator:
             hits (`list[bool]`): Which rows had been prepared, by this draft or another.
             source (`str`): Where those of the others come from; see [`~hf_ssd.speculation.planner.Round`].
         """
-        if self.lessons.last is not None:
-            self.lessons.last.round.hits = hits
+        if self.lesson is not None:
+            self.lesson.round.hits = hits
+            self.lessons.add(self.lesson)
         self.sources = [PREPARED if hit else source for hit in hits]
         self.prepared, self.forks = None, None
         self.drafted = tokens.to(self.device)
@@ -328,7 +336,7 @@ class Speculator:
             # So that it is known, and an outcome that is due is noticed in time. Not all streams: what a link sends
             # may wait for the target.
             torch.cuda.current_stream(self.device).synchronize()
-        observe(tokens, time.perf_counter() - began)
+        self.lessons.note(observe, tokens, time.perf_counter() - began)
 
     def _process_trunk(self, logits: torch.Tensor, lengths: torch.LongTensor) -> torch.Tensor:
         histories = self.trunk.ids[:, None].expand(-1, lengths.shape[1], -1) if self.proposals.need_history else None
