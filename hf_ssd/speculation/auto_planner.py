@@ -8,7 +8,7 @@ from ..config import SSDConfig
 from .corrections import Corrections, kind_of
 from .ladder import Ladder
 from .measurements import USUAL, Measurements
-from .planner import FixedPlanner, Plan, Planner, first_fallback
+from .planner import PREPARED, FixedPlanner, Plan, Planner, first_fallback
 from .predictions import Predictions
 from .rests import Rests
 from .row_lengths import RowLengths
@@ -64,7 +64,8 @@ class AutoPlanner(Planner):
         self.adapts_tokens = self.predictions.adapts_tokens  # otherwise a seed gives the same tokens again
         self.compares_backups = config.fallback == "auto" and self.adapts_tokens and config.asynchronous
         self.corrections, self.row_lengths = Corrections(), RowLengths(rows)
-        self.spent: list[tuple[int, float, float, float]] = []  # rounds of the plan: lookahead, seconds, paces
+        # Rounds of the plan: lookahead, seconds, whether every row's speculation had been prepared, paces.
+        self.spent: list[tuple[int, float, bool, float, float]] = []
         self.next: tuple[int, int] | None = None  # lookahead and budget to come
         self.kind, self.unsettled, self.drafted = "", 0, 0
         self.has_rested, self.tried_until, self.tries = False, 0, 0
@@ -99,7 +100,8 @@ class AutoPlanner(Planner):
         # How long a rest takes is measured, not predicted; and what few rows take says nothing of how long all take.
         if round_.elapsed and kind != "rest" and live == self.rows and self.rounds > SLOW_AT_FIRST:
             paces = self.measured.target_pace.factor, self.measured.draft_pace.factor
-            self.spent.append((round_.lookahead, round_.elapsed, *paces))
+            was_ready = all(source == PREPARED for source in round_.sources)
+            self.spent.append((round_.lookahead, round_.elapsed, was_ready, *paces))
         if self.saguaro is not None:
             if self.saguaro.observe(round_):
                 self.current = dataclasses.replace(self.current, saguaro_c=self.saguaro.value)
@@ -217,12 +219,13 @@ class AutoPlanner(Planner):
         """Compares what rounds of the current plan took with what is predicted of them by what is known now."""
         rounds = {}
         if self.spent and self.measured.live == self.rows:
-            lookaheads, elapsed, paces, draft_paces = zip(*self.spent)
-            self.measured.paces = statistics.fmean(paces), statistics.fmean(draft_paces)
-            rounds = self.predictions.of_lookahead(self.current.lookahead, {})
+            lookaheads, elapsed, were_ready, *paces = zip(*self.spent)
+            self.measured.paces = tuple(map(statistics.fmean, paces))
+            rounds = self.predictions.of_lookahead(self.current.lookahead, {}, statistics.fmean(were_ready))
             self.measured.paces = USUAL
         if self.current.budget in rounds:
-            # Not what happened to be accepted, but what is to be expected of so many tokens: chance is left out.
+            # Not what happened to be accepted, but what is to be expected of so many tokens; and what is to be
+            # expected of as many hits as there were: chance is left out.
             expected = self.measured.expected_tokens(max(lookaheads))
             gained = self.rows * sum(expected[lookahead] for lookahead in lookaheads)
             tokens, seconds = rounds[self.current.budget]

@@ -2,8 +2,8 @@
 
 from .costs import Average
 
-ALIKE_KINDS, ALIKE_PLANS = 16, 48  # rounds that what is known of other kinds, or other plans of a kind, counts for
-FADING = 0.99  # what is left, after a round of another plan, of what is known of one, or of those like it
+ALIKE_KINDS, ALIKE_PLANS = 16, 24  # rounds that what is known of other kinds, or other plans of a kind, counts for
+FADING = 0.99  # what is left, after a round of another plan, of what is known of one, of those like it, or of a kind
 UNTRIED = 0.2  # how much better than predicted a plan may be of which no round is known
 FEW = 6  # outcomes of each row; with more of them, the draft leaves the target less of what they share
 MOST = 4.0  # one hiccup of the machine must not condemn a plan
@@ -15,7 +15,8 @@ class Corrections:
     rounds really take is kept by plan. A plan that was hardly tried is taken to be like others of its *kind*: drafting
     ahead for few or for many outcomes, or in turn; and a kind that was hardly tried like others that draft ahead. A
     plan that was given up because the machine was busy just then becomes like its kind again, and so do plans for few
-    outcomes, or for many. (How long a round of rest takes is not predicted but measured.)
+    outcomes, or for many; and a kind that was given up becomes what is predicted of it. (How long a round of rest takes
+    is not predicted but measured.)
     """
 
     def __init__(self):
@@ -31,7 +32,7 @@ class Corrections:
         """
         names = _names(plan)
         for other, average in self.known.items():
-            if other not in names and isinstance(other, tuple):
+            if other not in names:
                 average.fade(FADING**rounds)
         for name in names:
             for _ in range(rounds):

@@ -58,23 +58,28 @@ class Lessons:
         lesson.durations, self.durations = self.durations, []
         self.waiting.append(lesson)
 
-    @property
-    def is_due(self) -> bool:
-        """Whether learning cannot wait any longer: plans are for as many rows as are not finished."""
-        if not self.waiting:
-            return False
-        live = sum(k >= 0 for k in self.waiting[-1].round.accepted)
-        return live != self.live or len(self.waiting) >= self.planner.patience
+    def teach_what_is_due(self) -> None:
+        """Lets both learn from rounds that can wait no longer: there was no time for as long as there was patience."""
+        late = len(self.waiting) - self.planner.patience
+        if self.planner.is_repeatable:
+            self.teach(max(0, late))  # what outcomes are chosen by must not depend on whether there was time
+        elif self.waiting and (late >= 0 or self._live(self.waiting[-1]) != self.live):
+            self.teach()  # all at once; and plans are for as many rows as are not finished
 
-    def teach(self) -> None:
-        """Lets planner and cache shape learn from all rounds that wait."""
-        lessons, self.waiting = self.waiting, []
+    def teach(self, rounds: int | None = None) -> None:
+        """Lets planner and cache shape learn from the first of the rounds that wait, or from all of them."""
+        rounds = len(self.waiting) if rounds is None else rounds
+        lessons, self.waiting = self.waiting[:rounds], self.waiting[rounds:]
         for lesson in lessons:
             self._teach(lesson)
 
+    @staticmethod
+    def _live(lesson: Lesson) -> int:
+        return sum(k >= 0 for k in lesson.round.accepted)
+
     def _teach(self, lesson: Lesson) -> None:
         round_ = lesson.round
-        self.live = sum(k >= 0 for k in round_.accepted)
+        self.live = self._live(lesson)
         for observe, *what in lesson.durations:
             observe(*what)
         if lesson.forks is not None:

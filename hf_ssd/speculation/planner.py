@@ -140,7 +140,7 @@ class FixedPlanner(Planner):
         drafts (`int`, *optional*): How many share the work; each prepares a budget of its own.
     """
 
-    patience = 8  # the cache shape's, whose learning is as repeatable as all the rest
+    patience = 1  # the cache shape's: what it learns of a round can wait until the branches for the next one have grown
 
     def __init__(self, config: SSDConfig, drafts: int = 1):
         c = 1.0 if config.saguaro_c == "auto" else config.saguaro_c

@@ -41,10 +41,12 @@ class Predictions:
         """How many outcomes of each row fit the memory, at least one."""
         return max(1, self.largest_product // max(1, lookahead))
 
-    def of_lookahead(self, lookahead: int, hit_rates: dict[int, list[float]]) -> dict[int, tuple[float, float]]:
+    def of_lookahead(
+        self, lookahead: int, hit_rates: dict[int, list[float]], hit_rate: float | None = None
+    ) -> dict[int, tuple[float, float]]:
         """
         Predicted tokens and seconds of a round of the batch for each budget, misses being drafted just in time. What
-        hit rates are needed, by lookahead, is kept in `hit_rates`.
+        hit rates are needed, by lookahead, is kept in `hit_rates`; unless it is known how often all rows hit.
         """
         measured, rows = self.measured, self.measured.live
         tokens, step = measured.expected_tokens(lookahead), measured.drafting(rows, alone=True)
@@ -71,9 +73,11 @@ class Predictions:
                     late = min(growth / 2, max(0.0, lookahead * growth - window))
                 width, tokens_on_hit, after_hit = self.best_answer(verification, tokens, late, grown, step)
             _, tokens_on_miss, after_miss = self.best_answer(verification, tokens, late, 0, step)
-            if width not in hit_rates:
-                hit_rates[width] = measured.hit_rates.predicted(measured.acceptance(width))
-            all_hit = measured.hit_rates.corrected(budget * self.drafts, hit_rates[width]) ** rows if grown else 0.0
+            all_hit = hit_rate
+            if all_hit is None:
+                if width not in hit_rates:
+                    hit_rates[width] = measured.hit_rates.predicted(measured.acceptance(width))
+                all_hit = measured.hit_rates.corrected(budget * self.drafts, hit_rates[width]) ** rows if grown else 0.0
             gain = all_hit * tokens_on_hit + (1 - all_hit) * tokens_on_miss
             rounds[budget] = rows * gain, all_hit * after_hit + (1 - all_hit) * after_miss
         return rounds

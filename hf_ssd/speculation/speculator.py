@@ -101,8 +101,7 @@ class Speculator:
             is_due (`Callable[[], bool]`): Whether the outcome is there. Then the branches stay as they are.
             plan ([`~hf_ssd.speculation.planner.Plan`], *optional*): What to do, if another draft plans.
         """
-        if self.lessons.is_due:
-            self.lessons.teach()
+        self.lessons.teach_what_is_due()
         self.plan = plan = self.planner.plan() if plan is None else plan
         if not self.config.asynchronous or plan.lookahead == 0 or plan.budget == 0:
             return
@@ -146,7 +145,7 @@ class Speculator:
             tokens, probabilities = self.proposals.propose(scores, places, depth, plan)
             prepared.append(tokens, probabilities)
             self._observe(self.planner.observe_branches, len(self.trunk.rows) * tokens.shape[1], began)
-        if not self.planner.is_repeatable and not is_due():
+        if not is_due():
             self.lessons.teach()
         if not is_due():
             self.planner.think()

@@ -173,6 +173,22 @@ def test_what_went_by_at_the_end_of_a_call_is_learned_too(target, assistant, mon
     assert calls_until_it_drafts(hf_ssd.SSDConfig(timeout=20.0)) > RESTING // 3  # another planner of the same kind
 
 
+@pytest.mark.parametrize("at_the_end", [True, False])  # the second is the mutant
+def test_what_there_was_no_time_to_learn_is_learned_when_a_call_ends(target, assistant, monkeypatch, at_the_end):
+    for name, value in (("phase", RESTING), ("patience", 1000), ("is_repeatable", False)):
+        monkeypatch.setattr(InAndOut, name, value)
+    monkeypatch.setattr(Channel, "has_arrived", lambda self: True)  # the outcome is always there already
+    if not at_the_end:
+        monkeypatch.setattr(Speculator, "end", lambda self: None)
+    output = target.generate(
+        **padded_batch(1), max_new_tokens=30, do_sample=False, assistant_model=assistant, ssd_config=hf_ssd.SSDConfig(),
+        return_dict_in_generate=True,
+    )  # fmt: skip
+    assert output.ssd_stats.draft_failure is None and output.ssd_stats.rounds > 3
+    assistant.close()  # whose draft has seen the end of the call by then
+    assert (len(InAndOut.seen) >= output.ssd_stats.rounds - 1) == at_the_end
+
+
 def test_a_call_that_is_all_rest_costs_the_draft_nothing(target, assistant, monkeypatch):
     inputs, passes = padded_batch(3), []
     assistant.workers[0].draft.register_forward_hook(lambda *_: passes.append(1))

@@ -22,7 +22,7 @@ from hf_ssd.speculation.measurements import Measurements
 from hf_ssd.speculation.outcomes import allocate
 from hf_ssd.speculation.pace import Pace
 from hf_ssd.speculation.planner import FixedPlanner, Plan, Round
-from hf_ssd.speculation.predictions import BUDGETS, MOST_MEMORY
+from hf_ssd.speculation.predictions import BUDGETS, MOST_MEMORY, Predictions
 from hf_ssd.speculation.row_lengths import RowLengths
 from hf_ssd.theory import geometric_fan_out
 
@@ -64,6 +64,7 @@ class World:
             return seconds * math.exp(hiccups.gauss(0.0, self.noise)) if self.noise else seconds
 
         width, seconds, tokens, elapsed, late, rested = 0, 0.0, 0, 0.0, 0.0, 0.0
+        sources = ["prepared"] * self.rows
         for number in range(rounds):
             if number == skip:
                 seconds = tokens = 0
@@ -102,7 +103,7 @@ class World:
                     width,
                     accepted,
                     hits,
-                    ["prepared"] * self.rows,
+                    sources,
                     ranks,
                     verification,
                     plan.budget * busy,
@@ -110,6 +111,7 @@ class World:
                 )
             )
             new_width = planner.lookahead(known) if plan.lookahead else 0
+            sources = ["prepared" if hit and busy else "primary" for hit in hits]
             steps = [measured(self.drafting(self.rows), 1) for _ in range(max(0, new_width - min(known)))]
             late = sum(steps)
             for step in steps:
@@ -294,10 +296,10 @@ def test_rounds_are_compared_with_what_is_known_now_at_the_pace_they_had():
     def corrected(slower, pace):
         planner = AutoPlanner(SSDConfig(), 1, 1000, sampled=True)
         World(0.8).run(planner, rounds=100)
-        tokens, seconds = planner.predictions.of_lookahead(4, {})[8]
+        tokens, seconds = planner.predictions.of_lookahead(4, {}, 1.0)[8]
         seconds *= planner.measured.expected_tokens(4)[4] / tokens
         planner.current, planner.corrections = planner._plan_of(4, 8), Corrections()
-        planner.spent = [(4, slower * seconds, pace, pace)] * 100
+        planner.spent = [(4, slower * seconds, True, pace, pace)] * 100
         planner._correct()
         return planner.corrections((4, 8))
 
@@ -556,3 +558,74 @@ def test_the_first_rounds_of_a_process_correct_no_prediction(at_first, monkeypat
         planner.observe(Round(plan.lookahead, [1 if plan.lookahead else 0], [True], ["prepared"], [0], 0.04, 2, 0.1))
         planner.think()
     assert (planner.corrections((4, 8)) == planner.corrections((4, 0)) == 1.0) == (at_first > 0)
+
+
+@pytest.mark.parametrize("known", [True, False])  # whether it is known how many rounds hit; if not, that is the mutant
+def test_how_many_rounds_happened_to_hit_corrects_no_prediction(known, monkeypatch):
+    """Of a few rounds many hit by chance, or few; their plan is as quick as predicted all the same."""
+    planner, predicted = AutoPlanner(SSDConfig(), 1, 1000, sampled=True), Predictions.of_lookahead
+    World(0.7).run(planner, rounds=100)
+    if not known:
+        monkeypatch.setattr(Predictions, "of_lookahead", lambda self, *args: predicted(self, *args[:2]))
+    corrections = []
+    for were_ready in (True, False):
+        seconds = predicted(planner.predictions, 3, {}, float(were_ready))[12][1]
+        planner.corrections, planner.current = Corrections(), planner._plan_of(3, 12)
+        planner.spent = [(3, seconds, were_ready, 1.0, 1.0)] * 16
+        planner._correct()
+        corrections.append(planner.corrections((3, 12)))
+    assert (corrections == pytest.approx([1.0, 1.0], abs=0.02)) == known
+
+
+class Late:
+    """A draft that never has time to learn: a planner is told only what it cannot wait for."""
+
+    def __init__(self, planner):
+        self.planner, self.told, self.rounds, self.lessons = planner, [], 0, 0
+
+    def __getattr__(self, name):
+        if not name.startswith("observe"):
+            return getattr(self.planner, name)
+        return lambda *what: self.told.append((getattr(self.planner, name), what))
+
+    def observe(self, round_):
+        self.told.append((self.planner.observe, (round_,)))
+        self.rounds += 1
+
+    def plan(self):
+        if self.rounds >= self.planner.patience:
+            for observe, what in self.told:
+                observe(*what)
+            self.lessons += self.rounds > 0
+            self.told, self.rounds = [], 0
+        return self.planner.plan()
+
+    def think(self):
+        pass
+
+
+@pytest.mark.parametrize("name", ["a quick draft that agrees less", "bonus tokens that are hard to guess"])
+def test_a_planner_that_learns_late_plans_as_well(name):
+    world, speeds = WORLDS[name], []
+    late = Late(AutoPlanner(SSDConfig(), 1, 1000, sampled=True))
+    for planner in (AutoPlanner(SSDConfig(), 1, 1000, sampled=True), late):
+        speeds.append(world.run(planner, rounds=1500, skip=100))
+    assert speeds[1] > 0.98 * speeds[0]
+    assert late.lessons < 1500 / 8
+
+
+def test_what_is_new_or_looked_at_is_learned_at_once():
+    planner = AutoPlanner(SSDConfig(), 1, 1000, sampled=True)
+    assert planner.patience == 0
+    World(0.8).run(planner, rounds=SLOW_AT_FIRST - 1)
+    assert planner.patience == 0
+    while planner.patience == 0 or planner.replan_at == planner.looks_until:
+        World(0.8).run(planner, rounds=1)
+    assert planner.patience == planner.replan_at + PATIENCE - planner.rounds
+    planner.looks_until = planner.replan_at
+    assert planner.patience == max(0, planner.replan_at - planner.rounds)  # its end does not wait
+    for lookahead, budget in ((0, 0), (3, 0)):
+        planner.current = planner._plan_of(lookahead, budget)
+        assert planner.patience == 0  # there is time
+    planner.current, planner.next = planner._plan_of(3, 4), (2, 4)
+    assert planner.patience == 0  # the next plan is for what comes, and not for what is still to be learned

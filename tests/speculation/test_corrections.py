@@ -39,6 +39,20 @@ def test_what_was_given_up_long_ago_is_like_others_again(given_up, like_it, monk
     assert apart() > 0.2
 
 
+def test_a_way_of_drafting_that_was_given_up_long_ago_is_as_good_as_predicted_again(monkeypatch):
+    """The draft's core was slow just then, which costs drafting ahead the most: in turn would go on for ever."""
+
+    def left():
+        corrections = Corrections()
+        corrections.observe((2, 24), 1.15, 100)
+        corrections.observe((3, 0), 1.0, 500)
+        return corrections((2, 24)) - 1
+
+    assert left() < 0.03
+    monkeypatch.setattr("hf_ssd.speculation.corrections.FADING", 1.0)  # the mutant
+    assert left() > 0.1
+
+
 def test_hope_fades_with_trials_and_one_hiccup_condemns_nothing():
     corrections = Corrections()
     hopes = [corrections.hope((4, 8))]
