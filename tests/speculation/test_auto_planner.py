@@ -8,14 +8,8 @@ from dataclasses import dataclass
 import pytest
 
 from hf_ssd import SSDConfig
-from hf_ssd.speculation.auto_planner import (
-    EXPLORED,
-    PATIENCE,
-    ROUNDS_AFTER_A_REST,
-    SLOW_AT_FIRST,
-    AutoPlanner,
-    planner_for,
-)
+from hf_ssd.speculation.agenda import EXPLORED
+from hf_ssd.speculation.auto_planner import PATIENCE, SLOW_AT_FIRST, AutoPlanner, planner_for
 from hf_ssd.speculation.corrections import Corrections
 from hf_ssd.speculation.costs import LinearCost
 from hf_ssd.speculation.measurements import Measurements
@@ -184,22 +178,6 @@ def test_what_a_slow_machine_took_is_not_held_against_the_plan_of_that_moment(mo
     assert reached() < 1.0
 
 
-def test_plain_decoding_is_measured_anew_before_a_rest(monkeypatch):
-    """What it took long ago is enough for a short look, not for a rest."""
-
-    def rounds_of_plain_decoding():
-        planner = AutoPlanner(SSDConfig(), 1, 1000, sampled=True)
-        planner.measured.plain.observe(0.01)
-        planner.rounds = planner.measured.rounds = 500
-        planner.current = planner._plan_of(3, 4)
-        assert planner._rest_or_try((3, 4), is_close=False) == (0, 0)
-        return planner.replan_at - planner.rounds
-
-    assert rounds_of_plain_decoding() < 20
-    monkeypatch.setattr(Measurements, "plain_is_old", False)  # the mutant
-    assert rounds_of_plain_decoding() >= 64
-
-
 def test_plain_decoding_is_no_measure_until_the_machine_has_settled(monkeypatch):
     world = World(0.4, verification=0.008, step=0.0017, per_token=0.0003, unseen=0.004, cold=1.2, afterwards=1.5)
 
@@ -207,7 +185,7 @@ def test_plain_decoding_is_no_measure_until_the_machine_has_settled(monkeypatch)
         return world.run(AutoPlanner(SSDConfig(), 1, 1000, sampled=True), rounds=2000, skip=100) * world.verification
 
     assert reached() > 0.95
-    monkeypatch.setattr("hf_ssd.speculation.auto_planner.UNSETTLED_REST", 0.0)  # the mutant
+    monkeypatch.setattr("hf_ssd.speculation.agenda.UNSETTLED_REST", 0.0)  # the mutant
     assert reached() < 0.95
 
 
@@ -220,7 +198,7 @@ def test_a_pair_that_is_much_faster_does_not_start_with_plain_decoding(monkeypat
         return rounds[1:].count(0)  # the first round of all has nothing to verify
 
     assert rests() == 0
-    monkeypatch.setattr("hf_ssd.speculation.auto_planner.UNSEEN", math.inf)  # the mutant
+    monkeypatch.setattr("hf_ssd.speculation.agenda.UNSEEN", math.inf)  # the mutant
     assert rests() > 0
 
 
@@ -238,20 +216,6 @@ def test_what_trying_the_draft_costs_is_paid_back_before_it_is_tried_again(monke
     assert reached() < 0.93
 
 
-def test_a_try_goes_on_only_while_it_is_close():
-    planner = AutoPlanner(SSDConfig(), 1, 1000, sampled=True)
-    planner.measured.plain.observe(0.01)
-    planner.rounds = planner.looks_until + 100
-    planner.current = planner._plan_of(0, 0)
-    assert planner._rest_or_try((3, 4), is_close=True) == (3, 4)
-    planner.current = planner._plan_of(3, 4)
-    planner.rounds = planner.replan_at
-    assert planner._rest_or_try((3, 4), is_close=True) == (3, 4)
-    assert planner._rest_or_try((3, 4), is_close=False) == (0, 0)
-    planner.rounds += ROUNDS_AFTER_A_REST
-    assert planner._rest_or_try((3, 4), is_close=True) == (0, 0)
-
-
 def test_the_slow_first_passes_of_a_process_are_soon_forgotten(monkeypatch):
     def learned():
         measured = Measurements(SSDConfig(), 1)
@@ -265,29 +229,6 @@ def test_the_slow_first_passes_of_a_process_are_soon_forgotten(monkeypatch):
     assert learned() < 0.007
     monkeypatch.setattr("hf_ssd.speculation.measurements.FADED", 1.0)  # the mutant
     assert learned() > 0.007
-
-
-def test_drafting_ahead_is_seen_for_a_while_before_it_is_given_up(monkeypatch):
-    def choice(drafted, share):
-        """Returns what is done where drafting is predicted to have this share of plain decoding's speed."""
-        planner = AutoPlanner(SSDConfig(), 1, 1000, sampled=True)
-        planner.rounds, planner.drafted, planner.has_rested = 20, drafted, True
-        planner.predictions.of_all_plans = lambda: {(0, 0): (1.0, 0.01), (3, 4): (share, 0.01)}
-        return planner._replan()
-
-    assert choice(drafted=5, share=0.8) == (3, 4)
-    assert choice(drafted=16, share=0.8) == choice(drafted=5, share=0.7) == (0, 0)
-    monkeypatch.setattr("hf_ssd.speculation.auto_planner.ENOUGH_DRAFTED", 0)  # the mutant
-    assert choice(drafted=5, share=0.8) == (0, 0)
-
-
-def test_after_every_other_rest_the_other_way_of_drafting_is_tried():
-    """Otherwise one that looked bad in a slow moment is never seen again."""
-    planner = AutoPlanner(SSDConfig(), 1, 1000, sampled=True)
-    close, far = {(2, 0): 9.0, (3, 4): 10.0, (4, 8): 8.0}, {(2, 0): 5.0, (3, 4): 10.0}
-    assert [planner._to_try((3, 4), close) for _ in range(4)] == [(2, 0), (3, 4)] * 2
-    assert [planner._to_try((3, 4), far) for _ in range(2)] == [(3, 4)] * 2  # the mutant: out of the question
-    assert planner._to_try((2, 0), {(2, 0): 9.0}) == (2, 0)  # there is no other way
 
 
 def test_rounds_are_compared_with_what_is_known_now_at_the_pace_they_had():
@@ -306,18 +247,6 @@ def test_rounds_are_compared_with_what_is_known_now_at_the_pace_they_had():
     assert corrected(slower=1.0, pace=1.0) == pytest.approx(1.0, abs=0.01)
     assert corrected(slower=1.5, pace=1.5) == pytest.approx(1.0, abs=0.02)
     assert corrected(slower=1.5, pace=1.0) > 1.3  # the mutant: the pace is not known
-
-
-def test_a_look_at_plain_decoding_is_shorter_where_rounds_are_long(monkeypatch):
-    def length():
-        planner = AutoPlanner(SSDConfig(), 1, 1000, sampled=True)
-        planner.measured.plain.observe(0.06)
-        planner._look_at_rest()
-        return planner.replan_at - planner.rounds
-
-    assert length() == 5
-    monkeypatch.setattr("hf_ssd.speculation.auto_planner.SECONDS_OF_A_LOOK", 1.0)  # the mutant
-    assert length() == 8
 
 
 def rounds_of(planner, accepted, count=1, seconds=0.1):
@@ -340,7 +269,7 @@ def test_predictions_are_for_the_rows_that_are_not_finished():
     measured.live = 4
     rounds_of(planner, [1, -1, -1, -1])
     assert measured.live == 1
-    assert planner.replan_at <= planner.rounds  # the plan was not for so few
+    assert planner.agenda.due <= planner.rounds  # the plan was not for so few
     planner.begin()
     assert measured.live == 4
 
@@ -366,7 +295,7 @@ def test_a_call_does_not_begin_with_the_plan_for_the_last_rows_of_the_one_before
     def is_planned_anew():
         planner = AutoPlanner(SSDConfig(), 4, 1000, sampled=False)
         rounds_of(planner, [1] * 4, count=60)
-        planner.next = planner._try((16, 2))
+        planner.next = planner.agenda._try((16, 2))
         rounds_of(planner, [1, -1, -1, -1])
         assert planner.plan().lookahead == 16
         planned_for = []
@@ -408,19 +337,19 @@ def test_a_new_plan_waits_for_a_moment_in_which_there_is_nothing_to_do():
     class Counted(AutoPlanner):
         def _replan(self):
             made.append(self.rounds)
-            self.replan_at = self.rounds + 99
+            self.agenda.due = self.rounds + 99
             return 4, 8
 
     planner = Counted(SSDConfig(), 1, 1000, sampled=False)
     rounds_of(planner, [2], count=len(EXPLORED) + 1)
     made.clear()
-    due = planner.replan_at = planner.rounds + 3
+    due = planner.agenda.due = planner.rounds + 3
     rounds_of(planner, [2], count=3 + PATIENCE)
     assert not made
     planner.plan()
     assert made == [due + PATIENCE]  # it was not asked to think
 
-    due = planner.replan_at = planner.rounds + 3
+    due = planner.agenda.due = planner.rounds + 3
     for _ in range(6):
         rounds_of(planner, [2])
         planner.think()
@@ -512,7 +441,7 @@ def test_what_uneven_rows_cost_is_paid_back_too(counts_it, monkeypatch):
             row = number % 3 if number < 40 else 0  # in the end, the first row is always the lucky one
             counts = accepted[row:] + accepted[:row]
             planner.observe(Round(2, counts, [True] * 3, ["prepared"] * 3, [0] * 3, 0.04, 2, 0.15))
-        return planner.rests.owed
+        return planner.agenda.rests.owed
 
     assert (owed([2, 1, 0]) > 1.1 * owed([1, 1, 1])) == counts_it
 
@@ -619,11 +548,11 @@ def test_what_is_new_or_looked_at_is_learned_at_once():
     assert planner.patience == 0
     World(0.8).run(planner, rounds=SLOW_AT_FIRST - 1)
     assert planner.patience == 0
-    while planner.patience == 0 or planner.replan_at == planner.looks_until:
+    while planner.patience == 0 or planner.agenda.is_look:
         World(0.8).run(planner, rounds=1)
-    assert planner.patience == planner.replan_at + PATIENCE - planner.rounds
-    planner.looks_until = planner.replan_at
-    assert planner.patience == max(0, planner.replan_at - planner.rounds)  # its end does not wait
+    assert planner.patience == planner.agenda.due + PATIENCE - planner.rounds
+    planner.agenda.looks_until = planner.agenda.due
+    assert planner.patience == max(0, planner.agenda.due - planner.rounds)  # its end does not wait
     for lookahead, budget in ((0, 0), (3, 0)):
         planner.current = planner._plan_of(lookahead, budget)
         assert planner.patience == 0  # there is time
