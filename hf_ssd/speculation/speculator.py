@@ -248,6 +248,7 @@ class Speculator:
         if self.lesson is not None:
             self.lesson.round.hits = hits
             self.lessons.add(self.lesson)
+            self.lesson = None
         self.sources = [PREPARED if hit else source for hit in hits]
         self.prepared, self.forks = None, None
         self.drafted = tokens.to(self.device)
