@@ -4,7 +4,9 @@
     python examples/sweep.py --target folder/target --draft folder/draft --dtype bfloat16 --temperature 1 --batch-size 8
 
 The target has the same device in all rows, SSD has one more for the draft. All settings are run in turn, again and
-again, and each is compared with the planner within one turn: what else the machine does falls on all of them alike.
+again, and each is compared with the planner within one turn: what else the machine does falls on all of them alike. The
+order is another one in each turn, because a core is slower for a while after it had nothing to do: who always came
+after plain decoding would have a draft that has slept.
 
 Of a dozen settings that are equally good, one looks better than the others by chance: just then the machine was
 quicker, or this text has its surprises where that setting's speculations end. So each turn has another text, as far as
@@ -16,6 +18,7 @@ and not a setting that the planner could pick.
 import argparse
 import contextlib
 import json
+import random
 import statistics
 import time
 from pathlib import Path
@@ -55,6 +58,11 @@ def settings_of(args) -> dict[str, dict | None]:
     return {PLAIN: None, AUTO: {}, **fixed, **in_turn, **here}
 
 
+def in_turn_order(settings: dict[str, dict | None], turn: int) -> list[tuple[str, dict | None]]:
+    """The settings in an order of this turn's own."""
+    return random.Random(turn).sample(list(settings.items()), len(settings))
+
+
 def measure(args, target, draft, assistant, batches) -> dict[str, list[dict]]:
     """Returns what each setting did in each turn but the first ones, which warm up."""
     options = {"max_new_tokens": args.new_tokens, "min_new_tokens": args.new_tokens, "return_dict_in_generate": True}
@@ -64,7 +72,7 @@ def measure(args, target, draft, assistant, batches) -> dict[str, list[dict]]:
     runs = {name: [] for name in settings}
     for turn in tqdm(range(args.warm_up + args.repeats), desc="measuring", unit="turn"):
         inputs = batches[turn % len(batches)]
-        for name, chosen in settings.items():
+        for name, chosen in in_turn_order(settings, turn):
             set_seed(turn)
             method = {}
             if chosen is not None:

@@ -46,6 +46,17 @@ def test_the_best_setting_is_not_one_that_was_lucky():
     assert abs(statistics.mean(found) - 1) < 0.02 and statistics.mean(lucky) < 0.95
 
 
+def test_no_setting_always_comes_after_the_same_one():
+    sys.path.insert(0, str(ROOT / "examples"))
+    sweep, settings = importlib.import_module("sweep"), dict.fromkeys("abcdef", {})
+    orders = ["".join(name for name, _ in sweep.in_turn_order(settings, turn)) for turn in range(20)]
+    assert all(sorted(order) == list("abcdef") for order in orders)
+    assert orders[3] == "".join(name for name, _ in sweep.in_turn_order(settings, 3))  # a sweep can be repeated
+    for name in settings:
+        before = {order[order.index(name) - 1] if order[0] != name else "" for order in orders}
+        assert len(before) > 3  # the mutant, always the same order: 1
+
+
 def test_profile_round():
     done = run(
         "profile_round.py", "--layered", "tiny", "--agreement", 0.8, "--lookahead", 2, "--budget", 4, "--new-tokens", 30
