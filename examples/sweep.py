@@ -58,7 +58,7 @@ def settings_of(args) -> dict[str, dict | None]:
     return {PLAIN: None, AUTO: {}, **fixed, **in_turn, **here}
 
 
-def in_turn_order(settings: dict[str, dict | None], turn: int) -> list[tuple[str, dict | None]]:
+def order_of(settings: dict[str, dict | None], turn: int) -> list[tuple[str, dict | None]]:
     """The settings in an order of this turn's own."""
     return random.Random(turn).sample(list(settings.items()), len(settings))
 
@@ -72,7 +72,7 @@ def measure(args, target, draft, assistant, batches) -> dict[str, list[dict]]:
     runs = {name: [] for name in settings}
     for turn in tqdm(range(args.warm_up + args.repeats), desc="measuring", unit="turn"):
         inputs = batches[turn % len(batches)]
-        for name, chosen in in_turn_order(settings, turn):
+        for name, chosen in order_of(settings, turn):
             set_seed(turn)
             method = {}
             if chosen is not None:

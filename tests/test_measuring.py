@@ -49,9 +49,9 @@ def test_the_best_setting_is_not_one_that_was_lucky():
 def test_no_setting_always_comes_after_the_same_one():
     sys.path.insert(0, str(ROOT / "examples"))
     sweep, settings = importlib.import_module("sweep"), dict.fromkeys("abcdef", {})
-    orders = ["".join(name for name, _ in sweep.in_turn_order(settings, turn)) for turn in range(20)]
+    orders = ["".join(name for name, _ in sweep.order_of(settings, turn)) for turn in range(20)]
     assert all(sorted(order) == list("abcdef") for order in orders)
-    assert orders[3] == "".join(name for name, _ in sweep.in_turn_order(settings, 3))  # a sweep can be repeated
+    assert orders[3] == "".join(name for name, _ in sweep.order_of(settings, 3))  # a sweep can be repeated
     for name in settings:
         before = {order[order.index(name) - 1] if order[0] != name else "" for order in orders}
         assert len(before) > 3  # the mutant, always the same order: 1

@@ -101,11 +101,17 @@ def test_what_is_known_by_a_repeatable_planner_does_not_depend_on_whether_there_
     assert (known[0] == known[1]) == is_repeatable
 
 
-def test_what_ngrams_would_have_given_is_seen_as_it_was_then():
-    """However late it is learned, of the text that there was when the row missed."""
+@pytest.mark.parametrize("as_it_was", [True, False])  # the second is the mutant: the text that there is by now
+def test_what_ngrams_would_have_given_is_seen_as_it_was_then(as_it_was):
+    """However late it is learned, of the text that there was when the row missed: it repeats itself at first only."""
     told = []
-    for patience in (0, 2 * ROUNDS_PER_LESSON_OF_MISSES):
+    for patience in (0, 2 * ROUNDS_PER_LESSON_OF_MISSES + 1):
         lessons = lessons_of(Pupil(patience))
+        lessons.trunk.ids[:, 20:] = torch.arange(100, 160)
         rounds(lessons, 2 * ROUNDS_PER_LESSON_OF_MISSES)
+        for lesson in lessons.waiting if not as_it_was else []:
+            lesson.lengths = [n - 2 for n in lessons.trunk.lengths]
+        lessons.teach()
         told.append([what for what in lessons.planner.told if isinstance(what, tuple)])
-    assert told[0] == told[1] == [("ngram", 3)] * 2  # the text repeats itself: both tokens and one more
+    assert told[0] == [("ngram", 3), ("ngram", 1)]  # both tokens and one more; only one
+    assert (told[0] == told[1]) == as_it_was
