@@ -130,12 +130,13 @@ def _process_together(
     if kind in STATELESS:
         return processor(None, scores)
     if kind in ENOUGH:
-        enough = ENOUGH[kind](processor)
-        lacking = lengths.flatten()[:, None] < enough
-        if not lacking.any():
+        enough, (shortest, longest) = ENOUGH[kind](processor), lengths.aminmax()
+        if shortest >= enough:
             return scores
         too_short = processor(lengths.new_zeros(1, enough - 1), scores)  # it reads no token
-        return too_short if lacking.all() else torch.where(lacking.to(scores.device), too_short, scores)
+        if longest < enough:
+            return too_short
+        return torch.where((lengths.flatten()[:, None] < enough).to(scores.device), too_short, scores)
     if kind is RepetitionPenaltyLogitsProcessor and not isinstance(processor.prompt_ignore_length, int):
         columns, padding = torch.arange(histories.shape[-1], device=histories.device), processor.prompt_ignore_length
         if padding is not None:

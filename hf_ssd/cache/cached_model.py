@@ -74,12 +74,14 @@ class CachedModel:
         """
         tokens, lengths, count = self.computed(tokens), self.computed(lengths), tokens.shape[1]
         width = self.columns_seen(max(lengths) + count, count)
-        columns = torch.tensor(lengths, device=self.device)[:, None] + torch.arange(count, device=self.device)
-        if min(lengths) == max(lengths):
+        are_even = min(lengths) == max(lengths)
+        if are_even:
+            columns = torch.arange(lengths[0], lengths[0] + count, device=self.device).expand(len(lengths), -1)
             self.cache.place(slice(lengths[0], lengths[0] + count), width)
         else:
+            columns = torch.tensor(lengths, device=self.device)[:, None] + torch.arange(count, device=self.device)
             self.cache.place(columns, width)
-        needs_none = count == 1 and self.needs_no_mask_for_one and min(lengths) == max(lengths)
+        needs_none = count == 1 and self.needs_no_mask_for_one and are_even
         if self.reads_2d_masks or (needs_none and self.cache.window is None):
             mask = None  # nothing is hidden, and the causal rule is the kernel's own
         else:
@@ -121,11 +123,10 @@ class CachedModel:
 
     def forward(self, tokens, positions, mask, logits_to_keep=None) -> torch.Tensor:
         """Takes what is of the rows that are computed, and returns logits of all rows."""
-        if self.position_limit is not None:
-            positions = positions.clamp(max=self.position_limit - 1)
+        last = None if self.position_limit is None else self.position_limit - 1
         inputs = {
             "input_ids": tokens,
-            "position_ids": positions.clamp(min=0),
+            "position_ids": positions.clamp(min=0, max=last),
             "attention_mask": mask,
             "past_key_values": self.cache,
             "use_cache": True,

@@ -4,6 +4,7 @@ import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 WINDOW_STEP = 64  # columns by which a window grows
+ROOM, ROOM_SHARE = 32, 1 / 8  # columns to spare behind those in use: at least so many, and this share of them
 
 
 class RaggedLayer(DynamicLayer):
@@ -11,7 +12,8 @@ class RaggedLayer(DynamicLayer):
     One layer of a [`RaggedCache`]. Keys and values have room to spare, of shape
     `(batch_size, num_heads, capacity, head_dim)`; the model sees the first columns as a view, never a copy.
 
-    Room that holds nothing yet holds zeros: a masked column must still be a finite number.
+    There is little room to spare, because it stands between the rows: the farther they are apart, the longer a
+    processor takes to read them. What holds nothing yet holds zeros: a masked column must still be a finite number.
     """
 
     def __init__(self, cache: "RaggedCache"):
@@ -68,7 +70,7 @@ class RaggedLayer(DynamicLayer):
         capacity = self.keys.shape[2]
         if width <= capacity:
             return
-        extra = max(width, capacity + capacity // 2, self.cache.capacity) - capacity
+        extra = width + max(ROOM, int(ROOM_SHARE * width)) - capacity
         for name in ("keys", "values"):
             storage = getattr(self, name)
             room = storage.new_zeros((*storage.shape[:2], extra, storage.shape[3]))
@@ -97,9 +99,6 @@ class RaggedCache(DynamicCache):
     Rows that are finished can be left out of all further forward passes. They change places with others, so that those
     which remain stand together and the model sees a view still.
 
-    Args:
-        capacity (`int`, *optional*, defaults to 256): Columns to allocate at first. More are added when needed.
-
     Attributes:
         rows (`list[int]`, *optional*): The rows that forward passes compute, in the order in which they stand; all of
             them by default.
@@ -107,9 +106,8 @@ class RaggedCache(DynamicCache):
             nothing they do depends on a number that changes each time, as [`~hf_ssd.cache.compiled`] needs it.
     """
 
-    def __init__(self, capacity: int = 256):
+    def __init__(self):
         Cache.__init__(self, layers=[])
-        self.capacity = capacity
         self.rows: list[int] | None = None
         self.left_out: list[int] = []  # the rows that stand behind those
         self.window: int | None = None
@@ -194,9 +192,9 @@ class RaggedCache(DynamicCache):
         return self.layers[layer_idx].update(key_states, value_states)
 
     @classmethod
-    def from_cache(cls, cache: Cache, capacity: int = 256) -> "RaggedCache":
+    def from_cache(cls, cache: Cache) -> "RaggedCache":
         """Copies a cache of transformers. The columns that a sliding layer dropped come back as zeros."""
-        ragged = cls(capacity=capacity)
+        ragged = cls()
         for index, layer in enumerate(cache.layers):
             if not layer.is_initialized:
                 continue

@@ -159,9 +159,8 @@ def decode(
         stats.lookahead.append(drafted.shape[1])
 
         # 6. Verify: one forward pass over the last token and the drafted ones.
-        last = sequences.ids[range(batch_size), [length - 1 for length in sequences.lengths]]
         sequences.propose(drafted)
-        fed = torch.cat([last[:, None], drafted], dim=1).to(decoder.device)
+        fed = torch.cat([sequences.last[:, None], drafted], dim=1).to(decoder.device)
         logits = decoder.extend(fed, [length - 1 + columns_before_ids for length in sequences.lengths])
 
         # 7. What the tokens were drawn from is needed only now.
@@ -215,8 +214,7 @@ def prefill(model, input_ids, generation_config, model_kwargs) -> tuple[CachedMo
     """
     theirs: DynamicCache = model_kwargs["past_key_values"]
     columns = theirs.get_seq_length()
-    capacity = columns + input_ids.shape[1] + 256
-    cache = RaggedCache.from_cache(theirs, capacity) if columns else RaggedCache(capacity)
+    cache = RaggedCache.from_cache(theirs) if columns else RaggedCache()
     position_ids = model_kwargs.get("position_ids")
     mask = model_kwargs.get("attention_mask")
     with uncompiled(model):

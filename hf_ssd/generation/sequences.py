@@ -19,6 +19,7 @@ class Sequences:
         self.batch_size, self.prompt_length = input_ids.shape
         self.ids = torch.full((self.batch_size, self.prompt_length + 256), pad_token, device=input_ids.device)
         self.ids[:, : self.prompt_length] = input_ids
+        self.last = input_ids[:, -1]  # token of each row
         self.lengths = [self.prompt_length] * self.batch_size
         self.stops: list[int | None] = [None] * self.batch_size
         self.max_length = stopping_criteria.max_length
@@ -35,11 +36,8 @@ class Sequences:
         if max(self.lengths) + count >= self.ids.shape[1]:  # room for the bonus token as well
             room = self.ids.new_full((self.batch_size, max(count + 1, self.ids.shape[1] // 2)), self.pad_token)
             self.ids = torch.cat([self.ids, room], dim=1)
-        if min(self.lengths) == max(self.lengths):
-            self.ids[:, self.lengths[0] : self.lengths[0] + count] = tokens
-        else:
-            columns = torch.tensor(self.lengths, device=tokens.device)[:, None]
-            self.ids.scatter_(1, columns + torch.arange(count, device=tokens.device), tokens)
+        if count:
+            self._write(self.lengths, tokens)
 
     def accept(self, accepted: list[int], bonus: torch.LongTensor) -> list[list[int]]:
         """
@@ -52,17 +50,23 @@ class Sequences:
         Returns:
             `list[list[int]]`: The new tokens of each row.
         """
-        before = list(self.lengths)
-        last = [n + max(k, 0) for n, k in zip(before, accepted)]
-        if min(accepted) >= 0:
-            rows, columns = range(self.batch_size), last
-            self.ids[rows, columns] = bonus
-        else:
-            rows = [r for r, k in enumerate(accepted) if k >= 0]
-            self.ids[rows, [last[r] for r in rows]] = bonus[rows]
-        self.lengths = [end + 1 if k >= 0 else n for end, n, k in zip(last, before, accepted)]
+        before = self.lengths
+        self.lengths = [n + k + 1 if k >= 0 else n for n, k in zip(before, accepted)]
+        if min(accepted) < 0:
+            bonus = torch.where(torch.tensor(accepted, device=bonus.device) < 0, self.last, bonus)
+        self.last = bonus
+        self._write([length - 1 for length in self.lengths], bonus[:, None])
         new = self.ids[:, min(before) : max(self.lengths)].tolist()
         return [row[start - min(before) : stop - min(before)] for row, start, stop in zip(new, before, self.lengths)]
+
+    def _write(self, starts: list[int], tokens: torch.LongTensor) -> None:
+        """Writes tokens `(batch_size, count)` into each row, from a column of its own on."""
+        count = tokens.shape[1]
+        if min(starts) == max(starts):
+            self.ids.narrow(1, starts[0], count).copy_(tokens)
+        else:
+            columns = torch.tensor(starts, device=tokens.device)[:, None]
+            self.ids.scatter_(1, columns + torch.arange(count, device=tokens.device), tokens)
 
     def stop_where_plain_generation_would(self, new_tokens: list[list[int]], scores) -> None:
         """

@@ -43,7 +43,7 @@ class Trunk:
         self.ids = torch.zeros(len(prompts), width + 256, dtype=torch.long, device=self.device)
         for row, prompt in enumerate(prompts):
             self.ids[row, : len(prompt)] = prompt
-        cache = RaggedCache(capacity=width + 512)
+        cache = RaggedCache()
         if earlier is not None and len(earlier.lengths) == len(prompts):
             shared = [self._shared(earlier, row) for row in range(len(prompts))]
             if min(shared) >= WORTH_KEEPING:

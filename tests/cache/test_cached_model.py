@@ -17,6 +17,7 @@ def fresh_logits(model, tokens):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.usefixtures("no_room")
 @torch.inference_mode()
 def test_rows_of_different_lengths_equal_fresh_forward_passes(family):
     model = tiny_model(family)
@@ -25,7 +26,7 @@ def test_rows_of_different_lengths_equal_fresh_forward_passes(family):
     ids = torch.zeros(3, 12, dtype=torch.long)
     for i, row in enumerate(rows):
         ids[i, : len(row)] = row
-    decoder = CachedModel(model, RaggedCache(capacity=4))  # too small at first, so it grows
+    decoder = CachedModel(model, RaggedCache())
     decoder.extend(ids, [0, 0, 0])
     lengths = [len(row) for row in rows]
     for count, kept in [(5, [2, 5, 0]), (3, [3, 1, 2]), (4, [4, 4, 4])]:  # the rest is rejected and overwritten

@@ -46,7 +46,7 @@ def test_both_ways_of_compiling_are_noticed():
 def grow(model, steps=12):
     """Logits of rows that advance by different amounts, and of branches, for a text that outgrows several windows."""
     generator = torch.Generator().manual_seed(0)
-    decoder = CachedModel(model, RaggedCache(capacity=4))
+    decoder = CachedModel(model, RaggedCache())
     logits, lengths = [decoder.extend(torch.randint(2, 97, (2, 9), generator=generator), [0, 0])], [9, 7]
     for step in range(steps):
         count = (3, 20, 2, 9)[step % 4]
@@ -64,6 +64,7 @@ def grow(model, steps=12):
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma"])  # without and with windows that slide, and both
+@pytest.mark.usefixtures("no_room")
 @torch.inference_mode()
 def test_logits_are_the_same_and_nothing_is_compiled_again(family, compilations, monkeypatch):
     size = {} if family == "gemma" else {"num_hidden_layers": 1}

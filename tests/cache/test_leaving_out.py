@@ -16,12 +16,13 @@ ENDS = [(0, [False] * 4), (2, [False, True, False, False]), (4, [True, True, Fal
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.usefixtures("no_room")
 @torch.inference_mode()
 def test_what_remains_equals_fresh_forward_passes(family):
     model = tiny_model(family)
     generator = torch.Generator().manual_seed(0)
     rows = list(torch.randint(2, VOCAB, (4, 8), generator=generator))
-    decoder = CachedModel(model, RaggedCache(capacity=4))
+    decoder = CachedModel(model, RaggedCache())
     decoder.extend(torch.stack(rows), [0] * 4)
     for step in range(6):
         finished = next(now for since, now in reversed(ENDS) if since <= step)
