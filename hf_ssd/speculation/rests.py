@@ -1,7 +1,7 @@
 """How long plain decoding goes on before the draft is tried again."""
 
-FIRST_REST, LONGEST_REST, LONGEST_IF_FAR = 64, 512, 2048  # rounds, the last where drafting is not even close
-LOSS = 0.03  # seconds that trying the draft may cost for each second at rest
+FIRST_REST, LONGEST_REST, LONGEST_IF_FAR = 128, 512, 2048  # rounds, the last where drafting is not even close
+LOSS = 0.02  # seconds that trying the draft may cost for each second at rest
 
 
 class Rests:
