@@ -1,6 +1,7 @@
 """What a round of each plan is predicted to give and to take: the cost model of Theorem 7, with measured parts."""
 
 import math
+import operator
 
 from .. import theory
 from ..config import SSDConfig
@@ -9,6 +10,7 @@ from .measurements import LONGEST_LOOKAHEAD, Measurements
 
 LOOKAHEADS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, LONGEST_LOOKAHEAD)
 BUDGETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, LARGEST_BUDGET)
+TOO_LONG = 2  # lookaheads that look too long, before longer ones are left out: a round takes more than is predicted
 MOST_MEMORY = 2**29  # bytes for the distributions of prepared tokens
 
 
@@ -29,12 +31,21 @@ class Predictions:
         self.largest_product = MOST_MEMORY // (4 * measured.rows * vocab_size) if sampled else 10**9
 
     def of_all_plans(self) -> dict[tuple[int, int], tuple[float, float]]:
-        """Returns the predicted tokens and seconds of a round of the batch, by lookahead and budget."""
-        measured, hit_rates = self.measured, {}
+        """
+        Returns the predicted tokens and seconds of a round of the batch, by lookahead and budget, of all plans that may
+        be the fastest.
+        """
+        measured, hit_rates, in_turn_before, too_long = self.measured, {}, 0.0, 0
         rounds = {(0, 0): (measured.live, measured.plain_decoding())} if self.adapts_tokens else {}
         for lookahead in LOOKAHEADS if self.adapts_tokens else [self.config.lookahead]:
-            for budget, round_ in self.of_lookahead(lookahead, hit_rates).items():
-                rounds[lookahead, budget] = round_
+            of_these = self.of_lookahead(lookahead, hit_rates)
+            rounds |= {(lookahead, budget): round_ for budget, round_ in of_these.items()}
+            # So many tokens are not worth verifying even where they are ready, nor drafting in turn: nor are more.
+            tokens, seconds = of_these.get(0, (0.0, 1.0))
+            too_long += lookahead not in hit_rates and tokens / seconds <= in_turn_before
+            if too_long == TOO_LONG:
+                break
+            in_turn_before = tokens / seconds
         return rounds
 
     def largest_budget(self, lookahead: int) -> int:
@@ -96,10 +107,12 @@ class Predictions:
         Returns:
             Lookahead, expected tokens and seconds of the round that is worth most.
         """
-        seconds = [v + late + (k - ready) * step if k > ready else v + late for k, v in enumerate(verification)]
+        seconds = [v + late for v in verification]
+        for k in range(ready + 1, len(seconds)):
+            seconds[k] += (k - ready) * step
         best = len(tokens) - 1
         if self.adapts_tokens:
-            speeds = [gained / taken for gained, taken in zip(tokens, seconds)]
+            speeds = list(map(operator.truediv, tokens, seconds))
             best = speeds.index(max(speeds))
         return best, tokens[best], seconds[best]
 
