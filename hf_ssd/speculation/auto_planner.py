@@ -149,7 +149,7 @@ class AutoPlanner(Planner):
         return self.current
 
     def think(self):
-        # It takes two milliseconds, which are better not spent before the branches grow.
+        # It takes a millisecond, which is better not spent before the branches grow.
         if self.next is None and self.rounds >= max(self.agenda.due, len(EXPLORED)):
             self.next = self._replan()
 
