@@ -31,7 +31,7 @@ def measured(config, acceptance, verification, per_token, step, per_branch, cont
     st.tuples(SECONDS, st.floats(1e-5, 1e-2), SECONDS, st.floats(1e-6, 1e-3), st.floats(1.0, 2.0)),
 )
 @example(False, [0.9] * LONGEST_LOOKAHEAD, (0.1, 1e-5, 0.01, 1e-6, 1.0))
-@example(True, [0.8] * LONGEST_LOOKAHEAD, (0.1, 1e-5, 0.02, 1e-6, 1.0))  # best with 3 in turn, and with 5 ahead
+@example(True, [0.8] * LONGEST_LOOKAHEAD, (0.1, 1e-5, 0.02, 1e-6, 1.0))  # best with 4 in turn, and with 5 ahead
 def test_no_plan_that_is_left_out_would_be_faster(asynchronous, acceptance, costs):
     config = SSDConfig(asynchronous=asynchronous)
     predictions = Predictions(config, measured(config, acceptance, *costs), 1000, sampled=True, drafts=1)
