@@ -1,7 +1,6 @@
 """What a round of each plan is predicted to give and to take: the cost model of Theorem 7, with measured parts."""
 
 import math
-import operator
 
 from .. import theory
 from ..config import SSDConfig
@@ -107,12 +106,10 @@ class Predictions:
         Returns:
             Lookahead, expected tokens and seconds of the round that is worth most.
         """
-        seconds = [v + late for v in verification]
-        for k in range(ready + 1, len(seconds)):
-            seconds[k] += (k - ready) * step
+        seconds = [v + late + (k - ready) * step if k > ready else v + late for k, v in enumerate(verification)]
         best = len(tokens) - 1
         if self.adapts_tokens:
-            speeds = list(map(operator.truediv, tokens, seconds))
+            speeds = [gained / taken for gained, taken in zip(tokens, seconds)]
             best = speeds.index(max(speeds))
         return best, tokens[best], seconds[best]
 
