@@ -10,14 +10,15 @@ after plain decoding would have a draft that has slept.
 
 Of a dozen settings that are equally good, one looks better than the others by chance: just then the machine was
 quicker, or this text has its surprises where that setting's speculations end. So each turn has another text, as far as
-there are prompts; the best setting is picked by half of the turns, and the planner compared with it in the other half.
-Drafting in turn in the target's own process, where no message has to travel, is measured too; it is another way to run,
-and not a setting that the planner could pick.
+there are prompts; and the best settings are picked in some turns, and the planner compared with them in others, which
+are more, as there is less to measure. Drafting in turn in the target's own process, where no message has to travel, is
+measured too; it is another way to run, and not a setting that the planner could pick.
 """
 
 import argparse
 import contextlib
 import json
+import math
 import random
 import statistics
 import time
@@ -37,14 +38,18 @@ PLAIN, AUTO, OWN_PROCESS = "plain generate", "planned", ", here"
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add_pair_and_work(parser)
-    parser.add_argument("--repeats", type=int, default=6, help="turns, an even number")
-    parser.add_argument("--warm-up", type=int, default=1, help="turns before those, in which the planner learns")
+    parser.add_argument("--warm-up", type=int, default=1, help="first turns, in which the planner learns")
+    parser.add_argument("--repeats", type=int, default=4, help="turns of all settings, which pick the best ones")
+    parser.add_argument("--comparisons", type=int, default=12, help="turns of the planner and those")
+    parser.add_argument("--finalists", type=int, default=2, help="how many are the best ones")
     parser.add_argument("--lookaheads", type=int, nargs="+", default=[2, 3, 4, 6])
     parser.add_argument("--budgets", type=int, nargs="+", default=[4, 12])
     parser.add_argument("--output", help="JSON file for the figures")
     args = parser.parse_args()
-    if args.repeats < 2:
-        parser.error("--repeats must be at least 2: half of the turns pick the best setting, the others compare")
+    if args.repeats < 1 or args.finalists < 1:
+        parser.error("--repeats and --finalists must be at least 1: without turns that pick settings there are none")
+    if args.comparisons < 2:
+        parser.error("--comparisons must be at least 2: one turn does not tell how much turns differ")
     if args.warm_up < 1:
         parser.error("--warm-up must be at least 1: the first turn of all is slow for reasons of its own")
     return args
@@ -63,14 +68,13 @@ def order_of(settings: dict[str, dict | None], turn: int) -> list[tuple[str, dic
     return random.Random(turn).sample(list(settings.items()), len(settings))
 
 
-def measure(args, target, draft, assistant, batches) -> dict[str, list[dict]]:
-    """Returns what each setting did in each turn but the first ones, which warm up."""
+def measure(args, target, draft, assistant, batches, settings, turns: range) -> dict[str, list[dict]]:
+    """Returns what each setting did in each turn but the first ones of all, which warm up."""
     options = {"max_new_tokens": args.new_tokens, "min_new_tokens": args.new_tokens, "return_dict_in_generate": True}
     options |= {"do_sample": True, "temperature": args.temperature, "top_k": 0} if args.temperature else {}
     options.setdefault("do_sample", False)
-    settings = settings_of(args)
     runs = {name: [] for name in settings}
-    for turn in tqdm(range(args.warm_up + args.repeats), desc="measuring", unit="turn"):
+    for turn in tqdm(turns, desc="measuring", unit="turn"):
         inputs = batches[turn % len(batches)]
         for name, chosen in order_of(settings, turn):
             set_seed(turn)
@@ -92,30 +96,33 @@ def measure(args, target, draft, assistant, batches) -> dict[str, list[dict]]:
     return runs
 
 
+def over_planned(runs: dict[str, list[dict]], name: str) -> list[float]:
+    """Returns a setting's speed over the planner's, for each turn, as logarithms."""
+    return [math.log(run["speed"] / auto["speed"]) for run, auto in zip(runs[name], runs[AUTO], strict=True)]
+
+
+def best_of(runs: dict[str, list[dict]], names: list[str], count: int) -> list[str]:
+    """Returns the fastest settings, the best one first."""
+    return sorted(names, key=lambda name: -statistics.fmean(over_planned(runs, name)))[:count]
+
+
+def share_of(runs: dict[str, list[dict]], name: str) -> tuple[float, float]:
+    """Returns the planner's speed over that of a setting: geometric mean of the turns, and its standard error."""
+    ratios = over_planned(runs, name)
+    share = math.exp(-statistics.fmean(ratios))
+    return share, share * statistics.stdev(ratios) / len(ratios) ** 0.5
+
+
 def table(runs: dict[str, list[dict]]) -> list[dict]:
-    """Returns a row for each setting, best first: medians, and its speed over the planner's within one turn."""
+    """Returns a row for each setting, best first: its speed over the planner's within one turn, and medians."""
     rows = []
-    for name, measured in runs.items():
-        ratios = [run["speed"] / auto["speed"] for run, auto in zip(measured, runs[AUTO])]
+    for name in best_of(runs, list(runs), len(runs)):
+        measured = runs[name]
         medians = {
             key: statistics.median(run[key] for run in measured) for key in measured[0] if measured[0][key] is not None
         }
-        rows.append({"setting": name, "over_planned": statistics.median(ratios), **medians})
-    return sorted(rows, key=lambda row: -row["over_planned"])
-
-
-def over_best(runs: dict[str, list[dict]], names: list[str]) -> tuple[float, list[str]]:
-    """Returns the planner's speed over that of the best of these settings, and which those were: one for each half."""
-    shares, best = [], []
-    for half in (0, 1):
-
-        def ratio(name: str, half: int) -> float:
-            pairs = list(zip(runs[name], runs[AUTO], strict=True))[half::2]
-            return statistics.median(run["speed"] / auto["speed"] for run, auto in pairs)
-
-        best.append(max(names, key=lambda name: ratio(name, half)))
-        shares.append(1 / ratio(best[-1], 1 - half))
-    return statistics.mean(shares), best
+        rows.append({"setting": name, "over_planned": math.exp(statistics.fmean(over_planned(runs, name))), **medians})
+    return rows
 
 
 def main() -> None:
@@ -124,8 +131,16 @@ def main() -> None:
     logging.disable_progress_bar()
     target, draft, tokenizer = load_pair(args)
     batches = batches_for(args, tokenizer, target)
+    settings = settings_of(args)
+    here = [name for name in settings if name.endswith(OWN_PROCESS)]
     with hf_ssd.launch_draft(draft) as assistant:
-        runs = measure(args, target, draft, assistant, batches)
+        start = args.warm_up + args.repeats
+        runs = measure(args, target, draft, assistant, batches, settings, range(start))
+        best = best_of(runs, [name for name in settings if name != AUTO and name not in here], args.finalists)
+        best_here = best_of(runs, here, 1)
+        chosen = {name: settings[name] for name in (AUTO, *dict.fromkeys([PLAIN, *best, *best_here]))}
+        turns = range(start, start + args.comparisons)
+        compared = measure(args, target, draft, assistant, batches, chosen, turns)
     rows = table(runs)
     print(f"temperature {args.temperature:g}, batch size {args.batch_size}, {args.new_tokens} new tokens")
     print(f"{'setting':<26} {'over planned':>12} {'tokens/s':>9} {'tokens/round':>13} {'hit rate':>9} {'wait':>6}")
@@ -136,16 +151,16 @@ def main() -> None:
             f"{row['setting']:<26} {row['over_planned']:>12.3f} {row['speed']:>9.1f} "
             f"{texts[0]:>13} {texts[1]:>9} {texts[2]:>6}"
         )
-    here = [name for name in runs if name.endswith(OWN_PROCESS)]
-    settings = [name for name in runs if name != AUTO and name not in here]
-    for names, what in (
-        (settings, "the best setting"),
-        (here, "drafting in turn in the target's process, at its best"),
-    ):
-        share, best = over_best(runs, names)
-        print(f"the planner reaches {share:.3f} of {what}: {' or '.join(dict.fromkeys(best))}")
+    print(f"the {len(best)} best of these {args.repeats} turns, compared in {args.comparisons} others:")
+    comparison = []
+    for name in list(chosen)[1:]:
+        share, error = share_of(compared, name)
+        comparison.append({"setting": name, "share": share, "error": error, "is_finalist": name in best})
+        what = "" if name in best else " (the best of its kind)" if name in best_here else " (not one of them)"
+        print(f"the planner reaches {share:.3f} +- {error:.3f} of {name}{what}")
     if args.output:
-        Path(args.output).write_text(json.dumps({"arguments": vars(args), "rows": rows}, indent=2) + "\n")
+        figures = {"arguments": vars(args), "rows": rows, "comparison": comparison}
+        Path(args.output).write_text(json.dumps(figures, indent=2) + "\n")
 
 
 if __name__ == "__main__":

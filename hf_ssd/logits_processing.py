@@ -6,6 +6,9 @@ here each row has several positions, and rows differ in length. Warpers that loo
 a difference to them. The others are called once per length, with the batch they would see in plain generation.
 """
 
+import functools
+import math
+
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 from transformers.generation import logits_process
@@ -133,7 +136,7 @@ def _process_together(
         enough, (shortest, longest) = ENOUGH[kind](processor), lengths.aminmax()
         if shortest >= enough:
             return scores
-        too_short = processor(lengths.new_zeros(1, enough - 1), scores)  # it reads no token
+        too_short = scores.index_fill(-1, _ruled_out(processor, scores.shape[-1], scores.device), -math.inf)
         if longest < enough:
             return too_short
         return torch.where((lengths.flatten()[:, None] < enough).to(scores.device), too_short, scores)
@@ -147,3 +150,10 @@ def _process_together(
         repeated = torch.where(columns <= last, histories, histories.gather(-1, last))
         return RepetitionPenaltyLogitsProcessor(processor.penalty)(repeated.flatten(0, -2), scores)
     return None
+
+
+@functools.lru_cache(maxsize=8)
+def _ruled_out(processor: LogitsProcessor, vocab_size: int, device: torch.device) -> torch.LongTensor:
+    """Returns the tokens that a processor of [`ENOUGH`] forbids where there are too few before, of shape `(n,)`."""
+    too_few = torch.zeros(1, ENOUGH[type(processor)](processor) - 1, dtype=torch.long, device=device)
+    return processor(too_few, torch.zeros(1, vocab_size, device=device))[0].isneginf().nonzero()[:, 0]

@@ -20,30 +20,43 @@ def run(program, *arguments):
 def test_sweep(tmp_path):
     figures = tmp_path / "sweep.json"
     done = run(
-        "sweep.py", "--new-tokens", 12, "--repeats", 2, "--lookaheads", 2, "--budgets", 4, "--output", figures
+        "sweep.py", "--new-tokens", 12, "--repeats", 1, "--comparisons", 2, "--finalists", 1, "--lookaheads", 2,
+        "--budgets", 4, "--output", figures,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    settings = {row["setting"] for row in json.loads(figures.read_text())["rows"]}
-    in_turn = {"lookahead 2, in turn", "lookahead 2, in turn, here"}
-    assert settings == {"plain generate", "planned", "lookahead 2, budget 4"} | in_turn
-    assert re.search(r"the planner reaches [\d.]+ of the best setting: ", done.stdout)
-    assert run("sweep.py", "--repeats", 1).returncode == 2
-    assert run("sweep.py", "--warm-up", 0).returncode == 2
+    figures = json.loads(figures.read_text())
+    in_turn_here = "lookahead 2, in turn, here"
+    in_turn = {"lookahead 2, in turn", in_turn_here}
+    assert {row["setting"] for row in figures["rows"]} == {
+        "plain generate",
+        "planned",
+        "lookahead 2, budget 4",
+    } | in_turn
+    finalist = next(row["setting"] for row in figures["rows"] if row["setting"] not in ("planned", in_turn_here))
+    compared = {row["setting"]: row["is_finalist"] for row in figures["comparison"]}
+    assert compared == {"plain generate": False, in_turn_here: False} | {finalist: True}
+    assert len(re.findall(r"the planner reaches [\d.]+ \+- [\d.]+ of ", done.stdout)) == len(compared)
+    for option, too_few in (("--repeats", 0), ("--warm-up", 0), ("--comparisons", 1), ("--finalists", 0)):
+        assert run("sweep.py", option, too_few).returncode == 2
 
 
 def test_the_best_setting_is_not_one_that_was_lucky():
-    """Of settings that differ by chance none is better than the planner. The mutant picks and compares at once."""
+    """Of settings that differ by chance none is better than the planner. The mutant compares in the turns that pick."""
     sys.path.insert(0, str(ROOT / "examples"))
     sweep, chance = importlib.import_module("sweep"), random.Random(0)
-    found, lucky = [], []
+    found, lucky, beyond = [], [], 0
+    names = [sweep.AUTO, *map(str, range(12))]
     for _ in range(200):
-        names = [sweep.AUTO, *map(str, range(12))]
-        runs = {name: [{"speed": chance.gauss(1.0, 0.1)} for _ in range(6)] for name in names}
-        share, _ = sweep.over_best(runs, names[1:])
+        picks, others = (
+            {name: [{"speed": chance.gauss(1.0, 0.1)} for _ in range(6)] for name in names} for _ in range(2)
+        )
+        [best] = sweep.best_of(picks, names[1:], 1)
+        share, error = sweep.share_of(others, best)
         found.append(share)
-        twice = {name: [run for run in measured for _ in (0, 1)] for name, measured in runs.items()}  # equal halves
-        lucky.append(sweep.over_best(twice, names[1:])[0])
+        beyond += abs(share - 1) > 2.57 * error  # of six turns, by Student's distribution, in 5 of 100 sweeps
+        lucky.append(sweep.share_of(picks, best)[0])
     assert abs(statistics.mean(found) - 1) < 0.02 and statistics.mean(lucky) < 0.95
+    assert 2 <= beyond <= 22
 
 
 def test_no_setting_always_comes_after_the_same_one():

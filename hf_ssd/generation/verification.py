@@ -7,6 +7,8 @@ as p, so it does not matter how a speculation came about.
 
 import torch
 
+from ..argmax import argmax
+
 
 def accepted_counts(accept: torch.BoolTensor) -> torch.LongTensor:
     """
@@ -33,7 +35,7 @@ def verify_greedy(scores: torch.Tensor, drafted: torch.LongTensor) -> tuple[torc
     Returns:
         The outcome of each row, two `torch.LongTensor` of shape `(batch_size,)`: accepted count and bonus token.
     """
-    choice = scores.argmax(dim=-1)
+    choice = argmax(scores)
     accepted = accepted_counts(choice[:, :-1] == drafted)
     return accepted, choice.gather(1, accepted[:, None]).squeeze(1)
 

@@ -174,15 +174,23 @@ class AutoPlanner(Planner):
         """Returns lookahead and budget for the next rounds."""
         self._correct()
         predicted = self.predictions.of_all_plans()
-        speeds = {plan: tokens / (seconds * self.corrections(plan)) for plan, (tokens, seconds) in predicted.items()}
+        lasting = {lookahead: self._lasting(lookahead) for lookahead, _ in predicted}
+        speeds = {
+            plan: tokens / (seconds * self.corrections(plan) * lasting[plan[0]])
+            for plan, (tokens, seconds) in predicted.items()
+        }
         resting = speeds.pop((0, 0), 0.0)
-        if self.measured.live == self.rows:
-            lookahead, _ = max(speeds, key=speeds.get)
-            resting *= self.row_lengths.drafting_over_rest(self.measured.expected_tokens(lookahead))
         plan = self.agenda.next((self.current.lookahead, self.current.budget), speeds, resting)
         if self.compares_backups and plan[1]:
             self._choose_fallback(plan[0])
         return plan
+
+    def _lasting(self, lookahead: int) -> float:
+        """By how much a call lasts longer than rounds of all rows tell, because its rows do not advance alike."""
+        if self.rows == 1 or self.measured.live < self.rows:
+            return 1.0
+        expected, fixed_share = self.measured.expected_tokens(lookahead), self.measured.fixed_share(lookahead)
+        return self.row_lengths.drafting_over_rest(expected, fixed_share)
 
     def _correct(self) -> None:
         """Compares what rounds of the current plan took with what is predicted of them by what is known now."""

@@ -130,6 +130,12 @@ class Measurements:
         cost = first if first.observations else second
         return max(1e-6, cost(self._drafted(lookahead)) * self.paces[0] + self.transit.value)
 
+    def fixed_share(self, lookahead: int) -> float:
+        """How much of the time of a verification of all rows one would take of none."""
+        cost = self.verification_beside if self.verification_beside.observations else self.verification_alone
+        of_all = cost(lookahead)
+        return min(1.0, max(0.0, cost(-1) / of_all)) if of_all else 1.0
+
     def _drafted(self, lookahead: int) -> float:
         """The lookahead at which a verification of all rows has as many tokens as this one of those not finished."""
         return (lookahead + 1) * self.live / self.rows - 1

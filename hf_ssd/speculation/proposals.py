@@ -3,6 +3,7 @@
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 
+from ..argmax import argmax
 from ..logits_processing import needs_history, process_branches
 from .planner import Plan
 from .sampling import SpeculationNoise, draw, saguaro
@@ -57,15 +58,10 @@ class Proposals:
             `None` if the most likely ones were taken.
         """
         if self.noise is None:
-            return scores.argmax(-1), None
+            return argmax(scores), None
         fan_out = plan.fan_outs[min(depth, len(plan.fan_outs) - 1)]
         probabilities = saguaro(scores.softmax(-1), fan_out, plan.saguaro_c)
-        distinct = [sorted(set(row)) for row in starts]
-        width = max(map(len, distinct))
-        noise = self.noise.gather([row + row[-1:] * (width - len(row)) for row in distinct], depth)
-        index = torch.tensor([[row.index(n) for n in of] for row, of in zip(distinct, starts)], device=self.device)
-        noise = noise[torch.arange(len(starts), device=self.device)[:, None], index]
-        return draw(probabilities, noise), probabilities
+        return draw(probabilities, self.noise.gather(starts, depth)), probabilities
 
     def forget_before(self, starts: list[int]) -> None:
         """Drops what no later draft can need."""

@@ -13,7 +13,8 @@ class RowLengths:
     At rest all rows advance alike. With a draft they do not, and a call lasts as long as its slowest row: of `rows`
     times that are spread with a standard deviation `s` about their mean, the longest is about `1 + z s` times as long
     as the mean, with `z` the expected largest of so many normal deviates (Blom, 1958). Where lengths differ anyway,
-    because texts end by themselves, that matters less.
+    because texts end by themselves, that matters less; and so it does where a round takes less with every row that is
+    finished.
 
     Args:
         rows (`int`): Batch size.
@@ -45,10 +46,11 @@ class RowLengths:
         lengths = [self.lengths[row] for row in rows]
         return statistics.fmean(lengths) - min(lengths) if lengths else 0.0
 
-    def drafting_over_rest(self, expected: list[float]) -> float:
+    def drafting_over_rest(self, expected: list[float], fixed_share: float = 1.0) -> float:
         """
         Args:
             expected (`list[float]`): Expected tokens of a round with 0, 1, ... drafted tokens.
+            fixed_share (`float`, *optional*): How much of a round's time does not depend on how many rows there are.
 
         Returns:
             By how much a call lasts longer than rounds of all rows tell, in comparison with one without a draft.
@@ -58,4 +60,5 @@ class RowLengths:
         variance = sum((2 * n + 1) * chance for n, chance in enumerate(chances)) - mean**2
         of_rounds = variance / (mean * max(1.0, self.length.value))
         spread = self.spread.value
-        return (1 + self.deviates * (spread**2 + of_rounds) ** 0.5) / (1 + self.deviates * spread)
+        longest = (1 + self.deviates * (spread**2 + of_rounds) ** 0.5) / (1 + self.deviates * spread)
+        return 1 + fixed_share * (longest - 1)

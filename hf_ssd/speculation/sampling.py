@@ -3,6 +3,8 @@
 import numpy as np
 import torch
 
+from ..argmax import argmax
+
 
 def saguaro(probabilities: torch.Tensor, fan_out: int, c: float) -> torch.Tensor:
     """
@@ -71,9 +73,8 @@ class SpeculationNoise:
 
     def gather(self, starts: list[list[int]], depth: int) -> torch.Tensor:
         """Returns the noise of shape `(batch_size, count, vocab_size)` for `count` starts of each row."""
-        return torch.stack(
-            [torch.stack([self.at(row, start, depth) for start in row_of]) for row, row_of in enumerate(starts)]
-        )
+        noise = torch.stack([self.at(row, start, depth) for row, of_row in enumerate(starts) for start in of_row])
+        return noise.view(len(starts), -1, self.vocab_size)
 
     def forget_before(self, starts: list[int]) -> None:
         """Drops what no later draft can need: speculations that start before the given position of each row."""
@@ -94,4 +95,4 @@ def draw(probabilities: torch.Tensor, noise: torch.Tensor) -> torch.LongTensor:
     Returns:
         `torch.LongTensor` of shape `(...)`.
     """
-    return (probabilities / noise).argmax(dim=-1)
+    return argmax(probabilities / noise)
