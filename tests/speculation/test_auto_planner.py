@@ -291,6 +291,30 @@ def test_what_few_rows_take_says_nothing_of_how_long_all_take():
     assert after[0] > 2 * before[0] and after[1] != before[1]
 
 
+def test_plans_are_compared_by_how_long_calls_last(monkeypatch):
+    planner, given = AutoPlanner(SSDConfig(), 8, 1000, sampled=False), []
+    rounds_of(planner, [1, 2] * 4, count=60)
+    monkeypatch.setattr(planner.agenda, "next", lambda now, speeds, resting: given.append((speeds, resting)) or now)
+    lasting = {lookahead: planner._lasting(lookahead) for lookahead in (0, 1, 4, 8)}
+    assert 1.0 == lasting[0] < lasting[1] < lasting[4] < lasting[8]
+    planner._replan()
+    monkeypatch.setattr(AutoPlanner, "_lasting", lambda self, lookahead: 1.0)  # as if all rows advanced alike
+    planner._replan()
+    (counted, resting), (alike, as_before) = given
+    assert resting == as_before
+    for lookahead, budget in counted:
+        if lookahead in lasting:
+            assert alike[lookahead, budget] / counted[lookahead, budget] == pytest.approx(lasting[lookahead])
+
+
+def test_rows_that_remain_or_are_alone_need_not_keep_together():
+    for rows, accepted in ((1, [1]), (4, [1, -1, -1, -1])):
+        planner = AutoPlanner(SSDConfig(), rows, 1000, sampled=False)
+        rounds_of(planner, [1] * rows, count=60)
+        rounds_of(planner, accepted)
+        assert planner._lasting(4) == 1.0
+
+
 def test_a_call_does_not_begin_with_the_plan_for_the_last_rows_of_the_one_before(monkeypatch):
     def is_planned_anew():
         planner = AutoPlanner(SSDConfig(), 4, 1000, sampled=False)

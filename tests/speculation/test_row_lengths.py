@@ -17,26 +17,38 @@ def accepted(chance):
 
 
 def call(row_lengths, limits, chance):
-    """Drafts until each row has reached its limit, and returns how many rounds that took."""
+    """Drafts until each row has reached its limit, and returns how many rows were left in each round."""
     row_lengths.begin()
-    gained, rounds = [0] * len(limits), 0
+    gained, rounds = [0] * len(limits), []
     while any(n < limit for n, limit in zip(gained, limits)):
         counts = [accepted(chance) if n < limit else -1 for n, limit in zip(gained, limits)]
         gained = [n + k + 1 for n, k in zip(gained, counts)]
         row_lengths.observe(Round(LOOKAHEAD, counts, [True] * len(limits), ["prepared"] * len(limits)))
-        rounds += 1
+        rounds.append(sum(k >= 0 for k in counts))
     return rounds
 
 
 @pytest.mark.parametrize("rows", [1, 2, 8, 32])
 def test_calls_last_as_long_as_predicted(rows):
     chance, row_lengths = random.Random(0), RowLengths(rows)
-    rounds = statistics.mean(call(row_lengths, [160] * rows, chance) for _ in range(60))
+    rounds = statistics.mean(len(call(row_lengths, [160] * rows, chance)) for _ in range(60))
     alike = 160 / EXPECTED[-1]  # as if all rows advanced alike
     rounds -= 0.5  # they are whole, and the last one gives more than is needed
     assert rounds / alike == pytest.approx(row_lengths.drafting_over_rest(EXPECTED), rel=0.02)
     if rows > 2:
         assert rounds / alike > 1.05  # the mutant: as if they did
+
+
+@pytest.mark.parametrize("fixed_share", [0.0, 0.5])
+def test_it_matters_less_where_fewer_rows_take_less(fixed_share):
+    chance, row_lengths = random.Random(0), RowLengths(8)
+    calls = [call(row_lengths, [160] * 8, chance) for _ in range(60)]
+    seconds = statistics.mean(
+        fixed_share * (len(rounds) - 0.5) + (1 - fixed_share) * (sum(rounds) / 8 - 0.5) for rounds in calls
+    )
+    over_alike = seconds / (160 / EXPECTED[-1])
+    assert over_alike == pytest.approx(row_lengths.drafting_over_rest(EXPECTED, fixed_share), rel=0.02)
+    assert row_lengths.drafting_over_rest(EXPECTED) > over_alike + 0.03  # the mutant: as if they did not
 
 
 def test_it_matters_less_where_texts_end_by_themselves():
