@@ -61,7 +61,7 @@ class Measurements:
         live = [row for row, k in enumerate(round_.accepted) if k >= 0]
         self.live = len(live) or self.rows
         self.rounds += 1
-        self._observe_paces()
+        self._observe_paces(round_.elapsed or round_.seconds)
         if round_.seconds and round_.lookahead not in self.verified_lookaheads:
             self.verified_lookaheads.add(round_.lookahead)  # the first of a shape is slow for reasons of its own
         elif round_.seconds and not round_.lookahead and not round_.budget:
@@ -105,10 +105,10 @@ class Measurements:
         for cost in (self.verification_beside, self.verification_alone, self.branches, self.step, self.choosing):
             cost.fade(FADED)
 
-    def _observe_paces(self) -> None:
-        """A round went by."""
-        self.target_pace.advance()
-        self.draft_pace.advance()
+    def _observe_paces(self, seconds: float) -> None:
+        """A round went by, which took so long."""
+        self.target_pace.advance(seconds)
+        self.draft_pace.advance(seconds)
         # Each size by itself: the other way round, a cost that is taken to be too low would look like a slow moment.
         for what, durations in self.durations.items():
             self.draft_pace.observe(what, statistics.fmean(durations))

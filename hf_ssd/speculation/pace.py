@@ -6,7 +6,7 @@ from collections.abc import Hashable
 import numpy as np
 
 NOISE = 0.1  # standard deviation of the logarithm of one duration
-WANDERING, LASTING = 0.2, 64  # ... of the pace over a long time; rounds in which it forgets most of what it was
+WANDERING, LASTING = 0.2, 40.0  # ... of the pace over a long time; seconds in which it forgets most of what it was
 CHANGE = 0.003  # ... of how much what is particular to a kind changes from one round to the next
 MOST_KINDS = 32  # that are known at a time; the draft may feed any number of tokens after a rest
 SURPRISE = 4.0  # standard deviations beyond which a duration is a hiccup, and counts for no more than that
@@ -24,11 +24,11 @@ class Pace:
     def __init__(self):
         self.places: dict[Hashable, int] = {}  # of each kind, the last seen last; the pace comes first
         self.mean, self.covariance = np.zeros(1), np.full((1, 1), WANDERING**2)
-        self.rounds = 0  # that went by since then
+        self.rounds, self.seconds = 0, 0.0  # that went by since then
 
-    def advance(self) -> None:
-        """A round goes by."""
-        self.rounds += 1
+    def advance(self, seconds: float) -> None:
+        """A round goes by, which took so long."""
+        self.rounds, self.seconds = self.rounds + 1, self.seconds + seconds
 
     def observe(self, kind: Hashable, seconds: float) -> None:
         """
@@ -66,16 +66,16 @@ class Pace:
     def _catch_up(self) -> None:
         """Lets the pace go back towards usual, and what is known fade, for the rounds that went by."""
         if self.rounds:
-            kept = math.exp(-self.rounds / LASTING)
+            kept = math.exp(-self.seconds / LASTING)
             self.mean[0] *= kept
             self.covariance[0] *= kept
             self.covariance[:, 0] *= kept
             variances = self.covariance.ravel()[:: len(self.mean) + 1]  # a view of the diagonal
             variances += CHANGE**2 * self.rounds
             variances[0] += WANDERING**2 * (1 - kept**2) - CHANGE**2 * self.rounds
-            self.rounds = 0
+            self.rounds, self.seconds = 0, 0.0
 
     @property
     def factor(self) -> float:
         """By how much everything takes longer just now than usual."""
-        return math.exp(self.mean[0] * math.exp(-self.rounds / LASTING))
+        return math.exp(self.mean[0] * math.exp(-self.seconds / LASTING))

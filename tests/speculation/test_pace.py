@@ -5,7 +5,9 @@ import random
 
 import pytest
 
-from hf_ssd.speculation.pace import MOST_KINDS, Pace
+from hf_ssd.speculation.pace import LASTING, MOST_KINDS, Pace
+
+SECONDS = LASTING / 64  # of a round
 
 
 def slow_at_times(number):
@@ -17,7 +19,7 @@ def test_a_kind_that_was_seen_in_a_slow_moment_is_not_slow():
     for number in range(400):
         kind = "rare" if number % 80 in (70, 71, 72, 73) else "usual"  # always while the machine is slow
         seconds = (0.02 if kind == "rare" else 0.01) * slow_at_times(number) * math.exp(chance.gauss(0, 0.1))
-        pace.advance()
+        pace.advance(SECONDS)
         pace.observe(kind, seconds)
         if number > 100:
             even[kind].append(seconds / pace.factor)
@@ -34,7 +36,7 @@ def test_the_pace_follows_the_machine():
     pace = Pace()
     factors = []
     for number in range(240):
-        pace.advance()
+        pace.advance(SECONDS)
         pace.observe("usual", 0.01 * slow_at_times(number))
         factors.append(pace.factor)
     slow, quick = factors[50:60] + factors[130:140] + factors[210:220], factors[90:100] + factors[170:180]
@@ -45,10 +47,10 @@ def settled():
     """Returns a pace that has been usual for long, in the round after, and what it was."""
     pace = Pace()
     for _ in range(50):
-        pace.advance()
+        pace.advance(SECONDS)
         pace.observe("usual", 0.01)
     before = pace.factor
-    pace.advance()
+    pace.advance(SECONDS)
     return pace, before
 
 
@@ -62,7 +64,7 @@ def test_a_kind_never_seen_tells_nothing_of_the_pace():
     pace, before = settled()
     pace.observe("new", 10.0)
     assert pace.factor == pytest.approx(before, rel=0.02)
-    pace.advance()
+    pace.advance(SECONDS)
     pace.observe("usual", 10.0)  # the mutant: the same of a kind that is known
     assert pace.factor > 1.1 * before
 
@@ -73,11 +75,11 @@ def test_what_is_not_seen_goes_back_to_usual(monkeypatch):
     def after_a_rest():
         pace = Pace()
         for number in range(260):
-            pace.advance()
+            pace.advance(SECONDS)
             pace.observe("step", 0.01 * (1.5 if number >= 200 else 1.0))
         slow = pace.factor
         for _ in range(300):
-            pace.advance()
+            pace.advance(SECONDS)
         return slow, pace.factor
 
     slow, later = after_a_rest()
@@ -92,11 +94,11 @@ def test_rounds_may_go_by_unseen():
     at_once, one_by_one = Pace(), Pace()
     for pace in (at_once, one_by_one):
         for number in range(60):
-            pace.advance()
+            pace.advance(SECONDS)
             pace.observe("abc"[number % 3], 0.01 * (1.5 if number > 30 else 1.0))
     for _ in range(20):
-        at_once.advance()
-        one_by_one.advance()
+        at_once.advance(SECONDS)
+        one_by_one.advance(SECONDS)
         one_by_one._catch_up()
         assert at_once.factor == pytest.approx(one_by_one.factor)
     for pace in (at_once, one_by_one):
@@ -109,7 +111,7 @@ def test_only_so_many_kinds_are_known_and_the_last_seen_stay():
     pace, without = Pace(), Pace()
     for number in range(4 * MOST_KINDS):
         for one in (pace, without):
-            one.advance()
+            one.advance(SECONDS)
             one.observe("usual", 0.01 * (1.4 if number % 40 < 20 else 1.0))
         pace.observe(number, 0.01 * (number + 1))  # never seen again
     assert len(pace.places) == MOST_KINDS and len(pace.mean) == len(pace.covariance) == MOST_KINDS + 1
@@ -117,3 +119,18 @@ def test_only_so_many_kinds_are_known_and_the_last_seen_stay():
     assert pace.factor == pytest.approx(without.factor)
     level = [one.mean[one.places["usual"]] for one in (pace, without)]
     assert level[0] == pytest.approx(level[1])
+
+
+@pytest.mark.parametrize("seconds", [0.015, 15.0])
+def test_a_slow_spell_is_not_what_a_kind_takes(seconds):
+    """However many rounds it lasts: what counts is the time. The mutant: such long rounds that it is as good as over."""
+    chance, pace, seen = random.Random(0), Pace(), []
+    for number in range(600):
+        is_spell = number >= 300  # of 4.5 s, in which only one kind is seen
+        kind = "other" if number % 2 and not is_spell else "one"
+        duration = 0.01 * (1.4 if is_spell else 1.0) * math.exp(chance.gauss(0, 0.1))
+        pace.advance(seconds)
+        pace.observe(kind, duration)
+        if number >= 500:
+            seen.append(duration / pace.factor)
+    assert (sum(seen) / len(seen) < 1.15 * 0.01) == (seconds < 1)
