@@ -7,7 +7,7 @@ from ..config import SSDConfig
 from .agenda import EXPLORED, Agenda
 from .corrections import Corrections, kind_of
 from .ladder import Ladder
-from .measurements import USUAL, Measurements
+from .measurements import Measurements
 from .planner import PREPARED, FixedPlanner, Plan, Planner, first_fallback
 from .predictions import Predictions
 from .row_lengths import RowLengths
@@ -199,7 +199,7 @@ class AutoPlanner(Planner):
             lookaheads, elapsed, were_ready, *paces = zip(*self.spent)
             self.measured.paces = tuple(map(statistics.fmean, paces))
             rounds = self.predictions.of_lookahead(self.current.lookahead, {}, statistics.fmean(were_ready))
-            self.measured.paces = USUAL
+            self.measured.paces = None
         if self.current.budget in rounds:
             # Not what happened to be accepted, but what is to be expected of so many tokens; and what is to be
             # expected of as many hits as there were: chance is left out.

@@ -11,7 +11,6 @@ from .planner import BACKUPS, Round
 
 LONGEST_LOOKAHEAD = 16
 STALE, FADED = 24, 0.2  # rounds after which a measured time is old; what is left of what was measured at first
-USUAL = 1.0, 1.0  # paces of target and draft
 PRIOR_TESTS = 4  # drafted tokens that the prior acceptance rate counts for
 TESTS_BEFORE = 24  # drafted tokens that what is known of earlier texts counts for when a new one begins
 
@@ -37,7 +36,7 @@ class Measurements:
         self.verification_of_the_rest.like = self.verification_beside
         self.branches, self.step = LinearCost(0.02), LinearCost(0.02)
         self.target_pace, self.draft_pace = Pace(), Pace()
-        self.paces = USUAL  # for which estimates are made
+        self.paces: tuple[float, float] | None = None  # of both, for which estimates are made; their usual ones
         self.durations: dict[tuple[str, int], list[float]] = {}  # of this round, by what for how many tokens
         self.verified_lookaheads: set[int] = set()
         self.plain = Average(0.0, 0.0, memory=0.95)
@@ -67,7 +66,7 @@ class Measurements:
         elif round_.seconds and not round_.lookahead and not round_.budget:
             if self.live == self.rows:
                 self.target_pace.observe((False, 0), round_.seconds)
-                self.plain.observe(self.at_usual_pace(round_.seconds))
+                self.plain.observe(round_.seconds / self.target_pace.factor)
                 self.plain_at = self.rounds
         elif round_.seconds:
             cost = self.verification_beside if round_.budget else self.verification_alone
@@ -75,7 +74,7 @@ class Measurements:
                 cost = self.verification_of_the_rest
             else:
                 self.target_pace.observe((round_.budget > 0, round_.lookahead), round_.seconds)
-            cost.observe(self._drafted(round_.lookahead), self.at_usual_pace(round_.seconds))
+            cost.observe(self._drafted(round_.lookahead), round_.seconds / self.target_pace.factor)
             if round_.transit is not None:
                 self.transit.observe(min(round_.transit, round_.seconds))
         for row in live:
@@ -116,9 +115,17 @@ class Measurements:
 
     def at_usual_pace(self, seconds: float) -> float:
         """What the target took so long for just now, in seconds of a machine at its usual pace."""
-        return seconds / self.target_pace.factor
+        return seconds / self.target_pace.factor * self.target_pace.usual
 
     # ---------------------------------------------------------------- estimates
+
+    @property
+    def _target_pace(self) -> float:
+        return self.paces[0] if self.paces else self.target_pace.usual
+
+    @property
+    def _draft_pace(self) -> float:
+        return self.paces[1] if self.paces else self.draft_pace.usual
 
     def verification(self, lookahead: int, alone: bool) -> float:
         """Seconds from having a speculation to the next one's arrival, if it is ready: verification and messages."""
@@ -128,7 +135,7 @@ class Measurements:
         if self.live < self.rows:
             first, second = self.verification_of_the_rest, first if first.observations else second
         cost = first if first.observations else second
-        return max(1e-6, cost(self._drafted(lookahead)) * self.paces[0] + self.transit.value)
+        return max(1e-6, cost(self._drafted(lookahead)) * self._target_pace + self.transit.value)
 
     def fixed_share(self, lookahead: int) -> float:
         """How much of the time of a verification of all rows one would take of none."""
@@ -148,8 +155,8 @@ class Measurements:
         of_these = max(1e-6, self.verification(0, alone=True) - self.transit.value)
         if not self.plain.weight:
             return of_these
-        of_all = self.verification_alone(0) * self.paces[0]
-        return self.plain.value * self.paces[0] * (of_these / of_all if self.live < self.rows and of_all else 1.0)
+        of_all = self.verification_alone(0) * self._target_pace
+        return self.plain.value * self._target_pace * (of_these / of_all if self.live < self.rows and of_all else 1.0)
 
     @property
     def plain_is_old(self) -> bool:
@@ -159,11 +166,11 @@ class Measurements:
     def drafting(self, tokens: int, alone: bool) -> float:
         """Seconds of one forward pass of the draft: one token of each row in time, or one of each branch ahead."""
         first, second = (self.step, self.branches) if alone else (self.branches, self.step)
-        return max(1e-6, (first if first.observations else second)(tokens) * self.paces[1])
+        return max(1e-6, (first if first.observations else second)(tokens) * self._draft_pace)
 
     def choice(self, outcomes: int) -> float:
         """Seconds from an answer until so many outcomes for the next one are chosen."""
-        return max(0.0, self.choosing(outcomes) * self.paces[1])
+        return max(0.0, self.choosing(outcomes) * self._draft_pace)
 
     def acceptance(self, lookahead: int) -> list[float]:
         """Chance of acceptance by position; a position that was hardly tested looks like all of them together."""
