@@ -13,14 +13,14 @@ class LinearCost:
         relative_slope (`float`): The guess, in units of the fixed part.
         memory (`float`, *optional*, defaults to 0.97): Weight that an observation keeps with each one that follows, for
             the level.
-        slope_memory (`float`, *optional*, defaults to 0.995): The same for the slope.
+        slope_memory (`float`, *optional*, defaults to 0.999): The same for the slope.
 
     Attributes:
         like (`LinearCost`, *optional*): Another cost whose slope is about the same share of its fixed part: what is
             known of that is a better guess.
     """
 
-    def __init__(self, relative_slope: float, memory: float = 0.97, slope_memory: float = 0.995):
+    def __init__(self, relative_slope: float, memory: float = 0.97, slope_memory: float = 0.999):
         self.guess, self.slope_memory = relative_slope, slope_memory
         self.like: LinearCost | None = None
         self.observations = 0
