@@ -187,7 +187,7 @@ class AutoPlanner(Planner):
 
     def _lasting(self, lookahead: int) -> float:
         """By how much a call lasts longer than rounds of all rows tell, because its rows do not advance alike."""
-        if self.rows == 1 or self.measured.live < self.rows:
+        if self.measured.live < self.rows:
             return 1.0
         expected, fixed_share = self.measured.expected_tokens(lookahead), self.measured.fixed_share(lookahead)
         return self.row_lengths.drafting_over_rest(expected, fixed_share)
