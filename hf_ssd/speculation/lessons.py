@@ -9,6 +9,7 @@ from .outcomes import CacheShape
 from .planner import BACKUPS, Planner, Round
 from .trunk import Trunk
 
+ROUNDS_AT_ONCE = 4  # that are learned when there is time
 ROUNDS_PER_LESSON_OF_MISSES = 4  # for one of which it is seen what n-grams would have given: that takes a while
 
 
@@ -33,8 +34,9 @@ class Lesson:
 class Lessons:
     """
     Keeps rounds until there is time to learn from them, which is when the branches have grown; for as many rounds as
-    the planner has patience for. Rounds that had to wait are learned all at once: a forward pass pushes everything else
-    out of the processor's caches, so that a lesson after each takes several times as long.
+    the planner has patience for. Several are learned all at once: a forward pass pushes everything else out of the
+    processor's caches, so that a lesson after each takes several times as long, and an outcome that comes meanwhile has
+    to wait.
 
     Args:
         planner ([`~hf_ssd.speculation.planner.Planner`]), shape ([`~hf_ssd.speculation.outcomes.CacheShape`]): Who is
@@ -65,6 +67,12 @@ class Lessons:
             self.teach(max(0, late))  # what outcomes are chosen by must not depend on whether there was time
         elif self.waiting and (late >= 0 or self._live(self.waiting[-1]) != self.live):
             self.teach()  # all at once; and plans are for as many rows as are not finished
+
+    def teach_at_leisure(self, is_due: Callable[[], bool]) -> None:
+        """Lets both learn until there is something else to do, if enough has come together, or must be known soon."""
+        if self.planner.is_repeatable or len(self.waiting) >= min(ROUNDS_AT_ONCE, self.planner.patience):
+            while self.waiting and not is_due():
+                self.teach(1)
 
     def teach(self, rounds: int | None = None) -> None:
         """Lets planner and cache shape learn from the first of the rounds that wait, or from all of them."""

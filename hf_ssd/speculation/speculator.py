@@ -145,8 +145,7 @@ class Speculator:
             tokens, probabilities = self.proposals.propose(scores, places, depth, plan)
             prepared.append(tokens, probabilities)
             self._observe(self.planner.observe_branches, len(self.trunk.rows) * tokens.shape[1], began)
-        if not is_due():
-            self.lessons.teach()
+        self.lessons.teach_at_leisure(is_due)
         if not is_due():
             self.planner.think()
 

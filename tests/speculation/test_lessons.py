@@ -5,7 +5,7 @@ import torch
 
 from hf_ssd import SSDConfig
 from hf_ssd.speculation.fallback import NGramBackup
-from hf_ssd.speculation.lessons import ROUNDS_PER_LESSON_OF_MISSES, Lesson, Lessons
+from hf_ssd.speculation.lessons import ROUNDS_AT_ONCE, ROUNDS_PER_LESSON_OF_MISSES, Lesson, Lessons
 from hf_ssd.speculation.planner import FixedPlanner, Round
 from hf_ssd.speculation.trunk import SKIPPED
 
@@ -67,6 +67,27 @@ def test_rounds_wait_as_long_as_there_is_patience_and_are_then_learned_in_their_
     rounds(lessons, 3, first=4)
     lessons.teach()  # there was time
     assert lessons.planner.rounds == [*range(7)]
+
+
+@pytest.mark.parametrize(
+    "patience, is_repeatable, at_once", [(50, False, ROUNDS_AT_ONCE), (3, False, 3), (0, False, 1), (50, True, 1)]
+)
+def test_at_leisure_several_rounds_are_learned_at_once(patience, is_repeatable, at_once):
+    """But each by itself where it must be known soon, or where what is known must not depend on time."""
+    lessons, known = lessons_of(Pupil(patience, is_repeatable)), []
+    for number in range(2 * at_once):
+        rounds(lessons, 1, first=number)
+        lessons.teach_at_leisure(lambda: False)
+        known.append(len(lessons.planner.rounds))
+    assert known == [n // at_once * at_once for n in range(1, 2 * at_once + 1)]
+
+
+def test_who_learns_at_leisure_stops_when_the_outcome_comes():
+    lessons = lessons_of(Pupil(patience=50))
+    rounds(lessons, ROUNDS_AT_ONCE)
+    lessons.teach_at_leisure(lambda: len(lessons.planner.rounds) == 2)
+    assert lessons.planner.rounds == [0, 1]
+    assert [lesson.round.seconds for lesson in lessons.waiting] == [*range(2, ROUNDS_AT_ONCE)]  # nothing is lost
 
 
 def test_a_planner_without_patience_learns_each_round_before_the_next_one():
