@@ -1,5 +1,6 @@
 """The draft worker: a process that loads the draft model, and then receives, answers, prepares, and so on."""
 
+import contextlib
 import json
 import os
 import select
@@ -35,6 +36,9 @@ from .session import Answer, SessionRequest
 from .weights import model_from_shared_weights
 
 FLUSH_TIMEOUT = 10.0  # seconds for a last message to leave
+# Seconds before the end of a rest from which on a worker does not sleep: a processor that slept for seconds takes up to
+# twice as long for everything in the next half second, and what is tried then would look slower than it is.
+WARM_UP = 0.3
 AS_LONG_AS_THE_PARENT_LIVES = timedelta(days=365)
 
 
@@ -63,8 +67,7 @@ class DraftServer:
     def serve(self) -> None:
         """Returns when the target says so, or raises [`PeerLost`] when its process has ended."""
         while True:
-            is_asked_soon = self.speculator is not None and not self.rest
-            message = self.channel.receive(timeout=None, awake=AWAKE if is_asked_soon else 0.0)
+            message = self._next_message()
             if message.kind == Kind.STOP:
                 return
             try:
@@ -75,6 +78,18 @@ class DraftServer:
                 self.speculator = self.trunk = None
                 text = payloads.text_to_payload(traceback.format_exc())
                 self.channel.send(Message(Kind.ERROR, message.session, message.round, text))
+
+    def _next_message(self) -> Message:
+        """Waits for the next message, asleep while it is not asked soon."""
+        if self.speculator is None:
+            return self.channel.receive(timeout=None, awake=0.0)
+        if not self.rest:
+            return self.channel.receive(timeout=None)
+        asleep = self.speculator.rest_seconds - WARM_UP
+        if asleep > 0:
+            with contextlib.suppress(TimeoutError):
+                return self.channel.receive(asleep, awake=0.0)
+        return self.channel.receive(timeout=None, awake=WARM_UP + AWAKE)
 
     def _handle(self, message: Message) -> None:
         if message.kind == Kind.START:

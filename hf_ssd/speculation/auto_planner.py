@@ -158,6 +158,10 @@ class AutoPlanner(Planner):
         # This round's outcome, and the next one's, have yet to be observed.
         return max(0, self.agenda.due - self.rounds - 2) if self.current.lookahead == 0 else 0
 
+    @property
+    def rest_seconds(self):
+        return self.rest * self.measured.plain_decoding()
+
     def lookahead(self, known):
         most = self.current.lookahead
         if not self.adapts_tokens or self.rounds < self.agenda.looks_until:

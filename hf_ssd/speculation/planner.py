@@ -96,6 +96,11 @@ class Planner(ABC):
         """For how many rounds after the next one the plan is to rest for sure, so that no one need be asked."""
         return 0
 
+    @property
+    def rest_seconds(self) -> float:
+        """How long that is to take."""
+        return 0.0
+
     def begin(self) -> None:
         """Learns that a call begins, in which no row is finished yet."""
 

@@ -91,6 +91,11 @@ class Speculator:
         """For how many rounds after the next one this draft need not be asked: it would propose nothing."""
         return self.planner.rest if self.share[1] == 1 else 0
 
+    @property
+    def rest_seconds(self) -> float:
+        """How long that is to take."""
+        return self.planner.rest_seconds
+
     # ---------------------------------------------------------------- ahead of time
 
     def prepare(self, is_due: Callable[[], bool] = lambda: False, plan: Plan | None = None) -> None:

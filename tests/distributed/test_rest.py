@@ -1,8 +1,10 @@
 """A draft that rests is not asked, and catches up afterwards."""
 
+import math
 import statistics
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,8 +18,8 @@ from hf_ssd.distributed.assistant import DraftAssistant
 from hf_ssd.distributed.channel import AWAKE, Channel
 from hf_ssd.distributed.connection import Connection
 from hf_ssd.distributed.conversation import Conversation
-from hf_ssd.distributed.messages import Kind
-from hf_ssd.distributed.worker import DraftServer
+from hf_ssd.distributed.messages import Kind, Message
+from hf_ssd.distributed.worker import WARM_UP, DraftServer
 from hf_ssd.speculation import experience
 from hf_ssd.speculation.planner import Plan, Planner
 from hf_ssd.speculation.speculator import Speculator
@@ -52,6 +54,8 @@ class InAndOut(Planner):
     @property
     def rest(self):
         return max(0, RESTING - self.phase - 2) if self.current.lookahead == 0 else 0
+
+    rest_seconds = math.inf
 
     def observe(self, round_):
         self.rounds += 1
@@ -222,6 +226,42 @@ def test_who_is_not_asked_for_a_while_sleeps(target, assistant):
         elif message.kind == Kind.START:
             assert awake == 0
     assert {awake for message, awake in waits if message.kind == Kind.OUTCOME} == {0, AWAKE}
+
+
+@pytest.mark.parametrize(
+    "rest, seconds, waits",
+    [
+        (5, WARM_UP + 2.0, [(pytest.approx(2.0), 0.0), (None, WARM_UP + AWAKE)]),
+        (5, WARM_UP / 2, [(None, WARM_UP + AWAKE)]),
+        (0, 0.0, [(None, AWAKE)]),
+        (0, None, [(None, 0.0)]),  # between calls
+    ],
+)
+def test_who_is_asked_soon_after_a_rest_is_awake_by_then(rest, seconds, waits):
+    """A core that slept for seconds is slow for a while, and what is tried then would look worse than it is."""
+    seen = []
+
+    def receive(timeout, awake=AWAKE):
+        seen.append((timeout, awake))
+        if timeout is not None:
+            raise TimeoutError
+        return Message(Kind.STOP)
+
+    server = DraftServer(SimpleNamespace(receive=receive), None)
+    server.rest, server.speculator = rest, None if seconds is None else SimpleNamespace(rest_seconds=seconds)
+    server.serve()
+    assert seen == waits
+
+
+def test_a_worker_warms_up_for_the_end_of_a_rest(target, assistant, monkeypatch):
+    monkeypatch.setattr(InAndOut, "rest_seconds", WARM_UP)  # not long enough to sleep first
+    inputs = padded_batch(1)
+    output = target.generate(
+        **inputs, max_new_tokens=40, do_sample=False, assistant_model=assistant, ssd_config=hf_ssd.SSDConfig()
+    )
+    assert torch.equal(output, target.generate(**inputs, max_new_tokens=40, do_sample=False))
+    asked = {awake for message, awake in assistant.workers[0].waits if message.kind == Kind.OUTCOME}
+    assert asked == {WARM_UP + AWAKE, AWAKE}
 
 
 def test_sampled_calls_go_through_too(target, assistant):

@@ -190,6 +190,15 @@ def test_plain_decoding_is_no_measure_until_the_machine_has_settled(monkeypatch)
     assert reached() < 0.95
 
 
+def test_it_is_known_how_long_a_rest_will_take():
+    world, planner = World(0.05), AutoPlanner(SSDConfig(), 1, 1000, sampled=True)
+    world.run(planner, rounds=300)
+    assert planner.rest > 0 and planner.rest_seconds == pytest.approx(planner.rest * world.verification, rel=0.1)
+    world = World(0.9)
+    world.run(planner := AutoPlanner(SSDConfig(), 1, 1000, sampled=True), rounds=300)
+    assert planner.rest == planner.rest_seconds == 0
+
+
 def test_a_pair_that_is_much_faster_does_not_start_with_plain_decoding(monkeypatch):
     def rests():
         planner, rounds = AutoPlanner(SSDConfig(), 1, 1000, sampled=True), []
