@@ -127,7 +127,7 @@ class AutoPlanner(Planner):
         self.measured.observe_drafting("branches", tokens, seconds)
 
     def observe_step(self, tokens, seconds):
-        self.measured.observe_drafting("step", tokens, seconds)
+        self.measured.observe_drafting("step" if self.current.budget else "in turn", tokens, seconds)
 
     def observe_miss(self, kind, tokens):
         if kind in self.measured.tokens_after_miss:
@@ -168,7 +168,8 @@ class AutoPlanner(Planner):
             return most
         ready = min(known, default=most)
         alone = self.current.budget == 0
-        step, tokens = self.measured.drafting(self.measured.live, alone=True), self.measured.expected_tokens(most)
+        kind = "in turn" if alone else "step"
+        step, tokens = self.measured.drafting(self.measured.live, kind), self.measured.expected_tokens(most)
         speeds = [
             tokens[k] / (self.measured.verification(k, alone) + max(0, k - ready) * step) for k in range(most + 1)
         ]

@@ -34,7 +34,7 @@ class Measurements:
         self.verification_of_the_rest = LinearCost(0.03)  # of the rows that remain when others are finished
         self.verification_beside.like, self.verification_alone.like = self.verification_alone, self.verification_beside
         self.verification_of_the_rest.like = self.verification_beside
-        self.branches, self.step = LinearCost(0.02), LinearCost(0.02)
+        self.branches, self.step, self.step_in_turn = LinearCost(0.02), LinearCost(0.02), LinearCost(0.02)
         self.target_pace, self.draft_pace = Pace(), Pace()
         self.paces: tuple[float, float] | None = None  # of both, for which estimates are made; their usual ones
         self.durations: dict[tuple[str, int], list[float]] = {}  # of this round, by what for how many tokens
@@ -89,11 +89,16 @@ class Measurements:
             self.hit_rates.observe(round_, self.acceptance(round_.lookahead))
 
     def observe_drafting(self, kind: str, tokens: int, seconds: float) -> None:
-        """Learns what a forward pass of the draft took: over a token of each `"branches"`, or a `"step"` in time."""
-        cost = self.branches if kind == "branches" else self.step
-        cost.observe(tokens, seconds / self.draft_pace.factor)
+        """
+        Learns what a forward pass of the draft took: over a token of each `"branches"`, or a `"step"` in time, which is
+        slower `"in turn"`, by a draft that has waited meanwhile.
+        """
+        self._passes(kind).observe(tokens, seconds / self.draft_pace.factor)
         if self.live == self.rows:
             self.durations.setdefault((kind, tokens), []).append(seconds)
+
+    def _passes(self, kind: str) -> LinearCost:
+        return {"branches": self.branches, "step": self.step, "in turn": self.step_in_turn}[kind]
 
     def observe_choice(self, outcomes: int, seconds: float) -> None:
         """Learns how long it took from an answer until so many outcomes for the next one were chosen."""
@@ -101,7 +106,9 @@ class Measurements:
 
     def fade(self) -> None:
         """The first rounds of a process are slower: what they took soon gives way to what later ones take."""
-        for cost in (self.verification_beside, self.verification_alone, self.branches, self.step, self.choosing):
+        for cost in (self.verification_beside, self.verification_alone, self.choosing):
+            cost.fade(FADED)
+        for cost in (self.branches, self.step, self.step_in_turn):
             cost.fade(FADED)
 
     def _observe_paces(self, seconds: float) -> None:
@@ -163,10 +170,11 @@ class Measurements:
         """Whether the machine may have become slower or faster since plain decoding was measured."""
         return self.rounds - self.plain_at > STALE
 
-    def drafting(self, tokens: int, alone: bool) -> float:
-        """Seconds of one forward pass of the draft: one token of each row in time, or one of each branch ahead."""
-        first, second = (self.step, self.branches) if alone else (self.branches, self.step)
-        return max(1e-6, (first if first.observations else second)(tokens) * self._draft_pace)
+    def drafting(self, tokens: int, kind: str) -> float:
+        """Seconds of one forward pass of the draft. See [`~Measurements.observe_drafting`] for `kind`."""
+        alike = (self._passes(kind), self.step, self.step_in_turn, self.branches)
+        known = next((cost for cost in alike if cost.observations), alike[0])
+        return max(1e-6, known(tokens) * self._draft_pace)
 
     def choice(self, outcomes: int) -> float:
         """Seconds from an answer until so many outcomes for the next one are chosen."""

@@ -59,18 +59,19 @@ class Predictions:
         hit rates are needed, by lookahead, is kept in `hit_rates`; unless it is known how often all rows hit.
         """
         measured, rows = self.measured, self.measured.live
-        tokens, step = measured.expected_tokens(lookahead), measured.drafting(rows, alone=True)
+        tokens = measured.expected_tokens(lookahead)
         rounds = {}
         if (self.adapts_tokens and self.config.budget == "auto") or not self.config.asynchronous:
-            rounds[0] = rows * tokens[lookahead], measured.verification(lookahead, alone=True) + lookahead * step
+            drafting = lookahead * measured.drafting(rows, "in turn")
+            rounds[0] = rows * tokens[lookahead], measured.verification(lookahead, alone=True) + drafting
         if not self.config.asynchronous:
             return rounds
         verification = [measured.verification(k, alone=False) for k in range(lookahead + 1)]
-        fixed = self.config.budget
+        step, fixed = measured.drafting(rows, "step"), self.config.budget
         for budget in [fixed] if isinstance(fixed, int) else BUDGETS:
             if budget > self.largest_budget(lookahead) and budget != fixed:
                 break
-            growth, width, seen = measured.drafting(rows * budget, alone=False), lookahead, set()
+            growth, width, seen = measured.drafting(rows * budget, "branches"), lookahead, set()
             while width not in seen:  # what can grow depends on how long verification takes, and that on what had grown
                 seen.add(width)
                 # A step that is under way when the outcome comes is finished first. Then the branch that was hit is
@@ -117,7 +118,7 @@ class Predictions:
         """Predicted speedup with each kind of fallback: Corollary 16, with what each gains in rounds after a miss."""
         measured = self.measured
         verification = [measured.verification(k, alone=False) for k in range(lookahead + 1)]
-        tokens, step = measured.expected_tokens(lookahead), measured.drafting(measured.live, alone=True)
+        tokens, step = measured.expected_tokens(lookahead), measured.drafting(measured.live, "step")
         # What the primary gained after misses so far says little: it was asked for as many tokens as other plans took.
         _, gained, in_time = self.best_answer(verification, tokens, 0.0, 0, step)
         after_miss = {

@@ -171,8 +171,8 @@ def test_what_a_slow_machine_took_is_not_held_against_the_plan_of_that_moment(mo
     best = sum(world.run(fixed_planner(2, 24), seed=seed) for seed in range(4)) / 4
 
     def reached():
-        planners = [AutoPlanner(SSDConfig(), 1, 1000, sampled=True) for _ in range(8)]
-        return sum(world.run(planner, skip=100, seed=seed) for seed, planner in enumerate(planners)) / 8 / best
+        planners = [AutoPlanner(SSDConfig(), 1, 1000, sampled=True) for _ in range(24)]
+        return statistics.fmean(world.run(planner, skip=100, seed=seed) for seed, planner in enumerate(planners)) / best
 
     assert reached() > 1.0
     monkeypatch.setattr(Pace, "factor", 1.0)  # the mutant: all durations are taken as they are
@@ -192,8 +192,9 @@ def test_plain_decoding_is_no_measure_until_the_machine_has_settled(monkeypatch)
 
 def test_it_is_known_how_long_a_rest_will_take():
     world, planner = World(0.05), AutoPlanner(SSDConfig(), 1, 1000, sampled=True)
-    world.run(planner, rounds=300)
-    assert planner.rest > 0 and planner.rest_seconds == pytest.approx(planner.rest * world.verification, rel=0.1)
+    while not planner.rest:
+        world.run(planner, rounds=50)
+    assert planner.rest_seconds == pytest.approx(planner.rest * world.verification, rel=0.1)
     world = World(0.9)
     world.run(planner := AutoPlanner(SSDConfig(), 1, 1000, sampled=True), rounds=300)
     assert planner.rest == planner.rest_seconds == 0
@@ -234,7 +235,7 @@ def test_the_slow_first_passes_of_a_process_are_soon_forgotten(monkeypatch):
                 measured.observe_drafting("branches", 8, seconds)
             if seconds == 0.010:
                 measured.fade()
-        return measured.drafting(8, alone=False)
+        return measured.drafting(8, "branches")
 
     assert learned() < 0.007
     monkeypatch.setattr("hf_ssd.speculation.measurements.FADED", 1.0)  # the mutant
@@ -516,8 +517,26 @@ def test_branches_that_cost_more_than_they_seemed_are_no_slow_moment(by_size, mo
         measured.observe_drafting("branches", tokens, real.drafting(tokens))
         measured.observe_drafting("branches", tokens, real.drafting(tokens))
         measured.observe(Round(3, [2], [True], ["prepared"], [0], 0.6, tokens))  # in which the pace can change
-    predicted = measured.drafting(48, alone=False) / measured.drafting(8, alone=False)
+    predicted = measured.drafting(48, "branches") / measured.drafting(8, "branches")
     assert (predicted == pytest.approx(real.drafting(48) / real.drafting(8), rel=0.03)) == by_size
+
+
+@pytest.mark.parametrize("apart", [True, False])  # the second is the mutant
+def test_what_a_draft_takes_that_has_waited_is_held_against_drafting_in_turn_alone(apart, monkeypatch):
+    """Nor is it a slow moment of its core, in which everything would take longer."""
+    planner = AutoPlanner(SSDConfig(), 1, 1000, sampled=True)
+    if not apart:
+        observe = planner.measured.observe_drafting
+        monkeypatch.setattr(planner.measured, "observe_drafting", lambda _, *what: observe("step", *what))
+    for number in range(200):
+        budget = 8 if number % 50 < 25 else 0
+        planner.current = planner._plan_of(2, budget)
+        for _ in range(2):
+            planner.observe_step(1, 0.001 if budget else 0.0013)
+        planner.measured.observe(Round(2, [1], [False], ["primary"], [0], 0.01, budget, 0.02))
+    drafting = planner.measured.drafting
+    assert (drafting(1, "in turn") / drafting(1, "step") == pytest.approx(1.3, rel=0.02)) == apart
+    assert (drafting(1, "step") == pytest.approx(0.001, rel=0.02)) == apart
 
 
 def test_choosing_more_outcomes_takes_longer():
