@@ -56,12 +56,14 @@ def check_arguments(model, assistant_model, ssd_config, synced_gpus) -> None:
         )
 
 
-def check_generation(model, input_ids, generation_config: GenerationConfig, model_kwargs: dict) -> None:
+def check_generation(
+    model, input_ids, generation_config: GenerationConfig, model_kwargs: dict, assistant_model, ssd_config: SSDConfig
+) -> None:
     """
     Checks what transformers has prepared.
 
     Raises:
-        `ValueError`: an option cannot be combined with `ssd_config`.
+        `ValueError`: an option cannot be combined with `ssd_config`, or a model cannot take part in a batch.
     """
     mode = generation_config.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
@@ -92,4 +94,10 @@ def check_generation(model, input_ids, generation_config: GenerationConfig, mode
         raise ValueError(
             "Flash attention reads no 4D masks, which batches and padding need; load the target with "
             'attn_implementation="sdpa", or generate one prompt at a time.'
+        )
+    drafts_here = isinstance(assistant_model, PreTrainedModel) and not ssd_config.asynchronous
+    if drafts_here and is_flash_attention(assistant_model) and len(input_ids) > 1:
+        raise ValueError(
+            "Flash attention reads no 4D masks, which batches need; load the draft with "
+            'attn_implementation="sdpa", or leave out `asynchronous=False`: a worker switches by itself.'
         )

@@ -51,7 +51,7 @@ def speculative_speculative_decoding(
     Returns:
         `torch.LongTensor` or [`SSDDecoderOnlyOutput`]: As plain `generate()` would, by `return_dict_in_generate`.
     """
-    check_generation(model, input_ids, generation_config, model_kwargs)
+    check_generation(model, input_ids, generation_config, model_kwargs, assistant_model, ssd_config)
     check_supported(model)
     assistant = assistant_model
     if not isinstance(assistant, DraftAssistant):

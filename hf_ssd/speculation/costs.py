@@ -82,9 +82,9 @@ class Average:
         """Forgets everything and starts there, as if from so many observations."""
         self.weight, self.total = weight, prior * weight
 
-    def observe(self, value: float) -> None:
-        self.weight = self.memory * self.weight + 1
-        self.total = self.memory * self.total + value
+    def observe(self, value: float, weight: float = 1.0) -> None:
+        self.weight = self.memory * self.weight + weight
+        self.total = self.memory * self.total + weight * value
 
     def fade(self, share: float) -> None:
         """Leaves this share of the weight of what was observed."""

@@ -29,7 +29,7 @@ class Pace:
         self.places: dict[Hashable, int] = {}  # of each kind, the last seen last; the pace comes first
         self.mean, self.covariance = np.zeros(1), np.zeros((1, 1))  # paces are told in units of the first
         self.seconds = self.unseen = 0.0  # that went by since then, and since something was observed
-        self.average = Average(0.0, 0.0)  # of the logarithm of the pace, by time
+        self.average = Average(0.0, 0.0, memory=1.0)  # of the logarithm of the pace, by time
 
     def advance(self, seconds: float) -> None:
         """A round goes by, which took so long."""
@@ -85,8 +85,7 @@ class Pace:
         """What was not seen for long is counted as if it had been seen for a second."""
         share = 1 - math.exp(-min(self.unseen, 1.0) / LASTING)
         self.average.fade(1 - share)
-        self.average.weight += share
-        self.average.total += share * float(self.mean[0])
+        self.average.observe(float(self.mean[0]), share)
         self.unseen = 0.0
 
     @property

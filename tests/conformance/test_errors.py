@@ -108,6 +108,15 @@ def test_flash_attention_with_a_batch(target, draft, monkeypatch):
         target.generate(**padded_batch(2), max_new_tokens=5, assistant_model=draft, ssd_config=CONFIG)
 
 
+def test_a_draft_with_flash_attention_in_the_target_s_process_with_a_batch(target, draft, monkeypatch):
+    monkeypatch.setattr("hf_ssd.generation.checks.is_flash_attention", lambda model: model is draft)
+    in_turn = hf_ssd.SSDConfig(lookahead=3, budget=4, asynchronous=False)
+    with pytest.raises(ValueError, match='load the draft with attn_implementation="sdpa"'):
+        target.generate(**padded_batch(2), max_new_tokens=5, assistant_model=draft, ssd_config=in_turn)
+    with pytest.raises(AssertionError, match="work was started"):  # one row needs no masks
+        target.generate(**padded_batch(1), max_new_tokens=5, assistant_model=draft, ssd_config=in_turn)
+
+
 def test_an_assistant_without_ssd_config(target, draft):
     assistant = object.__new__(hf_ssd.DraftAssistant)
     with pytest.raises(ValueError, match="pass `ssd_config=hf_ssd.SSDConfig"):
