@@ -34,5 +34,5 @@ class OnlineLogistic:
 
 def log_odds(probability: np.ndarray | float) -> np.ndarray:
     """Returns log(p / (1 - p)), finite at 0 and 1."""
-    probability = np.clip(probability, 1e-6, 1 - 1e-6)
+    probability = np.minimum(np.maximum(probability, 1e-6), 1 - 1e-6)
     return np.log(probability / (1 - probability))

@@ -1,15 +1,18 @@
 """Where a speculation may be left, and with which tokens: the outcomes that can be prepared."""
 
+import functools
 import math
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from .calibration import log_odds
+
 UNUSED = -2  # the accepted count of a place in the cache that no outcome can match
 
 
-@dataclass
+@dataclass(frozen=True)
 class Forks:
     """
     Where a speculation may be left, as the draft sees it while the target verifies it.
@@ -30,6 +33,21 @@ class Forks:
     drafted_probabilities: np.ndarray
     from_backup: list[bool]
     limits: list[int]
+
+    @functools.cached_property
+    def drafted_odds(self) -> np.ndarray:
+        """The log of the odds that the draft gives each drafted token, of shape `(batch_size, lookahead)`."""
+        return log_odds(self.drafted_probabilities)
+
+    @functools.cached_property
+    def remaining_chances(self) -> np.ndarray:
+        """
+        The log of the probability of each guess among the tokens that remain, of shape `(batch_size, lookahead + 1,
+        guesses)`: where a drafted token was rejected, it does not.
+        """
+        remaining = self.probabilities.copy()
+        remaining[:, :-1] /= np.maximum(1 - self.drafted_probabilities, 1e-6)[:, :, None]
+        return np.log(np.minimum(np.maximum(remaining, 1e-9), 1))
 
     @classmethod
     def of(cls, scores, logits, drafted, from_backup: list[bool], guesses: int) -> "Forks":

@@ -10,6 +10,7 @@ from .planner import BACKUPS, Planner, Round
 from .trunk import Trunk
 
 ROUNDS_AT_ONCE = 4  # that are learned when there is time
+ROUNDS_PER_LESSON_OF_SHAPES = 2  # where a lesson may be left out: it takes longer than the planner's, and tells less
 ROUNDS_PER_LESSON_OF_MISSES = 4  # for one of which it is seen what n-grams would have given: that takes a while
 
 
@@ -95,7 +96,8 @@ class Lessons:
             for row, (k, token) in enumerate(zip(round_.accepted, lesson.bonus)):
                 guesses = ranked[row][k] if k >= 0 else []
                 round_.ranks.append(guesses.index(token) if token in guesses else None)
-            self.shape.learn(lesson.forks, round_.accepted, lesson.bonus)
+            if self.planner.is_repeatable or self.count % ROUNDS_PER_LESSON_OF_SHAPES == 0:
+                self.shape.learn(lesson.forks, round_.accepted, lesson.bonus)
         self.planner.observe(round_)
         self.count += 1
         if self.planner.compares_backups and self.count % ROUNDS_PER_LESSON_OF_MISSES == 0:

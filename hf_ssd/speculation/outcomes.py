@@ -4,6 +4,7 @@ Whatever the shape, the guesses after one accepted count are the draft's most li
 how many there are: the *fan-out* F_k for each accepted count k and each row, which sum to the budget.
 """
 
+import functools
 import math
 from abc import ABC, abstractmethod
 
@@ -176,33 +177,30 @@ class Confidence(CacheShape):
     def fan_outs(self, forks, budget):
         if len(forks.limits) == 1:
             return [[budget]] * len(forks.from_backup)
-        odds, is_backup = log_odds(forks.drafted_probabilities), np.array(forks.from_backup)[:, None]
+        odds, is_backup = forks.drafted_odds, np.array(forks.from_backup)[:, None]
         counts = chances_of_counts(np.where(is_backup, self.accepted_backup(odds), self.accepted(odds)))
-        features = self._guess_features(forks)
-        right = self.right_after_rejection(*features)
-        right[:, -1] = self.right_at_the_end(*(x[:, -1] for x in features))
+        guesses, ranks = forks.remaining_chances, _log_ranks(forks.probabilities.shape[2])
+        right = self.right_after_rejection(guesses, ranks)
+        right[:, -1] = self.right_at_the_end(guesses[:, -1], ranks)
         return _counts_of_best(counts[:, :, None] * right, forks.limits, budget)
 
-    @staticmethod
-    def _guess_features(forks: Forks) -> tuple[np.ndarray, np.ndarray]:
-        """The log of the probability among the tokens that remain, and of the rank, of each guess."""
-        likely = forks.probabilities.copy()
-        likely[:, :-1] /= np.maximum(1 - forks.drafted_probabilities, 1e-6)[:, :, None]
-        ranks = np.log(np.arange(1, likely.shape[2] + 1))
-        return np.log(np.clip(likely, 1e-9, 1)), np.broadcast_to(ranks, likely.shape)
-
     def learn(self, forks, accepted, bonus):
-        rows, lookahead = [row for row, k in enumerate(accepted) if k >= 0], len(forks.limits) - 1
-        ends, odds = np.array(accepted), log_odds(forks.drafted_probabilities)
-        is_tested = np.arange(lookahead) <= ends[:, None]  # none of a finished row
-        is_good, is_backup = np.arange(lookahead) < ends[:, None], np.array(forks.from_backup)[:, None]
-        for model, of in ((self.accepted, is_tested & ~is_backup), (self.accepted_backup, is_tested & is_backup)):
-            model.learn(is_good[of], odds[of])
-        is_right = forks.tokens.cpu().numpy()[rows, ends[rows]] == np.array(bonus)[rows, None]
-        features = [x[rows, ends[rows]] for x in self._guess_features(forks)]
-        at_the_end = ends[rows] == lookahead
-        for model, of in ((self.right_at_the_end, at_the_end), (self.right_after_rejection, ~at_the_end)):
-            model.learn(is_right[of].ravel(), *(x[of].ravel() for x in features))
+        lookahead, tokens = len(forks.limits) - 1, forks.tokens.cpu().numpy()
+        odds, guesses, ranks = forks.drafted_odds, forks.remaining_chances, _log_ranks(tokens.shape[2])
+        seen = {}  # by model: what happened, and its features, of each row that is not finished
+        for row, (k, token) in enumerate(zip(accepted, bonus)):
+            if k >= 0:
+                model, tested = self.accepted_backup if forks.from_backup[row] else self.accepted, min(k + 1, lookahead)
+                seen.setdefault(model, []).append((np.arange(tested) < k, odds[row, :tested]))
+                model = self.right_at_the_end if k == lookahead else self.right_after_rejection
+                seen.setdefault(model, []).append((tokens[row, k] == token, guesses[row, k], ranks))
+        for model, rows in seen.items():
+            model.learn(*(np.concatenate(of_rows) for of_rows in zip(*rows)))
+
+
+@functools.cache
+def _log_ranks(guesses: int) -> np.ndarray:
+    return np.log(np.arange(1, guesses + 1))
 
 
 def _counts_of_best(chances: np.ndarray, limits: list[int], budget: int) -> list[list[int]]:

@@ -1,11 +1,19 @@
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 
 from hf_ssd import SSDConfig
 from hf_ssd.speculation.fallback import NGramBackup
-from hf_ssd.speculation.lessons import ROUNDS_AT_ONCE, ROUNDS_PER_LESSON_OF_MISSES, Lesson, Lessons
+from hf_ssd.speculation.forks import Forks
+from hf_ssd.speculation.lessons import (
+    ROUNDS_AT_ONCE,
+    ROUNDS_PER_LESSON_OF_MISSES,
+    ROUNDS_PER_LESSON_OF_SHAPES,
+    Lesson,
+    Lessons,
+)
 from hf_ssd.speculation.planner import FixedPlanner, Round
 from hf_ssd.speculation.trunk import SKIPPED
 
@@ -88,6 +96,23 @@ def test_who_learns_at_leisure_stops_when_the_outcome_comes():
     lessons.teach_at_leisure(lambda: len(lessons.planner.rounds) == 2)
     assert lessons.planner.rounds == [0, 1]
     assert [lesson.round.seconds for lesson in lessons.waiting] == [*range(2, ROUNDS_AT_ONCE)]  # nothing is lost
+
+
+@pytest.mark.parametrize("is_repeatable, learned", [(True, 8), (False, 8 // ROUNDS_PER_LESSON_OF_SHAPES)])
+def test_a_cache_shape_learns_every_round_only_where_that_is_promised(is_repeatable, learned):
+    class Shape:
+        rounds = 0
+
+        def learn(self, forks, accepted, bonus):
+            self.rounds += 1
+
+    lessons = lessons_of(Pupil(0, is_repeatable))
+    lessons.shape = Shape()
+    forks = Forks(torch.zeros(1, 3, 4, dtype=torch.long), np.ones((1, 3, 4)), np.ones((1, 2)), [False], [4, 4, 4])
+    for _ in range(8):
+        lessons.add(Lesson(Round(2, [1], [False], ["primary"]), [0], [10], forks))
+        lessons.teach()
+    assert (lessons.shape.rounds, len(lessons.planner.rounds)) == (learned, 8)
 
 
 def test_a_planner_without_patience_learns_each_round_before_the_next_one():

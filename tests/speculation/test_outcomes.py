@@ -1,3 +1,4 @@
+import dataclasses
 import math
 
 import numpy as np
@@ -86,10 +87,10 @@ def test_chances_of_counts_by_enumeration(acceptance):
 @pytest.mark.parametrize("name", SHAPES)
 def test_after_a_backup_practically_everything_is_at_zero(name):
     view = forks(rows=1, lookahead=4, from_backup=True)
-    view.drafted_probabilities = np.full((1, 4), 1e-3)  # what the draft thinks of an arbitrary token
+    view = dataclasses.replace(view, drafted_probabilities=np.full((1, 4), 1e-3))  # of an arbitrary token
     (fan_out,) = shape_for(SSDConfig(fan_out=name)).fan_outs(view, 16)
     assert fan_out[0] >= 15
-    view.drafted_probabilities = np.full((1, 4), 0.95)  # a backup that says what the draft would say
+    view = dataclasses.replace(view, drafted_probabilities=np.full((1, 4), 0.95))  # as if the draft had said it
     (fan_out,) = shape_for(SSDConfig(fan_out=name)).fan_outs(view, 16)
     assert fan_out[0] < 9
 
@@ -147,8 +148,8 @@ def test_a_small_vocabulary_gives_fewer_outcomes_and_no_repetition(lookahead):
 
 
 def test_confidence_takes_rows_that_hit_backups_and_end_as_if_each_were_alone():
-    together, mixed = shape_for(SSDConfig()), forks(rows=4)
-    mixed.from_backup = [False, True, False, True]
+    together = shape_for(SSDConfig())
+    mixed = dataclasses.replace(forks(rows=4), from_backup=[False, True, False, True])
     for _ in range(3):
         together.learn(mixed, [0, 2, -1, 4], [1, 2, 3, 4])
     alone = [
@@ -157,7 +158,7 @@ def test_confidence_takes_rows_that_hit_backups_and_end_as_if_each_were_alone():
     ]  # fmt: skip
     assert together.fan_outs(mixed, 9) == [together.fan_outs(row, 9)[0] for row in alone]
     # The mutant: a row's source is forgotten.
-    mixed.from_backup = [False] * 4
+    mixed = dataclasses.replace(mixed, from_backup=[False] * 4)
     assert together.fan_outs(mixed, 9) != [together.fan_outs(row, 9)[0] for row in alone]
 
 
