@@ -35,15 +35,15 @@ class Forks:
     limits: list[int]
 
     @functools.cached_property
-    def drafted_odds(self) -> np.ndarray:
+    def drafted_log_odds(self) -> np.ndarray:
         """The log of the odds that the draft gives each drafted token, of shape `(batch_size, lookahead)`."""
         return log_odds(self.drafted_probabilities)
 
     @functools.cached_property
-    def remaining_chances(self) -> np.ndarray:
+    def log_chances(self) -> np.ndarray:
         """
         The log of the probability of each guess among the tokens that remain, of shape `(batch_size, lookahead + 1,
-        guesses)`: where a drafted token was rejected, it does not.
+        guesses)`. After a rejection, the drafted token does not.
         """
         remaining = self.probabilities.copy()
         remaining[:, :-1] /= np.maximum(1 - self.drafted_probabilities, 1e-6)[:, :, None]

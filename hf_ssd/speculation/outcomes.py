@@ -177,16 +177,16 @@ class Confidence(CacheShape):
     def fan_outs(self, forks, budget):
         if len(forks.limits) == 1:
             return [[budget]] * len(forks.from_backup)
-        odds, is_backup = forks.drafted_odds, np.array(forks.from_backup)[:, None]
+        odds, is_backup = forks.drafted_log_odds, np.array(forks.from_backup)[:, None]
         counts = chances_of_counts(np.where(is_backup, self.accepted_backup(odds), self.accepted(odds)))
-        guesses, ranks = forks.remaining_chances, _log_ranks(forks.probabilities.shape[2])
+        guesses, ranks = forks.log_chances, _log_ranks(forks.probabilities.shape[2])
         right = self.right_after_rejection(guesses, ranks)
         right[:, -1] = self.right_at_the_end(guesses[:, -1], ranks)
         return _counts_of_best(counts[:, :, None] * right, forks.limits, budget)
 
     def learn(self, forks, accepted, bonus):
         lookahead, tokens = len(forks.limits) - 1, forks.tokens.cpu().numpy()
-        odds, guesses, ranks = forks.drafted_odds, forks.remaining_chances, _log_ranks(tokens.shape[2])
+        odds, guesses, ranks = forks.drafted_log_odds, forks.log_chances, _log_ranks(tokens.shape[2])
         seen = {}  # by model: what happened, and its features, of each row that is not finished
         for row, (k, token) in enumerate(zip(accepted, bonus)):
             if k >= 0:
