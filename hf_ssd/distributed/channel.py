@@ -48,11 +48,9 @@ class Channel:
         to_draft, to_target = (gloo_group(store, name, self.rank, hostname) for name in ("to_draft", "to_target"))
         self.outgoing, self.incoming = (to_draft, to_target) if is_target else (to_target, to_draft)
         self.sent: deque[tuple[dist.Work, torch.Tensor]] = deque()
-        self.expected: tuple[dist.Work, torch.Tensor] | None = None
-        self.promised: torch.Tensor | None = None  # a payload that the last message sent announced
-        self.announced: torch.Tensor | None = None  # ... that the last one received announced
-        self.early: tuple[dist.Work, torch.Tensor] | None = None  # ... and that may arrive before it is asked for
-        self.payload: tuple[Message, dist.Work] | None = None
+        self.expected: tuple[dist.Work, torch.Tensor] | None = None  # the next frame
+        self.payload: tuple[Message, dist.Work] | None = None  # of a message of which all else has arrived
+        self.announced: Message | None = None  # by the last message
         self.link: DeviceLink | None = None
 
     def open_link(self, device: torch.device) -> bool:
@@ -68,14 +66,8 @@ class Channel:
 
     def send(self, message: Message) -> None:
         """
-        Starts to send and returns at once. The tensors are kept until they have left.
-
-        Raises:
-            [`~hf_ssd.distributed.messages.ProtocolError`]: the last message announced something else.
+        Starts to send a message, and what it announces, and returns at once. The tensors are kept until they have left.
         """
-        if self.promised is not None and not _are_alike(message.payload, self.promised):
-            raise ProtocolError("the last message announced another payload, for which the other side is waiting")
-        self.promised = message.announces
         while self.sent and self.sent[0][0].is_completed():
             self.sent.popleft()
         frame, *payload = pack(message)
@@ -83,6 +75,7 @@ class Channel:
         for tensor in payload:
             work = self.link.send(tensor) if message.over_link else broadcast(self.outgoing, tensor, self.rank)
             self.sent.append((work, tensor))
+        _let_others_run()
 
     def flush(self, timeout: float) -> None:
         """Waits until everything has left, at most `timeout` seconds."""
@@ -93,16 +86,22 @@ class Channel:
 
     def expect(self) -> None:
         """Gets ready for the next message, so that it can arrive while this process computes."""
-        if self.expected is None and self.payload is None:
+        if self.expected is not None or self.payload is not None:
+            return
+        if self.announced is not None:
+            announced, self.announced = self.announced, None
+            self.payload = (announced, broadcast(self.incoming, announced.payload, 1 - self.rank))
+        else:
             frame = torch.empty(FRAME_LENGTH, dtype=torch.int64)
             self.expected = (broadcast(self.incoming, frame, 1 - self.rank), frame)
-            if self.announced is not None:
-                self.early = (broadcast(self.incoming, self.announced, 1 - self.rank), self.announced)
-                self.announced = None
+        _let_others_run()
 
     def has_arrived(self) -> bool:
         """Whether the next message, which must be expected, has begun to arrive, or the other process has ended."""
-        return self.payload is not None or (self.expected is not None and self.expected[0].is_completed())
+        _let_others_run()
+        if self.payload is not None:
+            return self.payload[1].is_completed()
+        return self.expected is not None and self.expected[0].is_completed()
 
     def receive(self, timeout: float | None, awake: float = AWAKE) -> Message:
         """
@@ -123,19 +122,14 @@ class Channel:
             work, frame = self.expected
             self.wait(work, deadline, awake)
             self.expected = None
-            (message, payload), early = unpack(frame), self.early
-            self.announced, self.early = message.announces, None
-            if early is not None and not _are_alike(payload, early[1]):
-                raise ProtocolError("a message has another payload than the one before it announced")
+            message, payload = unpack(frame)
+            self.announced = message.announces
             if payload is None or not len(payload):
                 return message
             if message.over_link and self.link is None:
                 raise ProtocolError("a payload is to come over a link that was not opened")
             if message.over_link:
                 self.payload = (message, self._over_link(self.link.receive, message))
-            elif early is not None:
-                message.payload = early[1]
-                self.payload = (message, early[0])
             else:
                 self.payload = (message, broadcast(self.incoming, payload, 1 - self.rank))
         message, work = self.payload
@@ -160,7 +154,7 @@ class Channel:
         more, it must have ended before: gloo waits for that.
         """
         groups = [self.outgoing, self.incoming] + ([self.link.group] if self.link is not None else [])
-        self.outgoing = self.incoming = self.expected = self.early = self.payload = self.link = None
+        self.outgoing = self.incoming = self.expected = self.payload = self.link = None
         _give_up(groups)
         self.sent.clear()
 
@@ -186,10 +180,6 @@ class Channel:
                     raise TimeoutError("no message came in time") from None
 
 
-def _are_alike(payload: torch.Tensor | None, announced: torch.Tensor) -> bool:
-    return payload is not None and (payload.dtype, payload.shape) == (announced.dtype, announced.shape)
-
-
 def _give_up(groups: list[dist.ProcessGroup]) -> None:
     # In a thread, so that an end that has not ended costs patience and not the program.
     closing = threading.Thread(target=lambda: [group.abort() for group in groups], daemon=True)
@@ -199,8 +189,8 @@ def _give_up(groups: list[dist.ProcessGroup]) -> None:
 
 def _let_others_run() -> None:
     """
-    Other processes and gloo's threads on this core, and other Python threads. `time.sleep(0)` would put the core to
-    sleep for a tenth of a millisecond.
+    Other processes and gloo's threads on this core, and other Python threads: what was just handed to gloo leaves only
+    when its thread runs. `time.sleep(0)` would put the core to sleep for a tenth of a millisecond.
     """
     if hasattr(os, "sched_yield"):
         os.sched_yield()

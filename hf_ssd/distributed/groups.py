@@ -1,5 +1,7 @@
 """torch.distributed groups of two: the draft's process and one of the target's."""
 
+import contextlib
+import os
 from datetime import timedelta
 
 import torch
@@ -25,12 +27,32 @@ def gloo_group(store: dist.Store, name: str, rank: int, hostname: str | None = L
     options = dist.ProcessGroupGloo._Options()
     options._timeout = CONNECT_TIMEOUT
     options._threads = 1
-    if hostname is None:
-        device = dist.ProcessGroupGloo.create_default_device()
-    else:
-        device = dist.ProcessGroupGloo.create_device(hostname=hostname, lazy_init=False)
-    options._devices = [device]
-    return dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, 2, options)
+    with _threads_that_let_compute():
+        if hostname is None:
+            device = dist.ProcessGroupGloo.create_default_device()
+        else:
+            device = dist.ProcessGroupGloo.create_device(hostname=hostname, lazy_init=False)
+        options._devices = [device]
+        return dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, 2, options)
+
+
+@contextlib.contextmanager
+def _threads_that_let_compute():
+    """
+    Threads that are created meanwhile do not interrupt who computes, if there is one core for all of them; they run
+    when that one waits, or lets others run. Otherwise gloo's thread that looks for what arrives would interrupt the one
+    that sends while that holds the connection, and look again and again, until the scheduler's next tick.
+    """
+    is_linux = hasattr(os, "SCHED_BATCH")
+    if not is_linux or len(os.sched_getaffinity(0)) > 1 or os.sched_getscheduler(0) != os.SCHED_OTHER:
+        yield
+        return
+    with contextlib.suppress(PermissionError):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    try:
+        yield
+    finally:
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
 
 
 def nccl_group(store: dist.Store, name: str, rank: int) -> dist.ProcessGroup:

@@ -1,9 +1,9 @@
 """What travels between target and draft: frames, and what is behind them. See [`payloads`] for what is in them.
 
-A message is one frame of 128 integers: a header of 10, and up to 118 integers of payload. A larger payload, or one of
+A message is one frame of 128 integers: a header of 11, and up to 117 integers of payload. A larger payload, or one of
 another type, follows in a transfer of its own, whose type and length the header tells, and whether it follows behind
-the frame or over the link between two GPUs. If a message announces the payload of the next one, that can arrive while
-no one looks.
+the frame or over the link between two GPUs. A message may announce the next one, of which only the payload follows, so
+that it can arrive while no one looks.
 """
 
 from dataclasses import dataclass, field
@@ -12,8 +12,8 @@ from enum import IntEnum
 import torch
 
 MAGIC = 0x6866_5F73_7364  # "hf_ssd"
-VERSION = 7
-HEADER_LENGTH = 10
+VERSION = 8
+HEADER_LENGTH = 11
 FRAME_LENGTH = 128
 PAYLOAD_TYPES = (torch.int64, torch.int32, torch.float32, torch.uint8)
 BEHIND, INLINE, OVER_LINK = range(3)  # where a payload is
@@ -57,8 +57,8 @@ class Message:
         round (`int`): Number of the verification round, from 0.
         payload (`torch.Tensor`): One-dimensional, of one of `PAYLOAD_TYPES`.
         over_link (`bool`, *optional*): Whether the payload goes from GPU to GPU.
-        announces (`torch.Tensor`, *optional*): The payload of the next message, if it is to follow behind its frame. On
-            the receiving side, an empty one of its type and length.
+        announces (`Message`, *optional*): The next message, of the same session and round, which is sent together with
+            this one. On the receiving side its payload has yet to arrive.
     """
 
     kind: Kind
@@ -66,11 +66,11 @@ class Message:
     round: int = 0
     payload: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     over_link: bool = False
-    announces: torch.Tensor | None = None
+    announces: "Message | None" = None
 
 
 def pack(message: Message) -> list[torch.Tensor]:
-    """Returns the frame, and behind it the payload if the frame does not hold it."""
+    """Returns the frame, behind it the payload if the frame does not hold it, and that of the announced message."""
     payload = message.payload
     if message.over_link:
         place = OVER_LINK
@@ -79,14 +79,18 @@ def pack(message: Message) -> list[torch.Tensor]:
         place, payload = INLINE if fits else BEHIND, payload.cpu()
     header = [MAGIC, VERSION, message.kind, message.session, message.round]
     header += [PAYLOAD_TYPES.index(payload.dtype), len(payload), place]
+    behind = [payload] if place != INLINE and len(payload) else []
     if message.announces is not None:
-        header += [PAYLOAD_TYPES.index(message.announces.dtype), len(message.announces)]
+        if not len(message.announces.payload):
+            raise ProtocolError("a message without a payload cannot be announced: nothing of it would arrive")
+        announced = message.announces.payload.cpu()
+        header += [message.announces.kind, PAYLOAD_TYPES.index(announced.dtype), len(announced)]
+        behind.append(announced)
     frame = torch.zeros(FRAME_LENGTH, dtype=torch.int64)
     frame[: len(header)] = torch.tensor(header)
     if place == INLINE:
         frame[HEADER_LENGTH : HEADER_LENGTH + len(payload)] = payload
-        return [frame]
-    return [frame, payload.contiguous()] if len(payload) else [frame]
+    return [frame, *(one.contiguous() for one in behind)]
 
 
 def unpack(frame: torch.Tensor) -> tuple[Message, torch.Tensor | None]:
@@ -99,19 +103,23 @@ def unpack(frame: torch.Tensor) -> tuple[Message, torch.Tensor | None]:
     Raises:
         [`ProtocolError`]: the frame is not one of ours.
     """
-    magic, version, kind, session, round_, dtype, length, place, next_dtype, next_length = frame[
-        :HEADER_LENGTH
-    ].tolist()
+    header = frame[:HEADER_LENGTH].tolist()
+    magic, version, kind, session, round_, dtype, length, place, next_kind, next_dtype, next_length = header
     if magic != MAGIC:
         raise ProtocolError(f"a message began with {magic:#x} instead of {MAGIC:#x}; it does not come from hf_ssd")
     if version != VERSION:
         raise ProtocolError(f"a message has protocol version {version}, this side speaks version {VERSION}")
     room = FRAME_LENGTH - HEADER_LENGTH if place == INLINE else LARGEST_PAYLOAD
-    is_known = kind in set(Kind) and BEHIND <= place <= OVER_LINK
+    is_known = {kind, next_kind or kind} <= set(Kind) and BEHIND <= place <= OVER_LINK
     is_known = is_known and all(0 <= one < len(PAYLOAD_TYPES) for one in (dtype, next_dtype))
-    if not is_known or not 0 <= length <= room or not 0 <= next_length <= LARGEST_PAYLOAD:
-        raise ProtocolError(f"a message of kind {kind} announces {length} elements of type {dtype}, which cannot be")
-    announces = torch.empty(next_length, dtype=PAYLOAD_TYPES[next_dtype]) if next_length else None
+    if not is_known or not 0 <= length <= room or not bool(next_kind) <= next_length <= LARGEST_PAYLOAD:
+        raise ProtocolError(
+            f"a message of kind {kind} announces {length} elements of type {dtype}, and announces another of kind "
+            f"{next_kind} with {next_length} elements of type {next_dtype}, which cannot be"
+        )
+    announces = None
+    if next_kind:
+        announces = Message(Kind(next_kind), session, round_, torch.empty(next_length, dtype=PAYLOAD_TYPES[next_dtype]))
     if place == INLINE:
         inline = frame[HEADER_LENGTH : HEADER_LENGTH + length]
         return Message(Kind(kind), session, round_, inline, announces=announces), None

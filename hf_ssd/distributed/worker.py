@@ -177,10 +177,13 @@ class DraftServer:
         # Tokens first: with them the target can start, and needs the probabilities only when it is done. Announced,
         # they arrive meanwhile.
         probabilities = self._packed(speculation.probabilities)
-        announced = probabilities if self.channel.link is None else None
         answer = payloads.answer_to_payload(self._figures(speculation, budget))
-        self.send(Kind.SPECULATION, answer, announces=announced)
-        self._send_probabilities(probabilities)
+        if probabilities is not None and self.channel.link is None:
+            announced = Message(Kind.PROBABILITIES, self.session, self.round, probabilities)
+            self.send(Kind.SPECULATION, answer, announces=announced)
+        else:
+            self.send(Kind.SPECULATION, answer)
+            self._send_probabilities(probabilities)
         self._prepare()
 
     def _complete(self, message: Message) -> None:

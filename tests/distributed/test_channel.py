@@ -10,7 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hf_ssd.distributed import messages
 from hf_ssd.distributed.channel import Channel, PeerLost
+from hf_ssd.distributed.groups import TARGET, broadcast
 from hf_ssd.distributed.messages import Kind, Message, ProtocolError
 
 
@@ -94,28 +96,71 @@ def test_a_core_that_waits_for_a_message_does_not_sleep(monkeypatch):
 @pytest.mark.parametrize("announced", [True, False])
 def test_an_announced_payload_arrives_while_no_one_looks(ends, announced):
     target, draft = ends
-    q = torch.rand(30_000)
     for round_ in range(3):
-        target.send(Message(Kind.SPECULATION, 1, round_, torch.arange(9), announces=q if announced else None))
-        target.send(Message(Kind.PROBABILITIES, 1, round_, q))
+        q = torch.rand(30_000)
+        probabilities = Message(Kind.PROBABILITIES, 1, round_, q)
+        answer = Message(Kind.SPECULATION, 1, round_, torch.arange(9), announces=probabilities if announced else None)
+        target.send(answer)
+        if not announced:
+            target.send(probabilities)
         assert len(draft.receive(10).payload) == 9
         draft.expect()
         target.flush(10) if announced else time.sleep(0.1)
         deadline = time.monotonic() + 5
-        while announced and not draft.early[0].is_completed() and time.monotonic() < deadline:
+        while not draft.has_arrived() and time.monotonic() < deadline:
             time.sleep(0.001)
-        assert (draft.early is not None and torch.equal(draft.early[1], q)) == announced
-        assert torch.equal(draft.receive(10).payload, q)
+        assert (draft.payload is not None and torch.equal(draft.payload[0].payload, q)) == announced
+        received = draft.receive(10)
+        assert (received.kind, received.session, received.round) == (Kind.PROBABILITIES, 1, round_)
+        assert torch.equal(received.payload, q)
 
 
-def test_what_was_announced_must_follow(ends):
+def test_what_was_announced_can_be_waited_for_again_and_dropped(ends):
+    """The target's wait for probabilities may run out, and a call that is broken off leaves them unread."""
     target, draft = ends
-    target.send(Message(Kind.SPECULATION, announces=torch.rand(200)))
-    for payload in (torch.rand(300), torch.arange(3), torch.arange(200)):  # gloo would end the other process
-        with pytest.raises(ProtocolError, match="announced"):
-            target.send(Message(Kind.ERROR, payload=payload))
-    target.send(Message(Kind.PROBABILITIES, payload=torch.rand(200)))
-    assert draft.receive(10).kind == Kind.SPECULATION and len(draft.receive(10).payload) == 200
+    frame, q = messages.pack(Message(Kind.SPECULATION, announces=Message(Kind.PROBABILITIES, payload=torch.rand(200))))
+    sent = [broadcast(target.outgoing, frame, TARGET)]
+    assert draft.receive(10).kind == Kind.SPECULATION
+    for _ in range(2):
+        with pytest.raises(TimeoutError):
+            draft.receive(0.02)
+        assert not draft.has_arrived()
+    sent.append(broadcast(target.outgoing, q, TARGET))
+    target.send(Message(Kind.END))
+    assert torch.equal(draft.receive(10).payload, q) and draft.receive(10).kind == Kind.END
+    assert all(work.is_completed() for work in sent)
+
+
+def test_what_has_no_payload_cannot_be_announced(ends):
+    with pytest.raises(ProtocolError, match="cannot be announced"):
+        ends[0].send(Message(Kind.SPECULATION, announces=Message(Kind.PROBABILITIES)))
+
+
+SINGLE_CORE = """
+import os, sys, torch.distributed as dist
+from pathlib import Path
+from hf_ssd.distributed import groups
+os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: int(sys.argv[1])])
+os.sched_setscheduler(0, int(sys.argv[2]), os.sched_param(0))
+before = set(os.listdir("/proc/self/task"))
+with groups._threads_that_let_compute():
+    device = dist.ProcessGroupGloo.create_device(hostname=groups.LOOPBACK, lazy_init=False)
+made = set(os.listdir("/proc/self/task")) - before
+print(sorted({os.sched_getscheduler(int(thread)) for thread in made}), os.sched_getscheduler(0))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux tells its scheduler who may interrupt")
+@pytest.mark.parametrize(
+    "cores, policy, of_threads", [(1, "OTHER", "BATCH"), (2, "OTHER", "OTHER"), (1, "BATCH", "BATCH")]
+)
+def test_who_computes_on_the_only_core_is_not_interrupted(cores, policy, of_threads):
+    if len(os.sched_getaffinity(0)) < cores:
+        pytest.skip("there is one core")
+    theirs, own = getattr(os, f"SCHED_{of_threads}"), getattr(os, f"SCHED_{policy}")
+    command = [sys.executable, "-c", SINGLE_CORE, str(cores), str(own)]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert found.stdout.split("\n")[0] == f"[{theirs}] {own}", found.stderr
 
 
 def test_both_directions_at_once(ends):

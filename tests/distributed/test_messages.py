@@ -16,7 +16,10 @@ def through_the_wire(message):
     frame, *rest = messages.pack(message)
     received, payload = messages.unpack(frame.clone())
     if payload is not None and len(payload):
-        payload.copy_(rest[0])
+        payload.copy_(rest.pop(0))
+    if received.announces is not None:
+        received.announces.payload.copy_(rest.pop(0))
+    assert not rest
     return received
 
 
@@ -27,6 +30,17 @@ def test_integers_round_trip(kind, session, round_, values):
     received = through_the_wire(message)
     assert (received.kind, received.session, received.round) == (kind, session, round_)
     assert received.payload.tolist() == values
+
+
+@pytest.mark.parametrize("size", [0, 3, ROOM + 1])
+@pytest.mark.parametrize("announced", [torch.rand(7), torch.arange(3)])
+def test_an_announced_message_is_of_the_same_session_and_round(size, announced):
+    message = Message(Kind.SPECULATION, 3, 5, torch.arange(size), announces=Message(Kind.ERROR, payload=announced))
+    received = through_the_wire(message)
+    assert torch.equal(received.payload, message.payload)
+    follows = received.announces
+    assert (follows.kind, follows.session, follows.round, follows.announces) == (Kind.ERROR, 3, 5, None)
+    assert torch.equal(follows.payload, announced)
 
 
 @settings(deadline=None)
@@ -50,6 +64,10 @@ def test_small_messages_travel_in_one_frame():
         (5, 9, "type 9"),
         (6, -1, "announces -1 elements"),
         (6, 2**60, f"announces {2**60} elements"),
+        (8, 99, "kind 99"),
+        (8, 6, "announces another of kind 6 with 0 elements"),
+        (9, 9, "type 9"),
+        (10, 2**60, f"{2**60} elements"),
     ],
 )
 def test_foreign_frames_are_named(place, value, words):
