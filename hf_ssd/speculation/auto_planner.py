@@ -9,7 +9,7 @@ from .corrections import Corrections, kind_of
 from .ladder import Ladder
 from .measurements import Measurements
 from .planner import PREPARED, FixedPlanner, Plan, Planner, first_fallback
-from .predictions import Predictions
+from .predictions import Moment, Predictions
 from .row_lengths import RowLengths
 
 PATIENCE = 8  # rounds for which a new plan waits for a moment in which the draft has nothing to do
@@ -179,7 +179,7 @@ class AutoPlanner(Planner):
         """Returns lookahead and budget for the next rounds."""
         self._correct()
         predicted = self.predictions.of_all_plans()
-        lasting = {lookahead: self._lasting(lookahead) for lookahead, _ in predicted}
+        lasting = {lookahead: self._lasting(lookahead) for lookahead in {plan[0] for plan in predicted}}
         speeds = {
             plan: tokens / (seconds * self.corrections(plan) * lasting[plan[0]])
             for plan, (tokens, seconds) in predicted.items()
@@ -203,7 +203,8 @@ class AutoPlanner(Planner):
         if self.spent and self.measured.live == self.rows:
             lookaheads, elapsed, were_ready, *paces = zip(*self.spent)
             self.measured.paces = tuple(map(statistics.fmean, paces))
-            rounds = self.predictions.of_lookahead(self.current.lookahead, {}, statistics.fmean(were_ready))
+            moment = Moment(self.measured)
+            rounds = self.predictions.of_lookahead(self.current.lookahead, moment, statistics.fmean(were_ready))
             self.measured.paces = None
         if self.current.budget in rounds:
             # Not what happened to be accepted, but what is to be expected of so many tokens; and what is to be

@@ -1,5 +1,6 @@
 """What a round of each plan is predicted to give and to take: the cost model of Theorem 7, with measured parts."""
 
+import functools
 import math
 
 from .. import theory
@@ -11,6 +12,23 @@ LOOKAHEADS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, LONGEST_LOOKAHEAD)
 BUDGETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, LARGEST_BUDGET)
 TOO_LONG = 2  # lookaheads that look too long, before longer ones are left out: a round takes more than is predicted
 MOST_MEMORY = 2**29  # bytes for the distributions of prepared tokens
+
+
+class Moment:
+    """What is known just now, looked up once for all the plans that are compared."""
+
+    def __init__(self, measured: Measurements):
+        self.measured = measured
+        self.verification, self.drafting = functools.cache(measured.verification), functools.cache(measured.drafting)
+        self.choice = functools.cache(measured.choice)
+        self.hit_rates: dict[int, list[float]] = {}  # by lookahead, as far as they were asked for
+
+    def hit_rate(self, lookahead: int, budget: int) -> float:
+        """Returns the hit rate of one row if so many outcomes of a speculation of that length are prepared."""
+        rates = self.measured.hit_rates
+        if lookahead not in self.hit_rates:
+            self.hit_rates[lookahead] = rates.predicted(self.measured.acceptance(lookahead))
+        return rates.corrected(budget, self.hit_rates[lookahead])
 
 
 class Predictions:
@@ -34,14 +52,14 @@ class Predictions:
         Returns the predicted tokens and seconds of a round of the batch, by lookahead and budget, of all plans that may
         be the fastest.
         """
-        measured, hit_rates, in_turn_before, too_long = self.measured, {}, 0.0, 0
+        measured, moment, in_turn_before, too_long = self.measured, Moment(self.measured), 0.0, 0
         rounds = {(0, 0): (measured.live, measured.plain_decoding())} if self.adapts_tokens else {}
         for lookahead in LOOKAHEADS if self.adapts_tokens else [self.config.lookahead]:
-            of_these = self.of_lookahead(lookahead, hit_rates)
+            of_these = self.of_lookahead(lookahead, moment)
             rounds |= {(lookahead, budget): round_ for budget, round_ in of_these.items()}
             # So many tokens are not worth verifying even where they are ready, nor drafting in turn: nor are more.
             tokens, seconds = of_these.get(0, (0.0, 1.0))
-            too_long += lookahead not in hit_rates and tokens / seconds <= in_turn_before
+            too_long += lookahead not in moment.hit_rates and tokens / seconds <= in_turn_before
             if too_long == TOO_LONG:
                 break
             in_turn_before = tokens / seconds
@@ -52,31 +70,32 @@ class Predictions:
         return max(1, self.largest_product // max(1, lookahead))
 
     def of_lookahead(
-        self, lookahead: int, hit_rates: dict[int, list[float]], hit_rate: float | None = None
+        self, lookahead: int, moment: Moment, hit_rate: float | None = None
     ) -> dict[int, tuple[float, float]]:
         """
-        Predicted tokens and seconds of a round of the batch for each budget, misses being drafted just in time. What
-        hit rates are needed, by lookahead, is kept in `hit_rates`; unless it is known how often all rows hit.
+        Predicted tokens and seconds of a round of the batch for each budget, misses being drafted just in time; with
+        the hit rate to be expected, or where it is known how often all rows hit.
         """
         measured, rows = self.measured, self.measured.live
         tokens = measured.expected_tokens(lookahead)
         rounds = {}
         if (self.adapts_tokens and self.config.budget == "auto") or not self.config.asynchronous:
-            drafting = lookahead * measured.drafting(rows, "in turn")
-            rounds[0] = rows * tokens[lookahead], measured.verification(lookahead, alone=True) + drafting
+            drafting = lookahead * moment.drafting(rows, "in turn")
+            rounds[0] = rows * tokens[lookahead], moment.verification(lookahead, True) + drafting
         if not self.config.asynchronous:
             return rounds
-        verification = [measured.verification(k, alone=False) for k in range(lookahead + 1)]
-        step, fixed = measured.drafting(rows, "step"), self.config.budget
+        verification = [moment.verification(k, False) for k in range(lookahead + 1)]
+        step, fixed = moment.drafting(rows, "step"), self.config.budget
         for budget in [fixed] if isinstance(fixed, int) else BUDGETS:
             if budget > self.largest_budget(lookahead) and budget != fixed:
                 break
-            growth, width, seen = measured.drafting(rows * budget, "branches"), lookahead, set()
+            growth, choice = moment.drafting(rows * budget, "branches"), moment.choice(rows * budget)
+            width, seen = lookahead, set()
             while width not in seen:  # what can grow depends on how long verification takes, and that on what had grown
                 seen.add(width)
                 # A step that is under way when the outcome comes is finished first. Then the branch that was hit is
                 # finished alone, as far as that is worth it.
-                window = verification[width] - measured.choice(rows * budget)
+                window = verification[width] - choice
                 grown = min(lookahead, max(0, math.ceil(window / growth)))
                 # How far a step is by then is chance after some of them: half of it, less where all are nearly grown.
                 late = max(0.0, grown * growth - window)
@@ -86,9 +105,8 @@ class Predictions:
             _, tokens_on_miss, after_miss = self.best_answer(verification, tokens, late, 0, step)
             all_hit = hit_rate
             if all_hit is None:
-                if width not in hit_rates:
-                    hit_rates[width] = measured.hit_rates.predicted(measured.acceptance(width))
-                all_hit = measured.hit_rates.corrected(budget * self.drafts, hit_rates[width]) ** rows if grown else 0.0
+                of_one = moment.hit_rate(width, budget * self.drafts)
+                all_hit = of_one**rows if grown else 0.0
             gain = all_hit * tokens_on_hit + (1 - all_hit) * tokens_on_miss
             rounds[budget] = rows * gain, all_hit * after_hit + (1 - all_hit) * after_miss
         return rounds

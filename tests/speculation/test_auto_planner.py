@@ -17,7 +17,7 @@ from hf_ssd.speculation.measurements import Measurements
 from hf_ssd.speculation.outcomes import allocate
 from hf_ssd.speculation.pace import Pace
 from hf_ssd.speculation.planner import FixedPlanner, Plan, Round
-from hf_ssd.speculation.predictions import BUDGETS, MOST_MEMORY, Predictions
+from hf_ssd.speculation.predictions import BUDGETS, MOST_MEMORY, Moment, Predictions
 from hf_ssd.speculation.row_lengths import RowLengths
 from hf_ssd.theory import geometric_fan_out
 
@@ -248,7 +248,7 @@ def test_rounds_are_compared_with_what_is_known_now_at_the_pace_they_had():
     def corrected(slower, pace):
         planner = AutoPlanner(SSDConfig(), 1, 1000, sampled=True)
         World(0.8).run(planner, rounds=100)
-        tokens, seconds = planner.predictions.of_lookahead(4, {}, 1.0)[8]
+        tokens, seconds = planner.predictions.of_lookahead(4, Moment(planner.measured), 1.0)[8]
         seconds *= planner.measured.expected_tokens(4)[4] / tokens
         planner.current, planner.corrections = planner._plan_of(4, 8), Corrections()
         planner.spent = [(4, slower * seconds, True, pace, pace)] * 100

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hf_ssd import SSDConfig
 from hf_ssd.speculation.corrections import kind_of
 from hf_ssd.speculation.measurements import LONGEST_LOOKAHEAD, Measurements
-from hf_ssd.speculation.predictions import LOOKAHEADS, Predictions
+from hf_ssd.speculation.predictions import LOOKAHEADS, Moment, Predictions
 
 SECONDS = st.floats(1e-4, 1e-1)
 
@@ -38,7 +38,7 @@ def test_no_plan_that_is_left_out_would_be_faster(asynchronous, acceptance, cost
     every_lookahead = {
         (lookahead, budget): round_
         for lookahead in LOOKAHEADS
-        for budget, round_ in predictions.of_lookahead(lookahead, {}).items()
+        for budget, round_ in predictions.of_lookahead(lookahead, Moment(predictions.measured)).items()
     }
     best_of_all, best = (
         {
