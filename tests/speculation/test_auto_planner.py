@@ -568,7 +568,7 @@ def test_how_many_rounds_happened_to_hit_corrects_no_prediction(known, monkeypat
         monkeypatch.setattr(Predictions, "of_lookahead", lambda self, *args: predicted(self, *args[:2]))
     corrections = []
     for were_ready in (True, False):
-        seconds = predicted(planner.predictions, 3, {}, float(were_ready))[12][1]
+        seconds = predicted(planner.predictions, 3, Moment(planner.measured), float(were_ready))[12][1]
         planner.corrections, planner.current = Corrections(), planner._plan_of(3, 12)
         planner.spent = [(3, seconds, were_ready, 1.0, 1.0)] * 16
         planner._correct()
