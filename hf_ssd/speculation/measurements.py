@@ -10,6 +10,7 @@ from .pace import Pace
 from .planner import BACKUPS, Round
 
 LONGEST_LOOKAHEAD = 16
+ROUNDS_PER_TRANSIT = 4  # for one of which it is seen how late the draft was, which takes a while
 STALE, FADED = 24, 0.2  # rounds after which a measured time is old; what is left of what was measured at first
 PRIOR_TESTS = 4  # drafted tokens that the prior acceptance rate counts for
 TESTS_BEFORE = 24  # drafted tokens that what is known of earlier texts counts for when a new one begins
@@ -42,6 +43,7 @@ class Measurements:
         self.plain = Average(0.0, 0.0, memory=0.95)
         self.choosing = LinearCost(0.003, memory=0.95)
         self.transit = Average(3e-4, 4.0)
+        self.transit_beside = LinearCost(0.0)  # the same for a draft at work, by how busy it is
         self.accepted = [Average(0.0, 0.0) for _ in range(LONGEST_LOOKAHEAD)]
         self.accepted_ever = [Average(0.0, 0.0, memory=0.999) for _ in range(LONGEST_LOOKAHEAD)]
         self.tokens_after_miss = {"ngram": Average(1.0, 1.0)}
@@ -76,7 +78,7 @@ class Measurements:
                 self.target_pace.observe((round_.budget > 0, round_.lookahead), round_.seconds)
             cost.observe(self._drafted(round_.lookahead), round_.seconds / self.target_pace.factor)
             if round_.transit is not None:
-                self.transit.observe(min(round_.transit, round_.seconds))
+                self._observe_transit(round_)
         for row in live:
             k = round_.accepted[row]
             if round_.sources[row] in BACKUPS:
@@ -87,6 +89,13 @@ class Measurements:
         self._rates = None
         if round_.budget:
             self.hit_rates.observe(round_, self.acceptance(round_.lookahead))
+
+    def _observe_transit(self, round_: Round) -> None:
+        transit = min(round_.transit, round_.seconds)
+        if not round_.budget:
+            self.transit.observe(transit)
+        elif self.rounds % ROUNDS_PER_TRANSIT == 0:
+            self.transit_beside.observe(self.busy(round_.lookahead, self.live * round_.budget), transit)
 
     def observe_drafting(self, kind: str, tokens: int, seconds: float) -> None:
         """
@@ -179,6 +188,19 @@ class Measurements:
     def choice(self, outcomes: int) -> float:
         """Seconds from an answer until so many outcomes for the next one are chosen."""
         return max(0.0, self.choosing(outcomes) * self._draft_pace)
+
+    def busy(self, lookahead: int, outcomes: int) -> float:
+        """The share of a verification for which the draft is at work, at most 1."""
+        seconds = self.choice(outcomes) + lookahead * self.drafting(outcomes, "branches")
+        return min(1.0, seconds / self.verification(lookahead, alone=False))
+
+    def lateness(self, lookahead: int, outcomes: int) -> float:
+        """
+        How much later than on average a draft that grows such branches sees an outcome, in seconds. Durations vary: who
+        is nearly always done in time is late more often than who is done early.
+        """
+        cost = self.transit_beside
+        return cost.slope * (self.busy(lookahead, outcomes) - cost.units.value) if cost.slope else 0.0
 
     def acceptance(self, lookahead: int) -> list[float]:
         """Chance of acceptance by position; a position that was hardly tested looks like all of them together."""

@@ -61,8 +61,8 @@ class Round:
         seconds (`float`): How long the target took for it; 0 if it was not measured.
         budget (`int`): How many outcomes of each row were prepared meanwhile.
         elapsed (`float`): Seconds from the outcome before to this one, whatever they were spent on; 0 if not measured.
-        transit (`float`, *optional*): How much longer than that it took until the outcome was here, if it was waited
-            for.
+        transit (`float`, *optional*): How much longer than that it took until the draft saw the outcome, for which it
+            had waited, or which found it at work.
     """
 
     lookahead: int

@@ -90,7 +90,7 @@ class Predictions:
             if budget > self.largest_budget(lookahead) and budget != fixed:
                 break
             growth, choice = moment.drafting(rows * budget, "branches"), moment.choice(rows * budget)
-            width, seen = lookahead, set()
+            lateness, width, seen = measured.lateness(lookahead, rows * budget), lookahead, set()
             while width not in seen:  # what can grow depends on how long verification takes, and that on what had grown
                 seen.add(width)
                 # A step that is under way when the outcome comes is finished first. Then the branch that was hit is
@@ -101,6 +101,7 @@ class Predictions:
                 late = max(0.0, grown * growth - window)
                 if grown > 1:
                     late = min(growth / 2, max(0.0, lookahead * growth - window))
+                late += lateness
                 width, tokens_on_hit, after_hit = self.best_answer(verification, tokens, late, grown, step)
             _, tokens_on_miss, after_miss = self.best_answer(verification, tokens, late, 0, step)
             all_hit = hit_rate

@@ -270,7 +270,8 @@ class Speculator:
             round_.budget = self.prepared_budget * self.share[1]
         elif not waited:
             round_.seconds = 0.0  # it was neither prepared for nor waited for
-        elif self.answered:
+            return round_
+        if self.answered:
             round_.transit = max(0.0, began - self.answered - seconds)
         return round_
 

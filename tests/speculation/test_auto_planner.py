@@ -70,7 +70,7 @@ class World:
             if plan.lookahead == width == 0 and rested < 0.1:
                 verification *= self.afterwards
             rested = rested + verification if plan.lookahead == width == 0 else 0.0
-            accepted, ranks, hits = [], [], []
+            accepted, ranks, hits, transit = [], [], [], None
             shares = allocate(geometric_fan_out(width, plan.budget, 0.8, 0.5), plan.budget) if busy else [0] * 99
             for _ in range(self.rows):
                 k = next((k for k in range(width) if chance.random() > self.acceptance), width)
@@ -87,6 +87,7 @@ class World:
                     plan.lookahead, max(0, -int(-(verification - choice) // branch))
                 )  # the last one begun counts
                 elapsed = max(elapsed, choice + grown * branch)
+                transit = max(0.0, choice + grown * branch - verification)
                 known = [grown * hit for hit in hits]
                 planner.observe_choice(choice)
                 for _ in range(grown):
@@ -103,6 +104,7 @@ class World:
                     verification,
                     plan.budget * busy,
                     late + elapsed if number else 0.0,
+                    transit,
                 )
             )
             new_width = planner.lookahead(known) if plan.lookahead else 0
