@@ -41,18 +41,20 @@ def _threads_that_let_compute():
     """
     Threads that are created meanwhile do not interrupt who computes, if there is one core for all of them; they run
     when that one waits, or lets others run. Otherwise gloo's thread that looks for what arrives would interrupt the one
-    that sends while that holds the connection, and look again and again, until the scheduler's next tick.
+    that sends while that holds the connection, and look again and again, until the scheduler's next tick. Where the
+    scheduler takes no orders, as in some containers, they remain as they are.
     """
     is_linux = hasattr(os, "SCHED_BATCH")
     if not is_linux or len(os.sched_getaffinity(0)) > 1 or os.sched_getscheduler(0) != os.SCHED_OTHER:
         yield
         return
-    with contextlib.suppress(PermissionError):
+    with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     try:
         yield
     finally:
-        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
 
 
 def nccl_group(store: dist.Store, name: str, rank: int) -> dist.ProcessGroup:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_ssd.distributed import messages
+from hf_ssd.distributed import groups, messages
 from hf_ssd.distributed.channel import Channel, PeerLost
 from hf_ssd.distributed.groups import TARGET, broadcast
 from hf_ssd.distributed.messages import Kind, Message, ProtocolError
@@ -161,6 +161,21 @@ def test_who_computes_on_the_only_core_is_not_interrupted(cores, policy, of_thre
     command = [sys.executable, "-c", SINGLE_CORE, str(cores), str(own)]
     found = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert found.stdout.split("\n")[0] == f"[{theirs}] {own}", found.stderr
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux tells its scheduler who may interrupt")
+def test_a_scheduler_that_takes_no_orders_is_no_obstacle(monkeypatch):
+    def refuse(*_):
+        refused.append(True)
+        raise PermissionError("not in this container")
+
+    refused = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    monkeypatch.setattr(os, "sched_setscheduler", refuse)
+    made = []
+    with groups._threads_that_let_compute():
+        made.append(dist.ProcessGroupGloo.create_device(hostname=groups.LOOPBACK, lazy_init=False))
+    assert made and refused
 
 
 def test_both_directions_at_once(ends):
