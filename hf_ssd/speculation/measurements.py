@@ -190,17 +190,16 @@ class Measurements:
         return max(0.0, self.choosing(outcomes) * self._draft_pace)
 
     def busy(self, lookahead: int, outcomes: int) -> float:
-        """The share of a verification for which the draft is at work, at most 1."""
-        seconds = self.choice(outcomes) + lookahead * self.drafting(outcomes, "branches")
-        return min(1.0, seconds / self.verification(lookahead, alone=False))
+        """Returns [`busy_share`] of a round with so many outcomes of all rows."""
+        growth, verification = self.drafting(outcomes, "branches"), self.verification(lookahead, alone=False)
+        return busy_share(lookahead, self.choice(outcomes), growth, verification)
 
-    def lateness(self, lookahead: int, outcomes: int) -> float:
+    def lateness(self, busy: float) -> float:
         """
-        How much later than on average a draft that grows such branches sees an outcome, in seconds. Durations vary: who
-        is nearly always done in time is late more often than who is done early.
+        How much later than on average a draft that is so busy sees an outcome, in seconds. Durations vary: who is done
+        just in time is late more often than who is done early.
         """
-        cost = self.transit_beside
-        return cost.slope * (self.busy(lookahead, outcomes) - cost.units.value) if cost.slope else 0.0
+        return self.transit_beside.slope * (busy - self.transit_beside.units.value)
 
     def acceptance(self, lookahead: int) -> list[float]:
         """Chance of acceptance by position; a position that was hardly tested looks like all of them together."""
@@ -219,3 +218,8 @@ class Measurements:
             reached *= rate
             tokens.append(tokens[-1] + reached)
         return tokens
+
+
+def busy_share(lookahead: int, choice: float, growth: float, verification: float) -> float:
+    """The share of a verification for which the draft chooses outcomes and grows branches, at most 1."""
+    return min(1.0, (choice + lookahead * growth) / verification)

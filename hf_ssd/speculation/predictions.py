@@ -6,7 +6,7 @@ import math
 from .. import theory
 from ..config import SSDConfig
 from .hit_rates import LARGEST_BUDGET
-from .measurements import LONGEST_LOOKAHEAD, Measurements
+from .measurements import LONGEST_LOOKAHEAD, Measurements, busy_share
 
 LOOKAHEADS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, LONGEST_LOOKAHEAD)
 BUDGETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, LARGEST_BUDGET)
@@ -90,7 +90,8 @@ class Predictions:
             if budget > self.largest_budget(lookahead) and budget != fixed:
                 break
             growth, choice = moment.drafting(rows * budget, "branches"), moment.choice(rows * budget)
-            lateness, width, seen = measured.lateness(lookahead, rows * budget), lookahead, set()
+            lateness = measured.lateness(busy_share(lookahead, choice, growth, verification[lookahead]))
+            width, seen = lookahead, set()
             while width not in seen:  # what can grow depends on how long verification takes, and that on what had grown
                 seen.add(width)
                 # A step that is under way when the outcome comes is finished first. Then the branch that was hit is

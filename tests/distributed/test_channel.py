@@ -138,7 +138,6 @@ def test_what_has_no_payload_cannot_be_announced(ends):
 
 SINGLE_CORE = """
 import os, sys, torch.distributed as dist
-from pathlib import Path
 from hf_ssd.distributed import groups
 os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: int(sys.argv[1])])
 os.sched_setscheduler(0, int(sys.argv[2]), os.sched_param(0))
