@@ -10,8 +10,9 @@ from transformers import GenerationConfig, PreTrainedModel
 from ..cache.branches import Branches
 from ..cache.speculation import Speculation, SpeculationCache
 from ..config import SSDConfig
+from .backups import Backups, join
 from .experience import Experience
-from .fallback import Backup, NGramBackup, RandomBackup, dense_probabilities
+from .fallback import Backup
 from .forks import Forks
 from .lessons import Lesson, Lessons
 from .planner import BACKUPS, GUESSES, PREPARED, Plan, Round
@@ -65,9 +66,8 @@ class Speculator:
             # What was learned in a call with the same seed must not meet the same noise again.
             seed += 1_000_003 * (experience.calls - 1)
         self.proposals = Proposals(model, generation_config, max(self.trunk.lengths), seed)
-        self.backups = {"ngram": NGramBackup(), "random": RandomBackup(vocab_size, seed)}
-        self.custom_backup = custom_backup
-        self.lessons = Lessons(self.planner, shape, self.trunk, self.backups["ngram"])
+        self.backups = Backups(vocab_size, seed, custom_backup)
+        self.lessons = Lessons(self.planner, shape, self.trunk, self.backups.ngram)
         self.finished = [False] * len(prompts)
         self.drafted = torch.zeros(len(prompts), 0, dtype=torch.long, device=self.device)
         self.sources = [PREPARED] * len(prompts)  # where each row's speculation came from
@@ -230,9 +230,12 @@ class Speculator:
         known = [grown if hit else 0 for hit in hits] if known is None else known
         known = [grown if finished else n for n, finished in zip(known, self.finished)]
         missed = [row for row, finished in enumerate(self.finished) if not finished and not hits[row]]
-        source, backup = self._backup_for(missed)
+        source, backup = "primary", None
+        if missed and self.forks is not None:  # if nothing was prepared, the draft is asked, as in speculative decoding
+            source, backup = self.backups.of(self.plan.fallback)
         if backup is not None:
-            ready = self._take_from_backup(ready, backup, missed)
+            proposal = backup.propose(self.trunk.ids, self.trunk.lengths, missed, self.plan.lookahead)
+            ready = join(ready, missed, proposal, self.vocab_size, self.proposals.noise is not None)
             known = [ready.tokens.shape[1] if row in missed else n for row, n in enumerate(known)]
         alone = backup is not None and not any(hits)  # then its proposals are as long as it likes
         width = ready.tokens.shape[1] if alone else self.planner.lookahead(known)
@@ -275,16 +278,6 @@ class Speculator:
             round_.transit = max(0.0, began - self.answered - seconds)
         return round_
 
-    def _backup_for(self, missed: list[int]) -> tuple[str, Backup | None]:
-        """
-        Returns where the speculations of these rows come from, by name and, if it is not the draft, as an object.
-        Without anything prepared there is no miss: then the draft is asked, as in speculative decoding.
-        """
-        backup = self.custom_backup or self.backups.get(self.plan.fallback)
-        if not missed or self.forks is None or backup is None:
-            return "primary", None
-        return "custom" if self.custom_backup else self.plan.fallback, backup
-
     def _continue(self, ready: Speculation, known: list[int], width: int) -> Speculation:
         """
         Drafts just in time what is missing of speculations of `width` tokens: everything for a row that missed, the
@@ -314,27 +307,6 @@ class Speculator:
                 probabilities.append(probability)
             self._observe(self.planner.observe_step, fed, began)
         return Speculation(tokens, torch.cat(probabilities, dim=1) if probabilities else None, ready.hits)
-
-    def _take_from_backup(self, ready: Speculation, backup: Backup, missed: list[int]) -> Speculation:
-        """
-        The rows that missed take what the backup proposes; the others keep what is ready. As wide as the plan says, or,
-        if no row hit, as the longest proposal.
-        """
-        width, grown, some_hit = self.plan.lookahead, ready.tokens.shape[1], bool(ready.hits.any())
-        proposal = backup.propose(self.trunk.ids, self.trunk.lengths, missed, width)
-        width = width if some_hit else max(proposal.counts)
-        tokens = ready.tokens.new_zeros(len(self.trunk.lengths), width)
-        if some_hit:
-            tokens[:, :grown] = ready.tokens
-        tokens[missed] = proposal.tokens[:, :width].to(self.device)
-        probabilities = None
-        if self.proposals.noise is not None:
-            probabilities = torch.zeros(*tokens.shape, self.vocab_size, device=self.device)
-            probabilities[..., 0] = 1.0  # of rows that are finished
-            if some_hit and grown:
-                probabilities[:, :grown] = ready.probabilities
-            probabilities[missed] = dense_probabilities(proposal, self.vocab_size)[:, :width].to(self.device)
-        return Speculation(tokens, probabilities, ready.hits)
 
     def _observe(self, observe: Callable[[int, float], None], tokens: int, began: float) -> None:
         if self.device.type == "cuda":

@@ -18,8 +18,8 @@ from hf_ssd.distributed.assistant import DraftAssistant
 from hf_ssd.distributed.channel import AWAKE, Channel
 from hf_ssd.distributed.connection import Connection
 from hf_ssd.distributed.conversation import Conversation
+from hf_ssd.distributed.draft_server import WARM_UP, DraftServer
 from hf_ssd.distributed.messages import Kind, Message
-from hf_ssd.distributed.worker import WARM_UP, DraftServer
 from hf_ssd.speculation import experience
 from hf_ssd.speculation.planner import Plan, Planner
 from hf_ssd.speculation.speculator import Speculator
