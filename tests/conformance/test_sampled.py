@@ -12,7 +12,7 @@ from transformers.generation.logits_process import TemperatureLogitsWarper, TopK
 import hf_ssd
 from hf_ssd.distributed.local import LocalSession
 from hf_ssd.generation import decoding, verification
-from hf_ssd.speculation import experience, speculator
+from hf_ssd.speculation import backups, experience
 from hf_ssd.speculation.planner import Plan, Planner
 from hf_ssd.speculation.proposals import Proposals
 from hf_ssd.speculation.speculator import Speculator
@@ -268,7 +268,7 @@ def drafts_q_with_random_tokens(monkeypatch):
         favourite = torch.nn.functional.one_hot(torch.tensor(2), vocab_size) * 0.5 + 0.5 / vocab_size
         return favourite.expand(*proposal.tokens.shape, vocab_size)
 
-    monkeypatch.setattr(speculator, "dense_probabilities", claims)
+    monkeypatch.setattr(backups, "dense_probabilities", claims)
 
 
 MUTANTS = {
