@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given, settings
@@ -118,3 +119,23 @@ def test_saguaro_by_hand_and_its_edges():
 def test_a_later_speculation_of_the_same_place_draws_anew():
     noise = SpeculationNoise(3, 50, torch.device("cpu"))
     assert not torch.equal(noise.at(0, 5, 1), noise.at(0, 6, 0))
+
+
+def unlikely_tokens_drawn(noise):
+    """How often one of 100,000 tokens of probability 1e-12 is drawn in 500 draws: 5e-5 times are expected."""
+    probabilities = torch.full((100_000,), 1e-12)
+    probabilities[0] = 1.0
+    return sum(int(draw(probabilities, noise.at(0, start, 0))) != 0 for start in range(500))
+
+
+def test_unlikely_tokens_are_not_drawn_more_often_than_q_says(monkeypatch):
+    """The mutant draws noise in float32, which is 0 once in 2^23 numbers: then any token wins."""
+    assert unlikely_tokens_drawn(SpeculationNoise(0, 100_000, torch.device("cpu"))) == 0
+    draw_noise = np.random.Generator.standard_exponential
+
+    class InFloat32(np.random.Generator):
+        def standard_exponential(self, size):
+            return draw_noise(self, size, dtype=np.float32)
+
+    monkeypatch.setattr(np.random, "Generator", InFloat32)
+    assert unlikely_tokens_drawn(SpeculationNoise(0, 100_000, torch.device("cpu"))) > 0
