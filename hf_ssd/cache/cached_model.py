@@ -20,11 +20,20 @@ class CachedModel:
         valid (`torch.BoolTensor` of shape `(batch_size, columns)`, *optional*): `False` where the prompt is padding.
         first_positions (`list[int]`, *optional*): Position of column 0 for each row, negative if the row is padded on
             the left. 0 by default.
-        position_limit (`int`, *optional*): Tokens from this position on are never used; they are fed as if before it.
+        column_limit (`int`, *optional*): Tokens from this column on are never used; they are fed with the position of
+            the column before it, as the model may have none beyond.
+        token_type_ids (`torch.LongTensor` of shape `(batch_size, columns)`, *optional*): Of the prompt. As in plain
+            generation, each new token has the type of the last one.
     """
 
     def __init__(
-        self, model: PreTrainedModel, cache: RaggedCache, valid=None, first_positions=None, position_limit=None
+        self,
+        model: PreTrainedModel,
+        cache: RaggedCache,
+        valid=None,
+        first_positions=None,
+        column_limit=None,
+        token_type_ids=None,
     ):
         self.model, self.cache = model, cache
         self.valid = None if valid is None or valid.all() else valid
@@ -35,7 +44,8 @@ class CachedModel:
         implementation = model.config.get_text_config(decoder=True)._attn_implementation
         self.needs_no_mask_for_one = self.valid is None and self.layout.window is None and implementation == "sdpa"
         self.first_positions = first_positions
-        self.position_limit = position_limit
+        self.column_limit = column_limit
+        self.token_types = None if token_type_ids is None else token_type_ids[:, -1:].to(model.device)
         # Without masks nothing hides the columns of a window that are not in use.
         self.is_compiled = is_compiled(model) and not self.reads_2d_masks
         self.fewest_tokens = FEWEST_TOKENS if self.is_compiled else 1
@@ -54,6 +64,8 @@ class CachedModel:
 
     def positions(self, columns: torch.LongTensor) -> torch.LongTensor:
         """Returns the position of each column, both of shape `(computed_rows, ...)`."""
+        if self.column_limit is not None:
+            columns = columns.clamp(max=self.column_limit - 1)
         if self.first_positions is not None:
             first = torch.tensor(self.computed(self.first_positions), device=columns.device)
             columns = columns + first.view(-1, *[1] * (columns.dim() - 1))
@@ -123,15 +135,16 @@ class CachedModel:
 
     def forward(self, tokens, positions, mask, logits_to_keep=None) -> torch.Tensor:
         """Takes what is of the rows that are computed, and returns logits of all rows."""
-        last = None if self.position_limit is None else self.position_limit - 1
         inputs = {
             "input_ids": tokens,
-            "position_ids": positions.clamp(min=0, max=last),
+            "position_ids": positions.clamp(min=0),
             "attention_mask": mask,
             "past_key_values": self.cache,
             "use_cache": True,
             "return_dict": True,
         }
+        if self.token_types is not None:
+            inputs["token_type_ids"] = self.computed(self.token_types).expand_as(tokens)
         sparing = logits_to_keep is not None and self.keeps_logits and self.cache.window is None
         if sparing:
             inputs["logits_to_keep"] = logits_to_keep

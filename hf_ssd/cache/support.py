@@ -62,6 +62,22 @@ def attention_layout(model: PreTrainedModel) -> AttentionLayout:
     )
 
 
+def rope_that_changes(model: PreTrainedModel) -> tuple[str, int] | None:
+    """
+    Returns the kind of a rotary embedding whose frequencies depend on how long the text is, and the number of positions
+    up to which they do not; `None` if the model has no such embedding.
+    """
+    config = model.config.get_text_config(decoder=True)
+    parameters = getattr(config, "rope_parameters", None) or {}
+    of_layers = [parameters] if "rope_type" in parameters else [p for p in parameters.values() if isinstance(p, dict)]
+    for one in of_layers:
+        if one.get("rope_type") == "longrope":
+            return "longrope", one["original_max_position_embeddings"]
+        if "dynamic" in one.get("rope_type", ""):
+            return one["rope_type"], config.max_position_embeddings
+    return None
+
+
 def check_supported(model: PreTrainedModel) -> None:
     """
     Checks that a model can decode branches: its cache can be rolled back, and it obeys a 4D attention mask and explicit

@@ -2,13 +2,19 @@
 
 import inspect
 
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel
-from transformers.generation import GenerationMode
+import torch
+from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers.generation import GenerationMode, SynthIDTextWatermarkLogitsProcessor
+from transformers.generation import utils as generation_utils
 
-from ..cache.support import attention_layout, is_flash_attention
+from ..cache.support import attention_layout, is_flash_attention, rope_that_changes
 from ..config import SSDConfig
 from ..distributed.assistant import DraftAssistant
 from ..distributed.roles import check_heads
+
+# Tensors that transformers feeds to the model once, or that verification goes on with by itself.
+KNOWN_INPUTS = {"attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"}
+KNOWN_INPUTS |= set(getattr(generation_utils, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", ()))
 
 
 def check_arguments(model, assistant_model, ssd_config, synced_gpus) -> None:
@@ -57,7 +63,14 @@ def check_arguments(model, assistant_model, ssd_config, synced_gpus) -> None:
 
 
 def check_generation(
-    model, input_ids, generation_config: GenerationConfig, model_kwargs: dict, assistant_model, ssd_config: SSDConfig
+    model,
+    input_ids,
+    generation_config: GenerationConfig,
+    logits_processor: LogitsProcessorList,
+    max_length: int | None,
+    model_kwargs: dict,
+    assistant_model,
+    ssd_config: SSDConfig,
 ) -> None:
     """
     Checks what transformers has prepared.
@@ -80,7 +93,15 @@ def check_generation(
         "output_attentions": generation_config.output_attentions,
         "output_hidden_states": generation_config.output_hidden_states,
         "inputs_embeds (the draft needs `input_ids`)": model_kwargs.get("inputs_embeds") is not None,
+        "SynthID watermarks (they count on one look at each token)": any(
+            isinstance(processor, SynthIDTextWatermarkLogitsProcessor) for processor in logits_processor
+        ),
     }  # fmt: skip
+    refused |= {
+        f"{name} (an input that plain generation feeds with every token)": name not in KNOWN_INPUTS
+        for name, value in model_kwargs.items()
+        if isinstance(value, torch.Tensor) and name != "inputs_embeds"
+    }
     for name, found in refused.items():
         if found:
             raise ValueError(f"`ssd_config` cannot be combined with {name}.")
@@ -90,6 +111,7 @@ def check_generation(
         raise ValueError(f"`ssd_config` works with a DynamicCache, which can be rolled back; remove the {kind} cache.")
     if input_ids.shape[1] == 0:
         raise ValueError("`input_ids` is empty; give at least one token.")
+    _check_rope(model, input_ids, max_length, model_kwargs)
     if is_flash_attention(model) and (len(input_ids) > 1 or model_kwargs.get("attention_mask") is not None):
         raise ValueError(
             "Flash attention reads no 4D masks, which batches and padding need; load the target with "
@@ -101,3 +123,24 @@ def check_generation(
             "Flash attention reads no 4D masks, which batches need; load the draft with "
             'attn_implementation="sdpa", or leave out `asynchronous=False`: a worker switches by itself.'
         )
+
+
+def _check_rope(model, input_ids, max_length: int | None, model_kwargs: dict) -> None:
+    """
+    Where frequencies change with the length of the text, plain generation computes keys anew, or each with those of its
+    time, and rows would meet the change at different times.
+    """
+    changes, position_ids = rope_that_changes(model), model_kwargs.get("position_ids")
+    if changes is None:
+        return
+    kind, unchanged = changes
+    columns = model_kwargs["past_key_values"].get_seq_length() + input_ids.shape[1]
+    last = torch.tensor([columns - 1]) if position_ids is None else position_ids[:, -1]
+    longest = None if max_length is None else int(last.max()) + 1 + max_length - input_ids.shape[1]
+    if longest is not None and longest <= unchanged or kind == "longrope" and int(last.min()) >= unchanged:
+        return
+    raise ValueError(
+        f"{type(model).__name__} has a rotary embedding (`{kind}`) that changes when the text becomes longer than "
+        f"{unchanged} tokens, which `ssd_config` cannot follow; set `max_length={unchanged}` or less"
+        + (", or give prompts that are longer than that." if kind == "longrope" else ".")
+    )

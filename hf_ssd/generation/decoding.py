@@ -1,5 +1,6 @@
 """The target's side of speculative speculative decoding: one loop, any batch size."""
 
+import copy
 import time
 
 import torch
@@ -21,7 +22,7 @@ from .checks import check_generation
 from .drafting import Draft
 from .outputs import SSDDecoderOnlyOutput, SSDStats
 from .recording import StepRecord
-from .sequences import Sequences
+from .sequences import Sequences, longest_output
 from .streaming import Stream
 from .verification import verify_greedy, verify_sampled
 
@@ -51,16 +52,21 @@ def speculative_speculative_decoding(
     Returns:
         `torch.LongTensor` or [`SSDDecoderOnlyOutput`]: As plain `generate()` would, by `return_dict_in_generate`.
     """
-    check_generation(model, input_ids, generation_config, model_kwargs, assistant_model, ssd_config)
+    max_length = longest_output(stopping_criteria)
+    check_generation(
+        model, input_ids, generation_config, logits_processor, max_length, model_kwargs, assistant_model, ssd_config
+    )
     check_supported(model)
     assistant = assistant_model
     if not isinstance(assistant, DraftAssistant):
         check_supported(assistant)
         assistant = assistant_for(assistant) if ssd_config.asynchronous else assistant
     divided = isinstance(assistant, DraftAssistant) and model.device.type == "cpu" and assistant.cores is not None
+    of_the_draft = copy.copy(generation_config)
+    of_the_draft.max_length = max_length
     request = SessionRequest(
         ssd_config,
-        generation_config,
+        of_the_draft,
         prompts_without_padding(input_ids, model_kwargs.get("attention_mask")),
         seed=int(torch.randint(2**31, ())),
     )
@@ -100,7 +106,7 @@ def decode(
 
     # 1. Prefill, while the draft does the same and prepares the likely first tokens.
     theirs = model_kwargs["past_key_values"]
-    decoder, logits = prefill(model, input_ids, generation_config, model_kwargs)
+    decoder, logits = prefill(model, input_ids, generation_config, model_kwargs, sequences.max_length)
     columns_before_ids = decoder.cache.get_seq_length() - prompt_length
     drafted, probabilities = input_ids.new_zeros(batch_size, 0), None
     stats.prefill_seconds = time.perf_counter() - start
@@ -205,9 +211,15 @@ def decide(scores, probabilities, drafted, do_sample: bool, unfinished: list[boo
     return torch.stack([accepted, bonus]).cpu()
 
 
-def prefill(model, input_ids, generation_config, model_kwargs) -> tuple[CachedModel, torch.Tensor]:
+def prefill(
+    model, input_ids, generation_config, model_kwargs, max_length: int | None
+) -> tuple[CachedModel, torch.Tensor]:
     """
     Runs transformers' own prefill into a ragged cache.
+
+    Args:
+        model, input_ids, generation_config, model_kwargs: See [`speculative_speculative_decoding`].
+        max_length (`int`, *optional*): Of the output.
 
     Returns:
         The target with its cache, and the logits of shape `(batch_size, 1, vocab_size)` behind the prompts.
@@ -226,7 +238,8 @@ def prefill(model, input_ids, generation_config, model_kwargs) -> tuple[CachedMo
         cache,
         valid=None if mask is None else mask.bool().to(model.device),
         first_positions=[position - (columns - 1) for position in last],
-        position_limit=generation_config.max_length,
+        token_type_ids=model_kwargs.get("token_type_ids"),
+        column_limit=None if max_length is None else columns - input_ids.shape[1] + max_length,
     )
     return decoder, outputs.logits[:, -1:]
 

@@ -113,16 +113,21 @@ def _generate(plain, model, assistant_model, ssd_config, streamer=None, synced_g
 
 def _move_stop_strings(model, kwargs: dict) -> None:
     """Turns `stop_strings` into the criterion that transformers would make, had it not lost the tokenizer by then."""
+    if model.generation_config.stop_strings is not None:
+        raise ValueError(
+            "The model's own generation config has `stop_strings`, from where `ssd_config` cannot take them; pass them "
+            "to generate(), and set model.generation_config.stop_strings = None."
+        )
     generation_config = kwargs.get("generation_config")
-    configured = model.generation_config if generation_config is None else generation_config
-    stop_strings = kwargs.pop("stop_strings", None) or configured.stop_strings
+    in_config = None if generation_config is None else generation_config.stop_strings
+    stop_strings = kwargs.pop("stop_strings", None) or in_config
     tokenizer = kwargs.pop("tokenizer", None)
     if stop_strings is None:
         return
     if tokenizer is None:
         raise ValueError("`stop_strings` needs the model's tokenizer: pass `tokenizer=...` to generate() as well.")
-    if configured.stop_strings is not None:
-        kwargs["generation_config"] = copy.deepcopy(configured)
+    if in_config is not None:
+        kwargs["generation_config"] = copy.deepcopy(generation_config)
         kwargs["generation_config"].stop_strings = None
     criterion = StopStringCriteria(stop_strings=stop_strings, tokenizer=tokenizer)
     kwargs["stopping_criteria"] = StoppingCriteriaList([*(kwargs.get("stopping_criteria") or []), criterion])

@@ -1,7 +1,18 @@
 """The rows of a batch while they grow by different amounts, and where each is cut."""
 
 import torch
-from transformers import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
+from transformers import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StoppingCriteriaList, StopStringCriteria
+
+BY_COUNTING = (MaxLengthCriteria, EosTokenCriteria)
+BY_ROW = (*BY_COUNTING, StopStringCriteria, MaxTimeCriteria)
+"""Criteria that look at each row by itself and remember nothing; and those of which no call is needed."""
+
+
+def longest_output(stopping_criteria: StoppingCriteriaList) -> int | None:
+    """Returns the length at which all rows stop, or `None` if they need not."""
+    return min(
+        (criteria.max_length for criteria in stopping_criteria if type(criteria) is MaxLengthCriteria), default=None
+    )
 
 
 class Sequences:
@@ -15,16 +26,19 @@ class Sequences:
     """
 
     def __init__(self, input_ids: torch.LongTensor, stopping_criteria: StoppingCriteriaList, pad_token: int):
-        self.stopping_criteria, self.pad_token = stopping_criteria, pad_token
+        self.pad_token = pad_token
         self.batch_size, self.prompt_length = input_ids.shape
         self.ids = torch.full((self.batch_size, self.prompt_length + 256), pad_token, device=input_ids.device)
         self.ids[:, : self.prompt_length] = input_ids
         self.last = input_ids[:, -1]  # token of each row
         self.lengths = [self.prompt_length] * self.batch_size
         self.stops: list[int | None] = [None] * self.batch_size
-        self.max_length = stopping_criteria.max_length
+        self.max_length = longest_output(stopping_criteria)
         self.has_eos = any(hasattr(criteria, "eos_token_id") for criteria in stopping_criteria)
-        self.simple = all(type(criteria) in (MaxLengthCriteria, EosTokenCriteria) for criteria in stopping_criteria)
+        self.simple = all(type(criteria) in BY_COUNTING for criteria in stopping_criteria)
+        self.by_row = StoppingCriteriaList(c for c in stopping_criteria if type(c) in BY_ROW)
+        self.by_batch = StoppingCriteriaList(c for c in stopping_criteria if type(c) not in BY_ROW)
+        self.judged = self.prompt_length  # by the latter, up to this length
         self.eos_tokens = {
             token for criteria in stopping_criteria if type(criteria) is EosTokenCriteria
             for token in criteria.eos_token_id.flatten().tolist()
@@ -85,16 +99,44 @@ class Sequences:
                     if self.stops[row] is None and (token in self.eos_tokens or at_end):
                         self.stops[row] = length
             return
-        # The criteria see the batch as in plain generation, once for each length that some row has newly reached.
         for length in range(min(first), max(self.lengths) + 1):
             rows = [
                 r for r in range(self.batch_size) if self.stops[r] is None and first[r] <= length <= self.lengths[r]
             ]
             if rows:
-                stopped = self.stopping_criteria(self.ids[:, :length], scores(length)).tolist()
-                for row in rows:
-                    if stopped[row]:
-                        self.stops[row] = length
+                self._stop(rows, length, self.by_row(self.ids[:, :length], scores(length)))
+        # The others may compare rows, or remember what they saw: they see the batch as in plain generation, once for
+        # each length, as soon as all rows have it.
+        while self.by_batch and not self._has_ended and self.judged < self._common_length:
+            self.judged += 1
+            stopped = self.by_batch(self._as_in_plain_generation(self.judged), scores(self.judged))
+            self._stop(range(self.batch_size), self.judged, stopped)
+
+    def _stop(self, rows, length: int, stopped: torch.BoolTensor) -> None:
+        stopped = stopped.tolist()
+        for row in rows:
+            if stopped[row] and (self.stops[row] is None or length < self.stops[row]):
+                self.stops[row] = length
+
+    @property
+    def _has_ended(self) -> bool:
+        """Whether plain generation would have ended at the length judged last."""
+        return self.final_length is not None and self.final_length <= self.judged
+
+    @property
+    def _common_length(self) -> int:
+        """How long all rows are that would still grow in plain generation."""
+        growing = [length for length, stop in zip(self.lengths, self.stops) if stop is None or not self.has_eos]
+        return min(growing, default=max(self.lengths))
+
+    def _as_in_plain_generation(self, length: int) -> torch.LongTensor:
+        """Returns the batch at this length, with rows that have stopped before padded."""
+        ids = self.ids[:, :length]
+        if self.has_eos and any(stop is not None and stop < length for stop in self.stops):
+            ids = ids.clone()
+            for row, stop in enumerate(self.stops):
+                ids[row, length if stop is None else stop :] = self.pad_token
+        return ids
 
     @property
     def final_length(self) -> int | None:
@@ -120,6 +162,12 @@ class Sequences:
         """Length of a row in the output, padding behind it excluded."""
         stop = self.stops[row] if self.has_eos else self.final_length
         return self.lengths[row] if stop is None else stop
+
+    def settled(self, row: int) -> int:
+        """How much of a row is sure to be in the output."""
+        reached = [length if stop is None else stop for length, stop in zip(self.lengths, self.stops)]
+        length = reached[row] if self.has_eos else min(self.lengths[row], max(reached))
+        return min(length, self.judged + 1) if self.by_batch else length
 
     def finish(self) -> torch.LongTensor:
         """Returns the output of shape `(batch_size, final length)`, rows that stopped earlier padded behind."""

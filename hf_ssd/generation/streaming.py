@@ -54,7 +54,7 @@ class Stream:
     def update(self) -> None:
         """Streams what is new."""
         for row, before in enumerate(self.lengths):
-            self.lengths[row] = length = self.sequences.kept(row)
+            self.lengths[row] = length = self.sequences.settled(row)
             tokens = self.sequences.ids[row, before:length].cpu()
             if isinstance(self.streamer, BatchStreamer):
                 if len(tokens):

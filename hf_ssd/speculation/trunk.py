@@ -18,7 +18,7 @@ class Trunk:
     Args:
         model (`PreTrainedModel`): The draft model.
         prompts (`list[torch.LongTensor]`): The prompt of each row, at least one token each.
-        position_limit (`int`, *optional*): See [`~hf_ssd.cache.cached_model.CachedModel`].
+        column_limit (`int`, *optional*): See [`~hf_ssd.cache.cached_model.CachedModel`].
         earlier ([`Trunk`], *optional*): Of the call before, with the same model. Where this one continues its text, as
             in a chat, its cache is taken over.
 
@@ -33,7 +33,7 @@ class Trunk:
         self,
         model: PreTrainedModel,
         prompts: list[torch.LongTensor],
-        position_limit: int | None,
+        column_limit: int | None,
         earlier: "Trunk | None" = None,
     ):
         self.device = model.device
@@ -49,7 +49,7 @@ class Trunk:
             if min(shared) >= WORTH_KEEPING:
                 self.fed, cache = shared, earlier.decoder.cache
                 cache.take_back()
-        self.decoder = CachedModel(model, cache, position_limit=position_limit)
+        self.decoder = CachedModel(model, cache, column_limit=column_limit)
 
     def _shared(self, earlier: "Trunk", row: int) -> int:
         """Returns how many columns of an earlier trunk's cache hold what this one begins with; never all of it."""

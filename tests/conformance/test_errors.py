@@ -3,9 +3,12 @@
 import pytest
 import torch
 from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
     MambaConfig,
     MambaForCausalLM,
     StaticCache,
+    SynthIDTextWatermarkingConfig,
     T5Config,
     T5ForConditionalGeneration,
     TextStreamer,
@@ -16,6 +19,7 @@ import hf_ssd
 from ..conftest import padded_batch, tiny_draft, tiny_model
 
 CONFIG = hf_ssd.SSDConfig(lookahead=2, budget=4)
+SYNTH_ID = SynthIDTextWatermarkingConfig(ngram_len=3, keys=[1, 2, 3], skip_first_ngram_calls=True)
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +45,7 @@ def nothing_starts(monkeypatch):
         ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
         ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states"),
         ({"guidance_scale": 1.5}, "guidance_scale"),
+        ({"watermarking_config": SYNTH_ID}, "SynthID watermarks"),
         ({"synced_gpus": True}, "synced_gpus"),
         ({"prompt_lookup_num_tokens": 3}, "assisted_generation"),
         ({"assistant_model": None}, "needs an `assistant_model`"),
@@ -93,6 +98,21 @@ def test_a_model_that_was_not_enabled(draft):
 def test_what_cannot_be_enabled():
     with pytest.raises(TypeError, match="not a Linear"):
         hf_ssd.enable(torch.nn.Linear(2, 2))
+
+
+def test_inputs_that_plain_generation_feeds_with_every_token(draft):
+    config = GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=97, add_cross_attention=True)
+    target = hf_ssd.enable(GPT2LMHeadModel(config).eval())
+    seen = {"encoder_hidden_states": torch.zeros(1, 3, 16)}
+    with pytest.raises(ValueError, match="encoder_hidden_states .an input that plain generation feeds"):
+        target.generate(**padded_batch(1), **seen, max_new_tokens=5, assistant_model=draft, ssd_config=CONFIG)
+
+
+def test_stop_strings_of_the_model_itself(draft):
+    target = hf_ssd.enable(tiny_model())
+    target.generation_config.stop_strings = ["x"]
+    with pytest.raises(ValueError, match="set model.generation_config.stop_strings = None"):
+        target.generate(**padded_batch(1), max_new_tokens=5, assistant_model=draft, ssd_config=CONFIG)
 
 
 def test_streaming_a_batch(target, draft):

@@ -1,0 +1,139 @@
+"""What a target is fed with beside the tokens: positions, token types, and rotary embeddings that change."""
+
+import pytest
+import torch
+from transformers import (
+    DynamicCache,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MaxLengthCriteria,
+    Phi3Config,
+    Phi3ForCausalLM,
+    StoppingCriteriaList,
+)
+
+import hf_ssd
+from hf_ssd.cache.cached_model import CachedModel
+
+from ..conftest import SIZES, padded_batch, tiny_draft, tiny_model
+
+IN_TURN = {"ssd_config": hf_ssd.SSDConfig(lookahead=4, budget=4, asynchronous=False)}
+GREEDY = {"do_sample": False, "return_dict_in_generate": True}
+
+
+def ignoring_the_limit(monkeypatch):
+    """The mutant of the tests below: what `max_length` counts is taken for positions."""
+
+    def positions(self, columns):
+        return computed(self, columns).clamp(max=9 + 20 - 1)
+
+    computed = CachedModel.positions
+    monkeypatch.setattr(CachedModel, "positions", positions)
+
+
+def continued(target, **ssd):
+    """Goes on from a cache with nothing but new tokens, in plain generation or not."""
+    inputs, cache = padded_batch(1, length=24), DynamicCache(config=target.config)
+    options = {"max_new_tokens": 20, "past_key_values": cache, **GREEDY}
+    first = target.generate(**inputs, **{**options, "max_new_tokens": 8})
+    new = torch.tensor([[5, 6, 7, 8, 9]])
+    mask = torch.ones(1, first.past_key_values.get_seq_length() + new.shape[1], dtype=torch.long)
+    return target.generate(new, attention_mask=mask, **options, **ssd).sequences
+
+
+def longer_than_by_default(target, **ssd):
+    """The user's criterion takes the place of the 20 tokens that transformers would generate."""
+    criteria = StoppingCriteriaList([MaxLengthCriteria(64)])
+    return target.generate(**padded_batch(3), stopping_criteria=criteria, **GREEDY, **ssd).sequences
+
+
+def positions_of_ones_own(target, **ssd):
+    inputs = padded_batch(1)
+    return target.generate(
+        **inputs, position_ids=torch.arange(40, 49)[None], max_new_tokens=20, **GREEDY, **ssd
+    ).sequences
+
+
+CASES = [continued, longer_than_by_default, positions_of_ones_own]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_positions_are_those_of_plain_generation(target, case):
+    assert torch.equal(case(target, assistant_model=tiny_draft(), **IN_TURN), case(target))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_limit_of_another_kind_is_noticed(target, monkeypatch, case):
+    plain = case(target)
+    ignoring_the_limit(monkeypatch)
+    assert not torch.equal(case(target, assistant_model=tiny_draft(), **IN_TURN), plain)
+
+
+def test_a_model_may_have_no_positions_beyond_the_limit():
+    torch.manual_seed(0)
+    config = GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=97, n_positions=29, initializer_range=0.3)
+    target = hf_ssd.enable(GPT2LMHeadModel(config).eval())
+    options = {**padded_batch(2), "max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(target.generate(**options, assistant_model=target, **IN_TURN), target.generate(**options))
+
+
+# ---------------------------------------------------------------- token types
+
+
+def with_token_types(monkeypatch=None):
+    """Plain and speculative tokens of a model that adds an embedding for the type of each token."""
+    torch.manual_seed(0)
+    config = GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=97, n_positions=64, initializer_range=0.3)
+    target, draft = hf_ssd.enable(GPT2LMHeadModel(config).eval()), GPT2LMHeadModel(config).eval()
+    draft.load_state_dict(target.state_dict())
+    inputs = padded_batch(3)
+    types = torch.arange(3)[:, None].expand(-1, 9)
+    options = {**inputs, "token_type_ids": types, "max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
+    options["eos_token_id"] = int(target.generate(**options)[1, 9 + 7])  # so that a row is left out
+    plain = target.generate(**options)
+    if monkeypatch is not None:
+        init = CachedModel.__init__
+        monkeypatch.setattr(CachedModel, "__init__", lambda *a, token_type_ids=None, **k: init(*a, **k))
+    return plain, target.generate(**options, assistant_model=draft, **IN_TURN)
+
+
+def test_token_types_go_on_as_in_plain_generation():
+    plain, ssd = with_token_types()
+    assert torch.equal(plain, ssd)
+
+
+def test_token_types_that_are_forgotten_are_noticed(monkeypatch):
+    plain, ssd = with_token_types(monkeypatch)
+    assert plain.shape != ssd.shape or not torch.equal(plain, ssd)
+
+
+# ---------------------------------------------------------------- rotary embeddings that change
+
+
+def longrope():
+    factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    sizes = {**SIZES, "max_position_embeddings": 64, "original_max_position_embeddings": 24}
+    rope = {"rope_type": "longrope", "rope_theta": 10_000.0, "original_max_position_embeddings": 24, **factors}
+    torch.manual_seed(0)
+    return Phi3ForCausalLM(Phi3Config(**sizes, rope_parameters=rope)).eval()
+
+
+def dynamic():
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10_000.0}
+    return tiny_model(max_position_embeddings=24, rope_parameters=rope)
+
+
+@pytest.mark.parametrize("model, length, limit", [(longrope, 9, 24), (longrope, 25, 40), (dynamic, 9, 24)])
+def test_rotary_embeddings_where_they_do_not_change(model, length, limit):
+    target = hf_ssd.enable(model())
+    inputs = {"input_ids": torch.randint(2, 97, (3, length), generator=torch.Generator().manual_seed(1))}
+    options = {**inputs, "max_length": limit, "do_sample": False}
+    assert torch.equal(target.generate(**options, assistant_model=model(), **IN_TURN), target.generate(**options))
+
+
+@pytest.mark.parametrize("model, length", [(longrope, 9), (dynamic, 9), (dynamic, 25)])
+def test_rotary_embeddings_that_would_change_are_refused(model, length, monkeypatch):
+    target = hf_ssd.enable(model())
+    options = {"input_ids": torch.full((2, length), 5), "max_length": 40, "assistant_model": model(), **IN_TURN}
+    with pytest.raises(ValueError, match="changes when the text becomes longer than 24 tokens"):
+        target.generate(**options)
