@@ -10,7 +10,12 @@ import functools
 import math
 
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList, RepetitionPenaltyLogitsProcessor
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    PrefixConstrainedLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+)
 from transformers.generation import logits_process
 
 STATELESS = tuple(
@@ -72,6 +77,9 @@ def process_positions(
         if together is not None:
             scores = together.view(batch_size, positions, vocab_size)
             continue
+        if type(processor) is PrefixConstrainedLogitsProcessor:
+            scores = _process_allowed_prefixes(processor, scores, input_ids, lengths)
+            continue
         processed = scores.clone()
         for length in range(min(lengths), max(lengths) + positions):
             rows = [r for r in range(batch_size) if 0 <= length - lengths[r] < positions]
@@ -83,6 +91,24 @@ def process_positions(
             processed[rows, [place[r] for r in rows]] = result[rows]
         scores = processed
     return scores
+
+
+def _process_allowed_prefixes(
+    processor: PrefixConstrainedLogitsProcessor, scores: torch.Tensor, input_ids: torch.LongTensor, lengths: list[int]
+) -> torch.Tensor:
+    """
+    Asks the user's function for no prefix that it rules out itself: one that looks prefixes up knows none of them. What
+    follows a proposed token that is ruled out is never looked at, so it stays as it is. See [`process_positions`].
+    """
+    allowed, positions, processed = processor._prefix_allowed_tokens_fn, scores.shape[1], scores.clone()
+    for row, length in enumerate(lengths):
+        of_row = PrefixConstrainedLogitsProcessor(lambda _, prefix, row=row: allowed(row, prefix), num_beams=1)
+        for place in range(positions):
+            history = input_ids[row : row + 1, : length + place]
+            if place and processed[row, place - 1, history[0, -1]] == -math.inf:
+                break
+            processed[row, place] = of_row(history, scores[row : row + 1, place])[0]
+    return processed
 
 
 def process_branches(

@@ -66,6 +66,36 @@ def test_options(target, assistant, name, rows):
     assert torch.equal(plain, ssd)
 
 
+class Tree:
+    """Allows what stands in a tree of prefixes, and knows no other: a few ways on from each token."""
+
+    def __init__(self, prompt_length):
+        self.prompt_length, self.asked = prompt_length, 0
+
+    def ways(self, token):
+        return [(token * 5 + step) % VOCAB for step in (1, 8, 30)]
+
+    def __call__(self, row, ids):
+        self.asked += 1
+        ids = ids.tolist()[self.prompt_length - 1 :]
+        if any(after not in self.ways(before) for before, after in zip(ids, ids[1:])):
+            return []  # for which transformers raises
+        return self.ways(ids[-1])
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_constraint_is_asked_for_no_prefix_that_it_rules_out(target, assistant, rows):
+    plain, ssd = both(target, assistant, padded_batch(rows), prefix_allowed_tokens_fn=Tree(9))
+    assert torch.equal(plain, ssd)
+
+
+def test_asking_a_constraint_for_all_that_was_drafted_is_noticed(target, assistant, monkeypatch):
+    """The mutant: as it is for processors of which nothing is known."""
+    monkeypatch.setattr(hf_ssd.logits_processing, "PrefixConstrainedLogitsProcessor", type(None))
+    with pytest.raises(ValueError, match="returned an empty list"):
+        both(target, assistant, padded_batch(4), prefix_allowed_tokens_fn=Tree(9))
+
+
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("minimum", [0, 12])
 def test_eos_lists_cut_where_plain_generate_cuts(target, assistant, rows, minimum):
