@@ -37,7 +37,8 @@ def join(
     Gives the rows that missed what a backup proposes for them; the others keep what is ready.
 
     Args:
-        ready ([`~hf_ssd.cache.speculation.Speculation`]): What was prepared, at most as wide as the proposal.
+        ready ([`~hf_ssd.cache.speculation.Speculation`]): What was prepared. If it is wider than the
+            proposal, as it may be when another draft prepared it with an earlier plan, it is cut.
         missed (`list[int]`): The rows that the proposal is for.
         proposal ([`~hf_ssd.speculation.fallback.Proposal`]): At least one row.
         vocab_size (`int`): Number of tokens.
@@ -46,17 +47,18 @@ def join(
     Returns:
         [`~hf_ssd.cache.speculation.Speculation`], as wide as the proposal or, if no row hit, as its longest row.
     """
-    grown, some_hit, device = ready.tokens.shape[1], bool(ready.hits.any()), ready.tokens.device
+    some_hit, device = bool(ready.hits.any()), ready.tokens.device
     width = proposal.tokens.shape[1] if some_hit else max(proposal.counts)
+    grown = min(ready.tokens.shape[1], width)
     tokens = ready.tokens.new_zeros(len(ready.tokens), width)
     if some_hit:
-        tokens[:, :grown] = ready.tokens
+        tokens[:, :grown] = ready.tokens[:, :grown]
     tokens[missed] = proposal.tokens[:, :width].to(device)
     probabilities = None
     if with_probabilities:
         probabilities = torch.zeros(*tokens.shape, vocab_size, device=device)
         probabilities[..., 0] = 1.0  # of rows that are finished
         if some_hit and grown:
-            probabilities[:, :grown] = ready.probabilities
+            probabilities[:, :grown] = ready.probabilities[:, :grown]
         probabilities[missed] = dense_probabilities(proposal, vocab_size)[:, :width].to(device)
     return Speculation(tokens, probabilities, ready.hits)

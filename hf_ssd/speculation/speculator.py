@@ -236,7 +236,8 @@ class Speculator:
         if backup is not None:
             proposal = backup.propose(self.trunk.ids, self.trunk.lengths, missed, self.plan.lookahead)
             ready = join(ready, missed, proposal, self.vocab_size, self.proposals.noise is not None)
-            known = [ready.tokens.shape[1] if row in missed else n for row, n in enumerate(known)]
+            width = ready.tokens.shape[1]
+            known = [width if row in missed else min(n, width) for row, n in enumerate(known)]
         alone = backup is not None and not any(hits)  # then its proposals are as long as it likes
         width = ready.tokens.shape[1] if alone else self.planner.lookahead(known)
         speculation = self._continue(ready, known, width)

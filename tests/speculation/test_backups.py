@@ -37,6 +37,13 @@ def test_rows_that_hit_keep_what_is_ready():
     assert torch.equal(joined.probabilities.sum(dim=-1), torch.ones(3, 3))
 
 
+def test_what_another_draft_prepared_with_an_earlier_plan_is_cut():
+    ready = speculation([[1, 2, 3], [0, 0, 0]], [True, False])
+    joined = join(ready, [1], Proposal(torch.tensor([[7, 8]]), [2]), VOCAB, with_probabilities=True)
+    assert joined.tokens.tolist() == [[1, 2], [7, 8]]
+    assert joined.probabilities.argmax(dim=-1).tolist() == joined.tokens.tolist()
+
+
 def test_if_no_row_hit_it_is_as_wide_as_the_longest_proposal():
     ready = speculation([[1, 2], [3, 4], [5, 6]], [False, False, False])
     uniform = torch.full((2, 3, VOCAB), 1 / VOCAB)
