@@ -9,12 +9,20 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 
 
 def run(program, *arguments):
     command = [sys.executable, f"examples/{program}", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=ROOT)
+
+
+def program(name, monkeypatch):
+    """A program as a module: what it is made of."""
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    return importlib.import_module(name)
 
 
 def test_sweep(tmp_path):
@@ -36,14 +44,20 @@ def test_sweep(tmp_path):
     compared = {row["setting"]: row["is_finalist"] for row in figures["comparison"]}
     assert compared == {"plain generate": False, in_turn_here: False} | {finalist: True}
     assert len(re.findall(r"the planner reaches [\d.]+ \+- [\d.]+ of ", done.stdout)) == len(compared)
-    for option, too_few in (("--repeats", 0), ("--warm-up", 0), ("--comparisons", 1), ("--finalists", 0)):
-        assert run("sweep.py", option, too_few).returncode == 2
 
 
-def test_the_best_setting_is_not_one_that_was_lucky():
+@pytest.mark.parametrize("option, number", [("repeats", 0), ("warm-up", 0), ("comparisons", 1), ("finalists", 0)])
+def test_a_sweep_of_too_few_turns_is_refused(option, number, monkeypatch, capsys):
+    sweep = program("sweep", monkeypatch)
+    monkeypatch.setattr(sys, "argv", ["sweep.py", f"--{option}", str(number)])
+    with pytest.raises(SystemExit) as refused:
+        sweep.parse_arguments()
+    assert refused.value.code == 2 and f"--{option} " in capsys.readouterr().err
+
+
+def test_the_best_setting_is_not_one_that_was_lucky(monkeypatch):
     """Of settings that differ by chance none is better than the planner. The mutant compares in the turns that pick."""
-    sys.path.insert(0, str(ROOT / "examples"))
-    sweep, chance = importlib.import_module("sweep"), random.Random(0)
+    sweep, chance = program("sweep", monkeypatch), random.Random(0)
     found, lucky, beyond = [], [], 0
     names = [sweep.AUTO, *map(str, range(12))]
     for _ in range(200):
@@ -59,9 +73,8 @@ def test_the_best_setting_is_not_one_that_was_lucky():
     assert 2 <= beyond <= 22
 
 
-def test_no_setting_always_comes_after_the_same_one():
-    sys.path.insert(0, str(ROOT / "examples"))
-    sweep, settings = importlib.import_module("sweep"), dict.fromkeys("abcdef", {})
+def test_no_setting_always_comes_after_the_same_one(monkeypatch):
+    sweep, settings = program("sweep", monkeypatch), dict.fromkeys("abcdef", {})
     orders = ["".join(name for name, _ in sweep.order_of(settings, turn)) for turn in range(20)]
     assert all(sorted(order) == list("abcdef") for order in orders)
     assert orders[3] == "".join(name for name, _ in sweep.order_of(settings, 3))  # a sweep can be repeated
