@@ -1,7 +1,9 @@
 """The draft as users hold it: one or several workers that serve call after call."""
 
+import contextlib
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 
 import torch
 from transformers.utils import logging
@@ -46,8 +48,12 @@ class DraftAssistant:
         self.ranks = TargetRanks() if ranks is None else ranks
         self.sessions = 0
         self.turn = threading.Lock()  # calls to the same workers take turns
+        self.in_use_by: int | None = None  # the thread whose turn it is
         self.closed = False
         self.workers: list[Connection] = []
+        self.lost: set[int] = set()  # which of them do not start again
+        # If no one closes this, its workers must still end before their channels are collected as garbage.
+        self.finalizer = weakref.finalize(self, _end_all, self.workers, on_close)
         with self.ranks.one_call():
             facts = self.ranks.share_values(self._start_all() if self.ranks.is_leader else None)
         self.vocab_size, self.device = facts["vocab_size"], facts["device"]
@@ -56,16 +62,16 @@ class DraftAssistant:
         """Returns what the first worker says of its model."""
         try:
             for start in self.starts:
-                self.workers.append(start())
+                with _as_draft_errors():
+                    self.workers.append(start())
             bar = {"desc": "starting the draft", "unit": "worker", "leave": False}
             with logging.tqdm(total=len(self.workers), delay=SHOWN_AFTER, miniters=0, **bar) as progress:
                 for worker in self.workers:
-                    worker.connect(waiting=lambda: progress.update(0))
+                    with _as_draft_errors():
+                        worker.connect(waiting=lambda: progress.update(0))
                     progress.update()
         except BaseException:
-            for worker in self.workers:
-                worker.kill()
-            self.on_close()
+            self.finalizer()
             raise
         return self.workers[0].facts
 
@@ -79,53 +85,99 @@ class DraftAssistant:
             device (`torch.device`): Where the target wants to have what it receives.
 
         Raises:
-            `ValueError`: the assistant was closed.
+            `ValueError`: the assistant was closed, or this is called from within a call that it serves.
             [`DraftError`]: no worker starts.
         """
-        if self.closed:
-            raise ValueError("This draft assistant was closed; call hf_ssd.launch_draft() again.")
+        if self.in_use_by == threading.get_ident():
+            raise ValueError("This draft assistant serves a call that has not ended; use another one within it.")
         self.turn.acquire()
+        self.in_use_by = threading.get_ident()
         try:
+            if self.closed:
+                raise ValueError("This draft assistant was closed; call hf_ssd.launch_draft() again.")
             self._restart()
             self.sessions += 1
             alive = [worker for worker in self.workers if worker.is_alive]
             if request.generation_config.do_sample:
                 for worker in alive:
                     worker.link_gpus(device)
-            if len(self.workers) == 1:
-                return WorkerSession(alive[0], self.sessions, request, on_close=self.turn.release)
-            return TeamSession(alive, self.sessions, request, on_close=self.turn.release)
+            if len(alive) == 1:
+                return WorkerSession(alive[0], self.sessions, request, on_close=self._end_turn)
+            return TeamSession(alive, self.sessions, request, on_close=self._end_turn)
         except BaseException:
             for worker in self.workers:
                 worker.kill()  # one may have half a message
-            self.turn.release()
+            self._end_turn()
             raise
 
+    def _end_turn(self) -> None:
+        self.in_use_by = None
+        self.turn.release()
+
     def _restart(self) -> None:
-        ended = [index for index, worker in enumerate(self.workers) if not worker.is_alive]
-        for index in ended:
+        ended = {index for index, worker in enumerate(self.workers) if not worker.is_alive}
+        if len(ended) < len(self.workers):
+            ended -= self.lost  # it would be waited for in each call, and the others can do without
+        failures = {}
+        for index in sorted(ended):
             self.workers[index].kill()
             logger.warning("The draft worker had ended; starting another one.")
-            self.workers[index] = self.starts[index]()
-        for index in ended:
             try:
-                self.workers[index].connect()
+                with _as_draft_errors():
+                    self.workers[index] = self.starts[index]()
             except DraftError as error:
-                if not any(worker.is_alive for worker in self.workers):
-                    raise
-                logger.warning(f"Going on without a draft worker. {error}")
+                failures[index] = error
+        for index in sorted(ended - failures.keys()):
+            try:
+                with _as_draft_errors():
+                    self.workers[index].connect()
+            except DraftError as error:
+                failures[index] = error
+        self.lost = (self.lost - ended) | failures.keys()
+        if failures and not any(worker.is_alive for worker in self.workers):
+            raise next(iter(failures.values()))
+        for error in failures.values():
+            logger.warning(f"Going on without a draft worker. {error}")
 
     def close(self) -> None:
-        """Ends the workers. May be called more than once."""
+        """
+        Ends the workers. May be called more than once. A call that another thread has under way finishes by plain
+        decoding.
+        """
         if self.closed:
             return
         self.closed = True
-        for worker in self.workers:
-            worker.stop()
-        self.on_close()
+        if self.turn.acquire(blocking=False):
+            try:
+                for worker in self.workers:
+                    worker.stop()
+            finally:
+                self.finalizer()
+                self.turn.release()
+        elif self.finalizer.detach():
+            for worker in self.workers:
+                worker.end()  # its channel is closed by the call that uses it
+            self.on_close()
 
     def __enter__(self) -> "DraftAssistant":
         return self
 
     def __exit__(self, *exception) -> None:
         self.close()
+
+
+def _end_all(workers: list[Connection], on_close: Callable[[], None]) -> None:
+    for worker in workers:
+        worker.kill()
+    on_close()
+
+
+@contextlib.contextmanager
+def _as_draft_errors() -> Iterator[None]:
+    """Whatever keeps a worker from starting is a [`DraftError`]."""
+    try:
+        yield
+    except DraftError:
+        raise
+    except (OSError, RuntimeError) as error:
+        raise DraftError(f"The draft worker could not be started: {error}") from error

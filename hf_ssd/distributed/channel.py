@@ -61,8 +61,8 @@ class Channel:
     def close_link(self) -> None:
         """Goes on without."""
         if self.link is not None:
-            _give_up([self.link.group])
-            self.link = None
+            groups, self.link = [self.link.group], None
+            _give_up(groups)
 
     def send(self, message: Message) -> None:
         """
@@ -155,8 +155,8 @@ class Channel:
         """
         groups = [self.outgoing, self.incoming] + ([self.link.group] if self.link is not None else [])
         self.outgoing = self.incoming = self.expected = self.payload = self.link = None
-        _give_up(groups)
         self.sent.clear()
+        _give_up(groups)
 
     @staticmethod
     def wait(work: dist.Work, deadline: float | None, awake: float = AWAKE) -> None:
@@ -181,9 +181,20 @@ class Channel:
 
 
 def _give_up(groups: list[dist.ProcessGroup]) -> None:
-    # In a thread, so that an end that has not ended costs patience and not the program.
-    closing = threading.Thread(target=lambda: [group.abort() for group in groups], daemon=True)
-    closing.start()
+    """
+    Empties the list, in a thread, so that an end that has not ended costs patience and not the program: a gloo group
+    that is collected as garbage waits for what is under way.
+    """
+
+    def close():
+        while groups:
+            groups.pop().abort()
+
+    closing = threading.Thread(target=close, daemon=True)
+    try:
+        closing.start()
+    except RuntimeError:  # the program ends, and early versions of Python 3.12 start no threads then
+        return close()
     closing.join(CLOSE_TIMEOUT)
 
 

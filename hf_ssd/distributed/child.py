@@ -56,9 +56,8 @@ class ChildWorker(Connection):
     def last_words(self) -> str:
         return self.process.last_words()
 
-    def kill(self) -> None:
+    def end(self) -> None:
         self.process.end()
-        self._close_channel()
 
     def stop(self) -> None:
         if self.is_alive:

@@ -53,8 +53,15 @@ class Connection(ABC):
         """Returns the end of what the worker wrote to its standard error."""
 
     @abstractmethod
+    def end(self) -> None:
+        """Ends the worker's process at once, and leaves the channel to who uses it. May be called more than once."""
+
     def kill(self) -> None:
         """Ends the worker at once. May be called more than once."""
+        self.end()  # first: a channel whose other end lives cannot be closed
+        if self.channel is not None:
+            channel, self.channel = self.channel, None
+            channel.close()
 
     @abstractmethod
     def stop(self) -> None:
@@ -132,8 +139,3 @@ class Connection(ABC):
     def _say_stop(self) -> None:
         if self.channel is not None:
             self.channel.send(Message(Kind.STOP))
-
-    def _close_channel(self) -> None:
-        if self.channel is not None:
-            self.channel.close()
-            self.channel = None

@@ -26,6 +26,13 @@ PROMPTS_TIMEOUT = 10.0  # seconds for the prompts to follow the request
 WARM_UP = 0.3
 
 
+class CallEnded(Exception):
+    """The target has broken off the call in which it was asked for something."""
+
+    def __init__(self, message: Message):
+        self.message = message
+
+
 class DraftServer:
     """
     Serves one generate() call after another over a channel.
@@ -58,6 +65,9 @@ class DraftServer:
                 self._handle(message)
             except PeerLost:
                 raise
+            except CallEnded as ended:
+                self.speculator = self.trunk = None
+                self._end(ended.message)
             except Exception:
                 self.speculator = self.trunk = None
                 text = payloads.text_to_payload(traceback.format_exc())
@@ -229,6 +239,8 @@ class DraftServer:
     def receive(self, kind: Kind) -> torch.Tensor:
         """Returns the payload of the next message of the current round, which the target sends without being late."""
         message = self.channel.receive(self.speculator.config.timeout)
+        if (message.kind, message.session) == (Kind.END, self.session):
+            raise CallEnded(message)
         messages.expect(message, kind, self.session, self.round)
         return message.payload
 

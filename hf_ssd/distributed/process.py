@@ -1,5 +1,6 @@
 """One draft worker process: started, and never left behind."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -8,6 +9,7 @@ import tempfile
 import weakref
 
 STOP_TIMEOUT = 2.0  # seconds to end by itself before it is killed
+KILL_TIMEOUT = 10.0  # seconds for the system to end it; it cannot while a driver holds it
 # Variables of torchrun: the worker is not one of its ranks.
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
 
@@ -67,6 +69,8 @@ class WorkerProcess:
 
 
 def _end_process(process: subprocess.Popen) -> None:
-    process.stdin.close()
     process.kill()
-    process.wait()
+    with contextlib.suppress(OSError):  # what it has not read is lost
+        process.stdin.close()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(KILL_TIMEOUT)

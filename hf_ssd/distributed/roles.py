@@ -133,10 +133,12 @@ class Roles:
             return
         self._is_done = True
         if self.is_leader:
-            if "draft" in self.__dict__:
-                self.draft.close()
-            for index in range(self.num_draft_ranks):
-                self._notes(index).write("done")
+            try:
+                if "draft" in self.__dict__:
+                    self.draft.close()
+            finally:  # otherwise the draft ranks would wait for ever
+                for index in range(self.num_draft_ranks):
+                    self._notes(index).write("done")
         if self.tp_size > 1 and dist.is_initialized():
             dist.destroy_process_group()
 

@@ -82,10 +82,9 @@ class SupervisedWorker(Connection):
     def last_words(self) -> str:
         return self.notes.read("ended", self.number) if self._wait(SUPERVISOR_TIMEOUT) else ""
 
-    def kill(self) -> None:
+    def end(self) -> None:
         self.notes.write("kill", self.number)
         self._wait(SUPERVISOR_TIMEOUT)
-        self._close_channel()
 
     def stop(self) -> None:
         if self.is_alive:

@@ -89,9 +89,9 @@ class Draft:
             self.ranks.share_random_state(device)
 
     def close(self) -> None:
-        if self.session is not None:
-            self.session.close()
-            self.session = None
+        session, self.session = self.session, None  # first: it must not be closed again if this is interrupted
+        if session is not None:
+            session.close()
 
     def _attempt(self, step):
         try:

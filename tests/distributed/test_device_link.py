@@ -6,6 +6,7 @@ for it, and all else is the same.
 import os
 import signal
 import threading
+import time
 
 import pytest
 import torch
@@ -170,6 +171,23 @@ def test_a_worker_goes_on_without_the_link_that_its_target_cannot_open(target, m
         assert worker.channel.link is None
         oracle = sampled(target, tiny_draft(), asynchronous=False)
         assert torch.equal(sampled(target, assistant).sequences, oracle.sequences)
+
+
+class Broken:
+    """The user's own fallback."""
+
+    def propose(self, input_ids, lookahead):
+        raise ZeroDivisionError
+
+
+def test_a_fallback_that_raises_ends_the_call_at_once_and_the_worker_stays(target, linked):
+    pid, start = linked.workers[0].facts["pid"], time.monotonic()
+    with pytest.raises(ZeroDivisionError):
+        sampled(target, linked, fallback=Broken())
+    assert time.monotonic() - start < 10  # and not 30, the timeout
+    oracle = sampled(target, tiny_draft(), asynchronous=False)
+    assert torch.equal(sampled(target, linked).sequences, oracle.sequences)
+    assert linked.workers[0].facts["pid"] == pid and linked.workers[0].channel.link is not None
 
 
 def _fails(*_):

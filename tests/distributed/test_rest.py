@@ -75,19 +75,19 @@ class ThreadWorker(Connection):
         joining.start()
         self.channel = Channel(store, is_target=True)
         joining.join()
-        self.end = made["end"]
+        self.other_end = made["end"]
         self.facts = {"vocab_size": VOCAB, "device": "cpu"}
         send = self.channel.send
         self.channel.send = lambda message: (self.kinds.append(message.kind), send(message))
-        receive = self.end.receive
+        receive = self.other_end.receive
 
         def received(timeout, awake=AWAKE):
             message = receive(timeout, awake)
             self.waits.append((message, awake))
             return message
 
-        self.end.receive = received
-        self.thread = threading.Thread(target=DraftServer(self.end, self.draft).serve, daemon=True)
+        self.other_end.receive = received
+        self.thread = threading.Thread(target=DraftServer(self.other_end, self.draft).serve, daemon=True)
         self.thread.start()
 
     is_alive = property(lambda self: self.channel is not None)
@@ -98,14 +98,14 @@ class ThreadWorker(Connection):
     def _has_ended(self):
         return False
 
-    def stop(self):
+    def end(self):
         if self.channel is not None:
             self._say_stop()
             self.thread.join(10)
-            self.end.close()  # gloo waits for what is left, also when it is only collected as garbage
-            self._close_channel()
+            self.other_end.close()  # gloo waits for what is left, also when it is only collected as garbage
 
-    kill = stop
+    def stop(self):
+        self.kill()
 
 
 @pytest.fixture

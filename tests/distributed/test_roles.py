@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -229,3 +230,18 @@ def test_each_rank_has_its_part():
     roles.is_draft = True
     with pytest.raises(ValueError, match="call `roles.serve"):
         roles.draft  # noqa: B018
+
+
+def test_draft_ranks_are_told_that_the_target_is_done_whatever_happens_to_the_draft(monkeypatch):
+    class Broken:
+        def close(self):
+            raise KeyboardInterrupt
+
+    roles, told = object.__new__(Roles), []
+    roles.is_draft, roles.is_leader, roles._is_done, roles.num_draft_ranks, roles.tp_size = False, True, False, 2, 1
+    roles.__dict__["draft"] = Broken()
+    notes = SimpleNamespace(write=told.append)
+    monkeypatch.setattr(Roles, "_notes", lambda self, index: notes)
+    with pytest.raises(KeyboardInterrupt):
+        roles.shutdown()
+    assert told == ["done", "done"]

@@ -158,6 +158,30 @@ def test_when_both_are_killed_the_call_finishes_alone(target, two, warnings):
     assert "has ended" in output.ssd_stats.draft_failure and len(warnings) == 2
 
 
+def test_one_that_does_not_start_again_is_left_out(target, two, warnings, monkeypatch):
+    plain = target.generate(**padded_batch(2), max_new_tokens=30, do_sample=False)
+    attempts = []
+
+    def fails():
+        attempts.append(True)
+        raise OSError("no such device")
+
+    for worker in two.workers:
+        worker.process.popen.kill()
+        worker.process.popen.wait()
+    with monkeypatch.context() as patched:
+        patched.setattr(two, "starts", [fails, two.starts[1]])
+        for _ in range(3):
+            output = generate(target, two, do_sample=False)
+            assert torch.equal(output.sequences, plain) and output.ssd_stats.draft_failure is None
+            assert [worker.is_alive for worker in two.workers] == [False, True]
+        assert len(attempts) == 1  # it is not waited for again, while the other one lives
+    for worker in two.workers:
+        worker.kill()
+    assert generate(target, two, do_sample=False).ssd_stats.draft_failure is None
+    assert all(worker.is_alive for worker in two.workers)
+
+
 def test_devices_are_checked():
     with pytest.raises(ValueError, match="takes the place of `device`"):
         hf_ssd.launch_draft(tiny_draft(), device="cpu", devices=["cpu"])

@@ -2,8 +2,11 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.utils import logging
 
 import hf_ssd
+from hf_ssd.generation.drafting import Draft
 
 from ..conftest import padded_batch, tiny_draft
 
@@ -172,3 +176,98 @@ def test_calls_from_several_threads_take_turns(target, assistant):
     for thread in threads:
         thread.join(60)
     assert all(torch.equal(a, b) for a, b in zip(results, expected))
+
+
+# ---------------------------------------------------------------- the end of an assistant, workers that do not start
+
+
+def test_an_assistant_that_no_one_closed_can_be_dropped_while_its_draft_waits(target, tmp_path):
+    """In a process of its own: a gloo group that waits for a message that never comes waits in C++."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import gc, os\n"
+        "import pytest, hf_ssd\n"
+        "from tests.conftest import tiny_draft, tiny_model\n"
+        "from tests.faults.test_worker_faults import AtLength, generate\n"
+        "target, assistant = hf_ssd.enable(tiny_model()), hf_ssd.launch_draft(tiny_draft(), num_threads=1)\n"
+        "with pytest.raises(ZeroDivisionError):\n"
+        "    generate(target, assistant, processor=AtLength(14, lambda: 1 / 0))\n"
+        "worker = assistant.workers[0].process.popen\n"
+        "del assistant\n"
+        "gc.collect()\n"
+        "assert worker.poll() is not None\n"
+        "print('dropped', flush=True)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, str(program)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 0 and "dropped" in done.stdout, done.stderr
+
+
+def test_closing_while_another_thread_generates_costs_no_tokens(target, warnings):
+    assistant = hf_ssd.launch_draft(tiny_draft(), num_threads=1)
+    process, reached, closed = assistant.workers[0].process, threading.Event(), threading.Event()
+
+    def wait_for_the_end():
+        reached.set()
+        assert closed.wait(60)
+
+    stats = []
+    calls = [
+        threading.Thread(
+            target=lambda: stats.append(generate(target, assistant, processor=AtLength(15, wait_for_the_end)))
+        )
+    ]
+    calls[0].start()
+    assert reached.wait(60)
+    refused = []
+
+    def too_late():
+        try:
+            generate(target, assistant)
+        except ValueError as error:
+            refused.append(str(error))
+
+    calls.append(threading.Thread(target=too_late))
+    calls[1].start()  # it waits for its turn
+    assistant.close()
+    closed.set()
+    for call in calls:
+        call.join(60)
+    assert "has ended" in stats[0].draft_failure and "was closed" in refused[0]
+    assert not process.is_running and assistant.workers[0].process is process  # no other was started
+    assistant.close()
+
+
+def test_a_call_within_a_call_is_refused(target, assistant):
+    with pytest.raises(ValueError, match="serves a call that has not ended"):
+        generate(target, assistant, processor=AtLength(15, lambda: generate(target, assistant)))
+    assert generate(target, assistant).draft_failure is None
+
+
+def test_a_worker_that_cannot_be_started_again_costs_no_tokens(target, assistant, warnings, monkeypatch):
+    def fails():
+        raise OSError("too many open files")
+
+    assistant.workers[0].process.popen.kill()
+    assistant.workers[0].process.popen.wait()
+    with monkeypatch.context() as patched:
+        patched.setattr(assistant, "starts", [fails])
+        assert "could not be started: too many open files" in generate(target, assistant).draft_failure
+    assert generate(target, assistant).draft_failure is None
+
+
+def test_a_call_is_closed_once_even_if_that_is_interrupted():
+    class Session:
+        closed = 0
+
+        def close(self):
+            self.closed += 1
+            raise KeyboardInterrupt
+
+    draft, session = object.__new__(Draft), Session()
+    draft.session = session
+    with pytest.raises(KeyboardInterrupt):
+        draft.close()
+    draft.close()
+    assert session.closed == 1
