@@ -13,7 +13,8 @@ from ..distributed.assistant import DraftAssistant
 from ..distributed.roles import check_heads
 
 # Tensors that transformers feeds to the model once, or that verification goes on with by itself.
-KNOWN_INPUTS = {"attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"}
+KNOWN_INPUTS = {"attention_mask", "position_ids", "cache_position"}
+KNOWN_INPUTS |= {"token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"}
 KNOWN_INPUTS |= set(getattr(generation_utils, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", ()))
 
 
@@ -93,6 +94,7 @@ def check_generation(
         "output_attentions": generation_config.output_attentions,
         "output_hidden_states": generation_config.output_hidden_states,
         "inputs_embeds (the draft needs `input_ids`)": model_kwargs.get("inputs_embeds") is not None,
+        "a model whose tokens have several positions each": getattr(model_kwargs.get("position_ids"), "ndim", 2) > 2,
         "SynthID watermarks (they count on one look at each token)": any(
             isinstance(processor, SynthIDTextWatermarkLogitsProcessor) for processor in logits_processor
         ),
@@ -134,10 +136,12 @@ def _check_rope(model, input_ids, max_length: int | None, model_kwargs: dict) ->
     if changes is None:
         return
     kind, unchanged = changes
-    columns = model_kwargs["past_key_values"].get_seq_length() + input_ids.shape[1]
-    last = torch.tensor([columns - 1]) if position_ids is None else position_ids[:, -1]
+    before = model_kwargs["past_key_values"].get_seq_length()
+    last = torch.tensor([before + input_ids.shape[1] - 1]) if position_ids is None else position_ids[:, -1]
     longest = None if max_length is None else int(last.max()) + 1 + max_length - input_ids.shape[1]
-    if longest is not None and longest <= unchanged or kind == "longrope" and int(last.min()) >= unchanged:
+    stays = longest is not None and longest <= unchanged
+    has_changed = kind == "longrope" and int(last.min()) >= unchanged and not 0 < before <= unchanged
+    if stays or has_changed:
         return
     raise ValueError(
         f"{type(model).__name__} has a rotary embedding (`{kind}`) that changes when the text becomes longer than "

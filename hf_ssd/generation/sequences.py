@@ -4,8 +4,10 @@ import torch
 from transformers import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StoppingCriteriaList, StopStringCriteria
 
 BY_COUNTING = (MaxLengthCriteria, EosTokenCriteria)
+"""Criteria that need not be called, because it is known what they look at."""
+
 BY_ROW = (*BY_COUNTING, StopStringCriteria, MaxTimeCriteria)
-"""Criteria that look at each row by itself and remember nothing; and those of which no call is needed."""
+"""Criteria that look at each row by itself, and remember nothing."""
 
 
 def longest_output(stopping_criteria: StoppingCriteriaList) -> int | None:

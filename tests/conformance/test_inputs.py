@@ -132,8 +132,23 @@ def test_rotary_embeddings_where_they_do_not_change(model, length, limit):
 
 
 @pytest.mark.parametrize("model, length", [(longrope, 9), (dynamic, 9), (dynamic, 25)])
-def test_rotary_embeddings_that_would_change_are_refused(model, length, monkeypatch):
+def test_rotary_embeddings_that_would_change_are_refused(model, length):
     target = hf_ssd.enable(model())
     options = {"input_ids": torch.full((2, length), 5), "max_length": 40, "assistant_model": model(), **IN_TURN}
     with pytest.raises(ValueError, match="changes when the text becomes longer than 24 tokens"):
         target.generate(**options)
+
+
+def test_a_cache_from_before_the_change_is_refused():
+    target = hf_ssd.enable(longrope())
+    first = target.generate(torch.full((1, 9), 5), max_length=20, **GREEDY)
+    longer = torch.cat([first.sequences, torch.full((1, 10), 6)], dim=1)
+    with pytest.raises(ValueError, match="changes when the text becomes longer than 24 tokens"):
+        target.generate(
+            longer,
+            past_key_values=first.past_key_values,
+            max_length=40,
+            assistant_model=longrope(),
+            **GREEDY,
+            **IN_TURN,
+        )
