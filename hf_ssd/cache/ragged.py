@@ -32,13 +32,14 @@ class RaggedLayer(DynamicLayer):
         """Writes the new columns where the cache was told to, and returns all columns that are in use."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        end = self.width + key_states.shape[2]
+        columns, width = self.cache.placement or (slice(self.width, end), end)
         if self.window is None:
-            columns, width = self.cache.placement or (slice(self.width, self.width + key_states.shape[2]), None)
-            self.width = max(self.width, columns.stop) if width is None else width
-            self._reserve(self.width)
-            keys, values = self._view(self.width)
+            self.width = width
+            self._reserve(width)
+            keys, values = self._view(width)
         else:
-            columns, (keys, values) = self.cache.placement[0], self.window
+            keys, values = self.window
         for storage, states in ((keys, key_states), (values, value_states)):
             if isinstance(columns, slice):  # `narrow` takes a good part less of a small model's time than an index
                 storage.narrow(2, columns.start, states.shape[2]).copy_(states)
@@ -92,9 +93,8 @@ class RaggedCache(DynamicCache):
     A `DynamicCache` in which each row has its own length. The tokens of a row always stand in consecutive columns, so
     there are no holes and nothing is ever compacted: a rejected token's column is simply written again.
 
-    By default a forward pass appends, for all rows alike (a prefill). After [`~RaggedCache.place`] it writes where it
-    is told. Sliding-window layers keep all their columns here, because rejected tokens must not push out old ones;
-    their masks do the sliding.
+    A forward pass appends, for all rows alike, unless [`~RaggedCache.place`] tells it where to write. Sliding-window
+    layers keep all their columns here, because rejected tokens must not push out old ones; their masks do the sliding.
 
     Rows that are finished can be left out of all further forward passes. They change places with others, so that those
     which remain stand together and the model sees a view still.
@@ -111,7 +111,7 @@ class RaggedCache(DynamicCache):
         self.rows: list[int] | None = None
         self.left_out: list[int] = []  # the rows that stand behind those
         self.window: int | None = None
-        self.placement: tuple[slice | torch.LongTensor, int | None] | None = None
+        self.placement: tuple[torch.LongTensor, int] | None = None
 
     def place(self, columns: slice | torch.LongTensor, width: int) -> None:
         """
@@ -125,7 +125,10 @@ class RaggedCache(DynamicCache):
         if self.window is not None and isinstance(columns, slice):
             storage = self.layers[0].window[0]
             columns = torch.arange(columns.start, columns.stop, device=storage.device).repeat(len(storage), 1)
-        self.placement = (columns, width if self.window is None else None)
+        self.placement = None if isinstance(columns, slice) else (columns, width)
+        if self.placement is None:  # to append is enough, and a model that asks how long the cache is gets the truth
+            for layer in self.layers:
+                layer.width = columns.start
 
     def leave_out(self, finished: list[bool], fewest: int = 1) -> None:
         """

@@ -116,9 +116,9 @@ def _try_two_alternatives(model: PreTrainedModel) -> None:
             use_cache=False,
         ).logits[0, 2]
         alone = model(input_ids=torch.tensor([[first, other]], device=device), use_cache=False).logits[0, 1]
-    except (TypeError, RuntimeError, ValueError, IndexError, AttributeError) as error:
+    except (TypeError, RuntimeError, ValueError, IndexError, AttributeError, AssertionError) as error:
         raise ValueError(
-            f"{type(model).__name__} does not take a 4D attention mask and position ids: {error}"
+            f"{type(model).__name__} does not take a 4D attention mask and position ids: {error!r}"
         ) from error
     tolerance = FLOAT32_TOLERANCE if model.dtype in (torch.float32, torch.float64) else LOW_PRECISION_TOLERANCE
     if not (alternatives - alone).abs().max() <= tolerance * alone.abs().max():

@@ -1,6 +1,15 @@
 import pytest
 import torch
-from transformers import BloomConfig, BloomForCausalLM, GPT2Config, GPT2LMHeadModel, MambaConfig, MambaForCausalLM
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MambaConfig,
+    MambaForCausalLM,
+    XLMConfig,
+    XLMWithLMHeadModel,
+)
 
 from hf_ssd.cache.support import attention_layout, check_supported
 
@@ -31,6 +40,8 @@ def test_recurrent_models_are_refused():
 def test_models_that_take_no_4d_masks_are_refused():
     with pytest.raises(ValueError, match="BloomForCausalLM does not"):
         check_supported(BloomForCausalLM(BloomConfig(hidden_size=16, n_layer=1, n_head=2, vocab_size=40)).eval())
+    with pytest.raises(ValueError, match="XLMWithLMHeadModel does not take .* AssertionError"):
+        check_supported(XLMWithLMHeadModel(XLMConfig(emb_dim=16, n_layers=1, n_heads=2, vocab_size=40)).eval())
 
 
 def test_a_model_that_ignores_the_mask_is_refused():

@@ -1,6 +1,5 @@
 """Sampled outputs: equal to the synchronous oracle token for token, and distributed as the target's own samples."""
 
-import dataclasses
 import random
 
 import pytest
@@ -10,7 +9,6 @@ from transformers import LogitsProcessorList
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper
 
 import hf_ssd
-from hf_ssd.distributed.local import LocalSession
 from hf_ssd.generation import decoding, verification
 from hf_ssd.speculation import backups, experience
 from hf_ssd.speculation.planner import Plan, Planner
@@ -155,28 +153,6 @@ class LatestTokens:
         probabilities = torch.nn.functional.one_hot(tokens, SMALL) * 0.4 + 0.6 / SMALL
         drawn = torch.multinomial(probabilities[0], 1, generator=self.generator).T
         return drawn, probabilities
-
-
-@pytest.fixture
-def prepared_in_process(monkeypatch):
-    """Prepares ahead of time without a worker, in a moment, and collects the share of rows that hit in each round."""
-    answer = LocalSession.receive_speculation
-
-    def prepares(self):
-        speculator = self.speculator
-        if not speculator.config.asynchronous:
-            speculator.config = dataclasses.replace(speculator.config, asynchronous=True)
-            speculator.prepare()
-        prepare, is_due = speculator.prepare, getattr(speculator.planner, "is_due", lambda: False)
-        speculator.prepare = lambda: prepare(is_due)
-        received = answer(self)
-        speculator.prepare = prepare
-        hits.append(received.hits.float().mean().item())
-        return received
-
-    hits = []
-    monkeypatch.setattr(LocalSession, "receive_speculation", prepares)
-    return hits
 
 
 SETTINGS = {
