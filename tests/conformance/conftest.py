@@ -1,5 +1,6 @@
 """A draft that prepares ahead of time in the test's own process, where a mutant reaches it too."""
 
+import contextlib
 import dataclasses
 
 import pytest
@@ -7,8 +8,8 @@ import pytest
 from hf_ssd.distributed.local import LocalSession
 
 
-@pytest.fixture
-def prepared_in_process(monkeypatch):
+@contextlib.contextmanager
+def preparing():
     """Prepares ahead of time without a worker, in a moment, and collects the share of rows that hit in each round."""
     answer = LocalSession.receive_speculation
 
@@ -25,5 +26,13 @@ def prepared_in_process(monkeypatch):
         return received
 
     hits = []
-    monkeypatch.setattr(LocalSession, "receive_speculation", prepares)
-    return hits
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LocalSession, "receive_speculation", prepares)
+        yield hits
+
+
+@pytest.fixture
+def prepared_in_process():
+    """The same for a whole test."""
+    with preparing() as hits:
+        yield hits
