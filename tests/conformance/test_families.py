@@ -2,12 +2,19 @@
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+)
 
 import hf_ssd
 from hf_ssd.cache.ragged import RaggedCache
 
-from ..conftest import SIZES, padded_batch
+from ..conftest import SIZES, padded_batch, tiny_model
 
 LATENT = {"num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -64,6 +71,26 @@ def test_greedy_equals_plain_generate(name, prepared_in_process):
             assert torch.equal(output.sequences, plain)
             assert output.ssd_stats.draft_failure is None and 1.05 < output.ssd_stats.tokens_per_round < 4.9
     assert 0.1 < sum(prepared_in_process) / len(prepared_in_process) < 1
+
+
+def test_a_prompt_with_an_image(prepared_in_process):
+    """The target sees the image, the draft the tokens that stand for it."""
+    eyes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = CLIPVisionConfig(**eyes, image_size=28, patch_size=14)  # four patches
+    config = LlavaConfig(text_config=LlamaConfig(**SIZES), vision_config=vision, image_token_index=96)
+    torch.manual_seed(0)
+    target, draft = hf_ssd.enable(LlavaForConditionalGeneration(config).eval()), tiny_model()
+    target.model.language_model.load_state_dict(draft.model.state_dict())
+    target.lm_head.load_state_dict(draft.lm_head.state_dict())
+    inputs = padded_batch(3)
+    inputs["input_ids"][:, 3:7], inputs["attention_mask"][:, 3:] = 96, 1
+    image, options = torch.randn(3, 3, 28, 28), {"max_new_tokens": 24, "do_sample": False}
+    plain = target.generate(**inputs, pixel_values=image, **options)
+    assert not torch.equal(target.generate(**inputs, pixel_values=-image, **options), plain)
+    config = hf_ssd.SSDConfig(lookahead=3, budget=8, asynchronous=False)
+    options |= {"assistant_model": draft, "ssd_config": config, "return_dict_in_generate": True}
+    output = target.generate(**inputs, pixel_values=image, **options)
+    assert torch.equal(output.sequences, plain) and output.ssd_stats.tokens_per_round > 1.05
 
 
 def test_a_cache_that_is_longer_than_it_should_be_is_noticed(prepared_in_process, monkeypatch):
