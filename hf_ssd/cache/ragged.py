@@ -80,13 +80,6 @@ class RaggedLayer(DynamicLayer):
     def get_seq_length(self) -> int:
         return self.width
 
-    def crop(self, tokens_to_remove: int) -> None:
-        self.width -= abs(tokens_to_remove)
-
-    def reset(self) -> None:
-        super().reset()
-        self.width = 0
-
 
 class RaggedCache(DynamicCache):
     """

@@ -8,7 +8,6 @@ import torch
 from transformers import GenerationConfig
 
 from ..config import SSDConfig
-from ..speculation.fallback import is_proposer
 
 # Settings that shape no proposal; some of them are objects.
 NOT_FOR_THE_DRAFT = ("compile_config", "cache_config", "watermarking_config", "continuous_batching_config")
@@ -42,12 +41,6 @@ class SessionRequest:
     def __post_init__(self):
         if self.asks_target is None:
             self.asks_target = not isinstance(self.config.fallback, str)
-            if self.asks_target and not is_proposer(self.config.fallback):
-                kind = type(self.config.fallback).__name__
-                raise TypeError(
-                    f"`fallback` is a {kind}, which cannot propose tokens by itself; give an object with "
-                    "propose(input_ids, lookahead), or a CandidateGenerator that needs no outputs of the target."
-                )
 
     def to_dict(self) -> dict:
         """Returns everything except the prompts as plain Python objects that JSON can hold."""

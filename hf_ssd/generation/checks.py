@@ -11,6 +11,7 @@ from ..cache.support import attention_layout, is_flash_attention, rope_that_chan
 from ..config import SSDConfig
 from ..distributed.assistant import DraftAssistant
 from ..distributed.roles import check_heads
+from ..speculation.fallback import check_proposer
 
 # Tensors that transformers feeds to the model once, or that verification goes on with by itself.
 KNOWN_INPUTS = {"attention_mask", "position_ids", "cache_position"}
@@ -37,6 +38,8 @@ def check_arguments(model, assistant_model, ssd_config, synced_gpus) -> None:
             "`assistant_model` must be a transformers model or what hf_ssd.launch_draft() gives, but is a "
             f"{type(assistant_model).__name__}."
         )
+    if not isinstance(ssd_config.fallback, str):
+        check_proposer(ssd_config.fallback)
     if synced_gpus:
         raise ValueError("`synced_gpus` (FSDP, DeepSpeed ZeRO-3) is not supported with `ssd_config`.")
     tp_size = getattr(model, "_tp_size", None) or 1

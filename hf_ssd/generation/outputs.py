@@ -29,7 +29,8 @@ class SSDStats:
         batch_size (`int`): Rows.
         lookahead (`list[int]`): Drafted tokens that were verified, per round.
         accepted (`list[list[int]]`): Accepted count of each row, per round; -1 for a row that was finished.
-        hits (`list[list[bool]]`): Whether each row's speculation came from the cache, per round.
+        hits (`list[list[bool]]`): Whether each row's outcome was among those prepared for, however far its speculation
+            had grown, per round.
         verify_seconds (`list[float]`): From having a speculation to having decided on it, per round.
         wait_seconds (`list[float]`): From having nothing left to do to having the next speculation, per round.
         draft_seconds (`list[float]`): What the draft worked for a speculation, preparing and answering, per round.
@@ -38,8 +39,8 @@ class SSDStats:
         received_at (`list[float]`): When the speculation was there, in seconds from the call's beginning, per round.
         prepared_at, answered_at (`list[float]`): When the draft began to prepare and to answer, likewise; a time before
             the call means that it did not. (Clocks of two machines differ.)
-        prefill_seconds (`float`): The target's forward pass over the prompt.
-        total_seconds (`float`): The whole call, prefill included.
+        prefill_seconds (`float`): Until the target has read the prompt, with the draft's session opened.
+        total_seconds (`float`): From the same moment to the end. The start of a worker is in neither.
         generated_tokens (`int`): New tokens in the output, all rows together, padding excluded.
         draft_failure (`str`, *optional*): Why the draft was given up, if it was.
     """
@@ -72,7 +73,7 @@ class SSDStats:
 
     @property
     def hit_rate(self) -> float:
-        """Share of speculations that came from the cache."""
+        """Share of speculations whose outcome was among those prepared for."""
         drafted = [hit for k, _, hit in self.verified_rows() if k]
         return sum(drafted) / len(drafted) if drafted else 0.0
 

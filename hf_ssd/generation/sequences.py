@@ -111,7 +111,7 @@ class Sequences:
         # each length, as soon as all rows have it.
         while self.by_batch and not self._has_ended and self.judged < self._common_length:
             self.judged += 1
-            stopped = self.by_batch(self._as_in_plain_generation(self.judged), scores(self.judged))
+            stopped = self.by_batch(self.as_in_plain_generation(self.judged), scores(self.judged))
             self._stop(range(self.batch_size), self.judged, stopped)
 
     def _stop(self, rows, length: int, stopped: torch.BoolTensor) -> None:
@@ -131,7 +131,7 @@ class Sequences:
         growing = [length for length, stop in zip(self.lengths, self.stops) if stop is None or not self.has_eos]
         return min(growing, default=max(self.lengths))
 
-    def _as_in_plain_generation(self, length: int) -> torch.LongTensor:
+    def as_in_plain_generation(self, length: int) -> torch.LongTensor:
         """Returns the batch at this length, with rows that have stopped before padded."""
         ids = self.ids[:, :length]
         if self.has_eos and any(stop is not None and stop < length for stop in self.stops):
@@ -169,6 +169,13 @@ class Sequences:
         """How much of a row is sure to be in the output."""
         reached = [length if stop is None else stop for length, stop in zip(self.lengths, self.stops)]
         length = reached[row] if self.has_eos else min(self.lengths[row], max(reached))
+        return min(length, self.judged + 1) if self.by_batch else length
+
+    @property
+    def settled_columns(self) -> int:
+        """How many columns of the output are sure: those that plain generation would have by now."""
+        final = self._common_length if self.final_length is None else self.final_length
+        length = min(self._common_length, final)
         return min(length, self.judged + 1) if self.by_batch else length
 
     def finish(self) -> torch.LongTensor:

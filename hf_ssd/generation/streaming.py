@@ -1,4 +1,4 @@
-"""Tokens as they come, for one row in transformers' way or for every row of a batch."""
+"""Tokens as they come: a token of each row at a time, as in transformers, or each row by itself."""
 
 from collections.abc import Callable
 
@@ -50,18 +50,19 @@ class Stream:
     def __init__(self, streamer: BaseStreamer, sequences: Sequences):
         self.streamer, self.sequences = streamer, sequences
         self.lengths = [sequences.prompt_length] * sequences.batch_size
+        self.columns = sequences.prompt_length
 
     def update(self) -> None:
         """Streams what is new."""
-        for row, before in enumerate(self.lengths):
-            self.lengths[row] = length = self.sequences.settled(row)
-            tokens = self.sequences.ids[row, before:length].cpu()
-            if isinstance(self.streamer, BatchStreamer):
-                if len(tokens):
-                    self.streamer.on_tokens(row, tokens)
-            else:
-                for token in tokens:  # transformers' streamers count on one token at a time, of the only row
-                    self.streamer.put(token[None])
+        if isinstance(self.streamer, BatchStreamer):
+            for row, before in enumerate(self.lengths):
+                self.lengths[row] = length = self.sequences.settled(row)
+                if length > before:
+                    self.streamer.on_tokens(row, self.sequences.ids[row, before:length].cpu())
+            return
+        before, self.columns = self.columns, self.sequences.settled_columns
+        for tokens in self.sequences.as_in_plain_generation(self.columns)[:, before:].cpu().unbind(1):
+            self.streamer.put(tokens)
 
     def end(self) -> None:
         self.streamer.end()

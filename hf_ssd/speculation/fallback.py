@@ -149,11 +149,7 @@ class CustomBackup(Backup):
     """
 
     def __init__(self, proposer, vocab_size: int):
-        if not is_proposer(proposer):
-            raise TypeError(
-                f"{type(proposer).__name__} cannot propose tokens. Give an object with "
-                "`propose(input_ids, lookahead)`, or a CandidateGenerator that needs no outputs of the target."
-            )
+        check_proposer(proposer)
         self.proposer, self.vocab_size = proposer, vocab_size
         self.has_propose = _has(proposer, "propose", None, 1)
         self.name = f"The fallback {type(proposer).__name__}"
@@ -222,6 +218,18 @@ def is_proposer(value) -> bool:
     """Whether [`CustomBackup`] can ask this object."""
     needs_target = getattr(value, "requires_model_outputs", False)
     return _has(value, "propose", None, 1) or (not needs_target and _has(value, "get_candidates", None))
+
+
+def check_proposer(value) -> None:
+    """
+    Raises:
+        `TypeError`: [`CustomBackup`] cannot ask this object.
+    """
+    if not is_proposer(value):
+        raise TypeError(
+            f"`fallback` is a {type(value).__name__}, which cannot propose tokens by itself; give an object with "
+            "propose(input_ids, lookahead), or a CandidateGenerator that needs no outputs of the target."
+        )
 
 
 def _has(value, name: str, *arguments) -> bool:

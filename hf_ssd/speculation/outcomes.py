@@ -161,10 +161,11 @@ class Confidence(CacheShape):
     """
     The budget goes to the outcomes that are most likely in this round: the chance of each accepted count, from the
     draft's own probability of each drafted token, times the chance of each bonus token there, from its probability
-    among the tokens that remain and its rank. Three logistic models make chances of these features: is a drafted token
-    accepted, is a guess right after a rejection, is a guess right when everything was accepted. They learn from every
-    round. They start from a draft that is accepted more often the surer it is, and whose guesses are right about as
-    often as it says, the more likely the better they rank; this is better than Theorem 12's allocation from the start.
+    among the tokens that remain and its rank. Logistic models make chances of these features: is a drafted token
+    accepted (one for a backup's tokens), is a guess right after a rejection, is a guess right when everything was
+    accepted. They learn from the rounds. They start from a draft that is accepted more often the surer it is, and whose
+    guesses are right about as often as it says, the more likely the better they rank; this is better than Theorem 12's
+    allocation from the start.
     """
 
     def __init__(self, config: SSDConfig):

@@ -31,6 +31,9 @@ WARPERS = {
     "top_k": st.sampled_from([0, 1, 3, 20]),
     "top_p": st.sampled_from([0.3, 0.9]),
     "min_p": st.just(0.1),
+    "epsilon_cutoff": st.just(0.01),
+    "eta_cutoff": st.just(0.01),
+    "top_h": st.just(0.5),
     "num_return_sequences": st.integers(1, 3),
 }
 SETTINGS = {

@@ -5,8 +5,9 @@ import torch
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 import hf_ssd
+from hf_ssd.generation import decoding
 
-from ..conftest import VOCAB, padded_batch, tiny_model
+from ..conftest import VOCAB, padded_batch, tiny_draft, tiny_model
 
 
 class LastTokenAgain:
@@ -100,13 +101,16 @@ def test_a_fallback_that_proposes_nonsense_is_named_and_the_next_call_works(targ
     assert assistant.workers[0].process.popen.pid == process
 
 
-def test_a_fallback_that_cannot_propose_is_refused_before_any_work(target, assistant):
+def test_a_fallback_that_cannot_propose_is_refused_before_any_work(target, assistant, monkeypatch):
     class NeedsMore:
         def propose(self, input_ids, lookahead, hidden_states):
             raise AssertionError("never asked")
 
     with pytest.raises(TypeError, match="`fallback` is a NeedsMore, which cannot propose"):
         run(target, assistant, 1, fallback=NeedsMore())
+    monkeypatch.setattr(decoding, "assistant_for", lambda model: pytest.fail("started a worker"))
+    with pytest.raises(TypeError, match="`fallback` is a NeedsMore, which cannot propose"):
+        run(target, tiny_draft(), 1, fallback=NeedsMore())
 
 
 def test_a_draft_that_never_agrees_is_left_alone():

@@ -2,8 +2,11 @@
 
 import pytest
 import torch
+from transformers import StoppingCriteria
+from transformers.generation.streamers import BaseStreamer
 
 import hf_ssd
+from hf_ssd.generation.sequences import Sequences
 
 from ..conftest import padded_batch, tiny_draft
 
@@ -40,3 +43,47 @@ def test_rows_end_with_their_text(target):
 def test_plain_generate_streams_the_same(target):
     rows_streamed, calls, output = streamed(target, 3)
     assert rows_streamed == output[:, 9:].tolist() and calls == [25] * 3
+
+
+class Columns(BaseStreamer):
+    """A streamer of a user's own, as plain generate() feeds it: the prompts, then a token of each row at a time."""
+
+    def __init__(self):
+        self.seen = []
+
+    def put(self, value):
+        self.seen.append(value.tolist())
+
+    def end(self):
+        self.seen.append("end")
+
+
+class Alike(StoppingCriteria):
+    """Compares rows: all of them stop where any two end alike."""
+
+    def __call__(self, input_ids, scores, **kwargs):
+        last = input_ids[:, -1].tolist()
+        return torch.full((len(last),), len(set(last)) < len(last))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("stopping", ["length", "eos", "criterion"])
+def test_a_streamer_of_ones_own_gets_what_plain_generate_gives_it(target, rows, stopping):
+    options = {"max_new_tokens": 25, "do_sample": False, "pad_token_id": 0}
+    if stopping == "eos":
+        options["eos_token_id"] = int(target.generate(**padded_batch(3), **options)[1, 14])
+    if stopping == "criterion":
+        options["stopping_criteria"] = [Alike()]
+    seen = []
+    for ssd in ({}, {"assistant_model": tiny_draft(), "ssd_config": CONFIG}):
+        streamer = Columns()
+        target.generate(**padded_batch(rows), **options, **ssd, streamer=streamer)
+        seen.append(streamer.seen)
+    assert seen[0] == seen[1] and len(seen[0]) > 3
+
+
+def test_tokens_that_come_too_early_are_noticed(target, monkeypatch):
+    """The mutant for the test above: as far as the longest row has come."""
+    monkeypatch.setattr(Sequences, "settled_columns", property(lambda self: max(self.lengths)))
+    with pytest.raises(AssertionError):
+        test_a_streamer_of_ones_own_gets_what_plain_generate_gives_it(target, 3, "length")

@@ -359,7 +359,7 @@ def test_is_proposer():
         NGramBackup(),
     ]
     assert not any(is_proposer(value) for value in unfit)
-    with pytest.raises(TypeError, match="WrongArguments cannot propose tokens"):
+    with pytest.raises(TypeError, match="`fallback` is a WrongArguments, which cannot propose tokens"):
         CustomBackup(WrongArguments(), VOCAB)
 
 
