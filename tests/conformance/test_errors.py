@@ -3,10 +3,16 @@
 import pytest
 import torch
 from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     MambaConfig,
     MambaForCausalLM,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
     StaticCache,
     SynthIDTextWatermarkingConfig,
     T5Config,
@@ -16,7 +22,7 @@ from transformers import (
 
 import hf_ssd
 
-from ..conftest import padded_batch, tiny_draft, tiny_model
+from ..conftest import SIZES, padded_batch, tiny_draft, tiny_model
 
 CONFIG = hf_ssd.SSDConfig(lookahead=2, budget=4)
 SYNTH_ID = SynthIDTextWatermarkingConfig(ngram_len=3, keys=[1, 2, 3], skip_first_ngram_calls=True)
@@ -48,6 +54,10 @@ def nothing_starts(monkeypatch):
         ({"watermarking_config": SYNTH_ID}, "SynthID watermarks"),
         ({"synced_gpus": True}, "synced_gpus"),
         ({"prompt_lookup_num_tokens": 3}, "assisted_generation"),
+        ({"assistant_early_exit": 1}, "assisted_generation"),
+        ({"dola_layers": "high"}, "dola_generation"),
+        ({"force_words_ids": [[5]], "num_beams": 2}, "constrained_beam_search"),
+        ({"input_ids": torch.ones(1, 0, dtype=torch.long), "attention_mask": None}, "`input_ids` is empty"),
         ({"assistant_model": None}, "needs an `assistant_model`"),
         ({"assistant_model": "gpt2"}, "must be a transformers model or what hf_ssd.launch_draft"),
         ({"ssd_config": {"lookahead": 3}}, "must be an hf_ssd.SSDConfig, but is a dict"),
@@ -56,7 +66,13 @@ def nothing_starts(monkeypatch):
 def test_options_that_cannot_be_combined(target, draft, options, words):
     options = {"max_new_tokens": 5, "assistant_model": draft, "ssd_config": CONFIG, **options}
     with pytest.raises((ValueError, TypeError), match=words):
-        target.generate(**padded_batch(1), **options)
+        target.generate(**{**padded_batch(1), **options})
+
+
+def test_embeddings_instead_of_tokens(target, draft):
+    embeddings = target.get_input_embeddings()(padded_batch(1)["input_ids"])
+    with pytest.raises(ValueError, match="inputs_embeds .the draft needs `input_ids`"):
+        target.generate(inputs_embeds=embeddings, max_new_tokens=5, assistant_model=draft, ssd_config=CONFIG)
 
 
 def test_static_cache_objects(target, draft):
@@ -82,12 +98,43 @@ def encoder_decoder():
     return T5ForConditionalGeneration(T5Config(vocab_size=97, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2))
 
 
-@pytest.mark.parametrize("model, words", [(recurrent, "recurrent"), (encoder_decoder, "encoder-decoder")])
+def chunked():
+    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "intermediate_size_mlp": 64, "head_dim": 8}
+    counts = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 2}
+    return Llama4ForCausalLM(Llama4TextConfig(**sizes, **counts, layer_types=["chunked_attention"], pad_token_id=0))
+
+
+@pytest.mark.parametrize(
+    "model, words",
+    [(recurrent, "recurrent"), (encoder_decoder, "encoder-decoder"), (chunked, "uses chunked attention")],
+)
 @pytest.mark.parametrize("side", ["target", "draft"])
 def test_models_that_cannot_take_part(model, words, side):
     target, draft = (model(), tiny_draft()) if side == "target" else (tiny_model(), model())
     with pytest.raises(ValueError, match=words):
         hf_ssd.enable(target).generate(**padded_batch(1), max_new_tokens=5, assistant_model=draft, ssd_config=CONFIG)
+
+
+def test_a_target_whose_positions_are_no_input(draft):
+    target = hf_ssd.enable(BloomForCausalLM(BloomConfig(vocab_size=97, hidden_size=16, n_layer=1, n_head=2)))
+    with pytest.raises(ValueError, match="BloomForCausalLM takes no `position_ids`"):
+        target.generate(**padded_batch(1), max_new_tokens=5, assistant_model=draft, ssd_config=CONFIG)
+
+
+def test_an_attention_that_takes_no_masks(draft, monkeypatch):
+    target = hf_ssd.enable(tiny_model())
+    monkeypatch.setattr(target.config, "_attn_implementation_internal", "flex_attention")
+    with pytest.raises(ValueError, match='which takes no 4D masks; load it with attn_implementation="sdpa"'):
+        target.generate(**padded_batch(1), max_new_tokens=5, assistant_model=draft, ssd_config=CONFIG)
+
+
+def test_tokens_with_several_positions(draft):
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32}
+    config = Qwen2_5_VLConfig(text_config={**SIZES, "rope_parameters": rope}, vision_config=vision)
+    target = hf_ssd.enable(Qwen2_5_VLForConditionalGeneration(config))
+    with pytest.raises(ValueError, match="a model whose tokens have several positions each"):
+        target.generate(**padded_batch(1), max_new_tokens=5, assistant_model=draft, ssd_config=CONFIG)
 
 
 def test_a_model_that_was_not_enabled(draft):
