@@ -65,7 +65,9 @@ class DraftAssistant:
                 with _as_draft_errors():
                     self.workers.append(start())
             bar = {"desc": "starting the draft", "unit": "worker", "leave": False}
-            with logging.tqdm(total=len(self.workers), delay=SHOWN_AFTER, miniters=0, **bar) as progress:
+            # Once a second: where there is no terminal, each time is a line of a log.
+            pace = {"delay": SHOWN_AFTER, "mininterval": 1.0, "miniters": 0}
+            with logging.tqdm(total=len(self.workers), **bar, **pace) as progress:
                 for worker in self.workers:
                     with _as_draft_errors():
                         worker.connect(waiting=lambda: progress.update(0))
