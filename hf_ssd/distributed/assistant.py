@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 from transformers.utils import logging
 
+from .. import devices
 from .client import WorkerSession
 from .connection import Connection
 from .cores import CoreShare
@@ -100,6 +101,8 @@ class DraftAssistant:
             self._restart()
             self.sessions += 1
             alive = [worker for worker in self.workers if worker.is_alive]
+            if any(worker.is_on(device) for worker in alive):
+                devices.warn_of_sharing(device)
             if request.generation_config.do_sample:
                 for worker in alive:
                     worker.link_gpus(device)

@@ -5,7 +5,6 @@ asynchronous broadcast can be polled, and a wait that ran out can be taken up ag
 """
 
 import os
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -15,10 +14,9 @@ import torch
 import torch.distributed as dist
 
 from .device_link import DeviceLink, open_link
-from .groups import DRAFT, LOOPBACK, TARGET, broadcast, gloo_group
+from .groups import DRAFT, LOOPBACK, TARGET, broadcast, give_up, gloo_group
 from .messages import FRAME_LENGTH, Message, ProtocolError, pack, unpack
 
-CLOSE_TIMEOUT = 5.0  # seconds
 WAIT_SLICE = 0.1  # seconds; between two slices Python handles Ctrl-C
 # Seconds in which a wait only looks, again and again, before it sleeps: a processor that sleeps is slow to wake, and
 # slower for a while after that. Long enough for a round; between calls a worker sleeps. Who looks takes some of the
@@ -50,7 +48,8 @@ class Channel:
         self.sent: deque[tuple[dist.Work, torch.Tensor]] = deque()
         self.expected: tuple[dist.Work, torch.Tensor] | None = None  # the next frame
         self.payload: tuple[Message, dist.Work] | None = None  # of a message of which all else has arrived
-        self.announced: Message | None = None  # by the last message
+        self.announced: Message | None = None  # by the last message that came
+        self.promised: Message | None = None  # by the last message that left
         self.link: DeviceLink | None = None
 
     def open_link(self, device: torch.device) -> bool:
@@ -61,21 +60,37 @@ class Channel:
     def close_link(self) -> None:
         """Goes on without."""
         if self.link is not None:
-            groups, self.link = [self.link.group], None
-            _give_up(groups)
+            link, self.link = self.link, None
+            link.abort()
 
     def send(self, message: Message) -> None:
         """
-        Starts to send a message, and what it announces, and returns at once. The tensors are kept until they have left.
+        Starts to send a message, and returns at once. The tensors are kept until they have left.
+
+        Raises:
+            [`~hf_ssd.distributed.messages.ProtocolError`]: the payload that the last message announced has not been
+                sent, and the other side waits for that.
         """
+        if self.promised is not None:
+            raise ProtocolError("a message cannot be sent in the place of the payload that was announced")
         while self.sent and self.sent[0][0].is_completed():
             self.sent.popleft()
         frame, *payload = pack(message)
-        self.sent.append((broadcast(self.outgoing, frame, self.rank), frame))
+        self._start(frame, False)
         for tensor in payload:
-            work = self.link.send(tensor) if message.over_link else broadcast(self.outgoing, tensor, self.rank)
-            self.sent.append((work, tensor))
+            self._start(tensor, message.over_link)
+        self.promised = message.announces
         _let_others_run()
+
+    def send_announced(self, payload: torch.Tensor) -> None:
+        """Starts to send the payload of the message that the last one announced."""
+        announced, self.promised = self.promised, None
+        self._start(payload if announced.over_link else payload.cpu().contiguous(), announced.over_link)
+        _let_others_run()
+
+    def _start(self, tensor: torch.Tensor, over_link: bool) -> None:
+        work = self.link.send(tensor) if over_link else broadcast(self.outgoing, tensor, self.rank)
+        self.sent.append((work, tensor))
 
     def flush(self, timeout: float) -> None:
         """Waits until everything has left, at most `timeout` seconds."""
@@ -90,11 +105,20 @@ class Channel:
             return
         if self.announced is not None:
             announced, self.announced = self.announced, None
-            self.payload = (announced, broadcast(self.incoming, announced.payload, 1 - self.rank))
+            self._expect_payload(announced)
         else:
             frame = torch.empty(FRAME_LENGTH, dtype=torch.int64)
             self.expected = (broadcast(self.incoming, frame, 1 - self.rank), frame)
         _let_others_run()
+
+    def _expect_payload(self, message: Message) -> None:
+        if message.over_link and self.link is None:
+            raise ProtocolError("a payload is to come over a link that was not opened")
+        if message.over_link:
+            work = self._over_link(self.link.receive, message)
+        else:
+            work = broadcast(self.incoming, message.payload, 1 - self.rank)
+        self.payload = (message, work)
 
     def has_arrived(self) -> bool:
         """Whether the next message, which must be expected, has begun to arrive, or the other process has ended."""
@@ -126,12 +150,7 @@ class Channel:
             self.announced = message.announces
             if payload is None or not len(payload):
                 return message
-            if message.over_link and self.link is None:
-                raise ProtocolError("a payload is to come over a link that was not opened")
-            if message.over_link:
-                self.payload = (message, self._over_link(self.link.receive, message))
-            else:
-                self.payload = (message, broadcast(self.incoming, payload, 1 - self.rank))
+            self._expect_payload(message)
         message, work = self.payload
         if message.over_link:
             self._over_link(self.link.wait, work, deadline)
@@ -150,13 +169,14 @@ class Channel:
 
     def close(self) -> None:
         """
-        Gives up both directions. The other side's waits end with [`PeerLost`]. If it may not take what was sent any
-        more, it must have ended before: gloo waits for that.
+        Gives up both directions; may be called more than once. The other side's waits end with [`PeerLost`]. If it may
+        not take what was sent any more, it must have ended before: gloo waits for that.
         """
-        groups = [self.outgoing, self.incoming] + ([self.link.group] if self.link is not None else [])
-        self.outgoing = self.incoming = self.expected = self.payload = self.link = None
+        self.close_link()
+        groups = [group for group in (self.outgoing, self.incoming) if group is not None]
+        self.outgoing = self.incoming = self.expected = self.payload = None
         self.sent.clear()
-        _give_up(groups)
+        give_up(groups)
 
     @staticmethod
     def wait(work: dist.Work, deadline: float | None, awake: float = AWAKE) -> None:
@@ -178,24 +198,6 @@ class Channel:
                     raise PeerLost(f"the connection was closed: {error}") from error
                 if deadline is not None and time.monotonic() >= deadline and not work.is_completed():
                     raise TimeoutError("no message came in time") from None
-
-
-def _give_up(groups: list[dist.ProcessGroup]) -> None:
-    """
-    Empties the list, in a thread, so that an end that has not ended costs patience and not the program: a gloo group
-    that is collected as garbage waits for what is under way.
-    """
-
-    def close():
-        while groups:
-            groups.pop().abort()
-
-    closing = threading.Thread(target=close, daemon=True)
-    try:
-        closing.start()
-    except RuntimeError:  # the program ends, and early versions of Python 3.12 start no threads then
-        return close()
-    closing.join(CLOSE_TIMEOUT)
 
 
 def _let_others_run() -> None:

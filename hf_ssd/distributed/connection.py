@@ -8,9 +8,10 @@ import torch
 import torch.distributed as dist
 from transformers.utils import logging
 
+from .. import devices
 from . import messages, payloads
 from .channel import Channel, PeerLost
-from .device_link import LINK_TIMEOUT, gpu_identity
+from .device_link import LINK_TIMEOUT
 from .messages import Kind, Message, ProtocolError
 from .session import DraftError
 
@@ -25,8 +26,9 @@ class Connection(ABC):
     """
     Attributes:
         channel ([`Channel`], *optional*): To the worker, once it is connected.
-        facts (`dict`): What the worker says of itself: `vocab_size` and `device` of its model, which `gpu` that is,
-            its `pid`, and whether the model `is_compiled`, or, if it was to be and is not, `uncompiled_because`.
+        facts (`dict`): What the worker says of itself: `vocab_size` and `device` of its model, the `identity` of that
+            device, its `pid`, and whether the model `is_compiled`, or, if it was to be and is not,
+            `uncompiled_because`.
     """
 
     def __init__(self):
@@ -69,9 +71,14 @@ class Connection(ABC):
 
     def link_gpus(self, device: torch.device) -> None:
         """Opens a link between two different GPUs. Tried once; without it, host memory serves."""
-        identities = {gpu_identity(device), self.facts.get("gpu")}
-        if len(identities) == 2 and None not in identities and not self.link_was_tried:
+        both_are_gpus = device.type == torch.device(self.facts["device"]).type == "cuda"
+        if both_are_gpus and not self.is_on(device) and not self.link_was_tried:
             self.open_link(device)
+
+    def is_on(self, device: torch.device) -> bool:
+        """Whether the worker's model is on the same accelerator as something of this process."""
+        identity = devices.identity(device)
+        return identity is not None and identity == self.facts["identity"]
 
     def open_link(self, device: torch.device) -> bool:
         """

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from transformers.utils import logging
 
-from .groups import DRAFT, TARGET, broadcast, gloo_group, nccl_group
+from .groups import DRAFT, TARGET, broadcast, give_up, gloo_group, nccl_group
 from .messages import Kind, Message
 
 logger = logging.get_logger(__name__)
@@ -23,7 +23,8 @@ class DeviceLink:
     A one-way connection with a communicator of its own, and on the target's side a stream of its own, so that what
     arrives waits neither behind the target's all-reduces nor behind the forward pass that is queued already.
 
-    A kernel on the draft's GPU waits until what was sent is taken, so both sides must see to it that it is.
+    A kernel on the draft's GPU waits until what was sent is taken, so both sides must see to it that it is, or abort
+    the link: otherwise nothing else runs on that GPU again.
 
     Args:
         store (`torch.distributed.Store`): Where the two processes find each other.
@@ -32,15 +33,35 @@ class DeviceLink:
     """
 
     def __init__(self, store: dist.Store, rank: int, device: torch.device):
-        self.rank, self.device, self.stream = rank, device, None
-        if device.type == "cuda":
-            if rank == TARGET:
-                self.stream = torch.cuda.Stream(device)
-            with torch.cuda.device(device):
-                self.group = nccl_group(store, "link", rank)
+        self.store, self.rank, self.device = store, rank, device
+        self.stream: torch.cuda.Stream | None = None
+        self.group: dist.ProcessGroup | None = None
+        self.is_aborted = False
+
+    def open(self) -> None:
+        """
+        Connects to the other side, which must do the same, and tries whether anything arrives.
+
+        Raises:
+            `RuntimeError`, `TimeoutError`: it does not.
+        """
+        if self.device.type == "cuda":
+            if self.rank == TARGET:
+                self.stream = torch.cuda.Stream(self.device)
+            with torch.cuda.device(self.device):
+                self.group = nccl_group(self.store, "link", self.rank)
         else:
-            self.group = gloo_group(store, "link", rank)
+            self.group = gloo_group(self.store, "link", self.rank)
+        if self.is_aborted:  # while it connected
+            self.abort()
+            raise RuntimeError("it took too long")
         self._try()
+
+    def abort(self) -> None:
+        """Ends what is under way on both devices, and the link. May be called more than once."""
+        self.is_aborted = True
+        groups, self.group = [self.group] if self.group is not None else [], None
+        give_up(groups)
 
     def send(self, payload: torch.Tensor) -> dist.Work:
         """Starts to send, when the current stream has computed it."""
@@ -93,23 +114,21 @@ def open_link(store: dist.Store, rank: int, device: torch.device) -> DeviceLink 
     Opens a link, while the other side does the same. `None` if that fails; then there is a warning, and host memory
     serves as well. In a thread, because NCCL can wait for ever for a peer that it does not reach.
     """
-    made, failure = [], ["it took too long"]
+    link, outcome = DeviceLink(store, rank, device), []
 
-    def make():
+    def attempt():
         try:
-            made.append(DeviceLink(store, rank, device))
+            link.open()
+            outcome.append(None)
         except Exception as error:
-            failure[0] = str(error)
+            outcome.append(error)
 
-    thread = threading.Thread(target=make, daemon=True)
+    thread = threading.Thread(target=attempt, daemon=True)
     thread.start()
     thread.join(LINK_TIMEOUT)
-    if made:
-        return made[0]
-    logger.warning(f"Probabilities travel through host memory, for {device} does not reach its peer: {failure[0]}")
+    failure = outcome[0] if outcome else "it took too long"
+    if failure is None:
+        return link
+    link.abort()
+    logger.warning(f"Probabilities travel through host memory, for {device} does not reach its peer: {failure}")
     return None
-
-
-def gpu_identity(device: torch.device) -> str | None:
-    """Returns what tells one GPU from all others, whatever numbers processes give them; `None` without a GPU."""
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None

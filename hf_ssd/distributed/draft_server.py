@@ -7,6 +7,7 @@ import traceback
 import torch
 from transformers import PreTrainedModel
 
+from .. import devices
 from ..cache.speculation import Speculation
 from ..speculation.experience import Experience
 from ..speculation.fallback import Backup, Proposal
@@ -168,17 +169,27 @@ class DraftServer:
             return
         speculation = speculator.complete(ready)
         self.answer_seconds = time.perf_counter() - start
-        # Tokens first: with them the target can start, and needs the probabilities only when it is done. Announced,
-        # they arrive meanwhile.
-        probabilities = self._packed(speculation.probabilities)
-        answer = payloads.answer_to_payload(self._figures(speculation, budget))
-        if probabilities is not None and self.channel.link is None:
-            announced = Message(Kind.PROBABILITIES, self.session, self.round, probabilities)
-            self.send(Kind.SPECULATION, answer, announces=announced)
+        q = speculation.probabilities
+        if q is None or not q.shape[1]:
+            self.send(Kind.SPECULATION, payloads.answer_to_payload(self._figures(speculation, budget)))
         else:
-            self.send(Kind.SPECULATION, answer)
-            self._send_probabilities(probabilities)
+            self._send_with_probabilities(speculation, budget)
         self._prepare()
+
+    def _send_with_probabilities(self, speculation: Speculation, budget: int) -> None:
+        """
+        Tokens first: with them the target can start, and needs what they were drawn from only when it is done. That is
+        announced, so that it can arrive meanwhile, and packed only now, which may copy megabytes from a GPU.
+        """
+        q, over_link = speculation.probabilities, self.channel.link is not None
+        figures = self._figures(speculation, budget)
+        support = [] if over_link else [payloads.largest_support(q)]
+        figures.tokens, figures.hits, *support = devices.to_host(figures.tokens, figures.hits, *support)
+        support = int(support[0]) if support else q.shape[-1]
+        to_come = payloads.probabilities_to_come(tuple(q.shape), support)
+        announced = Message(Kind.PROBABILITIES, self.session, self.round, to_come, over_link)
+        self.send(Kind.SPECULATION, payloads.answer_to_payload(figures), announces=announced)
+        self.channel.send_announced(payloads.probabilities_to_payload(q, support))
 
     def _complete(self, message: Message) -> None:
         """Drafts what no one has prepared."""
@@ -196,7 +207,7 @@ class DraftServer:
         source = next((source for source in speculator.sources if source != PREPARED), "primary")
         answer = self._figures(speculation, 0)
         self.send(Kind.COMPLETED, payloads.completed_to_payload(answer, source))
-        self._send_probabilities(self._packed(speculation.probabilities))
+        self._send_probabilities(speculation.probabilities)
         self._prepare()
 
     def _follow(self, message: Message) -> None:
@@ -205,7 +216,7 @@ class DraftServer:
         rows = len(self.speculator.trunk.lengths)
         tokens, hits, mine, source, plan = payloads.payload_to_follow(message.payload, rows)
         if self.ready.probabilities is not None and len(mine):
-            self._send_probabilities(self._packed(self.ready.probabilities[mine, : tokens.shape[1]]))
+            self._send_probabilities(self.ready.probabilities[mine, : tokens.shape[1]])
         self.speculator.follow(tokens, hits.tolist(), source)
         self._prepare(plan)
 
@@ -222,15 +233,12 @@ class DraftServer:
         self.rest = self.speculator.rest
         return Answer(speculation.tokens, speculation.hits, *times, self.rest)
 
-    @staticmethod
-    def _packed(probabilities: torch.FloatTensor | None) -> torch.Tensor | None:
+    def _send_probabilities(self, probabilities: torch.FloatTensor | None) -> None:
         if probabilities is None or not probabilities.shape[1]:
-            return None
-        return payloads.probabilities_to_payload(probabilities)
-
-    def _send_probabilities(self, payload: torch.Tensor | None) -> None:
-        if payload is not None:
-            self.send(Kind.PROBABILITIES, payload, over_link=self.channel.link is not None)
+            return
+        over_link = self.channel.link is not None
+        payload = payloads.probabilities_to_payload(probabilities, probabilities.shape[-1] if over_link else None)
+        self.send(Kind.PROBABILITIES, payload, over_link=over_link)
 
     def send(self, kind: Kind, payload: torch.Tensor, **options) -> None:
         """Sends a message of the current round. See [`~hf_ssd.distributed.messages.Message`] for options."""

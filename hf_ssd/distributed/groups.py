@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import threading
 from datetime import timedelta
 
 import torch
@@ -9,10 +10,13 @@ import torch.distributed as dist
 
 TARGET, DRAFT = 0, 1  # ranks
 LOOPBACK = "127.0.0.1"
+NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 CONNECT_TIMEOUT = timedelta(seconds=60)  # for the other process to join, once it is known to be there
 # An idle worker waits between calls for as long as its program runs; what bounds a wait is the caller's deadline, and
 # the end of the other process, which gloo reports at once.
 TRANSFER_TIMEOUT = timedelta(days=365)
+CLOSE_TIMEOUT = 5.0  # seconds
+LINK_CTAS = 2  # blocks of the GPU that one transfer may use; what tokens were drawn from is a few megabytes
 
 
 def gloo_group(store: dist.Store, name: str, rank: int, hostname: str | None = LOOPBACK) -> dist.ProcessGroup:
@@ -61,7 +65,44 @@ def nccl_group(store: dist.Store, name: str, rank: int) -> dist.ProcessGroup:
     """The same between two GPUs, each process having set its own as the current one."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = TRANSFER_TIMEOUT
-    return dist.ProcessGroupNCCL(dist.PrefixStore(name, store), rank, 2, options)
+    options.config.max_ctas = LINK_CTAS
+    with _errors_that_end_no_process():
+        return dist.ProcessGroupNCCL(dist.PrefixStore(name, store), rank, 2, options)
+
+
+@contextlib.contextmanager
+def _errors_that_end_no_process():
+    """
+    Unless it is told otherwise while it is made, a group ends its process when the other one dies. The death of a draft
+    must not end the target.
+    """
+    before = os.environ.get(NCCL_ERRORS)
+    os.environ[NCCL_ERRORS] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[NCCL_ERRORS]
+        else:
+            os.environ[NCCL_ERRORS] = before
+
+
+def give_up(groups: list[dist.ProcessGroup]) -> None:
+    """
+    Aborts what is under way on these groups and empties the list. In a thread, because a gloo group that is collected
+    as garbage waits for the other process: one that has not ended costs patience and not the program.
+    """
+
+    def close():
+        while groups:
+            groups.pop().abort()
+
+    closing = threading.Thread(target=close, daemon=True)
+    try:
+        closing.start()
+    except RuntimeError:  # the program ends, and early versions of Python 3.12 start no threads then
+        return close()
+    closing.join(CLOSE_TIMEOUT)
 
 
 def broadcast(group: dist.ProcessGroup, tensor: torch.Tensor, root: int) -> dist.Work:

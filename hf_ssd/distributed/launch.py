@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from .. import devices as accelerators
 from ..cache.compiled import is_compiled
 from .assistant import DraftAssistant
 from .child import ChildWorker
@@ -45,7 +46,8 @@ def launch_draft(
             The draft: a folder or hub id, which only the worker loads, or a model. A model on the CPU is not copied:
             its weights move to memory that all processes share.
         device (`str` or `torch.device`, *optional*):
-            Where the worker drafts. Defaults to the model's device; for a folder or hub id to the last GPU, or the CPU.
+            Where the worker drafts. Defaults to the model's device; for a folder or hub id to the last accelerator on
+            which this process holds nothing yet (so load the target first), or the CPU.
         num_threads (`int`, *optional*):
             Cores for a draft on the CPU. Defaults to a quarter of the available ones, at least one; the target has the
             rest for the length of each call. Several workers on the CPU have that many each.
@@ -114,7 +116,7 @@ def _device_for(model: PreTrainedModel | str | os.PathLike, device: str | torch.
     if device is None and isinstance(model, PreTrainedModel):
         return model.device
     if device is None:
-        device = f"cuda:{torch.cuda.device_count() - 1}" if torch.cuda.is_available() else "cpu"
+        device = accelerators.spare_accelerator() or "cpu"
     return torch.device(device)
 
 

@@ -1,9 +1,9 @@
 """What travels between target and draft: frames, and what is behind them. See [`payloads`] for what is in them.
 
-A message is one frame of 128 integers: a header of 11, and up to 117 integers of payload. A larger payload, or one of
+A message is one frame of 128 integers: a header of 12, and up to 116 integers of payload. A larger payload, or one of
 another type, follows in a transfer of its own, whose type and length the header tells, and whether it follows behind
-the frame or over the link between two GPUs. A message may announce the next one, of which only the payload follows, so
-that it can arrive while no one looks.
+the frame or over the link between two GPUs. A message may announce the next one, of which only the payload follows: the
+receiver gets ready for it at once, and the sender need not have it yet.
 """
 
 from dataclasses import dataclass, field
@@ -12,8 +12,8 @@ from enum import IntEnum
 import torch
 
 MAGIC = 0x6866_5F73_7364  # "hf_ssd"
-VERSION = 8
-HEADER_LENGTH = 11
+VERSION = 9
+HEADER_LENGTH = 12
 FRAME_LENGTH = 128
 PAYLOAD_TYPES = (torch.int64, torch.int32, torch.float32, torch.uint8)
 BEHIND, INLINE, OVER_LINK = range(3)  # where a payload is
@@ -57,8 +57,9 @@ class Message:
         round (`int`): Number of the verification round, from 0.
         payload (`torch.Tensor`): One-dimensional, of one of `PAYLOAD_TYPES`.
         over_link (`bool`, *optional*): Whether the payload goes from GPU to GPU.
-        announces (`Message`, *optional*): The next message, of the same session and round, which is sent together with
-            this one. On the receiving side its payload has yet to arrive.
+        announces (`Message`, *optional*): The next message, of the same session and round. Its payload follows by
+            [`~hf_ssd.distributed.channel.Channel.send_announced`]; until then it tells type and length only, so it may
+            be on the device "meta".
     """
 
     kind: Kind
@@ -70,7 +71,7 @@ class Message:
 
 
 def pack(message: Message) -> list[torch.Tensor]:
-    """Returns the frame, behind it the payload if the frame does not hold it, and that of the announced message."""
+    """Returns the frame, and behind it the payload if the frame does not hold it."""
     payload = message.payload
     if message.over_link:
         place = OVER_LINK
@@ -83,9 +84,9 @@ def pack(message: Message) -> list[torch.Tensor]:
     if message.announces is not None:
         if not len(message.announces.payload):
             raise ProtocolError("a message without a payload cannot be announced: nothing of it would arrive")
-        announced = message.announces.payload.cpu()
+        announced = message.announces.payload
         header += [message.announces.kind, PAYLOAD_TYPES.index(announced.dtype), len(announced)]
-        behind.append(announced)
+        header += [OVER_LINK if message.announces.over_link else BEHIND]
     frame = torch.zeros(FRAME_LENGTH, dtype=torch.int64)
     frame[: len(header)] = torch.tensor(header)
     if place == INLINE:
@@ -104,13 +105,15 @@ def unpack(frame: torch.Tensor) -> tuple[Message, torch.Tensor | None]:
         [`ProtocolError`]: the frame is not one of ours.
     """
     header = frame[:HEADER_LENGTH].tolist()
-    magic, version, kind, session, round_, dtype, length, place, next_kind, next_dtype, next_length = header
+    magic, version, kind, session, round_, dtype, length, place, *following = header
+    next_kind, next_dtype, next_length, next_place = following
     if magic != MAGIC:
         raise ProtocolError(f"a message began with {magic:#x} instead of {MAGIC:#x}; it does not come from hf_ssd")
     if version != VERSION:
         raise ProtocolError(f"a message has protocol version {version}, this side speaks version {VERSION}")
     room = FRAME_LENGTH - HEADER_LENGTH if place == INLINE else LARGEST_PAYLOAD
     is_known = {kind, next_kind or kind} <= set(Kind) and BEHIND <= place <= OVER_LINK
+    is_known = is_known and next_place in (BEHIND, OVER_LINK)
     is_known = is_known and all(0 <= one < len(PAYLOAD_TYPES) for one in (dtype, next_dtype))
     if not is_known or not 0 <= length <= room or not bool(next_kind) <= next_length <= LARGEST_PAYLOAD:
         raise ProtocolError(
@@ -119,7 +122,8 @@ def unpack(frame: torch.Tensor) -> tuple[Message, torch.Tensor | None]:
         )
     announces = None
     if next_kind:
-        announces = Message(Kind(next_kind), session, round_, torch.empty(next_length, dtype=PAYLOAD_TYPES[next_dtype]))
+        empty = torch.empty(next_length, dtype=PAYLOAD_TYPES[next_dtype])
+        announces = Message(Kind(next_kind), session, round_, empty, next_place == OVER_LINK)
     if place == INLINE:
         inline = frame[HEADER_LENGTH : HEADER_LENGTH + length]
         return Message(Kind(kind), session, round_, inline, announces=announces), None

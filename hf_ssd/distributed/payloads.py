@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .. import devices
 from ..speculation.fallback import Proposal
 from ..speculation.planner import BACKUPS, Plan
 from .messages import ProtocolError
@@ -65,7 +66,8 @@ def payload_to_outcomes(payload: torch.Tensor, rows: int) -> list[tuple]:
 def answer_to_payload(answer: Answer) -> torch.Tensor:
     times = (answer.draft_seconds, answer.answer_seconds, answer.prepared_at, answer.answered_at)
     figures = torch.tensor([answer.budget, answer.rest, *map(_nanoseconds, times)])
-    return torch.cat([figures, answer.hits.cpu().long(), answer.tokens.cpu().flatten()])
+    hits, tokens = devices.to_host(answer.hits, answer.tokens)
+    return torch.cat([figures, hits.long(), tokens.flatten()])
 
 
 def payload_to_answer(payload: torch.Tensor, batch_size: int) -> Answer:
@@ -205,17 +207,38 @@ def _nanoseconds(seconds: float) -> int:
     return int(seconds * 1e9)
 
 
-def probabilities_to_payload(probabilities: torch.FloatTensor) -> torch.Tensor:
+def largest_support(probabilities: torch.FloatTensor) -> torch.LongTensor:
+    """Returns, on the device, how many tokens have any chance in the broadest of distributions `(..., vocab_size)`."""
+    return (probabilities > 0).sum(-1).max()
+
+
+def probabilities_to_payload(probabilities: torch.FloatTensor, support: int | None = None) -> torch.Tensor:
     """
     Packs distributions `(..., vocab_size)` exactly. If a warper truncated them, so that at most a quarter of the
     vocabulary has any chance, only those tokens travel: as pairs of value and token, the value's bits as an integer.
+
+    Args:
+        probabilities (`torch.FloatTensor` of shape `(..., vocab_size)`): What tokens were drawn from.
+        support (`int`, *optional*): Their [`largest_support`], or the size of the vocabulary to send all of it. Asked
+            of the device by default.
     """
-    vocab_size = probabilities.shape[-1]
-    support = int((probabilities > 0).sum(-1).max())
-    if support * 4 > vocab_size:
+    support = int(largest_support(probabilities)) if support is None else support
+    if _all_travel(support, probabilities.shape[-1]):
         return probabilities.float().flatten()
     values, tokens = probabilities.float().topk(support, dim=-1)
     return torch.stack([values.view(torch.int32), tokens.int()]).flatten()
+
+
+def probabilities_to_come(shape: tuple[int, ...], support: int) -> torch.Tensor:
+    """Returns something of the type and length of what [`probabilities_to_payload`] will pack, to announce it."""
+    count, vocab_size = torch.Size(shape[:-1]).numel(), shape[-1]
+    if _all_travel(support, vocab_size):
+        return torch.empty(count * vocab_size, dtype=torch.float32, device="meta")
+    return torch.empty(2 * count * support, dtype=torch.int32, device="meta")
+
+
+def _all_travel(support: int, vocab_size: int) -> bool:
+    return support * 4 > vocab_size
 
 
 def payload_to_probabilities(payload: torch.Tensor, shape: tuple[int, ...]) -> torch.FloatTensor:

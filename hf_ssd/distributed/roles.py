@@ -5,6 +5,7 @@ import functools
 import itertools
 import os
 from collections.abc import Callable
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from .supervisor import Notes, SupervisedWorker, supervise
 from .target_ranks import TargetRanks
 from .weights import SharedWeights
 
+LOADING_TIMEOUT = timedelta(hours=2)  # transformers' own: ranks finish loading a large target far apart
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -36,8 +38,8 @@ class Roles:
         self.rank, world_size, local_rank, local_world_size = (int(os.environ[name]) for name in VARIABLES[:4])
         self.num_draft_ranks, self.tp_size = num_draft_ranks, world_size - num_draft_ranks
         self.is_draft, self.is_leader = self.rank >= self.tp_size, self.rank == 0
-        gpu = torch.device("cuda", local_rank) if torch.cuda.is_available() else None
-        self.worker_device = gpu or torch.device("cpu")
+        self.worker_device = _device_of(local_rank)
+        on_gpu = self.worker_device.type == "cuda"
         self.device = torch.device("cpu") if self.is_draft else self.worker_device
         # The first rank may be the store's server: kept as long as this program runs.
         self.store, _, _ = next(dist.rendezvous("env://"))
@@ -48,14 +50,17 @@ class Roles:
             return
         # transformers insists on a world of exactly tp_size ranks, so the target's ranks get one of their own.
         os.environ["WORLD_SIZE"] = str(self.tp_size)
-        if gpu is not None:
-            torch.cuda.set_device(gpu)
+        if self.device.type != "cpu":
+            torch.accelerator.set_device_index(self.device)
+            os.environ["LOCAL_RANK"] = str(self.device.index)  # which transformers takes for the device's number
         if self.tp_size > 1:
             dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if gpu else "gloo",
+                _backend(self.device.type),
                 store=dist.PrefixStore("hf_ssd/target", self.store),
                 rank=self.rank,
                 world_size=self.tp_size,
+                timeout=LOADING_TIMEOUT,
+                device_id=self.device if on_gpu else None,
             )
             self.ranks = TargetRanks(dist.new_group(backend="gloo"))
         if self.is_leader:
@@ -192,6 +197,21 @@ def init_roles(num_draft_ranks: int = 1) -> Roles:
             "one hold the target; start more ranks with --nproc-per-node."
         )
     return Roles(num_draft_ranks)
+
+
+def _device_of(local_rank: int) -> torch.device:
+    """Returns the accelerator of a rank, which has number 0 where each rank is shown only its own."""
+    if not torch.accelerator.is_available() or torch.accelerator.current_accelerator().type == "mps":
+        return torch.device("cpu")
+    kind, count = torch.accelerator.current_accelerator().type, torch.accelerator.device_count()
+    return torch.device(kind, local_rank % count)
+
+
+def _backend(device_type: str) -> str:
+    """Returns what carries tensors of the CPU, which outcomes are, and of the ranks' devices."""
+    if device_type == "cpu":
+        return "gloo"
+    return f"cpu:gloo,{device_type}:{dist.get_default_backend_for_device(device_type)}"
 
 
 def check_heads(config: PreTrainedConfig, tp_size: int) -> None:

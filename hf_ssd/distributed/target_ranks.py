@@ -72,13 +72,10 @@ class TargetRanks:
         """Lets the others draw on with the leader's random numbers, as if all had decided."""
         if self.group is None:
             return
-        on_gpu = device.type == "cuda"
-        state = torch.cuda.get_rng_state(device) if on_gpu else torch.get_rng_state()
-        state = self.share(Message(Kind.VALUES, payload=state)).payload
-        if on_gpu:
-            torch.cuda.set_rng_state(state, device)
-        else:
-            torch.set_rng_state(state)
+        on_device = [] if device.type == "cpu" else [device]
+        generators = torch.get_device_module(device) if on_device else torch
+        state = generators.get_rng_state(*on_device)
+        generators.set_rng_state(self.share(Message(Kind.VALUES, payload=state)).payload, *on_device)
 
     @contextlib.contextmanager
     def one_call(self):

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
+from .. import devices
 from ..cache.compiled import is_compiled
 from ..cache.support import MASKED_ATTENTION, check_supported
 from ..speculation.compiling import compile_draft
@@ -21,7 +22,6 @@ from . import payloads
 from .channel import Channel, PeerLost
 from .connection import DRAFT_IS_HERE, TARGET_IS_HERE
 from .cores import pin
-from .device_link import gpu_identity
 from .draft_server import DraftServer
 from .messages import Kind, Message
 from .weights import model_from_shared_weights
@@ -44,6 +44,12 @@ def load_model(settings: dict) -> PreTrainedModel:
     return model
 
 
+def use_device(device: torch.device) -> None:
+    """Makes an accelerator the one that is meant where no other is named: memory on others would be wasted."""
+    if device.type != "cpu" and device.index is not None:
+        torch.accelerator.set_device_index(device)
+
+
 def main() -> None:
     settings = json.loads(sys.stdin.buffer.readline())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the target, which tells the worker what follows
@@ -53,6 +59,7 @@ def main() -> None:
         torch.set_num_threads(len(settings["cores"]))
     logging.disable_progress_bar()
     try:
+        use_device(torch.device(settings["device"]))
         model, failure = load_model(settings), None
         uncompiled_because = compile_draft(model) if settings["compile"] else None
     except Exception:
@@ -68,7 +75,7 @@ def main() -> None:
         channel.flush(FLUSH_TIMEOUT)
         os._exit(1)
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
-    place = {"device": str(model.device), "gpu": gpu_identity(model.device)}
+    place = {"device": str(model.device), "identity": devices.identity(model.device)}
     facts = {"vocab_size": vocab_size, **place, "pid": os.getpid(), "is_compiled": is_compiled(model)}
     facts["uncompiled_because"] = uncompiled_because
     channel.send(Message(Kind.READY, payload=payloads.json_to_payload(facts)))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
+from .. import devices
 from ..cache.branches import Branches
 from ..cache.speculation import Speculation, SpeculationCache
 from ..config import SSDConfig
@@ -310,10 +311,7 @@ class Speculator:
         return Speculation(tokens, torch.cat(probabilities, dim=1) if probabilities else None, ready.hits)
 
     def _observe(self, observe: Callable[[int, float], None], tokens: int, began: float) -> None:
-        if self.device.type == "cuda":
-            # So that it is known, and an outcome that is due is noticed in time. Not all streams: what a link sends
-            # may wait for the target.
-            torch.cuda.current_stream(self.device).synchronize()
+        devices.synchronize(self.device)  # so that it is known, and an outcome that is due is noticed in time
         self.lessons.note(observe, tokens, time.perf_counter() - began)
 
     def _process_trunk(self, logits: torch.Tensor, lengths: torch.LongTensor) -> torch.Tensor:

@@ -10,9 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_ssd.distributed import groups, messages
+from hf_ssd.distributed import groups
 from hf_ssd.distributed.channel import Channel, PeerLost
-from hf_ssd.distributed.groups import TARGET, broadcast
 from hf_ssd.distributed.messages import Kind, Message, ProtocolError
 
 
@@ -101,8 +100,7 @@ def test_an_announced_payload_arrives_while_no_one_looks(ends, announced):
         probabilities = Message(Kind.PROBABILITIES, 1, round_, q)
         answer = Message(Kind.SPECULATION, 1, round_, torch.arange(9), announces=probabilities if announced else None)
         target.send(answer)
-        if not announced:
-            target.send(probabilities)
+        target.send_announced(q) if announced else target.send(probabilities)
         assert len(draft.receive(10).payload) == 9
         draft.expect()
         target.flush(10) if announced else time.sleep(0.1)
@@ -118,17 +116,24 @@ def test_an_announced_payload_arrives_while_no_one_looks(ends, announced):
 def test_what_was_announced_can_be_waited_for_again_and_dropped(ends):
     """The target's wait for probabilities may run out, and a call that is broken off leaves them unread."""
     target, draft = ends
-    frame, q = messages.pack(Message(Kind.SPECULATION, announces=Message(Kind.PROBABILITIES, payload=torch.rand(200))))
-    sent = [broadcast(target.outgoing, frame, TARGET)]
+    q = torch.rand(200)
+    target.send(Message(Kind.SPECULATION, announces=Message(Kind.PROBABILITIES, payload=q.to("meta"))))
     assert draft.receive(10).kind == Kind.SPECULATION
     for _ in range(2):
         with pytest.raises(TimeoutError):
             draft.receive(0.02)
         assert not draft.has_arrived()
-    sent.append(broadcast(target.outgoing, q, TARGET))
+    target.send_announced(q)
     target.send(Message(Kind.END))
     assert torch.equal(draft.receive(10).payload, q) and draft.receive(10).kind == Kind.END
-    assert all(work.is_completed() for work in sent)
+    target.flush(10)
+
+
+def test_nothing_is_sent_in_the_place_of_what_was_announced(ends):
+    target, _ = ends
+    target.send(Message(Kind.SPECULATION, announces=Message(Kind.PROBABILITIES, payload=torch.rand(200))))
+    with pytest.raises(ProtocolError, match="in the place of the payload"):
+        target.send(Message(Kind.ERROR))
 
 
 def test_what_has_no_payload_cannot_be_announced(ends):

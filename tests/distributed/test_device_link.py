@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,8 +15,10 @@ import torch.distributed as dist
 from transformers import LogitsProcessorList, set_seed
 
 import hf_ssd
+from hf_ssd.distributed import groups
 from hf_ssd.distributed.channel import Channel
 from hf_ssd.distributed.device_link import DeviceLink
+from hf_ssd.distributed.groups import TARGET, gloo_group
 from hf_ssd.distributed.messages import Kind, Message, ProtocolError
 
 from ..conftest import padded_batch, tiny_draft
@@ -75,10 +78,97 @@ def test_a_wait_for_a_payload_can_be_taken_up_again(ends):
 
 def test_a_payload_over_a_link_that_is_not_open_is_refused(ends):
     target, draft = ends
-    draft.link = type("Link", (), {"send": lambda self, payload: _Done(), "group": draft.outgoing})()
+    draft.link = type("Link", (), {"send": lambda self, payload: _Done(), "abort": lambda self: None})()
     draft.send(Message(Kind.PROBABILITIES, payload=torch.ones(500), over_link=True))
     with pytest.raises(ProtocolError, match="a link that was not opened"):
         target.receive(10)
+
+
+def test_what_is_announced_over_a_link_is_received_before_anyone_waits_for_it(ends):
+    target, draft = ends
+    at_once(lambda: target.open_link(CPU), lambda: draft.open_link(CPU))
+    q, received, receive = torch.rand(3000), [], target.link.receive
+    target.link.receive = lambda message: received.append(message.kind) or receive(message)
+    announced = Message(Kind.PROBABILITIES, payload=q.to("meta"), over_link=True)
+    draft.send(Message(Kind.SPECULATION, 1, 2, torch.arange(9), announces=announced))
+    assert target.receive(10).kind == Kind.SPECULATION and not received
+    target.expect()  # before the forward pass is launched
+    assert received == [Kind.PROBABILITIES]
+    draft.send_announced(q)
+    message = target.receive(10)
+    assert (message.session, message.round) == (1, 2) and torch.equal(message.payload, q)
+
+
+class CountsAborts:
+    """A gloo group that stands in for NCCL's, where an abort is what ends the kernels that wait."""
+
+    def __init__(self, *arguments):
+        self.group, self.aborts = gloo_group(*arguments), 0
+
+    def abort(self):
+        self.aborts += 1
+
+    def broadcast(self, tensors, options):
+        return self.group.broadcast(tensors, options)
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """The groups that links were made of."""
+    made = []
+    make = lambda *arguments: made.append(CountsAborts(*arguments)) or made[-1]  # noqa: E731
+    monkeypatch.setattr("hf_ssd.distributed.device_link.gloo_group", make)
+    return made
+
+
+def open_without_success(monkeypatch, ends):
+    """The trial fails on one side, and takes too long on the other."""
+    target, draft = ends
+    monkeypatch.setattr("hf_ssd.distributed.device_link.LINK_TIMEOUT", 1.0)
+    monkeypatch.setattr(DeviceLink, "_try", lambda link: _fails() if link.rank == TARGET else time.sleep(2))
+    assert at_once(lambda: target.open_link(CPU), lambda: draft.open_link(CPU)) == [False, False]
+
+
+def test_a_link_whose_trial_fails_or_takes_too_long_is_aborted_on_both_sides(ends, made, monkeypatch):
+    open_without_success(monkeypatch, ends)
+    assert [group.aborts for group in made] == [1, 1]
+
+
+def test_the_mutant_no_abort_is_noticed(ends, made, monkeypatch):
+    monkeypatch.setattr(DeviceLink, "abort", lambda link: None)
+    open_without_success(monkeypatch, ends)
+    assert [group.aborts for group in made] == [0, 0]
+
+
+def test_a_link_that_is_closed_is_aborted(ends, made):
+    target, draft = ends
+    at_once(lambda: target.open_link(CPU), lambda: draft.open_link(CPU))
+    target.close_link()
+    draft.close()
+    assert [group.aborts for group in made] == [1, 1]
+
+
+def test_a_link_between_gpus_is_made_so_that_its_peer_s_death_ends_no_process(monkeypatch):
+    seen = {}
+
+    class StandIn:
+        class Options:
+            def __init__(self):
+                self.config = SimpleNamespace(max_ctas=32)
+
+        def __new__(cls, store, rank, size, options):
+            seen.update(errors=os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"], ctas=options.config.max_ctas)
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", StandIn, raising=False)
+    for before in ("3", None):
+        if before is None:
+            monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING")
+        else:
+            monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", before)
+        groups.nccl_group(dist.HashStore(), "link", TARGET)
+        assert os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == before
+        assert seen == {"errors": "0", "ctas": groups.LINK_CTAS}
+        seen.clear()
 
 
 class _Done:

@@ -6,16 +6,20 @@ import socket
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM, LlamaConfig, set_seed
 
 import hf_ssd
 from hf_ssd.distributed import Roles, init_roles
+from hf_ssd.distributed.messages import Message
+from hf_ssd.distributed.target_ranks import TargetRanks
 
 from ..conftest import padded_batch, tiny_draft, tiny_model
 
@@ -245,3 +249,49 @@ def test_draft_ranks_are_told_that_the_target_is_done_whatever_happens_to_the_dr
     with pytest.raises(KeyboardInterrupt):
         roles.shutdown()
     assert told == ["done", "done"]
+
+
+@pytest.fixture
+def one_visible_accelerator(monkeypatch):
+    """Rank 1 of 3, which is shown one accelerator, its own, and what torch is asked for."""
+    asked = {}
+    for name, value in {"RANK": 1, "WORLD_SIZE": 3, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 3}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda device: asked.update(current=device))
+    monkeypatch.setattr(dist, "rendezvous", lambda _: iter([(dist.HashStore(), 1, 3)]))
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **rest: asked.update(rest, backend=backend))
+    monkeypatch.setattr(dist, "new_group", lambda backend: asked.update(outcomes=backend))
+    monkeypatch.setattr("hf_ssd.distributed.roles.TargetRanks", lambda group: group)
+    return asked
+
+
+def test_the_group_of_the_ranks_waits_for_sharded_loading_and_knows_its_device(one_visible_accelerator):
+    Roles(num_draft_ranks=1)
+    asked, own = one_visible_accelerator, torch.device("cuda:0")
+    assert asked["timeout"] == timedelta(hours=2) and asked["backend"] == "cpu:gloo,cuda:nccl"
+    assert asked["device_id"] == asked["current"] == own and asked["outcomes"] == "gloo"
+    assert os.environ["LOCAL_RANK"] == "0"  # where transformers takes the device's number from
+
+
+def test_a_draft_rank_that_is_shown_only_its_own_accelerator_drafts_there(one_visible_accelerator, monkeypatch):
+    monkeypatch.setenv("RANK", "2")
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    roles = Roles(num_draft_ranks=1)
+    assert roles.is_draft and (roles.device.type, roles.worker_device) == ("cpu", torch.device("cuda:0"))
+
+
+def test_ranks_share_the_random_state_of_any_device(monkeypatch):
+    states, device = [torch.arange(3, dtype=torch.uint8)], torch.device("xpu:1")
+    module = SimpleNamespace(
+        get_rng_state=lambda of: states[-1] if of == device else None,
+        set_rng_state=lambda state, of: states.append(state if of == device else None),
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda of: module)
+    ranks = TargetRanks()
+    ranks.group = "two ranks"
+    ranks.share = lambda message: Message(message.kind, payload=message.payload + 1)
+    ranks.share_random_state(device)
+    assert states[-1].tolist() == [1, 2, 3]

@@ -1,0 +1,80 @@
+"""What the library asks of a device, whatever kind of accelerator it is."""
+
+import torch
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
+
+
+def of_model(model: PreTrainedModel) -> torch.device:
+    """Returns where a model computes what its embeddings give, also if its weights are kept elsewhere meanwhile."""
+    if model.device.type != "meta":
+        return model.device
+    place = model.get_input_embeddings()._hf_hook.execution_device
+    if isinstance(place, int):
+        return torch.device(torch.accelerator.current_accelerator().type, place)
+    return torch.device(place)
+
+
+def identity(device: torch.device) -> str | None:
+    """
+    Returns what tells one accelerator from all others of the machine, also in a process that sees them under other
+    numbers; `None` for the CPU.
+    """
+    if device.type == "cpu":
+        return None
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_properties(device).uuid)
+    return f"{device.type}:{device.index or 0}"
+
+
+def synchronize(device: torch.device) -> None:
+    """
+    Waits until what was queued is computed. On CUDA only in the current stream: what a link sends in another one may
+    wait for the target.
+    """
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+    elif device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def to_host(*tensors: torch.LongTensor) -> list[torch.LongTensor]:
+    """Brings integers to the host in one transfer, so that it waits for the device once."""
+    if tensors[0].device.type == "cpu":
+        return list(tensors)
+    flat = torch.cat([tensor.flatten().long() for tensor in tensors]).cpu()
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors)]
+
+
+def has_float64(device: torch.device) -> bool:
+    """Whether the device computes in double precision."""
+    if device.type == "xpu":
+        return bool(torch.xpu.get_device_properties(device).has_fp64)
+    return device.type != "mps"
+
+
+def spare_accelerator() -> torch.device | None:
+    """
+    Returns the last accelerator on which this process holds no tensors; `None` where there is only the CPU. If it holds
+    some on each, there is a warning, and it is the last one.
+    """
+    if not torch.accelerator.is_available():
+        return None
+    kind, count = torch.accelerator.current_accelerator().type, torch.accelerator.device_count()
+    unused = [index for index in range(count) if not torch.accelerator.memory_allocated(index)]
+    device = torch.device(kind, max(unused, default=count - 1))
+    if not unused:
+        warn_of_sharing(device)
+    return device
+
+
+def warn_of_sharing(device: torch.device) -> None:
+    """Says once what it costs that target and draft are on one device."""
+    logger.warning_once(
+        f"The draft shares {device} with the target. Each of its passes there takes time from a verification, so this "
+        "can be slower than drafting in turn (`SSDConfig(asynchronous=False)`); give the draft a device of its own, as "
+        'in hf_ssd.launch_draft(draft, device="cuda:1").'
+    )

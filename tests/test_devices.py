@@ -1,0 +1,84 @@
+"""What is asked of devices, with stand-ins for accelerators that are not there."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hf_ssd import devices
+from hf_ssd.distributed.launch import _device_for
+from hf_ssd.distributed.worker import use_device
+
+
+@pytest.fixture
+def two_accelerators(monkeypatch):
+    """Two of them; the list says how many bytes this process holds on each."""
+    held = [0, 0]
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.accelerator, "memory_allocated", lambda index: held[index])
+    return held
+
+
+@pytest.fixture
+def warnings(monkeypatch):
+    said = []
+    monkeypatch.setattr(devices.logger, "warning_once", said.append)
+    return said
+
+
+@pytest.mark.parametrize("held, expected", [([0, 0], "xpu:1"), ([5, 0], "xpu:1"), ([0, 5], "xpu:0")])
+def test_a_draft_goes_where_this_process_holds_nothing(two_accelerators, warnings, held, expected):
+    two_accelerators[:] = held
+    assert _device_for("hub/id", None) == torch.device(expected) and not warnings
+
+
+def test_if_there_is_none_it_says_so(two_accelerators, warnings):
+    two_accelerators[:] = [5, 5]
+    assert _device_for("hub/id", None) == torch.device("xpu:1")
+    assert "shares xpu:1 with the target" in warnings[0] and "asynchronous=False" in warnings[0]
+
+
+def test_without_accelerators_it_is_the_cpu():
+    assert _device_for("hub/id", None) == torch.device("cpu") and devices.identity(torch.device("cpu")) is None
+
+
+def test_the_worker_uses_its_device(monkeypatch):
+    used = []
+    monkeypatch.setattr(torch.accelerator, "set_device_index", used.append)
+    for device in ("cpu", "xpu", "xpu:1"):
+        use_device(torch.device(device))
+    assert used == [torch.device("xpu:1")]
+
+
+def test_what_is_timed_is_synchronized_on_every_kind_of_device(monkeypatch):
+    waited = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
+    for device in ("cpu", "xpu:1", "mps"):
+        devices.synchronize(torch.device(device))
+    assert waited == [torch.device("xpu:1"), torch.device("mps")]
+
+
+def test_double_precision_is_asked_for(monkeypatch):
+    for answer in (False, True):
+        properties = SimpleNamespace(has_fp64=answer)
+        monkeypatch.setattr(torch.xpu, "get_device_properties", lambda _, properties=properties: properties)
+        assert devices.has_float64(torch.device("xpu:0")) == answer
+    assert not devices.has_float64(torch.device("mps")) and devices.has_float64(torch.device("cpu"))
+
+
+def test_integers_come_to_the_host_in_one_transfer():
+    tensors, transfers = (torch.arange(6).view(2, 3), torch.tensor([True, False]), torch.tensor(7)), []
+
+    class Elsewhere(torch.Tensor):
+        """A tensor that says that it is on an accelerator."""
+
+        device = torch.device("xpu:0")
+
+        def cpu(self):
+            transfers.append(self.numel())
+            return self.as_subclass(torch.Tensor)
+
+    here = devices.to_host(*(tensor.as_subclass(Elsewhere) for tensor in tensors))
+    assert transfers == [9] and [one.tolist() for one in here] == [[[0, 1, 2], [3, 4, 5]], [1, 0], 7]
