@@ -1,8 +1,11 @@
 """A model together with its ragged cache: one forward pass over new tokens of each row."""
 
+import inspect
+
 import torch
 from transformers import PreTrainedModel
 
+from .. import devices
 from . import masks
 from .compiled import FEWEST_TOKENS, LONGEST_STEP, call_compiled, is_compiled, uncompiled
 from .ragged import RaggedCache
@@ -37,7 +40,7 @@ class CachedModel:
     ):
         self.model, self.cache = model, cache
         self.valid = None if valid is None or valid.all() else valid
-        self.device, self.dtype = model.device, model.dtype
+        self.device, self.dtype = devices.of_model(model), model.dtype
         self.layout = attention_layout(model)
         self.reads_2d_masks = is_flash_attention(model)
         # sdpa takes half the time without a mask. Eager attention would ask transformers to make one.
@@ -45,11 +48,12 @@ class CachedModel:
         self.needs_no_mask_for_one = self.valid is None and self.layout.window is None and implementation == "sdpa"
         self.first_positions = first_positions
         self.column_limit = column_limit
-        self.token_types = None if token_type_ids is None else token_type_ids[:, -1:].to(model.device)
+        self.token_types = None if token_type_ids is None else token_type_ids[:, -1:].to(self.device)
         # Without masks nothing hides the columns of a window that are not in use.
         self.is_compiled = is_compiled(model) and not self.reads_2d_masks
         self.fewest_tokens = FEWEST_TOKENS if self.is_compiled else 1
         self.keeps_logits = model._supports_logits_to_keep()  # which inspects a signature each time it is asked
+        self.takes_lengths = self.reads_2d_masks and _takes_other_arguments(model)
 
     def leave_out(self, finished: list[bool]) -> None:
         """Computes these rows no more: what is fed to them is ignored from now on, and their logits are zeros."""
@@ -94,7 +98,8 @@ class CachedModel:
             columns = torch.tensor(lengths, device=self.device)[:, None] + torch.arange(count, device=self.device)
             self.cache.place(columns, width)
         needs_none = count == 1 and self.needs_no_mask_for_one and are_even
-        if self.reads_2d_masks or (needs_none and self.cache.window is None):
+        is_prefill = not self.cache.layers and self.valid is None
+        if self.reads_2d_masks or is_prefill or (needs_none and self.cache.window is None):
             mask = None  # nothing is hidden, and the causal rule is the kernel's own
         else:
             allowed = masks.visible_up_to(columns, width, self.computed(self.valid))
@@ -145,6 +150,8 @@ class CachedModel:
         }
         if self.token_types is not None:
             inputs["token_type_ids"] = self.computed(self.token_types).expand_as(tokens)
+        if self.takes_lengths:
+            inputs |= self._lengths_for_flash_attention(tokens.shape[1])
         sparing = logits_to_keep is not None and self.keeps_logits and self.cache.window is None
         if sparing:
             inputs["logits_to_keep"] = logits_to_keep
@@ -159,3 +166,19 @@ class CachedModel:
         of_all = logits.new_zeros(len(self.cache.rows) + len(self.cache.left_out), *logits.shape[1:])
         of_all[self.cache.rows] = logits
         return of_all
+
+    def _lengths_for_flash_attention(self, count: int) -> dict:
+        """Says of one row what transformers would otherwise ask its positions for, and wait for in each layer."""
+        columns = self.cache.get_seq_length() + count
+        ends = {"q": count, "k": columns}
+        lengths = {f"max_length_{of}": end for of, end in ends.items()}
+        return lengths | {
+            f"cu_seq_lens_{of}": torch.arange(0, 2 * end, end, dtype=torch.int32, device=self.device)
+            for of, end in ends.items()
+        }
+
+
+def _takes_other_arguments(model: PreTrainedModel) -> bool:
+    """Whether the model hands arguments that it does not know on to its attention."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    return any(parameter.kind == inspect.Parameter.VAR_KEYWORD for parameter in parameters)

@@ -7,6 +7,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.utils.generic import is_flash_attention_requested
 
+from .. import devices
 from . import masks
 from .compiled import uncompiled
 
@@ -106,7 +107,7 @@ def check_supported(model: PreTrainedModel) -> None:
 def _try_two_alternatives(model: PreTrainedModel) -> None:
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
     first, one, other = (token % vocab_size for token in (7, 11, 13))
-    device = model.device
+    device = devices.of_model(model)
     sees = torch.tensor([[[1, 0, 0], [1, 1, 0], [1, 0, 1]]], dtype=torch.bool, device=device)
     try:
         alternatives = model(

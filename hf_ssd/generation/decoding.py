@@ -7,6 +7,7 @@ import torch
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
+from .. import devices
 from ..cache.cached_model import CachedModel
 from ..cache.compiled import uncompiled
 from ..cache.ragged import RaggedCache
@@ -61,7 +62,9 @@ def speculative_speculative_decoding(
     if not isinstance(assistant, DraftAssistant):
         check_supported(assistant)
         assistant = assistant_for(assistant) if ssd_config.asynchronous else assistant
-    divided = isinstance(assistant, DraftAssistant) and model.device.type == "cpu" and assistant.cores is not None
+    divided = (
+        isinstance(assistant, DraftAssistant) and devices.of_model(model).type == "cpu" and assistant.cores is not None
+    )
     of_the_draft = copy.copy(generation_config)
     of_the_draft.max_length = max_length
     request = SessionRequest(
@@ -236,7 +239,7 @@ def prefill(
     decoder = CachedModel(
         model,
         cache,
-        valid=None if mask is None else mask.bool().to(model.device),
+        valid=None if mask is None else mask.bool().to(devices.of_model(model)),
         first_positions=[position - (columns - 1) for position in last],
         token_type_ids=model_kwargs.get("token_type_ids"),
         column_limit=None if max_length is None else columns - input_ids.shape[1] + max_length,

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from hf_ssd.cache import masks
 from hf_ssd.speculation.trunk import WORTH_KEEPING, Trunk
 
 from ..conftest import VOCAB, tiny_draft
@@ -71,3 +72,22 @@ def test_the_same_text_again_needs_its_last_token(draft):
     fed = counted(trunk)
     torch.testing.assert_close(logits_of(trunk), expected, rtol=1e-4, atol=1e-4)
     assert fed == [1]
+
+
+@pytest.mark.parametrize("lengths", [(30,), (30, 12)])
+def test_a_prefill_needs_no_mask_of_all_columns_by_all_columns(draft, lengths, monkeypatch):
+    texts = [tokens(length, seed=length) for length in lengths]
+    made, additive = [], masks.additive
+    monkeypatch.setattr(
+        masks, "additive", lambda allowed, dtype: made.append(allowed.shape) or additive(allowed, dtype)
+    )
+    trunk = Trunk(draft, texts, 256)
+    logits = logits_of(trunk)
+    assert not made
+    with torch.inference_mode():
+        for row, text in enumerate(texts):
+            expected = draft(text[None], use_cache=False).logits[0, -1]
+            torch.testing.assert_close(logits[row, 0], expected, atol=1e-5, rtol=1e-5)
+    trunk.grow([0] * len(texts), torch.full((len(texts),), 5))
+    logits_of(trunk)
+    assert all(shape[1] == 1 for shape in made)  # what follows is fed token by token

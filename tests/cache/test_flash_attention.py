@@ -1,0 +1,74 @@
+"""A target with flash attention, of which a stand-in on the CPU computes what the kernel would."""
+
+import pytest
+import torch
+from transformers import modeling_flash_attention_utils
+
+from hf_ssd.cache import cached_model
+from hf_ssd.cache.cached_model import CachedModel
+from hf_ssd.cache.ragged import RaggedCache
+
+from ..conftest import VOCAB, tiny_model
+
+
+def kernel(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale=None, **_):
+    """Attention of one sequence, whose queries are the last of its columns: `(tokens, heads, head_dim)`."""
+    assert cu_seqlens_q.tolist() == [0, len(q)] and cu_seqlens_k.tolist() == [0, len(k)]
+    assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
+    k, v = (one.repeat_interleave(q.shape[1] // one.shape[1], dim=1) for one in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, k) * softmax_scale
+    last = torch.arange(len(k) - len(q), len(k))[:, None]
+    scores = scores.masked_fill(torch.arange(len(k)) > last, -torch.inf)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
+
+
+def one_sequence(q, k, v, softmax_scale=None, **_):
+    ends = [torch.tensor([0, one.shape[1]], dtype=torch.int32) for one in (q, k)]
+    return kernel(q[0], k[0], v[0], *ends, softmax_scale)[None]
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """How often transformers looks at positions to find out where sequences end, which waits for the device."""
+    asked = []
+    utils = modeling_flash_attention_utils
+    process = lambda softmax_scale=None, **_: {"softmax_scale": softmax_scale}  # noqa: E731
+    functions = (one_sequence, kernel, None, None, None), (process, process)
+    monkeypatch.setattr(utils, "lazy_import_flash_attention", lambda *_, **__: functions)
+    monkeypatch.setattr(utils, "_is_packed_sequence", lambda positions, _: bool(asked.append(positions.shape[-1])))
+    return asked
+
+
+@torch.inference_mode()
+def verifications():
+    """Returns the logits of two verifications behind a prefill, with flash attention and without."""
+    generator = torch.Generator().manual_seed(0)
+    prompt, *drafted = (torch.randint(2, VOCAB, (1, n), generator=generator) for n in (9, 4, 6))
+    logits = []
+    for implementation in ("flash_attention_2", "sdpa"):
+        model = tiny_model()
+        model.config._attn_implementation = implementation
+        decoder = CachedModel(model, RaggedCache())
+        decoder.extend(prompt, [0])
+        logits.append([decoder.extend(drafted[0], [9]), decoder.extend(drafted[1], [11])])
+    return logits
+
+
+def test_nothing_is_asked_of_positions(asked):
+    flash, sdpa = verifications()
+    torch.testing.assert_close(flash, sdpa, atol=1e-5, rtol=1e-5)
+    assert not asked
+
+
+def test_the_mutant_without_lengths_asks_in_every_layer(asked, monkeypatch):
+    monkeypatch.setattr(cached_model, "_takes_other_arguments", lambda model: False)
+    flash, sdpa = verifications()
+    torch.testing.assert_close(flash, sdpa, atol=1e-5, rtol=1e-5)
+    assert asked == [n for n in (9, 4, 6) for _ in range(3)]
+
+
+def test_the_mutant_other_lengths_is_noticed(asked, monkeypatch):
+    lengths = CachedModel._lengths_for_flash_attention
+    monkeypatch.setattr(CachedModel, "_lengths_for_flash_attention", lambda self, count: lengths(self, count + 1))
+    with pytest.raises(AssertionError):
+        verifications()
