@@ -65,7 +65,7 @@ class Speculator:
         if self.planner.adapts_tokens or custom_backup or self.plan.fallback != "primary":
             # What was learned in a call with the same seed must not meet the same noise again.
             seed += 1_000_003 * (experience.calls - 1)
-        self.proposals = Proposals(model, generation_config, max(self.trunk.lengths), seed)
+        self.proposals = Proposals(model, config, generation_config, max(self.trunk.lengths), seed)
         self.backups = Backups(vocab_size, seed, custom_backup)
         self.lessons = Lessons(self.planner, shape, self.trunk, self.backups.ngram)
         self.finished = [False] * len(prompts)
