@@ -24,6 +24,7 @@ from transformers.generation import utils as generation_utils
 from transformers.generation.logits_process import DiaEOSDelayPatternLogitsProcessor
 
 import hf_ssd
+from hf_ssd.cache.support import check_supported
 
 from ..conftest import SIZES, padded_batch, tiny_draft, tiny_model
 
@@ -149,6 +150,18 @@ def test_models_that_cannot_take_part(model, words, side):
         hf_ssd.enable(target).generate(**padded_batch(1), max_new_tokens=5, assistant_model=draft, ssd_config=CONFIG)
 
 
+@pytest.mark.parametrize("side", ["target", "draft"])
+def test_models_whose_dropout_is_at_work(side):
+    config = GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=97)
+    models = {"target": hf_ssd.enable(GPT2LMHeadModel(config)).eval(), "draft": GPT2LMHeadModel(config).eval()}
+    for model in models.values():
+        check_supported(model)
+    models[side].train()
+    options = {"max_new_tokens": 5, "assistant_model": models["draft"], "ssd_config": CONFIG}
+    with pytest.raises(ValueError, match="GPT2LMHeadModel is in training mode.*call model.eval()"):
+        models["target"].generate(**padded_batch(1), **options)
+
+
 def test_a_target_whose_positions_are_no_input(draft):
     target = hf_ssd.enable(BloomForCausalLM(BloomConfig(vocab_size=97, hidden_size=16, n_layer=1, n_head=2)))
     with pytest.raises(ValueError, match="BloomForCausalLM takes no `position_ids`"):
@@ -157,6 +170,7 @@ def test_a_target_whose_positions_are_no_input(draft):
 
 def test_an_attention_that_takes_no_masks(draft, monkeypatch):
     target = hf_ssd.enable(tiny_model())
+    check_supported(target)  # with the attention that it has now
     monkeypatch.setattr(target.config, "_attn_implementation_internal", "flex_attention")
     with pytest.raises(ValueError, match='which takes no 4D masks; load it with attn_implementation="sdpa"'):
         target.generate(**padded_batch(1), max_new_tokens=5, assistant_model=draft, ssd_config=CONFIG)
