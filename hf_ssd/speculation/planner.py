@@ -112,12 +112,13 @@ class Planner(ABC):
         """Works out what to do next. Asked when there is time, which there is not whenever a plan is asked for."""
 
     @abstractmethod
-    def lookahead(self, known: list[int]) -> int:
+    def lookahead(self, known: list[float]) -> int:
         """
         Returns how many tokens to answer with.
 
         Args:
-            known (`list[int]`): How many tokens are drafted already, for each row; 0 after a miss.
+            known (`list[float]`): How many tokens are drafted already, for each row; 0 after a miss, infinity for a
+                finished row.
         """
 
     def observe(self, round_: Round) -> None:

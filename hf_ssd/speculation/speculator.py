@@ -228,7 +228,7 @@ class Speculator:
         """
         grown, hits = ready.tokens.shape[1], ready.hits.tolist()
         known = [grown if hit else 0 for hit in hits] if known is None else known
-        known = [grown if finished else n for n, finished in zip(known, self.finished)]
+        known = [math.inf if finished else n for n, finished in zip(known, self.finished)]  # finished rows lack nothing
         missed = [row for row, finished in enumerate(self.finished) if not finished and not hits[row]]
         source, backup = "primary", None
         if missed and self.forks is not None:  # if nothing was prepared, the draft is asked, as in speculative decoding
@@ -279,7 +279,7 @@ class Speculator:
             round_.transit = max(0.0, began - self.answered - seconds)
         return round_
 
-    def _continue(self, ready: Speculation, known: list[int], width: int) -> Speculation:
+    def _continue(self, ready: Speculation, known: list[float], width: int) -> Speculation:
         """
         Drafts just in time what is missing of speculations of `width` tokens: everything for a row that missed, the
         rest for a row whose branch was half grown, nothing if all is there. Rows that have their tokens feed them:
