@@ -83,16 +83,18 @@ def check_supported(model: PreTrainedModel) -> None:
     """
     Checks that a model can decode branches: its cache can be rolled back, and it obeys a 4D attention mask and explicit
     positions. The second is tried, with three tokens of which two are alternatives for the same place: a model that
-    ignores the mask would give wrong tokens without a word. Costs two short forward passes, once for each model.
+    ignores the mask would give wrong tokens without a word. Costs two short forward passes, once for each model as it
+    is: another attention, another dtype and training mode are tried by themselves.
 
     Raises:
         `ValueError`: it cannot.
     """
-    if getattr(model, "_ssd_supported", False):
+    implementation = model.config.get_text_config(decoder=True)._attn_implementation
+    as_it_is = implementation, model.dtype, model.training
+    if getattr(model, "_ssd_supported", None) == as_it_is:
         return
     attention_layout(model)
     if not is_flash_attention(model):
-        implementation = model.config.get_text_config(decoder=True)._attn_implementation
         if implementation not in MASKED_ATTENTION:
             raise ValueError(
                 f"{type(model).__name__} uses attn_implementation={implementation!r}, which takes no 4D masks; load it "
@@ -100,7 +102,7 @@ def check_supported(model: PreTrainedModel) -> None:
             )
         with uncompiled(model):
             _try_two_alternatives(model)
-    model._ssd_supported = True
+    model._ssd_supported = as_it_is
 
 
 @torch.inference_mode()
@@ -123,6 +125,11 @@ def _try_two_alternatives(model: PreTrainedModel) -> None:
         ) from error
     tolerance = FLOAT32_TOLERANCE if model.dtype in (torch.float32, torch.float64) else LOW_PRECISION_TOLERANCE
     if not (alternatives - alone).abs().max() <= tolerance * alone.abs().max():
+        if model.training:
+            raise ValueError(
+                f"{type(model).__name__} is in training mode, in which dropout changes every forward pass; call "
+                "model.eval() before generate()."
+            )
         raise ValueError(
             f"{type(model).__name__} does not obey a 4D attention mask with position ids, so it cannot verify or draft "
             "several tokens at once."

@@ -61,7 +61,8 @@ def use_cores(cores: tuple[int, ...] | None):
     """
     Runs the block with one torch thread for each of these cores and the calling thread pinned to them, and then
     restores both. `None` changes nothing. Blocks of several threads may overlap: torch's thread count is one for the
-    whole process, and is restored by the last of them.
+    whole process, and is restored by the last of them. So are the cores of threads that were started meanwhile, such
+    as torch's own, which live on.
     """
     if cores is None:
         yield
@@ -69,8 +70,10 @@ def use_cores(cores: tuple[int, ...] | None):
     before = available_cores()
     with _overlap.lock:
         if not _overlap.blocks:
-            _overlap.threads_before = torch.get_num_threads()
+            _overlap.threads_before, _overlap.cores_before = torch.get_num_threads(), before
+            _overlap.others, _overlap.pinned = _threads(), set()
         _overlap.blocks += 1
+        _overlap.pinned.add(tuple(sorted(cores)))
         torch.set_num_threads(len(cores))
     pin(cores)
     try:
@@ -81,11 +84,27 @@ def use_cores(cores: tuple[int, ...] | None):
             _overlap.blocks -= 1
             if not _overlap.blocks:
                 torch.set_num_threads(_overlap.threads_before)
+                _overlap.free_threads()
+
+
+def _threads() -> set[int]:
+    """Returns the numbers of this process's threads, where the system tells them."""
+    return set(map(int, os.listdir("/proc/self/task"))) if os.path.isdir("/proc/self/task") else set()
 
 
 class _Overlap:
     def __init__(self):
         self.lock, self.blocks, self.threads_before = threading.Lock(), 0, 1
+        self.cores_before: tuple[int, ...] = ()
+        self.others: set[int] = set()  # threads that were there before
+        self.pinned: set[tuple[int, ...]] = set()  # the cores of the blocks
+
+    def free_threads(self) -> None:
+        """Gives threads that were started within a block, and inherited its cores, those of before."""
+        for thread in _threads() - self.others:
+            with contextlib.suppress(OSError):  # it has ended
+                if tuple(sorted(os.sched_getaffinity(thread))) in self.pinned:
+                    os.sched_setaffinity(thread, self.cores_before)
 
 
 _overlap = _Overlap()

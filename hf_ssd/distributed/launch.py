@@ -127,9 +127,16 @@ def _start(settings: dict, weights: SharedWeights | None) -> ChildWorker:
 
 
 def assistant_for(model: PreTrainedModel) -> DraftAssistant:
-    """Returns the worker for a draft model that was passed as an object: started once, reused, ended with the model."""
+    """
+    Returns the worker for a draft model that was passed as an object: started once, reused, ended with the model.
+    Another one takes its place when the model's embeddings were resized.
+    """
     with _starting:
         assistant = _assistants.get(model)
+        vocab_size = model.config.get_text_config(decoder=True).vocab_size
+        if assistant is not None and assistant.vocab_size != vocab_size:
+            assistant.close()
+            assistant = None
         if assistant is None:
             assistant = _assistants[model] = launch_draft(model)
             weakref.finalize(model, assistant.close)

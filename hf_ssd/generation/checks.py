@@ -3,9 +3,15 @@
 import inspect
 
 import torch
+import torch.distributed as dist
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel
-from transformers.generation import GenerationMode, SynthIDTextWatermarkLogitsProcessor
+from transformers.generation import (
+    GenerationMode,
+    SynthIDTextWatermarkLogitsProcessor,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
 from transformers.generation import utils as generation_utils
+from transformers.generation.logits_process import DiaEOSDelayPatternLogitsProcessor
 
 from ..cache.support import attention_layout, is_flash_attention, rope_that_changes
 from ..config import SSDConfig
@@ -17,6 +23,14 @@ from ..speculation.fallback import check_proposer
 KNOWN_INPUTS = {"attention_mask", "position_ids", "cache_position"}
 KNOWN_INPUTS |= {"token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"}
 KNOWN_INPUTS |= set(getattr(generation_utils, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", ()))
+
+# All processors of transformers' own whose result depends on earlier calls. `WatermarkLogitsProcessor` is not one of
+# them: it seeds its generator anew in each call, by the tokens that it is given.
+PROCESSORS_THAT_REMEMBER = (
+    SynthIDTextWatermarkLogitsProcessor,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+    DiaEOSDelayPatternLogitsProcessor,
+)
 
 
 def check_arguments(model, assistant_model, ssd_config, synced_gpus) -> None:
@@ -40,7 +54,7 @@ def check_arguments(model, assistant_model, ssd_config, synced_gpus) -> None:
         )
     if not isinstance(ssd_config.fallback, str):
         check_proposer(ssd_config.fallback)
-    if synced_gpus:
+    if _is_synced(model) if synced_gpus is None else synced_gpus:
         raise ValueError("`synced_gpus` (FSDP, DeepSpeed ZeRO-3) is not supported with `ssd_config`.")
     tp_size = getattr(model, "_tp_size", None) or 1
     check_heads(model.config, tp_size)
@@ -98,10 +112,12 @@ def check_generation(
         "output_hidden_states": generation_config.output_hidden_states,
         "inputs_embeds (the draft needs `input_ids`)": model_kwargs.get("inputs_embeds") is not None,
         "a model whose tokens have several positions each": getattr(model_kwargs.get("position_ids"), "ndim", 2) > 2,
-        "SynthID watermarks (they count on one look at each token)": any(
-            isinstance(processor, SynthIDTextWatermarkLogitsProcessor) for processor in logits_processor
-        ),
     }  # fmt: skip
+    refused |= {
+        f"{type(processor).__name__} (it remembers earlier calls, and counts on one for each token)": True
+        for processor in logits_processor
+        if isinstance(processor, PROCESSORS_THAT_REMEMBER)
+    }
     refused |= {
         f"{name} (an input that plain generation feeds with every token)": name not in KNOWN_INPUTS
         for name, value in model_kwargs.items()
@@ -128,6 +144,12 @@ def check_generation(
             "Flash attention reads no 4D masks, which batches need; load the draft with "
             'attn_implementation="sdpa", or leave out `asynchronous=False`: a worker switches by itself.'
         )
+
+
+def _is_synced(model) -> bool:
+    """What transformers takes for `synced_gpus` where it is not given."""
+    is_shared = generation_utils.is_deepspeed_zero3_enabled() or generation_utils.is_fsdp_managed_module(model)
+    return is_shared and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _check_rope(model, input_ids, max_length: int | None, model_kwargs: dict) -> None:

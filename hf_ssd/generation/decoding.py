@@ -71,7 +71,7 @@ def speculative_speculative_decoding(
         ssd_config,
         of_the_draft,
         prompts_without_padding(input_ids, model_kwargs.get("attention_mask")),
-        seed=int(torch.randint(2**31, ())),
+        seed=int(torch.randint(2**31, ())) if generation_config.do_sample else 0,  # greedy calls draw nothing
     )
     start = time.perf_counter()
     ranks = assistant.ranks if isinstance(assistant, DraftAssistant) else TargetRanks()

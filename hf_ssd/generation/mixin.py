@@ -64,6 +64,17 @@ class SSDGenerationMixin:
             raise ValueError("This `assistant_model` drafts ahead; pass `ssd_config=hf_ssd.SSDConfig()` as well.")
         return super().generate(assistant_model=assistant_model, **kwargs)
 
+    def __reduce_ex__(self, protocol):
+        """
+        A pickle names the class that the model had before [`enable`], which another process can import. `copy` asks
+        for the same.
+        """
+        kind = vars(type(self)).get("_ssd_kind")
+        if kind is None:  # a class that was written with this mixin
+            return super().__reduce_ex__(protocol)
+        _, _, *state = super().__reduce_ex__(max(2, protocol))
+        return (_blank_model, (kind,), *state)
+
 
 def generate(model: PreTrainedModel, *, assistant_model=None, ssd_config: SSDConfig | None = None, **kwargs):
     """
@@ -96,9 +107,21 @@ def enable(model: PreTrainedModel) -> PreTrainedModel:
         raise TypeError(f"hf_ssd.enable takes a transformers model with generate(), not a {type(model).__name__}.")
     kind = type(model)
     if not issubclass(kind, SSDGenerationMixin):
-        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-        model.__class__ = type(kind.__name__, (SSDGenerationMixin, kind), names)
+        model.__class__ = _enabled_class(kind)
     return model
+
+
+@functools.cache
+def _enabled_class(kind: type) -> type:
+    """Returns the class of models of this kind once they are enabled."""
+    names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(kind.__name__, (SSDGenerationMixin, kind), {**names, "_ssd_kind": kind})
+
+
+def _blank_model(kind: type) -> PreTrainedModel:
+    """Returns an enabled model of this kind without anything in it, for `pickle` and `copy` to fill."""
+    enabled = _enabled_class(kind)
+    return enabled.__new__(enabled)
 
 
 def _generate(plain, model, assistant_model, ssd_config, streamer=None, synced_gpus=None, **kwargs):

@@ -9,9 +9,11 @@ from .auto_planner import planner_for
 from .outcomes import CacheShape, shape_for
 from .planner import Planner
 
+KINDS_KEPT = 32  # a service may meet a new temperature in each call
+
 
 class Experience:
-    """Planners and cache shapes of one pair of models, by what makes a difference to them."""
+    """Planners and cache shapes of one pair of models, by what makes a difference to them, of the latest calls."""
 
     def __init__(self):
         self.calls = 0
@@ -36,7 +38,11 @@ class Experience:
         temperature = generation_config.temperature if sampled else None
         fallback = config.fallback if isinstance(config.fallback, str) else "custom"
         key = (repr(dataclasses.replace(config, fallback="auto")), fallback, rows, sampled, temperature, drafts)
-        if key not in self.known:
-            self.known[key] = (planner_for(config, rows, vocab_size, sampled, drafts), shape_for(config))
-        self.known[key][0].begin()
-        return self.known[key]
+        known = self.known.pop(key, None)
+        if known is None:
+            known = planner_for(config, rows, vocab_size, sampled, drafts), shape_for(config)
+        self.known[key] = known  # the last one now
+        if len(self.known) > KINDS_KEPT:
+            del self.known[next(iter(self.known))]
+        known[0].begin()
+        return known

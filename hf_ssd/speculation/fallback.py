@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from .sampling import RANDOM_BACKUP
+
 
 @dataclass
 class Proposal:
@@ -117,10 +119,11 @@ class RandomBackup(Backup):
     def propose(self, ids: torch.LongTensor, lengths: list[int], rows: list[int], lookahead: int) -> Proposal:
         # numpy rather than torch: `torch.randint` takes 32 random bits modulo the vocabulary, which favours small ids,
         # and its CPU generator keeps 32 bits of a seed. Here the seed is a cipher's key, row and position are its
-        # counter, so no two places share numbers; and what does not divide evenly is drawn again.
+        # counter, so no two places share numbers, nor does one with the draft's noise, which has the same key; and what
+        # does not divide evenly is drawn again.
         drawn = np.zeros((len(rows), lookahead), dtype=np.int64)
         for place, row in enumerate(rows):
-            noise = np.random.Philox(key=self.seed, counter=[0, 0, row, lengths[row]])
+            noise = np.random.Philox(key=self.seed, counter=[0, RANDOM_BACKUP, row, lengths[row]])
             drawn[place] = np.random.Generator(noise).integers(self.vocab_size, size=lookahead)
         uniform = torch.full((1, 1, 1), 1 / self.vocab_size, device=ids.device)
         probabilities = uniform.expand(len(rows), lookahead, self.vocab_size)

@@ -4,8 +4,8 @@ import functools
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 
-from .. import theory
 from ..config import SSDConfig
+from ..theory import geometric_fan_out
 from .outcomes import allocate
 
 GUESSES = 32  # ranks of bonus tokens that are told apart
@@ -37,14 +37,14 @@ class Plan:
         """Outcomes that are prepared for each row, by all drafts together."""
         return self.budget * self.drafts
 
-    @functools.cached_property
-    def fan_outs(self) -> list[int]:
-        """
-        The fan-out planned for each accepted count (Theorem 12), which Saguaro sampling needs before there is a round
-        to look at.
-        """
-        budget, a, r = max(1, self.total_budget), self.acceptance_rate, self.power_law_exponent
-        return allocate(theory.geometric_fan_out(self.lookahead, budget, a, r), budget)
+
+@functools.lru_cache
+def planned_fan_outs(lookahead: int, budget: int, acceptance_rate: float, power_law_exponent: float) -> list[int]:
+    """
+    The fan-out planned for each accepted count (Theorem 12), which Saguaro sampling needs before there is a round to
+    look at.
+    """
+    return allocate(geometric_fan_out(lookahead, budget, acceptance_rate, power_law_exponent), budget)
 
 
 @dataclass
@@ -112,12 +112,13 @@ class Planner(ABC):
         """Works out what to do next. Asked when there is time, which there is not whenever a plan is asked for."""
 
     @abstractmethod
-    def lookahead(self, known: list[int]) -> int:
+    def lookahead(self, known: list[float]) -> int:
         """
         Returns how many tokens to answer with.
 
         Args:
-            known (`list[int]`): How many tokens are drafted already, for each row; 0 after a miss.
+            known (`list[float]`): How many tokens are drafted already, for each row; 0 after a miss, infinity for a
+                finished row.
         """
 
     def observe(self, round_: Round) -> None:

@@ -4,9 +4,12 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 
 from ..argmax import argmax
+from ..config import SSDConfig
 from ..logits_processing import needs_history, process_branches
-from .planner import Plan
+from .planner import Plan, planned_fan_outs
 from .sampling import SpeculationNoise, draw, saguaro
+
+SCALED_BUDGET = 16  # outcomes that Saguaro sampling scales for where the clock chooses the budget but not the tokens
 
 
 class Proposals:
@@ -15,13 +18,21 @@ class Proposals:
 
     Args:
         model (`PreTrainedModel`): The draft model.
+        config (`SSDConfig`): The user's settings.
         generation_config (`GenerationConfig`): The target's.
         prompt_length (`int`): Of the longest row.
         seed (`int`): Seed of the randomness.
     """
 
-    def __init__(self, model: PreTrainedModel, generation_config: GenerationConfig, prompt_length: int, seed: int):
-        self.device = model.device
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: SSDConfig,
+        generation_config: GenerationConfig,
+        prompt_length: int,
+        seed: int,
+    ):
+        self.config, self.device = config, model.device
         self.vocab_size = model.config.get_text_config(decoder=True).vocab_size
         self.processors = draft_processors(model, generation_config, prompt_length)
         self.need_history = needs_history(self.processors)
@@ -59,9 +70,20 @@ class Proposals:
         """
         if self.noise is None:
             return argmax(scores), None
-        fan_out = plan.fan_outs[min(depth, len(plan.fan_outs) - 1)]
-        probabilities = saguaro(scores.softmax(-1), fan_out, plan.saguaro_c)
+        fan_outs = self._fan_outs(plan)
+        probabilities = saguaro(scores.softmax(-1), fan_outs[min(depth, len(fan_outs) - 1)], plan.saguaro_c)
         return draw(probabilities, self.noise.gather(starts, depth)), probabilities
+
+    def _fan_outs(self, plan: Plan) -> list[int]:
+        """
+        For how many guesses after each accepted count Saguaro sampling scales. With a fixed lookahead a seed repeats
+        the tokens, so a budget that the clock has chosen plays no part.
+        """
+        budget = plan.budget
+        if self.config.lookahead != "auto":
+            budget = SCALED_BUDGET if self.config.budget == "auto" else self.config.budget
+        budget = max(1, budget * plan.drafts)
+        return planned_fan_outs(plan.lookahead, budget, plan.acceptance_rate, plan.power_law_exponent)
 
     def forget_before(self, starts: list[int]) -> None:
         """Drops what no later draft can need."""

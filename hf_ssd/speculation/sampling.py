@@ -5,6 +5,9 @@ import torch
 
 from ..argmax import argmax
 
+# The second word of the cipher's counter: what the numbers are for. The first one counts them, the others are a place.
+NOISE, RANDOM_BACKUP = 0, 1
+
 
 def saguaro(probabilities: torch.Tensor, fan_out: int, c: float) -> torch.Tensor:
     """
@@ -66,7 +69,7 @@ class SpeculationNoise:
             # numpy takes a fraction of torch's time on the CPU; with the place as the counter of a cipher no two
             # places share numbers.
             if (row, start) not in self.streams:
-                bits = np.random.Philox(key=self.seed % 2**64, counter=[0, 0, start, row])
+                bits = np.random.Philox(key=self.seed % 2**64, counter=[0, NOISE, start, row])
                 self.streams[row, start] = np.random.Generator(bits)
             return torch.from_numpy(self.streams[row, start].standard_exponential(self.vocab_size))
         # The generator itself mixes neighbouring seeds, and these are distinct for a million positions and 64 tokens.

@@ -66,7 +66,7 @@ class Speculator:
         if self.planner.adapts_tokens or custom_backup or self.plan.fallback != "primary":
             # What was learned in a call with the same seed must not meet the same noise again.
             seed += 1_000_003 * (experience.calls - 1)
-        self.proposals = Proposals(model, generation_config, max(self.trunk.lengths), seed)
+        self.proposals = Proposals(model, config, generation_config, max(self.trunk.lengths), seed)
         self.backups = Backups(vocab_size, seed, custom_backup)
         self.lessons = Lessons(self.planner, shape, self.trunk, self.backups.ngram)
         self.finished = [False] * len(prompts)
@@ -229,7 +229,7 @@ class Speculator:
         """
         grown, hits = ready.tokens.shape[1], ready.hits.tolist()
         known = [grown if hit else 0 for hit in hits] if known is None else known
-        known = [grown if finished else n for n, finished in zip(known, self.finished)]
+        known = [math.inf if finished else n for n, finished in zip(known, self.finished)]  # finished rows lack nothing
         missed = [row for row, finished in enumerate(self.finished) if not finished and not hits[row]]
         source, backup = "primary", None
         if missed and self.forks is not None:  # if nothing was prepared, the draft is asked, as in speculative decoding
@@ -280,7 +280,7 @@ class Speculator:
             round_.transit = max(0.0, began - self.answered - seconds)
         return round_
 
-    def _continue(self, ready: Speculation, known: list[int], width: int) -> Speculation:
+    def _continue(self, ready: Speculation, known: list[float], width: int) -> Speculation:
         """
         Drafts just in time what is missing of speculations of `width` tokens: everything for a row that missed, the
         rest for a row whose branch was half grown, nothing if all is there. Rows that have their tokens feed them:

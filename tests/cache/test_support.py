@@ -11,6 +11,7 @@ from transformers import (
     XLMWithLMHeadModel,
 )
 
+from hf_ssd.cache import support
 from hf_ssd.cache.support import attention_layout, check_supported
 
 from ..conftest import FAMILIES, tiny_model
@@ -19,6 +20,20 @@ from ..conftest import FAMILIES, tiny_model
 @pytest.mark.parametrize("family", FAMILIES)
 def test_models_that_take_part(family):
     check_supported(tiny_model(family))
+
+
+def test_a_model_without_dropout_takes_part_in_training_mode_too():
+    check_supported(tiny_model().train())
+
+
+def test_a_model_is_tried_once_for_each_attention_and_dtype(monkeypatch):
+    tried, try_it = [], support._try_two_alternatives
+    monkeypatch.setattr(support, "_try_two_alternatives", lambda model: tried.append(model.dtype) or try_it(model))
+    model = tiny_model()
+    for change in (lambda: None, lambda: model.set_attn_implementation("eager"), model.double, lambda: None):
+        change()
+        check_supported(model)
+    assert tried == [torch.float32, torch.float32, torch.float64]
 
 
 def test_gpt2_takes_part():

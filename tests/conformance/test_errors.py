@@ -19,12 +19,17 @@ from transformers import (
     T5ForConditionalGeneration,
     TextStreamer,
 )
+from transformers.generation import UnbatchedClassifierFreeGuidanceLogitsProcessor
+from transformers.generation import utils as generation_utils
+from transformers.generation.logits_process import DiaEOSDelayPatternLogitsProcessor
 
 import hf_ssd
+from hf_ssd.cache.support import check_supported
 
 from ..conftest import SIZES, padded_batch, tiny_draft, tiny_model
 
 CONFIG = hf_ssd.SSDConfig(lookahead=2, budget=4)
+IN_TURN = hf_ssd.SSDConfig(lookahead=2, budget=4, asynchronous=False)
 SYNTH_ID = SynthIDTextWatermarkingConfig(ngram_len=3, keys=[1, 2, 3], skip_first_ngram_calls=True)
 
 
@@ -51,7 +56,7 @@ def nothing_starts(monkeypatch):
         ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
         ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states"),
         ({"guidance_scale": 1.5}, "guidance_scale"),
-        ({"watermarking_config": SYNTH_ID}, "SynthID watermarks"),
+        ({"watermarking_config": SYNTH_ID}, "SynthIDTextWatermarkLogitsProcessor .it remembers earlier calls"),
         ({"synced_gpus": True}, "synced_gpus"),
         ({"prompt_lookup_num_tokens": 3}, "assisted_generation"),
         ({"assistant_early_exit": 1}, "assisted_generation"),
@@ -81,6 +86,36 @@ def test_static_cache_objects(target, draft):
         target.generate(
             **padded_batch(1), max_new_tokens=5, past_key_values=cache, assistant_model=draft, ssd_config=CONFIG
         )
+
+
+@pytest.mark.parametrize(
+    "processor",
+    [
+        UnbatchedClassifierFreeGuidanceLogitsProcessor(1.5, None),
+        DiaEOSDelayPatternLogitsProcessor([0, 2], eos_token_id=5, max_generation_len=20),
+    ],
+)
+def test_processors_that_remember_earlier_calls(target, draft, processor):
+    with pytest.raises(ValueError, match=f"combined with {type(processor).__name__} .it remembers earlier calls"):
+        target.generate(
+            **padded_batch(1), max_new_tokens=5, logits_processor=[processor], assistant_model=draft, ssd_config=CONFIG
+        )
+
+
+@pytest.mark.parametrize("detected_by", ["is_deepspeed_zero3_enabled", "is_fsdp_managed_module"])
+@pytest.mark.parametrize(
+    "world_size, synced_gpus, words",
+    [(2, None, "`synced_gpus` .FSDP, DeepSpeed"), (2, False, "work was started"), (1, None, "work was started")],
+)
+def test_ranks_that_share_weights_are_detected_as_in_transformers(
+    target, draft, monkeypatch, detected_by, world_size, synced_gpus, words
+):
+    monkeypatch.setattr(generation_utils, detected_by, lambda *_: True)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: world_size)
+    options = {"max_new_tokens": 5, "synced_gpus": synced_gpus, "assistant_model": draft, "ssd_config": IN_TURN}
+    with pytest.raises((ValueError, AssertionError), match=words):
+        target.generate(**padded_batch(1), **options)
 
 
 def test_different_vocabularies(target):
@@ -115,6 +150,18 @@ def test_models_that_cannot_take_part(model, words, side):
         hf_ssd.enable(target).generate(**padded_batch(1), max_new_tokens=5, assistant_model=draft, ssd_config=CONFIG)
 
 
+@pytest.mark.parametrize("side", ["target", "draft"])
+def test_models_whose_dropout_is_at_work(side):
+    config = GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=97)
+    models = {"target": hf_ssd.enable(GPT2LMHeadModel(config)).eval(), "draft": GPT2LMHeadModel(config).eval()}
+    for model in models.values():
+        check_supported(model)
+    models[side].train()
+    options = {"max_new_tokens": 5, "assistant_model": models["draft"], "ssd_config": CONFIG}
+    with pytest.raises(ValueError, match="GPT2LMHeadModel is in training mode.*call model.eval()"):
+        models["target"].generate(**padded_batch(1), **options)
+
+
 def test_a_target_whose_positions_are_no_input(draft):
     target = hf_ssd.enable(BloomForCausalLM(BloomConfig(vocab_size=97, hidden_size=16, n_layer=1, n_head=2)))
     with pytest.raises(ValueError, match="BloomForCausalLM takes no `position_ids`"):
@@ -123,6 +170,7 @@ def test_a_target_whose_positions_are_no_input(draft):
 
 def test_an_attention_that_takes_no_masks(draft, monkeypatch):
     target = hf_ssd.enable(tiny_model())
+    check_supported(target)  # with the attention that it has now
     monkeypatch.setattr(target.config, "_attn_implementation_internal", "flex_attention")
     with pytest.raises(ValueError, match='which takes no 4D masks; load it with attn_implementation="sdpa"'):
         target.generate(**padded_batch(1), max_new_tokens=5, assistant_model=draft, ssd_config=CONFIG)

@@ -1,5 +1,8 @@
 """Greedy outputs equal plain generate(), token for token, for each family, batch and lookahead."""
 
+import random
+
+import numpy as np
 import pytest
 import torch
 
@@ -117,3 +120,22 @@ def test_a_draft_that_is_always_wrong_costs_rounds_and_not_tokens(target):
     )
     assert torch.equal(output.sequences, plain)
     assert output.ssd_stats.hit_rate == 0 and output.ssd_stats.tokens_per_round < 1.3
+
+
+def random_states():
+    python, (kind, numbers, *rest) = random.getstate(), np.random.get_state()
+    return python, torch.get_rng_state().tolist(), (kind, numbers.tolist(), *rest)
+
+
+@pytest.mark.parametrize("settings", [{"lookahead": 4}, {}, {"fallback": "random", "lookahead": 3}])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_greedy_calls_leave_the_random_numbers_alone_as_plain_ones_do(target, draft, assistant, asynchronous, settings):
+    config = hf_ssd.SSDConfig(asynchronous=asynchronous, **settings)
+    model = assistant if asynchronous else draft
+    options = {"max_new_tokens": 20, "assistant_model": model, "ssd_config": config}
+    before = random_states()
+    target.generate(**padded_batch(2), do_sample=False, **options)
+    assert random_states() == before
+    target.generate(**padded_batch(2), do_sample=True, **options)  # which draws from torch's generator
+    after = random_states()
+    assert after[1] != before[1] and (after[0], after[2]) == (before[0], before[2])

@@ -11,7 +11,7 @@ from transformers.generation.logits_process import TemperatureLogitsWarper, TopK
 import hf_ssd
 from hf_ssd.generation import decoding, verification
 from hf_ssd.speculation import backups, experience
-from hf_ssd.speculation.planner import Plan, Planner
+from hf_ssd.speculation.planner import Plan, Planner, planned_fan_outs
 from hf_ssd.speculation.proposals import Proposals
 from hf_ssd.speculation.speculator import Speculator
 
@@ -75,6 +75,44 @@ def test_different_draft_randomness_is_noticed(target, draft, monkeypatch):
             )
         )
     assert not torch.equal(*sequences)
+
+
+SCALED = {"lookahead": 4, "saguaro_c": 0.5, "budget": "auto"}
+
+
+def sampled_with_a_seed(target, model, asynchronous):
+    torch.manual_seed(12)
+    return target.generate(
+        **padded_batch(2),
+        max_new_tokens=60,
+        do_sample=True,
+        top_k=5,
+        assistant_model=model,
+        ssd_config=hf_ssd.SSDConfig(**SCALED, asynchronous=asynchronous),
+        return_dict_in_generate=True,
+    )
+
+
+def test_the_clock_does_not_shape_the_tokens_of_saguaro_sampling(target, draft, assistant):
+    """The budget is chosen by what things take, and drafted tokens are made less likely by their number of guesses."""
+    in_turn = sampled_with_a_seed(target, draft, asynchronous=False)
+    for _ in range(3):
+        output = sampled_with_a_seed(target, assistant, asynchronous=True)
+        stats = output.ssd_stats
+        assert torch.equal(output.sequences, in_turn.sequences) and stats.accepted == in_turn.ssd_stats.accepted
+        assert stats.draft_failure is None and stats.tokens_per_round > 1.1 and len(set(stats.budget)) > 1
+        assert any(hit for row in stats.hits for hit in row)
+
+
+def test_scaling_by_the_budget_of_the_planner_is_noticed(target, draft, assistant, monkeypatch):
+    """The mutant for the test above, in this process only: the budget that was planned by the clock."""
+
+    def by_the_clock(self, plan):
+        return planned_fan_outs(plan.lookahead, max(1, plan.budget), plan.acceptance_rate, plan.power_law_exponent)
+
+    monkeypatch.setattr(Proposals, "_fan_outs", by_the_clock)
+    with pytest.raises(AssertionError):
+        test_the_clock_does_not_shape_the_tokens_of_saguaro_sampling(target, draft, assistant)
 
 
 # ---------------------------------------------------------------- the distribution

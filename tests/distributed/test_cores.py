@@ -1,4 +1,7 @@
+import contextlib
 import os
+import queue
+import threading
 
 import pytest
 import torch
@@ -49,3 +52,40 @@ def test_threads_and_cores_are_restored_even_after_an_error():
             assert torch.get_num_threads() == 1 and os.sched_getaffinity(0) == {min(before[1])}
             raise KeyError
     assert (torch.get_num_threads(), os.sched_getaffinity(0)) == before
+
+
+@contextlib.contextmanager
+def a_thread(cores=None):
+    """The number that the system gives to a thread, which lives for the length of the block."""
+    numbers, end = queue.Queue(), threading.Event()
+
+    def live():
+        if cores is not None:
+            os.sched_setaffinity(0, cores)
+        numbers.put(threading.get_native_id())
+        end.wait()
+
+    thread = threading.Thread(target=live)
+    thread.start()
+    yield numbers.get()
+    end.set()
+    thread.join()
+
+
+def test_threads_do_not_keep_the_cores_of_the_call_they_were_made_in():
+    available = os.sched_getaffinity(0)
+    if len(available) < 2:
+        pytest.skip("needs two cores")
+    first, other = ({core} for core in sorted(available)[:2])
+    with contextlib.ExitStack() as threads:
+        pinned_before = threads.enter_context(a_thread(first))
+        with use_cores(tuple(first)):
+            made_within = threads.enter_context(a_thread())
+            pinned_within = threads.enter_context(a_thread(other))
+            assert os.sched_getaffinity(made_within) == first
+        assert os.sched_getaffinity(made_within) == available
+        assert os.sched_getaffinity(pinned_before) == first and os.sched_getaffinity(pinned_within) == other
+        with use_cores(tuple(first)):
+            with use_cores(tuple(other)):
+                made_deeper = threads.enter_context(a_thread())
+        assert os.sched_getaffinity(made_deeper) == available

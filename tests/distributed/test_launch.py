@@ -50,6 +50,19 @@ def test_a_draft_passed_as_an_object_gets_one_worker_that_ends_with_it(target):
     assert gone() is None and ends_within(pid, 5)
 
 
+def test_a_draft_whose_embeddings_are_resized_gets_a_new_worker():
+    target, draft, inputs, before = hf_ssd.enable(tiny_model()), tiny_draft(), padded_batch(1), children()
+    options = {"max_new_tokens": 12, "assistant_model": draft, "ssd_config": CONFIG, "return_dict_in_generate": True}
+    target.generate(**inputs, **options)
+    (pid,) = children() - before
+    for model in (target, draft):
+        model.resize_token_embeddings(103, mean_resizing=False)
+    output = target.generate(**inputs, **options)
+    assert torch.equal(output.sequences, target.generate(**inputs, max_new_tokens=12))
+    assert output.ssd_stats.draft_failure is None and output.ssd_stats.hit_rate > 0
+    assert ends_within(pid, 5) and len(children() - before) == 1
+
+
 def test_given_a_folder_only_the_worker_loads_the_draft(tmp_path, target):
     tiny_draft().save_pretrained(tmp_path)
     inputs = padded_batch(2)

@@ -5,6 +5,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+from hf_ssd.speculation.fallback import RandomBackup
 from hf_ssd.speculation.sampling import SpeculationNoise, draw, saguaro
 
 
@@ -18,6 +19,36 @@ def test_noise_depends_on_the_place_alone():
         assert torch.equal(one.at(*place), first[place])
     assert len({tuple(noise.tolist()) for noise in first.values()}) == len(places)
     assert not torch.equal(SpeculationNoise(8, 11, torch.device("cpu")).at(0, 5, 0), first[0, 5, 0])
+
+
+def places_drawn_from(monkeypatch, place=lambda key, counter: (key, *counter)):
+    """Where in which cipher the draft's noise and random proposals of a batch begin, larger than its texts are long."""
+    drawn_from, philox = [], np.random.Philox
+
+    def noted(key, counter):
+        drawn_from.append(place(key, counter))
+        return philox(key=key, counter=counter)
+
+    monkeypatch.setattr(np.random, "Philox", noted)
+    noise, rows, lengths = SpeculationNoise(7, 11, torch.device("cpu")), range(12), range(1, 7)
+    for length in lengths:
+        for row in rows:
+            noise.at(row, length, 0)
+        RandomBackup(11, 7).propose(torch.zeros(12, 8, dtype=torch.long), [length] * 12, list(rows), 3)
+    return drawn_from
+
+
+def test_noise_and_random_proposals_never_share_numbers(monkeypatch):
+    drawn_from = places_drawn_from(monkeypatch)
+    assert len(set(drawn_from)) == len(drawn_from) == 2 * 12 * 6
+    for _, low, *_ in drawn_from:
+        assert low == 0  # counts what a place has drawn
+
+
+def test_places_that_differ_by_their_order_only_are_noticed(monkeypatch):
+    """The mutant for the test above: nothing but the order of row and position keeps the two apart."""
+    drawn_from = places_drawn_from(monkeypatch, lambda key, counter: (key, *counter[2:]))
+    assert len(set(drawn_from)) < len(drawn_from)
 
 
 def draws(noise, probabilities, shared: bool):

@@ -103,6 +103,29 @@ def test_rows_that_hit_keep_their_tokens_when_a_backup_serves_the_others():
     assert (speculator.prepared.accepted[1] == 0).sum() >= 10  # the likely outcome of a random proposal
 
 
+def steps_taken(speculator, monkeypatch):
+    """How often the draft runs for rows that a backup serves, beside a row that is finished."""
+    speculator.answer(torch.tensor([0, 0, 0]), torch.tensor([5, 6, 7]))
+    speculator.prepare(interrupted_after(2))  # one token of each branch
+    assert len(speculator.prepared.tokens) == 1
+    fed, forward = [], speculator.trunk.decoder.forward
+    monkeypatch.setattr(speculator.trunk.decoder, "forward", lambda *a, **k: fed.append(1) or forward(*a, **k))
+    prepared = speculator.prepared.bonus[speculator.prepared.accepted == 0].tolist()
+    unprepared = next(token for token in range(2, VOCAB) if token not in prepared)
+    outcome = torch.tensor([0, SKIPPED, 0]), torch.tensor([unprepared] * 3)
+    answer = speculator.answer(*outcome)
+    assert not answer.hits.any() and answer.tokens.shape[1] == 4
+    return len(fed)
+
+
+@pytest.mark.parametrize("options", ["greedy", "sampled"])
+@torch.inference_mode()
+def test_a_finished_row_makes_no_one_draft(options, monkeypatch):
+    for fallback, steps in (("random", 0), ("primary", 4)):
+        speculator = new_speculator(OPTIONS[options], asynchronous=True, fallback=fallback, fan_out="uniform")
+        assert steps_taken(speculator, monkeypatch) == steps
+
+
 @torch.inference_mode()
 def test_tokens_that_were_left_out_while_the_draft_rested_are_fed_later():
     """Rows of different lengths, some rounds without drafting, and then an answer as if nothing had happened."""
