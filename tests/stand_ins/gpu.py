@@ -203,7 +203,8 @@ def _place() -> str:
     frame = sys._getframe()
     while frame is not None:
         for package, folder in PACKAGES.items():
-            if frame.f_code.co_filename.startswith(folder):
+            is_named = not frame.f_code.co_name.startswith("<")  # a comprehension has its own frame, or has not
+            if is_named and frame.f_code.co_filename.startswith(folder):
                 return f"{package}: {Path(frame.f_code.co_filename).name} {frame.f_code.co_name}"
         frame = frame.f_back
     return "elsewhere"

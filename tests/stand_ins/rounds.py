@@ -1,6 +1,7 @@
 """Whole calls of `generate()` on the stand-in GPU, with the phases of a round told apart on both sides."""
 
 import contextlib
+import dataclasses
 import functools
 
 import torch
@@ -23,30 +24,35 @@ LOOKAHEAD = 3
 SAMPLED = {"do_sample": True, "temperature": 0.3, "top_k": 5}
 
 
-def generate(monkeypatch, rows: int, do_sample: bool, in_loop=None, **options):
+def generate(monkeypatch, rows: int, do_sample: bool, family: str = "llama", **options):
     """
-    Generates with target and draft on the stand-in.
+    Generates with target and draft on the stand-in, the draft in a worker without a process of its own.
+
+    Args:
+        options: Settings of `SSDConfig` and of `generate()`.
 
     Returns:
-        The output, and the [`StandInGPU`] with the waits of each phase.
+        The output, and the [`~tests.stand_ins.gpu.StandInGPU`] with what waited in each phase.
     """
     gpu = StandInGPU()
     _mark_phases(monkeypatch, gpu)
-    model, draft = hf_ssd.enable(to_gpu(tiny_model())), to_gpu(tiny_draft())
-    monkeypatch.setattr(decoding, "assistant_for", lambda assistant: assistant)
-    during_work = functools.partial(_aside, gpu)
-    monkeypatch.setattr(drafting, "LocalSession", lambda *a: loopback_session(*a, during_work))
+    names = [name for name in options if name in {field.name for field in dataclasses.fields(hf_ssd.SSDConfig)}]
+    config = hf_ssd.SSDConfig(**{"lookahead": LOOKAHEAD, "budget": 8, **{name: options.pop(name) for name in names}})
+    if config.asynchronous:
+        monkeypatch.setattr(decoding, "assistant_for", lambda assistant: assistant)
+        monkeypatch.setattr(drafting, "LocalSession", lambda *a: loopback_session(*a, functools.partial(_aside, gpu)))
+    model, draft = hf_ssd.enable(to_gpu(tiny_model(family))), to_gpu(tiny_draft(family))
     inputs = padded_batch(rows) if rows > 1 else {"input_ids": padded_batch(1)["input_ids"]}
     set_seed(3)
     with torch.inference_mode(), gpu:
         output = model.generate(
             **{name: value.to("cuda") for name, value in inputs.items()},
             **(SAMPLED if do_sample else {"do_sample": False}),
+            **options,
             max_new_tokens=40,
             assistant_model=draft,
-            ssd_config=hf_ssd.SSDConfig(lookahead=LOOKAHEAD, budget=8),
+            ssd_config=config,
             return_dict_in_generate=True,
-            **options,
         )
     return output, gpu
 
