@@ -17,8 +17,8 @@ def from_host(values, device: torch.device) -> torch.Tensor:
     Returns:
         `torch.Tensor`.
     """
-    values = torch.as_tensor(values)
-    if device.type == "cuda" and values.device.type == "cpu":
-        # Only from pinned memory does a copy go on by itself. torch keeps that memory until the copy is done.
-        return values.pin_memory().to(device, non_blocking=True)
-    return values.to(device)
+    is_there = isinstance(values, torch.Tensor) and values.device.type != "cpu"
+    if is_there or device.type != "cuda":
+        return torch.as_tensor(values, device=device)
+    # Only from pinned memory does a copy go on by itself. torch keeps that memory until the copy is done.
+    return torch.as_tensor(values).pin_memory().to(device, non_blocking=True)
