@@ -18,6 +18,8 @@ from transformers import (
 )
 from transformers.generation import logits_process
 
+from .devices import from_host
+
 STATELESS = tuple(
     getattr(logits_process, name)
     for name in (
@@ -80,15 +82,16 @@ def process_positions(
         if type(processor) is PrefixConstrainedLogitsProcessor:
             scores = _process_allowed_prefixes(processor, scores, input_ids, lengths)
             continue
-        processed = scores.clone()
+        processed, everyone = scores.clone(), torch.arange(batch_size, device=scores.device)
         for length in range(min(lengths), max(lengths) + positions):
             rows = [r for r in range(batch_size) if 0 <= length - lengths[r] < positions]
             if not rows:
                 continue
             # A row that has no position of this length stays in the call, so that row numbers mean the same as ever.
-            place = [min(max(length - n, 0), positions - 1) for n in lengths]
-            result = processor(input_ids[:, :length], scores[range(batch_size), place].clone())
-            processed[rows, [place[r] for r in rows]] = result[rows]
+            place = from_host([min(max(length - n, 0), positions - 1) for n in lengths], scores.device)
+            result = processor(input_ids[:, :length], scores[everyone, place].clone())
+            rows = from_host(rows, scores.device)
+            processed[rows, place[rows]] = result[rows]
         scores = processed
     return scores
 
@@ -122,7 +125,8 @@ def process_branches(
         scores (`torch.FloatTensor` of shape `(sequences, vocab_size)`): Raw scores.
         histories (`torch.LongTensor` of shape `(sequences, at least max(lengths))`, *optional*): The tokens before each
             position. Not used if [`needs_history`] says so.
-        lengths (`torch.LongTensor` of shape `(sequences,)`): How many of them count.
+        lengths (`torch.LongTensor` of shape `(sequences,)`): How many of them count; best on the CPU,
+            where a look at them waits for no GPU.
 
     Returns:
         `torch.FloatTensor` of the shape of `scores`.
@@ -134,7 +138,7 @@ def process_branches(
             continue
         processed = scores.clone()
         for length in lengths.unique().tolist():
-            rows = (lengths == length).nonzero().squeeze(1)
+            rows = from_host((lengths == length).nonzero().squeeze(1), scores.device)
             processed[rows] = processor(histories[rows, :length], scores[rows])
         scores = processed
     return scores
@@ -165,14 +169,14 @@ def _process_together(
         too_short = scores.index_fill(-1, _ruled_out(processor, scores.shape[-1], scores.device), -math.inf)
         if longest < enough:
             return too_short
-        return torch.where((lengths.flatten()[:, None] < enough).to(scores.device), too_short, scores)
+        return torch.where(from_host(lengths.flatten()[:, None] < enough, scores.device), too_short, scores)
     if kind is RepetitionPenaltyLogitsProcessor and not isinstance(processor.prompt_ignore_length, int):
         columns, padding = torch.arange(histories.shape[-1], device=histories.device), processor.prompt_ignore_length
         if padding is not None:
             padding = padding.to(columns.device).view(-1, *[1] * (histories.dim() - 1))
             histories = histories.masked_fill(columns < padding, scores.shape[-1])  # which is no token
         # It makes no difference how often a token occurs, or where; so the last one can be repeated.
-        last = lengths.to(histories.device)[..., None] - 1
+        last = from_host(lengths, histories.device)[..., None] - 1
         repeated = torch.where(columns <= last, histories, histories.gather(-1, last))
         return RepetitionPenaltyLogitsProcessor(processor.penalty)(repeated.flatten(0, -2), scores)
     return None

@@ -6,6 +6,7 @@ import torch
 from transformers import PreTrainedModel
 
 from .. import devices
+from ..devices import from_host
 from . import masks
 from .compiled import FEWEST_TOKENS, LONGEST_STEP, call_compiled, is_compiled, uncompiled
 from .ragged import RaggedCache
@@ -64,14 +65,16 @@ class CachedModel:
         rows = self.cache.rows
         if rows is None or of_rows is None:
             return of_rows
-        return of_rows[rows] if isinstance(of_rows, torch.Tensor) else [of_rows[row] for row in rows]
+        if isinstance(of_rows, torch.Tensor):
+            return of_rows[from_host(rows, of_rows.device)]
+        return [of_rows[row] for row in rows]
 
     def positions(self, columns: torch.LongTensor) -> torch.LongTensor:
         """Returns the position of each column, both of shape `(computed_rows, ...)`."""
         if self.column_limit is not None:
             columns = columns.clamp(max=self.column_limit - 1)
         if self.first_positions is not None:
-            first = torch.tensor(self.computed(self.first_positions), device=columns.device)
+            first = from_host(self.computed(self.first_positions), columns.device)
             columns = columns + first.view(-1, *[1] * (columns.dim() - 1))
         return columns
 
@@ -95,7 +98,7 @@ class CachedModel:
             columns = torch.arange(lengths[0], lengths[0] + count, device=self.device).expand(len(lengths), -1)
             self.cache.place(slice(lengths[0], lengths[0] + count), width)
         else:
-            columns = torch.tensor(lengths, device=self.device)[:, None] + torch.arange(count, device=self.device)
+            columns = from_host(lengths, self.device)[:, None] + torch.arange(count, device=self.device)
             self.cache.place(columns, width)
         needs_none = count == 1 and self.needs_no_mask_for_one and are_even
         is_prefill = not self.cache.layers and self.valid is None
@@ -164,7 +167,7 @@ class CachedModel:
         if self.cache.rows is None:
             return logits
         of_all = logits.new_zeros(len(self.cache.rows) + len(self.cache.left_out), *logits.shape[1:])
-        of_all[self.cache.rows] = logits
+        of_all[from_host(self.cache.rows, logits.device)] = logits
         return of_all
 
     def _lengths_for_flash_attention(self, count: int) -> dict:

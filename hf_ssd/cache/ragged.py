@@ -3,6 +3,8 @@
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from ..devices import from_host
+
 WINDOW_STEP = 64  # columns by which a window grows
 ROOM, ROOM_SHARE = 32, 1 / 8  # columns to spare behind those in use: at least so many, and this share of them
 
@@ -57,6 +59,7 @@ class RaggedLayer(DynamicLayer):
 
     def move_rows(self, places: list[int], rows: list[int]) -> None:
         """Puts the rows that stand in `rows` into `places`."""
+        places, rows = from_host(places, self.device), from_host(rows, self.device)
         for storage in (self.keys, self.values):
             storage[places] = storage[rows]
 

@@ -14,7 +14,8 @@ class Speculation:
         tokens (`torch.LongTensor` of shape `(batch_size, lookahead)`): The drafted tokens.
         probabilities (`torch.FloatTensor` of shape `(batch_size, lookahead, vocab_size)`, *optional*): The distribution
             each was drawn from; `None` if the most likely token was taken.
-        hits (`torch.BoolTensor` of shape `(batch_size,)`): Whether a row's speculation came from the cache.
+        hits (`torch.BoolTensor` of shape `(batch_size,)`): Whether a row's speculation came from the
+            cache. On the CPU.
     """
 
     tokens: torch.LongTensor
@@ -56,9 +57,9 @@ class SpeculationCache:
         hits, index = matches.any(1), matches.int().argmax(1)
         rows = torch.arange(len(index), device=index.device)
         if not self.tokens:
-            return Speculation(bonus.new_zeros(len(index), 0), None, hits)
+            return Speculation(bonus.new_zeros(len(index), 0), None, hits.cpu())
         tokens = torch.stack([step[rows, index] for step in self.tokens], dim=1)
         probabilities = None
         if self.probabilities:
             probabilities = torch.stack([step[rows, index] for step in self.probabilities], dim=1)
-        return Speculation(tokens, probabilities, hits)
+        return Speculation(tokens, probabilities, hits.cpu())

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from .. import devices
 from ..cache.speculation import Speculation
+from ..devices import from_host
 from ..speculation.experience import Experience
 from ..speculation.fallback import Backup, Proposal
 from ..speculation.planner import PREPARED, Plan
@@ -197,7 +198,7 @@ class DraftServer:
         start = time.perf_counter()
         speculator, own = self.speculator, self.ready
         tokens, hits, known = payloads.payload_to_complete(message.payload, len(speculator.trunk.lengths))
-        merged = Speculation(tokens.to(self.model.device), None, hits.to(self.model.device))
+        merged = Speculation(from_host(tokens, self.model.device), None, hits)
         if speculator.proposals.noise is not None:  # the target has those of the other drafts' rows from them
             merged.probabilities = torch.zeros(*tokens.shape, speculator.vocab_size, device=self.model.device)
             if own.probabilities is not None:
@@ -216,6 +217,7 @@ class DraftServer:
         rows = len(self.speculator.trunk.lengths)
         tokens, hits, mine, source, plan = payloads.payload_to_follow(message.payload, rows)
         if self.ready.probabilities is not None and len(mine):
+            mine = from_host(mine, self.model.device)
             self._send_probabilities(self.ready.probabilities[mine, : tokens.shape[1]])
         self.speculator.follow(tokens, hits.tolist(), source)
         self._prepare(plan)

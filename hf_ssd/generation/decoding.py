@@ -13,6 +13,7 @@ from ..cache.compiled import uncompiled
 from ..cache.ragged import RaggedCache
 from ..cache.support import check_supported
 from ..config import SSDConfig
+from ..devices import from_host
 from ..distributed.assistant import DraftAssistant
 from ..distributed.cores import use_cores
 from ..distributed.launch import assistant_for
@@ -125,7 +126,7 @@ def decode(
         # 3. The outcome leaves before anything else is done.
         seconds = time.perf_counter() - received if draft.rounds else 0.0
         outcome = draft.send_outcome(outcome, seconds, drafted.shape[1])
-        accepted, bonus = outcome[0].tolist(), outcome[1].to(input_ids.device)
+        accepted, bonus = outcome[0].tolist(), from_host(outcome[1], input_ids.device)
         if draft.rounds:
             stats.verify_seconds.append(seconds)
             stats.accepted.append(accepted)
@@ -156,7 +157,7 @@ def decode(
         room = [sequences.remaining(row) for row, unfinished in enumerate(sequences.unfinished) if unfinished]
         if None not in room:
             drafted = drafted[:, : max(room) - 1]
-        drafted = drafted.to(input_ids.device)
+        drafted = from_host(drafted, input_ids.device)
         stats.wait_seconds.append(received - waiting)
         stats.draft_seconds.append(answer.draft_seconds)
         stats.answer_seconds.append(answer.answer_seconds)
@@ -178,7 +179,7 @@ def decode(
         elif do_sample and draft.decides:
             probabilities = draft.receive_probabilities()
             if probabilities is not None:
-                probabilities = probabilities[:, : drafted.shape[1]].to(input_ids.device)
+                probabilities = from_host(probabilities[:, : drafted.shape[1]], input_ids.device)
             else:  # they are lost: nothing was proposed, and the first position stands alone
                 drafted, logits = drafted[:, :0], logits[:, :1]
                 stats.lookahead[-1] = 0
@@ -210,7 +211,7 @@ def decide(scores, probabilities, drafted, do_sample: bool, unfinished: list[boo
     else:
         accepted, bonus = verify_greedy(scores, drafted)
     if not all(unfinished):
-        accepted = accepted.masked_fill(~torch.tensor(unfinished, device=accepted.device), -1)
+        accepted = accepted.masked_fill(~from_host(unfinished, accepted.device), -1)
     return torch.stack([accepted, bonus]).cpu()
 
 

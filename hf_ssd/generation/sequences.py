@@ -3,6 +3,8 @@
 import torch
 from transformers import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StoppingCriteriaList, StopStringCriteria
 
+from ..devices import from_host
+
 BY_COUNTING = (MaxLengthCriteria, EosTokenCriteria)
 """Criteria that need not be called, because it is known what they look at."""
 
@@ -69,7 +71,7 @@ class Sequences:
         before = self.lengths
         self.lengths = [n + k + 1 if k >= 0 else n for n, k in zip(before, accepted)]
         if min(accepted) < 0:
-            bonus = torch.where(torch.tensor(accepted, device=bonus.device) < 0, self.last, bonus)
+            bonus = torch.where(from_host(accepted, bonus.device) < 0, self.last, bonus)
         self.last = bonus
         self._write([length - 1 for length in self.lengths], bonus[:, None])
         new = self.ids[:, min(before) : max(self.lengths)].tolist()
@@ -81,7 +83,7 @@ class Sequences:
         if min(starts) == max(starts):
             self.ids.narrow(1, starts[0], count).copy_(tokens)
         else:
-            columns = torch.tensor(starts, device=tokens.device)[:, None]
+            columns = from_host(starts, tokens.device)[:, None]
             self.ids.scatter_(1, columns + torch.arange(count, device=tokens.device), tokens)
 
     def stop_where_plain_generation_would(self, new_tokens: list[list[int]], scores) -> None:

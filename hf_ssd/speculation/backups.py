@@ -3,6 +3,7 @@
 import torch
 
 from ..cache.speculation import Speculation
+from ..devices import from_host
 from .fallback import Backup, NGramBackup, Proposal, RandomBackup, dense_probabilities
 
 
@@ -53,12 +54,13 @@ def join(
     tokens = ready.tokens.new_zeros(len(ready.tokens), width)
     if some_hit:
         tokens[:, :grown] = ready.tokens[:, :grown]
-    tokens[missed] = proposal.tokens[:, :width].to(device)
+    rows = from_host(missed, device)
+    tokens[rows] = from_host(proposal.tokens[:, :width], device)
     probabilities = None
     if with_probabilities:
         probabilities = torch.zeros(*tokens.shape, vocab_size, device=device)
         probabilities[..., 0] = 1.0  # of rows that are finished
         if some_hit and grown:
             probabilities[:, :grown] = ready.probabilities[:, :grown]
-        probabilities[missed] = dense_probabilities(proposal, vocab_size)[:, :width].to(device)
+        probabilities[rows] = from_host(dense_probabilities(proposal, vocab_size)[:, :width], device)
     return Speculation(tokens, probabilities, ready.hits)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ..devices import from_host
 from .sampling import RANDOM_BACKUP
 
 
@@ -75,8 +76,8 @@ class NGramBackup(Backup):
         if not rows:
             return Proposal(ids.new_zeros(0, lookahead), [])
         width = max(lengths[row] for row in rows)
-        known = torch.tensor([lengths[row] for row in rows], device=ids.device)[:, None]
-        history = ids[:, :width].index_select(0, torch.tensor(rows, device=ids.device)).int()
+        known = from_host([lengths[row] for row in rows], ids.device)[:, None]
+        history = ids[:, :width].index_select(0, from_host(rows, ids.device)).int()
         positions = torch.arange(width, device=ids.device)
 
         # 1. For each position, how many tokens up to and with it equal the last tokens of the row. All positions take
@@ -89,7 +90,7 @@ class NGramBackup(Backup):
         for back in range(len(steps)):
             stepped = history[:, : width - back]
             alive = alive[:, min(back, 1) :] & torch.eq(stepped, suffix[:, back, None], out=torch.empty_like(stepped))
-            if not alive.max():
+            if ids.device.type == "cpu" and not alive.max():  # to look at it, one would have to wait for a GPU
                 break
             matched[:, back:] += alive
 
@@ -127,7 +128,7 @@ class RandomBackup(Backup):
             drawn[place] = np.random.Generator(noise).integers(self.vocab_size, size=lookahead)
         uniform = torch.full((1, 1, 1), 1 / self.vocab_size, device=ids.device)
         probabilities = uniform.expand(len(rows), lookahead, self.vocab_size)
-        return Proposal(torch.from_numpy(drawn).to(ids.device), [lookahead] * len(rows), probabilities)
+        return Proposal(from_host(torch.from_numpy(drawn), ids.device), [lookahead] * len(rows), probabilities)
 
 
 class CustomBackup(Backup):

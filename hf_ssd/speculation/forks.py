@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ..devices import from_host
 from .calibration import log_odds
 
 UNUSED = -2  # the accepted count of a place in the cache that no outcome can match
@@ -33,6 +34,11 @@ class Forks:
     drafted_probabilities: np.ndarray
     from_backup: list[bool]
     limits: list[int]
+
+    @functools.cached_property
+    def guesses(self) -> np.ndarray:
+        """The tokens, on the CPU."""
+        return self.tokens.cpu().numpy()
 
     @functools.cached_property
     def drafted_log_odds(self) -> np.ndarray:
@@ -62,16 +68,17 @@ class Forks:
             guesses (`int`): How many bonus tokens to rank, at most.
         """
         lookahead, vocab_size = drafted.shape[1], scores.shape[2]
-        probabilities = scores.softmax(dim=-1)
         ranking = torch.where(scores.isneginf(), logits - 1e6, scores)
         if lookahead:
             ranking = ranking.clone()
             ranking[:, :lookahead].scatter_(2, drafted[:, :, None], -math.inf)
         tokens = ranking.topk(min(guesses, vocab_size), dim=2).indices
+        asked = torch.cat([tokens, torch.nn.functional.pad(drafted, (0, 1))[:, :, None]], dim=2)
+        probabilities = scores.softmax(dim=-1).gather(2, asked).cpu().numpy()  # all at once: a GPU is waited for
         return cls(
             tokens,
-            probabilities.gather(2, tokens).cpu().numpy(),
-            probabilities[:, :lookahead].gather(2, drafted[:, :, None]).squeeze(2).cpu().numpy(),
+            probabilities[:, :, :-1],
+            probabilities[:, :lookahead, -1],
             from_backup,
             [min(guesses, vocab_size - (k < lookahead)) for k in range(lookahead + 1)],
         )
@@ -89,8 +96,8 @@ class Forks:
             fewest (`int`, *optional*): What N is at least.
 
         Returns:
-            Two `torch.LongTensor` of shape `(batch_size, N)`: accepted count and bonus token of each outcome. A row
-            with fewer outcomes than another has `UNUSED` accepted counts behind its own.
+            Two `torch.LongTensor` of shape `(batch_size, N)`: accepted count, on the CPU, and bonus token of each
+            outcome. A row with fewer outcomes than another has `UNUSED` accepted counts behind its own.
         """
         rows = [
             [(k, rank) for k, count in enumerate(counts) for rank in range(min(count, self.limits[k]))]
@@ -99,7 +106,7 @@ class Forks:
         if share[1] > 1:
             rows = [sorted(row, key=lambda place: place[1])[share[0] :: share[1]] for row in rows]
         width = max(fewest, *map(len, rows))
-        places = torch.tensor([row + [(UNUSED, 0)] * (width - len(row)) for row in rows], device=self.tokens.device)
-        accepted, ranks = places.unbind(-1)
+        places = torch.tensor([row + [(UNUSED, 0)] * (width - len(row)) for row in rows])
+        counts, ranks = from_host(places.clamp(min=0), self.tokens.device).unbind(-1)
         row_numbers = torch.arange(len(rows), device=self.tokens.device)[:, None]
-        return accepted, self.tokens[row_numbers, accepted.clamp(min=0), ranks]
+        return places[:, :, 0], self.tokens[row_numbers, counts, ranks]

@@ -92,7 +92,7 @@ class Lessons:
         for observe, *what in lesson.durations:
             observe(*what)
         if lesson.forks is not None:
-            ranked = lesson.forks.tokens.tolist()
+            ranked = lesson.forks.guesses.tolist()
             for row, (k, token) in enumerate(zip(round_.accepted, lesson.bonus)):
                 guesses = ranked[row][k] if k >= 0 else []
                 round_.ranks.append(guesses.index(token) if token in guesses else None)

@@ -186,7 +186,7 @@ class Confidence(CacheShape):
         return _counts_of_best(counts[:, :, None] * right, forks.limits, budget)
 
     def learn(self, forks, accepted, bonus):
-        lookahead, tokens = len(forks.limits) - 1, forks.tokens.cpu().numpy()
+        lookahead, tokens = len(forks.limits) - 1, forks.guesses
         odds, guesses, ranks = forks.drafted_log_odds, forks.log_chances, _log_ranks(tokens.shape[2])
         seen = {}  # by model: what happened, and its features, of each row that is not finished
         for row, (k, token) in enumerate(zip(accepted, bonus)):

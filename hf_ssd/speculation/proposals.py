@@ -46,7 +46,7 @@ class Proposals:
             scores (`torch.FloatTensor` of shape `(batch_size, N, vocab_size)`): Raw scores.
             histories (`torch.LongTensor` of shape `(batch_size, N, columns)`, *optional*): The tokens before each; not
                 needed if `need_history` is `False`.
-            lengths (`torch.LongTensor` of shape `(batch_size, N)`): How many of them count.
+            lengths (`torch.LongTensor` of shape `(batch_size, N)`): How many of them count. On the CPU.
         """
         if not self.processors:
             return scores

@@ -11,6 +11,7 @@ from .. import devices
 from ..cache.branches import Branches
 from ..cache.speculation import Speculation, SpeculationCache
 from ..config import SSDConfig
+from ..devices import from_host
 from .backups import Backups, join
 from .experience import Experience
 from .fallback import Backup
@@ -122,19 +123,19 @@ class Speculator:
             return
 
         # 2. Choose the outcomes.
-        counts = torch.arange(lookahead + 1, device=self.device)
-        scores = self._process_trunk(logits, self.trunk.ends() + counts)
+        scores = self._process_trunk(logits, self.trunk.ends() + torch.arange(lookahead + 1))
         from_backup = [source in BACKUPS for source in self.sources]
         budget = plan.total_budget
         self.forks = Forks.of(scores, logits, self.drafted, from_backup, max(budget, GUESSES))
         accepted, bonus = self.forks.outcomes(
             self.lessons.shape.fan_outs(self.forks, budget), self.share, self.trunk.decoder.fewest_tokens
         )
-        prepared, tokens = SpeculationCache(accepted, bonus), bonus
+        prepared, tokens = SpeculationCache(from_host(accepted, self.device), bonus), bonus
 
         # 3. Grow all branches together, one token of each per forward pass.
         starts = self.trunk.ends() + accepted.clamp(min=0)
-        branches = Branches(self.trunk.decoder, starts, max(self.trunk.lengths) + lookahead, plan.lookahead)
+        columns = from_host(starts, self.device)
+        branches = Branches(self.trunk.decoder, columns, max(self.trunk.lengths) + lookahead, plan.lookahead)
         histories = self._branch_histories(starts) if self.proposals.need_history else None
         places = starts.tolist()
         self.prepared = prepared
@@ -145,7 +146,7 @@ class Speculator:
                 return
             began = time.perf_counter()
             if histories is not None:
-                histories.scatter_(2, (starts + depth)[:, :, None], tokens[:, :, None])
+                histories.scatter_(2, (columns + depth)[:, :, None], tokens[:, :, None])
             scores = branches.grow(tokens).float()
             scores = self.proposals.process(scores, histories, starts + depth + 1)
             tokens, probabilities = self.proposals.propose(scores, places, depth, plan)
@@ -183,19 +184,19 @@ class Speculator:
             verified (`int`, *optional*): How many tokens of the last speculation it looked at; all by default.
         """
         began = time.perf_counter()
-        accepted, bonus = accepted.to(self.device), bonus.to(self.device)
+        counts, tokens = accepted.tolist(), bonus.tolist()
+        accepted, bonus = from_host(accepted, self.device), from_host(bonus, self.device)
         if self.prepared is not None:
             ready = self.prepared.lookup(accepted, bonus)
         else:
             nothing = torch.zeros(len(accepted), 0, dtype=torch.long, device=self.device)
-            ready = Speculation(nothing, None, torch.zeros(len(accepted), dtype=torch.bool, device=self.device))
-        counts = accepted.tolist()
+            ready = Speculation(nothing, None, torch.zeros(len(accepted), dtype=torch.bool))
         self.finished = [k == SKIPPED for k in counts]
         self.trunk.decoder.leave_out(self.finished)
         self.lesson = None
         if verified is None or verified == self.drafted.shape[1]:  # the end of a call teaches nothing
             round_ = self._round(counts, seconds, began)
-            self.lesson = Lesson(round_, bonus.tolist(), self.trunk.lengths, self.forks)
+            self.lesson = Lesson(round_, tokens, self.trunk.lengths, self.forks)
         self.trunk.grow(counts, bonus)
         self.proposals.forget_before([n - 1 for n in self.trunk.lengths])
         self.known_logits = []
@@ -260,7 +261,7 @@ class Speculator:
             self.lesson = None
         self.sources = [PREPARED if hit else source for hit in hits]
         self.prepared, self.forks = None, None
-        self.drafted = tokens.to(self.device)
+        self.drafted = from_host(tokens, self.device)
         self.trunk.write(self.drafted, self.trunk.lengths)
         self.answered = time.perf_counter()
 
@@ -292,7 +293,7 @@ class Speculator:
         tokens[:, :grown] = ready.tokens[:, :width]
         probabilities = [] if ready.probabilities is None else [ready.probabilities[:, :ready_depth]]
         self.trunk.write(tokens, self.trunk.lengths)
-        own = torch.tensor(known, device=self.device)
+        own = from_host(known, self.device)
         starts = [[n - 1] for n in self.trunk.lengths]
         for depth in range(ready_depth, width):
             began, fed = time.perf_counter(), len(self.trunk.rows) * self.trunk.lacks(depth)

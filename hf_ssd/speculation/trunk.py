@@ -5,6 +5,7 @@ from transformers import PreTrainedModel
 
 from ..cache.cached_model import CachedModel
 from ..cache.ragged import RaggedCache
+from ..devices import from_host
 
 WORTH_KEEPING = 64  # tokens that all rows share with an earlier call, before its cache is used again
 SKIPPED = -1  # the accepted count of a row that is finished: the draft leaves the row alone
@@ -63,8 +64,8 @@ class Trunk:
         return list(range(len(self.lengths))) if self.decoder.cache.rows is None else self.decoder.cache.rows
 
     def ends(self, count: int = 0) -> torch.LongTensor:
-        """Returns the column behind each row's trunk and `count` more tokens, of shape `(batch_size, 1)`."""
-        return torch.tensor(self.lengths, device=self.device)[:, None] + count
+        """Returns the column behind each row's trunk and `count` more tokens: `(batch_size, 1)`, on the CPU."""
+        return torch.tensor(self.lengths)[:, None] + count
 
     def write(self, tokens: torch.LongTensor, starts: list[int]) -> None:
         """Writes tokens `(batch_size, M)` into the rows, from the given columns on."""
@@ -72,7 +73,7 @@ class Trunk:
         if stop > self.ids.shape[1]:
             room = torch.zeros(len(self.ids), max(256, stop), dtype=torch.long, device=self.device)
             self.ids = torch.cat([self.ids, room], dim=1)
-        columns = torch.tensor(starts, device=self.device)[:, None] + torch.arange(tokens.shape[1], device=self.device)
+        columns = from_host(starts, self.device)[:, None] + torch.arange(tokens.shape[1], device=self.device)
         self.ids.scatter_(1, columns, tokens)
 
     def grow(self, accepted: list[int], bonus: torch.LongTensor) -> None:
@@ -102,14 +103,14 @@ class Trunk:
         ends = [n + count for n in self.lengths]
         width = max(wanted, self.lacks(count), self.decoder.fewest_tokens)
         starts = [max(0, end - width) for end in ends]
-        columns = torch.tensor(starts, device=self.device)[:, None] + torch.arange(width, device=self.device)
+        columns = from_host(starts, self.device)[:, None] + torch.arange(width, device=self.device)
         tokens = self.ids.gather(1, columns)
         places = [end - wanted - start for end, start in zip(ends, starts)]
         if min(places) == max(places):
             kept, place = torch.arange(places[0], places[0] + wanted, device=self.device), None
         else:
-            places = torch.tensor(places, device=self.device)[:, None]
-            kept, place = (places + torch.arange(wanted, device=self.device)).unique(return_inverse=True)
+            kept, place = (torch.tensor(places)[:, None] + torch.arange(wanted)).unique(return_inverse=True)
+            kept, place = from_host(kept, self.device), from_host(place, self.device)
         logits = self.decoder.extend(tokens, starts, logits_to_keep=kept)
         for row in self.rows:
             self.fed[row] = ends[row]

@@ -1,0 +1,71 @@
+"""A draft worker in the target's process: the real session, messages and server, with a queue in the place of gloo."""
+
+from collections import deque
+
+from hf_ssd.distributed.client import WorkerSession
+from hf_ssd.distributed.draft_server import DraftServer
+from hf_ssd.distributed.messages import Message, pack, unpack
+
+
+class End:
+    """One end of a [`~hf_ssd.distributed.channel.Channel`]. A message is packed and unpacked as on its way."""
+
+    link = None
+
+    def __init__(self):
+        self.incoming: deque[Message] = deque()
+        self.other: End | None = None
+        self.before_receive = lambda: None
+
+    def send(self, message: Message) -> None:
+        frame, *behind = pack(message)
+        received, payload = unpack(frame)
+        for one in [received] * (payload is not None and len(payload) > 0) + [received.announces]:
+            if one is not None:
+                one.payload.copy_(behind.pop(0))
+        self.other.incoming.extend(one for one in (received, received.announces) if one is not None)
+
+    def receive(self, timeout: float | None, awake: float = 0.0) -> Message:
+        self.before_receive()
+        return self.incoming.popleft()
+
+    def expect(self) -> None:
+        pass
+
+    def has_arrived(self) -> bool:
+        return False
+
+
+class Loopback:
+    """
+    A [`~hf_ssd.distributed.connection.Connection`] to a worker that works while the target waits for it.
+
+    Args:
+        model (`PreTrainedModel`): The draft model.
+        on_work (`Callable`, *optional*): A context manager, in which the worker works.
+    """
+
+    is_alive = True
+
+    def __init__(self, model, during_work):
+        self.channel, theirs = End(), End()
+        self.channel.other, theirs.other = theirs, self.channel
+        self.server, self.during_work = DraftServer(theirs, model), during_work
+        self.channel.before_receive = self.work
+        self.facts = {"vocab_size": model.config.vocab_size}
+
+    def work(self) -> None:
+        with self.during_work():
+            while self.server.channel.incoming:
+                self.server._handle(self.server.channel.incoming.popleft())
+
+    def last_words(self) -> str:
+        return ""
+
+    def kill(self) -> None:
+        pass
+
+
+def loopback_session(model, request, during_work):
+    """Opens a session with such a worker, in the place of [`~hf_ssd.distributed.local.LocalSession`]."""
+    return WorkerSession(Loopback(model, during_work), 1, request, on_close=lambda: None)

@@ -1,0 +1,103 @@
+"""Whole calls of `generate()` on the stand-in GPU, with the phases of a round told apart on both sides."""
+
+import contextlib
+import dataclasses
+import functools
+
+import torch
+from transformers import set_seed
+
+import hf_ssd
+from hf_ssd.cache.branches import Branches
+from hf_ssd.distributed.draft_server import DraftServer
+from hf_ssd.generation import decoding, drafting
+from hf_ssd.generation.drafting import Draft
+from hf_ssd.generation.sequences import Sequences
+from hf_ssd.speculation.lessons import Lessons
+from hf_ssd.speculation.speculator import Speculator
+
+from ..conftest import padded_batch, tiny_draft, tiny_model
+from .gpu import StandInGPU, to_gpu
+from .loopback import loopback_session
+
+LOOKAHEAD = 3
+SAMPLED = {"do_sample": True, "temperature": 0.3, "top_k": 5}
+
+
+def generate(monkeypatch, rows: int, do_sample: bool, family: str = "llama", **options):
+    """
+    Generates with target and draft on the stand-in, the draft in a worker without a process of its own.
+
+    Args:
+        options: Settings of `SSDConfig` and of `generate()`.
+
+    Returns:
+        The output, and the [`~tests.stand_ins.gpu.StandInGPU`] with what waited in each phase.
+    """
+    gpu = StandInGPU()
+    _mark_phases(monkeypatch, gpu)
+    names = [name for name in options if name in {field.name for field in dataclasses.fields(hf_ssd.SSDConfig)}]
+    config = hf_ssd.SSDConfig(**{"lookahead": LOOKAHEAD, "budget": 8, **{name: options.pop(name) for name in names}})
+    if config.asynchronous:
+        monkeypatch.setattr(decoding, "assistant_for", lambda assistant: assistant)
+        monkeypatch.setattr(drafting, "LocalSession", lambda *a: loopback_session(*a, functools.partial(_aside, gpu)))
+    model, draft = hf_ssd.enable(to_gpu(tiny_model(family))), to_gpu(tiny_draft(family))
+    inputs = padded_batch(rows) if rows > 1 else {"input_ids": padded_batch(1)["input_ids"]}
+    set_seed(3)
+    with torch.inference_mode(), gpu:
+        output = model.generate(
+            **{name: value.to("cuda") for name, value in inputs.items()},
+            **(SAMPLED if do_sample else {"do_sample": False}),
+            **options,
+            max_new_tokens=40,
+            assistant_model=draft,
+            ssd_config=config,
+            return_dict_in_generate=True,
+        )
+    return output, gpu
+
+
+@contextlib.contextmanager
+def _aside(gpu: StandInGPU):
+    """What happens here belongs to phases of its own, and what comes after it to the phase before."""
+    before = gpu.now
+    yield
+    gpu.now = before
+
+
+def _mark_phases(monkeypatch, gpu: StandInGPU) -> None:
+    """Lets a phase begin, or the next one, where a function is called, or has returned."""
+
+    def mark(owner, name, before=None, after=None):
+        original = getattr(owner, name)
+
+        def marked(*arguments, **options):
+            phase = before(*arguments) if callable(before) else before
+            if phase:
+                gpu.begin(phase)
+            result = original(*arguments, **options)
+            if after:
+                gpu.begin(after)
+            return result
+
+        monkeypatch.setattr(owner, name, marked)
+
+    mark(decoding, "process_positions", "target: decide")
+    mark(Draft, "send_outcome", "target: send outcome", "target: bookkeeping")
+    mark(Draft, "receive_speculation", "target: receive")
+    mark(Sequences, "propose", "target: feed")
+    mark(Draft, "receive_probabilities", "target: receive q")
+    mark(Draft, "finish", "target: end")
+    mark(DraftServer, "_start", "draft: start")
+    mark(Speculator, "look_up", "draft: look up")
+    mark(Speculator, "complete", _completion, "draft: answer")
+    mark(Speculator, "prepare", "draft: choose outcomes")
+    mark(Branches, "grow", "draft: grow")
+    mark(Lessons, "teach_at_leisure", "draft: learn")
+    mark(DraftServer, "_end", "draft: end")
+
+
+def _completion(speculator: Speculator, ready, *_) -> str:
+    hits = ready.hits.as_subclass(torch.Tensor).tolist()  # not a wait of the code under test
+    done = all(hit or finished for hit, finished in zip(hits, speculator.finished))
+    return "draft: complete on a hit" if done else "draft: complete on a miss"
