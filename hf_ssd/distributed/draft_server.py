@@ -185,7 +185,7 @@ class DraftServer:
         q, over_link = speculation.probabilities, self.channel.link is not None
         figures = self._figures(speculation, budget)
         support = [] if over_link else [payloads.largest_support(q)]
-        figures.tokens, figures.hits, *support = devices.to_host(figures.tokens, figures.hits, *support)
+        figures.tokens, *support = devices.to_host(figures.tokens, *support)
         support = int(support[0]) if support else q.shape[-1]
         to_come = payloads.probabilities_to_come(tuple(q.shape), support)
         announced = Message(Kind.PROBABILITIES, self.session, self.round, to_come, over_link)

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import torch
 
-from .. import devices
 from ..speculation.fallback import Proposal
 from ..speculation.planner import BACKUPS, Plan
 from .messages import ProtocolError
@@ -66,8 +65,7 @@ def payload_to_outcomes(payload: torch.Tensor, rows: int) -> list[tuple]:
 def answer_to_payload(answer: Answer) -> torch.Tensor:
     times = (answer.draft_seconds, answer.answer_seconds, answer.prepared_at, answer.answered_at)
     figures = torch.tensor([answer.budget, answer.rest, *map(_nanoseconds, times)])
-    hits, tokens = devices.to_host(answer.hits, answer.tokens)
-    return torch.cat([figures, hits.long(), tokens.flatten()])
+    return torch.cat([figures, answer.hits.long(), answer.tokens.cpu().flatten()])
 
 
 def payload_to_answer(payload: torch.Tensor, batch_size: int) -> Answer:

@@ -3,6 +3,7 @@
 import numpy as np
 import torch
 
+from .. import devices
 from ..argmax import argmax
 
 # The second word of the cipher's counter: what the numbers are for. The first one counts them, the others are a place.
@@ -50,7 +51,8 @@ class SpeculationNoise:
 
     def __init__(self, seed: int, vocab_size: int, device: torch.device):
         self.seed, self.vocab_size, self.device = seed, vocab_size, device
-        self.generator = None if device.type == "cpu" else torch.Generator(device=device)
+        draws_there = device.type != "cpu" and devices.has_float64(device)
+        self.generator = torch.Generator(device=device) if draws_there else None
         self.streams: dict[tuple[int, int], np.random.Generator] = {}
         self.known: dict[tuple[int, int], list[torch.Tensor]] = {}
 
@@ -58,7 +60,7 @@ class SpeculationNoise:
         """Returns exponential noise of shape `(vocab_size,)`, positive and finite."""
         known = self.known.setdefault((row, start), [])
         while len(known) <= depth:
-            noise = self._draw(row, start, len(known)).float()
+            noise = devices.from_host(self._draw(row, start, len(known)).float(), self.device)
             known.append(noise.clamp_(min=torch.finfo(torch.float32).tiny))
         return known[depth]
 

@@ -99,8 +99,9 @@ def test_one_token_needs_a_mask_only_where_a_prompt_is_padded(padded):
     model.register_forward_pre_hook(lambda _, args, kwargs: masks.append(kwargs["attention_mask"]), with_kwargs=True)
     decoder = CachedModel(model, RaggedCache(), valid=torch.tensor([[not padded, True, True]]))
     decoder.extend(torch.tensor([[2, 3, 4]]), [0])
-    decoder.extend(torch.tensor([[5]]), [3])
-    assert masks[0] is not None and (masks[1] is None) != padded
+    decoder.extend(torch.tensor([[5, 6]]), [3])
+    decoder.extend(torch.tensor([[7]]), [5])
+    assert masks[1] is not None and (masks[0] is None) == (masks[2] is None) != padded
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma"])

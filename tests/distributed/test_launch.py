@@ -6,6 +6,7 @@ import sys
 import textwrap
 import time
 import weakref
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -219,3 +220,14 @@ def test_without_a_compiler_the_draft_runs_as_it_is(tmp_path, monkeypatch, caplo
     logging.disable_propagation()
     assert torch.equal(output, target.generate(**inputs, **options))
     assert "The draft runs without torch.compile: " in caplog.text and "no_such_compiler" in caplog.text
+
+
+def test_a_draft_on_the_target_s_accelerator_is_warned_of(target, assistant, monkeypatch):
+    said, inputs = [], {"input_ids": torch.tensor([[3, 5, 7]]), "max_new_tokens": 4, "assistant_model": assistant}
+    monkeypatch.setattr("hf_ssd.devices.logger", SimpleNamespace(warning_once=said.append))
+    target.generate(**inputs, ssd_config=hf_ssd.SSDConfig(lookahead=2, budget=2))
+    assert not said  # both are on the CPU, where each has cores of its own
+    monkeypatch.setattr("hf_ssd.devices.identity", lambda device: "one GPU")
+    monkeypatch.setitem(assistant.workers[0].facts, "identity", "one GPU")
+    target.generate(**inputs, ssd_config=hf_ssd.SSDConfig(lookahead=2, budget=2))
+    assert len(said) == 1 and "can be slower than drafting in turn" in said[0]

@@ -5,6 +5,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+from hf_ssd import devices
 from hf_ssd.speculation.fallback import RandomBackup
 from hf_ssd.speculation.sampling import SpeculationNoise, draw, saguaro
 
@@ -170,3 +171,11 @@ def test_unlikely_tokens_are_not_drawn_more_often_than_q_says(monkeypatch):
 
     monkeypatch.setattr(np.random, "Generator", InFloat32)
     assert unlikely_tokens_drawn(SpeculationNoise(0, 100_000, torch.device("cpu"))) > 0
+
+
+def test_a_device_without_double_precision_gets_the_noise_of_the_cpu(monkeypatch):
+    moved = []
+    monkeypatch.setattr(devices, "from_host", lambda noise, device: moved.append((noise.dtype, device)) or noise)
+    there = torch.device("mps")
+    noise = [SpeculationNoise(3, 50, device).at(1, 2, 4) for device in (there, torch.device("cpu"))]
+    assert torch.equal(*noise) and moved[0] == (torch.float32, there)

@@ -2,6 +2,8 @@
 
 from collections import deque
 
+import torch
+
 from hf_ssd.distributed.client import WorkerSession
 from hf_ssd.distributed.draft_server import DraftServer
 from hf_ssd.distributed.messages import Message, pack, unpack
@@ -15,15 +17,20 @@ class End:
     def __init__(self):
         self.incoming: deque[Message] = deque()
         self.other: End | None = None
+        self.promised: Message | None = None
         self.before_receive = lambda: None
 
     def send(self, message: Message) -> None:
         frame, *behind = pack(message)
         received, payload = unpack(frame)
-        for one in [received] * (payload is not None and len(payload) > 0) + [received.announces]:
-            if one is not None:
-                one.payload.copy_(behind.pop(0))
-        self.other.incoming.extend(one for one in (received, received.announces) if one is not None)
+        if payload is not None and len(payload):
+            received.payload.copy_(behind.pop(0))
+        self.promised = received.announces
+        self.other.incoming.append(received)
+
+    def send_announced(self, payload: torch.Tensor) -> None:
+        self.promised.payload.copy_(payload.cpu())
+        self.other.incoming.append(self.promised)
 
     def receive(self, timeout: float | None, awake: float = 0.0) -> Message:
         self.before_receive()

@@ -26,7 +26,7 @@ BUDGET = {  # greedy, sampled
     # The draft measures what each forward pass takes.
     "draft: complete on a miss": (LOOKAHEAD, LOOKAHEAD),
     # The tokens. When sampling also how many tokens have a probability, and the probabilities.
-    "draft: answer": (1, 3),
+    "draft: answer": (1, 2),
     # The probabilities that the cache shape looks at.
     "draft: choose outcomes": (1, 1),
     # A forward pass ends before the next one begins, so that an outcome that has come is noticed in time.
