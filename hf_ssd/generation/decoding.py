@@ -79,25 +79,47 @@ def speculative_speculative_decoding(
     with use_cores(assistant.cores.target if divided else None), ranks.one_call():
         draft = Draft(assistant, request, input_ids.device, ranks)
         try:
-            return decode(
-                model,
-                input_ids,
-                logits_processor,
-                stopping_criteria,
-                generation_config,
-                draft,
-                streamer,
-                start,
-                model_kwargs,
-            )
+            # 1. Prefill, while the draft does the same and prepares the likely first tokens.
+            decoder, logits = prefill(model, input_ids, generation_config, model_kwargs, max_length)
+            with model._optimize_model_for_decode():  # which changes how experts are computed
+                return decode(
+                    decoder,
+                    logits,
+                    input_ids,
+                    logits_processor,
+                    stopping_criteria,
+                    generation_config,
+                    draft,
+                    streamer,
+                    start,
+                    theirs=model_kwargs["past_key_values"],
+                )
         finally:
             draft.close()
 
 
 def decode(
-    model, input_ids, logits_processor, stopping_criteria, generation_config, draft, streamer, start, model_kwargs
+    decoder: CachedModel,
+    logits: torch.Tensor,
+    input_ids,
+    logits_processor,
+    stopping_criteria,
+    generation_config,
+    draft: Draft,
+    streamer,
+    start: float,
+    theirs: DynamicCache,
 ):
-    """The loop. See [`speculative_speculative_decoding`] for the arguments; `draft` is a [`Draft`]."""
+    """
+    The loop.
+
+    Args:
+        decoder, logits: What [`prefill`] gives.
+        start (`float`): When the call began, by `time.perf_counter()`.
+        theirs (`DynamicCache`): The user's or transformers' own, which is to hold what was generated.
+        input_ids, logits_processor, stopping_criteria, generation_config, draft, streamer: See
+            [`speculative_speculative_decoding`].
+    """
     do_sample, wants_dict = generation_config.do_sample, generation_config.return_dict_in_generate
     pad_token = generation_config._pad_token_tensor
     sequences = Sequences(input_ids, stopping_criteria, 0 if pad_token is None else int(pad_token))
@@ -108,9 +130,6 @@ def decode(
     stream = Stream(streamer, sequences) if streamer is not None else None
     received = start
 
-    # 1. Prefill, while the draft does the same and prepares the likely first tokens.
-    theirs = model_kwargs["past_key_values"]
-    decoder, logits = prefill(model, input_ids, generation_config, model_kwargs, sequences.max_length)
     columns_before_ids = decoder.cache.get_seq_length() - prompt_length
     drafted, probabilities = input_ids.new_zeros(batch_size, 0), None
     stats.prefill_seconds = time.perf_counter() - start

@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM, set_seed
+from transformers import AutoModelForCausalLM, set_seed
 
 import hf_ssd
-from hf_ssd.generation import decoding
 
-from ..conftest import SIZES, padded_batch, tiny_draft, tiny_model
+from ..conftest import padded_batch, tiny_model
 
 PLACES = {
     "disk in the middle": {
@@ -45,12 +44,9 @@ def test_a_target_with_dispatch_hooks(offloaded, target, assistant):
     assert torch.equal(*sampled)
 
 
-def test_experts_take_the_path_that_plain_decoding_takes(monkeypatch):
+def test_experts_take_the_path_that_plain_decoding_takes(target, draft, monkeypatch):
     """transformers changes how experts are computed between prefill and decoding, on devices other than the CPU."""
-    changes = {"num_local_experts": 4, "num_experts_per_tok": 2}
-    torch.manual_seed(0)
-    target = hf_ssd.enable(MixtralForCausalLM(MixtralConfig(**{**SIZES, **changes})).eval())
-    events, forward = [], target.forward
+    events = []
 
     class Decoding:
         def __enter__(self):
@@ -59,10 +55,12 @@ def test_experts_take_the_path_that_plain_decoding_takes(monkeypatch):
         def __exit__(self, *_):
             events.append("restored")
 
+    def positions(_, args, inputs):
+        events.append(len(inputs["position_ids"][0]))
+
     monkeypatch.setattr(target, "_optimize_model_for_decode", Decoding)
-    monkeypatch.setattr(target, "forward", lambda *rest, **inputs: events.append("forward") or forward(*rest, **inputs))
-    monkeypatch.setattr(decoding, "check_supported", lambda model: None)
-    config = hf_ssd.SSDConfig(lookahead=3, asynchronous=False)
-    target.generate(torch.tensor([[3, 5, 7]]), max_new_tokens=6, assistant_model=tiny_draft(), ssd_config=config)
-    assert events[:2] == ["forward", "decoding"] and events[-1] == "restored"
-    assert set(events[2:-1]) == {"forward"}
+    options = {"assistant_model": draft, "ssd_config": hf_ssd.SSDConfig(lookahead=3, asynchronous=False)}
+    with target.register_forward_pre_hook(positions, with_kwargs=True):
+        target.generate(torch.tensor([[3, 5, 7, 9, 11]]), max_new_tokens=12, **options)
+    assert events[:2] == [5, "decoding"] and events[-1] == "restored"
+    assert set(events[2:-1]) <= {1, 2, 3, 4}
