@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 CONFIG_NAME = "ssd_config.json"
+LONGEST_LOOKAHEAD = 64  # tokens
 
 
 @dataclass
@@ -79,8 +80,8 @@ class SSDConfig:
             self.lookahead, self.budget = len(self.fan_out) - 1, sum(self.fan_out)
         else:
             _require("fan_out", self.fan_out, self.fan_out in FAN_OUTS, _FAN_OUT)
-        allowed = self.lookahead == "auto" or (_is_integer(self.lookahead) and 1 <= self.lookahead <= 64)
-        _require("lookahead", self.lookahead, allowed, '"auto" or an integer between 1 and 64')
+        allowed = self.lookahead == "auto" or (_is_integer(self.lookahead) and 1 <= self.lookahead <= LONGEST_LOOKAHEAD)
+        _require("lookahead", self.lookahead, allowed, f'"auto" or an integer between 1 and {LONGEST_LOOKAHEAD}')
         allowed = self.budget == "auto" or (_is_integer(self.budget) and self.budget >= 1)
         _require("budget", self.budget, allowed, '"auto" or an integer of at least 1')
         allowed = self.saguaro_c == "auto" or 0 <= _number(self.saguaro_c) <= 1

@@ -13,9 +13,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from ..config import LONGEST_LOOKAHEAD
 from .device_link import DeviceLink, open_link
 from .groups import DRAFT, LOOPBACK, TARGET, broadcast, give_up, gloo_group
-from .messages import FRAME_LENGTH, Message, ProtocolError, pack, unpack
+from .messages import FRAME_LENGTH, LARGEST_PAYLOAD, Message, ProtocolError, pack, unpack
+from .proof import link_trial, prove
 
 WAIT_SLICE = 0.1  # seconds; between two slices Python handles Ctrl-C
 # Seconds in which a wait only looks, again and again, before it sleeps: a processor that sleeps is slow to wake, and
@@ -36,12 +38,15 @@ class Channel:
         store (`torch.distributed.Store`): Where the two processes find each other.
         is_target (`bool`): Which end this is.
         hostname (`str`, *optional*, defaults to `"127.0.0.1"`): See [`~hf_ssd.distributed.groups.gloo_group`].
+        secret (`bytes`, *optional*): What only the two processes know. See [`~hf_ssd.distributed.proof`].
 
     Attributes:
         link ([`DeviceLink`], *optional*): From the draft's GPU to the target's, once it is open.
+        largest (`int`): Elements that a message of the other side may have.
     """
 
-    def __init__(self, store: dist.Store, is_target: bool, hostname: str | None = LOOPBACK):
+    def __init__(self, store: dist.Store, is_target: bool, hostname: str | None = LOOPBACK, secret: bytes = b""):
+        self.secret, self.largest = secret, LARGEST_PAYLOAD
         self.store, self.rank = store, TARGET if is_target else DRAFT
         to_draft, to_target = (gloo_group(store, name, self.rank, hostname) for name in ("to_draft", "to_target"))
         self.outgoing, self.incoming = (to_draft, to_target) if is_target else (to_target, to_draft)
@@ -52,10 +57,18 @@ class Channel:
         self.promised: Message | None = None  # by the last message that left
         self.link: DeviceLink | None = None
 
+    def prove(self) -> None:
+        """Makes sure that the other end is what it should be. See [`~hf_ssd.distributed.proof.prove`]."""
+        prove(self)
+
     def open_link(self, device: torch.device) -> bool:
         """Opens a link, while the other side does the same, and tells whether it works."""
-        self.link = open_link(self.store, self.rank, device)
+        self.link = open_link(self.store, self.rank, device, link_trial(self.secret))
         return self.link is not None
+
+    def make_room(self, rows: int, vocab_size: int) -> None:
+        """Lets messages be as large as what the longest speculation of so many rows is drawn from."""
+        self.largest = max(self.largest, rows * LONGEST_LOOKAHEAD * vocab_size)
 
     def close_link(self) -> None:
         """Goes on without."""
@@ -146,7 +159,7 @@ class Channel:
             work, frame = self.expected
             self.wait(work, deadline, awake)
             self.expected = None
-            message, payload = unpack(frame)
+            message, payload = unpack(frame, self.largest)
             self.announced = message.announces
             if payload is None or not len(payload):
                 return message

@@ -1,21 +1,17 @@
 """A draft worker that the target's own process has started."""
 
-import socket
 import time
 from collections.abc import Callable
-from datetime import timedelta
-
-import torch.distributed as dist
 
 from .connection import Connection
-from .groups import LOOPBACK
+from .meeting import join, private_meeting, use_another_file
 from .process import STOP_TIMEOUT, WorkerProcess
 
 
 class ChildWorker(Connection):
     """
-    Started at once, so that several can start side by side, and then to be connected. The store of the two listens on
-    loopback, on a port that the system picks.
+    Started at once, so that several can start side by side, and then to be connected. The two meet where no one else
+    can, and share a secret: see [`~hf_ssd.distributed.meeting`] and [`~hf_ssd.distributed.proof`].
 
     Args:
         settings (`dict`): What [`~hf_ssd.distributed.worker`] reads. `timeout` bounds the start, in seconds.
@@ -29,23 +25,18 @@ class ChildWorker(Connection):
         super().__init__()
         self.timeout = settings["timeout"]
         self.deadline = time.monotonic() + self.timeout
-        self.listener = socket.create_server((LOOPBACK, 0))
-        self.port = self.listener.getsockname()[1]
-        store = {"host": LOOPBACK, "port": self.port, "prefix": "", "hostname": LOOPBACK}
-        self.process = WorkerProcess({**settings, "store": store}, descriptor)
+        self.meeting, descriptors = private_meeting()
+        self.secret = bytes.fromhex(self.meeting["secret"])
+        if descriptor is not None:
+            descriptors = [*descriptors, descriptor]
+        self.process = WorkerProcess({**settings, "meeting": self.meeting}, descriptors)
 
     def connect(self, waiting: Callable[[], None] = lambda: None) -> None:
         try:
-            store = dist.TCPStore(
-                LOOPBACK,
-                self.port,
-                is_master=True,
-                timeout=timedelta(seconds=self.timeout),
-                wait_for_workers=False,
-                master_listen_fd=self.listener.detach(),
-            )
-            self._connect(dist.PrefixStore("", store), LOOPBACK, self.deadline, waiting)
+            store = join(self.meeting, self.timeout)
+            self._connect(store, self.meeting["hostname"], self.deadline, waiting)
         except BaseException:
+            use_another_file()
             self.kill()
             raise
 

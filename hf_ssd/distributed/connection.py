@@ -26,6 +26,7 @@ class Connection(ABC):
     """
     Attributes:
         channel ([`Channel`], *optional*): To the worker, once it is connected.
+        secret (`bytes`): What only the worker and this process know; empty where nobody could tell both of them.
         facts (`dict`): What the worker says of itself: `vocab_size` and `device` of its model, the `identity` of that
             device, its `pid`, and whether the model `is_compiled`, or, if it was to be and is not,
             `uncompiled_because`.
@@ -33,6 +34,7 @@ class Connection(ABC):
 
     def __init__(self):
         self.channel: Channel | None = None
+        self.secret = b""
         self.facts: dict = {}
         self.link_was_tried = False
 
@@ -93,9 +95,9 @@ class Connection(ABC):
         try:
             while (message := self.channel.receive(max(0.0, deadline - time.monotonic()))).kind != Kind.LINK:
                 pass  # late answers of an earlier call
+            works = works and payloads.payload_to_json(message.payload)
         except (TimeoutError, PeerLost, ProtocolError) as error:
             raise DraftError(f"The draft worker did not open its end of a link. {self.last_words()}") from error
-        works = works and payloads.payload_to_json(message.payload)
         self.channel.send(Message(Kind.LINK, payload=payloads.json_to_payload(works)))
         if not works:
             self.channel.close_link()
@@ -115,7 +117,8 @@ class Connection(ABC):
             time.sleep(0.01)
         store.set(TARGET_IS_HERE, "yes")
         try:
-            self.channel = Channel(store, is_target=True, hostname=hostname)
+            self.channel = Channel(store, is_target=True, hostname=hostname, secret=self.secret)
+            self.channel.prove()
         except RuntimeError as error:
             raise DraftError(f"The draft worker did not connect: {error}\n{self.last_words()}") from error
         while True:

@@ -15,7 +15,6 @@ logger = logging.get_logger(__name__)
 
 LINK_TIMEOUT = 60.0  # seconds to open a link
 POLL = 2e-5  # seconds between two looks at a transfer
-TRIAL = 8  # numbers that are sent once to see whether it works
 
 
 class DeviceLink:
@@ -30,10 +29,12 @@ class DeviceLink:
         store (`torch.distributed.Store`): Where the two processes find each other.
         rank (`int`): `TARGET` or `DRAFT`.
         device (`torch.device`): Of this side's model. On the CPU gloo takes NCCL's place.
+        trial (`torch.FloatTensor`): Numbers that both sides know and nobody else. They are sent once, to see whether
+            the link works, and whether it leads to the other side.
     """
 
-    def __init__(self, store: dist.Store, rank: int, device: torch.device):
-        self.store, self.rank, self.device = store, rank, device
+    def __init__(self, store: dist.Store, rank: int, device: torch.device, trial: torch.FloatTensor):
+        self.store, self.rank, self.device, self.trial = store, rank, device, trial
         self.stream: torch.cuda.Stream | None = None
         self.group: dist.ProcessGroup | None = None
         self.is_aborted = False
@@ -91,13 +92,13 @@ class DeviceLink:
         work.wait()
 
     def _try(self) -> None:
-        deadline, numbers = time.monotonic() + LINK_TIMEOUT, torch.arange(TRIAL, dtype=torch.float32)
+        deadline, trial = time.monotonic() + LINK_TIMEOUT, self.trial
         if self.rank == DRAFT:
-            self.wait(self.send(numbers.to(self.device)), deadline)
+            self.wait(self.send(trial.to(self.device)), deadline)
             return
-        message = Message(Kind.PROBABILITIES, payload=torch.empty(TRIAL))
+        message = Message(Kind.PROBABILITIES, payload=torch.empty_like(trial))
         self.wait(self.receive(message), deadline)
-        if not torch.equal(message.payload.cpu(), numbers):
+        if not torch.equal(message.payload.cpu(), trial):
             raise RuntimeError("what arrived is not what was sent")
 
     @contextlib.contextmanager
@@ -109,12 +110,12 @@ class DeviceLink:
                 yield
 
 
-def open_link(store: dist.Store, rank: int, device: torch.device) -> DeviceLink | None:
+def open_link(store: dist.Store, rank: int, device: torch.device, trial: torch.FloatTensor) -> DeviceLink | None:
     """
     Opens a link, while the other side does the same. `None` if that fails; then there is a warning, and host memory
     serves as well. In a thread, because NCCL can wait for ever for a peer that it does not reach.
     """
-    link, outcome = DeviceLink(store, rank, device), []
+    link, outcome = DeviceLink(store, rank, device, trial), []
 
     def attempt():
         try:

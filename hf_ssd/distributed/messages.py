@@ -18,7 +18,7 @@ FRAME_LENGTH = 128
 PAYLOAD_TYPES = (torch.int64, torch.int32, torch.float32, torch.uint8)
 BEHIND, INLINE, OVER_LINK = range(3)  # where a payload is
 ROUNDS_BETWEEN_NEWS = 16  # in which a draft is not asked
-LARGEST_PAYLOAD = 2**34  # elements; a header that asks for more is not one of ours
+LARGEST_PAYLOAD = 2**26  # elements; a header that asks for more is not one of ours, unless more is expected
 
 
 class Kind(IntEnum):
@@ -42,6 +42,7 @@ class Kind(IntEnum):
     VALUES = 16  # rank 0 of the target -> its other ranks: something besides outcomes and speculations
     LINK = 17  # target -> draft: open a link between the two GPUs; both then say whether it works (JSON)
     NEWS = 18  # target -> draft: the outcomes of some rounds that the draft was not asked in; there is no answer
+    PROOF = 19  # both ways, first of all: a nonce, and then what shows that the sender knows the secret of the two
 
 
 class ProtocolError(RuntimeError):
@@ -94,9 +95,13 @@ def pack(message: Message) -> list[torch.Tensor]:
     return [frame, *(one.contiguous() for one in behind)]
 
 
-def unpack(frame: torch.Tensor) -> tuple[Message, torch.Tensor | None]:
+def unpack(frame: torch.Tensor, largest: int = LARGEST_PAYLOAD) -> tuple[Message, torch.Tensor | None]:
     """
-    Reads a frame.
+    Reads a frame, and makes room for what is to follow.
+
+    Args:
+        frame (`torch.LongTensor` of shape `(FRAME_LENGTH,)`): What came.
+        largest (`int`, *optional*): Elements that may follow. A frame that announces more is refused.
 
     Returns:
         The message, and `None` or its empty payload, which is to be received into.
@@ -111,11 +116,11 @@ def unpack(frame: torch.Tensor) -> tuple[Message, torch.Tensor | None]:
         raise ProtocolError(f"a message began with {magic:#x} instead of {MAGIC:#x}; it does not come from hf_ssd")
     if version != VERSION:
         raise ProtocolError(f"a message has protocol version {version}, this side speaks version {VERSION}")
-    room = FRAME_LENGTH - HEADER_LENGTH if place == INLINE else LARGEST_PAYLOAD
+    room = FRAME_LENGTH - HEADER_LENGTH if place == INLINE else largest
     is_known = {kind, next_kind or kind} <= set(Kind) and BEHIND <= place <= OVER_LINK
     is_known = is_known and next_place in (BEHIND, OVER_LINK)
     is_known = is_known and all(0 <= one < len(PAYLOAD_TYPES) for one in (dtype, next_dtype))
-    if not is_known or not 0 <= length <= room or not bool(next_kind) <= next_length <= LARGEST_PAYLOAD:
+    if not is_known or not 0 <= length <= room or not bool(next_kind) <= next_length <= largest:
         raise ProtocolError(
             f"a message of kind {kind} announces {length} elements of type {dtype}, and announces another of kind "
             f"{next_kind} with {next_length} elements of type {next_dtype}, which cannot be"

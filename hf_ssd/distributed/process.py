@@ -22,13 +22,13 @@ class WorkerProcess:
 
     Args:
         settings (`dict`): What [`~hf_ssd.distributed.worker`] reads.
-        descriptor (`int`, *optional*): File descriptor of shared weights that the worker inherits.
+        descriptors (`list[int]`): File descriptors that the worker inherits.
 
     Attributes:
         popen (`subprocess.Popen`): The process.
     """
 
-    def __init__(self, settings: dict, descriptor: int | None = None):
+    def __init__(self, settings: dict, descriptors: list[int]):
         self.errors = tempfile.TemporaryFile()
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER)}
         environment = {**inherited, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONSAFEPATH": "1"}
@@ -39,7 +39,7 @@ class WorkerProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=self.errors,
-            pass_fds=[] if descriptor is None else [descriptor],
+            pass_fds=descriptors,
             env=environment,
             start_new_session=True,  # a Ctrl-C in the terminal is for the target
         )

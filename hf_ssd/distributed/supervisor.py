@@ -3,6 +3,11 @@
 torchrun ends all ranks when one is killed, so a draft rank itself does nothing that could kill it. Its child is the
 draft worker, which holds the GPU, and may die and be started again alone. Target and supervisor leave each other notes
 in torchrun's store: which child is asked for, which one is to be killed, which has ended and with what last words.
+
+There is no private pipe between ranks, so target and draft trust torchrun's store, and with it everyone who can reach
+MASTER_ADDR:MASTER_PORT or the ports on which gloo and NCCL listen: whoever can may take a rank's place, be sent the
+prompts and answer with tokens, and may do the same to the ranks of any other program that torchrun starts. As torchrun
+itself, this is for a network, or a machine, whose users trust each other.
 """
 
 import time
@@ -48,7 +53,7 @@ class Notes:
     def meeting(self, number: int) -> dict:
         """Where the child of this number and the target find each other."""
         place = {"host": self.host, "port": self.port, "hostname": self.hostname}
-        return {**place, "prefix": f"{self.prefix}/{number}"}
+        return {**place, "prefix": f"{self.prefix}/{number}", "secret": ""}
 
 
 class SupervisedWorker(Connection):
@@ -114,7 +119,8 @@ def supervise(notes: Notes, settings: dict, descriptor: int | None) -> None:
     """
 
     def start(number: int) -> WorkerProcess:
-        return WorkerProcess({**settings, "store": notes.meeting(number)}, descriptor)
+        descriptors = [] if descriptor is None else [descriptor]
+        return WorkerProcess({**settings, "meeting": notes.meeting(number)}, descriptors)
 
     number, said = 0, False
     process = start(number)

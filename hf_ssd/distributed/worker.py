@@ -10,7 +10,6 @@ import traceback
 from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
@@ -23,7 +22,8 @@ from .channel import Channel, PeerLost
 from .connection import DRAFT_IS_HERE, TARGET_IS_HERE
 from .cores import pin
 from .draft_server import DraftServer
-from .messages import Kind, Message
+from .meeting import join
+from .messages import Kind, Message, ProtocolError
 from .weights import model_from_shared_weights
 
 FLUSH_TIMEOUT = 10.0  # seconds for a last message to leave
@@ -64,12 +64,16 @@ def main() -> None:
         uncompiled_because = compile_draft(model) if settings["compile"] else None
     except Exception:
         failure = traceback.format_exc()
-    meeting, timeout = settings["store"], timedelta(seconds=settings["timeout"])
-    server = dist.TCPStore(meeting["host"], meeting["port"], is_master=False, timeout=timeout, wait_for_workers=False)
-    store = dist.PrefixStore(meeting["prefix"], server)
+    meeting = settings["meeting"]
+    store = join(meeting, settings["timeout"])
     store.set(DRAFT_IS_HERE, "yes")
     store.wait([TARGET_IS_HERE], AS_LONG_AS_THE_PARENT_LIVES)
-    channel = Channel(store, is_target=False, hostname=meeting["hostname"])
+    channel = Channel(store, False, meeting["hostname"], bytes.fromhex(meeting["secret"]))
+    try:
+        channel.prove()
+    except ProtocolError as error:
+        print(error, file=sys.stderr, flush=True)
+        os._exit(1)
     if failure is not None:
         channel.send(Message(Kind.ERROR, payload=payloads.text_to_payload(failure)))
         channel.flush(FLUSH_TIMEOUT)

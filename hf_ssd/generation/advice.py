@@ -1,5 +1,11 @@
 """What the figures of a call say about the pair and the settings, in words."""
 
+import math
+
+from .verification import UNLIKELY
+
+CHANCE = 1e-3  # of what is still put down to chance
+
 
 def advice(stats) -> list[str]:
     """
@@ -13,6 +19,14 @@ def advice(stats) -> list[str]:
         return []
     if stats.draft_failure:
         return [f"finished without the draft, by plain decoding: {stats.draft_failure}"]
+    tested = sum(min(accepted + 1, k) for k, accepted, _ in stats.verified_rows())
+    n = min(stats.unlikely_tokens, 20)
+    if n and (UNLIKELY * tested) ** n / math.factorial(n) < CHANCE:
+        return [
+            f"{stats.unlikely_tokens} accepted tokens had less than a millionth of the target's probability in the "
+            "draft, more than chance explains: they were not drawn from what the draft or the fallback says, and the "
+            "output need not be distributed as the target's; use another draft or fallback"
+        ]
     drafted = [k for k in stats.lookahead if k]
     rested = 1 - len(drafted) / stats.rounds
     if rested > 0.5 or stats.acceptance_rate < 0.3:

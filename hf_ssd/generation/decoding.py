@@ -140,7 +140,8 @@ def decode(
         scores = process_positions(logits_processor, logits, sequences.ids, sequences.lengths)
         outcome = None
         if draft.decides:
-            outcome = decide(scores, probabilities, drafted, do_sample, sequences.unfinished)
+            outcome, unlikely = decide(scores, probabilities, drafted, do_sample, sequences.unfinished)
+            stats.unlikely_tokens += unlikely
 
         # 3. The outcome leaves before anything else is done.
         seconds = time.perf_counter() - received if draft.rounds else 0.0
@@ -223,15 +224,19 @@ def decode(
     )
 
 
-def decide(scores, probabilities, drafted, do_sample: bool, unfinished: list[bool]) -> torch.LongTensor:
-    """Returns the outcome `(2, batch_size)` on the CPU: accepted counts, -1 for finished rows, and bonus tokens."""
+def decide(scores, probabilities, drafted, do_sample: bool, unfinished: list[bool]) -> tuple[torch.LongTensor, int]:
+    """
+    Returns the outcome `(2, batch_size)` on the CPU: accepted counts, -1 for finished rows, and bonus tokens; and how
+    many accepted tokens of unfinished rows are unlikely to have been drawn from `probabilities`.
+    """
     if do_sample:
-        accepted, bonus = verify_sampled(scores, probabilities, drafted)
+        accepted, *others = verify_sampled(scores, probabilities, drafted)
     else:
-        accepted, bonus = verify_greedy(scores, drafted)
+        accepted, *others = verify_greedy(scores, drafted)
     if not all(unfinished):
         accepted = accepted.masked_fill(~from_host(unfinished, accepted.device), -1)
-    return torch.stack([accepted, bonus]).cpu()
+    decision = torch.stack([accepted, *others]).cpu()
+    return decision[:2], int(decision[2:, decision[0] >= 0].sum())
 
 
 def prefill(

@@ -42,6 +42,8 @@ class SSDStats:
         prefill_seconds (`float`): Until the target has read the prompt, with the draft's session opened.
         total_seconds (`float`): From the same moment to the end. The start of a worker is in neither.
         generated_tokens (`int`): New tokens in the output, all rows together, padding excluded.
+        unlikely_tokens (`int`): Accepted tokens whose probability in the draft was less than a millionth of that in the
+            target, when sampling. A draft that draws from what it says has one with a chance below a millionth a token.
         draft_failure (`str`, *optional*): Why the draft was given up, if it was.
     """
 
@@ -60,6 +62,7 @@ class SSDStats:
     prefill_seconds: float = 0.0
     total_seconds: float = 0.0
     generated_tokens: int = 0
+    unlikely_tokens: int = 0
     draft_failure: str | None = None
 
     @property

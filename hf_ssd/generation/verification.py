@@ -9,6 +9,9 @@ import torch
 
 from ..argmax import argmax
 
+# Whoever draws from q draws a token with q(x) < p(x) / 10^6 with a chance below 10^-6, since the p(x) sum to 1.
+UNLIKELY = 1e-6
+
 
 def accepted_counts(accept: torch.BoolTensor) -> torch.LongTensor:
     """
@@ -49,17 +52,27 @@ def acceptance_probabilities(p: torch.Tensor, q: torch.Tensor | None, drafted: t
         drafted (`torch.LongTensor` of shape `(batch_size, lookahead)`): The speculation, drawn from `q`.
 
     Returns:
-        `torch.FloatTensor` of shape `(batch_size, lookahead)`: p(x) / q(x), which may exceed 1.
+        `torch.FloatTensor` of shape `(batch_size, lookahead)`: p(x) / q(x), which may exceed 1. 0 where q(x) is no
+        positive finite number: nothing can have been drawn from that.
     """
     ratio = p[:, :-1].gather(2, drafted[:, :, None]).squeeze(2)
-    return ratio if q is None else ratio / q.gather(2, drafted[:, :, None]).squeeze(2)
+    if q is None:
+        return ratio
+    q = q.gather(2, drafted[:, :, None]).squeeze(2)
+    return torch.where(is_possible(q), ratio / q, 0.0)
+
+
+def is_possible(q: torch.Tensor) -> torch.BoolTensor:
+    """Whether each number can be the probability of a token that was drawn. False for NaN."""
+    return (q > 0) & (q < torch.inf)
 
 
 def residual_distribution(
     p: torch.Tensor, q: torch.Tensor | None, drafted: torch.LongTensor, accepted: torch.LongTensor
 ) -> torch.Tensor:
     """
-    The distribution of the bonus token: max(p - q, 0) where the first token was rejected, p where all were accepted.
+    The distribution of the bonus token: max(p - q, 0) where the first token was rejected, p where all were accepted, or
+    where the token was rejected because its q(x) is no positive finite number, whatever p says.
 
     Args:
         p, q, drafted: As in [`acceptance_probabilities`].
@@ -78,7 +91,9 @@ def residual_distribution(
     if q is None:
         residual = bonus.scatter(1, drafted[rows, place][:, None], 0.0)
     else:
-        residual = (bonus - q[rows, place]).clamp(min=0)
+        q = q[rows, place]
+        residual = (bonus - q).clamp(min=0)
+        residual = torch.where(is_possible(q.gather(1, drafted[rows, place][:, None])), residual, bonus)
     # Where p equals q nothing is left of it; a rejection is then a matter of rounding, and p is the right answer.
     residual = torch.where(residual.sum(1, keepdim=True) > 0, residual, bonus)
     return torch.where(rejected[:, None], residual, bonus)
@@ -86,7 +101,7 @@ def residual_distribution(
 
 def verify_sampled(
     scores: torch.Tensor, q: torch.Tensor | None, drafted: torch.LongTensor
-) -> tuple[torch.LongTensor, torch.LongTensor]:
+) -> tuple[torch.LongTensor, torch.LongTensor, torch.LongTensor]:
     """
     Accepts or rejects by chance, so that every token is distributed as the target's own samples. Draws from torch's
     default generator.
@@ -96,13 +111,18 @@ def verify_sampled(
         q, drafted: As in [`acceptance_probabilities`].
 
     Returns:
-        The outcome of each row, two `torch.LongTensor` of shape `(batch_size,)`: accepted count and bonus token.
+        Three `torch.LongTensor` of shape `(batch_size,)`: the outcome of each row, accepted count and bonus token; and
+        how many of the accepted tokens are `UNLIKELY`.
     """
     p = scores.softmax(dim=-1)
     if not drafted.shape[1]:
-        return drafted.new_zeros(len(drafted)), torch.multinomial(p[:, 0], num_samples=1).squeeze(1)
+        none = drafted.new_zeros(len(drafted))
+        return none, torch.multinomial(p[:, 0], num_samples=1).squeeze(1), none
     # `<`, not `<=`: the random number can be 0, and a token of probability 0 must never pass.
     uniform = torch.rand(drafted.shape, device=scores.device)
-    accepted = accepted_counts(uniform < acceptance_probabilities(p, q, drafted))
+    ratios = acceptance_probabilities(p, q, drafted)
+    accepted = accepted_counts(uniform < ratios)
+    is_accepted = torch.arange(drafted.shape[1], device=drafted.device) < accepted[:, None]
+    unlikely = (is_accepted & (ratios * UNLIKELY > 1)).sum(dim=1)
     residual = residual_distribution(p, q, drafted, accepted)
-    return accepted, torch.multinomial(residual, num_samples=1).squeeze(1)
+    return accepted, torch.multinomial(residual, num_samples=1).squeeze(1), unlikely

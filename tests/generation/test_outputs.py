@@ -52,9 +52,18 @@ def stats_like(lookahead=7, accepted=5, hit=True, wait=0.0, budget=8, **fields):
         (stats_like(wait=0.04), "wait is 29% of a round: the draft is too slow for lookahead 7 and budget 8"),
         (stats_like(wait=0.04, hit=False), "hits are rare (0.00)"),
         (stats_like(wait=0.04, budget=0), "in turn with the target"),
+        (stats_like(unlikely_tokens=1), "1 accepted tokens had less than a millionth of the target's probability"),
+        (stats_like(unlikely_tokens=2000), "were not drawn from what the draft or the fallback says"),
         (stats_like(draft_failure="it ended"), "finished without the draft, by plain decoding: it ended"),
     ],
 )
 def test_advice_says_what_was_seen(stats, words):
     assert stats.advice == [] if words is None else any(words in sentence for sentence in stats.advice)
     assert all(sentence in str(stats) for sentence in stats.advice)
+
+
+def test_what_chance_explains_is_no_reason_for_advice():
+    rounds = 10**5
+    fields = {"lookahead": [7] * rounds, "accepted": [[5]] * rounds, "hits": [[True]] * rounds, "budget": [8] * rounds}
+    assert SSDStats(**fields, unlikely_tokens=1).advice == []
+    assert SSDStats(**fields, unlikely_tokens=9).advice != []

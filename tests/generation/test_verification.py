@@ -133,7 +133,7 @@ def test_impossible_tokens_are_never_accepted(monkeypatch):
     """Even when the random number is exactly 0."""
     monkeypatch.setattr(torch, "rand", lambda *shape, **_: torch.zeros(*shape))
     scores = torch.tensor([[[0.0, -torch.inf, 0.0], [0.0, 0.0, 0.0]]])
-    accepted, bonus = verify_sampled(scores, torch.full((1, 1, 3), 1 / 3), torch.tensor([[1]]))
+    accepted, bonus, _ = verify_sampled(scores, torch.full((1, 1, 3), 1 / 3), torch.tensor([[1]]))
     assert accepted.item() == 0 and bonus.item() != 1
 
 
@@ -142,5 +142,86 @@ def test_equal_distributions_always_accept():
     scores = torch.randn(200, 4, VOCAB)
     q = scores.softmax(-1)[:, :3]
     drafted = torch.multinomial(q.flatten(0, 1), 1).view(200, 3)
-    accepted, _ = verify_sampled(scores, q, drafted)
+    accepted, *_ = verify_sampled(scores, q, drafted)
     assert (accepted == 3).all()
+
+
+# ---------------------------------------------------------------- what is no probability
+
+NO_PROBABILITIES = [float("nan"), float("inf"), 0.0, -0.5, -float("inf")]
+
+
+def distribution_where_q_is_lost(value, lookahead=2):
+    """A draft that draws as it always does, but of whose rows behind each odd token another number arrives."""
+    p, q = random_tree(lookahead, seed=1), random_tree(lookahead, seed=2)
+    said = {prefix: torch.full_like(row, value) if prefix and prefix[-1] % 2 else row for prefix, row in q.items()}
+    joint = torch.zeros([VOCAB] * (lookahead + 1), dtype=torch.float64)
+    for draft in itertools.product(range(VOCAB), repeat=lookahead):
+        chance = 1.0
+        for i, token in enumerate(draft):
+            chance *= q[draft[:i]][token].item()
+        drafted = torch.tensor([draft])
+        p_rows = torch.stack([p[draft[:i]] for i in range(lookahead + 1)])[None]
+        q_rows = torch.stack([said[draft[:i]] for i in range(lookahead)])[None]
+        ratios = verification.acceptance_probabilities(p_rows, q_rows, drafted)[0].clamp(0, 1)
+        for accepted in range(lookahead + 1):
+            ends = chance * (1 - ratios[accepted]) if accepted < lookahead else chance
+            residual = verification.residual_distribution(p_rows, q_rows, drafted, torch.tensor([accepted]))[0]
+            for bonus in range(VOCAB) if ends > 0 else ():
+                share = float(ends * residual[bonus] / residual.sum())
+                add_continuations(joint, p, (*draft[:accepted], bonus), share)
+            if accepted < lookahead:
+                chance = chance * ratios[accepted]
+    return joint, plain_distribution(p, lookahead + 1)
+
+
+@pytest.mark.parametrize("value", NO_PROBABILITIES)
+def test_what_cannot_be_a_probability_is_rejected_and_the_target_decides_alone(value):
+    torch.testing.assert_close(*distribution_where_q_is_lost(value), atol=1e-6, rtol=0)
+
+
+def accept_whatever_q_is(p, q, drafted):
+    ratio = p[:, :-1].gather(2, drafted[:, :, None]).squeeze(2) / q.gather(2, drafted[:, :, None]).squeeze(2)
+    return ratio.nan_to_num(1.0)
+
+
+def residual_whatever_q_is(p, q, drafted, accepted):
+    rows = torch.arange(len(accepted))
+    place = accepted.clamp(max=drafted.shape[1] - 1)
+    residual = (p[rows, accepted] - q[rows, place]).nan_to_num(0.0, 1.0).clamp(min=0) + 1e-12
+    return torch.where((accepted < drafted.shape[1])[:, None], residual, p[rows, accepted])
+
+
+@pytest.mark.parametrize(
+    "name, mutant, value",
+    [
+        ("acceptance_probabilities", accept_whatever_q_is, 0.0),
+        ("acceptance_probabilities", accept_whatever_q_is, float("nan")),
+        ("residual_distribution", residual_whatever_q_is, float("inf")),
+        ("residual_distribution", residual_whatever_q_is, float("nan")),
+    ],
+)
+def test_mistakes_about_what_cannot_be_a_probability_are_noticed(monkeypatch, name, mutant, value):
+    monkeypatch.setattr(verification, name, mutant)
+    found, expected = distribution_where_q_is_lost(value)
+    assert not torch.allclose(found, expected, atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("value", NO_PROBABILITIES)
+def test_no_random_number_accepts_what_cannot_be_a_probability(monkeypatch, value):
+    monkeypatch.setattr(torch, "rand", lambda *shape, **_: torch.zeros(*shape))
+    q = torch.full((2, 1, VOCAB), 1 / VOCAB)
+    q[0, 0, 3] = value
+    accepted, bonus, unlikely = verify_sampled(torch.zeros(2, 2, VOCAB), q, torch.tensor([[3], [3]]))
+    assert accepted.tolist() == [0, 1] and ((0 <= bonus) & (bonus < VOCAB)).all() and unlikely.tolist() == [0, 0]
+
+
+def test_accepted_tokens_that_no_one_draws_are_counted():
+    q = torch.full((3, 2, VOCAB), 1 / VOCAB)
+    q[0, :, 3], q[1, 1, 3], q[2, 0, 3] = 1e-8, 1e-30, 1e-6
+    scores = torch.zeros(3, 3, VOCAB)
+    scores[2, 1] = torch.tensor([0.0, 0.0, 0.0, -torch.inf, 0.0])  # the second is not accepted
+    accepted, _, unlikely = verify_sampled(scores, q, torch.full((3, 2), 3))
+    assert accepted.tolist() == [2, 2, 1] and unlikely.tolist() == [2, 1, 0]
+    *_, none = verify_sampled(scores, None, torch.full((3, 2), 3))
+    assert none.tolist() == [0, 0, 0]

@@ -1,0 +1,303 @@
+"""Another user of the machine, who sees open ports and connects to them, is sent no prompt and gives no token."""
+
+import contextlib
+import functools
+import hmac
+import os
+import socket
+import threading
+import time
+from datetime import timedelta
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+import hf_ssd
+from hf_ssd.distributed import child, connection, meeting, payloads, proof
+from hf_ssd.distributed.channel import Channel, PeerLost
+from hf_ssd.distributed.draft_server import DraftServer
+from hf_ssd.distributed.messages import Kind, Message, ProtocolError
+
+from ..conftest import padded_batch, tiny_draft
+
+CONFIG = {"lookahead": 3, "budget": 8}
+FACTS = {"vocab_size": 97, "device": "cpu", "gpu": None, "pid": 1, "is_compiled": False, "uncompiled_because": None}
+
+
+def both(*steps):
+    """Runs each in a thread, and returns what they return or raise."""
+    results = [None] * len(steps)
+
+    def run(i):
+        try:
+            results[i] = steps[i]()
+        except Exception as error:
+            results[i] = error
+
+    threads = [threading.Thread(target=run, args=[i]) for i in range(len(steps))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return results
+
+
+@pytest.fixture
+def ends():
+    made = []
+
+    def make(target_secret, draft_secret):
+        store = dist.HashStore()
+        pair = both(
+            lambda: Channel(store, True, secret=target_secret), lambda: Channel(store, False, secret=draft_secret)
+        )
+        made.extend(pair)
+        return pair
+
+    yield make
+    both(*(end.close for end in made))  # at once: each may wait for what the other has under way
+
+
+def test_two_that_share_a_secret_go_on(ends):
+    target, draft = ends(b"s" * 32, b"s" * 32)
+    assert both(target.prove, draft.prove) == [None, None]
+    target.send(Message(Kind.START, payload=torch.arange(500)))
+    assert len(draft.receive(10).payload) == 500
+
+
+@pytest.mark.parametrize("wrong", [b"t" * 32, b""])
+@pytest.mark.parametrize("stranger", ["target", "draft"])
+def test_who_does_not_know_the_secret_is_refused_by_both(ends, monkeypatch, wrong, stranger):
+    right = b"s" * 32
+    target, draft = ends(*((wrong, right) if stranger == "target" else (right, wrong)))
+    for error in both(target.prove, draft.prove):
+        assert isinstance(error, ProtocolError) and "does not know the secret" in str(error)
+    monkeypatch.setattr(hmac, "compare_digest", lambda a, b: True)  # the mutant
+    target, draft = ends(*((wrong, right) if stranger == "target" else (right, wrong)))
+    assert both(target.prove, draft.prove) == [None, None]
+
+
+def test_a_stranger_that_sends_back_what_it_is_sent_is_refused(ends, monkeypatch):
+    """Otherwise no secret would be needed: the mutant proves the same in both directions."""
+
+    def reflect(channel):
+        for _ in range(2):
+            channel.send(channel.receive(10))
+
+    def prove_to_a_mirror():
+        target, mirror = ends(b"s" * 32, b"")
+        return both(target.prove, lambda: reflect(mirror))[0]
+
+    assert isinstance(prove_to_a_mirror(), ProtocolError)
+
+    def without_roles(secret, sender, own, theirs):
+        return hmac.digest(secret, bytes(a ^ b for a, b in zip(own, theirs)), "sha256")
+
+    monkeypatch.setattr(proof, "_digest", without_roles)
+    assert prove_to_a_mirror() is None
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Message(Kind.READY, payload=torch.arange(32)),
+        Message(Kind.PROOF, payload=torch.arange(31)),
+        Message(Kind.PROOF, payload=torch.arange(32) + 240),
+        Message(Kind.PROOF, payload=torch.zeros(32)),
+        Message(Kind.PROOF, payload=torch.zeros(10**5, dtype=torch.int64)),
+        Message(
+            Kind.PROOF, payload=torch.zeros(32, dtype=torch.int64), announces=Message(Kind.READY, payload=torch.ones(3))
+        ),
+        None,
+    ],
+    ids=["other kind", "short", "no bytes", "behind the frame", "large", "announcing", "silent"],
+)
+def test_what_is_no_proof_is_refused_in_time(ends, monkeypatch, message):
+    monkeypatch.setattr(proof, "PROOF_TIMEOUT", 1.0)
+    target, draft = ends(b"s" * 32, b"")
+    if message is not None:
+        draft.send(message)
+    with pytest.raises(ProtocolError):
+        target.prove()
+
+
+class Stranger:
+    """
+    Looks for listening ports of this program and its workers, and connects to each of them: as gloo does, with
+    nonsense, and as a draft that asks the store where to go.
+    """
+
+    def __init__(self, sends):
+        self.sends, self.ports, self.held, self.received = sends, set(), [], []
+        self.channel, self.ended = None, False
+        self.threads = [threading.Thread(target=self.look, daemon=True)]
+
+    def __enter__(self):
+        # Ports of other tests in this process are no concern of this one.
+        self.ports = self.listening()
+        self.threads[0].start()
+        return self
+
+    def __exit__(self, *exception):
+        self.ended = True
+        for thread in self.threads:
+            thread.join(20)
+        for held in self.held:
+            held.settimeout(0.1)
+            with contextlib.suppress(OSError):
+                self.received.append(held.recv(2**20))
+            held.close()
+
+    @staticmethod
+    def listening():
+        found = set()
+        for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
+            with contextlib.suppress(psutil.Error):
+                found |= {one.laddr.port for one in process.net_connections() if one.status == "LISTEN"}
+        return found
+
+    def look(self):
+        while not self.ended:
+            for port in self.listening() - self.ports:
+                self.ports.add(port)
+                if self.sends == "the draft's words":
+                    self.threads.append(threading.Thread(target=self.play, args=[port], daemon=True))
+                    self.threads[-1].start()
+                    continue
+                for number in (0, 1):
+                    with contextlib.suppress(OSError):
+                        held = socket.create_connection(("127.0.0.1", port), timeout=1)
+                        self.held.append(held)
+                        held.sendall(number.to_bytes(8, "little") if self.sends == "gloo's words" else os.urandom(500))
+            time.sleep(0.001)
+
+    def play(self, port):
+        with contextlib.suppress(Exception):
+            store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=2))
+            store = dist.PrefixStore("", store)
+            store.set(connection.DRAFT_IS_HERE, "yes")
+            self.channel = Channel(store, is_target=False)
+            with contextlib.suppress(AttributeError, ProtocolError):
+                self.channel.prove()
+            self.channel.send(Message(Kind.READY, payload=payloads.json_to_payload(FACTS)))
+            while not self.ended:
+                with contextlib.suppress(TimeoutError):
+                    message = self.channel.receive(1.0)
+                    self.received.append(message.payload.numpy().tobytes())
+
+
+def test_a_stranger_that_gloo_takes_for_the_other_side_is_refused_by_both(monkeypatch):
+    monkeypatch.setattr(proof, "PROOF_TIMEOUT", 1.0)
+    monkeypatch.setattr("hf_ssd.distributed.groups.CONNECT_TIMEOUT", timedelta(seconds=5))
+    secret = b"s" * 32
+
+    def meet(store, is_target):
+        if not is_target:
+            time.sleep(0.3)  # time enough for a stranger to be first
+        channel = Channel(store, is_target, secret=secret)
+        channels.append(channel)
+        channel.prove()
+
+    for store in [dist.HashStore() for _ in range(5)]:  # it is up to gloo which side listens
+        channels = []
+        with Stranger("gloo's words") as stranger:
+            results = both(functools.partial(meet, store, True), functools.partial(meet, store, False))
+        both(*(channel.close for channel in channels))
+        if any(stranger.received):
+            assert all(isinstance(result, RuntimeError) for result in results)
+            return
+    raise AssertionError("the stranger was never taken for the other side")
+
+
+# ---------------------------------------------------------------- real workers
+
+
+@pytest.mark.parametrize("sends", ["gloo's words", "nonsense", "the draft's words"])
+def test_a_stranger_at_the_ports_gets_nothing(target, monkeypatch, sends):
+    monkeypatch.setattr(proof, "PROOF_TIMEOUT", 3.0)
+    monkeypatch.setattr("hf_ssd.distributed.groups.CONNECT_TIMEOUT", timedelta(seconds=10))
+    prompts, assistant = padded_batch(2), None
+    plain = target.generate(**prompts, max_new_tokens=20, do_sample=False)
+    with Stranger(sends) as stranger:
+        try:
+            assistant = hf_ssd.launch_draft(tiny_draft(), num_threads=1)
+        except hf_ssd.DraftError:
+            pass  # the stranger was quicker than the worker, and stands in its way
+        if assistant is not None:
+            config = hf_ssd.SSDConfig(**CONFIG, timeout=10.0)
+            output = target.generate(**prompts, max_new_tokens=20, do_sample=False, assistant_model=assistant,
+                                     ssd_config=config, return_dict_in_generate=True)  # fmt: skip
+            assert torch.equal(output.sequences, plain)
+            facts = assistant.workers[0].facts
+            assert not facts or facts["pid"] != FACTS["pid"]
+            assistant.close()
+    assert stranger.ports
+    secret = prompts["input_ids"][0].numpy().tobytes()
+    assert not any(secret in received for received in stranger.received)
+
+
+@pytest.mark.parametrize("checked", [True, False], ids=["checked", "the mutant"])
+def test_a_stranger_in_the_place_of_a_worker_gets_no_prompt(target, draft, monkeypatch, checked):
+    """Whatever it did to get there. It answers as the draft does, but does not know the secret."""
+    prompts_seen = []
+
+    class Spy(DraftServer):
+        def _start(self, message):
+            prompts_seen.append(message)
+            super()._start(message)
+
+    def serve(store):
+        channel = Channel(store, is_target=False, secret=b"guess")
+        with contextlib.suppress(ProtocolError):
+            channel.prove()
+        channel.send(Message(Kind.READY, payload=payloads.json_to_payload(FACTS)))
+        with contextlib.suppress(PeerLost, RuntimeError):
+            Spy(channel, draft).serve()
+
+    def join(place, timeout):
+        store = dist.HashStore()
+        store.set(connection.DRAFT_IS_HERE, "yes")
+        threading.Thread(target=serve, args=[store], daemon=True).start()
+        return store
+
+    monkeypatch.setattr(child, "join", join)
+    if not checked:
+        monkeypatch.setattr(hmac, "compare_digest", lambda a, b: True)
+        with hf_ssd.launch_draft(tiny_draft(), num_threads=1) as assistant:
+            target.generate(**padded_batch(2), max_new_tokens=20, do_sample=False, assistant_model=assistant,
+                            ssd_config=hf_ssd.SSDConfig(**CONFIG))  # fmt: skip
+        assert prompts_seen
+        return
+    with pytest.raises(hf_ssd.DraftError, match="does not know the secret"):
+        worker = child.ChildWorker({"timeout": 60.0, "cores": None})
+        worker.connect()
+    assert not prompts_seen and not worker.process.is_running and worker.channel is None
+
+
+def test_the_meeting_is_open_to_the_two_alone():
+    place, descriptors = meeting.private_meeting()
+    again, _ = meeting.private_meeting()
+    assert len(bytes.fromhex(place["secret"])) == 32
+    assert place["secret"] != again["secret"] and place["prefix"] != again["prefix"]
+    store = meeting.join(place, 5.0)
+    store.set("here", "yes")
+    assert meeting.join(place, 5.0).get("here") == b"yes" and not meeting.join(again, 5.0).check(["here"])
+    if descriptors:
+        assert not os.get_inheritable(descriptors[0]) and os.fstat(descriptors[0]).st_nlink == 0
+    start = time.monotonic()
+    with pytest.raises(RuntimeError):
+        store.wait(["never"], timedelta(seconds=0.2))
+    assert time.monotonic() - start < 5
+
+
+def test_where_files_have_names_no_other_user_can_enter(monkeypatch):
+    monkeypatch.delattr(os, "memfd_create", raising=False)
+    meeting.use_another_file()
+    try:
+        place, descriptors = meeting.private_meeting()
+        meeting.join(place, 5.0).set("here", "yes")
+        assert not descriptors and os.stat(os.path.dirname(place["path"])).st_mode & 0o077 == 0
+    finally:
+        meeting.use_another_file()
