@@ -74,7 +74,7 @@ class DeviceLink:
         if self.rank == DRAFT:
             self.wait(self.send(numbers.to(self.device)), deadline)
             return
-        message = Message(Kind.PROBABILITIES, payload=torch.empty(TRIAL))
+        message = Message(Kind.PROBABILITIES, payload=torch.empty(TRIAL, dtype=torch.float32))
         self.wait(self.receive(message), deadline)
         if not torch.equal(message.payload.cpu(), numbers):
             raise RuntimeError("what arrived is not what was sent")

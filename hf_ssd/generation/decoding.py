@@ -248,6 +248,6 @@ def prompts_without_padding(input_ids: torch.LongTensor, attention_mask) -> list
     """Returns the tokens of each row that count; at least the last one."""
     if attention_mask is None:
         return list(input_ids)
-    mask = attention_mask[:, -input_ids.shape[1] :].bool()
+    mask = attention_mask[:, -input_ids.shape[1] :].bool().clone()  # `bool()` of booleans is the user's own tensor
     mask[:, -1] = True
     return [row[kept] for row, kept in zip(input_ids, mask)]

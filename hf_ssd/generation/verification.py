@@ -102,7 +102,8 @@ def verify_sampled(
     if not drafted.shape[1]:
         return drafted.new_zeros(len(drafted)), torch.multinomial(p[:, 0], num_samples=1).squeeze(1)
     # `<`, not `<=`: the random number can be 0, and a token of probability 0 must never pass.
-    uniform = torch.rand(drafted.shape, device=scores.device)
+    # In float64: of float32 numbers one in 2^24 is 0, with which any token that is possible at all would pass.
+    uniform = torch.rand(drafted.shape, dtype=torch.float64, device=scores.device)
     accepted = accepted_counts(uniform < acceptance_probabilities(p, q, drafted))
     residual = residual_distribution(p, q, drafted, accepted)
     return accepted, torch.multinomial(residual, num_samples=1).squeeze(1)
