@@ -182,6 +182,5 @@ def _process_together(
 def _ruled_out(processor: LogitsProcessor, vocab_size: int, device: torch.device) -> torch.LongTensor:
     """Returns the tokens that a processor of [`ENOUGH`] forbids where there are too few before, of shape `(n,)`."""
     too_few = torch.zeros(1, ENOUGH[type(processor)](processor) - 1, dtype=torch.long, device=device)
-    return (
-        processor(too_few, torch.zeros(1, vocab_size, dtype=torch.float32, device=device))[0].isneginf().nonzero()[:, 0]
-    )
+    scores = torch.zeros(1, vocab_size, dtype=torch.float32, device=device)
+    return processor(too_few, scores)[0].isneginf().nonzero()[:, 0]

@@ -188,6 +188,7 @@ def decode(
     stats.generated_tokens = sum(sequences.kept(row) - prompt_length for row in range(batch_size))
     stats.draft_failure = draft.failure
     if wants_dict or getattr(theirs, "_is_user_defined", False):
+        feed_what_is_missing(decoder, sequences, output, columns_before_ids)
         decoder.cache.copy_to(theirs, output.shape[1] - 1 + columns_before_ids)
     if not wants_dict:
         return output
@@ -242,6 +243,32 @@ def prefill(
         column_limit=None if max_length is None else columns - input_ids.shape[1] + max_length,
     )
     return decoder, outputs.logits[:, -1:]
+
+
+def feed_what_is_missing(
+    decoder: CachedModel, sequences: Sequences, output: torch.LongTensor, columns_before_ids: int
+) -> None:
+    """
+    Feeds the rows that ended before the others their last token and the padding behind it, as plain generation does.
+
+    Args:
+        decoder ([`CachedModel`]): The target with its cache.
+        sequences ([`Sequences`]): The rows, all of them finished.
+        output (`torch.LongTensor` of shape `(batch_size, length)`): What the call returns.
+        columns_before_ids (`int`): Columns of the cache before the first token of the output.
+    """
+    last = output.shape[1] - 1  # which nothing follows, so it is not fed
+    fed = [min(sequences.kept(row), length - 1, last) for row, length in enumerate(sequences.lengths)]
+    if min(fed) == last:
+        return
+    decoder.cache.take_back()
+    decoder.leave_out([count == last for count in fed])
+    start = min(fed)
+    decoder.extend(
+        output[:, start:last].to(decoder.device),
+        [start + columns_before_ids] * len(fed),
+        logits_to_keep=torch.zeros(1, dtype=torch.long, device=decoder.device),  # of which none is needed
+    )
 
 
 def prompts_without_padding(input_ids: torch.LongTensor, attention_mask) -> list[torch.LongTensor]:
