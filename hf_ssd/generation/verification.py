@@ -52,7 +52,11 @@ def acceptance_probabilities(p: torch.Tensor, q: torch.Tensor | None, drafted: t
         `torch.FloatTensor` of shape `(batch_size, lookahead)`: p(x) / q(x), which may exceed 1.
     """
     ratio = p[:, :-1].gather(2, drafted[:, :, None]).squeeze(2)
-    return ratio if q is None else ratio / q.gather(2, drafted[:, :, None]).squeeze(2)
+    if q is None:
+        return ratio
+    of_token = q.gather(2, drafted[:, :, None]).squeeze(2)
+    # A token cannot have been drawn with a probability of 0, or with none: nothing is known of it, and it never passes.
+    return torch.where((of_token > 0) & of_token.isfinite(), ratio / of_token, 0)
 
 
 def residual_distribution(
@@ -84,16 +88,25 @@ def residual_distribution(
     return torch.where(rejected[:, None], residual, bonus)
 
 
+def uniform_numbers(drafted: torch.LongTensor) -> torch.DoubleTensor:
+    """
+    Returns random numbers from 0 to below 1 of the shape of `drafted`, from torch's default generator. They are float64
+    because of float32 numbers one in 2^24 is 0, with which any token passes that is possible at all.
+    """
+    return torch.rand(drafted.shape, dtype=torch.float64, device=drafted.device)
+
+
 def verify_sampled(
-    scores: torch.Tensor, q: torch.Tensor | None, drafted: torch.LongTensor
+    scores: torch.Tensor, q: torch.Tensor | None, drafted: torch.LongTensor, uniform: torch.DoubleTensor
 ) -> tuple[torch.LongTensor, torch.LongTensor]:
     """
-    Accepts or rejects by chance, so that every token is distributed as the target's own samples. Draws from torch's
-    default generator.
+    Accepts or rejects by chance, so that every token is distributed as the target's own samples. Draws bonus tokens
+    from torch's default generator.
 
     Args:
         scores (`torch.FloatTensor` of shape `(batch_size, lookahead + 1, vocab_size)`): The target's processed scores.
         q, drafted: As in [`acceptance_probabilities`].
+        uniform (`torch.DoubleTensor` of shape `(batch_size, lookahead)`): See [`uniform_numbers`].
 
     Returns:
         The outcome of each row, two `torch.LongTensor` of shape `(batch_size,)`: accepted count and bonus token.
@@ -102,8 +115,8 @@ def verify_sampled(
     if not drafted.shape[1]:
         return drafted.new_zeros(len(drafted)), torch.multinomial(p[:, 0], num_samples=1).squeeze(1)
     # `<`, not `<=`: the random number can be 0, and a token of probability 0 must never pass.
-    # In float64: of float32 numbers one in 2^24 is 0, with which any token that is possible at all would pass.
-    uniform = torch.rand(drafted.shape, dtype=torch.float64, device=scores.device)
     accepted = accepted_counts(uniform < acceptance_probabilities(p, q, drafted))
     residual = residual_distribution(p, q, drafted, accepted)
+    # Where the scores are not numbers the row is verified again, and what is drawn here does not count.
+    residual = torch.where(residual.isnan().any(dim=1, keepdim=True), 1.0, residual)
     return accepted, torch.multinomial(residual, num_samples=1).squeeze(1)

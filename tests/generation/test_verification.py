@@ -10,6 +10,7 @@ from hf_ssd.generation.verification import (
     acceptance_probabilities,
     accepted_counts,
     residual_distribution,
+    uniform_numbers,
     verify_greedy,
     verify_sampled,
 )
@@ -133,7 +134,9 @@ def test_impossible_tokens_are_never_accepted(monkeypatch):
     """Even when the random number is exactly 0."""
     monkeypatch.setattr(torch, "rand", lambda *shape, **_: torch.zeros(*shape))
     scores = torch.tensor([[[0.0, -torch.inf, 0.0], [0.0, 0.0, 0.0]]])
-    accepted, bonus = verify_sampled(scores, torch.full((1, 1, 3), 1 / 3), torch.tensor([[1]]))
+    accepted, bonus = verify_sampled(
+        scores, torch.full((1, 1, 3), 1 / 3), torch.tensor([[1]]), uniform_numbers(torch.tensor([[1]]))
+    )
     assert accepted.item() == 0 and bonus.item() != 1
 
 
@@ -150,13 +153,15 @@ def share_accepted(monkeypatch, p, dtype_of=lambda dtype: dtype):
     scores = torch.tensor([p, 1 - p]).log().expand(1, 2, 2)
     q, drafted = torch.tensor([[[1.0, 0.0]]]), torch.tensor([[0]])
     low, next_number = 0, 0.0
-    if not verify_sampled(scores, q, drafted)[0].item():
+    if not verify_sampled(scores, q, drafted, uniform_numbers(drafted))[0].item():
         return 0.0
     high = 2 ** requested[-1]
     while high - low > 1:  # those below some number are accepted
         middle = (low + high) // 2
         next_number = middle / 2 ** requested[-1]
-        low, high = (middle, high) if verify_sampled(scores, q, drafted)[0].item() else (low, middle)
+        low, high = (
+            (middle, high) if verify_sampled(scores, q, drafted, uniform_numbers(drafted))[0].item() else (low, middle)
+        )
     return high / 2 ** requested[-1]
 
 
@@ -175,5 +180,14 @@ def test_equal_distributions_always_accept():
     scores = torch.randn(200, 4, VOCAB)
     q = scores.softmax(-1)[:, :3]
     drafted = torch.multinomial(q.flatten(0, 1), 1).view(200, 3)
-    accepted, _ = verify_sampled(scores, q, drafted)
+    accepted, _ = verify_sampled(scores, q, drafted, uniform_numbers(drafted))
     assert (accepted == 3).all()
+
+
+@pytest.mark.parametrize("wrong", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_token_is_never_accepted_on_the_word_of_an_impossible_q(wrong):
+    q = torch.full((500, 1, VOCAB), 1 / VOCAB)
+    q[..., 1] = wrong
+    drafted = torch.ones(500, 1, dtype=torch.long)
+    accepted, _ = verify_sampled(torch.zeros(500, 2, VOCAB), q, drafted, uniform_numbers(drafted))
+    assert (accepted == 0).all()
