@@ -47,7 +47,7 @@ def test_positions_equal_one_call_for_each(lengths, processors):
     torch.manual_seed(0)
     processors = LogitsProcessorList(processors)
     ids, scores = torch.randint(0, 12, (3, 16)), torch.randn(3, 4, 12)
-    result = process_positions(processors, scores.clone(), ids, lengths)
+    result = process_positions(processors, scores.clone(), ids, lengths, [0, 1, 2])
     for row, position in [(r, p) for r in range(3) for p in range(4)]:
         history = ids[:, : lengths[row] + position]
         alone = processors(history, scores[:, position].clone())[row]
@@ -71,7 +71,8 @@ def test_one_call_does_where_it_can(processor, lengths, monkeypatch):
     """With rows of all lengths there would be a call for each token, which takes longer than the forward pass."""
     calls, call = [], type(processor).__call__
     monkeypatch.setattr(type(processor), "__call__", lambda *args: calls.append(args) or call(*args))
-    process_positions(LogitsProcessorList([processor]), torch.randn(3, 2, 12), torch.randint(0, 12, (3, 16)), lengths)
+    scores, ids = torch.randn(3, 2, 12), torch.randint(0, 12, (3, 16))
+    process_positions(LogitsProcessorList([processor]), scores, ids, lengths, [0, 1, 2])
     assert len(calls) <= 1
 
 

@@ -155,6 +155,14 @@ class RaggedCache(DynamicCache):
             self.rows, self.left_out = None, []
             self._reopen()
 
+    def clear_behind(self, rows: list[int], columns: list[int]) -> None:
+        """Puts zeros into these rows from a column of each on; `columns` has one of every row."""
+        order = range(len(columns)) if self.rows is None else self.rows + self.left_out
+        for row in rows:
+            for layer in self.layers:
+                for storage in (layer.keys, layer.values):
+                    storage[order.index(row), :, columns[row] :] = 0
+
     def _arrange(self, before: list[int], order: list[int]) -> None:
         """Lets rows that stand in one order stand in another."""
         moved = [place for place, row in enumerate(order) if before[place] != row]

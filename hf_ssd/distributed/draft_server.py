@@ -200,7 +200,8 @@ class DraftServer:
         tokens, hits, known = payloads.payload_to_complete(message.payload, len(speculator.trunk.lengths))
         merged = Speculation(from_host(tokens, self.model.device), None, hits)
         if speculator.proposals.noise is not None:  # the target has those of the other drafts' rows from them
-            merged.probabilities = torch.zeros(*tokens.shape, speculator.vocab_size, device=self.model.device)
+            shape = (*tokens.shape, speculator.vocab_size)
+            merged.probabilities = torch.zeros(shape, dtype=torch.float32, device=self.model.device)
             if own.probabilities is not None:
                 merged.probabilities[:, : own.tokens.shape[1]] = own.probabilities
         speculation = speculator.complete(merged, known)

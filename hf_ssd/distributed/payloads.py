@@ -251,5 +251,5 @@ def payload_to_probabilities(payload: torch.Tensor, shape: tuple[int, ...]) -> t
             f"{payload.numel()} numbers of type {payload.dtype} are not probabilities of {tuple(shape)}"
         )
     values, tokens = payload.view(2, *shape[:-1], -1)
-    zeros = torch.zeros(shape, device=payload.device)
+    zeros = torch.zeros(shape, dtype=torch.float32, device=payload.device)
     return zeros.scatter_(-1, tokens.long(), values.contiguous().view(torch.float32))

@@ -1,5 +1,6 @@
 """The draft as the target sees it, for the length of one generate() call."""
 
+import copy
 import dataclasses
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -45,7 +46,9 @@ class SessionRequest:
     def to_dict(self) -> dict:
         """Returns everything except the prompts as plain Python objects that JSON can hold."""
         # What transformers keeps under names with an underscore are tensors it derives anew on each side.
-        settings = {k: v for k, v in self.generation_config.to_diff_dict().items() if not k.startswith("_")}
+        generation_config = copy.copy(self.generation_config)
+        vars(generation_config).update(as_plain_objects(vars(generation_config)))
+        settings = {k: v for k, v in generation_config.to_diff_dict().items() if not k.startswith("_")}
         for name in NOT_FOR_THE_DRAFT:
             settings.pop(name, None)
         if isinstance(settings.get("sequence_bias"), dict):  # transformers takes it as pairs too, which JSON can hold
@@ -55,7 +58,7 @@ class SessionRequest:
             config = dataclasses.replace(config, fallback="primary")
         return {
             "ssd_config": config.to_dict(),
-            "generation_config": settings,
+            "generation_config": as_plain_objects(settings),
             "seed": self.seed,
             "asks_target": self.asks_target,
             "share": list(self.share),
@@ -67,6 +70,15 @@ class SessionRequest:
         config = SSDConfig.from_dict(values["ssd_config"])
         share = tuple(values["share"])
         return cls(config, generation_config, prompts, values["seed"], values["asks_target"], share)
+
+
+def as_plain_objects(value):
+    """Returns the same with tensors and the arrays and numbers of numpy, which users give too, as plain Python."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, dict):
+        return {key: as_plain_objects(of_key) for key, of_key in value.items()}
+    return [as_plain_objects(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
 @dataclass

@@ -145,7 +145,7 @@ class TeamSession(DraftSession):
     def receive_probabilities(self) -> torch.FloatTensor | None:
         """`None` if a worker was lost that alone knows what its tokens were drawn from."""
         link = self.team[0].worker.channel.link
-        q = torch.zeros(self.shape, device="cpu" if link is None else link.device)
+        q = torch.zeros(self.shape, dtype=torch.float32, device="cpu" if link is None else link.device)
         q[..., 0] = 1.0  # of rows that are finished
         complete = True
         if self.completed_by is not None:

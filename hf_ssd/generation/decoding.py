@@ -19,14 +19,13 @@ from ..distributed.cores import use_cores
 from ..distributed.launch import assistant_for
 from ..distributed.session import SessionRequest
 from ..distributed.target_ranks import TargetRanks
-from ..logits_processing import process_positions
 from .checks import check_generation
+from .deciding import Decider
 from .drafting import Draft
 from .outputs import SSDDecoderOnlyOutput, SSDStats
 from .recording import StepRecord
 from .sequences import Sequences, longest_output
 from .streaming import Stream
-from .verification import verify_greedy, verify_sampled
 
 
 def speculative_speculative_decoding(
@@ -125,23 +124,43 @@ def decode(
     sequences = Sequences(input_ids, stopping_criteria, 0 if pad_token is None else int(pad_token))
     batch_size, prompt_length = input_ids.shape
     stats = SSDStats(batch_size)
-    scores_record = StepRecord(batch_size, prompt_length) if wants_dict and generation_config.output_scores else None
-    logits_record = StepRecord(batch_size, prompt_length) if wants_dict and generation_config.output_logits else None
+    scores_record, logits_record = (
+        StepRecord(batch_size, prompt_length, input_ids.device) if wants_dict and wanted else None
+        for wanted in (generation_config.output_scores, generation_config.output_logits)
+    )
     stream = Stream(streamer, sequences) if streamer is not None else None
     received = start
 
+    def keep(rows, accepted, bonus, scores, logits):
+        """Takes in new tokens, and notices which rows have ended."""
+        new_tokens = sequences.accept(accepted, bonus)
+        for record, values in ((scores_record, scores), (logits_record, logits)):
+            for row, of_row in zip(rows, values) if record is not None else ():
+                record.add(row, of_row[: len(new_tokens[row])])
+        sequences.stop_where_plain_generation_would(
+            new_tokens, scores_record.up_to if scores_record else lambda _: None
+        )
+        if not sequences.simple:  # a clock, for example, need not tell all ranks the same
+            sequences.stops = draft.ranks.share_values(sequences.stops)
+
     columns_before_ids = decoder.cache.get_seq_length() - prompt_length
+    decider = Decider(
+        logits_processor,
+        sequences,
+        do_sample,
+        draft.ranks,
+        scores_record is not None,
+        lambda rows: verify_alone(decoder, sequences, rows, columns_before_ids),
+    )
     drafted, probabilities = input_ids.new_zeros(batch_size, 0), None
     stats.prefill_seconds = time.perf_counter() - start
 
     while True:
         # 2. Decide: accepted count and bonus token of each row.
-        logits = logits.to(torch.float32).to(input_ids.device)
-        scores = process_positions(logits_processor, logits, sequences.ids, sequences.lengths)
-        outcome = None
-        if draft.decides:
-            outcome, unlikely = decide(scores, probabilities, drafted, do_sample, sequences.unfinished)
-            stats.unlikely_tokens += unlikely
+        if decider.by_step:  # which takes in the tokens as well
+            outcome = decider.decide_by_step(logits, probabilities, drafted, keep)
+        else:
+            outcome, scores = decider.decide(logits, probabilities, drafted)
 
         # 3. The outcome leaves before anything else is done.
         seconds = time.perf_counter() - received if draft.rounds else 0.0
@@ -152,16 +171,8 @@ def decode(
             stats.accepted.append(accepted)
 
         # 4. Bookkeeping, while the draft looks up its answer.
-        new_tokens = sequences.accept(accepted, bonus)
-        counts = [len(tokens) for tokens in new_tokens]
-        for record, values in ((scores_record, scores), (logits_record, logits)):
-            if record is not None:
-                record.add(values, counts)
-        sequences.stop_where_plain_generation_would(
-            new_tokens, scores_record.up_to if scores_record else lambda _: None
-        )
-        if not sequences.simple:  # a clock, for example, need not tell all ranks the same
-            sequences.stops = draft.ranks.share_values(sequences.stops)
+        if not decider.by_step:
+            keep(range(batch_size), accepted, bonus, scores, logits)
         if stream is not None:
             stream.update()
         finished = [not unfinished for unfinished in sequences.unfinished]
@@ -210,8 +221,10 @@ def decode(
     output = sequences.finish()
     stats.total_seconds = time.perf_counter() - start
     stats.generated_tokens = sum(sequences.kept(row) - prompt_length for row in range(batch_size))
+    stats.unlikely_tokens = decider.unlikely_tokens
     stats.draft_failure = draft.failure
     if wants_dict or getattr(theirs, "_is_user_defined", False):
+        feed_what_is_missing(decoder, sequences, output, columns_before_ids)
         decoder.cache.copy_to(theirs, output.shape[1] - 1 + columns_before_ids)
     if not wants_dict:
         return output
@@ -222,21 +235,6 @@ def decode(
         past_key_values=theirs,
         ssd_stats=stats,
     )
-
-
-def decide(scores, probabilities, drafted, do_sample: bool, unfinished: list[bool]) -> tuple[torch.LongTensor, int]:
-    """
-    Returns the outcome `(2, batch_size)` on the CPU: accepted counts, -1 for finished rows, and bonus tokens; and how
-    many accepted tokens of unfinished rows are unlikely to have been drawn from `probabilities`.
-    """
-    if do_sample:
-        accepted, *others = verify_sampled(scores, probabilities, drafted)
-    else:
-        accepted, *others = verify_greedy(scores, drafted)
-    if not all(unfinished):
-        accepted = accepted.masked_fill(~from_host(unfinished, accepted.device), -1)
-    decision = torch.stack([accepted, *others]).cpu()
-    return decision[:2], int(decision[2:, decision[0] >= 0].sum())
 
 
 def prefill(
@@ -272,10 +270,53 @@ def prefill(
     return decoder, outputs.logits[:, -1:]
 
 
+def verify_alone(decoder: CachedModel, sequences: Sequences, rows: list[int], columns_before_ids: int) -> torch.Tensor:
+    """
+    Feeds the last tokens again, without what was drafted behind them. A drafted token whose keys or values are not
+    numbers spoils the positions before it too: its column is masked, but 0 times what is no number is none either.
+
+    Args:
+        rows (`list[int]`): The rows that are spoilt. Nothing remains of what was drafted for them.
+        decoder, sequences, columns_before_ids: See [`feed_what_is_missing`].
+
+    Returns:
+        `torch.FloatTensor` of shape `(batch_size, 1, vocab_size)`: Raw logits, in the model's dtype.
+    """
+    starts = [length - 1 + columns_before_ids for length in sequences.lengths]
+    decoder.cache.clear_behind(rows, starts)
+    return decoder.extend(sequences.last[:, None].to(decoder.device), starts)
+
+
+def feed_what_is_missing(
+    decoder: CachedModel, sequences: Sequences, output: torch.LongTensor, columns_before_ids: int
+) -> None:
+    """
+    Feeds the rows that ended before the others their last token and the padding behind it, as plain generation does.
+
+    Args:
+        decoder ([`CachedModel`]): The target with its cache.
+        sequences ([`Sequences`]): The rows, all of them finished.
+        output (`torch.LongTensor` of shape `(batch_size, length)`): What the call returns.
+        columns_before_ids (`int`): Columns of the cache before the first token of the output.
+    """
+    last = output.shape[1] - 1  # which nothing follows, so it is not fed
+    fed = [min(sequences.kept(row), length - 1, last) for row, length in enumerate(sequences.lengths)]
+    if min(fed) == last:
+        return
+    decoder.cache.take_back()
+    decoder.leave_out([count == last for count in fed])
+    start = min(fed)
+    decoder.extend(
+        output[:, start:last].to(decoder.device),
+        [start + columns_before_ids] * len(fed),
+        logits_to_keep=torch.zeros(1, dtype=torch.long, device=decoder.device),  # of which none is needed
+    )
+
+
 def prompts_without_padding(input_ids: torch.LongTensor, attention_mask) -> list[torch.LongTensor]:
     """Returns the tokens of each row that count; at least the last one."""
     if attention_mask is None:
         return list(input_ids)
-    mask = attention_mask[:, -input_ids.shape[1] :].bool()
+    mask = attention_mask[:, -input_ids.shape[1] :].bool().clone()  # `bool()` of booleans is the user's own tensor
     mask[:, -1] = True
     return [row[kept] for row, kept in zip(input_ids, mask)]

@@ -10,20 +10,20 @@ class StepRecord:
     Args:
         batch_size (`int`): Rows.
         prompt_length (`int`): Length of the rows before the first generated token.
+        device (`torch.device`): Where they are kept.
     """
 
-    def __init__(self, batch_size: int, prompt_length: int):
-        self.prompt_length = prompt_length
+    def __init__(self, batch_size: int, prompt_length: int, device: torch.device):
+        self.prompt_length, self.device = prompt_length, device
         self.rows: list[list[torch.Tensor]] = [[] for _ in range(batch_size)]
 
-    def add(self, values: torch.Tensor, counts: list[int]) -> None:
+    def add(self, row: int, values: torch.Tensor) -> None:
         """
         Args:
-            values (`torch.FloatTensor` of shape `(batch_size, positions, vocab_size)`): One vector for each position.
-            counts (`list[int]`): How many positions of each row became tokens.
+            row (`int`): The row.
+            values (`torch.Tensor` of shape `(new_tokens, vocab_size)`): One vector for each of its new tokens.
         """
-        for row, (value, count) in enumerate(zip(values, counts)):
-            self.rows[row].extend(value[:count].clone())
+        self.rows[row].extend(values.to(device=self.device, dtype=torch.float32, copy=True))
 
     def up_to(self, length: int) -> tuple[torch.Tensor, ...]:
         """

@@ -15,7 +15,8 @@ BY_ROW = (*BY_COUNTING, StopStringCriteria, MaxTimeCriteria)
 def longest_output(stopping_criteria: StoppingCriteriaList) -> int | None:
     """Returns the length at which all rows stop, or `None` if they need not."""
     return min(
-        (criteria.max_length for criteria in stopping_criteria if type(criteria) is MaxLengthCriteria), default=None
+        (int(criteria.max_length) for criteria in stopping_criteria if type(criteria) is MaxLengthCriteria),
+        default=None,
     )
 
 

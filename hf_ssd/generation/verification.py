@@ -8,6 +8,7 @@ as p, so it does not matter how a speculation came about.
 import torch
 
 from ..argmax import argmax
+from ..devices import from_host, has_float64
 
 # Whoever draws from q draws a token with q(x) < p(x) / 10^6 with a chance below 10^-6, since the p(x) sum to 1.
 UNLIKELY = 1e-6
@@ -99,16 +100,28 @@ def residual_distribution(
     return torch.where(rejected[:, None], residual, bonus)
 
 
+def uniform_numbers(drafted: torch.LongTensor) -> torch.Tensor:
+    """
+    Returns random numbers from 0 to below 1 of the shape of `drafted`, from torch's default generator. They are drawn
+    in float64 because of float32 numbers one in 2^24 is 0, with which any token passes that is possible at all.
+    """
+    if has_float64(drafted.device):
+        return torch.rand(drafted.shape, dtype=torch.float64, device=drafted.device)
+    numbers = torch.rand(drafted.shape, dtype=torch.float64).float()
+    return from_host(numbers.clamp_(max=1 - 2**-24), drafted.device)  # which rounding may have made 1
+
+
 def verify_sampled(
-    scores: torch.Tensor, q: torch.Tensor | None, drafted: torch.LongTensor
+    scores: torch.Tensor, q: torch.Tensor | None, drafted: torch.LongTensor, uniform: torch.Tensor
 ) -> tuple[torch.LongTensor, torch.LongTensor, torch.LongTensor]:
     """
-    Accepts or rejects by chance, so that every token is distributed as the target's own samples. Draws from torch's
-    default generator.
+    Accepts or rejects by chance, so that every token is distributed as the target's own samples. Draws bonus tokens
+    from torch's default generator.
 
     Args:
         scores (`torch.FloatTensor` of shape `(batch_size, lookahead + 1, vocab_size)`): The target's processed scores.
         q, drafted: As in [`acceptance_probabilities`].
+        uniform (`torch.FloatTensor` of shape `(batch_size, lookahead)`): See [`uniform_numbers`].
 
     Returns:
         Three `torch.LongTensor` of shape `(batch_size,)`: the outcome of each row, accepted count and bonus token; and
@@ -119,10 +132,11 @@ def verify_sampled(
         none = drafted.new_zeros(len(drafted))
         return none, torch.multinomial(p[:, 0], num_samples=1).squeeze(1), none
     # `<`, not `<=`: the random number can be 0, and a token of probability 0 must never pass.
-    uniform = torch.rand(drafted.shape, device=scores.device)
     ratios = acceptance_probabilities(p, q, drafted)
     accepted = accepted_counts(uniform < ratios)
     is_accepted = torch.arange(drafted.shape[1], device=drafted.device) < accepted[:, None]
     unlikely = (is_accepted & (ratios * UNLIKELY > 1)).sum(dim=1)
     residual = residual_distribution(p, q, drafted, accepted)
+    # Where the scores are not numbers the row is verified again, and what is drawn here does not count.
+    residual = torch.where(residual.isnan().any(dim=1, keepdim=True), 1.0, residual)
     return accepted, torch.multinomial(residual, num_samples=1).squeeze(1), unlikely

@@ -58,7 +58,7 @@ def join(
     tokens[rows] = from_host(proposal.tokens[:, :width], device)
     probabilities = None
     if with_probabilities:
-        probabilities = torch.zeros(*tokens.shape, vocab_size, device=device)
+        probabilities = torch.zeros(*tokens.shape, vocab_size, dtype=torch.float32, device=device)
         probabilities[..., 0] = 1.0  # of rows that are finished
         if some_hit and grown:
             probabilities[:, :grown] = ready.probabilities[:, :grown]

@@ -38,7 +38,8 @@ def dense_probabilities(proposal: Proposal, vocab_size: int) -> torch.FloatTenso
     """Returns the probabilities of shape `(rows, width, vocab_size)`, in which a point mass is a one-hot row."""
     if proposal.probabilities is not None:
         return proposal.probabilities
-    empty = torch.zeros(*proposal.tokens.shape, vocab_size, device=proposal.tokens.device)
+    shape = (*proposal.tokens.shape, vocab_size)
+    empty = torch.zeros(shape, dtype=torch.float32, device=proposal.tokens.device)
     return empty.scatter_(2, proposal.tokens[:, :, None], 1.0)
 
 
@@ -126,7 +127,7 @@ class RandomBackup(Backup):
         for place, row in enumerate(rows):
             noise = np.random.Philox(key=self.seed, counter=[0, RANDOM_BACKUP, row, lengths[row]])
             drawn[place] = np.random.Generator(noise).integers(self.vocab_size, size=lookahead)
-        uniform = torch.full((1, 1, 1), 1 / self.vocab_size, device=ids.device)
+        uniform = torch.full((1, 1, 1), 1 / self.vocab_size, dtype=torch.float32, device=ids.device)
         probabilities = uniform.expand(len(rows), lookahead, self.vocab_size)
         return Proposal(from_host(torch.from_numpy(drawn), ids.device), [lookahead] * len(rows), probabilities)
 

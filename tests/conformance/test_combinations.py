@@ -6,7 +6,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import hf_ssd
-from hf_ssd.generation import decoding
+from hf_ssd.generation import deciding
 from hf_ssd.speculation.sampling import SpeculationNoise
 
 from ..conftest import VOCAB
@@ -113,7 +113,7 @@ def test_sampled_equals_the_synchronous_oracle(target, draft):
 
 def test_mistakes_are_noticed(target, draft, monkeypatch):
     """The mutants for the tests above: a token too many, and draft randomness that depends on when it is drawn."""
-    monkeypatch.setattr(decoding, "verify_greedy", accepts_one_too_many)
+    monkeypatch.setattr(deciding, "verify_greedy", accepts_one_too_many)
     with pytest.raises(AssertionError):
         check_greedy(target, draft)
     in_their_order = torch.Generator().manual_seed(0)

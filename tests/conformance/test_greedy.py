@@ -61,7 +61,7 @@ def test_mistakes_in_verification_are_noticed(target, draft, monkeypatch, mutant
     plain = target.generate(**inputs, **options)
     config = hf_ssd.SSDConfig(lookahead=4, asynchronous=False)
     assert torch.equal(target.generate(**inputs, **options, assistant_model=draft, ssd_config=config), plain)
-    monkeypatch.setattr("hf_ssd.generation.decoding.verify_greedy", mutant)
+    monkeypatch.setattr("hf_ssd.generation.deciding.verify_greedy", mutant)
     assert not torch.equal(target.generate(**inputs, **options, assistant_model=draft, ssd_config=config), plain)
 
 

@@ -14,6 +14,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 import hf_ssd
+from hf_ssd.generation import deciding
 
 from ..conftest import VOCAB, padded_batch
 
@@ -91,7 +92,7 @@ def test_a_constraint_is_asked_for_no_prefix_that_it_rules_out(target, assistant
 
 def test_asking_a_constraint_for_all_that_was_drafted_is_noticed(target, assistant, monkeypatch):
     """The mutant: as it is for processors of which nothing is known."""
-    monkeypatch.setattr(hf_ssd.logits_processing, "PrefixConstrainedLogitsProcessor", type(None))
+    monkeypatch.setattr(deciding, "has_constraint", lambda processors: False)
     with pytest.raises(ValueError, match="returned an empty list"):
         both(target, assistant, padded_batch(4), prefix_allowed_tokens_fn=Tree(9))
 

@@ -9,7 +9,7 @@ from transformers import LogitsProcessorList
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper
 
 import hf_ssd
-from hf_ssd.generation import decoding, verification
+from hf_ssd.generation import deciding, verification
 from hf_ssd.speculation import backups, experience
 from hf_ssd.speculation.planner import Plan, Planner, planned_fan_outs
 from hf_ssd.speculation.proposals import Proposals
@@ -242,7 +242,7 @@ def test_every_setting_leaves_the_targets_distribution_with_a_worker(small, name
         assert p_value(target, assistant, calls=16, asynchronous=True, seed=2, **SETTINGS[name]) > 1e-3
 
 
-def accept_greedily(scores, q, drafted):
+def accept_greedily(scores, q, drafted, uniform):
     """The reference engine's rule for speculations that missed: accept what equals the likeliest token."""
     p = scores.softmax(-1)
     accepted = verification.accepted_counts(p[:, :-1].argmax(-1) == drafted)
@@ -286,13 +286,13 @@ def drafts_q_with_random_tokens(monkeypatch):
 
 
 MUTANTS = {
-    "greedy acceptance on misses": lambda m: m.setattr(decoding, "verify_sampled", accept_greedily),
+    "greedy acceptance on misses": lambda m: m.setattr(deciding, "verify_sampled", accept_greedily),
     "q without its warpers": unwarped_q,
     "residual without p - q": lambda m: m.setattr(verification, "residual_distribution", without_q_in_the_residual),
     "another row's q": lambda m: m.setattr(
-        decoding,
+        deciding,
         "verify_sampled",
-        lambda s, q, d: verification.verify_sampled(s, None if q is None else q.roll(1, 0), d),
+        lambda s, q, d, u: verification.verify_sampled(s, None if q is None else q.roll(1, 0), d, u),
     ),
 }
 

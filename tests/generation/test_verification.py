@@ -10,11 +10,16 @@ from hf_ssd.generation.verification import (
     acceptance_probabilities,
     accepted_counts,
     residual_distribution,
+    uniform_numbers,
     verify_greedy,
     verify_sampled,
 )
 
 VOCAB = 5
+
+
+def verify(scores, q, drafted):
+    return verify_sampled(scores, q, drafted, uniform_numbers(drafted))
 
 
 def random_tree(depth, seed, sparse=0.0):
@@ -133,8 +138,41 @@ def test_impossible_tokens_are_never_accepted(monkeypatch):
     """Even when the random number is exactly 0."""
     monkeypatch.setattr(torch, "rand", lambda *shape, **_: torch.zeros(*shape))
     scores = torch.tensor([[[0.0, -torch.inf, 0.0], [0.0, 0.0, 0.0]]])
-    accepted, bonus, _ = verify_sampled(scores, torch.full((1, 1, 3), 1 / 3), torch.tensor([[1]]))
+    accepted, bonus, _ = verify(scores, torch.full((1, 1, 3), 1 / 3), torch.tensor([[1]]))
     assert accepted.item() == 0 and bonus.item() != 1
+
+
+def share_accepted(monkeypatch, p, dtype_of=lambda dtype: dtype):
+    """How many of all random numbers that there are, in steps of the dtype that is asked for, accept a token."""
+    bits = {torch.float64: 53, torch.float32: 24}
+    requested = []
+
+    def rand(shape, dtype=torch.float32, **_):
+        requested.append(bits[dtype_of(dtype)])
+        return torch.tensor(next_number, dtype=torch.float64).expand(shape)
+
+    monkeypatch.setattr(torch, "rand", rand)
+    scores = torch.tensor([p, 1 - p]).log().expand(1, 2, 2)
+    q, drafted = torch.tensor([[[1.0, 0.0]]]), torch.tensor([[0]])
+    low, next_number = 0, 0.0
+    if not verify(scores, q, drafted)[0].item():
+        return 0.0
+    high = 2 ** requested[-1]
+    while high - low > 1:  # those below some number are accepted
+        middle = (low + high) // 2
+        next_number = middle / 2 ** requested[-1]
+        low, high = (middle, high) if verify(scores, q, drafted)[0].item() else (low, middle)
+    return high / 2 ** requested[-1]
+
+
+@pytest.mark.parametrize("p", [2.0**-30, 2.0**-24, 3e-8, 0.0005, 0.3])
+def test_rare_tokens_are_accepted_as_rarely_as_they_are(monkeypatch, p):
+    p = float(torch.tensor([p, 1 - p]).log().softmax(0)[0])  # as float32 has it
+    assert share_accepted(monkeypatch, p) == pytest.approx(p, rel=1e-5)
+
+
+def test_random_numbers_that_are_too_coarse_are_noticed(monkeypatch):
+    assert share_accepted(monkeypatch, 2.0**-30, lambda _: torch.float32) > 2.0**-25
 
 
 def test_equal_distributions_always_accept():
@@ -142,7 +180,7 @@ def test_equal_distributions_always_accept():
     scores = torch.randn(200, 4, VOCAB)
     q = scores.softmax(-1)[:, :3]
     drafted = torch.multinomial(q.flatten(0, 1), 1).view(200, 3)
-    accepted, *_ = verify_sampled(scores, q, drafted)
+    accepted, *_ = verify(scores, q, drafted)
     assert (accepted == 3).all()
 
 
@@ -212,7 +250,7 @@ def test_no_random_number_accepts_what_cannot_be_a_probability(monkeypatch, valu
     monkeypatch.setattr(torch, "rand", lambda *shape, **_: torch.zeros(*shape))
     q = torch.full((2, 1, VOCAB), 1 / VOCAB)
     q[0, 0, 3] = value
-    accepted, bonus, unlikely = verify_sampled(torch.zeros(2, 2, VOCAB), q, torch.tensor([[3], [3]]))
+    accepted, bonus, unlikely = verify(torch.zeros(2, 2, VOCAB), q, torch.tensor([[3], [3]]))
     assert accepted.tolist() == [0, 1] and ((0 <= bonus) & (bonus < VOCAB)).all() and unlikely.tolist() == [0, 0]
 
 
@@ -221,7 +259,7 @@ def test_accepted_tokens_that_no_one_draws_are_counted():
     q[0, :, 3], q[1, 1, 3], q[2, 0, 3] = 1e-8, 1e-30, 1e-6
     scores = torch.zeros(3, 3, VOCAB)
     scores[2, 1] = torch.tensor([0.0, 0.0, 0.0, -torch.inf, 0.0])  # the second is not accepted
-    accepted, _, unlikely = verify_sampled(scores, q, torch.full((3, 2), 3))
+    accepted, _, unlikely = verify(scores, q, torch.full((3, 2), 3))
     assert accepted.tolist() == [2, 2, 1] and unlikely.tolist() == [2, 1, 0]
-    *_, none = verify_sampled(scores, None, torch.full((3, 2), 3))
+    *_, none = verify(scores, None, torch.full((3, 2), 3))
     assert none.tolist() == [0, 0, 0]

@@ -11,6 +11,7 @@ import hf_ssd
 from hf_ssd.cache.branches import Branches
 from hf_ssd.distributed.draft_server import DraftServer
 from hf_ssd.generation import decoding, drafting
+from hf_ssd.generation.deciding import Decider
 from hf_ssd.generation.drafting import Draft
 from hf_ssd.generation.sequences import Sequences
 from hf_ssd.speculation.lessons import Lessons
@@ -82,7 +83,7 @@ def _mark_phases(monkeypatch, gpu: StandInGPU) -> None:
 
         monkeypatch.setattr(owner, name, marked)
 
-    mark(decoding, "process_positions", "target: decide")
+    mark(Decider, "decide", "target: decide")
     mark(Draft, "send_outcome", "target: send outcome", "target: bookkeeping")
     mark(Draft, "receive_speculation", "target: receive")
     mark(Sequences, "propose", "target: feed")

@@ -26,7 +26,7 @@ from hf_ssd.cache.ragged import RaggedCache, RaggedLayer
 from hf_ssd.cache.speculation import Speculation, SpeculationCache
 from hf_ssd.generation.decoding import prompts_without_padding
 from hf_ssd.generation.sequences import Sequences
-from hf_ssd.generation.verification import verify_greedy, verify_sampled
+from hf_ssd.generation.verification import uniform_numbers, verify_greedy, verify_sampled
 from hf_ssd.logits_processing import process_branches, process_positions
 from hf_ssd.speculation.backups import join
 from hf_ssd.speculation.fallback import NGramBackup, RandomBackup
@@ -53,8 +53,6 @@ WAITS = {  # in hf_ssd; what waits in transformers, its processors for example, 
     "tolist | fallback.py propose": "how many tokens are proposed decides how long the speculation is",
     "tolist | sequences.py accept": "streams and stopping criteria work on the host; the device is idle then",
     "multinomial | verification.py verify_sampled": "it raises, as plain generation, where there are no probabilities",
-    "__bool__ | logits_processing.py _process_allowed_prefixes": "it asks a function of the user's, which waits anyway",
-    "index as a number | logits_processing.py _process_allowed_prefixes": "the same",
 }
 
 
@@ -140,7 +138,7 @@ def verify(place):
     outcomes = list(verify_greedy(scores, scores[:, :-1].argmax(-1)))
     for probabilities, tokens in ((q, drafted), (None, drafted), (None, drafted[:, :0])):
         torch.manual_seed(0)
-        outcomes += verify_sampled(scores[:, : tokens.shape[1] + 1], probabilities, tokens)
+        outcomes += verify_sampled(scores[:, : tokens.shape[1] + 1], probabilities, tokens, uniform_numbers(tokens))
     return outcomes
 
 
@@ -183,14 +181,14 @@ def process(place, name):
     processors = PROCESSORS.get(name) or [MinLengthLogitsProcessor(8, torch.tensor([5], device=place.device))]
     processors = LogitsProcessorList(processors)
     ids, lengths = place.tokens(20) % 9, place.lengths(6)
-    positions = process_positions(processors, place.scores(3), ids, lengths)
+    positions = process_positions(processors, place.scores(3), ids, lengths, list(range(len(lengths))))
     return positions, process_branches(processors, place.scores(), ids, torch.tensor(lengths))
 
 
 def process_prefixes(place):
     processors = LogitsProcessorList([PrefixConstrainedLogitsProcessor(lambda row, prefix: [3, 4, 5], 1)])
     ids = place.tokens(20) % 2 + 3
-    return process_positions(processors, place.scores(3), ids, place.lengths(6))
+    return process_positions(processors, place.scores(3), ids, place.lengths(6), list(range(place.rows)))
 
 
 def sequences(place):

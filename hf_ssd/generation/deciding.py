@@ -1,0 +1,168 @@
+"""From the target's logits to the outcome of a round: accepted count and bonus token of each row."""
+
+from collections.abc import Callable
+
+import torch
+from transformers import LogitsProcessorList
+
+from ..distributed.target_ranks import TargetRanks
+from ..logits_processing import are_by_row, has_constraint, process_positions
+from .sequences import Sequences
+from .verification import uniform_numbers, verify_greedy, verify_sampled
+
+SLICE_BYTES = 2**28
+"""
+How much of the scores in float32 is processed and verified at a time: whole rows, at least one. Processors and
+verification hold several tensors of this size at once, which should be little beside a model; and a slice should be
+large enough that its kernels take far longer than their launch.
+"""
+
+
+class Decider:
+    """
+    Decides on all positions of a round at once or, if it matters to a processor what it is shown, on one position after
+    the other.
+
+    Args:
+        processors (`LogitsProcessorList`): As transformers prepared them.
+        sequences ([`Sequences`]): The rows.
+        do_sample (`bool`): Whether tokens are drawn, or the most likely ones taken.
+        ranks ([`TargetRanks`]): The leader decides.
+        wants_scores (`bool`): Whether the processed scores are wanted besides.
+        verify_alone (`Callable`): Returns logits `(batch_size, 1, vocab_size)` behind the last tokens, for given rows
+            as if nothing had been proposed.
+
+    Attributes:
+        by_step (`bool`): Whether there is a constraint, or a processor of which nothing is known. They are asked for a
+            position when all tokens before it are sure, so they are shown what plain generation shows them.
+        in_step (`bool`): Whether in addition all rows keep one length, so that the first rejection ends the round for
+            all. A processor of which nothing is known may compare rows, or keep a state from one call to the next.
+        unlikely_tokens (`int`): How many accepted tokens no honest draft would have proposed. See [`SSDStats`].
+    """
+
+    def __init__(
+        self,
+        processors: LogitsProcessorList,
+        sequences: Sequences,
+        do_sample: bool,
+        ranks: TargetRanks,
+        wants_scores: bool,
+        verify_alone: Callable[[list[int]], torch.Tensor],
+    ):
+        self.processors, self.sequences, self.do_sample = processors, sequences, do_sample
+        self.ranks, self.wants_scores, self.verify_alone = ranks, wants_scores, verify_alone
+        constrained, unknown = has_constraint(processors), not are_by_row(processors)
+        self.unlikely_tokens = 0
+        self.by_step = unknown or constrained
+        self.in_step = unknown or (constrained and bool(sequences.by_batch))
+
+    def decide(
+        self, logits: torch.Tensor, q: torch.Tensor | None, drafted: torch.LongTensor
+    ) -> tuple[torch.LongTensor, list[torch.Tensor]]:
+        """
+        Decides on all positions.
+
+        Args:
+            logits (`torch.Tensor` of shape `(batch_size, lookahead + 1, vocab_size)`): The target's. A row whose logits
+                are not numbers is verified again without what was drafted, and gets other ones.
+            q (`torch.FloatTensor` of shape `(batch_size, lookahead, vocab_size)`, *optional*), drafted
+                (`torch.LongTensor` of shape `(batch_size, lookahead)`): See
+                [`~hf_ssd.generation.verification.acceptance_probabilities`].
+
+        Returns:
+            On the CPU the outcome `(2, batch_size)`, accepted counts, -1 for finished rows, and bonus tokens, on the
+            leader alone; and of each row the processed scores `(positions, vocab_size)`, if they are wanted.
+        """
+        unfinished = self.sequences.unfinished
+        outcome, unsound, scores = self._decide_rows(list(range(len(drafted))), logits, q, drafted)
+        again = [row for row, is_unsound in enumerate(unsound) if is_unsound and unfinished[row]]
+        if again and drafted.shape[1]:
+            logits[again, :1] = self.verify_alone(again)[again]
+            outcome[:, again], _, scores_again = self._decide_rows(again, logits[again, :1], None, drafted[again, :0])
+            for row, of_row in zip(again, scores_again):
+                scores[row] = of_row
+        accepted, bonus, unlikely = outcome
+        self.unlikely_tokens += sum(count for count, one in zip(unlikely.tolist(), unfinished) if one)
+        accepted[[not one for one in unfinished]] = -1
+        return torch.stack([accepted, bonus]), scores
+
+    def _decide_rows(self, rows: list[int], logits, q, drafted):
+        """Takes what is of some rows, and besides returns of which of them the logits are not numbers."""
+        _, positions, vocab_size = logits.shape
+        size = max(1, SLICE_BYTES // (4 * positions * vocab_size))
+        uniform = uniform_numbers(drafted) if self.do_sample and self.ranks.is_leader else None
+        outcomes, scores_of_rows = [], []
+        for start in range(0, len(rows), size) if self.ranks.is_leader or self.wants_scores else ():
+            part = slice(start, start + size)
+            scores = self._process(rows[part], logits[part], self.sequences.ids)
+            if self.wants_scores:
+                scores_of_rows.extend(scores)
+            if self.ranks.is_leader:
+                outcomes.append(self._verify(scores, q if q is None else q[part], drafted[part], uniform, part))
+        # Where a hidden state is not a number no logit is, so one of each position tells; and it comes with the rest.
+        unsound = logits[..., 0].isnan().any(dim=1).long().to(drafted.device)
+        outcome = torch.cat(outcomes, dim=1) if outcomes else drafted.new_zeros(3, len(rows))
+        *outcome, unsound = torch.cat([outcome, unsound[None]]).cpu()
+        return torch.stack(outcome), unsound.bool().tolist(), scores_of_rows
+
+    def decide_by_step(
+        self, logits: torch.Tensor, q: torch.Tensor | None, drafted: torch.LongTensor, keep: Callable
+    ) -> torch.LongTensor:
+        """
+        Decides on one position after the other, as far as rows accept what was drafted for them.
+
+        Args:
+            logits, q, drafted: As in [`~Decider.decide`].
+            keep (`Callable`): Called at each position with its rows, accepted counts and tokens of all rows, and the
+                scores and logits `(1, vocab_size)` of its rows, to take them in.
+
+        Returns:
+            `torch.LongTensor` of shape `(2, batch_size)`: The outcome, on the CPU.
+        """
+        sequences, before, proposed = self.sequences, self.sequences.lengths, drafted.tolist()
+        going = [row for row, unfinished in enumerate(sequences.unfinished) if unfinished]
+        unsound = [row for row in going if logits[row, :, 0].isnan().any()] if drafted.shape[1] else []
+        if unsound:
+            logits[unsound, :1] = self.verify_alone(unsound)[unsound]
+        for place in range(logits.shape[1]):
+            # 1. Choose the next token of each row that goes on.
+            here, drafted_here = logits[going, place : place + 1], drafted[going, place : place + 1]
+            length = max(sequences.lengths[row] for row in going)
+            scores = self._process(going, here, sequences.as_in_plain_generation(length))
+            tokens = None
+            if self.ranks.is_leader:
+                q_here = q[going, place : place + 1] if q is not None and drafted_here.shape[1] else None
+                uniform = uniform_numbers(drafted_here) if self.do_sample else None
+                both = scores.expand(-1, 1 + drafted_here.shape[1], -1)  # accepting looks no further than this position
+                accepted, bonus, unlikely = self._verify(both, q_here, drafted_here, uniform)
+                self.unlikely_tokens += int(unlikely.sum())
+                tokens = torch.cat([bonus[:, None], drafted_here], dim=1).gather(1, accepted[:, None])[:, 0].tolist()
+            tokens = self.ranks.share_values(tokens)
+
+            # 2. Take it in: now it is known which rows have ended.
+            chosen = sequences.last.clone()
+            chosen[going] = torch.tensor(tokens, dtype=torch.long, device=chosen.device)
+            keep(going, [0 if row in going else -1 for row in range(len(before))], chosen, scores, here)
+
+            # 3. Go on with the rows whose token is the drafted one.
+            if place == drafted.shape[1]:
+                break
+            unfinished = sequences.unfinished
+            alive = [row for row in going if unfinished[row]]
+            matching = {row for row, token in zip(going, tokens) if token == proposed[row][place]}.difference(unsound)
+            going = [row for row in alive if row in matching]
+            if not going or (self.in_step and going != alive):
+                break
+        accepted = [after - length - 1 for after, length in zip(sequences.lengths, before)]
+        return torch.stack([torch.tensor(accepted, dtype=torch.long), sequences.last.cpu()])
+
+    def _process(self, rows: list[int], logits: torch.Tensor, input_ids: torch.LongTensor) -> torch.Tensor:
+        scores = logits.to(device=input_ids.device, dtype=torch.float32)
+        return process_positions(self.processors, scores, input_ids, self.sequences.lengths, rows)
+
+    def _verify(self, scores, q, drafted, uniform, part=slice(None)) -> torch.LongTensor:
+        """Returns accepted counts, bonus tokens, and how many accepted tokens are unlikely, `(3, rows)`."""
+        if self.do_sample:
+            return torch.stack(verify_sampled(scores, q, drafted, uniform[part]))
+        accepted, bonus = verify_greedy(scores, drafted)
+        return torch.stack([accepted, bonus, torch.zeros_like(accepted)])

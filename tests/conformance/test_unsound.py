@@ -1,0 +1,98 @@
+"""Drafted tokens whose keys and values are not numbers: they cost a round, and not the tokens before them."""
+
+import pytest
+import torch
+
+import hf_ssd
+from hf_ssd.generation import decoding
+
+from ..conftest import VOCAB, padded_batch, tiny_draft, tiny_model
+from .conftest import preparing
+
+UNSOUND = 90  # a token whose embedding was never set, as those are that pad a vocabulary
+
+
+def spoilt(model, value=float("nan"), is_drafted=False):
+    with torch.no_grad():
+        model.get_input_embeddings().weight[UNSOUND] = value
+        model.lm_head.weight[UNSOUND] = 0
+        if is_drafted:  # in place of a token that is frequent
+            model.lm_head.weight[UNSOUND] = 1.1 * model.lm_head.weight[23]
+    return model
+
+
+class Proposes:
+    """Of each four tokens one is the bad one, each time in another place."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def propose(self, input_ids, lookahead):
+        self.calls += 1
+        tokens = torch.full((lookahead,), 7)
+        tokens[self.calls % lookahead] = UNSOUND
+        return tokens, None
+
+
+PAIRS = {
+    "not a number": lambda: (spoilt(tiny_model()), spoilt(tiny_draft())),
+    "infinite": lambda: (spoilt(tiny_model(), torch.inf), spoilt(tiny_draft(), torch.inf)),
+    "eager": lambda: (spoilt(tiny_model(attn_implementation="eager")), spoilt(tiny_draft())),
+    "sliding": lambda: (spoilt(tiny_model("gemma")), spoilt(tiny_draft("gemma"))),
+    "draft": lambda: (spoilt(tiny_model()), spoilt(tiny_draft(), is_drafted=True)),
+    "sound draft": lambda: (spoilt(tiny_model()), spoilt(tiny_draft(), 0.1, is_drafted=True)),
+}
+
+
+def outputs(name, rows, monkeypatch, **options):
+    target, draft = PAIRS[name]()
+    target = hf_ssd.enable(target)
+    proposed, accept = [], decoding.Sequences.propose
+    monkeypatch.setattr(
+        decoding.Sequences, "propose", lambda self, tokens: proposed.append(tokens.tolist()) or accept(self, tokens)
+    )
+    options = {"max_new_tokens": 30, **padded_batch(rows), "return_dict_in_generate": True, **options}
+    fallback = "primary" if "draft" in name else Proposes()
+    config = hf_ssd.SSDConfig(lookahead=4, budget=4, fallback=fallback, asynchronous=False)
+    plain = target.generate(**options)
+    with preparing():
+        ssd = target.generate(**options, assistant_model=draft, ssd_config=config)
+    assert sum(UNSOUND in row for of_round in proposed for row in of_round) > 0
+    assert ssd.ssd_stats.draft_failure is None
+    return plain, ssd
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("name", PAIRS)
+def test_tokens_are_those_of_plain_generation(name, rows, monkeypatch):
+    plain, ssd = outputs(name, rows, monkeypatch, do_sample=False, output_scores=True, output_logits=True)
+    assert torch.equal(plain.sequences, ssd.sequences)
+    for ours, theirs in ((ssd.scores, plain.scores), (ssd.logits, plain.logits)):
+        torch.testing.assert_close(torch.stack(ours), torch.stack(theirs), atol=1e-3, rtol=1e-3)
+    for ours, theirs in zip(ssd.past_key_values.layers, plain.past_key_values.layers):
+        assert ours.keys.isfinite().all() and ours.values.isfinite().all()
+        assert ours.keys.shape == theirs.keys.shape
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_with_a_constraint(rows, monkeypatch):
+    allowed = list(range(2, VOCAB))
+    plain, ssd = outputs(
+        "not a number", rows, monkeypatch, do_sample=False, prefix_allowed_tokens_fn=lambda *_: allowed
+    )
+    assert torch.equal(plain.sequences, ssd.sequences)
+
+
+@pytest.mark.parametrize("name", ["not a number", "draft"])
+def test_sampled_tokens_are_possible(name, monkeypatch):
+    torch.manual_seed(0)
+    _, ssd = outputs(name, 4, monkeypatch, do_sample=True, top_k=5)
+    assert ssd.sequences.shape == (4, 9 + 30) and not (ssd.sequences == UNSOUND).any()
+
+
+def test_rows_that_are_not_verified_again_are_noticed(monkeypatch):
+    """The mutant: what was drafted stays in the cache, and only the last token is fed once more."""
+    monkeypatch.setattr(decoding.RaggedCache, "clear_behind", lambda *_: None)
+    with pytest.raises(AssertionError):
+        for name in PAIRS:
+            test_tokens_are_those_of_plain_generation(name, 4, monkeypatch)
