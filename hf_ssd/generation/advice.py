@@ -13,8 +13,11 @@ def advice(stats) -> list[str]:
         return []
     if stats.draft_failure:
         return [f"finished without the draft, by plain decoding: {stats.draft_failure}"]
+    joined = stats.draft_joined_at
+    if joined is None or joined >= stats.rounds:
+        return ["finished while the draft worker was starting: hf_ssd.launch_draft() starts one before the first call"]
     drafted = [k for k in stats.lookahead if k]
-    rested = 1 - len(drafted) / stats.rounds
+    rested = 1 - len(drafted) / (stats.rounds - joined)
     if rested > 0.5 or stats.acceptance_rate < 0.3:
         plain = f" ({rested:.0%} of the rounds were plain decoding)" if rested else ""
         return [

@@ -1,10 +1,12 @@
 """The target's side of speculative speculative decoding: one loop, any batch size."""
 
+import contextlib
 import copy
+import math
 import time
 
 import torch
-from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, MaxTimeCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from ..cache.cached_model import CachedModel
@@ -19,7 +21,7 @@ from ..distributed.session import SessionRequest
 from ..distributed.target_ranks import TargetRanks
 from ..logits_processing import process_positions
 from .checks import check_generation
-from .drafting import Draft
+from .drafting import FaultTolerantDraft
 from .outputs import SSDDecoderOnlyOutput, SSDStats
 from .recording import StepRecord
 from .sequences import Sequences, longest_output
@@ -73,8 +75,9 @@ def speculative_speculative_decoding(
     start = time.perf_counter()
     ranks = assistant.ranks if isinstance(assistant, DraftAssistant) else TargetRanks()
     with use_cores(assistant.cores.target if divided else None), ranks.one_call():
-        draft = Draft(assistant, request, input_ids.device, ranks)
-        try:
+        draft = FaultTolerantDraft(assistant, request, input_ids.device, ranks)
+        with contextlib.closing(draft), contextlib.closing(draft):  # again, if the first time was interrupted
+            draft.open(patience(ssd_config, generation_config, stopping_criteria))
             return decode(
                 model,
                 input_ids,
@@ -86,14 +89,23 @@ def speculative_speculative_decoding(
                 start,
                 model_kwargs,
             )
-        finally:
-            draft.close()
+
+
+def patience(ssd_config: SSDConfig, generation_config, stopping_criteria: StoppingCriteriaList) -> float:
+    """
+    Returns how many seconds a call waits for a worker that is starting: none, unless it samples with a fixed lookahead.
+    A seed is to repeat its tokens, and rounds before the draft is there draw other random numbers.
+    """
+    if not generation_config.do_sample or ssd_config.lookahead == "auto":
+        return 0.0
+    clocks = [criteria for criteria in stopping_criteria if isinstance(criteria, MaxTimeCriteria)]
+    return min((clock.initial_timestamp + clock.max_time - time.time() for clock in clocks), default=math.inf)
 
 
 def decode(
     model, input_ids, logits_processor, stopping_criteria, generation_config, draft, streamer, start, model_kwargs
 ):
-    """The loop. See [`speculative_speculative_decoding`] for the arguments; `draft` is a [`Draft`]."""
+    """The loop. See [`speculative_speculative_decoding`] for the arguments; `draft` is a [`FaultTolerantDraft`]."""
     do_sample, wants_dict = generation_config.do_sample, generation_config.return_dict_in_generate
     pad_token = generation_config._pad_token_tensor
     sequences = Sequences(input_ids, stopping_criteria, 0 if pad_token is None else int(pad_token))
@@ -186,7 +198,7 @@ def decode(
     output = sequences.finish()
     stats.total_seconds = time.perf_counter() - start
     stats.generated_tokens = sum(sequences.kept(row) - prompt_length for row in range(batch_size))
-    stats.draft_failure = draft.failure
+    stats.draft_failure, stats.draft_joined_at = draft.failure, draft.joined_at
     if wants_dict or getattr(theirs, "_is_user_defined", False):
         decoder.cache.copy_to(theirs, output.shape[1] - 1 + columns_before_ids)
     if not wants_dict:

@@ -40,9 +40,11 @@ class SSDStats:
         prepared_at, answered_at (`list[float]`): When the draft began to prepare and to answer, likewise; a time before
             the call means that it did not. (Clocks of two machines differ.)
         prefill_seconds (`float`): Until the target has read the prompt, with the draft's session opened.
-        total_seconds (`float`): From the same moment to the end. The start of a worker is in neither.
+        total_seconds (`float`): From the same moment to the end.
         generated_tokens (`int`): New tokens in the output, all rows together, padding excluded.
         draft_failure (`str`, *optional*): Why the draft was given up, if it was.
+        draft_joined_at (`int`, *optional*): The first round whose speculation the draft was asked for. Rounds before it
+            were plain decoding while the worker was starting; `None` if that took longer than the call.
     """
 
     batch_size: int = 1
@@ -61,6 +63,7 @@ class SSDStats:
     total_seconds: float = 0.0
     generated_tokens: int = 0
     draft_failure: str | None = None
+    draft_joined_at: int | None = 0
 
     @property
     def rounds(self) -> int:
