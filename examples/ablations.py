@@ -10,6 +10,7 @@ nothing else. docs/ablations.md says what the figures show.
 import argparse
 import json
 import math
+import os
 import statistics
 from itertools import chain
 from pathlib import Path
@@ -82,10 +83,16 @@ class Recorder(hf_ssd.DraftAssistant, CacheShape):
 
     def __init__(self, draft):
         self.draft, self.cores, self.vocab_size, self.rounds = draft, None, draft.config.vocab_size, []
-        self.ranks = TargetRanks()
+        self.ranks, self.process = TargetRanks(), os.getpid()
 
-    def open_session(self, request, device):
-        session = LocalSession(self.draft, request)
+    def begin_call(self, turn, timeout, patience):
+        pass
+
+    def end_call(self, turn):
+        pass
+
+    def open_session(self, turn, request, device):
+        session = LocalSession(self.draft, request())
         session.speculator.lessons.shape = self
         session.speculator.prepare()  # for the first token after the prompt
         return session

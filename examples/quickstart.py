@@ -62,14 +62,15 @@ def main() -> None:
     options = {"max_new_tokens": args.max_new_tokens, "return_dict_in_generate": True}
     options |= {"do_sample": True, "temperature": args.temperature} if args.temperature else {"do_sample": False}
     synchronous = hf_ssd.SSDConfig(**{**config.to_dict(), "asynchronous": False})
+    assistant = hf_ssd.launch_draft(draft)  # given the draft itself, SSD's first call would go on without it at first
     methods = {
         "plain generate": {},
         "assisted generation": {"assistant_model": draft},
         "SSD, synchronous": {"assistant_model": draft, "ssd_config": synchronous},
-        "SSD": {"assistant_model": draft, "ssd_config": config},
+        "SSD": {"assistant_model": assistant, "ssd_config": config},
     }
 
-    # 1. A completion, as it is generated. This starts the draft worker.
+    # 1. A completion, as it is generated.
     target.generate(**inputs, **options, **methods["SSD"], streamer=TextStreamer(tokenizer))
 
     # 2. Every method in turn, again and again, so that what else the machine does falls on all of them alike.

@@ -21,7 +21,9 @@ class SSDConfig:
     Args:
         lookahead (`int` or `str`, *optional*, defaults to `"auto"`):
             Number of tokens in one speculation, K in the paper. At least 1 and at most 64. `"auto"` picks it while it
-            generates, by measured times, acceptance and hits, down to 0 where the draft does not pay.
+            generates, by measured times, acceptance and hits, down to 0 where the draft does not pay. A call that
+            samples with a number waits for a worker that is starting, so that a seed repeats its tokens; all others
+            are decoded plainly until it is there.
         budget (`int` or `str`, *optional*, defaults to `"auto"`):
             Number of verification outcomes prepared for each row in each round, B in the paper. At least 1. `"auto"`
             picks it likewise.
@@ -47,10 +49,11 @@ class SSDConfig:
             Prior for the exponent of the miss rate, r in Theorem 12: a fan-out of F misses the bonus token with
             probability F^-r. Positive.
         timeout (`float`, *optional*, defaults to 30.0):
-            Seconds to wait for one answer of the draft worker before it counts as failed.
+            Seconds to wait for one answer of the draft worker before it counts as failed, and for the calls of other
+            threads that use the same worker to end.
         on_draft_failure (`str`, *optional*, defaults to `"continue"`):
-            What happens when the draft worker dies, hangs or raises: `"continue"` warns once and finishes by plain
-            decoding, `"raise"` raises [`~hf_ssd.DraftError`].
+            What happens when the draft dies, hangs, raises or does not start: `"continue"` warns once and finishes by
+            plain decoding, `"raise"` raises [`~hf_ssd.DraftError`].
         asynchronous (`bool`, *optional*, defaults to `True`):
             `True` drafts in the worker while the target verifies. `False` drafts in turn with the target, in this
             process or, if the draft was launched, in its worker. That is ordinary speculative decoding: the baseline,

@@ -19,6 +19,7 @@ from transformers import (
 )
 
 import hf_ssd
+from hf_ssd.distributed.assistant import DraftAssistant, Turn
 
 VOCAB = 97
 SIZES = {
@@ -71,6 +72,14 @@ def padded_batch(rows: int = 4, length: int = 9, seed: int = 0):
     for row in range(rows):
         attention_mask[row, : (3 * row) % (length - 1)] = 0
     return {"input_ids": input_ids.masked_fill(attention_mask == 0, 0), "attention_mask": attention_mask}
+
+
+def ready(assistant: DraftAssistant) -> DraftAssistant:
+    """Starts workers that have ended, as the next call would, but waits for them."""
+    turn = Turn()
+    assistant.begin_call(turn, timeout=60.0, patience=120.0)
+    assistant.end_call(turn)
+    return assistant
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,9 +1,10 @@
 """The draft as users hold it: one or several workers that serve call after call."""
 
-import contextlib
+import os
 import threading
+import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 
 import torch
 from transformers.utils import logging
@@ -19,6 +20,66 @@ from .team import TeamSession
 logger = logging.get_logger(__name__)
 
 SHOWN_AFTER = 2.0  # seconds until a progress bar shows that workers are starting
+WAIT_SLICE = 0.1  # seconds; between two slices the bar moves
+TURN_POLL = 0.002  # seconds between two looks whether another call has ended
+JOIN_TIMEOUT = 5.0  # seconds for a start to notice that its worker was ended
+
+
+class Turn:
+    """
+    The right of one call to use the workers. It is made before it is taken, so that whoever made it can end it however
+    little of the taking an interrupt has left.
+
+    Attributes:
+        thread (`threading.Thread`): Whose call it is.
+        workers (`list[Connection]`): Those that have a session which was not closed yet.
+    """
+
+    def __init__(self):
+        self.thread, self.workers = threading.current_thread(), []
+
+
+class WorkerStart:
+    """
+    A worker that gets ready in a thread of its own.
+
+    Args:
+        start (`Callable`): Starts the worker, and returns a [`Connection`] that is to be connected.
+
+    Attributes:
+        worker ([`Connection`], *optional*): The worker, once there is one.
+        error ([`DraftError`], *optional*): Why it cannot start, once that is known.
+    """
+
+    def __init__(self, start: Callable[[], Connection]):
+        self.start, self.worker, self.error, self.cancelled = start, None, None, False
+        self.thread = threading.Thread(target=self._run, daemon=True)
+
+    @property
+    def is_over(self) -> bool:
+        return not self.thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            self.worker = self.start()
+            if self.cancelled:
+                self.worker.end()
+            self.worker.connect()
+        except DraftError as error:
+            self.error = error
+        except Exception as error:
+            self.error = DraftError(f"The draft worker could not be started: {error}")
+            self.error.__cause__ = error
+
+    def cancel(self) -> None:
+        """Ends the worker, and the thread with it. May be called more than once."""
+        self.cancelled = True
+        if self.worker is not None:
+            self.worker.end()
+        if not self.is_over and self.thread is not threading.current_thread():
+            self.thread.join(JOIN_TIMEOUT)  # it may use the channel
+        if self.worker is not None:
+            self.worker.kill()
 
 
 class DraftAssistant:
@@ -31,6 +92,8 @@ class DraftAssistant:
         on_close (`Callable`, *optional*): Called once, when the assistant is closed.
         ranks ([`TargetRanks`], *optional*): The ranks of the target, if there are several. Only the first one starts
             workers and talks to them.
+        wait (`bool`, *optional*, defaults to `True`): Whether to wait until all workers are ready. Otherwise they start
+            while calls are served by plain decoding.
 
     Attributes:
         vocab_size (`int`): Of the draft model.
@@ -44,125 +107,191 @@ class DraftAssistant:
         cores: CoreShare | None = None,
         on_close: Callable[[], None] = lambda: None,
         ranks: TargetRanks | None = None,
+        wait: bool = True,
     ):
         self.starts, self.cores, self.on_close = starts, cores, on_close
         self.ranks = TargetRanks() if ranks is None else ranks
+        self.process = os.getpid()  # a process that is forked from it has no part in this
         self.sessions = 0
-        self.turn = threading.Lock()  # calls to the same workers take turns
-        self.in_use_by: int | None = None  # the thread whose turn it is
+        # Calls take turns. A dictionary, because it is looked at and changed in one step that no interrupt divides.
+        self.turn: dict[str, Turn] = {}
         self.closed = False
-        self.workers: list[Connection] = []
-        self.lost: set[int] = set()  # which of them do not start again
+        self.workers: list[Connection | None] = [None] * len(starts)
+        self.starting: dict[int, WorkerStart] = {}
+        self.failures: dict[int, DraftError] = {}  # of starts, until a call was told
+        self.lost: set[int] = set()  # workers that do not start again
         # If no one closes this, its workers must still end before their channels are collected as garbage.
-        self.finalizer = weakref.finalize(self, _end_all, self.workers, on_close)
+        self.finalizer = weakref.finalize(self, _end_all, self.process, self.workers, self.starting, on_close)
+        self.vocab_size = self.device = None
+        if not wait:
+            self._start(range(len(starts)))
+            return
         with self.ranks.one_call():
-            facts = self.ranks.share_values(self._start_all() if self.ranks.is_leader else None)
+            facts = self.ranks.share_values(self._launch() if self.ranks.is_leader else None)
         self.vocab_size, self.device = facts["vocab_size"], facts["device"]
 
-    def _start_all(self) -> dict:
-        """Returns what the first worker says of its model."""
+    def _launch(self) -> dict:
+        """Starts all workers, waits for them, and returns what the first one says of its model."""
+        bar = {"desc": "starting the draft", "unit": "worker", "leave": False}
+        # Once a second: where there is no terminal, each time is a line of a log.
+        pace = {"delay": SHOWN_AFTER, "mininterval": 1.0, "miniters": 0}
         try:
-            for start in self.starts:
-                with _as_draft_errors():
-                    self.workers.append(start())
-            bar = {"desc": "starting the draft", "unit": "worker", "leave": False}
-            # Once a second: where there is no terminal, each time is a line of a log.
-            pace = {"delay": SHOWN_AFTER, "mininterval": 1.0, "miniters": 0}
-            with logging.tqdm(total=len(self.workers), **bar, **pace) as progress:
-                for worker in self.workers:
-                    with _as_draft_errors():
-                        worker.connect(waiting=lambda: progress.update(0))
-                    progress.update()
+            self._start(range(len(self.starts)))
+            with logging.tqdm(total=len(self.starts), **bar, **pace) as progress:
+                while self.starting:
+                    before = len(self.starting)
+                    self._wait(WAIT_SLICE)
+                    if self.failures:
+                        raise next(iter(self.failures.values()))
+                    progress.update(before - len(self.starting))
         except BaseException:
             self.finalizer()
             raise
         return self.workers[0].facts
 
-    def open_session(self, request: SessionRequest, device: torch.device) -> DraftSession:
+    # ---------------------------------------------------------------- a call
+
+    def begin_call(self, turn: Turn, timeout: float, patience: float) -> None:
         """
-        Starts a generate() call, after the calls of other threads. Workers that have ended since the last one are
-        started again first.
+        Takes the turn, after calls of other threads, and lets workers that have ended since the last one start again.
+        Whatever happens, [`~DraftAssistant.end_call`] must follow.
 
         Args:
-            request ([`SessionRequest`]): The call.
-            device (`torch.device`): Where the target wants to have what it receives.
+            turn ([`Turn`]): Of this call.
+            timeout (`float`): Seconds to wait for calls of other threads.
+            patience (`float`): Seconds to wait for workers that are starting.
 
         Raises:
             `ValueError`: the assistant was closed, or this is called from within a call that it serves.
+            [`DraftError`]: another call takes longer than that.
+        """
+        holder, deadline = self.turn.get("now"), time.monotonic() + timeout
+        if holder is not None and holder.thread is turn.thread:
+            raise ValueError("This draft assistant serves a call that has not ended; use another one within it.")
+        while not self._take(turn):
+            if time.monotonic() >= deadline:
+                raise DraftError(f"The draft was busy with another call for {timeout:g} s.")
+            time.sleep(TURN_POLL)
+        if self.closed:
+            raise ValueError("This draft assistant was closed; call hf_ssd.launch_draft() again.")
+        self._restart()
+        self._wait(patience)
+
+    def open_session(
+        self, turn: Turn, request: Callable[[], SessionRequest], device: torch.device
+    ) -> DraftSession | None:
+        """
+        Starts a call's conversation with the workers that are ready. If there are none yet, or another call uses them,
+        returns `None` at once; then it may be asked again.
+
+        Args:
+            turn ([`Turn`]): Of this call.
+            request (`Callable`): Gives the [`SessionRequest`]. Only asked when there is a worker to take it.
+            device (`torch.device`): Where the target wants to have what it receives.
+
+        Raises:
             [`DraftError`]: no worker starts.
         """
-        if self.in_use_by == threading.get_ident():
-            raise ValueError("This draft assistant serves a call that has not ended; use another one within it.")
-        self.turn.acquire()
-        self.in_use_by = threading.get_ident()
-        try:
-            if self.closed:
-                raise ValueError("This draft assistant was closed; call hf_ssd.launch_draft() again.")
-            self._restart()
-            self.sessions += 1
-            alive = [worker for worker in self.workers if worker.is_alive]
-            if any(worker.is_on(device) for worker in alive):
-                devices.warn_of_sharing(device)
-            if request.generation_config.do_sample:
-                for worker in alive:
-                    worker.link_gpus(device)
-            if len(alive) == 1:
-                return WorkerSession(alive[0], self.sessions, request, on_close=self._end_turn)
-            return TeamSession(alive, self.sessions, request, on_close=self._end_turn)
-        except BaseException:
-            for worker in self.workers:
-                worker.kill()  # one may have half a message
-            self._end_turn()
-            raise
+        if not self._take(turn):
+            return None
+        ready = self._ready()
+        if not ready:
+            self.end_call(turn)
+            return None
+        self.sessions += 1
+        turn.workers = list(ready)  # each may have half a message from now on, until the session is closed
+        arguments = self.sessions, request(), turn.workers.clear
+        if any(worker.is_on(device) for worker in ready):
+            devices.warn_of_sharing(device)
+        if arguments[1].generation_config.do_sample:
+            for worker in ready:
+                worker.link_gpus(device)
+        return WorkerSession(ready[0], *arguments) if len(ready) == 1 else TeamSession(ready, *arguments)
 
-    def _end_turn(self) -> None:
-        self.in_use_by = None
-        self.turn.release()
+    def end_call(self, turn: Turn) -> None:
+        """Ends a turn, if it was taken and has not ended, and the workers whose session was not closed."""
+        if self.turn.get("now") is not turn or os.getpid() != self.process:
+            return
+        for worker in turn.workers:
+            worker.kill()
+        if self.closed:
+            _end_all(self.process, self.workers, self.starting)  # some may have started again meanwhile
+        del self.turn["now"]
+
+    def _take(self, turn: Turn) -> bool:
+        return self.turn.setdefault("now", turn) is turn
+
+    def _start(self, indices: Iterable[int]) -> None:
+        for index in indices:
+            self.starting[index] = WorkerStart(self.starts[index])
+            self.starting[index].thread.start()
 
     def _restart(self) -> None:
-        ended = {index for index, worker in enumerate(self.workers) if not worker.is_alive}
+        """Lets workers that have ended start again, except those that a call is still to be told of."""
+        self._settle()
+        ended = {index for index, worker in enumerate(self.workers) if worker is None or not worker.is_alive}
+        ended -= self.starting.keys() | self.failures.keys()
         if len(ended) < len(self.workers):
-            ended -= self.lost  # it would be waited for in each call, and the others can do without
-        failures = {}
+            ended -= self.lost  # the others can do without
         for index in sorted(ended):
-            self.workers[index].kill()
+            if self.workers[index] is not None:
+                self.workers[index].kill()
             logger.warning("The draft worker had ended; starting another one.")
-            try:
-                with _as_draft_errors():
-                    self.workers[index] = self.starts[index]()
-            except DraftError as error:
-                failures[index] = error
-        for index in sorted(ended - failures.keys()):
-            try:
-                with _as_draft_errors():
-                    self.workers[index].connect()
-            except DraftError as error:
-                failures[index] = error
-        self.lost = (self.lost - ended) | failures.keys()
-        if failures and not any(worker.is_alive for worker in self.workers):
-            raise next(iter(failures.values()))
-        for error in failures.values():
+        self._start(sorted(ended))
+
+    def _wait(self, timeout: float) -> None:
+        """Waits until no worker is starting, at most `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        for start in list(self.starting.values()):
+            start.thread.join(min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX))
+        self._settle()
+
+    def _settle(self) -> None:
+        """Takes in the starts that are over."""
+        for index, start in list(self.starting.items()):
+            if start.is_over:
+                if start.error is None:
+                    self.workers[index] = start.worker
+                else:
+                    self.failures[index] = start.error
+                del self.starting[index]
+
+    def _ready(self) -> list[Connection]:
+        """Returns the workers that can serve. If others cannot start, says so; if none can, raises [`DraftError`]."""
+        self._settle()
+        alive = {index for index, worker in enumerate(self.workers) if worker is not None and worker.is_alive}
+        self.lost = (self.lost | self.failures.keys()) - alive
+        failures = [self.failures.pop(index) for index in sorted(self.failures)]
+        if not alive and not self.starting:
+            raise failures[0] if failures else DraftError("The draft worker has ended.")
+        for error in failures:
             logger.warning(f"Going on without a draft worker. {error}")
+        return [self.workers[index] for index in sorted(alive)]
+
+    # ---------------------------------------------------------------- the end
 
     def close(self) -> None:
         """
         Ends the workers. May be called more than once. A call that another thread has under way finishes by plain
         decoding.
         """
-        if self.closed:
-            return
         self.closed = True
-        if self.turn.acquire(blocking=False):
-            try:
+        if not self.finalizer.alive or os.getpid() != self.process:
+            return
+        turn = Turn()
+        try:
+            if self._take(turn):
                 for worker in self.workers:
-                    worker.stop()
-            finally:
+                    if worker is not None:
+                        worker.stop()
                 self.finalizer()
-                self.turn.release()
-        elif self.finalizer.detach():
-            for worker in self.workers:
-                worker.end()  # its channel is closed by the call that uses it
-            self.on_close()
+            elif self.finalizer.detach():
+                for worker in self.workers:
+                    if worker is not None:
+                        worker.end()  # its channel is closed by the call that uses it
+                self.on_close()
+        finally:
+            self.end_call(turn)
 
     def __enter__(self) -> "DraftAssistant":
         return self
@@ -171,18 +300,17 @@ class DraftAssistant:
         self.close()
 
 
-def _end_all(workers: list[Connection], on_close: Callable[[], None]) -> None:
+def _end_all(
+    process: int,
+    workers: list[Connection | None],
+    starting: dict[int, WorkerStart],
+    on_close: Callable[[], None] = lambda: None,
+) -> None:
+    if os.getpid() != process:
+        return
+    for start in list(starting.values()):
+        start.cancel()
     for worker in workers:
-        worker.kill()
+        if worker is not None:
+            worker.kill()
     on_close()
-
-
-@contextlib.contextmanager
-def _as_draft_errors() -> Iterator[None]:
-    """Whatever keeps a worker from starting is a [`DraftError`]."""
-    try:
-        yield
-    except DraftError:
-        raise
-    except (OSError, RuntimeError) as error:
-        raise DraftError(f"The draft worker could not be started: {error}") from error

@@ -21,7 +21,7 @@ class WorkerSession(DraftSession):
         worker ([`Connection`]): The worker, at rest.
         number (`int`): Number of the session.
         request ([`SessionRequest`]): The call.
-        on_close (`Callable`): Called once, when the conversation is over.
+        on_close (`Callable`): Called once, when the worker is at rest again or has ended.
     """
 
     def __init__(self, worker: Connection, number: int, request: SessionRequest, on_close: Callable[[], None]):
@@ -66,7 +66,5 @@ class WorkerSession(DraftSession):
             return payloads.payload_to_probabilities(message.payload, self.shape)
 
     def close(self) -> None:
-        try:
-            self.conversation.close(self.missed)
-        finally:
-            self.on_close()
+        self.conversation.close(self.missed)
+        self.on_close()

@@ -123,6 +123,7 @@ class DraftServer:
             _TargetBackup(self) if request.asks_target else None,
             request.share,
             self.trunk,
+            request.prompt_length,
         )
         self.trunk = speculator.trunk
         speculator.prefill()

@@ -84,17 +84,8 @@ def launch_draft(
         raise ValueError("`cores` takes the place of `num_threads`, and lists the cores of each worker on the CPU.")
     if cores is None and any(on_cpu):
         cores = divide_cores(num_threads, sum(on_cpu))
-    settings = worker_settings(model, dtype, compile, load_options)
-    weights = SharedWeights(model) if isinstance(model, PreTrainedModel) else None
-    shares = iter(cores.drafts if cores else ())
-    starts = []
-    for one, is_cpu in zip(devices, on_cpu):
-        own = {**settings, "device": str(one), "cores": list(next(shares)) if is_cpu else None, "timeout": timeout}
-        starts.append(functools.partial(_start, own, weights))
-    assistant = DraftAssistant(starts, cores, on_close=weights.close if weights else lambda: None)
-    if cores is not None:
-        logger.info(f"The draft has the CPU cores {cores.drafts}; a target on the CPU has {cores.target}.")
-    return assistant
+    settings = {**worker_settings(model, dtype, compile, load_options), "timeout": timeout}
+    return _assistant(model, devices, cores, settings, wait=True)
 
 
 def worker_settings(
@@ -110,6 +101,25 @@ def worker_settings(
         "compile": is_loaded and is_compiled(model) if compile is None else compile,
         "load_options": load_options,
     }
+
+
+def _assistant(
+    model: PreTrainedModel | str | os.PathLike,
+    devices: list[torch.device],
+    cores: CoreShare | None,
+    settings: dict,
+    wait: bool,
+) -> DraftAssistant:
+    weights = SharedWeights(model) if isinstance(model, PreTrainedModel) else None
+    shares = iter(cores.drafts if cores else ())
+    starts = []
+    for one in devices:
+        own = {**settings, "device": str(one), "cores": list(next(shares)) if one.type == "cpu" else None}
+        starts.append(functools.partial(_start, own, weights))
+    assistant = DraftAssistant(starts, cores, on_close=weights.close if weights else lambda: None, wait=wait)
+    if cores is not None:
+        logger.info(f"The draft has the CPU cores {cores.drafts}; a target on the CPU has {cores.target}.")
+    return assistant
 
 
 def _device_for(model: PreTrainedModel | str | os.PathLike, device: str | torch.device | None) -> torch.device:
@@ -128,17 +138,21 @@ def _start(settings: dict, weights: SharedWeights | None) -> ChildWorker:
 
 def assistant_for(model: PreTrainedModel) -> DraftAssistant:
     """
-    Returns the worker for a draft model that was passed as an object: started once, reused, ended with the model.
-    Another one takes its place when the model's embeddings were resized.
+    Returns the worker for a draft model that was passed as an object: started once in each process, without waiting for
+    it, reused, ended with the model. Another one takes its place when the model's embeddings were resized.
     """
     with _starting:
         assistant = _assistants.get(model)
         vocab_size = model.config.get_text_config(decoder=True).vocab_size
-        if assistant is not None and assistant.vocab_size != vocab_size:
+        is_of_this_process = assistant is not None and assistant.process == os.getpid()
+        if is_of_this_process and assistant.vocab_size != vocab_size:
             assistant.close()
-            assistant = None
-        if assistant is None:
-            assistant = _assistants[model] = launch_draft(model)
+            is_of_this_process = False
+        if not is_of_this_process:
+            cores = divide_cores() if model.device.type == "cpu" else None
+            settings = {**worker_settings(model, None, None, {}), "timeout": START_TIMEOUT}
+            assistant = _assistants[model] = _assistant(model, [model.device], cores, settings, wait=False)
+            assistant.vocab_size, assistant.device = vocab_size, str(model.device)
             weakref.finalize(model, assistant.close)
         return assistant
 

@@ -43,7 +43,8 @@ class WorkerProcess:
             env=environment,
             start_new_session=True,  # a Ctrl-C in the terminal is for the target
         )
-        self.end = weakref.finalize(self, _end_process, self.popen)  # may be called, and is when the program ends
+        # May be called, and is when the program ends.
+        self.end = weakref.finalize(self, _end_process, os.getpid(), self.popen)
         try:
             self.popen.stdin.write(json.dumps(settings).encode() + b"\n")
             self.popen.stdin.flush()
@@ -68,7 +69,9 @@ class WorkerProcess:
         return self.errors.read()[-8000:].decode("utf-8", errors="replace").strip()
 
 
-def _end_process(process: subprocess.Popen) -> None:
+def _end_process(parent: int, process: subprocess.Popen) -> None:
+    if os.getpid() != parent:
+        return  # this process was forked from it, and the worker is not its own
     process.kill()
     with contextlib.suppress(OSError):  # what it has not read is lost
         process.stdin.close()

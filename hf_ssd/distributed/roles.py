@@ -44,7 +44,7 @@ class Roles:
         # The first rank may be the store's server: kept as long as this program runs.
         self.store, _, _ = next(dist.rendezvous("env://"))
         self.on_one_machine = local_world_size == world_size
-        self._is_done = False
+        self._is_done, self._process = False, os.getpid()
         self.ranks: TargetRanks | None = None
         if self.is_draft:
             return
@@ -134,7 +134,7 @@ class Roles:
         Ends the draft ranks, whose `serve()` then returns, and takes this rank out of the target's group. May be called
         more than once, and is when the program ends.
         """
-        if self._is_done or self.is_draft:
+        if self._is_done or self.is_draft or os.getpid() != self._process:
             return
         self._is_done = True
         if self.is_leader:

@@ -30,6 +30,8 @@ class SessionRequest:
         seed (`int`): Seed of the draft's randomness.
         asks_target (`bool`, *optional*): Whether the fallback is an object in the target's process.
         share (`tuple[int, int]`, *optional*): Which of how many workers is asked; each prepares its share.
+        prompt_length (`int`, *optional*): Of the longest row, without what was generated before the draft was there.
+            Defaults to that of the prompts.
     """
 
     config: SSDConfig
@@ -38,8 +40,11 @@ class SessionRequest:
     seed: int
     asks_target: bool | None = None
     share: tuple[int, int] = (0, 1)
+    prompt_length: int | None = None
 
     def __post_init__(self):
+        if self.prompt_length is None:
+            self.prompt_length = max(map(len, self.prompts))
         if self.asks_target is None:
             self.asks_target = not isinstance(self.config.fallback, str)
 
@@ -62,6 +67,7 @@ class SessionRequest:
             "seed": self.seed,
             "asks_target": self.asks_target,
             "share": list(self.share),
+            "prompt_length": self.prompt_length,
         }
 
     @classmethod
@@ -69,7 +75,9 @@ class SessionRequest:
         generation_config = GenerationConfig.from_dict(values["generation_config"])
         config = SSDConfig.from_dict(values["ssd_config"])
         share = tuple(values["share"])
-        return cls(config, generation_config, prompts, values["seed"], values["asks_target"], share)
+        return cls(
+            config, generation_config, prompts, values["seed"], values["asks_target"], share, values["prompt_length"]
+        )
 
 
 def as_plain_objects(value):
@@ -110,7 +118,8 @@ class Answer:
 class DraftSession(ABC):
     """
     One generate() call's conversation with the draft. A round is `send_outcome`, `receive_speculation`, and when
-    sampling `receive_probabilities`, in this order. Round 0's outcome is the first token after the prompt.
+    sampling `receive_probabilities`, in this order. Round 0's outcome is the first token after the
+    prompt; rows that are finished already are told as in any other round.
 
     Each method may raise [`DraftError`], and is not called again after it did.
     """

@@ -33,7 +33,7 @@ class TeamSession(DraftSession):
         workers (`list[Connection]`): The workers, at rest.
         number (`int`): Number of the session.
         request ([`SessionRequest`]): The call.
-        on_close (`Callable`): Called once, when the conversation is over.
+        on_close (`Callable`): Called once, when the workers are at rest again or have ended.
     """
 
     def __init__(self, workers: list[Connection], number: int, request: SessionRequest, on_close: Callable[[], None]):
@@ -184,8 +184,6 @@ class TeamSession(DraftSession):
             return None
 
     def close(self) -> None:
-        try:
-            for member in self.team:
-                member.close()
-        finally:
-            self.on_close()
+        for member in self.team:
+            member.close()
+        self.on_close()

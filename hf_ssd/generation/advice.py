@@ -27,8 +27,11 @@ def advice(stats) -> list[str]:
             "draft, more than chance explains: they were not drawn from what the draft or the fallback says, and the "
             "output need not be distributed as the target's; use another draft or fallback"
         ]
+    joined = stats.draft_joined_at
+    if joined is None or joined >= stats.rounds:
+        return ["finished while the draft worker was starting: hf_ssd.launch_draft() starts one before the first call"]
     drafted = [k for k in stats.lookahead if k]
-    rested = 1 - len(drafted) / stats.rounds
+    rested = 1 - len(drafted) / (stats.rounds - joined)
     if rested > 0.5 or stats.acceptance_rate < 0.3:
         plain = f" ({rested:.0%} of the rounds were plain decoding)" if rested else ""
         return [

@@ -1,6 +1,7 @@
 """What cannot work is said in one sentence, before any work starts."""
 
 import inspect
+import os
 
 import torch
 import torch.distributed as dist
@@ -51,6 +52,11 @@ def check_arguments(model, assistant_model, ssd_config, synced_gpus) -> None:
         raise TypeError(
             "`assistant_model` must be a transformers model or what hf_ssd.launch_draft() gives, but is a "
             f"{type(assistant_model).__name__}."
+        )
+    if isinstance(assistant_model, DraftAssistant) and assistant_model.process != os.getpid():
+        raise ValueError(
+            "This draft assistant belongs to the process that this one was forked from; call hf_ssd.launch_draft() "
+            "after forking."
         )
     if not isinstance(ssd_config.fallback, str):
         check_proposer(ssd_config.fallback)

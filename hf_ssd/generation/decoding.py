@@ -1,10 +1,12 @@
 """The target's side of speculative speculative decoding: one loop, any batch size."""
 
+import contextlib
 import copy
+import math
 import time
 
 import torch
-from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, MaxTimeCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from .. import devices
@@ -21,7 +23,7 @@ from ..distributed.session import SessionRequest
 from ..distributed.target_ranks import TargetRanks
 from .checks import check_generation
 from .deciding import Decider
-from .drafting import Draft
+from .drafting import FaultTolerantDraft
 from .outputs import SSDDecoderOnlyOutput, SSDStats
 from .recording import StepRecord
 from .sequences import Sequences, longest_output
@@ -76,8 +78,9 @@ def speculative_speculative_decoding(
     start = time.perf_counter()
     ranks = assistant.ranks if isinstance(assistant, DraftAssistant) else TargetRanks()
     with use_cores(assistant.cores.target if divided else None), ranks.one_call():
-        draft = Draft(assistant, request, input_ids.device, ranks)
-        try:
+        draft = FaultTolerantDraft(assistant, request, input_ids.device, ranks)
+        with contextlib.closing(draft), contextlib.closing(draft):  # again, if the first time was interrupted
+            draft.open(patience(ssd_config, generation_config, stopping_criteria))
             # 1. Prefill, while the draft does the same and prepares the likely first tokens.
             decoder, logits = prefill(model, input_ids, generation_config, model_kwargs, max_length)
             with model._optimize_model_for_decode():  # which changes how experts are computed
@@ -93,8 +96,17 @@ def speculative_speculative_decoding(
                     start,
                     theirs=model_kwargs["past_key_values"],
                 )
-        finally:
-            draft.close()
+
+
+def patience(ssd_config: SSDConfig, generation_config, stopping_criteria: StoppingCriteriaList) -> float:
+    """
+    Returns how many seconds a call waits for a worker that is starting: none, unless it samples with a fixed lookahead.
+    A seed is to repeat its tokens, and rounds before the draft is there draw other random numbers.
+    """
+    if not generation_config.do_sample or ssd_config.lookahead == "auto":
+        return 0.0
+    clocks = [criteria for criteria in stopping_criteria if isinstance(criteria, MaxTimeCriteria)]
+    return min((clock.initial_timestamp + clock.max_time - time.time() for clock in clocks), default=math.inf)
 
 
 def decode(
@@ -104,7 +116,7 @@ def decode(
     logits_processor,
     stopping_criteria,
     generation_config,
-    draft: Draft,
+    draft: FaultTolerantDraft,
     streamer,
     start: float,
     theirs: DynamicCache,
@@ -222,7 +234,7 @@ def decode(
     stats.total_seconds = time.perf_counter() - start
     stats.generated_tokens = sum(sequences.kept(row) - prompt_length for row in range(batch_size))
     stats.unlikely_tokens = decider.unlikely_tokens
-    stats.draft_failure = draft.failure
+    stats.draft_failure, stats.draft_joined_at = draft.failure, draft.joined_at
     if wants_dict or getattr(theirs, "_is_user_defined", False):
         feed_what_is_missing(decoder, sequences, output, columns_before_ids)
         decoder.cache.copy_to(theirs, output.shape[1] - 1 + columns_before_ids)

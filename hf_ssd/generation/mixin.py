@@ -33,7 +33,8 @@ class SSDGenerationMixin:
 
         Args:
             assistant_model (`PreTrainedModel` or [`DraftAssistant`], *optional*):
-                The draft. A model is handed to a worker process the first time, and the worker is reused.
+                The draft. A model is handed to a worker process the first time, and the worker is reused. While it
+                starts, the call is decoded plainly.
             ssd_config ([`SSDConfig`], *optional*):
                 Settings. Without them this is transformers' own method.
             inputs, generation_config, logits_processor, stopping_criteria, streamer, kwargs:
@@ -45,7 +46,7 @@ class SSDGenerationMixin:
 
         Raises:
             `ValueError`, `TypeError`: the arguments cannot work, said before any work starts.
-            [`DraftError`]: the draft worker did not start, or failed and `on_draft_failure="raise"`.
+            [`DraftError`]: the draft did not start, or failed, and `on_draft_failure="raise"`.
         """
         kwargs |= {
             "inputs": inputs,

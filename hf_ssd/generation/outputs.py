@@ -40,11 +40,13 @@ class SSDStats:
         prepared_at, answered_at (`list[float]`): When the draft began to prepare and to answer, likewise; a time before
             the call means that it did not. (Clocks of two machines differ.)
         prefill_seconds (`float`): Until the target has read the prompt, with the draft's session opened.
-        total_seconds (`float`): From the same moment to the end. The start of a worker is in neither.
+        total_seconds (`float`): From the same moment to the end.
         generated_tokens (`int`): New tokens in the output, all rows together, padding excluded.
         unlikely_tokens (`int`): Accepted tokens whose probability in the draft was less than a millionth of that in the
             target, when sampling. A draft that draws from what it says has one with a chance below a millionth a token.
         draft_failure (`str`, *optional*): Why the draft was given up, if it was.
+        draft_joined_at (`int`, *optional*): The first round whose speculation the draft was asked for. Rounds before it
+            were plain decoding while the worker was starting; `None` if that took longer than the call.
     """
 
     batch_size: int = 1
@@ -64,6 +66,7 @@ class SSDStats:
     generated_tokens: int = 0
     unlikely_tokens: int = 0
     draft_failure: str | None = None
+    draft_joined_at: int | None = 0
 
     @property
     def rounds(self) -> int:

@@ -42,6 +42,7 @@ class Speculator:
         earlier ([`Trunk`], *optional*): That of the call before, whose cache serves again where this one continues it.
         share (`tuple[int, int]`, *optional*): Which of how many drafts this one is. Each prepares its share of the
             outcomes of all their budgets together.
+        prompt_length (`int`, *optional*): Of the longest row, if some of its tokens were generated; all by default.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Speculator:
         custom_backup: Backup | None = None,
         share: tuple[int, int] = (0, 1),
         earlier: Trunk | None = None,
+        prompt_length: int | None = None,
     ):
         self.config, self.device, self.share = config, model.device, share
         self.trunk = Trunk(model, prompts, generation_config.max_length, earlier)
@@ -67,7 +69,8 @@ class Speculator:
         if self.planner.adapts_tokens or custom_backup or self.plan.fallback != "primary":
             # What was learned in a call with the same seed must not meet the same noise again.
             seed += 1_000_003 * (experience.calls - 1)
-        self.proposals = Proposals(model, config, generation_config, max(self.trunk.lengths), seed)
+        longest = prompt_length or max(self.trunk.lengths)
+        self.proposals = Proposals(model, config, generation_config, longest, seed)
         self.backups = Backups(vocab_size, seed, custom_backup)
         self.lessons = Lessons(self.planner, shape, self.trunk, self.backups.ngram)
         self.finished = [False] * len(prompts)

@@ -70,14 +70,15 @@ def test_the_target_as_its_own_draft_hits_every_time(lookahead):
     target = hf_ssd.enable(tiny_model())
     config = hf_ssd.SSDConfig(lookahead=lookahead, budget=2 * (lookahead + 1), fan_out="uniform")
     rounds = 5
-    output = target.generate(
-        **padded_batch(2),
-        max_new_tokens=1 + rounds * (lookahead + 1),
-        do_sample=False,
-        assistant_model=target,
-        ssd_config=config,
-        return_dict_in_generate=True,
-    )
+    with hf_ssd.launch_draft(target) as assistant:
+        output = target.generate(
+            **padded_batch(2),
+            max_new_tokens=1 + rounds * (lookahead + 1),
+            do_sample=False,
+            assistant_model=assistant,
+            ssd_config=config,
+            return_dict_in_generate=True,
+        )
     stats = output.ssd_stats
     assert stats.hit_rate == 1.0 and stats.acceptance_rate == 1.0
     assert stats.tokens_per_round == lookahead + 1 and stats.rounds == rounds

@@ -16,7 +16,7 @@ from transformers.utils import logging
 import hf_ssd
 from hf_ssd.distributed.launch import assistant_for, worker_settings
 
-from ..conftest import padded_batch, tiny_draft, tiny_model
+from ..conftest import padded_batch, ready, tiny_draft, tiny_model
 
 CONFIG = hf_ssd.SSDConfig(lookahead=3, budget=8, fan_out="uniform")
 
@@ -42,9 +42,10 @@ def test_a_draft_passed_as_an_object_gets_one_worker_that_ends_with_it(target):
     options = {"max_new_tokens": 5, "do_sample": False, "assistant_model": draft, "ssd_config": CONFIG}
     first = target.generate(**inputs, **options)
     (pid,) = children() - before
-    assert torch.equal(target.generate(**inputs, **options), first)
+    assert ready(assistant_for(draft)).workers[0].process.popen.pid == pid
+    output = target.generate(**inputs, **options, return_dict_in_generate=True)
+    assert torch.equal(output.sequences, first) and output.ssd_stats.hit_rate > 0
     assert children() - before == {pid}
-    assert assistant_for(draft).workers[0].process.popen.pid == pid
     gone = weakref.ref(draft)
     del draft, options
     gc.collect()
@@ -121,9 +122,13 @@ PROGRAM = textwrap.dedent(
     torch.set_num_threads(1)
     target = hf_ssd.enable(AutoModelForCausalLM.from_pretrained({folder!r}))
     draft = AutoModelForCausalLM.from_pretrained({folder!r})
-    output = target.generate(torch.tensor([[5, 6, 7]]), attention_mask=torch.ones(1, 3), max_new_tokens=8,
-                             do_sample=False, assistant_model=draft, ssd_config=hf_ssd.SSDConfig(fan_out=[2, 2, 2, 2]),
-                             return_dict_in_generate=True)
+    joined = None
+    while joined != 0:  # calls before the worker is ready are plain decoding
+        output = target.generate(torch.tensor([[5, 6, 7]]), attention_mask=torch.ones(1, 3), max_new_tokens=8,
+                                 do_sample=False, assistant_model=draft,
+                                 ssd_config=hf_ssd.SSDConfig(fan_out=[2, 2, 2, 2]), return_dict_in_generate=True)
+        joined = output.ssd_stats.draft_joined_at
+
     from hf_ssd.distributed.launch import assistant_for
     print(assistant_for(draft).workers[0].process.popen.pid, output.ssd_stats.hit_rate, flush=True)
     {last}

@@ -12,7 +12,7 @@ from transformers.utils import logging
 
 import hf_ssd
 
-from ..conftest import padded_batch, tiny_draft
+from ..conftest import padded_batch, ready, tiny_draft
 from ..faults.test_worker_faults import AtLength
 
 BUDGET = 6
@@ -36,11 +36,9 @@ def shared_two(draft):
 
 
 @pytest.fixture
-def two(shared_two, target):
+def two(shared_two):
     """With living workers, whatever the test before did to them."""
-    if not all(worker.is_alive for worker in shared_two.workers):
-        generate(target, shared_two, new_tokens=2)
-    return shared_two
+    return ready(shared_two)
 
 
 @pytest.fixture
@@ -131,7 +129,7 @@ def test_when_one_is_killed_the_other_carries_on(target, one, two, lost, options
     if not options["do_sample"]:
         assert torch.equal(output.sequences, target.generate(**padded_batch(2), max_new_tokens=30, do_sample=False))
     stats = output.ssd_stats
-    assert stats.draft_failure is None and stats.lookahead[-3] == 3 and any(map(any, stats.hits[-8:]))
+    assert stats.draft_failure is None and stats.lookahead[-6] == 3 and any(map(any, stats.hits[-8:]))
     assert len(warnings) == 1 and "Going on with 1 of the draft workers" in warnings[0]
     warnings.clear()
     assert generate(target, two, **options).ssd_stats.draft_failure is None
@@ -172,13 +170,13 @@ def test_one_that_does_not_start_again_is_left_out(target, two, warnings, monkey
     with monkeypatch.context() as patched:
         patched.setattr(two, "starts", [fails, two.starts[1]])
         for _ in range(3):
-            output = generate(target, two, do_sample=False)
+            output = generate(target, ready(two), do_sample=False)
             assert torch.equal(output.sequences, plain) and output.ssd_stats.draft_failure is None
-            assert [worker.is_alive for worker in two.workers] == [False, True]
+            assert [output.ssd_stats.hit_rate > 0] + [worker.is_alive for worker in two.workers] == [True, False, True]
         assert len(attempts) == 1  # it is not waited for again, while the other one lives
     for worker in two.workers:
         worker.kill()
-    assert generate(target, two, do_sample=False).ssd_stats.draft_failure is None
+    assert generate(target, ready(two), do_sample=False).ssd_stats.hit_rate > 0
     assert all(worker.is_alive for worker in two.workers)
 
 

@@ -55,13 +55,13 @@ PROGRAM = textwrap.dedent(
     from transformers import AutoModelForCausalLM
     torch.set_num_threads(1)
     target = hf_ssd.enable(AutoModelForCausalLM.from_pretrained({folder!r}))
-    draft = AutoModelForCausalLM.from_pretrained({folder!r})
+    draft = hf_ssd.launch_draft(AutoModelForCausalLM.from_pretrained({folder!r}))
     inputs = dict(input_ids=torch.tensor([[5, 6, 7]]), attention_mask=torch.ones(1, 3), do_sample=False)
     plain = target.generate(**inputs, max_new_tokens=40)
     for _ in range(5):
         output = target.generate(**inputs, max_new_tokens=40, assistant_model=draft,
-                                 ssd_config=hf_ssd.SSDConfig(on_draft_failure="raise"))
-        assert torch.equal(output, plain)
+                                 ssd_config=hf_ssd.SSDConfig(on_draft_failure="raise"), return_dict_in_generate=True)
+        assert torch.equal(output.sequences, plain) and output.ssd_stats.draft_joined_at == 0
     """
 )
 
@@ -80,7 +80,7 @@ def test_several_programs_at_the_same_time(tmp_path):
 
 def test_two_targets_in_one_program_at_the_same_time():
     targets = [hf_ssd.enable(tiny_model(seed=seed)) for seed in (0, 1)]
-    drafts = [tiny_draft(seed=seed) for seed in (0, 1)]
+    drafts = [hf_ssd.launch_draft(tiny_draft(seed=seed)) for seed in (0, 1)]
     inputs, results = padded_batch(2), [None, None]
 
     def call(i):
@@ -97,6 +97,8 @@ def test_two_targets_in_one_program_at_the_same_time():
         thread.start()
     for thread in threads:
         thread.join(120)
+    for draft in drafts:
+        draft.close()
     for target, outputs in zip(targets, results):
         plain = target.generate(**inputs, max_new_tokens=30, do_sample=False)
         assert outputs is not None and all(torch.equal(output, plain) for output in outputs)

@@ -12,7 +12,7 @@ from hf_ssd.cache.branches import Branches
 from hf_ssd.distributed.draft_server import DraftServer
 from hf_ssd.generation import decoding, drafting
 from hf_ssd.generation.deciding import Decider
-from hf_ssd.generation.drafting import Draft
+from hf_ssd.generation.drafting import FaultTolerantDraft
 from hf_ssd.generation.sequences import Sequences
 from hf_ssd.speculation.lessons import Lessons
 from hf_ssd.speculation.speculator import Speculator
@@ -84,11 +84,11 @@ def _mark_phases(monkeypatch, gpu: StandInGPU) -> None:
         monkeypatch.setattr(owner, name, marked)
 
     mark(Decider, "decide", "target: decide")
-    mark(Draft, "send_outcome", "target: send outcome", "target: bookkeeping")
-    mark(Draft, "receive_speculation", "target: receive")
+    mark(FaultTolerantDraft, "send_outcome", "target: send outcome", "target: bookkeeping")
+    mark(FaultTolerantDraft, "receive_speculation", "target: receive")
     mark(Sequences, "propose", "target: feed")
-    mark(Draft, "receive_probabilities", "target: receive q")
-    mark(Draft, "finish", "target: end")
+    mark(FaultTolerantDraft, "receive_probabilities", "target: receive q")
+    mark(FaultTolerantDraft, "finish", "target: end")
     mark(DraftServer, "_start", "draft: start")
     mark(Speculator, "look_up", "draft: look up")
     mark(Speculator, "complete", _completion, "draft: answer")
