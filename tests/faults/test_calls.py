@@ -1,0 +1,386 @@
+"""One call: a draft that comes late, an interrupt at any line, other threads, and processes that were forked."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LogitsProcessor, LogitsProcessorList
+from transformers.utils import logging
+
+import hf_ssd
+from hf_ssd.distributed.assistant import DraftAssistant
+from hf_ssd.generation.drafting import FaultTolerantDraft
+
+from ..conftest import VOCAB, padded_batch, ready, tiny_draft
+from ..distributed.test_rest import ThreadWorker
+
+CONFIG = {"lookahead": 3, "budget": 8}
+
+
+class At(LogitsProcessor):
+    """Does something when the output has a length."""
+
+    def __init__(self, **actions):
+        self.actions = {int(length[1:]): action for length, action in actions.items()}
+
+    def __call__(self, input_ids, scores):
+        action = self.actions.pop(input_ids.shape[1], None)
+        if action is not None:
+            action()
+        return scores
+
+
+def call(target, assistant, processor=None, rows=3, new_tokens=40, config=None, **options):
+    return target.generate(
+        **padded_batch(rows),
+        **{"do_sample": False, "max_new_tokens": new_tokens, **options},
+        logits_processor=LogitsProcessorList([processor] if processor else []),
+        assistant_model=assistant,
+        ssd_config=hf_ssd.SSDConfig(**{**CONFIG, **(config or {})}),
+        return_dict_in_generate=True,
+    )
+
+
+@pytest.fixture
+def warnings(monkeypatch):
+    said = []
+    for module in ("hf_ssd.generation.drafting", "hf_ssd.distributed.assistant"):
+        monkeypatch.setattr(logging.get_logger(module), "warning", lambda text, *a: said.append(text))
+    return said
+
+
+# ---------------------------------------------------------------- a draft that comes late
+
+
+class LateWorker(ThreadWorker):
+    """Is ready when the test says so."""
+
+    def __init__(self, draft, gate):
+        super().__init__(draft)
+        self.gate = gate
+
+    def connect(self, waiting=None):
+        assert self.gate.wait(60)
+        super().connect()
+
+
+class Late(DraftAssistant):
+    """An assistant whose only worker is ready when the test says so."""
+
+    def __init__(self, draft, **options):
+        self.gate = threading.Event()
+        super().__init__([lambda: LateWorker(draft, self.gate)], wait=False, **options)
+        self.vocab_size = VOCAB
+
+    def let_in(self):
+        self.gate.set()
+        for start in list(self.starting.values()):
+            start.thread.join(60)
+
+
+@pytest.mark.parametrize("rows, has_ended", [(1, False), (3, False), (3, True)])
+@pytest.mark.parametrize("penalty", [1.0, 1.3])
+def test_a_draft_joins_in_the_middle_of_a_call(target, rows, has_ended, penalty):
+    options = {"do_sample": False, "max_new_tokens": 40, "repetition_penalty": penalty}
+    plain = target.generate(**padded_batch(rows), **options)
+    if has_ended:
+        options |= {"eos_token_id": int(plain[1, 12]), "pad_token_id": 0}
+        plain = target.generate(**padded_batch(rows), **options)
+        assert (plain[:, 13:16] != 0).any(1).tolist() == [True, False, True]
+    with Late(tiny_draft(disagreement=0.0)) as assistant:  # the target itself
+        output = call(target, assistant, At(_16=assistant.let_in), rows, **options)
+    stats = output.ssd_stats
+    assert torch.equal(output.sequences, plain) and stats.draft_failure is None
+    joined = stats.draft_joined_at
+    assert 7 <= joined <= 9 and not any(stats.lookahead[:joined])
+    rounds = [(k, a) for k, accepted in zip(stats.lookahead[joined:], stats.accepted[joined:]) for a in accepted]
+    assert rounds and all(a in (k, -1) for k, a in rounds)  # all that it proposes is accepted, so it knows the text
+    assert any(map(any, stats.hits[joined:]))
+
+
+def test_it_would_be_noticed_if_what_was_generated_before_were_not_told(target, monkeypatch):
+    """The mutant for the test above."""
+    monkeypatch.setattr(FaultTolerantDraft, "_request_now", lambda self: self.request)
+    with Late(tiny_draft(disagreement=0.0)) as assistant:
+        output = call(target, assistant, At(_16=assistant.let_in))
+    stats = output.ssd_stats
+    assert torch.equal(output.sequences, target.generate(**padded_batch(3), do_sample=False, max_new_tokens=40))
+    assert any(0 <= a < k for k, accepted in zip(stats.lookahead, stats.accepted) for a in accepted)
+
+
+@pytest.mark.parametrize("counts_from_the_prompt", [True, False])
+def test_the_drafts_processors_count_from_the_prompt(target, counts_from_the_prompt, monkeypatch):
+    seen = []
+    original = hf_ssd.speculation.speculator.Proposals.__init__
+
+    def watch(self, model, generation_config, prompt_length, seed):
+        seen.append(prompt_length)
+        original(self, model, generation_config, prompt_length, seed)
+
+    monkeypatch.setattr(hf_ssd.speculation.speculator.Proposals, "__init__", watch)
+    if not counts_from_the_prompt:  # the mutant
+        original_request = FaultTolerantDraft._request_now
+
+        def forgets(self):
+            request = original_request(self)
+            request.prompt_length = max(map(len, request.prompts))
+            return request
+
+        monkeypatch.setattr(FaultTolerantDraft, "_request_now", forgets)
+    with Late(tiny_draft()) as assistant:
+        call(target, assistant, At(_16=assistant.let_in))
+    assert (seen == [9]) == counts_from_the_prompt
+
+
+def test_a_sampled_call_that_is_to_be_repeatable_waits_for_its_draft(target, draft):
+    def sampled(assistant, **options):
+        torch.manual_seed(7)
+        return call(target, assistant, do_sample=True, top_k=0, **options)
+
+    oracle = sampled(draft, config={"asynchronous": False})
+    with Late(draft) as assistant:
+        threading.Timer(0.5, assistant.gate.set).start()
+        output = sampled(assistant)
+    assert torch.equal(output.sequences, oracle.sequences) and output.ssd_stats.draft_joined_at == 0
+    with Late(draft) as assistant:
+        output = sampled(assistant, config={"lookahead": "auto"})
+        assert output.ssd_stats.draft_joined_at is None and output.ssd_stats.rounds == 39
+        assert "while the draft worker was starting" in output.ssd_stats.advice[0]
+        start = time.monotonic()
+        output = sampled(assistant, max_time=1.0)
+        assert time.monotonic() - start < 20 and output.ssd_stats.draft_joined_at is None
+        assistant.gate.set()
+
+
+def test_a_worker_that_starts_takes_no_time_from_the_call(target):
+    draft = tiny_draft()  # a real worker, which takes seconds
+    output = call(target, draft, new_tokens=230, rows=1, max_time=1.0)
+    plain = target.generate(**padded_batch(1), do_sample=False, max_new_tokens=230)
+    tokens = output.sequences.shape[1]
+    assert output.ssd_stats.prefill_seconds < 1 and tokens > 30
+    assert torch.equal(output.sequences, plain[:, :tokens])
+
+
+def test_a_worker_that_cannot_start_is_told_of_once(target, draft, warnings):
+    def fails():
+        raise OSError("no such device")
+
+    for raises in (False, True):
+        with DraftAssistant([fails], wait=False) as assistant:
+            assistant.vocab_size = VOCAB
+            assistant._wait(60)
+            if raises:
+                with pytest.raises(hf_ssd.DraftError, match="could not be started: no such device"):
+                    call(target, assistant, config={"on_draft_failure": "raise"})
+                continue
+            output = call(target, assistant)
+            assert "could not be started: no such device" in output.ssd_stats.draft_failure
+            assert len(warnings) == 1 and "plain decoding" in warnings[0]
+
+
+# ---------------------------------------------------------------- interrupts
+
+
+class Interrupt:
+    """Raises KeyboardInterrupt at the n-th line that is run in some files."""
+
+    FILES = ("distributed/assistant.py", "distributed/client.py", "generation/drafting.py")
+
+    def __init__(self, at):
+        self.left, self.where = at, None
+
+    def __call__(self, frame, event, argument):
+        if not frame.f_code.co_filename.endswith(self.FILES):
+            return None
+        if event == "line" and self.where is None:
+            self.left -= 1
+            if not self.left:
+                self.where = f"{frame.f_code.co_name}:{frame.f_lineno}"
+                raise KeyboardInterrupt
+        return self
+
+    def __enter__(self):
+        sys.settrace(self)
+        return self
+
+    def __exit__(self, *exception):
+        sys.settrace(None)
+        return exception[0] is KeyboardInterrupt
+
+
+def interrupted_everywhere(target, assistant):
+    """Returns after how many interrupts, at different lines, a call did not speculate."""
+    places, failures = set(), []
+    for at in range(1, 1000):
+        with Interrupt(at) as interrupt:
+            call(target, assistant, rows=1, new_tokens=3)
+        if interrupt.where is None:
+            break
+        places.add(interrupt.where)
+        try:
+            stats = call(target, ready(assistant), rows=1, new_tokens=12).ssd_stats
+            if not stats.hit_rate:
+                failures.append(interrupt.where)
+        except (ValueError, hf_ssd.DraftError):
+            failures.append(interrupt.where)
+            assistant.turn.clear()
+    assert len(places) > 60
+    return failures
+
+
+def test_an_interrupt_at_any_line_leaves_an_assistant_that_works(target, draft):
+    with DraftAssistant([lambda: ThreadWorker(draft)]) as assistant:
+        assert interrupted_everywhere(target, assistant) == []
+
+
+def test_closing_once_would_not_be_enough(target, draft, monkeypatch):
+    """The mutant: what was interrupted while it closed is not closed again."""
+    original = FaultTolerantDraft.close
+
+    def close(self):
+        if not self.__dict__.get("was_closed"):
+            self.was_closed = True
+            original(self)
+
+    monkeypatch.setattr(FaultTolerantDraft, "close", close)
+    with DraftAssistant([lambda: ThreadWorker(draft)]) as assistant:
+        assert interrupted_everywhere(target, assistant)
+
+
+# ---------------------------------------------------------------- other threads
+
+
+def test_a_call_waits_for_another_threads_call_no_longer_than_its_timeout(target, assistant, warnings):
+    ready(assistant)
+    holding, over = threading.Event(), threading.Event()
+
+    def hold():
+        holding.set()
+        assert over.wait(60)
+
+    slow = threading.Thread(target=call, args=[target, assistant, At(_15=hold)])
+    slow.start()
+    assert holding.wait(60)
+    try:
+        start = time.monotonic()
+        output = call(target, assistant, config={"timeout": 0.5})
+        assert time.monotonic() - start < 20
+        assert output.ssd_stats.draft_failure == "The draft was busy with another call for 0.5 s."
+        assert torch.equal(output.sequences, target.generate(**padded_batch(3), do_sample=False, max_new_tokens=40))
+        with pytest.raises(hf_ssd.DraftError, match="busy with another call"):
+            call(target, assistant, config={"timeout": 0.5, "on_draft_failure": "raise"})
+    finally:
+        over.set()
+        slow.join(60)
+    assert call(target, assistant).ssd_stats.hit_rate > 0
+
+
+# ---------------------------------------------------------------- a draft in this process
+
+
+@pytest.fixture
+def short_sighted():
+    sizes = {"vocab_size": 97, "n_embd": 32, "n_layer": 1, "n_head": 2, "bos_token_id": 1, "eos_token_id": None}
+    return GPT2LMHeadModel(GPT2Config(n_positions=20, **sizes)).eval()
+
+
+@pytest.mark.parametrize("new_tokens", [40, 5])
+def test_a_draft_in_this_process_that_raises_costs_no_tokens(target, short_sighted, warnings, new_tokens):
+    rows = {"rows": 2} if new_tokens == 40 else {"rows": 1, "input_ids": torch.full((1, 30), 7)}
+    inputs = padded_batch(2) if "input_ids" not in rows else {"input_ids": rows["input_ids"]}
+    options = {"do_sample": False, "max_new_tokens": new_tokens, "return_dict_in_generate": True}
+    config = {**CONFIG, "asynchronous": False}
+    output = target.generate(**inputs, **options, assistant_model=short_sighted, ssd_config=hf_ssd.SSDConfig(**config))
+    assert torch.equal(output.sequences, target.generate(**inputs, **options).sequences)
+    assert "The draft raised IndexError" in output.ssd_stats.draft_failure and len(warnings) == 1
+    config["on_draft_failure"] = "raise"
+    with pytest.raises(hf_ssd.DraftError) as raised:
+        target.generate(**inputs, **options, assistant_model=short_sighted, ssd_config=hf_ssd.SSDConfig(**config))
+    assert isinstance(raised.value.__cause__, IndexError)
+
+
+def test_what_the_users_fallback_raises_is_the_users(target, draft):
+    class Broken:
+        def propose(self, input_ids, lookahead):
+            raise ZeroDivisionError
+
+    from ..conformance.conftest import preparing
+
+    with preparing(), pytest.raises(ZeroDivisionError):
+        call(target, draft, config={"asynchronous": False, "fallback": Broken()})
+
+
+# ---------------------------------------------------------------- processes that were forked
+
+PROGRAM = """
+import gc, os, sys
+import torch
+import hf_ssd
+from tests.conftest import tiny_draft, tiny_model
+from tests.faults.test_calls import At, call
+target, draft = hf_ssd.enable(tiny_model()), tiny_draft()
+assistant = hf_ssd.launch_draft(draft, num_threads=1)
+plain = call(target, assistant).sequences
+parent = os.getpid()
+
+def forked(child):
+    sys.stdout.flush()
+    pid = os.fork()
+    if not pid:
+        child()
+        sys.exit(0)
+    assert os.waitpid(pid, 0)[1] == 0, child.__name__
+    stats = call(target, assistant).ssd_stats
+    assert stats.draft_failure is None and stats.hit_rate > 0, child.__name__
+
+def ends():
+    pass
+
+def drops():
+    global assistant
+    del assistant
+    gc.collect()
+
+def closes():
+    assistant.close()
+
+def generates():
+    try:
+        call(target, assistant)
+    except ValueError as error:
+        assert "call hf_ssd.launch_draft() after forking" in str(error)
+    else:
+        os._exit(1)
+
+def has_a_worker_of_its_own():
+    import time
+    while call(target, draft).ssd_stats.draft_joined_at != 0:
+        time.sleep(0.1)
+
+for child in (ends, drops, closes, generates, has_a_worker_of_its_own):
+    forked(child)
+
+# In the middle of a call, which both then finish.
+pids = []
+output = call(target, assistant, At(_15=lambda: pids.append(os.fork())))
+assert torch.equal(output.sequences, plain)
+if os.getpid() != parent:
+    assert "was forked in the middle of a call" in output.ssd_stats.draft_failure
+    sys.exit(0)
+assert output.ssd_stats.draft_failure is None and os.waitpid(pids[0], 0)[1] == 0
+assert call(target, assistant).ssd_stats.hit_rate > 0
+print("all is well", flush=True)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+def test_a_forked_process_leaves_its_parents_worker_alone(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-c", PROGRAM]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
+    assert done.returncode == 0 and "all is well" in done.stdout, done.stderr

@@ -1,0 +1,275 @@
+"""Calls, interrupts, kills, forks and threads in any order, against a model of what must hold after each of them."""
+
+import gc
+import os
+import signal
+import threading
+import time
+from collections import Counter
+from functools import cache
+
+import psutil
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.errors import Flaky
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from transformers import LogitsProcessorList
+
+import hf_ssd
+from hf_ssd.distributed.assistant import DraftAssistant
+from hf_ssd.generation import decoding
+from hf_ssd.generation.verification import verify_greedy
+
+from ..conftest import padded_batch, ready, tiny_draft, tiny_model
+from .test_calls import At
+
+NEW_TOKENS, PROMPT = 24, 9
+ROWS = st.sampled_from([1, 3])
+LENGTHS = st.integers(PROMPT, PROMPT + NEW_TOKENS - 2)  # of the output, when something happens
+CONFIGS = st.sampled_from(
+    [
+        {"lookahead": 3, "budget": 8},
+        {"lookahead": 5, "budget": 6, "fan_out": "uniform"},
+        {"lookahead": 2, "budget": 6, "fallback": "ngram"},
+        {"lookahead": 3, "asynchronous": False},
+        {},
+    ]
+)
+
+
+@cache
+def target():
+    return hf_ssd.enable(tiny_model())
+
+
+@cache
+def plain(rows):
+    return target().generate(**padded_batch(rows), do_sample=False, max_new_tokens=NEW_TOKENS)
+
+
+def workers():
+    """The worker processes of this one."""
+    found = []
+    for process in psutil.Process().children():
+        try:
+            if process.status() != psutil.STATUS_ZOMBIE and "hf_ssd.distributed.worker" in process.cmdline():
+                found.append(process)
+        except psutil.NoSuchProcess:
+            pass
+    return found
+
+
+class Calls(RuleBasedStateMachine):
+    """
+    The model: whether the assistant is closed. Everything else is to be as if nothing had happened before. An example
+    goes on with the assistant of the one before, which takes seconds to start.
+    """
+
+    steps: Counter = Counter()
+    assistant, closed = None, True
+
+    def __init__(self):
+        super().__init__()
+        if self.closed:
+            self.launch()
+
+    def call(self, rows, config, processor=None, streamer=None, timeout=20.0):
+        output = target().generate(
+            **padded_batch(rows),
+            do_sample=False,
+            max_new_tokens=NEW_TOKENS,
+            logits_processor=LogitsProcessorList([processor] if processor else []),
+            streamer=streamer,
+            assistant_model=self.assistant,
+            ssd_config=hf_ssd.SSDConfig(**config, timeout=timeout),
+            return_dict_in_generate=True,
+        )
+        assert torch.equal(output.sequences, plain(rows))
+        return output.ssd_stats
+
+    is_open = precondition(lambda self: not self.closed)
+
+    @rule(rows=ROWS, config=CONFIGS)
+    def generates(self, rows, config):
+        self.steps["generates"] += 1
+        if self.closed:
+            with pytest.raises(ValueError, match="was closed"):
+                self.call(rows, config)
+        else:
+            self.call(rows, config)
+
+    @is_open
+    @rule(rows=ROWS)
+    def speculates(self, rows):
+        self.steps["speculates"] += 1
+        ready(self.assistant)
+        stats = self.call(rows, {"lookahead": 3, "budget": 8})
+        assert stats.draft_failure is None and stats.draft_joined_at == 0 and stats.hit_rate > 0
+
+    @is_open
+    @rule(rows=ROWS, config=CONFIGS, count=st.integers(1, 8))
+    def interrupts(self, rows, config, count):
+        self.steps["interrupts"] += 1
+        left = [count]
+
+        def see(row, tokens):
+            left[0] -= 1
+            if not left[0]:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            self.call(rows, config, streamer=hf_ssd.BatchStreamer(see))
+
+    @is_open
+    @rule(rows=ROWS, config=CONFIGS, length=LENGTHS)
+    def kills_the_worker(self, rows, config, length):
+        self.steps["kills_the_worker"] += 1
+        self.call(rows, config, At(**{f"_{length}": lambda: [worker.kill() for worker in workers()]}))
+
+    @rule()
+    def kills_the_worker_between_calls(self):
+        self.steps["kills_the_worker_between_calls"] += 1
+        for worker in workers():
+            worker.kill()
+
+    @is_open
+    @rule(rows=ROWS, config=CONFIGS, length=LENGTHS)
+    def stops_the_worker(self, rows, config, length):
+        self.steps["stops_the_worker"] += 1
+        stopped = []
+
+        def stop():
+            stopped.extend(workers())
+            for worker in stopped:
+                worker.suspend()
+
+        start = time.monotonic()
+        self.call(rows, config, At(**{f"_{length}": stop}), timeout=0.3)
+        assert time.monotonic() - start < 30
+        for worker in stopped:  # one that was starting goes on
+            if worker.is_running():
+                worker.send_signal(signal.SIGCONT)
+
+    @is_open
+    @rule(rows=ROWS, config=CONFIGS, length=LENGTHS)
+    def generates_in_two_threads(self, rows, config, length):
+        self.steps["generates_in_two_threads"] += 1
+        results, reached, over = [], threading.Event(), threading.Event()
+
+        def hold():
+            reached.set()
+            over.wait(60)
+
+        def run(**options):
+            try:
+                results.append(self.call(rows, config, **options))
+            except BaseException as error:
+                results.append(error)
+                reached.set()
+
+        threads = [threading.Thread(target=run, kwargs={"processor": At(**{f"_{length}": hold})})]
+        threads[0].start()
+        assert reached.wait(60)
+        threads.append(threading.Thread(target=run, kwargs={"timeout": 0.2}))
+        threads[1].start()
+        threads[1].join(60)
+        over.set()
+        threads[0].join(60)
+        assert len(results) == 2 and not any(isinstance(result, BaseException) for result in results), results
+
+    @rule(rows=ROWS, config=CONFIGS)
+    def forks(self, rows, config):
+        self.steps["forks"] += 1
+        pid = os.fork()
+        if not pid:
+            try:
+                try:
+                    self.call(rows, config)
+                except ValueError as error:
+                    assert "after forking" in str(error)
+                    self.assistant.close()
+                    Calls.assistant = None
+                    gc.collect()
+                    os._exit(0)
+            finally:
+                os._exit(1)
+        assert os.waitpid(pid, 0)[1] == 0
+
+    @is_open
+    @rule()
+    def closes(self):
+        self.steps["closes"] += 1
+        self.assistant.close()
+        Calls.closed = True
+        assert not workers()
+
+    @precondition(lambda self: self.closed)
+    @rule()
+    def launch(self):
+        self.steps["launch"] += 1
+        Calls.assistant, Calls.closed = hf_ssd.launch_draft(tiny_draft(), num_threads=1), False
+
+    @invariant()
+    def nothing_is_left_behind(self):
+        assert len(workers()) <= (0 if self.closed else 1)
+        assert not self.assistant.turn  # it is no call's turn
+
+
+def run(examples, steps):
+    """Returns how often there was what."""
+    Calls.steps.clear()
+    how = {"deadline": None, "derandomize": True, "database": None, "suppress_health_check": list(HealthCheck)}
+    try:
+        run_state_machine_as_test(
+            Calls,
+            settings=settings(max_examples=examples, stateful_step_count=steps, phases=[Phase.generate], **how),
+        )
+    finally:
+        Calls.assistant.close()
+        Calls.closed = True
+        left = workers()
+        for worker in left:
+            worker.kill()
+    assert not left
+    return Calls.steps
+
+
+forking = pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+
+
+@forking
+def test_some_dozens_of_steps():
+    steps = run(examples=4, steps=8)
+    assert steps.total() > 24 and steps["speculates"]
+
+
+@forking
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_thousand_steps():
+    steps = run(examples=60, steps=20)
+    print(dict(steps))
+    assert steps.total() > 1000 and len(steps) == 10
+
+
+def accepts_one_too_many(scores, drafted):
+    accepted, bonus = verify_greedy(scores, drafted)
+    return (accepted + 1).clamp(max=drafted.shape[1]), bonus
+
+
+@forking
+@pytest.mark.parametrize(
+    "where, what, mistake",
+    [
+        pytest.param(decoding, "verify_greedy", accepts_one_too_many, marks=pytest.mark.slow),
+        (DraftAssistant, "end_call", lambda self, turn: None),
+        pytest.param(DraftAssistant, "_restart", lambda self: None, marks=pytest.mark.slow),
+    ],
+)
+def test_mistakes_are_noticed(monkeypatch, where, what, mistake):
+    """The mutants: verification accepts one too many, a turn never ends, a worker that has ended is not replaced."""
+    monkeypatch.setattr(where, what, mistake)
+    with pytest.raises((AssertionError, ValueError, Flaky)):  # flaky: another example has left behind what is wrong
+        run(examples=10, steps=6)
