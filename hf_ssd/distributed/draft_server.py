@@ -108,6 +108,8 @@ class DraftServer:
 
     def _start(self, message: Message) -> None:
         prompts = self.channel.receive(timeout=PROMPTS_TIMEOUT)
+        while prompts.kind == Kind.START:  # a call that was broken off before its prompts left, or never was one
+            message, prompts = prompts, self.channel.receive(timeout=PROMPTS_TIMEOUT)
         messages.expect(prompts, Kind.PROMPTS, message.session, message.round)
         rows = payloads.payload_to_prompts(prompts.payload)
         self.channel.make_room(len(rows), self.model.config.get_text_config(decoder=True).vocab_size)
