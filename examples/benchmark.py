@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from evaluation.prompts import load_samples
 from layered_pair import SIZES, layered_pair
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, StoppingCriteria, StoppingCriteriaList, set_seed
@@ -430,11 +431,14 @@ def batches_for(args, tokenizer, target) -> list[dict]:
         ]
     prompts = SNIPPETS
     if args.prompts:
-        from datasets import load_dataset
+        count = max(args.batch_size, args.repeats + 1)
+        if Path(args.prompts).exists():
+            samples = load_samples(args.prompts, args.prompt_field, count, fits=lambda prompt: True)
+            prompts = [sample.prompt for sample in samples]
+        else:
+            from datasets import load_dataset
 
-        is_file = Path(args.prompts).exists()
-        dataset = load_dataset("json", data_files=args.prompts) if is_file else load_dataset(args.prompts)
-        prompts = next(iter(dataset.values()))[args.prompt_field][: max(args.batch_size, args.repeats + 1)]
+            prompts = next(iter(load_dataset(args.prompts).values()))[args.prompt_field][:count]
     prompts = [prompts[i % len(prompts)] for i in range(-(-len(prompts) // args.batch_size) * args.batch_size)]
     return [
         tokenizer(prompts[i : i + args.batch_size], padding=True, return_tensors="pt", return_token_type_ids=False).to(

@@ -119,7 +119,9 @@ class SSDConfig:
         Raises:
             `ValueError`: a key is not a setting, or a value is not allowed.
         """
-        unknown = sorted(set(settings) - {field.name for field in dataclasses.fields(cls)})
+        if not isinstance(settings, dict):
+            raise ValueError(f"The settings of SSDConfig are a {type(settings).__name__}, but must be a dict.")
+        unknown = sorted(set(map(str, settings)) - {field.name for field in dataclasses.fields(cls)})
         if unknown:
             known = ", ".join(field.name for field in dataclasses.fields(cls))
             raise ValueError(f"SSDConfig has no setting {', '.join(map(repr, unknown))}; the settings are {known}.")
@@ -140,12 +142,21 @@ class SSDConfig:
             pretrained_model_name_or_path (`str` or `os.PathLike`): A folder or a hub id.
             kwargs: Settings that replace those in the file, and options of `transformers.utils.cached_file` such as
                 `revision`, `token` or `cache_dir`.
+
+        Raises:
+            `ValueError`: the file is not JSON, or has a setting that is not one, or that is not allowed.
         """
         from transformers.utils import cached_file
 
         settings = {field.name: kwargs.pop(field.name) for field in dataclasses.fields(cls) if field.name in kwargs}
         path = cached_file(pretrained_model_name_or_path, CONFIG_NAME, **kwargs)
-        return cls.from_dict({**json.loads(Path(path).read_text(encoding="utf-8")), **settings})
+        try:
+            saved = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path} is not JSON ({error}); write it with SSDConfig.save_pretrained().") from error
+        if not isinstance(saved, dict):
+            raise ValueError(f"{path} has no settings; write it with SSDConfig.save_pretrained().")
+        return cls.from_dict({**saved, **settings})
 
 
 FAN_OUTS = ("confidence", "geometric", "uniform", "all_accepted", "single_branch", "greedy_tree")
@@ -170,4 +181,9 @@ def _has_propose(value) -> bool:
 
 
 def _number(value) -> float:
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:  # an integer of more than 300 digits
+        return math.inf

@@ -110,6 +110,8 @@ def load_samples(given: str, prompt_field: str, num_samples: int, fits: Callable
     has_references = source.reference_fields and set(source.reference_fields) <= set(rows.column_names)
     samples = []
     for row in rows:
+        if any(isinstance(row[field], (list, dict)) for field in source.prompt_fields):
+            raise ValueError(f"{given} has prompts that are no text; choose another column with --prompt-field.")
         prompt = "\n\n".join(str(row[field]) for field in source.prompt_fields if row[field])
         if prompt and fits(prompt):
             references = {field: row[field] for field in source.reference_fields} if has_references else {}
@@ -125,13 +127,14 @@ def _load_rows(name: str, source: Source, path: str | None):
     from datasets import load_dataset
     from datasets.exceptions import DatasetsError
 
-    try:
-        if path is not None:
+    if path is not None:
+        try:
             return load_dataset(READERS[Path(path).suffix], data_files=path, split="train")
+        except Exception as error:  # whatever the reader of this format raises
+            raise ValueError(f"{path} cannot be read as {Path(path).suffix[1:]}: {_sentence(error)}.") from error
+    try:
         return load_dataset(source.hub_id, source.config, split=source.split)
     except (OSError, DatasetsError) as error:
-        if path is not None:
-            raise ValueError(f"{path} cannot be read as {Path(path).suffix[1:]}: {_sentence(error)}.") from error
         raise ValueError(
             f"{source.hub_id} could not be loaded from the hub ({_sentence(error)}); where there is no network, pass a "
             f"copy of it as a local file: --dataset {name}=FILE."

@@ -54,6 +54,7 @@ class WorkerSession(DraftSession):
             message = self.conversation.receive(Kind.SPECULATION)
         with self.conversation.expecting_sense():
             answer = payloads.payload_to_answer(message.payload, self.conversation.batch_size)
+            payloads.check_tokens(answer.tokens.flatten(), self.vocab_size)
         self.shape, self.rest = (*answer.tokens.shape, self.vocab_size), answer.rest
         self.conversation.expect()  # probabilities may arrive while the target computes
         if self.user_fallback is not None:

@@ -27,6 +27,7 @@ class Conversation:
         self.worker, self.number, self.timeout = worker, number, request.config.timeout
         self.batch_size, self.round = len(request.prompts), -1
         self.is_sound = True
+        worker.channel.make_room(self.batch_size, worker.facts["vocab_size"])
         send = worker.channel.send
         send(Message(Kind.START, number, payload=payloads.json_to_payload(request.to_dict())))
         send(Message(Kind.PROMPTS, number, payload=payloads.prompts_to_payload(request.prompts)))
@@ -67,6 +68,8 @@ class Conversation:
             while True:
                 with self.expecting_sense():
                     message = self.worker.channel.receive(max(0.0, deadline - time.monotonic()))
+                if message.kind == Kind.ERROR and not message.session:
+                    break  # it could not read what was sent, and does not know which call that belongs to
                 if message.session == self.number and (message.round >= self.round or message.kind == Kind.ERROR):
                     break
             if message.kind == Kind.ERROR:

@@ -60,10 +60,11 @@ class DraftServer:
     def serve(self) -> None:
         """Returns when the target says so, or raises [`PeerLost`] when its process has ended."""
         while True:
-            message = self._next_message()
-            if message.kind == Kind.STOP:
-                return
+            message = Message(Kind.ERROR)  # of no call, as long as nothing could be read
             try:
+                message = self._next_message()
+                if message.kind == Kind.STOP and not message.session:
+                    return
                 self._handle(message)
             except PeerLost:
                 raise
@@ -93,6 +94,7 @@ class DraftServer:
         elif message.kind == Kind.END:
             self._end(message)
         elif message.kind == Kind.LINK:
+            messages.expect(message, Kind.LINK, 0, 0, length=0)
             self._link()
         elif message.session == self.session and self.speculator is not None and message.kind in self.handlers:
             self.handlers[message.kind](message)
@@ -108,8 +110,11 @@ class DraftServer:
 
     def _start(self, message: Message) -> None:
         prompts = self.channel.receive(timeout=PROMPTS_TIMEOUT)
+        while prompts.kind == Kind.START:  # a call that was broken off before its prompts left, or never was one
+            message, prompts = prompts, self.channel.receive(timeout=PROMPTS_TIMEOUT)
         messages.expect(prompts, Kind.PROMPTS, message.session, message.round)
         rows = payloads.payload_to_prompts(prompts.payload)
+        self.channel.make_room(len(rows), self.model.config.get_text_config(decoder=True).vocab_size)
         request = SessionRequest.from_dict(payloads.payload_to_json(message.payload), rows)
         start = time.perf_counter()
         self.session, self.round, self.rest = message.session, 0, 0

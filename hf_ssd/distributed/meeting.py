@@ -33,11 +33,9 @@ def join(meeting: dict, timeout: float) -> dist.Store:
     """
     if "path" in meeting:
         store = dist.FileStore(meeting["path"])
-        store.set_timeout(timedelta(seconds=timeout))
     else:
-        store = dist.TCPStore(
-            meeting["host"], meeting["port"], False, timeout=timedelta(seconds=timeout), wait_for_workers=False
-        )
+        store = dist.TCPStore(meeting["host"], meeting["port"], is_master=False, wait_for_workers=False)
+    store.set_timeout(timedelta(seconds=timeout))
     return dist.PrefixStore(meeting["prefix"], store)
 
 

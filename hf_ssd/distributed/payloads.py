@@ -1,13 +1,15 @@
 """What is in the messages between target and draft: numbers and JSON, never pickles. Packing and unpacking only."""
 
 import json
+import math
 from dataclasses import dataclass
 
 import torch
 
+from ..config import LONGEST_LOOKAHEAD
 from ..speculation.fallback import Proposal
 from ..speculation.planner import BACKUPS, Plan
-from .messages import ProtocolError
+from .messages import LARGEST_PAYLOAD, ProtocolError
 from .session import Answer
 
 SOURCES = ("primary", *BACKUPS)
@@ -18,7 +20,8 @@ def text_to_payload(text: str) -> torch.Tensor:
 
 
 def payload_to_text(payload: torch.Tensor) -> str:
-    return bytes(payload.tolist()).decode("utf-8")
+    """What is no UTF-8 is shown as such: the text is for people."""
+    return _bytes(payload).decode("utf-8", errors="replace")
 
 
 def json_to_payload(value) -> torch.Tensor:
@@ -26,7 +29,10 @@ def json_to_payload(value) -> torch.Tensor:
 
 
 def payload_to_json(payload: torch.Tensor):
-    return json.loads(payload_to_text(payload))
+    try:
+        return json.loads(_bytes(payload).decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"a message of {len(payload)} bytes is not JSON: {error}") from error
 
 
 def prompts_to_payload(prompts: list[torch.LongTensor]) -> torch.Tensor:
@@ -36,11 +42,12 @@ def prompts_to_payload(prompts: list[torch.LongTensor]) -> torch.Tensor:
 
 
 def payload_to_prompts(payload: torch.Tensor) -> list[torch.LongTensor]:
-    count = int(payload[0]) if len(payload) else 0
-    lengths = payload[1 : 1 + count].tolist()
+    _check_integers(payload, 1)
+    count = int(payload[0])
+    lengths = payload[1 : 1 + max(0, count)].tolist()
     if count < 1 or len(lengths) != count or min(lengths) < 1 or 1 + count + sum(lengths) != len(payload):
         raise ProtocolError(f"a message of {len(payload)} integers does not hold the {count} prompts it announces")
-    return list(payload[1 + count :].split(lengths))
+    return list(check_tokens(payload[1 + count :]).split(lengths))
 
 
 def outcome_to_payload(
@@ -51,13 +58,20 @@ def outcome_to_payload(
 
 
 def payload_to_outcome(payload: torch.Tensor) -> tuple[torch.LongTensor, torch.LongTensor, float, int]:
+    _check_integers(payload, 2)
+    nanoseconds, verified = payload[:2].tolist()
+    if len(payload) % 2 or nanoseconds < 0 or verified < 0:
+        raise ProtocolError(f"{len(payload)} integers are not an outcome, or one that cannot be")
     accepted, bonus = payload[2:].view(2, -1)
-    return accepted, bonus, int(payload[0]) / 1e9, int(payload[1])
+    if bool(((accepted < -1) | (accepted > LONGEST_LOOKAHEAD)).any()):
+        raise ProtocolError("an outcome cannot have accepted more tokens than a speculation has")
+    return accepted, check_tokens(bonus), nanoseconds / 1e9, verified
 
 
 def payload_to_outcomes(payload: torch.Tensor, rows: int) -> list[tuple]:
     """Returns the outcome of each round that a message tells of."""
-    if not len(payload) or len(payload) % (2 + 2 * rows):
+    _check_integers(payload, 1)
+    if len(payload) % (2 + 2 * rows):
         raise ProtocolError(f"{len(payload)} integers are not outcomes of {rows} rows")
     return [payload_to_outcome(one) for one in payload.split(2 + 2 * rows)]
 
@@ -69,12 +83,12 @@ def answer_to_payload(answer: Answer) -> torch.Tensor:
 
 
 def payload_to_answer(payload: torch.Tensor, batch_size: int) -> Answer:
+    tokens = _tokens(payload, 6 + batch_size, batch_size)
     budget, rest, *times = payload[:6].tolist()
-    hits, tokens = payload[6 : 6 + batch_size].bool(), payload[6 + batch_size :]
-    if len(hits) != batch_size or len(tokens) % batch_size:
-        raise ProtocolError(f"a speculation of {len(payload)} integers does not fit {batch_size} rows")
+    if budget < 0 or rest < 0:
+        raise ProtocolError(f"a speculation cannot have a budget of {budget} and a rest of {rest} rounds")
     draft, answer, prepared_at, answered_at = (nanoseconds / 1e9 for nanoseconds in times)
-    return Answer(tokens.view(batch_size, -1), hits, draft, answer, budget, prepared_at, answered_at, rest)
+    return Answer(tokens, payload[6 : 6 + batch_size].bool(), draft, answer, budget, prepared_at, answered_at, rest)
 
 
 @dataclass
@@ -105,9 +119,8 @@ def complete_to_payload(tokens: torch.LongTensor, hits: torch.BoolTensor, known:
 
 
 def payload_to_complete(payload: torch.Tensor, rows: int) -> tuple[torch.LongTensor, torch.BoolTensor, list[int]]:
-    _check_rows(payload, 2 * rows, rows)
+    tokens = _tokens(payload, 2 * rows, rows)
     known = payload[rows : 2 * rows].tolist()
-    tokens = payload[2 * rows :].view(rows, -1)
     if not all(0 <= n <= tokens.shape[1] for n in known):
         raise ProtocolError(f"speculations of {known} tokens do not fit {tuple(tokens.shape)}")
     return tokens, payload[:rows].bool(), known
@@ -134,9 +147,8 @@ def follow_to_payload(
 
 def payload_to_follow(payload: torch.Tensor, rows: int):
     """Returns tokens, hits, the rows that are the receiver's, the source of the others, and the plan."""
-    _check_rows(payload, 1 + _PLAN + 2 * rows, rows)
+    tokens = _tokens(payload, 1 + _PLAN + 2 * rows, rows)
     hits, mine = payload[1 + _PLAN : 1 + _PLAN + 2 * rows].view(2, rows)
-    tokens = payload[1 + _PLAN + 2 * rows :].view(rows, -1)
     return (
         tokens,
         hits.bool(),
@@ -146,13 +158,41 @@ def payload_to_follow(payload: torch.Tensor, rows: int):
     )
 
 
-def _check_rows(payload: torch.Tensor, head: int, rows: int) -> None:
-    if len(payload) < head or (len(payload) - head) % rows:
+def _bytes(payload: torch.Tensor) -> bytes:
+    if payload.dtype != torch.uint8:
+        raise ProtocolError(f"{len(payload)} numbers of type {payload.dtype} are not a text")
+    return payload.numpy().tobytes()
+
+
+def _check_integers(payload: torch.Tensor, at_least: int) -> None:
+    if payload.dtype != torch.int64 or len(payload) < at_least:
+        raise ProtocolError(f"expected {at_least} integers or more, found {len(payload)} of type {payload.dtype}")
+
+
+def _tokens(payload: torch.Tensor, head: int, rows: int) -> torch.LongTensor:
+    """Returns the tokens `(rows, lookahead)` behind a head of so many integers."""
+    lookahead, rest = divmod(len(payload) - head, rows)
+    if payload.dtype != torch.int64 or rest or not 0 <= lookahead <= LONGEST_LOOKAHEAD:
         raise ProtocolError(f"a speculation of {len(payload)} integers does not fit {rows} rows")
+    return check_tokens(payload[head:]).view(rows, -1)
+
+
+def check_tokens(tokens: torch.LongTensor, vocab_size: int | None = None) -> torch.LongTensor:
+    """
+    Returns the tokens.
+
+    Raises:
+        [`~hf_ssd.distributed.messages.ProtocolError`]: one is negative, or not in a vocabulary of that size.
+    """
+    if len(tokens) and (tokens.min() < 0 or (vocab_size is not None and tokens.max() >= vocab_size)):
+        of = "" if vocab_size is None else f" of the vocabulary of {vocab_size}"
+        raise ProtocolError(f"{int(tokens.min())} to {int(tokens.max())} are not tokens{of}")
+    return tokens
 
 
 def _source(payload: torch.Tensor) -> str:
-    number = int(payload[0]) if len(payload) else -1
+    _check_integers(payload, 1)
+    number = int(payload[0])
     if not 0 <= number < len(SOURCES):
         raise ProtocolError(f"{number} is no source of speculations")
     return SOURCES[number]
@@ -166,11 +206,13 @@ def _plan_to_integers(plan: Plan) -> torch.Tensor:
 
 
 def _integers_to_plan(payload: torch.Tensor) -> Plan:
-    if len(payload) != _PLAN:
-        raise ProtocolError(f"{len(payload)} integers are not a plan")
+    _check_integers(payload, _PLAN)
     lookahead, budget, _, drafts = payload[:4].tolist()
-    numbers = payload[4:].contiguous().view(torch.float64).tolist()
-    return Plan(lookahead, budget, _source(payload[2:3]), *numbers, drafts)
+    c, a, r = payload[4:].clone().view(torch.float64).tolist()
+    sizes = 0 <= lookahead <= LONGEST_LOOKAHEAD and 0 <= budget <= LARGEST_PAYLOAD and 1 <= drafts <= LARGEST_PAYLOAD
+    if not (sizes and 0 <= c <= 1 and 0 < a < 1 and 0 < r < math.inf):
+        raise ProtocolError(f"{payload.tolist()} is not a plan")
+    return Plan(lookahead, budget, _source(payload[2:3]), c, a, r, drafts)
 
 
 _PLAN = 7  # integers
@@ -181,9 +223,11 @@ def backup_request_to_payload(rows: list[int], lookahead: int) -> torch.Tensor:
 
 
 def payload_to_backup_request(payload: torch.Tensor, batch_size: int) -> tuple[list[int], int]:
-    lookahead, *rows = payload.tolist() or [0]
-    if lookahead < 1 or not rows or min(rows) < 0 or max(rows) >= batch_size:
-        raise ProtocolError(f"{payload.tolist()} does not ask for proposals for some of {batch_size} rows")
+    _check_integers(payload, 2)
+    lookahead, *rows = payload[: 2 + batch_size].tolist()
+    is_sound = 1 <= lookahead <= LONGEST_LOOKAHEAD and len(rows) <= batch_size and len(set(rows)) == len(rows)
+    if not is_sound or min(rows) < 0 or max(rows) >= batch_size:
+        raise ProtocolError(f"{len(payload)} integers do not ask for proposals for some of {batch_size} rows")
     return rows, lookahead
 
 
@@ -195,10 +239,10 @@ def proposal_to_payload(proposal: Proposal) -> torch.Tensor:
 
 def payload_to_proposal(payload: torch.Tensor, rows: int) -> tuple[Proposal, bool]:
     """Returns the proposal, and whether its probabilities follow."""
-    counts, tokens = payload[1 : 1 + rows].tolist(), payload[1 + rows :]
-    if len(counts) != rows or len(tokens) % rows or not all(0 <= n <= len(tokens) // rows for n in counts):
-        raise ProtocolError(f"a proposal of {len(payload)} integers does not fit {rows} rows")
-    return Proposal(tokens.view(rows, -1), counts), bool(payload[0])
+    tokens, counts = _tokens(payload, 1 + rows, rows), payload[1 : 1 + rows].tolist()
+    if not all(0 <= n <= tokens.shape[1] for n in counts):
+        raise ProtocolError(f"a proposal of {counts} tokens does not fit {tuple(tokens.shape)}")
+    return Proposal(tokens, counts), bool(payload[0])
 
 
 def _nanoseconds(seconds: float) -> int:
@@ -207,7 +251,7 @@ def _nanoseconds(seconds: float) -> int:
 
 def largest_support(probabilities: torch.FloatTensor) -> torch.LongTensor:
     """Returns, on the device, how many tokens have any chance in the broadest of distributions `(..., vocab_size)`."""
-    return (probabilities > 0).sum(-1).max()
+    return (probabilities != 0).sum(-1).max()  # what is not a number counts, and arrives as it is
 
 
 def probabilities_to_payload(probabilities: torch.FloatTensor, support: int | None = None) -> torch.Tensor:
@@ -246,10 +290,14 @@ def payload_to_probabilities(payload: torch.Tensor, shape: tuple[int, ...]) -> t
             raise ProtocolError(f"{payload.numel()} probabilities do not fit the shape {tuple(shape)}")
         return payload.view(shape)
     rows = torch.Size(shape[:-1]).numel()
-    if payload.dtype != torch.int32 or payload.numel() % (2 * rows):
+    if payload.dtype != torch.int32 or not rows or payload.numel() % (2 * rows):
         raise ProtocolError(
             f"{payload.numel()} numbers of type {payload.dtype} are not probabilities of {tuple(shape)}"
         )
     values, tokens = payload.view(2, *shape[:-1], -1)
+    if payload.device.type == "cpu":
+        check_tokens(tokens.flatten(), shape[-1])
+    else:  # where a look would have to wait for the GPU, and a token too large would be the end of it
+        tokens = tokens.clamp(0, shape[-1] - 1)
     zeros = torch.zeros(shape, dtype=torch.float32, device=payload.device)
     return zeros.scatter_(-1, tokens.long(), values.contiguous().view(torch.float32))

@@ -9,9 +9,13 @@ import torch
 from transformers import GenerationConfig
 
 from ..config import SSDConfig
+from .messages import ProtocolError
 
 # Settings that shape no proposal; some of them are objects.
 NOT_FOR_THE_DRAFT = ("compile_config", "cache_config", "watermarking_config", "continuous_batching_config")
+
+
+MOST_WORKERS = 1024
 
 
 class DraftError(RuntimeError):
@@ -72,12 +76,21 @@ class SessionRequest:
 
     @classmethod
     def from_dict(cls, values: dict, prompts: list[torch.LongTensor]) -> "SessionRequest":
-        generation_config = GenerationConfig.from_dict(values["generation_config"])
-        config = SSDConfig.from_dict(values["ssd_config"])
-        share = tuple(values["share"])
-        return cls(
-            config, generation_config, prompts, values["seed"], values["asks_target"], share, values["prompt_length"]
-        )
+        """
+        Raises:
+            [`~hf_ssd.distributed.messages.ProtocolError`]: it is not what [`~SessionRequest.to_dict`] gives.
+        """
+        try:
+            generation_config = GenerationConfig.from_dict(values["generation_config"])
+            config = SSDConfig.from_dict(values["ssd_config"])
+            seed, asks_target, (index, count) = values["seed"], values["asks_target"], values["share"]
+            prompt_length = values["prompt_length"]
+        except Exception as error:  # transformers raises whatever a value of the wrong type leads to
+            raise ProtocolError(f"a call cannot be read: {type(error).__name__}: {error}") from error
+        whole = all(type(number) is int for number in (seed, index, count, prompt_length))
+        if not whole or not (0 <= seed < 2**31 and 0 <= index < count <= MOST_WORKERS) or type(asks_target) is not bool:
+            raise ProtocolError(f"a call cannot have seed {seed!r}, share {index!r} of {count!r}, asks {asks_target!r}")
+        return cls(config, generation_config, prompts, seed, asks_target, (index, count), prompt_length)
 
 
 def as_plain_objects(value):

@@ -104,7 +104,9 @@ class TeamSession(DraftSession):
         timeout = member.timeout if member.has_arrived() else 0.0
         message = member.receive(Kind.FOUND, timeout=timeout)
         with member.expecting_sense():
-            return payloads.payload_to_found(message.payload, self.batch_size)
+            found = payloads.payload_to_found(message.payload, self.batch_size)
+            payloads.check_tokens(found.answer.tokens.flatten(), self.vocab_size)
+        return found
 
     def _is_enough(self, found: dict[Conversation, Found]) -> bool:
         """Whether all rows have what the plan asks for, so that no one else need be waited for."""
@@ -139,6 +141,7 @@ class TeamSession(DraftSession):
             message = lead.receive(Kind.COMPLETED)
         with lead.expecting_sense():
             completed = payloads.payload_to_completed(message.payload, self.batch_size)
+            payloads.check_tokens(completed[0].tokens.flatten(), self.vocab_size)
         lead.expect()  # probabilities may arrive while the target computes
         return completed
 

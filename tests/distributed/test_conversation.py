@@ -95,6 +95,8 @@ def test_late_answers_are_dropped(line, late):
         ({"change": (6, 121)}, "announces 121 elements"),
         ({"payload": torch.arange(6)}, "a speculation of 6 integers does not fit 2 rows"),
         ({"payload": torch.arange(4)}, "does not fit 2 rows"),
+        ({"payload": torch.tensor([0] * 8 + [1, 2, 3, 9])}, "1 to 9 are not tokens of the vocabulary of 9"),
+        ({"payload": torch.tensor([0] * 8 + [1, 2, -3, 8])}, "-3 to 8 are not tokens"),
     ],
     ids=str,
 )

@@ -136,3 +136,24 @@ def test_probabilities_travel_exactly(support):
     assert len(payload) == (probabilities.numel() if support == 40 else 2 * 6 * support)
     with pytest.raises(ProtocolError):
         payloads.payload_to_probabilities(payload[:-1], probabilities.shape)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), -0.5])
+def test_what_is_no_probability_arrives_as_it_is_or_as_nothing(value):
+    """Beside a row that warpers truncated, so that without it the few tokens of that row alone would travel."""
+    probabilities = torch.zeros(1, 2, 40)
+    probabilities[0, 0, :3], probabilities[0, 1] = torch.tensor([0.5, 0.3, 0.2]), value
+    arrived = payloads.payload_to_probabilities(payloads.probabilities_to_payload(probabilities), (1, 2, 40))
+    torch.testing.assert_close(arrived, probabilities, equal_nan=True, rtol=0, atol=0)
+    probabilities[0, 1, 5:] = 0.0
+    arrived = payloads.payload_to_probabilities(payloads.probabilities_to_payload(probabilities), (1, 2, 40))
+    same = (arrived == probabilities) | (arrived.isnan() & probabilities.isnan())
+    assert torch.all(same | (arrived == 0) & ~(probabilities > 0))
+
+
+@pytest.mark.parametrize("token", [-1, 40, 2**31 - 1])
+def test_tokens_that_are_not_in_the_vocabulary_are_refused(token):
+    payload = payloads.probabilities_to_payload(torch.eye(40)[None, :6])
+    payload[-1] = token
+    with pytest.raises(ProtocolError, match="are not tokens of the vocabulary of 40"):
+        payloads.payload_to_probabilities(payload, (1, 6, 40))

@@ -1,0 +1,95 @@
+"""Real messages, recorded from real calls, and what can happen to them on the way."""
+
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+import hf_ssd
+from hf_ssd.distributed import channel
+from hf_ssd.distributed.assistant import DraftAssistant
+from hf_ssd.distributed.messages import PAYLOAD_TYPES, Message
+
+from ..conftest import VOCAB, padded_batch, tiny_draft, tiny_model
+from ..distributed.test_rest import ThreadWorker
+
+ROWS = 2
+
+
+@dataclass
+class Recorded:
+    """
+    Args:
+        message (`Message`): As it was sent.
+        frame (`torch.LongTensor`): Its frame.
+        shape (`tuple[int, ...]`): Of the last speculation before it, and the vocabulary.
+    """
+
+    message: Message
+    frame: torch.Tensor
+    shape: tuple[int, ...]
+
+
+class Last:
+    """A fallback of the user's, which says what it drew from."""
+
+    def propose(self, input_ids, lookahead):
+        return input_ids[0, -1:], torch.nn.functional.one_hot(input_ids[0, -1:], VOCAB).float()
+
+
+@pytest.fixture(scope="session")
+def recorded():
+    """Messages of greedy and sampled calls, with q dense and sparse, a fallback of the user's, and two workers."""
+    found, patch, pack = [], pytest.MonkeyPatch(), channel.pack
+
+    def record(message):
+        tensors = pack(message)
+        for one in (message, message.announces):
+            if one is not None:
+                found.append(Recorded(one, tensors[0].clone(), (ROWS, 3, VOCAB)))
+        return tensors
+
+    patch.setattr(channel, "pack", record)
+    target = hf_ssd.enable(tiny_model())
+    settings = {"lookahead": 3, "budget": 4}
+    calls = [
+        (1, {"do_sample": False}, {}),
+        (1, {"do_sample": True, "top_k": 0}, {}),
+        (1, {"do_sample": True, "top_k": 5, "bad_words_ids": [[5], [6, 7]]}, {}),
+        (1, {"do_sample": True}, {"fallback": Last()}),
+        (2, {"do_sample": True}, {}),
+    ]
+    with patch.context():
+        for workers, options, more in calls:
+            with DraftAssistant([lambda: ThreadWorker(tiny_draft(disagreement=0.3))] * workers) as assistant:
+                output = target.generate(
+                    **padded_batch(ROWS), max_new_tokens=12, assistant_model=assistant, return_dict_in_generate=True,
+                    ssd_config=hf_ssd.SSDConfig(**settings, **more), **options,
+                )  # fmt: skip
+                assert output.ssd_stats.draft_failure is None
+    patch.undo()
+    return found
+
+
+def damaged(payload: torch.Tensor, chance: random.Random) -> torch.Tensor:
+    """What may arrive instead: with flipped bytes, other numbers, cut off, longer, or of another type."""
+    data, dtype = bytearray(payload.contiguous().numpy().tobytes()), payload.dtype
+    for _ in range(chance.randint(1, 3)):
+        what = chance.randrange(6)
+        if what == 0 and data:
+            data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+        elif what == 1 and data:
+            data[chance.randrange(len(data))] = chance.randrange(256)
+        elif what == 2:
+            data = data[: chance.randint(0, len(data))]
+        elif what == 3:
+            data += chance.randbytes(chance.choice([1, 8, 64, 1000]))
+        elif what == 4 and len(data) >= 8:
+            place = chance.randrange(len(data) // 8) * 8
+            number = chance.choice([0, 1, -1, 2, 63, 65, 97, 2**31, -(2**31), 2**40, 2**63 - 1, -(2**63)])
+            data[place : place + 8] = number.to_bytes(8, "little", signed=True)
+        elif what == 5:
+            dtype = chance.choice(PAYLOAD_TYPES)
+    data = data[: len(data) // dtype.itemsize * dtype.itemsize]
+    return torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)

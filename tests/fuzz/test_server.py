@@ -1,0 +1,130 @@
+"""A draft server whose messages are damaged answers with an error or drops them, and serves the next good call."""
+
+import random
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hf_ssd.distributed import payloads
+from hf_ssd.distributed.channel import Channel, PeerLost
+from hf_ssd.distributed.draft_server import DraftServer
+from hf_ssd.distributed.groups import TARGET, broadcast
+from hf_ssd.distributed.messages import HEADER_LENGTH, Kind, Message, pack
+
+from ..conftest import VOCAB, tiny_draft
+from .conftest import ROWS, damaged
+
+# What takes the server away from its call: it waits for something else to follow.
+HARMFUL = {int(Kind.STOP), int(Kind.LINK)}
+
+
+@pytest.fixture
+def server(monkeypatch):
+    monkeypatch.setattr("hf_ssd.distributed.draft_server.PROMPTS_TIMEOUT", 0.1)
+    store, made = dist.HashStore(), {}
+
+    def serve():
+        made["end"] = Channel(store, is_target=False)
+        made["ready"] = True
+        try:
+            DraftServer(made["end"], tiny_draft()).serve()
+            made["stopped"] = True
+        except PeerLost:
+            pass
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    target = Channel(store, is_target=True)
+    yield target
+    target.send(Message(Kind.STOP))
+    thread.join(30)
+    assert made.get("stopped")
+    target.close()
+    made["end"].close()
+
+
+def good_call(target, number, starts):
+    """A call of one round, answered as always."""
+    start, prompts = starts
+    target.send(Message(Kind.START, number, payload=start))
+    target.send(Message(Kind.PROMPTS, number, payload=prompts))
+    outcome = payloads.outcome_to_payload(torch.zeros(ROWS, dtype=torch.long), torch.tensor([5, 6]), 0.0, 0)
+    target.send(Message(Kind.OUTCOME, number, payload=outcome))
+    answer, errors = next_of(target, number)
+    answer = payloads.payload_to_answer(answer.payload, ROWS)
+    payloads.check_tokens(answer.tokens.flatten(), VOCAB)
+    target.send(Message(Kind.END, number))
+    return answer.tokens, errors
+
+
+def next_of(target, number):
+    errors, deadline = 0, time.monotonic() + 30
+    while True:
+        message = target.receive(deadline - time.monotonic())
+        if message.kind == Kind.SPECULATION and message.session == number:
+            return message, errors
+        errors += message.kind == Kind.ERROR
+
+
+def damage_frame(frame, chance):
+    """In its header or what it holds; its length, type and place stay, or the next message would be taken for it."""
+    frame = frame.clone()
+    for _ in range(chance.randint(1, 3)):
+        place = chance.choice([0, 1, 2, 3, 4, 6, *range(HEADER_LENGTH, HEADER_LENGTH + 24)])
+        frame[place] = chance.choice([-1, 0, 1, 2, 3, 5, 14, 19, 97, 2**31, 2**62, -(2**63)])
+    if int(frame[2]) in HARMFUL and not int(frame[3]):
+        frame[3] = 10**6
+    return frame
+
+
+@pytest.mark.parametrize("count", [40, pytest.param(2000, marks=[pytest.mark.slow, pytest.mark.timeout(3000)])])
+def test_damaged_messages_do_not_end_a_server(recorded, server, count):
+    chance, errors = random.Random(count), 0
+    first = [next(one.message.payload for one in recorded if one.message.kind == k) for k in (Kind.START, Kind.PROMPTS)]
+    expected, _ = good_call(server, 1, first)
+    kinds = [Kind.OUTCOME, Kind.NEWS, Kind.COMPLETE, Kind.FOLLOW, Kind.END]
+    usable = [one for one in recorded if one.message.kind in kinds]
+    number = 1
+    for _ in range(count):
+        number += 1
+        server.send(Message(Kind.START, number, payload=first[0]))
+        server.send(Message(Kind.PROMPTS, number, payload=first[1]))
+        for _ in range(chance.randint(1, 4)):
+            one = chance.choice(usable)
+            message = Message(one.message.kind, number, chance.choice([0, one.message.round]), one.message.payload)
+            if chance.random() < 0.5:
+                message.payload = damaged(message.payload, chance)
+                server.send(message)
+            else:
+                frame, *behind = pack(message)
+                if not behind:
+                    frame = damage_frame(frame, chance)
+                server.sent.append((broadcast(server.outgoing, frame, TARGET), frame))
+                server.sent += [(broadcast(server.outgoing, tensor, TARGET), tensor) for tensor in behind]
+        number += 1
+        tokens, found = good_call(server, number, first)
+        errors += found
+        assert torch.equal(tokens, expected)
+    assert errors > count // 4
+
+
+def test_damaged_calls_do_not_end_a_server(recorded, server):
+    chance = random.Random(0)
+    first = [next(one.message.payload for one in recorded if one.message.kind == k) for k in (Kind.START, Kind.PROMPTS)]
+    expected, _ = good_call(server, 1, first)
+    for number in range(2, 60, 2):
+        payload = [damaged(one, chance) if chance.random() < 0.7 else one for one in first]
+        server.send(Message(Kind.START, number, payload=payload[0]))
+        server.send(Message(Kind.PROMPTS, number, payload=payload[1]))
+        assert torch.equal(good_call(server, number + 1, first)[0], expected)
+
+
+def test_a_frame_that_is_none_is_answered_with_an_error(server):
+    frame = torch.full((128,), 7)
+    server.sent.append((broadcast(server.outgoing, frame, TARGET), frame))
+    message = server.receive(10)
+    assert (message.kind, message.session) == (Kind.ERROR, 0)
+    assert "does not come from hf_ssd" in payloads.payload_to_text(message.payload)
