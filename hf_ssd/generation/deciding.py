@@ -36,7 +36,8 @@ class Decider:
         by_step (`bool`): Whether there is a constraint, or a processor of which nothing is known. They are asked for a
             position when all tokens before it are sure, so they are shown what plain generation shows them.
         in_step (`bool`): Whether in addition all rows keep one length, so that the first rejection ends the round for
-            all. A processor of which nothing is known may compare rows, or keep a state from one call to the next.
+            all. A processor of which nothing is known may compare rows, or keep a state from one call to the next; and
+            a constraint must not be asked for what lies behind an end that other rows have a part in.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class Decider:
         self.ranks, self.wants_scores, self.verify_alone = ranks, wants_scores, verify_alone
         constrained, unknown = has_constraint(processors), not are_by_row(processors)
         self.by_step = unknown or constrained
-        self.in_step = unknown or (constrained and bool(sequences.by_batch))
+        self.in_step = unknown or (constrained and not sequences.ends_by_row)
 
     def decide(
         self, logits: torch.Tensor, q: torch.Tensor | None, drafted: torch.LongTensor
