@@ -36,7 +36,8 @@ class Decider:
         by_step (`bool`): Whether there is a constraint, or a processor of which nothing is known. They are asked for a
             position when all tokens before it are sure, so they are shown what plain generation shows them.
         in_step (`bool`): Whether in addition all rows keep one length, so that the first rejection ends the round for
-            all. A processor of which nothing is known may compare rows, or keep a state from one call to the next.
+            all. A processor of which nothing is known may compare rows, or keep a state from one call to the next; and
+            a constraint must not be asked for what lies behind an end that other rows have a part in.
         unlikely_tokens (`int`): How many accepted tokens no honest draft would have proposed. See [`SSDStats`].
     """
 
@@ -54,7 +55,7 @@ class Decider:
         constrained, unknown = has_constraint(processors), not are_by_row(processors)
         self.unlikely_tokens = 0
         self.by_step = unknown or constrained
-        self.in_step = unknown or (constrained and bool(sequences.by_batch))
+        self.in_step = unknown or (constrained and not sequences.ends_by_row)
 
     def decide(
         self, logits: torch.Tensor, q: torch.Tensor | None, drafted: torch.LongTensor

@@ -43,6 +43,8 @@ class Sequences:
         self.simple = all(type(criteria) in BY_COUNTING for criteria in stopping_criteria)
         self.by_row = StoppingCriteriaList(c for c in stopping_criteria if type(c) in BY_ROW)
         self.by_batch = StoppingCriteriaList(c for c in stopping_criteria if type(c) not in BY_ROW)
+        # Without an EOS token a row goes on, as padding does elsewhere, until all are stopped.
+        self.ends_by_row = not self.by_batch and (self.has_eos or self.simple)
         self.judged = self.prompt_length  # by the latter, up to this length
         self.eos_tokens = {
             token for criteria in stopping_criteria if type(criteria) is EosTokenCriteria

@@ -73,12 +73,13 @@ def ways_to_end(target, name, tokenizer):  # noqa: F811
         "limit": {},
         "eos": {"eos_token_id": tokens},
         "strings": {**strings, "eos_token_id": tokens[2:]},
+        "strings alone": {**strings, "stop_strings": tokenizer.convert_ids_to_tokens(list(range(2, VOCAB, 4)))},
         "criteria": {**criteria, "eos_token_id": tokens[:1]},
         "criteria alone": criteria,
     }[name]
 
 
-ENDS = ["limit", "eos", "strings", "criteria", "criteria alone"]
+ENDS = ["limit", "eos", "strings", "strings alone", "criteria", "criteria alone"]
 
 
 def both(target, draft, rows, options, own):

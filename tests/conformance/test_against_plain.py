@@ -1,0 +1,279 @@
+"""Whole calls of any kind, in several turns, against plain generate(): a hundred, and thousands in the slow suite."""
+
+import contextlib
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+
+import hf_ssd
+from hf_ssd.generation import deciding, decoding
+from hf_ssd.generation.sequences import Sequences
+
+from ..conftest import VOCAB, tiny_draft
+from .conftest import preparing
+from .test_options import tokenizer  # noqa: F401
+
+TOKENS = st.integers(2, VOCAB - 1)
+SETTINGS = {
+    "lookahead": st.integers(1, 7),
+    "budget": st.integers(1, 20),
+    "fallback": st.sampled_from(["primary", "ngram", "random"]),
+}
+OPTIONS = {
+    "eos_token_id": st.lists(TOKENS, min_size=1, max_size=12, unique=True),
+    "stop_strings": st.lists(st.integers(2, VOCAB - 1), min_size=1, max_size=4, unique=True),
+    "criterion": st.tuples(st.integers(2, 12), st.integers(0, 4)),
+    "processor": st.integers(0, 2),
+    "constraint": st.integers(2, 6),
+    "repetition_penalty": st.sampled_from([0.8, 1.3]),
+    "no_repeat_ngram_size": st.sampled_from([2, 3]),
+    "min_new_tokens": st.integers(1, 6),
+    "forced_eos_token_id": TOKENS,
+}
+WARPERS = {"top_k": st.sampled_from([0, 1, 5]), "temperature": st.sampled_from([0.5, 1.5])}
+
+
+@pytest.fixture(scope="module")
+def draft():
+    """One that agrees more often than that of the other tests: calls are short, and rows may have to agree at once."""
+    return tiny_draft(disagreement=0.01)
+
+
+class Notes(LogitsProcessor):
+    """Changes scores by row, length and, if it keeps a state, by all that it was shown before; and notes it."""
+
+    def __init__(self, kind, prefixes):
+        self.kind, self.prefixes, self.state = kind, prefixes, [0]
+
+    def __call__(self, input_ids, scores):
+        self.prefixes.append(input_ids.tolist())
+        assert scores.shape == (len(input_ids), VOCAB) and scores.dtype == torch.float32
+        self.state = [(3 * self.state[i % len(self.state)] + int(row[-1])) % 7 for i, row in enumerate(input_ids)]
+        if self.kind == 0:
+            return scores
+        of_row = self.state if self.kind == 1 else [sum(self.state)] * len(scores)  # the latter compares rows
+        liked = torch.arange(VOCAB) % 7 == torch.tensor(of_row)[:, None]
+        return torch.where(liked, scores + 1.5, scores)
+
+
+class Trie:
+    """Allows a few ways on from each token, and knows no prefix but those; once a row has ended, padding."""
+
+    def __init__(self, ways, prompt_length, ends, prefixes):
+        self.ways, self.prompt_length, self.ends, self.prefixes = ways, prompt_length, ends, prefixes
+
+    def after(self, token):
+        return [(5 * token + 11 * way) % (VOCAB - 2) + 2 for way in range(self.ways)]
+
+    def __call__(self, row, ids):
+        ids = ids.tolist()
+        self.prefixes.append([row, *ids])
+        ended = False
+        for before, after in zip(ids[self.prompt_length - 1 :], ids[self.prompt_length :]):
+            assert ended or after == 0 or after in self.after(before)
+            ended = ended or after == 0  # the padding behind an end, of whatever kind that was
+        return list(range(VOCAB)) if ended else self.after(ids[-1])
+
+
+class Stops(StoppingCriteria):
+    """Stops each row at a length of its own, or when all have had one of some tokens, and remembers its calls."""
+
+    def __init__(self, length, modulus, prompt_length):
+        self.length, self.modulus, self.prompt_length, self.calls = length, modulus, prompt_length, []
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.calls.append(input_ids.tolist())
+        if self.modulus:
+            had = (input_ids[:, self.prompt_length :] % self.modulus == 0).any(1)
+            return had.all().expand(len(input_ids)).clone()
+        late = [input_ids.shape[1] - self.prompt_length >= self.length + row for row in range(len(input_ids))]
+        return torch.tensor(late)
+
+
+@st.composite
+def dialogues(draw, options):
+    """Prompts of several turns, options of generate(), settings, a seed."""
+    rows = draw(st.integers(1, 4))
+    prompts = draw(st.lists(st.lists(TOKENS, min_size=1, max_size=7), min_size=rows, max_size=rows))
+    questions = draw(st.lists(st.lists(TOKENS, min_size=1, max_size=4), max_size=2))
+    options = draw(st.fixed_dictionaries({"max_new_tokens": st.integers(1, 16)}, optional={**OPTIONS, **options}))
+    config = hf_ssd.SSDConfig(asynchronous=False, **draw(st.fixed_dictionaries(SETTINGS)))
+    dtype = draw(st.sampled_from([torch.float32, torch.float32, torch.float64, torch.bfloat16]))
+    masks_pads, seed = draw(st.booleans()), draw(st.integers(0, 99))
+    return prompts, questions, options, config, dtype, masks_pads, seed
+
+
+@contextlib.contextmanager
+def default_dtype(dtype):
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def arguments(options, prompt_length, tokenizer):  # noqa: F811
+    """The options as generate() takes them, with objects made anew, and what these note."""
+    options, shown, asked = dict(options), [], []
+    length, modulus = options.pop("criterion", (None, None))
+    criterion = Stops(length, modulus, prompt_length)
+    if length is not None:
+        options["stopping_criteria"] = StoppingCriteriaList([criterion])
+    if "processor" in options:
+        options["logits_processor"] = LogitsProcessorList([Notes(options.pop("processor"), shown)])
+    if "constraint" in options:
+        trie = Trie(options.pop("constraint"), prompt_length, options.get("eos_token_id", []), asked)
+        options["prefix_allowed_tokens_fn"] = trie
+    if "stop_strings" in options:
+        options["stop_strings"] = tokenizer.convert_ids_to_tokens(options["stop_strings"])
+        options["tokenizer"] = tokenizer
+    return options, shown, asked, criterion.calls
+
+
+def turns(target, dialogue, ssd, tokenizer):  # noqa: F811
+    """Plays a dialogue with one cache: after each turn the output, and what users' objects were shown."""
+    prompts, questions, options, _, dtype, masks_pads, seed = dialogue
+    length = max(map(len, prompts))
+    ids = torch.tensor([[0] * (length - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (length - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    cache, played = None, []
+    for question in [*questions, None]:
+        given, *notes = arguments(options, ids.shape[1], tokenizer)
+        torch.manual_seed(seed)
+        before = ids.clone(), mask.clone()
+        with default_dtype(dtype), preparing():
+            output = target.generate(
+                ids,
+                attention_mask=mask,
+                past_key_values=cache,
+                return_dict_in_generate=True,
+                output_scores=True,
+                **given,
+                **ssd,
+            )
+        assert torch.equal(ids, before[0]) and torch.equal(mask, before[1])
+        assert output.past_key_values.get_seq_length() == output.sequences.shape[1] - 1
+        played.append((output, *notes))
+        if question is not None:
+            answer = output.sequences[:, ids.shape[1] :]
+            said = torch.tensor([question]).expand(len(ids), -1)
+            of_answer = (answer != 0).long() if masks_pads else torch.ones_like(answer)
+            mask = torch.cat([mask, of_answer, torch.ones_like(said)], dim=1)
+            ids, cache = torch.cat([output.sequences, said], dim=1), output.past_key_values
+    return played
+
+
+def check_greedy(target, draft, tokenizer, examples):  # noqa: F811
+    def check_one(dialogue):
+        options = {**dialogue[2], "do_sample": False}
+        dialogue = (*dialogue[:2], options, *dialogue[3:])
+        ssd = {"assistant_model": draft, "ssd_config": dialogue[3]}
+        for (ours, *our_notes), (theirs, *their_notes) in zip(
+            turns(target, dialogue, ssd, tokenizer), turns(target, dialogue, {}, tokenizer), strict=True
+        ):
+            assert torch.equal(ours.sequences, theirs.sequences)
+            assert len(ours.scores) == len(theirs.scores) and ours.ssd_stats.draft_failure is None
+            (shown, asked, judged), (shown_in_plain, asked_in_plain, judged_in_plain) = our_notes, their_notes
+            assert shown == shown_in_plain and judged == judged_in_plain
+            assert all(prefix in asked_in_plain for prefix in asked)
+            accepted.append(sum(k for _, k, _ in ours.ssd_stats.verified_rows()))
+
+    accepted = []
+    check(dialogues({}), check_one, examples)
+    assert sum(accepted) > examples
+
+
+def check_sampled(target, draft, tokenizer, examples):  # noqa: F811
+    """What must hold whatever is drawn."""
+
+    def check_one(dialogue):
+        options = {**dialogue[2], "do_sample": True}
+        dialogue = (*dialogue[:2], options, *dialogue[3:])
+        ssd = {"assistant_model": draft, "ssd_config": dialogue[3]}
+        ends = [*options.get("eos_token_id", []), options.get("forced_eos_token_id", -1)]
+        has_eos = "eos_token_id" in options
+        length = max(map(len, dialogue[0]))
+        for output, shown, asked, judged in turns(target, dialogue, ssd, tokenizer):
+            new = output.sequences[:, length:].tolist()
+            assert len(new[0]) == len(output.scores) <= options["max_new_tokens"]
+            rows = output.sequences.tolist()
+            for row, tokens in enumerate(new):
+                first = next((i for i, token in enumerate(tokens) if has_eos and token in ends[:-1]), len(tokens))
+                assert not any(tokens[first + 1 :])  # padding
+                cut = next((i for i, token in enumerate(tokens) if has_eos and token == 0), len(tokens))
+                for step in range(min(first, len(tokens) - 1, cut) + (cut > first)):
+                    assert output.scores[step][row, tokens[step]] > -torch.inf
+            lengths = list(range(length, output.sequences.shape[1]))
+            assert [len(one[0]) for one in shown] == (lengths if "processor" in options else [])
+            assert all(one == [text[: len(one[0])] for text in rows] for one in shown + judged)
+            assert all(prefix == rows[row][: len(prefix)] for row, *prefix in asked)
+            length = output.sequences.shape[1] + (len(dialogue[1][0]) if dialogue[1] else 0)
+            dialogue = (dialogue[0], dialogue[1][1:], *dialogue[2:])
+
+    check(dialogues(WARPERS), check_one, examples)
+
+
+def check(calls, of_one_call, examples):
+    """Draws the same calls each time, and shrinks nothing: each takes a moment."""
+    settings(
+        max_examples=examples,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )(given(calls)(of_one_call))()
+
+
+@pytest.mark.parametrize("checked", [check_greedy, check_sampled])
+def test_calls_of_any_kind(target, draft, tokenizer, checked):  # noqa: F811
+    checked(target, draft, tokenizer, 50)
+
+
+def all_at_once(monkeypatch):
+    """Users' own processors are asked for all that was drafted, as transformers' are."""
+    monkeypatch.setattr(deciding, "are_by_row", lambda _: True)
+
+
+def no_constraints(monkeypatch):
+    """Constraints likewise."""
+    monkeypatch.setattr(deciding, "has_constraint", lambda _: False)
+
+
+def rows_by_themselves(monkeypatch):
+    """A row goes on although another, which a processor may look at, has rejected."""
+
+    def init(self, *args):
+        made(self, *args)
+        self.in_step = False
+
+    made = deciding.Decider.__init__
+    monkeypatch.setattr(deciding.Decider, "__init__", init)
+
+
+def cache_as_rounds_left_it(monkeypatch):
+    monkeypatch.setattr(decoding, "feed_what_is_missing", lambda *_: None)
+
+
+def behind_the_end(monkeypatch):
+    """An EOS among the drafted tokens ends a row when the round is over."""
+    monkeypatch.setattr(Sequences, "as_in_plain_generation", lambda self, length: self.ids[:, :length])
+
+
+@pytest.mark.parametrize(
+    "mutant", [all_at_once, no_constraints, rows_by_themselves, cache_as_rounds_left_it, behind_the_end]
+)
+def test_mistakes_are_noticed(target, draft, tokenizer, mutant, monkeypatch):  # noqa: F811
+    mutant(monkeypatch)
+    with pytest.raises((AssertionError, ValueError, IndexError, RuntimeError)):
+        check_greedy(target, draft, tokenizer, 100)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("checked", [check_greedy, check_sampled])
+def test_thousands_of_calls(target, draft, tokenizer, checked):  # noqa: F811
+    checked(target, draft, tokenizer, 2000)
