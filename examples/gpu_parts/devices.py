@@ -25,7 +25,8 @@ class Layout:
 
     @property
     def is_shared(self) -> bool:
-        return self.target == self.draft
+        """Whether target and draft take from each other what one device has."""
+        return self.target == self.draft and self.target_ranks == 1
 
     @property
     def devices(self) -> int:
@@ -71,7 +72,7 @@ def about(layout: Layout, dry_run: bool) -> dict:
     return {
         "dry run": dry_run,
         "layout": str(layout),
-        "target and draft share a device": layout.is_shared and layout.target_ranks == 1,
+        "target and draft share a device": layout.is_shared,
         "devices": names,
         "driver": _driver(),
         "torch": torch.__version__,

@@ -18,6 +18,7 @@ from transformers.utils import logging
 import hf_ssd
 
 from .clock import Clock, first_line
+from .devices import Layout
 from .pairs import Pair, load, names_of, prompts_of
 from .results import Report
 from .speed import DRAFTED, LOOKAHEADS, SETTINGS, close, measure_pair, register
@@ -99,7 +100,8 @@ def main() -> None:
             tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
         target = target.to(roles.device).eval()
         pair = Pair(args.name, target, roles.draft, tokenizer, roles.device, prompts_of())
-        measure_pair(pair, records, {SSD: roles.draft}, roles.tp_size + 1, args, report, clock, None)
+        layout = Layout(roles.device, roles.device, roles.tp_size)
+        measure_pair(pair, records, {SSD: roles.draft}, layout, args, report, clock, None)
     except Exception as error:
         close(records, f"failed: {first_line(error)}")
         report.save()

@@ -13,6 +13,7 @@ from transformers import CompileConfig
 import hf_ssd
 
 from .clock import Clock, first_line
+from .devices import Layout
 from .pairs import Pair, load, memory_is_freed, names_of
 from .results import MEASURED, NOT_REACHED, Report
 
@@ -64,7 +65,7 @@ def measure(args, layout, report: Report, seconds: float) -> None:
                 report.now(f"speed, {name}: loading")
                 pair = load(name, args, layout)
                 assistants = {SSD: stack.enter_context(pair.launch())}
-                measure_pair(pair, records[name], assistants, layout.devices, args, report, share, stack)
+                measure_pair(pair, records[name], assistants, layout, args, report, share, stack)
         except Exception as error:
             close(records[name], f"failed: {first_line(error)}")
     report.save()
@@ -100,13 +101,15 @@ def close(records: dict, result: str) -> None:
             record["result"] = result
 
 
-def measure_pair(pair: Pair, records: dict, assistants: dict, devices: int, args, report, clock: Clock, stack) -> None:
+def measure_pair(
+    pair: Pair, records: dict, assistants: dict, layout: Layout, args, report, clock: Clock, stack
+) -> None:
     """
     Args:
         pair ([`Pair`]): The models.
         records (`dict`): See [`register`].
         assistants (`dict`): The draft worker of each method. The one of compiled SSD is added when its turn comes.
-        devices (`int`): How many devices target and worker take together.
+        layout ([`Layout`]): Where the models are.
         args, report, clock: See [`measure`].
         stack (`contextlib.ExitStack`): Closes the worker that is added.
     """
@@ -121,7 +124,7 @@ def measure_pair(pair: Pair, records: dict, assistants: dict, devices: int, args
                 assistants[COMPILED_SSD] = None
                 records[key][COMPILED_SSD]["result"] = f"failed: {first_line(error)}"
         cells = {
-            name: cell_of(record, pair, assistants, devices)
+            name: cell_of(record, pair, assistants, layout)
             for name, record in records[key].items()
             if record["result"] == NOT_REACHED
         }
@@ -136,26 +139,28 @@ def bench_of(target, draft, assistant, batches, temperature: float, rows: int, a
     return Bench(argparse.Namespace(**settings), hf_ssd.enable(target), draft, assistant, batches)
 
 
-def cell_of(record: dict, pair: Pair, assistants: dict, devices: int) -> Cell:
+def cell_of(record: dict, pair: Pair, assistants: dict, layout: Layout) -> Cell:
     name, family = record["method"], record["family"]
+    options, settings, how = {}, {}, {}
     if name == PLAIN:
-        return Cell(Method({}, None, 1), record, is_soon_warm=True)
-    if name == COMPILED_PLAIN:
+        how["is_soon_warm"] = True
+    elif name == COMPILED_PLAIN:
         config = CompileConfig()
         config._compile_all_devices = pair.target.device.type == "cpu"  # otherwise transformers compiles on GPUs alone
-        method = Method({"cache_implementation": "static", "compile_config": config}, None, 1)
-        return Cell(method, record, **LATE)
-    if family in DRAFTED.values():
-        k, options, settings = int(name.split(", ")[-1]), {"assistant_model": pair.draft}, {}
+        options, how = {"cache_implementation": "static", "compile_config": config}, LATE
+    elif family in DRAFTED.values():
+        k, options, how = int(name.split(", ")[-1]), {"assistant_model": pair.draft}, {"is_soon_warm": True}
         if family == DRAFTED["assisted"]:
             settings = {"num_assistant_tokens": k, "num_assistant_tokens_schedule": "constant"}
             settings["assistant_confidence_threshold"] = 0.0
         else:
             options["ssd_config"] = hf_ssd.SSDConfig(lookahead=k, asynchronous=False)
-        return Cell(Method(options, None, 1, settings), record, is_soon_warm=True)
-    options = {"assistant_model": assistants.get(name), "ssd_config": hf_ssd.SSDConfig()}
-    method = Method(options, None, devices)
-    return Cell(method, record, compiles=True, **LATE) if name == COMPILED_SSD else Cell(method, record)
+    else:
+        options = {"assistant_model": assistants.get(name), "ssd_config": hf_ssd.SSDConfig()}
+        how = {"compiles": True, **LATE} if name == COMPILED_SSD else {}
+    uses_worker = isinstance(options.get("assistant_model"), hf_ssd.DraftAssistant)
+    devices = layout.devices if uses_worker else layout.target_ranks
+    return Cell(Method(options, None, devices, settings), record, **how)
 
 
 def take_turns(bench: Bench, cells: dict[str, Cell], turns: int, report: Report, clock: Clock) -> None:
