@@ -15,7 +15,7 @@ from .devices import Layout
 
 SIZES = {name: name for name in ("1089m/120m", "7852m/520m")}
 # Compiling takes as long as there are layers, and a dry run is to be short.
-TINY = {"tiny": Size(hidden=64, layers=3, draft_layers=1, intermediate=176, heads=4, kv_heads=2, vocab=512)}
+TINY = {"tiny": Size(hidden=64, layers=2, draft_layers=1, intermediate=176, heads=4, kv_heads=2, vocab=512)}
 AGREEMENT = 0.85  # of one drafted token
 
 

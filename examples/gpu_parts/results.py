@@ -141,7 +141,7 @@ def _best(cells: list[dict]) -> list[tuple[str, dict]]:
 def _profile(profile: dict) -> list[str]:
     lines = []
     for pair, figures in profile["pairs"].items():
-        lines += ["", f"### {pair}", ""]
+        lines += [f"### {pair}", ""]
         for title, values in figures.items():
             if isinstance(values, str):
                 lines += [f"{title}: {values}", ""]

@@ -101,9 +101,7 @@ def close(records: dict, result: str) -> None:
             record["result"] = result
 
 
-def measure_pair(
-    pair: Pair, records: dict, assistants: dict, layout: Layout, args, report, clock: Clock, stack
-) -> None:
+def measure_pair(pair: Pair, records: dict, assistants: dict, layout: Layout, args, report, clock, stack) -> None:
     """
     Args:
         pair ([`Pair`]): The models.
@@ -122,7 +120,8 @@ def measure_pair(
                 assistants[COMPILED_SSD] = stack.enter_context(pair.launch(compile=True))
             except Exception as error:
                 assistants[COMPILED_SSD] = None
-                records[key][COMPILED_SSD]["result"] = f"failed: {first_line(error)}"
+                for setting in records.values():
+                    setting.get(COMPILED_SSD, {})["result"] = f"failed: {first_line(error)}"
         cells = {
             name: cell_of(record, pair, assistants, layout)
             for name, record in records[key].items()
