@@ -22,7 +22,7 @@ from gpu_parts.devices import about, find_layout
 from gpu_parts.results import PARTS, Report
 from transformers.utils import logging
 
-SECONDS = {"tests": 90.0, "speed": 280.0, "profile": 80.0}  # with what lies between, eight minutes
+SECONDS = {"tests": 110.0, "speed": 270.0, "profile": 80.0}  # with what lies between, eight minutes
 MEASURES = {"tests": tests.measure, "speed": speed.measure, "profile": rounds.measure}
 
 
@@ -36,7 +36,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--target-ranks", type=int, help="GPUs that share the target; default: by their number")
     parser.add_argument("--new-tokens", type=int, help="of each row in each call; default: 48")
     parser.add_argument("--turns", type=int, help="of each method at most; default: 5")
-    parser.add_argument("--seconds", type=float, help="for each part; default: 90 tests, 280 speed, 80 profile")
+    parser.add_argument("--seconds", type=float, help="for each part; default: 110 tests, 270 speed, 80 profile")
     args = parser.parse_args(arguments)
     if (args.target is None) != (args.draft is None):
         parser.error("--target and --draft make a pair: name both or neither")

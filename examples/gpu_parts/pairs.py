@@ -38,9 +38,10 @@ class Pair:
     prompts: argparse.Namespace = field(repr=False)
 
     def batches(self, rows: int) -> list[dict]:
-        return batches_for(
-            argparse.Namespace(**{**vars(self.prompts), "batch_size": rows}), self.tokenizer, self.target
-        )
+        settings = argparse.Namespace(**{**vars(self.prompts), "batch_size": rows})
+        batches = batches_for(settings, self.tokenizer, self.target)
+        # Random prompts have one length. With texts of several, what is compiled would be compiled again for each.
+        return batches if self.tokenizer is None else batches[:1]
 
     def launch(self, compile: bool = False) -> hf_ssd.DraftAssistant:
         """
@@ -89,10 +90,11 @@ def load(name: str, args, layout: Layout) -> Pair:
 
 @contextlib.contextmanager
 def memory_is_freed():
-    """What the block leaves behind makes room for the next pair."""
+    """What the block leaves behind, compiled code included, makes room for the next pair."""
     try:
         yield
     finally:
+        torch.compiler.reset()
         gc.collect()
         if torch.accelerator.is_available():
             torch.accelerator.empty_cache()

@@ -19,7 +19,7 @@ import hf_ssd
 
 from .clock import Clock, first_line
 from .devices import Layout
-from .pairs import Pair, load, names_of, prompts_of
+from .pairs import Pair, load, memory_is_freed, names_of, prompts_of
 from .results import Report
 from .speed import DRAFTED, LOOKAHEADS, SETTINGS, close, measure_pair, register
 
@@ -36,7 +36,8 @@ def measure(args, layout, report: Report, seconds: float) -> None:
             target, draft = args.target, args.draft
             if target is None:
                 report.now(f"speed, {name}: making the pair")
-                target, draft = save(load(name, args, layout), Path(folder))
+                with memory_is_freed():
+                    target, draft = save(load(name, args, layout), Path(folder))
             settings = {"name": name, "target": target, "draft": draft, "output": str(args.output)}
             settings |= {"new_tokens": args.new_tokens, "turns": args.turns, "dry_run": args.dry_run}
             settings["seconds"] = share.left

@@ -61,14 +61,19 @@ def measure(args, layout, report: Report, seconds: float) -> None:
     report.save()
     for name, share in clock.shares(names):
         try:
-            with memory_is_freed(), contextlib.ExitStack() as stack:
-                report.now(f"speed, {name}: loading")
-                pair = load(name, args, layout)
-                assistants = {SSD: stack.enter_context(pair.launch())}
-                measure_pair(pair, records[name], assistants, layout, args, report, share, stack)
+            report.now(f"speed, {name}: loading")
+            with memory_is_freed():
+                load_and_measure(name, records[name], layout, args, report, share)
         except Exception as error:
             close(records[name], f"failed: {first_line(error)}")
     report.save()
+
+
+def load_and_measure(name: str, records: dict, layout: Layout, args, report: Report, clock: Clock) -> None:
+    pair = load(name, args, layout)
+    with contextlib.ExitStack() as stack:
+        assistants = {SSD: stack.enter_context(pair.launch())}
+        measure_pair(pair, records, assistants, layout, args, report, clock, stack)
 
 
 def settings_of(args) -> list[tuple[str, tuple[float, int], dict[str, str]]]:
