@@ -53,7 +53,7 @@ def add_pair_and_work(parser: argparse.ArgumentParser) -> None:
     pair.add_argument("--draft", default=str(PAIR / "draft"), help="hub id or folder of the small model")
     pair.add_argument("--layered", choices=SIZES, help="a random pair of this size instead, see layered_pair.py")
     pair.add_argument("--agreement", type=float, default=0.85, help="acceptance rate of the random pair")
-    pair.add_argument("--dtype", default="bfloat16" if torch.cuda.is_available() else "float32")
+    pair.add_argument("--dtype", default="bfloat16" if torch.accelerator.is_available() else "float32")
     pair.add_argument("--compile", action="store_true", help="both models by torch.compile, for all methods")
     work = parser.add_argument_group("work")
     work.add_argument("--prompts", help="JSON lines, or a hub dataset; default: snippets of Python, or random tokens")
@@ -192,14 +192,18 @@ class Bench:
             options["stopping_criteria"] = StoppingCriteriaList([first])
         set_seed(turn)
         kept = {name: getattr(self.draft.generation_config, name, None) for name in method.settings}
-        self.draft.generation_config.update(**method.settings)
+        if kept:
+            self.draft.generation_config.update(**method.settings)
         try:
             with use_cores(method.cores):
+                synchronize(self.target.device)
                 start = time.perf_counter()
                 output = self.target.generate(**inputs, **options)
+                synchronize(self.target.device)
                 seconds = time.perf_counter() - start
         finally:
-            self.draft.generation_config.update(**kept)
+            if kept:
+                self.draft.generation_config.update(**kept)
         rows, length = inputs["input_ids"].shape
         stats = getattr(output, "ssd_stats", None)
         tokens = stats.generated_tokens if stats else new_tokens(output.sequences[:, length:], self.target)
@@ -216,6 +220,12 @@ class Bench:
                 if turn:
                     method.runs.append(run)
         return methods
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until an accelerator has done what was launched on it. A CPU does so at once."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def new_tokens(tokens: torch.LongTensor, model) -> int:
@@ -391,8 +401,16 @@ def draw(tables: dict[str, list[dict]], path: Path) -> None:
 # ---------------------------------------------------------------- the run
 
 
+def accelerators() -> list[torch.device]:
+    """Returns the GPUs, or what else the machine has of that kind."""
+    if not torch.accelerator.is_available():
+        return []
+    kind = torch.accelerator.current_accelerator().type
+    return [torch.device(kind, index) for index in range(torch.accelerator.device_count())]
+
+
 def load_pair(args):
-    """The target on the first GPU and the draft on the last; without a GPU both on the CPU."""
+    """The target on the first accelerator and the draft on the last; without one both on the CPU."""
     target, draft, tokenizer = _load_pair(args)
     if args.compile:
         target.compile(dynamic=True)
@@ -402,8 +420,8 @@ def load_pair(args):
 
 def _load_pair(args):
     dtype = getattr(torch, args.dtype)
-    gpus = torch.cuda.device_count()
-    places = [f"cuda:{i}" if gpus else "cpu" for i in (0, gpus - 1)]
+    devices = accelerators() or [torch.device("cpu")]
+    places = [devices[0], devices[-1]]
     if args.layered:
         torch.set_num_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
         target, draft = layered_pair(args.layered, args.agreement, args.temperature, dtype, device=places[0])

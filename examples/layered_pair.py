@@ -74,6 +74,9 @@ class Size:
 SIZES = {
     "287m/39m": Size(hidden=1024, layers=24, draft_layers=2, intermediate=2816, heads=16, kv_heads=4),
     "101m/25m": Size(hidden=768, layers=14, draft_layers=2, intermediate=2048, heads=12, kv_heads=4),
+    # For GPUs: about 1B/0.1B and 8B/0.5B. A draft of two layers needs a small vocabulary to be that small.
+    "1089m/120m": Size(hidden=1536, layers=30, draft_layers=2, intermediate=6144, heads=12, kv_heads=4, vocab=16384),
+    "7852m/520m": Size(hidden=4096, layers=40, draft_layers=2, intermediate=12288, heads=32, kv_heads=8, vocab=16384),
     "tiny": Size(hidden=64, layers=6, draft_layers=2, intermediate=176, heads=4, kv_heads=2, vocab=512),
 }
 

@@ -8,7 +8,7 @@ import statistics
 import time
 
 import torch
-from benchmark import add_pair_and_work, batches_for, cores_for, load_pair
+from benchmark import add_pair_and_work, batches_for, cores_for, load_pair, synchronize
 from transformers import DynamicCache, GenerationConfig
 from transformers.utils import logging
 
@@ -19,14 +19,13 @@ from hf_ssd.speculation.speculator import Speculator
 REPEATS = 20
 
 
-def median_ms(step) -> float:
-    """Returns the median duration of a step, in milliseconds."""
-    times = []
-    for _ in range(REPEATS):
-        start = time.perf_counter()
-        step()
-        times.append(time.perf_counter() - start)
-    return 1e3 * statistics.median(times)
+def duration_of(step, device: torch.device) -> float:
+    """Returns how long a step takes, and what it launched on a device, in seconds."""
+    synchronize(device)
+    start = time.perf_counter()
+    step()
+    synchronize(device)
+    return time.perf_counter() - start
 
 
 @torch.inference_mode()
@@ -40,25 +39,29 @@ def forward_ms(model, prompt: torch.LongTensor, tokens: int) -> float:
         model(new, past_key_values=cache)
         cache.crop(-tokens)
 
-    return median_ms(step)
+    return 1e3 * statistics.median(duration_of(step, model.device) for _ in range(REPEATS))
 
 
 @torch.inference_mode()
-def draft_ms(draft, prompt: torch.LongTensor, config) -> tuple[float, float]:
-    """Answering on a hit, and preparing, without anyone else at work."""
+def drafting(draft, prompt: torch.LongTensor, config):
+    """Returns two functions to be called in turn, without anyone else at work: what answers on a hit, what prepares."""
     settings = GenerationConfig(do_sample=False, max_length=prompt.shape[1] + 1000)
     speculator = Speculator(draft, config, settings, list(prompt), seed=0)
     speculator.prefill()
     speculator.prepare()
-    answers, preparations = [], []
-    for _ in range(REPEATS):
-        accepted, bonus = speculator.prepared.accepted[:, 0], speculator.prepared.bonus[:, 0]
-        start = time.perf_counter()
-        speculator.answer(accepted, bonus)
-        middle = time.perf_counter()
-        speculator.prepare()
-        answers.append(middle - start)
-        preparations.append(time.perf_counter() - middle)
+
+    def answer():
+        speculator.answer(speculator.prepared.accepted[:, 0].cpu(), speculator.prepared.bonus[:, 0].cpu())
+
+    return answer, speculator.prepare
+
+
+@torch.inference_mode()
+def draft_ms(draft, prompt: torch.LongTensor, config) -> tuple[float, float]:
+    """Answering on a hit, and preparing."""
+    answer, prepare = drafting(draft, prompt, config)
+    times = [[duration_of(step, draft.device) for step in (answer, prepare)] for _ in range(REPEATS)]
+    answers, preparations = zip(*times)
     return 1e3 * statistics.median(answers), 1e3 * statistics.median(preparations)
 
 
