@@ -55,10 +55,11 @@ def test_a_draft_passed_as_an_object_gets_one_worker_that_ends_with_it(target):
 def test_a_draft_whose_embeddings_are_resized_gets_a_new_worker():
     target, draft, inputs, before = hf_ssd.enable(tiny_model()), tiny_draft(), padded_batch(1), children()
     options = {"max_new_tokens": 12, "assistant_model": draft, "ssd_config": CONFIG, "return_dict_in_generate": True}
-    target.generate(**inputs, **options)
+    ready(assistant_for(draft))
     (pid,) = children() - before
     for model in (target, draft):
         model.resize_token_embeddings(103, mean_resizing=False)
+    ready(assistant_for(draft))
     output = target.generate(**inputs, **options)
     assert torch.equal(output.sequences, target.generate(**inputs, max_new_tokens=12))
     assert output.ssd_stats.draft_failure is None and output.ssd_stats.hit_rate > 0
