@@ -135,6 +135,7 @@ def test_damaged_prompt_files(tmp_path, monkeypatch, suffix, count):
         (".jsonl", b'{"prompt": [1, 2]}\n{"prompt": "text"}\n'),
         (".jsonl", b"[" * 100_000),
         (".jsonl", b'{"prompt": null}\n'),
+        (".jsonl", b'null{"prompt": "text"}\n{"prompt": "text"}\n'),
         (".json", b"3"),
         (".csv", b""),
         (".csv", b'prompt\n"never ends\n'),
