@@ -9,7 +9,7 @@ import torch
 import hf_ssd
 from hf_ssd.distributed import channel
 from hf_ssd.distributed.assistant import DraftAssistant
-from hf_ssd.distributed.messages import PAYLOAD_TYPES, Message
+from hf_ssd.distributed.messages import PAYLOAD_TYPES, Kind, Message
 
 from ..conftest import VOCAB, padded_batch, tiny_draft, tiny_model
 from ..distributed.test_rest import ThreadWorker
@@ -41,16 +41,25 @@ class Last:
 @pytest.fixture(scope="session")
 def recorded():
     """Messages of greedy and sampled calls, with q dense and sparse, a fallback of the user's, and two workers."""
-    found, patch, pack = [], pytest.MonkeyPatch(), channel.pack
+    found, patch, pack, send_announced = [], pytest.MonkeyPatch(), channel.pack, channel.Channel.send_announced
+    asked = [ROWS]  # for how many rows a proposal was asked last
 
     def record(message):
         tensors = pack(message)
-        for one in (message, message.announces):
-            if one is not None:
-                found.append(Recorded(one, tensors[0].clone(), (ROWS, 3, VOCAB)))
+        if message.kind == Kind.BACKUP_REQUEST:
+            asked.append(len(message.payload) - 1)
+        rows = asked[-1] if message.kind == Kind.BACKUP else ROWS
+        found.append(Recorded(message, tensors[0].clone(), (rows, 3, VOCAB)))
         return tensors
 
+    def record_announced(channel, payload):
+        announced = channel.promised
+        message = Message(announced.kind, announced.session, announced.round, payload)
+        found.append(Recorded(message, pack(message)[0], (ROWS, 3, VOCAB)))
+        send_announced(channel, payload)
+
     patch.setattr(channel, "pack", record)
+    patch.setattr(channel.Channel, "send_announced", record_announced)
     target = hf_ssd.enable(tiny_model())
     settings = {"lookahead": 3, "budget": 4}
     calls = [

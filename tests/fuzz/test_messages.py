@@ -85,8 +85,8 @@ def read_request_for_backup(payload, shape):
 
 
 def read_proposal(payload, shape):
-    proposal, follow = payloads.payload_to_proposal(payload, ROWS)
-    tokens_make_sense(proposal.tokens)
+    proposal, follow = payloads.payload_to_proposal(payload, shape[0])
+    tokens_make_sense(proposal.tokens, shape[0])
     assert all(0 <= n <= proposal.tokens.shape[1] for n in proposal.counts) and type(follow) is bool
 
 
