@@ -4,11 +4,9 @@ Each direction is a gloo group of two ranks, and a message is a broadcast from o
 asynchronous broadcast can be polled, and a wait that ran out can be taken up again without closing the connection.
 """
 
-import ctypes
 import os
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
@@ -17,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from .device_link import DeviceLink, open_link
-from .groups import DRAFT, LOOPBACK, TARGET, broadcast, gloo_group
+from .groups import DRAFT, LOOPBACK, TARGET, broadcast, gloo_group, keep_when_forked
 from .messages import FRAME_LENGTH, Message, ProtocolError, pack, unpack
 
 CLOSE_TIMEOUT = 5.0  # seconds
@@ -47,7 +45,7 @@ class Channel:
 
     def __init__(self, store: dist.Store, is_target: bool, hostname: str | None = LOOPBACK):
         self.store, self.rank = store, TARGET if is_target else DRAFT
-        _channels.add(self)
+        keep_when_forked(self)
         to_draft, to_target = (gloo_group(store, name, self.rank, hostname) for name in ("to_draft", "to_target"))
         self.outgoing, self.incoming = (to_draft, to_target) if is_target else (to_target, to_draft)
         self.sent: deque[tuple[dist.Work, torch.Tensor]] = deque()
@@ -199,20 +197,6 @@ def _give_up(groups: list[dist.ProcessGroup]) -> None:
     except RuntimeError:  # the program ends, and early versions of Python 3.12 start no threads then
         return close()
     closing.join(CLOSE_TIMEOUT)
-
-
-def _keep_channels() -> None:
-    """
-    A forked process has none of gloo's threads, and would abort when it collects what waits for them. So there channels
-    are never collected, not even at its end.
-    """
-    for channel in list(_channels):
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(channel))
-
-
-_channels: "weakref.WeakSet[Channel]" = weakref.WeakSet()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_keep_channels)
 
 
 def _let_others_run() -> None:

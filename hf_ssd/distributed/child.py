@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from .connection import Connection
-from .groups import LOOPBACK
+from .groups import LOOPBACK, keep_when_forked
 from .process import STOP_TIMEOUT, WorkerProcess
 
 
@@ -44,6 +44,7 @@ class ChildWorker(Connection):
                 wait_for_workers=False,
                 master_listen_fd=self.listener.detach(),
             )
+            keep_when_forked(store)
             self._connect(dist.PrefixStore("", store), LOOPBACK, self.deadline, waiting)
         except BaseException:
             self.kill()

@@ -1,7 +1,9 @@
 """torch.distributed groups of two: the draft's process and one of the target's."""
 
 import contextlib
+import ctypes
 import os
+import weakref
 from datetime import timedelta
 
 import torch
@@ -13,6 +15,25 @@ CONNECT_TIMEOUT = timedelta(seconds=60)  # for the other process to join, once i
 # An idle worker waits between calls for as long as its program runs; what bounds a wait is the caller's deadline, and
 # the end of the other process, which gloo reports at once.
 TRANSFER_TIMEOUT = timedelta(days=365)
+
+
+def keep_when_forked(thing):
+    """
+    Returns `thing`, which is never collected in a process that is forked from this one, not even at its end. Groups and
+    stores wait for threads of theirs, which a forked process does not have, and would abort it.
+    """
+    _kept.add(thing)
+    return thing
+
+
+def _keep() -> None:
+    for thing in list(_kept):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+
+
+_kept: weakref.WeakSet = weakref.WeakSet()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_keep)
 
 
 def gloo_group(store: dist.Store, name: str, rank: int, hostname: str | None = LOOPBACK) -> dist.ProcessGroup:
@@ -33,7 +54,7 @@ def gloo_group(store: dist.Store, name: str, rank: int, hostname: str | None = L
         else:
             device = dist.ProcessGroupGloo.create_device(hostname=hostname, lazy_init=False)
         options._devices = [device]
-        return dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, 2, options)
+        return keep_when_forked(dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, 2, options))
 
 
 @contextlib.contextmanager

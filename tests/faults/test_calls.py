@@ -318,9 +318,10 @@ def test_what_the_users_fallback_raises_is_the_users(target, draft):
 # ---------------------------------------------------------------- processes that were forked
 
 PROGRAM = """
-import gc, os, sys
+import gc, os, sys, time
 import torch
 import hf_ssd
+from hf_ssd.distributed.launch import assistant_for
 from tests.conftest import tiny_draft, tiny_model
 from tests.faults.test_calls import At, call
 target, draft = hf_ssd.enable(tiny_model()), tiny_draft()
@@ -358,9 +359,22 @@ def generates():
         os._exit(1)
 
 def has_a_worker_of_its_own():
-    import time
     while call(target, draft).ssd_stats.draft_joined_at != 0:
         time.sleep(0.1)
+
+# A start that failed is kept by its error, with its store.
+call(target, draft)
+(start,) = assistant_for(draft).starting.values()
+while start.worker is None:
+    time.sleep(0.01)
+time.sleep(0.5)
+start.worker.process.popen.kill()
+start.thread.join(60)
+gc.disable()
+assert "ended while it started" in call(target, draft).ssd_stats.draft_failure
+del start
+forked(gc.collect)
+gc.enable()
 
 for child in (ends, drops, closes, generates, has_a_worker_of_its_own):
     forked(child)
