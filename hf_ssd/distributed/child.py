@@ -2,7 +2,6 @@
 
 import socket
 import time
-from collections.abc import Callable
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -34,7 +33,7 @@ class ChildWorker(Connection):
         store = {"host": LOOPBACK, "port": self.port, "prefix": "", "hostname": LOOPBACK}
         self.process = WorkerProcess({**settings, "store": store}, descriptor)
 
-    def connect(self, waiting: Callable[[], None] = lambda: None) -> None:
+    def connect(self) -> None:
         try:
             store = dist.TCPStore(
                 LOOPBACK,
@@ -45,7 +44,7 @@ class ChildWorker(Connection):
                 master_listen_fd=self.listener.detach(),
             )
             keep_when_forked(store)
-            self._connect(dist.PrefixStore("", store), LOOPBACK, self.deadline, waiting)
+            self._connect(dist.PrefixStore("", store), LOOPBACK, self.deadline)
         except BaseException:
             self.kill()
             raise

@@ -6,7 +6,6 @@ in torchrun's store: which child is asked for, which one is to be killed, which 
 """
 
 import time
-from collections.abc import Callable
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -67,10 +66,10 @@ class SupervisedWorker(Connection):
         self.deadline = time.monotonic() + timeout
         notes.write("asked", number)
 
-    def connect(self, waiting: Callable[[], None] = lambda: None) -> None:
+    def connect(self) -> None:
         try:
             store = dist.PrefixStore(str(self.number), self.notes.store)
-            self._connect(store, self.notes.hostname, self.deadline, waiting)
+            self._connect(store, self.notes.hostname, self.deadline)
         except BaseException:
             self.kill()
             raise
