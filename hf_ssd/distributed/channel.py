@@ -4,10 +4,8 @@ Each direction is a gloo group of two ranks, and a message is a broadcast from o
 asynchronous broadcast can be polled, and a wait that ran out can be taken up again without closing the connection.
 """
 
-import ctypes
 import os
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
@@ -17,7 +15,7 @@ import torch.distributed as dist
 
 from ..config import LONGEST_LOOKAHEAD
 from .device_link import DeviceLink, open_link
-from .groups import DRAFT, LOOPBACK, TARGET, broadcast, give_up, gloo_group
+from .groups import DRAFT, LOOPBACK, TARGET, broadcast, give_up, gloo_group, keep_when_forked
 from .messages import FRAME_LENGTH, LARGEST_PAYLOAD, Message, ProtocolError, pack, unpack
 from .proof import link_trial, prove
 
@@ -50,7 +48,7 @@ class Channel:
     def __init__(self, store: dist.Store, is_target: bool, hostname: str | None = LOOPBACK, secret: bytes = b""):
         self.secret, self.largest = secret, LARGEST_PAYLOAD
         self.store, self.rank = store, TARGET if is_target else DRAFT
-        _channels.add(self)
+        keep_when_forked(self)
         to_draft, to_target = (gloo_group(store, name, self.rank, hostname) for name in ("to_draft", "to_target"))
         self.outgoing, self.incoming = (to_draft, to_target) if is_target else (to_target, to_draft)
         self.sent: deque[tuple[dist.Work, torch.Tensor]] = deque()
@@ -214,20 +212,6 @@ class Channel:
                     raise PeerLost(f"the connection was closed: {error}") from error
                 if deadline is not None and time.monotonic() >= deadline and not work.is_completed():
                     raise TimeoutError("no message came in time") from None
-
-
-def _keep_channels() -> None:
-    """
-    A forked process has none of gloo's threads, and would abort when it collects what waits for them. So there channels
-    are never collected, not even at its end.
-    """
-    for channel in list(_channels):
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(channel))
-
-
-_channels: "weakref.WeakSet[Channel]" = weakref.WeakSet()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_keep_channels)
 
 
 def _let_others_run() -> None:

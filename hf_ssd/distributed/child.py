@@ -1,9 +1,9 @@
 """A draft worker that the target's own process has started."""
 
 import time
-from collections.abc import Callable
 
 from .connection import Connection
+from .groups import keep_when_forked
 from .meeting import join, private_meeting, use_another_file
 from .process import STOP_TIMEOUT, WorkerProcess
 
@@ -31,10 +31,10 @@ class ChildWorker(Connection):
             descriptors = [*descriptors, descriptor]
         self.process = WorkerProcess({**settings, "meeting": self.meeting}, descriptors)
 
-    def connect(self, waiting: Callable[[], None] = lambda: None) -> None:
+    def connect(self) -> None:
         try:
-            store = join(self.meeting, self.timeout)
-            self._connect(store, self.meeting["hostname"], self.deadline, waiting)
+            store = keep_when_forked(join(self.meeting, self.timeout))
+            self._connect(store, self.meeting["hostname"], self.deadline)
         except BaseException:
             use_another_file()
             self.kill()

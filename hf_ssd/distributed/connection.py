@@ -2,7 +2,6 @@
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -39,9 +38,9 @@ class Connection(ABC):
         self.link_was_tried = False
 
     @abstractmethod
-    def connect(self, waiting: Callable[[], None] = lambda: None) -> None:
+    def connect(self) -> None:
         """
-        Waits until the worker has loaded its model, and calls `waiting` again and again meanwhile.
+        Waits until the worker has loaded its model.
 
         Raises:
             [`DraftError`]: it could not start; the worker's own words are in the message.
@@ -103,17 +102,15 @@ class Connection(ABC):
             self.channel.close_link()
         return works
 
-    def _connect(self, store: dist.Store, hostname: str | None, deadline: float, waiting: Callable[[], None]) -> None:
+    def _connect(self, store: dist.Store, hostname: str | None, deadline: float) -> None:
         """
         Args:
             store (`torch.distributed.Store`): Where the two processes find each other.
             hostname (`str`, *optional*): See [`Channel`].
             deadline (`float`): By `time.monotonic()`.
-            waiting (`Callable`): See [`~Connection.connect`].
         """
         while not store.check([DRAFT_IS_HERE]):
             self._check_start(deadline)
-            waiting()
             time.sleep(0.01)
         store.set(TARGET_IS_HERE, "yes")
         try:

@@ -1,8 +1,10 @@
 """torch.distributed groups of two: the draft's process and one of the target's."""
 
 import contextlib
+import ctypes
 import os
 import threading
+import weakref
 from datetime import timedelta
 
 import torch
@@ -17,6 +19,25 @@ CONNECT_TIMEOUT = timedelta(seconds=60)  # for the other process to join, once i
 TRANSFER_TIMEOUT = timedelta(days=365)
 CLOSE_TIMEOUT = 5.0  # seconds
 LINK_CTAS = 2  # blocks of the GPU that one transfer may use; what tokens were drawn from is a few megabytes
+
+
+def keep_when_forked(thing):
+    """
+    Returns `thing`, which is never collected in a process that is forked from this one, not even at its end. Groups and
+    stores wait for threads of theirs, which a forked process does not have, and would abort it.
+    """
+    _kept.add(thing)
+    return thing
+
+
+def _keep() -> None:
+    for thing in list(_kept):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+
+
+_kept: weakref.WeakSet = weakref.WeakSet()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_keep)
 
 
 def gloo_group(store: dist.Store, name: str, rank: int, hostname: str | None = LOOPBACK) -> dist.ProcessGroup:
@@ -37,7 +58,7 @@ def gloo_group(store: dist.Store, name: str, rank: int, hostname: str | None = L
         else:
             device = dist.ProcessGroupGloo.create_device(hostname=hostname, lazy_init=False)
         options._devices = [device]
-        return dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, 2, options)
+        return keep_when_forked(dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, 2, options))
 
 
 @contextlib.contextmanager

@@ -11,7 +11,6 @@ itself, this is for a network, or a machine, whose users trust each other.
 """
 
 import time
-from collections.abc import Callable
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -72,10 +71,10 @@ class SupervisedWorker(Connection):
         self.deadline = time.monotonic() + timeout
         notes.write("asked", number)
 
-    def connect(self, waiting: Callable[[], None] = lambda: None) -> None:
+    def connect(self) -> None:
         try:
             store = dist.PrefixStore(str(self.number), self.notes.store)
-            self._connect(store, self.notes.hostname, self.deadline, waiting)
+            self._connect(store, self.notes.hostname, self.deadline)
         except BaseException:
             self.kill()
             raise

@@ -69,7 +69,7 @@ class ThreadWorker(Connection):
         super().__init__()
         self.draft, self.kinds, self.waits = draft, [], []
 
-    def connect(self, waiting=None):
+    def connect(self):
         store, made = dist.HashStore(), {}
         joining = threading.Thread(target=lambda: made.update(end=Channel(store, is_target=False)))
         joining.start()

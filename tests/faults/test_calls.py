@@ -64,7 +64,7 @@ class LateWorker(ThreadWorker):
         super().__init__(draft)
         self.gate = gate
 
-    def connect(self, waiting=None):
+    def connect(self):
         assert self.gate.wait(60)
         super().connect()
 
@@ -214,8 +214,8 @@ class Interrupt:
 
 
 def interrupted_everywhere(target, assistant):
-    """Returns after how many interrupts, at different lines, a call did not speculate."""
-    places, failures = set(), []
+    """Interrupts a call at one line after the other, and yields those after which the next one did not speculate."""
+    places = set()
     for at in range(1, 1000):
         with Interrupt(at) as interrupt:
             call(target, assistant, rows=1, new_tokens=3)
@@ -225,17 +225,15 @@ def interrupted_everywhere(target, assistant):
         try:
             stats = call(target, ready(assistant), rows=1, new_tokens=12).ssd_stats
             if not stats.hit_rate:
-                failures.append(interrupt.where)
+                yield interrupt.where
         except (ValueError, hf_ssd.DraftError):
-            failures.append(interrupt.where)
-            assistant.turn.clear()
+            yield interrupt.where
     assert len(places) > 60
-    return failures
 
 
 def test_an_interrupt_at_any_line_leaves_an_assistant_that_works(target, draft):
     with DraftAssistant([lambda: ThreadWorker(draft)]) as assistant:
-        assert interrupted_everywhere(target, assistant) == []
+        assert list(interrupted_everywhere(target, assistant)) == []
 
 
 def test_closing_once_would_not_be_enough(target, draft, monkeypatch):
@@ -249,7 +247,7 @@ def test_closing_once_would_not_be_enough(target, draft, monkeypatch):
 
     monkeypatch.setattr(FaultTolerantDraft, "close", close)
     with DraftAssistant([lambda: ThreadWorker(draft)]) as assistant:
-        assert interrupted_everywhere(target, assistant)
+        assert next(interrupted_everywhere(target, assistant))
 
 
 # ---------------------------------------------------------------- other threads
@@ -318,9 +316,10 @@ def test_what_the_users_fallback_raises_is_the_users(target, draft):
 # ---------------------------------------------------------------- processes that were forked
 
 PROGRAM = """
-import gc, os, sys
+import gc, os, sys, time
 import torch
 import hf_ssd
+from hf_ssd.distributed.launch import assistant_for
 from tests.conftest import tiny_draft, tiny_model
 from tests.faults.test_calls import At, call
 target, draft = hf_ssd.enable(tiny_model()), tiny_draft()
@@ -358,9 +357,22 @@ def generates():
         os._exit(1)
 
 def has_a_worker_of_its_own():
-    import time
     while call(target, draft).ssd_stats.draft_joined_at != 0:
         time.sleep(0.1)
+
+# A start that failed is kept by its error, with its store.
+call(target, draft)
+(start,) = assistant_for(draft).starting.values()
+while start.worker is None:
+    time.sleep(0.01)
+time.sleep(0.5)
+start.worker.process.popen.kill()
+start.thread.join(60)
+gc.disable()
+assert "ended while it started" in call(target, draft).ssd_stats.draft_failure
+del start
+forked(gc.collect)
+gc.enable()
 
 for child in (ends, drops, closes, generates, has_a_worker_of_its_own):
     forked(child)
