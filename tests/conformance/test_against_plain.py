@@ -224,6 +224,7 @@ def check(calls, of_one_call, examples):
         derandomize=True,
         database=None,
         phases=[Phase.generate],
+        report_multiple_bugs=False,
         suppress_health_check=list(HealthCheck),
     )(given(calls)(of_one_call))()
 
