@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList, set_seed
 
 import hf_ssd
+from hf_ssd.distributed.assistant import Turn
 
 
 class AtLength(LogitsProcessor):
@@ -41,6 +42,8 @@ class Program:
     def generate(self, rows=2, action=None, plain=False, **options):
         settings = {key: options.pop(key) for key in ("timeout", "on_draft_failure") if key in options}
         if not plain:
+            if self.roles.is_leader:
+                self.wait_for_the_draft()
             options["assistant_model"] = self.roles.draft
             options["ssd_config"] = hf_ssd.SSDConfig(lookahead=3, budget=6, **settings)
         set_seed(7)
@@ -55,6 +58,11 @@ class Program:
             stats = output.ssd_stats
             seen |= {"hits": stats.hits, "accepted": stats.accepted, "failure": stats.draft_failure}
         return seen
+
+    def wait_for_the_draft(self):
+        turn = Turn()
+        self.roles.draft.begin_call(turn, timeout=60.0, patience=120.0)
+        self.roles.draft.end_call(turn)
 
     @property
     def workers(self):
