@@ -401,14 +401,6 @@ def draw(tables: dict[str, list[dict]], path: Path) -> None:
 # ---------------------------------------------------------------- the run
 
 
-def accelerators() -> list[torch.device]:
-    """Returns the GPUs, or what else the machine has of that kind."""
-    if not torch.accelerator.is_available():
-        return []
-    kind = torch.accelerator.current_accelerator().type
-    return [torch.device(kind, index) for index in range(torch.accelerator.device_count())]
-
-
 def load_pair(args):
     """The target on the first accelerator and the draft on the last; without one both on the CPU."""
     target, draft, tokenizer = _load_pair(args)
@@ -420,16 +412,15 @@ def load_pair(args):
 
 def _load_pair(args):
     dtype = getattr(torch, args.dtype)
-    devices = accelerators() or [torch.device("cpu")]
-    places = [devices[0], devices[-1]]
+    places = hf_ssd.devices.accelerators() or [torch.device("cpu")]
     if args.layered:
         torch.set_num_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
         target, draft = layered_pair(args.layered, args.agreement, args.temperature, dtype, device=places[0])
         print(f"{args.layered}: acceptance {target.config.acceptance_rate:.3f} (asked for {args.agreement})")
-        return target, draft.to(places[1]), None
+        return target, draft.to(places[-1]), None
     models = [
         AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(place).eval()
-        for name, place in zip((args.target, args.draft), places)
+        for name, place in zip((args.target, args.draft), (places[0], places[-1]))
     ]
     try:
         tokenizer = AutoTokenizer.from_pretrained(args.target, padding_side="left")
@@ -475,7 +466,7 @@ def cores_for(args, target, draft) -> CoreShare | None:
 
 def about(args) -> dict:
     """What the figures were made with."""
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    gpus = [hf_ssd.devices.name(device) for device in hf_ssd.devices.accelerators()]
     return {
         "arguments": {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()},
         "versions": {

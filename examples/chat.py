@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, Text
 from transformers.utils import logging
 
 import hf_ssd
+from hf_ssd.devices import accelerators
 
 PAIR = Path(__file__).parent / "pair"
 
@@ -122,8 +123,8 @@ def main() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     set_seed(args.seed)
-    gpus = torch.cuda.device_count()
-    dtype, place = (torch.bfloat16, "cuda:0") if gpus else (torch.float32, "cpu")
+    place = (accelerators() or [torch.device("cpu")])[0]
+    dtype = torch.float32 if place.type == "cpu" else torch.bfloat16
     target = hf_ssd.enable(AutoModelForCausalLM.from_pretrained(args.target, dtype=dtype).to(place).eval())
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     with hf_ssd.launch_draft(args.draft, dtype=dtype) as assistant:

@@ -38,6 +38,7 @@ from transformers import (
 from transformers.utils import logging
 
 import hf_ssd
+from hf_ssd import devices
 from hf_ssd.distributed.cores import divide_cores, use_cores
 
 PAIR = Path(__file__).parent / "pair"
@@ -56,7 +57,7 @@ def parse_arguments() -> argparse.Namespace:
     pair = parser.add_argument_group("models")
     pair.add_argument("--target", default=str(PAIR / "target"), help="hub id or folder of the large model")
     pair.add_argument("--draft", default=str(PAIR / "draft"), help="hub id or folder of the small model")
-    pair.add_argument("--dtype", default="bfloat16" if torch.cuda.is_available() else "float32")
+    pair.add_argument("--dtype", default="bfloat16" if torch.accelerator.is_available() else "float32")
     pair.add_argument("--num-draft-ranks", type=int, default=1, help="under torchrun")
     method = parser.add_argument_group("methods")
     method.add_argument("--methods", nargs="+", choices=METHODS, help="default: all that can run here")
@@ -191,7 +192,7 @@ def ssd_config(args, asynchronous: bool) -> hf_ssd.SSDConfig:
 def about() -> dict:
     """What the figures were made with."""
     libraries = {"hf_ssd": hf_ssd.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    gpus = [devices.name(device) for device in devices.accelerators()]
     machine = {"processor": platform.machine(), "cores": os.cpu_count(), "gpus": gpus}
     return {"versions": {**libraries, "python": platform.python_version()}, "machine": machine}
 
@@ -288,8 +289,8 @@ def load_models(args, methods: list[str], roles, division):
     Yields the target, what generate() is given for each method, and the cores of this process. Without torchrun the
     target is on the first GPU and the draft on the last; without a GPU both are on the CPU.
     """
-    dtype, gpus = getattr(torch, args.dtype), torch.cuda.device_count()
-    places = [f"cuda:{i}" if gpus else "cpu" for i in (0, gpus - 1)]
+    dtype, gpus = getattr(torch, args.dtype), devices.accelerators()
+    places = gpus or [torch.device("cpu")]
     model = AutoModelForCausalLM.from_pretrained(args.target, dtype=dtype, distributed_config=division)
     target = hf_ssd.enable(model.to(roles.device if roles else places[0]).eval())
     cores = None if gpus or roles else divide_cores()
@@ -298,7 +299,7 @@ def load_models(args, methods: list[str], roles, division):
         if roles is not None:
             assistant = roles.draft
         elif methods != ["plain"]:
-            draft = AutoModelForCausalLM.from_pretrained(args.draft, dtype=dtype).to(places[1]).eval()
+            draft = AutoModelForCausalLM.from_pretrained(args.draft, dtype=dtype).to(places[-1]).eval()
             if "ssd" in methods:
                 assistant = stack.enter_context(hf_ssd.launch_draft(draft, cores=cores))
         options = {

@@ -37,7 +37,7 @@ def main() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     roles = hf_ssd.distributed.init_roles(args.num_draft_ranks)
-    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    dtype = torch.bfloat16 if torch.accelerator.is_available() else torch.float32
     if roles.is_draft:
         roles.serve(args.draft, dtype=dtype)
         return

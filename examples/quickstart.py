@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer, set_
 from transformers.utils import logging
 
 import hf_ssd
+from hf_ssd import devices
 
 PAIR = Path(__file__).parent / "pair"
 PROMPT = '''class Reader:
@@ -41,12 +42,11 @@ def parse_arguments() -> argparse.Namespace:
 
 def load_pair(args):
     """The target on the first GPU and the draft on the last; without a GPU both on the CPU, in float32."""
-    gpus = torch.cuda.device_count()
-    dtype = torch.bfloat16 if gpus else torch.float32
-    places = [f"cuda:{i}" if gpus else "cpu" for i in (0, gpus - 1)]
+    places = devices.accelerators() or [torch.device("cpu")]
+    dtype = torch.float32 if places[0].type == "cpu" else torch.bfloat16
     models = [
         AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(place).eval()
-        for name, place in zip((args.target, args.draft), places)
+        for name, place in zip((args.target, args.draft), (places[0], places[-1]))
     ]
     return hf_ssd.enable(models[0]), models[1], AutoTokenizer.from_pretrained(args.target)
 
@@ -88,7 +88,7 @@ def main() -> None:
     # 3. One table.
     plain = outputs["plain generate"].sequences
     base = statistics.median(speeds["plain generate"])
-    where = f"{torch.get_num_threads()} CPU threads" if on_cpu else torch.cuda.get_device_name(target.device)
+    where = f"{torch.get_num_threads()} CPU threads" if on_cpu else devices.name(target.device)
     print(f"\n{args.max_new_tokens} new tokens, lookahead {config.lookahead}, budget {config.budget}, {where}")
     print(f"{'':<20} {'tokens/s':>9} {'speedup':>8} {'tokens/round':>13} {'hit rate':>9} {'same tokens as plain':>21}")
     for name in methods:

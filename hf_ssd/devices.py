@@ -77,19 +77,30 @@ def has_float64(device: torch.device) -> bool:
     return device.type != "mps"
 
 
+def accelerators() -> list[torch.device]:
+    """Returns the GPUs, or what else the machine has of that kind."""
+    if not torch.accelerator.is_available():
+        return []
+    kind = torch.accelerator.current_accelerator().type
+    return [torch.device(kind, index) for index in range(torch.accelerator.device_count())]
+
+
+def name(device: torch.device) -> str:
+    """Returns what the maker calls an accelerator, if torch knows."""
+    module = torch.get_device_module(device)
+    return module.get_device_name(device) if hasattr(module, "get_device_name") else str(device)
+
+
 def spare_accelerator() -> torch.device | None:
     """
     Returns the last accelerator on which this process holds no tensors; `None` where there is only the CPU. If it holds
     some on each, there is a warning, and it is the last one.
     """
-    if not torch.accelerator.is_available():
-        return None
-    kind, count = torch.accelerator.current_accelerator().type, torch.accelerator.device_count()
-    unused = [index for index in range(count) if not torch.accelerator.memory_allocated(index)]
-    device = torch.device(kind, max(unused, default=count - 1))
-    if not unused:
-        warn_of_sharing(device)
-    return device
+    all_of_them = accelerators()
+    unused = [device for device in all_of_them if not torch.accelerator.memory_allocated(device.index)]
+    if all_of_them and not unused:
+        warn_of_sharing(all_of_them[-1])
+    return (unused or all_of_them or [None])[-1]
 
 
 def warn_of_sharing(device: torch.device) -> None:

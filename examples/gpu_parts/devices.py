@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 import transformers
-from benchmark import accelerators
 
 import hf_ssd
+from hf_ssd.devices import accelerators, name
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,7 @@ def find_layout(dry_run: bool, target_ranks: int | None) -> Layout | None:
 def about(layout: Layout, dry_run: bool) -> dict:
     """What the figures were made with. Equal for two runs whose figures may stand in one report."""
     devices = accelerators()
-    names = [str(device) for device in devices]
-    if torch.cuda.is_available():
-        names = [f"{device}: {torch.cuda.get_device_name(device)}" for device in devices]
+    names = [f"{device}: {name(device)}" for device in devices]
     return {
         "dry run": dry_run,
         "layout": str(layout),

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
+from .. import devices
 from .assistant import DraftAssistant
 from .launch import START_TIMEOUT, worker_settings
 from .supervisor import Notes, SupervisedWorker, supervise
@@ -201,10 +202,8 @@ def init_roles(num_draft_ranks: int = 1) -> Roles:
 
 def _device_of(local_rank: int) -> torch.device:
     """Returns the accelerator of a rank, which has number 0 where each rank is shown only its own."""
-    if not torch.accelerator.is_available() or torch.accelerator.current_accelerator().type == "mps":
-        return torch.device("cpu")
-    kind, count = torch.accelerator.current_accelerator().type, torch.accelerator.device_count()
-    return torch.device(kind, local_rank % count)
+    usable = [device for device in devices.accelerators() if device.type != "mps"]  # which has no process groups
+    return usable[local_rank % len(usable)] if usable else torch.device("cpu")
 
 
 def _backend(device_type: str) -> str:
