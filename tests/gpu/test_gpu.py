@@ -1,79 +1,211 @@
-"""Target and draft on GPUs. Skipped where there are none."""
+"""
+Target and draft on GPUs. Skipped where there are none, unless HF_SSD_TEST_DEVICES names devices that take their place,
+as in `HF_SSD_TEST_DEVICES=cpu,cpu pytest tests/gpu -m gpu`: with two on the CPU, gloo links them in place of NCCL.
+"""
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import set_seed
+from transformers import LogitsProcessorList, set_seed
 
 import hf_ssd
 
 from ..conftest import padded_batch, tiny_draft, tiny_model
+from ..faults.test_worker_faults import AtLength
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+NAMED = os.environ.get("HF_SSD_TEST_DEVICES")
+KIND = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else None
+GPUS = [f"{KIND}:{index}" for index in range(torch.accelerator.device_count())] if KIND else []
+DEVICES = NAMED.split(",") if NAMED else GPUS
+ON_GPUS = DEVICES == GPUS and bool(GPUS)
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
-two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not DEVICES, reason="needs a GPU")]
+two_devices = pytest.mark.skipif(len(DEVICES) < 2, reason="needs two GPUs")
+two_gpus = pytest.mark.skipif(not ON_GPUS or len(DEVICES) < 2, reason="needs two GPUs, and nothing in their place")
 
-PLACES = ["cuda:0", pytest.param("cuda:1", marks=two_gpus), "cpu"]
+TARGET, OTHER = (DEVICES or ["cpu"])[0], (DEVICES or ["cpu"])[-1]
+PLACES = [pytest.param(TARGET, id="one GPU"), pytest.param(OTHER, id="two GPUs", marks=two_devices)]
+PLACES += [pytest.param("cpu", id="CPU", marks=pytest.mark.skipif(not ON_GPUS, reason="is what is tested already"))]
 SAMPLED = {"do_sample": True, "temperature": 0.7, "top_k": 30}
+GREEDY = {"do_sample": False}
+CONTEXT = 8192 if ON_GPUS else 512  # tokens
+LENGTH, NEW_TOKENS = 9, 40
+SIZES = {"max_position_embeddings": 16384}
+# Of the largest logit's size: bfloat16 has 8 bits, and what it rounds away adds up from layer to layer.
+ROUNDING = 2**-5
 
 
 @pytest.fixture(scope="module")
 def target():
-    return hf_ssd.enable(tiny_model().to("cuda:0"))
+    return hf_ssd.enable(tiny_model(**SIZES).to(TARGET))
 
 
-def generate(target, assistant, **options):
+@pytest.fixture(scope="module")
+def draft():
+    return tiny_draft(**SIZES).to(TARGET)
+
+
+@pytest.fixture(scope="module")
+def shared():
+    """A worker on the target's device."""
+    with hf_ssd.launch_draft(tiny_draft(**SIZES).to(TARGET)) as assistant:
+        yield assistant
+
+
+def inputs(rows):
+    return {key: value.to(TARGET) for key, value in padded_batch(rows, LENGTH).items()}
+
+
+def generate(target, assistant, rows=3, prompts=None, processor=None, **options):
     set_seed(3)
     config = hf_ssd.SSDConfig(lookahead=3, budget=8, asynchronous=not isinstance(assistant, torch.nn.Module))
-    inputs = {key: value.to("cuda:0") for key, value in padded_batch(3).items()}
     return target.generate(
-        **inputs,
+        **(prompts or inputs(rows)),
         **options,
-        max_new_tokens=40,
+        max_new_tokens=NEW_TOKENS,
+        logits_processor=LogitsProcessorList([processor] if processor else []),
         assistant_model=assistant,
         ssd_config=config,
         return_dict_in_generate=True,
     )
 
 
+def plain(target, rows=3, prompts=None, **options):
+    return target.generate(**(prompts or inputs(rows)), max_new_tokens=NEW_TOKENS, do_sample=False, **options)
+
+
+def speculates(output):
+    return output.ssd_stats.draft_failure is None and output.ssd_stats.hit_rate > 0
+
+
 @pytest.mark.parametrize("place", PLACES)
 def test_greedy_and_sampled_with_the_draft_in_each_place(target, place):
-    inputs = {key: value.to("cuda:0") for key, value in padded_batch(3).items()}
-    plain = target.generate(**inputs, max_new_tokens=40, do_sample=False)
-    draft = tiny_draft().to(place)
+    draft = tiny_draft(**SIZES).to(place)
     with hf_ssd.launch_draft(draft) as assistant:
         assert assistant.device == place
-        greedy = generate(target, assistant, do_sample=False)
+        greedy = generate(target, assistant, **GREEDY)
         sampled = generate(target, assistant, **SAMPLED)
         again = generate(target, assistant, **SAMPLED)
-    assert torch.equal(greedy.sequences, plain) and greedy.ssd_stats.hit_rate > 0
+    assert torch.equal(greedy.sequences, plain(target)) and speculates(greedy)
     assert torch.equal(sampled.sequences, again.sequences)
     assert torch.equal(sampled.sequences, generate(target, draft, **SAMPLED).sequences)
 
 
-@two_gpus
-def test_several_workers(target):
-    with hf_ssd.launch_draft(tiny_draft().to("cuda:1"), devices=["cuda:0", "cuda:1"]) as assistant:
-        output = generate(target, assistant, do_sample=False)
-    inputs = {key: value.to("cuda:0") for key, value in padded_batch(3).items()}
-    assert torch.equal(output.sequences, target.generate(**inputs, max_new_tokens=40, do_sample=False))
+@pytest.mark.parametrize("rows", [1, 8])
+def test_sampled_runs_are_those_of_the_oracle(target, draft, shared, rows):
+    oracle = generate(target, draft, rows, **SAMPLED)
+    output = generate(target, shared, rows, **SAMPLED)
+    assert torch.equal(output.sequences, oracle.sequences) and speculates(output)
+    assert not torch.equal(output.sequences, plain(target, rows))  # the mutant: it was not sampled
 
 
-@two_gpus
-def test_probabilities_go_from_gpu_to_gpu(target):
-    draft = tiny_draft().to("cuda:1")
+def test_a_long_context_is_that_of_the_oracle(target, draft, shared):
+    ids = torch.randint(2, 97, (1, CONTEXT), generator=torch.Generator().manual_seed(0)).to(TARGET)
+    prompts = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    greedy, sampled = (generate(target, shared, prompts=prompts, **how) for how in (GREEDY, SAMPLED))
+    assert torch.equal(greedy.sequences, plain(target, prompts=prompts)) and speculates(greedy)
+    assert torch.equal(sampled.sequences, generate(target, draft, prompts=prompts, **SAMPLED).sequences)
+
+
+# ---------------------------------------------------------------- bfloat16
+
+
+def check_up_to_rounding(ours: torch.LongTensor, theirs: torch.LongTensor, logits: torch.Tensor) -> None:
+    """
+    Greedy tokens must be the same, or plain decoding must have been undecided between the two where a row first
+    differs: forward passes over more tokens round in other ways, and what follows is another text.
+
+    Args:
+        ours, theirs (`torch.LongTensor` of shape `(rows, length)`): New tokens of a run and of plain decoding.
+        logits (`torch.FloatTensor` of shape `(rows, length, vocab_size)`): Of plain decoding.
+    """
+    assert ours.shape == theirs.shape
+    for row, (a, b) in enumerate(zip(ours.tolist(), theirs.tolist())):
+        first = next((i for i in range(len(a)) if a[i] != b[i]), None)
+        if first is None:
+            continue
+        scores = logits[row, first].float()
+        best, chosen = scores.max().item(), scores[a[first]].item()
+        assert best - chosen <= ROUNDING * abs(best), f"row {row}: token {first} is {chosen}, {best} was possible"
+
+
+@pytest.fixture(scope="module")
+def halves():
+    target, draft = (make(**SIZES).to(TARGET, torch.bfloat16) for make in (tiny_model, tiny_draft))
     with hf_ssd.launch_draft(draft) as assistant:
-        outputs = [generate(target, assistant, **SAMPLED) for _ in range(3)]
-        assert assistant.workers[0].channel.link.device == torch.device("cuda:0")
+        yield hf_ssd.enable(target), assistant
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_bfloat16(halves, rows):
+    target, assistant = halves
+    expected = plain(target, rows, output_logits=True, return_dict_in_generate=True)
+    output = generate(target, assistant, rows, **GREEDY)
+    ours, theirs = output.sequences[:, LENGTH:], expected.sequences[:, LENGTH:]
+    logits = torch.stack(expected.logits, dim=1)
+    check_up_to_rounding(ours, theirs, logits)
+    assert speculates(output)
+    sampled = generate(target, assistant, rows, **SAMPLED)
+    assert speculates(sampled) and sampled.sequences.shape == (rows, LENGTH + NEW_TOKENS)
+    # The mutant: the second best token, at the place where plain decoding was most decided.
+    best = logits[0].float().topk(2)
+    place = int((best.values[:, 0] - best.values[:, 1]).argmax())
+    wrong = theirs.clone()
+    wrong[0, place] = best.indices[place, 1]
+    with pytest.raises(AssertionError, match="was possible"):
+        check_up_to_rounding(wrong, theirs, logits)
+
+
+# ---------------------------------------------------------------- two devices, links, failures
+
+
+@two_devices
+def test_several_workers(target):
+    with hf_ssd.launch_draft(tiny_draft(**SIZES).to(OTHER), devices=[TARGET, OTHER]) as assistant:
+        output = generate(target, assistant, **GREEDY)
+    assert torch.equal(output.sequences, plain(target)) and speculates(output)
+
+
+@pytest.fixture
+def linked(draft):
+    """A worker on another device, with an open link; on one device there is none to open."""
+    with hf_ssd.launch_draft(draft, device=OTHER) as assistant:
+        if len(DEVICES) > 1:
+            assert assistant.workers[0].open_link(torch.device(TARGET))
+        yield assistant
+
+
+@two_devices
+def test_probabilities_go_from_device_to_device(target, draft, linked):
+    outputs = [generate(target, linked, **SAMPLED) for _ in range(3)]
+    link, received = linked.workers[0].channel.link, []
+    assert link.device == torch.device(TARGET)
+    receive = link.receive
+    link.receive = lambda *message, **options: received.append(message) or receive(*message, **options)
+    outputs.append(generate(target, linked, **SAMPLED))
+    assert received
     oracle = generate(target, draft, **SAMPLED).sequences
-    assert all(torch.equal(output.sequences, oracle) for output in outputs)
+    assert all(torch.equal(output.sequences, oracle) and speculates(output) for output in outputs)
+
+
+def test_a_worker_killed_in_the_middle_of_a_call_takes_nothing_with_it(target, draft, linked):
+    """With its link open, where there are two devices. Not even what the target's own device computes may hang."""
+    assert (linked.workers[0].channel.link is not None) == (len(DEVICES) > 1)
+    pid = linked.workers[0].facts["pid"]
+    kill = AtLength(LENGTH + 9, lambda: os.kill(pid, signal.SIGKILL))
+    output = generate(target, linked, processor=kill, **SAMPLED)
+    assert output.ssd_stats.draft_failure and output.sequences.shape == (3, LENGTH + NEW_TOKENS)
+    kill = AtLength(LENGTH + 9, lambda: os.kill(linked.workers[0].facts["pid"], signal.SIGKILL))
+    output = generate(target, linked, processor=kill, **GREEDY)
+    assert output.ssd_stats.draft_failure and torch.equal(output.sequences, plain(target))
+    again = generate(target, linked, **SAMPLED)  # another worker
+    assert torch.equal(again.sequences, generate(target, draft, **SAMPLED).sequences) and speculates(again)
 
 
 @two_gpus
