@@ -191,7 +191,8 @@ class Bench:
             options["stopping_criteria"] = StoppingCriteriaList([first])
         set_seed(turn)
         kept = {name: getattr(self.draft.generation_config, name, None) for name in method.settings}
-        self.draft.generation_config.update(**method.settings)
+        if kept:
+            self.draft.generation_config.update(**method.settings)
         try:
             with use_cores(method.cores):
                 synchronize(self.target.device)
@@ -200,7 +201,8 @@ class Bench:
                 synchronize(self.target.device)
                 seconds = time.perf_counter() - start
         finally:
-            self.draft.generation_config.update(**kept)
+            if kept:
+                self.draft.generation_config.update(**kept)
         rows, length = inputs["input_ids"].shape
         stats = getattr(output, "ssd_stats", None)
         tokens = stats.generated_tokens if stats else new_tokens(output.sequences[:, length:], self.target)

@@ -1,0 +1,43 @@
+"""`pytest -m gpu` in a process of its own, for a limited time."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+from .results import Report
+
+ROOT = Path(__file__).parents[2]
+OUTCOME = re.compile(r"^(tests/\S+?::.+?) (PASSED|FAILED|SKIPPED|ERROR|XFAIL|XPASS)", re.MULTILINE)
+IN_A_DRY_RUN = ["-k", "oracle"]
+
+
+def measure(args, layout, report: Report, seconds: float) -> None:
+    """Runs the tests, and notes the outcome of each that ended in time."""
+    # Options that need plugins of pytest are left out: none of them need be installed.
+    options = ["-m", "gpu", "-v", "--tb=short", "-o", "addopts=", "-p", "no:cacheprovider"]
+    options += IN_A_DRY_RUN if args.dry_run else []
+    command = [sys.executable, "-m", "pytest", "tests/gpu", *options]
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    if args.dry_run:
+        environment["HF_SSD_TEST_DEVICES"] = "cpu"
+    part = report.begin("tests", {"command": " ".join(["pytest", *command[3:]])})
+    with (report.folder / "tests.txt").open("w") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, env=environment, start_new_session=True
+        )
+        try:
+            code = process.wait(timeout=seconds)
+            part["result"] = "passed" if code == 0 else f"pytest ended with {code}"
+        except subprocess.TimeoutExpired:
+            part["result"] = f"cut off after {seconds:.0f} s"
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)  # with the workers that the tests have started
+                process.wait()
+    part["outcomes"] = dict(OUTCOME.findall((report.folder / "tests.txt").read_text(errors="replace")))
+    part["counts"] = {name.lower(): count for name, count in Counter(part["outcomes"].values()).items()}
+    report.save()
