@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from gpu_parts import ranks, rounds, speed, tests
-from gpu_parts.clock import first_line
+from gpu_parts.clock import Clock, first_line
 from gpu_parts.devices import about, find_layout
 from gpu_parts.results import PARTS, Report
 from transformers.utils import logging
@@ -55,10 +55,12 @@ def main(arguments: list[str] | None = None) -> int:
     logging.disable_progress_bar()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the draft's process ends with this one
     report, start = Report(args.output, about(layout, args.dry_run)), time.monotonic()
-    for name in [args.only] if args.only else PARTS:
+    seconds = {name: args.seconds or SECONDS[name] for name in ([args.only] if args.only else PARTS)}
+    # A part that took longer, because nothing interrupts a compiler, leaves less for the next.
+    for name, share in Clock(sum(seconds.values())).shares(list(seconds), list(seconds.values())):
         measure = ranks.measure if name == "speed" and layout.target_ranks > 1 else MEASURES[name]
         try:
-            measure(args, layout, report, args.seconds or SECONDS[name])
+            measure(args, layout, report, share.left)
         except Exception as error:  # the other parts do not depend on it
             report.data.setdefault(name, {})["failed"] = first_line(error)
         report.now(None)

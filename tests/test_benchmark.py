@@ -85,6 +85,31 @@ def test_tokens_are_counted_to_the_end_of_each_text():
     assert benchmark.new_tokens(torch.tensor([[1, 9, 9, 0], [1, 2, 3, 4], [8, 0, 0, 0]]), model) == 2 + 4 + 1
 
 
+def test_what_an_accelerator_was_given_is_waited_for(monkeypatch):
+    """generate() returns at once here, and its work is done when the device is waited for: a second later."""
+    now, queue = [0.0], []
+    monkeypatch.setattr(benchmark.time, "perf_counter", lambda: now[0])
+
+    def synchronize(device):
+        now[0] += sum(queue)
+        queue.clear()
+
+    monkeypatch.setattr(torch.accelerator, "synchronize", synchronize)
+
+    class Target:
+        device, generation_config = torch.device("cuda"), SimpleNamespace(eos_token_id=None)
+
+        def generate(self, input_ids, stopping_criteria, **options):
+            stopping_criteria(torch.ones(1, 2, dtype=torch.long), None)  # the first token
+            queue.append(1.0)
+            return SimpleNamespace(sequences=torch.ones(1, 6, dtype=torch.long))
+
+    args = SimpleNamespace(new_tokens=4, temperature=0, ignore_eos=False)
+    bench = benchmark.Bench(args, Target(), None, None, [{"input_ids": torch.ones(1, 2, dtype=torch.long)}])
+    queue.append(5.0)  # of whatever ran before
+    assert bench.run(benchmark.Method({}, None, 1), 0).seconds == 1.0
+
+
 def test_slower_and_faster_are_told_from_noise():
     import regression
 
