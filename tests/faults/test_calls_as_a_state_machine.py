@@ -19,7 +19,7 @@ from transformers import LogitsProcessorList
 
 import hf_ssd
 from hf_ssd.distributed.assistant import DraftAssistant
-from hf_ssd.generation import decoding
+from hf_ssd.generation import deciding
 from hf_ssd.generation.verification import verify_greedy
 
 from ..conftest import padded_batch, ready, tiny_draft, tiny_model
@@ -264,7 +264,7 @@ def accepts_one_too_many(scores, drafted):
 @pytest.mark.parametrize(
     "where, what, mistake",
     [
-        pytest.param(decoding, "verify_greedy", accepts_one_too_many, marks=pytest.mark.slow),
+        pytest.param(deciding, "verify_greedy", accepts_one_too_many, marks=pytest.mark.slow),
         (DraftAssistant, "end_call", lambda self, turn: None),
         pytest.param(DraftAssistant, "_restart", lambda self: None, marks=pytest.mark.slow),
     ],

@@ -24,8 +24,8 @@ from hf_ssd.cache.branches import Branches
 from hf_ssd.cache.cached_model import CachedModel
 from hf_ssd.cache.ragged import RaggedCache, RaggedLayer
 from hf_ssd.cache.speculation import Speculation, SpeculationCache
-from hf_ssd.generation.decoding import prompts_without_padding
 from hf_ssd.generation.sequences import Sequences
+from hf_ssd.generation.target import prompts_without_padding
 from hf_ssd.generation.verification import uniform_numbers, verify_greedy, verify_sampled
 from hf_ssd.logits_processing import process_branches, process_positions
 from hf_ssd.speculation.backups import join
@@ -45,7 +45,7 @@ PROCESSORS = {
 }
 
 WAITS = {  # in hf_ssd; what waits in transformers, its processors for example, is not for this list
-    "boolean index | decoding.py prompts_without_padding": "once a call: the draft gets prompts without padding",
+    "boolean index | target.py prompts_without_padding": "once a call: the draft gets prompts without padding",
     "__bool__ | cached_model.py __init__": "once a call: whether a prompt is padded",
     "nonzero | logits_processing.py _ruled_out": "once a call: the tokens that a minimum length rules out",
     "copy to host | speculation.py lookup": "which rows hit decides what is drafted",

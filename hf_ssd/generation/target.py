@@ -1,0 +1,96 @@
+"""What the target computes besides the rounds: the prefill, a row verified alone, what its cache lacks at the end."""
+
+import torch
+from transformers import DynamicCache
+
+from .. import devices
+from ..cache.cached_model import CachedModel
+from ..cache.compiled import uncompiled
+from ..cache.ragged import RaggedCache
+from .sequences import Sequences
+
+
+def prefill(
+    model, input_ids, generation_config, model_kwargs, max_length: int | None
+) -> tuple[CachedModel, torch.Tensor]:
+    """
+    Runs transformers' own prefill into a ragged cache.
+
+    Args:
+        model, input_ids, generation_config, model_kwargs: See
+            [`~hf_ssd.generation.decoding.speculative_speculative_decoding`].
+        max_length (`int`, *optional*): Of the output.
+
+    Returns:
+        The target with its cache, and the logits of shape `(batch_size, 1, vocab_size)` behind the prompts.
+    """
+    theirs: DynamicCache = model_kwargs["past_key_values"]
+    columns = theirs.get_seq_length()
+    cache = RaggedCache.from_cache(theirs) if columns else RaggedCache()
+    position_ids = model_kwargs.get("position_ids")
+    mask = model_kwargs.get("attention_mask")
+    with uncompiled(model):
+        outputs = model._prefill(input_ids, generation_config, {**model_kwargs, "past_key_values": cache})
+    columns = cache.get_seq_length()
+    last = [columns - 1] * len(input_ids) if position_ids is None else position_ids[:, -1].tolist()
+    decoder = CachedModel(
+        model,
+        cache,
+        valid=None if mask is None else mask.bool().to(devices.of_model(model)),
+        first_positions=[position - (columns - 1) for position in last],
+        token_type_ids=model_kwargs.get("token_type_ids"),
+        column_limit=None if max_length is None else columns - input_ids.shape[1] + max_length,
+    )
+    return decoder, outputs.logits[:, -1:]
+
+
+def verify_alone(decoder: CachedModel, sequences: Sequences, rows: list[int], columns_before_ids: int) -> torch.Tensor:
+    """
+    Feeds the last tokens again, without what was drafted behind them. A drafted token whose keys or values are not
+    numbers spoils the positions before it too: its column is masked, but 0 times what is no number is none either.
+
+    Args:
+        rows (`list[int]`): The rows that are spoilt. Nothing remains of what was drafted for them.
+        decoder, sequences, columns_before_ids: See [`feed_what_is_missing`].
+
+    Returns:
+        `torch.FloatTensor` of shape `(batch_size, 1, vocab_size)`: Raw logits, in the model's dtype.
+    """
+    starts = [length - 1 + columns_before_ids for length in sequences.lengths]
+    decoder.cache.clear_behind(rows, starts)
+    return decoder.extend(sequences.last[:, None].to(decoder.device), starts)
+
+
+def feed_what_is_missing(
+    decoder: CachedModel, sequences: Sequences, output: torch.LongTensor, columns_before_ids: int
+) -> None:
+    """
+    Feeds the rows that ended before the others their last token and the padding behind it, as plain generation does.
+
+    Args:
+        decoder ([`CachedModel`]): The target with its cache.
+        sequences ([`Sequences`]): The rows, all of them finished.
+        output (`torch.LongTensor` of shape `(batch_size, length)`): What the call returns.
+        columns_before_ids (`int`): Columns of the cache before the first token of the output.
+    """
+    last = output.shape[1] - 1  # which nothing follows, so it is not fed
+    fed = [min(sequences.kept(row), length - 1, last) for row, length in enumerate(sequences.lengths)]
+    if min(fed) == last:
+        return
+    decoder.cache.take_back()
+    decoder.leave_out([count == last for count in fed])
+    start = min(fed)
+    decoder.extend(
+        output[:, start:last].to(decoder.device),
+        [start + columns_before_ids] * len(fed),
+        logits_to_keep=torch.zeros(1, dtype=torch.long, device=decoder.device),  # of which none is needed
+    )
+
+
+def prompts_without_padding(input_ids: torch.LongTensor, attention_mask) -> list[torch.LongTensor]:
+    """Returns the tokens of each row that count; at least the last one."""
+    if attention_mask is None:
+        return list(input_ids)
+    mask = attention_mask[:, -input_ids.shape[1] :].bool().clone()  # `bool()` of booleans is the user's own tensor
+    mask[:, -1] = True
+    return [row[kept] for row, kept in zip(input_ids, mask)]
