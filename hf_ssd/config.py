@@ -38,11 +38,11 @@ class SSDConfig:
             is to repeat, it is 1. Makes no difference to greedy decoding.
         fallback (`str` or object, *optional*, defaults to `"auto"`):
             Where the speculation of a row comes from whose outcome was not prepared: `"primary"` (the draft model, just
-            in time), `"ngram"` (what followed the last tokens when they occurred before), `"random"`, or `"auto"`,
-            which picks the fastest (with a fixed lookahead, the primary). Or a transformers `CandidateGenerator`, or
-            an object whose `propose(input_ids, lookahead)` takes ids of shape `(1, length)` and returns tokens and
-            their probabilities `(1, n, vocab_size)`, or `None` for certain tokens. Either is called in the target's
-            process.
+            in time), `"ngram"` (what followed the last tokens when they occurred before), `"random"` (any tokens of the
+            text), or `"auto"`, which picks the fastest (with a fixed lookahead, the primary). Or a transformers
+            `CandidateGenerator`, or an object whose `propose(input_ids, lookahead)` takes ids of shape `(1, length)`
+            and returns tokens and their probabilities `(1, n, vocab_size)`, or `None` for certain tokens. Either is
+            called in the target's process.
         acceptance_rate (`float`, *optional*, defaults to 0.8):
             Prior for the chance that one drafted token is accepted, a in Theorem 12. Between 0 and 1, both excluded.
         power_law_exponent (`float`, *optional*, defaults to 0.5):

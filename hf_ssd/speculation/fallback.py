@@ -107,8 +107,9 @@ class NGramBackup(Backup):
 
 class RandomBackup(Backup):
     """
-    Proposes tokens drawn uniformly from the whole vocabulary. They are a function of (seed, row, position at which the
-    proposal starts), so it does not matter which rows ask together, or how often.
+    Proposes tokens drawn at random from the row's own text, each with the share that it has there. So it proposes none
+    that the tokenizer lacks, of which a model may have no sound embedding. They are a function of the text, the seed
+    and the row, so it does not matter which rows ask together, or how often.
 
     Args:
         vocab_size (`int`): Number of tokens.
@@ -119,17 +120,21 @@ class RandomBackup(Backup):
         self.vocab_size, self.seed = vocab_size, seed
 
     def propose(self, ids: torch.LongTensor, lengths: list[int], rows: list[int], lookahead: int) -> Proposal:
-        # numpy rather than torch: `torch.randint` takes 32 random bits modulo the vocabulary, which favours small ids,
+        # numpy rather than torch: `torch.randint` takes 32 random bits modulo the length, which favours early places,
         # and its CPU generator keeps 32 bits of a seed. Here the seed is a cipher's key, row and position are its
         # counter, so no two places share numbers, nor does one with the draft's noise, which has the same key; and what
         # does not divide evenly is drawn again.
         drawn = np.zeros((len(rows), lookahead), dtype=np.int64)
         for place, row in enumerate(rows):
             noise = np.random.Philox(key=self.seed, counter=[0, RANDOM_BACKUP, row, lengths[row]])
-            drawn[place] = np.random.Generator(noise).integers(self.vocab_size, size=lookahead)
-        uniform = torch.full((1, 1, 1), 1 / self.vocab_size, dtype=torch.float32, device=ids.device)
-        probabilities = uniform.expand(len(rows), lookahead, self.vocab_size)
-        return Proposal(from_host(torch.from_numpy(drawn), ids.device), [lookahead] * len(rows), probabilities)
+            drawn[place] = np.random.Generator(noise).integers(lengths[row], size=lookahead)
+        known = from_host([[lengths[row]] for row in rows], ids.device)
+        text = ids.index_select(0, from_host(rows, ids.device))[:, : max(lengths[row] for row in rows)]
+        shares = torch.where(torch.arange(text.shape[1], device=ids.device) < known, 1 / known, 0.0).float()
+        nothing = torch.zeros(len(rows), self.vocab_size, dtype=torch.float32, device=ids.device)
+        shares = nothing.scatter_add_(1, text, shares)
+        tokens = text.gather(1, from_host(torch.from_numpy(drawn), ids.device))
+        return Proposal(tokens, [lookahead] * len(rows), shares[:, None].expand(-1, lookahead, -1))
 
 
 class CustomBackup(Backup):

@@ -117,11 +117,16 @@ def test_ngram_by_hand():
 # ---------------------------------------------------------------- random
 
 
-def random_tokens(backup, rows=4, positions=2000, lookahead=3):
-    """Proposals of neighbouring rows and positions, shape `(positions, rows, lookahead)`."""
-    ids = torch.zeros(rows, 1, dtype=torch.long)
-    asked = [backup.propose(ids, [start] * rows, list(range(rows)), lookahead) for start in range(1, positions + 1)]
+def random_tokens(backup, starts, rows=4, lookahead=3):
+    """Proposals behind these starts of a text that counts up to the vocabulary again and again, `(starts, rows, n)`."""
+    ids = torch.arange(max(starts) + rows).repeat(rows, 1) % backup.vocab_size
+    asked = [backup.propose(ids, [start] * rows, list(range(rows)), lookahead) for start in starts]
     return torch.stack([proposal.tokens for proposal in asked])
+
+
+def whole_texts(vocab_size, count=2000):
+    """Starts behind which each token has the same share of the text."""
+    return range(vocab_size, vocab_size * (count + 1), vocab_size)
 
 
 def uniform_p_values(tokens, vocab_size):
@@ -136,7 +141,8 @@ def uniform_p_values(tokens, vocab_size):
 
 @pytest.mark.parametrize("vocab_size", [2, 7, 64])
 def test_random_tokens_are_uniform_and_independent(vocab_size):
-    assert min(uniform_p_values(random_tokens(RandomBackup(vocab_size, 5)), vocab_size)) > 1e-3
+    tokens = random_tokens(RandomBackup(vocab_size, 5), whole_texts(vocab_size))
+    assert min(uniform_p_values(tokens, vocab_size)) > 1e-3
 
 
 class NotTheLast(RandomBackup):
@@ -145,10 +151,9 @@ class NotTheLast(RandomBackup):
         return Proposal(proposal.tokens * (self.vocab_size - 1) // self.vocab_size, proposal.counts)
 
 
-class OneByteModulo(RandomBackup):
-    def propose(self, *request):
-        proposal = RandomBackup(256, self.seed).propose(*request)
-        return Proposal(proposal.tokens % self.vocab_size, proposal.counts)
+class FirstBytes(RandomBackup):
+    def propose(self, ids, lengths, *request):
+        return super().propose(ids, [min(length, 256) for length in lengths], *request)
 
 
 class SameForEachRow(RandomBackup):
@@ -164,13 +169,13 @@ class RowAndPositionAdded(RandomBackup):
         return Proposal(torch.cat(tokens), [lookahead] * len(rows))
 
 
-@pytest.mark.parametrize("mutant", [NotTheLast, OneByteModulo, SameForEachRow])
+@pytest.mark.parametrize("mutant", [NotTheLast, FirstBytes, SameForEachRow])
 def test_random_mistakes_are_noticed(mutant):
-    assert min(uniform_p_values(random_tokens(mutant(25, 5)), 25)) < 1e-3
+    assert min(uniform_p_values(random_tokens(mutant(25, 5), whole_texts(25)), 25)) < 1e-3
 
 
 def check_all_places_differ(backup):
-    tokens = random_tokens(backup, rows=8, positions=300, lookahead=8).flatten(0, 1)
+    tokens = random_tokens(backup, range(1000, 1300), rows=8, lookahead=8).flatten(0, 1)
     assert len(tokens.unique(dim=0)) == len(tokens)
 
 
@@ -180,18 +185,49 @@ def test_no_two_places_share_numbers():
         check_all_places_differ(RowAndPositionAdded(1000, 5))
 
 
-def test_random_depends_on_seed_row_and_start_alone():
+def check_shares(backup):
+    """Each token is drawn from what the proposal says, which is its share of the text, whatever stands behind that."""
+    ids = torch.tensor([[3, 5, 3, 3, 9, 9], [7, 8, 8, 2, 2, 2]])
+    lengths, drawn = [4, 3], torch.zeros(2, 11)
+    for _ in range(3000):
+        backup.seed += 1
+        proposal = backup.propose(ids, lengths, [1, 0], 2)
+        drawn += torch.nn.functional.one_hot(proposal.tokens, 11).sum(1)
+    expected = torch.zeros(2, 11)
+    expected[0, [7, 8]] = torch.tensor([1 / 3, 2 / 3])
+    expected[1, [3, 5]] = torch.tensor([3 / 4, 1 / 4])
+    torch.testing.assert_close(proposal.probabilities, expected[:, None].expand(-1, 2, -1))
+    for row in range(2):
+        possible = expected[row] > 0
+        assert not drawn[row, ~possible].any()
+        assert stats.chisquare(drawn[row, possible], 6000 * expected[row, possible]).pvalue > 1e-3
+
+
+class EachTokenAlike(RandomBackup):
+    def propose(self, ids, lengths, rows, lookahead):
+        distinct = [ids[row, : lengths[row]].unique() for row in rows]
+        one = super().propose(torch.stack([d.repeat(3)[:6] for d in distinct]), [2, 2], [0, 1], lookahead)
+        return Proposal(one.tokens, one.counts, super().propose(ids, lengths, rows, lookahead).probabilities)
+
+
+def test_random_tokens_are_those_of_the_text_with_the_shares_they_have_there():
+    check_shares(RandomBackup(11, 5))
+    with pytest.raises(AssertionError):
+        check_shares(EachTokenAlike(11, 5))
+
+
+def test_random_depends_on_text_seed_and_row_alone():
     ids, lengths = torch.randint(97, (4, 30)), [5, 9, 30, 9]
     backup = RandomBackup(97, 2**31 - 1)
     first = backup.propose(ids, lengths, [0, 1, 3], 5)
-    again = backup.propose(torch.zeros_like(ids), [1, 9, 1, 9], [3, 1], 5)
+    changed = torch.where(torch.arange(30) < torch.tensor(lengths)[:, None], ids, 0)  # what is behind it is no text
+    again = backup.propose(changed, [1, 9, 1, 9], [3, 1], 5)
     assert again.tokens.tolist() == first.tokens[[2, 1]].tolist()
     assert backup.propose(ids, lengths, [3], 2).tokens.tolist() == first.tokens[2:, :2].tolist()
     assert first.counts == [5, 5, 5]
     assert first.tokens.unique(dim=0).shape[0] == 3
     assert not torch.equal(RandomBackup(97, 0).propose(ids, lengths, [0, 1, 3], 5).tokens, first.tokens)
     assert first.probabilities.shape == (3, 5, 97) and first.probabilities.dtype == torch.float32
-    assert (first.probabilities == 1 / torch.tensor(97.0)).all()
 
 
 # ---------------------------------------------------------------- the user's own
@@ -430,7 +466,7 @@ UNEVENLY = {draft: (1 + draft[0] + draft[1]) / 64 for draft in tails(4, 2)}
 
 @pytest.mark.parametrize("seed", range(5))
 def test_uniform_proposals_leave_the_target_as_it_is(seed):
-    q = RandomBackup(4, 0).propose(torch.zeros(1, 1).long(), [1], [0], 2).probabilities.double()
+    q = RandomBackup(4, 0).propose(torch.arange(4)[None], [4], [0], 2).probabilities.double()
     assert largest_error(EVENLY, lambda draft: q, seed=seed) < 1e-12
     # Tokens drawn otherwise than they claim are what the chi-square test above keeps away.
     assert largest_error(UNEVENLY, lambda draft: q, seed=seed) > 1e-3

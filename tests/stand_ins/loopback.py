@@ -39,6 +39,9 @@ class End:
     def expect(self) -> None:
         pass
 
+    def make_room(self, rows: int, vocab_size: int) -> None:
+        pass
+
     def has_arrived(self) -> bool:
         return False
 
