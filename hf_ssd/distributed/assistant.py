@@ -94,6 +94,7 @@ class DraftAssistant:
             workers and talks to them.
         wait (`bool`, *optional*, defaults to `True`): Whether to wait until all workers are ready. Otherwise they start
             while calls are served by plain decoding.
+        on_ready (`Callable`, *optional*): Called whenever a worker is ready, in the thread of a call.
 
     Attributes:
         vocab_size (`int`): Of the draft model.
@@ -108,8 +109,9 @@ class DraftAssistant:
         on_close: Callable[[], None] = lambda: None,
         ranks: TargetRanks | None = None,
         wait: bool = True,
+        on_ready: Callable[[], None] = lambda: None,
     ):
-        self.starts, self.cores, self.on_close = starts, cores, on_close
+        self.starts, self.cores, self.on_close, self.on_ready = starts, cores, on_close, on_ready
         self.ranks = TargetRanks() if ranks is None else ranks
         self.process = os.getpid()  # a process that is forked from it has no part in this
         self.sessions = 0
@@ -252,6 +254,7 @@ class DraftAssistant:
             if start.is_over:
                 if start.error is None:
                     self.workers[index] = start.worker
+                    self.on_ready()
                 else:
                     self.failures[index] = start.error
                 del self.starting[index]

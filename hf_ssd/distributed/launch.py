@@ -116,7 +116,8 @@ def _assistant(
     for one in devices:
         own = {**settings, "device": str(one), "cores": list(next(shares)) if one.type == "cpu" else None}
         starts.append(functools.partial(_start, own, weights))
-    assistant = DraftAssistant(starts, cores, on_close=weights.close if weights else lambda: None, wait=wait)
+    hooks = {"on_ready": weights.adopt, "on_close": weights.close} if weights else {}
+    assistant = DraftAssistant(starts, cores, wait=wait, **hooks)
     if cores is not None:
         logger.info(f"The draft has the CPU cores {cores.drafts}; a target on the CPU has {cores.target}.")
     return assistant
@@ -133,6 +134,7 @@ def _device_for(model: PreTrainedModel | str | os.PathLike, device: str | torch.
 def _start(settings: dict, weights: SharedWeights | None) -> ChildWorker:
     if weights is None:
         return ChildWorker({**settings, "weights": None})
+    weights.fill()
     return ChildWorker({**settings, "weights": weights.to_dict()}, weights.descriptor)
 
 

@@ -122,6 +122,9 @@ class Roles:
         settings = {**worker_settings(model, dtype, compile, load_options), "cores": None, "timeout": timeout}
         settings["device"] = str(self.worker_device)
         weights = SharedWeights(model) if isinstance(model, PreTrainedModel) else None
+        if weights is not None:
+            weights.fill()
+            weights.adopt()
         settings["weights"] = weights and weights.to_dict()
         del model  # the child has the weights; memory that only this process holds is not needed
         try:

@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 import tempfile
+import threading
 
 import torch
 from transformers import PreTrainedModel
@@ -13,7 +14,8 @@ ALIGNMENT = 64  # bytes
 
 class SharedWeights:
     """
-    The parameters and buffers of a model, moved into one block of shared memory. The model keeps working on them.
+    A place for the parameters and buffers of a model in one block of shared memory: [`~SharedWeights.fill`] copies them
+    there, and [`~SharedWeights.adopt`] lets the model work on the copy, so that its own memory is free again.
 
     The memory has no name (`memfd_create`), so nothing is left behind however the processes end; where the system has
     no such thing it is an unlinked temporary file.
@@ -31,6 +33,7 @@ class SharedWeights:
             **dict(model.named_parameters(remove_duplicate=False)),
             **dict(model.named_buffers(remove_duplicate=False)),
         }
+        self.lock, self.is_filled = threading.Lock(), False
         places: dict[int, int] = {}
         self.entries, size = [], 0
         for name, tensor in tensors.items():
@@ -47,12 +50,25 @@ class SharedWeights:
         self.config_class = [type(model.config).__module__, type(model.config).__qualname__]
         self.attention = model.config._attn_implementation
         memory = _map(self.descriptor, self.size)
-        for (_, _, _, place, _), tensor in zip(self.entries, tensors.values()):
-            shared = _view(memory, place, tensor.dtype, tensor.shape)
-            if tensor.device.type != "cpu":
-                shared.copy_(tensor.detach())
-            elif tensor.data_ptr() != shared.data_ptr():
-                shared.copy_(tensor.detach())
+        self.copies = {
+            id(tensor): (tensor, _view(memory, places[id(tensor)], tensor.dtype, tensor.shape))
+            for tensor in tensors.values()
+        }
+
+    @torch.no_grad()
+    def fill(self) -> None:
+        """Copies the weights, once. That takes its time, so it is done in the thread that starts a worker."""
+        with self.lock:
+            if not self.is_filled:
+                for tensor, shared in self.copies.values():
+                    shared.copy_(tensor)
+                self.is_filled = True
+
+    def adopt(self) -> None:
+        """Lets a model on the CPU work on the filled memory. It must not compute meanwhile."""
+        copies, self.copies = self.copies, {}
+        for tensor, shared in copies.values():
+            if tensor.device.type == "cpu":
                 tensor.data = shared
 
     def to_dict(self) -> dict:

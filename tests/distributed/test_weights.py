@@ -1,13 +1,15 @@
 import json
 import os
+import threading
 
 import pytest
 import torch
 
 import hf_ssd
+from hf_ssd.distributed.launch import assistant_for
 from hf_ssd.distributed.weights import SharedWeights, model_from_shared_weights
 
-from ..conftest import FAMILIES, VOCAB, tiny_model
+from ..conftest import FAMILIES, VOCAB, ready, tiny_draft, tiny_model
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -18,6 +20,8 @@ def test_a_model_is_rebuilt_over_the_same_memory(family, tied):
     with torch.inference_mode():
         expected = model(tokens).logits
     weights = SharedWeights(model)
+    weights.fill()
+    weights.adopt()
     other = model_from_shared_weights(json.loads(json.dumps(weights.to_dict())))
     with torch.inference_mode():
         assert torch.equal(model(tokens).logits, expected)
@@ -41,6 +45,7 @@ def test_an_enabled_model_is_rebuilt_as_its_own_class():
 def test_the_memory_has_no_name():
     before = set(os.listdir("/dev/shm"))
     weights = SharedWeights(tiny_model())
+    weights.fill()
     assert set(os.listdir("/dev/shm")) == before
     weights.close()
 
@@ -53,3 +58,19 @@ def test_a_class_that_cannot_be_imported_is_refused():
     model.__class__ = Local
     with pytest.raises(ValueError, match="save the draft with save_pretrained"):
         SharedWeights(model)
+
+
+def test_a_call_does_not_copy_the_weights_of_its_draft(target, monkeypatch):
+    """The thread that starts the worker does. The model goes over to the copy between two calls, or rounds."""
+    threads, fill, adopt = {}, SharedWeights.fill, SharedWeights.adopt
+    note = lambda name, step: lambda self: (threads.setdefault(name, threading.current_thread()), step(self))  # noqa: E731
+    monkeypatch.setattr(SharedWeights, "fill", note("fill", fill))
+    monkeypatch.setattr(SharedWeights, "adopt", note("adopt", adopt))
+    draft = tiny_draft()
+    own = draft.lm_head.weight.data_ptr()
+    inputs = {"input_ids": torch.tensor([[3, 5, 7]]), "max_new_tokens": 4, "assistant_model": draft}
+    target.generate(**inputs, ssd_config=hf_ssd.SSDConfig())
+    ready(assistant_for(draft))
+    assert threads["fill"] is not threading.main_thread() and threads["adopt"] is threading.main_thread()
+    assert draft.lm_head.weight.data_ptr() != own
+    assert torch.equal(draft.lm_head.weight, tiny_draft().lm_head.weight)
