@@ -247,7 +247,7 @@ def accept_greedily(scores, q, drafted, uniform):
     p = scores.softmax(-1)
     accepted = verification.accepted_counts(p[:, :-1].argmax(-1) == drafted)
     bonus = torch.multinomial(p[torch.arange(len(p)), accepted], 1).squeeze(1)
-    return accepted, bonus
+    return accepted, bonus, torch.zeros_like(accepted)
 
 
 def without_q_in_the_residual(p, q, drafted, accepted):

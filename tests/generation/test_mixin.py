@@ -9,8 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import hf_ssd
+from hf_ssd.distributed.launch import assistant_for
 
-from ..conftest import padded_batch, tiny_draft, tiny_model
+from ..conftest import padded_batch, ready, tiny_draft, tiny_model
 
 CONFIG = hf_ssd.SSDConfig(lookahead=3, budget=8, asynchronous=False)
 
@@ -72,6 +73,7 @@ def test_a_draft_is_copied_after_its_weights_are_shared():
     target, draft, inputs = hf_ssd.enable(tiny_model()), hf_ssd.enable(tiny_draft()), padded_batch(1)
     config = hf_ssd.SSDConfig(lookahead=3, budget=8)
     options = {"max_new_tokens": 10, "ssd_config": config, "return_dict_in_generate": True}
+    ready(assistant_for(draft))
     expected = target.generate(**inputs, assistant_model=draft, **options)
     twin = copy.deepcopy(draft)
     with torch.no_grad():

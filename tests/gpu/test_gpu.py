@@ -15,7 +15,7 @@ from transformers import LogitsProcessorList, set_seed
 
 import hf_ssd
 
-from ..conftest import padded_batch, tiny_draft, tiny_model
+from ..conftest import padded_batch, ready, tiny_draft, tiny_model
 from ..faults.test_worker_faults import AtLength
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -201,10 +201,11 @@ def test_a_worker_killed_in_the_middle_of_a_call_takes_nothing_with_it(target, d
     kill = AtLength(LENGTH + 9, lambda: os.kill(pid, signal.SIGKILL))
     output = generate(target, linked, processor=kill, **SAMPLED)
     assert output.ssd_stats.draft_failure and output.sequences.shape == (3, LENGTH + NEW_TOKENS)
+    ready(linked)
     kill = AtLength(LENGTH + 9, lambda: os.kill(linked.workers[0].facts["pid"], signal.SIGKILL))
     output = generate(target, linked, processor=kill, **GREEDY)
     assert output.ssd_stats.draft_failure and torch.equal(output.sequences, plain(target))
-    again = generate(target, linked, **SAMPLED)  # another worker
+    again = generate(target, ready(linked), **SAMPLED)  # another worker
     assert torch.equal(again.sequences, generate(target, draft, **SAMPLED).sequences) and speculates(again)
 
 
