@@ -263,3 +263,12 @@ def test_accepted_tokens_that_no_one_draws_are_counted():
     assert accepted.tolist() == [2, 2, 1] and unlikely.tolist() == [2, 1, 0]
     *_, none = verify(scores, None, torch.full((3, 2), 3))
     assert none.tolist() == [0, 0, 0]
+
+
+def test_random_numbers_for_a_device_without_double_precision_are_below_one(monkeypatch):
+    """float32 rounds the largest ones of float64 to 1, which would reject what must be accepted."""
+    rand, largest = torch.rand, 1 - 2**-53
+    monkeypatch.setattr(verification, "has_float64", lambda device: False)
+    monkeypatch.setattr(torch, "rand", lambda *shape, **options: torch.full_like(rand(*shape, **options), largest))
+    numbers = uniform_numbers(torch.zeros(2, 3, dtype=torch.long))
+    assert numbers.dtype == torch.float32 and numbers.shape == (2, 3) and (numbers < 1).all()
