@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import hf_ssd
+from hf_ssd.cache.ragged import RaggedCache
 from hf_ssd.generation import decoding
 
 from ..conftest import VOCAB, padded_batch, tiny_draft, tiny_model
@@ -92,7 +93,7 @@ def test_sampled_tokens_are_possible(name, monkeypatch):
 
 def test_rows_that_are_not_verified_again_are_noticed(monkeypatch):
     """The mutant: what was drafted stays in the cache, and only the last token is fed once more."""
-    monkeypatch.setattr(decoding.RaggedCache, "clear_behind", lambda *_: None)
+    monkeypatch.setattr(RaggedCache, "clear_behind", lambda *_: None)
     with pytest.raises(AssertionError):
         for name in PAIRS:
             test_tokens_are_those_of_plain_generation(name, 4, monkeypatch)

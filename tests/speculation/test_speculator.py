@@ -98,7 +98,9 @@ def test_rows_that_hit_keep_their_tokens_when_a_backup_serves_the_others():
     assert answer.hits.tolist() == [True, False, True]
     assert torch.equal(answer.tokens[[0, 2]], expected.tokens[[0, 2]])
     torch.testing.assert_close(answer.probabilities[[0, 2]], expected.probabilities[[0, 2]], atol=1e-5, rtol=1e-4)
-    assert torch.equal(answer.probabilities[1], torch.full((4, VOCAB), 1 / VOCAB))
+    text = speculator.trunk.ids[1, : speculator.trunk.lengths[1]]
+    share = torch.bincount(text, minlength=VOCAB) / len(text)
+    torch.testing.assert_close(answer.probabilities[1], share.expand(4, -1))
     speculator.prepare()
     assert (speculator.prepared.accepted[1] == 0).sum() >= 10  # the likely outcome of a random proposal
 
