@@ -57,7 +57,8 @@ def test_a_dry_run_does_all_of_it(tmp_path):
     assert {PLAIN, SSD, speed.COMPILED_PLAIN, speed.COMPILED_SSD, "SSD in turn, 5"} <= methods
     assert {"transformers' assisted, 3", "transformers' assisted, 5", "transformers' assisted, 8"} <= methods
     assert {cell.get("as plain", 1) for cell in data["speed"]["cells"]} == {1}
-    assert any(cell.get("hit rate") for cell in data["speed"]["cells"])
+    # It speculates, whatever the planner makes of so short calls on a busy machine; hits are looked at below.
+    assert all(cell["tokens/round"] > 1 for cell in data["speed"]["cells"] if cell["method"].startswith("SSD in turn"))
     for title in ("T = 0, 1 row", "T = 1, 1 row", "T = 0, 8 rows", "T = 1, 8 rows", "(best of 3)"):
         assert title in text
     [tables] = data["profile"]["pairs"].values()
