@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LogitsProcessor, LogitsProcessorList
-from transformers.utils import logging
 
 import hf_ssd
 from hf_ssd.distributed.assistant import DraftAssistant
@@ -44,14 +43,6 @@ def call(target, assistant, processor=None, rows=3, new_tokens=40, config=None, 
         ssd_config=hf_ssd.SSDConfig(**{**CONFIG, **(config or {})}),
         return_dict_in_generate=True,
     )
-
-
-@pytest.fixture
-def warnings(monkeypatch):
-    said = []
-    for module in ("hf_ssd.generation.drafting", "hf_ssd.distributed.assistant"):
-        monkeypatch.setattr(logging.get_logger(module), "warning", lambda text, *a: said.append(text))
-    return said
 
 
 # ---------------------------------------------------------------- a draft that comes late

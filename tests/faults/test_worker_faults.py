@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
-from transformers.utils import logging
 
 import hf_ssd
 
@@ -43,14 +42,6 @@ def shared_assistant():
 def assistant(shared_assistant):
     """With a living worker, whatever the test before did to it."""
     return ready(shared_assistant)
-
-
-@pytest.fixture
-def warnings(monkeypatch):
-    said = []
-    for module in ("hf_ssd.generation.drafting", "hf_ssd.distributed.assistant"):
-        monkeypatch.setattr(logging.get_logger(module), "warning", lambda text, *a: said.append(text))
-    return said
 
 
 def generate(target, assistant, length=30, processor=None, rows=2, **config):
