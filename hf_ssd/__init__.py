@@ -5,8 +5,8 @@ from .distributed.assistant import DraftAssistant
 from .distributed.launch import launch_draft
 from .distributed.session import DraftError
 from .generation.mixin import SSDGenerationMixin, enable, generate
-from .generation.outputs import SSDDecoderOnlyOutput, SSDStats
 from .generation.streaming import BatchStreamer
+from .stats import SSDDecoderOnlyOutput, SSDStats
 
 __version__ = "0.1.0"
 

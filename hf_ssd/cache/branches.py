@@ -1,4 +1,4 @@
-"""Trunk and branches in one cache: many continuations of each row, one token of each per forward pass."""
+"""Prefix and branches in one cache: many continuations of each row, one token of each per forward pass."""
 
 import torch
 
@@ -8,14 +8,14 @@ from .cached_model import CachedModel
 
 class Branches:
     """
-    Continuations that fork from different places of a row's trunk. Branch `i` of row `r` sees the first `forks[r, i]`
-    columns of the trunk and its own tokens. The tokens of depth `d` stand in columns `base + d * N + i`, beyond the
-    trunk of every row, so that writing them moves nothing; to drop all branches is to forget them.
+    Continuations that fork from different places of a row's prefix. Branch `i` of row `r` sees the first `forks[r, i]`
+    columns of the prefix and its own tokens. The tokens of depth `d` stand in columns `base + d * N + i`, beyond the
+    prefix of every row, so that writing them moves nothing; to drop all branches is to forget them.
 
     Args:
-        decoder (`CachedModel`): The draft model and its cache, which holds the trunk.
-        forks (`torch.LongTensor` of shape `(batch_size, N)`): Trunk columns that each branch sees.
-        base (`int`): First column that no trunk uses.
+        decoder (`CachedModel`): The draft model and its cache, which holds the prefix.
+        forks (`torch.LongTensor` of shape `(batch_size, N)`): Prefix columns that each branch sees.
+        base (`int`): First column that no prefix uses.
         depth (`int`): How many tokens a branch may grow.
     """
 
@@ -28,11 +28,11 @@ class Branches:
         self.allowed = masks.visible_up_to(forks - 1, width)
         self.positions_of_columns = None
         if decoder.layout.window is not None:
-            trunk = torch.arange(base, device=forks.device).expand(*forks.shape, base)
+            prefix = torch.arange(base, device=forks.device).expand(*forks.shape, base)
             grown = forks.repeat(1, depth)[:, None, :] + torch.arange(depth, device=forks.device).repeat_interleave(
                 self.count
             )
-            self.positions_of_columns = torch.cat([trunk, grown.expand(*forks.shape, -1)], dim=2)
+            self.positions_of_columns = torch.cat([prefix, grown.expand(*forks.shape, -1)], dim=2)
             unused = width - self.positions_of_columns.shape[2]
             self.positions_of_columns = torch.nn.functional.pad(self.positions_of_columns, (0, unused))
         self.additive = masks.additive(self.allowed, decoder.dtype)

@@ -10,12 +10,12 @@ import torch
 from transformers.utils import logging
 
 from .. import devices
-from .client import WorkerSession
 from .connection import Connection
 from .cores import CoreShare
 from .session import DraftError, DraftSession, SessionRequest
+from .several_drafts import SeveralDrafts
 from .target_ranks import TargetRanks
-from .team import TeamSession
+from .worker_session import WorkerSession
 
 logger = logging.get_logger(__name__)
 
@@ -202,13 +202,16 @@ class DraftAssistant:
             return None
         self.sessions += 1
         turn.workers = list(ready)  # each may have half a message from now on, until the session is closed
-        arguments = self.sessions, request(), turn.workers.clear
+        request = request()
+        arguments = self.sessions, request, turn.workers.clear
         if any(worker.is_on(device) for worker in ready):
             devices.warn_of_sharing(device)
-        if arguments[1].generation_config.do_sample:
+        if request.generation_config.do_sample:
             for worker in ready:
                 worker.link_gpus(device)
-        return WorkerSession(ready[0], *arguments) if len(ready) == 1 else TeamSession(ready, *arguments)
+        if len(ready) == 1 and request.answers_alone:
+            return WorkerSession(ready[0], *arguments)
+        return SeveralDrafts(ready, *arguments)
 
     def end_call(self, turn: Turn) -> None:
         """Ends a turn, if it was taken and has not ended, and the workers whose session was not closed."""

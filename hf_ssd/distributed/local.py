@@ -1,17 +1,17 @@
 """The draft in the target's own process: ordinary, synchronous speculative decoding."""
 
 import contextlib
-import time
 import weakref
 from collections.abc import Iterator
 
 import torch
 from transformers import PreTrainedModel
 
-from ..speculation.experience import Experience
-from ..speculation.fallback import CustomBackup, Proposal
-from ..speculation.speculator import Speculator
-from .session import Answer, DraftError, DraftSession, SessionRequest
+from ..drafting.custom_fallback import CustomFallback
+from ..drafting.speculator import Speculator
+from ..rounds import Outcome, Plan, Speculation
+from .drafts import Drafts
+from .session import DraftError, DraftSession, SessionRequest
 
 
 class LocalSession(DraftSession):
@@ -20,42 +20,36 @@ class LocalSession(DraftSession):
 
     Args:
         model (`PreTrainedModel`): The draft model.
-        request (`SessionRequest`): The call.
+        request ([`SessionRequest`]): The call.
     """
 
     def __init__(self, model: PreTrainedModel, request: SessionRequest):
         vocab_size = model.config.get_text_config(decoder=True).vocab_size
-        self.backup = _UserBackup(request.config.fallback, vocab_size) if request.asks_target else None
+        self.custom = _CustomFallback(request.config.fallback, vocab_size) if request.asks_target else None
+        self.costs = None
         with self._as_draft_errors():
-            self.speculator: Speculator | None = Speculator(
-                model,
-                request.config,
-                request.generation_config,
-                request.prompts,
-                request.seed,
-                _experiences.setdefault(model, Experience()),
-                self.backup,
-            )
-            self.speculator.prefill()
+            drafts = _drafts.setdefault(model, Drafts(model))
+            self.speculator: Speculator | None = drafts.speculator(request, self.custom)
+            self.speculator.begin()
+            if request.profile:
+                self.costs = self.speculator.profile()
 
-    def send_outcome(self, accepted: torch.LongTensor, bonus: torch.LongTensor, seconds: float, verified: int) -> None:
-        self.outcome = (accepted, bonus, seconds, verified)
+    def send_outcomes(self, outcomes: list[Outcome], plan: Plan) -> None:
+        self.outcomes, self.plan = outcomes, plan
 
-    def receive_speculation(self) -> Answer:
-        start = time.perf_counter()
+    def receive_speculation(self) -> Speculation:
         with self._as_draft_errors():
-            self.speculation = self.speculator.answer(*self.outcome)
-            self.speculator.prepare()  # nothing but the plan for the next round
-        elapsed = time.perf_counter() - start
-        return Answer(self.speculation.tokens, self.speculation.hits, elapsed, elapsed, answered_at=start)
+            for outcome in self.outcomes[:-1]:
+                self.speculator.skip(outcome)
+            self.speculation = self.speculator.answer(self.outcomes[-1], self.plan)
+        self.speculation.costs, self.costs = self.costs, None
+        return self.speculation
 
     def receive_probabilities(self) -> torch.FloatTensor:
         return self.speculation.probabilities
 
     def close(self) -> None:
-        speculator, self.speculator = self.speculator, None
-        if speculator is not None:
-            speculator.end()
+        self.speculator = None
 
     @contextlib.contextmanager
     def _as_draft_errors(self) -> Iterator[None]:
@@ -64,17 +58,17 @@ class LocalSession(DraftSession):
             yield
         except Exception as error:
             self.speculator = None
-            if self.backup is not None and self.backup.error is error:
+            if self.custom is not None and self.custom.error is error:
                 raise
             raise DraftError(f"The draft raised {type(error).__name__}: {error}") from error
 
 
-class _UserBackup(CustomBackup):
+class _CustomFallback(CustomFallback):
     """Remembers what the user's object has raised."""
 
     error: Exception | None = None
 
-    def propose(self, *arguments) -> Proposal:
+    def propose(self, *arguments) -> Speculation:
         try:
             return super().propose(*arguments)
         except Exception as error:
@@ -82,4 +76,4 @@ class _UserBackup(CustomBackup):
             raise
 
 
-_experiences: "weakref.WeakKeyDictionary[PreTrainedModel, Experience]" = weakref.WeakKeyDictionary()
+_drafts: "weakref.WeakKeyDictionary[PreTrainedModel, Drafts]" = weakref.WeakKeyDictionary()

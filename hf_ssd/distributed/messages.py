@@ -12,12 +12,11 @@ from enum import IntEnum
 import torch
 
 MAGIC = 0x6866_5F73_7364  # "hf_ssd"
-VERSION = 9
+VERSION = 10
 HEADER_LENGTH = 12
 FRAME_LENGTH = 128
 PAYLOAD_TYPES = (torch.int64, torch.int32, torch.float32, torch.uint8)
 BEHIND, INLINE, OVER_LINK = range(3)  # where a payload is
-ROUNDS_BETWEEN_NEWS = 16  # in which a draft is not asked
 LARGEST_PAYLOAD = 2**26  # elements; a header that asks for more is not one of ours, unless more is expected
 
 
@@ -25,24 +24,16 @@ class Kind(IntEnum):
     READY = 1  # draft -> target: the worker has loaded its model (JSON)
     START = 2  # target -> draft: settings of one generate() call (JSON); PROMPTS follows
     PROMPTS = 3  # target -> draft: length of each row, then all tokens
-    OUTCOME = 4  # target -> draft: accepted count and bonus token of each row, and how long verification took; after a
-    # rest, one behind the other, those of all rounds that the draft was not asked in
-    SPECULATION = 5  # draft -> target: hits, tokens, and how long drafting took
-    PROBABILITIES = 6  # behind SPECULATION or BACKUP: what the tokens were drawn from, when sampling
-    END = 7  # target -> draft: the call is over, and the outcomes of rounds at its end that the draft was not asked in;
-    # draft -> target, over a link: nothing is on its way any more
+    OUTCOME = 4  # target -> draft: the plan, and the outcome of each round since the draft was asked last
+    SPECULATION = 5  # draft -> target: tokens, and the draft's part of the record; target -> draft: what is verified,
+    # where the draft does not decide that alone
+    PROBABILITIES = 6  # behind SPECULATION: what the tokens were drawn from, when sampling
+    END = 7  # target -> draft: the call is over; draft -> target, over a link: nothing is on its way any more
     STOP = 8  # target -> draft: the worker is no longer needed
     ERROR = 9  # draft -> target: an exception with its traceback (text)
-    BACKUP_REQUEST = 10  # draft -> target: rows that the user's own fallback is to propose tokens for
-    BACKUP = 11  # target -> draft: those tokens
-    FOUND = 12  # one of several drafts -> target: what it has prepared for the outcome, and its plan
-    COMPLETE = 13  # target -> one of several drafts: what all have prepared; draft what is missing
-    COMPLETED = 14  # its answer
-    FOLLOW = 15  # target -> the others: what is verified now, and which of their rows are in it
-    VALUES = 16  # rank 0 of the target -> its other ranks: something besides outcomes and speculations
-    LINK = 17  # target -> draft: open a link between the two GPUs; both then say whether it works (JSON)
-    NEWS = 18  # target -> draft: the outcomes of some rounds that the draft was not asked in; there is no answer
-    PROOF = 19  # both ways, first of all: a nonce, and then what shows that the sender knows the secret of the two
+    VALUES = 10  # rank 0 of the target -> its other ranks: something besides outcomes and speculations
+    LINK = 11  # target -> draft: open a link between the two GPUs; both then say whether it works (JSON)
+    PROOF = 12  # both ways, first of all: a nonce, and then what shows that the sender knows the secret of the two
 
 
 class ProtocolError(RuntimeError):

@@ -1,18 +1,13 @@
 """What is in the messages between target and draft: numbers and JSON, never pickles. Packing and unpacking only."""
 
 import json
-import math
-from dataclasses import dataclass
 
 import torch
 
 from ..config import LONGEST_LOOKAHEAD
-from ..speculation.fallback import Proposal
-from ..speculation.planner import BACKUPS, Plan
-from .messages import LARGEST_PAYLOAD, ProtocolError
-from .session import Answer
-
-SOURCES = ("primary", *BACKUPS)
+from ..rounds import FINISHED, MODES, SOURCES, Outcome, Plan, RoundRecord, Speculation
+from .messages import ProtocolError
+from .session import check_plan
 
 
 def text_to_payload(text: str) -> torch.Tensor:
@@ -50,112 +45,63 @@ def payload_to_prompts(payload: torch.Tensor) -> list[torch.LongTensor]:
     return list(check_tokens(payload[1 + count :]).split(lengths))
 
 
-def outcome_to_payload(
-    accepted: torch.LongTensor, bonus: torch.LongTensor, seconds: float, verified: int
-) -> torch.Tensor:
-    """Packs accepted count and bonus token of each row, both `(batch_size,)`, a duration and the verified tokens."""
-    return torch.cat([torch.tensor([_nanoseconds(seconds), verified]), accepted.cpu(), bonus.cpu()])
+def outcomes_to_payload(outcomes: list[Outcome], plan: Plan) -> torch.Tensor:
+    """Packs the plan, and accepted count and bonus token of each row of each outcome."""
+    c = torch.tensor([plan.saguaro_c], dtype=torch.float64).view(torch.int64)
+    head = [MODES.index(plan.mode), plan.lookahead, plan.after_miss, plan.budget, SOURCES.index(plan.fallback)]
+    rows = [tensor.cpu() for outcome in outcomes for tensor in (outcome.accepted, outcome.bonus)]
+    return torch.cat([torch.tensor(head), c, *rows])
 
 
-def payload_to_outcome(payload: torch.Tensor) -> tuple[torch.LongTensor, torch.LongTensor, float, int]:
-    _check_integers(payload, 2)
-    nanoseconds, verified = payload[:2].tolist()
-    if len(payload) % 2 or nanoseconds < 0 or verified < 0:
-        raise ProtocolError(f"{len(payload)} integers are not an outcome, or one that cannot be")
-    accepted, bonus = payload[2:].view(2, -1)
-    if bool(((accepted < -1) | (accepted > LONGEST_LOOKAHEAD)).any()):
+def payload_to_outcomes(payload: torch.Tensor, rows: int) -> tuple[list[Outcome], Plan]:
+    _check_integers(payload, _PLAN + 2 * rows)
+    if (len(payload) - _PLAN) % (2 * rows):
+        raise ProtocolError(f"{len(payload)} integers are not a plan and outcomes of {rows} rows")
+    mode, lookahead, after_miss, budget, source = payload[: _PLAN - 1].tolist()
+    c = float(payload[_PLAN - 1 : _PLAN].clone().view(torch.float64))
+    if not 0 <= mode < len(MODES):
+        raise ProtocolError(f"{mode} is no mode")
+    plan = check_plan(Plan(MODES[mode], lookahead, after_miss, budget, _source(source), c))
+    accepted, bonus = payload[_PLAN:].view(-1, 2, rows).unbind(1)
+    if bool(((accepted < FINISHED) | (accepted > LONGEST_LOOKAHEAD)).any()):
         raise ProtocolError("an outcome cannot have accepted more tokens than a speculation has")
-    return accepted, check_tokens(bonus), nanoseconds / 1e9, verified
+    check_tokens(bonus.flatten())
+    return [Outcome(*one) for one in zip(accepted, bonus)], plan
 
 
-def payload_to_outcomes(payload: torch.Tensor, rows: int) -> list[tuple]:
-    """Returns the outcome of each round that a message tells of."""
-    _check_integers(payload, 1)
-    if len(payload) % (2 + 2 * rows):
-        raise ProtocolError(f"{len(payload)} integers are not outcomes of {rows} rows")
-    return [payload_to_outcome(one) for one in payload.split(2 + 2 * rows)]
+def speculation_to_payload(speculation: Speculation) -> torch.Tensor:
+    """Packs tokens and the draft's part of the record; probabilities travel by themselves."""
+    record, (rows, width) = speculation.record, speculation.tokens.shape
+    times = [getattr(record, name) for name in _TIMES]
+    head = [MODES.index(record.mode), *(getattr(record, name) for name in _COUNTS)]
+    head += [int(1e9 * seconds) for seconds in (*times, *(speculation.costs or (-1e-9, 0, 0)))]
+    known = [width] * rows if speculation.known is None else [min(width, n) for n in speculation.known]
+    sources = [SOURCES.index(source) for source in record.sources]
+    unknown = [-1] * rows
+    by_row = torch.tensor([sources, record.ranks or unknown, record.ngram_matches or unknown, known])
+    return torch.cat([torch.tensor(head), by_row.flatten(), speculation.tokens.cpu().flatten()])
 
 
-def answer_to_payload(answer: Answer) -> torch.Tensor:
-    times = (answer.draft_seconds, answer.answer_seconds, answer.prepared_at, answer.answered_at)
-    figures = torch.tensor([answer.budget, answer.rest, *map(_nanoseconds, times)])
-    return torch.cat([figures, answer.hits.long(), answer.tokens.cpu().flatten()])
-
-
-def payload_to_answer(payload: torch.Tensor, batch_size: int) -> Answer:
-    tokens = _tokens(payload, 6 + batch_size, batch_size)
-    budget, rest, *times = payload[:6].tolist()
-    if budget < 0 or rest < 0:
-        raise ProtocolError(f"a speculation cannot have a budget of {budget} and a rest of {rest} rounds")
-    draft, answer, prepared_at, answered_at = (nanoseconds / 1e9 for nanoseconds in times)
-    return Answer(tokens, payload[6 : 6 + batch_size].bool(), draft, answer, budget, prepared_at, answered_at, rest)
-
-
-@dataclass
-class Found:
-    """
-    What one of several drafts has prepared for an outcome.
-
-    Args:
-        answer ([`~hf_ssd.distributed.session.Answer`]): Its tokens, as long as they are, in the rows that hit.
-        plan ([`~hf_ssd.speculation.planner.Plan`]): What it had been told, or had decided, to prepare.
-    """
-
-    answer: Answer
-    plan: Plan
-
-
-def found_to_payload(found: Found) -> torch.Tensor:
-    return torch.cat([_plan_to_integers(found.plan), answer_to_payload(found.answer)])
-
-
-def payload_to_found(payload: torch.Tensor, batch_size: int) -> Found:
-    return Found(payload_to_answer(payload[_PLAN:], batch_size), _integers_to_plan(payload[:_PLAN]))
-
-
-def complete_to_payload(tokens: torch.LongTensor, hits: torch.BoolTensor, known: list[int]) -> torch.Tensor:
-    """Packs what is prepared: the tokens, which rows hit, and how many tokens of each row there are."""
-    return torch.cat([hits.long(), torch.tensor(known), tokens.flatten()])
-
-
-def payload_to_complete(payload: torch.Tensor, rows: int) -> tuple[torch.LongTensor, torch.BoolTensor, list[int]]:
-    tokens = _tokens(payload, 2 * rows, rows)
-    known = payload[rows : 2 * rows].tolist()
-    if not all(0 <= n <= tokens.shape[1] for n in known):
-        raise ProtocolError(f"speculations of {known} tokens do not fit {tuple(tokens.shape)}")
-    return tokens, payload[:rows].bool(), known
-
-
-def completed_to_payload(answer: Answer, source: str) -> torch.Tensor:
-    """Packs the answer, and where the speculations of rows that missed came from."""
-    return torch.cat([torch.tensor([SOURCES.index(source)]), answer_to_payload(answer)])
-
-
-def payload_to_completed(payload: torch.Tensor, batch_size: int) -> tuple[Answer, str]:
-    return payload_to_answer(payload[1:], batch_size), _source(payload[:1])
-
-
-def follow_to_payload(
-    tokens: torch.LongTensor, hits: torch.BoolTensor, owned: list[int], source: str, plan: Plan
-) -> torch.Tensor:
-    """Packs what is verified now: tokens, hits, where rows that missed came from; which rows are the receiver's."""
-    mine = torch.zeros(len(hits), dtype=torch.long)
-    mine[owned] = 1
-    head = torch.tensor([SOURCES.index(source)])
-    return torch.cat([head, _plan_to_integers(plan), hits.long(), mine, tokens.flatten()])
-
-
-def payload_to_follow(payload: torch.Tensor, rows: int):
-    """Returns tokens, hits, the rows that are the receiver's, the source of the others, and the plan."""
-    tokens = _tokens(payload, 1 + _PLAN + 2 * rows, rows)
-    hits, mine = payload[1 + _PLAN : 1 + _PLAN + 2 * rows].view(2, rows)
-    return (
-        tokens,
-        hits.bool(),
-        mine.nonzero().flatten(),
-        _source(payload[:1]),
-        _integers_to_plan(payload[1 : 1 + _PLAN]),
+def payload_to_speculation(payload: torch.Tensor, rows: int) -> Speculation:
+    tokens = _tokens(payload, _HEAD + 4 * rows, rows)
+    mode, *numbers = payload[:_HEAD].tolist()
+    sources, ranks, matches, known = payload[_HEAD : _HEAD + 4 * rows].view(4, rows).tolist()
+    counts, times = numbers[: len(_COUNTS)], [number / 1e9 for number in numbers[len(_COUNTS) :]]
+    if not 0 <= mode < len(MODES) or min(counts) < 0 or not all(0 <= n <= tokens.shape[1] for n in known):
+        raise ProtocolError(f"a speculation cannot have mode {mode}, counts {counts} and {known} tokens")
+    record = RoundRecord(
+        MODES[mode], sources=[_source(source) for source in sources], ranks=ranks, ngram_matches=matches
     )
+    for name, value in zip((*_COUNTS, *_TIMES), (*counts, *times)):
+        setattr(record, name, value)
+    costs = tuple(times[-3:]) if numbers[-3] >= 0 else None
+    return Speculation(tokens, None, record, known, costs)
+
+
+_PLAN = 6  # integers
+_COUNTS = ("lookahead", "budget", "passes", "steps")
+_TIMES = ("choose_seconds", "grow_seconds", "answer_seconds", "prepared_at", "answered_at")
+_HEAD = 1 + len(_COUNTS) + len(_TIMES) + 3
 
 
 def _bytes(payload: torch.Tensor) -> bytes:
@@ -190,63 +136,10 @@ def check_tokens(tokens: torch.LongTensor, vocab_size: int | None = None) -> tor
     return tokens
 
 
-def _source(payload: torch.Tensor) -> str:
-    _check_integers(payload, 1)
-    number = int(payload[0])
+def _source(number: int) -> str:
     if not 0 <= number < len(SOURCES):
         raise ProtocolError(f"{number} is no source of speculations")
     return SOURCES[number]
-
-
-def _plan_to_integers(plan: Plan) -> torch.Tensor:
-    numbers = torch.tensor([plan.saguaro_c, plan.acceptance_rate, plan.power_law_exponent], dtype=torch.float64)
-    fallback = SOURCES.index(plan.fallback)
-    head = torch.tensor([plan.lookahead, plan.budget, fallback, plan.drafts])
-    return torch.cat([head, numbers.view(torch.int64)])
-
-
-def _integers_to_plan(payload: torch.Tensor) -> Plan:
-    _check_integers(payload, _PLAN)
-    lookahead, budget, _, drafts = payload[:4].tolist()
-    c, a, r = payload[4:].clone().view(torch.float64).tolist()
-    sizes = 0 <= lookahead <= LONGEST_LOOKAHEAD and 0 <= budget <= LARGEST_PAYLOAD and 1 <= drafts <= LARGEST_PAYLOAD
-    if not (sizes and 0 <= c <= 1 and 0 < a < 1 and 0 < r < math.inf):
-        raise ProtocolError(f"{payload.tolist()} is not a plan")
-    return Plan(lookahead, budget, _source(payload[2:3]), c, a, r, drafts)
-
-
-_PLAN = 7  # integers
-
-
-def backup_request_to_payload(rows: list[int], lookahead: int) -> torch.Tensor:
-    return torch.tensor([lookahead, *rows])
-
-
-def payload_to_backup_request(payload: torch.Tensor, batch_size: int) -> tuple[list[int], int]:
-    _check_integers(payload, 2)
-    lookahead, *rows = payload[: 2 + batch_size].tolist()
-    is_sound = 1 <= lookahead <= LONGEST_LOOKAHEAD and len(rows) <= batch_size and len(set(rows)) == len(rows)
-    if not is_sound or min(rows) < 0 or max(rows) >= batch_size:
-        raise ProtocolError(f"{len(payload)} integers do not ask for proposals for some of {batch_size} rows")
-    return rows, lookahead
-
-
-def proposal_to_payload(proposal: Proposal) -> torch.Tensor:
-    """Packs counts and tokens, and whether probabilities follow."""
-    follow = torch.tensor([int(proposal.probabilities is not None), *proposal.counts])
-    return torch.cat([follow, proposal.tokens.cpu().flatten()])
-
-
-def payload_to_proposal(payload: torch.Tensor, rows: int) -> tuple[Proposal, bool]:
-    """Returns the proposal, and whether its probabilities follow."""
-    tokens, counts = _tokens(payload, 1 + rows, rows), payload[1 : 1 + rows].tolist()
-    if not all(0 <= n <= tokens.shape[1] for n in counts):
-        raise ProtocolError(f"a proposal of {counts} tokens does not fit {tuple(tokens.shape)}")
-    return Proposal(tokens, counts), bool(payload[0])
-
-
-def _nanoseconds(seconds: float) -> int:
-    return int(seconds * 1e9)
 
 
 def largest_support(probabilities: torch.FloatTensor) -> torch.LongTensor:

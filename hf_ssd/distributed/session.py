@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from transformers import GenerationConfig
 
-from ..config import SSDConfig
-from .messages import ProtocolError
+from ..config import LONGEST_LOOKAHEAD, SSDConfig
+from ..rounds import AHEAD, MODES, SOURCES, Outcome, Plan, Speculation
+from .messages import LARGEST_PAYLOAD, ProtocolError
 
 # Settings that shape no proposal; some of them are objects.
 NOT_FOR_THE_DRAFT = ("compile_config", "cache_config", "watermarking_config", "continuous_batching_config")
@@ -33,7 +34,9 @@ class SessionRequest:
         prompts (`list[torch.LongTensor]`): The prompt of each row without padding.
         seed (`int`): Seed of the draft's randomness.
         asks_target (`bool`, *optional*): Whether the fallback is an object in the target's process.
-        share (`tuple[int, int]`, *optional*): Which of how many workers is asked; each prepares its share.
+        plan ([`~hf_ssd.rounds.Plan`]): What to prepare before the first outcome.
+        profile (`bool`, *optional*): Whether the draft is to time its passes instead.
+        worker_index, num_workers (`int`, *optional*): Which of how many workers is asked; each prepares its share.
         prompt_length (`int`, *optional*): Of the longest row, without what was generated before the draft was there.
             Defaults to that of the prompts.
     """
@@ -42,8 +45,11 @@ class SessionRequest:
     generation_config: GenerationConfig
     prompts: list[torch.LongTensor]
     seed: int
+    plan: Plan = Plan(AHEAD, 1, 1, 1)
+    profile: bool = False
     asks_target: bool | None = None
-    share: tuple[int, int] = (0, 1)
+    worker_index: int = 0
+    num_workers: int = 1
     prompt_length: int | None = None
 
     def __post_init__(self):
@@ -70,7 +76,10 @@ class SessionRequest:
             "generation_config": as_plain_objects(settings),
             "seed": self.seed,
             "asks_target": self.asks_target,
-            "share": list(self.share),
+            "plan": dataclasses.asdict(self.plan),
+            "profile": self.profile,
+            "worker_index": self.worker_index,
+            "num_workers": self.num_workers,
             "prompt_length": self.prompt_length,
         }
 
@@ -83,14 +92,38 @@ class SessionRequest:
         try:
             generation_config = GenerationConfig.from_dict(values["generation_config"])
             config = SSDConfig.from_dict(values["ssd_config"])
-            seed, asks_target, (index, count) = values["seed"], values["asks_target"], values["share"]
-            prompt_length = values["prompt_length"]
+            plan, profile, asks_target = Plan(**values["plan"]), values["profile"], values["asks_target"]
+            numbers = [values[name] for name in ("seed", "worker_index", "num_workers", "prompt_length")]
         except Exception as error:  # transformers raises whatever a value of the wrong type leads to
             raise ProtocolError(f"a call cannot be read: {type(error).__name__}: {error}") from error
-        whole = all(type(number) is int for number in (seed, index, count, prompt_length))
-        if not whole or not (0 <= seed < 2**31 and 0 <= index < count <= MOST_WORKERS) or type(asks_target) is not bool:
-            raise ProtocolError(f"a call cannot have seed {seed!r}, share {index!r} of {count!r}, asks {asks_target!r}")
-        return cls(config, generation_config, prompts, seed, asks_target, (index, count), prompt_length)
+        seed, index, count, prompt_length = numbers
+        whole = all(type(number) is int for number in numbers) and type(asks_target) is type(profile) is bool
+        if not whole or not (0 <= seed < 2**31 and 0 <= index < count <= MOST_WORKERS):
+            raise ProtocolError(f"a call cannot have {dict(values, generation_config=...)}")
+        check_plan(plan)
+        return cls(config, generation_config, prompts, seed, plan, profile, asks_target, index, count, prompt_length)
+
+    @property
+    def answers_alone(self) -> bool:
+        """Whether the worker completes its answers by itself, or the target says what is verified."""
+        return self.num_workers == 1 and not self.asks_target
+
+
+def check_plan(plan: Plan) -> Plan:
+    """
+    Returns the plan.
+
+    Raises:
+        [`~hf_ssd.distributed.messages.ProtocolError`]: it cannot be.
+    """
+    numbers = plan.lookahead, plan.after_miss, plan.budget
+    whole = all(type(number) is int for number in numbers) and type(plan.saguaro_c) in (int, float)
+    named = plan.mode in MODES and plan.fallback in SOURCES
+    if not whole or not named or not 0 <= plan.after_miss <= plan.lookahead <= LONGEST_LOOKAHEAD:
+        raise ProtocolError(f"{plan} is not a plan")
+    if not (0 <= plan.budget <= LARGEST_PAYLOAD and 0 <= plan.saguaro_c <= 1):
+        raise ProtocolError(f"{plan} is not a plan")
+    return plan
 
 
 def as_plain_objects(value):
@@ -102,56 +135,29 @@ def as_plain_objects(value):
     return [as_plain_objects(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
-@dataclass
-class Answer:
-    """
-    What the draft answers to an outcome.
-
-    Args:
-        tokens (`torch.LongTensor` of shape `(batch_size, lookahead)`): The drafted tokens.
-        hits (`torch.BoolTensor` of shape `(batch_size,)`): Whether each row's outcome had been prepared.
-        draft_seconds (`float`): How long the draft has worked since its last answer.
-        answer_seconds (`float`): How much of that came after the outcome.
-        budget (`int`): Outcomes that had been prepared for each row.
-        prepared_at, answered_at (`float`): When the draft began to prepare, and to answer, by `time.perf_counter()`,
-            which all processes of a machine share. 0 if it did not.
-        rest (`int`): How many rounds after this one the draft need not be asked: it would propose nothing.
-    """
-
-    tokens: torch.LongTensor
-    hits: torch.BoolTensor
-    draft_seconds: float = 0.0
-    answer_seconds: float = 0.0
-    budget: int = 0
-    prepared_at: float = 0.0
-    answered_at: float = 0.0
-    rest: int = 0
-
-
 class DraftSession(ABC):
     """
-    One generate() call's conversation with the draft. A round is `send_outcome`, `receive_speculation`, and when
-    sampling `receive_probabilities`, in this order. Round 0's outcome is the first token after the
-    prompt; rows that are finished already are told as in any other round.
+    One generate() call's conversation with the draft. A round is `send_outcomes`, `receive_speculation`, and when
+    sampling `receive_probabilities`, in this order. The outcome of round 0 is the first token after the prompt; rows
+    that are finished already are told as in any other round.
 
     Each method may raise [`DraftError`], and is not called again after it did.
     """
 
     @abstractmethod
-    def send_outcome(self, accepted: torch.LongTensor, bonus: torch.LongTensor, seconds: float, verified: int) -> None:
+    def send_outcomes(self, outcomes: list[Outcome], plan: Plan) -> None:
         """
-        Tells the draft what was decided. Returns at once.
+        Tells the draft what was decided since it was asked last, and what to do now. Returns at once.
 
         Args:
-            accepted (`torch.LongTensor` of shape `(batch_size,)`): Accepted count of each row; -1 if it is finished.
-            bonus (`torch.LongTensor` of shape `(batch_size,)`): The token that follows.
-            seconds (`float`): How long verification took; 0 for the first outcome, which has none.
-            verified (`int`): How many drafted tokens it looked at. Fewer than were received where the limit is near.
+            outcomes (`list[Outcome]`): One for each round, the last of which is to be answered. In the others but the
+                first nothing was proposed.
+            plan ([`~hf_ssd.rounds.Plan`]): How to answer, and what to prepare next.
         """
 
     @abstractmethod
-    def receive_speculation(self) -> Answer:
-        """Returns the next speculation. If it has no tokens, no probabilities follow."""
+    def receive_speculation(self) -> Speculation:
+        """Returns the next speculation, without probabilities. If it has no tokens, none follow."""
 
     @abstractmethod
     def receive_probabilities(self) -> torch.FloatTensor | None:

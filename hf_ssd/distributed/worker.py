@@ -16,7 +16,7 @@ from transformers.utils import logging
 from .. import devices
 from ..cache.compiled import is_compiled
 from ..cache.support import MASKED_ATTENTION, check_supported
-from ..speculation.compiling import compile_draft
+from ..drafting.compiling import compile_draft
 from . import payloads
 from .channel import Channel, PeerLost
 from .connection import DRAFT_IS_HERE, TARGET_IS_HERE

@@ -18,7 +18,7 @@ from ..cache.support import attention_layout, is_flash_attention, rope_that_chan
 from ..config import SSDConfig
 from ..distributed.assistant import DraftAssistant
 from ..distributed.roles import check_heads
-from ..speculation.fallback import check_proposer
+from ..drafting.custom_fallback import check_proposer
 
 # Tensors that transformers feeds to the model once, or that verification goes on with by itself.
 KNOWN_INPUTS = {"attention_mask", "position_ids", "cache_position"}

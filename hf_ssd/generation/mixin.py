@@ -8,7 +8,7 @@ from transformers import GenerationMixin, PreTrainedModel, StoppingCriteriaList,
 from ..config import SSDConfig
 from ..distributed.assistant import DraftAssistant
 from .checks import check_arguments
-from .decoding import speculative_speculative_decoding
+from .loop import speculative_speculative_decoding
 
 
 class SSDGenerationMixin:

@@ -18,7 +18,7 @@ def prefill(
 
     Args:
         model, input_ids, generation_config, model_kwargs: See
-            [`~hf_ssd.generation.decoding.speculative_speculative_decoding`].
+            [`~hf_ssd.generation.loop.speculative_speculative_decoding`].
         max_length (`int`, *optional*): Of the output.
 
     Returns:

@@ -6,22 +6,22 @@ from transformers import PreTrainedModel
 from ..cache.cached_model import CachedModel
 from ..cache.ragged import RaggedCache
 from ..devices import from_host
+from ..rounds import FINISHED
 
 WORTH_KEEPING = 64  # tokens that all rows share with an earlier call, before its cache is used again
-SKIPPED = -1  # the accepted count of a row that is finished: the draft leaves the row alone
 
 
-class Trunk:
+class VerifiedPrefix:
     """
-    Rows of different lengths, without padding: column and position are one. Behind its trunk a row has the speculation
+    Rows of different lengths, without padding: column and position are one. Behind its prefix a row has the speculation
     that is being verified.
 
     Args:
         model (`PreTrainedModel`): The draft model.
         prompts (`list[torch.LongTensor]`): The prompt of each row, at least one token each.
         column_limit (`int`, *optional*): See [`~hf_ssd.cache.cached_model.CachedModel`].
-        earlier ([`Trunk`], *optional*): Of the call before, with the same model. Where this one continues its text, as
-            in a chat, its cache is taken over.
+        earlier ([`VerifiedPrefix`], *optional*): Of the call before, with the same model. Where this one continues
+            its text, as in a chat, its cache is taken over.
 
     Attributes:
         ids (`torch.LongTensor` of shape `(batch_size, capacity)`): The tokens.
@@ -35,7 +35,7 @@ class Trunk:
         model: PreTrainedModel,
         prompts: list[torch.LongTensor],
         column_limit: int | None,
-        earlier: "Trunk | None" = None,
+        earlier: "VerifiedPrefix | None" = None,
     ):
         self.device = model.device
         self.lengths = [len(prompt) for prompt in prompts]
@@ -52,8 +52,8 @@ class Trunk:
                 cache.take_back()
         self.decoder = CachedModel(model, cache, column_limit=column_limit)
 
-    def _shared(self, earlier: "Trunk", row: int) -> int:
-        """Returns how many columns of an earlier trunk's cache hold what this one begins with; never all of it."""
+    def _shared(self, earlier: "VerifiedPrefix", row: int) -> int:
+        """Returns how many columns of an earlier prefix's cache hold what this one begins with; never all of it."""
         most = min(earlier.fed[row], self.lengths[row] - 1)
         differ = (earlier.ids[row, :most] != self.ids[row, :most]).nonzero()
         return int(differ[0]) if len(differ) else most
@@ -64,7 +64,7 @@ class Trunk:
         return list(range(len(self.lengths))) if self.decoder.cache.rows is None else self.decoder.cache.rows
 
     def ends(self, count: int = 0) -> torch.LongTensor:
-        """Returns the column behind each row's trunk and `count` more tokens: `(batch_size, 1)`, on the CPU."""
+        """Returns the column behind each row's prefix and `count` more tokens: `(batch_size, 1)`, on the CPU."""
         return torch.tensor(self.lengths)[:, None] + count
 
     def write(self, tokens: torch.LongTensor, starts: list[int]) -> None:
@@ -78,18 +78,18 @@ class Trunk:
 
     def grow(self, accepted: list[int], bonus: torch.LongTensor) -> None:
         """Takes in the accepted tokens, which stand in their places already, and the bonus token `(batch_size,)`."""
-        moved = [n if k == SKIPPED else n + k for n, k in zip(self.lengths, accepted)]
+        moved = [n if k == FINISHED else n + k for n, k in zip(self.lengths, accepted)]
         self.write(bonus[:, None], moved)
         self.fed = [min(fed, n) for fed, n in zip(self.fed, moved)]
-        self.lengths = [m if k == SKIPPED else m + 1 for m, k in zip(moved, accepted)]
+        self.lengths = [m if k == FINISHED else m + 1 for m, k in zip(moved, accepted)]
 
     def lacks(self, count: int) -> int:
-        """Returns how many tokens [`~Trunk.feed`] would feed to each row."""
+        """Returns how many tokens [`~VerifiedPrefix.feed`] would feed to each row."""
         return max(self.lengths[row] + count - self.fed[row] for row in self.rows)
 
     def feed(self, count: int, wanted: int) -> torch.Tensor:
         """
-        Feeds each row up to `count` tokens behind its trunk. Rows that lack fewer columns than others feed some once
+        Feeds each row up to `count` tokens behind its prefix. Rows that lack fewer columns than others feed some once
         more, which changes nothing; rows too short for that write columns beyond their end, which are written again
         before they are seen.
 

@@ -1,26 +1,6 @@
 """The speculation cache: from a verification outcome to the speculation that was prepared for it."""
 
-from dataclasses import dataclass
-
 import torch
-
-
-@dataclass
-class Speculation:
-    """
-    What the target verifies next.
-
-    Args:
-        tokens (`torch.LongTensor` of shape `(batch_size, lookahead)`): The drafted tokens.
-        probabilities (`torch.FloatTensor` of shape `(batch_size, lookahead, vocab_size)`, *optional*): The distribution
-            each was drawn from; `None` if the most likely token was taken.
-        hits (`torch.BoolTensor` of shape `(batch_size,)`): Whether a row's speculation came from the
-            cache. On the CPU.
-    """
-
-    tokens: torch.LongTensor
-    probabilities: torch.FloatTensor | None
-    hits: torch.BoolTensor
 
 
 class SpeculationCache:
@@ -43,7 +23,7 @@ class SpeculationCache:
         if probabilities is not None:
             self.probabilities.append(probabilities)
 
-    def lookup(self, accepted: torch.LongTensor, bonus: torch.LongTensor) -> Speculation:
+    def lookup(self, accepted: torch.LongTensor, bonus: torch.LongTensor):
         """
         Finds the speculation for the outcome of each row.
 
@@ -51,15 +31,16 @@ class SpeculationCache:
             accepted, bonus (`torch.LongTensor` of shape `(batch_size,)`): The outcomes.
 
         Returns:
-            [`Speculation`], whose rows without a hit hold something that means nothing.
+            Tokens `(batch_size, lookahead)`, their distributions or `None`, and which rows hit, on the CPU. Rows
+            without a hit hold something that means nothing.
         """
         matches = (self.accepted == accepted[:, None]) & (self.bonus == bonus[:, None])
         hits, index = matches.any(1), matches.int().argmax(1)
         rows = torch.arange(len(index), device=index.device)
         if not self.tokens:
-            return Speculation(bonus.new_zeros(len(index), 0), None, hits.cpu())
+            return bonus.new_zeros(len(index), 0), None, hits.cpu()
         tokens = torch.stack([step[rows, index] for step in self.tokens], dim=1)
         probabilities = None
         if self.probabilities:
             probabilities = torch.stack([step[rows, index] for step in self.probabilities], dim=1)
-        return Speculation(tokens, probabilities, hits.cpu())
+        return tokens, probabilities, hits.cpu()

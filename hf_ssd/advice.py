@@ -2,7 +2,8 @@
 
 import math
 
-from .verification import UNLIKELY
+from .generation.verification import UNLIKELY
+from .rounds import FILLER
 
 CHANCE = 1e-3  # of what is still put down to chance
 
@@ -30,26 +31,27 @@ def advice(stats) -> list[str]:
     joined = stats.draft_joined_at
     if joined is None or joined >= stats.rounds:
         return ["finished while the draft worker was starting: hf_ssd.launch_draft() starts one before the first call"]
-    drafted = [k for k in stats.lookahead if k]
-    rested = 1 - len(drafted) / (stats.rounds - joined)
-    if rested > 0.5 or stats.acceptance_rate < 0.3:
-        plain = f" ({rested:.0%} of the rounds were plain decoding)" if rested else ""
+    drafted = [record for record in stats.records if record.lookahead and FILLER not in record.sources]
+    plain = 1 - len(drafted) / (stats.rounds - joined)
+    if plain > 0.5 or stats.acceptance_rate < 0.3:
+        share = f" ({plain:.0%} of the rounds were plain decoding)" if plain else ""
         return [
             f"acceptance {stats.acceptance_rate:.2f}: this draft does not pay; choose one that agrees more with the "
-            f"target or is quicker, or generate without{plain}"
+            f"target or is quicker, or generate without{share}"
         ]
     if stats.wait_share < 0.15:
         return []
     wait = f"wait is {stats.wait_share:.0%} of a round"
-    if not any(stats.budget):
+    budgets = [record.budget for record in drafted]
+    if not any(budgets):
         return [f"{wait}: the draft worked in turn with the target, not ahead of it"]
     if stats.hit_rate < 0.6:
         return [
             f"{wait}, for hits are rare ({stats.hit_rate:.2f}): a larger `budget`, a lower temperature or `saguaro_c` "
             "below 1 make more of them"
         ]
-    lookahead = sum(drafted) / len(drafted)
+    lookahead = sum(record.lookahead for record in drafted) / len(drafted)
     return [
-        f"{wait}: the draft is too slow for lookahead {lookahead:.0f} and budget {max(stats.budget)}; "
+        f"{wait}: the draft is too slow for lookahead {lookahead:.0f} and budget {max(budgets)}; "
         "choose less of either, a smaller draft, or a faster device for it"
     ]

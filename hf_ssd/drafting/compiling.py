@@ -4,6 +4,9 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from ..config import SSDConfig
+from ..rounds import AHEAD, Outcome, Plan
+from .cache_shapes import shape_for
+from .drafter import AutoregressiveDrafter
 from .speculator import Speculator
 
 PROMPT_LENGTH = 8  # tokens; any would do
@@ -22,17 +25,19 @@ def compile_draft(model: PreTrainedModel) -> str | None:
         `str`, *optional*: Why it is not compiled, for example for want of a compiler. Then the model is as before.
     """
     config, generation_config = SSDConfig(lookahead=3, budget=4), GenerationConfig(max_length=2 * PROMPT_LENGTH)
+    plan = Plan(AHEAD, 3, 3, 4)
     try:
         model.forward = torch.compile(model.forward, dynamic=True)  # which says that it is to be compiled
         for rows in (1, 2):
             prompts = [torch.arange(PROMPT_LENGTH, device=model.device) for _ in range(rows)]
-            speculator = Speculator(model, config, generation_config, prompts, seed=0)
-            speculator.prefill()
-            speculator.prepare()
-            outcomes = torch.zeros(2, rows, dtype=torch.long)
+            drafter = AutoregressiveDrafter(model, config, generation_config, prompts, seed=0)
+            speculator = Speculator(drafter, config, shape_for(config), seed=0)
+            speculator.begin()
+            speculator.prepare(plan)
+            outcome = Outcome(*torch.zeros(2, rows, dtype=torch.long))
             for _ in range(2):
-                speculator.answer(*outcomes)
-                speculator.prepare()
+                speculator.answer(outcome, plan)
+                speculator.prepare(plan)
     except Exception as error:  # whatever a compiler can think of
         del model.forward
         return f"{type(error).__name__}: {error}".strip().splitlines()[0]

@@ -14,7 +14,7 @@ UNUSED = -2  # the accepted count of a place in the cache that no outcome can ma
 
 
 @dataclass(frozen=True)
-class Forks:
+class OutcomeCandidates:
     """
     Where a speculation may be left, as the draft sees it while the target verifies it.
 
@@ -22,23 +22,20 @@ class Forks:
         tokens (`torch.LongTensor` of shape `(batch_size, lookahead + 1, guesses)`): The draft's most likely bonus
             tokens after each accepted count, the best one first. The drafted token itself is not among them: as a bonus
             token it would have been accepted.
+        guesses (`np.ndarray` of the same shape): The same on the CPU.
         probabilities (`np.ndarray` of the same shape): The draft's probability of each.
         drafted_probabilities (`np.ndarray` of shape `(batch_size, lookahead)`): The draft's probability of each drafted
             token.
-        from_backup (`list[bool]`): Which rows' speculations did not come from the draft model.
+        from_fallback (`list[bool]`): Which rows' speculations did not come from the draft model.
         limits (`list[int]`): How many bonus tokens there are after each accepted count.
     """
 
     tokens: torch.LongTensor
+    guesses: np.ndarray
     probabilities: np.ndarray
     drafted_probabilities: np.ndarray
-    from_backup: list[bool]
+    from_fallback: list[bool]
     limits: list[int]
-
-    @functools.cached_property
-    def guesses(self) -> np.ndarray:
-        """The tokens, on the CPU."""
-        return self.tokens.cpu().numpy()
 
     @functools.cached_property
     def drafted_log_odds(self) -> np.ndarray:
@@ -56,7 +53,7 @@ class Forks:
         return np.log(np.minimum(np.maximum(remaining, 1e-9), 1))
 
     @classmethod
-    def of(cls, scores, logits, drafted, from_backup: list[bool], guesses: int) -> "Forks":
+    def of(cls, scores, logits, drafted, from_fallback: list[bool], guesses: int) -> "OutcomeCandidates":
         """
         Args:
             scores (`torch.FloatTensor` of shape `(batch_size, lookahead + 1, vocab_size)`): The draft's scores after 0
@@ -64,7 +61,7 @@ class Forks:
             logits (`torch.FloatTensor` of the same shape): Its raw logits, which rank what the warpers ruled out: when
                 a drafted token is rejected, the bonus token often comes from there.
             drafted (`torch.LongTensor` of shape `(batch_size, lookahead)`): The speculation that is being verified.
-            from_backup (`list[bool]`): See above.
+            from_fallback (`list[bool]`): See above.
             guesses (`int`): How many bonus tokens to rank, at most.
         """
         lookahead, vocab_size = drafted.shape[1], scores.shape[2]
@@ -74,25 +71,36 @@ class Forks:
             ranking[:, :lookahead].scatter_(2, drafted[:, :, None], -math.inf)
         tokens = ranking.topk(min(guesses, vocab_size), dim=2).indices
         asked = torch.cat([tokens, torch.nn.functional.pad(drafted, (0, 1))[:, :, None]], dim=2)
-        probabilities = scores.softmax(dim=-1).gather(2, asked).cpu().numpy()  # all at once: a GPU is waited for
+        # All in one transfer, for which a GPU is waited for. Tokens are below 2^24, so float32 holds them.
+        found = torch.stack([asked.float(), scores.softmax(dim=-1).gather(2, asked)]).cpu().numpy()
+        ranked, probabilities = found[0, :, :, :-1].astype(np.int64), found[1]
         return cls(
             tokens,
+            ranked,
             probabilities[:, :, :-1],
             probabilities[:, :lookahead, -1],
-            from_backup,
+            from_fallback,
             [min(guesses, vocab_size - (k < lookahead)) for k in range(lookahead + 1)],
         )
 
+    def ranks(self, accepted: list[int], bonus: list[int]) -> list[int]:
+        """Returns which of the guesses the bonus token of each row was, from 0; -1 if none, or for a finished row."""
+        ranks = []
+        for row, (k, token) in enumerate(zip(accepted, bonus)):
+            places = np.flatnonzero(self.guesses[row, k] == token) if 0 <= k < len(self.limits) else ()
+            ranks.append(int(places[0]) if len(places) else -1)
+        return ranks
+
     def outcomes(
-        self, fan_outs: list[list[int]], share: tuple[int, int] = (0, 1), fewest: int = 1
+        self, fan_outs: list[list[int]], worker_index: int = 0, num_workers: int = 1, fewest: int = 1
     ) -> tuple[torch.LongTensor, torch.LongTensor]:
         """
         Turns fan-outs into outcomes.
 
         Args:
             fan_outs (`list[list[int]]`): Guesses after each accepted count, for each row.
-            share (`tuple[int, int]`, *optional*): Which of how many equal shares to return. Outcomes are dealt by the
-                rank of their bonus token, so every share has some of the best.
+            worker_index, num_workers (`int`, *optional*): Which of how many equal shares to return. Outcomes are dealt
+                by the rank of their bonus token, so every share has some of the best.
             fewest (`int`, *optional*): What N is at least.
 
         Returns:
@@ -103,8 +111,8 @@ class Forks:
             [(k, rank) for k, count in enumerate(counts) for rank in range(min(count, self.limits[k]))]
             for counts in fan_outs
         ]
-        if share[1] > 1:
-            rows = [sorted(row, key=lambda place: place[1])[share[0] :: share[1]] for row in rows]
+        if num_workers > 1:
+            rows = [sorted(row, key=lambda place: place[1])[worker_index::num_workers] for row in rows]
         width = max(fewest, *map(len, rows))
         places = torch.tensor([row + [(UNUSED, 0)] * (width - len(row)) for row in rows])
         counts, ranks = from_host(places.clamp(min=0), self.tokens.device).unbind(-1)

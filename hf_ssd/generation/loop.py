@@ -19,10 +19,12 @@ from ..distributed.cores import use_cores
 from ..distributed.launch import assistant_for
 from ..distributed.session import SessionRequest
 from ..distributed.target_ranks import TargetRanks
+from ..planning.planner import Planner, planner_for
+from ..rounds import FILLER, Outcome, RoundRecord
+from ..stats import SSDDecoderOnlyOutput, SSDStats
 from .checks import check_generation
 from .deciding import Decider
-from .drafting import FaultTolerantDraft
-from .outputs import SSDDecoderOnlyOutput, SSDStats
+from .draft import FaultTolerantDraft
 from .recording import StepRecord
 from .sequences import Sequences, longest_output
 from .streaming import Stream
@@ -75,9 +77,11 @@ def speculative_speculative_decoding(
         seed=int(torch.randint(2**31, ())) if generation_config.do_sample else 0,  # greedy calls draw nothing
     )
     start = time.perf_counter()
+    vocab_size = model.config.get_text_config(decoder=True).vocab_size
+    planner = planner_for(model, assistant, ssd_config, generation_config, *input_ids.shape, vocab_size)
     ranks = assistant.ranks if isinstance(assistant, DraftAssistant) else TargetRanks()
     with use_cores(assistant.cores.target if divided else None), ranks.one_call():
-        draft = FaultTolerantDraft(assistant, request, input_ids.device, ranks)
+        draft = FaultTolerantDraft(assistant, request, planner, input_ids.device, ranks)
         with contextlib.closing(draft), contextlib.closing(draft):  # again, if the first time was interrupted
             draft.open(patience(ssd_config, generation_config, stopping_criteria))
             # 1. Prefill, while the draft does the same and prepares the likely first tokens.
@@ -91,6 +95,7 @@ def speculative_speculative_decoding(
                     stopping_criteria,
                     generation_config,
                     draft,
+                    planner,
                     streamer,
                     start,
                     theirs=model_kwargs["past_key_values"],
@@ -116,6 +121,7 @@ def decode(
     stopping_criteria,
     generation_config,
     draft: FaultTolerantDraft,
+    planner: Planner,
     streamer,
     start: float,
     theirs: DynamicCache,
@@ -127,7 +133,7 @@ def decode(
         decoder, logits: What [`prefill`] gives.
         start (`float`): When the call began, by `time.perf_counter()`.
         theirs (`DynamicCache`): The user's or transformers' own, which is to hold what was generated.
-        input_ids, logits_processor, stopping_criteria, generation_config, draft, streamer: See
+        input_ids, logits_processor, stopping_criteria, generation_config, draft, planner, streamer: See
             [`speculative_speculative_decoding`].
     """
     do_sample, wants_dict = generation_config.do_sample, generation_config.return_dict_in_generate
@@ -164,28 +170,30 @@ def decode(
         lambda rows: verify_alone(decoder, sequences, rows, columns_before_ids),
     )
     drafted, probabilities = input_ids.new_zeros(batch_size, 0), None
+    record: RoundRecord | None = None  # of the round that is being verified
     stats.prefill_seconds = time.perf_counter() - start
 
     while True:
         # 2. Decide: accepted count and bonus token of each row.
         if decider.by_step:  # which takes in the tokens as well
-            outcome = decider.decide_by_step(logits, probabilities, drafted, keep)
+            decided = decider.decide_by_step(logits, probabilities, drafted, keep)
         else:
-            outcome, scores = decider.decide(logits, probabilities, drafted)
+            decided, scores = decider.decide(logits, probabilities, drafted)
 
-        # 3. The outcome leaves before anything else is done.
-        seconds = time.perf_counter() - received if draft.rounds else 0.0
-        outcome = draft.send_outcome(outcome, seconds, drafted.shape[1])
-        accepted, bonus = outcome[0].tolist(), from_host(outcome[1], input_ids.device)
-        if draft.rounds:
-            stats.verify_seconds.append(seconds)
-            stats.accepted.append(accepted)
+        # 3. The outcome leaves with the plan before anything else is done.
+        seconds = time.perf_counter() - received
+        outcome = draft.send_outcome(Outcome(*decided))
+        accepted, bonus = outcome.accepted.tolist(), from_host(outcome.bonus, input_ids.device)
 
         # 4. Bookkeeping, while the draft looks up its answer.
         if not decider.by_step:
             keep(range(batch_size), accepted, bonus, scores, logits)
         if stream is not None:
             stream.update()
+        if record is not None:
+            record.accepted, record.verify_seconds = accepted, seconds
+            if len(stats.records) > 1 and draft.decides:
+                planner.observe(stats.records[-2], record)
         finished = [not unfinished for unfinished in sequences.unfinished]
         if all(finished):
             break
@@ -193,22 +201,20 @@ def decode(
 
         # 5. Receive the next speculation, as much of it as may still be needed.
         waiting = time.perf_counter()
-        answer = draft.receive_speculation()
+        speculation = draft.receive_speculation(sequences.last)
         received = time.perf_counter()
-        drafted = answer.tokens
+        drafted = speculation.tokens
         room = [sequences.remaining(row) for row, unfinished in enumerate(sequences.unfinished) if unfinished]
         if None not in room:
             drafted = drafted[:, : max(room) - 1]
-        drafted = from_host(drafted, input_ids.device)
-        stats.wait_seconds.append(received - waiting)
-        stats.draft_seconds.append(answer.draft_seconds)
-        stats.answer_seconds.append(answer.answer_seconds)
-        stats.budget.append(answer.budget)
-        stats.received_at.append(received - start)
-        stats.prepared_at.append(answer.prepared_at - start)
-        stats.answered_at.append(answer.answered_at - start)
-        stats.hits.append(answer.hits.tolist())
-        stats.lookahead.append(drafted.shape[1])
+        drafted, record = from_host(drafted, input_ids.device), speculation.record
+        record.lookahead, record.wait_seconds, record.received_at = (
+            drafted.shape[1],
+            received - waiting,
+            received - start,
+        )
+        record.prepared_at, record.answered_at = record.prepared_at - start, record.answered_at - start
+        stats.records.append(record)
 
         # 6. Verify: one forward pass over the last token and the drafted ones.
         sequences.propose(drafted)
@@ -216,15 +222,15 @@ def decode(
         logits = decoder.extend(fed, [length - 1 + columns_before_ids for length in sequences.lengths])
 
         # 7. What the tokens were drawn from is needed only now.
-        if do_sample and not answer.tokens.shape[1]:
-            probabilities = None  # nothing was proposed
+        if not speculation.tokens.shape[1] or FILLER in record.sources:
+            probabilities = None  # nothing was proposed, or tokens that were certain
         elif do_sample and draft.decides:
             probabilities = draft.receive_probabilities()
             if probabilities is not None:
                 probabilities = from_host(probabilities[:, : drafted.shape[1]], input_ids.device)
             else:  # they are lost: nothing was proposed, and the first position stands alone
                 drafted, logits = drafted[:, :0], logits[:, :1]
-                stats.lookahead[-1] = 0
+                record.lookahead = 0
 
     if stream is not None:
         stream.end()
@@ -233,7 +239,7 @@ def decode(
     stats.total_seconds = time.perf_counter() - start
     stats.generated_tokens = sum(sequences.kept(row) - prompt_length for row in range(batch_size))
     stats.unlikely_tokens = decider.unlikely_tokens
-    stats.draft_failure, stats.draft_joined_at = draft.failure, draft.joined_at
+    stats.draft_failure, stats.draft_joined_at, stats.reason = draft.failure, draft.joined_at, planner.reason
     if wants_dict or getattr(theirs, "_is_user_defined", False):
         feed_what_is_missing(decoder, sequences, output, columns_before_ids)
         decoder.cache.copy_to(theirs, output.shape[1] - 1 + columns_before_ids)

@@ -33,21 +33,19 @@ def intervals(stats) -> list[Interval]:
         `list[Interval]`: What each side did in each round, in the order of the rounds.
     """
     result = [Interval(TARGET, "prefill", 0.0, stats.prefill_seconds, 0, {})]
-    for i, received in enumerate(stats.received_at):
-        hits, live = stats.hits[i], [k >= 0 for k in stats.accepted[i]] if i < len(stats.accepted) else []
-        hit_rows = sum(hit and alive for hit, alive in zip(hits, live))
-        about = {"lookahead": stats.lookahead[i], "rows": sum(live), "rows that hit": hit_rows}
-        result.append(Interval(TARGET, "wait", received - stats.wait_seconds[i], received, i, about))
-        if i < len(stats.verify_seconds):
-            details = {**about, "accepted": stats.accepted[i]}
-            result.append(Interval(TARGET, "verify", received, received + stats.verify_seconds[i], i, details))
-        prepared, answered = stats.prepared_at[i], stats.answered_at[i]
-        preparing = stats.draft_seconds[i] - stats.answer_seconds[i]
-        if prepared >= 0 and preparing > 0:
-            details = {"budget": stats.budget[i]}
-            result.append(Interval(DRAFT, "prepare", prepared, prepared + preparing, i, details))
-        if answered >= 0:
-            result.append(Interval(DRAFT, "answer", answered, answered + stats.answer_seconds[i], i, about))
+    for i, record in enumerate(stats.records):
+        received, hits = record.received_at, sum(record.hits[row] for row in record.live)
+        about = {"lookahead": record.lookahead, "rows": len(record.live), "rows that hit": hits}
+        result.append(Interval(TARGET, "wait", received - record.wait_seconds, received, i, about))
+        details = {**about, "accepted": record.accepted}
+        result.append(Interval(TARGET, "verify", received, received + record.verify_seconds, i, details))
+        preparing = record.choose_seconds + record.grow_seconds
+        if record.prepared_at >= 0 and preparing > 0:
+            details = {"budget": record.budget}
+            result.append(Interval(DRAFT, "prepare", record.prepared_at, record.prepared_at + preparing, i, details))
+        if record.answered_at >= 0:
+            end = record.answered_at + record.answer_seconds
+            result.append(Interval(DRAFT, "answer", record.answered_at, end, i, about))
     return result
 
 

@@ -1,0 +1,55 @@
+"""The speculators of one draft model, call after call, and what their cache shapes have learned."""
+
+from transformers import PreTrainedModel
+
+from ..drafting.cache_shapes import CacheShape, shape_for
+from ..drafting.drafter import AutoregressiveDrafter
+from ..drafting.fallbacks import Fallback
+from ..drafting.speculator import Speculator
+from ..drafting.verified_prefix import VerifiedPrefix
+from ..rounds import CUSTOM
+from .session import SessionRequest
+
+SHAPES_KEPT = 32  # that have learned from earlier calls; a service may meet a new temperature in each
+SEED_STEP = 1_000_003  # between two calls with the same seed
+
+
+class Drafts:
+    """
+    Makes a speculator for each call.
+
+    Args:
+        model (`PreTrainedModel`): The draft model.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        self.model, self.calls = model, 0
+        self.shapes: dict[tuple, CacheShape] = {}
+        self.prefix: VerifiedPrefix | None = None  # of the last call, which the next one may continue
+
+    def speculator(self, request: SessionRequest, custom: Fallback | None = None) -> Speculator:
+        """Returns the speculator of a call, with an object of the user's as its fallback if there is one."""
+        config, generation = request.config, request.generation_config
+        self.calls += 1
+        key = (str(config.fan_out), generation.temperature if generation.do_sample else None)
+        shape = self.shapes[key] = self.shapes.pop(key, None) or shape_for(config)  # the last one now
+        if len(self.shapes) > SHAPES_KEPT:
+            del self.shapes[next(iter(self.shapes))]
+        seed = request.seed
+        if config.lookahead == "auto" or config.fallback != "primary" or request.asks_target:
+            # What was learned in a call with the same seed must not meet the same noise again.
+            seed += SEED_STEP * (self.calls - 1)
+        drafter = AutoregressiveDrafter(
+            self.model,
+            config,
+            generation,
+            request.prompts,
+            seed,
+            self.prefix,
+            request.prompt_length,
+            request.num_workers,
+        )
+        self.prefix = drafter.prefix
+        named = (CUSTOM, custom) if custom is not None else None
+        limit, place = generation.max_length, (request.worker_index, request.num_workers)
+        return Speculator(drafter, config, shape, seed, limit, named, *place)

@@ -1,0 +1,197 @@
+"""One generate() call with several draft workers, or with a fallback that is an object of the user's."""
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable
+
+import torch
+from transformers.utils import logging
+
+from ..drafting.custom_fallback import CustomFallback
+from ..drafting.fallbacks import join
+from ..drafting.speculator import answer_width
+from ..rounds import CUSTOM, FINISHED, NOTHING, PREPARED, PRIMARY, Outcome, Plan, Speculation
+from .connection import Connection
+from .session import DraftError, DraftSession, SessionRequest
+from .worker_session import WorkerSession
+
+logger = logging.get_logger(__name__)
+
+POLL = 5e-5  # seconds between two looks at who has answered
+
+
+class SeveralDrafts(DraftSession):
+    """
+    Each worker prepares a share of the outcomes, and says in each round what it has prepared for the one that came. No
+    two prepare the same, so each row takes what one of them has, or what the user's fallback proposes. If something is
+    missing then, the first worker, the *primary*, completes it. All are told what is verified.
+
+    A worker that fails is left out from then on. Only when the last one fails is it an error.
+
+    Args:
+        workers (`list[Connection]`): The workers, at rest.
+        number (`int`): Number of the session.
+        request ([`SessionRequest`]): The call.
+        on_close (`Callable`): Called once, when the workers are at rest again or have ended.
+    """
+
+    def __init__(self, workers: list[Connection], number: int, request: SessionRequest, on_close: Callable[[], None]):
+        self.config, self.on_close, self.rows = request.config, on_close, len(request.prompts)
+        self.sampled = bool(request.generation_config.do_sample)
+        self.custom, self.texts = None, [prompt.tolist() for prompt in request.prompts]
+        self.verified = torch.zeros(self.rows, 0, dtype=torch.long)
+        self.sessions = []
+        for index, worker in enumerate(workers):
+            share = dataclasses.replace(request, worker_index=index, num_workers=len(workers))
+            self.sessions.append(WorkerSession(worker, number, share))
+        self.vocab_size = self.sessions[0].vocab_size
+        if request.asks_target:
+            self.custom = CustomFallback(request.config.fallback, self.vocab_size)
+
+    # ---------------------------------------------------------------- a round
+
+    def send_outcomes(self, outcomes: list[Outcome], plan: Plan) -> None:
+        self.plan, self.live = plan, (outcomes[-1].accepted != FINISHED).tolist()
+        for outcome in outcomes:
+            for row, (k, token) in enumerate(zip(outcome.accepted.tolist(), outcome.bonus.tolist())):
+                if k != FINISHED:
+                    self.texts[row] += [*self.verified[row, :k].tolist(), token]
+            self.verified = self.verified[:, :0]
+        for session in list(self.sessions):
+            self._try(session, session.send_outcomes, outcomes, plan)
+
+    def receive_speculation(self) -> Speculation:
+        # 1. Each row takes what a worker, or the user's fallback, has for it.
+        found = self._merge(self._gather())
+        if self.custom is not None and self.plan.budget:
+            found = self._ask_custom(found)
+        some_hit = PREPARED in found.record.sources
+        width = answer_width(self.plan, found.known)
+        if CUSTOM in found.record.sources and not some_hit:
+            width = found.tokens.shape[1]
+
+        # 2. If something is missing, the primary completes it.
+        found.record.lookahead = width
+        while min(found.known) < width:
+            primary = self.sessions[0]
+            completed = self._try(primary, self._complete, primary, found)
+            if completed is not None:
+                found = completed
+                break
+        else:
+            primary = None
+
+        # 3. All are told what is verified.
+        found.known = None
+        found.tokens = found.tokens[:, :width]
+        self.q = None if self.q is None else self.q[:, :width]
+        self.verified = found.tokens
+        for session in [session for session in self.sessions if session is not primary]:
+            self._try(session, session.send_speculation, found)
+        return found
+
+    def _gather(self) -> dict[WorkerSession, Speculation]:
+        """Collects what the workers have prepared."""
+        found: dict[WorkerSession, Speculation] = {}
+        deadline = time.monotonic() + self.config.timeout
+        while waiting := [session for session in self.sessions if session not in found]:
+            arrived = [session for session in waiting if session.has_arrived()]
+            late = time.monotonic() > deadline
+            for session in waiting if late else arrived:  # one that is late now says so
+                timeout = 0.0 if late and session not in arrived else None
+                one = self._try(session, self._receive_found, session, timeout)
+                if one is not None:
+                    found[session] = one
+            if not arrived:
+                time.sleep(POLL)
+        return found
+
+    def _receive_found(self, session: WorkerSession, timeout: float | None) -> Speculation:
+        found = session.receive_speculation(timeout)
+        if self.sampled and found.tokens.shape[1]:
+            found.probabilities = session.receive_probabilities()
+        return found
+
+    def _merge(self, found: dict[WorkerSession, Speculation]) -> Speculation:
+        """Returns what is there for each row, with the record of the worker that took longest."""
+        all_found = list(found.values())
+        longest = max(all_found, key=lambda one: one.record.draft_seconds)
+        width = max(one.tokens.shape[1] for one in all_found)
+        merged = Speculation.empty(self.rows)
+        merged.costs, merged.record = longest.costs, dataclasses.replace(longest.record)
+        merged.record.sources = [NOTHING] * self.rows
+        merged.record.budget = sum(one.record.budget for one in all_found)
+        merged.known = [0 if live else math.inf for live in self.live]
+        merged.tokens = torch.zeros(self.rows, width, dtype=torch.long)
+        self.q = None
+        for one in all_found:
+            for row in [row for row, hit in enumerate(one.record.hits) if hit and self.live[row]]:
+                grown = one.tokens.shape[1]
+                merged.record.sources[row], merged.known[row] = PREPARED, grown
+                merged.tokens[row, :grown] = one.tokens[row]
+                if one.probabilities is not None:
+                    if self.q is None:
+                        self.q = self._certain(width, one.probabilities.device)
+                    self.q[row, :grown] = one.probabilities[row].to(self.q.device)
+        return merged
+
+    def _certain(self, width: int, device) -> torch.FloatTensor:
+        """Returns distributions of rows that are finished: token 0 is certain."""
+        q = torch.zeros(self.rows, width, self.vocab_size, dtype=torch.float32, device=device)
+        q[..., 0] = 1.0
+        return q
+
+    def _ask_custom(self, found: Speculation) -> Speculation:
+        missed = [row for row, live in enumerate(self.live) if live and found.record.sources[row] != PREPARED]
+        if not missed:
+            return found
+        lengths = [len(text) for text in self.texts]
+        ids = torch.tensor([text + [0] * (max(lengths) - len(text)) for text in self.texts])
+        proposal = self.custom.propose(ids, lengths, missed, self.plan.lookahead)
+        if self.sampled and self.q is None:
+            self.q = self._certain(found.tokens.shape[1], "cpu")
+        found.probabilities = self.q if self.q is None else self.q.cpu()
+        joined = join(found, missed, proposal, self.vocab_size, self.sampled)
+        self.q, joined.probabilities = joined.probabilities, None
+        for row in missed:
+            joined.record.sources[row] = CUSTOM
+        return joined
+
+    def _complete(self, primary: WorkerSession, found: Speculation) -> Speculation:
+        """Lets the primary draft what is missing, and puts together what all tokens were drawn from."""
+        primary.send_speculation(found)
+        completed = primary.receive_speculation()
+        if self.sampled and completed.tokens.shape[1]:
+            q = primary.receive_probabilities()
+            for row, known in enumerate(found.known):
+                depth = 0 if self.q is None else min(known, q.shape[1], self.q.shape[1])
+                if depth:
+                    q[row, :depth] = self.q[row, :depth].to(q.device)
+            self.q = q
+        sources = [PRIMARY if source == NOTHING else source for source in found.record.sources]
+        record = dataclasses.replace(found.record, sources=sources, steps=completed.record.steps)
+        record.answer_seconds += completed.record.answer_seconds
+        return Speculation(completed.tokens, None, record)
+
+    def receive_probabilities(self) -> torch.FloatTensor | None:
+        return self.q
+
+    # ---------------------------------------------------------------- failures and the end
+
+    def _try(self, session: WorkerSession, step: Callable, *arguments):
+        """Returns what the step gives, or `None` if it fails, which is the end of this worker's part."""
+        try:
+            return step(*arguments)
+        except DraftError as error:
+            self.sessions.remove(session)
+            session.close()
+            if not self.sessions or self.config.on_draft_failure == "raise":
+                raise
+            logger.warning(f"Going on with {len(self.sessions)} of the draft workers. {error}")
+            return None
+
+    def close(self) -> None:
+        for session in self.sessions:
+            session.close()
+        self.on_close()

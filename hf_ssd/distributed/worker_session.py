@@ -1,0 +1,135 @@
+"""One generate() call with one draft worker, as the target sees it."""
+
+import contextlib
+import time
+from collections.abc import Callable
+
+import torch
+
+from ..rounds import Outcome, Plan, Speculation
+from . import messages, payloads
+from .channel import PeerLost
+from .connection import Connection
+from .messages import Kind, Message, ProtocolError
+from .session import DraftError, DraftSession, SessionRequest
+
+
+class WorkerSession(DraftSession):
+    """
+    Sends and receives with a deadline, drops what is late, and knows whether the worker can be used again.
+
+    Args:
+        worker ([`Connection`]): The worker, at rest.
+        number (`int`): Number of the session. Answers to other numbers are late ones, and dropped.
+        request ([`SessionRequest`]): The call.
+        on_close (`Callable`, *optional*): Called once, when the worker is at rest again or has ended.
+
+    Attributes:
+        rows (`int`): Batch size.
+        vocab_size (`int`): Of both models.
+    """
+
+    def __init__(
+        self, worker: Connection, number: int, request: SessionRequest, on_close: Callable[[], None] = lambda: None
+    ):
+        self.worker, self.number, self.timeout, self.on_close = worker, number, request.config.timeout, on_close
+        self.rows, self.vocab_size, self.round = len(request.prompts), worker.facts["vocab_size"], -1
+        self.is_reusable = True
+        worker.channel.make_room(self.rows, self.vocab_size)
+        send = worker.channel.send
+        send(Message(Kind.START, number, payload=payloads.json_to_payload(request.to_dict())))
+        send(Message(Kind.PROMPTS, number, payload=payloads.prompts_to_payload(request.prompts)))
+
+    def send_outcomes(self, outcomes: list[Outcome], plan: Plan) -> None:
+        self.round += 1
+        self._send(Kind.OUTCOME, payloads.outcomes_to_payload(outcomes, plan))
+
+    def send_speculation(self, speculation: Speculation) -> None:
+        """Tells a worker that does not answer alone what is verified, or lets it complete that."""
+        self._send(Kind.SPECULATION, payloads.speculation_to_payload(speculation))
+
+    def _send(self, kind: Kind, payload: torch.Tensor) -> None:
+        self.is_reusable = False  # until all is sent: an interrupt must not leave half a message
+        self.worker.channel.send(Message(kind, self.number, self.round, payload))
+        self.worker.channel.expect()
+        self.is_reusable = True
+
+    def has_arrived(self) -> bool:
+        """Whether a message, which must be expected, has begun to arrive, or the worker has ended."""
+        return self.worker.channel.has_arrived()
+
+    def receive_speculation(self, timeout: float | None = None) -> Speculation:
+        message = self._receive(Kind.SPECULATION, timeout)
+        with self._as_draft_error():
+            speculation = payloads.payload_to_speculation(message.payload, self.rows)
+            payloads.check_tokens(speculation.tokens.flatten(), self.vocab_size)
+        self.shape = (*speculation.tokens.shape, self.vocab_size)
+        self.is_reusable = False
+        self.worker.channel.expect()  # probabilities may arrive while the target computes
+        self.is_reusable = True
+        return speculation
+
+    def receive_probabilities(self) -> torch.FloatTensor:
+        message = self._receive(Kind.PROBABILITIES)
+        with self._as_draft_error():
+            return payloads.payload_to_probabilities(message.payload, self.shape)
+
+    def _receive(self, kind: Kind, timeout: float | None = None) -> Message:
+        """
+        Returns the next message, which must be of this kind and of the current round. Older ones are dropped.
+
+        Raises:
+            [`DraftError`]: nothing came in time, the worker raised or has ended, or what came makes no sense.
+        """
+        deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
+        self.is_reusable = False  # until it has answered
+        try:
+            while True:
+                with self._as_draft_error():
+                    message = self.worker.channel.receive(max(0.0, deadline - time.monotonic()))
+                if message.kind == Kind.ERROR and not message.session:
+                    break  # it could not read what was sent, and does not know which call that belongs to
+                if message.session == self.number and (message.round >= self.round or message.kind == Kind.ERROR):
+                    break
+            if message.kind == Kind.ERROR:
+                traceback = payloads.payload_to_text(message.payload)
+                self.is_reusable = "CUDA error" not in traceback  # after one, nothing on that device works again
+                raise DraftError(f"The draft worker raised:\n{traceback}")
+            with self._as_draft_error():
+                messages.expect(message, kind, self.number, self.round)
+        except TimeoutError:
+            raise DraftError(f"The draft worker did not answer within {self.timeout:g} s.") from None
+        except PeerLost as error:
+            raise DraftError(f"The draft worker has ended. {self.worker.last_words()}".strip()) from error
+        self.is_reusable = True
+        return message
+
+    @contextlib.contextmanager
+    def _as_draft_error(self):
+        """A [`ProtocolError`] in this block is the worker's, and becomes a [`DraftError`]."""
+        try:
+            yield
+        except ProtocolError as error:
+            self.is_reusable = False
+            raise DraftError(f"The draft worker sent something unexpected: {error}") from error
+
+    def close(self) -> None:
+        """Leaves the worker at rest, or ends it if it cannot be used again. Then the next call starts another one."""
+        if self.is_reusable and self.worker.is_alive:
+            self.worker.channel.send(Message(Kind.END, self.number))
+            if self.worker.channel.link is not None and not self._has_taken_all():
+                self.worker.kill()
+        else:
+            self.worker.kill()
+        self.on_close()
+
+    def _has_taken_all(self) -> bool:
+        """Takes what is still on its way, because over a link a kernel of the draft's GPU would wait with it."""
+        deadline = time.monotonic() + self.timeout
+        try:
+            while True:
+                message = self.worker.channel.receive(max(0.0, deadline - time.monotonic()))
+                if (message.kind, message.session) == (Kind.END, self.number):
+                    return True
+        except (TimeoutError, PeerLost, ProtocolError):
+            return False

@@ -1,0 +1,263 @@
+"""Cache shapes: which verification outcomes to prepare in a round.
+
+Whatever the shape, the guesses after one accepted count are the draft's most likely tokens there. A shape only decides
+how many there are: the *fan-out* F_k for each accepted count k and each row, which sum to the budget.
+"""
+
+import functools
+import math
+from abc import ABC, abstractmethod
+
+import numpy as np
+
+from ..config import SSDConfig
+from ..theory import fan_out_for, geometric_fan_out
+from .calibration import OnlineLogistic, log_odds
+from .outcome_candidates import OutcomeCandidates
+
+CANDIDATES = 32  # bonus tokens that are ranked after each accepted count
+
+
+def allocate(weights: list[float], budget: int) -> list[int]:
+    """
+    Shares whole numbers in proportion to the weights, by largest remainder.
+
+    Args:
+        weights (`list[float]`): Not negative, not all zero.
+        budget (`int`): What the result sums to, exactly.
+    """
+    total = math.fsum(weights)
+    shares = [budget * weight / total for weight in weights]
+    result = [math.floor(share) for share in shares]
+    by_remainder = sorted(range(len(shares)), key=lambda k: (result[k] - shares[k], k))
+    for k in by_remainder[: budget - sum(result)]:
+        result[k] += 1
+    return result
+
+
+def chances_of_counts(acceptance: np.ndarray) -> np.ndarray:
+    """
+    Args:
+        acceptance (`np.ndarray` of shape `(..., lookahead)`): Chance that each token is accepted if those before it
+            were.
+
+    Returns:
+        `np.ndarray` of shape `(..., lookahead + 1)`: Chance P(k) that exactly k tokens are accepted.
+    """
+    chances = np.ones((*acceptance.shape[:-1], acceptance.shape[-1] + 1))
+    np.cumprod(acceptance, axis=-1, out=chances[..., 1:])
+    chances[..., :-1] -= chances[..., 1:]
+    return chances
+
+
+class CacheShape(ABC):
+    """
+    Decides how many bonus tokens to guess after each accepted count.
+
+    Args:
+        config (`SSDConfig`): Gives the priors.
+    """
+
+    def __init__(self, config: SSDConfig):
+        self.config = config
+
+    @abstractmethod
+    def fan_outs(self, candidates: OutcomeCandidates, budget: int) -> list[list[int]]:
+        """
+        Args:
+            candidates ([`OutcomeCandidates`]): The speculations that are being verified, of at least one token.
+            budget (`int`): Outcomes to prepare for each row.
+
+        Returns:
+            `list[list[int]]`: For each row, guesses after each of the `lookahead + 1` accepted counts.
+        """
+
+    @abstractmethod
+    def covered(self, acceptance: np.ndarray, after_rejection: np.ndarray, at_the_end: np.ndarray, budgets) -> list:
+        """
+        Returns the probability mass of the outcomes that are prepared with each budget, for the planner.
+
+        Args:
+            acceptance (`np.ndarray` of shape `(lookahead,)`): Mean chance of each drafted token to be accepted if those
+                before it were.
+            after_rejection, at_the_end (`np.ndarray` of shape `(CANDIDATES,)`): Mean chance of each of the draft's
+                guesses to be the bonus token, the best guess first.
+            budgets (`list[int]`): Outcomes of each row.
+        """
+
+    def learn(self, candidates: OutcomeCandidates, accepted: list[int], bonus: list[int]) -> None:
+        """Sees how a round ended: accepted count (negative for a finished row) and bonus token of each row."""
+
+
+class RowByRow(CacheShape):
+    """A shape that depends on the drafted tokens alone, and looks at one row after the other."""
+
+    @abstractmethod
+    def fan_out(self, acceptance: np.ndarray, budget: int) -> list[int]:
+        """
+        Returns the fan-out of one row, which sums to the budget.
+
+        Args:
+            acceptance (`np.ndarray` of shape `(lookahead,)`): The draft's probability of each drafted token.
+            budget (`int`): Outcomes to prepare.
+        """
+
+    def fan_outs(self, candidates, budget):
+        rows = zip(candidates.drafted_probabilities, candidates.from_fallback)
+        return [self._after_fallback(row, budget) if fallback else self.fan_out(row, budget) for row, fallback in rows]
+
+    def _after_fallback(self, acceptance: np.ndarray, budget: int) -> list[int]:
+        """A fallback's token is accepted with about the draft's probability of it, so k = 0 gets most of the budget."""
+        chances = np.maximum(chances_of_counts(acceptance), 0).tolist()
+        return allocate(fan_out_for(chances, budget, self.config.power_law_exponent), budget)
+
+    def covered(self, acceptance, after_rejection, at_the_end, budgets):
+        chances = outcome_chances(acceptance, after_rejection, at_the_end)
+        within = np.pad(chances.cumsum(axis=1), ((0, 0), (1, 0)))
+        counts = [np.minimum(self.fan_out(acceptance, budget), chances.shape[1]) for budget in budgets]
+        return [float(within[np.arange(len(within)), count].sum()) for count in counts]
+
+
+class MostLikely(CacheShape):
+    """A shape that prepares the outcomes that it takes to be the most likely ones, wherever they fork."""
+
+    @abstractmethod
+    def chances(self, candidates: OutcomeCandidates) -> np.ndarray:
+        """Returns how likely each candidate is, of shape `(batch_size, lookahead + 1, candidates)`."""
+
+    def fan_outs(self, candidates, budget):
+        chances, limits = self.chances(candidates), candidates.limits
+        possible = np.arange(chances.shape[2]) < np.array(limits)[:, None]
+        flat = np.where(possible, chances, -1.0).reshape(len(chances), -1)
+        best = np.argsort(-flat, axis=1, kind="stable")[:, : min(budget, sum(limits))] // chances.shape[2]
+        return [np.bincount(row, minlength=len(limits)).tolist() for row in best]
+
+    def covered(self, acceptance, after_rejection, at_the_end, budgets):
+        chances = outcome_chances(acceptance, after_rejection, at_the_end).ravel()
+        mass = np.cumsum(-np.sort(-chances))
+        return [float(mass[min(budget, len(mass)) - 1]) for budget in budgets]
+
+
+def outcome_chances(acceptance: np.ndarray, after_rejection: np.ndarray, at_the_end: np.ndarray) -> np.ndarray:
+    """Returns the chance of each outcome, of shape `(lookahead + 1, CANDIDATES)`. See [`CacheShape.covered`]."""
+    counts = chances_of_counts(acceptance)
+    return np.concatenate([np.multiply.outer(counts[:-1], after_rejection), counts[-1:, None] * at_the_end])
+
+
+class Uniform(RowByRow):
+    """The same fan-out after each accepted count."""
+
+    def fan_out(self, acceptance, budget):
+        return allocate([1.0] * (len(acceptance) + 1), budget)
+
+
+class Geometric(RowByRow):
+    """Theorem 12: the best fan-out for a constant acceptance rate and a miss rate of F^-r."""
+
+    def fan_out(self, acceptance, budget):
+        a, r = self.config.acceptance_rate, self.config.power_law_exponent
+        return allocate(geometric_fan_out(len(acceptance), budget, a, r), budget)
+
+
+class Explicit(RowByRow):
+    """The user's own list, for speculations of the length it was made for; uniform for shorter ones."""
+
+    def fan_out(self, acceptance, budget):
+        given = self.config.fan_out
+        return list(given) if len(given) == len(acceptance) + 1 else allocate([1.0] * (len(acceptance) + 1), budget)
+
+
+class AllAccepted(RowByRow):
+    """
+    What AMUSD and PEARL prepare: they go on drafting as if every token will be accepted, so the only outcomes are K
+    accepted tokens and a bonus token. Leaves out every rejection, after which they wait for a new speculation. (They
+    guess one bonus token; here the budget says how many.)
+    """
+
+    def fan_out(self, acceptance, budget):
+        return [0] * len(acceptance) + [budget]
+
+
+class SingleBranch(RowByRow):
+    """
+    What SpecBranch prepares: one branching point, at the draft's least confident token, where the alternatives to it
+    are prepared. Leaves out every other accepted count, also that of complete acceptance. (SpecBranch chooses the point
+    by a learned predictor as well.)
+    """
+
+    def fan_out(self, acceptance, budget):
+        least = int(acceptance.argmin())
+        return [budget * (k == least) for k in range(len(acceptance) + 1)]
+
+
+class GreedyTree(MostLikely):
+    """
+    What SwiftSpec prepares: a token tree grown from the current speculation, always by the node with the highest
+    product of draft probabilities along its path. Leaves out how often the draft is right when it says so (no
+    calibration), and that a bonus token before the end follows a rejection (no residual).
+    """
+
+    def chances(self, candidates):
+        reached = np.pad(candidates.drafted_probabilities.cumprod(axis=1), ((0, 0), (1, 0)), constant_values=1.0)
+        return reached[:, :, None] * candidates.probabilities
+
+
+class Confidence(MostLikely):
+    """
+    The budget goes to the outcomes that are most likely in this round: the chance of each accepted count, from the
+    draft's own probability of each drafted token, times the chance of each bonus token there, from its probability
+    among the tokens that remain and its rank. Logistic models make chances of these features: is a drafted token
+    accepted (one for a fallback's tokens), is a guess right after a rejection, is a guess right when everything was
+    accepted. They learn from the rounds. They start from a draft that is accepted more often the surer it is, and whose
+    guesses are right about as often as it says, the more likely the better they rank; this is better than Theorem 12's
+    allocation from the start.
+    """
+
+    def __init__(self, config: SSDConfig):
+        super().__init__(config)
+        self.accepted = OnlineLogistic([float(log_odds(config.acceptance_rate)), 0.5])
+        self.accepted_fallback = OnlineLogistic([0.0, 1.0])
+        self.right_after_rejection = OnlineLogistic([0.5, 0.8, -0.5])
+        self.right_at_the_end = OnlineLogistic([0.5, 0.8, -0.5])
+
+    def chances(self, candidates):
+        odds, is_fallback = candidates.drafted_log_odds, np.array(candidates.from_fallback)[:, None]
+        counts = chances_of_counts(np.where(is_fallback, self.accepted_fallback(odds), self.accepted(odds)))
+        guesses, ranks = candidates.log_chances, _log_ranks(candidates.probabilities.shape[2])
+        right = self.right_after_rejection(guesses, ranks)
+        right[:, -1] = self.right_at_the_end(guesses[:, -1], ranks)
+        return counts[:, :, None] * right
+
+    def learn(self, candidates, accepted, bonus):
+        lookahead, tokens = len(candidates.limits) - 1, candidates.guesses
+        odds, guesses, ranks = candidates.drafted_log_odds, candidates.log_chances, _log_ranks(tokens.shape[2])
+        seen = {}  # by model: what happened, and its features, of each row that is not finished
+        for row, (k, token) in enumerate(zip(accepted, bonus)):
+            if k >= 0:
+                model = self.accepted_fallback if candidates.from_fallback[row] else self.accepted
+                tested = min(k + 1, lookahead)
+                seen.setdefault(model, []).append((np.arange(tested) < k, odds[row, :tested]))
+                model = self.right_at_the_end if k == lookahead else self.right_after_rejection
+                seen.setdefault(model, []).append((tokens[row, k] == token, guesses[row, k], ranks))
+        for model, rows in seen.items():
+            model.learn(*(np.concatenate(of_rows) for of_rows in zip(*rows)))
+
+
+@functools.cache
+def _log_ranks(guesses: int) -> np.ndarray:
+    return np.log(np.arange(1, guesses + 1))
+
+
+SHAPES = {
+    "uniform": Uniform,
+    "geometric": Geometric,
+    "confidence": Confidence,
+    "all_accepted": AllAccepted,
+    "single_branch": SingleBranch,
+    "greedy_tree": GreedyTree,
+}
+
+
+def shape_for(config: SSDConfig) -> CacheShape:
+    """Returns a new cache shape of the kind that the config names."""
+    return SHAPES[config.fan_out](config) if isinstance(config.fan_out, str) else Explicit(config)

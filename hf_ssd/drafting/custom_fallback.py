@@ -1,0 +1,124 @@
+"""The user's own fallback, an object that proposes tokens after a miss."""
+
+import inspect
+
+import torch
+
+from ..rounds import Speculation
+from .fallbacks import Fallback, dense_probabilities
+
+
+class CustomFallback(Fallback):
+    """
+    Asks an object of the user's, one row at a time.
+
+    Args:
+        proposer: One of two kinds.
+
+            - An object with `propose(input_ids, lookahead) -> (tokens, probabilities)`. `input_ids` has shape
+              `(1, length)`; `tokens` has shape `(n,)` or `(1, n)`, where n may be 0 and all beyond `lookahead` is cut;
+              `probabilities` has shape `(n, vocab_size)` or `(1, n, vocab_size)` and is the distribution each token was
+              drawn from, or `None` for point masses, which is always right.
+            - A transformers `CandidateGenerator` that needs no outputs of the target, such as
+              `PromptLookupCandidateGenerator`, whose `max_length` (20 by default) bounds where it looks. If it returns
+              logits, its tokens must have been drawn from their softmax.
+        vocab_size (`int`): Number of tokens.
+
+    Raises:
+        `TypeError`: `proposer` is neither, or it returns something of another type.
+        `ValueError`: it returns tokens or probabilities that cannot be.
+    """
+
+    def __init__(self, proposer, vocab_size: int):
+        check_proposer(proposer)
+        self.proposer, self.vocab_size = proposer, vocab_size
+        self.has_propose = _has(proposer, "propose", None, 1)
+        self.name = f"The fallback {type(proposer).__name__}"
+
+    def propose(self, ids: torch.LongTensor, lengths: list[int], rows: list[int], lookahead: int) -> Speculation:
+        answers = [self._ask(ids[row : row + 1, : lengths[row]], lookahead) for row in rows]
+        proposal = Speculation(ids.new_zeros(len(rows), lookahead), known=[len(tokens) for tokens, _ in answers])
+        for place, (tokens, _) in enumerate(answers):
+            proposal.tokens[place, : len(tokens)] = tokens
+        if any(probabilities is not None for _, probabilities in answers):
+            proposal.probabilities = dense_probabilities(proposal, self.vocab_size)
+            for place, (tokens, probabilities) in enumerate(answers):
+                if probabilities is not None:
+                    proposal.probabilities[place, : len(tokens)] = probabilities
+        return proposal
+
+    def _ask(self, known: torch.LongTensor, lookahead: int) -> tuple[torch.LongTensor, torch.FloatTensor | None]:
+        """Returns the tokens `(n,)` and probabilities `(n, vocab_size)` for one row of known tokens `(1, length)`."""
+        input_ids = known.clone()  # whatever the object does with it, the verified tokens stay as they are
+        if self.has_propose:
+            tokens, probabilities = self._pair(self.proposer.propose(input_ids, lookahead))
+            return self._checked(tokens.to(known.device), probabilities, lookahead)
+        candidates, logits = self._pair(self.proposer.get_candidates(input_ids))
+        candidates, length = candidates.to(known.device), known.shape[1]
+        if candidates.dim() != 2 or not torch.equal(candidates[:, :length], known):
+            raise ValueError(f"{self.name} returned candidates that do not begin with the given `input_ids`.")
+        probabilities = None if logits is None else logits.float().softmax(dim=-1)
+        return self._checked(candidates[:, length:], probabilities, lookahead)
+
+    def _pair(self, answer) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if isinstance(answer, (tuple, list)) and len(answer) == 2 and isinstance(answer[0], torch.Tensor):
+            if answer[1] is None or isinstance(answer[1], torch.Tensor):
+                return answer
+        raise TypeError(f"{self.name} must return two things: a tensor of tokens, and a tensor or None.")
+
+    def _checked(self, tokens: torch.Tensor, probabilities: torch.Tensor | None, lookahead: int):
+        """A mistake here would change what the target says, or surface far from the object that made it."""
+        count = tokens.shape[-1] if tokens.dim() else -1
+        if tuple(tokens.shape) not in ((count,), (1, count)):
+            raise ValueError(f"{self.name} returned tokens of shape {tuple(tokens.shape)}, not (n,) or (1, n).")
+        if count == 0:
+            return tokens.flatten().long(), None
+        if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
+            raise TypeError(f"{self.name} returned tokens of type {tokens.dtype}, not integers.")
+        tokens = tokens.flatten()[:lookahead].long()
+        if tokens.min() < 0 or tokens.max() >= self.vocab_size:
+            raise ValueError(f"{self.name} returned tokens outside the vocabulary of {self.vocab_size} tokens.")
+        if probabilities is None:
+            return tokens, None
+        shape = (count, self.vocab_size)
+        if tuple(probabilities.shape) not in (shape, (1, *shape)):
+            found = tuple(probabilities.shape)
+            raise ValueError(f"{self.name} returned probabilities of shape {found}, not {shape} or {(1, *shape)}.")
+        probabilities = probabilities.to(tokens.device, torch.float32).reshape(shape)[:lookahead]
+        if not probabilities.isfinite().all() or probabilities.min() < 0:
+            raise ValueError(f"{self.name} returned probabilities that are negative or not finite.")
+        total = probabilities.sum(dim=-1, keepdim=True)
+        if (total - 1).abs().max() > 1e-3:
+            raise ValueError(f"{self.name} returned probabilities that do not sum to 1.")
+        if probabilities.gather(1, tokens[:, None]).min() == 0:
+            raise ValueError(f"{self.name} returned a token that has probability 0, so it was not drawn from them.")
+        return tokens, probabilities / total
+
+
+def is_proposer(value) -> bool:
+    """Whether [`CustomFallback`] can ask this object."""
+    needs_target = getattr(value, "requires_model_outputs", False)
+    return _has(value, "propose", None, 1) or (not needs_target and _has(value, "get_candidates", None))
+
+
+def check_proposer(value) -> None:
+    """
+    Raises:
+        `TypeError`: [`CustomFallback`] cannot ask this object.
+    """
+    if not is_proposer(value):
+        raise TypeError(
+            f"`fallback` is a {type(value).__name__}, which cannot propose tokens by itself; give an object with "
+            "propose(input_ids, lookahead), or a CandidateGenerator that needs no outputs of the target."
+        )
+
+
+def _has(value, name: str, *arguments) -> bool:
+    """Whether the object has this method, and it takes these arguments."""
+    try:
+        inspect.signature(getattr(value, name, None)).bind(*arguments)
+    except TypeError:  # no such method, or not with these arguments
+        return False
+    except ValueError:  # compiled, without a signature
+        pass
+    return True

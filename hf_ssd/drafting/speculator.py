@@ -1,0 +1,257 @@
+"""The draft's work in one call of generate(), without any communication: prepare, look up, complete."""
+
+import math
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from ..config import SSDConfig
+from ..devices import from_host
+from ..rounds import (
+    FALLBACKS,
+    FINISHED,
+    NOTHING,
+    PLAIN,
+    PREPARED,
+    PRIMARY,
+    Outcome,
+    Plan,
+    RoundRecord,
+    Speculation,
+    since,
+)
+from .cache_shapes import CANDIDATES, CacheShape
+from .drafter import Drafter
+from .fallbacks import Fallback, fallbacks_for, join
+from .outcome_candidates import OutcomeCandidates
+from .speculation_cache import SpeculationCache
+
+PROFILED_BUDGETS, PROFILED_PASSES = (1, 8, 16), 3  # the first pass of each size is not counted
+ROUNDS_PER_COMPARISON = 4  # for one of which it is seen what the n-gram fallback would have given
+
+
+class Speculator:
+    """
+    Drafts for a batch of rows: ahead of time for the likely outcomes ([`~Speculator.prepare`]), and just in time for
+    the outcomes that were not prepared ([`~Speculator.answer`]).
+
+    Args:
+        drafter ([`Drafter`]): Proposes the tokens.
+        config (`SSDConfig`): The user's settings.
+        shape ([`CacheShape`]): Chooses outcomes, and learns from how rounds end.
+        seed (`int`): Of the random fallback.
+        limit (`int`, *optional*): Tokens that a row may have.
+        custom ([`Fallback`], *optional*): The user's own fallback, which takes the place of the plan's.
+        worker_index, num_workers (`int`, *optional*): Which of how many drafts this is. Each prepares its share of the
+            outcomes of all their budgets together.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        config: SSDConfig,
+        shape: CacheShape,
+        seed: int,
+        limit: int | None = None,
+        custom: tuple[str, Fallback] | None = None,
+        worker_index: int = 0,
+        num_workers: int = 1,
+    ):
+        self.drafter, self.config, self.shape, self.limit, self.custom = drafter, config, shape, limit, custom
+        self.worker_index, self.num_workers = worker_index, num_workers
+        self.fallbacks = fallbacks_for(drafter.vocab_size, seed)
+        self.plan = Plan(PLAIN)
+        self.sources = [PREPARED] * len(drafter.prefix.lengths)  # of the speculation that is being verified
+        self.finished = [False] * len(drafter.prefix.lengths)
+        self.candidates: OutcomeCandidates | None = None
+        self.prepared: SpeculationCache | None = None
+        self.was_prepared = False
+        self.lesson: tuple | None = None  # candidates, accepted counts and bonus tokens of the round before
+        self.preparing = RoundRecord()  # what preparing took
+        self.compares_ngrams = config.fallback == "auto" and config.lookahead == "auto"
+        self.ngram_matches, self.rounds = [-1] * len(self.finished), 0
+
+    def begin(self) -> None:
+        """Reads the prompts, while the target does the same."""
+        self.drafter.begin()
+
+    def profile(self) -> tuple[float, float, float]:
+        """
+        Times passes of a few sizes behind the prompts, while the target decodes.
+
+        Returns:
+            Seconds to choose outcomes, of a forward pass, and of each token in it.
+        """
+        rows, chosen, sizes, taken = len(self.finished), [], [], []
+        plan = Plan("ahead", PROFILED_PASSES, PROFILED_PASSES, max(PROFILED_BUDGETS))
+        for budget in PROFILED_BUDGETS:
+            start = time.perf_counter()
+            accepted, bonus = self._choose(budget)
+            chosen.append(since(start))
+            start, seconds = time.perf_counter(), []
+            for _ in self.drafter.grow(accepted, bonus, plan):
+                seconds.append(since(start))
+                start = time.perf_counter()
+            sizes.append(rows * accepted.shape[1])
+            taken.append(min(seconds[1:]))
+        slope, fixed = np.polyfit(sizes, taken, 1)
+        if slope < 0 or fixed < 0:
+            slope, fixed = 0.0, float(np.median(taken))
+        self.candidates = None
+        return min(chosen), float(fixed), float(slope)
+
+    # ---------------------------------------------------------------- ahead of time
+
+    def prepare(self, plan: Plan, outcome_arrived: Callable[[], bool] = lambda: False) -> None:
+        """
+        Drafts the next speculation for the likely outcomes of the one that is being verified.
+
+        Args:
+            plan ([`~hf_ssd.rounds.Plan`]): What to prepare.
+            outcome_arrived (`Callable[[], bool]`): Whether the outcome is there. Then the branches stay as they are.
+        """
+        self.plan, self.preparing = plan, RoundRecord()
+        self._learn()
+        if plan.budget:
+            start = self.preparing.prepared_at = time.perf_counter()
+
+            # 1. Choose the outcomes.
+            accepted, bonus = self._choose(plan.budget)
+            self.prepared = SpeculationCache(from_host(accepted, bonus.device), bonus)
+            self.preparing.budget, self.preparing.choose_seconds = plan.budget, since(start)
+
+            # 2. Grow all branches together, one token of each per forward pass.
+            start, growing = time.perf_counter(), self.drafter.grow(accepted, bonus, plan)
+            while not outcome_arrived() and (grown := next(growing, None)) is not None:
+                self.prepared.append(*grown)
+                self.preparing.passes += 1
+            self.preparing.grow_seconds = since(start)
+        if not outcome_arrived():
+            self._learn()
+
+    def _choose(self, budget: int) -> tuple[torch.LongTensor, torch.LongTensor]:
+        """Returns the outcomes to prepare. See [`OutcomeCandidates.outcomes`]."""
+        budget *= self.num_workers
+        from_fallback = [source in FALLBACKS for source in self.sources]
+        self.candidates = self.drafter.candidates(from_fallback, max(budget, CANDIDATES))
+        if len(self.candidates.limits) == 1:
+            fan_outs = [[budget]] * len(self.finished)
+        else:
+            fan_outs = self.shape.fan_outs(self.candidates, budget)
+        fewest = self.drafter.prefix.decoder.fewest_tokens
+        return self.candidates.outcomes(fan_outs, self.worker_index, self.num_workers, fewest)
+
+    # ---------------------------------------------------------------- the answer
+
+    def skip(self, outcome: Outcome) -> None:
+        """Takes in the outcome of a round for which this draft was not asked: nothing of its own was verified."""
+        self.look_up(outcome, self.plan)
+        self.verify(torch.zeros(len(self.finished), 0, dtype=torch.long), [NOTHING] * len(self.finished))
+        self.lesson = None
+
+    def answer(self, outcome: Outcome, plan: Plan) -> Speculation:
+        """Returns the next speculation of each row, and moves on to verify it."""
+        return self.complete(self.look_up(outcome, plan))
+
+    def look_up(self, outcome: Outcome, plan: Plan) -> Speculation:
+        """
+        Takes in an outcome, and returns what was prepared for it, with the draft's part of the record. What is verified
+        next is then settled by [`~Speculator.complete`], or by [`~Speculator.verify`] if something else did it.
+
+        Args:
+            outcome ([`~hf_ssd.rounds.Outcome`]): How many tokens of the last speculation each row accepted, and what
+                follows them.
+            plan ([`~hf_ssd.rounds.Plan`]): What to answer, and what to prepare next.
+        """
+        start, self.plan, self.rounds = time.perf_counter(), plan, self.rounds + 1
+        counts, tokens, device = outcome.accepted.tolist(), outcome.bonus.tolist(), self.drafter.drafted.device
+        accepted, bonus = from_host(outcome.accepted, device), from_host(outcome.bonus, device)
+        self.finished = [k == FINISHED for k in counts]
+        found = Speculation.empty(len(counts))
+        found.tokens = from_host(found.tokens, device)
+        if self.prepared is not None:
+            found.tokens, found.probabilities, hits = self.prepared.lookup(accepted, bonus)
+            found.record.sources = [PREPARED if hit else NOTHING for hit in hits.tolist()]
+        grown = found.tokens.shape[1]
+        found.known = [
+            math.inf if finished else grown if hit else 0 for finished, hit in zip(self.finished, found.record.hits)
+        ]
+        record, preparing = found.record, self.preparing
+        record.mode, record.budget, record.passes = plan.mode, preparing.budget, preparing.passes
+        record.choose_seconds, record.grow_seconds = preparing.choose_seconds, preparing.grow_seconds
+        record.prepared_at, record.answered_at = preparing.prepared_at, start
+        record.ngram_matches, self.ngram_matches = self.ngram_matches, [-1] * len(counts)
+        record.ranks = [-1] * len(counts)
+        if self.candidates is not None:
+            record.ranks = self.candidates.ranks(counts, tokens)
+        self._compare_ngrams(counts)
+        drafted, self.lesson = self.drafter.drafted.shape[1], None
+        at_the_end = self.limit is not None and max(self.drafter.prefix.lengths) + drafted >= self.limit
+        if self.candidates is not None and drafted and not at_the_end:  # the target may have cut the last speculation
+            self.lesson = self.candidates, counts, tokens
+        self.drafter.commit(counts, bonus)
+        self.was_prepared, self.candidates, self.prepared = self.candidates is not None, None, None
+        self.preparing = RoundRecord()
+        record.answer_seconds = since(start)
+        return found
+
+    def complete(self, found: Speculation, width: int | None = None) -> Speculation:
+        """
+        Drafts just in time what is missing, and moves on to verify the result.
+
+        Args:
+            found ([`~hf_ssd.rounds.Speculation`]): What is prepared, `known` tokens of each row.
+            width (`int`, *optional*): Tokens of the result, if others have settled it and no fallback is to be asked.
+        """
+        start, plan, sources, source = time.perf_counter(), self.plan, found.record.sources, PRIMARY
+        missed = [row for row, one in enumerate(sources) if one == NOTHING and not self.finished[row]]
+        # If nothing was prepared the draft is asked, as in speculative decoding.
+        if width is None and missed and self.was_prepared:
+            source, fallback = self.custom or (plan.fallback, self.fallbacks.get(plan.fallback))
+            if fallback is not None:
+                prefix = self.drafter.prefix
+                proposal = fallback.propose(prefix.ids, prefix.lengths, missed, plan.lookahead)
+                found = join(found, missed, proposal, self.drafter.vocab_size, self.drafter.sampled)
+                width = None if PREPARED in sources else found.tokens.shape[1]
+        width = answer_width(plan, found.known) if width is None else width
+        speculation, steps = self.drafter.complete(found, width, plan)
+        record = speculation.record
+        record.sources = [source if one == NOTHING else one for one in sources]
+        record.steps, record.lookahead = steps, speculation.tokens.shape[1]
+        self.verify(speculation.tokens, record.sources)
+        record.answer_seconds += since(start)
+        return speculation
+
+    def verify(self, tokens: torch.LongTensor, sources: list[str]) -> None:
+        """Moves on to verify a speculation `(batch_size, lookahead)` with these sources of its rows."""
+        self.sources = sources
+        self.drafter.verify(tokens)
+
+    # ---------------------------------------------------------------- learning
+
+    def _learn(self) -> None:
+        """Lets the cache shape learn from the round before, once, while there is nothing else to do."""
+        if self.lesson is not None:
+            lesson, self.lesson = self.lesson, None
+            self.shape.learn(*lesson)
+
+    def _compare_ngrams(self, accepted: list[int]) -> None:
+        """Sees in some rounds what rows that missed would have gained from the n-gram fallback."""
+        rows = [row for row, k in enumerate(accepted) if k != FINISHED and self.sources[row] == PRIMARY]
+        if not self.compares_ngrams or not rows or self.rounds % ROUNDS_PER_COMPARISON:
+            return
+        prefix, drafted = self.drafter.prefix, self.drafter.drafted.tolist()
+        proposal = self.fallbacks["ngram"].propose(prefix.ids, prefix.lengths, rows, max(accepted) + 1)
+        for place, row in enumerate(rows):
+            matches = [a == b for a, b in zip(proposal.tokens[place].tolist(), drafted[row][: accepted[row]])]
+            self.ngram_matches[row] = (matches + [False]).index(False)
+
+
+def answer_width(plan: Plan, known: list[float]) -> int:
+    """
+    Returns how many tokens the next speculation has: the planned ones if all rows have them, otherwise what all have,
+    or at least what is worth drafting just in time.
+    """
+    return int(min(plan.lookahead, max(plan.after_miss, min(known))))

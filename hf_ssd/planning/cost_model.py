@@ -1,0 +1,314 @@
+"""What a round of each plan is expected to give and to take (Theorem 7 and Corollary 16 with measured parts)."""
+
+import math
+
+import numpy as np
+
+from ..config import SSDConfig
+from ..drafting.cache_shapes import CANDIDATES, shape_for
+from ..rounds import AHEAD, FALLBACKS, FILLER, IN_TURN, PLAIN, RoundRecord
+
+LOOKAHEADS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)  # tokens
+BUDGETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)  # outcomes of each row
+RELATIVE_SLOPE = 0.02  # of a cost of which one size is known: what a token more takes, in units of the fixed part
+PRIOR_TOKENS = 4.0  # drafted tokens that the config's acceptance rate counts for
+TOKENS_KEPT = 24.0  # drafted tokens that what is known of earlier texts counts for when a new call begins
+LARGEST_SURPRISE = 3.0  # times what was expected, beyond which a duration is a hiccup of the machine
+MEMORY_FOR_Q = 2**29  # bytes for the distributions of prepared tokens
+
+
+class Average:
+    """
+    A mean that forgets.
+
+    Args:
+        prior (`float`): Where it starts.
+        weight (`float`): How many observations the start counts for.
+        memory (`float`, *optional*, defaults to 0.99): Weight that an observation keeps with each one that follows.
+    """
+
+    def __init__(self, prior: float, weight: float, memory: float = 0.99):
+        self.memory, self.weight, self.total = memory, weight, prior * weight
+
+    def observe(self, value: float) -> None:
+        self.weight = self.memory * self.weight + 1
+        self.total = self.memory * self.total + value
+
+    def restart(self, value: float, weight: float) -> None:
+        """Forgets everything and starts from there."""
+        self.weight, self.total = weight, value * weight
+
+    @property
+    def value(self) -> float:
+        return self.total / self.weight if self.weight else 0.0
+
+
+class Line:
+    """
+    Seconds = fixed + slope * units, by least squares. The level forgets within some 30 observations, because a machine
+    may be slower for a while; the slope within a thousand. Where all observations have one size the slope is a guess.
+
+    Args:
+        relative_slope (`float`): The guess, in units of the fixed part.
+        like ([`Line`], *optional*): Another cost that has about the same relative slope.
+    """
+
+    def __init__(self, relative_slope: float = RELATIVE_SLOPE, like: "Line | None" = None):
+        self.guess, self.like = relative_slope, like
+        self.units, self.seconds = Average(0.0, 0.0, 0.97), Average(0.0, 0.0, 0.97)
+        self.count = self.weight = self.x = self.y = self.xx = self.xy = 0.0
+        self.fixed = self.slope = 0.0
+
+    def observe(self, units: float, seconds: float) -> None:
+        if self.count > 3:
+            seconds = min(seconds, LARGEST_SURPRISE * max(self(units), self.seconds.value))
+        self.count += 1
+        self.units.observe(units)
+        self.seconds.observe(seconds)
+        self.weight, self.x, self.y, self.xx, self.xy = (
+            0.999 * total + new
+            for total, new in (
+                (self.weight, 1.0),
+                (self.x, units),
+                (self.y, seconds),
+                (self.xx, units * units),
+                (self.xy, units * seconds),
+            )
+        )
+        mean_x, mean_y = self.x / self.weight, self.y / self.weight
+        variance = max(0.0, self.xx / self.weight - mean_x**2)
+        covariance = self.xy / self.weight - mean_x * mean_y
+        relative = self.guess if self.like is None else self.like.relative_slope
+        guess = relative * mean_y / (1 + relative * mean_x)
+        certainty = 0.2 * (mean_x**2 + 1) / self.weight  # the guess counts like a few observations of nearby sizes
+        slope = max(0.0, (covariance + certainty * guess) / (variance + certainty))
+        self.slope = min(slope, self.seconds.value / max(self.units.value, 1e-9))
+        self.fixed = self.seconds.value - self.slope * self.units.value
+
+    @property
+    def relative_slope(self) -> float:
+        return min(1.0, self.slope / self.fixed) if self.fixed > 0 else self.guess
+
+    def __call__(self, units: float) -> float:
+        """Returns the expected seconds, 0 before the first observation."""
+        return self.fixed + self.slope * units
+
+
+class HitRates:
+    """
+    Hit rates by lookahead and budget: the probability mass that the cache shape covers with average chances, corrected
+    by how often outcomes were really prepared.
+
+    Args:
+        config (`SSDConfig`): Gives the shape and the priors.
+    """
+
+    def __init__(self, config: SSDConfig):
+        self.shape, r = shape_for(config), config.power_law_exponent
+        law = np.arange(1, CANDIDATES + 2) ** -r  # the chance to miss with a fan-out of F is F^-r (Theorem 12)
+        self.ranks = {is_rejection: law[:-1] - law[1:] for is_rejection in (True, False)}
+        self.weights = {True: 4.0, False: 4.0}
+        self.misses_over_expected = Average(1.0, 8.0, memory=0.97)
+
+    def observe_rank(self, is_rejection: bool, rank: int) -> None:
+        """Learns which of the draft's guesses a bonus token was, -1 for none, after a rejection or at the end."""
+        weight = 0.99 * self.weights[is_rejection]
+        hit = np.zeros(CANDIDATES)
+        if 0 <= rank < CANDIDATES:
+            hit[rank] = 1.0
+        self.ranks[is_rejection] = (self.ranks[is_rejection] * weight + hit) / (weight + 1)
+        self.weights[is_rejection] = weight + 1
+
+    def observe_hits(self, share: float, acceptance: list[float], budget: int) -> None:
+        """Learns which share of the rows hit, of which the shape was expected to cover some."""
+        expected = self.covered(acceptance, [budget])[0]
+        self.misses_over_expected.observe(min(3.0, (1 - share) / max(0.05, 1 - expected)))
+
+    def covered(self, acceptance: list[float], budgets) -> list[float]:
+        return self.shape.covered(np.array(acceptance), self.ranks[True], self.ranks[False], budgets)
+
+    def __call__(self, acceptance: list[float], budgets) -> list[float]:
+        """Returns the expected hit rate of one row for each budget, with these chances of acceptance."""
+        missed = min(3.0, max(0.5, self.misses_over_expected.value))
+        return [max(0.0, 1 - (1 - mass) * missed) for mass in self.covered(acceptance, budgets)]
+
+
+class CostModel:
+    """
+    What is known of one pair, batch size and context length. Costs start from the profile and follow what rounds take;
+    acceptance and hits are counted.
+
+    Args:
+        config (`SSDConfig`): Gives the priors and the cache shape.
+        rows (`int`): Batch size.
+        vocab_size (`int`): Of both models.
+        sampled (`bool`): Whether the distributions of prepared tokens are kept.
+        workers (`int`, *optional*, defaults to 1): Drafts that prepare a budget each.
+
+    Attributes:
+        live (`int`): Rows that are not finished.
+        rounds (`int`): Rounds that were observed.
+    """
+
+    def __init__(self, config: SSDConfig, rows: int, vocab_size: int, sampled: bool, workers: int = 1):
+        self.config, self.rows, self.live, self.workers, self.rounds = config, rows, rows, workers, 0
+        self.verification = {AHEAD: (ahead := Line()), IN_TURN: Line(like=ahead), PLAIN: Line(like=ahead)}
+        self.branches, self.step = Line(), {AHEAD: Line(), IN_TURN: Line()}
+        self.choosing = Average(0.0, 0.0, memory=0.95)  # seconds besides the pass that feeds the speculation
+        self.unexplained = {mode: Line(0.1) for mode in (AHEAD, IN_TURN)}  # seconds of a round, by budget
+        longest = max(LOOKAHEADS)
+        self.accepted = [Average(0.0, 0.0) for _ in range(longest)]
+        self.accepted_ever = [Average(0.0, 0.0, memory=0.999) for _ in range(longest)]
+        self.hit_rates, self.ngram_tokens = HitRates(config), Average(1.0, 1.0)
+        self.most_q = MEMORY_FOR_Q // (4 * rows * vocab_size) if sampled else 10**9  # prepared tokens of a row
+
+    # ---------------------------------------------------------------- what rounds teach
+
+    @property
+    def is_profiled(self) -> bool:
+        return bool(self.branches.count and self.verification[AHEAD].count)
+
+    def begin_call(self) -> None:
+        """A call begins: no row is finished, and its texts are like texts in general, not like the last one's end."""
+        self.live = self.rows
+        for now, ever in zip(self.accepted, self.accepted_ever):
+            now.restart(ever.value, min(ever.weight, TOKENS_KEPT))
+
+    def observe_profile(self, choose: float, fixed: float, per_token: float) -> None:
+        """Learns what the draft's passes took while the target was at work as well, in seconds."""
+        for tokens in (self.rows, 8 * self.rows, 16 * self.rows):
+            self.branches.observe(tokens, fixed + per_token * tokens)
+            for step in self.step.values():
+                step.observe(tokens, fixed + per_token * tokens)
+        self.choosing.observe(choose)
+
+    def observe(self, before: RoundRecord, now: RoundRecord) -> None:
+        """
+        Learns from a round.
+
+        Args:
+            before ([`RoundRecord`]): The round, complete.
+            now ([`RoundRecord`]): The draft's part of the next one, which answers to its outcome.
+        """
+        self.rounds += 1
+        rows, lookahead = before.live, before.lookahead
+        self.live = live = len(rows) or self.rows
+        is_filler = FILLER in before.sources
+        if before.verify_seconds and self.rounds > 1:  # the first pass of a call is slow for reasons of its own
+            mode = AHEAD if is_filler else before.mode
+            self.verification[mode].observe(live * (lookahead + 1), before.verify_seconds)
+        for row in rows:
+            if before.sources[row] not in (*FALLBACKS, FILLER):
+                for place in range(min(before.accepted[row] + 1, lookahead, len(self.accepted))):
+                    self.accepted[place].observe(place < before.accepted[row])
+                    self.accepted_ever[place].observe(place < before.accepted[row])
+        if now.mode == PLAIN or not rows:
+            return
+        if now.passes:
+            self.branches.observe(live * now.budget, now.grow_seconds / now.passes)
+            self.choosing.observe(max(0.0, now.choose_seconds - self.branches(live * (lookahead + 1))))
+        if now.steps:
+            self.step[now.mode].observe(live, now.answer_seconds / now.steps)
+        elapsed = now.received_at - before.received_at
+        explained = max(before.verify_seconds, now.choose_seconds + now.grow_seconds) + now.answer_seconds
+        if before.mode == now.mode and not is_filler and before.received_at:
+            self.unexplained[now.mode].observe(now.budget, max(0.0, elapsed - explained))
+        if now.budget and now.ranks:
+            drafted = [row for row in rows if before.sources[row] not in (*FALLBACKS, FILLER)]
+            for row in drafted:
+                self.hit_rates.observe_rank(before.accepted[row] < lookahead, now.ranks[row])
+            if drafted:
+                share = sum(now.hits[row] for row in drafted) / len(drafted)
+                self.hit_rates.observe_hits(share, self.acceptance(lookahead), now.budget)
+        for matches in now.ngram_matches:
+            if matches >= 0:
+                self.ngram_tokens.observe(1 + matches)
+
+    # ---------------------------------------------------------------- what is expected
+
+    def acceptance(self, lookahead: int) -> list[float]:
+        """Returns the chance of each drafted token to be accepted if those before it were."""
+        prior = self.config.acceptance_rate
+        tested = math.fsum(average.weight for average in self.accepted) + PRIOR_TOKENS
+        mean = (math.fsum(average.total for average in self.accepted) + PRIOR_TOKENS * prior) / tested
+        rates = [(average.total + 2 * PRIOR_TOKENS * mean) / (average.weight + 2 * PRIOR_TOKENS)
+                 for average in self.accepted[:lookahead]]  # fmt: skip
+        return rates + [mean] * (lookahead - len(rates))
+
+    def tokens(self, lookahead: int) -> list[float]:
+        """Returns the tokens that a row is expected to gain in a round with 0 to `lookahead` drafted tokens."""
+        reached = np.cumprod(self.acceptance(lookahead))
+        return [1.0, *(1.0 + np.cumsum(reached)).tolist()]
+
+    def seconds_to_verify(self, mode: str, lookahead: int) -> float:
+        lines = (self.verification[mode], *self.verification.values())
+        line = next((one for one in lines if one.count), lines[0])
+        return max(1e-6, line(self.live * (lookahead + 1)))
+
+    def seconds_of_a_step(self, mode: str) -> float:
+        return max(1e-6, self.step[mode](self.live))
+
+    def seconds_of_a_pass(self, budget: int) -> float:
+        return max(1e-6, self.branches(self.live * budget))
+
+    def seconds_to_prepare(self, lookahead: int, budget: int) -> float:
+        feeding = self.branches(self.live * (lookahead + 1))
+        return self.choosing.value + feeding + lookahead * self.seconds_of_a_pass(budget)
+
+    def largest_budget(self, lookahead: int) -> int:
+        """How many outcomes of each row fit the memory, at least one."""
+        return max(1, self.most_q // max(1, lookahead))
+
+    def plain(self) -> float:
+        """Returns tokens per second of plain decoding, all rows together."""
+        return self.live / self.seconds_to_verify(PLAIN, 0)
+
+    def in_turn(self, lookahead: int) -> float:
+        """Returns tokens per second of drafting so many tokens after each outcome."""
+        seconds = self.seconds_to_verify(IN_TURN, lookahead) + lookahead * self.seconds_of_a_step(IN_TURN)
+        return self.live * self.tokens(lookahead)[-1] / (seconds + self.unexplained[IN_TURN](0))
+
+    def best_after_miss(self, lookahead: int) -> int:
+        """Returns how many tokens, up to `lookahead`, are worth drafting just in time: J in Corollary 16."""
+        tokens, step = self.tokens(lookahead), self.seconds_of_a_step(AHEAD)
+        speeds = [tokens[k] / (self.seconds_to_verify(AHEAD, k) + k * step) for k in range(lookahead + 1)]
+        return max(range(lookahead + 1), key=speeds.__getitem__)
+
+    def ahead(self, lookahead: int, budgets, after_miss: int | None = None) -> dict[int, float]:
+        """
+        Returns tokens per second of drafting ahead by budget. Budgets are left out whose last pass could not begin
+        before the outcome comes, because their branches would stay shorter.
+
+        Args:
+            lookahead (`int`): Tokens in each branch.
+            budgets (`Iterable[int]`): Outcomes of each row.
+            after_miss (`int`, *optional*): Tokens after a miss; the best number by default.
+        """
+        tokens, verify = self.tokens(lookahead), self.seconds_to_verify(AHEAD, lookahead)
+        missed = self.best_after_miss(lookahead) if after_miss is None else after_miss
+        after_a_miss = self.seconds_to_verify(AHEAD, missed) + missed * self.seconds_of_a_step(AHEAD)
+        prepared = [budget * self.workers for budget in budgets]
+        speeds = {}
+        for budget, hit_rate in zip(budgets, self.hit_rates(self.acceptance(lookahead), prepared)):
+            preparing = self.seconds_to_prepare(lookahead, budget)
+            late = max(0.0, preparing - verify)
+            if len(prepared) > 1 and lookahead > 1 and late > self.seconds_of_a_pass(budget):
+                continue
+            all_hit = hit_rate**self.live  # one row that misses keeps all of them waiting
+            gain = all_hit * tokens[lookahead] + (1 - all_hit) * tokens[missed]
+            seconds = all_hit * verify + (1 - all_hit) * after_a_miss + late + self.unexplained[AHEAD](budget)
+            speeds[budget] = self.live * gain / seconds
+        return speeds
+
+    @property
+    def contention(self) -> float:
+        """By which factor a verification takes longer while the draft works as well; 1 if that is not known."""
+        alone, beside = self.verification[PLAIN], self.verification[AHEAD]
+        return beside(self.rows) / alone(self.rows) if alone.count and beside.count else 1.0
+
+    def after_ngram(self, lookahead: int) -> tuple[float, float]:
+        """Returns tokens per second after a miss with the primary and with the n-gram fallback (Theorem 17)."""
+        missed = self.best_after_miss(lookahead)
+        primary = self.seconds_to_verify(AHEAD, missed) + missed * self.seconds_of_a_step(AHEAD)
+        ngram = self.seconds_to_verify(AHEAD, lookahead)
+        return self.tokens(missed)[-1] / primary, self.ngram_tokens.value / ngram

@@ -1,0 +1,267 @@
+"""Which plan to follow next: the one that is expected to give the most tokens per second."""
+
+import dataclasses
+import weakref
+
+from transformers.utils import logging
+
+from ..config import SSDConfig
+from ..rounds import AHEAD, FILLER, IN_TURN, MODES, NGRAM, PLAIN, PRIMARY, RANDOM, Plan, RoundRecord
+from .cost_model import BUDGETS, LOOKAHEADS, Average, CostModel
+
+logger = logging.get_logger(__name__)
+
+PROFILE_ROUNDS = (0, 7, 0, 7)  # filler tokens in the plain rounds during which the draft times its passes
+FIRST = (4, 8)  # lookahead and budget of the round that brings the draft's profile, and wherever there is none
+EPOCH_ROUNDS = 8  # until the plan is chosen anew
+HYSTERESIS = 1.03  # expected gain below which the plan stays as it is
+PROBE_ROUNDS = 6  # of a mode that was not used for long
+FIRST_PROBE, LONGEST_BETWEEN_PROBES = 32, 512  # rounds until other modes are probed; the distance doubles
+WORTH_A_PROBE = 0.75  # share of the best speed that must be expected of a mode to probe it
+UNSEEN_GAIN = 1.4  # how much faster plain decoding may be than what it takes beside the profiling draft
+CONTENTION = 1.25  # slowdown of a verification beside the draft that is worth a warning
+MISSES_COMPARED = 16  # rows that missed before fallbacks are compared
+WORTH_A_FALLBACK = 1.1  # expected gain below which the fallback stays as it is
+SAGUARO_VALUES, TRIAL_ROUNDS = (1.0, 0.7, 0.4, 0.1), 24  # C that are tried, and for how many rounds each
+PLANNERS_KEPT = 32  # of a pair; a service may meet a new temperature in each call
+
+
+class Planner:
+    """
+    Chooses mode, lookahead, budget, fallback and C for calls of one kind with one pair of models.
+
+    Args:
+        config (`SSDConfig`): Numbers in it stay as they are.
+        rows (`int`): Batch size.
+        vocab_size (`int`): Of both models.
+        sampled (`bool`): Whether tokens are sampled.
+        workers (`int`, *optional*, defaults to 1): Drafts that prepare a budget each.
+
+    Attributes:
+        costs ([`CostModel`]): What is known of the pair.
+        plan ([`Plan`]): The plan for the next round.
+        reason (`str`): Why this plan, in one sentence with its numbers.
+    """
+
+    def __init__(self, config: SSDConfig, rows: int, vocab_size: int, sampled: bool, workers: int = 1):
+        self.config, self.workers = config, workers
+        self.costs = CostModel(config, rows, vocab_size, sampled, workers)
+        self.chooses_lookahead = config.lookahead == "auto"
+        self.is_fixed = not self.chooses_lookahead and config.budget != "auto"
+        self.profile_left = list(PROFILE_ROUNDS) if self.chooses_lookahead else []
+        self.fallback = config.fallback if config.fallback in (NGRAM, RANDOM) else PRIMARY
+        self.compares_fallbacks = self.chooses_lookahead and config.fallback == "auto" and config.asynchronous
+        tries_saguaro = config.saguaro_c == "auto" and self.chooses_lookahead and sampled
+        self.saguaro = _Trials(SAGUARO_VALUES) if tries_saguaro else None
+        self.rounds = self.due = 0
+        self.probe_at = self.probe_distance = FIRST_PROBE
+        self.used: dict[str, int] = {}  # by mode, the last round in which it was planned
+        self.live, self.has_warned = rows, False
+        lookahead = FIRST[0] if self.chooses_lookahead else config.lookahead
+        budget = min(FIRST[1], self.costs.largest_budget(lookahead)) if config.budget == "auto" else config.budget
+        self.reason = "the settings are fixed" if self.is_fixed else "the pair is not known yet"
+        self.plan = self._plan_of(AHEAD if config.asynchronous else IN_TURN, lookahead, budget)
+
+    # ---------------------------------------------------------------- what the loop asks and tells
+
+    def begin_call(self) -> None:
+        self.costs.begin_call()
+        self.live = self.costs.rows
+        if not self.is_fixed and self.costs.is_profiled:
+            self._choose()
+
+    @property
+    def profiles(self) -> bool:
+        """Whether the draft is to time its passes before the first round."""
+        return not self.is_fixed and not self.costs.is_profiled
+
+    def next_filler(self) -> int | None:
+        """Returns how many filler tokens the next plain round verifies to be timed; `None` if no more are needed."""
+        return self.profile_left.pop(0) if self.profile_left else None
+
+    def observe(self, before: RoundRecord, now: RoundRecord) -> None:
+        """Learns from a round, as [`CostModel.observe`] does, and chooses the next plan when that is due."""
+        self.rounds += 1
+        self.costs.observe(before, now)
+        if self.is_fixed:
+            return
+        if self.saguaro is not None and FILLER not in before.sources:
+            self.saguaro.observe(before, now)
+            self.plan = dataclasses.replace(self.plan, saguaro_c=self.saguaro.value)
+        self.used[self.plan.mode] = self.rounds
+        if self.costs.live != self.live and self.plan.mode != PLAIN:
+            self.due = self.rounds
+        if self.rounds >= self.due and not self.profile_left:
+            self._choose()
+
+    def observe_profile(self, costs: tuple[float, float, float]) -> None:
+        """Takes in the draft's profile: seconds to choose, of a pass, and of each token in it."""
+        if not self.costs.is_profiled or not self.costs.branches.count:
+            self.costs.observe_profile(*costs)
+            self.due = self.rounds
+
+    # ---------------------------------------------------------------- the choice
+
+    def _choose(self) -> None:
+        self.due, self.live = self.rounds + EPOCH_ROUNDS, self.costs.live
+        speeds = self._speeds()
+        best = max(speeds, key=speeds.get)
+        if self.compares_fallbacks and best[0] == AHEAD:
+            self._choose_fallback(best[1])
+        now = (self.plan.mode, self.plan.lookahead, self.plan.budget)
+        if speeds[best] < HYSTERESIS * speeds.get(now, 0.0) and self.rounds > 2 * EPOCH_ROUNDS:
+            best = now
+        chosen = self._probe(best, speeds) or best
+        self.plan = self._plan_of(*chosen)
+        self._explain(chosen, speeds, best)
+
+    def _speeds(self) -> dict[tuple[str, int, int], float]:
+        """Returns the expected tokens per second of all plans, by mode, lookahead and budget."""
+        config, costs = self.config, self.costs
+        lookaheads = LOOKAHEADS if self.chooses_lookahead else (config.lookahead,)
+        speeds = {(PLAIN, 0, 0): costs.plain()} if self.chooses_lookahead else {}
+        for lookahead in lookaheads:
+            if self.chooses_lookahead and (config.budget == "auto" or not config.asynchronous):
+                speeds[IN_TURN, lookahead, 0] = costs.in_turn(lookahead)
+            if not config.asynchronous:
+                speeds.setdefault((IN_TURN, lookahead, 0), costs.in_turn(lookahead))
+                continue
+            most = costs.largest_budget(lookahead)
+            budgets = [b for b in BUDGETS if b <= most] if config.budget == "auto" else [config.budget]
+            after_miss = None if self.chooses_lookahead else lookahead
+            for budget, speed in costs.ahead(lookahead, budgets, after_miss).items():
+                speeds[AHEAD, lookahead, budget] = speed
+        return speeds
+
+    def _probe(self, best: tuple, speeds: dict) -> tuple | None:
+        """
+        Unused modes have no data, so one is probed for a few rounds from time to time, if it may be the fastest. Plain
+        decoding is probed first where it was only timed beside a draft at work.
+        """
+        of_mode = {plan[0]: plan for plan in sorted(speeds, key=speeds.get)}  # the best of each mode
+        others = [mode for mode in MODES if mode != best[0] and mode in of_mode]
+        if PLAIN in others and PLAIN not in self.used and UNSEEN_GAIN * speeds[of_mode[PLAIN]] > speeds[best]:
+            self.due = self.rounds + PROBE_ROUNDS
+            return of_mode[PLAIN]
+        if self.rounds < self.probe_at or not others:
+            return None
+        self.probe_distance = min(2 * self.probe_distance, LONGEST_BETWEEN_PROBES)
+        self.probe_at = self.rounds + self.probe_distance
+        mode = min(others, key=lambda mode: self.used.get(mode, -1))
+        if speeds[of_mode[mode]] < WORTH_A_PROBE * speeds[best]:
+            return None
+        self.due = self.rounds + PROBE_ROUNDS
+        return of_mode[mode]
+
+    def _choose_fallback(self, lookahead: int) -> None:
+        """The n-gram fallback takes the primary's place where it is clearly better (Theorem 17)."""
+        if self.costs.ngram_tokens.weight >= MISSES_COMPARED:
+            primary, ngram = self.costs.after_ngram(lookahead)
+            if self.fallback == PRIMARY and ngram > WORTH_A_FALLBACK * primary:
+                self.fallback = NGRAM
+            elif self.fallback == NGRAM and primary > WORTH_A_FALLBACK * ngram:
+                self.fallback = PRIMARY
+
+    def _plan_of(self, mode: str, lookahead: int, budget: int) -> Plan:
+        if mode == PLAIN:
+            return Plan(PLAIN)
+        after_miss = self.costs.best_after_miss(lookahead) if self.chooses_lookahead and mode == AHEAD else lookahead
+        if not self.costs.is_profiled:
+            after_miss = lookahead
+        c = self.config.saguaro_c if self.saguaro is None else self.saguaro.value
+        budget = budget if mode == AHEAD else 0
+        return Plan(mode, lookahead, after_miss, budget, self.fallback, 1.0 if c == "auto" else c)
+
+    # ---------------------------------------------------------------- the reason
+
+    def _explain(self, chosen: tuple, speeds: dict, best: tuple) -> None:
+        mode, lookahead, budget = chosen
+        costs, before = self.costs, self.reason
+        if mode == AHEAD:
+            verify, prepare = costs.seconds_to_verify(AHEAD, lookahead), costs.seconds_to_prepare(lookahead, budget)
+            hit_rate = costs.hit_rates(costs.acceptance(lookahead), [budget * self.workers])[0]
+            self.reason = (
+                f"draft needs {1e3 * prepare:.1f} of the {1e3 * verify:.1f} ms that verification takes, and is to hit "
+                f"{hit_rate:.2f} of the rounds: lookahead {lookahead}, budget {budget}"
+            )
+        elif mode == IN_TURN:
+            step, verify = costs.seconds_of_a_step(IN_TURN), costs.seconds_to_verify(IN_TURN, lookahead)
+            self.reason = (
+                f"a draft step takes {1e3 * step:.1f} ms and verification {1e3 * verify:.1f} ms: drafting in turn, "
+                f"lookahead {lookahead}, is faster than ahead"
+            )
+        else:
+            drafting = max((speed for plan, speed in speeds.items() if plan[0] != PLAIN), default=0.0)
+            self.reason = (
+                f"drafting is expected to give {drafting / speeds[chosen]:.2f} of plain decoding's speed at acceptance "
+                f"{costs.acceptance(1)[0]:.2f}: no draft"
+            )
+        if chosen != best:
+            self.reason = f"probe: {self.reason}"
+        if self.reason != before:
+            logger.info(f"round {self.rounds}: {self.reason}")
+        if costs.contention > CONTENTION and not self.has_warned:
+            self.has_warned = True
+            logger.warning_once(
+                f"Drafting slows verification by the factor {costs.contention:.1f}: target and draft share a device or "
+                "its memory bandwidth. Give the draft a device of its own."
+            )
+
+
+class _Trials:
+    """Tries values in turn and stays with the one that gave the most tokens per second."""
+
+    def __init__(self, values: tuple[float, ...]):
+        self.speeds = {value: Average(0.0, 0.0, memory=0.7) for value in values}
+        self.value, self.trials, self.rounds, self.tokens, self.seconds = values[0], 0, 0, 0, 0.0
+
+    def observe(self, before: RoundRecord, now: RoundRecord) -> None:
+        if now.mode == PLAIN or not before.received_at:
+            return
+        self.rounds += 1
+        self.tokens += sum(before.accepted[row] + 1 for row in before.live)
+        self.seconds += now.received_at - before.received_at
+        if self.rounds < TRIAL_ROUNDS:
+            return
+        self.speeds[self.value].observe(self.tokens / self.seconds)
+        self.rounds, self.tokens, self.seconds, self.trials = 0, 0, 0.0, self.trials + 1
+        values = list(self.speeds)
+        unknown = [value for value, speed in self.speeds.items() if not speed.weight]
+        best = max((value for value in values if value not in unknown), key=lambda value: self.speeds[value].value)
+        self.value = unknown[0] if unknown else best
+        if not unknown and self.trials % 8 == 0:  # a neighbour may have become better
+            self.value = values[(values.index(best) + (1 if self.trials % 16 else -1)) % len(values)]
+
+
+def planner_for(
+    target, draft, config: SSDConfig, generation_config, rows: int, length: int, vocab_size: int
+) -> Planner:
+    """
+    Returns the planner of calls like this one, kept for as long as both models live.
+
+    Args:
+        target (`PreTrainedModel`): The target.
+        draft (`PreTrainedModel` or [`~hf_ssd.distributed.assistant.DraftAssistant`]): The draft.
+        config (`SSDConfig`), generation_config (`GenerationConfig`): The call's.
+        rows (`int`): Batch size.
+        length (`int`): Tokens of the longest prompt; calls within a factor of 4 share what is known of them.
+        vocab_size (`int`): Of both models.
+    """
+    known = _planners.setdefault(target, weakref.WeakKeyDictionary()).setdefault(draft, {})
+    sampled = bool(generation_config.do_sample)
+    temperature = generation_config.temperature if sampled else None
+    fallback = config.fallback if isinstance(config.fallback, str) else "custom"
+    settings = repr(dataclasses.replace(config, fallback="auto")), fallback
+    key = (*settings, rows, length.bit_length() // 2, temperature)
+    planner = known.pop(key, None)
+    if planner is None:
+        workers = len(getattr(draft, "workers", [None]))
+        planner = Planner(config, rows, vocab_size, sampled, workers)
+    known[key] = planner  # the last one now
+    if len(known) > PLANNERS_KEPT:
+        del known[next(iter(known))]
+    planner.begin_call()
+    return planner
+
+
+_planners: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()

@@ -1,0 +1,149 @@
+"""One round as data: the four types that target and draft share."""
+
+import time
+from dataclasses import dataclass, field
+
+import torch
+
+PLAIN, IN_TURN, AHEAD = MODES = ("plain", "in_turn", "ahead")
+
+PREPARED, PRIMARY, NGRAM, RANDOM, CUSTOM, FILLER, NOTHING = SOURCES = (
+    "prepared",  # the outcome was in the speculation cache: a hit
+    "primary",  # drafted just in time by the draft model
+    "ngram",  # proposed by a fallback, as the next two
+    "random",
+    "custom",
+    "filler",  # no draft has seen it: the target times a wider pass
+    "nothing",  # the row has no speculation
+)
+FALLBACKS = (NGRAM, RANDOM, CUSTOM)
+
+FINISHED = -1  # accepted count of a row that needs no more tokens
+
+
+@dataclass(frozen=True)
+class Plan:
+    """
+    What the draft is to do, decided by the target and sent with each outcome.
+
+    Args:
+        mode (`str`): `"plain"` (no draft), `"in_turn"` (draft after the outcome) or `"ahead"` (SSD).
+        lookahead (`int`): Tokens in the next speculations, K in the paper.
+        after_miss (`int`): Tokens to draft just in time after a miss, at most `lookahead`.
+        budget (`int`): Outcomes to prepare for each row, B in the paper; 0 unless the mode is `"ahead"`.
+        fallback (`str`): Where the speculation of a row comes from after a miss.
+        saguaro_c (`float`): C of Definition 14.
+    """
+
+    mode: str
+    lookahead: int = 0
+    after_miss: int = 0
+    budget: int = 0
+    fallback: str = PRIMARY
+    saguaro_c: float = 1.0
+
+
+@dataclass
+class Outcome:
+    """
+    What a verification decided, on the CPU.
+
+    Args:
+        accepted (`torch.LongTensor` of shape `(batch_size,)`): Accepted count of each row, `FINISHED` for a row that is
+            left out.
+        bonus (`torch.LongTensor` of shape `(batch_size,)`): The token that follows the accepted ones.
+    """
+
+    accepted: torch.LongTensor
+    bonus: torch.LongTensor
+
+
+@dataclass
+class RoundRecord:
+    """
+    What one round accepted, hit and took. A *round* is one verification of one speculation for each row. The draft
+    begins the record and the target completes it. Times are in seconds; moments are those of `time.perf_counter()` on
+    the way and seconds since the call's beginning in [`SSDStats`] (clocks of two machines differ).
+
+    Args:
+        mode (`str`): The plan's mode.
+        lookahead (`int`): Drafted tokens that were verified.
+        budget (`int`): Outcomes that had been prepared for each row before this speculation was asked for.
+        sources (`list[str]`): Where the speculation of each row came from, one of `SOURCES`.
+        ranks (`list[int]`): Which of the draft's guesses the bonus token before this speculation was, -1 if none.
+        ngram_matches (`list[int]`): How many tokens of the round before the n-gram fallback would have got right, -1 if
+            it was not tried.
+        accepted (`list[int]`): Accepted count of each row; empty until the target has decided.
+        passes, steps (`int`): Forward passes that grew branches, and that drafted just in time.
+        choose_seconds, grow_seconds (`float`): What it took to choose outcomes and to grow their branches.
+        answer_seconds (`float`): What the draft worked after the outcome was known.
+        verify_seconds (`float`): From having the speculation to having decided on it.
+        wait_seconds (`float`): From having nothing left to do to having the speculation.
+        prepared_at, answered_at (`float`): When the draft began to prepare and to answer; 0 if it did not.
+        received_at (`float`): When the target had the speculation.
+    """
+
+    mode: str = PLAIN
+    lookahead: int = 0
+    budget: int = 0
+    sources: list[str] = field(default_factory=list)
+    ranks: list[int] = field(default_factory=list)
+    ngram_matches: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    passes: int = 0
+    steps: int = 0
+    choose_seconds: float = 0.0
+    grow_seconds: float = 0.0
+    answer_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    wait_seconds: float = 0.0
+    prepared_at: float = 0.0
+    answered_at: float = 0.0
+    received_at: float = 0.0
+
+    @property
+    def hits(self) -> list[bool]:
+        """Whether the outcome of each row was among those prepared for, however far its speculation had grown."""
+        return [source == PREPARED for source in self.sources]
+
+    @property
+    def draft_seconds(self) -> float:
+        """What the draft worked for this speculation, preparing and answering."""
+        return self.choose_seconds + self.grow_seconds + self.answer_seconds
+
+    @property
+    def live(self) -> list[int]:
+        """The rows that were not finished when this speculation was verified."""
+        return [row for row, k in enumerate(self.accepted) if k != FINISHED]
+
+
+@dataclass
+class Speculation:
+    """
+    What the target verifies next.
+
+    Args:
+        tokens (`torch.LongTensor` of shape `(batch_size, lookahead)`): The drafted tokens.
+        probabilities (`torch.FloatTensor` of shape `(batch_size, lookahead, vocab_size)`, *optional*): The distribution
+            each was drawn from; `None` if each token was certain or the probabilities follow later.
+        record ([`RoundRecord`]): The draft's part of the record.
+        known (`list[int]`, *optional*): How many tokens of each row there are, where rows differ.
+        costs (`tuple[float, float, float]`, *optional*): The draft's profile: seconds to choose outcomes, seconds of a
+            forward pass, and seconds for each token in it.
+    """
+
+    tokens: torch.LongTensor
+    probabilities: torch.FloatTensor | None = None
+    record: RoundRecord = field(default_factory=RoundRecord)
+    known: list[int] | None = None
+    costs: tuple[float, float, float] | None = None
+
+    @classmethod
+    def empty(cls, rows: int, source: str = NOTHING) -> "Speculation":
+        """Returns a speculation without tokens."""
+        return cls(torch.zeros(rows, 0, dtype=torch.long), None, RoundRecord(sources=[source] * rows))
+
+
+def since(start: float) -> float:
+    """Returns the seconds since a moment of `time.perf_counter()`."""
+    return time.perf_counter() - start

@@ -1,0 +1,159 @@
+"""
+Simulated worlds, where time is exact and the best fixed plan is found by trying them all.
+
+    python -m tests.planning.worlds
+"""
+
+import math
+import random
+from dataclasses import dataclass
+
+from hf_ssd.drafting.cache_shapes import allocate
+from hf_ssd.drafting.speculator import answer_width
+from hf_ssd.planning.cost_model import BUDGETS
+from hf_ssd.planning.planner import Planner
+from hf_ssd.rounds import AHEAD, FILLER, IN_TURN, NOTHING, PLAIN, PREPARED, PRIMARY, Plan, RoundRecord
+from hf_ssd.theory import geometric_fan_out
+
+
+class FixedPlanner:
+    """Follows one plan."""
+
+    def __init__(self, lookahead, budget):
+        mode = PLAIN if not lookahead else AHEAD if budget else IN_TURN
+        self.plan = Plan(mode, lookahead, lookahead, budget)
+
+    def next_filler(self):
+        return None
+
+    def observe(self, before, now):
+        pass
+
+    def observe_profile(self, costs):
+        pass
+
+
+@dataclass
+class World:
+    """Times in seconds."""
+
+    acceptance: float
+    verification: float = 0.040
+    per_token: float = 0.001  # more for each drafted token that is verified
+    step: float = 0.005
+    per_branch: float = 0.0001
+    contention: float = 1.0  # how much slower verification is while the draft works as well
+    right: float = 0.5  # chance that a guess is right, if the better ones were not
+    rows: int = 1
+    unseen: float = 0.0  # what a round that has drafted tokens costs besides, and no part's measure tells
+    unseen_per_branch: float = 0.0  # the same for each branch
+    cold: float = 1.0  # how much slower a target computes that has waited for its draft
+    noise: float = 0.0  # standard deviation of the logarithm of each duration
+    neighbours: float = 1.0  # how much slower everything is half of the time
+
+    def drafting(self, tokens):
+        return self.step + self.per_branch * tokens
+
+    def run(self, planner, rounds=1500, skip=0, seed=1):
+        """Returns tokens per second after the first `skip` rounds."""
+        chance, hiccups = random.Random(seed), random.Random(seed + 1)
+
+        def measured(seconds):
+            seconds *= self.neighbours if number % 120 >= 60 else 1.0
+            return seconds * math.exp(hiccups.gauss(0.0, self.noise)) if self.noise else seconds
+
+        before, now, preparing = None, RoundRecord(sources=[NOTHING] * self.rows), Plan(PLAIN)
+        clock = began = tokens = 0.0
+        is_profiled = False
+        for number in range(rounds):
+            if number == skip:
+                began, tokens = clock, 0
+
+            # 1. The target verifies, and the draft prepares.
+            width, is_filler = now.lookahead, FILLER in now.sources
+            busy = preparing.mode == AHEAD or is_filler
+            verification = (self.verification + self.per_token * width) * (self.contention if busy else 1)
+            now.verify_seconds = measured(verification * (self.cold if width and not is_filler else 1))
+            shares = (
+                allocate(geometric_fan_out(width, preparing.budget, 0.8, 0.5), preparing.budget)
+                if preparing.budget
+                else [0] * 99
+            )
+            accepted, ranks, hits = [], [], []
+            for _ in range(self.rows):
+                k = next((k for k in range(width) if is_filler or chance.random() > self.acceptance), width)
+                rank = next((r for r in range(40) if chance.random() < self.right), 40)
+                accepted.append(k)
+                ranks.append(rank)
+                hits.append(rank < shares[k])
+            now.accepted, elapsed = accepted, now.verify_seconds + self.unseen * (width > 0 and not is_filler)
+            choice = branch = 0.0
+            grown = 0
+            if preparing.mode == AHEAD:
+                elapsed += self.unseen_per_branch * preparing.budget
+                choice = measured(self.drafting(self.rows * (width + 1)))
+                branch = measured(self.drafting(self.rows * preparing.budget))
+                fitting = max(0, -int(-(now.verify_seconds - choice) // branch))  # the last one begun counts
+                grown = min(preparing.lookahead, fitting)
+                elapsed = max(elapsed, choice + grown * branch)
+
+            # 2. The outcome leaves with the plan, and the draft answers.
+            filler, plan = planner.next_filler(), planner.plan
+            answer = RoundRecord(plan.mode, sources=[NOTHING] * self.rows)
+            if filler is not None:
+                answer = RoundRecord(PLAIN, filler, sources=[FILLER] * self.rows)
+            elif plan.mode != PLAIN:
+                known = [grown * hit for hit in hits]
+                answer.lookahead = answer_width(plan, known)
+                answer.budget, answer.ranks = preparing.budget, ranks if preparing.budget else [-1] * self.rows
+                answer.sources = [PREPARED if hit else PRIMARY for hit in hits]
+                answer.passes, answer.choose_seconds, answer.grow_seconds = grown, choice, grown * branch
+                answer.steps = max(0, answer.lookahead - min(known))
+                answer.answer_seconds = sum(measured(self.drafting(self.rows)) for _ in range(answer.steps))
+                if not is_profiled:
+                    planner.observe_profile((0.0, measured(self.step), self.per_branch))
+                    is_profiled = True
+            preparing = plan if filler is None else Plan(PLAIN)
+            clock += elapsed + answer.answer_seconds
+            answer.received_at, tokens = clock, tokens + sum(accepted) + self.rows
+            if before is not None:
+                planner.observe(before, now)
+            before, now = now, answer
+        return tokens / (clock - began)
+
+    def best_fixed(self):
+        plans = [(k, b) for k in (1, 2, 3, 4, 6, 8, 11, 14) for b in (0, *BUDGETS[::2])]
+        return max(self.run(FixedPlanner(*plan), rounds=600) for plan in [(0, 0), *plans])
+
+
+WORLDS = {
+    "a quick draft that agrees": World(0.9),
+    "a quick draft that agrees less": World(0.6),
+    "a batch": World(0.8, rows=8),
+    "bonus tokens that are hard to guess": World(0.7, right=0.1),
+    "a slow draft": World(0.8, step=0.015),
+    "a useless draft": World(0.05),
+    "a draft as slow as the target": World(0.6, step=0.04),
+    "models that get in each other's way": World(0.8, contention=1.7, right=0.3),
+    "verification that costs by the token": World(0.8, per_token=0.012),
+    "a draft that would pay, were it not for what no one measures": World(0.6, step=0.01, unseen=0.05),
+    "branches that cost what no one measures": World(0.8, unseen_per_branch=0.002),
+    "a processor that sleeps while it waits": World(0.5, step=0.008, cold=1.7),
+    "a machine that is busy with other things": World(0.8, step=0.008, noise=0.3),
+    "a machine that is busy at times": World(0.85, step=0.01, noise=0.2, neighbours=1.6),
+}
+
+
+def planner_of(world, **settings):
+    from hf_ssd import SSDConfig
+
+    return Planner(SSDConfig(**settings), world.rows, 1000, sampled=True)
+
+
+if __name__ == "__main__":
+    for name, world in WORLDS.items():
+        best = world.best_fixed()
+        shares = [world.run(planner_of(world), skip=skip) / best for skip in (0, 33, 100)]
+        print(
+            f'    "{name}": {best:.2f},  # all {shares[0]:.3f}, from 33 on {shares[1]:.3f}, from 100 on {shares[2]:.3f}'
+        )
