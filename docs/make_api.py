@@ -20,8 +20,8 @@ from hf_ssd import distributed, theory
 WIDTH = 120
 HEAD = """# API reference
 
-Built from the docstrings by `python docs/make_api.py`. `docs/user_guide.md` says what the settings are good for, and how
-to read the figures."""
+Built from the docstrings by `python docs/make_api.py`. `docs/user_guide.md` says what the settings are good for, and
+how to read the figures."""
 INDENTED = ("Args", "Attributes", "Raises")  # sections of a docstring whose entries become a list
 GIVEN = ("DraftAssistant", "DraftError", "Roles", "SSDDecoderOnlyOutput", "SSDStats")  # users get them, and make none
 MEMBERS = {

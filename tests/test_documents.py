@@ -178,16 +178,26 @@ def test_links_lead_somewhere(document):
             assert anchor in {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}, link
 
 
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_the_tests_that_a_document_names_exist(document):
+    known = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    for name in re.findall(r"`(test_\w+)`", document.read_text()):
+        assert f"def {name}(" in known, name
+
+
 # ---------------------------------------------------------------- what is wrong would be noticed
 
 
 def test_a_wrong_block_and_a_wrong_link_are_found(tmp_path, what_readers_have, monkeypatch, capsys):
     document = tmp_path / "wrong.md"
-    document.write_text("```python\ntarget.generate(**inputs, lookahaed=3)\n```\nSee [this](nowhere.md).\n")
+    block = "```python\ntarget.generate(**inputs, lookahaed=3)\n```\n"
+    document.write_text(block + "See [this](nowhere.md), `test_of_nothing`.\n")
     with pytest.raises(ValueError, match="lookahaed"):
         test_the_python_of_a_document_runs(document, what_readers_have, monkeypatch, capsys)
     with pytest.raises(AssertionError):
         test_links_lead_somewhere(document)
+    with pytest.raises(AssertionError):
+        test_the_tests_that_a_document_names_exist(document)
 
 
 def test_a_wrong_option_is_found(monkeypatch, capsys):
