@@ -1,10 +1,12 @@
-"""Writes docs/api.md, the reference of the public names, from their signatures and docstrings.
+"""Build the API reference, one Markdown page, from the signatures and docstrings of the public names.
 
-    python docs/make_api.py
+    python docs/make_api.py                       # writes docs/_build/api.md
+    python docs/make_api.py --output folder
 
 What is public is what `hf_ssd` and `hf_ssd.distributed` list in `__all__`, and the functions of `hf_ssd.theory`.
 """
 
+import argparse
 import dataclasses
 import functools
 import inspect
@@ -18,8 +20,8 @@ from hf_ssd import distributed, theory
 WIDTH = 120
 HEAD = """# API reference
 
-Made from the docstrings by `python docs/make_api.py`; do not edit it by hand. What the settings are good for and how to
-read the figures is in [user_guide.md](user_guide.md)."""
+Built from the docstrings by `python docs/make_api.py`. `docs/user_guide.md` says what the settings are good for, and
+how to read the figures."""
 INDENTED = ("Args", "Attributes", "Raises")  # sections of a docstring whose entries become a list
 GIVEN = ("DraftAssistant", "DraftError", "Roles", "SSDDecoderOnlyOutput", "SSDStats")  # users get them, and make none
 MEMBERS = {
@@ -168,8 +170,16 @@ def short(text: str) -> str:
 
 
 def chapter_entry(name: str) -> list[str]:
-    """Returns the blocks of one public name."""
+    """
+    Returns the blocks of one public name.
+
+    Raises:
+        `SystemExit`: it has no docstring of its own.
+    """
     value, last = find(name), name.split(".")[-1]
+    own = vars(value).get("__doc__") if inspect.isclass(value) else value.__doc__
+    if not own or own.startswith(f"{last}("):  # the latter is what a dataclass without a docstring gets
+        raise SystemExit(f"hf_ssd.{name} has no docstring.")
     blocks = [f"### hf_ssd.{name}"]
     is_given = last in GIVEN
     if not is_given and last != "SSDGenerationMixin":
@@ -190,7 +200,12 @@ def chapter_entry(name: str) -> list[str]:
 
 
 def page() -> str:
-    """Returns the whole page."""
+    """
+    Returns the whole page.
+
+    Raises:
+        `SystemExit`: a public name is in no chapter, or has no docstring.
+    """
     documented = {name for names in CHAPTERS.values() for name in names}
     wanted = {*hf_ssd.__all__, *(f"distributed.{name}" for name in distributed.__all__)}
     if missing := wanted - documented:
@@ -205,8 +220,12 @@ def page() -> str:
     return "\n\n".join(blocks) + "\n"
 
 
-def main() -> None:
-    (Path(__file__).parent / "api.md").write_text(page(), encoding="utf-8")
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "_build", help="folder for api.md")
+    folder = parser.parse_args(arguments).output
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "api.md").write_text(page(), encoding="utf-8")
 
 
 if __name__ == "__main__":

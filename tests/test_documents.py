@@ -19,7 +19,6 @@ ROOT = Path(__file__).parent.parent
 PAIR = ROOT / "examples" / "pair"
 DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/pair/README.md")]
 DOCUMENTS += sorted((ROOT / "docs").glob("*.md"))
-GENERATED = ROOT / "docs" / "api.md"
 
 
 def blocks_of(document: Path, language: str) -> list[str]:
@@ -29,7 +28,7 @@ def blocks_of(document: Path, language: str) -> list[str]:
 
 # ---------------------------------------------------------------- Python
 
-WRITTEN = [document for document in DOCUMENTS if document != GENERATED and blocks_of(document, "python")]
+WRITTEN = [document for document in DOCUMENTS if blocks_of(document, "python")]
 
 
 def on_this_machine(block: str) -> str:
@@ -77,9 +76,36 @@ def test_the_programs_for_torchrun_run(document, tmp_path):
     assert programs
 
 
-def test_the_api_reference_is_that_of_the_code():
-    module = runpy.run_path(str(ROOT / "docs" / "make_api.py"))
-    assert module["page"]() == GENERATED.read_text(), "run `python docs/make_api.py`"
+# ---------------------------------------------------------------- the API reference
+
+
+@pytest.fixture
+def make_api(tmp_path):
+    """Builds the reference and returns it."""
+
+    def build() -> str:
+        runpy.run_path(str(ROOT / "docs" / "make_api.py"))["main"](["--output", str(tmp_path / "reference")])
+        return (tmp_path / "reference" / "api.md").read_text()
+
+    return build
+
+
+def test_the_api_reference_has_an_entry_for_every_public_name(make_api):
+    entries = re.split(r"^### ", make_api(), flags=re.MULTILINE)[1:]
+    texts = {heading: text for heading, _, text in (entry.partition("\n") for entry in entries)}
+    for name in [*hf_ssd.__all__, *(f"distributed.{name}" for name in hf_ssd.distributed.__all__)]:
+        described = re.sub(r"```python.*?```", "", texts[f"hf_ssd.{name}"], flags=re.DOTALL)
+        assert len(described.split()) > 5, name
+
+
+def test_a_public_name_without_a_chapter_or_a_docstring_is_found(make_api, monkeypatch):
+    monkeypatch.setattr(hf_ssd, "__all__", [*hf_ssd.__all__, "new_name"])
+    with pytest.raises(SystemExit, match="new_name"):
+        make_api()
+    monkeypatch.undo()
+    monkeypatch.setattr(hf_ssd.SSDConfig, "__doc__", None)
+    with pytest.raises(SystemExit, match="SSDConfig"):
+        make_api()
 
 
 # ---------------------------------------------------------------- commands
@@ -152,16 +178,26 @@ def test_links_lead_somewhere(document):
             assert anchor in {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}, link
 
 
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_the_tests_that_a_document_names_exist(document):
+    known = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    for name in re.findall(r"`(test_\w+)`", document.read_text()):
+        assert f"def {name}(" in known, name
+
+
 # ---------------------------------------------------------------- what is wrong would be noticed
 
 
 def test_a_wrong_block_and_a_wrong_link_are_found(tmp_path, what_readers_have, monkeypatch, capsys):
     document = tmp_path / "wrong.md"
-    document.write_text("```python\ntarget.generate(**inputs, lookahaed=3)\n```\nSee [this](nowhere.md).\n")
+    block = "```python\ntarget.generate(**inputs, lookahaed=3)\n```\n"
+    document.write_text(block + "See [this](nowhere.md), `test_of_nothing`.\n")
     with pytest.raises(ValueError, match="lookahaed"):
         test_the_python_of_a_document_runs(document, what_readers_have, monkeypatch, capsys)
     with pytest.raises(AssertionError):
         test_links_lead_somewhere(document)
+    with pytest.raises(AssertionError):
+        test_the_tests_that_a_document_names_exist(document)
 
 
 def test_a_wrong_option_is_found(monkeypatch, capsys):
