@@ -4,7 +4,7 @@ from .config import SSDConfig
 from .distributed.assistant import DraftAssistant
 from .distributed.launch import launch_draft
 from .distributed.session import DraftError
-from .generation.mixin import SSDGenerationMixin, enable, generate
+from .generation.api import SSDGenerationMixin, enable, generate
 from .generation.streaming import BatchStreamer
 from .stats import SSDDecoderOnlyOutput, SSDStats
 

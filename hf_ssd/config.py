@@ -74,38 +74,34 @@ class SSDConfig:
 
     def __post_init__(self):
         if not isinstance(self.fan_out, str):
-            whole = isinstance(self.fan_out, (list, tuple)) and all(_is_integer(f) and f >= 0 for f in self.fan_out)
-            count = "at least 2" if self.lookahead == "auto" else f"here {self.lookahead} + 1"
-            allowed = whole and sum(self.fan_out) > 0 and len(self.fan_out) > 1
-            allowed = allowed and self.lookahead in ("auto", len(self.fan_out) - 1)
-            _require("fan_out", self.fan_out, allowed, f"{_FAN_OUT} ({count}, not all zero)")
-            self.fan_out = list(self.fan_out)
-            self.lookahead, self.budget = len(self.fan_out) - 1, sum(self.fan_out)
-        else:
-            _require("fan_out", self.fan_out, self.fan_out in FAN_OUTS, _FAN_OUT)
-        allowed = self.lookahead == "auto" or (_is_integer(self.lookahead) and 1 <= self.lookahead <= LONGEST_LOOKAHEAD)
-        _require("lookahead", self.lookahead, allowed, f'"auto" or an integer between 1 and {LONGEST_LOOKAHEAD}')
-        allowed = self.budget == "auto" or (_is_integer(self.budget) and self.budget >= 1)
-        _require("budget", self.budget, allowed, '"auto" or an integer of at least 1')
-        allowed = self.saguaro_c == "auto" or 0 <= _number(self.saguaro_c) <= 1
-        _require("saguaro_c", self.saguaro_c, allowed, '"auto" or a number between 0 and 1')
-        allowed = self.fallback in FALLBACKS if isinstance(self.fallback, str) else _has_propose(self.fallback)
-        _require("fallback", self.fallback, allowed, _FALLBACK)
-        a, r, timeout = (_number(x) for x in (self.acceptance_rate, self.power_law_exponent, self.timeout))
-        _require("acceptance_rate", self.acceptance_rate, 0 < a < 1, "a number between 0 and 1, both excluded")
-        _require("power_law_exponent", self.power_law_exponent, 0 < r < math.inf, "a positive number")
-        _require("timeout", self.timeout, 0 < timeout < math.inf, "a positive number of seconds")
-        allowed = self.on_draft_failure in ("continue", "raise")
-        _require("on_draft_failure", self.on_draft_failure, allowed, '"continue" or "raise"')
-        _require("asynchronous", self.asynchronous, isinstance(self.asynchronous, bool), "True or False")
+            counts = self.fan_out if isinstance(self.fan_out, (list, tuple)) else ()
+            are_counts = len(counts) > 1 and all(_is_integer(f, 0) for f in counts) and sum(counts) > 0
+            length = "at least 2" if self.lookahead == "auto" else f"here {self.lookahead} + 1"
+            fits = are_counts and self.lookahead in ("auto", len(counts) - 1)
+            _require("fan_out", self.fan_out, fits, f"{_FAN_OUT} ({length}, not all zero)")
+            self.fan_out, self.lookahead, self.budget = list(counts), len(counts) - 1, sum(counts)
+        a, r, c, timeout = map(_number, (self.acceptance_rate, self.power_law_exponent, self.saguaro_c, self.timeout))
+        longest, has_named_fallback = LONGEST_LOOKAHEAD, isinstance(self.fallback, str)
+        rules = {
+            "fan_out": (isinstance(self.fan_out, list) or self.fan_out in FAN_OUTS, _FAN_OUT),
+            "lookahead": (
+                self.lookahead == "auto" or _is_integer(self.lookahead, 1, longest),
+                f'"auto" or an integer between 1 and {longest}',
+            ),
+            "budget": (self.budget == "auto" or _is_integer(self.budget, 1), '"auto" or an integer of at least 1'),
+            "saguaro_c": (self.saguaro_c == "auto" or 0 <= c <= 1, '"auto" or a number between 0 and 1'),
+            "fallback": (self.fallback in FALLBACKS if has_named_fallback else _has_propose(self.fallback), _FALLBACK),
+            "acceptance_rate": (0 < a < 1, "a number between 0 and 1, both excluded"),
+            "power_law_exponent": (0 < r < math.inf, "a positive number"),
+            "timeout": (0 < timeout < math.inf, "a positive number of seconds"),
+            "on_draft_failure": (self.on_draft_failure in ("continue", "raise"), '"continue" or "raise"'),
+            "asynchronous": (isinstance(self.asynchronous, bool), "True or False"),
+        }
+        for name, (is_allowed, allowed) in rules.items():
+            _require(name, getattr(self, name), is_allowed, allowed)
 
     def to_dict(self) -> dict:
-        """
-        Returns the settings as plain Python objects that JSON can hold.
-
-        Raises:
-            `ValueError`: `fallback` is an object.
-        """
+        """Returns the settings as plain objects for JSON. A `fallback` that is an object raises `ValueError`."""
         if not isinstance(self.fallback, str):
             raise ValueError("A `fallback` of your own cannot be saved; give it to SSDConfig again after loading.")
         return dataclasses.asdict(self)
@@ -113,11 +109,8 @@ class SSDConfig:
     @classmethod
     def from_dict(cls, settings: dict) -> "SSDConfig":
         """
-        Args:
-            settings (`dict`): What [`~SSDConfig.to_dict`] gave. Missing keys take their default.
-
-        Raises:
-            `ValueError`: a key is not a setting, or a value is not allowed.
+        Returns the configuration that [`~SSDConfig.to_dict`] gave as `settings`. Missing keys take their default; a key
+        that is not a setting and a value that is not allowed raise `ValueError`.
         """
         if not isinstance(settings, dict):
             raise ValueError(f"The settings of SSDConfig are a {type(settings).__name__}, but must be a dict.")
@@ -167,13 +160,13 @@ _FALLBACK = ", ".join(f'"{name}"' for name in FALLBACKS) + (
 )
 
 
-def _require(name: str, value, allowed: bool, what_is_allowed: str) -> None:
-    if not allowed:
-        raise ValueError(f"SSDConfig: `{name}` is {value!r}, but must be {what_is_allowed}.")
+def _require(name: str, value, is_allowed: bool, allowed: str) -> None:
+    if not is_allowed:
+        raise ValueError(f"SSDConfig: `{name}` is {value!r}, but must be {allowed}.")
 
 
-def _is_integer(value) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _is_integer(value, low: int, high: float = math.inf) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
 
 
 def _has_propose(value) -> bool:

@@ -1,5 +1,8 @@
-"""The paper's formulas as pure functions of plain numbers (Kumar, Dao, May, ICLR 2026). Every time T is in units of one
-verification by the target, and every expectation E in tokens per round, the bonus token included."""
+"""
+The paper's formulas as pure functions of plain numbers (Kumar, Dao, May, ICLR 2026). Every time T is in units of one
+verification by the target, and every expectation E in tokens per round, the bonus token included. Arguments out of
+range raise `ValueError`.
+"""
 
 import math
 from collections.abc import Iterable
@@ -10,11 +13,7 @@ def acceptance_rate(p: list[float], q: list[float]) -> float:
     How often speculative decoding accepts a token drawn from q: sum_x min(p(x), q(x)) (Theorem 1).
 
     Args:
-        p (`list[float]`): The target's probability of each token, summing to 1.
-        q (`list[float]`): The draft's, in the same order.
-
-    Returns:
-        `float`: 1 minus the total variation between p and q, in [0, 1].
+        p, q (`list[float]`): The target's and the draft's probability of each token, each summing to 1.
     """
     _check(0, 1, p=p, q=q)
     for name, total in (("p", math.fsum(p)), ("q", math.fsum(q))):
@@ -32,9 +31,6 @@ def expected_tokens(acceptance_rate: float, lookahead: int) -> float:
     Args:
         acceptance_rate (`float`): Chance a in [0, 1] that one drafted token is accepted, independent of the others.
         lookahead (`int`): Drafted tokens K >= 0 in the speculation.
-
-    Returns:
-        `float`: Tokens per round, bonus token included, between 1 and K + 1.
     """
     _check(0, 1, acceptance_rate=acceptance_rate)
     _check(0, math.inf, lookahead=lookahead)
@@ -43,30 +39,12 @@ def expected_tokens(acceptance_rate: float, lookahead: int) -> float:
     return (1 - acceptance_rate ** (lookahead + 1)) / (1 - acceptance_rate)
 
 
-def expected_tokens_by_position(acceptance_rates: list[float]) -> float:
-    """
-    Expected tokens of a round whose positions differ: E = 1 + sum_k a_1 ... a_k.
-
-    Args:
-        acceptance_rates (`list[float]`): a_i in [0, 1], the chance that token i is accepted if those before it were.
-
-    Returns:
-        `float`: Tokens per round, bonus token included, between 1 and K + 1.
-    """
-    _check(0, 1, acceptance_rates=acceptance_rates)
-    return 1 + math.fsum(math.prod(acceptance_rates[: k + 1]) for k in range(len(acceptance_rates)))
-
-
 def outcome_probabilities(acceptance_rate: float, lookahead: int) -> list[float]:
     """
     How likely each accepted count is: P(k) = a^k (1 - a) for k < K and P(K) = a^K.
 
     Args:
-        acceptance_rate (`float`): Chance a in [0, 1] that one drafted token is accepted, independent of the others.
-        lookahead (`int`): K >= 0.
-
-    Returns:
-        `list[float]` of length `lookahead + 1`, which sums to 1.
+        acceptance_rate, lookahead: As in [`expected_tokens`].
     """
     _check(0, 1, acceptance_rate=acceptance_rate)
     _check(0, math.inf, lookahead=lookahead)
@@ -79,7 +57,7 @@ def speculative_decoding_speedup(expected_tokens: float, draft_time: float) -> f
 
     Args:
         expected_tokens (`float`): E_SD, tokens per round.
-        draft_time (`float`): T_SD >= 0, time to draft one speculation in units of one verification.
+        draft_time (`float`): T_SD >= 0, time to draft one speculation.
     """
     _check(0, math.inf, draft_time=draft_time)
     return expected_tokens / (1 + draft_time)
@@ -95,8 +73,8 @@ def ssd_speedup(
         hit_rate (`float`): p in [0, 1], the chance that a row's outcome was prepared.
         expected_hit (`float`): E_hit, tokens of a round whose speculation came from the cache.
         expected_miss (`float`): E_miss, tokens of a round whose speculation came from the fallback.
-        primary_time (`float`): T_p >= 0, time to prepare the cache in units of one verification. Hidden up to 1.
-        backup_time (`float`): T_b >= 0, time of the fallback after a miss in the same units.
+        primary_time (`float`): T_p >= 0, time to prepare the cache. Hidden up to 1.
+        backup_time (`float`): T_b >= 0, time of the fallback after a miss.
         rows (`float`): Batch size b, a mean may be fractional: all rows wait if one of them misses.
     """
     _check(0, 1, hit_rate=hit_rate)
@@ -111,12 +89,9 @@ def overall_hit_rate(hit_rate_after_primary: float, hit_rate_after_backup: float
     Share of rounds that hit in the long run: p = p_b / (1 - p_p + p_b) (Equation 1).
 
     Args:
-        hit_rate_after_primary (`float`): p_p in [0, 1], chance of a hit after a hit, where the primary speculated.
+        hit_rate_after_primary (`float`): p_p in [0, 1], chance of a hit after a hit, where the primary speculated. If
+            it is 1 the result is 1, which holds if the first round hits.
         hit_rate_after_backup (`float`): p_b in [0, 1], chance of a hit after a miss, where the backup speculated.
-
-    Returns:
-        `float`: p in [0, 1]. With p_p = 1 and p_b = 0 the first round decides all others and any share is stationary;
-        1.0 is returned, which holds if the first round hits. If it misses, no round ever hits.
     """
     _check(0, 1, hit_rate_after_primary=hit_rate_after_primary, hit_rate_after_backup=hit_rate_after_backup)
     if hit_rate_after_primary == 1:
@@ -127,15 +102,13 @@ def overall_hit_rate(hit_rate_after_primary: float, hit_rate_after_backup: float
 def ssd_over_speculative_decoding(hit_rate: float, draft_time: float, primary_time: float = 1.0) -> float:
     """
     Speed of SSD over synchronous speculative decoding where one draft serves as SD's draft, primary and backup, so
-    E_hit = E_miss = E_SD and T_b = T_SD: (1 + T_SD) / (p max(1, T_p) + (1 - p)(1 + T_SD)) (Corollary 8).
+    E_hit = E_miss = E_SD and T_b = T_SD: (1 + T_SD) / (p max(1, T_p) + (1 - p)(1 + T_SD)) (Corollary 8). It is never
+    below 1 if T_p <= 1 + T_SD.
 
     Args:
         hit_rate (`float`): p in [0, 1].
-        draft_time (`float`): T_SD >= 0, time to draft one speculation in units of one verification.
+        draft_time (`float`): T_SD >= 0, time to draft one speculation.
         primary_time (`float`): T_p >= 0, time to prepare the cache. Hidden up to 1.
-
-    Returns:
-        `float`: Never below 1 if the preparation is hidden, T_p <= 1, nor in fact if T_p <= 1 + T_SD.
     """
     _check(0, math.inf, draft_time=draft_time)
     return ssd_speedup(hit_rate, 1.0, 1.0, primary_time, draft_time) / speculative_decoding_speedup(1.0, draft_time)
@@ -146,7 +119,7 @@ def ssd_over_speculative_decoding_bound(draft_time: float, expected_hit: float, 
     Upper bound on the speed of SSD over synchronous speculative decoding: (1 + T_SD) E_hit / E_SD (Corollary 9).
 
     Args:
-        draft_time (`float`): T_SD >= 0, time to draft one speculation in units of one verification.
+        draft_time (`float`): T_SD >= 0, time to draft one speculation.
         expected_hit (`float`): E_hit, tokens of a round whose speculation came from the cache.
         expected_sd (`float`): E_SD > 0, tokens of a round of SD.
     """
@@ -165,9 +138,6 @@ def geometric_fan_out(lookahead: int, budget: float, acceptance_rate: float, pow
         budget (`float`): Outcomes to prepare, B >= 0, the sum of the result.
         acceptance_rate (`float`): a, between 0 and 1, both excluded.
         power_law_exponent (`float`): r > 0. A fan-out of F misses the bonus token with probability F^-r.
-
-    Returns:
-        `list[float]` of length `lookahead + 1`: Outcomes to prepare for each accepted count.
     """
     _check(0, 1, exclusive=True, acceptance_rate=acceptance_rate)
     return fan_out_for(outcome_probabilities(acceptance_rate, lookahead), budget, power_law_exponent)
@@ -180,8 +150,7 @@ def fan_out_for(probabilities: list[float], budget: float, power_law_exponent: f
 
     Args:
         probabilities (`list[float]`): P(k) >= 0 of each accepted count k, not all 0. Only their ratios matter.
-        budget (`float`): Outcomes to prepare, B >= 0, the sum of the result.
-        power_law_exponent (`float`): r > 0. A fan-out of F misses the bonus token with probability F^-r.
+        budget, power_law_exponent: As in [`geometric_fan_out`].
 
     Returns:
         `list[float]`, one for each accepted count. May be below 1, where the power law has no meaning.
@@ -193,40 +162,16 @@ def fan_out_for(probabilities: list[float], budget: float, power_law_exponent: f
     return [budget * weight / total for weight in weights]
 
 
-def best_integer_fan_out(probabilities: list[float], budget: int, hit_rate_by_rank: list[float]) -> list[int]:
-    """
-    The exact optimum over whole numbers, the largest sum_k P(k) (h[0] + ... + h[F_k - 1]). Because h never rises, the
-    B largest gains P(k) h[r] include no guess without the better ones of its count: greedy is optimal.
-
-    Args:
-        probabilities (`list[float]`): P(k) >= 0 of each accepted count k. Only their ratios matter.
-        budget (`int`): Outcomes to prepare, B >= 0, at most one for each accepted count and rank.
-        hit_rate_by_rank (`list[float]`): h[r] in [0, 1], the chance, after any accepted count, that the guess of rank
-            r is the bonus token; 0 is the best rank. Must not rise.
-
-    Returns:
-        `list[int]`, one for each accepted count, of sum B. Ties go to the better rank, then to the lower count.
-    """
-    _check(0, math.inf, probabilities=probabilities)
-    _check(0, 1, hit_rate_by_rank=hit_rate_by_rank)
-    _check(0, len(probabilities) * len(hit_rate_by_rank), budget=budget)
-    if any(worse > better for better, worse in zip(hit_rate_by_rank, hit_rate_by_rank[1:])):
-        raise ValueError(f"`hit_rate_by_rank` is {hit_rate_by_rank}, but must not rise.")
-    gains = sorted((-p * h, rank, k) for k, p in enumerate(probabilities) for rank, h in enumerate(hit_rate_by_rank))
-    chosen = [k for _, _, k in gains[:budget]]
-    return [chosen.count(k) for k in range(len(probabilities))]
-
-
 def critical_batch_size(hit_rate: float, primary_time: float, expected_hit: float, expected_miss: float) -> float:
     """
     Batch size above which an instant backup (T_b = 0, E_miss after a miss) beats the primary used just in time
-    (T_b = T_p, E_hit after a miss too), and below which the primary wins, because a miss is rare enough to wait for:
-    b* = log(1 + 1/T_p - E_hit / (T_p (p E_hit + (1-p) E_miss))) / log p (Theorem 17), where `ssd_speedup` is the same.
+    (T_b = T_p, E_hit after a miss too): b* = log(1 + 1/T_p - E_hit / (T_p (p E_hit + (1-p) E_miss))) / log p
+    (Theorem 17), where `ssd_speedup` is the same for both.
 
     Args:
         hit_rate (`float`): p, between 0 and 1, both excluded, the same with either fallback.
-        primary_time (`float`): T_p > 0 in units of one verification. A hit counts as one unit: above 1 it takes T_p,
-            and the curves of `ssd_speedup` cross elsewhere.
+        primary_time (`float`): T_p > 0. A hit counts as one unit: above 1 it takes T_p, and the curves of `ssd_speedup`
+            cross elsewhere.
         expected_hit (`float`): E_hit >= E_miss, tokens of a round that the primary speculated.
         expected_miss (`float`): E_miss >= 1, tokens of a round that the backup speculated.
 
@@ -244,14 +189,11 @@ def critical_batch_size(hit_rate: float, primary_time: float, expected_hit: floa
 
 def fit_power_law(fan_outs: list[float], miss_rates: list[float]) -> tuple[float, float]:
     """
-    Fits miss rate = scale * F^-r by least squares in logarithms.
+    Fits miss rate = scale * F^-r by least squares in logarithms, and returns the scale and r.
 
     Args:
         fan_outs (`list[float]`): F > 0 of each measurement, at least two different ones whose miss rate is not 0.
         miss_rates (`list[float]`): Misses as a share, in [0, 1]. Zeros have no logarithm and are left out.
-
-    Returns:
-        Two `float`: The scale and r, the `power_law_exponent` of other functions if it is positive.
     """
     _check(0, math.inf, exclusive=True, fan_outs=fan_outs)
     _check(0, 1, miss_rates=miss_rates)
@@ -265,13 +207,11 @@ def fit_power_law(fan_outs: list[float], miss_rates: list[float]) -> tuple[float
 
 def predict(stats) -> float:
     """
-    The speed that Corollary 16 (Theorem 7 for one row) gives for the parts a run measured, while decoding: the prefill
-    is not in it, nor the bookkeeping between a decision and the wait for the next speculation.
+    The speed while decoding that Corollary 16 (Theorem 7 for one row) gives for the parts that a call measured.
 
     Args:
-        stats ([`~generation.outputs.SSDStats`]): `hits[i]` and `wait_seconds[i]` tell of receiving the speculation of
-            round i, `accepted[i]` and `verify_seconds[i]` of verifying it, which a stopped call may lack for the last
-            round. Rows that were finished, accepted -1, do not count.
+        stats ([`~generation.outputs.SSDStats`]): Its `hits`, `wait_seconds`, `accepted` and `verify_seconds` count, but
+            for rows that were finished (accepted -1) and a last speculation that was not verified.
 
     Returns:
         `float`: Tokens per second, all rows together: b times `ssd_speedup`, over the mean verification V. p, E_hit and

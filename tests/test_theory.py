@@ -49,8 +49,6 @@ def test_expected_tokens_by_hand():
     assert theory.expected_tokens(0.0, 7) == 1
     assert theory.expected_tokens(1.0, 7) == 8
     assert theory.expected_tokens(0.5, 2) == pytest.approx(1.75)  # 1 + 1/2 + 1/4
-    assert theory.expected_tokens_by_position([]) == 1
-    assert theory.expected_tokens_by_position([0.5, 0.2, 1.0]) == pytest.approx(1.7)  # 1 + 0.5 + 0.1 + 0.1
 
 
 def test_outcome_probabilities_by_hand():
@@ -69,16 +67,12 @@ def accepted_counts(rates):
     return chances
 
 
-@given(st.lists(rates, max_size=6), rates)
-def test_expectations_and_outcomes_are_those_of_all_patterns(by_position, rate):
-    expected = sum((k + 1) * chance for k, chance in enumerate(accepted_counts(by_position)))
-    assert theory.expected_tokens_by_position(by_position) == pytest.approx(expected)
-    lookahead = len(by_position)
+@given(st.integers(0, 6), rates)
+def test_expectations_and_outcomes_are_those_of_all_patterns(lookahead, rate):
     chances = accepted_counts([rate] * lookahead)
     assert theory.outcome_probabilities(rate, lookahead) == pytest.approx(chances)
     expected = sum((k + 1) * chance for k, chance in enumerate(chances))
     assert theory.expected_tokens(rate, lookahead) == pytest.approx(expected)
-    assert theory.expected_tokens_by_position([rate] * lookahead) == pytest.approx(expected)
 
 
 def test_patterns_tell_mutants_apart():
@@ -228,42 +222,6 @@ def test_fan_out_for_by_hand():
     assert theory.fan_out_for([0.5, 0.0, 0.5], 4, 0.7) == pytest.approx([2, 0, 2])
     chances = theory.outcome_probabilities(0.7, 5)
     assert theory.fan_out_for(chances, 20, 0.6) == pytest.approx(theory.geometric_fan_out(5, 20, 0.7, 0.6))
-
-
-def ranked_hit_rate(probabilities, counts, hit_rate_by_rank):
-    return sum(p * sum(hit_rate_by_rank[:count]) for p, count in zip(probabilities, counts))
-
-
-def is_best_integer_allocation(probabilities, budget, hit_rate_by_rank, counts):
-    feasible = [n for n in allocations(len(probabilities), budget) if max(n) <= len(hit_rate_by_rank)]
-    best = max(ranked_hit_rate(probabilities, n, hit_rate_by_rank) for n in feasible)
-    return ranked_hit_rate(probabilities, counts, hit_rate_by_rank) >= best - 1e-12
-
-
-@given(
-    st.lists(rates, min_size=1, max_size=4),
-    st.integers(0, 9),
-    st.lists(rates, min_size=1, max_size=6).map(lambda h: sorted(h, reverse=True)),
-)
-def test_best_integer_fan_out_is_the_best_of_all_allocations(probabilities, budget, hit_rate_by_rank):
-    budget = min(budget, len(probabilities) * len(hit_rate_by_rank))
-    counts = theory.best_integer_fan_out(probabilities, budget, hit_rate_by_rank)
-    assert sum(counts) == budget and len(counts) == len(probabilities)
-    assert min(counts) >= 0 and max(counts) <= len(hit_rate_by_rank)
-    assert is_best_integer_allocation(probabilities, budget, hit_rate_by_rank, counts)
-
-
-def test_best_integer_fan_out_by_hand_and_mutants():
-    hit_rate_by_rank = [0.6, 0.1, 0.05]
-    # Gains: 0.36, 0.06, 0.03 after none, 0.12, 0.02, 0.01 after one, 0.12, 0.02, 0.01 after two.
-    assert theory.best_integer_fan_out([0.6, 0.2, 0.2], 4, hit_rate_by_rank) == [2, 1, 1]
-    assert theory.best_integer_fan_out([0.6, 0.2, 0.2], 6, hit_rate_by_rank) == [3, 2, 1]  # a tie: the lower count
-    assert theory.best_integer_fan_out([0.6, 0.2, 0.2], 9, hit_rate_by_rank) == [3, 3, 3]
-    assert theory.best_integer_fan_out([0.6, 0.2, 0.2], 0, hit_rate_by_rank) == [0, 0, 0]
-    assert theory.best_integer_fan_out([0.0, 0.0], 3, [0.0, 0.0]) == [2, 1]  # nothing to gain, still the sum
-    chances = [0.6, 0.2, 0.2]
-    for mutant in ([3, 1, 0], [2, 2, 0], [3, 0, 1]):  # one count after the other, the probabilities or ranks ignored
-        assert not is_best_integer_allocation(chances, 4, hit_rate_by_rank, mutant)
 
 
 def with_primary(p, primary_time, expected_hit, batch_size):
@@ -449,7 +407,6 @@ def test_predict_reads_what_generate_returns():
         ("acceptance_rate", lambda: theory.expected_tokens(1.1, 3)),
         ("acceptance_rate", lambda: theory.expected_tokens(math.nan, 3)),
         ("lookahead", lambda: theory.expected_tokens(0.5, -1)),
-        ("acceptance_rates", lambda: theory.expected_tokens_by_position([0.5, 1.2])),
         ("acceptance_rate", lambda: theory.outcome_probabilities(-0.1, 3)),
         ("lookahead", lambda: theory.outcome_probabilities(0.5, -1)),
         ("draft_time", lambda: theory.speculative_decoding_speedup(3.0, -0.1)),
@@ -464,10 +421,6 @@ def test_predict_reads_what_generate_returns():
         ("probabilities", lambda: theory.fan_out_for([0.5, -0.5], 10, 0.5)),
         ("probabilities", lambda: theory.fan_out_for([0.0, 0.0], 10, 0.5)),
         ("budget", lambda: theory.fan_out_for([0.5, 0.5], -1, 0.5)),
-        ("probabilities", lambda: theory.best_integer_fan_out([-1.0], 1, [0.5])),
-        ("budget", lambda: theory.best_integer_fan_out([0.5, 0.5], 5, [0.5, 0.2])),
-        ("must not rise", lambda: theory.best_integer_fan_out([0.5, 0.5], 2, [0.2, 0.5])),
-        ("hit_rate_by_rank", lambda: theory.best_integer_fan_out([0.5, 0.5], 2, [1.5, 0.5])),
         ("hit_rate", lambda: theory.critical_batch_size(1.0, 0.5, 3.0, 2.0)),
         ("primary_time", lambda: theory.critical_batch_size(0.5, 0.0, 3.0, 2.0)),
         ("expected_miss", lambda: theory.critical_batch_size(0.5, 0.5, 2.0, 3.0)),

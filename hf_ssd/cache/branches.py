@@ -1,4 +1,4 @@
-"""Prefix and branches in one cache: many continuations of each row, one token of each per forward pass."""
+"""The verified prefix and many branches of each row in one cache; a forward pass adds one token to each branch."""
 
 import torch
 
@@ -8,13 +8,13 @@ from .cached_model import CachedModel
 
 class Branches:
     """
-    Continuations that fork from different places of a row's prefix. Branch `i` of row `r` sees the first `forks[r, i]`
-    columns of the prefix and its own tokens. The tokens of depth `d` stand in columns `base + d * N + i`, beyond the
-    prefix of every row, so that writing them moves nothing; to drop all branches is to forget them.
+    Continuations that fork from different places of a row's verified prefix. Branch `i` of row `r` sees the first
+    `forks[r, i]` columns of the prefix and its own tokens. The tokens of depth `d` stand in columns `base + d * N + i`,
+    behind the prefix of every row, so that writing them moves nothing; to drop all branches is to forget them.
 
     Args:
-        decoder (`CachedModel`): The draft model and its cache, which holds the prefix.
-        forks (`torch.LongTensor` of shape `(batch_size, N)`): Prefix columns that each branch sees.
+        decoder (`CachedModel`): The draft model and its cache, which holds the verified prefix.
+        forks (`torch.LongTensor` of shape `(batch_size, N)`): Columns of the prefix that each branch sees.
         base (`int`): First column that no prefix uses.
         depth (`int`): How many tokens a branch may grow.
     """
@@ -26,16 +26,13 @@ class Branches:
         # A branch at depth d sees what it saw at depth d - 1 and its own new column: the mask is filled as it grows.
         width = decoder.columns_seen(base + depth * self.count, self.count)
         self.allowed = masks.visible_up_to(forks - 1, width)
+        self.additive = masks.additive(self.allowed, decoder.dtype)
         self.positions_of_columns = None
         if decoder.layout.window is not None:
-            prefix = torch.arange(base, device=forks.device).expand(*forks.shape, base)
-            grown = forks.repeat(1, depth)[:, None, :] + torch.arange(depth, device=forks.device).repeat_interleave(
-                self.count
-            )
-            self.positions_of_columns = torch.cat([prefix, grown.expand(*forks.shape, -1)], dim=2)
-            unused = width - self.positions_of_columns.shape[2]
-            self.positions_of_columns = torch.nn.functional.pad(self.positions_of_columns, (0, unused))
-        self.additive = masks.additive(self.allowed, decoder.dtype)
+            columns = torch.arange(width, device=forks.device)
+            grown = forks.repeat(1, depth) + torch.arange(depth, device=forks.device).repeat_interleave(self.count)
+            self.positions_of_columns = columns.repeat(*forks.shape, 1)
+            self.positions_of_columns[:, :, base : base + grown.shape[1]] = grown[:, None]
 
     def grow(self, tokens: torch.LongTensor) -> torch.Tensor:
         """

@@ -15,8 +15,8 @@ from .support import attention_layout, is_flash_attention
 
 class CachedModel:
     """
-    Feeds new tokens of each row to a model, each row at its own length. Rows that are finished can be left out; who
-    feeds goes on to speak of all rows.
+    Feeds new tokens of each row to a model, each row at its own length. Rows that are finished can be left out; callers
+    still pass and get tensors of all rows.
 
     Args:
         model (`PreTrainedModel`): A model that [`~hf_ssd.cache.support.check_supported`] accepts.
@@ -24,8 +24,8 @@ class CachedModel:
         valid (`torch.BoolTensor` of shape `(batch_size, columns)`, *optional*): `False` where the prompt is padding.
         first_positions (`list[int]`, *optional*): Position of column 0 for each row, negative if the row is padded on
             the left. 0 by default.
-        column_limit (`int`, *optional*): Tokens from this column on are never used; they are fed with the position of
-            the column before it, as the model may have none beyond.
+        column_limit (`int`, *optional*): Tokens from this column on are never used. They are fed with the position of
+            the column before it, because the model may have none beyond.
         token_type_ids (`torch.LongTensor` of shape `(batch_size, columns)`, *optional*): Of the prompt. As in plain
             generation, each new token has the type of the last one.
     """
@@ -45,15 +45,15 @@ class CachedModel:
         self.layout = attention_layout(model)
         self.reads_2d_masks = is_flash_attention(model)
         # sdpa takes half the time without a mask. Eager attention would ask transformers to make one.
-        implementation = model.config.get_text_config(decoder=True)._attn_implementation
-        self.needs_no_mask_for_one = self.valid is None and self.layout.window is None and implementation == "sdpa"
+        is_sdpa = model.config.get_text_config(decoder=True)._attn_implementation == "sdpa"
+        self.needs_no_mask_for_one = self.valid is None and self.layout.window is None and is_sdpa
         self.first_positions = first_positions
         self.column_limit = column_limit
         self.token_types = None if token_type_ids is None else token_type_ids[:, -1:].to(self.device)
         # Without masks nothing hides the columns of a window that are not in use.
         self.is_compiled = is_compiled(model) and not self.reads_2d_masks
         self.fewest_tokens = FEWEST_TOKENS if self.is_compiled else 1
-        self.keeps_logits = model._supports_logits_to_keep()  # which inspects a signature each time it is asked
+        self.takes_logits_to_keep = model._supports_logits_to_keep()
         self.takes_lengths = self.reads_2d_masks and _takes_other_arguments(model)
 
     def leave_out(self, finished: list[bool]) -> None:
@@ -61,7 +61,7 @@ class CachedModel:
         self.cache.leave_out(finished, self.fewest_tokens)
 
     def computed(self, of_rows):
-        """Returns those rows of a tensor, or those elements of a list, that are computed."""
+        """Returns the rows of a tensor or the elements of a list that are computed."""
         rows = self.cache.rows
         if rows is None or of_rows is None:
             return of_rows
@@ -86,24 +86,20 @@ class CachedModel:
             tokens (`torch.LongTensor` of shape `(batch_size, new_tokens)`): What follows each row.
             lengths (`list[int]`): Columns of each row before these tokens. What a row has beyond is overwritten.
             logits_to_keep (`torch.LongTensor`, *optional*): Which of the new positions to return logits for, the same
-                for all rows. All by default: a prefill that needs one would fill the memory with the others.
+                for all rows. All by default, which after a long prompt can fill the memory.
 
         Returns:
             `torch.FloatTensor` of shape `(batch_size, positions, vocab_size)`: Raw logits, in the model's dtype.
         """
         tokens, lengths, count = self.computed(tokens), self.computed(lengths), tokens.shape[1]
         width = self.columns_seen(max(lengths) + count, count)
-        are_even = min(lengths) == max(lengths)
-        if are_even:
-            columns = torch.arange(lengths[0], lengths[0] + count, device=self.device).expand(len(lengths), -1)
-            self.cache.place(slice(lengths[0], lengths[0] + count), width)
-        else:
-            columns = from_host(lengths, self.device)[:, None] + torch.arange(count, device=self.device)
-            self.cache.place(columns, width)
-        needs_none = count == 1 and self.needs_no_mask_for_one and are_even
+        start, is_even = lengths[0], min(lengths) == max(lengths)
+        columns = from_host(lengths, self.device)[:, None] + torch.arange(count, device=self.device)
+        self.cache.place(slice(start, start + count) if is_even else columns, width)
+        sees_all = count == 1 and is_even and self.needs_no_mask_for_one and self.cache.window is None
         is_prefill = not self.cache.layers and self.valid is None
-        if self.reads_2d_masks or is_prefill or (needs_none and self.cache.window is None):
-            mask = None  # nothing is hidden, and the causal rule is the kernel's own
+        if self.reads_2d_masks or is_prefill or sees_all:
+            mask = None  # nothing is hidden, and the attention function is causal by itself
         else:
             allowed = masks.visible_up_to(columns, width, self.computed(self.valid))
             mask = self.mask(allowed, columns, torch.arange(width, device=self.device))
@@ -111,11 +107,11 @@ class CachedModel:
 
     def columns_seen(self, width: int, tokens: int) -> int:
         """
-        Says what comes next, and returns how many columns of the cache it will see.
+        Opens or closes the cache's window for the next forward passes, and returns how many columns they will see.
 
         Args:
             width (`int`): Columns that will be in use.
-            tokens (`int`): How many tokens of each row are to be fed at a time.
+            tokens (`int`): How many tokens of each row are fed at a time.
         """
         if self.is_compiled and tokens <= LONGEST_STEP and self.cache.layers:
             return self.cache.open_window(width)
@@ -124,12 +120,12 @@ class CachedModel:
 
     def mask(self, allowed: torch.BoolTensor, query_positions: torch.LongTensor, key_positions: torch.LongTensor):
         """
-        Turns what full attention may see into what the model takes: a mask, or one for each kind of layer.
+        Returns what the model takes as `attention_mask`: a mask, or one for each kind of layer.
 
         Args:
             allowed (`torch.BoolTensor` of shape `(computed_rows, queries, columns)`): See [`~hf_ssd.cache.masks`].
-            query_positions, key_positions (`torch.LongTensor`): As in [`~hf_ssd.cache.masks.within_window`]. Only
-                differences count.
+            query_positions, key_positions (`torch.LongTensor`): As in [`~hf_ssd.cache.masks.within_window`], or
+                columns: only differences count.
         """
         full = masks.additive(allowed, self.dtype)
         window = self.layout.window
@@ -142,7 +138,7 @@ class CachedModel:
         return {"full_attention": full, "sliding_attention": sliding} if self.layout.mixed else sliding
 
     def forward(self, tokens, positions, mask, logits_to_keep=None) -> torch.Tensor:
-        """Takes what is of the rows that are computed, and returns logits of all rows."""
+        """Takes inputs of the rows that are computed, and returns logits of all rows."""
         inputs = {
             "input_ids": tokens,
             "position_ids": positions.clamp(min=0),
@@ -155,15 +151,15 @@ class CachedModel:
             inputs["token_type_ids"] = self.computed(self.token_types).expand_as(tokens)
         if self.takes_lengths:
             inputs |= self._lengths_for_flash_attention(tokens.shape[1])
-        sparing = logits_to_keep is not None and self.keeps_logits and self.cache.window is None
-        if sparing:
-            inputs["logits_to_keep"] = logits_to_keep
         if self.cache.window is not None:
             logits = call_compiled(self.model, **inputs).logits
         else:
+            if logits_to_keep is not None and self.takes_logits_to_keep:
+                inputs["logits_to_keep"], logits_to_keep = logits_to_keep, None
             with uncompiled(self.model):
                 logits = self.model(**inputs).logits
-        logits = logits if sparing or logits_to_keep is None else logits[:, logits_to_keep]
+        if logits_to_keep is not None:
+            logits = logits[:, logits_to_keep]
         if self.cache.rows is None:
             return logits
         of_all = logits.new_zeros(len(self.cache.rows) + len(self.cache.left_out), *logits.shape[1:])
@@ -171,17 +167,17 @@ class CachedModel:
         return of_all
 
     def _lengths_for_flash_attention(self, count: int) -> dict:
-        """Says of one row what transformers would otherwise ask its positions for, and wait for in each layer."""
-        columns = self.cache.get_seq_length() + count
-        ends = {"q": count, "k": columns}
-        lengths = {f"max_length_{of}": end for of, end in ends.items()}
-        return lengths | {
-            f"cu_seq_lens_{of}": torch.arange(0, 2 * end, end, dtype=torch.int32, device=self.device)
-            for of, end in ends.items()
-        }
+        """
+        Returns the lengths of one row's queries and keys. Transformers would otherwise read them from the positions, in
+        each layer, and wait for the GPU.
+        """
+        lengths = {}
+        for name, end in (("q", count), ("k", self.cache.get_seq_length() + count)):
+            lengths[f"max_length_{name}"] = end
+            lengths[f"cu_seq_lens_{name}"] = torch.arange(0, 2 * end, end, dtype=torch.int32, device=self.device)
+        return lengths
 
 
 def _takes_other_arguments(model: PreTrainedModel) -> bool:
-    """Whether the model hands arguments that it does not know on to its attention."""
-    parameters = inspect.signature(model.forward).parameters.values()
-    return any(parameter.kind == inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+    """Whether the model passes arguments that it does not know on to its attention."""
+    return any(p.kind == p.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values())

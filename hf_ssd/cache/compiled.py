@@ -1,9 +1,8 @@
 """Models whose forward pass is compiled by torch.compile.
 
 Whatever differs from one call to the next must be a tensor's values or a size that was compiled as dynamic: a number
-that changes would be compiled again each time. So the forward pass of a compiled model sees a *window* of its cache, a
-view that stays the same for many steps, and masks hide the columns that are not in use. A prefill is not like the rest,
-and runs as if the model were not compiled.
+that changes would be compiled again each time. So a compiled forward pass sees a *window* of its cache, a view that
+stays the same for many steps, and masks hide the columns that are not in use. A prefill runs uncompiled.
 """
 
 import contextlib
@@ -13,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 LONGEST_STEP = 64  # tokens of each row; more than that is a prefill
-FEWEST_TOKENS = 2  # of each row that a draft feeds: torch.compile treats a size of 1 as a case of its own
+FEWEST_TOKENS = 2  # that a draft feeds to each row: torch.compile treats a size of 1 as a case of its own
 
 
 def is_compiled(model: PreTrainedModel) -> bool:
@@ -29,8 +28,8 @@ def uncompiled(model: PreTrainedModel) -> contextlib.AbstractContextManager:
 
 def call_compiled(model: PreTrainedModel, **inputs):
     """
-    Calls a model as compiled for this purpose alone. What was compiled for plain generation has other shapes, and
-    torch.compile gives up on a function of which it has compiled too many.
+    Calls a model as compiled for this purpose alone: plain generation compiles it for other shapes, and torch.compile
+    gives up on a function that has been compiled for too many.
     """
     return _compiled_call()(model, inputs)
 

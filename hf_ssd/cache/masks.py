@@ -1,8 +1,7 @@
-"""The one place where attention masks are built, from columns and positions of the cache. Pure tensor functions.
+"""Builds attention masks from columns and positions of the cache. Pure tensor functions.
 
-A mask says which cache columns a new token (a *query*) sees. It is first a boolean tensor of shape
-`(batch_size, queries, columns)`, and `additive` turns it into what a model takes: a float tensor of shape
-`(batch_size, 1, queries, columns)`, which sdpa and eager attention both read alike (a boolean one they do not).
+A mask says which cache columns a new token (a *query*) sees. It is a boolean tensor of shape
+`(batch_size, queries, columns)` until `additive` turns it into the float tensor that sdpa and eager attention take.
 """
 
 import torch
@@ -16,7 +15,7 @@ def visible_up_to(last_columns: torch.LongTensor, width: int, valid: torch.BoolT
         last_columns (`torch.LongTensor` of shape `(batch_size, queries)`): The last column that each query sees.
         width (`int`): Number of columns.
         valid (`torch.BoolTensor` of shape `(batch_size, columns)`, *optional*): `False` where a column holds padding.
-            It may have fewer columns than `width`: later ones are valid.
+            Columns beyond its own are valid.
 
     Returns:
         `torch.BoolTensor` of shape `(batch_size, queries, width)`.
@@ -25,7 +24,7 @@ def visible_up_to(last_columns: torch.LongTensor, width: int, valid: torch.BoolT
     if valid is not None:
         known = min(valid.shape[1], width)
         allowed[:, :, :known] &= valid[:, None, :known]
-        # A query in a padded place would see nothing, and a softmax over nothing is not a number.
+        # A query that is padding sees itself: a softmax over nothing is not a number.
         allowed.scatter_(2, last_columns[:, :, None], True)
     return allowed
 

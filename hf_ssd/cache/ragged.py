@@ -1,21 +1,21 @@
 """A DynamicCache whose rows advance by different amounts, in storage that is allocated ahead."""
 
 import torch
+from torch.nn.functional import pad
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from ..devices import from_host
 
 WINDOW_STEP = 64  # columns by which a window grows
-ROOM, ROOM_SHARE = 32, 1 / 8  # columns to spare behind those in use: at least so many, and this share of them
+# Unused columns behind those in use: at least so many, and this share of them. They lie between the rows, and the
+# farther the rows are apart, the longer a processor takes to read them.
+ROOM, ROOM_SHARE = 32, 1 / 8
 
 
 class RaggedLayer(DynamicLayer):
     """
-    One layer of a [`RaggedCache`]. Keys and values have room to spare, of shape
-    `(batch_size, num_heads, capacity, head_dim)`; the model sees the first columns as a view, never a copy.
-
-    There is little room to spare, because it stands between the rows: the farther they are apart, the longer a
-    processor takes to read them. What holds nothing yet holds zeros: a masked column must still be a finite number.
+    One layer of a [`RaggedCache`]. Keys and values have the shape `(batch_size, num_heads, capacity, head_dim)`; the
+    model sees the first columns as a view. Unused columns hold zeros: a masked column must still be a finite number.
     """
 
     def __init__(self, cache: "RaggedCache"):
@@ -26,25 +26,24 @@ class RaggedLayer(DynamicLayer):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.keys = key_states.new_zeros((*key_states.shape[:2], 0, key_states.shape[3]))
-        self.values = value_states.new_zeros((*value_states.shape[:2], 0, value_states.shape[3]))
+        self.keys, self.values = (
+            states.new_zeros((*states.shape[:2], 0, states.shape[3])) for states in (key_states, value_states)
+        )
         self.is_initialized = True
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
-        """Writes the new columns where the cache was told to, and returns all columns that are in use."""
+        """Writes the new columns where the cache was told to, and returns all columns that the model sees."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        end = self.width + key_states.shape[2]
-        columns, width = self.cache.placement or (slice(self.width, end), end)
+        start, count = self.width, key_states.shape[2]
+        columns, width = self.cache.placement or (None, start + count)
         if self.window is None:
             self.width = width
             self._reserve(width)
-            keys, values = self._view(width)
-        else:
-            keys, values = self.window
+        keys, values = self.window or self._view(width)
         for storage, states in ((keys, key_states), (values, value_states)):
-            if isinstance(columns, slice):  # `narrow` takes a good part less of a small model's time than an index
-                storage.narrow(2, columns.start, states.shape[2]).copy_(states)
+            if columns is None:
+                storage.narrow(2, start, count).copy_(states)
             else:
                 rows = torch.arange(len(columns), device=storage.device)[:, None]
                 storage[rows, :, columns.to(storage.device)] = states.transpose(1, 2)
@@ -64,21 +63,14 @@ class RaggedLayer(DynamicLayer):
             storage[places] = storage[rows]
 
     def _view(self, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, values = self.keys.narrow(2, 0, width), self.values.narrow(2, 0, width)
-        if self.cache.rows is None:
-            return keys, values
-        count = len(self.cache.rows)
-        return keys[:count], values[:count]
+        count = len(self.keys) if self.cache.rows is None else len(self.cache.rows)
+        return self.keys[:count, :, :width], self.values[:count, :, :width]
 
     def _reserve(self, width: int) -> None:
         capacity = self.keys.shape[2]
-        if width <= capacity:
-            return
-        extra = width + max(ROOM, int(ROOM_SHARE * width)) - capacity
-        for name in ("keys", "values"):
-            storage = getattr(self, name)
-            room = storage.new_zeros((*storage.shape[:2], extra, storage.shape[3]))
-            setattr(self, name, torch.cat([storage, room], dim=2))
+        if width > capacity:
+            extra = width + max(ROOM, int(ROOM_SHARE * width)) - capacity
+            self.keys, self.values = (pad(storage, (0, 0, 0, extra)) for storage in (self.keys, self.values))
 
     def get_seq_length(self) -> int:
         return self.width
@@ -86,26 +78,27 @@ class RaggedLayer(DynamicLayer):
 
 class RaggedCache(DynamicCache):
     """
-    A `DynamicCache` in which each row has its own length. The tokens of a row always stand in consecutive columns, so
-    there are no holes and nothing is ever compacted: a rejected token's column is simply written again.
+    A `DynamicCache` in which each row has its own length. The tokens of a row stand in consecutive columns, so there
+    are no holes and nothing is ever compacted: the column of a rejected token is simply written again.
 
-    A forward pass appends, for all rows alike, unless [`~RaggedCache.place`] tells it where to write. Sliding-window
-    layers keep all their columns here, because rejected tokens must not push out old ones; their masks do the sliding.
+    A forward pass appends to all rows alike unless [`~RaggedCache.place`] says otherwise. Sliding-window layers keep
+    all their columns here, because rejected tokens must not push out old ones; their masks do the sliding.
 
-    Rows that are finished can be left out of all further forward passes. They change places with others, so that those
-    which remain stand together and the model sees a view still.
+    Finished rows can be left out of further forward passes. They change places with others, so that the remaining rows
+    stand together and the model still sees a view.
 
     Attributes:
         rows (`list[int]`, *optional*): The rows that forward passes compute, in the order in which they stand; all of
             them by default.
-        window (`int`, *optional*): How many columns forward passes see, if they see more than those in use. Then
-            nothing they do depends on a number that changes each time, as [`~hf_ssd.cache.compiled`] needs it.
+        left_out (`list[int]`): The rows that stand behind those.
+        window (`int`, *optional*): How many columns forward passes see, if not those in use. A compiled forward pass
+            needs it, see [`~hf_ssd.cache.compiled`].
     """
 
     def __init__(self):
         Cache.__init__(self, layers=[])
         self.rows: list[int] | None = None
-        self.left_out: list[int] = []  # the rows that stand behind those
+        self.left_out: list[int] = []
         self.window: int | None = None
         self.placement: tuple[torch.LongTensor, int] | None = None
 
@@ -118,34 +111,37 @@ class RaggedCache(DynamicCache):
                 the same columns, otherwise the columns of each row.
             width (`int`): Columns that the forward pass sees. The mask hides those a row does not use.
         """
-        if self.window is not None and isinstance(columns, slice):
+        if not isinstance(columns, slice):
+            self.placement = columns, width
+        elif self.window is not None:
             storage = self.layers[0].window[0]
             columns = torch.arange(columns.start, columns.stop, device=storage.device).repeat(len(storage), 1)
-        self.placement = None if isinstance(columns, slice) else (columns, width)
-        if self.placement is None:  # to append is enough, and a model that asks how long the cache is gets the truth
+            self.placement = columns, width
+        else:  # append, so that a model that asks for the cache's length gets the right one
+            self.placement = None
             for layer in self.layers:
                 layer.width = columns.start
 
     def leave_out(self, finished: list[bool], fewest: int = 1) -> None:
         """
-        Leaves rows out of the forward passes, for good.
+        Leaves rows out of the forward passes.
 
         Args:
             finished (`list[bool]`): Which of all rows, those that were left out before included.
             fewest (`int`, *optional*): How many rows remain in any case.
         """
         rows = list(range(len(finished))) if self.rows is None else self.rows
-        count = max(fewest, len(rows) - sum(finished[row] for row in rows))
+        count = max(fewest, sum(not finished[row] for row in rows))
         if count >= len(rows):
             return
         before = rows + self.left_out
         order, free = list(before), [place for place in range(count) if finished[rows[place]]]
         staying = [place for place in range(count, len(rows)) if not finished[rows[place]]]
-        for one, other in zip(free, staying):  # no row moves that need not
+        for one, other in zip(free, staying):  # moves as few rows as possible
             order[one], order[other] = order[other], order[one]
         self._arrange(before, order)
         self.rows, self.left_out = order[:count], order[count:]
-        self._reopen()
+        self._set_window(self.window)
 
     def take_back(self) -> None:
         """Puts all rows where they were, and leaves none of them out."""
@@ -153,7 +149,13 @@ class RaggedCache(DynamicCache):
             before = self.rows + self.left_out
             self._arrange(before, sorted(before))
             self.rows, self.left_out = None, []
-            self._reopen()
+            self._set_window(self.window)
+
+    def _arrange(self, before: list[int], order: list[int]) -> None:
+        """Moves rows that stand in the order `before` into `order`."""
+        moved = [place for place, row in enumerate(order) if before[place] != row]
+        for layer in self.layers if moved else ():
+            layer.move_rows(moved, [before.index(order[place]) for place in moved])
 
     def clear_behind(self, rows: list[int], columns: list[int]) -> None:
         """Puts zeros into these rows from a column of each on; `columns` has one of every row."""
@@ -163,35 +165,22 @@ class RaggedCache(DynamicCache):
                 for storage in (layer.keys, layer.values):
                     storage[order.index(row), :, columns[row] :] = 0
 
-    def _arrange(self, before: list[int], order: list[int]) -> None:
-        """Lets rows that stand in one order stand in another."""
-        moved = [place for place, row in enumerate(order) if before[place] != row]
-        if moved:
-            for layer in self.layers:
-                layer.move_rows(moved, [before.index(order[place]) for place in moved])
-
-    def _reopen(self) -> None:
-        for layer in self.layers:
-            layer.open_window(self.window)
-
     def open_window(self, width: int) -> int:
-        """
-        Lets forward passes see at least `width` columns until further notice.
-
-        Returns:
-            `int`: How many they see.
-        """
+        """Lets forward passes see at least `width` columns until further notice, and returns how many they see."""
         window = -(-width // WINDOW_STEP) * WINDOW_STEP
         if window != self.window:
-            self.window = window
-            self._reopen()
+            self._set_window(window)
         return window
 
     def close_window(self) -> None:
         """Lets forward passes see the columns that are in use, and no more."""
         if self.window is not None:
-            self.window = None
-            self._reopen()
+            self._set_window(None)
+
+    def _set_window(self, window: int | None) -> None:
+        self.window = window
+        for layer in self.layers:
+            layer.open_window(window)
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):
         while len(self.layers) <= layer_idx:
@@ -201,13 +190,11 @@ class RaggedCache(DynamicCache):
     @classmethod
     def from_cache(cls, cache: Cache) -> "RaggedCache":
         """Copies a cache of transformers. The columns that a sliding layer dropped come back as zeros."""
-        ragged = cls()
+        ragged, length = cls(), cache.get_seq_length()
         for index, layer in enumerate(cache.layers):
-            if not layer.is_initialized:
-                continue
-            missing = cache.get_seq_length() - layer.keys.shape[2]
-            pad = (0, 0, missing, 0)
-            ragged.update(torch.nn.functional.pad(layer.keys, pad), torch.nn.functional.pad(layer.values, pad), index)
+            if layer.is_initialized:
+                missing = (0, 0, length - layer.keys.shape[2], 0)
+                ragged.update(pad(layer.keys, missing), pad(layer.values, missing), index)
         return ragged
 
     def copy_to(self, cache: Cache, length: int) -> Cache:
@@ -215,9 +202,8 @@ class RaggedCache(DynamicCache):
         self.take_back()
         cache.reset()
         for index, layer in enumerate(self.layers):
-            keys, values = layer.keys[:, :, :length], layer.values[:, :, :length]
             kept = cache.layers[index] if index < len(cache.layers) else None
             if isinstance(kept, DynamicSlidingWindowLayer):
                 kept.record_past = False
-            cache.update(keys.contiguous(), values.contiguous(), index)
+            cache.update(layer.keys[:, :, :length].contiguous(), layer.values[:, :, :length].contiguous(), index)
         return cache

@@ -18,8 +18,6 @@ LOW_PRECISION_TOLERANCE, FLOAT32_TOLERANCE = 5e-2, 1e-3  # of the largest logit
 @dataclass(frozen=True)
 class AttentionLayout:
     """
-    Which columns the layers of a model look at.
-
     Args:
         window (`int`, *optional*): Positions that sliding layers look back. `None` if no layer slides.
         mixed (`bool`): Whether some layers slide and others do not; such a model takes one mask for each kind.
@@ -30,27 +28,29 @@ class AttentionLayout:
 
 
 def is_flash_attention(model: PreTrainedModel) -> bool:
-    """Flash attention reads padding masks only, so it can take part where nothing needs to be hidden."""
+    """Whether the model uses flash attention, which reads no 4D masks and so needs a single row without padding."""
     return is_flash_attention_requested(model.config.get_text_config(decoder=True))
 
 
 def attention_layout(model: PreTrainedModel) -> AttentionLayout:
     """
+    Returns which columns the layers of a model look at.
+
     Raises:
         `ValueError`: a layer keeps something else than the keys and values of past tokens, so it cannot be rolled back.
     """
-    name = type(model).__name__
+    name, config = type(model).__name__, model.config.get_text_config(decoder=True)
     if model.config.is_encoder_decoder:
         raise ValueError(
             f"{name} is an encoder-decoder model; speculative speculative decoding takes decoder-only models."
         )
-    recurrent = getattr(model, "_is_stateful", False) or not model._supports_default_dynamic_cache()
-    layers = [] if recurrent else DynamicCache(config=model.config.get_text_config(decoder=True)).layers
+    is_recurrent = getattr(model, "_is_stateful", False) or not model._supports_default_dynamic_cache()
+    layers = [] if is_recurrent else DynamicCache(config=config).layers
     kinds = {type(layer) for layer in layers if type(layer).__name__ != "DummyLayer"}
-    chunked = "chunked_attention" in (getattr(model.config.get_text_config(decoder=True), "layer_types", None) or [])
-    if recurrent or chunked or not kinds <= {DynamicLayer, DynamicSlidingWindowLayer}:
-        others = ", ".join(sorted(kind.__name__ for kind in kinds - {DynamicLayer, DynamicSlidingWindowLayer}))
-        what = "chunked attention" if chunked else f"a recurrent or compressed state ({others or 'its own cache'})"
+    others = ", ".join(sorted(kind.__name__ for kind in kinds - {DynamicLayer, DynamicSlidingWindowLayer}))
+    is_chunked = "chunked_attention" in (getattr(config, "layer_types", None) or [])
+    if is_recurrent or is_chunked or others:
+        what = "chunked attention" if is_chunked else f"a recurrent or compressed state ({others or 'its own cache'})"
         raise ValueError(
             f"{name} uses {what}, which cannot be rolled back to a rejected token; use a model whose layers have full "
             "or sliding-window attention."
@@ -58,9 +58,7 @@ def attention_layout(model: PreTrainedModel) -> AttentionLayout:
     windows = {layer.sliding_window for layer in layers if isinstance(layer, DynamicSlidingWindowLayer)}
     if len(windows) > 1:
         raise ValueError(f"{name} has sliding windows of several sizes {sorted(windows)}, which is not supported.")
-    return AttentionLayout(
-        windows.pop() if windows else None, DynamicLayer in kinds and DynamicSlidingWindowLayer in kinds
-    )
+    return AttentionLayout(window=next(iter(windows), None), mixed=len(kinds) > 1)
 
 
 def rope_that_changes(model: PreTrainedModel) -> tuple[str, int] | None:
@@ -70,28 +68,26 @@ def rope_that_changes(model: PreTrainedModel) -> tuple[str, int] | None:
     """
     config = model.config.get_text_config(decoder=True)
     parameters = getattr(config, "rope_parameters", None) or {}
-    of_layers = [parameters] if "rope_type" in parameters else [p for p in parameters.values() if isinstance(p, dict)]
-    for one in of_layers:
-        if one.get("rope_type") == "longrope":
-            return "longrope", one["original_max_position_embeddings"]
-        if "dynamic" in one.get("rope_type", ""):
-            return one["rope_type"], config.max_position_embeddings
+    for of_layer in [parameters] if "rope_type" in parameters else parameters.values():
+        kind = of_layer.get("rope_type", "") if isinstance(of_layer, dict) else ""
+        if kind == "longrope":
+            return kind, of_layer["original_max_position_embeddings"]
+        if "dynamic" in kind:
+            return kind, config.max_position_embeddings
     return None
 
 
 def check_supported(model: PreTrainedModel) -> None:
     """
     Checks that a model can decode branches: its cache can be rolled back, and it obeys a 4D attention mask and explicit
-    positions. The second is tried, with three tokens of which two are alternatives for the same place: a model that
-    ignores the mask would give wrong tokens without a word. Costs two short forward passes, once for each model as it
-    is: another attention, another dtype and training mode are tried by themselves.
+    positions. Two short forward passes try the latter, once for each attention implementation, dtype and mode.
 
     Raises:
         `ValueError`: it cannot.
     """
     implementation = model.config.get_text_config(decoder=True)._attn_implementation
-    as_it_is = implementation, model.dtype, model.training
-    if getattr(model, "_ssd_supported", None) == as_it_is:
+    state = implementation, model.dtype, model.training
+    if getattr(model, "_ssd_supported", None) == state:
         return
     attention_layout(model)
     if not is_flash_attention(model):
@@ -102,14 +98,15 @@ def check_supported(model: PreTrainedModel) -> None:
             )
         with uncompiled(model):
             _try_two_alternatives(model)
-    model._ssd_supported = as_it_is
+    model._ssd_supported = state
 
 
 @torch.inference_mode()
 def _try_two_alternatives(model: PreTrainedModel) -> None:
+    """Feeds two alternatives for one place, and compares the second one's logits with those that it has alone."""
+    name, device = type(model).__name__, devices.of_model(model)
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
     first, one, other = (token % vocab_size for token in (7, 11, 13))
-    device = devices.of_model(model)
     sees = torch.tensor([[[1, 0, 0], [1, 1, 0], [1, 0, 1]]], dtype=torch.bool, device=device)
     try:
         alternatives = model(
@@ -120,17 +117,16 @@ def _try_two_alternatives(model: PreTrainedModel) -> None:
         ).logits[0, 2]
         alone = model(input_ids=torch.tensor([[first, other]], device=device), use_cache=False).logits[0, 1]
     except (TypeError, RuntimeError, ValueError, IndexError, AttributeError, AssertionError) as error:
-        raise ValueError(
-            f"{type(model).__name__} does not take a 4D attention mask and position ids: {error!r}"
-        ) from error
+        raise ValueError(f"{name} does not take a 4D attention mask and position ids: {error!r}") from error
     tolerance = FLOAT32_TOLERANCE if model.dtype in (torch.float32, torch.float64) else LOW_PRECISION_TOLERANCE
-    if not (alternatives - alone).abs().max() <= tolerance * alone.abs().max():
-        if model.training:
-            raise ValueError(
-                f"{type(model).__name__} is in training mode, in which dropout changes every forward pass; call "
-                "model.eval() before generate()."
-            )
+    if (alternatives - alone).abs().max() <= tolerance * alone.abs().max():
+        return
+    if model.training:
         raise ValueError(
-            f"{type(model).__name__} does not obey a 4D attention mask with position ids, so it cannot verify or draft "
-            "several tokens at once."
+            f"{name} is in training mode, in which dropout changes every forward pass; call model.eval() before "
+            "generate()."
         )
+    raise ValueError(
+        f"{name} does not obey a 4D attention mask with position ids, so it cannot verify or draft several tokens at "
+        "once."
+    )

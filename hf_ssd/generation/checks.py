@@ -1,4 +1,4 @@
-"""What cannot work is said in one sentence, before any work starts."""
+"""Checks that raise one sentence about what cannot work, before any work starts."""
 
 import inspect
 import os
@@ -20,14 +20,14 @@ from ..distributed.assistant import DraftAssistant
 from ..distributed.roles import check_heads
 from ..drafting.custom_fallback import check_proposer
 
-# Tensors that transformers feeds to the model once, or that verification goes on with by itself.
-KNOWN_INPUTS = {"attention_mask", "position_ids", "cache_position"}
+# Tensor inputs that transformers feeds to the model once, or that verification continues by itself.
+KNOWN_INPUTS = {"attention_mask", "position_ids", "cache_position", "inputs_embeds"}
 KNOWN_INPUTS |= {"token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"}
 KNOWN_INPUTS |= set(getattr(generation_utils, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", ()))
 
-# All processors of transformers' own whose result depends on earlier calls. `WatermarkLogitsProcessor` is not one of
-# them: it seeds its generator anew in each call, by the tokens that it is given.
-PROCESSORS_THAT_REMEMBER = (
+# transformers' processors whose result depends on earlier calls. `WatermarkLogitsProcessor` is none of them: it seeds
+# its generator in each call.
+PROCESSORS_WITH_MEMORY = (
     SynthIDTextWatermarkLogitsProcessor,
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
     DiaEOSDelayPatternLogitsProcessor,
@@ -64,8 +64,7 @@ def check_arguments(model, assistant_model, ssd_config, synced_gpus) -> None:
         raise ValueError("`synced_gpus` (FSDP, DeepSpeed ZeRO-3) is not supported with `ssd_config`.")
     tp_size = getattr(model, "_tp_size", None) or 1
     check_heads(model.config, tp_size)
-    ranks = assistant_model.ranks.size if isinstance(assistant_model, DraftAssistant) else 1
-    if tp_size > 1 and ranks != tp_size:
+    if tp_size > 1 and not (isinstance(assistant_model, DraftAssistant) and assistant_model.ranks.size == tp_size):
         raise ValueError(
             f"The target is shared by {tp_size} ranks, and needs the draft that hf_ssd.distributed.init_roles() gives: "
             "pass `assistant_model=roles.draft` on every rank."
@@ -108,29 +107,24 @@ def check_generation(
             f"`ssd_config` works with greedy decoding and sampling, but these options ask for {mode.value}; remove "
             "`num_beams`, `penalty_alpha`, `constraints` and the like, or `ssd_config`."
         )
+    ensemble_weight = getattr(generation_config, "assistant_ensemble_weight", None)
     refused = {
         "use_cache=False": not generation_config.use_cache,
-        "assistant_ensemble_weight (it changes the output distribution)": getattr(
-            generation_config, "assistant_ensemble_weight", None
-        ) is not None,
-        "guidance_scale": generation_config.guidance_scale not in (None, 1, 1.0),
+        "assistant_ensemble_weight (it changes the output distribution)": ensemble_weight is not None,
+        "guidance_scale": generation_config.guidance_scale not in (None, 1),
         "output_attentions": generation_config.output_attentions,
         "output_hidden_states": generation_config.output_hidden_states,
         "inputs_embeds (the draft needs `input_ids`)": model_kwargs.get("inputs_embeds") is not None,
         "a model whose tokens have several positions each": getattr(model_kwargs.get("position_ids"), "ndim", 2) > 2,
-    }  # fmt: skip
-    refused |= {
-        f"{type(processor).__name__} (it remembers earlier calls, and counts on one for each token)": True
-        for processor in logits_processor
-        if isinstance(processor, PROCESSORS_THAT_REMEMBER)
     }
-    refused |= {
-        f"{name} (an input that plain generation feeds with every token)": name not in KNOWN_INPUTS
-        for name, value in model_kwargs.items()
-        if isinstance(value, torch.Tensor) and name != "inputs_embeds"
-    }
-    for name, found in refused.items():
-        if found:
+    for processor in logits_processor:
+        name = f"{type(processor).__name__} (it remembers earlier calls, and counts on one for each token)"
+        refused[name] = isinstance(processor, PROCESSORS_WITH_MEMORY)
+    for name, value in model_kwargs.items():
+        is_unknown = isinstance(value, torch.Tensor) and name not in KNOWN_INPUTS
+        refused[f"{name} (an input that plain generation feeds with every token)"] = is_unknown
+    for name, is_found in refused.items():
+        if is_found:
             raise ValueError(f"`ssd_config` cannot be combined with {name}.")
     cache = model_kwargs.get("past_key_values")
     if generation_config.cache_implementation not in (None, "dynamic") or type(cache) is not DynamicCache:
@@ -153,24 +147,23 @@ def check_generation(
 
 
 def _is_synced(model) -> bool:
-    """What transformers takes for `synced_gpus` where it is not given."""
+    """Returns what transformers sets `synced_gpus` to where it is not given."""
     is_shared = generation_utils.is_deepspeed_zero3_enabled() or generation_utils.is_fsdp_managed_module(model)
     return is_shared and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _check_rope(model, input_ids, max_length: int | None, model_kwargs: dict) -> None:
     """
-    Where frequencies change with the length of the text, plain generation computes keys anew, or each with those of its
-    time, and rows would meet the change at different times.
+    Refuses lengths at which the frequencies of a rotary embedding would change in the middle: plain generation then
+    computes keys anew, or each with the frequencies of its time, and rows would meet the change at different times.
     """
     changes, position_ids = rope_that_changes(model), model_kwargs.get("position_ids")
     if changes is None:
         return
     kind, unchanged = changes
-    before = model_kwargs["past_key_values"].get_seq_length()
-    last = torch.tensor([before + input_ids.shape[1] - 1]) if position_ids is None else position_ids[:, -1]
-    longest = None if max_length is None else int(last.max()) + 1 + max_length - input_ids.shape[1]
-    stays = longest is not None and longest <= unchanged
+    before, length = model_kwargs["past_key_values"].get_seq_length(), input_ids.shape[1]
+    last = torch.tensor([before + length - 1]) if position_ids is None else position_ids[:, -1]
+    stays = max_length is not None and int(last.max()) + 1 + max_length - length <= unchanged
     has_changed = kind == "longrope" and int(last.min()) >= unchanged and not 0 < before <= unchanged
     if stays or has_changed:
         return

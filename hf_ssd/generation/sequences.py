@@ -1,4 +1,4 @@
-"""The rows of a batch while they grow by different amounts, and where each is cut."""
+"""The rows of a batch, which grow by different amounts, and where each of them stops."""
 
 import torch
 from transformers import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StoppingCriteriaList, StopStringCriteria
@@ -6,7 +6,7 @@ from transformers import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, S
 from ..devices import from_host
 
 BY_COUNTING = (MaxLengthCriteria, EosTokenCriteria)
-"""Criteria that need not be called, because it is known what they look at."""
+"""Criteria that need not be called: their answer follows from a row's length and last token."""
 
 BY_ROW = (*BY_COUNTING, StopStringCriteria, MaxTimeCriteria)
 """Criteria that look at each row by itself, and remember nothing."""
@@ -14,10 +14,8 @@ BY_ROW = (*BY_COUNTING, StopStringCriteria, MaxTimeCriteria)
 
 def longest_output(stopping_criteria: StoppingCriteriaList) -> int | None:
     """Returns the length at which all rows stop, or `None` if they need not."""
-    return min(
-        (int(criteria.max_length) for criteria in stopping_criteria if type(criteria) is MaxLengthCriteria),
-        default=None,
-    )
+    limits = [int(criteria.max_length) for criteria in stopping_criteria if type(criteria) is MaxLengthCriteria]
+    return min(limits, default=None)
 
 
 class Sequences:
@@ -43,13 +41,15 @@ class Sequences:
         self.simple = all(type(criteria) in BY_COUNTING for criteria in stopping_criteria)
         self.by_row = StoppingCriteriaList(c for c in stopping_criteria if type(c) in BY_ROW)
         self.by_batch = StoppingCriteriaList(c for c in stopping_criteria if type(c) not in BY_ROW)
-        # Without an EOS token a row goes on, as padding does elsewhere, until all are stopped.
+        # Plain generation pads stopped rows only if there is an EOS token; otherwise they grow until all are stopped.
         self.ends_by_row = not self.by_batch and (self.has_eos or self.simple)
-        self.judged = self.prompt_length  # by the latter, up to this length
+        self.judged = self.prompt_length  # the length up to which `by_batch` was asked
         self.eos_tokens = {
-            token for criteria in stopping_criteria if type(criteria) is EosTokenCriteria
+            token
+            for criteria in stopping_criteria
+            if type(criteria) is EosTokenCriteria
             for token in criteria.eos_token_id.flatten().tolist()
-        }  # fmt: skip
+        }
 
     def propose(self, tokens: torch.LongTensor) -> None:
         """Writes tokens `(batch_size, count)` behind each row without making them part of it."""
@@ -57,8 +57,7 @@ class Sequences:
         if max(self.lengths) + count >= self.ids.shape[1]:  # room for the bonus token as well
             room = self.ids.new_full((self.batch_size, max(count + 1, self.ids.shape[1] // 2)), self.pad_token)
             self.ids = torch.cat([self.ids, room], dim=1)
-        if count:
-            self._write(self.lengths, tokens)
+        self._write(self.lengths, tokens)
 
     def accept(self, accepted: list[int], bonus: torch.LongTensor) -> list[list[int]]:
         """
@@ -73,21 +72,15 @@ class Sequences:
         """
         before = self.lengths
         self.lengths = [n + k + 1 if k >= 0 else n for n, k in zip(before, accepted)]
-        if min(accepted) < 0:
-            bonus = torch.where(from_host(accepted, bonus.device) < 0, self.last, bonus)
-        self.last = bonus
-        self._write([length - 1 for length in self.lengths], bonus[:, None])
+        self.last = torch.where(from_host(accepted, bonus.device) < 0, self.last, bonus)
+        self._write([length - 1 for length in self.lengths], self.last[:, None])
         new = self.ids[:, min(before) : max(self.lengths)].tolist()
         return [row[start - min(before) : stop - min(before)] for row, start, stop in zip(new, before, self.lengths)]
 
     def _write(self, starts: list[int], tokens: torch.LongTensor) -> None:
         """Writes tokens `(batch_size, count)` into each row, from a column of its own on."""
-        count = tokens.shape[1]
-        if min(starts) == max(starts):
-            self.ids.narrow(1, starts[0], count).copy_(tokens)
-        else:
-            columns = from_host(starts, tokens.device)[:, None]
-            self.ids.scatter_(1, columns + torch.arange(count, device=tokens.device), tokens)
+        columns = from_host(starts, tokens.device)[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
+        self.ids.scatter_(1, columns, tokens)
 
     def stop_where_plain_generation_would(self, new_tokens: list[list[int]], scores) -> None:
         """
@@ -102,39 +95,39 @@ class Sequences:
         if self.simple:
             for row, tokens in enumerate(new_tokens):
                 for length, token in enumerate(tokens, first[row]):
-                    at_end = self.max_length is not None and length >= self.max_length
-                    if self.stops[row] is None and (token in self.eos_tokens or at_end):
-                        self.stops[row] = length
+                    if token in self.eos_tokens or (self.max_length is not None and length >= self.max_length):
+                        self._stop(row, length)
             return
         for length in range(min(first), max(self.lengths) + 1):
-            rows = [
-                r for r in range(self.batch_size) if self.stops[r] is None and first[r] <= length <= self.lengths[r]
-            ]
-            if rows:
-                self._stop(rows, length, self.by_row(self.ids[:, :length], scores(length)))
-        # The others may compare rows, or remember what they saw: they see the batch as in plain generation, once for
-        # each length, as soon as all rows have it.
-        while self.by_batch and not self._has_ended and self.judged < self._common_length:
+            growing = [row for row, start in enumerate(first) if start <= length <= self.lengths[row]]
+            growing = [row for row in growing if self.stops[row] is None]
+            stopped = self.by_row(self.ids[:, :length], scores(length)).tolist() if growing else []
+            for row in growing:
+                if stopped[row]:
+                    self._stop(row, length)
+        # The other criteria may compare rows or remember what they saw. They see the batch as in plain generation, once
+        # for each length, as soon as all rows have it.
+        while self.by_batch and self.judged < self._sure_length:
             self.judged += 1
-            stopped = self.by_batch(self.as_in_plain_generation(self.judged), scores(self.judged))
-            self._stop(range(self.batch_size), self.judged, stopped)
+            stopped = self.by_batch(self.as_in_plain_generation(self.judged), scores(self.judged)).tolist()
+            for row in range(self.batch_size):
+                if stopped[row]:
+                    self._stop(row, self.judged)
 
-    def _stop(self, rows, length: int, stopped: torch.BoolTensor) -> None:
-        stopped = stopped.tolist()
-        for row in rows:
-            if stopped[row] and (self.stops[row] is None or length < self.stops[row]):
-                self.stops[row] = length
-
-    @property
-    def _has_ended(self) -> bool:
-        """Whether plain generation would have ended at the length judged last."""
-        return self.final_length is not None and self.final_length <= self.judged
+    def _stop(self, row: int, length: int) -> None:
+        self.stops[row] = length if self.stops[row] is None else min(length, self.stops[row])
 
     @property
     def _common_length(self) -> int:
         """How long all rows are that would still grow in plain generation."""
         growing = [length for length, stop in zip(self.lengths, self.stops) if stop is None or not self.has_eos]
         return min(growing, default=max(self.lengths))
+
+    @property
+    def _sure_length(self) -> int:
+        """How long plain generation would make the output of the tokens that are there."""
+        common, final = self._common_length, self.final_length
+        return common if final is None else min(common, final)
 
     def as_in_plain_generation(self, length: int) -> torch.LongTensor:
         """Returns the batch at this length, with rows that have stopped before padded."""
@@ -153,8 +146,8 @@ class Sequences:
     @property
     def unfinished(self) -> list[bool]:
         """
-        Which rows still need tokens. Without an EOS token, plain generation goes on with rows that a criterion has
-        stopped until all are, so such a row is finished only when it is as long as the output, or cannot grow.
+        Which rows still need tokens. Without an EOS token a row that has stopped needs them too, until it is as long as
+        the output or cannot grow.
         """
         if self.has_eos:
             return [stop is None for stop in self.stops]
@@ -179,13 +172,12 @@ class Sequences:
     @property
     def settled_columns(self) -> int:
         """How many columns of the output are sure: those that plain generation would have by now."""
-        final = self._common_length if self.final_length is None else self.final_length
-        length = min(self._common_length, final)
-        return min(length, self.judged + 1) if self.by_batch else length
+        return min(self._sure_length, self.judged + 1) if self.by_batch else self._sure_length
 
     def finish(self) -> torch.LongTensor:
         """Returns the output of shape `(batch_size, final length)`, rows that stopped earlier padded behind."""
-        result = self.ids[:, : max(self.kept(row) for row in range(self.batch_size))]
-        for row in range(self.batch_size):
-            result[row, self.kept(row) :] = self.pad_token
-        return result.clone()
+        kept = [self.kept(row) for row in range(self.batch_size)]
+        result = self.ids[:, : max(kept)].clone()
+        for row, length in enumerate(kept):
+            result[row, length:] = self.pad_token
+        return result

@@ -47,7 +47,6 @@ PROCESSORS = {
 WAITS = {  # in hf_ssd; what waits in transformers, its processors for example, is not for this list
     "boolean index | target.py prompts_without_padding": "once a call: the draft gets prompts without padding",
     "__bool__ | cached_model.py __init__": "once a call: whether a prompt is padded",
-    "nonzero | logits_processing.py _ruled_out": "once a call: the tokens that a minimum length rules out",
     "copy to host | speculation.py lookup": "which rows hit decides what is drafted",
     "copy to host | forks.py of": "the cache shape works on the host",
     "tolist | fallback.py propose": "how many tokens are proposed decides how long the speculation is",

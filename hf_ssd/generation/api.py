@@ -1,4 +1,4 @@
-"""`generate(..., ssd_config=...)`: the way in."""
+"""The user's entry points: `generate(..., ssd_config=...)`, `enable` and `generate`."""
 
 import copy
 import functools
@@ -48,28 +48,19 @@ class SSDGenerationMixin:
             `ValueError`, `TypeError`: the arguments cannot work, said before any work starts.
             [`DraftError`]: the draft did not start, or failed, and `on_draft_failure="raise"`.
         """
-        kwargs |= {
-            "inputs": inputs,
-            "generation_config": generation_config,
-            "logits_processor": logits_processor,
-            "stopping_criteria": stopping_criteria,
-            "prefix_allowed_tokens_fn": prefix_allowed_tokens_fn,
-            "synced_gpus": synced_gpus,
-            "streamer": streamer,
-        }
+        kwargs |= {"inputs": inputs, "generation_config": generation_config, "logits_processor": logits_processor}
+        kwargs |= {"stopping_criteria": stopping_criteria, "prefix_allowed_tokens_fn": prefix_allowed_tokens_fn}
+        kwargs |= {"synced_gpus": synced_gpus, "streamer": streamer}
         if ssd_config is not None and kwargs.get("custom_generate") is None:
             return _generate(super().generate, self, assistant_model, ssd_config, **kwargs)
         if ssd_config is not None:
-            kwargs["ssd_config"] = ssd_config  # for whoever decodes instead
+            kwargs["ssd_config"] = ssd_config  # for the user's own decoding method
         elif isinstance(assistant_model, DraftAssistant):
             raise ValueError("This `assistant_model` drafts ahead; pass `ssd_config=hf_ssd.SSDConfig()` as well.")
         return super().generate(assistant_model=assistant_model, **kwargs)
 
     def __reduce_ex__(self, protocol):
-        """
-        A pickle names the class that the model had before [`enable`], which another process can import. `copy` asks
-        for the same.
-        """
+        """Names the class from before [`enable`], which another process can import, for `pickle` and `copy`."""
         kind = vars(type(self)).get("_ssd_kind")
         if kind is None:  # a class that was written with this mixin
             return super().__reduce_ex__(protocol)
@@ -92,35 +83,31 @@ def generate(model: PreTrainedModel, *, assistant_model=None, ssd_config: SSDCon
 
 def enable(model: PreTrainedModel) -> PreTrainedModel:
     """
-    Teaches one model instance to take `ssd_config` in `generate()`.
+    Lets one model instance take `ssd_config` in `generate()`, and returns it. Nothing else about it changes: its class
+    keeps its name, and it saves and loads as before.
 
     Args:
-        model (`PreTrainedModel`): A decoder-only model. Nothing else about it changes: its class keeps its name, and it
-            saves and loads as before.
-
-    Returns:
-        `PreTrainedModel`: The same object.
+        model (`PreTrainedModel`): A decoder-only model.
 
     Raises:
         `TypeError`: it is not a transformers model that generates.
     """
     if not isinstance(model, PreTrainedModel) or not isinstance(model, GenerationMixin):
         raise TypeError(f"hf_ssd.enable takes a transformers model with generate(), not a {type(model).__name__}.")
-    kind = type(model)
-    if not issubclass(kind, SSDGenerationMixin):
-        model.__class__ = _enabled_class(kind)
+    if not isinstance(model, SSDGenerationMixin):
+        model.__class__ = _enabled_class(type(model))
     return model
 
 
 @functools.cache
 def _enabled_class(kind: type) -> type:
-    """Returns the class of models of this kind once they are enabled."""
+    """Returns the class that models of this kind get from [`enable`]."""
     names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
     return type(kind.__name__, (SSDGenerationMixin, kind), {**names, "_ssd_kind": kind})
 
 
 def _blank_model(kind: type) -> PreTrainedModel:
-    """Returns an enabled model of this kind without anything in it, for `pickle` and `copy` to fill."""
+    """Returns an enabled model without contents, for `pickle` and `copy` to fill."""
     enabled = _enabled_class(kind)
     return enabled.__new__(enabled)
 
@@ -128,7 +115,7 @@ def _blank_model(kind: type) -> PreTrainedModel:
 def _generate(plain, model, assistant_model, ssd_config, streamer=None, synced_gpus=None, **kwargs):
     check_arguments(model, assistant_model, ssd_config, synced_gpus)
     _move_stop_strings(model, kwargs)
-    # transformers keeps the draft and the streamer from a decoding method of its user, so they are bound to it here.
+    # transformers passes neither the draft nor the streamer to a custom decoding method, so they are bound here.
     decoding_method = functools.partial(
         speculative_speculative_decoding, assistant_model=assistant_model, ssd_config=ssd_config, streamer=streamer
     )
@@ -136,7 +123,7 @@ def _generate(plain, model, assistant_model, ssd_config, streamer=None, synced_g
 
 
 def _move_stop_strings(model, kwargs: dict) -> None:
-    """Turns `stop_strings` into the criterion that transformers would make, had it not lost the tokenizer by then."""
+    """Turns `stop_strings` into a criterion; transformers passes no tokenizer on to a custom decoding method."""
     if model.generation_config.stop_strings is not None:
         raise ValueError(
             "The model's own generation config has `stop_strings`, from where `ssd_config` cannot take them; pass them "
@@ -153,5 +140,5 @@ def _move_stop_strings(model, kwargs: dict) -> None:
     if in_config is not None:
         kwargs["generation_config"] = copy.deepcopy(generation_config)
         kwargs["generation_config"].stop_strings = None
-    criterion = StopStringCriteria(stop_strings=stop_strings, tokenizer=tokenizer)
-    kwargs["stopping_criteria"] = StoppingCriteriaList([*(kwargs.get("stopping_criteria") or []), criterion])
+    criteria = [*(kwargs.get("stopping_criteria") or []), StopStringCriteria(tokenizer, stop_strings)]
+    kwargs["stopping_criteria"] = StoppingCriteriaList(criteria)
