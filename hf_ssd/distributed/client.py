@@ -25,7 +25,7 @@ class WorkerSession(DraftSession):
     """
 
     def __init__(self, worker: Connection, number: int, request: SessionRequest, on_close: Callable[[], None]):
-        self.on_close, self.vocab_size = on_close, worker.facts["vocab_size"]
+        self.on_close, self.vocab_size = on_close, worker.worker_info["vocab_size"]
         self.user_fallback = UserFallback.of(request, self.vocab_size)
         self.conversation = Conversation(worker, number, request)
         self.rest, self.missed = 0, []  # rounds in which the draft is not asked, and their outcomes so far

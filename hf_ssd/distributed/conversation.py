@@ -27,7 +27,7 @@ class Conversation:
         self.worker, self.number, self.timeout = worker, number, request.config.timeout
         self.batch_size, self.round = len(request.prompts), -1
         self.is_sound = True
-        worker.channel.make_room(self.batch_size, worker.facts["vocab_size"])
+        worker.channel.make_room(self.batch_size, worker.worker_info["vocab_size"])
         send = worker.channel.send
         send(Message(Kind.START, number, payload=payloads.json_to_payload(request.to_dict())))
         send(Message(Kind.PROMPTS, number, payload=payloads.prompts_to_payload(request.prompts)))
@@ -81,7 +81,7 @@ class Conversation:
         except TimeoutError:
             raise DraftError(f"The draft worker did not answer within {self.timeout:g} s.") from None
         except PeerLost as error:
-            raise DraftError(f"The draft worker has ended. {self.worker.last_words()}".strip()) from error
+            raise DraftError(f"The draft worker has ended. {self.worker.stderr_tail()}".strip()) from error
         self.is_sound = True
         return message
 

@@ -38,7 +38,7 @@ class TeamSession(DraftSession):
 
     def __init__(self, workers: list[Connection], number: int, request: SessionRequest, on_close: Callable[[], None]):
         self.config, self.on_close = request.config, on_close
-        self.vocab_size = workers[0].facts["vocab_size"]
+        self.vocab_size = workers[0].worker_info["vocab_size"]
         self.batch_size = len(request.prompts)
         self.user_fallback = UserFallback.of(request, self.vocab_size)
         self.team = []
