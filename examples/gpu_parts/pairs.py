@@ -49,7 +49,7 @@ class Pair:
             `RuntimeError`: the draft was to be compiled, and is not.
         """
         assistant = hf_ssd.launch_draft(self.draft, device=self.place, compile=compile)
-        reason = assistant.workers[0].facts["uncompiled_because"] if compile else None
+        reason = assistant.workers[0].worker_info["uncompiled_because"] if compile else None
         if reason:
             assistant.close()
             raise RuntimeError(f"the draft does not compile: {reason}")

@@ -14,6 +14,7 @@ from .connection import Connection
 from .cores import CoreShare
 from .session import DraftError, DraftSession, SessionRequest
 from .several_drafts import SeveralDrafts
+from .shared_weights import SharedWeights
 from .target_ranks import TargetRanks
 from .worker_session import WorkerSession
 
@@ -27,12 +28,12 @@ JOIN_TIMEOUT = 5.0  # seconds for a start to notice that its worker was ended
 
 class Turn:
     """
-    The right of one call to use the workers. It is made before it is taken, so that whoever made it can end it however
-    little of the taking an interrupt has left.
+    The right of one call to use the workers. It is made before it is taken, so that its maker can end it wherever an
+    interrupt has stopped the taking.
 
     Attributes:
-        thread (`threading.Thread`): Whose call it is.
-        workers (`list[Connection]`): Those that have a session which was not closed yet.
+        thread (`threading.Thread`): The thread of the call.
+        workers (`list[Connection]`): Those whose session is not closed.
     """
 
     def __init__(self):
@@ -47,22 +48,18 @@ class WorkerStart:
         start (`Callable`): Starts the worker, and returns a [`Connection`] that is to be connected.
 
     Attributes:
-        worker ([`Connection`], *optional*): The worker, once there is one.
+        worker ([`Connection`], *optional*): The worker, once its process runs.
         error ([`DraftError`], *optional*): Why it cannot start, once that is known.
     """
 
     def __init__(self, start: Callable[[], Connection]):
-        self.start, self.worker, self.error, self.cancelled = start, None, None, False
+        self.start, self.worker, self.error, self.is_cancelled = start, None, None, False
         self.thread = threading.Thread(target=self._run, daemon=True)
-
-    @property
-    def is_over(self) -> bool:
-        return not self.thread.is_alive()
 
     def _run(self) -> None:
         try:
             self.worker = self.start()
-            if self.cancelled:
+            if self.is_cancelled:
                 self.worker.end()
             self.worker.connect()
         except DraftError as error:
@@ -73,10 +70,10 @@ class WorkerStart:
 
     def cancel(self) -> None:
         """Ends the worker, and the thread with it. May be called more than once."""
-        self.cancelled = True
+        self.is_cancelled = True
         if self.worker is not None:
             self.worker.end()
-        if not self.is_over and self.thread is not threading.current_thread():
+        if self.thread.is_alive() and self.thread is not threading.current_thread():
             self.thread.join(JOIN_TIMEOUT)  # it may use the channel
         if self.worker is not None:
             self.worker.kill()
@@ -89,12 +86,11 @@ class DraftAssistant:
     Args:
         starts (`list[Callable]`): For each worker what starts it and returns a [`Connection`] that is to be connected.
         cores ([`CoreShare`], *optional*): How target and draft share the CPU cores, if the draft runs on the CPU.
-        on_close (`Callable`, *optional*): Called once, when the assistant is closed.
+        weights ([`SharedWeights`], *optional*): The draft's weights, if it was given as a model.
         ranks ([`TargetRanks`], *optional*): The ranks of the target, if there are several. Only the first one starts
             workers and talks to them.
         wait (`bool`, *optional*, defaults to `True`): Whether to wait until all workers are ready. Otherwise they start
             while calls are served by plain decoding.
-        on_ready (`Callable`, *optional*): Called whenever a worker is ready, in the thread of a call.
 
     Attributes:
         vocab_size (`int`): Of the draft model.
@@ -106,16 +102,15 @@ class DraftAssistant:
         self,
         starts: list[Callable[[], Connection]],
         cores: CoreShare | None = None,
-        on_close: Callable[[], None] = lambda: None,
+        weights: SharedWeights | None = None,
         ranks: TargetRanks | None = None,
         wait: bool = True,
-        on_ready: Callable[[], None] = lambda: None,
     ):
-        self.starts, self.cores, self.on_close, self.on_ready = starts, cores, on_close, on_ready
+        self.starts, self.cores, self.weights = starts, cores, weights
         self.ranks = TargetRanks() if ranks is None else ranks
         self.process = os.getpid()  # a process that is forked from it has no part in this
         self.sessions = 0
-        # Calls take turns. A dictionary, because it is looked at and changed in one step that no interrupt divides.
+        # Calls take turns. A dictionary, because no interrupt divides its `setdefault`.
         self.turn: dict[str, Turn] = {}
         self.closed = False
         self.workers: list[Connection | None] = [None] * len(starts)
@@ -123,23 +118,22 @@ class DraftAssistant:
         self.failures: dict[int, DraftError] = {}  # of starts, until a call was told
         self.lost: set[int] = set()  # workers that do not start again
         # If no one closes this, its workers must still end before their channels are collected as garbage.
-        self.finalizer = weakref.finalize(self, _end_all, self.process, self.workers, self.starting, on_close)
+        self.finalizer = weakref.finalize(self, _end_all, self.process, self.workers, self.starting, weights)
         self.vocab_size = self.device = None
         if not wait:
             self._start(range(len(starts)))
             return
         with self.ranks.one_call():
-            facts = self.ranks.share_values(self._launch() if self.ranks.is_leader else None)
-        self.vocab_size, self.device = facts["vocab_size"], facts["device"]
+            info = self.ranks.share_values(self._launch() if self.ranks.is_leader else None)
+        self.vocab_size, self.device = info["vocab_size"], info["device"]
 
     def _launch(self) -> dict:
-        """Starts all workers, waits for them, and returns what the first one says of its model."""
-        bar = {"desc": "starting the draft", "unit": "worker", "leave": False}
-        # Once a second: where there is no terminal, each time is a line of a log.
-        pace = {"delay": SHOWN_AFTER, "mininterval": 1.0, "miniters": 0}
+        """Starts all workers, waits for them, and returns the `worker_info` of the first one."""
         try:
             self._start(range(len(self.starts)))
-            with logging.tqdm(total=len(self.starts), **bar, **pace) as progress:
+            bar = {"total": len(self.starts), "desc": "starting the draft", "unit": "worker", "leave": False}
+            # Once a second: where there is no terminal, each time is a line of a log.
+            with logging.tqdm(**bar, delay=SHOWN_AFTER, mininterval=1.0, miniters=0) as progress:
                 while self.starting:
                     before = len(self.starting)
                     self._wait(WAIT_SLICE)
@@ -149,13 +143,13 @@ class DraftAssistant:
         except BaseException:
             self.finalizer()
             raise
-        return self.workers[0].facts
+        return self.workers[0].worker_info
 
     # ---------------------------------------------------------------- a call
 
     def begin_call(self, turn: Turn, timeout: float, patience: float) -> None:
         """
-        Takes the turn, after calls of other threads, and lets workers that have ended since the last one start again.
+        Takes the turn, after calls of other threads, and starts workers that have ended since the last one again.
         Whatever happens, [`~DraftAssistant.end_call`] must follow.
 
         Args:
@@ -183,12 +177,12 @@ class DraftAssistant:
         self, turn: Turn, request: Callable[[], SessionRequest], device: torch.device
     ) -> DraftSession | None:
         """
-        Starts a call's conversation with the workers that are ready. If there are none yet, or another call uses them,
-        returns `None` at once; then it may be asked again.
+        Opens a session with the workers that are ready. Returns `None` at once if there are none yet, or another call
+        uses them. Then it may be called again.
 
         Args:
             turn ([`Turn`]): Of this call.
-            request (`Callable`): Gives the [`SessionRequest`]. Only asked when there is a worker to take it.
+            request (`Callable`): Gives the [`SessionRequest`]. Only asked when a worker is ready.
             device (`torch.device`): Where the target wants to have what it receives.
 
         Raises:
@@ -219,12 +213,14 @@ class DraftAssistant:
             return
         for worker in turn.workers:
             worker.kill()
-        if self.closed:
-            _end_all(self.process, self.workers, self.starting)  # some may have started again meanwhile
+        if self.closed:  # while the call was under way
+            _end_all(self.process, self.workers, self.starting, self.weights)
         del self.turn["now"]
 
     def _take(self, turn: Turn) -> bool:
         return self.turn.setdefault("now", turn) is turn
+
+    # ---------------------------------------------------------------- starts
 
     def _start(self, indices: Iterable[int]) -> None:
         for index in indices:
@@ -232,7 +228,7 @@ class DraftAssistant:
             self.starting[index].thread.start()
 
     def _restart(self) -> None:
-        """Lets workers that have ended start again, except those that a call is still to be told of."""
+        """Starts workers that have ended again, except those whose failure no call was told of yet."""
         self._settle()
         ended = {index for index, worker in enumerate(self.workers) if worker is None or not worker.is_alive}
         ended -= self.starting.keys() | self.failures.keys()
@@ -252,18 +248,20 @@ class DraftAssistant:
         self._settle()
 
     def _settle(self) -> None:
-        """Takes in the starts that are over."""
+        """Takes over the workers whose start is over."""
         for index, start in list(self.starting.items()):
-            if start.is_over:
-                if start.error is None:
-                    self.workers[index] = start.worker
-                    self.on_ready()
-                else:
-                    self.failures[index] = start.error
-                del self.starting[index]
+            if start.thread.is_alive():
+                continue
+            if start.error is not None:
+                self.failures[index] = start.error
+            else:
+                self.workers[index] = start.worker
+                if self.weights is not None:
+                    self.weights.adopt()
+            del self.starting[index]
 
     def _ready(self) -> list[Connection]:
-        """Returns the workers that can serve. If others cannot start, says so; if none can, raises [`DraftError`]."""
+        """Returns the workers that can serve. Warns if others cannot start; if none can, raises [`DraftError`]."""
         self._settle()
         alive = {index for index, worker in enumerate(self.workers) if worker is not None and worker.is_alive}
         self.lost = (self.lost | self.failures.keys()) - alive
@@ -287,15 +285,12 @@ class DraftAssistant:
         turn = Turn()
         try:
             if self._take(turn):
-                for worker in self.workers:
-                    if worker is not None:
-                        worker.stop()
+                for worker in filter(None, self.workers):
+                    worker.stop()
                 self.finalizer()
             elif self.finalizer.detach():
-                for worker in self.workers:
-                    if worker is not None:
-                        worker.end()  # its channel is closed by the call that uses it
-                self.on_close()
+                for worker in filter(None, self.workers):
+                    worker.end()  # the call that uses it closes the rest
         finally:
             self.end_call(turn)
 
@@ -307,16 +302,13 @@ class DraftAssistant:
 
 
 def _end_all(
-    process: int,
-    workers: list[Connection | None],
-    starting: dict[int, WorkerStart],
-    on_close: Callable[[], None] = lambda: None,
+    process: int, workers: list[Connection | None], starting: dict[int, WorkerStart], weights: SharedWeights | None
 ) -> None:
     if os.getpid() != process:
         return
     for start in list(starting.values()):
         start.cancel()
-    for worker in workers:
-        if worker is not None:
-            worker.kill()
-    on_close()
+    for worker in filter(None, workers):
+        worker.kill()
+    if weights is not None:
+        weights.close()

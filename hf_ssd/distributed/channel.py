@@ -1,7 +1,7 @@
-"""Messages between two processes over torch.distributed, with deadlines, and a word when the other side is gone.
+"""Messages between two processes over torch.distributed, with deadlines, and an error when the other side has ended.
 
-Each direction is a gloo group of two ranks, and a message is a broadcast from one to the other: unlike a receive, an
-asynchronous broadcast can be polled, and a wait that ran out can be taken up again without closing the connection.
+Each direction is a gloo group of two ranks, and a message is a broadcast from one to the other. Unlike a receive, an
+asynchronous broadcast can be polled, and a wait that timed out can be resumed without closing the connection.
 """
 
 import os
@@ -16,13 +16,12 @@ import torch.distributed as dist
 from ..config import LONGEST_LOOKAHEAD
 from .device_link import DeviceLink, open_link
 from .groups import DRAFT, LOOPBACK, TARGET, broadcast, give_up, gloo_group, keep_when_forked
+from .meeting import link_trial
 from .messages import FRAME_LENGTH, LARGEST_PAYLOAD, Message, ProtocolError, pack, unpack
-from .proof import link_trial, prove
 
 WAIT_SLICE = 0.1  # seconds; between two slices Python handles Ctrl-C
-# Seconds in which a wait only looks, again and again, before it sleeps: a processor that sleeps is slow to wake, and
-# slower for a while after that. Long enough for a round; between calls a worker sleeps. Who looks takes some of the
-# power of the cores beside, so who knows that nothing will come soon sleeps at once.
+# Seconds in which a wait spins before it sleeps: a processor that slept is slow for a while. This is long enough for a
+# round. Spinning slows the neighbouring cores, so where no message is expected soon, the wait sleeps at once.
 AWAKE = 0.1
 
 
@@ -38,7 +37,7 @@ class Channel:
         store (`torch.distributed.Store`): Where the two processes find each other.
         is_target (`bool`): Which end this is.
         hostname (`str`, *optional*, defaults to `"127.0.0.1"`): See [`~hf_ssd.distributed.groups.gloo_group`].
-        secret (`bytes`, *optional*): What only the two processes know. See [`~hf_ssd.distributed.proof`].
+        secret (`bytes`, *optional*): What only the two processes know. See [`~hf_ssd.distributed.meeting`].
 
     Attributes:
         link ([`DeviceLink`], *optional*): From the draft's GPU to the target's, once it is open.
@@ -58,10 +57,6 @@ class Channel:
         self.promised: Message | None = None  # by the last message that left
         self.link: DeviceLink | None = None
 
-    def prove(self) -> None:
-        """Makes sure that the other end is what it should be. See [`~hf_ssd.distributed.proof.prove`]."""
-        prove(self)
-
     def open_link(self, device: torch.device) -> bool:
         """Opens a link, while the other side does the same, and tells whether it works."""
         self.link = open_link(self.store, self.rank, device, link_trial(self.secret))
@@ -72,18 +67,17 @@ class Channel:
         self.largest = max(self.largest, rows * LONGEST_LOOKAHEAD * vocab_size)
 
     def close_link(self) -> None:
-        """Goes on without."""
         if self.link is not None:
             link, self.link = self.link, None
             link.abort()
 
     def send(self, message: Message) -> None:
         """
-        Starts to send a message, and returns at once. The tensors are kept until they have left.
+        Starts to send a message, and returns at once.
 
         Raises:
-            [`~hf_ssd.distributed.messages.ProtocolError`]: the payload that the last message announced has not been
-                sent, and the other side waits for that.
+            [`~hf_ssd.distributed.messages.ProtocolError`]: the other side waits for the payload that the last message
+                announced.
         """
         if self.promised is not None:
             raise ProtocolError("a message cannot be sent in the place of the payload that was announced")
@@ -104,7 +98,7 @@ class Channel:
 
     def _start(self, tensor: torch.Tensor, over_link: bool) -> None:
         work = self.link.send(tensor) if over_link else broadcast(self.outgoing, tensor, self.rank)
-        self.sent.append((work, tensor))
+        self.sent.append((work, tensor))  # the tensor is kept until it has left
 
     def flush(self, timeout: float) -> None:
         """Waits until everything has left, at most `timeout` seconds."""
@@ -126,12 +120,12 @@ class Channel:
         _let_others_run()
 
     def _expect_payload(self, message: Message) -> None:
-        if message.over_link and self.link is None:
-            raise ProtocolError("a payload is to come over a link that was not opened")
-        if message.over_link:
+        if not message.over_link:
+            work = broadcast(self.incoming, message.payload, 1 - self.rank)
+        elif self.link is not None:
             work = self._over_link(self.link.receive, message)
         else:
-            work = broadcast(self.incoming, message.payload, 1 - self.rank)
+            raise ProtocolError("a payload is to come over a link that was not opened")
         self.payload = (message, work)
 
     def has_arrived(self) -> bool:
@@ -147,7 +141,7 @@ class Channel:
 
         Args:
             timeout (`float`, *optional*): Seconds. `None` waits as long as the other process lives.
-            awake (`float`, *optional*): Seconds until the wait begins to sleep; 0 if nothing is to come soon.
+            awake (`float`, *optional*): Seconds until the wait begins to sleep; 0 if no message is expected soon.
 
         Raises:
             `TimeoutError`: nothing came in time. The next call goes on waiting for the same message.
@@ -175,7 +169,7 @@ class Channel:
 
     @staticmethod
     def _over_link(step: Callable, *arguments):
-        """A link that fails is as good as a process that has ended."""
+        """A link that fails counts as a process that has ended."""
         try:
             return step(*arguments)
         except RuntimeError as error:
@@ -184,7 +178,7 @@ class Channel:
     def close(self) -> None:
         """
         Gives up both directions; may be called more than once. The other side's waits end with [`PeerLost`]. If it may
-        not take what was sent any more, it must have ended before: gloo waits for that.
+        no longer receive what was sent, it must have ended before, for gloo waits for that.
         """
         self.close_link()
         groups = [group for group in (self.outgoing, self.incoming) if group is not None]
@@ -202,7 +196,7 @@ class Channel:
             _let_others_run()
         while True:
             left = WAIT_SLICE if deadline is None else min(WAIT_SLICE, deadline - time.monotonic())
-            # Asked before the wait: a message may come just as the wait runs out, and that is no loss.
+            # Asked before the wait: a message may come just as the wait times out.
             completed = work.is_completed()
             try:
                 work.wait(timedelta(seconds=max(left, 0.001)))
@@ -216,8 +210,8 @@ class Channel:
 
 def _let_others_run() -> None:
     """
-    Other processes and gloo's threads on this core, and other Python threads: what was just handed to gloo leaves only
-    when its thread runs. `time.sleep(0)` would put the core to sleep for a tenth of a millisecond.
+    Gives other threads and processes a turn on this core: what was handed to gloo leaves when its thread runs.
+    `time.sleep(0)` would put the core to sleep for a tenth of a millisecond.
     """
     if hasattr(os, "sched_yield"):
         os.sched_yield()

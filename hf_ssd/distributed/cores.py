@@ -34,7 +34,7 @@ def divide_cores(draft_threads: int | None = None, drafts: int = 1) -> CoreShare
 
     Args:
         draft_threads (`int`, *optional*): Cores for each draft worker instead of a quarter.
-        drafts (`int`, *optional*): Number of draft workers; each gets cores of its own, as far as there are.
+        drafts (`int`, *optional*): Number of draft workers. Each gets cores of its own, as far as there are enough.
 
     Raises:
         `ValueError`: there are fewer cores.
@@ -60,31 +60,49 @@ def pin(cores: tuple[int, ...]) -> None:
 def use_cores(cores: tuple[int, ...] | None):
     """
     Runs the block with one torch thread for each of these cores and the calling thread pinned to them, and then
-    restores both. `None` changes nothing. Blocks of several threads may overlap: torch's thread count is one for the
-    whole process, and is restored by the last of them. So are the cores of threads that were started meanwhile, such
-    as torch's own, which live on.
+    restores both. `None` changes nothing. Blocks of several threads may overlap.
     """
     if cores is None:
         yield
         return
     before = available_cores()
-    with _overlap.lock:
-        if not _overlap.blocks:
-            _overlap.threads_before, _overlap.cores_before = torch.get_num_threads(), before
-            _overlap.others, _overlap.pinned = _threads(), set()
-        _overlap.blocks += 1
-        _overlap.pinned.add(tuple(sorted(cores)))
-        torch.set_num_threads(len(cores))
+    _blocks.begin(cores, before)
     pin(cores)
     try:
         yield
     finally:
         pin(before)
-        with _overlap.lock:
-            _overlap.blocks -= 1
-            if not _overlap.blocks:
-                torch.set_num_threads(_overlap.threads_before)
-                _overlap.free_threads()
+        _blocks.end()
+
+
+class _Blocks:
+    """
+    The blocks of [`use_cores`] that have not ended. What belongs to the whole process is restored by the last of them:
+    torch's number of threads, and the cores of threads that were started within a block, as torch starts its own.
+    """
+
+    def __init__(self):
+        self.lock, self.count = threading.Lock(), 0
+
+    def begin(self, cores: tuple[int, ...], before: tuple[int, ...]) -> None:
+        with self.lock:
+            if not self.count:
+                self.before, self.pinned = (torch.get_num_threads(), before, _threads()), set()
+            self.count += 1
+            self.pinned.add(frozenset(cores))
+            torch.set_num_threads(len(cores))
+
+    def end(self) -> None:
+        with self.lock:
+            self.count -= 1
+            if self.count:
+                return
+            num_threads, cores, threads = self.before
+            torch.set_num_threads(num_threads)
+            for thread in _threads() - threads:
+                with contextlib.suppress(OSError):  # it has ended
+                    if os.sched_getaffinity(thread) in self.pinned:
+                        os.sched_setaffinity(thread, cores)
 
 
 def _threads() -> set[int]:
@@ -92,19 +110,4 @@ def _threads() -> set[int]:
     return set(map(int, os.listdir("/proc/self/task"))) if os.path.isdir("/proc/self/task") else set()
 
 
-class _Overlap:
-    def __init__(self):
-        self.lock, self.blocks, self.threads_before = threading.Lock(), 0, 1
-        self.cores_before: tuple[int, ...] = ()
-        self.others: set[int] = set()  # threads that were there before
-        self.pinned: set[tuple[int, ...]] = set()  # the cores of the blocks
-
-    def free_threads(self) -> None:
-        """Gives threads that were started within a block, and inherited its cores, those of before."""
-        for thread in _threads() - self.others:
-            with contextlib.suppress(OSError):  # it has ended
-                if tuple(sorted(os.sched_getaffinity(thread))) in self.pinned:
-                    os.sched_setaffinity(thread, self.cores_before)
-
-
-_overlap = _Overlap()
+_blocks = _Blocks()

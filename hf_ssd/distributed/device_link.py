@@ -1,4 +1,4 @@
-"""What tokens were drawn from, straight from the draft's GPU to the target's."""
+"""Distributions that tokens were drawn from, straight from the draft's GPU to the target's."""
 
 import contextlib
 import threading
@@ -22,15 +22,15 @@ class DeviceLink:
     A one-way connection with a communicator of its own, and on the target's side a stream of its own, so that what
     arrives waits neither behind the target's all-reduces nor behind the forward pass that is queued already.
 
-    A kernel on the draft's GPU waits until what was sent is taken, so both sides must see to it that it is, or abort
-    the link: otherwise nothing else runs on that GPU again.
+    A kernel on the draft's GPU waits until what was sent is received, so both sides must receive it or abort the link:
+    otherwise nothing else runs on that GPU again.
 
     Args:
         store (`torch.distributed.Store`): Where the two processes find each other.
         rank (`int`): `TARGET` or `DRAFT`.
-        device (`torch.device`): Of this side's model. On the CPU gloo takes NCCL's place.
-        trial (`torch.FloatTensor`): Numbers that both sides know and nobody else. They are sent once, to see whether
-            the link works, and whether it leads to the other side.
+        device (`torch.device`): The device of this side's model. On the CPU gloo takes NCCL's place.
+        trial (`torch.FloatTensor`): Numbers that only the two sides know. They are sent once, to see whether the link
+            works and whether it leads to the other side.
     """
 
     def __init__(self, store: dist.Store, rank: int, device: torch.device, trial: torch.FloatTensor):
@@ -47,8 +47,7 @@ class DeviceLink:
             `RuntimeError`, `TimeoutError`: it does not.
         """
         if self.device.type == "cuda":
-            if self.rank == TARGET:
-                self.stream = torch.cuda.Stream(self.device)
+            self.stream = torch.cuda.Stream(self.device) if self.rank == TARGET else None
             with torch.cuda.device(self.device):
                 self.group = nccl_group(self.store, "link", self.rank)
         else:
@@ -57,6 +56,16 @@ class DeviceLink:
             self.abort()
             raise RuntimeError("it took too long")
         self._try()
+
+    def _try(self) -> None:
+        deadline = time.monotonic() + LINK_TIMEOUT
+        if self.rank == DRAFT:
+            self.wait(self.send(self.trial.to(self.device)), deadline)
+            return
+        message = Message(Kind.PROBABILITIES, payload=torch.empty_like(self.trial))
+        self.wait(self.receive(message), deadline)
+        if not torch.equal(message.payload.cpu(), self.trial):
+            raise RuntimeError("what arrived is not what was sent")
 
     def abort(self) -> None:
         """Ends what is under way on both devices, and the link. May be called more than once."""
@@ -91,16 +100,6 @@ class DeviceLink:
             time.sleep(POLL)
         work.wait()
 
-    def _try(self) -> None:
-        deadline, trial = time.monotonic() + LINK_TIMEOUT, self.trial
-        if self.rank == DRAFT:
-            self.wait(self.send(trial.to(self.device)), deadline)
-            return
-        message = Message(Kind.PROBABILITIES, payload=torch.empty_like(trial))
-        self.wait(self.receive(message), deadline)
-        if not torch.equal(message.payload.cpu(), trial):
-            raise RuntimeError("what arrived is not what was sent")
-
     @contextlib.contextmanager
     def _on_device(self):
         if self.device.type != "cuda":
@@ -112,24 +111,23 @@ class DeviceLink:
 
 def open_link(store: dist.Store, rank: int, device: torch.device, trial: torch.FloatTensor) -> DeviceLink | None:
     """
-    Opens a link, while the other side does the same. `None` if that fails; then there is a warning, and host memory
-    serves as well. In a thread, because NCCL can wait for ever for a peer that it does not reach.
+    Opens a link, while the other side does the same. If that fails, warns and returns `None`; host memory serves as
+    well. It is tried in a thread, because NCCL can wait for ever for a peer that it does not reach.
     """
-    link, outcome = DeviceLink(store, rank, device, trial), []
+    link, failures = DeviceLink(store, rank, device, trial), ["it took too long"]
 
     def attempt():
         try:
             link.open()
-            outcome.append(None)
+            failures.clear()
         except Exception as error:
-            outcome.append(error)
+            failures[:] = [error]
 
     thread = threading.Thread(target=attempt, daemon=True)
     thread.start()
     thread.join(LINK_TIMEOUT)
-    failure = outcome[0] if outcome else "it took too long"
-    if failure is None:
+    if not failures:
         return link
     link.abort()
-    logger.warning(f"Probabilities travel through host memory, for {device} does not reach its peer: {failure}")
+    logger.warning(f"Probabilities travel through host memory, for {device} does not reach its peer: {failures[0]}")
     return None

@@ -12,9 +12,11 @@ from transformers.utils import logging
 from .. import devices as accelerators
 from ..cache.compiled import is_compiled
 from .assistant import DraftAssistant
-from .child import ChildWorker
+from .connection import Connection
 from .cores import CoreShare, divide_cores
-from .weights import SharedWeights
+from .meeting import private_meeting
+from .process import WorkerProcess
+from .shared_weights import SharedWeights
 
 logger = logging.get_logger(__name__)
 
@@ -103,6 +105,12 @@ def worker_settings(
     }
 
 
+def _device_for(model: PreTrainedModel | str | os.PathLike, device: str | torch.device | None) -> torch.device:
+    if device is None and isinstance(model, PreTrainedModel):
+        return model.device
+    return torch.device(accelerators.spare_accelerator() or "cpu" if device is None else device)
+
+
 def _assistant(
     model: PreTrainedModel | str | os.PathLike,
     devices: list[torch.device],
@@ -113,49 +121,42 @@ def _assistant(
     weights = SharedWeights(model) if isinstance(model, PreTrainedModel) else None
     shares = iter(cores.drafts if cores else ())
     starts = []
-    for one in devices:
-        own = {**settings, "device": str(one), "cores": list(next(shares)) if one.type == "cpu" else None}
-        starts.append(functools.partial(_start, own, weights))
-    hooks = {"on_ready": weights.adopt, "on_close": weights.close} if weights else {}
-    assistant = DraftAssistant(starts, cores, wait=wait, **hooks)
+    for device in devices:
+        place = {"device": str(device), "cores": list(next(shares)) if device.type == "cpu" else None}
+        starts.append(functools.partial(start_worker, {**settings, **place}, weights))
+    assistant = DraftAssistant(starts, cores, weights, wait=wait)
     if cores is not None:
         logger.info(f"The draft has the CPU cores {cores.drafts}; a target on the CPU has {cores.target}.")
     return assistant
 
 
-def _device_for(model: PreTrainedModel | str | os.PathLike, device: str | torch.device | None) -> torch.device:
-    if device is None and isinstance(model, PreTrainedModel):
-        return model.device
-    if device is None:
-        device = accelerators.spare_accelerator() or "cpu"
-    return torch.device(device)
-
-
-def _start(settings: dict, weights: SharedWeights | None) -> ChildWorker:
-    if weights is None:
-        return ChildWorker({**settings, "weights": None})
-    weights.fill()
-    return ChildWorker({**settings, "weights": weights.to_dict()}, weights.descriptor)
+def start_worker(settings: dict, weights: SharedWeights | None = None) -> Connection:
+    """Starts a process of this one's own, and returns the worker, which is to be connected."""
+    meeting, descriptors = private_meeting()
+    settings = {**settings, "meeting": meeting, "weights": None}
+    if weights is not None:
+        weights.fill()
+        settings["weights"], descriptors = weights.description, [*descriptors, weights.descriptor]
+    return Connection(WorkerProcess(settings, descriptors), meeting, settings["timeout"])
 
 
 def assistant_for(model: PreTrainedModel) -> DraftAssistant:
     """
-    Returns the worker for a draft model that was passed as an object: started once in each process, without waiting for
-    it, reused, ended with the model. Another one takes its place when the model's embeddings were resized.
+    Returns the worker for a draft model that was passed as an object. Each process starts one, does not wait for it,
+    uses it again, and ends it with the model. It is replaced when the model's embeddings were resized.
     """
     with _starting:
         assistant = _assistants.get(model)
         vocab_size = model.config.get_text_config(decoder=True).vocab_size
-        is_of_this_process = assistant is not None and assistant.process == os.getpid()
-        if is_of_this_process and assistant.vocab_size != vocab_size:
+        if assistant is not None and assistant.process == os.getpid():
+            if assistant.vocab_size == vocab_size:
+                return assistant
             assistant.close()
-            is_of_this_process = False
-        if not is_of_this_process:
-            cores = divide_cores() if model.device.type == "cpu" else None
-            settings = {**worker_settings(model, None, None, {}), "timeout": START_TIMEOUT}
-            assistant = _assistants[model] = _assistant(model, [model.device], cores, settings, wait=False)
-            assistant.vocab_size, assistant.device = vocab_size, str(model.device)
-            weakref.finalize(model, assistant.close)
+        cores = divide_cores() if model.device.type == "cpu" else None
+        settings = {**worker_settings(model, None, None, {}), "timeout": START_TIMEOUT}
+        assistant = _assistants[model] = _assistant(model, [model.device], cores, settings, wait=False)
+        assistant.vocab_size, assistant.device = vocab_size, str(model.device)
+        weakref.finalize(model, assistant.close)
         return assistant
 
 

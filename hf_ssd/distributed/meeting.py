@@ -1,22 +1,39 @@
-"""Where a launched worker and its target find each other: in a file without a name, which only the two can open."""
+"""How target and draft find each other, and prove to each other who they are.
+
+A launched worker and its target meet in a file without a name, which only the two can open, and share a secret. gloo
+asks nobody who they are: whoever connects to a listening port first is taken for the peer. But of each pair of
+connected processes, one connects to the address in the store, which only the two can write, so a stranger cannot stand
+in the middle. Each side sends a fresh nonce in the direction in which it sends, and then the HMAC of both nonces. A
+proof that fits says that the process which knows the secret is at the far end of both directions.
+
+Under torchrun the secret is empty and proves nothing. See [`~hf_ssd.distributed.supervisor`].
+"""
 
 import functools
+import hmac
 import os
 import secrets
 import tempfile
+import time
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from .groups import LOOPBACK
+from .messages import LARGEST_PAYLOAD, Kind, Message, ProtocolError
 
-SECRET_LENGTH = 32  # bytes
+PROOF_TIMEOUT = 20.0  # seconds for the other side to prove itself, once both are connected
+SECRET_LENGTH = NONCE_LENGTH = 32  # bytes, as an HMAC-SHA256 has
+SENDERS = ("target to draft", "draft to target")  # by rank
+
+_folders: list[tempfile.TemporaryDirectory] = []  # removed when the program ends
 
 
 def private_meeting() -> tuple[dict, list[int]]:
     """
-    Returns a place for one worker and this process, with a secret that the two share, as plain objects that JSON can
-    hold; and the file descriptors that the worker must inherit. The place goes to the worker over its standard input.
+    Returns a place for one worker and this process, with a secret, as objects that JSON can hold; and the file
+    descriptors that the worker must inherit. The place goes to the worker over its standard input.
     """
     path, descriptors = _private_file()
     names = {"prefix": secrets.token_hex(8), "secret": secrets.token_hex(SECRET_LENGTH)}
@@ -28,8 +45,8 @@ def join(meeting: dict, timeout: float) -> dist.Store:
     Returns the store of a meeting.
 
     Args:
-        meeting (`dict`): What [`private_meeting`] returned, or [`~hf_ssd.distributed.supervisor.Notes.meeting`].
-        timeout (`float`): Seconds.
+        meeting (`dict`): What [`private_meeting`] or [`~hf_ssd.distributed.supervisor.Notes.meeting`] returned.
+        timeout (`float`): Seconds that the store waits for a key.
     """
     if "path" in meeting:
         store = dist.FileStore(meeting["path"])
@@ -40,23 +57,66 @@ def join(meeting: dict, timeout: float) -> dist.Store:
 
 
 def use_another_file() -> None:
-    """For a worker that failed while it started: it may have left half an entry, which no one could read past."""
+    """Call this when a worker failed while it started: half an entry of its would make the file unreadable."""
     _private_file.cache_clear()
 
 
 @functools.cache
 def _private_file() -> tuple[str, list[int]]:
     """
-    One file for all meetings of this process. Its descriptor is never closed, because torch opens the file by the
-    number of the descriptor, and does so whenever the last group that met there is collected as garbage; a file of the
-    user's could have that number by then.
+    One file for all meetings of this process. Its descriptor is never closed: torch opens the file by that number
+    whenever the last group that met there is collected, and another file could have the number by then.
     """
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("hf_ssd")
         return f"/proc/self/fd/{descriptor}", [descriptor]
-    folder = tempfile.TemporaryDirectory(prefix="hf_ssd")  # no other user can enter it
-    _folders.append(folder)
-    return os.path.join(folder.name, "meeting"), []
+    _folders.append(tempfile.TemporaryDirectory(prefix="hf_ssd"))  # no other user can enter it
+    return os.path.join(_folders[-1].name, "meeting"), []
 
 
-_folders: list[tempfile.TemporaryDirectory] = []  # each is removed when the program ends
+def prove(channel) -> None:
+    """
+    Proves to the other end of a channel that this one knows the secret, while the other end does the same.
+
+    Args:
+        channel ([`Channel`]): This end, just connected.
+
+    Raises:
+        [`~hf_ssd.distributed.messages.ProtocolError`]: the other side does not know the secret, does not say so in
+            time, or has gone.
+    """
+    deadline, own = time.monotonic() + PROOF_TIMEOUT, secrets.token_bytes(NONCE_LENGTH)
+    channel.largest = 0  # until it is known who is there, nothing is allocated for them
+    try:
+        _send(channel, 0, own)
+        theirs = _receive(channel, 0, deadline)
+        _send(channel, 1, _digest(channel.secret, channel.rank, own, theirs))
+        answer = _receive(channel, 1, deadline)
+    except (TimeoutError, ConnectionError) as error:
+        raise ProtocolError(f"what has connected did not prove that it is the other side: {error}") from error
+    if not hmac.compare_digest(answer, _digest(channel.secret, 1 - channel.rank, theirs, own)):
+        raise ProtocolError("what has connected does not know the secret of this worker and its target")
+    channel.largest = LARGEST_PAYLOAD
+
+
+def link_trial(secret: bytes) -> torch.FloatTensor:
+    """Returns the numbers that a draft sends first over a link between two GPUs. Only it and its target know them."""
+    return torch.tensor(list(hmac.digest(secret, b"hf_ssd link", "sha256")), dtype=torch.float32)
+
+
+def _digest(secret: bytes, sender: int, own: bytes, theirs: bytes) -> bytes:
+    return hmac.digest(secret, b"hf_ssd " + SENDERS[sender].encode() + own + theirs, "sha256")
+
+
+def _send(channel, step: int, value: bytes) -> None:
+    channel.send(Message(Kind.PROOF, 0, step, torch.tensor(list(value))))
+
+
+def _receive(channel, step: int, deadline: float) -> bytes:
+    message = channel.receive(max(0.0, deadline - time.monotonic()))
+    values = message.payload.tolist()
+    if (message.kind, message.session, message.round, len(values)) != (Kind.PROOF, 0, step, NONCE_LENGTH):
+        raise ProtocolError(f"expected a proof, received {message.kind.name} with {len(values)} elements")
+    if not all(value in range(256) for value in values):
+        raise ProtocolError("a proof is not made of bytes")
+    return bytes(values)

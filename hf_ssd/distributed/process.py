@@ -1,4 +1,4 @@
-"""One draft worker process: started, and never left behind."""
+"""The process of one draft worker: started, and never left behind."""
 
 import contextlib
 import json
@@ -10,15 +10,16 @@ import weakref
 
 STOP_TIMEOUT = 2.0  # seconds to end by itself before it is killed
 KILL_TIMEOUT = 10.0  # seconds for the system to end it; it cannot while a driver holds it
+STDERR_TAIL = 8000  # bytes
 # Variables of torchrun: the worker is not one of its ranks.
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
 
 
 class WorkerProcess:
     """
-    The worker is a fresh interpreter, not a fork and not a `multiprocessing` child, so the user's script needs no
-    `__main__` guard. It takes its settings from its standard input, and ends when that closes: however this process
-    ends, the worker follows.
+    A fresh interpreter, not a fork and not a `multiprocessing` child, so the user's script needs no `__main__` guard.
+    It takes its settings from its standard input, and ends when that closes: however this process ends, the worker
+    ends too.
 
     Args:
         settings (`dict`): What [`~hf_ssd.distributed.worker`] reads.
@@ -26,47 +27,43 @@ class WorkerProcess:
 
     Attributes:
         popen (`subprocess.Popen`): The process.
+        end (`Callable`): Kills it. May be called more than once, and is called when the program ends.
     """
 
     def __init__(self, settings: dict, descriptors: list[int]):
-        self.errors = tempfile.TemporaryFile()
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER)}
-        environment = {**inherited, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONSAFEPATH": "1"}
+        self.stderr = tempfile.TemporaryFile()
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER)}
+        environment |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONSAFEPATH": "1"}
         if settings["cores"]:
             environment["OMP_NUM_THREADS"] = str(len(settings["cores"]))
         self.popen = subprocess.Popen(
             [sys.executable, "-m", "hf_ssd.distributed.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
-            stderr=self.errors,
+            stderr=self.stderr,
             pass_fds=descriptors,
             env=environment,
             start_new_session=True,  # a Ctrl-C in the terminal is for the target
         )
-        # May be called, and is when the program ends.
         self.end = weakref.finalize(self, _end_process, os.getpid(), self.popen)
-        try:
+        with contextlib.suppress(BrokenPipeError):  # it has ended already; its standard error tells why
             self.popen.stdin.write(json.dumps(settings).encode() + b"\n")
             self.popen.stdin.flush()
-        except BrokenPipeError:
-            pass  # it has ended already; its last words tell why
 
     @property
     def is_running(self) -> bool:
         return self.popen.poll() is None
 
     def wait(self, timeout: float) -> bool:
-        """Waits until it has ended by itself, at most `timeout` seconds, and tells whether it has."""
-        try:
+        """Waits until it has ended by itself, at most `timeout` seconds, and returns whether it has."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self.popen.wait(timeout)
-            return True
-        except subprocess.TimeoutExpired:
-            return False
+        return not self.is_running
 
-    def last_words(self) -> str:
+    def stderr_tail(self) -> str:
         """Returns the end of what it wrote to its standard error."""
-        self.errors.seek(0)
-        return self.errors.read()[-8000:].decode("utf-8", errors="replace").strip()
+        self.stderr.seek(0)
+        return self.stderr.read()[-STDERR_TAIL:].decode("utf-8", errors="replace").strip()
 
 
 def _end_process(parent: int, process: subprocess.Popen) -> None:

@@ -14,10 +14,11 @@ from transformers.distributed import DistributedConfig
 
 from .. import devices
 from .assistant import DraftAssistant
+from .connection import Connection
 from .launch import START_TIMEOUT, worker_settings
-from .supervisor import Notes, SupervisedWorker, supervise
+from .shared_weights import SharedWeights
+from .supervisor import Notes, SupervisedProcess, supervise
 from .target_ranks import TargetRanks
-from .weights import SharedWeights
 
 LOADING_TIMEOUT = timedelta(hours=2)  # transformers' own: ranks finish loading a large target far apart
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -40,7 +41,6 @@ class Roles:
         self.num_draft_ranks, self.tp_size = num_draft_ranks, world_size - num_draft_ranks
         self.is_draft, self.is_leader = self.rank >= self.tp_size, self.rank == 0
         self.worker_device = _device_of(local_rank)
-        on_gpu = self.worker_device.type == "cuda"
         self.device = torch.device("cpu") if self.is_draft else self.worker_device
         # The first rank may be the store's server: kept as long as this program runs.
         self.store, _, _ = next(dist.rendezvous("env://"))
@@ -61,7 +61,7 @@ class Roles:
                 rank=self.rank,
                 world_size=self.tp_size,
                 timeout=LOADING_TIMEOUT,
-                device_id=self.device if on_gpu else None,
+                device_id=self.device if self.device.type == "cuda" else None,
             )
             self.ranks = TargetRanks(dist.new_group(backend="gloo"))
         if self.is_leader:
@@ -94,7 +94,7 @@ class Roles:
         """
         if self.is_draft:
             raise ValueError("This rank drafts, so it has no draft to talk to; call `roles.serve(model)`.")
-        starts = [self._start(index) for index in range(self.num_draft_ranks)] if self.is_leader else []
+        starts = [_starter(self._notes(index)) for index in range(self.num_draft_ranks)] if self.is_leader else []
         return DraftAssistant(starts, ranks=self.ranks)
 
     def serve(
@@ -119,19 +119,19 @@ class Roles:
         """
         if not self.is_draft:
             raise ValueError("This rank holds the target; only draft ranks serve (`if roles.is_draft:`).")
-        settings = {**worker_settings(model, dtype, compile, load_options), "cores": None, "timeout": timeout}
-        settings["device"] = str(self.worker_device)
-        weights = SharedWeights(model) if isinstance(model, PreTrainedModel) else None
-        if weights is not None:
+        place = {"device": str(self.worker_device), "cores": None, "weights": None, "timeout": timeout}
+        settings, descriptors = {**worker_settings(model, dtype, compile, load_options), **place}, []
+        if isinstance(model, PreTrainedModel):
+            weights = SharedWeights(model)
             weights.fill()
             weights.adopt()
-        settings["weights"] = weights and weights.to_dict()
+            settings["weights"], descriptors = weights.description, [weights.descriptor]
         del model  # the child has the weights; memory that only this process holds is not needed
         try:
-            supervise(self._notes(self.rank - self.tp_size), settings, weights and weights.descriptor)
+            supervise(self._notes(self.rank - self.tp_size), settings, descriptors)
         finally:
-            if weights is not None:
-                weights.close()
+            for descriptor in descriptors:
+                os.close(descriptor)
 
     def shutdown(self) -> None:
         """
@@ -155,10 +155,6 @@ class Roles:
         run, restart = os.environ.get("TORCHELASTIC_RUN_ID", ""), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         prefix = f"hf_ssd/{run}/{restart}/draft/{index}"
         return Notes(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), prefix, self.on_one_machine)
-
-    def _start(self, index: int) -> Callable[[], SupervisedWorker]:
-        notes, numbers = self._notes(index), itertools.count()
-        return lambda: SupervisedWorker(notes, next(numbers), START_TIMEOUT)
 
 
 def init_roles(num_draft_ranks: int = 1) -> Roles:
@@ -201,6 +197,17 @@ def init_roles(num_draft_ranks: int = 1) -> Roles:
             "one hold the target; start more ranks with --nproc-per-node."
         )
     return Roles(num_draft_ranks)
+
+
+def _starter(notes: Notes) -> Callable[[], Connection]:
+    """Returns what asks a draft rank for its next child, and gives a worker that is to be connected."""
+    numbers = itertools.count()
+
+    def start() -> Connection:
+        number = next(numbers)
+        return Connection(SupervisedProcess(notes, number), notes.meeting(number), START_TIMEOUT)
+
+    return start
 
 
 def _device_of(local_rank: int) -> torch.device:

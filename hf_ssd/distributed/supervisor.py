@@ -1,13 +1,12 @@
-"""The draft ranks under torchrun: supervisors whose child does the work.
+"""The draft ranks under torchrun: supervisors, each of whose children does the work.
 
-torchrun ends all ranks when one is killed, so a draft rank itself does nothing that could kill it. Its child is the
-draft worker, which holds the GPU, and may die and be started again alone. Target and supervisor leave each other notes
-in torchrun's store: which child is asked for, which one is to be killed, which has ended and with what last words.
+torchrun ends all ranks when one is killed, so a draft rank does nothing that could kill it. Its child is the draft
+worker, which holds the GPU, and may die and be started again alone. Target and supervisor leave each other notes in
+torchrun's store: which child is wanted, which one is to be killed, which has ended and what it wrote last.
 
 There is no private pipe between ranks, so target and draft trust torchrun's store, and with it everyone who can reach
-MASTER_ADDR:MASTER_PORT or the ports on which gloo and NCCL listen: whoever can may take a rank's place, be sent the
-prompts and answer with tokens, and may do the same to the ranks of any other program that torchrun starts. As torchrun
-itself, this is for a network, or a machine, whose users trust each other.
+MASTER_ADDR:MASTER_PORT or the ports on which gloo and NCCL listen: such a person can take a rank's place, be sent the
+prompts and answer with tokens. As torchrun itself, this is for networks and machines whose users trust each other.
 """
 
 import time
@@ -15,7 +14,6 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from .connection import Connection
 from .groups import LOOPBACK
 from .process import STOP_TIMEOUT, WorkerProcess
 
@@ -29,16 +27,16 @@ class Notes:
     What target and supervisor of one draft rank write to each other.
 
     Args:
-        host (`str`), port (`int`): Of torchrun's store.
-        prefix (`str`): Of the keys of this run and this draft rank.
-        on_one_machine (`bool`): Whether all ranks are, so that loopback serves them.
+        host (`str`), port (`int`): Address of torchrun's store.
+        prefix (`str`): Prefix of the keys of this run and this draft rank.
+        on_one_machine (`bool`): Whether all ranks are on one machine, so that loopback serves them.
     """
 
     def __init__(self, host: str, port: int, prefix: str, on_one_machine: bool):
-        self.host, self.port, self.prefix = host, port, prefix
-        self.hostname = LOOPBACK if on_one_machine else None
         server = dist.TCPStore(host, port, is_master=False, timeout=STORE_TIMEOUT, wait_for_workers=False)
         self.store = dist.PrefixStore(prefix, server)
+        hostname = LOOPBACK if on_one_machine else None
+        self.place = {"host": host, "port": port, "prefix": prefix, "hostname": hostname, "secret": ""}
 
     def write(self, what: str, number: int = 0, text: str = "yes") -> None:
         self.store.set(f"{what}/{number}", text or " ")
@@ -50,90 +48,67 @@ class Notes:
         return self.store.get(f"{what}/{number}").decode("utf-8", errors="replace").strip()
 
     def meeting(self, number: int) -> dict:
-        """Where the child of this number and the target find each other."""
-        place = {"host": self.host, "port": self.port, "hostname": self.hostname}
-        return {**place, "prefix": f"{self.prefix}/{number}", "secret": ""}
+        """Returns where the child of this number and the target find each other."""
+        return {**self.place, "prefix": f"{self.place['prefix']}/{number}"}
 
 
-class SupervisedWorker(Connection):
+class SupervisedProcess:
     """
-    The target's side. Asks for a child, and is then to be connected.
+    A supervisor's child as the target sees it, with the methods of [`WorkerProcess`].
 
     Args:
         notes ([`Notes`]): To and from the supervisor.
-        number (`int`): Which child, from 0; the first one is started without being asked for.
-        timeout (`float`): Seconds until the worker must be ready.
+        number (`int`): Number of the child, from 0. The first one is started without being asked for.
     """
 
-    def __init__(self, notes: Notes, number: int, timeout: float):
-        super().__init__()
+    def __init__(self, notes: Notes, number: int):
         self.notes, self.number = notes, number
-        self.deadline = time.monotonic() + timeout
         notes.write("asked", number)
 
-    def connect(self) -> None:
-        try:
-            store = dist.PrefixStore(str(self.number), self.notes.store)
-            self._connect(store, self.notes.hostname, self.deadline)
-        except BaseException:
-            self.kill()
-            raise
-
     @property
-    def is_alive(self) -> bool:
-        return self.channel is not None and not self._has_ended()
+    def is_running(self) -> bool:
+        return not self.notes.has("ended", self.number)
 
-    def last_words(self) -> str:
-        return self.notes.read("ended", self.number) if self._wait(SUPERVISOR_TIMEOUT) else ""
+    def wait(self, timeout: float) -> bool:
+        deadline = time.monotonic() + timeout
+        while self.is_running and time.monotonic() < deadline:
+            time.sleep(POLL)
+        return not self.is_running
+
+    def stderr_tail(self) -> str:
+        return self.notes.read("ended", self.number) if self.wait(SUPERVISOR_TIMEOUT) else ""
 
     def end(self) -> None:
         self.notes.write("kill", self.number)
-        self._wait(SUPERVISOR_TIMEOUT)
-
-    def stop(self) -> None:
-        if self.is_alive:
-            self._say_stop()
-            self._wait(STOP_TIMEOUT)
-        self.kill()
-
-    def _wait(self, timeout: float) -> bool:
-        """Waits until the worker has ended, at most `timeout` seconds, and tells whether it has."""
-        deadline = time.monotonic() + timeout
-        while not self._has_ended() and time.monotonic() < deadline:
-            time.sleep(POLL)
-        return self._has_ended()
-
-    def _has_ended(self) -> bool:
-        return self.notes.has("ended", self.number)
+        self.wait(SUPERVISOR_TIMEOUT)
 
 
-def supervise(notes: Notes, settings: dict, descriptor: int | None) -> None:
+def supervise(notes: Notes, settings: dict, descriptors: list[int]) -> None:
     """
-    Keeps a worker running, and returns when the target says that it is done, or its store is gone.
+    Keeps a worker running, and returns when the target says that it is done, or when its store is gone.
 
     Args:
         notes ([`Notes`]): To and from the target.
         settings (`dict`): What [`~hf_ssd.distributed.worker`] reads, except where it meets the target.
-        descriptor (`int`, *optional*): File descriptor of shared weights.
+        descriptors (`list[int]`): File descriptors that the worker inherits.
     """
 
     def start(number: int) -> WorkerProcess:
-        descriptors = [] if descriptor is None else [descriptor]
         return WorkerProcess({**settings, "meeting": notes.meeting(number)}, descriptors)
 
-    number, said = 0, False
+    number, was_told = 0, False
     process = start(number)
     try:
         while not notes.has("done"):
             if notes.has("asked", number + 1):
                 process.end()
-                number, said = number + 1, False
+                number, was_told = number + 1, False
                 process = start(number)
             elif process.is_running and notes.has("kill", number):
                 process.end()
-            elif not process.is_running and not said:
-                notes.write("ended", number, process.last_words())
-                said = True
+            elif not process.is_running and not was_told:
+                notes.write("ended", number, process.stderr_tail())
+                was_told = True
             time.sleep(POLL)
         process.wait(STOP_TIMEOUT)
     except (dist.DistError, RuntimeError):

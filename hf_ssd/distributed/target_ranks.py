@@ -1,4 +1,4 @@
-"""The processes that hold one target together, all of which do what the first of them decides."""
+"""The processes that hold one target together. All of them do what the first one decides."""
 
 import contextlib
 import time
@@ -18,8 +18,7 @@ LONGEST_SILENCE = 1800.0  # seconds; the leader may have to start a worker befor
 class TargetRanks:
     """
     Under tensor parallelism every rank runs the same loop on the same tokens. Only rank 0, the *leader*, talks to the
-    draft and decides; what it decides, the others are told. Floating point or a clock may differ between ranks, but not
-    the tokens.
+    draft and decides, and tells the others. Floating point and clocks may differ between ranks, the tokens may not.
 
     Args:
         group (`torch.distributed.ProcessGroup`, *optional*): A gloo group of all ranks of the target. `None` for a
@@ -35,7 +34,7 @@ class TargetRanks:
 
     def share(self, message: Message | None = None) -> Message:
         """
-        Tells the others, or is told.
+        Returns the leader's message on every rank.
 
         Args:
             message (`Message`, *optional*): Only the leader's counts.
@@ -49,27 +48,25 @@ class TargetRanks:
         if self.is_leader:
             self._send(Message(message.kind, self.call, payload=message.payload))
             return message
-        deadline = time.monotonic() + LONGEST_SILENCE
-        while True:
+        message, deadline = None, time.monotonic() + LONGEST_SILENCE
+        while message is None or message.session != self.call:  # older ones belong to a call that all have broken off
             frame = self._receive(torch.empty(messages.FRAME_LENGTH, dtype=torch.int64), deadline)
             message, payload = messages.unpack(frame)
             if payload is not None and len(payload):
                 self._receive(payload, deadline)
-            if message.session == self.call:  # older ones belong to a call that all have broken off
-                break
         if message.kind == Kind.ERROR:
             error = payloads.payload_to_json(message.payload)
-            text = f"Rank 0 of the target has broken off: {error['text']}"
-            raise DraftError(text) if error["is_draft_error"] else RuntimeError(text)
+            kind = DraftError if error["is_draft_error"] else RuntimeError
+            raise kind(f"Rank 0 of the target has broken off: {error['text']}")
         return message
 
     def share_values(self, values):
-        """The leader's plain Python objects, for all."""
+        """Returns the leader's plain Python objects on every rank."""
         message = self.share(Message(Kind.VALUES, payload=payloads.json_to_payload(values)) if self.is_leader else None)
         return values if self.is_leader else payloads.payload_to_json(message.payload)
 
     def share_random_state(self, device: torch.device) -> None:
-        """Lets the others draw on with the leader's random numbers, as if all had decided."""
+        """Gives all ranks the leader's random state, as if all had decided."""
         if self.group is None:
             return
         on_device = [] if device.type == "cpu" else [device]

@@ -33,7 +33,7 @@ class WorkerSession(DraftSession):
         self, worker: Connection, number: int, request: SessionRequest, on_close: Callable[[], None] = lambda: None
     ):
         self.worker, self.number, self.timeout, self.on_close = worker, number, request.config.timeout, on_close
-        self.rows, self.vocab_size, self.round = len(request.prompts), worker.facts["vocab_size"], -1
+        self.rows, self.vocab_size, self.round = len(request.prompts), worker.worker_info["vocab_size"], -1
         self.is_reusable = True
         worker.channel.make_room(self.rows, self.vocab_size)
         send = worker.channel.send
@@ -100,7 +100,7 @@ class WorkerSession(DraftSession):
         except TimeoutError:
             raise DraftError(f"The draft worker did not answer within {self.timeout:g} s.") from None
         except PeerLost as error:
-            raise DraftError(f"The draft worker has ended. {self.worker.last_words()}".strip()) from error
+            raise DraftError(f"The draft worker has ended. {self.worker.stderr_tail()}".strip()) from error
         self.is_reusable = True
         return message
 

@@ -40,7 +40,7 @@ def nothing_starts(monkeypatch):
     def started(*args, **kwargs):
         raise AssertionError("work was started")
 
-    monkeypatch.setattr("hf_ssd.distributed.child.WorkerProcess.__init__", started)
+    monkeypatch.setattr("hf_ssd.distributed.launch.WorkerProcess.__init__", started)
     monkeypatch.setattr("hf_ssd.generation.decoding.prefill", started)
 
 

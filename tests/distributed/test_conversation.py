@@ -28,7 +28,7 @@ class Line:
         target = Channel(store, is_target=True)
         other.join()
         self.draft, self.killed = made["draft"], False
-        worker = SimpleNamespace(channel=target, facts={"vocab_size": 9}, is_alive=True, last_words=lambda: "")
+        worker = SimpleNamespace(channel=target, worker_info={"vocab_size": 9}, is_alive=True, stderr_tail=lambda: "")
         worker.kill = lambda: setattr(self, "killed", True)
         request = SessionRequest(hf_ssd.SSDConfig(timeout=2.0), GenerationConfig(), [torch.tensor([1])] * ROWS, 0)
         self.session = WorkerSession(worker, NUMBER, request, on_close=lambda: None)

@@ -205,14 +205,14 @@ def test_sampled_output_is_that_of_the_oracle_and_nothing_stays_on_its_way(targe
     link, received = linked.workers[0].channel.link, []
     receive = link.receive
     link.receive = lambda message: received.append(message.payload.numel()) or receive(message)
-    pid = linked.workers[0].facts["pid"]
+    pid = linked.workers[0].worker_info["pid"]
     for _ in range(3):
         output = sampled(target, linked)
         assert torch.equal(output.sequences, oracle.sequences) and output.ssd_stats.draft_failure is None
         # One for each speculation, and the one that nobody needed any more.
         assert len(received) == output.ssd_stats.rounds + 1
         received.clear()
-    assert linked.workers[0].facts["pid"] == pid
+    assert linked.workers[0].worker_info["pid"] == pid
 
 
 def test_the_mutant_other_probabilities_is_noticed(target, linked, monkeypatch):
@@ -238,7 +238,7 @@ def test_a_link_that_fails_costs_no_tokens(target, linked, monkeypatch):
 
 
 def test_a_worker_that_is_killed_takes_nothing_with_it(target, linked):
-    pid = linked.workers[0].facts["pid"]
+    pid = linked.workers[0].worker_info["pid"]
     output = sampled(target, linked, AtLength(18, lambda: os.kill(pid, signal.SIGKILL)), timeout=5.0)
     assert output.ssd_stats.draft_failure and output.sequences.shape[1] == 9 + 30
     oracle = sampled(target, tiny_draft(), asynchronous=False)
@@ -271,13 +271,13 @@ class Broken:
 
 
 def test_a_fallback_that_raises_ends_the_call_at_once_and_the_worker_stays(target, linked):
-    pid, start = linked.workers[0].facts["pid"], time.monotonic()
+    pid, start = linked.workers[0].worker_info["pid"], time.monotonic()
     with pytest.raises(ZeroDivisionError):
         sampled(target, linked, fallback=Broken())
     assert time.monotonic() - start < 10  # and not 30, the timeout
     oracle = sampled(target, tiny_draft(), asynchronous=False)
     assert torch.equal(sampled(target, linked).sequences, oracle.sequences)
-    assert linked.workers[0].facts["pid"] == pid and linked.workers[0].channel.link is not None
+    assert linked.workers[0].worker_info["pid"] == pid and linked.workers[0].channel.link is not None
 
 
 def _fails(*_):

@@ -189,7 +189,7 @@ def test_a_compiled_draft_proposes_the_same_tokens(tmp_path):
     draft.compile(dynamic=True)
     with hf_ssd.launch_draft(draft, num_threads=1) as assistant:  # whose worker does the same
         (worker,) = assistant.workers
-        assert worker.facts["is_compiled"]
+        assert worker.worker_info["is_compiled"]
         output = target.generate(
             **inputs, **options, assistant_model=assistant, ssd_config=CONFIG, return_dict_in_generate=True
         )
@@ -221,7 +221,7 @@ def test_without_a_compiler_the_draft_runs_as_it_is(tmp_path, monkeypatch, caplo
     inputs, options = padded_batch(2), {"max_new_tokens": 20, "do_sample": False}
     logging.enable_propagation()
     with hf_ssd.launch_draft(draft, num_threads=1, compile=True) as assistant:
-        assert not assistant.workers[0].facts["is_compiled"]
+        assert not assistant.workers[0].worker_info["is_compiled"]
         output = target.generate(**inputs, **options, assistant_model=assistant, ssd_config=CONFIG)
     logging.disable_propagation()
     assert torch.equal(output, target.generate(**inputs, **options))
@@ -234,6 +234,6 @@ def test_a_draft_on_the_target_s_accelerator_is_warned_of(target, assistant, mon
     target.generate(**inputs, ssd_config=hf_ssd.SSDConfig(lookahead=2, budget=2))
     assert not said  # both are on the CPU, where each has cores of its own
     monkeypatch.setattr("hf_ssd.devices.identity", lambda device: "one GPU")
-    monkeypatch.setitem(assistant.workers[0].facts, "identity", "one GPU")
+    monkeypatch.setitem(assistant.workers[0].worker_info, "identity", "one GPU")
     target.generate(**inputs, ssd_config=hf_ssd.SSDConfig(lookahead=2, budget=2))
     assert len(said) == 1 and "can be slower than drafting in turn" in said[0]

@@ -66,7 +66,7 @@ class ThreadWorker(Connection):
     """A worker in a thread of this process, which a test can change."""
 
     def __init__(self, draft):
-        super().__init__()
+        super().__init__(process=None, meeting={}, timeout=60.0)
         self.draft, self.kinds, self.waits = draft, [], []
 
     def connect(self):
@@ -76,7 +76,7 @@ class ThreadWorker(Connection):
         self.channel = Channel(store, is_target=True)
         joining.join()
         self.other_end = made["end"]
-        self.facts = {"vocab_size": VOCAB, "device": "cpu"}
+        self.worker_info = {"vocab_size": VOCAB, "device": "cpu"}
         send = self.channel.send
         self.channel.send = lambda message: (self.kinds.append(message.kind), send(message))
         receive = self.other_end.receive
@@ -92,15 +92,12 @@ class ThreadWorker(Connection):
 
     is_alive = property(lambda self: self.channel is not None)
 
-    def last_words(self):
+    def stderr_tail(self):
         return ""
-
-    def _has_ended(self):
-        return False
 
     def end(self):
         if self.channel is not None:
-            self._say_stop()
+            self.channel.send(Message(Kind.STOP))
             self.thread.join(10)
             self.other_end.close()  # gloo waits for what is left, also when it is only collected as garbage
 

@@ -15,15 +15,16 @@ import torch
 import torch.distributed as dist
 
 import hf_ssd
-from hf_ssd.distributed import child, connection, meeting, payloads, proof
+from hf_ssd.distributed import connection, launch, meeting, payloads
 from hf_ssd.distributed.channel import Channel, PeerLost
 from hf_ssd.distributed.draft_server import DraftServer
+from hf_ssd.distributed.meeting import prove
 from hf_ssd.distributed.messages import Kind, Message, ProtocolError
 
 from ..conftest import padded_batch, tiny_draft
 
 CONFIG = {"lookahead": 3, "budget": 8}
-FACTS = {"vocab_size": 97, "device": "cpu", "gpu": None, "pid": 1, "is_compiled": False, "uncompiled_because": None}
+INFO = {"vocab_size": 97, "device": "cpu", "gpu": None, "pid": 1, "is_compiled": False, "uncompiled_because": None}
 
 
 def both(*steps):
@@ -62,7 +63,7 @@ def ends():
 
 def test_two_that_share_a_secret_go_on(ends):
     target, draft = ends(b"s" * 32, b"s" * 32)
-    assert both(target.prove, draft.prove) == [None, None]
+    assert both(lambda: prove(target), lambda: prove(draft)) == [None, None]
     target.send(Message(Kind.START, payload=torch.arange(500)))
     assert len(draft.receive(10).payload) == 500
 
@@ -72,11 +73,11 @@ def test_two_that_share_a_secret_go_on(ends):
 def test_who_does_not_know_the_secret_is_refused_by_both(ends, monkeypatch, wrong, stranger):
     right = b"s" * 32
     target, draft = ends(*((wrong, right) if stranger == "target" else (right, wrong)))
-    for error in both(target.prove, draft.prove):
+    for error in both(lambda: prove(target), lambda: prove(draft)):
         assert isinstance(error, ProtocolError) and "does not know the secret" in str(error)
     monkeypatch.setattr(hmac, "compare_digest", lambda a, b: True)  # the mutant
     target, draft = ends(*((wrong, right) if stranger == "target" else (right, wrong)))
-    assert both(target.prove, draft.prove) == [None, None]
+    assert both(lambda: prove(target), lambda: prove(draft)) == [None, None]
 
 
 def test_a_stranger_that_sends_back_what_it_is_sent_is_refused(ends, monkeypatch):
@@ -88,14 +89,14 @@ def test_a_stranger_that_sends_back_what_it_is_sent_is_refused(ends, monkeypatch
 
     def prove_to_a_mirror():
         target, mirror = ends(b"s" * 32, b"")
-        return both(target.prove, lambda: reflect(mirror))[0]
+        return both(lambda: prove(target), lambda: reflect(mirror))[0]
 
     assert isinstance(prove_to_a_mirror(), ProtocolError)
 
     def without_roles(secret, sender, own, theirs):
         return hmac.digest(secret, bytes(a ^ b for a, b in zip(own, theirs)), "sha256")
 
-    monkeypatch.setattr(proof, "_digest", without_roles)
+    monkeypatch.setattr(meeting, "_digest", without_roles)
     assert prove_to_a_mirror() is None
 
 
@@ -115,12 +116,12 @@ def test_a_stranger_that_sends_back_what_it_is_sent_is_refused(ends, monkeypatch
     ids=["other kind", "short", "no bytes", "behind the frame", "large", "announcing", "silent"],
 )
 def test_what_is_no_proof_is_refused_in_time(ends, monkeypatch, message):
-    monkeypatch.setattr(proof, "PROOF_TIMEOUT", 1.0)
+    monkeypatch.setattr(meeting, "PROOF_TIMEOUT", 1.0)
     target, draft = ends(b"s" * 32, b"")
     if message is not None:
         draft.send(message)
     with pytest.raises(ProtocolError):
-        target.prove()
+        prove(target)
 
 
 class Stranger:
@@ -180,8 +181,8 @@ class Stranger:
             store.set(connection.DRAFT_IS_HERE, "yes")
             self.channel = Channel(store, is_target=False)
             with contextlib.suppress(AttributeError, ProtocolError):
-                self.channel.prove()
-            self.channel.send(Message(Kind.READY, payload=payloads.json_to_payload(FACTS)))
+                prove(self.channel)
+            self.channel.send(Message(Kind.READY, payload=payloads.json_to_payload(INFO)))
             while not self.ended:
                 with contextlib.suppress(TimeoutError):
                     message = self.channel.receive(1.0)
@@ -189,7 +190,7 @@ class Stranger:
 
 
 def test_a_stranger_that_gloo_takes_for_the_other_side_is_refused_by_both(monkeypatch):
-    monkeypatch.setattr(proof, "PROOF_TIMEOUT", 1.0)
+    monkeypatch.setattr(meeting, "PROOF_TIMEOUT", 1.0)
     monkeypatch.setattr("hf_ssd.distributed.groups.CONNECT_TIMEOUT", timedelta(seconds=5))
     secret = b"s" * 32
 
@@ -198,7 +199,7 @@ def test_a_stranger_that_gloo_takes_for_the_other_side_is_refused_by_both(monkey
             time.sleep(0.3)  # time enough for a stranger to be first
         channel = Channel(store, is_target, secret=secret)
         channels.append(channel)
-        channel.prove()
+        prove(channel)
 
     for store in [dist.HashStore() for _ in range(5)]:  # it is up to gloo which side listens
         channels = []
@@ -216,7 +217,7 @@ def test_a_stranger_that_gloo_takes_for_the_other_side_is_refused_by_both(monkey
 
 @pytest.mark.parametrize("sends", ["gloo's words", "nonsense", "the draft's words"])
 def test_a_stranger_at_the_ports_gets_nothing(target, monkeypatch, sends):
-    monkeypatch.setattr(proof, "PROOF_TIMEOUT", 3.0)
+    monkeypatch.setattr(meeting, "PROOF_TIMEOUT", 3.0)
     monkeypatch.setattr("hf_ssd.distributed.groups.CONNECT_TIMEOUT", timedelta(seconds=10))
     prompts, assistant = padded_batch(2), None
     plain = target.generate(**prompts, max_new_tokens=20, do_sample=False)
@@ -230,8 +231,8 @@ def test_a_stranger_at_the_ports_gets_nothing(target, monkeypatch, sends):
             output = target.generate(**prompts, max_new_tokens=20, do_sample=False, assistant_model=assistant,
                                      ssd_config=config, return_dict_in_generate=True)  # fmt: skip
             assert torch.equal(output.sequences, plain)
-            facts = assistant.workers[0].facts
-            assert not facts or facts["pid"] != FACTS["pid"]
+            info = assistant.workers[0].worker_info
+            assert not info or info["pid"] != INFO["pid"]
             assistant.close()
     assert stranger.ports
     secret = prompts["input_ids"][0].numpy().tobytes()
@@ -251,8 +252,8 @@ def test_a_stranger_in_the_place_of_a_worker_gets_no_prompt(target, draft, monke
     def serve(store):
         channel = Channel(store, is_target=False, secret=b"guess")
         with contextlib.suppress(ProtocolError):
-            channel.prove()
-        channel.send(Message(Kind.READY, payload=payloads.json_to_payload(FACTS)))
+            prove(channel)
+        channel.send(Message(Kind.READY, payload=payloads.json_to_payload(INFO)))
         with contextlib.suppress(PeerLost, RuntimeError):
             Spy(channel, draft).serve()
 
@@ -262,7 +263,7 @@ def test_a_stranger_in_the_place_of_a_worker_gets_no_prompt(target, draft, monke
         threading.Thread(target=serve, args=[store], daemon=True).start()
         return store
 
-    monkeypatch.setattr(child, "join", join)
+    monkeypatch.setattr(connection, "join", join)
     if not checked:
         monkeypatch.setattr(hmac, "compare_digest", lambda a, b: True)
         with hf_ssd.launch_draft(tiny_draft(), num_threads=1) as assistant:
@@ -271,7 +272,7 @@ def test_a_stranger_in_the_place_of_a_worker_gets_no_prompt(target, draft, monke
         assert prompts_seen
         return
     with pytest.raises(hf_ssd.DraftError, match="does not know the secret"):
-        worker = child.ChildWorker({"timeout": 60.0, "cores": None})
+        worker = launch.start_worker({"timeout": 60.0, "cores": None})
         worker.connect()
     assert not prompts_seen and not worker.process.is_running and worker.channel is None
 

@@ -197,12 +197,12 @@ def test_probabilities_go_from_device_to_device(target, draft, linked):
 def test_a_worker_killed_in_the_middle_of_a_call_takes_nothing_with_it(target, draft, linked):
     """With its link open, where there are two devices. Not even what the target's own device computes may hang."""
     assert (linked.workers[0].channel.link is not None) == (len(DEVICES) > 1)
-    pid = linked.workers[0].facts["pid"]
+    pid = linked.workers[0].worker_info["pid"]
     kill = AtLength(LENGTH + 9, lambda: os.kill(pid, signal.SIGKILL))
     output = generate(target, linked, processor=kill, **SAMPLED)
     assert output.ssd_stats.draft_failure and output.sequences.shape == (3, LENGTH + NEW_TOKENS)
     ready(linked)
-    kill = AtLength(LENGTH + 9, lambda: os.kill(linked.workers[0].facts["pid"], signal.SIGKILL))
+    kill = AtLength(LENGTH + 9, lambda: os.kill(linked.workers[0].worker_info["pid"], signal.SIGKILL))
     output = generate(target, linked, processor=kill, **GREEDY)
     assert output.ssd_stats.draft_failure and torch.equal(output.sequences, plain(target))
     again = generate(target, ready(linked), **SAMPLED)  # another worker

@@ -62,14 +62,14 @@ class Loopback:
         self.channel.other, theirs.other = theirs, self.channel
         self.server, self.during_work = DraftServer(theirs, model), during_work
         self.channel.before_receive = self.work
-        self.facts = {"vocab_size": model.config.vocab_size}
+        self.worker_info = {"vocab_size": model.config.vocab_size}
 
     def work(self) -> None:
         with self.during_work():
             while self.server.channel.incoming:
                 self.server._handle(self.server.channel.incoming.popleft())
 
-    def last_words(self) -> str:
+    def stderr_tail(self) -> str:
         return ""
 
     def kill(self) -> None:

@@ -66,7 +66,7 @@ class Program:
 
     @property
     def workers(self):
-        return [worker.facts["pid"] for worker in self.roles.draft.workers]  # the leader's; no one else has any
+        return [worker.worker_info["pid"] for worker in self.roles.draft.workers]  # the leader's; no one else has any
 
     def signal_worker(self, number):
         if self.roles.is_leader:

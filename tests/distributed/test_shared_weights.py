@@ -7,7 +7,7 @@ import torch
 
 import hf_ssd
 from hf_ssd.distributed.launch import assistant_for
-from hf_ssd.distributed.weights import SharedWeights, model_from_shared_weights
+from hf_ssd.distributed.shared_weights import SharedWeights, model_from_shared_weights
 
 from ..conftest import FAMILIES, VOCAB, ready, tiny_draft, tiny_model
 
@@ -22,7 +22,7 @@ def test_a_model_is_rebuilt_over_the_same_memory(family, tied):
     weights = SharedWeights(model)
     weights.fill()
     weights.adopt()
-    other = model_from_shared_weights(json.loads(json.dumps(weights.to_dict())))
+    other = model_from_shared_weights(json.loads(json.dumps(weights.description)))
     with torch.inference_mode():
         assert torch.equal(model(tokens).logits, expected)
         assert torch.equal(other(tokens).logits, expected)
@@ -38,7 +38,7 @@ def test_a_model_is_rebuilt_over_the_same_memory(family, tied):
 def test_an_enabled_model_is_rebuilt_as_its_own_class():
     model = hf_ssd.enable(tiny_model())
     weights = SharedWeights(model)
-    assert weights.model_class == ["transformers.models.llama.modeling_llama", "LlamaForCausalLM"]
+    assert weights.description["model_class"] == ["transformers.models.llama.modeling_llama", "LlamaForCausalLM"]
     weights.close()
 
 

@@ -1,4 +1,4 @@
-"""A model's weights in memory that another process maps, so that handing it over copies nothing twice."""
+"""A model's weights in memory that another process maps, so that the model is not copied for it."""
 
 import importlib
 import json
@@ -17,47 +17,50 @@ class SharedWeights:
     A place for the parameters and buffers of a model in one block of shared memory: [`~SharedWeights.fill`] copies them
     there, and [`~SharedWeights.adopt`] lets the model work on the copy, so that its own memory is free again.
 
-    The memory has no name (`memfd_create`), so nothing is left behind however the processes end; where the system has
+    The memory has no name (`memfd_create`), so nothing is left behind however the processes end. Where the system has
     no such thing it is an unlinked temporary file.
 
     Args:
         model (`PreTrainedModel`): A model whose class can be imported by name. On a GPU its weights are copied.
+
+    Attributes:
+        description (`dict`): What the other process needs besides the file descriptor, as objects that JSON can hold.
 
     Raises:
         `ValueError`: the class cannot be imported by another process.
     """
 
     def __init__(self, model: PreTrainedModel):
-        self.model_class = _importable_class(model)
-        tensors = {
-            **dict(model.named_parameters(remove_duplicate=False)),
-            **dict(model.named_buffers(remove_duplicate=False)),
-        }
-        self.lock, self.is_filled = threading.Lock(), False
-        places: dict[int, int] = {}
-        self.entries, size = [], 0
+        model_class = _importable_class(model)
+        tensors = dict(model.named_parameters(remove_duplicate=False))
+        tensors |= dict(model.named_buffers(remove_duplicate=False))
+        places, entries, size = {}, [], 0
         for name, tensor in tensors.items():
             if id(tensor) not in places:  # tied weights are one tensor under several names
                 places[id(tensor)] = size
-                size += -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            self.entries.append(
-                [name, dtype, list(tensor.shape), places[id(tensor)], isinstance(tensor, torch.nn.Parameter)]
-            )
-        self.size = max(size, ALIGNMENT)
-        self.descriptor = _anonymous_file(self.size)
-        self.config = model.config.to_dict()
-        self.config_class = [type(model.config).__module__, type(model.config).__qualname__]
-        self.attention = model.config._attn_implementation
-        memory = _map(self.descriptor, self.size)
+                size += (tensor.nbytes // ALIGNMENT + 1) * ALIGNMENT
+            dtype, is_parameter = str(tensor.dtype).removeprefix("torch."), isinstance(tensor, torch.nn.Parameter)
+            entries.append([name, dtype, list(tensor.shape), places[id(tensor)], is_parameter])
+        self.descriptor = _anonymous_file(size)
+        memory = _map(self.descriptor, size)
         self.copies = {
             id(tensor): (tensor, _view(memory, places[id(tensor)], tensor.dtype, tensor.shape))
             for tensor in tensors.values()
         }
+        self.lock, self.is_filled = threading.Lock(), False
+        self.description = {
+            "model_class": model_class,
+            "config_class": [type(model.config).__module__, type(model.config).__qualname__],
+            "config": json.loads(json.dumps(model.config.to_dict(), default=str)),
+            "attention": model.config._attn_implementation,
+            "entries": entries,
+            "size": size,
+            "descriptor": self.descriptor,
+        }
 
     @torch.no_grad()
     def fill(self) -> None:
-        """Copies the weights, once. That takes its time, so it is done in the thread that starts a worker."""
+        """Copies the weights, once. It is called by the thread that starts a worker, because it takes some time."""
         with self.lock:
             if not self.is_filled:
                 for tensor, shared in self.copies.values():
@@ -71,41 +74,28 @@ class SharedWeights:
             if tensor.device.type == "cpu":
                 tensor.data = shared
 
-    def to_dict(self) -> dict:
-        """Returns what the other process needs besides the file descriptor, as plain objects that JSON can hold."""
-        return {
-            "model_class": self.model_class,
-            "config_class": self.config_class,
-            "config": json.loads(json.dumps(self.config, default=str)),
-            "attention": self.attention,
-            "entries": self.entries,
-            "size": self.size,
-            "descriptor": self.descriptor,
-        }
-
     def close(self) -> None:
-        if self.descriptor is not None:
-            os.close(self.descriptor)
-            self.descriptor = None
+        """Closes the descriptor; the memory lives as long as a process maps it. May be called more than once."""
+        descriptor, self.descriptor = self.descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
 
 
-def model_from_shared_weights(values: dict) -> PreTrainedModel:
-    """Rebuilds the model in the other process over the same memory. `values` is what `to_dict` gave."""
-    config = _import(values["config_class"]).from_dict(values["config"])
-    config._attn_implementation = values["attention"]
+def model_from_shared_weights(description: dict) -> PreTrainedModel:
+    """Rebuilds the model in the other process over the same memory."""
+    config = _import(description["config_class"]).from_dict(description["config"])
+    config._attn_implementation = description["attention"]
     with torch.device("meta"):
-        model = _import(values["model_class"])(config)
-    memory = _map(values["descriptor"], values["size"])
+        model = _import(description["model_class"])(config)
+    memory = _map(description["descriptor"], description["size"])
     tensors: dict[tuple, torch.Tensor] = {}
-    for name, dtype, shape, place, is_parameter in values["entries"]:
-        tensor = tensors.get((place, is_parameter))
-        if tensor is None:
+    for name, dtype, shape, place, is_parameter in description["entries"]:
+        if (place, is_parameter) not in tensors:
             tensor = _view(memory, place, getattr(torch, dtype), shape)
-            tensor = torch.nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
-            tensors[place, is_parameter] = tensor
+            tensors[place, is_parameter] = torch.nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
         module, _, attribute = name.rpartition(".")
         module = model.get_submodule(module)
-        (module._parameters if is_parameter else module._buffers)[attribute] = tensor
+        (module._parameters if is_parameter else module._buffers)[attribute] = tensors[place, is_parameter]
     return model.eval()
 
 
