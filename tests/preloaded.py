@@ -1,7 +1,7 @@
 """Python programs for tests that start in a tenth of a second: forked from a server that has imported torch already.
 
-While [`Popen`] stands in the place of `subprocess.Popen`, a program of this Python is a fork of the server, with its own
-arguments, environment, folder, files and process group. Everything else starts as ever, and so do programs whose
+While [`Popen`] stands in the place of `subprocess.Popen`, a program of this Python is a fork of the server, with its
+own arguments, environment, folder, files and process group. Everything else starts as ever, and so do programs whose
 environment differs in what libraries read when they are imported.
 """
 
@@ -199,7 +199,8 @@ def become(program: dict, path: list[str]) -> None:
     numpy.random.seed()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", len(program["cores"]))))
     how, what = program["how"], program["what"]
-    first = [] if "PYTHONSAFEPATH" in os.environ else [os.path.dirname(os.path.abspath(what)) if how == "script" else ""]
+    own = os.path.dirname(os.path.abspath(what)) if how == "script" else ""
+    first = [] if "PYTHONSAFEPATH" in os.environ else [own]
     sys.path[:] = [*first, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), *path]
     sys.argv = [what if how == "script" else how, *program["arguments"]]
     if program["is_unbuffered"]:
