@@ -5,6 +5,8 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several tests run at once, and with more threads than cores all crawl
 
+import subprocess
+
 import pytest
 import torch
 from transformers import (
@@ -20,6 +22,8 @@ from transformers import (
 
 import hf_ssd
 from hf_ssd.distributed.assistant import DraftAssistant, Turn
+
+from . import preloaded
 
 VOCAB = 97
 SIZES = {
@@ -85,6 +89,19 @@ def ready(assistant: DraftAssistant) -> DraftAssistant:
 @pytest.fixture(scope="session", autouse=True)
 def one_thread():
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def preloaded_python():
+    """Workers and other Python programs start in a moment, except in tests of how they start."""
+    with preloaded.preloaded_python():
+        yield
+
+
+@pytest.fixture
+def fresh_python(monkeypatch):
+    """For a test of how programs start: they start as users start them."""
+    monkeypatch.setattr(subprocess, "Popen", preloaded.FRESH)
 
 
 @pytest.fixture(scope="session")

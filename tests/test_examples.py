@@ -28,7 +28,7 @@ def table(output):
     return {n: re.search(rf"^{re.escape(n)}  +(.*)$", output, re.MULTILINE).group(1).split() for n in names}
 
 
-def test_quickstart():
+def test_quickstart(fresh_python):
     output = run("examples/quickstart.py", "--max-new-tokens", "40", "--repeats", "1", "--lookahead=3", "--budget=12")
     assert "class Reader" in output
     rows = table(output)
@@ -101,7 +101,7 @@ def test_custom_generate_from_this_repository():
         assert torch.equal(output.sequences, plain) and output.ssd_stats.rounds > 0
 
 
-def test_importing_has_no_side_effects():
+def test_importing_has_no_side_effects(fresh_python):
     program = """
 import threading, transformers
 generate, threads = transformers.GenerationMixin.generate, threading.active_count()

@@ -19,6 +19,7 @@ from hf_ssd.distributed.launch import assistant_for, worker_settings
 from ..conftest import padded_batch, ready, tiny_draft, tiny_model
 
 CONFIG = hf_ssd.SSDConfig(lookahead=3, budget=8, fan_out="uniform")
+pytestmark = pytest.mark.usefixtures("fresh_python")
 
 
 def children():

@@ -53,7 +53,7 @@ def run(command, pair, folder, num_draft_ranks, scenarios, timeout=240):
 
 
 def torchrun(ranks):
-    return [BIN / "torchrun", "--standalone", "--nproc-per-node", ranks]
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
 
 
 @pytest.fixture(scope="module", params=[(2, 1), (2, 2)], ids=["2+1", "2+2"])

@@ -150,7 +150,7 @@ def test_a_sampled_call_that_is_to_be_repeatable_waits_for_its_draft(target, dra
         assistant.gate.set()
 
 
-def test_a_worker_that_starts_takes_no_time_from_the_call(target):
+def test_a_worker_that_starts_takes_no_time_from_the_call(target, fresh_python):
     draft = tiny_draft()  # a real worker, which takes seconds
     output = call(target, draft, new_tokens=230, rows=1, max_time=1.0)
     plain = target.generate(**padded_batch(1), do_sample=False, max_new_tokens=230)
@@ -384,7 +384,7 @@ print("all is well", flush=True)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
-def test_a_forked_process_leaves_its_parents_worker_alone(tmp_path):
+def test_a_forked_process_leaves_its_parents_worker_alone(tmp_path, fresh_python):
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, "-c", PROGRAM]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
