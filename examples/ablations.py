@@ -26,7 +26,7 @@ from hf_ssd import theory
 from hf_ssd.distributed.cores import available_cores
 from hf_ssd.distributed.local import LocalSession
 from hf_ssd.distributed.target_ranks import TargetRanks
-from hf_ssd.speculation.outcomes import CacheShape, shape_for
+from hf_ssd.drafting.cache_shapes import CacheShape, shape_for
 
 try:
     from matplotlib.figure import Figure

@@ -14,7 +14,7 @@ from transformers.utils import logging
 
 import hf_ssd
 from hf_ssd.distributed.cores import use_cores
-from hf_ssd.speculation.speculator import Speculator
+from hf_ssd.drafting.speculator import Speculator
 
 REPEATS = 20
 

@@ -392,7 +392,7 @@ def test_predict_skips_rounds_of_finished_rows_and_refuses_none():
 
 
 def test_predict_reads_what_generate_returns():
-    from hf_ssd.generation.outputs import SSDStats
+    from hf_ssd.stats import SSDStats
 
     stats = SSDStats(lookahead=[4], accepted=[[3]], hits=[[True]], verify_seconds=[0.5], wait_seconds=[0.3])
     assert theory.predict(stats) == pytest.approx(4 / 0.8)

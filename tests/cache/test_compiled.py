@@ -10,7 +10,7 @@ from hf_ssd.cache.branches import Branches
 from hf_ssd.cache.cached_model import CachedModel
 from hf_ssd.cache.compiled import is_compiled
 from hf_ssd.cache.ragged import WINDOW_STEP, RaggedCache
-from hf_ssd.speculation.speculator import Speculator
+from hf_ssd.drafting.speculator import Speculator
 
 from ..conftest import padded_batch, tiny_draft, tiny_model
 

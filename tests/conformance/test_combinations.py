@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import hf_ssd
 from hf_ssd.generation import deciding
-from hf_ssd.speculation.sampling import SpeculationNoise
+from hf_ssd.drafting.sampling import SpeculationNoise
 
 from ..conftest import VOCAB
 from .conftest import preparing

@@ -41,7 +41,7 @@ def nothing_starts(monkeypatch):
         raise AssertionError("work was started")
 
     monkeypatch.setattr("hf_ssd.distributed.launch.WorkerProcess.__init__", started)
-    monkeypatch.setattr("hf_ssd.generation.decoding.prefill", started)
+    monkeypatch.setattr("hf_ssd.generation.loop.prefill", started)
 
 
 @pytest.mark.parametrize(

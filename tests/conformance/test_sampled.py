@@ -10,10 +10,10 @@ from transformers.generation.logits_process import TemperatureLogitsWarper, TopK
 
 import hf_ssd
 from hf_ssd.generation import deciding, verification
-from hf_ssd.speculation import backups, experience
-from hf_ssd.speculation.planner import Plan, Planner, planned_fan_outs
-from hf_ssd.speculation.proposals import Proposals
-from hf_ssd.speculation.speculator import Speculator
+from hf_ssd.drafting import backups, experience
+from hf_ssd.drafting.planner import Plan, Planner, planned_fan_outs
+from hf_ssd.drafting.sampling import Proposals
+from hf_ssd.drafting.speculator import Speculator
 
 from ..conftest import padded_batch, tiny_draft, tiny_model
 

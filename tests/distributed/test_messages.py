@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hf_ssd.distributed import messages, payloads
 from hf_ssd.distributed.messages import FRAME_LENGTH, HEADER_LENGTH, Kind, Message, ProtocolError
 from hf_ssd.distributed.session import Answer
-from hf_ssd.speculation.fallback import Proposal
+from hf_ssd.drafting.fallbacks import Proposal
 
 ROOM = FRAME_LENGTH - HEADER_LENGTH
 integers = st.integers(-(2**63), 2**63 - 1)

@@ -20,9 +20,9 @@ from hf_ssd.distributed.connection import Connection
 from hf_ssd.distributed.conversation import Conversation
 from hf_ssd.distributed.draft_server import WARM_UP, DraftServer
 from hf_ssd.distributed.messages import Kind, Message
-from hf_ssd.speculation import experience
-from hf_ssd.speculation.planner import Plan, Planner
-from hf_ssd.speculation.speculator import Speculator
+from hf_ssd.drafting import experience
+from hf_ssd.drafting.planner import Plan, Planner
+from hf_ssd.drafting.speculator import Speculator
 
 from ..conftest import VOCAB, padded_batch, tiny_model
 

@@ -13,7 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LogitsProcessor, LogitsPro
 
 import hf_ssd
 from hf_ssd.distributed.assistant import DraftAssistant
-from hf_ssd.generation.drafting import FaultTolerantDraft
+from hf_ssd.generation.draft import FaultTolerantDraft
 
 from ..conftest import VOCAB, padded_batch, ready, tiny_draft
 from ..distributed.test_rest import ThreadWorker
@@ -109,13 +109,13 @@ def test_it_would_be_noticed_if_what_was_generated_before_were_not_told(target, 
 @pytest.mark.parametrize("counts_from_the_prompt", [True, False])
 def test_the_drafts_processors_count_from_the_prompt(target, counts_from_the_prompt, monkeypatch):
     seen = []
-    original = hf_ssd.speculation.speculator.Proposals.__init__
+    original = hf_ssd.drafting.speculator.Proposals.__init__
 
     def watch(self, model, config, generation_config, prompt_length, seed):
         seen.append(prompt_length)
         original(self, model, config, generation_config, prompt_length, seed)
 
-    monkeypatch.setattr(hf_ssd.speculation.speculator.Proposals, "__init__", watch)
+    monkeypatch.setattr(hf_ssd.drafting.speculator.Proposals, "__init__", watch)
     if not counts_from_the_prompt:  # the mutant
         original_request = FaultTolerantDraft._request_now
 

@@ -6,7 +6,7 @@ import pytest
 
 from hf_ssd import SSDStats
 from hf_ssd.generation import timeline
-from hf_ssd.generation.timeline import Interval
+from hf_ssd.timeline import Interval
 
 
 def two_rounds():

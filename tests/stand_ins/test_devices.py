@@ -23,16 +23,16 @@ from hf_ssd.cache import masks
 from hf_ssd.cache.branches import Branches
 from hf_ssd.cache.cached_model import CachedModel
 from hf_ssd.cache.ragged import RaggedCache, RaggedLayer
-from hf_ssd.cache.speculation import Speculation, SpeculationCache
+from hf_ssd.drafting.speculation_cache import Speculation, SpeculationCache
 from hf_ssd.generation.sequences import Sequences
 from hf_ssd.generation.target import prompts_without_padding
 from hf_ssd.generation.verification import uniform_numbers, verify_greedy, verify_sampled
 from hf_ssd.logits_processing import process_branches, process_positions
-from hf_ssd.speculation.backups import join
-from hf_ssd.speculation.fallback import NGramBackup, RandomBackup
-from hf_ssd.speculation.forks import Forks
-from hf_ssd.speculation.sampling import SpeculationNoise, draw, saguaro
-from hf_ssd.speculation.trunk import SKIPPED, Trunk
+from hf_ssd.drafting.backups import join
+from hf_ssd.drafting.fallbacks import NGramBackup, RandomBackup
+from hf_ssd.drafting.outcome_candidates import Forks
+from hf_ssd.drafting.sampling import SpeculationNoise, draw, saguaro
+from hf_ssd.drafting.verified_prefix import SKIPPED, Trunk
 
 from ..conftest import VOCAB, padded_batch, tiny_model
 from .gpu import StandInGPU, to_gpu

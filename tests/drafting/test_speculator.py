@@ -7,8 +7,8 @@ import torch
 from transformers import GenerationConfig
 
 from hf_ssd import SSDConfig
-from hf_ssd.speculation.planner import FixedPlanner
-from hf_ssd.speculation.speculator import SKIPPED, Speculator
+from hf_ssd.drafting.planner import FixedPlanner
+from hf_ssd.drafting.speculator import SKIPPED, Speculator
 
 from ..conftest import VOCAB, tiny_model
 
@@ -181,7 +181,7 @@ def test_a_row_answers_as_if_it_were_alone():
 @torch.inference_mode()
 def test_noise_that_depends_on_the_branch_is_noticed(monkeypatch):
     """The mutant: draft randomness by how often one drew, not by where."""
-    from hf_ssd.speculation import sampling
+    from hf_ssd.drafting import sampling
 
     def at(self, row, start, depth):
         self.calls = getattr(self, "calls", 0) + 1

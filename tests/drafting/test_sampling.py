@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from hf_ssd import devices
-from hf_ssd.speculation.fallback import RandomBackup
-from hf_ssd.speculation.sampling import SpeculationNoise, draw, saguaro
+from hf_ssd.drafting.fallbacks import RandomBackup
+from hf_ssd.drafting.sampling import SpeculationNoise, draw, saguaro
 
 
 def test_noise_depends_on_the_place_alone():

@@ -44,7 +44,7 @@ def two(shared_two):
 @pytest.fixture
 def warnings(monkeypatch):
     said = []
-    for module in ("hf_ssd.generation.drafting", "hf_ssd.distributed.assistant", "hf_ssd.distributed.team"):
+    for module in ("hf_ssd.generation.draft", "hf_ssd.distributed.assistant", "hf_ssd.distributed.team"):
         monkeypatch.setattr(logging.get_logger(module), "warning", lambda text, *a: said.append(text))
     return said
 

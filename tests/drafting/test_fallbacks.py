@@ -10,7 +10,7 @@ from scipy import stats
 from transformers.generation import CandidateGenerator, PromptLookupCandidateGenerator
 
 from hf_ssd.generation.verification import acceptance_probabilities, residual_distribution
-from hf_ssd.speculation.fallback import (
+from hf_ssd.drafting.fallbacks import (
     Backup,
     CustomBackup,
     NGramBackup,

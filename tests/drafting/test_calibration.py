@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from hf_ssd.speculation.calibration import OnlineLogistic, log_odds
+from hf_ssd.drafting.calibration import OnlineLogistic, log_odds
 
 
 def squared_error(model, learns=True, events=3000):

@@ -2,9 +2,9 @@
 
 import torch
 
-from hf_ssd.cache.speculation import Speculation
-from hf_ssd.speculation.backups import Backups, join
-from hf_ssd.speculation.fallback import NGramBackup, Proposal, RandomBackup
+from hf_ssd.drafting.speculation_cache import Speculation
+from hf_ssd.drafting.backups import Backups, join
+from hf_ssd.drafting.fallbacks import NGramBackup, Proposal, RandomBackup
 
 VOCAB = 10
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_ssd.cache import masks
-from hf_ssd.speculation.trunk import WORTH_KEEPING, Trunk
+from hf_ssd.drafting.verified_prefix import WORTH_KEEPING, Trunk
 
 from ..conftest import VOCAB, tiny_draft
 
