@@ -287,12 +287,12 @@ def figures_of(runs: list[Run]) -> dict:
     parts = []
     for run in runs:
         stats, n = run.stats, run.stats.rounds
-        verify, wait = sum(stats.verify_seconds) / n, sum(stats.wait_seconds) / n
-        answered = sum(stats.answer_seconds) / n
-        prepared = sum(stats.draft_seconds) / n - answered
+        verify, wait = sum(stats.column("verify_seconds")) / n, sum(stats.column("wait_seconds")) / n
+        answered = sum(stats.column("answer_seconds")) / n
+        prepared = sum(stats.column("draft_seconds")) / n - answered
         hits = [
             (w, v)
-            for w, v, hit, accepted in zip(stats.wait_seconds, stats.verify_seconds, stats.hits, stats.accepted)
+            for w, v, hit, accepted in zip(stats.column("wait_seconds"), stats.column("verify_seconds"), stats.column("hits"), stats.column("accepted"))
             if all(h or k < 0 for h, k in zip(hit, accepted))
         ]
         predicted = theory.predict(stats)
@@ -301,15 +301,15 @@ def figures_of(runs: list[Run]) -> dict:
                 "acceptance": stats.acceptance_rate,
                 "tokens/round": stats.tokens_per_round,
                 "hit rate": stats.hit_rate,
-                "lookahead": sum(stats.lookahead) / n,
-                "budget": sum(stats.budget) / n,
+                "lookahead": sum(stats.column("lookahead")) / n,
+                "budget": sum(stats.column("budget")) / n,
                 "verify ms": 1e3 * verify,
                 "wait ms": 1e3 * wait,
                 "answer ms": 1e3 * answered,
                 "prepare ms": 1e3 * prepared,
                 "wait on hits / verify": sum(w for w, _ in hits) / sum(v for _, v in hits) if hits else None,
                 "T_p": prepared / verify,
-                "T_SD": wait / verify if not any(stats.budget) else None,
+                "T_SD": wait / verify if not any(stats.column("budget")) else None,
                 "predicted": predicted,
                 "measured / predicted": run.speed / predicted,
             }

@@ -89,12 +89,12 @@ def main() -> None:
         for _ in range(2):  # the first call warms up
             output = target.generate(**inputs, **options, assistant_model=assistant, ssd_config=config)
     stats = output.ssd_stats
-    whole = [i for i, width in enumerate(stats.lookahead[: len(stats.accepted)]) if width == k]
-    hits = [i for i in whole if all(h or n < 0 for h, n in zip(stats.hits[i], stats.accepted[i]))]
-    verify = 1e3 * statistics.median(stats.verify_seconds[i] for i in whole)
-    wait = 1e3 * statistics.median(stats.wait_seconds[i] for i in hits) if hits else float("nan")
+    whole = [i for i, width in enumerate(stats.column("lookahead")[: len(stats.column("accepted"))]) if width == k]
+    hits = [i for i in whole if all(h or n < 0 for h, n in zip(stats.column("hits")[i], stats.column("accepted")[i]))]
+    verify = 1e3 * statistics.median(stats.column("verify_seconds")[i] for i in whole)
+    wait = 1e3 * statistics.median(stats.column("wait_seconds")[i] for i in hits) if hits else float("nan")
     decoding = stats.total_seconds - stats.prefill_seconds
-    rest = 1e3 * (decoding - sum(stats.verify_seconds) - sum(stats.wait_seconds)) / stats.rounds
+    rest = 1e3 * (decoding - sum(stats.column("verify_seconds")) - sum(stats.column("wait_seconds"))) / stats.rounds
     forwards = feed + k * branch
     print(f"lookahead {k}, budget {args.budget}, batch size {args.batch_size}; medians in ms")
     lines = {
@@ -109,7 +109,7 @@ def main() -> None:
         "draft: to prepare, without the forward passes": preparation - forwards,
         "draft: to answer on a hit, alone": answer,
         "draft: to prepare in a round, the target at work": 1e3
-        * statistics.median(stats.draft_seconds[i] - stats.answer_seconds[i] for i in whole),
+        * statistics.median(stats.column("draft_seconds")[i] - stats.column("answer_seconds")[i] for i in whole),
     }
     for name, value in lines.items():
         print(f"{name:<54} {value:8.2f}")

@@ -44,9 +44,9 @@ class SSDStats:
     def rounds(self) -> int:
         return len(self.records)
 
-    def total(self, name: str) -> float:
-        """Returns the sum of a record's attribute over all rounds, for example `"verify_seconds"`."""
-        return sum(getattr(record, name) for record in self.records)
+    def column(self, name: str) -> list:
+        """Returns an attribute of each record, for example `"verify_seconds"`."""
+        return [getattr(record, name) for record in self.records]
 
     def verified_rows(self) -> list[tuple[int, int, bool]]:
         """Returns (lookahead, accepted, hit) of every row of every round in which the row was not finished."""
@@ -83,7 +83,7 @@ class SSDStats:
     @property
     def wait_share(self) -> float:
         """Share of the rounds' time in which the target waited for the draft."""
-        verify, wait = self.total("verify_seconds"), self.total("wait_seconds")
+        verify, wait = sum(self.column("verify_seconds")), sum(self.column("wait_seconds"))
         return wait / (verify + wait) if verify + wait else 0.0
 
     def plot_timeline(self, path, rounds: range | None = None) -> None:
@@ -120,19 +120,19 @@ class SSDStats:
         return {
             **dataclasses.asdict(self),
             **{name: getattr(self, name) for name in derived},
-            **{f"total_{name}": self.total(name) for name in totals},
+            **{f"total_{name}": sum(self.column(name)) for name in totals},
         }
 
     def __str__(self) -> str:
         if not self.rounds:
             return f"SSDStats: {self.generated_tokens} tokens from the prefill alone, no rounds"
         n = self.rounds
-        verify, wait, draft = (1e3 * self.total(f"{what}_seconds") / n for what in ("verify", "wait", "draft"))
+        verify, wait, draft = (1e3 * sum(self.column(f"{what}_seconds")) / n for what in ("verify", "wait", "draft"))
         lines = [
             f"{self.generated_tokens} tokens in {n} rounds, {self.tokens_per_round:.2f} tokens per round and row",
             f"acceptance rate {self.acceptance_rate:.2f}, hit rate {self.hit_rate:.2f}",
             f"per round: verification {verify:.1f} ms, wait for the draft {wait:.1f} ms, which worked {draft:.1f} ms",
-            f"mean lookahead {self.total('lookahead') / n:.1f}, mean budget {self.total('budget') / n:.1f}",
+            f"mean lookahead {sum(self.column('lookahead')) / n:.1f}, mean budget {sum(self.column('budget')) / n:.1f}",
             self.reason,
             f"prefill {1e3 * self.prefill_seconds:.1f} ms, in all {self.total_seconds:.2f} s",
             *self.advice,

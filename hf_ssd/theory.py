@@ -210,8 +210,8 @@ def predict(stats) -> float:
     The speed while decoding that Corollary 16 (Theorem 7 for one row) gives for the parts that a call measured.
 
     Args:
-        stats ([`~generation.outputs.SSDStats`]): Its `hits`, `wait_seconds`, `accepted` and `verify_seconds` count, but
-            for rows that were finished (accepted -1) and a last speculation that was not verified.
+        stats ([`SSDStats`]): Its records count, but for rows that were finished and a last speculation that was not
+            verified.
 
     Returns:
         `float`: Tokens per second, all rows together: b times `ssd_speedup`, over the mean verification V. p, E_hit and
@@ -220,12 +220,12 @@ def predict(stats) -> float:
         does not occur, the other's mean stands in.
     """
     rows, waits, verifications = [], [], []
-    for accepted, hits, wait, verify in zip(stats.accepted, stats.hits, stats.wait_seconds, stats.verify_seconds):
-        unfinished = [(count + 1, hit) for count, hit in zip(accepted, hits) if count >= 0]
+    for record in stats.records:
+        unfinished = [(record.accepted[row] + 1, record.hits[row]) for row in record.live]
         if unfinished:
             rows += unfinished
-            waits.append((wait, all(hit for _, hit in unfinished)))
-            verifications.append(verify)
+            waits.append((record.wait_seconds, all(hit for _, hit in unfinished)))
+            verifications.append(record.verify_seconds)
     if not sum(verifications) > 0:
         raise ValueError("`stats` holds no verified round, so there is nothing to predict from.")
 

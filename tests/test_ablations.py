@@ -66,7 +66,7 @@ def test_a_replay_is_what_a_worker_does(pair, one_thread, fan_out):
         stats = ablations.generate(pair, worker, config, 0.7, ablations.PROMPTS[:4], 0, args)
     assert 0.2 < sum(map(sum, replayed)) / sum(map(len, replayed)) < 0.95
     for row, hits in enumerate(replayed):
-        assert len(hits) > 8 and hits == [hit[row] for hit in stats.hits][: len(hits)]
+        assert len(hits) > 8 and hits == [hit[row] for hit in stats.column("hits")][: len(hits)]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])

@@ -3,13 +3,13 @@ the formula that it must tell apart, so that none of them can pass for want of s
 
 import itertools
 import math
-from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from hf_ssd import theory
+from hf_ssd import SSDStats, theory
+from hf_ssd.rounds import AHEAD, PREPARED, PRIMARY, RoundRecord
 
 rates = st.floats(0, 1)
 inner_rates = st.floats(0.05, 0.95)
@@ -313,22 +313,19 @@ def test_fit_is_the_least_squares_of_logarithms():
     assert theory.fit_power_law([1, 4], [0.8, 0.4]) == pytest.approx((0.8, 0.5))
 
 
-@dataclass
-class Stats:
-    """The fields of SSDStats that predict() reads."""
-
-    batch_size: int = 1
-    lookahead: list = field(default_factory=list)
-    accepted: list = field(default_factory=list)
-    hits: list = field(default_factory=list)
-    wait_seconds: list = field(default_factory=list)
-    verify_seconds: list = field(default_factory=list)
-    draft_seconds: list = field(default_factory=list)
+def stats_of(accepted, hits, wait_seconds, verify_seconds):
+    """The records that predict() reads."""
+    records = []
+    for counts, hits_of_rows, wait, verify in zip(accepted, hits, wait_seconds, verify_seconds):
+        sources = [PREPARED if hit else PRIMARY for hit in hits_of_rows]
+        record = RoundRecord(AHEAD, 5, 8, sources, accepted=counts, wait_seconds=wait, verify_seconds=verify)
+        records.append(record)
+    return SSDStats(records=records)
 
 
 def test_predict_of_one_row_is_what_was_measured():
     # For one row every term of Theorem 7 is a mean of what happened: 3 + 1 + 5 tokens in 3 * 2 + (0.5 + 1.5 + 0.1).
-    stats = Stats(1, [4, 4, 4], [[2], [0], [4]], [[True], [False], [True]], [0.5, 1.5, 0.1], [2.0, 1.0, 3.0])
+    stats = stats_of([[2], [0], [4]], [[True], [False], [True]], [0.5, 1.5, 0.1], [2.0, 1.0, 3.0])
     assert theory.predict(stats) == pytest.approx(9 / 8.1)
     assert theory.predict(stats) != pytest.approx(9 / 6)  # the waits left out
     assert theory.predict(stats) != pytest.approx(6 / 8.1)  # the bonus tokens left out
@@ -342,25 +339,19 @@ def test_predict_of_one_row_is_what_was_measured():
     )
 )
 def test_predict_of_one_row_adds_up_whatever_occurred(rounds):
-    stats = Stats(1, [5] * len(rounds))
-    for accepted, hit, wait, verify in rounds:
-        stats.accepted.append([accepted])
-        stats.hits.append([hit])
-        stats.wait_seconds.append(wait)
-        stats.verify_seconds.append(verify)
+    accepted, hits, waits, verifications = zip(*rounds)
+    stats = stats_of([[k] for k in accepted], [[hit] for hit in hits], waits, verifications)
     gained = sum(accepted + 1 for accepted, _, _, _ in rounds)
     spent = sum(wait + verify for _, _, wait, verify in rounds)
     assert theory.predict(stats) == pytest.approx(gained / spent)
 
 
 def test_predict_of_a_batch_by_hand():
-    stats = Stats(
-        2,
-        lookahead=[3, 3, 0, 3, 3],
-        accepted=[[3, 1], [2, 0], [0, -1], [1, -1]],  # stopped before the last speculation was verified
+    stats = stats_of(
+        accepted=[[3, 1], [2, 0], [0, -1], [1, -1], []],  # stopped before the last speculation was verified
         hits=[[True, True], [True, False], [False, True], [True, False], [False, False]],
         wait_seconds=[0.1, 0.7, 0.5, 0.3, 100.0],
-        verify_seconds=[1.0, 3.0, 2.0, 2.0],
+        verify_seconds=[1.0, 3.0, 2.0, 2.0, 0.0],
     )
     # Rows that count: hits gained 4, 2, 3 and 2, misses 1 and 1. Finished rows' hits do not count, in rounds neither.
     p, expected_hit, expected_miss, rows = 4 / 6, 11 / 4, 1.0, 6 / 4
@@ -378,24 +369,17 @@ def test_predict_of_a_batch_by_hand():
 
 def test_predict_without_a_round_of_hits_alone_takes_the_wait_of_the_others():
     # Corollary 16 expects all to hit in a quarter of the rounds, so it needs a wait for them: 2 rows, 3 + 1 tokens.
-    stats = Stats(2, [3] * 2, [[2, 0], [0, 2]], [[True, False], [False, True]], [0.5, 0.5], [1.0, 1.0])
+    stats = stats_of([[2, 0], [0, 2]], [[True, False], [False, True]], [0.5, 0.5], [1.0, 1.0])
     assert theory.predict(stats) == pytest.approx(4 / 1.5)
 
 
 def test_predict_skips_rounds_of_finished_rows_and_refuses_none():
-    stats = Stats(1, [2, 2], [[1], [-1]], [[True], [True]], [0.0, 9.0], [0.5, 9.0])
+    stats = stats_of([[1], [-1]], [[True], [True]], [0.0, 9.0], [0.5, 9.0])
     assert theory.predict(stats) == pytest.approx(4)
     with pytest.raises(ValueError, match="no verified round"):
-        theory.predict(Stats())
+        theory.predict(SSDStats())
     with pytest.raises(ValueError, match="no verified round"):
-        theory.predict(Stats(1, [2], [[-1]], [[True]], [0.1], [0.1]))
-
-
-def test_predict_reads_what_generate_returns():
-    from hf_ssd.stats import SSDStats
-
-    stats = SSDStats(lookahead=[4], accepted=[[3]], hits=[[True]], verify_seconds=[0.5], wait_seconds=[0.3])
-    assert theory.predict(stats) == pytest.approx(4 / 0.8)
+        theory.predict(stats_of([[-1]], [[True]], [0.1], [0.1]))
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,7 @@ def projection(stats, times: dict) -> dict:
     late = max(0.0, times["prepare"] - times["verify"]) / 1e3
     hit, miss = late + times["answer"] / 1e3, times["drafting"] / 1e3
     apart.verify_seconds = [verify] * stats.rounds
-    all_hit = [all(h or k < 0 for h, k in zip(hits, accepted)) for hits, accepted in zip(stats.hits, stats.accepted)]
+    all_hit = [all(h or k < 0 for h, k in zip(hits, accepted)) for hits, accepted in zip(stats.column("hits"), stats.column("accepted"))]
     apart.wait_seconds = [hit if good else miss for good in all_hit]
     speed = theory.predict(apart)
     return {

@@ -189,7 +189,7 @@ def take_turns(bench: Bench, cells: dict[str, Cell], turns: int, report: Report,
             if is_warm:
                 cell.runs[turn] = run
                 cell.record.update(figures(cell, cells.get(PLAIN), bench.args.temperature))
-                if run.stats and run.stats.rounds and any(run.stats.budget):
+                if run.stats and run.stats.rounds and any(run.stats.column("budget")):
                     report.draw_timeline(run.stats, f"{name}, {cell.record['setting']}")
             report.save()
 

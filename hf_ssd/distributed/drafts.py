@@ -7,7 +7,7 @@ from ..drafting.drafter import AutoregressiveDrafter
 from ..drafting.fallbacks import Fallback
 from ..drafting.speculator import Speculator
 from ..drafting.verified_prefix import VerifiedPrefix
-from ..rounds import CUSTOM
+from ..rounds import CUSTOM, FALLBACKS
 from .session import SessionRequest
 
 SHAPES_KEPT = 32  # that have learned from earlier calls; a service may meet a new temperature in each
@@ -36,7 +36,7 @@ class Drafts:
         if len(self.shapes) > SHAPES_KEPT:
             del self.shapes[next(iter(self.shapes))]
         seed = request.seed
-        if config.lookahead == "auto" or config.fallback != "primary" or request.asks_target:
+        if config.lookahead == "auto" or config.fallback in FALLBACKS or request.asks_target:
             # What was learned in a call with the same seed must not meet the same noise again.
             seed += SEED_STEP * (self.calls - 1)
         drafter = AutoregressiveDrafter(

@@ -42,6 +42,7 @@ class LocalSession(DraftSession):
             for outcome in self.outcomes[:-1]:
                 self.speculator.skip(outcome)
             self.speculation = self.speculator.answer(self.outcomes[-1], self.plan)
+            self.speculator.prepare(self.plan)  # in turn there is no budget, and nothing to prepare
         self.speculation.costs, self.costs = self.costs, None
         return self.speculation
 

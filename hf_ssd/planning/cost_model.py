@@ -276,8 +276,8 @@ class CostModel:
 
     def ahead(self, lookahead: int, budgets, after_miss: int | None = None) -> dict[int, float]:
         """
-        Returns tokens per second of drafting ahead by budget. Budgets are left out whose last pass could not begin
-        before the outcome comes, because their branches would stay shorter.
+        Returns tokens per second of drafting ahead by budget. Budgets but the first are left out whose last pass could
+        not begin before the outcome comes, because their branches would stay shorter.
 
         Args:
             lookahead (`int`): Tokens in each branch.
@@ -292,7 +292,7 @@ class CostModel:
         for budget, hit_rate in zip(budgets, self.hit_rates(self.acceptance(lookahead), prepared)):
             preparing = self.seconds_to_prepare(lookahead, budget)
             late = max(0.0, preparing - verify)
-            if len(prepared) > 1 and lookahead > 1 and late > self.seconds_of_a_pass(budget):
+            if speeds and late > self.seconds_of_a_pass(budget):
                 continue
             all_hit = hit_rate**self.live  # one row that misses keeps all of them waiting
             gain = all_hit * tokens[lookahead] + (1 - all_hit) * tokens[missed]

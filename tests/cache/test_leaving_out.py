@@ -93,7 +93,7 @@ def test_finished_rows_are_not_computed(target, draft, assistant, asynchronous, 
         return_dict_in_generate=True,
     )
     assert torch.equal(output.sequences, expected)
-    live = [sum(k >= 0 for k in accepted) for accepted in output.ssd_stats.accepted]
+    live = [sum(k >= 0 for k in accepted) for accepted in output.ssd_stats.column("accepted")]
     # Behind the rounds, the rows that ended before the others are fed what the returned cache lacks of them.
     assert computed[:-1] == live and len(set(live)) > 2 and computed[-1] == 3
     assert output.ssd_stats.draft_failure is None

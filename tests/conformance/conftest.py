@@ -6,28 +6,41 @@ import dataclasses
 import pytest
 
 from hf_ssd.distributed.local import LocalSession
+from hf_ssd.drafting.speculator import Speculator
+from hf_ssd.rounds import AHEAD, PLAIN
+
+
+def ahead(plan, config):
+    """The plan of drafting in turn, but ahead of time."""
+    return dataclasses.replace(plan, mode=AHEAD, budget=8 if config.budget == "auto" else config.budget)
 
 
 @contextlib.contextmanager
-def preparing():
-    """Prepares ahead of time without a worker, in a moment, and collects the share of rows that hit in each round."""
-    answer = LocalSession.receive_speculation
+def preparing(planned=ahead, outcome_arrived=lambda: False):
+    """
+    Prepares ahead of time without a worker, in a moment, and collects the share of rows that hit in each round.
 
-    def prepares(self):
-        speculator = self.speculator
-        if not speculator.config.asynchronous:
-            speculator.config = dataclasses.replace(speculator.config, asynchronous=True)
-            speculator.prepare()
-        prepare, is_due = speculator.prepare, getattr(speculator.planner, "is_due", lambda: False)
-        speculator.prepare = lambda: prepare(is_due)
-        received = answer(self)
-        speculator.prepare = prepare
-        hits.append(received.hits.float().mean().item())
-        return received
+    Args:
+        planned (`Callable`): Makes the plan from that of the planner and the settings.
+        outcome_arrived (`Callable`): See [`Speculator.prepare`].
+    """
+    prepare, send, receive, hits = Speculator.prepare, LocalSession.send_outcomes, LocalSession.receive_speculation, []
 
-    hits = []
+    def sends(self, outcomes, plan):
+        plan = planned(plan, self.speculator.config)
+        if self.speculator.plan.mode == PLAIN:  # the first outcome, for which a worker would have prepared meanwhile
+            self.speculator.prepare(plan)
+        send(self, outcomes, plan)
+
+    def receives(self):
+        speculation = receive(self)
+        hits.append(sum(speculation.record.hits) / len(speculation.tokens))
+        return speculation
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LocalSession, "receive_speculation", prepares)
+        patch.setattr(LocalSession, "send_outcomes", sends)
+        patch.setattr(LocalSession, "receive_speculation", receives)
+        patch.setattr(Speculator, "prepare", lambda self, plan, _=None: prepare(self, plan, outcome_arrived))
         yield hits
 
 

@@ -6,8 +6,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import hf_ssd
-from hf_ssd.generation import deciding
 from hf_ssd.drafting.sampling import SpeculationNoise
+from hf_ssd.generation import deciding
 
 from ..conftest import VOCAB
 from .conftest import preparing

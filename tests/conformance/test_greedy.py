@@ -40,7 +40,7 @@ def test_greedy_equals_plain_generate(pair, rows, lookahead):
     # A silent fall back to plain decoding would pass every equality: see that it really speculates, and ahead of time.
     assert stats.draft_failure is None
     assert stats.tokens_per_round > 1.2 and stats.hit_rate > 0.1 and 0.1 < stats.acceptance_rate < 1
-    assert stats.lookahead[:5] == [lookahead] * 5 and stats.generated_tokens == 40 * rows
+    assert stats.column("lookahead")[:5] == [lookahead] * 5 and stats.generated_tokens == 40 * rows
 
 
 def accepts_one_too_many(scores, drafted):

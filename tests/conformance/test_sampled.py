@@ -9,13 +9,15 @@ from transformers import LogitsProcessorList
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper
 
 import hf_ssd
+from hf_ssd.drafting import fallbacks, sampling
+from hf_ssd.drafting.drafter import AutoregressiveDrafter
+from hf_ssd.drafting.sampling import DraftSampler
 from hf_ssd.generation import deciding, verification
-from hf_ssd.drafting import backups, experience
-from hf_ssd.drafting.planner import Plan, Planner, planned_fan_outs
-from hf_ssd.drafting.sampling import Proposals
-from hf_ssd.drafting.speculator import Speculator
+from hf_ssd.planning.cost_model import CostModel
+from hf_ssd.rounds import AHEAD, Plan
 
 from ..conftest import padded_batch, tiny_draft, tiny_model
+from .conftest import preparing
 
 OPTIONS = {
     "temperature": {"temperature": 0.7, "top_k": 0},
@@ -49,24 +51,28 @@ def test_sampled_runs_equal_the_synchronous_oracle(target, draft, assistant, nam
         )
     assert torch.equal(outputs[0].sequences, outputs[1].sequences)
     stats = outputs[0].ssd_stats
-    assert stats.accepted == outputs[1].ssd_stats.accepted
+    assert stats.column("accepted") == outputs[1].ssd_stats.column("accepted")
     assert stats.draft_failure is None and stats.tokens_per_round > 1.1
-    hits = [hit for row in stats.hits for hit in row]
-    assert any(hits) and (name == "eos" or not all(hits)) and not any(h for r in outputs[1].ssd_stats.hits for h in r)
+    hits = [hit for row in stats.column("hits") for hit in row]
+    assert (
+        any(hits)
+        and (name == "eos" or not all(hits))
+        and not any(h for r in outputs[1].ssd_stats.column("hits") for h in r)
+    )
 
 
 def test_different_draft_randomness_is_noticed(target, draft, monkeypatch):
     """The mutant for the test above: a draft whose tokens depend on more than seed, row and position."""
-    original = Speculator._continue
+    original = AutoregressiveDrafter.complete
 
     def other_seed(self, *args):
-        self.proposals.noise.seed += 1
+        self.sampler.noise.seed += 1
         return original(self, *args)
 
     sequences = []
     for mutant in (False, True):
         if mutant:
-            monkeypatch.setattr(Speculator, "_continue", other_seed)
+            monkeypatch.setattr(AutoregressiveDrafter, "complete", other_seed)
         torch.manual_seed(11)
         config = hf_ssd.SSDConfig(lookahead=4, asynchronous=False)
         sequences.append(
@@ -93,26 +99,36 @@ def sampled_with_a_seed(target, model, asynchronous):
     )
 
 
-def test_the_clock_does_not_shape_the_tokens_of_saguaro_sampling(target, draft, assistant):
-    """The budget is chosen by what things take, and drafted tokens are made less likely by their number of guesses."""
+@pytest.fixture
+def budgets_by_chance(monkeypatch):
+    """The planner chooses budgets by what things take; here that changes all the time."""
+    chance = random.Random(1)
+    by_chance = lambda costs, lookahead, budgets, *_: {budget: chance.random() for budget in budgets}  # noqa: E731
+    monkeypatch.setattr(CostModel, "ahead", by_chance)
+
+
+def test_the_clock_does_not_shape_the_tokens_of_saguaro_sampling(target, draft, assistant, budgets_by_chance):
+    """Drafted tokens are made less likely by their number of guesses, which is not the budget of the planner."""
     in_turn = sampled_with_a_seed(target, draft, asynchronous=False)
     for _ in range(3):
         output = sampled_with_a_seed(target, assistant, asynchronous=True)
         stats = output.ssd_stats
-        assert torch.equal(output.sequences, in_turn.sequences) and stats.accepted == in_turn.ssd_stats.accepted
-        assert stats.draft_failure is None and stats.tokens_per_round > 1.1 and len(set(stats.budget)) > 1
-        assert any(hit for row in stats.hits for hit in row)
+        assert torch.equal(output.sequences, in_turn.sequences) and stats.column(
+            "accepted"
+        ) == in_turn.ssd_stats.column("accepted")
+        assert stats.draft_failure is None and stats.tokens_per_round > 1.1 and len(set(stats.column("budget"))) > 1
+        assert any(hit for row in stats.column("hits") for hit in row)
 
 
-def test_scaling_by_the_budget_of_the_planner_is_noticed(target, draft, assistant, monkeypatch):
+def test_scaling_by_the_budget_of_the_planner_is_noticed(target, draft, assistant, monkeypatch, budgets_by_chance):
     """The mutant for the test above, in this process only: the budget that was planned by the clock."""
 
     def by_the_clock(self, plan):
-        return planned_fan_outs(plan.lookahead, max(1, plan.budget), plan.acceptance_rate, plan.power_law_exponent)
+        return sampling._planned_fan_outs(plan.lookahead, max(1, plan.budget), 0.8, 0.5)
 
-    monkeypatch.setattr(Proposals, "_fan_outs", by_the_clock)
+    monkeypatch.setattr(DraftSampler, "_fan_outs", by_the_clock)
     with pytest.raises(AssertionError):
-        test_the_clock_does_not_shape_the_tokens_of_saguaro_sampling(target, draft, assistant)
+        test_the_clock_does_not_shape_the_tokens_of_saguaro_sampling(target, draft, assistant, None)
 
 
 # ---------------------------------------------------------------- the distribution
@@ -204,39 +220,42 @@ SETTINGS = {
 }
 
 
+@pytest.fixture
+def drafting(monkeypatch):
+    """The plan always drafts, although plain decoding of so small models is faster."""
+    monkeypatch.setattr(CostModel, "plain", lambda costs: 0.0)
+
+
 @pytest.mark.parametrize("name", SETTINGS)
-def test_every_setting_leaves_the_targets_distribution(small, name, prepared_in_process):
+def test_every_setting_leaves_the_targets_distribution(small, name, prepared_in_process, drafting):
     assert p_value(*small, calls=20, seed=10, **{"budget": 4, **SETTINGS[name]}) > 1e-3
     assert name == "auto" or 0.1 < sum(prepared_in_process) / len(prepared_in_process) < 0.95
 
 
-class Whims(Planner):
-    """Decides by chance, as if by the clock: how far and widely to draft, from where, and when an outcome is due."""
+class Whims:
+    """Plans by chance, as if by the clock: how far and widely to draft, from where, and when an outcome arrives."""
 
-    is_repeatable = False
-
-    def __init__(self, *_):
+    def __init__(self):
         self.random = random.Random(4)
 
-    def plan(self):
+    def planned(self, *_):
         fallback, c = self.random.choice(["primary", "ngram", "random"]), self.random.choice([1.0, 0.5, 0.0])
-        return Plan(self.random.randrange(5), self.random.randrange(9), fallback, c, 0.8, 0.5)
+        lookahead = self.random.randrange(5)
+        return Plan(AHEAD, lookahead, self.random.randint(0, lookahead), self.random.randrange(9), fallback, c)
 
-    def lookahead(self, known):
-        return self.random.randrange(5)
-
-    def is_due(self):
+    def outcome_arrived(self):
         return self.random.random() < 0.2
 
 
-def test_whatever_a_planner_decides_leaves_the_targets_distribution(small, prepared_in_process, monkeypatch):
-    monkeypatch.setattr(experience, "planner_for", Whims)
-    assert p_value(*small, calls=24, seed=6, timeout=29.0) > 1e-3  # other settings: planners are kept by settings
-    assert 0.1 < sum(prepared_in_process) / len(prepared_in_process) < 0.9
+def test_whatever_is_planned_leaves_the_targets_distribution(small):
+    whims = Whims()
+    with preparing(whims.planned, whims.outcome_arrived) as hits:
+        assert p_value(*small, calls=24, seed=6) > 1e-3
+    assert 0.1 < sum(hits) / len(hits) < 0.9
 
 
 @pytest.mark.parametrize("name", ["C = 0.3", "custom, drawn", "auto"])
-def test_every_setting_leaves_the_targets_distribution_with_a_worker(small, name):
+def test_every_setting_leaves_the_targets_distribution_with_a_worker(small, name, drafting):
     target, draft = small
     with hf_ssd.launch_draft(draft, num_threads=1) as assistant:
         assert p_value(target, assistant, calls=16, asynchronous=True, seed=2, **SETTINGS[name]) > 1e-3
@@ -255,26 +274,26 @@ def without_q_in_the_residual(p, q, drafted, accepted):
 
 
 def unwarped_q(monkeypatch):
-    process, propose = Proposals.process, Proposals.propose
+    process, draw = DraftSampler.process, DraftSampler.draw
 
     def remember(self, scores, *args):
         self.raw = scores
         return process(self, scores, *args)
 
     def mutant(self, *args):
-        return propose(self, *args)[0], self.raw.softmax(-1)
+        return draw(self, *args)[0], self.raw.softmax(-1)
 
-    monkeypatch.setattr(Proposals, "process", remember)
-    monkeypatch.setattr(Proposals, "propose", mutant)
+    monkeypatch.setattr(DraftSampler, "process", remember)
+    monkeypatch.setattr(DraftSampler, "draw", mutant)
 
 
 def plain_q_with_saguaro_tokens(monkeypatch):
-    propose = Proposals.propose
+    draw = DraftSampler.draw
 
     def mutant(self, scores, *args):
-        return propose(self, scores, *args)[0], scores.softmax(-1)
+        return draw(self, scores, *args)[0], scores.softmax(-1)
 
-    monkeypatch.setattr(Proposals, "propose", mutant)
+    monkeypatch.setattr(DraftSampler, "draw", mutant)
 
 
 def drafts_q_with_random_tokens(monkeypatch):
@@ -282,7 +301,7 @@ def drafts_q_with_random_tokens(monkeypatch):
         favourite = torch.nn.functional.one_hot(torch.tensor(2), vocab_size) * 0.5 + 0.5 / vocab_size
         return favourite.expand(*proposal.tokens.shape, vocab_size)
 
-    monkeypatch.setattr(backups, "dense_probabilities", claims)
+    monkeypatch.setattr(fallbacks, "dense_probabilities", claims)
 
 
 MUTANTS = {
@@ -301,17 +320,18 @@ MUTANTS = {
     "mutant, settings",
     [(plain_q_with_saguaro_tokens, {"saguaro_c": 0.3}), (drafts_q_with_random_tokens, {"fallback": "random"})],
 )
-def test_a_wrong_q_of_saguaro_sampling_or_a_backup_fails_the_same_test(
+def test_a_wrong_q_of_saguaro_sampling_or_a_fallback_fails_the_same_test(
     small, mutant, settings, prepared_in_process, monkeypatch
 ):
     mutant(monkeypatch)
     assert p_value(*small, calls=20, seed=10, **{"budget": 4, **settings}) < 1e-3
 
 
-def test_a_wrong_q_under_whims_fails_the_same_test(small, prepared_in_process, monkeypatch):
-    monkeypatch.setattr(experience, "planner_for", Whims)
+def test_a_wrong_q_under_whims_fails_the_same_test(small, monkeypatch):
+    whims = Whims()
     plain_q_with_saguaro_tokens(monkeypatch)
-    assert p_value(*small, calls=48, seed=6, timeout=28.0) < 1e-3
+    with preparing(whims.planned, whims.outcome_arrived):
+        assert p_value(*small, calls=48, seed=6) < 1e-3
 
 
 @pytest.mark.parametrize("name", MUTANTS)

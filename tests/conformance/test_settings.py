@@ -5,7 +5,7 @@ import torch
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 import hf_ssd
-from hf_ssd.generation import decoding
+from hf_ssd.generation import loop
 
 from ..conftest import VOCAB, padded_batch, tiny_draft, tiny_model
 
@@ -56,9 +56,15 @@ def test_greedy_equals_plain_generate(target, assistant, name, rows):
     output = run(target, assistant, rows, **SETTINGS[name])
     assert torch.equal(output.sequences, plain)
     stats = output.ssd_stats
-    assert stats.draft_failure is None and max(stats.lookahead) > 1 and max(max(row) for row in stats.accepted) > 0
+    assert (
+        stats.draft_failure is None
+        and max(stats.column("lookahead")) > 1
+        and max(max(row) for row in stats.column("accepted")) > 0
+    )
     if "auto" not in name:
-        assert 0 < stats.hit_rate < 1 and max(stats.budget) == (16 if name != "all_accepted" else stats.budget[-1])
+        assert 0 < stats.hit_rate < 1 and max(stats.column("budget")) == (
+            16 if name != "all_accepted" else stats.column("budget")[-1]
+        )
 
 
 @pytest.mark.parametrize(
@@ -69,7 +75,7 @@ def test_a_fixed_lookahead_gives_the_tokens_of_the_synchronous_oracle(target, dr
     in_turn = run(target, draft, 3, sampled=True, asynchronous=False, **settings)
     assert torch.equal(ahead.sequences, in_turn.sequences)
     assert ahead.ssd_stats.hit_rate > 0 or "budget" in settings  # such a quick target may leave no time to prepare
-    assert ahead.ssd_stats.accepted == in_turn.ssd_stats.accepted
+    assert ahead.ssd_stats.column("accepted") == in_turn.ssd_stats.column("accepted")
 
 
 def test_saguaro_sampling_trades_acceptance_for_hits(target, draft, assistant):
@@ -84,7 +90,10 @@ def test_a_fallback_of_ones_own_is_asked_for_rows_that_missed_alone(target, assi
     proposer = LastTokenAgain()
     stats = run(target, assistant, 4, fallback=proposer).ssd_stats
     misses = sum(
-        not hit for hits, accepted in zip(stats.hits, stats.accepted) for hit, k in zip(hits, accepted) if k >= 0
+        not hit
+        for hits, accepted in zip(stats.column("hits"), stats.column("accepted"))
+        for hit, k in zip(hits, accepted)
+        if k >= 0
     )
     assert 0 < proposer.calls <= misses + 4  # the last outcome of a row may be a miss that is not verified any more
 
@@ -108,16 +117,16 @@ def test_a_fallback_that_cannot_propose_is_refused_before_any_work(target, assis
 
     with pytest.raises(TypeError, match="`fallback` is a NeedsMore, which cannot propose"):
         run(target, assistant, 1, fallback=NeedsMore())
-    monkeypatch.setattr(decoding, "assistant_for", lambda model: pytest.fail("started a worker"))
+    monkeypatch.setattr(loop, "assistant_for", lambda model: pytest.fail("started a worker"))
     with pytest.raises(TypeError, match="`fallback` is a NeedsMore, which cannot propose"):
         run(target, tiny_draft(), 1, fallback=NeedsMore())
 
 
 def test_a_draft_that_never_agrees_is_left_alone():
-    """The planner rests, says so, and what it generates is right."""
+    """The plan becomes plain decoding, the stats say so, and what is generated is right."""
     target, stranger = hf_ssd.enable(tiny_model()), tiny_model(seed=99)
     output = run(target, stranger, 1, new_tokens=150, lookahead="auto", budget="auto", asynchronous=False)
     plain = target.generate(**padded_batch(1), max_new_tokens=150, do_sample=False)
     assert torch.equal(output.sequences, plain)
     stats = output.ssd_stats
-    assert stats.lookahead.count(0) > stats.rounds / 2 and "does not pay" in str(stats)
+    assert stats.column("lookahead").count(0) > stats.rounds / 2 and "does not pay" in str(stats)

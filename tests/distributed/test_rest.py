@@ -9,6 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from hf_ssd.distributed.conversation import Conversation
+from hf_ssd.drafting.planner import Plan, Planner
 from transformers import set_seed
 from transformers.generation.streamers import BaseStreamer
 
@@ -17,11 +19,9 @@ from hf_ssd.distributed import client, messages, payloads
 from hf_ssd.distributed.assistant import DraftAssistant
 from hf_ssd.distributed.channel import AWAKE, Channel
 from hf_ssd.distributed.connection import Connection
-from hf_ssd.distributed.conversation import Conversation
 from hf_ssd.distributed.draft_server import WARM_UP, DraftServer
 from hf_ssd.distributed.messages import Kind, Message
 from hf_ssd.drafting import experience
-from hf_ssd.drafting.planner import Plan, Planner
 from hf_ssd.drafting.speculator import Speculator
 
 from ..conftest import VOCAB, padded_batch, tiny_model
@@ -128,8 +128,8 @@ def test_a_resting_draft_is_not_asked_and_catches_up(target, assistant, rows):
     seen = list(InAndOut.seen)  # the end of the call may still be on its way
     assert len(seen) >= stats.rounds - RESTING
     # What is observed as round i + 1 is what round i verified: the first lesson is the token after the prompt.
-    assert [r.lookahead for r in seen[1:]] == stats.lookahead[: len(seen) - 1]
-    assert [r.accepted for r in seen[1:]] == stats.accepted[: len(seen) - 1]
+    assert [r.lookahead for r in seen[1:]] == stats.column("lookahead")[: len(seen) - 1]
+    assert [r.accepted for r in seen[1:]] == stats.column("accepted")[: len(seen) - 1]
     assert stats.acceptance_rate == 1  # the draft is the target: it knows all tokens that went by
 
 
@@ -152,7 +152,9 @@ def test_who_asks_at_the_end_of_a_rest_need_not_wait_for_what_went_by(target, as
     assert max(told) == at_once  # outcomes in one message
     assert (len(feeds) > 1) == (between == 2)  # the first are the prompts
     seen, stats = list(InAndOut.seen), output.ssd_stats
-    assert [r.accepted for r in seen[1:]] == stats.accepted[: len(seen) - 1] and len(seen) >= stats.rounds - RESTING
+    assert [r.accepted for r in seen[1:]] == stats.column("accepted")[: len(seen) - 1] and len(
+        seen
+    ) >= stats.rounds - RESTING
 
 
 def test_what_went_by_at_the_end_of_a_call_is_learned_too(target, assistant, monkeypatch):
@@ -165,7 +167,7 @@ def test_what_went_by_at_the_end_of_a_call_is_learned_too(target, assistant, mon
                 return_dict_in_generate=True,
             )  # fmt: skip
             assert output.ssd_stats.draft_failure is None
-            if any(output.ssd_stats.lookahead):
+            if any(output.ssd_stats.column("lookahead")):
                 return count
 
     assert calls_until_it_drafts(hf_ssd.SSDConfig()) == RESTING // 3
@@ -272,7 +274,9 @@ def test_sampled_calls_go_through_too(target, assistant):
                             ssd_config=config, return_dict_in_generate=True)
         )  # fmt: skip
     assert all(output.ssd_stats.draft_failure is None for output in outputs)
-    assert all(0 in output.ssd_stats.lookahead and 3 in output.ssd_stats.lookahead for output in outputs)
+    assert all(
+        0 in output.ssd_stats.column("lookahead") and 3 in output.ssd_stats.column("lookahead") for output in outputs
+    )
 
 
 class SlowStreamer(BaseStreamer):

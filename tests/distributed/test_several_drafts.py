@@ -79,8 +79,10 @@ def test_two_workers_answer_as_one_with_twice_the_budget(target, one, two, rows,
     expected = generate(target, one, rows, budget=2 * BUDGET, **options)
     output = generate(target, two, rows, **options)
     assert torch.equal(output.sequences, expected.sequences)
-    assert output.ssd_stats.hits == expected.ssd_stats.hits and output.ssd_stats.accepted == expected.ssd_stats.accepted
-    assert 0 < output.ssd_stats.hit_rate and set(output.ssd_stats.budget) <= {2 * BUDGET, BUDGET, 0}
+    assert output.ssd_stats.column("hits") == expected.ssd_stats.column("hits") and output.ssd_stats.column(
+        "accepted"
+    ) == expected.ssd_stats.column("accepted")
+    assert 0 < output.ssd_stats.hit_rate and set(output.ssd_stats.column("budget")) <= {2 * BUDGET, BUDGET, 0}
 
 
 def test_two_workers_with_the_same_share_would_not(target, one, two, monkeypatch):
@@ -89,7 +91,7 @@ def test_two_workers_with_the_same_share_would_not(target, one, two, monkeypatch
         dataclasses, "replace", lambda x, **new: replace(x, **{**new, "share": (0, 2)} if "share" in new else new)
     )
     expected = generate(target, one, budget=2 * BUDGET, do_sample=False)
-    assert generate(target, two, do_sample=False).ssd_stats.hits != expected.ssd_stats.hits
+    assert generate(target, two, do_sample=False).ssd_stats.column("hits") != expected.ssd_stats.column("hits")
 
 
 class Slow(LogitsProcessor):
@@ -129,7 +131,9 @@ def test_when_one_is_killed_the_other_carries_on(target, one, two, lost, options
     if not options["do_sample"]:
         assert torch.equal(output.sequences, target.generate(**padded_batch(2), max_new_tokens=30, do_sample=False))
     stats = output.ssd_stats
-    assert stats.draft_failure is None and stats.lookahead[-6] == 3 and any(map(any, stats.hits[-8:]))
+    assert (
+        stats.draft_failure is None and stats.column("lookahead")[-6] == 3 and any(map(any, stats.column("hits")[-8:]))
+    )
     assert len(warnings) == 1 and "Going on with 1 of the draft workers" in warnings[0]
     warnings.clear()
     assert generate(target, two, **options).ssd_stats.draft_failure is None

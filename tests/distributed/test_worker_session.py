@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from hf_ssd.distributed.client import WorkerSession
 from transformers import GenerationConfig
 
 import hf_ssd
 from hf_ssd.distributed import messages, payloads
 from hf_ssd.distributed.channel import Channel
-from hf_ssd.distributed.client import WorkerSession
 from hf_ssd.distributed.messages import Kind, Message
 from hf_ssd.distributed.session import Answer, SessionRequest
 

@@ -1,10 +1,10 @@
 """Who proposes after a miss, and how that joins what was prepared, by hand."""
 
 import torch
-
-from hf_ssd.drafting.speculation_cache import Speculation
 from hf_ssd.drafting.backups import Backups, join
+
 from hf_ssd.drafting.fallbacks import NGramBackup, Proposal, RandomBackup
+from hf_ssd.drafting.speculation_cache import Speculation
 
 VOCAB = 10
 

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_ssd import SSDConfig
-from hf_ssd.drafting.outcome_candidates import UNUSED, Forks
 from hf_ssd.drafting.cache_shapes import SHAPES, allocate, chances_of_counts, shape_for
+from hf_ssd.drafting.outcome_candidates import UNUSED, Forks
 
 
 def forks(rows=3, lookahead=4, vocab_size=30, guesses=24, from_backup=False, seed=0, sharpness=2.0):

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from scipy import stats
 from transformers.generation import CandidateGenerator, PromptLookupCandidateGenerator
 
-from hf_ssd.generation.verification import acceptance_probabilities, residual_distribution
 from hf_ssd.drafting.fallbacks import (
     Backup,
     CustomBackup,
@@ -19,6 +18,7 @@ from hf_ssd.drafting.fallbacks import (
     dense_probabilities,
     is_proposer,
 )
+from hf_ssd.generation.verification import acceptance_probabilities, residual_distribution
 
 VOCAB = 6
 

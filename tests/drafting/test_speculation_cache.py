@@ -1,5 +1,4 @@
 import torch
-
 from hf_ssd.cache.speculation import SpeculationCache
 
 

@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 import torch
+from hf_ssd.drafting.planner import FixedPlanner
 from transformers import GenerationConfig
 
 from hf_ssd import SSDConfig
-from hf_ssd.drafting.planner import FixedPlanner
 from hf_ssd.drafting.speculator import SKIPPED, Speculator
 
 from ..conftest import VOCAB, tiny_model

@@ -88,12 +88,12 @@ def test_a_draft_joins_in_the_middle_of_a_call(target, rows, has_ended, penalty)
     stats = output.ssd_stats
     assert torch.equal(output.sequences, plain) and stats.draft_failure is None
     joined = stats.draft_joined_at
-    assert 7 <= joined <= 9 and not any(stats.lookahead[:joined])
-    for of_row in zip(*stats.accepted[joined:]):
-        rounds = [(k, a) for k, a in zip(stats.lookahead[joined:], of_row) if a >= 0]
+    assert 7 <= joined <= 9 and not any(stats.column("lookahead")[:joined])
+    for of_row in zip(*stats.column("accepted")[joined:]):
+        rounds = [(k, a) for k, a in zip(stats.column("lookahead")[joined:], of_row) if a >= 0]
         # All that it proposes is accepted, so it knows the text; except behind an end, in a row's last round.
         assert all(k == a for k, a in rounds[:-1])
-    assert any(map(any, stats.hits[joined:]))
+    assert any(map(any, stats.column("hits")[joined:]))
 
 
 def test_it_would_be_noticed_if_what_was_generated_before_were_not_told(target, monkeypatch):
@@ -103,7 +103,7 @@ def test_it_would_be_noticed_if_what_was_generated_before_were_not_told(target, 
         output = call(target, assistant, At(_16=assistant.let_in))
     stats = output.ssd_stats
     assert torch.equal(output.sequences, target.generate(**padded_batch(3), do_sample=False, max_new_tokens=40))
-    assert any(0 <= a < k for k, accepted in zip(stats.lookahead, stats.accepted) for a in accepted)
+    assert any(0 <= a < k for k, accepted in zip(stats.column("lookahead"), stats.column("accepted")) for a in accepted)
 
 
 @pytest.mark.parametrize("counts_from_the_prompt", [True, False])

@@ -3,21 +3,24 @@ import json
 import pytest
 
 from hf_ssd import SSDStats
+from hf_ssd.rounds import AHEAD, FILLER, PLAIN, PREPARED, PRIMARY, RoundRecord
+
+
+def records(count, accepted, lookahead=7, hit=True, budget=8, **fields):
+    """Rounds of one row, all alike."""
+    source = PREPARED if hit else PRIMARY
+    values = {"verify_seconds": 0.1, "grow_seconds": 0.05, **fields}
+    return [RoundRecord(AHEAD, lookahead, budget, [source], accepted=[accepted], **values) for _ in range(count)]
 
 
 def test_figures_by_hand():
-    stats = SSDStats(
-        batch_size=2,
-        lookahead=[3, 3, 2],
-        accepted=[[3, 0], [1, -1], [2, -1]],  # row 1 was finished after the first round
-        hits=[[True, False], [True, True], [False, True]],
-        verify_seconds=[0.2, 0.3, 0.1],
-        wait_seconds=[0.1, 0.0, 0.1],
-        draft_seconds=[0.5, 0.1, 0.0],
-        generated_tokens=12,
-        prefill_seconds=0.4,
-        total_seconds=1.5,
-    )
+    hit, miss = PREPARED, PRIMARY
+    rounds = [
+        RoundRecord(AHEAD, 3, 8, [hit, miss], accepted=[3, 0], verify_seconds=0.2, wait_seconds=0.1, grow_seconds=0.5),
+        RoundRecord(AHEAD, 3, 8, [hit, hit], accepted=[1, -1], verify_seconds=0.3, grow_seconds=0.1),  # row 1 had ended
+        RoundRecord(AHEAD, 2, 8, [miss, hit], accepted=[2, -1], verify_seconds=0.1, wait_seconds=0.1),
+    ]
+    stats = SSDStats(2, rounds, generated_tokens=12, prefill_seconds=0.4, total_seconds=1.5)
     assert stats.rounds == 3
     assert stats.hit_rate == pytest.approx(2 / 4)
     assert stats.tokens_per_round == pytest.approx((4 + 1 + 2 + 3) / 4)
@@ -31,16 +34,18 @@ def test_figures_by_hand():
 
 def test_no_rounds_and_a_failure():
     assert "no rounds" in str(SSDStats(generated_tokens=1))
-    stats = SSDStats(lookahead=[0], accepted=[[0]], hits=[[False]], verify_seconds=[0.1], wait_seconds=[0.0],
-                     draft_seconds=[0.0], draft_failure="it ended")  # fmt: skip
+    stats = SSDStats(records=records(1, accepted=0, lookahead=0, hit=False), draft_failure="it ended")
     assert stats.hit_rate == stats.acceptance_rate == 0 and str(stats).count("it ended") == 1
 
 
+def test_fillers_count_as_plain_decoding():
+    filler = RoundRecord(PLAIN, 7, sources=[FILLER], accepted=[2])
+    stats = SSDStats(records=[filler, *records(1, accepted=7)])
+    assert stats.acceptance_rate == stats.hit_rate == 1.0 and stats.tokens_per_round == (3 + 8) / 2
+
+
 def stats_like(lookahead=7, accepted=5, hit=True, wait=0.0, budget=8, **fields):
-    """Ten rounds of one row, all alike."""
-    ten = {"lookahead": lookahead, "accepted": [accepted], "hits": [hit], "wait_seconds": wait, "budget": budget}
-    ten |= {"verify_seconds": 0.1, "draft_seconds": 0.05}
-    return SSDStats(**{name: [value] * 10 for name, value in ten.items()}, **fields)
+    return SSDStats(records=records(10, accepted, lookahead, hit, budget, wait_seconds=wait), **fields)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +68,6 @@ def test_advice_says_what_was_seen(stats, words):
 
 
 def test_what_chance_explains_is_no_reason_for_advice():
-    rounds = 10**5
-    fields = {"lookahead": [7] * rounds, "accepted": [[5]] * rounds, "hits": [[True]] * rounds, "budget": [8] * rounds}
-    assert SSDStats(**fields, unlikely_tokens=1).advice == []
-    assert SSDStats(**fields, unlikely_tokens=9).advice != []
+    rounds = records(10**5, accepted=5)
+    assert SSDStats(records=rounds, unlikely_tokens=1).advice == []
+    assert SSDStats(records=rounds, unlikely_tokens=9).advice != []

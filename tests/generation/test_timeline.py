@@ -4,27 +4,22 @@ import json
 
 import pytest
 
-from hf_ssd import SSDStats
-from hf_ssd.generation import timeline
+from hf_ssd import SSDStats, timeline
+from hf_ssd.rounds import AHEAD, PREPARED, PRIMARY, RoundRecord
 from hf_ssd.timeline import Interval
 
 
 def two_rounds():
-    return SSDStats(
-        batch_size=2,
-        lookahead=[2, 2],
-        accepted=[[2, 0], [1, -1]],
-        hits=[[True, False], [True, False]],
-        verify_seconds=[0.2, 0.3],
-        wait_seconds=[0.1, 0.0],
-        draft_seconds=[0.5, 0.15],
-        answer_seconds=[0.1, 0.05],
-        budget=[6, 6],
-        received_at=[1.0, 1.25],
-        prepared_at=[0.4, 0.95],
-        answered_at=[0.85, -7.0],
-        prefill_seconds=0.3,
-    )
+    sources = [PREPARED, PRIMARY]
+    first = RoundRecord(
+        AHEAD, 2, 6, sources, accepted=[2, 0], choose_seconds=0.1, grow_seconds=0.3, answer_seconds=0.1,
+        verify_seconds=0.2, wait_seconds=0.1, prepared_at=0.4, answered_at=0.85, received_at=1.0,
+    )  # fmt: skip
+    second = RoundRecord(
+        AHEAD, 2, 6, sources, accepted=[1, -1], grow_seconds=0.1, answer_seconds=0.05, verify_seconds=0.3,
+        prepared_at=0.95, answered_at=-7.0, received_at=1.25,
+    )  # fmt: skip
+    return SSDStats(2, [first, second], prefill_seconds=0.3)
 
 
 def test_intervals_say_what_each_side_did():

@@ -3,8 +3,8 @@
 from collections import deque
 
 import torch
-
 from hf_ssd.distributed.client import WorkerSession
+
 from hf_ssd.distributed.draft_server import DraftServer
 from hf_ssd.distributed.messages import Message, pack, unpack
 

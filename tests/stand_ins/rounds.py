@@ -5,17 +5,17 @@ import dataclasses
 import functools
 
 import torch
+from hf_ssd.drafting.lessons import Lessons
 from transformers import set_seed
 
 import hf_ssd
 from hf_ssd.cache.branches import Branches
 from hf_ssd.distributed.draft_server import DraftServer
+from hf_ssd.drafting.speculator import Speculator
 from hf_ssd.generation import decoding, drafting
 from hf_ssd.generation.deciding import Decider
 from hf_ssd.generation.draft import FaultTolerantDraft
 from hf_ssd.generation.sequences import Sequences
-from hf_ssd.drafting.lessons import Lessons
-from hf_ssd.drafting.speculator import Speculator
 
 from ..conftest import padded_batch, tiny_draft, tiny_model
 from .gpu import StandInGPU, to_gpu

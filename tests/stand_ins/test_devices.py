@@ -5,6 +5,7 @@ that of the CPU, and what waits for the device is in a list that may only shrink
 
 import pytest
 import torch
+from hf_ssd.drafting.backups import join
 from transformers import (
     DynamicCache,
     LogitsProcessorList,
@@ -23,16 +24,15 @@ from hf_ssd.cache import masks
 from hf_ssd.cache.branches import Branches
 from hf_ssd.cache.cached_model import CachedModel
 from hf_ssd.cache.ragged import RaggedCache, RaggedLayer
+from hf_ssd.drafting.fallbacks import NGramBackup, RandomBackup
+from hf_ssd.drafting.outcome_candidates import Forks
+from hf_ssd.drafting.sampling import SpeculationNoise, draw, saguaro
 from hf_ssd.drafting.speculation_cache import Speculation, SpeculationCache
+from hf_ssd.drafting.verified_prefix import SKIPPED, Trunk
 from hf_ssd.generation.sequences import Sequences
 from hf_ssd.generation.target import prompts_without_padding
 from hf_ssd.generation.verification import uniform_numbers, verify_greedy, verify_sampled
 from hf_ssd.logits_processing import process_branches, process_positions
-from hf_ssd.drafting.backups import join
-from hf_ssd.drafting.fallbacks import NGramBackup, RandomBackup
-from hf_ssd.drafting.outcome_candidates import Forks
-from hf_ssd.drafting.sampling import SpeculationNoise, draw, saguaro
-from hf_ssd.drafting.verified_prefix import SKIPPED, Trunk
 
 from ..conftest import VOCAB, padded_batch, tiny_model
 from .gpu import StandInGPU, to_gpu
@@ -249,7 +249,7 @@ def test_nothing_is_in_the_list_that_no_longer_waits():
 def test_whole_calls_with_other_settings(options, monkeypatch):
     family = options.get("family", "llama")
     output, _ = generate(monkeypatch, 4, **{"do_sample": False, **options})
-    assert output.ssd_stats.draft_failure is None and sum(map(sum, output.ssd_stats.accepted)) > 0
+    assert output.ssd_stats.draft_failure is None and sum(map(sum, output.ssd_stats.column("accepted"))) > 0
     if not options.get("do_sample"):
         settings = {k: v for k, v in options.items() if k in ("repetition_penalty", "min_new_tokens")}
         settings |= {k: v for k, v in options.items() if k == "no_repeat_ngram_size"}

@@ -56,7 +56,7 @@ class Program:
         seen = {"tokens": output.sequences.tolist()}
         if not plain:
             stats = output.ssd_stats
-            seen |= {"hits": stats.hits, "accepted": stats.accepted, "failure": stats.draft_failure}
+            seen |= {"hits": stats.column("hits"), "accepted": stats.column("accepted"), "failure": stats.draft_failure}
         return seen
 
     def wait_for_the_draft(self):
