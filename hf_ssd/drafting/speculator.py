@@ -12,6 +12,7 @@ from ..devices import from_host
 from ..rounds import (
     FALLBACKS,
     FINISHED,
+    NGRAM,
     NOTHING,
     PLAIN,
     PREPARED,
@@ -71,7 +72,7 @@ class Speculator:
         self.lesson: tuple | None = None  # candidates, accepted counts and bonus tokens of the round before
         self.preparing = RoundRecord()  # what preparing took
         self.compares_ngrams = config.fallback == "auto" and config.lookahead == "auto"
-        self.ngram_matches, self.rounds = [-1] * len(self.finished), 0
+        self.rounds = 0
 
     def begin(self) -> None:
         """Reads the prompts, while the target does the same."""
@@ -182,11 +183,10 @@ class Speculator:
         record.mode, record.budget, record.passes = plan.mode, preparing.budget, preparing.passes
         record.choose_seconds, record.grow_seconds = preparing.choose_seconds, preparing.grow_seconds
         record.prepared_at, record.answered_at = preparing.prepared_at, start
-        record.ngram_matches, self.ngram_matches = self.ngram_matches, [-1] * len(counts)
+        record.ngram_matches = self._compare_ngrams(counts)
         record.ranks = [-1] * len(counts)
         if self.candidates is not None:
             record.ranks = self.candidates.ranks(counts, tokens)
-        self._compare_ngrams(counts)
         drafted, self.lesson = self.drafter.drafted.shape[1], None
         at_the_end = self.limit is not None and max(self.drafter.prefix.lengths) + drafted >= self.limit
         if self.candidates is not None and drafted and not at_the_end:  # the target may have cut the last speculation
@@ -237,16 +237,18 @@ class Speculator:
             lesson, self.lesson = self.lesson, None
             self.shape.learn(*lesson)
 
-    def _compare_ngrams(self, accepted: list[int]) -> None:
-        """Sees in some rounds what rows that missed would have gained from the n-gram fallback."""
+    def _compare_ngrams(self, accepted: list[int]) -> list[int]:
+        """Sees in some rounds what rows that missed would have gained from the n-gram fallback; -1 in the others."""
+        matches = [-1] * len(accepted)
         rows = [row for row, k in enumerate(accepted) if k != FINISHED and self.sources[row] == PRIMARY]
         if not self.compares_ngrams or not rows or self.rounds % ROUNDS_PER_COMPARISON:
-            return
+            return matches
         prefix, drafted = self.drafter.prefix, self.drafter.drafted.tolist()
-        proposal = self.fallbacks["ngram"].propose(prefix.ids, prefix.lengths, rows, max(accepted) + 1)
-        for place, row in enumerate(rows):
-            matches = [a == b for a, b in zip(proposal.tokens[place].tolist(), drafted[row][: accepted[row]])]
-            self.ngram_matches[row] = (matches + [False]).index(False)
+        proposal = self.fallbacks[NGRAM].propose(prefix.ids, prefix.lengths, rows, max(accepted) + 1)
+        for tokens, row in zip(proposal.tokens.tolist(), rows):
+            same = [a == b for a, b in zip(tokens, drafted[row][: accepted[row]])]
+            matches[row] = (same + [False]).index(False)
+        return matches
 
 
 def answer_width(plan: Plan, known: list[float]) -> int:

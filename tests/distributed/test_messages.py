@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -5,8 +7,7 @@ from hypothesis import strategies as st
 
 from hf_ssd.distributed import messages, payloads
 from hf_ssd.distributed.messages import FRAME_LENGTH, HEADER_LENGTH, Kind, Message, ProtocolError
-from hf_ssd.distributed.session import Answer
-from hf_ssd.drafting.fallbacks import Proposal
+from hf_ssd.rounds import AHEAD, FINISHED, NGRAM, Outcome, Plan, RoundRecord, Speculation
 
 ROOM = FRAME_LENGTH - HEADER_LENGTH
 integers = st.integers(-(2**63), 2**63 - 1)
@@ -89,35 +90,54 @@ def test_stale_messages_are_named(kind, session, round_, length):
         messages.expect(message, kind, session, round_, length)
 
 
-def test_payloads_round_trip():
+def test_prompts_and_outcomes_round_trip():
     prompts = [torch.tensor([3, 1]), torch.tensor([4]), torch.tensor([1, 5, 9])]
     unpacked = payloads.payload_to_prompts(payloads.prompts_to_payload(prompts))
     assert [p.tolist() for p in unpacked] == [p.tolist() for p in prompts]
-    accepted, bonus, seconds, verified = payloads.payload_to_outcome(
-        payloads.outcome_to_payload(torch.tensor([0, -1]), torch.tensor([5, 6]), 0.25, 7)
-    )
-    assert (accepted.tolist(), bonus.tolist(), seconds, verified) == ([0, -1], [5, 6], 0.25, 7)
-    answer = Answer(torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([True, False]), 0.25, 0.125, 9, 7.5, 8.25)
-    unpacked = payloads.payload_to_answer(payloads.answer_to_payload(answer), 2)
-    assert torch.equal(unpacked.tokens, answer.tokens) and torch.equal(unpacked.hits, answer.hits)
-    assert (unpacked.draft_seconds, unpacked.answer_seconds, unpacked.budget) == (0.25, 0.125, 9)
-    assert (unpacked.prepared_at, unpacked.answered_at) == (7.5, 8.25)
-    assert payloads.payload_to_backup_request(payloads.backup_request_to_payload([0, 2], 5), 3) == ([0, 2], 5)
-    proposal = Proposal(torch.tensor([[7, 8], [9, 0]]), [2, 1], torch.ones(2, 2, 4) / 4)
-    unpacked, probabilities_follow = payloads.payload_to_proposal(payloads.proposal_to_payload(proposal), 2)
-    assert torch.equal(unpacked.tokens, proposal.tokens) and unpacked.counts == [2, 1] and probabilities_follow
+    outcomes = [Outcome(torch.tensor([k, FINISHED]), torch.tensor([5, 6 + k])) for k in range(3)]
+    plan = Plan(AHEAD, 5, 2, 12, NGRAM, 0.3)
+    told, told_plan = payloads.payload_to_outcomes(payloads.outcomes_to_payload(outcomes, plan), 2)
+    assert told_plan == plan
+    assert [(o.accepted.tolist(), o.bonus.tolist()) for o in told] == [([k, FINISHED], [5, 6 + k]) for k in range(3)]
 
 
-@pytest.mark.parametrize("payload", [[], [5], [0, 1], [3, 0, 2], [3, -1]])
-def test_requests_for_rows_that_are_not_there_are_refused(payload):
-    with pytest.raises(ProtocolError):
-        payloads.payload_to_backup_request(torch.tensor(payload, dtype=torch.int64), 2)
+@pytest.mark.parametrize("costs", [None, (0.5, 0.25, 0.125)])
+def test_speculations_round_trip_with_the_drafts_part_of_the_record(costs):
+    record = RoundRecord(
+        AHEAD, 3, 9, ["prepared", "custom"], [2, -1], [-1, 4], passes=3, steps=1, choose_seconds=0.25,
+        grow_seconds=0.125, answer_seconds=0.5, prepared_at=7.5, answered_at=8.25,
+    )  # fmt: skip
+    speculation = Speculation(torch.tensor([[1, 2, 3], [4, 5, 6]]), None, record, [math.inf, 1], costs)
+    unpacked = payloads.payload_to_speculation(payloads.speculation_to_payload(speculation), 2)
+    assert torch.equal(unpacked.tokens, speculation.tokens) and unpacked.record == record
+    assert unpacked.known == [3, 1] and unpacked.costs == costs  # a finished row has all that there is
+    empty = payloads.payload_to_speculation(payloads.speculation_to_payload(Speculation.empty(2)), 2)
+    assert empty.tokens.shape == (2, 0) and empty.record.sources == ["nothing"] * 2 and empty.costs is None
 
 
-@pytest.mark.parametrize("payload", [[], [0, 1], [0, 1, 1, 5], [0, 2, 0, 5, 6], [0, -1, 0, 5, 6]])
-def test_proposals_that_do_not_add_up_are_refused(payload):
-    with pytest.raises(ProtocolError):
-        payloads.payload_to_proposal(torch.tensor(payload, dtype=torch.int64), 2)
+@pytest.mark.parametrize(
+    "place, value, words",
+    [
+        (0, 3, "3 is no mode"),
+        (0, -1, "-1 is no mode"),
+        (1, 65, "is not a plan"),  # lookahead
+        (2, 6, "is not a plan"),  # after a miss more than ever
+        (3, -1, "is not a plan"),  # budget
+        (4, 9, "9 is no source"),
+        (5, 2**62, "is not a plan"),  # C = 2.0, as the bits of a double
+        (6, 65, "more tokens than a speculation has"),
+        (7, -2, "more tokens than a speculation has"),
+        (8, -1, "are not tokens"),
+    ],
+)
+def test_outcomes_that_cannot_be_are_refused(place, value, words):
+    outcome, plan = Outcome(torch.tensor([0, FINISHED]), torch.tensor([5, 6])), Plan(AHEAD, 5, 2, 12)
+    payload = payloads.outcomes_to_payload([outcome], plan)
+    payload[place] = torch.tensor(value)
+    with pytest.raises(ProtocolError, match=words):
+        payloads.payload_to_outcomes(payload, 2)
+    with pytest.raises(ProtocolError, match="integers"):
+        payloads.payload_to_outcomes(payload[:-1], 2)
 
 
 @pytest.mark.parametrize("payload", [[], [0], [2, 3], [1, 3, 5, 5], [1, 0], [2, 1, 1, 5]])

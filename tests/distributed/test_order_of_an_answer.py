@@ -1,14 +1,12 @@
 """Tokens leave before anything is done with what they were drawn from."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
-from hf_ssd.cache.speculation import Speculation
 from hf_ssd.distributed import payloads
 from hf_ssd.distributed.draft_server import DraftServer
 from hf_ssd.distributed.messages import Kind
+from hf_ssd.rounds import AHEAD, PREPARED, RoundRecord, Speculation
 
 ROWS, LOOKAHEAD, VOCAB = 2, 3, 40
 
@@ -32,11 +30,11 @@ def test_what_tokens_were_drawn_from_is_announced_with_them_and_packed_afterward
     events, pack = [], payloads.probabilities_to_payload
     monkeypatch.setattr(payloads, "probabilities_to_payload", lambda *rest: events.append("packs") or pack(*rest))
     server = DraftServer(Recorder(link, events), None)
-    server.speculator = SimpleNamespace(vocab_size=VOCAB, rest=0)
     q = torch.zeros(ROWS, LOOKAHEAD, VOCAB)
     q[..., :support] = torch.rand(ROWS, LOOKAHEAD, support)
-    speculation = Speculation(torch.ones(ROWS, LOOKAHEAD, dtype=torch.long), q, torch.ones(ROWS, dtype=torch.bool))
-    server._send_with_probabilities(speculation, budget=5)
+    server.costs, record = (0.5, 0.25, 0.125), RoundRecord(AHEAD, LOOKAHEAD, 5, [PREPARED] * ROWS)
+    speculation = Speculation(torch.ones(ROWS, LOOKAHEAD, dtype=torch.long), q, record)
+    server._send(speculation)
     tokens, packs, payload = events
     assert (tokens.kind, tokens.announces.kind, packs) == (Kind.SPECULATION, Kind.PROBABILITIES, "packs")
     announced = tokens.announces.payload
@@ -45,5 +43,12 @@ def test_what_tokens_were_drawn_from_is_announced_with_them_and_packed_afterward
     # Over a link nothing is asked of the device, so all of the vocabulary travels.
     assert len(payload) == ROWS * LOOKAHEAD * (VOCAB if link or support == VOCAB else 2 * support)
     assert torch.equal(payloads.payload_to_probabilities(payload, tuple(q.shape)), q)
-    answer = payloads.payload_to_answer(tokens.payload, ROWS)
-    assert torch.equal(answer.tokens, speculation.tokens) and answer.hits.all() and answer.budget == 5
+    told = payloads.payload_to_speculation(tokens.payload, ROWS)
+    assert torch.equal(told.tokens, speculation.tokens) and told.record.hits == [True] * ROWS
+    assert (told.record.budget, told.costs, server.costs) == (5, (0.5, 0.25, 0.125), None)  # costs are told once
+
+
+def test_nothing_is_announced_where_tokens_were_certain():
+    events, record = [], RoundRecord(AHEAD, LOOKAHEAD, 5, [PREPARED] * ROWS)
+    DraftServer(Recorder(None, events), None)._send(Speculation(torch.ones(ROWS, LOOKAHEAD).long(), None, record))
+    assert len(events) == 1 and events[0].announces is None

@@ -1,6 +1,5 @@
 """Several draft workers that share the outcomes: real processes, and the answers of one."""
 
-import dataclasses
 import os
 import signal
 import time
@@ -11,6 +10,8 @@ from transformers import LogitsProcessor, LogitsProcessorList, set_seed
 from transformers.utils import logging
 
 import hf_ssd
+from hf_ssd.distributed.session import SessionRequest
+from hf_ssd.distributed.several_drafts import SeveralDrafts
 
 from ..conftest import padded_batch, ready, tiny_draft
 from ..faults.test_worker_faults import AtLength
@@ -44,7 +45,7 @@ def two(shared_two):
 @pytest.fixture
 def warnings(monkeypatch):
     said = []
-    for module in ("hf_ssd.generation.draft", "hf_ssd.distributed.assistant", "hf_ssd.distributed.team"):
+    for module in ("hf_ssd.generation.draft", "hf_ssd.distributed.assistant", "hf_ssd.distributed.several_drafts"):
         monkeypatch.setattr(logging.get_logger(module), "warning", lambda text, *a: said.append(text))
     return said
 
@@ -64,6 +65,10 @@ def generate(target, assistant, rows=2, new_tokens=30, processor=None, seed=5, b
     )
 
 
+def of_rounds(output, *names):
+    return [tuple(getattr(record, name) for name in names) for record in output.ssd_stats.records]
+
+
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize(
     "options",
@@ -79,19 +84,16 @@ def test_two_workers_answer_as_one_with_twice_the_budget(target, one, two, rows,
     expected = generate(target, one, rows, budget=2 * BUDGET, **options)
     output = generate(target, two, rows, **options)
     assert torch.equal(output.sequences, expected.sequences)
-    assert output.ssd_stats.column("hits") == expected.ssd_stats.column("hits") and output.ssd_stats.column(
-        "accepted"
-    ) == expected.ssd_stats.column("accepted")
-    assert 0 < output.ssd_stats.hit_rate and set(output.ssd_stats.column("budget")) <= {2 * BUDGET, BUDGET, 0}
+    assert of_rounds(output, "sources", "accepted") == of_rounds(expected, "sources", "accepted")
+    assert 0 < output.ssd_stats.hit_rate and {budget for (budget,) in of_rounds(output, "budget")} == {2 * BUDGET}
 
 
 def test_two_workers_with_the_same_share_would_not(target, one, two, monkeypatch):
-    replace = dataclasses.replace
-    monkeypatch.setattr(
-        dataclasses, "replace", lambda x, **new: replace(x, **{**new, "share": (0, 2)} if "share" in new else new)
-    )
+    """The mutant for the test above."""
+    to_dict = SessionRequest.to_dict
+    monkeypatch.setattr(SessionRequest, "to_dict", lambda self: {**to_dict(self), "worker_index": 0})
     expected = generate(target, one, budget=2 * BUDGET, do_sample=False)
-    assert generate(target, two, do_sample=False).ssd_stats.column("hits") != expected.ssd_stats.column("hits")
+    assert of_rounds(generate(target, two, do_sample=False), "sources") != of_rounds(expected, "sources")
 
 
 class Slow(LogitsProcessor):
@@ -103,17 +105,15 @@ class Slow(LogitsProcessor):
 
 
 def test_both_workers_answer(target, two, monkeypatch):
-    owners = []
-    original = hf_ssd.distributed.team.TeamSession._merge
+    owners, merge = set(), SeveralDrafts._merge
 
     def watch(self, found):
-        merged = original(self, found)
-        owners.extend(self.team.index(owner) for owner in merged[0] if owner is not None)
-        return merged
+        owners.update(number for number, one in enumerate(found.values()) if any(one.record.hits))
+        return merge(self, found)
 
-    monkeypatch.setattr(hf_ssd.distributed.team.TeamSession, "_merge", watch)
+    monkeypatch.setattr(SeveralDrafts, "_merge", watch)
     generate(target, two, do_sample=False, processor=Slow())
-    assert {0, 1} == set(owners)
+    assert owners == {0, 1}
 
 
 def test_a_planned_call_is_right_too(target, two):
@@ -131,9 +131,8 @@ def test_when_one_is_killed_the_other_carries_on(target, one, two, lost, options
     if not options["do_sample"]:
         assert torch.equal(output.sequences, target.generate(**padded_batch(2), max_new_tokens=30, do_sample=False))
     stats = output.ssd_stats
-    assert (
-        stats.draft_failure is None and stats.column("lookahead")[-6] == 3 and any(map(any, stats.column("hits")[-8:]))
-    )
+    assert stats.draft_failure is None and stats.records[-6].lookahead == 3
+    assert any(any(record.hits) for record in stats.records[-8:])
     assert len(warnings) == 1 and "Going on with 1 of the draft workers" in warnings[0]
     warnings.clear()
     assert generate(target, two, **options).ssd_stats.draft_failure is None

@@ -13,13 +13,20 @@ import hf_ssd
 from hf_ssd.distributed import messages, payloads
 from hf_ssd.distributed.channel import Channel
 from hf_ssd.distributed.messages import Kind, Message
-from hf_ssd.distributed.session import Answer, SessionRequest
+from hf_ssd.distributed.session import SessionRequest
+from hf_ssd.distributed.worker_session import WorkerSession
+from hf_ssd.rounds import AHEAD, NOTHING, PREPARED, Outcome, Plan, RoundRecord, Speculation
 
 NUMBER, ROWS = 5, 2
 
 
+def speculation(tokens, **changes):
+    record = RoundRecord(sources=[PREPARED, NOTHING], **changes)
+    return payloads.speculation_to_payload(Speculation(torch.tensor(tokens), None, record))
+
+
 class Line:
-    """A conversation whose other end is played by the test."""
+    """A session whose other end is played by the test."""
 
     def __init__(self):
         store, made = dist.HashStore(), {}
@@ -31,14 +38,13 @@ class Line:
         worker = SimpleNamespace(channel=target, worker_info={"vocab_size": 9}, is_alive=True, stderr_tail=lambda: "")
         worker.kill = lambda: setattr(self, "killed", True)
         request = SessionRequest(hf_ssd.SSDConfig(timeout=2.0), GenerationConfig(), [torch.tensor([1])] * ROWS, 0)
-        self.session = WorkerSession(worker, NUMBER, request, on_close=lambda: None)
+        self.session = WorkerSession(worker, NUMBER, request)
         for _ in range(3):
-            self.session.send_outcome(torch.tensor([0, 0]), torch.tensor([3, 4]), 0.0, 0)  # it is round 2 now
+            self.session.send_outcomes([Outcome(torch.tensor([0, 0]), torch.tensor([3, 4]))], Plan(AHEAD, 2, 2, 4))
+        assert self.session.round == 2
 
     def say(self, kind=Kind.SPECULATION, session=NUMBER, round_=2, payload=None, change=None):
-        if payload is None:
-            tokens = torch.tensor([[1, 2], [3, round_]])
-            payload = payloads.answer_to_payload(Answer(tokens, torch.tensor([True, False])))
+        payload = speculation([[1, 2], [3, round_]]) if payload is None else payload
         frames = messages.pack(Message(kind, session, round_, payload))
         if change is not None:
             frames[0][change[0]] = change[1]
@@ -57,7 +63,7 @@ def line():
     line = Line()
     yield line
     line.draft.close()
-    line.session.conversation.worker.channel.close()
+    line.session.worker.channel.close()
 
 
 def heard(line, *sayings):
@@ -94,9 +100,10 @@ def test_late_answers_are_dropped(line, late):
         ({"change": (2, 99)}, "kind 99"),
         ({"change": (6, 121)}, "announces 121 elements"),
         ({"payload": torch.arange(6)}, "a speculation of 6 integers does not fit 2 rows"),
-        ({"payload": torch.arange(4)}, "does not fit 2 rows"),
-        ({"payload": torch.tensor([0] * 8 + [1, 2, 3, 9])}, "1 to 9 are not tokens of the vocabulary of 9"),
-        ({"payload": torch.tensor([0] * 8 + [1, 2, -3, 8])}, "-3 to 8 are not tokens"),
+        ({"payload": torch.zeros(22, dtype=torch.int64)}, "does not fit 2 rows"),
+        ({"payload": speculation([[1, 2], [3, 4]], passes=-1)}, "a speculation cannot have mode"),
+        ({"payload": speculation([[1, 2], [3, 9]])}, "1 to 9 are not tokens of the vocabulary of 9"),
+        ({"payload": speculation([[1, 2], [-3, 8]])}, "-3 to 8 are not tokens"),
     ],
     ids=str,
 )

@@ -8,15 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_ssd import SSDConfig
-from hf_ssd.drafting.cache_shapes import SHAPES, allocate, chances_of_counts, shape_for
-from hf_ssd.drafting.outcome_candidates import UNUSED, Forks
+from hf_ssd.drafting.cache_shapes import CANDIDATES, SHAPES, allocate, chances_of_counts, outcome_chances, shape_for
+from hf_ssd.drafting.outcome_candidates import UNUSED, OutcomeCandidates
 
 
-def forks(rows=3, lookahead=4, vocab_size=30, guesses=24, from_backup=False, seed=0, sharpness=2.0):
+def candidates(rows=3, lookahead=4, vocab_size=30, guesses=24, from_fallback=False, seed=0, sharpness=2.0):
     generator = torch.Generator().manual_seed(seed)
     scores = sharpness * torch.randn(rows, lookahead + 1, vocab_size, generator=generator)
     drafted = scores[:, :lookahead].argmax(-1)
-    return Forks.of(scores, scores, drafted, [from_backup] * rows, guesses)
+    return OutcomeCandidates.of(scores, scores, drafted, [from_fallback] * rows, guesses)
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=20).filter(lambda w: sum(w) > 1e-9), st.integers(1, 500))
@@ -28,11 +28,11 @@ def test_allocation_sums_to_the_budget_and_is_nearly_proportional(weights, budge
 
 @settings(deadline=None)
 @given(
-    st.sampled_from([*SHAPES]), st.integers(0, 7), st.integers(1, 40), st.integers(0, 10**6), st.floats(0, 8),
+    st.sampled_from([*SHAPES]), st.integers(1, 7), st.integers(1, 40), st.integers(0, 10**6), st.floats(0, 8),
     st.booleans(),
 )  # fmt: skip
-def test_every_shape_spends_the_budget_on_distinct_outcomes(name, lookahead, budget, seed, sharpness, from_backup):
-    view = forks(2, lookahead, 50, max(budget, 32), from_backup, seed, sharpness)
+def test_every_shape_spends_the_budget_on_distinct_outcomes(name, lookahead, budget, seed, sharpness, from_fallback):
+    view = candidates(2, lookahead, 50, max(budget, 32), from_fallback, seed, sharpness)
     shape = shape_for(SSDConfig(fan_out=name))
     for _ in range(2):  # before and after it has learned something
         fan_outs = shape.fan_outs(view, budget)
@@ -46,10 +46,10 @@ def test_every_shape_spends_the_budget_on_distinct_outcomes(name, lookahead, bud
 
 
 def test_shapes_by_hand():
-    view = forks(lookahead=3)
+    view = candidates(lookahead=3)
     uniform, geometric = (shape_for(SSDConfig(fan_out=name)) for name in ("uniform", "geometric"))
     assert uniform.fan_outs(view, 10) == [[3, 3, 2, 2]] * 3
-    (fan_out, *_) = geometric.fan_outs(forks(lookahead=7), 24)
+    (fan_out, *_) = geometric.fan_outs(candidates(lookahead=7), 24)
     assert fan_out[:-1] == sorted(fan_out[:-1], reverse=True)
     assert fan_out[-1] > fan_out[-2]  # after the last token the bonus comes from p itself: often, so it pays
     assert shape_for(SSDConfig(fan_out=[3, 0, 0, 5])).fan_outs(view, 8) == [[3, 0, 0, 5]] * 3
@@ -58,14 +58,14 @@ def test_shapes_by_hand():
 
 
 def test_single_branch_is_where_the_draft_is_least_confident():
-    view = forks()
+    view = candidates()
     for row, fan_out in enumerate(shape_for(SSDConfig(fan_out="single_branch")).fan_outs(view, 6)):
         least = view.drafted_probabilities[row].argmin()
         assert fan_out[least] == 6 and sum(fan_out) == 6
 
 
 def test_greedy_tree_takes_the_paths_of_highest_draft_probability():
-    view = forks(rows=1, lookahead=3, vocab_size=12, guesses=12)
+    view = candidates(rows=1, lookahead=3, vocab_size=12, guesses=12)
     reached = [1.0, *view.drafted_probabilities[0].cumprod()]
     paths = sorted(
         ((float(reached[k] * view.probabilities[0, k, rank]), k) for k in range(4) for rank in range(view.limits[k])),
@@ -73,6 +73,47 @@ def test_greedy_tree_takes_the_paths_of_highest_draft_probability():
     )
     expected = [sum(k == place for _, k in paths[:9]) for place in range(4)]
     assert shape_for(SSDConfig(fan_out="greedy_tree")).fan_outs(view, 9) == [expected]
+
+
+def mean_round(shape, acceptance, after_rejection, at_the_end):
+    """A round in which the draft's probabilities are the mean ones, and the chances that the shape takes from them."""
+    lookahead = len(acceptance)
+    rejected = np.append(1 - acceptance, 1.0)[:, None]
+    probabilities = (rejected * np.array([after_rejection] * lookahead + [at_the_end]))[None]
+    tokens = np.arange(CANDIDATES) + np.zeros((1, lookahead + 1, 1), dtype=np.int64)
+    limits = [CANDIDATES] * (lookahead + 1)
+    view = OutcomeCandidates(torch.from_numpy(tokens), tokens, probabilities, acceptance[None], [False], limits)
+    if hasattr(shape, "accepted"):  # it calibrates the draft's probabilities
+        ranks = np.log(np.arange(1, CANDIDATES + 1))
+        acceptance = shape.accepted(view.drafted_log_odds)[0]
+        after_rejection = shape.right_after_rejection(view.log_chances[0, 0], ranks)
+        at_the_end = shape.right_at_the_end(view.log_chances[0, -1], ranks)
+    return view, (acceptance, after_rejection, at_the_end)
+
+
+def covered_and_prepared(name, lookahead, seed, budgets, prepares=None):
+    """The mass that a shape says it covers, and that of what it (or another shape) prepares."""
+    generator = np.random.default_rng(seed)
+    acceptance = generator.uniform(0.1, 0.95, lookahead)
+    guesses = -np.sort(-generator.dirichlet(np.full(2 * CANDIDATES, 0.2), 2))[:, :CANDIDATES]
+    shape = shape_for(SSDConfig(fan_out=name if isinstance(name, str) else name[: lookahead + 1]))
+    view, chances = mean_round(shape, acceptance, *guesses)
+    mass, prepared = outcome_chances(*chances), []
+    for budget in budgets:
+        (fan_out,) = (shape if prepares is None else shape_for(SSDConfig(fan_out=prepares))).fan_outs(view, budget)
+        prepared.append(sum(mass[k, :count].sum() for k, count in enumerate(fan_out)))
+    return shape.covered(*chances, budgets), prepared
+
+
+@pytest.mark.parametrize("name", [*SHAPES, [3, 0, 2, 1, 1, 5]], ids=str)
+@pytest.mark.parametrize("lookahead", [1, 5])
+def test_the_mass_that_a_shape_covers_is_that_of_what_it_prepares(name, lookahead):
+    for seed in range(5):
+        covered, prepared = covered_and_prepared(name, lookahead, seed, [1, 2, 7, 24, 48])
+        assert covered == pytest.approx(prepared, abs=1e-9)
+    if name != "uniform":  # the mutant: another shape prepares
+        covered, prepared = covered_and_prepared(name, lookahead, 0, [1, 2, 7, 24, 48], prepares="uniform")
+        assert covered != pytest.approx(prepared, abs=1e-3)
 
 
 @given(st.lists(st.floats(0, 1), max_size=8))
@@ -85,8 +126,8 @@ def test_chances_of_counts_by_enumeration(acceptance):
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_after_a_backup_practically_everything_is_at_zero(name):
-    view = forks(rows=1, lookahead=4, from_backup=True)
+def test_after_a_fallback_practically_everything_is_at_zero(name):
+    view = candidates(rows=1, lookahead=4, from_fallback=True)
     view = dataclasses.replace(view, drafted_probabilities=np.full((1, 4), 1e-3))  # of an arbitrary token
     (fan_out,) = shape_for(SSDConfig(fan_out=name)).fan_outs(view, 16)
     assert fan_out[0] >= 15
@@ -103,7 +144,7 @@ def simulated_hits(shape, rounds=400, budget=8, lookahead=4, vocab_size=40, less
         sharpness = 4 * torch.rand(1, lookahead + 1, 1, generator=generator)
         scores = sharpness * torch.randn(1, lookahead + 1, vocab_size, generator=generator)
         drafted = scores[:, :lookahead].argmax(-1)
-        view = Forks.of(scores, scores, drafted, [False], 24)
+        view = OutcomeCandidates.of(scores, scores, drafted, [False], 24)
         accepted, bonus = view.outcomes(shape.fan_outs(view, budget))
         choice = torch.multinomial(scores[0].softmax(-1), 1, generator=generator)[:, 0]
         k = int((choice[:-1] == drafted[0]).long().cumprod(0).sum())
@@ -123,7 +164,7 @@ def test_confidence_beats_the_shapes_that_do_not_look_at_the_round():
 
 def test_guesses_are_the_likeliest_tokens_and_never_the_drafted_one():
     scores = torch.tensor([[[0.1, 0.9, 0.5, 0.3], [0.9, 0.1, 0.3, 0.5]]])
-    view = Forks.of(scores, scores, torch.tensor([[1]]), [False], 4)
+    view = OutcomeCandidates.of(scores, scores, torch.tensor([[1]]), [False], 4)
     accepted, bonus = view.outcomes([[2, 1]])
     assert accepted.tolist() == [[0, 0, 1]] and bonus.tolist() == [[2, 3, 0]]
     assert view.drafted_probabilities[0, 0] == pytest.approx(float(scores[0, 0].softmax(-1)[1]))
@@ -132,13 +173,13 @@ def test_guesses_are_the_likeliest_tokens_and_never_the_drafted_one():
 def test_guesses_that_the_warpers_ruled_out_rank_by_their_logits():
     logits = torch.tensor([[[0.1, 0.9, 0.5, 0.3]]])
     scores = torch.where(logits > 0.8, logits, -torch.inf)
-    view = Forks.of(scores, logits, torch.zeros(1, 0, dtype=torch.long), [False], 4)
+    view = OutcomeCandidates.of(scores, logits, torch.zeros(1, 0, dtype=torch.long), [False], 4)
     assert view.outcomes([[4]])[1].tolist() == [[1, 2, 3, 0]]
 
 
 @pytest.mark.parametrize("lookahead", [0, 2])
 def test_a_small_vocabulary_gives_fewer_outcomes_and_no_repetition(lookahead):
-    view = forks(lookahead=lookahead, vocab_size=5)
+    view = candidates(lookahead=lookahead, vocab_size=5)
     fan_outs = [[9] * (lookahead + 1), [1] * (lookahead + 1), [9] * (lookahead + 1)]
     accepted, bonus = view.outcomes(fan_outs)
     assert accepted.shape == (3, 4 * lookahead + 5)
@@ -147,23 +188,23 @@ def test_a_small_vocabulary_gives_fewer_outcomes_and_no_repetition(lookahead):
         assert len(set(outcomes)) == len(outcomes) == ((lookahead + 1) if row == 1 else 4 * lookahead + 5)
 
 
-def test_confidence_takes_rows_that_hit_backups_and_end_as_if_each_were_alone():
+def test_confidence_takes_rows_that_hit_fallbacks_and_end_as_if_each_were_alone():
     together = shape_for(SSDConfig())
-    mixed = dataclasses.replace(forks(rows=4), from_backup=[False, True, False, True])
+    mixed = dataclasses.replace(candidates(rows=4), from_fallback=[False, True, False, True])
     for _ in range(3):
         together.learn(mixed, [0, 2, -1, 4], [1, 2, 3, 4])
+    rows = [field for field in dataclasses.fields(mixed) if field.name != "limits"]
     alone = [
-        Forks(mixed.tokens[r : r + 1], mixed.probabilities[r : r + 1], mixed.drafted_probabilities[r : r + 1],
-              mixed.from_backup[r : r + 1], mixed.limits) for r in range(4)
-    ]  # fmt: skip
+        OutcomeCandidates(*(getattr(mixed, field.name)[r : r + 1] for field in rows), mixed.limits) for r in range(4)
+    ]
     assert together.fan_outs(mixed, 9) == [together.fan_outs(row, 9)[0] for row in alone]
     # The mutant: a row's source is forgotten.
-    mixed = dataclasses.replace(mixed, from_backup=[False] * 4)
+    mixed = dataclasses.replace(mixed, from_fallback=[False] * 4)
     assert together.fan_outs(mixed, 9) != [together.fan_outs(row, 9)[0] for row in alone]
 
 
 def test_confidence_learns_nothing_from_finished_rows():
-    shape, seen = shape_for(SSDConfig()), forks(rows=2)
+    shape, seen = shape_for(SSDConfig()), candidates(rows=2)
     before = [model.weights.tolist() for model in (shape.accepted, shape.right_after_rejection, shape.right_at_the_end)]
     shape.learn(seen, [-1, -1], [0, 0])
     after = [model.weights.tolist() for model in (shape.accepted, shape.right_after_rejection, shape.right_at_the_end)]

@@ -1,4 +1,4 @@
-"""Backups against slow references, exact enumeration and chi-square; and objects that misbehave."""
+"""Fallbacks against slow references, exact enumeration and chi-square; and objects that misbehave."""
 
 import itertools
 
@@ -9,23 +9,17 @@ from hypothesis import strategies as st
 from scipy import stats
 from transformers.generation import CandidateGenerator, PromptLookupCandidateGenerator
 
-from hf_ssd.drafting.fallbacks import (
-    Backup,
-    CustomBackup,
-    NGramBackup,
-    Proposal,
-    RandomBackup,
-    dense_probabilities,
-    is_proposer,
-)
+from hf_ssd.drafting.custom_fallback import CustomFallback, is_proposer
+from hf_ssd.drafting.fallbacks import Fallback, NGramFallback, RandomFallback, dense_probabilities, join
 from hf_ssd.generation.verification import acceptance_probabilities, residual_distribution
+from hf_ssd.rounds import NOTHING, PREPARED, RoundRecord, Speculation
 
 VOCAB = 6
 
 # ---------------------------------------------------------------- n-grams
 
 
-class SlowNGramBackup(Backup):
+class SlowNGramFallback(Fallback):
     """The same rule in plain Python. `rank` says which of the matches, pairs of length and end, wins."""
 
     def __init__(self, max_ngram, rank=lambda length, end: (length, end), follow_unknown=False):
@@ -48,7 +42,7 @@ class SlowNGramBackup(Backup):
             proposed = known[start : start + lookahead]
             tokens.append(proposed + [0] * (lookahead - len(proposed)))
             counts.append(len(proposed))
-        return Proposal(torch.tensor(tokens, dtype=torch.long).view(len(rows), lookahead), counts)
+        return Speculation(torch.tensor(tokens, dtype=torch.long).view(len(rows), lookahead), known=counts)
 
 
 @st.composite
@@ -70,8 +64,8 @@ def check_ngram(make, phases=tuple(Phase), examples=400):
         ids, lengths, rows, lookahead, max_ngram = request
         before = ids.clone()
         found = make(max_ngram).propose(ids, lengths, rows, lookahead)
-        expected = SlowNGramBackup(max_ngram).propose(ids, lengths, rows, lookahead)
-        assert found.counts == expected.counts
+        expected = SlowNGramFallback(max_ngram).propose(ids, lengths, rows, lookahead)
+        assert found.known == expected.known
         assert found.tokens.dtype == torch.long and found.tokens.tolist() == expected.tokens.tolist()
         assert found.probabilities is None
         assert torch.equal(ids, before)
@@ -80,7 +74,7 @@ def check_ngram(make, phases=tuple(Phase), examples=400):
 
 
 def test_ngram_equals_the_rule():
-    check_ngram(NGramBackup)
+    check_ngram(NGramFallback)
 
 
 @pytest.mark.parametrize(
@@ -95,32 +89,32 @@ def test_ngram_equals_the_rule():
 )
 def test_ngram_mistakes_are_noticed(mistake):
     with pytest.raises(AssertionError):
-        check_ngram(lambda max_ngram: SlowNGramBackup(max_ngram, **mistake), phases=[Phase.generate])
+        check_ngram(lambda max_ngram: SlowNGramFallback(max_ngram, **mistake), phases=[Phase.generate])
 
 
 @pytest.mark.parametrize("change", [-1, 1])
 def test_ngram_length_limit_matters(change):
     with pytest.raises(AssertionError):
-        check_ngram(lambda max_ngram: NGramBackup(max_ngram + change), phases=[Phase.generate])
+        check_ngram(lambda max_ngram: NGramFallback(max_ngram + change), phases=[Phase.generate])
 
 
 def test_ngram_by_hand():
     rows = ([1, 2, 3, 9, 4, 2, 3, 5, 6, 1, 2, 3], [1, 2, 3], [7, 5, 7, 7])
     lengths = [len(row) for row in rows]
     ids = torch.tensor([row + [2] * (14 - len(row)) for row in rows])
-    proposal = NGramBackup().propose(ids, lengths, [2, 0, 1], 4)
-    assert proposal.counts == [1, 4, 0]
+    proposal = NGramFallback().propose(ids, lengths, [2, 0, 1], 4)
+    assert proposal.known == [1, 4, 0]
     assert proposal.tokens.tolist() == [[7, 0, 0, 0], [9, 4, 2, 3], [0, 0, 0, 0]]
-    assert NGramBackup(2).propose(ids, lengths, [0], 4).tokens.tolist() == [[5, 6, 1, 2]]  # the later one
+    assert NGramFallback(2).propose(ids, lengths, [0], 4).tokens.tolist() == [[5, 6, 1, 2]]  # the later one
 
 
 # ---------------------------------------------------------------- random
 
 
-def random_tokens(backup, starts, rows=4, lookahead=3):
+def random_tokens(fallback, starts, rows=4, lookahead=3):
     """Proposals behind these starts of a text that counts up to the vocabulary again and again, `(starts, rows, n)`."""
-    ids = torch.arange(max(starts) + rows).repeat(rows, 1) % backup.vocab_size
-    asked = [backup.propose(ids, [start] * rows, list(range(rows)), lookahead) for start in starts]
+    ids = torch.arange(max(starts) + rows).repeat(rows, 1) % fallback.vocab_size
+    asked = [fallback.propose(ids, [start] * rows, list(range(rows)), lookahead) for start in starts]
     return torch.stack([proposal.tokens for proposal in asked])
 
 
@@ -141,32 +135,32 @@ def uniform_p_values(tokens, vocab_size):
 
 @pytest.mark.parametrize("vocab_size", [2, 7, 64])
 def test_random_tokens_are_uniform_and_independent(vocab_size):
-    tokens = random_tokens(RandomBackup(vocab_size, 5), whole_texts(vocab_size))
+    tokens = random_tokens(RandomFallback(vocab_size, 5), whole_texts(vocab_size))
     assert min(uniform_p_values(tokens, vocab_size)) > 1e-3
 
 
-class NotTheLast(RandomBackup):
+class NotTheLast(RandomFallback):
     def propose(self, *request):
         proposal = super().propose(*request)
-        return Proposal(proposal.tokens * (self.vocab_size - 1) // self.vocab_size, proposal.counts)
+        return Speculation(proposal.tokens * (self.vocab_size - 1) // self.vocab_size, known=proposal.known)
 
 
-class FirstBytes(RandomBackup):
+class FirstBytes(RandomFallback):
     def propose(self, ids, lengths, *request):
         return super().propose(ids, [min(length, 256) for length in lengths], *request)
 
 
-class SameForEachRow(RandomBackup):
+class SameForEachRow(RandomFallback):
     def propose(self, ids, lengths, rows, lookahead):
         return super().propose(ids, lengths, [0] * len(rows), lookahead)
 
 
-class RowAndPositionAdded(RandomBackup):
+class RowAndPositionAdded(RandomFallback):
     """Neighbouring places share their numbers."""
 
     def propose(self, ids, lengths, rows, lookahead):
         tokens = [super(RowAndPositionAdded, self).propose(ids, [lengths[r] + r], [0], lookahead).tokens for r in rows]
-        return Proposal(torch.cat(tokens), [lookahead] * len(rows))
+        return Speculation(torch.cat(tokens), known=[lookahead] * len(rows))
 
 
 @pytest.mark.parametrize("mutant", [NotTheLast, FirstBytes, SameForEachRow])
@@ -174,24 +168,24 @@ def test_random_mistakes_are_noticed(mutant):
     assert min(uniform_p_values(random_tokens(mutant(25, 5), whole_texts(25)), 25)) < 1e-3
 
 
-def check_all_places_differ(backup):
-    tokens = random_tokens(backup, range(1000, 1300), rows=8, lookahead=8).flatten(0, 1)
+def check_all_places_differ(fallback):
+    tokens = random_tokens(fallback, range(1000, 1300), rows=8, lookahead=8).flatten(0, 1)
     assert len(tokens.unique(dim=0)) == len(tokens)
 
 
 def test_no_two_places_share_numbers():
-    check_all_places_differ(RandomBackup(1000, 5))
+    check_all_places_differ(RandomFallback(1000, 5))
     with pytest.raises(AssertionError):
         check_all_places_differ(RowAndPositionAdded(1000, 5))
 
 
-def check_shares(backup):
+def check_shares(fallback):
     """Each token is drawn from what the proposal says, which is its share of the text, whatever stands behind that."""
     ids = torch.tensor([[3, 5, 3, 3, 9, 9], [7, 8, 8, 2, 2, 2]])
     lengths, drawn = [4, 3], torch.zeros(2, 11)
     for _ in range(3000):
-        backup.seed += 1
-        proposal = backup.propose(ids, lengths, [1, 0], 2)
+        fallback.seed += 1
+        proposal = fallback.propose(ids, lengths, [1, 0], 2)
         drawn += torch.nn.functional.one_hot(proposal.tokens, 11).sum(1)
     expected = torch.zeros(2, 11)
     expected[0, [7, 8]] = torch.tensor([1 / 3, 2 / 3])
@@ -203,30 +197,30 @@ def check_shares(backup):
         assert stats.chisquare(drawn[row, possible], 6000 * expected[row, possible]).pvalue > 1e-3
 
 
-class EachTokenAlike(RandomBackup):
+class EachTokenAlike(RandomFallback):
     def propose(self, ids, lengths, rows, lookahead):
         distinct = [ids[row, : lengths[row]].unique() for row in rows]
         one = super().propose(torch.stack([d.repeat(3)[:6] for d in distinct]), [2, 2], [0, 1], lookahead)
-        return Proposal(one.tokens, one.counts, super().propose(ids, lengths, rows, lookahead).probabilities)
+        return Speculation(one.tokens, super().propose(ids, lengths, rows, lookahead).probabilities)
 
 
 def test_random_tokens_are_those_of_the_text_with_the_shares_they_have_there():
-    check_shares(RandomBackup(11, 5))
+    check_shares(RandomFallback(11, 5))
     with pytest.raises(AssertionError):
         check_shares(EachTokenAlike(11, 5))
 
 
 def test_random_depends_on_text_seed_and_row_alone():
     ids, lengths = torch.randint(97, (4, 30)), [5, 9, 30, 9]
-    backup = RandomBackup(97, 2**31 - 1)
-    first = backup.propose(ids, lengths, [0, 1, 3], 5)
+    fallback = RandomFallback(97, 2**31 - 1)
+    first = fallback.propose(ids, lengths, [0, 1, 3], 5)
     changed = torch.where(torch.arange(30) < torch.tensor(lengths)[:, None], ids, 0)  # what is behind it is no text
-    again = backup.propose(changed, [1, 9, 1, 9], [3, 1], 5)
+    again = fallback.propose(changed, [1, 9, 1, 9], [3, 1], 5)
     assert again.tokens.tolist() == first.tokens[[2, 1]].tolist()
-    assert backup.propose(ids, lengths, [3], 2).tokens.tolist() == first.tokens[2:, :2].tolist()
-    assert first.counts == [5, 5, 5]
+    assert fallback.propose(ids, lengths, [3], 2).tokens.tolist() == first.tokens[2:, :2].tolist()
+    assert first.known == [5, 5, 5]
     assert first.tokens.unique(dim=0).shape[0] == 3
-    assert not torch.equal(RandomBackup(97, 0).propose(ids, lengths, [0, 1, 3], 5).tokens, first.tokens)
+    assert not torch.equal(RandomFallback(97, 0).propose(ids, lengths, [0, 1, 3], 5).tokens, first.tokens)
     assert first.probabilities.shape == (3, 5, 97) and first.probabilities.dtype == torch.float32
 
 
@@ -258,7 +252,7 @@ LENGTHS = [4, 2, 3]
 
 
 def ask(proposer, rows=(0,), lookahead=3):
-    return CustomBackup(proposer, VOCAB).propose(IDS, LENGTHS, list(rows), lookahead)
+    return CustomFallback(proposer, VOCAB).propose(IDS, LENGTHS, list(rows), lookahead)
 
 
 @pytest.mark.parametrize("lead", [(), (1,)], ids=["flat", "batched"])
@@ -269,7 +263,7 @@ def test_custom_rows_of_both_kinds(lead):
     before = IDS.clone()
     proposal = ask(proposer, rows=[2, 1])
     assert proposer.asked == [([[1, 1, 1]], 3), ([[5, 4]], 3)] and torch.equal(IDS, before)
-    assert proposal.counts == [2, 1]
+    assert proposal.known == [2, 1]
     assert proposal.tokens.dtype == torch.long and proposal.tokens.tolist() == [[3, 5, 0], [4, 0, 0]]
     assert proposal.probabilities.dtype == torch.float32
     certain = torch.eye(VOCAB)
@@ -280,9 +274,9 @@ def test_custom_rows_of_both_kinds(lead):
 def test_custom_proposals_are_cut_and_may_be_empty():
     q = torch.full((5, VOCAB), 1 / VOCAB)
     proposal = ask(Scripted((torch.arange(5), q), (torch.zeros(1, 0), None)), rows=[0, 1])
-    assert proposal.tokens.tolist() == [[0, 1, 2], [0, 0, 0]] and proposal.counts == [3, 0]
+    assert proposal.tokens.tolist() == [[0, 1, 2], [0, 0, 0]] and proposal.known == [3, 0]
     proposal = ask(Scripted((torch.tensor([]), q[None, :0]), (torch.tensor([4]), None)), rows=[0, 1])
-    assert proposal.counts == [0, 1] and proposal.probabilities is None
+    assert proposal.known == [0, 1] and proposal.probabilities is None
     assert ask(Scripted(), rows=[]).tokens.shape == (0, 3)
 
 
@@ -301,10 +295,10 @@ def test_custom_prompt_lookup(rows):
         eos_token_id=torch.tensor([5]), num_output_tokens=4, max_matching_ngram_size=2, max_length=100
     )
     ids = torch.tensor([[1, 2, 3, 4, 1, 2], [1, 2, 3, 4, 0, 0], [3, 5, 1, 3, 0, 0]])
-    proposal = CustomBackup(proposer, VOCAB).propose(ids, [6, 4, 4], rows, 3)
+    proposal = CustomFallback(proposer, VOCAB).propose(ids, [6, 4, 4], rows, 3)
     # A match, no match (it returns its input), and a match that is followed by the end-of-sequence token.
     expected = {0: ([3, 4, 1], 3), 1: ([0, 0, 0], 0), 2: ([0, 0, 0], 0)}
-    assert [(tokens, count) for tokens, count in zip(proposal.tokens.tolist(), proposal.counts)] == [
+    assert [(tokens, count) for tokens, count in zip(proposal.tokens.tolist(), proposal.known)] == [
         expected[row] for row in rows
     ]
     assert proposal.probabilities is None
@@ -314,14 +308,14 @@ def test_custom_prompt_lookup_looks_as_far_as_its_max_length():
     """transformers takes `max_length`, 20 by default, for the last position that it may copy from."""
     ids = torch.tensor([[*range(30), 25, 26]])
     generators = {length: PromptLookupCandidateGenerator(max_length=length) for length in (20, 28, 33, 100)}
-    counts = {length: CustomBackup(g, 30).propose(ids, [32], [0], 4).counts for length, g in generators.items()}
+    counts = {length: CustomFallback(g, 30).propose(ids, [32], [0], 4).known for length, g in generators.items()}
     assert counts == {20: [0], 28: [1], 33: [0], 100: [4]}  # 33 leaves room for the bonus token alone
 
 
 def test_custom_candidate_logits_become_probabilities():
     logits = torch.randn(1, 2, VOCAB, generator=torch.Generator().manual_seed(0))
     proposal = ask(ScriptedCandidates(torch.tensor([[1, 2, 3, 4, 5, 0]]), logits), lookahead=2)
-    assert proposal.tokens.tolist() == [[5, 0]] and proposal.counts == [2]
+    assert proposal.tokens.tolist() == [[5, 0]] and proposal.known == [2]
     torch.testing.assert_close(proposal.probabilities, logits.softmax(-1))
 
 
@@ -392,21 +386,56 @@ def test_is_proposer():
         CandidateGenerator,
         WrongArguments(),
         NeedsTheTarget(None),
-        NGramBackup(),
+        NGramFallback(),
     ]
     assert not any(is_proposer(value) for value in unfit)
     with pytest.raises(TypeError, match="`fallback` is a WrongArguments, which cannot propose tokens"):
-        CustomBackup(WrongArguments(), VOCAB)
+        CustomFallback(WrongArguments(), VOCAB)
+
+
+# ---------------------------------------------------------------- beside what was prepared
+
+
+def prepared(tokens: list[list[int]], hits: list[bool]) -> Speculation:
+    """What is ready after a look-up; its tokens were certain."""
+    tokens, sources = torch.tensor(tokens), [PREPARED if hit else NOTHING for hit in hits]
+    known = [tokens.shape[1] * hit for hit in hits]
+    return Speculation(tokens, torch.eye(VOCAB)[tokens], RoundRecord(sources=sources), known)
+
+
+def test_rows_that_hit_keep_what_is_ready():
+    ready = prepared([[1, 2], [3, 4], [5, 3]], [True, False, True])
+    joined = join(ready, [1], Speculation(torch.tensor([[4, 5, 0]]), known=[2]), VOCAB, sampled=True)
+    assert joined.tokens.tolist() == [[1, 2, 0], [4, 5, 0], [5, 3, 0]] and joined.known == [2, 3, 2]
+    assert torch.equal(joined.probabilities, torch.eye(VOCAB)[joined.tokens])
+
+
+def test_what_another_draft_prepared_with_an_earlier_plan_is_cut():
+    ready = prepared([[1, 2, 3], [0, 0, 0]], [True, False])
+    joined = join(ready, [1], Speculation(torch.tensor([[4, 5]]), known=[2]), VOCAB, sampled=True)
+    assert joined.tokens.tolist() == [[1, 2], [4, 5]] and joined.known == [2, 2]
+    assert torch.equal(joined.probabilities, torch.eye(VOCAB)[joined.tokens])
+
+
+def test_if_no_row_hit_it_is_as_wide_as_the_longest_proposal():
+    ready = prepared([[1, 2], [3, 4], [5, 3]], [False, False, False])
+    uniform = torch.full((2, 3, VOCAB), 1 / VOCAB)
+    proposal = Speculation(torch.tensor([[4, 0, 0], [5, 2, 0]]), uniform, known=[1, 2])
+    joined = join(ready, [0, 2], proposal, VOCAB, sampled=True)  # the row between is finished
+    assert joined.tokens.tolist() == [[4, 0], [0, 0], [5, 2]]
+    assert torch.equal(joined.probabilities[[0, 2]], uniform[:, :2])
+    assert torch.equal(joined.probabilities[1], torch.eye(VOCAB)[[0, 0]])
+    assert join(ready, [0, 2], proposal, VOCAB, sampled=False).probabilities is None
 
 
 # ---------------------------------------------------------------- what all share
 
 
 def test_dense_probabilities():
-    proposal = Proposal(torch.tensor([[2, 0], [1, 5]]), [1, 2])
+    proposal = Speculation(torch.tensor([[2, 0], [1, 5]]))
     dense = dense_probabilities(proposal, VOCAB)
     assert dense.dtype == torch.float32 and torch.equal(dense, torch.eye(VOCAB)[proposal.tokens])
-    assert dense_probabilities(Proposal(proposal.tokens, [1, 2], dense), VOCAB) is dense
+    assert dense_probabilities(Speculation(proposal.tokens, dense), VOCAB) is dense
 
 
 def output_distribution(p, drafts, claimed, lookahead):
@@ -466,7 +495,7 @@ UNEVENLY = {draft: (1 + draft[0] + draft[1]) / 64 for draft in tails(4, 2)}
 
 @pytest.mark.parametrize("seed", range(5))
 def test_uniform_proposals_leave_the_target_as_it_is(seed):
-    q = RandomBackup(4, 0).propose(torch.arange(4)[None], [4], [0], 2).probabilities.double()
+    q = RandomFallback(4, 0).propose(torch.arange(4)[None], [4], [0], 2).probabilities.double()
     assert largest_error(EVENLY, lambda draft: q, seed=seed) < 1e-12
     # Tokens drawn otherwise than they claim are what the chi-square test above keeps away.
     assert largest_error(UNEVENLY, lambda draft: q, seed=seed) > 1e-3
@@ -479,7 +508,7 @@ def test_point_masses_leave_the_target_as_it_is(drafts, seed):
     assert largest_error(drafts, lambda draft: None, seed=seed) < 1e-12
 
     def dense(draft):
-        return dense_probabilities(Proposal(torch.tensor([draft]), [2]), 4).double()
+        return dense_probabilities(Speculation(torch.tensor([draft])), 4).double()
 
     assert largest_error(drafts, dense, seed=seed) < 1e-12
     if len(drafts) == 1:
@@ -494,7 +523,7 @@ def test_custom_rows_of_both_kinds_leave_the_target_as_it_is(seed):
     def claimed(row):
         def of(draft):
             proposer = Scripted((torch.tensor(draft[:1]), q), (torch.tensor(draft), None))
-            proposal = CustomBackup(proposer, 4).propose(IDS, LENGTHS, [0, 1], 2)
+            proposal = CustomFallback(proposer, 4).propose(IDS, LENGTHS, [0, 1], 2)
             assert proposal.tokens[row].tolist() == list(draft)
             return proposal.probabilities[row, None].double()
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from hf_ssd import devices
-from hf_ssd.drafting.fallbacks import RandomBackup
+from hf_ssd.drafting.fallbacks import RandomFallback
 from hf_ssd.drafting.sampling import SpeculationNoise, draw, saguaro
 
 
@@ -35,7 +35,7 @@ def places_drawn_from(monkeypatch, place=lambda key, counter: (key, *counter)):
     for length in lengths:
         for row in rows:
             noise.at(row, length, 0)
-        RandomBackup(11, 7).propose(torch.zeros(12, 8, dtype=torch.long), [length] * 12, list(rows), 3)
+        RandomFallback(11, 7).propose(torch.zeros(12, 8, dtype=torch.long), [length] * 12, list(rows), 3)
     return drawn_from
 
 

@@ -1,14 +1,18 @@
 """What a speculator answers must not depend on what it had prepared."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
-from hf_ssd.drafting.planner import FixedPlanner
 from transformers import GenerationConfig
 
 from hf_ssd import SSDConfig
-from hf_ssd.drafting.speculator import SKIPPED, Speculator
+from hf_ssd.drafting import sampling
+from hf_ssd.drafting.cache_shapes import shape_for
+from hf_ssd.drafting.drafter import AutoregressiveDrafter
+from hf_ssd.drafting.speculator import ROUNDS_PER_COMPARISON, Speculator, answer_width
+from hf_ssd.rounds import AHEAD, FINISHED, IN_TURN, PRIMARY, RANDOM, Outcome, Plan
 
 from ..conftest import VOCAB, tiny_model
 
@@ -18,170 +22,81 @@ OPTIONS = {
     "sampled": {"do_sample": True, "temperature": 0.8, "top_k": 30},
     "sampled with penalty": {"do_sample": True, "top_k": 0, "repetition_penalty": 1.2},
 }
+PROMPTS = [list(range(2, 5 + 3 * row)) for row in range(3)]
+IN_TIME, PREPARES = Plan(IN_TURN, 4, 4), Plan(AHEAD, 4, 4, budget=12)
 
 
-def new_speculator(options, asynchronous, rows=3, family="llama", **config):
-    prompts = [torch.arange(2, 5 + 3 * row) for row in range(rows)]
-    generation_config = GenerationConfig(max_length=200, eos_token_id=1, pad_token_id=0, **options)
-    speculator = Speculator(
-        tiny_model(family, seed=4), SSDConfig(lookahead=4, budget=12, **config), generation_config, prompts, seed=5
+def new_speculator(options="greedy", prompts=PROMPTS, family="llama", **settings):
+    config = SSDConfig(**{"lookahead": 4, "budget": 12, **settings})
+    generation = GenerationConfig(max_length=200, eos_token_id=1, pad_token_id=0, **OPTIONS[options])
+    rows = [torch.tensor(prompt) for prompt in prompts]
+    drafter = AutoregressiveDrafter(
+        tiny_model(family, seed=4), config, generation, rows, seed=5, prompt_length=max(map(len, PROMPTS))
     )
-    speculator.prefill()
-    if asynchronous:
-        speculator.prepare()
+    speculator = Speculator(drafter, config, shape_for(config), seed=5, limit=200)
+    speculator.begin()
     return speculator
 
 
+def outcome(accepted, bonus):
+    return Outcome(torch.as_tensor(accepted), torch.as_tensor(bonus))
+
+
 def interrupted_after(steps):
-    """An outcome that is due after some steps: none of the branches, or some of their tokens, or all are drafted."""
+    """An outcome that comes after some steps: none of the branches' tokens is drafted by then, or some, or all."""
     left = iter(range(steps))
     return lambda: next(left, None) is None
+
+
+def assert_same(first, second, rows=slice(None)):
+    assert torch.equal(first.tokens[rows], second.tokens[rows])
+    if second.probabilities is not None:
+        torch.testing.assert_close(first.probabilities[rows], second.probabilities[rows], atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma"])
 @pytest.mark.parametrize("options", OPTIONS)
 @torch.inference_mode()
 def test_answers_are_the_same_prepared_or_just_in_time(options, family):
-    ahead, in_time = (new_speculator(OPTIONS[options], asynchronous, family=family) for asynchronous in (True, False))
-    generator = torch.Generator().manual_seed(6)
-    hits = misses = 0
-    accepted, bonus = torch.zeros(3, dtype=torch.long), torch.randint(2, VOCAB, (3,), generator=generator)
+    """And the same as in a call that begins with all of the text, whatever was prepared, skipped or finished before."""
+    ahead, in_time = (new_speculator(options, family=family) for _ in range(2))
+    ahead.prepare(PREPARES)
+    generator, texts, hits = torch.Generator().manual_seed(6), [list(prompt) for prompt in PROMPTS], []
+    drafted = torch.zeros(3, 0, dtype=torch.long)
     for turn in range(12):
+        bonus = torch.randint(2, VOCAB, (3,), generator=generator)
+        accepted = torch.randint(0, drafted.shape[1] + 1, (3,), generator=generator)
         if turn % 2 and turn < 10:  # an outcome that was prepared, in some rows
-            index = torch.randint(0, 12, (3,), generator=generator)
-            rows = torch.arange(3) != turn % 3
+            index, rows = torch.randint(0, 12, (3,), generator=generator), torch.arange(3) != turn % 3
             accepted = torch.where(rows, ahead.prepared.accepted[torch.arange(3), index], accepted)
             bonus = torch.where(rows, ahead.prepared.bonus[torch.arange(3), index], bonus)
-        if turn >= 10:
-            accepted[1] = SKIPPED
-        first, second = ahead.answer(accepted, bonus), in_time.answer(accepted, bonus)
-        used = accepted != SKIPPED
-        assert torch.equal(first.tokens[used], second.tokens[used])
-        if first.probabilities is not None:
-            torch.testing.assert_close(first.probabilities[used], second.probabilities[used], atol=1e-5, rtol=1e-4)
-        hits, misses = hits + first.hits[used].sum().item(), misses + (~first.hits[used]).sum().item()
-        assert not second.hits.any()
-        ahead.prepare(interrupted_after(turn % 7))
-        accepted = torch.randint(0, 5, (3,), generator=generator)
-        bonus = torch.randint(2, VOCAB, (3,), generator=generator)
-    assert hits >= 6 and misses >= 6
+        outcomes = [Outcome(accepted, bonus)]
+        if turn % 4 == 2:  # the draft was not asked for a few rounds
+            outcomes += [outcome([0, 0, 0], torch.randint(2, VOCAB, (3,), generator=generator)) for _ in range(turn)]
+        for number, one in enumerate(outcomes):
+            if turn >= 10:
+                one.accepted[1] = FINISHED
+            for row, k in enumerate(one.accepted.tolist()):
+                texts[row] += [] if k == FINISHED else [*drafted[row, :k].tolist(), int(one.bonus[row])]
+            drafted = drafted[:, :0]
+            if number < len(outcomes) - 1:
+                ahead.skip(one)
+                in_time.skip(one)
+        used = one.accepted != FINISHED
+        first, second = ahead.answer(one, PREPARES), in_time.answer(one, IN_TIME)
+        assert_same(first, second, used)
+        assert not any(second.record.hits)
+        hits += [hit for hit, counts in zip(first.record.hits, used) if counts]
+        if turn in (2, 5, 11):
+            fresh = new_speculator(options, [text[:-1] for text in texts], family)
+            assert_same(first, fresh.answer(outcome([0] * 3, [text[-1] for text in texts]), IN_TIME), used)
+        drafted = first.tokens
+        ahead.prepare(PREPARES, interrupted_after(turn % 7))
+    assert hits.count(True) >= 6 and hits.count(False) >= 6
 
 
-@pytest.mark.parametrize("steps", range(6))
-@torch.inference_mode()
-def test_a_branch_that_is_half_grown_is_finished_alone(steps, monkeypatch):
-    speculator = new_speculator(OPTIONS["sampled"], asynchronous=False, rows=1, fan_out="uniform")
-    expected = new_speculator(OPTIONS["sampled"], asynchronous=False, rows=1)
-    speculator.config.asynchronous = True
-    speculator.prepare(interrupted_after(steps))
-    # The first question is asked before the outcomes are chosen, and changes nothing for a fixed plan.
-    assert len(speculator.prepared.tokens) == min(4, max(0, steps - 1))
-    fed = []
-    forward = speculator.trunk.decoder.forward
-    monkeypatch.setattr(
-        speculator.trunk.decoder, "forward", lambda t, *a, **k: fed.append(t.shape) or forward(t, *a, **k)
-    )
-    outcome = (speculator.prepared.accepted[:, 1], speculator.prepared.bonus[:, 1])
-    answer = speculator.answer(*outcome)
-    assert answer.hits.all() and torch.equal(answer.tokens, expected.answer(*outcome).tokens)
-    # What is ready is fed together, and the rest one by one: never more forward passes than tokens are missing.
-    assert len(fed) == 4 - min(4, max(0, steps - 1)) and all(shape[0] == 1 for shape in fed)
-
-
-@torch.inference_mode()
-def test_rows_that_hit_keep_their_tokens_when_a_backup_serves_the_others():
-    speculator = new_speculator(OPTIONS["sampled"], asynchronous=True, fallback="random", fan_out="uniform")
-    in_time = new_speculator(OPTIONS["sampled"], asynchronous=False)
-    accepted, bonus = torch.zeros(3, dtype=torch.long), speculator.prepared.bonus[:, 0].clone()
-    bonus[1] = next(t for t in range(2, VOCAB) if t not in speculator.prepared.bonus[1])
-    answer, expected = speculator.answer(accepted, bonus), in_time.answer(accepted, bonus)
-    assert answer.hits.tolist() == [True, False, True]
-    assert torch.equal(answer.tokens[[0, 2]], expected.tokens[[0, 2]])
-    torch.testing.assert_close(answer.probabilities[[0, 2]], expected.probabilities[[0, 2]], atol=1e-5, rtol=1e-4)
-    text = speculator.trunk.ids[1, : speculator.trunk.lengths[1]]
-    share = torch.bincount(text, minlength=VOCAB) / len(text)
-    torch.testing.assert_close(answer.probabilities[1], share.expand(4, -1))
-    speculator.prepare()
-    assert (speculator.prepared.accepted[1] == 0).sum() >= 10  # the likely outcome of a random proposal
-
-
-def steps_taken(speculator, monkeypatch):
-    """How often the draft runs for rows that a backup serves, beside a row that is finished."""
-    speculator.answer(torch.tensor([0, 0, 0]), torch.tensor([5, 6, 7]))
-    speculator.prepare(interrupted_after(2))  # one token of each branch
-    assert len(speculator.prepared.tokens) == 1
-    fed, forward = [], speculator.trunk.decoder.forward
-    monkeypatch.setattr(speculator.trunk.decoder, "forward", lambda *a, **k: fed.append(1) or forward(*a, **k))
-    prepared = speculator.prepared.bonus[speculator.prepared.accepted == 0].tolist()
-    unprepared = next(token for token in range(2, VOCAB) if token not in prepared)
-    outcome = torch.tensor([0, SKIPPED, 0]), torch.tensor([unprepared] * 3)
-    answer = speculator.answer(*outcome)
-    assert not answer.hits.any() and answer.tokens.shape[1] == 4
-    return len(fed)
-
-
-@pytest.mark.parametrize("options", ["greedy", "sampled"])
-@torch.inference_mode()
-def test_a_finished_row_makes_no_one_draft(options, monkeypatch):
-    for fallback, steps in (("random", 0), ("primary", 4)):
-        speculator = new_speculator(OPTIONS[options], asynchronous=True, fallback=fallback, fan_out="uniform")
-        assert steps_taken(speculator, monkeypatch) == steps
-
-
-@torch.inference_mode()
-def test_tokens_that_were_left_out_while_the_draft_rested_are_fed_later():
-    """Rows of different lengths, some rounds without drafting, and then an answer as if nothing had happened."""
-    resting, working = (new_speculator(OPTIONS["greedy"], asynchronous=False) for _ in range(2))
-    plan = resting.planner.fixed
-    generator = torch.Generator().manual_seed(8)
-    for turn in range(12):
-        rests = turn % 5 != 4
-        resting.planner.fixed = resting.plan = dataclasses.replace(plan, lookahead=0 if rests else 4)
-        bonus = torch.randint(2, VOCAB, (3,), generator=generator)
-        accepted = torch.zeros(3, dtype=torch.long)
-        accepted[turn % 3] = SKIPPED if turn == 7 else 0
-        first, second = resting.answer(accepted, bonus), working.answer(accepted, bonus)
-        assert first.tokens.shape[1] == (0 if rests else 4)
-        used = accepted != SKIPPED
-        assert rests or torch.equal(first.tokens[used], second.tokens[used])
-
-
-@torch.inference_mode()
-def test_a_call_that_is_all_rest_feeds_no_prompts():
-    """If the draft is asked after all, it feeds them then, and answers as ever."""
-    speculator, working = (new_speculator(OPTIONS["greedy"], asynchronous=False) for _ in range(2))
-    assert min(speculator.trunk.fed) > 0
-    for rounds, fed in ((speculator.longest_call - 1, True), (speculator.longest_call, False)):
-        speculator.trunk.fed, speculator.known_logits = [0] * 3, []
-        speculator.planner.__class__ = type("Resting", (FixedPlanner,), {"rest": rounds})
-        speculator.prefill()
-        assert bool(speculator.known_logits) == fed and (min(speculator.trunk.fed) > 0) == fed
-    outcome = torch.zeros(3, dtype=torch.long), torch.arange(2, 5)
-    assert torch.equal(speculator.answer(*outcome).tokens, working.answer(*outcome).tokens)
-
-
-@torch.inference_mode()
-def test_a_row_answers_as_if_it_were_alone():
-    together = new_speculator(OPTIONS["greedy"], True)
-    generator = torch.Generator().manual_seed(7)
-    alone = [Speculator(
-        tiny_model(seed=4), SSDConfig(lookahead=4), GenerationConfig(max_length=200), [torch.arange(2, 5 + 3 * row)], 5
-    ) for row in range(3)]  # fmt: skip
-    for speculator in alone:
-        speculator.prefill()
-    for turn in range(6):
-        accepted = torch.randint(0, 5, (3,), generator=generator) * (turn > 0)  # the first outcome is a first token
-        bonus = torch.randint(2, VOCAB, (3,), generator=generator)
-        tokens = together.answer(accepted, bonus).tokens
-        together.prepare()
-        for row, speculator in enumerate(alone):
-            assert torch.equal(tokens[row], speculator.answer(accepted[row : row + 1], bonus[row : row + 1]).tokens[0])
-
-
-@torch.inference_mode()
 def test_noise_that_depends_on_the_branch_is_noticed(monkeypatch):
     """The mutant: draft randomness by how often one drew, not by where."""
-    from hf_ssd.drafting import sampling
 
     def at(self, row, start, depth):
         self.calls = getattr(self, "calls", 0) + 1
@@ -190,3 +105,126 @@ def test_noise_that_depends_on_the_branch_is_noticed(monkeypatch):
     monkeypatch.setattr(sampling.SpeculationNoise, "at", at)
     with pytest.raises(AssertionError):
         test_answers_are_the_same_prepared_or_just_in_time("sampled", "llama")
+
+
+def test_a_skipped_outcome_that_is_forgotten_is_noticed(monkeypatch):
+    monkeypatch.setattr(Speculator, "skip", lambda self, outcome: None)
+    with pytest.raises(AssertionError):
+        test_answers_are_the_same_prepared_or_just_in_time("greedy", "llama")
+
+
+@pytest.mark.parametrize("steps", range(6))
+@torch.inference_mode()
+def test_a_branch_that_is_half_grown_is_finished_alone(steps, monkeypatch):
+    speculator, expected = (new_speculator("sampled", PROMPTS[:1], fan_out="uniform") for _ in range(2))
+    speculator.prepare(PREPARES, interrupted_after(steps))
+    grown, passes = min(4, steps), passes_from_now_on(speculator, monkeypatch)
+    prepared = Outcome(speculator.prepared.accepted[:, 1], speculator.prepared.bonus[:, 1])
+    answer = speculator.answer(prepared, PREPARES)
+    assert answer.record.hits == [True] and answer.record.passes == grown
+    assert_same(answer, expected.answer(prepared, IN_TIME))
+    # What is ready is fed together, and the rest one by one: never more forward passes than tokens are missing.
+    assert len(passes) == answer.record.steps == 4 - grown and all(shape[0] == 1 for shape in passes)
+
+
+def passes_from_now_on(speculator, monkeypatch):
+    shapes, decoder = [], speculator.drafter.prefix.decoder
+    forward = decoder.forward
+    monkeypatch.setattr(decoder, "forward", lambda ids, *a, **k: shapes.append(ids.shape) or forward(ids, *a, **k))
+    return shapes
+
+
+@torch.inference_mode()
+def test_rows_that_hit_keep_their_tokens_when_a_fallback_serves_the_others():
+    plan = dataclasses.replace(PREPARES, fallback=RANDOM)
+    speculator, in_time = (new_speculator("sampled", fan_out="uniform") for _ in range(2))
+    speculator.prepare(plan)
+    bonus = speculator.prepared.bonus[:, 0].clone()
+    bonus[1] = next(t for t in range(2, VOCAB) if t not in speculator.prepared.bonus[1])
+    answer = speculator.answer(outcome([0] * 3, bonus), plan)
+    assert answer.record.sources == ["prepared", "random", "prepared"]
+    assert_same(answer, in_time.answer(outcome([0] * 3, bonus), IN_TIME), rows=[0, 2])
+    text = torch.tensor([*PROMPTS[1], bonus[1]])
+    share = torch.bincount(text, minlength=VOCAB) / len(text)
+    torch.testing.assert_close(answer.probabilities[1], share.expand(4, -1))
+    speculator.prepare(plan)
+    assert (speculator.prepared.accepted[1] == 0).sum() >= 10  # the likely outcome of a random proposal
+
+
+@pytest.mark.parametrize("fallback, steps", [(RANDOM, 0), (PRIMARY, 4)])
+@pytest.mark.parametrize("options", ["greedy", "sampled"])
+@torch.inference_mode()
+def test_a_finished_row_makes_no_one_draft(options, fallback, steps, monkeypatch):
+    """Two rows missed, and a fallback serves them without the draft, or the draft does."""
+    plan, speculator = dataclasses.replace(PREPARES, fallback=fallback), new_speculator(options, fan_out="uniform")
+    speculator.answer(outcome([0, 0, 0], [5, 6, 7]), plan)
+    speculator.prepare(plan, interrupted_after(1))  # one token of each branch
+    prepared = speculator.prepared.bonus[speculator.prepared.accepted == 0].tolist()
+    unprepared = next(token for token in range(2, VOCAB) if token not in prepared)
+    passes = passes_from_now_on(speculator, monkeypatch)
+    answer = speculator.answer(outcome([0, FINISHED, 0], [unprepared] * 3), plan)
+    assert not any(answer.record.hits) and answer.tokens.shape[1] == 4 and len(passes) == steps
+
+
+@torch.inference_mode()
+def test_a_row_answers_as_if_it_were_alone():
+    together, alone = new_speculator(), [new_speculator(prompts=[prompt]) for prompt in PROMPTS]
+    generator = torch.Generator().manual_seed(7)
+    for turn in range(6):
+        accepted = torch.randint(0, 5, (3,), generator=generator) * (turn > 0)  # the first outcome is a first token
+        bonus = torch.randint(2, VOCAB, (3,), generator=generator)
+        tokens = together.answer(Outcome(accepted, bonus), PREPARES).tokens
+        together.prepare(PREPARES)
+        for row, speculator in enumerate(alone):
+            one = Outcome(accepted[row : row + 1], bonus[row : row + 1])
+            assert torch.equal(tokens[row], speculator.answer(one, IN_TIME).tokens[0])
+
+
+@pytest.mark.parametrize(
+    "known, width",
+    [
+        ([5, 5], 5),  # all rows have what was planned
+        ([7, 6], 5),  # or more, from an earlier plan
+        ([5, 3], 3),  # what all rows have
+        ([3, 0], 2),  # a row has less than is worth drafting just in time
+        ([math.inf, 4], 4),  # a finished row waits for nothing
+        ([math.inf, 0], 2),
+    ],
+)
+def test_answer_width(known, width):
+    assert answer_width(Plan(AHEAD, lookahead=5, after_miss=2, budget=8), known) == width
+
+
+@torch.inference_mode()
+def test_after_a_miss_all_rows_have_as_many_tokens_as_are_worth_it():
+    plan, speculator = dataclasses.replace(PREPARES, after_miss=2), new_speculator(fan_out="uniform")
+    speculator.prepare(plan)
+    bonus = speculator.prepared.bonus[:, 0].clone()
+    assert speculator.answer(outcome([0] * 3, bonus), plan).tokens.shape[1] == 4
+    speculator.prepare(plan)
+    assert speculator.answer(outcome([0] * 3, [2, 3, 4]), plan).tokens.shape[1] == 2
+
+
+@torch.inference_mode()
+def test_the_shape_learns_from_each_round_that_it_chose_outcomes_for(monkeypatch):
+    speculator, learned = new_speculator(), []
+    monkeypatch.setattr(speculator.shape, "learn", lambda seen, accepted, bonus: learned.append((accepted, bonus)))
+    for turn in range(4):
+        speculator.prepare(PREPARES)
+        if turn == 2:
+            speculator.skip(outcome([1, 1, 1], [9, 9, 9]))  # nothing of its own is verified next
+        speculator.answer(outcome([turn % 2, 0, FINISHED], [turn, 6, 7]), PREPARES)
+    speculator.prepare(PREPARES)
+    # In round 0 nothing was drafted yet, and in round 2 nothing had been prepared for what was answered.
+    assert learned == [([1, 0, FINISHED], [1, 6, 7]), ([1, 0, FINISHED], [3, 6, 7])]
+
+
+@torch.inference_mode()
+def test_what_the_ngram_fallback_would_have_given_is_counted_in_some_rounds():
+    speculator = new_speculator(prompts=[[2, 3, 4, 5] * 3, [9, 8, 7]], lookahead="auto")
+    for turn in range(1, 2 * ROUNDS_PER_COMPARISON + 1):
+        is_compared = turn % ROUNDS_PER_COMPARISON == 0
+        speculator.verify(torch.tensor([[2, 3, 4, 9 if is_compared else 5], [6] * 4]), [PRIMARY, PRIMARY])
+        record = speculator.answer(outcome([4 if is_compared else 3, 0], [5, 10 + turn]), IN_TIME).record
+        # It would have gone on with 2, 3, 4, 5.
+        assert record.ngram_matches == ([3, 0] if is_compared else [-1, -1])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_ssd.cache import masks
-from hf_ssd.drafting.verified_prefix import WORTH_KEEPING, Trunk
+from hf_ssd.drafting.verified_prefix import WORTH_KEEPING, VerifiedPrefix
 
 from ..conftest import VOCAB, tiny_draft
 
@@ -18,59 +18,59 @@ def draft():
     return tiny_draft()
 
 
-def logits_of(trunk):
+def logits_of(prefix):
     with torch.inference_mode():
-        return trunk.feed(0, wanted=1)
+        return prefix.feed(0, wanted=1)
 
 
-def counted(trunk):
+def counted(prefix):
     """Counts the columns that are fed from now on."""
-    fed, extend = [], trunk.decoder.extend
-    trunk.decoder.extend = lambda ids, *args, **kwargs: (fed.append(ids.shape[1]), extend(ids, *args, **kwargs))[1]
+    fed, extend = [], prefix.decoder.extend
+    prefix.decoder.extend = lambda ids, *args, **kwargs: (fed.append(ids.shape[1]), extend(ids, *args, **kwargs))[1]
     return fed
 
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_a_text_that_goes_on_is_not_fed_again(draft, rows):
     texts = [tokens(WORTH_KEEPING + 20 + 5 * row, seed=row) for row in range(rows)]
-    earlier = Trunk(draft, texts, 256)
+    earlier = VerifiedPrefix(draft, texts, 256)
     logits_of(earlier)
     longer = [torch.cat([text, tokens(7, seed=9)]) for text in texts]
-    trunk = Trunk(draft, longer, 256, earlier)
-    fed = counted(trunk)
-    torch.testing.assert_close(logits_of(trunk), logits_of(Trunk(draft, longer, 256)), rtol=1e-4, atol=1e-4)
+    prefix = VerifiedPrefix(draft, longer, 256, earlier)
+    fed = counted(prefix)
+    torch.testing.assert_close(logits_of(prefix), logits_of(VerifiedPrefix(draft, longer, 256)), rtol=1e-4, atol=1e-4)
     assert fed == [7]
 
 
 def test_what_differs_is_fed(draft):
     text = tokens(WORTH_KEEPING + 30)
-    earlier = Trunk(draft, [text], 256)
+    earlier = VerifiedPrefix(draft, [text], 256)
     logits_of(earlier)
     other = text.clone()
     other[-10] = (other[-10] + 1) % VOCAB
-    trunk = Trunk(draft, [other], 256, earlier)
-    fed = counted(trunk)
-    torch.testing.assert_close(logits_of(trunk), logits_of(Trunk(draft, [other], 256)), rtol=1e-4, atol=1e-4)
+    prefix = VerifiedPrefix(draft, [other], 256, earlier)
+    fed = counted(prefix)
+    torch.testing.assert_close(logits_of(prefix), logits_of(VerifiedPrefix(draft, [other], 256)), rtol=1e-4, atol=1e-4)
     assert fed == [10]
 
 
 @pytest.mark.parametrize("change", ["short", "another text", "more rows"])
 def test_a_cache_that_does_not_help_is_left(draft, change):
     text = tokens(WORTH_KEEPING + 30)
-    earlier = Trunk(draft, [text], 256)
+    earlier = VerifiedPrefix(draft, [text], 256)
     logits_of(earlier)
     prompts = {"short": [text[: WORTH_KEEPING - 1]], "another text": [tokens(90, seed=3)], "more rows": [text, text]}
-    trunk = Trunk(draft, prompts[change], 256, earlier)
-    assert trunk.fed == [0] * len(prompts[change]) and trunk.decoder.cache is not earlier.decoder.cache
+    prefix = VerifiedPrefix(draft, prompts[change], 256, earlier)
+    assert prefix.fed == [0] * len(prompts[change]) and prefix.decoder.cache is not earlier.decoder.cache
 
 
 def test_the_same_text_again_needs_its_last_token(draft):
     text = tokens(WORTH_KEEPING + 30)
-    earlier = Trunk(draft, [text], 256)
+    earlier = VerifiedPrefix(draft, [text], 256)
     expected = logits_of(earlier)
-    trunk = Trunk(draft, [text], 256, earlier)
-    fed = counted(trunk)
-    torch.testing.assert_close(logits_of(trunk), expected, rtol=1e-4, atol=1e-4)
+    prefix = VerifiedPrefix(draft, [text], 256, earlier)
+    fed = counted(prefix)
+    torch.testing.assert_close(logits_of(prefix), expected, rtol=1e-4, atol=1e-4)
     assert fed == [1]
 
 
@@ -81,13 +81,13 @@ def test_a_prefill_needs_no_mask_of_all_columns_by_all_columns(draft, lengths, m
     monkeypatch.setattr(
         masks, "additive", lambda allowed, dtype: made.append(allowed.shape) or additive(allowed, dtype)
     )
-    trunk = Trunk(draft, texts, 256)
-    logits = logits_of(trunk)
+    prefix = VerifiedPrefix(draft, texts, 256)
+    logits = logits_of(prefix)
     assert not made
     with torch.inference_mode():
         for row, text in enumerate(texts):
             expected = draft(text[None], use_cache=False).logits[0, -1]
             torch.testing.assert_close(logits[row, 0], expected, atol=1e-5, rtol=1e-5)
-    trunk.grow([0] * len(texts), torch.full((len(texts),), 5))
-    logits_of(trunk)
+    prefix.grow([0] * len(texts), torch.full((len(texts),), 5))
+    logits_of(prefix)
     assert all(shape[1] == 1 for shape in made)  # what follows is fed token by token

@@ -16,7 +16,7 @@ from hf_ssd.distributed.assistant import DraftAssistant
 from hf_ssd.generation.draft import FaultTolerantDraft
 
 from ..conftest import VOCAB, padded_batch, ready, tiny_draft
-from ..distributed.test_rest import ThreadWorker
+from ..stand_ins.thread_worker import ThreadWorker
 
 CONFIG = {"lookahead": 3, "budget": 8}
 

@@ -12,7 +12,7 @@ from hf_ssd.distributed.assistant import DraftAssistant
 from hf_ssd.distributed.messages import PAYLOAD_TYPES, Kind, Message
 
 from ..conftest import VOCAB, padded_batch, tiny_draft, tiny_model
-from ..distributed.test_rest import ThreadWorker
+from ..stand_ins.thread_worker import ThreadWorker
 
 ROWS = 2
 

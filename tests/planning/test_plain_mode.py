@@ -1,0 +1,156 @@
+"""While the plan is plain decoding the target sends nothing; when drafting resumes, one message says what went by."""
+
+import functools
+import threading
+
+import pytest
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList, set_seed
+
+import hf_ssd
+from hf_ssd.distributed import payloads
+from hf_ssd.distributed.assistant import DraftAssistant
+from hf_ssd.distributed.messages import Kind
+from hf_ssd.distributed.worker_session import WorkerSession
+from hf_ssd.generation import loop
+from hf_ssd.rounds import AHEAD, IN_TURN, PLAIN, Plan
+
+from ..conftest import padded_batch, tiny_model
+from ..stand_ins.thread_worker import ThreadWorker
+
+PLAIN_ROUNDS, DRAFTING_ROUNDS, NEW_TOKENS = 6, 3, 70
+
+
+class InAndOut:
+    """A planner that decodes plainly for six rounds, drafts for three, and so on."""
+
+    profiles, reason = False, "the test says so"
+
+    def __init__(self, drafting=Plan(AHEAD, 3, 3, 4)):  # noqa: B008
+        self.drafting, self.rounds = drafting, 0
+
+    @property
+    def plan(self):
+        return Plan(PLAIN) if self.rounds % (PLAIN_ROUNDS + DRAFTING_ROUNDS) < PLAIN_ROUNDS else self.drafting
+
+    def next_filler(self):
+        return None
+
+    def observe(self, before, now):
+        self.rounds += 1
+
+
+def launched(workers):
+    """Drafts that are the target itself, made here, because workers start in threads that share a random state."""
+    return DraftAssistant([functools.partial(ThreadWorker, tiny_model()) for _ in range(workers)])
+
+
+@pytest.fixture
+def assistant():
+    with launched(1) as assistant:
+        yield assistant
+
+
+def generate(monkeypatch, target, assistant, planner, rows=2, **options):
+    """Returns the output, after it was seen that it is what plain decoding gives."""
+    monkeypatch.setattr(loop, "planner_for", lambda *_: planner)
+    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, **options}
+    output = target.generate(
+        **padded_batch(rows), assistant_model=assistant, ssd_config=hf_ssd.SSDConfig(), return_dict_in_generate=True,
+        **options,
+    )  # fmt: skip
+    assert output.ssd_stats.draft_failure is None
+    if not options["do_sample"]:
+        options.pop("logits_processor", None)
+        assert torch.equal(output.sequences, target.generate(**padded_batch(rows), **options))
+    return output
+
+
+def outcomes_told(worker, rows):
+    """How many outcomes each of the messages holds."""
+    told = [message.payload for message in worker.sent if message.kind == Kind.OUTCOME]
+    return [len(payloads.payload_to_outcomes(payload, rows)[0]) for payload in told]
+
+
+def outcomes_due(records):
+    """Nothing in a plain round, and then all that went by; what went by before the first one is in the prompts."""
+    asked = [number for number, record in enumerate(records) if record.mode != PLAIN]
+    asked.append(len(records))  # the last outcome, behind which nothing is asked: all calls here end while drafting
+    return [1, *(after - before for before, after in zip(asked, asked[1:]))]
+
+
+@pytest.mark.parametrize("drafting", [Plan(AHEAD, 3, 3, 4), Plan(IN_TURN, 3, 3)], ids=lambda plan: plan.mode)
+@pytest.mark.parametrize("workers, rows", [(1, 1), (1, 3), (2, 2)])
+def test_nothing_is_sent_in_plain_mode_and_one_message_carries_what_went_by(
+    target, monkeypatch, workers, rows, drafting
+):
+    with launched(workers) as assistant:
+        stats = generate(monkeypatch, target, assistant, InAndOut(drafting), rows).ssd_stats
+        for worker in assistant.workers:
+            assert outcomes_told(worker, rows) == outcomes_due(stats.records)
+            assert PLAIN_ROUNDS + 1 in outcomes_told(worker, rows)
+            of_rounds = [message.kind for message in worker.sent if message.kind != Kind.OUTCOME]
+            verified = [Kind.SPECULATION] * sum(record.mode != PLAIN for record in stats.records)  # one knows by itself
+            assert of_rounds == [Kind.START, Kind.PROMPTS, *(verified if workers > 1 else ()), Kind.END]
+    assert stats.acceptance_rate == 1  # the draft is the target: it knows all tokens that went by
+
+
+def test_what_went_by_and_is_not_told_is_noticed(target, assistant, monkeypatch):
+    """The mutant for the test above."""
+    send = WorkerSession.send_outcomes
+    monkeypatch.setattr(WorkerSession, "send_outcomes", lambda self, outcomes, plan: send(self, outcomes[-1:], plan))
+    assert generate(monkeypatch, target, assistant, InAndOut()).ssd_stats.acceptance_rate < 1
+
+
+def test_a_seed_repeats_a_sampled_call_whose_plans_are_the_same(target, assistant, monkeypatch):
+    outputs = []
+    for _ in range(2):
+        set_seed(3)
+        outputs.append(generate(monkeypatch, target, assistant, InAndOut(), do_sample=True, max_new_tokens=40))
+        assert {record.mode for record in outputs[-1].ssd_stats.records} == {PLAIN, AHEAD}
+    assert all(output.ssd_stats.acceptance_rate > 0.5 for output in outputs)
+
+
+def test_a_call_that_is_all_plain_costs_the_draft_nothing(target, assistant, monkeypatch):
+    passes = []
+    assistant.workers[0].draft.register_forward_hook(lambda *_: passes.append(1))
+    generate(monkeypatch, target, assistant, InAndOut(Plan(PLAIN)))
+    assert not passes and not assistant.workers[0].sent
+
+
+class At(LogitsProcessor):
+    """Does something when the output has a length."""
+
+    def __init__(self, length, action):
+        self.length, self.action = length, action
+
+    def __call__(self, input_ids, scores):
+        if input_ids.shape[1] == self.length:
+            self.action()
+        return scores
+
+
+def test_a_draft_that_is_ready_late_reads_what_was_generated_with_the_prompts(target, monkeypatch):
+    gate = threading.Event()
+
+    class LateWorker(ThreadWorker):
+        def connect(self):
+            assert gate.wait(60)
+            super().connect()
+
+    def let_in():
+        gate.set()
+        for start in list(assistant.starting.values()):
+            start.thread.join(60)
+
+    planner, length = InAndOut(), padded_batch(2)["input_ids"].shape[1] + 2 * PLAIN_ROUNDS
+    with DraftAssistant([lambda: LateWorker(tiny_model())], wait=False) as assistant:
+        assistant.vocab_size = target.config.vocab_size
+        processor = LogitsProcessorList([At(length, let_in)])
+        output = generate(monkeypatch, target, assistant, planner, logits_processor=processor)
+        stats, (worker,) = output.ssd_stats, assistant.workers
+        prompts = next(message.payload for message in worker.sent if message.kind == Kind.PROMPTS)
+    assert stats.acceptance_rate == 1 and stats.draft_joined_at >= 2 * PLAIN_ROUNDS - 1
+    for row, prompt in enumerate(payloads.payload_to_prompts(prompts)):
+        text = output.sequences[row, 3 * row :]  # without padding
+        assert torch.equal(prompt, text[: len(prompt)]) and len(prompt) > length - 3 * row

@@ -1,0 +1,53 @@
+"""A draft worker in a thread of this process, behind a real channel, which a test can watch and change."""
+
+import threading
+
+import torch.distributed as dist
+
+from hf_ssd.distributed.channel import Channel
+from hf_ssd.distributed.connection import Connection
+from hf_ssd.distributed.draft_server import DraftServer
+from hf_ssd.distributed.messages import Kind, Message
+
+from ..conftest import VOCAB
+
+
+class ThreadWorker(Connection):
+    """
+    Args:
+        draft (`PreTrainedModel`): The draft model.
+
+    Attributes:
+        sent (`list[Message]`): What the target has sent.
+    """
+
+    def __init__(self, draft):
+        super().__init__(process=None, meeting={}, timeout=60.0)
+        self.draft, self.sent = draft, []
+
+    def connect(self):
+        store, made = dist.HashStore(), {}
+        joining = threading.Thread(target=lambda: made.update(end=Channel(store, is_target=False)))
+        joining.start()
+        self.channel = Channel(store, is_target=True)
+        joining.join()
+        self.other_end = made["end"]
+        self.worker_info = {"vocab_size": VOCAB, "device": "cpu"}
+        send = self.channel.send
+        self.channel.send = lambda message: (self.sent.append(message), send(message))
+        self.thread = threading.Thread(target=DraftServer(self.other_end, self.draft).serve, daemon=True)
+        self.thread.start()
+
+    is_alive = property(lambda self: self.channel is not None)
+
+    def stderr_tail(self):
+        return ""
+
+    def end(self):
+        if self.channel is not None:
+            self.channel.send(Message(Kind.STOP))
+            self.thread.join(10)
+            self.other_end.close()  # gloo waits for what is left, also when it is only collected as garbage
+
+    def stop(self):
+        self.kill()
