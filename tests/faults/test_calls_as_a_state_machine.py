@@ -18,7 +18,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from transformers import LogitsProcessorList
 
 import hf_ssd
+from hf_ssd.distributed import child
 from hf_ssd.distributed.assistant import DraftAssistant
+from hf_ssd.distributed.process import WorkerProcess
 from hf_ssd.generation import deciding
 from hf_ssd.generation.verification import verify_greedy
 
@@ -49,20 +51,19 @@ def plain(rows):
     return target().generate(**padded_batch(rows), do_sample=False, max_new_tokens=NEW_TOKENS)
 
 
-others = set()  # worker processes of other tests
+class Noted(WorkerProcess):
+    """The workers of the calls here are noted."""
+
+    started = []
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.started.append(self.popen)
 
 
 def workers():
-    """The worker processes of the calls here."""
-    found = []
-    for process in psutil.Process().children():
-        try:
-            is_alive = process.pid not in others and process.status() != psutil.STATUS_ZOMBIE
-            if is_alive and "hf_ssd.distributed.worker" in process.cmdline():
-                found.append(process)
-        except psutil.NoSuchProcess:
-            pass
-    return found
+    """The worker processes that have not ended."""
+    return [psutil.Process(popen.pid) for popen in Noted.started if popen.poll() is None]
 
 
 class Calls(RuleBasedStateMachine):
@@ -225,20 +226,21 @@ class Calls(RuleBasedStateMachine):
 def run(examples, steps):
     """Returns how often there was what."""
     Calls.steps.clear()
-    others.clear()
-    others.update(process.pid for process in workers())
+    Noted.started.clear()
     how = {"deadline": None, "derandomize": True, "database": None, "suppress_health_check": list(HealthCheck)}
-    try:
-        run_state_machine_as_test(
-            Calls,
-            settings=settings(max_examples=examples, stateful_step_count=steps, phases=[Phase.generate], **how),
-        )
-    finally:
-        Calls.assistant.close()
-        Calls.closed = True
-        left = workers()
-        for worker in left:
-            worker.kill()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(child, "WorkerProcess", Noted)
+        try:
+            run_state_machine_as_test(
+                Calls,
+                settings=settings(max_examples=examples, stateful_step_count=steps, phases=[Phase.generate], **how),
+            )
+        finally:
+            Calls.assistant.close()
+            Calls.closed = True
+            left = workers()
+            for worker in left:
+                worker.kill()
     assert not left
     return Calls.steps
 
