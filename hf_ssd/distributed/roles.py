@@ -15,9 +15,11 @@ from transformers.distributed import DistributedConfig
 from .. import devices
 from .assistant import DraftAssistant
 from .connection import Connection
+from .groups import LOOPBACK
 from .launch import START_TIMEOUT, worker_settings
+from .meeting import join
 from .shared_weights import SharedWeights
-from .supervisor import Notes, SupervisedProcess, supervise
+from .supervisor import STORE_TIMEOUT, SupervisedProcess, meeting_of, supervise
 from .target_ranks import TargetRanks
 
 LOADING_TIMEOUT = timedelta(hours=2)  # transformers' own: ranks finish loading a large target far apart
@@ -94,7 +96,7 @@ class Roles:
         """
         if self.is_draft:
             raise ValueError("This rank drafts, so it has no draft to talk to; call `roles.serve(model)`.")
-        starts = [_starter(self._notes(index)) for index in range(self.num_draft_ranks)] if self.is_leader else []
+        starts = [_starter(self._place(index)) for index in range(self.num_draft_ranks)] if self.is_leader else []
         return DraftAssistant(starts, ranks=self.ranks)
 
     def serve(
@@ -128,7 +130,7 @@ class Roles:
             settings["weights"], descriptors = weights.description, [weights.descriptor]
         del model  # the child has the weights; memory that only this process holds is not needed
         try:
-            supervise(self._notes(self.rank - self.tp_size), settings, descriptors)
+            supervise(self._place(self.rank - self.tp_size), settings, descriptors)
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -147,14 +149,16 @@ class Roles:
                     self.draft.close()
             finally:  # otherwise the draft ranks would wait for ever
                 for index in range(self.num_draft_ranks):
-                    self._notes(index).write("done")
+                    join(self._place(index), STORE_TIMEOUT).set("done", "yes")
         if self.tp_size > 1 and dist.is_initialized():
             dist.destroy_process_group()
 
-    def _notes(self, index: int) -> Notes:
+    def _place(self, index: int) -> dict:
+        """Returns where the notes to and from a draft rank are."""
         run, restart = os.environ.get("TORCHELASTIC_RUN_ID", ""), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        prefix = f"hf_ssd/{run}/{restart}/draft/{index}"
-        return Notes(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), prefix, self.on_one_machine)
+        address = {"host": os.environ["MASTER_ADDR"], "port": int(os.environ["MASTER_PORT"]), "secret": ""}
+        hostname = LOOPBACK if self.on_one_machine else None
+        return {**address, "hostname": hostname, "prefix": f"hf_ssd/{run}/{restart}/draft/{index}"}
 
 
 def init_roles(num_draft_ranks: int = 1) -> Roles:
@@ -199,13 +203,13 @@ def init_roles(num_draft_ranks: int = 1) -> Roles:
     return Roles(num_draft_ranks)
 
 
-def _starter(notes: Notes) -> Callable[[], Connection]:
+def _starter(place: dict) -> Callable[[], Connection]:
     """Returns what asks a draft rank for its next child, and gives a worker that is to be connected."""
-    numbers = itertools.count()
+    notes, numbers = join(place, STORE_TIMEOUT), itertools.count()
 
     def start() -> Connection:
         number = next(numbers)
-        return Connection(SupervisedProcess(notes, number), notes.meeting(number), START_TIMEOUT)
+        return Connection(SupervisedProcess(notes, number), meeting_of(place, number), START_TIMEOUT)
 
     return start
 
