@@ -30,14 +30,11 @@ class Turn:
     """
     The right of one call to use the workers. It is made before it is taken, so that its maker can end it wherever an
     interrupt has stopped the taking.
-
-    Attributes:
-        thread (`threading.Thread`): The thread of the call.
-        workers (`list[Connection]`): Those whose session is not closed.
     """
 
     def __init__(self):
-        self.thread, self.workers = threading.current_thread(), []
+        self.thread = threading.current_thread()
+        self.workers: list[Connection] = []  # those whose session is not closed
 
 
 class Place:
@@ -152,15 +149,14 @@ class DraftAssistant:
                 place.begin()
             # Once a second: where there is no terminal, each time is a line of a log.
             with logging.tqdm(**bar, delay=SHOWN_AFTER, mininterval=1.0, miniters=0) as progress:
-                starting, before = True, 0
-                while starting:
-                    starting = any(place.is_starting for place in self.places)
+                is_starting, shown = True, 0
+                while is_starting:
+                    is_starting = any(place.is_starting for place in self.places)
                     ready = len(self._wait(WAIT_SLICE))
-                    progress.update(ready - before)
-                    before = ready
-                    for place in self.places:
-                        if place.error is not None:
-                            raise place.error
+                    for error in filter(None, [place.error for place in self.places]):
+                        raise error
+                    progress.update(ready - shown)
+                    shown = ready
         except BaseException:
             self.finalizer()
             raise
@@ -203,7 +199,7 @@ class DraftAssistant:
 
         Args:
             turn ([`Turn`]): Of this call.
-            request (`Callable`): Gives the [`SessionRequest`]. Only asked when a worker is ready.
+            request (`Callable`): Gives the [`SessionRequest`]. Only called when a worker is ready.
             device (`torch.device`): Where the target wants to have what it receives.
 
         Raises:

@@ -31,8 +31,8 @@ _folders: list[tempfile.TemporaryDirectory] = []  # removed when the program end
 
 def private_meeting() -> tuple[dict, list[int]]:
     """
-    Returns a place for one worker and this process, with a secret, as objects that JSON can hold; and the file
-    descriptors that the worker must inherit. The place goes to the worker over its standard input.
+    Returns a place for one worker and this process, with a secret, as objects that JSON can hold, and the file
+    descriptors that the worker must inherit.
     """
     path, descriptors = _private_file()
     names = {"prefix": secrets.token_hex(8), "secret": secrets.token_hex(SECRET_LENGTH)}
@@ -76,14 +76,11 @@ def _private_file() -> tuple[str, list[int]]:
 
 def prove(channel) -> None:
     """
-    Proves to the other end of a channel that this one knows the secret, while the other end does the same.
-
-    Args:
-        channel ([`Channel`]): This end, just connected.
+    Proves over a [`Channel`] that this side knows the secret, while the other side does the same.
 
     Raises:
-        [`~hf_ssd.distributed.messages.ProtocolError`]: the other side does not know the secret, does not say so in
-            time, or has gone.
+        [`~hf_ssd.distributed.messages.ProtocolError`]: the other side does not know it, does not say so in time, or has
+            ended.
     """
     deadline, own = time.monotonic() + PROOF_TIMEOUT, secrets.token_bytes(NONCE_LENGTH)
     channel.largest = 0  # until it is known who is there, nothing is allocated for them

@@ -42,10 +42,11 @@ class Roles:
         self.rank, world_size, local_rank, local_world_size = (int(os.environ[name]) for name in VARIABLES[:4])
         self.num_draft_ranks, self.tp_size = num_draft_ranks, world_size - num_draft_ranks
         self.is_draft, self.is_leader = self.rank >= self.tp_size, self.rank == 0
-        self.worker_device = _device_of(local_rank)
+        usable = [device for device in devices.accelerators() if device.type != "mps"]  # which has no process groups
+        # A rank that is shown only its own accelerator sees it under number 0.
+        self.worker_device = usable[local_rank % len(usable)] if usable else torch.device("cpu")
         self.device = torch.device("cpu") if self.is_draft else self.worker_device
-        # The first rank may be the store's server: kept as long as this program runs.
-        self.store, _, _ = next(dist.rendezvous("env://"))
+        self.store, _, _ = next(dist.rendezvous("env://"))  # kept: the first rank may be its server
         self.on_one_machine = local_world_size == world_size
         self._is_done, self._process = False, os.getpid()
         self.ranks: TargetRanks | None = None
@@ -57,13 +58,14 @@ class Roles:
             torch.accelerator.set_device_index(self.device)
             os.environ["LOCAL_RANK"] = str(self.device.index)  # which transformers takes for the device's number
         if self.tp_size > 1:
-            dist.init_process_group(
-                _backend(self.device.type),
+            kind = self.device.type
+            dist.init_process_group(  # outcomes are tensors of the CPU
+                "gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}",
                 store=dist.PrefixStore("hf_ssd/target", self.store),
                 rank=self.rank,
                 world_size=self.tp_size,
                 timeout=LOADING_TIMEOUT,
-                device_id=self.device if self.device.type == "cuda" else None,
+                device_id=self.device if kind == "cuda" else None,
             )
             self.ranks = TargetRanks(dist.new_group(backend="gloo"))
         if self.is_leader:
@@ -212,19 +214,6 @@ def _starter(place: dict) -> Callable[[], Connection]:
         return Connection(SupervisedProcess(notes, number), meeting_of(place, number), START_TIMEOUT)
 
     return start
-
-
-def _device_of(local_rank: int) -> torch.device:
-    """Returns the accelerator of a rank, which has number 0 where each rank is shown only its own."""
-    usable = [device for device in devices.accelerators() if device.type != "mps"]  # which has no process groups
-    return usable[local_rank % len(usable)] if usable else torch.device("cpu")
-
-
-def _backend(device_type: str) -> str:
-    """Returns what carries tensors of the CPU, which outcomes are, and of the ranks' devices."""
-    if device_type == "cpu":
-        return "gloo"
-    return f"cpu:gloo,{device_type}:{dist.get_default_backend_for_device(device_type)}"
 
 
 def check_heads(config: PreTrainedConfig, tp_size: int) -> None:
