@@ -46,8 +46,8 @@ class Place:
 
     Attributes:
         worker ([`Connection`], *optional*): The last worker whose process was started.
-        error ([`DraftError`], *optional*): Why it could not start, until a call was told.
-        is_lost (`bool`): Whether the last start failed.
+        error ([`DraftError`], *optional*): Why the last start failed, until a call was told.
+        is_lost (`bool`): Whether it failed, and a call was told.
     """
 
     def __init__(self, start: Callable[[], Connection]):
@@ -64,7 +64,7 @@ class Place:
         return not self.is_starting and self.worker is not None and self.worker.is_alive
 
     def begin(self) -> None:
-        """Starts a worker. See `error` for how that ends."""
+        """Starts a worker, and returns at once."""
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
 
@@ -153,8 +153,9 @@ class DraftAssistant:
                 while is_starting:
                     is_starting = any(place.is_starting for place in self.places)
                     ready = len(self._wait(WAIT_SLICE))
-                    for error in filter(None, [place.error for place in self.places]):
-                        raise error
+                    errors = [place.error for place in self.places if place.error is not None]
+                    if errors:
+                        raise errors[0]
                     progress.update(ready - shown)
                     shown = ready
         except BaseException:
@@ -166,17 +167,12 @@ class DraftAssistant:
 
     def begin_call(self, turn: Turn, timeout: float, patience: float) -> None:
         """
-        Takes the turn, after calls of other threads, and starts workers that have ended since the last one again.
-        Whatever happens, [`~DraftAssistant.end_call`] must follow.
-
-        Args:
-            turn ([`Turn`]): Of this call.
-            timeout (`float`): Seconds to wait for calls of other threads.
-            patience (`float`): Seconds to wait for workers that are starting.
+        Takes the turn, after calls of other threads, for which it waits `timeout` seconds. Starts workers that have
+        ended again, and waits `patience` seconds for them. Whatever happens, [`~DraftAssistant.end_call`] must follow.
 
         Raises:
             `ValueError`: the assistant was closed, or this is called from within a call that it serves.
-            [`DraftError`]: another call takes longer than that.
+            [`DraftError`]: the call of another thread takes too long.
         """
         holder, deadline = self.turn.get("now"), time.monotonic() + timeout
         if holder is not None and holder.thread is turn.thread:
@@ -200,7 +196,7 @@ class DraftAssistant:
         Args:
             turn ([`Turn`]): Of this call.
             request (`Callable`): Gives the [`SessionRequest`]. Only called when a worker is ready.
-            device (`torch.device`): Where the target wants to have what it receives.
+            device (`torch.device`): The target's device.
 
         Raises:
             [`DraftError`]: no worker starts.
@@ -258,16 +254,17 @@ class DraftAssistant:
 
     def _ready(self) -> list[Connection]:
         """Returns the workers that are ready. Warns if others cannot start; if none can, raises [`DraftError`]."""
-        is_starting = any(place.is_starting for place in self.places)  # asked first: it may be ready by now
-        ready = self._wait(0.0)
-        errors = {place: place.error for place in self.places if place.error is not None}
+        starting = [place for place in self.places if place.is_starting]  # asked first: one may be ready by now
+        ready, errors = self._wait(0.0), []
         for place in self.places:
-            place.is_lost = not place.is_ready and (place.is_lost or place in errors)
-        for place in errors:
-            place.error = None
-        if not ready and not is_starting:
-            raise next(iter(errors.values()), DraftError("The draft worker has ended."))
-        for error in errors.values():
+            has_failed = place.error is not None and place not in starting
+            place.is_lost = not place.is_ready and (place.is_lost or has_failed)
+            if has_failed:
+                errors.append(place.error)
+                place.error = None
+        if not ready and not starting:
+            raise errors[0] if errors else DraftError("The draft worker has ended.")
+        for error in errors:
             logger.warning(f"Going on without a draft worker. {error}")
         return ready
 

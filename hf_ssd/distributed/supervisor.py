@@ -29,11 +29,8 @@ def meeting_of(place: dict, number: int) -> dict:
 
 class SupervisedProcess:
     """
-    A supervisor's child as the target sees it, with the methods of [`WorkerProcess`].
-
-    Args:
-        notes (`torch.distributed.Store`): To and from the supervisor.
-        number (`int`): Number of the child, from 0. The first one is started without being asked for.
+    A supervisor's child as the target sees it, with the methods of [`WorkerProcess`]. Children are numbered from 0; the
+    first one is started without being asked for.
     """
 
     def __init__(self, notes: dist.Store, number: int):
@@ -65,9 +62,8 @@ def supervise(place: dict, settings: dict, descriptors: list[int]) -> None:
     Keeps a worker running, and returns when the target says that it is done, or when its store is gone.
 
     Args:
-        place (`dict`): Where the notes to and from the target are. See [`~hf_ssd.distributed.meeting.join`].
-        settings (`dict`): What [`~hf_ssd.distributed.worker`] reads, except where it meets the target.
-        descriptors (`list[int]`): File descriptors that the worker inherits.
+        place (`dict`): Where the notes are. See [`~hf_ssd.distributed.meeting.join`].
+        settings (`dict`), descriptors (`list[int]`): See [`WorkerProcess`]. The meeting with the target is added.
     """
 
     def start(number: int) -> WorkerProcess:
