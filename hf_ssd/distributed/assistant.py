@@ -4,7 +4,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 from transformers.utils import logging
@@ -30,31 +30,43 @@ class Turn:
     """
     The right of one call to use the workers. It is made before it is taken, so that its maker can end it wherever an
     interrupt has stopped the taking.
-
-    Attributes:
-        thread (`threading.Thread`): The thread of the call.
-        workers (`list[Connection]`): Those whose session is not closed.
     """
 
     def __init__(self):
-        self.thread, self.workers = threading.current_thread(), []
+        self.thread = threading.current_thread()
+        self.workers: list[Connection] = []  # those whose session is not closed
 
 
-class WorkerStart:
+class Place:
     """
-    A worker that gets ready in a thread of its own.
+    The place of one worker: it starts in a thread of its own, and again when it has ended.
 
     Args:
-        start (`Callable`): Starts the worker, and returns a [`Connection`] that is to be connected.
+        start (`Callable`): Starts a worker, and returns a [`Connection`] that is to be connected.
 
     Attributes:
-        worker ([`Connection`], *optional*): The worker, once its process runs.
-        error ([`DraftError`], *optional*): Why it cannot start, once that is known.
+        worker ([`Connection`], *optional*): The last worker whose process was started.
+        error ([`DraftError`], *optional*): Why the last start failed, until a call was told.
+        is_lost (`bool`): Whether it failed, and a call was told.
     """
 
     def __init__(self, start: Callable[[], Connection]):
-        self.start, self.worker, self.error, self.is_cancelled = start, None, None, False
+        self.start, self.worker, self.error = start, None, None
+        self.is_lost = self.is_cancelled = False
+        self.thread: threading.Thread | None = None
+
+    @property
+    def is_starting(self) -> bool:
+        return self.thread is not None and self.thread.is_alive()
+
+    @property
+    def is_ready(self) -> bool:
+        return not self.is_starting and self.worker is not None and self.worker.is_alive
+
+    def begin(self) -> None:
+        """Starts a worker, and returns at once."""
         self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
 
     def _run(self) -> None:
         try:
@@ -68,12 +80,12 @@ class WorkerStart:
             self.error = DraftError(f"The draft worker could not be started: {error}")
             self.error.__cause__ = error
 
-    def cancel(self) -> None:
-        """Ends the worker, and the thread with it. May be called more than once."""
+    def end(self) -> None:
+        """Ends the worker, also one that is starting. May be called more than once."""
         self.is_cancelled = True
         if self.worker is not None:
             self.worker.end()
-        if self.thread.is_alive() and self.thread is not threading.current_thread():
+        if self.is_starting and self.thread is not threading.current_thread():
             self.thread.join(JOIN_TIMEOUT)  # it may use the channel
         if self.worker is not None:
             self.worker.kill()
@@ -106,40 +118,46 @@ class DraftAssistant:
         ranks: TargetRanks | None = None,
         wait: bool = True,
     ):
-        self.starts, self.cores, self.weights = starts, cores, weights
+        self.places = [Place(start) for start in starts]
+        self.cores, self.weights = cores, weights
         self.ranks = TargetRanks() if ranks is None else ranks
         self.process = os.getpid()  # a process that is forked from it has no part in this
         self.sessions = 0
         # Calls take turns. A dictionary, because no interrupt divides its `setdefault`.
         self.turn: dict[str, Turn] = {}
         self.closed = False
-        self.workers: list[Connection | None] = [None] * len(starts)
-        self.starting: dict[int, WorkerStart] = {}
-        self.failures: dict[int, DraftError] = {}  # of starts, until a call was told
-        self.lost: set[int] = set()  # workers that do not start again
         # If no one closes this, its workers must still end before their channels are collected as garbage.
-        self.finalizer = weakref.finalize(self, _end_all, self.process, self.workers, self.starting, weights)
+        self.finalizer = weakref.finalize(self, _end_all, self.process, self.places, weights)
         self.vocab_size = self.device = None
         if not wait:
-            self._start(range(len(starts)))
+            for place in self.places:
+                place.begin()
             return
         with self.ranks.one_call():
             info = self.ranks.share_values(self._launch() if self.ranks.is_leader else None)
         self.vocab_size, self.device = info["vocab_size"], info["device"]
 
+    @property
+    def workers(self) -> list[Connection | None]:
+        return [place.worker for place in self.places]
+
     def _launch(self) -> dict:
         """Starts all workers, waits for them, and returns the `worker_info` of the first one."""
+        bar = {"total": len(self.places), "desc": "starting the draft", "unit": "worker", "leave": False}
         try:
-            self._start(range(len(self.starts)))
-            bar = {"total": len(self.starts), "desc": "starting the draft", "unit": "worker", "leave": False}
+            for place in self.places:
+                place.begin()
             # Once a second: where there is no terminal, each time is a line of a log.
             with logging.tqdm(**bar, delay=SHOWN_AFTER, mininterval=1.0, miniters=0) as progress:
-                while self.starting:
-                    before = len(self.starting)
-                    self._wait(WAIT_SLICE)
-                    if self.failures:
-                        raise next(iter(self.failures.values()))
-                    progress.update(before - len(self.starting))
+                is_starting, shown = True, 0
+                while is_starting:
+                    is_starting = any(place.is_starting for place in self.places)
+                    ready = len(self._wait(WAIT_SLICE))
+                    errors = [place.error for place in self.places if place.error is not None]
+                    if errors:
+                        raise errors[0]
+                    progress.update(ready - shown)
+                    shown = ready
         except BaseException:
             self.finalizer()
             raise
@@ -149,17 +167,12 @@ class DraftAssistant:
 
     def begin_call(self, turn: Turn, timeout: float, patience: float) -> None:
         """
-        Takes the turn, after calls of other threads, and starts workers that have ended since the last one again.
-        Whatever happens, [`~DraftAssistant.end_call`] must follow.
-
-        Args:
-            turn ([`Turn`]): Of this call.
-            timeout (`float`): Seconds to wait for calls of other threads.
-            patience (`float`): Seconds to wait for workers that are starting.
+        Takes the turn, after calls of other threads, for which it waits `timeout` seconds. Starts workers that have
+        ended again, and waits `patience` seconds for them. Whatever happens, [`~DraftAssistant.end_call`] must follow.
 
         Raises:
             `ValueError`: the assistant was closed, or this is called from within a call that it serves.
-            [`DraftError`]: another call takes longer than that.
+            [`DraftError`]: the call of another thread takes too long.
         """
         holder, deadline = self.turn.get("now"), time.monotonic() + timeout
         if holder is not None and holder.thread is turn.thread:
@@ -182,30 +195,30 @@ class DraftAssistant:
 
         Args:
             turn ([`Turn`]): Of this call.
-            request (`Callable`): Gives the [`SessionRequest`]. Only asked when a worker is ready.
-            device (`torch.device`): Where the target wants to have what it receives.
+            request (`Callable`): Gives the [`SessionRequest`]. Only called when a worker is ready.
+            device (`torch.device`): The target's device.
 
         Raises:
             [`DraftError`]: no worker starts.
         """
         if not self._take(turn):
             return None
-        ready = self._ready()
-        if not ready:
+        workers = self._ready()
+        if not workers:
             self.end_call(turn)
             return None
         self.sessions += 1
-        turn.workers = list(ready)  # each may have half a message from now on, until the session is closed
+        turn.workers = list(workers)  # each may have half a message from now on, until the session is closed
         request = request()
         arguments = self.sessions, request, turn.workers.clear
-        if any(worker.is_on(device) for worker in ready):
+        if any(worker.is_on(device) for worker in workers):
             devices.warn_of_sharing(device)
         if request.generation_config.do_sample:
-            for worker in ready:
+            for worker in workers:
                 worker.link_gpus(device)
-        if len(ready) == 1 and request.answers_alone:
-            return WorkerSession(ready[0], *arguments)
-        return SeveralDrafts(ready, *arguments)
+        if len(workers) == 1 and request.answers_alone:
+            return WorkerSession(workers[0], *arguments)
+        return SeveralDrafts(workers, *arguments)
 
     def end_call(self, turn: Turn) -> None:
         """Ends a turn, if it was taken and has not ended, and the workers whose session was not closed."""
@@ -214,63 +227,49 @@ class DraftAssistant:
         for worker in turn.workers:
             worker.kill()
         if self.closed:  # while the call was under way
-            _end_all(self.process, self.workers, self.starting, self.weights)
+            _end_all(self.process, self.places, self.weights)
         del self.turn["now"]
 
     def _take(self, turn: Turn) -> bool:
         return self.turn.setdefault("now", turn) is turn
 
-    # ---------------------------------------------------------------- starts
-
-    def _start(self, indices: Iterable[int]) -> None:
-        for index in indices:
-            self.starting[index] = WorkerStart(self.starts[index])
-            self.starting[index].thread.start()
-
     def _restart(self) -> None:
-        """Starts workers that have ended again, except those whose failure no call was told of yet."""
-        self._settle()
-        ended = {index for index, worker in enumerate(self.workers) if worker is None or not worker.is_alive}
-        ended -= self.starting.keys() | self.failures.keys()
-        if len(ended) < len(self.workers):
-            ended -= self.lost  # the others can do without
-        for index in sorted(ended):
-            if self.workers[index] is not None:
-                self.workers[index].kill()
+        """Starts all workers that do not run, except those whose failure no call was told of yet."""
+        ended = [place for place in self.places if not (place.is_starting or place.is_ready or place.error)]
+        if len(ended) < len(self.places):
+            ended = [place for place in ended if not place.is_lost]  # the others can do without
+        for place in ended:
+            if place.worker is not None:
+                place.worker.kill()
             logger.warning("The draft worker had ended; starting another one.")
-        self._start(sorted(ended))
+            place.begin()
 
-    def _wait(self, timeout: float) -> None:
-        """Waits until no worker is starting, at most `timeout` seconds."""
+    def _wait(self, timeout: float) -> list[Connection]:
+        """Waits until no worker is starting, at most `timeout` seconds, and returns those that are ready."""
         deadline = time.monotonic() + timeout
-        for start in list(self.starting.values()):
-            start.thread.join(min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX))
-        self._settle()
-
-    def _settle(self) -> None:
-        """Takes over the workers whose start is over."""
-        for index, start in list(self.starting.items()):
-            if start.thread.is_alive():
-                continue
-            if start.error is not None:
-                self.failures[index] = start.error
-            else:
-                self.workers[index] = start.worker
-                if self.weights is not None:
-                    self.weights.adopt()
-            del self.starting[index]
+        for place in self.places:
+            if place.is_starting:
+                place.thread.join(min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX))
+        ready = [place.worker for place in self.places if place.is_ready]
+        if ready and self.weights is not None:
+            self.weights.adopt()
+        return ready
 
     def _ready(self) -> list[Connection]:
-        """Returns the workers that can serve. Warns if others cannot start; if none can, raises [`DraftError`]."""
-        self._settle()
-        alive = {index for index, worker in enumerate(self.workers) if worker is not None and worker.is_alive}
-        self.lost = (self.lost | self.failures.keys()) - alive
-        failures = [self.failures.pop(index) for index in sorted(self.failures)]
-        if not alive and not self.starting:
-            raise failures[0] if failures else DraftError("The draft worker has ended.")
-        for error in failures:
+        """Returns the workers that are ready. Warns if others cannot start; if none can, raises [`DraftError`]."""
+        starting = [place for place in self.places if place.is_starting]  # asked first: one may be ready by now
+        ready, errors = self._wait(0.0), []
+        for place in self.places:
+            has_failed = place.error is not None and place not in starting
+            place.is_lost = not place.is_ready and (place.is_lost or has_failed)
+            if has_failed:
+                errors.append(place.error)
+                place.error = None
+        if not ready and not starting:
+            raise errors[0] if errors else DraftError("The draft worker has ended.")
+        for error in errors:
             logger.warning(f"Going on without a draft worker. {error}")
-        return [self.workers[index] for index in sorted(alive)]
+        return ready
 
     # ---------------------------------------------------------------- the end
 
@@ -285,12 +284,14 @@ class DraftAssistant:
         turn = Turn()
         try:
             if self._take(turn):
-                for worker in filter(None, self.workers):
-                    worker.stop()
+                for place in self.places:
+                    if place.is_ready:
+                        place.worker.stop()
                 self.finalizer()
             elif self.finalizer.detach():
-                for worker in filter(None, self.workers):
-                    worker.end()  # the call that uses it closes the rest
+                for place in self.places:
+                    if place.worker is not None:
+                        place.worker.end()  # the call that uses it closes the rest
         finally:
             self.end_call(turn)
 
@@ -301,14 +302,9 @@ class DraftAssistant:
         self.close()
 
 
-def _end_all(
-    process: int, workers: list[Connection | None], starting: dict[int, WorkerStart], weights: SharedWeights | None
-) -> None:
-    if os.getpid() != process:
-        return
-    for start in list(starting.values()):
-        start.cancel()
-    for worker in filter(None, workers):
-        worker.kill()
-    if weights is not None:
-        weights.close()
+def _end_all(process: int, places: list[Place], weights: SharedWeights | None) -> None:
+    if os.getpid() == process:
+        for place in places:
+            place.end()
+        if weights is not None:
+            weights.close()

@@ -38,14 +38,10 @@ class Channel:
         is_target (`bool`): Which end this is.
         hostname (`str`, *optional*, defaults to `"127.0.0.1"`): See [`~hf_ssd.distributed.groups.gloo_group`].
         secret (`bytes`, *optional*): What only the two processes know. See [`~hf_ssd.distributed.meeting`].
-
-    Attributes:
-        link ([`DeviceLink`], *optional*): From the draft's GPU to the target's, once it is open.
-        largest (`int`): Elements that a message of the other side may have.
     """
 
     def __init__(self, store: dist.Store, is_target: bool, hostname: str | None = LOOPBACK, secret: bytes = b""):
-        self.secret, self.largest = secret, LARGEST_PAYLOAD
+        self.secret, self.largest = secret, LARGEST_PAYLOAD  # elements that a message of the other side may have
         self.store, self.rank = store, TARGET if is_target else DRAFT
         keep_when_forked(self)
         to_draft, to_target = (gloo_group(store, name, self.rank, hostname) for name in ("to_draft", "to_target"))
@@ -55,10 +51,10 @@ class Channel:
         self.payload: tuple[Message, dist.Work] | None = None  # of a message of which all else has arrived
         self.announced: Message | None = None  # by the last message that came
         self.promised: Message | None = None  # by the last message that left
-        self.link: DeviceLink | None = None
+        self.link: DeviceLink | None = None  # from the draft's GPU to the target's, once it is open
 
     def open_link(self, device: torch.device) -> bool:
-        """Opens a link, while the other side does the same, and tells whether it works."""
+        """Opens a link, while the other side does the same, and returns whether it works."""
         self.link = open_link(self.store, self.rank, device, link_trial(self.secret))
         return self.link is not None
 

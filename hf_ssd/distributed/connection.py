@@ -26,15 +26,14 @@ POLL = 0.01  # seconds
 class Connection:
     """
     Args:
-        process ([`WorkerProcess`] or [`SupervisedProcess`]): The process of the worker, which starts side by side with
-            others.
+        process ([`WorkerProcess`] or [`SupervisedProcess`]): The process of the worker.
         meeting (`dict`): Where the two find each other. See [`~hf_ssd.distributed.meeting.join`].
         timeout (`float`): Seconds until the worker must be ready.
 
     Attributes:
         channel ([`Channel`], *optional*): To the worker, while it is connected.
         worker_info (`dict`): `vocab_size` and `device` of the worker's model, the `identity` of that device, the
-            worker's `pid`, whether the model `is_compiled`, or, if it was to be and is not, `uncompiled_because`.
+            worker's `pid`, whether the model `is_compiled`, and if that failed, `uncompiled_because`.
     """
 
     def __init__(self, process, meeting: dict, timeout: float):

@@ -42,12 +42,8 @@ if hasattr(os, "register_at_fork"):
 
 def gloo_group(store: dist.Store, name: str, rank: int, hostname: str | None = LOOPBACK) -> dist.ProcessGroup:
     """
-    Args:
-        store (`torch.distributed.Store`): Where the two processes find each other.
-        name (`str`): Name of the group, the same in both.
-        rank (`int`): `TARGET` or `DRAFT`.
-        hostname (`str`, *optional*, defaults to `"127.0.0.1"`): The address of this end. `None` lets gloo choose by the
-            name of the machine or by `GLOO_SOCKET_IFNAME`, so that other machines can reach it.
+    Connects to the other process, which does the same. `hostname` is the address of this end; `None` lets gloo choose
+    by the name of the machine or by `GLOO_SOCKET_IFNAME`, so that other machines can reach it.
     """
     options = dist.ProcessGroupGloo._Options()
     options._timeout, options._threads = CONNECT_TIMEOUT, 1
@@ -99,8 +95,8 @@ def nccl_group(store: dist.Store, name: str, rank: int) -> dist.ProcessGroup:
 
 def give_up(groups: list[dist.ProcessGroup]) -> None:
     """
-    Aborts what is under way on these groups and empties the list. A gloo group that is collected as garbage waits for
-    the other process; it does so in a thread, so that a process that hangs cannot hang this one.
+    Aborts what is under way on these groups and empties the list, in a thread: a gloo group that is collected as
+    garbage waits for the other process, which may hang.
     """
 
     def close():

@@ -25,15 +25,14 @@ from .messages import LARGEST_PAYLOAD, Kind, Message, ProtocolError
 
 PROOF_TIMEOUT = 20.0  # seconds for the other side to prove itself, once both are connected
 SECRET_LENGTH = NONCE_LENGTH = 32  # bytes, as an HMAC-SHA256 has
-SENDERS = ("target to draft", "draft to target")  # by rank
 
 _folders: list[tempfile.TemporaryDirectory] = []  # removed when the program ends
 
 
 def private_meeting() -> tuple[dict, list[int]]:
     """
-    Returns a place for one worker and this process, with a secret, as objects that JSON can hold; and the file
-    descriptors that the worker must inherit. The place goes to the worker over its standard input.
+    Returns a place for one worker and this process, with a secret, as objects that JSON can hold, and the file
+    descriptors that the worker must inherit.
     """
     path, descriptors = _private_file()
     names = {"prefix": secrets.token_hex(8), "secret": secrets.token_hex(SECRET_LENGTH)}
@@ -45,13 +44,14 @@ def join(meeting: dict, timeout: float) -> dist.Store:
     Returns the store of a meeting.
 
     Args:
-        meeting (`dict`): What [`private_meeting`] or [`~hf_ssd.distributed.supervisor.Notes.meeting`] returned.
+        meeting (`dict`): What [`private_meeting`] returned, or a place in torchrun's store.
         timeout (`float`): Seconds that the store waits for a key.
     """
     if "path" in meeting:
         store = dist.FileStore(meeting["path"])
     else:
-        store = dist.TCPStore(meeting["host"], meeting["port"], is_master=False, wait_for_workers=False)
+        options = {"is_master": False, "wait_for_workers": False, "timeout": timedelta(seconds=timeout)}
+        store = dist.TCPStore(meeting["host"], meeting["port"], **options)
     store.set_timeout(timedelta(seconds=timeout))
     return dist.PrefixStore(meeting["prefix"], store)
 
@@ -76,22 +76,17 @@ def _private_file() -> tuple[str, list[int]]:
 
 def prove(channel) -> None:
     """
-    Proves to the other end of a channel that this one knows the secret, while the other end does the same.
-
-    Args:
-        channel ([`Channel`]): This end, just connected.
+    Proves over a [`Channel`] that this side knows the secret, while the other side does the same.
 
     Raises:
-        [`~hf_ssd.distributed.messages.ProtocolError`]: the other side does not know the secret, does not say so in
-            time, or has gone.
+        [`~hf_ssd.distributed.messages.ProtocolError`]: the other side does not know it, does not say so in time, or has
+            ended.
     """
     deadline, own = time.monotonic() + PROOF_TIMEOUT, secrets.token_bytes(NONCE_LENGTH)
     channel.largest = 0  # until it is known who is there, nothing is allocated for them
     try:
-        _send(channel, 0, own)
-        theirs = _receive(channel, 0, deadline)
-        _send(channel, 1, _digest(channel.secret, channel.rank, own, theirs))
-        answer = _receive(channel, 1, deadline)
+        theirs = _exchange(channel, 0, own, deadline)
+        answer = _exchange(channel, 1, _digest(channel.secret, channel.rank, own, theirs), deadline)
     except (TimeoutError, ConnectionError) as error:
         raise ProtocolError(f"what has connected did not prove that it is the other side: {error}") from error
     if not hmac.compare_digest(answer, _digest(channel.secret, 1 - channel.rank, theirs, own)):
@@ -105,14 +100,11 @@ def link_trial(secret: bytes) -> torch.FloatTensor:
 
 
 def _digest(secret: bytes, sender: int, own: bytes, theirs: bytes) -> bytes:
-    return hmac.digest(secret, b"hf_ssd " + SENDERS[sender].encode() + own + theirs, "sha256")
+    return hmac.digest(secret, bytes([sender]) + own + theirs, "sha256")
 
 
-def _send(channel, step: int, value: bytes) -> None:
+def _exchange(channel, step: int, value: bytes, deadline: float) -> bytes:
     channel.send(Message(Kind.PROOF, 0, step, torch.tensor(list(value))))
-
-
-def _receive(channel, step: int, deadline: float) -> bytes:
     message = channel.receive(max(0.0, deadline - time.monotonic()))
     values = message.payload.tolist()
     if (message.kind, message.session, message.round, len(values)) != (Kind.PROOF, 0, step, NONCE_LENGTH):

@@ -15,9 +15,11 @@ from transformers.distributed import DistributedConfig
 from .. import devices
 from .assistant import DraftAssistant
 from .connection import Connection
+from .groups import LOOPBACK
 from .launch import START_TIMEOUT, worker_settings
+from .meeting import join
 from .shared_weights import SharedWeights
-from .supervisor import Notes, SupervisedProcess, supervise
+from .supervisor import STORE_TIMEOUT, SupervisedProcess, meeting_of, supervise
 from .target_ranks import TargetRanks
 
 LOADING_TIMEOUT = timedelta(hours=2)  # transformers' own: ranks finish loading a large target far apart
@@ -40,10 +42,11 @@ class Roles:
         self.rank, world_size, local_rank, local_world_size = (int(os.environ[name]) for name in VARIABLES[:4])
         self.num_draft_ranks, self.tp_size = num_draft_ranks, world_size - num_draft_ranks
         self.is_draft, self.is_leader = self.rank >= self.tp_size, self.rank == 0
-        self.worker_device = _device_of(local_rank)
+        usable = [device for device in devices.accelerators() if device.type != "mps"]  # which has no process groups
+        # A rank that is shown only its own accelerator sees it under number 0.
+        self.worker_device = usable[local_rank % len(usable)] if usable else torch.device("cpu")
         self.device = torch.device("cpu") if self.is_draft else self.worker_device
-        # The first rank may be the store's server: kept as long as this program runs.
-        self.store, _, _ = next(dist.rendezvous("env://"))
+        self.store, _, _ = next(dist.rendezvous("env://"))  # kept: the first rank may be its server
         self.on_one_machine = local_world_size == world_size
         self._is_done, self._process = False, os.getpid()
         self.ranks: TargetRanks | None = None
@@ -55,13 +58,14 @@ class Roles:
             torch.accelerator.set_device_index(self.device)
             os.environ["LOCAL_RANK"] = str(self.device.index)  # which transformers takes for the device's number
         if self.tp_size > 1:
-            dist.init_process_group(
-                _backend(self.device.type),
+            kind = self.device.type
+            dist.init_process_group(  # outcomes are tensors of the CPU
+                "gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}",
                 store=dist.PrefixStore("hf_ssd/target", self.store),
                 rank=self.rank,
                 world_size=self.tp_size,
                 timeout=LOADING_TIMEOUT,
-                device_id=self.device if self.device.type == "cuda" else None,
+                device_id=self.device if kind == "cuda" else None,
             )
             self.ranks = TargetRanks(dist.new_group(backend="gloo"))
         if self.is_leader:
@@ -94,7 +98,7 @@ class Roles:
         """
         if self.is_draft:
             raise ValueError("This rank drafts, so it has no draft to talk to; call `roles.serve(model)`.")
-        starts = [_starter(self._notes(index)) for index in range(self.num_draft_ranks)] if self.is_leader else []
+        starts = [_starter(self._place(index)) for index in range(self.num_draft_ranks)] if self.is_leader else []
         return DraftAssistant(starts, ranks=self.ranks)
 
     def serve(
@@ -128,7 +132,7 @@ class Roles:
             settings["weights"], descriptors = weights.description, [weights.descriptor]
         del model  # the child has the weights; memory that only this process holds is not needed
         try:
-            supervise(self._notes(self.rank - self.tp_size), settings, descriptors)
+            supervise(self._place(self.rank - self.tp_size), settings, descriptors)
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -147,14 +151,16 @@ class Roles:
                     self.draft.close()
             finally:  # otherwise the draft ranks would wait for ever
                 for index in range(self.num_draft_ranks):
-                    self._notes(index).write("done")
+                    join(self._place(index), STORE_TIMEOUT).set("done", "yes")
         if self.tp_size > 1 and dist.is_initialized():
             dist.destroy_process_group()
 
-    def _notes(self, index: int) -> Notes:
+    def _place(self, index: int) -> dict:
+        """Returns where the notes to and from a draft rank are."""
         run, restart = os.environ.get("TORCHELASTIC_RUN_ID", ""), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        prefix = f"hf_ssd/{run}/{restart}/draft/{index}"
-        return Notes(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), prefix, self.on_one_machine)
+        address = {"host": os.environ["MASTER_ADDR"], "port": int(os.environ["MASTER_PORT"]), "secret": ""}
+        hostname = LOOPBACK if self.on_one_machine else None
+        return {**address, "hostname": hostname, "prefix": f"hf_ssd/{run}/{restart}/draft/{index}"}
 
 
 def init_roles(num_draft_ranks: int = 1) -> Roles:
@@ -199,28 +205,15 @@ def init_roles(num_draft_ranks: int = 1) -> Roles:
     return Roles(num_draft_ranks)
 
 
-def _starter(notes: Notes) -> Callable[[], Connection]:
+def _starter(place: dict) -> Callable[[], Connection]:
     """Returns what asks a draft rank for its next child, and gives a worker that is to be connected."""
-    numbers = itertools.count()
+    notes, numbers = join(place, STORE_TIMEOUT), itertools.count()
 
     def start() -> Connection:
         number = next(numbers)
-        return Connection(SupervisedProcess(notes, number), notes.meeting(number), START_TIMEOUT)
+        return Connection(SupervisedProcess(notes, number), meeting_of(place, number), START_TIMEOUT)
 
     return start
-
-
-def _device_of(local_rank: int) -> torch.device:
-    """Returns the accelerator of a rank, which has number 0 where each rank is shown only its own."""
-    usable = [device for device in devices.accelerators() if device.type != "mps"]  # which has no process groups
-    return usable[local_rank % len(usable)] if usable else torch.device("cpu")
-
-
-def _backend(device_type: str) -> str:
-    """Returns what carries tensors of the CPU, which outcomes are, and of the ranks' devices."""
-    if device_type == "cpu":
-        return "gloo"
-    return f"cpu:gloo,{device_type}:{dist.get_default_backend_for_device(device_type)}"
 
 
 def check_heads(config: PreTrainedConfig, tp_size: int) -> None:

@@ -1,5 +1,6 @@
 """A model's weights in memory that another process maps, so that the model is not copied for it."""
 
+import contextlib
 import importlib
 import json
 import os
@@ -121,16 +122,11 @@ def _view(memory: torch.Tensor, place: int, dtype: torch.dtype, shape) -> torch.
 
 
 def _importable_class(model: PreTrainedModel) -> list[str]:
-    for kind in type(model).__mro__:
-        if not issubclass(kind, PreTrainedModel):
-            continue  # a mixin that was put in front, as hf_ssd.enable does
-        if kind.__module__ == "__main__" or "<locals>" in kind.__qualname__:
-            break
-        try:
-            if _import([kind.__module__, kind.__qualname__]) is kind:
-                return [kind.__module__, kind.__qualname__]
-        except (ImportError, AttributeError):
-            break
+    kind = vars(type(model)).get("_ssd_kind", type(model))  # what hf_ssd.enable made its class from
+    place = [kind.__module__, kind.__qualname__]
+    with contextlib.suppress(ImportError, AttributeError):
+        if kind.__module__ != "__main__" and _import(place) is kind:
+            return place
     raise ValueError(
         f"The draft's class {type(model).__name__} is defined in {type(model).__module__}, which another process "
         "cannot import; save the draft with save_pretrained() and pass the folder to hf_ssd.launch_draft()."

@@ -2,7 +2,8 @@
 
 torchrun ends all ranks when one is killed, so a draft rank does nothing that could kill it. Its child is the draft
 worker, which holds the GPU, and may die and be started again alone. Target and supervisor leave each other notes in
-torchrun's store: which child is wanted, which one is to be killed, which has ended and what it wrote last.
+torchrun's store: which child is `asked` for, which one to `kill`, which has `ended` and what it wrote last, and whether
+the target is `done`.
 
 There is no private pipe between ranks, so target and draft trust torchrun's store, and with it everyone who can reach
 MASTER_ADDR:MASTER_PORT or the ports on which gloo and NCCL listen: such a person can take a rank's place, be sent the
@@ -10,64 +11,35 @@ prompts and answer with tokens. As torchrun itself, this is for networks and mac
 """
 
 import time
-from datetime import timedelta
 
 import torch.distributed as dist
 
-from .groups import LOOPBACK
+from .meeting import join
 from .process import STOP_TIMEOUT, WorkerProcess
 
 POLL = 0.05  # seconds between two looks at the notes
 SUPERVISOR_TIMEOUT = 3.0  # seconds for the supervisor to notice that its child has ended, or is to end
-STORE_TIMEOUT = timedelta(seconds=60)
+STORE_TIMEOUT = 60.0  # seconds
 
 
-class Notes:
-    """
-    What target and supervisor of one draft rank write to each other.
-
-    Args:
-        host (`str`), port (`int`): Address of torchrun's store.
-        prefix (`str`): Prefix of the keys of this run and this draft rank.
-        on_one_machine (`bool`): Whether all ranks are on one machine, so that loopback serves them.
-    """
-
-    def __init__(self, host: str, port: int, prefix: str, on_one_machine: bool):
-        server = dist.TCPStore(host, port, is_master=False, timeout=STORE_TIMEOUT, wait_for_workers=False)
-        self.store = dist.PrefixStore(prefix, server)
-        hostname = LOOPBACK if on_one_machine else None
-        self.place = {"host": host, "port": port, "prefix": prefix, "hostname": hostname, "secret": ""}
-
-    def write(self, what: str, number: int = 0, text: str = "yes") -> None:
-        self.store.set(f"{what}/{number}", text or " ")
-
-    def has(self, what: str, number: int = 0) -> bool:
-        return self.store.check([f"{what}/{number}"])
-
-    def read(self, what: str, number: int) -> str:
-        return self.store.get(f"{what}/{number}").decode("utf-8", errors="replace").strip()
-
-    def meeting(self, number: int) -> dict:
-        """Returns where the child of this number and the target find each other."""
-        return {**self.place, "prefix": f"{self.place['prefix']}/{number}"}
+def meeting_of(place: dict, number: int) -> dict:
+    """Returns where the child of this number and the target meet. `place` is where the notes of its rank are."""
+    return {**place, "prefix": f"{place['prefix']}/{number}"}
 
 
 class SupervisedProcess:
     """
-    A supervisor's child as the target sees it, with the methods of [`WorkerProcess`].
-
-    Args:
-        notes ([`Notes`]): To and from the supervisor.
-        number (`int`): Number of the child, from 0. The first one is started without being asked for.
+    A supervisor's child as the target sees it, with the methods of [`WorkerProcess`]. Children are numbered from 0; the
+    first one is started without being asked for.
     """
 
-    def __init__(self, notes: Notes, number: int):
+    def __init__(self, notes: dist.Store, number: int):
         self.notes, self.number = notes, number
-        notes.write("asked", number)
+        notes.set(f"asked/{number}", "yes")
 
     @property
     def is_running(self) -> bool:
-        return not self.notes.has("ended", self.number)
+        return not self.notes.check([f"ended/{self.number}"])
 
     def wait(self, timeout: float) -> bool:
         deadline = time.monotonic() + timeout
@@ -76,38 +48,39 @@ class SupervisedProcess:
         return not self.is_running
 
     def stderr_tail(self) -> str:
-        return self.notes.read("ended", self.number) if self.wait(SUPERVISOR_TIMEOUT) else ""
+        if not self.wait(SUPERVISOR_TIMEOUT):
+            return ""
+        return self.notes.get(f"ended/{self.number}").decode("utf-8", errors="replace").strip()
 
     def end(self) -> None:
-        self.notes.write("kill", self.number)
+        self.notes.set(f"kill/{self.number}", "yes")
         self.wait(SUPERVISOR_TIMEOUT)
 
 
-def supervise(notes: Notes, settings: dict, descriptors: list[int]) -> None:
+def supervise(place: dict, settings: dict, descriptors: list[int]) -> None:
     """
     Keeps a worker running, and returns when the target says that it is done, or when its store is gone.
 
     Args:
-        notes ([`Notes`]): To and from the target.
-        settings (`dict`): What [`~hf_ssd.distributed.worker`] reads, except where it meets the target.
-        descriptors (`list[int]`): File descriptors that the worker inherits.
+        place (`dict`): Where the notes are. See [`~hf_ssd.distributed.meeting.join`].
+        settings (`dict`), descriptors (`list[int]`): See [`WorkerProcess`]. The meeting with the target is added.
     """
 
     def start(number: int) -> WorkerProcess:
-        return WorkerProcess({**settings, "meeting": notes.meeting(number)}, descriptors)
+        return WorkerProcess({**settings, "meeting": meeting_of(place, number)}, descriptors)
 
-    number, was_told = 0, False
+    notes, number, was_told = join(place, STORE_TIMEOUT), 0, False
     process = start(number)
     try:
-        while not notes.has("done"):
-            if notes.has("asked", number + 1):
+        while not notes.check(["done"]):
+            if notes.check([f"asked/{number + 1}"]):
                 process.end()
                 number, was_told = number + 1, False
                 process = start(number)
-            elif process.is_running and notes.has("kill", number):
+            elif process.is_running and notes.check([f"kill/{number}"]):
                 process.end()
             elif not process.is_running and not was_told:
-                notes.write("ended", number, process.stderr_tail())
+                notes.set(f"ended/{number}", process.stderr_tail() or " ")
                 was_told = True
             time.sleep(POLL)
         process.wait(STOP_TIMEOUT)

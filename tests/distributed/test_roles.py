@@ -245,8 +245,9 @@ def test_draft_ranks_are_told_that_the_target_is_done_whatever_happens_to_the_dr
     roles.is_draft, roles.is_leader, roles._is_done, roles.num_draft_ranks, roles.tp_size = False, True, False, 2, 1
     roles.__dict__["draft"] = Broken()
     roles._process = os.getpid()
-    notes = SimpleNamespace(write=told.append)
-    monkeypatch.setattr(Roles, "_notes", lambda self, index: notes)
+    notes = SimpleNamespace(set=lambda key, _: told.append(key))
+    monkeypatch.setattr(Roles, "_place", lambda self, index: {})
+    monkeypatch.setattr("hf_ssd.distributed.roles.join", lambda place, timeout: notes)
     with pytest.raises(KeyboardInterrupt):
         roles.shutdown()
     assert told == ["done", "done"]
