@@ -53,18 +53,14 @@ class Decider:
         self.by_step = unknown or constrained
         self.in_step = unknown or (constrained and not sequences.ends_by_row)
 
-    def decide(
-        self, logits: torch.Tensor, q: torch.Tensor | None, drafted: torch.LongTensor
-    ) -> tuple[torch.LongTensor, list[torch.Tensor]]:
+    def decide(self, logits: torch.Tensor, q: torch.Tensor | None, drafted: torch.LongTensor):
         """
         Decides on all positions.
 
         Args:
             logits (`torch.Tensor` of shape `(batch_size, lookahead + 1, vocab_size)`): The target's. A row whose logits
                 are not numbers is verified again without the drafted tokens, and its logits are replaced.
-            q (`torch.FloatTensor` of shape `(batch_size, lookahead, vocab_size)`, *optional*), drafted
-                (`torch.LongTensor` of shape `(batch_size, lookahead)`): See
-                [`~hf_ssd.generation.verification.acceptance_probabilities`].
+            q, drafted: As in [`~hf_ssd.generation.verification.acceptance_probabilities`].
 
         Returns:
             The outcome `(2, batch_size)` on the CPU, which only the leader has: accepted counts, -1 for finished rows,
@@ -84,10 +80,7 @@ class Decider:
         return torch.stack([accepted, bonus]), scores
 
     def _decide_rows(self, rows: list[int], logits, q, drafted):
-        """
-        Takes the tensors of some rows. Returns accepted counts, bonus tokens and unlikely tokens `(3, len(rows))` on
-        the CPU, the rows whose logits are not numbers, and the processed scores.
-        """
+        """Returns accepted counts, bonus and unlikely tokens `(3, len(rows))`, unsound rows, and processed scores."""
         _, positions, vocab_size = logits.shape
         size = max(1, SLICE_BYTES // (4 * positions * vocab_size))
         uniform = uniform_numbers(drafted) if self.do_sample and self.ranks.is_leader else None
@@ -108,15 +101,9 @@ class Decider:
         self, logits: torch.Tensor, q: torch.Tensor | None, drafted: torch.LongTensor, keep: Callable
     ) -> torch.LongTensor:
         """
-        Decides on one position after the other, as far as rows accept what was drafted for them.
-
-        Args:
-            logits, q, drafted: As in [`~Decider.decide`].
-            keep (`Callable`): Called at each position with its rows, accepted counts and tokens of all rows, and the
-                scores and logits `(1, vocab_size)` of its rows.
-
-        Returns:
-            `torch.LongTensor` of shape `(2, batch_size)`: The outcome, on the CPU.
+        Decides on one position after the other, as far as rows accept what was drafted for them, and returns the
+        outcome `(2, batch_size)` on the CPU. `keep` is called at each position with its rows, accepted counts and
+        tokens of all rows, and the scores and logits `(1, vocab_size)` of its rows.
         """
         sequences, before, proposed = self.sequences, self.sequences.lengths, drafted.tolist()
         going = [row for row, unfinished in enumerate(sequences.unfinished) if unfinished]

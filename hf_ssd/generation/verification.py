@@ -21,15 +21,8 @@ def accepted_counts(accept: torch.BoolTensor) -> torch.LongTensor:
 
 def verify_greedy(scores: torch.Tensor, drafted: torch.LongTensor) -> tuple[torch.LongTensor, torch.LongTensor]:
     """
-    Accepts the drafted tokens that the target would have chosen itself.
-
-    Args:
-        scores (`torch.FloatTensor` of shape `(batch_size, lookahead + 1, vocab_size)`): The target's processed scores
-            after 0 to `lookahead` drafted tokens.
-        drafted (`torch.LongTensor` of shape `(batch_size, lookahead)`): The speculation.
-
-    Returns:
-        The outcome of each row, two `torch.LongTensor` of shape `(batch_size,)`: accepted count and bonus token.
+    Accepts the drafted tokens `(batch_size, lookahead)` that the target would have chosen itself by its processed
+    scores `(batch_size, lookahead + 1, vocab_size)`. Returns the outcome of each row: accepted counts and bonus tokens.
     """
     choice = argmax(scores)
     accepted = accepted_counts(choice[:, :-1] == drafted)
@@ -66,15 +59,9 @@ def residual_distribution(
     p: torch.Tensor, q: torch.Tensor | None, drafted: torch.LongTensor, accepted: torch.LongTensor
 ) -> torch.Tensor:
     """
-    The distribution of the bonus token: max(p - q, 0) where the first token was rejected, p where all were accepted, or
-    where the token was rejected because its q(x) is no positive finite number, whatever p says.
-
-    Args:
-        p, q, drafted: As in [`acceptance_probabilities`].
-        accepted (`torch.LongTensor` of shape `(batch_size,)`): Accepted count of each row.
-
-    Returns:
-        `torch.FloatTensor` of shape `(batch_size, vocab_size)`, not normalized.
+    Returns the distribution `(batch_size, vocab_size)` of the bonus token behind the `accepted` tokens of each row, not
+    normalized: max(p - q, 0) after a rejection, p where all were accepted or q(x) is no positive finite number. For the
+    other arguments see [`acceptance_probabilities`].
     """
     rows = torch.arange(len(accepted), device=p.device)
     bonus, lookahead = p[rows, accepted], drafted.shape[1]
