@@ -154,7 +154,7 @@ class SSDConfig:
 
 FAN_OUTS = ("confidence", "geometric", "uniform", "all_accepted", "single_branch", "greedy_tree")
 FALLBACKS = ("auto", "primary", "ngram", "random")
-_FAN_OUT = " or ".join((", ".join(f'"{name}"' for name in FAN_OUTS), "lookahead + 1 integers of at least 0"))
+_FAN_OUT = ", ".join(f'"{name}"' for name in FAN_OUTS) + " or lookahead + 1 integers of at least 0"
 _FALLBACK = ", ".join(f'"{name}"' for name in FALLBACKS) + (
     ", an object with propose(input_ids, lookahead), or a CandidateGenerator that needs no outputs of the target"
 )

@@ -1,4 +1,4 @@
-"""What the library asks of a device, whatever kind of accelerator it is."""
+"""What the library asks of a device, whatever kind of accelerator it is: identity, waiting, copies that do not wait."""
 
 import torch
 from transformers import PreTrainedModel
@@ -8,7 +8,7 @@ logger = logging.get_logger(__name__)
 
 
 def of_model(model: PreTrainedModel) -> torch.device:
-    """Returns where a model computes what its embeddings give, also if its weights are kept elsewhere meanwhile."""
+    """Returns the device that computes a model's embeddings, also if accelerate keeps the weights elsewhere."""
     if model.device.type != "meta":
         return model.device
     place = model.get_input_embeddings()._hf_hook.execution_device
@@ -18,10 +18,7 @@ def of_model(model: PreTrainedModel) -> torch.device:
 
 
 def identity(device: torch.device) -> str | None:
-    """
-    Returns what tells one accelerator from all others of the machine, also in a process that sees them under other
-    numbers; `None` for the CPU.
-    """
+    """Returns a name of an accelerator that holds in every process of the machine; `None` for the CPU."""
     if device.type == "cpu":
         return None
     if device.type == "cuda":
@@ -30,10 +27,7 @@ def identity(device: torch.device) -> str | None:
 
 
 def synchronize(device: torch.device) -> None:
-    """
-    Waits until what was queued is computed. On CUDA only in the current stream: what a link sends in another one may
-    wait for the target.
-    """
+    """Waits until what was queued is computed. On CUDA in the current stream only: a link uses another one."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
     elif device.type != "cpu":
@@ -42,27 +36,22 @@ def synchronize(device: torch.device) -> None:
 
 def from_host(values, device: torch.device) -> torch.Tensor:
     """
-    Copies values to a device. `torch.tensor(values, device=...)`, `.to(device)` and an index that is a list or a tensor
-    of the host wait until a GPU has done all that it was given before; this does not. What is computed from the copy
-    comes after it all the same.
+    Returns values as a tensor on a device, without the wait for all of a GPU's earlier work that
+    `torch.tensor(values, device=...)`, `.to(device)` and an index on the host cost.
 
     Args:
-        values (`torch.Tensor` or nested `list`): Usually on the host. What is on the device already is returned as it
-            is.
+        values (`torch.Tensor` or nested `list`): Usually on the host. A tensor on the device is returned as it is.
         device (`torch.device`): Where they are needed.
-
-    Returns:
-        `torch.Tensor`.
     """
     is_there = isinstance(values, torch.Tensor) and values.device.type != "cpu"
     if is_there or device.type != "cuda":
         return torch.as_tensor(values, device=device)
-    # Only from pinned memory does a copy go on by itself. torch keeps that memory until the copy is done.
+    # Only copies from pinned memory do not wait. torch keeps that memory until the copy is done.
     return torch.as_tensor(values).pin_memory().to(device, non_blocking=True)
 
 
 def to_host(*tensors: torch.LongTensor) -> list[torch.LongTensor]:
-    """Brings integers to the host in one transfer, so that it waits for the device once."""
+    """Copies integers to the host in one transfer, so that the host waits for the device once."""
     if tensors[0].device.type == "cpu":
         return list(tensors)
     flat = torch.cat([tensor.flatten().long() for tensor in tensors]).cpu()
@@ -78,7 +67,7 @@ def has_float64(device: torch.device) -> bool:
 
 
 def accelerators() -> list[torch.device]:
-    """Returns the GPUs, or what else the machine has of that kind."""
+    """Returns the GPUs or other accelerators of the machine."""
     if not torch.accelerator.is_available():
         return []
     kind = torch.accelerator.current_accelerator().type
@@ -86,25 +75,25 @@ def accelerators() -> list[torch.device]:
 
 
 def name(device: torch.device) -> str:
-    """Returns what the maker calls an accelerator, if torch knows."""
+    """Returns the product name of an accelerator, if torch knows it."""
     module = torch.get_device_module(device)
     return module.get_device_name(device) if hasattr(module, "get_device_name") else str(device)
 
 
 def spare_accelerator() -> torch.device | None:
     """
-    Returns the last accelerator on which this process holds no tensors; `None` where there is only the CPU. If it holds
-    some on each, there is a warning, and it is the last one.
+    Returns the last accelerator on which this process holds no tensors. If it holds some on each, that is the last one,
+    with a warning; where there is only the CPU, `None`.
     """
-    all_of_them = accelerators()
-    unused = [device for device in all_of_them if not torch.accelerator.memory_allocated(device.index)]
-    if all_of_them and not unused:
-        warn_of_sharing(all_of_them[-1])
-    return (unused or all_of_them or [None])[-1]
+    found = accelerators()
+    unused = [device for device in found if not torch.accelerator.memory_allocated(device.index)]
+    if found and not unused:
+        warn_of_sharing(found[-1])
+    return (unused or found or [None])[-1]
 
 
 def warn_of_sharing(device: torch.device) -> None:
-    """Says once what it costs that target and draft are on one device."""
+    """Warns once that target and draft on one device take time from each other."""
     logger.warning_once(
         f"The draft shares {device} with the target. Each of its passes there takes time from a verification, so this "
         "can be slower than drafting in turn (`SSDConfig(asynchronous=False)`); give the draft a device of its own, as "

@@ -78,14 +78,10 @@ def process_positions(
         processors (`LogitsProcessorList`): As transformers prepared them. If not all of them are [`are_by_row`], there
             must be one position, at the same length in all of the rows.
         scores (`torch.FloatTensor` of shape `(len(rows), positions, vocab_size)`): Raw scores.
-        input_ids (`torch.LongTensor` of shape `(batch_size, at least max(lengths) + positions - 1)`): The tokens of
-            each row, the proposed ones included.
-        lengths (`list[int]`): Tokens before the first position, for each row of the batch. Position `j` of row `r`
-            follows `input_ids[r, : lengths[r] + j]`.
-        rows (`list[int]`): The rows.
-
-    Returns:
-        `torch.FloatTensor` of the shape of `scores`.
+        input_ids (`torch.LongTensor` of shape `(batch_size, columns)`): All rows, the proposed tokens included.
+        lengths (`list[int]`): For each row of the batch. Position `j` of row `r` follows
+            `input_ids[r, : lengths[r] + j]`.
+        rows (`list[int]`): The rows that `scores` is of.
     """
     if not processors:
         return scores
@@ -121,18 +117,8 @@ def process_branches(
     processors: LogitsProcessorList, scores: torch.Tensor, histories: torch.LongTensor | None, lengths: torch.LongTensor
 ) -> torch.Tensor:
     """
-    Processes the scores of independent sequences of different lengths.
-
-    Args:
-        processors (`LogitsProcessorList`): As transformers prepared them.
-        scores (`torch.FloatTensor` of shape `(sequences, vocab_size)`): Raw scores.
-        histories (`torch.LongTensor` of shape `(sequences, at least max(lengths))`, *optional*): The tokens before each
-            position. Not used unless [`needs_history`] says so.
-        lengths (`torch.LongTensor` of shape `(sequences,)`): How many of them count. On the CPU, where reading them
-            waits for no GPU.
-
-    Returns:
-        `torch.FloatTensor` of the shape of `scores`.
+    Processes the scores `(sequences, vocab_size)` of independent sequences. Those of [`needs_history`] read the tokens
+    before each position, of which `histories[i, : lengths[i]]` count. `lengths` is on the CPU.
     """
     for processor in processors:
         together = _process_together(processor, scores, histories, lengths)
@@ -155,13 +141,8 @@ def _process_together(
     rows: list[int] | None = None,
 ) -> torch.Tensor | None:
     """
-    Processes all positions in one call, or returns `None` if the processor must be called for each length.
-
-    Args:
-        scores (`torch.FloatTensor` of shape `(positions, vocab_size)`): Raw scores.
-        histories (`torch.LongTensor` of shape `(..., columns)`, *optional*): The tokens before each position.
-        lengths (`torch.LongTensor` of shape `(...)`): How many of them count. On the CPU.
-        rows (`list[int]`, *optional*): Which rows of the batch these are; all by default.
+    Processes the scores `(positions, vocab_size)` in one call, or returns `None` if the processor must be called for
+    each length. `histories` of shape `(..., columns)` and `lengths` of shape `(...)` are of the `rows` of the batch.
     """
     kind = type(processor)
     if kind in STATELESS:

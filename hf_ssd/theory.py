@@ -2,6 +2,13 @@
 The paper's formulas as pure functions of plain numbers (Kumar, Dao, May, ICLR 2026). Every time T is in units of one
 verification by the target, and every expectation E in tokens per round, the bonus token included. Arguments out of
 range raise `ValueError`.
+
+The symbols: `acceptance_rate` a, the chance that one drafted token is accepted, independent of the others; `lookahead`
+K, the drafted tokens of one speculation; `budget` B, the outcomes prepared; `power_law_exponent` r, where a fan-out of
+F misses the bonus token with probability F^-r; `hit_rate` p, the chance that a row's outcome was prepared;
+`expected_hit` E_hit and `expected_miss` E_miss, the tokens of a round whose speculation came from the cache and from
+the fallback; `primary_time` T_p, to prepare the cache, hidden up to 1; `backup_time` T_b, of the fallback after a miss;
+`draft_time` T_SD and `expected_sd` E_SD, of synchronous speculative decoding (SD); `rows` b, the batch size.
 """
 
 import math
@@ -10,10 +17,8 @@ from collections.abc import Iterable
 
 def acceptance_rate(p: list[float], q: list[float]) -> float:
     """
-    How often speculative decoding accepts a token drawn from q: sum_x min(p(x), q(x)) (Theorem 1).
-
-    Args:
-        p, q (`list[float]`): The target's and the draft's probability of each token, each summing to 1.
+    How often speculative decoding accepts a token drawn from q: sum_x min(p(x), q(x)) (Theorem 1). `p` and `q` are the
+    target's and the draft's probability of each token.
     """
     _check(0, 1, p=p, q=q)
     for name, total in (("p", math.fsum(p)), ("q", math.fsum(q))):
@@ -25,13 +30,7 @@ def acceptance_rate(p: list[float], q: list[float]) -> float:
 
 
 def expected_tokens(acceptance_rate: float, lookahead: int) -> float:
-    """
-    Expected tokens of one verification round: E = (1 - a^(K+1)) / (1 - a).
-
-    Args:
-        acceptance_rate (`float`): Chance a in [0, 1] that one drafted token is accepted, independent of the others.
-        lookahead (`int`): Drafted tokens K >= 0 in the speculation.
-    """
+    """Tokens of one round with K drafted ones: E = (1 - a^(K+1)) / (1 - a)."""
     _check(0, 1, acceptance_rate=acceptance_rate)
     _check(0, math.inf, lookahead=lookahead)
     if acceptance_rate == 1:
@@ -40,25 +39,14 @@ def expected_tokens(acceptance_rate: float, lookahead: int) -> float:
 
 
 def outcome_probabilities(acceptance_rate: float, lookahead: int) -> list[float]:
-    """
-    How likely each accepted count is: P(k) = a^k (1 - a) for k < K and P(K) = a^K.
-
-    Args:
-        acceptance_rate, lookahead: As in [`expected_tokens`].
-    """
+    """How likely each accepted count is: P(k) = a^k (1 - a) for k < K and P(K) = a^K."""
     _check(0, 1, acceptance_rate=acceptance_rate)
     _check(0, math.inf, lookahead=lookahead)
     return [acceptance_rate**k * (1 - acceptance_rate) for k in range(lookahead)] + [acceptance_rate**lookahead]
 
 
 def speculative_decoding_speedup(expected_tokens: float, draft_time: float) -> float:
-    """
-    Speed of synchronous speculative decoding over plain decoding: E_SD / (1 + T_SD).
-
-    Args:
-        expected_tokens (`float`): E_SD, tokens per round.
-        draft_time (`float`): T_SD >= 0, time to draft one speculation.
-    """
+    """Speed of synchronous speculative decoding over plain decoding: E_SD / (1 + T_SD)."""
     _check(0, math.inf, draft_time=draft_time)
     return expected_tokens / (1 + draft_time)
 
@@ -67,15 +55,8 @@ def ssd_speedup(
     hit_rate: float, expected_hit: float, expected_miss: float, primary_time: float, backup_time: float, rows: float = 1
 ) -> float:
     """
-    Speed of SSD over plain decoding (Theorem 7; Corollary 16 for a batch).
-
-    Args:
-        hit_rate (`float`): p in [0, 1], the chance that a row's outcome was prepared.
-        expected_hit (`float`): E_hit, tokens of a round whose speculation came from the cache.
-        expected_miss (`float`): E_miss, tokens of a round whose speculation came from the fallback.
-        primary_time (`float`): T_p >= 0, time to prepare the cache. Hidden up to 1.
-        backup_time (`float`): T_b >= 0, time of the fallback after a miss.
-        rows (`float`): Batch size b, a mean may be fractional: all rows wait if one of them misses.
+    Speed of SSD over plain decoding (Theorem 7; Corollary 16 for a batch of b rows, which may be a mean): all rows wait
+    if one of them misses, so it is (p E_hit + (1-p) E_miss) / (p^b max(1, T_p) + (1 - p^b)(1 + T_b)).
     """
     _check(0, 1, hit_rate=hit_rate)
     _check(0, math.inf, primary_time=primary_time, backup_time=backup_time)
@@ -86,12 +67,8 @@ def ssd_speedup(
 
 def overall_hit_rate(hit_rate_after_primary: float, hit_rate_after_backup: float) -> float:
     """
-    Share of rounds that hit in the long run: p = p_b / (1 - p_p + p_b) (Equation 1).
-
-    Args:
-        hit_rate_after_primary (`float`): p_p in [0, 1], chance of a hit after a hit, where the primary speculated. If
-            it is 1 the result is 1, which holds if the first round hits.
-        hit_rate_after_backup (`float`): p_b in [0, 1], chance of a hit after a miss, where the backup speculated.
+    Share of rounds that hit in the long run: p = p_b / (1 - p_p + p_b) (Equation 1), where p_p is the chance of a hit
+    after a hit, and p_b after a miss. With p_p = 1 it is 1, which holds if the first round hits.
     """
     _check(0, 1, hit_rate_after_primary=hit_rate_after_primary, hit_rate_after_backup=hit_rate_after_backup)
     if hit_rate_after_primary == 1:
@@ -102,27 +79,15 @@ def overall_hit_rate(hit_rate_after_primary: float, hit_rate_after_backup: float
 def ssd_over_speculative_decoding(hit_rate: float, draft_time: float, primary_time: float = 1.0) -> float:
     """
     Speed of SSD over synchronous speculative decoding where one draft serves as SD's draft, primary and backup, so
-    E_hit = E_miss = E_SD and T_b = T_SD: (1 + T_SD) / (p max(1, T_p) + (1 - p)(1 + T_SD)) (Corollary 8). It is never
+    E_hit = E_miss = E_SD and T_b = T_SD: (1 + T_SD) / (p max(1, T_p) + (1-p)(1 + T_SD)) (Corollary 8). It is never
     below 1 if T_p <= 1 + T_SD.
-
-    Args:
-        hit_rate (`float`): p in [0, 1].
-        draft_time (`float`): T_SD >= 0, time to draft one speculation.
-        primary_time (`float`): T_p >= 0, time to prepare the cache. Hidden up to 1.
     """
     _check(0, math.inf, draft_time=draft_time)
     return ssd_speedup(hit_rate, 1.0, 1.0, primary_time, draft_time) / speculative_decoding_speedup(1.0, draft_time)
 
 
 def ssd_over_speculative_decoding_bound(draft_time: float, expected_hit: float, expected_sd: float) -> float:
-    """
-    Upper bound on the speed of SSD over synchronous speculative decoding: (1 + T_SD) E_hit / E_SD (Corollary 9).
-
-    Args:
-        draft_time (`float`): T_SD >= 0, time to draft one speculation.
-        expected_hit (`float`): E_hit, tokens of a round whose speculation came from the cache.
-        expected_sd (`float`): E_SD > 0, tokens of a round of SD.
-    """
+    """Upper bound on the speed of SSD over synchronous speculative decoding: (1 + T_SD) E_hit / E_SD (Corollary 9)."""
     _check(0, math.inf, draft_time=draft_time)
     _check(0, math.inf, exclusive=True, expected_sd=expected_sd)
     return (1 + draft_time) * expected_hit / expected_sd
@@ -130,14 +95,8 @@ def ssd_over_speculative_decoding_bound(draft_time: float, expected_hit: float, 
 
 def geometric_fan_out(lookahead: int, budget: float, acceptance_rate: float, power_law_exponent: float) -> list[float]:
     """
-    The fan-out that maximizes the hit rate, before rounding, for the outcomes of one acceptance rate (Theorem 12):
-    F_k = F_0 a^(k/(1+r)) for k < K and F_K = F_0 a^(K/(1+r)) (1-a)^(-1/(1+r)), with F_0 such that they sum to B.
-
-    Args:
-        lookahead (`int`): K >= 0.
-        budget (`float`): Outcomes to prepare, B >= 0, the sum of the result.
-        acceptance_rate (`float`): a, between 0 and 1, both excluded.
-        power_law_exponent (`float`): r > 0. A fan-out of F misses the bonus token with probability F^-r.
+    The fan-out F_0 ... F_K of sum B that maximizes the hit rate, before rounding (Theorem 12): F_k = F_0 a^(k/(1+r))
+    for k < K and F_K = F_0 a^(K/(1+r)) (1-a)^(-1/(1+r)).
     """
     _check(0, 1, exclusive=True, acceptance_rate=acceptance_rate)
     return fan_out_for(outcome_probabilities(acceptance_rate, lookahead), budget, power_law_exponent)
@@ -145,15 +104,9 @@ def geometric_fan_out(lookahead: int, budget: float, acceptance_rate: float, pow
 
 def fan_out_for(probabilities: list[float], budget: float, power_law_exponent: float) -> list[float]:
     """
-    The same for any outcome probabilities, as after a backup's speculation (Theorem 18): sum_k P(k) (1 - F_k^-r) is
-    largest, its Lagrangian stationary, where F_k is in proportion to P(k)^(1/(1+r)).
-
-    Args:
-        probabilities (`list[float]`): P(k) >= 0 of each accepted count k, not all 0. Only their ratios matter.
-        budget, power_law_exponent: As in [`geometric_fan_out`].
-
-    Returns:
-        `list[float]`, one for each accepted count. May be below 1, where the power law has no meaning.
+    The same for any outcome probabilities P(k), of which only the ratios matter, as after a backup's speculation
+    (Theorem 18): sum_k P(k) (1 - F_k^-r) is largest where F_k is in proportion to P(k)^(1/(1+r)). An F_k may be below
+    1, where the power law has no meaning.
     """
     _check(0, math.inf, probabilities=probabilities, budget=budget)
     _check(0, math.inf, exclusive=True, sum_of_probabilities=sum(probabilities), power_law_exponent=power_law_exponent)
@@ -166,17 +119,8 @@ def critical_batch_size(hit_rate: float, primary_time: float, expected_hit: floa
     """
     Batch size above which an instant backup (T_b = 0, E_miss after a miss) beats the primary used just in time
     (T_b = T_p, E_hit after a miss too): b* = log(1 + 1/T_p - E_hit / (T_p (p E_hit + (1-p) E_miss))) / log p
-    (Theorem 17), where `ssd_speedup` is the same for both.
-
-    Args:
-        hit_rate (`float`): p, between 0 and 1, both excluded, the same with either fallback.
-        primary_time (`float`): T_p > 0. A hit counts as one unit: above 1 it takes T_p, and the curves of `ssd_speedup`
-            cross elsewhere.
-        expected_hit (`float`): E_hit >= E_miss, tokens of a round that the primary speculated.
-        expected_miss (`float`): E_miss >= 1, tokens of a round that the backup speculated.
-
-    Returns:
-        `float`: b* >= 0; `math.inf` where the logarithm has no value: then the backup never wins.
+    (Theorem 17). It is infinite where the logarithm has no value, because the backup never wins there. A hit counts as
+    one unit of time, so the curves of `ssd_speedup` cross there only if T_p <= 1.
     """
     _check(0, 1, exclusive=True, hit_rate=hit_rate)
     _check(0, math.inf, exclusive=True, primary_time=primary_time)
@@ -189,11 +133,8 @@ def critical_batch_size(hit_rate: float, primary_time: float, expected_hit: floa
 
 def fit_power_law(fan_outs: list[float], miss_rates: list[float]) -> tuple[float, float]:
     """
-    Fits miss rate = scale * F^-r by least squares in logarithms, and returns the scale and r.
-
-    Args:
-        fan_outs (`list[float]`): F > 0 of each measurement, at least two different ones whose miss rate is not 0.
-        miss_rates (`list[float]`): Misses as a share, in [0, 1]. Zeros have no logarithm and are left out.
+    Fits miss rate = scale * F^-r by least squares in logarithms, and returns the scale and r. Miss rates of 0 are left
+    out.
     """
     _check(0, math.inf, exclusive=True, fan_outs=fan_outs)
     _check(0, 1, miss_rates=miss_rates)
@@ -207,17 +148,10 @@ def fit_power_law(fan_outs: list[float], miss_rates: list[float]) -> tuple[float
 
 def predict(stats) -> float:
     """
-    The speed while decoding that Corollary 16 (Theorem 7 for one row) gives for the parts that a call measured.
-
-    Args:
-        stats ([`SSDStats`]): Its records count, but for rows that were finished and a last speculation that was not
-            verified.
-
-    Returns:
-        `float`: Tokens per second, all rows together: b times `ssd_speedup`, over the mean verification V. p, E_hit and
-        E_miss are means over rows, b is the mean number of unfinished rows. The mean wait gives 1 + wait / V for
-        max(1, T_p) in rounds where all of them hit and wait / V for T_b in the others. Where one kind of row or round
-        does not occur, the other's mean stands in.
+    The tokens per second of all rows while decoding that Corollary 16 (Theorem 7 for one row) gives for the parts that
+    a call measured ([`SSDStats`]). The hit rate p, E_hit and E_miss are means over unfinished rows,
+    b is their mean number, and V the mean verification. The mean wait gives 1 + wait / V for max(1, T_p) where all rows
+    hit, and wait / V for T_b elsewhere. If one kind of row or round does not occur, the other's mean stands in.
     """
     rows, waits, verifications = [], [], []
     for record in stats.records:

@@ -35,15 +35,7 @@ class Branches:
             self.positions_of_columns[:, :, base : base + grown.shape[1]] = grown[:, None]
 
     def grow(self, tokens: torch.LongTensor) -> torch.Tensor:
-        """
-        Feeds one token to each branch.
-
-        Args:
-            tokens (`torch.LongTensor` of shape `(batch_size, N)`): The next token of each branch.
-
-        Returns:
-            `torch.FloatTensor` of shape `(batch_size, N, vocab_size)`: Raw logits for the token after it.
-        """
+        """Feeds the next token of each branch, `(batch_size, N)`, and returns logits `(batch_size, N, vocab_size)`."""
         start = self.base + self.depth * self.count
         stop = start + self.count
         positions = self.forks + self.depth

@@ -83,8 +83,8 @@ class CachedModel:
         Feeds the next tokens of each row.
 
         Args:
-            tokens (`torch.LongTensor` of shape `(batch_size, new_tokens)`): What follows each row.
-            lengths (`list[int]`): Columns of each row before these tokens. What a row has beyond is overwritten.
+            tokens (`torch.LongTensor` of shape `(batch_size, new_tokens)`): They follow the first `lengths` columns of
+                each row; what a row has beyond is overwritten.
             logits_to_keep (`torch.LongTensor`, *optional*): Which of the new positions to return logits for, the same
                 for all rows. All by default, which after a long prompt can fill the memory.
 
@@ -107,32 +107,21 @@ class CachedModel:
 
     def columns_seen(self, width: int, tokens: int) -> int:
         """
-        Opens or closes the cache's window for the next forward passes, and returns how many columns they will see.
-
-        Args:
-            width (`int`): Columns that will be in use.
-            tokens (`int`): How many tokens of each row are fed at a time.
+        Opens or closes the cache's window for passes over `tokens` tokens of each row that will use `width` columns,
+        and returns how many columns they see.
         """
-        if self.is_compiled and tokens <= LONGEST_STEP and self.cache.layers:
-            return self.cache.open_window(width)
-        self.cache.close_window()
-        return width
+        has_window = self.is_compiled and tokens <= LONGEST_STEP and bool(self.cache.layers)
+        self.cache.set_window(width if has_window else None)
+        return self.cache.window or width
 
     def mask(self, allowed: torch.BoolTensor, query_positions: torch.LongTensor, key_positions: torch.LongTensor):
         """
-        Returns what the model takes as `attention_mask`: a mask, or one for each kind of layer.
-
-        Args:
-            allowed (`torch.BoolTensor` of shape `(computed_rows, queries, columns)`): See [`~hf_ssd.cache.masks`].
-            query_positions, key_positions (`torch.LongTensor`): As in [`~hf_ssd.cache.masks.within_window`], or
-                columns: only differences count.
+        Returns what the model takes as `attention_mask`: a mask, or one for each kind of layer. For the arguments see
+        [`~hf_ssd.cache.masks.within_window`]; of positions only differences count.
         """
-        full = masks.additive(allowed, self.dtype)
+        full = sliding = masks.additive(allowed, self.dtype)
         window = self.layout.window
-        if window is None:
-            return full
-        sliding = full
-        if allowed.shape[2] > window:
+        if window is not None and allowed.shape[2] > window:
             allowed = masks.within_window(allowed, query_positions, key_positions, window)
             sliding = masks.additive(allowed, self.dtype)
         return {"full_attention": full, "sliding_attention": sliding} if self.layout.mixed else sliding
@@ -167,10 +156,7 @@ class CachedModel:
         return of_all
 
     def _lengths_for_flash_attention(self, count: int) -> dict:
-        """
-        Returns the lengths of one row's queries and keys. Transformers would otherwise read them from the positions, in
-        each layer, and wait for the GPU.
-        """
+        """Returns the lengths of one row, which transformers would otherwise read, and wait for, in each layer."""
         lengths = {}
         for name, end in (("q", count), ("k", self.cache.get_seq_length() + count)):
             lengths[f"max_length_{name}"] = end

@@ -9,16 +9,12 @@ import torch
 
 def visible_up_to(last_columns: torch.LongTensor, width: int, valid: torch.BoolTensor | None = None):
     """
-    Each query sees all columns up to one of its own.
+    Lets each query see all of `width` columns up to one of its own.
 
     Args:
         last_columns (`torch.LongTensor` of shape `(batch_size, queries)`): The last column that each query sees.
-        width (`int`): Number of columns.
         valid (`torch.BoolTensor` of shape `(batch_size, columns)`, *optional*): `False` where a column holds padding.
             Columns beyond its own are valid.
-
-    Returns:
-        `torch.BoolTensor` of shape `(batch_size, queries, width)`.
     """
     allowed = torch.arange(width, device=last_columns.device) <= last_columns[:, :, None]
     if valid is not None:
@@ -36,8 +32,7 @@ def within_window(allowed: torch.BoolTensor, query_positions, key_positions, win
     Args:
         allowed (`torch.BoolTensor` of shape `(batch_size, queries, columns)`): What full attention sees.
         query_positions (`torch.LongTensor` of shape `(batch_size, queries)`): Position of each query.
-        key_positions (`torch.LongTensor` that broadcasts to `(batch_size, queries, columns)`): Position of each column.
-        window (`int`): Positions that a layer looks back, its own included.
+        key_positions (`torch.LongTensor` that broadcasts to the shape of `allowed`): Position of each column.
     """
     return allowed & (query_positions[:, :, None] - key_positions < window)
 

@@ -104,12 +104,8 @@ class RaggedCache(DynamicCache):
 
     def place(self, columns: slice | torch.LongTensor, width: int) -> None:
         """
-        Says where the next forward pass writes.
-
-        Args:
-            columns (`slice` or `torch.LongTensor` of shape `(batch_size, new_tokens)`): A slice if all rows write to
-                the same columns, otherwise the columns of each row.
-            width (`int`): Columns that the forward pass sees. The mask hides those a row does not use.
+        Says where the next forward pass writes: one slice for all rows, or the columns `(batch_size, new_tokens)` of
+        each. It sees `width` columns, of which the mask hides those that a row does not use.
         """
         if not isinstance(columns, slice):
             self.placement = columns, width
@@ -123,13 +119,7 @@ class RaggedCache(DynamicCache):
                 layer.width = columns.start
 
     def leave_out(self, finished: list[bool], fewest: int = 1) -> None:
-        """
-        Leaves rows out of the forward passes.
-
-        Args:
-            finished (`list[bool]`): Which of all rows, those that were left out before included.
-            fewest (`int`, *optional*): How many rows remain in any case.
-        """
+        """Leaves finished rows out of the forward passes, but for `fewest` rows. `finished` is of all rows."""
         rows = list(range(len(finished))) if self.rows is None else self.rows
         count = max(fewest, sum(not finished[row] for row in rows))
         if count >= len(rows):
@@ -141,7 +131,7 @@ class RaggedCache(DynamicCache):
             order[one], order[other] = order[other], order[one]
         self._arrange(before, order)
         self.rows, self.left_out = order[:count], order[count:]
-        self._set_window(self.window)
+        self._reopen()
 
     def take_back(self) -> None:
         """Puts all rows where they were, and leaves none of them out."""
@@ -149,7 +139,7 @@ class RaggedCache(DynamicCache):
             before = self.rows + self.left_out
             self._arrange(before, sorted(before))
             self.rows, self.left_out = None, []
-            self._set_window(self.window)
+            self._reopen()
 
     def _arrange(self, before: list[int], order: list[int]) -> None:
         """Moves rows that stand in the order `before` into `order`."""
@@ -165,22 +155,16 @@ class RaggedCache(DynamicCache):
                 for storage in (layer.keys, layer.values):
                     storage[order.index(row), :, columns[row] :] = 0
 
-    def open_window(self, width: int) -> int:
-        """Lets forward passes see at least `width` columns until further notice, and returns how many they see."""
-        window = -(-width // WINDOW_STEP) * WINDOW_STEP
+    def set_window(self, width: int | None) -> None:
+        """Lets forward passes see a window of at least `width` columns, or the columns in use if it is `None`."""
+        window = None if width is None else -(-width // WINDOW_STEP) * WINDOW_STEP
         if window != self.window:
-            self._set_window(window)
-        return window
+            self.window = window
+            self._reopen()
 
-    def close_window(self) -> None:
-        """Lets forward passes see the columns that are in use, and no more."""
-        if self.window is not None:
-            self._set_window(None)
-
-    def _set_window(self, window: int | None) -> None:
-        self.window = window
+    def _reopen(self) -> None:
         for layer in self.layers:
-            layer.open_window(window)
+            layer.open_window(self.window)
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):
         while len(self.layers) <= layer_idx:

@@ -183,6 +183,8 @@ class AutoregressiveDrafter(Drafter):
                     probability = torch.where((own <= depth)[:, None, None], probability, ahead)
                 probabilities.append(probability)
         q = torch.cat(probabilities, dim=1) if probabilities else None
+        if steps:
+            devices.synchronize(self.device)  # so that it is known what the steps took
         return Speculation(tokens, q, ready.record, [width] * len(known)), steps
 
     def verify(self, tokens):

@@ -32,13 +32,10 @@ class SSDGenerationMixin:
         `GenerationMixin.generate`, and with `ssd_config` speculative speculative decoding.
 
         Args:
-            assistant_model (`PreTrainedModel` or [`DraftAssistant`], *optional*):
-                The draft. A model is handed to a worker process the first time, and the worker is reused. While it
-                starts, the call is decoded plainly.
-            ssd_config ([`SSDConfig`], *optional*):
-                Settings. Without them this is transformers' own method.
-            inputs, generation_config, logits_processor, stopping_criteria, streamer, kwargs:
-                As in transformers.
+            assistant_model (`PreTrainedModel` or [`DraftAssistant`], *optional*): The draft. A model is handed to a
+                worker process the first time, and the worker is reused. While it starts, the call is decoded plainly.
+            ssd_config ([`SSDConfig`], *optional*): Settings. Without them this is transformers' own method.
+            inputs, generation_config, logits_processor, stopping_criteria, streamer, kwargs: As in transformers.
 
         Returns:
             What transformers would return; with `return_dict_in_generate=True` and `ssd_config` a
@@ -70,12 +67,8 @@ class SSDGenerationMixin:
 
 def generate(model: PreTrainedModel, *, assistant_model=None, ssd_config: SSDConfig | None = None, **kwargs):
     """
-    Speculative speculative decoding with a model that was not passed to [`enable`]; what `custom_generate` calls.
-
-    Args:
-        model (`PreTrainedModel`): The target.
-        assistant_model, ssd_config, kwargs: As in [`SSDGenerationMixin.generate`]. `ssd_config` defaults to
-            `SSDConfig()`.
+    Speculative speculative decoding with a model that was not passed to [`enable`]; what `custom_generate` calls. The
+    arguments are those of [`SSDGenerationMixin.generate`]; `ssd_config` defaults to `SSDConfig()`.
     """
     plain = functools.partial(GenerationMixin.generate, model)
     return _generate(plain, model, assistant_model, ssd_config or SSDConfig(), **kwargs)

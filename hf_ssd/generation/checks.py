@@ -35,13 +35,7 @@ PROCESSORS_WITH_MEMORY = (
 
 
 def check_arguments(model, assistant_model, ssd_config, synced_gpus) -> None:
-    """
-    Checks what does not depend on the prepared inputs.
-
-    Raises:
-        `TypeError`: an argument is of the wrong type.
-        `ValueError`: the two models cannot work together.
-    """
+    """Raises `TypeError` or `ValueError` if the arguments or the two models cannot work together."""
     if not isinstance(ssd_config, SSDConfig):
         raise TypeError(f"`ssd_config` must be an hf_ssd.SSDConfig, but is a {type(ssd_config).__name__}.")
     if assistant_model is None:
@@ -95,12 +89,7 @@ def check_generation(
     assistant_model,
     ssd_config: SSDConfig,
 ) -> None:
-    """
-    Checks what transformers has prepared.
-
-    Raises:
-        `ValueError`: an option cannot be combined with `ssd_config`, or a model cannot take part in a batch.
-    """
+    """Raises `ValueError` if an option or input that transformers has prepared cannot be combined with `ssd_config`."""
     mode = generation_config.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         raise ValueError(

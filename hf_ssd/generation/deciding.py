@@ -11,33 +11,29 @@ from .sequences import Sequences
 from .verification import uniform_numbers, verify_greedy, verify_sampled
 
 SLICE_BYTES = 2**28
-"""
-How much of the scores in float32 is processed and verified at a time: whole rows, at least one. Processors and
-verification hold several tensors of this size at once, which should be little beside a model; and a slice should be
-large enough that its kernels take far longer than their launch.
-"""
+"""How much of the scores in float32 is processed and verified at a time, in whole rows: it bounds the memory taken."""
 
 
 class Decider:
     """
-    Decides on all positions of a round at once or, if it matters to a processor what it is shown, on one position after
-    the other.
+    Decides on all positions of a round at once, or on one position after the other if a processor may depend on what it
+    is shown.
 
     Args:
         processors (`LogitsProcessorList`): As transformers prepared them.
         sequences ([`Sequences`]): The rows.
         do_sample (`bool`): Whether tokens are drawn, or the most likely ones taken.
         ranks ([`TargetRanks`]): The leader decides.
-        wants_scores (`bool`): Whether the processed scores are wanted besides.
+        wants_scores (`bool`): Whether to return the processed scores too.
         verify_alone (`Callable`): Returns logits `(batch_size, 1, vocab_size)` behind the last tokens, for given rows
             as if nothing had been proposed.
 
     Attributes:
-        by_step (`bool`): Whether there is a constraint, or a processor of which nothing is known. They are asked for a
-            position when all tokens before it are sure, so they are shown what plain generation shows them.
+        by_step (`bool`): Whether there is a constraint or an unknown processor. These are asked for a position when all
+            tokens before it are sure, so that they see what plain generation shows them.
         in_step (`bool`): Whether in addition all rows keep one length, so that the first rejection ends the round for
-            all. A processor of which nothing is known may compare rows, or keep a state from one call to the next; and
-            a constraint must not be asked for what lies behind an end that other rows have a part in.
+            all. An unknown processor may compare rows or keep a state from one call to the next; and a constraint must
+            not be asked for what lies behind an end that depends on other rows.
         unlikely_tokens (`int`): How many accepted tokens no honest draft would have proposed. See [`SSDStats`].
     """
 
@@ -57,22 +53,18 @@ class Decider:
         self.by_step = unknown or constrained
         self.in_step = unknown or (constrained and not sequences.ends_by_row)
 
-    def decide(
-        self, logits: torch.Tensor, q: torch.Tensor | None, drafted: torch.LongTensor
-    ) -> tuple[torch.LongTensor, list[torch.Tensor]]:
+    def decide(self, logits: torch.Tensor, q: torch.Tensor | None, drafted: torch.LongTensor):
         """
         Decides on all positions.
 
         Args:
             logits (`torch.Tensor` of shape `(batch_size, lookahead + 1, vocab_size)`): The target's. A row whose logits
-                are not numbers is verified again without what was drafted, and gets other ones.
-            q (`torch.FloatTensor` of shape `(batch_size, lookahead, vocab_size)`, *optional*), drafted
-                (`torch.LongTensor` of shape `(batch_size, lookahead)`): See
-                [`~hf_ssd.generation.verification.acceptance_probabilities`].
+                are not numbers is verified again without the drafted tokens, and its logits are replaced.
+            q, drafted: As in [`~hf_ssd.generation.verification.acceptance_probabilities`].
 
         Returns:
-            On the CPU the outcome `(2, batch_size)`, accepted counts, -1 for finished rows, and bonus tokens, on the
-            leader alone; and of each row the processed scores `(positions, vocab_size)`, if they are wanted.
+            The outcome `(2, batch_size)` on the CPU, which only the leader has: accepted counts, -1 for finished rows,
+            and bonus tokens. And of each row the processed scores `(positions, vocab_size)`, if they are wanted.
         """
         unfinished = self.sequences.unfinished
         outcome, unsound, scores = self._decide_rows(list(range(len(drafted))), logits, q, drafted)
@@ -83,16 +75,16 @@ class Decider:
             for row, of_row in zip(again, scores_again):
                 scores[row] = of_row
         accepted, bonus, unlikely = outcome
-        self.unlikely_tokens += sum(count for count, one in zip(unlikely.tolist(), unfinished) if one)
+        self.unlikely_tokens += int(unlikely[unfinished].sum())
         accepted[[not one for one in unfinished]] = -1
         return torch.stack([accepted, bonus]), scores
 
     def _decide_rows(self, rows: list[int], logits, q, drafted):
-        """Takes what is of some rows, and besides returns of which of them the logits are not numbers."""
+        """Returns accepted counts, bonus and unlikely tokens `(3, len(rows))`, unsound rows, and processed scores."""
         _, positions, vocab_size = logits.shape
         size = max(1, SLICE_BYTES // (4 * positions * vocab_size))
         uniform = uniform_numbers(drafted) if self.do_sample and self.ranks.is_leader else None
-        outcomes, scores_of_rows = [], []
+        outcomes, scores_of_rows = [drafted.new_zeros(3, 0 if self.ranks.is_leader else len(rows))], []
         for start in range(0, len(rows), size) if self.ranks.is_leader or self.wants_scores else ():
             part = slice(start, start + size)
             scores = self._process(rows[part], logits[part], self.sequences.ids)
@@ -100,25 +92,18 @@ class Decider:
                 scores_of_rows.extend(scores)
             if self.ranks.is_leader:
                 outcomes.append(self._verify(scores, q if q is None else q[part], drafted[part], uniform, part))
-        # Where a hidden state is not a number no logit is, so one of each position tells; and it comes with the rest.
+        # Where a hidden state is not a number no logit is, so one logit of each position tells.
         unsound = logits[..., 0].isnan().any(dim=1).long().to(drafted.device)
-        outcome = torch.cat(outcomes, dim=1) if outcomes else drafted.new_zeros(3, len(rows))
-        *outcome, unsound = torch.cat([outcome, unsound[None]]).cpu()
-        return torch.stack(outcome), unsound.bool().tolist(), scores_of_rows
+        outcome = torch.cat([torch.cat(outcomes, dim=1), unsound[None]]).cpu()  # one copy, so one wait
+        return outcome[:3], outcome[3].bool().tolist(), scores_of_rows
 
     def decide_by_step(
         self, logits: torch.Tensor, q: torch.Tensor | None, drafted: torch.LongTensor, keep: Callable
     ) -> torch.LongTensor:
         """
-        Decides on one position after the other, as far as rows accept what was drafted for them.
-
-        Args:
-            logits, q, drafted: As in [`~Decider.decide`].
-            keep (`Callable`): Called at each position with its rows, accepted counts and tokens of all rows, and the
-                scores and logits `(1, vocab_size)` of its rows, to take them in.
-
-        Returns:
-            `torch.LongTensor` of shape `(2, batch_size)`: The outcome, on the CPU.
+        Decides on one position after the other, as far as rows accept what was drafted for them, and returns the
+        outcome `(2, batch_size)` on the CPU. `keep` is called at each position with its rows, accepted counts and
+        tokens of all rows, and the scores and logits `(1, vocab_size)` of its rows.
         """
         sequences, before, proposed = self.sequences, self.sequences.lengths, drafted.tolist()
         going = [row for row, unfinished in enumerate(sequences.unfinished) if unfinished]
@@ -128,9 +113,8 @@ class Decider:
         for place in range(logits.shape[1]):
             # 1. Choose the next token of each row that goes on.
             here, drafted_here = logits[going, place : place + 1], drafted[going, place : place + 1]
-            length = max(sequences.lengths[row] for row in going)
+            length, tokens = max(sequences.lengths[row] for row in going), None
             scores = self._process(going, here, sequences.as_in_plain_generation(length))
-            tokens = None
             if self.ranks.is_leader:
                 q_here = q[going, place : place + 1] if q is not None and drafted_here.shape[1] else None
                 uniform = uniform_numbers(drafted_here) if self.do_sample else None
@@ -140,7 +124,7 @@ class Decider:
                 tokens = torch.cat([bonus[:, None], drafted_here], dim=1).gather(1, accepted[:, None])[:, 0].tolist()
             tokens = self.ranks.share_values(tokens)
 
-            # 2. Take it in: now it is known which rows have ended.
+            # 2. Add it to the row, which may end there.
             chosen = sequences.last.clone()
             chosen[going] = torch.tensor(tokens, dtype=torch.long, device=chosen.device)
             keep(going, [0 if row in going else -1 for row in range(len(before))], chosen, scores, here)

@@ -61,14 +61,8 @@ class Sequences:
 
     def accept(self, accepted: list[int], bonus: torch.LongTensor) -> list[list[int]]:
         """
-        Makes the first `accepted` of the proposed tokens, and the bonus token behind them, part of each row.
-
-        Args:
-            accepted (`list[int]`): Of each row. Negative for a row that is finished, which stays as it is.
-            bonus (`torch.LongTensor` of shape `(batch_size,)`): On the device of the rows.
-
-        Returns:
-            `list[list[int]]`: The new tokens of each row.
+        Makes the first `accepted` of the proposed tokens and a `bonus` token `(batch_size,)` part of each row, unless
+        `accepted` is negative, and returns the new tokens.
         """
         before = self.lengths
         self.lengths = [n + k + 1 if k >= 0 else n for n, k in zip(before, accepted)]
@@ -84,12 +78,8 @@ class Sequences:
 
     def stop_where_plain_generation_would(self, new_tokens: list[list[int]], scores) -> None:
         """
-        Finds the rows that stop within their new tokens, and where.
-
-        Args:
-            new_tokens (`list[list[int]]`): What [`~Sequences.accept`] returned.
-            scores (`Callable[[int], tuple | None]`): Gives the scores that plain generation would have recorded for
-                rows of a given length.
+        Finds where rows stop within the new tokens that [`~Sequences.accept`] returned. `scores(length)` gives the
+        scores that plain generation would have recorded for rows of this length.
         """
         first = [stop - len(tokens) + 1 for stop, tokens in zip(self.lengths, new_tokens)]
         if self.simple:

@@ -1,4 +1,4 @@
-"""Tokens as they come: a token of each row at a time, as in transformers, or each row by itself."""
+"""Streams tokens as they come: one of each row at a time, as in transformers, or each row by itself."""
 
 from collections.abc import Callable
 
@@ -29,7 +29,7 @@ class BatchStreamer(BaseStreamer):
         self.on_tokens, self.on_end = on_tokens, on_end
 
     def put(self, value: torch.LongTensor) -> None:
-        """What plain `generate()` calls: first with the prompts, then with one token of each row."""
+        """Plain `generate()` calls this with the prompts first, and then with one token of each row."""
         if value.dim() == 1:
             for row, token in enumerate(value):
                 self.on_tokens(row, token[None])
@@ -39,13 +39,7 @@ class BatchStreamer(BaseStreamer):
 
 
 class Stream:
-    """
-    What a streamer has seen of a call so far.
-
-    Args:
-        streamer (`BaseStreamer`): The user's.
-        sequences ([`Sequences`]): The rows.
-    """
+    """Feeds the user's streamer with the tokens of `sequences` that are sure, and knows how far it has come."""
 
     def __init__(self, streamer: BaseStreamer, sequences: Sequences):
         self.streamer, self.sequences = streamer, sequences

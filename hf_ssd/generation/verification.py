@@ -1,4 +1,4 @@
-"""Accepting drafted tokens without changing the target's distribution. Pure tensor functions.
+"""Accepts drafted tokens without changing the target's distribution. Pure tensor functions.
 
 The rule is that of speculative sampling (Leviathan et al., 2023; Chen et al., 2023): accept a token x drawn from q with
 probability min(1, p(x) / q(x)), otherwise draw from max(p - q, 0), normalized. Whatever q is, the result is distributed
@@ -10,34 +10,19 @@ import torch
 from ..argmax import argmax
 from ..devices import from_host, has_float64
 
-# Whoever draws from q draws a token with q(x) < p(x) / 10^6 with a chance below 10^-6, since the p(x) sum to 1.
+# A draft draws a token with q(x) < p(x) / 10^6 with a chance below 10^-6, because the p(x) sum to 1.
 UNLIKELY = 1e-6
 
 
 def accepted_counts(accept: torch.BoolTensor) -> torch.LongTensor:
-    """
-    Counts the tokens before the first rejection.
-
-    Args:
-        accept (`torch.BoolTensor` of shape `(batch_size, lookahead)`): Whether each token would be accepted.
-
-    Returns:
-        `torch.LongTensor` of shape `(batch_size,)`.
-    """
+    """Counts the tokens before the first rejection in each row of `accept`, of shape `(batch_size, lookahead)`."""
     return accept.long().cumprod(dim=1).sum(dim=1)
 
 
 def verify_greedy(scores: torch.Tensor, drafted: torch.LongTensor) -> tuple[torch.LongTensor, torch.LongTensor]:
     """
-    Accepts the drafted tokens that the target would have chosen itself.
-
-    Args:
-        scores (`torch.FloatTensor` of shape `(batch_size, lookahead + 1, vocab_size)`): The target's processed scores
-            after 0 to `lookahead` drafted tokens.
-        drafted (`torch.LongTensor` of shape `(batch_size, lookahead)`): The speculation.
-
-    Returns:
-        The outcome of each row, two `torch.LongTensor` of shape `(batch_size,)`: accepted count and bonus token.
+    Accepts the drafted tokens `(batch_size, lookahead)` that the target would have chosen itself by its processed
+    scores `(batch_size, lookahead + 1, vocab_size)`. Returns the outcome of each row: accepted counts and bonus tokens.
     """
     choice = argmax(scores)
     accepted = accepted_counts(choice[:, :-1] == drafted)
@@ -46,6 +31,8 @@ def verify_greedy(scores: torch.Tensor, drafted: torch.LongTensor) -> tuple[torc
 
 def acceptance_probabilities(p: torch.Tensor, q: torch.Tensor | None, drafted: torch.LongTensor) -> torch.Tensor:
     """
+    How likely each token is to be accepted.
+
     Args:
         p (`torch.FloatTensor` of shape `(batch_size, lookahead + 1, vocab_size)`): The target's probabilities.
         q (`torch.FloatTensor` of shape `(batch_size, lookahead, vocab_size)`, *optional*): The draft's. `None`: each
@@ -54,7 +41,7 @@ def acceptance_probabilities(p: torch.Tensor, q: torch.Tensor | None, drafted: t
 
     Returns:
         `torch.FloatTensor` of shape `(batch_size, lookahead)`: p(x) / q(x), which may exceed 1. 0 where q(x) is no
-        positive finite number: nothing can have been drawn from that.
+        positive finite number, because nothing is drawn with such a probability.
     """
     ratio = p[:, :-1].gather(2, drafted[:, :, None]).squeeze(2)
     if q is None:
@@ -72,43 +59,35 @@ def residual_distribution(
     p: torch.Tensor, q: torch.Tensor | None, drafted: torch.LongTensor, accepted: torch.LongTensor
 ) -> torch.Tensor:
     """
-    The distribution of the bonus token: max(p - q, 0) where the first token was rejected, p where all were accepted, or
-    where the token was rejected because its q(x) is no positive finite number, whatever p says.
-
-    Args:
-        p, q, drafted: As in [`acceptance_probabilities`].
-        accepted (`torch.LongTensor` of shape `(batch_size,)`): Accepted count of each row.
-
-    Returns:
-        `torch.FloatTensor` of shape `(batch_size, vocab_size)`, not normalized.
+    Returns the distribution `(batch_size, vocab_size)` of the bonus token behind the `accepted` tokens of each row, not
+    normalized: max(p - q, 0) after a rejection, p where all were accepted or q(x) is no positive finite number. For the
+    other arguments see [`acceptance_probabilities`].
     """
     rows = torch.arange(len(accepted), device=p.device)
-    bonus = p[rows, accepted]
-    lookahead = drafted.shape[1]
+    bonus, lookahead = p[rows, accepted], drafted.shape[1]
     if lookahead == 0:
         return bonus
-    rejected = accepted < lookahead
     place = accepted.clamp(max=lookahead - 1)
+    token = drafted[rows, place][:, None]
     if q is None:
-        residual = bonus.scatter(1, drafted[rows, place][:, None], 0.0)
+        residual = bonus.scatter(1, token, 0.0)
     else:
         q = q[rows, place]
-        residual = (bonus - q).clamp(min=0)
-        residual = torch.where(is_possible(q.gather(1, drafted[rows, place][:, None])), residual, bonus)
-    # Where p equals q nothing is left of it; a rejection is then a matter of rounding, and p is the right answer.
-    residual = torch.where(residual.sum(1, keepdim=True) > 0, residual, bonus)
-    return torch.where(rejected[:, None], residual, bonus)
+        residual = torch.where(is_possible(q.gather(1, token)), (bonus - q).clamp(min=0), bonus)
+    # Where p equals q nothing is left: the rejection was a matter of rounding, and p is the right answer.
+    is_rejected = (accepted < lookahead)[:, None] & (residual.sum(1, keepdim=True) > 0)
+    return torch.where(is_rejected, residual, bonus)
 
 
 def uniform_numbers(drafted: torch.LongTensor) -> torch.Tensor:
     """
-    Returns random numbers from 0 to below 1 of the shape of `drafted`, from torch's default generator. They are drawn
-    in float64 because of float32 numbers one in 2^24 is 0, with which any token passes that is possible at all.
+    Returns random numbers in [0, 1) of the shape of `drafted`, from torch's default generator. They are float64: one in
+    2^24 float32 numbers is 0, with which every possible token passes.
     """
     if has_float64(drafted.device):
         return torch.rand(drafted.shape, dtype=torch.float64, device=drafted.device)
     numbers = torch.rand(drafted.shape, dtype=torch.float64).float()
-    return from_host(numbers.clamp_(max=1 - 2**-24), drafted.device)  # which rounding may have made 1
+    return from_host(numbers.clamp_(max=1 - 2**-24), drafted.device)  # rounding may have given 1
 
 
 def verify_sampled(
@@ -128,15 +107,12 @@ def verify_sampled(
         how many of the accepted tokens are `UNLIKELY`.
     """
     p = scores.softmax(dim=-1)
-    if not drafted.shape[1]:
-        none = drafted.new_zeros(len(drafted))
-        return none, torch.multinomial(p[:, 0], num_samples=1).squeeze(1), none
     # `<`, not `<=`: the random number can be 0, and a token of probability 0 must never pass.
     ratios = acceptance_probabilities(p, q, drafted)
     accepted = accepted_counts(uniform < ratios)
     is_accepted = torch.arange(drafted.shape[1], device=drafted.device) < accepted[:, None]
     unlikely = (is_accepted & (ratios * UNLIKELY > 1)).sum(dim=1)
     residual = residual_distribution(p, q, drafted, accepted)
-    # Where the scores are not numbers the row is verified again, and what is drawn here does not count.
-    residual = torch.where(residual.isnan().any(dim=1, keepdim=True), 1.0, residual)
+    if drafted.shape[1]:  # where scores are not numbers the row is verified again, and what is drawn here is dropped
+        residual = torch.where(residual.isnan().any(dim=1, keepdim=True), 1.0, residual)
     return accepted, torch.multinomial(residual, num_samples=1).squeeze(1), unlikely

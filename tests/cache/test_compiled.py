@@ -10,7 +10,10 @@ from hf_ssd.cache.branches import Branches
 from hf_ssd.cache.cached_model import CachedModel
 from hf_ssd.cache.compiled import is_compiled
 from hf_ssd.cache.ragged import WINDOW_STEP, RaggedCache
+from hf_ssd.drafting.cache_shapes import shape_for
+from hf_ssd.drafting.drafter import AutoregressiveDrafter
 from hf_ssd.drafting.speculator import Speculator
+from hf_ssd.rounds import AHEAD, Outcome, Plan
 
 from ..conftest import padded_batch, tiny_draft, tiny_model
 
@@ -139,9 +142,10 @@ def test_whatever_is_planned_a_draft_compiles_once_for_one_row_and_once_for_seve
         for lookahead, budget in [(3, 4), (1, 1), (2, 1), (5, 9)]:
             config, generation_config = hf_ssd.SSDConfig(lookahead, budget), GenerationConfig(max_length=99)
             prompts = [torch.arange(2, 9 + row) for row in range(rows)]
-            speculator = Speculator(draft, config, generation_config, prompts, seed=0)
-            speculator.prefill()
+            drafter = AutoregressiveDrafter(draft, config, generation_config, prompts, seed=0)
+            speculator, plan = Speculator(drafter, config, shape_for(config), seed=0), Plan(AHEAD, lookahead, 1, budget)
+            speculator.begin()
             for accepted in (0, 0, 1):
-                speculator.prepare()
-                speculator.answer(torch.full((rows,), accepted), torch.full((rows,), 7))
+                speculator.prepare(plan)
+                speculator.answer(Outcome(torch.full((rows,), accepted), torch.full((rows,), 7)), plan)
         assert len(compilations) == 1 + (rows > 1)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 import hf_ssd
-from hf_ssd.generation import deciding, decoding
+from hf_ssd.generation import deciding, loop
 from hf_ssd.generation.sequences import Sequences
 
 from ..conftest import VOCAB, tiny_draft
@@ -256,7 +256,7 @@ def rows_by_themselves(monkeypatch):
 
 
 def cache_as_rounds_left_it(monkeypatch):
-    monkeypatch.setattr(decoding, "feed_what_is_missing", lambda *_: None)
+    monkeypatch.setattr(loop, "feed_what_is_missing", lambda *_: None)
 
 
 def behind_the_end(monkeypatch):

@@ -5,7 +5,7 @@ import torch
 
 import hf_ssd
 from hf_ssd.cache.ragged import RaggedCache
-from hf_ssd.generation import decoding
+from hf_ssd.generation import loop
 
 from ..conftest import VOCAB, padded_batch, tiny_draft, tiny_model
 from .conftest import preparing
@@ -48,9 +48,9 @@ PAIRS = {
 def outputs(name, rows, monkeypatch, **options):
     target, draft = PAIRS[name]()
     target = hf_ssd.enable(target)
-    proposed, accept = [], decoding.Sequences.propose
+    proposed, accept = [], loop.Sequences.propose
     monkeypatch.setattr(
-        decoding.Sequences, "propose", lambda self, tokens: proposed.append(tokens.tolist()) or accept(self, tokens)
+        loop.Sequences, "propose", lambda self, tokens: proposed.append(tokens.tolist()) or accept(self, tokens)
     )
     options = {"max_new_tokens": 30, **padded_batch(rows), "return_dict_in_generate": True, **options}
     fallback = "primary" if "draft" in name else Proposes()

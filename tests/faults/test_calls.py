@@ -13,6 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LogitsProcessor, LogitsPro
 
 import hf_ssd
 from hf_ssd.distributed.assistant import DraftAssistant
+from hf_ssd.drafting.sampling import DraftSampler
 from hf_ssd.generation.draft import FaultTolerantDraft
 
 from ..conftest import VOCAB, padded_batch, ready, tiny_draft
@@ -108,13 +109,13 @@ def test_it_would_be_noticed_if_what_was_generated_before_were_not_told(target, 
 @pytest.mark.parametrize("counts_from_the_prompt", [True, False])
 def test_the_drafts_processors_count_from_the_prompt(target, counts_from_the_prompt, monkeypatch):
     seen = []
-    original = hf_ssd.drafting.speculator.Proposals.__init__
+    original = DraftSampler.__init__
 
-    def watch(self, model, config, generation_config, prompt_length, seed):
+    def watch(self, model, config, generation_config, prompt_length, *others):
         seen.append(prompt_length)
-        original(self, model, config, generation_config, prompt_length, seed)
+        original(self, model, config, generation_config, prompt_length, *others)
 
-    monkeypatch.setattr(hf_ssd.drafting.speculator.Proposals, "__init__", watch)
+    monkeypatch.setattr(DraftSampler, "__init__", watch)
     if not counts_from_the_prompt:  # the mutant
         original_request = FaultTolerantDraft._request_now
 

@@ -13,6 +13,8 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import hf_ssd
+from hf_ssd.distributed.worker_session import WorkerSession
+from hf_ssd.rounds import Outcome
 
 from ..conftest import padded_batch, ready, tiny_draft
 
@@ -97,17 +99,19 @@ def test_a_worker_that_raises_shows_its_traceback_and_stays(target, assistant, w
     pid = assistant.workers[0].process.popen.pid
     config = hf_ssd.SSDConfig(**CONFIG)
     prompt = {"input_ids": torch.tensor([[96, 3]]), "attention_mask": torch.ones(1, 2, dtype=torch.long)}
-    original = hf_ssd.distributed.client.WorkerSession.send_outcome
+    original = WorkerSession.send_outcomes
 
-    def nonsense(self, accepted, bonus, *figures):
-        return original(self, accepted, bonus + (10**6 if self.conversation.round == 2 else 0), *figures)
+    def nonsense(self, outcomes, plan):
+        if self.round == 2:
+            outcomes = [Outcome(outcome.accepted, outcome.bonus + 10**6) for outcome in outcomes]
+        return original(self, outcomes, plan)
 
-    hf_ssd.distributed.client.WorkerSession.send_outcome = nonsense
+    WorkerSession.send_outcomes = nonsense
     try:
         output = target.generate(**prompt, max_new_tokens=20, do_sample=False, assistant_model=assistant,
                                  ssd_config=config, return_dict_in_generate=True)  # fmt: skip
     finally:
-        hf_ssd.distributed.client.WorkerSession.send_outcome = original
+        WorkerSession.send_outcomes = original
     assert torch.equal(output.sequences, target.generate(**prompt, max_new_tokens=20, do_sample=False))
     assert "Traceback" in output.ssd_stats.draft_failure and "IndexError" in output.ssd_stats.draft_failure
     assert len(warnings) == 1

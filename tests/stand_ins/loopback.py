@@ -3,10 +3,10 @@
 from collections import deque
 
 import torch
-from hf_ssd.distributed.client import WorkerSession
 
 from hf_ssd.distributed.draft_server import DraftServer
 from hf_ssd.distributed.messages import Message, pack, unpack
+from hf_ssd.distributed.worker_session import WorkerSession
 
 
 class End:

@@ -5,14 +5,14 @@ import dataclasses
 import functools
 
 import torch
-from hf_ssd.drafting.lessons import Lessons
 from transformers import set_seed
 
 import hf_ssd
 from hf_ssd.cache.branches import Branches
 from hf_ssd.distributed.draft_server import DraftServer
 from hf_ssd.drafting.speculator import Speculator
-from hf_ssd.generation import decoding, drafting
+from hf_ssd.generation import draft as draft_module
+from hf_ssd.generation import loop
 from hf_ssd.generation.deciding import Decider
 from hf_ssd.generation.draft import FaultTolerantDraft
 from hf_ssd.generation.sequences import Sequences
@@ -40,8 +40,10 @@ def generate(monkeypatch, rows: int, do_sample: bool, family: str = "llama", **o
     names = [name for name in options if name in {field.name for field in dataclasses.fields(hf_ssd.SSDConfig)}]
     config = hf_ssd.SSDConfig(**{"lookahead": LOOKAHEAD, "budget": 8, **{name: options.pop(name) for name in names}})
     if config.asynchronous:
-        monkeypatch.setattr(decoding, "assistant_for", lambda assistant: assistant)
-        monkeypatch.setattr(drafting, "LocalSession", lambda *a: loopback_session(*a, functools.partial(_aside, gpu)))
+        monkeypatch.setattr(loop, "assistant_for", lambda assistant: assistant)
+        monkeypatch.setattr(
+            draft_module, "LocalSession", lambda *a: loopback_session(*a, functools.partial(_aside, gpu))
+        )
     model, draft = hf_ssd.enable(to_gpu(tiny_model(family))), to_gpu(tiny_draft(family))
     inputs = padded_batch(rows) if rows > 1 else {"input_ids": padded_batch(1)["input_ids"]}
     set_seed(3)
@@ -94,11 +96,10 @@ def _mark_phases(monkeypatch, gpu: StandInGPU) -> None:
     mark(Speculator, "complete", _completion, "draft: answer")
     mark(Speculator, "prepare", "draft: choose outcomes")
     mark(Branches, "grow", "draft: grow")
-    mark(Lessons, "teach_at_leisure", "draft: learn")
+    mark(Speculator, "_learn", "draft: learn")
     mark(DraftServer, "_end", "draft: end")
 
 
-def _completion(speculator: Speculator, ready, *_) -> str:
-    hits = ready.hits.as_subclass(torch.Tensor).tolist()  # not a wait of the code under test
-    done = all(hit or finished for hit, finished in zip(hits, speculator.finished))
+def _completion(speculator: Speculator, found, *_) -> str:
+    done = min(found.known) >= speculator.plan.lookahead
     return "draft: complete on a hit" if done else "draft: complete on a miss"

@@ -5,7 +5,6 @@ that of the CPU, and what waits for the device is in a list that may only shrink
 
 import pytest
 import torch
-from hf_ssd.drafting.backups import join
 from transformers import (
     DynamicCache,
     LogitsProcessorList,
@@ -24,15 +23,16 @@ from hf_ssd.cache import masks
 from hf_ssd.cache.branches import Branches
 from hf_ssd.cache.cached_model import CachedModel
 from hf_ssd.cache.ragged import RaggedCache, RaggedLayer
-from hf_ssd.drafting.fallbacks import NGramBackup, RandomBackup
-from hf_ssd.drafting.outcome_candidates import Forks
+from hf_ssd.drafting.fallbacks import NGramFallback, RandomFallback, join
+from hf_ssd.drafting.outcome_candidates import OutcomeCandidates
 from hf_ssd.drafting.sampling import SpeculationNoise, draw, saguaro
-from hf_ssd.drafting.speculation_cache import Speculation, SpeculationCache
-from hf_ssd.drafting.verified_prefix import SKIPPED, Trunk
+from hf_ssd.drafting.speculation_cache import SpeculationCache
+from hf_ssd.drafting.verified_prefix import VerifiedPrefix
 from hf_ssd.generation.sequences import Sequences
 from hf_ssd.generation.target import prompts_without_padding
 from hf_ssd.generation.verification import uniform_numbers, verify_greedy, verify_sampled
 from hf_ssd.logits_processing import process_branches, process_positions
+from hf_ssd.rounds import FINISHED, NOTHING, PREPARED, RoundRecord, Speculation
 
 from ..conftest import VOCAB, padded_batch, tiny_model
 from .gpu import StandInGPU, to_gpu
@@ -47,9 +47,9 @@ PROCESSORS = {
 WAITS = {  # in hf_ssd; what waits in transformers, its processors for example, is not for this list
     "boolean index | target.py prompts_without_padding": "once a call: the draft gets prompts without padding",
     "__bool__ | cached_model.py __init__": "once a call: whether a prompt is padded",
-    "copy to host | speculation.py lookup": "which rows hit decides what is drafted",
-    "copy to host | forks.py of": "the cache shape works on the host",
-    "tolist | fallback.py propose": "how many tokens are proposed decides how long the speculation is",
+    "copy to host | speculation_cache.py lookup": "which rows hit decides what is drafted",
+    "copy to host | outcome_candidates.py of": "the cache shape works on the host",
+    "tolist | fallbacks.py propose": "how many tokens are proposed decides how long the speculation is",
     "tolist | sequences.py accept": "streams and stopping criteria work on the host; the device is idle then",
     "multinomial | verification.py verify_sampled": "it raises, as plain generation, where there are no probabilities",
 }
@@ -128,8 +128,7 @@ def look_up(place):
     cache = SpeculationCache(place.tokens(4) % 3, place.tokens(4))
     for _ in range(2):
         cache.append(place.tokens(4), place.scores(4).softmax(-1))
-    found = cache.lookup(cache.accepted[:, 1], cache.bonus[:, 1])
-    return found.tokens, found.probabilities, found.hits
+    return cache.lookup(cache.accepted[:, 1], cache.bonus[:, 1])
 
 
 def verify(place):
@@ -143,27 +142,29 @@ def verify(place):
 
 def fork(place):
     scores, fan_outs = place.scores(4), [[3, 0, 1, 2 + row] for row in range(place.rows)]
-    forks = Forks.of(scores.masked_fill(scores < -4, -torch.inf), scores, place.tokens(3), [False] * place.rows, 8)
-    return *forks.outcomes(fan_outs, fewest=2), torch.tensor(forks.probabilities)
+    scores, logits = scores.masked_fill(scores < -4, -torch.inf), scores
+    candidates = OutcomeCandidates.of(scores, logits, place.tokens(3), [False] * place.rows, 8)
+    return *candidates.outcomes(fan_outs, fewest=2), torch.tensor(candidates.probabilities)
 
 
-def trunk(place):
+def prefix(place):
     prompts = [tokens[: 5 + 2 * row] for row, tokens in enumerate(place.tokens(5 + 2 * place.rows))]
-    trunk = Trunk(place.model(), prompts, 60)
-    trunk.feed(0, wanted=1)
-    trunk.write(place.tokens(3), trunk.lengths)
-    logits = trunk.feed(3, wanted=4)
-    trunk.grow([SKIPPED if row == 1 else 2 for row in range(place.rows)], place.tokens())
-    return logits, trunk.ids, trunk.feed(0, wanted=2)
+    prefix = VerifiedPrefix(place.model(), prompts, 60)
+    prefix.feed(0, wanted=1)
+    prefix.write(place.tokens(3), prefix.lengths)
+    logits = prefix.feed(3, wanted=4)
+    prefix.grow([FINISHED if row == 1 else 2 for row in range(place.rows)], place.tokens())
+    return logits, prefix.ids, prefix.feed(0, wanted=2)
 
 
 def fall_back(place):
     ids, lengths, rows = place.tokens(30) % 4, place.lengths(15), list(range(place.rows))[-2:]
-    hits = torch.tensor([row not in rows for row in range(place.rows)])
-    ready = Speculation(place.tokens(3), place.scores(3).softmax(-1), hits)
+    record = RoundRecord(sources=[NOTHING if row in rows else PREPARED for row in range(place.rows)])
+    known = [0 if row in rows else 3 for row in range(place.rows)]
+    ready = Speculation(place.tokens(3), place.scores(3).softmax(-1), record, known)
     results = []
-    for backup in (NGramBackup(), RandomBackup(VOCAB, seed=1)):
-        joined = join(ready, rows, backup.propose(ids, lengths, rows, 3), VOCAB, with_probabilities=True)
+    for fallback in (NGramFallback(), RandomFallback(VOCAB, seed=1)):
+        joined = join(ready, rows, fallback.propose(ids, lengths, rows, 3), VOCAB, sampled=True)
         results += [joined.tokens, joined.probabilities]
     return results
 
@@ -210,7 +211,7 @@ PIECES = {
     **{
         piece.__name__: (piece,)
         for piece in (
-            extend_with_padding, leave_rows_out, caches, windows, look_up, verify, fork, trunk, fall_back, draw_tokens,
+            extend_with_padding, leave_rows_out, caches, windows, look_up, verify, fork, prefix, fall_back, draw_tokens,
             process_prefixes, sequences, prompts,
         )
     },

@@ -8,7 +8,7 @@ from hf_ssd.cache.branches import Branches
 from hf_ssd.generation.sequences import Sequences
 
 from ..conftest import padded_batch, tiny_model
-from .rounds import LOOKAHEAD, generate
+from .rounds import generate
 
 BUDGET = {  # greedy, sampled
     # The outcome is what the host goes on with, so it is waited for. When sampling, `torch.multinomial` looks twice
@@ -23,16 +23,15 @@ BUDGET = {  # greedy, sampled
     # Which rows hit.
     "draft: look up": (1, 1),
     "draft: complete on a hit": (0, 0),
-    # The draft measures what each forward pass takes.
-    "draft: complete on a miss": (LOOKAHEAD, LOOKAHEAD),
+    # The draft measures what its steps take, all of them together.
+    "draft: complete on a miss": (1, 1),
     # The tokens. When sampling also how many tokens have a probability, and the probabilities.
     "draft: answer": (1, 2),
     # The probabilities that the cache shape looks at.
     "draft: choose outcomes": (1, 1),
     # A forward pass ends before the next one begins, so that an outcome that has come is noticed in time.
     "draft: grow": (1, 1),
-    # The ranked guesses, which the cache shape learns from.
-    "draft: learn": (1, 1),
+    "draft: learn": (0, 0),
 }
 ONCE = ("", "target: end", "draft: start", "draft: end")
 
