@@ -1,19 +1,20 @@
 """The draft as the decoding loop uses it: it may come late, rest, or fail, and the loop goes on."""
 
 import dataclasses
+import functools
 import os
 
 import torch
 from transformers.utils import logging
 
 from ..distributed import payloads
-from ..distributed.assistant import DraftAssistant, Turn
+from ..distributed.assistant import Turn
 from ..distributed.local import LocalSession
 from ..distributed.messages import Kind, Message
 from ..distributed.session import DraftError, DraftSession, SessionRequest
-from ..distributed.target_ranks import TargetRanks
 from ..planning.planner import Planner
-from ..rounds import FILLER, PLAIN, Outcome, RoundRecord, Speculation
+from ..rounds import AHEAD, FILLER, IN_TURN, PLAIN, Outcome, RoundRecord, Speculation
+from .sequences import Sequences
 
 logger = logging.get_logger(__name__)
 
@@ -21,39 +22,50 @@ logger = logging.get_logger(__name__)
 class FaultTolerantDraft:
     """
     The draft for one call, whose failure costs speed and not tokens: after it, every speculation is empty. So are they
-    while the worker is starting, or while the plan is plain decoding; the draft is told of such rounds when it is asked
-    again. Where several ranks hold the target, only the leader has a draft; the others are told its decisions and
-    answers.
+    while the plan is plain decoding; the draft is told of such rounds when it is asked again. A draft that was given as
+    a model drafts in this process where the plan is to draft in turn, and while its worker is starting; otherwise
+    speculations are empty until the worker is ready. Where several ranks hold the target, only the leader has a draft;
+    the others are told its decisions and answers.
 
     Args:
-        assistant ([`DraftAssistant`] or `PreTrainedModel`): The worker, or a model to run in this process.
+        assistant ([`DraftAssistant`], *optional*): The worker.
+        model (`PreTrainedModel`, *optional*): The draft as a model to run in this process.
         request ([`SessionRequest`]): The call.
         planner ([`Planner`]): Says what to ask for.
         device (`torch.device`): Where the target's tokens are.
-        ranks ([`TargetRanks`]): The ranks of the target.
+        ranks ([`~hf_ssd.distributed.target_ranks.TargetRanks`]): The ranks of the target.
 
     Attributes:
         rounds (`int`): How many speculations there were.
-        joined_at (`int`, *optional*): How many of them before the draft was there, if it was asked for; `None` if it
-            is not there.
+        joined_at (`int`, *optional*): How many of them before a draft was there, if it was asked for; `None` if it is
+            not there.
         failure (`str`, *optional*): Why the draft was given up, if it was.
     """
 
-    def __init__(self, assistant, request: SessionRequest, planner: Planner, device: torch.device, ranks: TargetRanks):
-        self.assistant, self.request, self.planner = assistant, request, planner
+    def __init__(self, assistant, model, request: SessionRequest, planner: Planner, device: torch.device, ranks):
+        self.assistant, self.model, self.request, self.planner = assistant, model, request, planner
         self.device, self.ranks = device, ranks
         self.process, self.turn = os.getpid(), Turn()
-        self.untold: list[Outcome] = []  # outcomes of rounds for which the draft was not asked
+        self.session: DraftSession | None = None
+        self.untold: list[Outcome] = []  # outcomes of rounds for which the session was not asked
         self.is_asked = self.was_late = False
+        self.filler: int | None = None
         self.rounds = 0
         self.joined_at: int | None = None
         self.failure: str | None = None
-        self.session: DraftSession | None = None
 
     @property
     def decides(self) -> bool:
         """Whether this process decides on outcomes."""
         return self.ranks.is_leader
+
+    @property
+    def _is_local(self) -> bool:
+        return isinstance(self.session, LocalSession)
+
+    @property
+    def _wants_worker(self) -> bool:
+        return self.assistant is not None and (self.planner.plan.mode == AHEAD or self.model is None)
 
     def open(self, patience: float) -> None:
         """
@@ -64,37 +76,46 @@ class FaultTolerantDraft:
         """
         if not self.decides:
             return
-        if isinstance(self.assistant, DraftAssistant):
+        if self.assistant is not None:
             timeout = self.request.config.timeout
             self._attempt(lambda: self.assistant.begin_call(self.turn, timeout, patience))
-        self._join()
+        self._join(None)
 
-    def _join(self) -> None:
-        """Opens the session, if there is a plan for the draft and it is ready."""
-        if self.failure is None and self.session is None and self.planner.plan.mode != PLAIN:
-            self.session = self._attempt(self._open_session)
-            self.was_late = self.was_late or self.session is None
+    # ---------------------------------------------------------------- sessions
+
+    def _join(self, sequences: Sequences | None) -> None:
+        """
+        Opens the session that the plan asks for, if it is not open and its draft is ready. The draft reads the rows
+        while the target verifies one token of each, and answers to what comes out of that.
+        """
+        is_right = self.session is not None and self._is_local != self._wants_worker
+        if is_right or self.failure is not None or self.planner.plan.mode == PLAIN:
+            return
+        session = self._attempt(lambda: self._open_worker(sequences)) if self._wants_worker else None
+        if session is None and self.failure is None and self.model is not None and not self._is_local:
+            session = self._attempt(lambda: LocalSession(self.model, self._request_now(sequences)))
+        if session is not None:
             if self.session is not None:
-                self.joined_at = self.rounds if self.joined_at is None and self.was_late else self.joined_at or 0
-                self.untold = []
+                self.session.close()
+            self.session, self.untold, self.is_asked = session, [], False
+            if self.joined_at is None:
+                self.joined_at = self.rounds if self.was_late else 0
+        self.was_late = self.was_late or self.session is None
 
-    def _open_session(self) -> DraftSession | None:
-        if isinstance(self.assistant, DraftAssistant):
-            return self.assistant.open_session(self.turn, self._request_now, self.device)
-        return LocalSession(self.assistant, self._request_now())
+    def _open_worker(self, sequences: Sequences | None) -> DraftSession | None:
+        request = functools.partial(self._request_now, sequences, self.planner.profiles)
+        return self.assistant.open_session(self.turn, request, self.device)
 
-    def _request_now(self) -> SessionRequest:
+    def _request_now(self, sequences: Sequences | None, profile: bool = False) -> SessionRequest:
         """For a draft that joins late, what was generated before is part of the prompts."""
-        planned = {"plan": self.planner.plan, "profile": self.planner.profiles}
-        if not self.untold:
-            return dataclasses.replace(self.request, **planned)
-        accepted = torch.stack([outcome.accepted for outcome in self.untold], dim=1)
-        tokens = torch.stack([outcome.bonus for outcome in self.untold], dim=1)
-        prompts = [  # nothing was proposed: each outcome is one token
-            torch.cat([prompt, tokens[row, accepted[row] >= 0].to(prompt.device)])
-            for row, prompt in enumerate(self.request.prompts)
-        ]
-        return dataclasses.replace(self.request, prompts=prompts, **planned)
+        prompts = self.request.prompts
+        if sequences is not None:
+            generated = zip(sequences.ids, sequences.lengths)
+            generated = [ids[sequences.prompt_length : length] for ids, length in generated]
+            prompts = [torch.cat([prompt, new.to(prompt.device)]) for prompt, new in zip(prompts, generated)]
+        return dataclasses.replace(self.request, prompts=prompts, plan=self.planner.plan, profile=profile)
+
+    # ---------------------------------------------------------------- a round
 
     def send_outcome(self, outcome: Outcome | None) -> Outcome:
         """
@@ -106,13 +127,17 @@ class FaultTolerantDraft:
         Returns:
             [`~hf_ssd.rounds.Outcome`]: On every rank.
         """
-        if self.decides and self.failure is None:
-            self.untold.append(outcome)
-            plan, self.filler = self.planner.plan, None
+        if self.decides:
+            plan, self.is_asked, self.filler = self.planner.plan, False, None
             if self.session is not None:
-                self.filler = self.planner.next_filler()
-            self.is_asked = self.session is not None and self.filler is None and plan.mode != PLAIN
+                self.untold.append(outcome)
+                self.filler = None if self._is_local else self.planner.next_filler()
+                # A worker that is to give way to this process is not asked any more.
+                is_right = self._is_local or self._wants_worker
+                self.is_asked = self.filler is None and plan.mode != PLAIN and is_right
             if self.is_asked:
+                if self._is_local:
+                    plan = dataclasses.replace(plan, mode=IN_TURN, budget=0)
                 untold, self.untold = self.untold, []
                 self._attempt(lambda: self.session.send_outcomes(untold, plan))
         if self.ranks.size == 1:
@@ -121,25 +146,25 @@ class FaultTolerantDraft:
         message = self.ranks.share(Message(Kind.OUTCOME, payload=payload) if self.decides else None)
         return Outcome(*message.payload.view(2, -1))
 
-    def receive_speculation(self, last: torch.LongTensor) -> Speculation:
+    def receive_speculation(self, sequences: Sequences) -> Speculation:
         """
         Returns what to verify next.
 
         Args:
-            last (`torch.LongTensor` of shape `(batch_size,)`): The last token of each row, for a pass that is timed.
+            sequences ([`Sequences`]): The rows, with what the last outcome gave.
         """
         self.rounds += 1
         speculation = None
-        if self.is_asked and self.session is not None:
-            speculation = self._attempt(lambda: self.session.receive_speculation())
-            if speculation is not None and speculation.costs is not None:
-                self.planner.observe_profile(speculation.costs)
-        elif self.decides and self.failure is None:
-            self._join()  # it reads the prompts while the target verifies, and answers to what comes out of that
-            if self.session is not None and self.filler:
-                speculation = self._filler(last)
-        if self.decides and speculation is None:
-            speculation = Speculation.empty(len(self.request.prompts))
+        if self.decides:
+            self._join(sequences)
+            if self.is_asked and self.session is not None:
+                speculation = self._attempt(lambda: self.session.receive_speculation())
+                if speculation is not None and speculation.costs is not None:
+                    self.planner.observe_profile(speculation.costs)
+            elif self.filler:
+                speculation = self._filler(sequences.last)
+            if speculation is None:
+                speculation = Speculation.empty(len(self.request.prompts))
         if self.ranks.size == 1:
             return speculation
         payload = payloads.speculation_to_payload(speculation) if self.decides else None
@@ -172,7 +197,7 @@ class FaultTolerantDraft:
             if session is not None:
                 session.close()
         finally:
-            if isinstance(self.assistant, DraftAssistant):
+            if self.assistant is not None:
                 self.assistant.end_call(self.turn)
 
     def _attempt(self, step):

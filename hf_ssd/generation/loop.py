@@ -11,6 +11,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from .. import devices
 from ..cache.cached_model import CachedModel
+from ..cache.compiled import is_compiled
 from ..cache.support import check_supported
 from ..config import SSDConfig
 from ..devices import from_host
@@ -61,13 +62,14 @@ def speculative_speculative_decoding(
         model, input_ids, generation_config, logits_processor, max_length, model_kwargs, assistant_model, ssd_config
     )
     check_supported(model)
-    assistant = assistant_model
-    if not isinstance(assistant, DraftAssistant):
-        check_supported(assistant)
-        assistant = assistant_for(assistant) if ssd_config.asynchronous else assistant
-    divided = (
-        isinstance(assistant, DraftAssistant) and devices.of_model(model).type == "cpu" and assistant.cores is not None
-    )
+    worker = draft_model = None  # the draft in a process of its own, and as a model to run in this one
+    if isinstance(assistant_model, DraftAssistant):
+        worker = assistant_model
+    else:
+        check_supported(assistant_model)
+        worker = assistant_for(assistant_model) if ssd_config.asynchronous else None
+        draft_model = None if worker is not None and is_compiled(assistant_model) else assistant_model
+    divided = worker is not None and worker.cores is not None and devices.of_model(model).type == "cpu"
     of_the_draft = copy.copy(generation_config)
     of_the_draft.max_length = max_length
     request = SessionRequest(
@@ -78,10 +80,10 @@ def speculative_speculative_decoding(
     )
     start = time.perf_counter()
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
-    planner = planner_for(model, assistant, ssd_config, generation_config, *input_ids.shape, vocab_size)
-    ranks = assistant.ranks if isinstance(assistant, DraftAssistant) else TargetRanks()
-    with use_cores(assistant.cores.target if divided else None), ranks.one_call():
-        draft = FaultTolerantDraft(assistant, request, planner, input_ids.device, ranks)
+    planner = planner_for(model, worker or draft_model, ssd_config, generation_config, *input_ids.shape, vocab_size)
+    ranks = worker.ranks if worker is not None else TargetRanks()
+    with use_cores(worker.cores.target if divided else None), ranks.one_call():
+        draft = FaultTolerantDraft(worker, draft_model, request, planner, input_ids.device, ranks)
         with contextlib.closing(draft), contextlib.closing(draft):  # again, if the first time was interrupted
             draft.open(patience(ssd_config, generation_config, stopping_criteria))
             # 1. Prefill, while the draft does the same and prepares the likely first tokens.
@@ -201,7 +203,7 @@ def decode(
 
         # 5. Receive the next speculation, as much of it as may still be needed.
         waiting = time.perf_counter()
-        speculation = draft.receive_speculation(sequences.last)
+        speculation = draft.receive_speculation(sequences)
         received = time.perf_counter()
         drafted = speculation.tokens
         room = [sequences.remaining(row) for row, unfinished in enumerate(sequences.unfinished) if unfinished]

@@ -6,7 +6,7 @@ import numpy as np
 
 from ..config import SSDConfig
 from ..drafting.cache_shapes import CANDIDATES, shape_for
-from ..rounds import AHEAD, FALLBACKS, FILLER, IN_TURN, PLAIN, RoundRecord
+from ..rounds import AHEAD, FALLBACKS, FILLER, IN_TURN, NGRAM, PLAIN, RoundRecord
 
 LOOKAHEADS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)  # tokens
 BUDGETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)  # outcomes of each row
@@ -198,6 +198,8 @@ class CostModel:
             mode = AHEAD if is_filler else before.mode
             self.verification[mode].observe(live * (lookahead + 1), before.verify_seconds)
         for row in rows:
+            if before.sources[row] == NGRAM:
+                self.ngram_tokens.observe(before.accepted[row] + 1)
             if before.sources[row] not in (*FALLBACKS, FILLER):
                 for place in range(min(before.accepted[row] + 1, lookahead, len(self.accepted))):
                     self.accepted[place].observe(place < before.accepted[row])

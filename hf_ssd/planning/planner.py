@@ -48,7 +48,7 @@ class Planner:
         self.costs = CostModel(config, rows, vocab_size, sampled, workers)
         self.chooses_lookahead = config.lookahead == "auto"
         self.is_fixed = not self.chooses_lookahead and config.budget != "auto"
-        self.profile_left = list(PROFILE_ROUNDS) if self.chooses_lookahead else []
+        self.profile_left = list(PROFILE_ROUNDS) if self.chooses_lookahead and config.asynchronous else []
         self.fallback = config.fallback if config.fallback in (NGRAM, RANDOM) else PRIMARY
         self.compares_fallbacks = self.chooses_lookahead and config.fallback == "auto" and config.asynchronous
         tries_saguaro = config.saguaro_c == "auto" and self.chooses_lookahead and sampled

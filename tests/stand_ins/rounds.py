@@ -11,7 +11,7 @@ import hf_ssd
 from hf_ssd.cache.branches import Branches
 from hf_ssd.distributed.draft_server import DraftServer
 from hf_ssd.drafting.speculator import Speculator
-from hf_ssd.generation import draft as draft_module
+from hf_ssd.generation import draft as drafting
 from hf_ssd.generation import loop
 from hf_ssd.generation.deciding import Decider
 from hf_ssd.generation.draft import FaultTolerantDraft
@@ -42,7 +42,7 @@ def generate(monkeypatch, rows: int, do_sample: bool, family: str = "llama", **o
     if config.asynchronous:
         monkeypatch.setattr(loop, "assistant_for", lambda assistant: assistant)
         monkeypatch.setattr(
-            draft_module, "LocalSession", lambda *a: loopback_session(*a, functools.partial(_aside, gpu))
+            drafting, "LocalSession", lambda *a: loopback_session(*a, functools.partial(_aside, gpu))
         )
     model, draft = hf_ssd.enable(to_gpu(tiny_model(family))), to_gpu(tiny_draft(family))
     inputs = padded_batch(rows) if rows > 1 else {"input_ids": padded_batch(1)["input_ids"]}
@@ -94,7 +94,7 @@ def _mark_phases(monkeypatch, gpu: StandInGPU) -> None:
     mark(DraftServer, "_start", "draft: start")
     mark(Speculator, "look_up", "draft: look up")
     mark(Speculator, "complete", _completion, "draft: answer")
-    mark(Speculator, "prepare", "draft: choose outcomes")
+    mark(Speculator, "_choose", "draft: choose outcomes")
     mark(Branches, "grow", "draft: grow")
     mark(Speculator, "_learn", "draft: learn")
     mark(DraftServer, "_end", "draft: end")

@@ -1,0 +1,128 @@
+"""Is it good at once? The first three calls of a process with SSDConfig(), beside plain and assisted generation.
+
+    python examples/first_calls.py
+    python examples/first_calls.py --agreements 0.9 --processes 3 --dtype bfloat16
+
+Each process is a new one, knows nothing of the pair, and has a worker that is ready. It makes three calls with each
+method, one after the other with the same prompt; the target has the same cores in all of them. The speeds of the three
+calls together are compared, and the medians of the processes printed. Eight plain tokens come before, because whoever
+comes first pays for what torch does once.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from layered_pair import SIZES, layered_pair
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+
+import hf_ssd
+from hf_ssd.distributed.cores import use_cores
+
+CALLS, PROMPT_LENGTH, ASSISTANT_TOKENS = 3, 32, (3, 5, 8)
+
+
+def has_matrix_units() -> bool:
+    """Whether the processor multiplies matrices of bfloat16 in hardware (Intel AMX)."""
+    cpu = Path("/proc/cpuinfo")
+    return cpu.exists() and "amx_bf16" in cpu.read_text()
+
+
+def measure(folder: Path, new_tokens: int) -> dict:
+    """Returns the seconds of each call of each method in this process, and what the last SSD call said."""
+    target, draft = (
+        AutoModelForCausalLM.from_pretrained(folder / name, dtype="auto").eval() for name in ("target", "draft")
+    )
+    hf_ssd.enable(target)
+    generator = torch.Generator().manual_seed(int.from_bytes(os.urandom(4)))
+    prompts = torch.randint(1, target.config.vocab_size, (CALLS, 1, PROMPT_LENGTH), generator=generator)
+    options = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "do_sample": False}
+    seconds, reasons = {}, []
+    with hf_ssd.launch_draft(draft) as assistant:
+        methods = {"SSD": {"assistant_model": assistant, "ssd_config": hf_ssd.SSDConfig()}, "plain": {}}
+        methods |= {f"assisted, K = {k}": {"assistant_model": draft, "k": k} for k in ASSISTANT_TOKENS}
+        target_cores = assistant.cores.target if assistant.cores else None
+        with use_cores(target_cores):
+            target.generate(prompts[0], attention_mask=torch.ones_like(prompts[0]), max_new_tokens=8, do_sample=False)
+        for prompt in prompts:
+            for name, method in methods.items():
+                arguments = dict(method)
+                if "k" in arguments:
+                    draft.generation_config.num_assistant_tokens = arguments.pop("k")
+                    draft.generation_config.num_assistant_tokens_schedule = "constant"
+                    draft.generation_config.assistant_confidence_threshold = 0.0
+                with use_cores(target_cores):
+                    start = time.perf_counter()
+                    output = target.generate(
+                        prompt,
+                        attention_mask=torch.ones_like(prompt),
+                        return_dict_in_generate=True,
+                        **options,
+                        **arguments,
+                    )
+                    seconds.setdefault(name, []).append(time.perf_counter() - start)
+                if name == "SSD":
+                    reasons.append(output.ssd_stats.reason)
+    return {"seconds": seconds, "reasons": reasons}
+
+
+def compare(runs: list[dict]) -> dict[str, float]:
+    """Returns the speed of SSD over plain and over the best assisted generation, medians of the processes."""
+    totals = [{name: sum(calls) for name, calls in run["seconds"].items()} for run in runs]
+    best = min(
+        (name for name in totals[0] if name.startswith("assisted")), key=lambda name: sum(t[name] for t in totals)
+    )
+    return {
+        "over plain": statistics.median(total["plain"] / total["SSD"] for total in totals),
+        f"over {best}": statistics.median(total[best] / total["SSD"] for total in totals),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--size", choices=SIZES, default="287m/39m")
+    parser.add_argument("--agreements", type=float, nargs="+", default=[0.93, 0.65, 0.1])
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="default: bfloat16 with matrix units")
+    parser.add_argument("--processes", type=int, default=5)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--output", type=Path, help="JSON file for the figures")
+    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    if args.child:
+        print(json.dumps(measure(args.child, args.new_tokens)))
+        return
+    dtype = args.dtype or ("bfloat16" if has_matrix_units() else "float32")
+    figures = {}
+    for agreement in args.agreements:
+        with tempfile.TemporaryDirectory() as folder:
+            target, draft = layered_pair(args.size, agreement, dtype=getattr(torch, dtype))
+            for name, model in (("target", target), ("draft", draft)):
+                model.save_pretrained(Path(folder) / name)
+            acceptance = target.config.acceptance_rate
+            del target, draft
+            command = [sys.executable, __file__, "--child", folder, "--new-tokens", str(args.new_tokens)]
+            runs = []
+            for _ in tqdm(range(args.processes), desc=f"acceptance {acceptance:.2f}", unit="process"):
+                done = subprocess.run(command, capture_output=True, text=True, check=True)
+                runs.append(json.loads(done.stdout.splitlines()[-1]))
+        ratios = compare(runs)
+        figures[agreement] = {"acceptance": acceptance, "ratios": ratios, "runs": runs}
+        shown = ", ".join(f"{ratio:.3f} {name}" for name, ratio in ratios.items())
+        print(f"{args.size} {dtype}, acceptance {acceptance:.2f}: SSD is {shown}; {runs[0]['reasons'][-1]}", flush=True)
+    if args.output:
+        args.output.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
