@@ -87,10 +87,11 @@ def test_damaged_messages_do_not_end_a_server(recorded, server, count):
     first = [next(one.message.payload for one in recorded if one.message.kind == k) for k in (Kind.START, Kind.PROMPTS)]
     expected, _ = good_call(server, 1, first)
     usable = [one for one in recorded if one.message.kind in (Kind.OUTCOME, Kind.SPECULATION, Kind.END)]
+    starts = [one.message.payload for one in recorded if one.message.kind == Kind.START]
     number = 1
     for _ in range(count):
         number += 1
-        server.send(Message(Kind.START, number, payload=first[0]))
+        server.send(Message(Kind.START, number, payload=chance.choice(starts)))  # of one worker, or one of two
         server.send(Message(Kind.PROMPTS, number, payload=first[1]))
         for _ in range(chance.randint(1, 4)):
             one = chance.choice(usable)

@@ -4,9 +4,9 @@ from collections import deque
 
 import torch
 
-from hf_ssd.distributed.client import WorkerSession
 from hf_ssd.distributed.draft_server import DraftServer
 from hf_ssd.distributed.messages import Message, pack, unpack
+from hf_ssd.distributed.worker_session import WorkerSession
 
 
 class End:
@@ -78,4 +78,4 @@ class Loopback:
 
 def loopback_session(model, request, during_work):
     """Opens a session with such a worker, in the place of [`~hf_ssd.distributed.local.LocalSession`]."""
-    return WorkerSession(Loopback(model, during_work), 1, request, on_close=lambda: None)
+    return WorkerSession(Loopback(model, during_work), 1, request)
