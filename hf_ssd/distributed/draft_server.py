@@ -128,8 +128,9 @@ class DraftServer:
             if speculator.drafter.sampled:  # distributions of what others have are the target's
                 shape = (*verified.tokens.shape, speculator.drafter.vocab_size)
                 verified.probabilities = torch.zeros(shape, dtype=torch.float32, device=self.model.device)
-                if own.probabilities is not None:
-                    verified.probabilities[:, : own.tokens.shape[1]] = own.probabilities
+                if own.probabilities is not None:  # more tokens may be prepared than the new plan asks for
+                    grown = min(own.tokens.shape[1], verified.tokens.shape[1])
+                    verified.probabilities[:, :grown] = own.probabilities[:, :grown]
             self._send(speculator.complete(verified, width))
         else:
             speculator.verify(verified.tokens, verified.record.sources)

@@ -87,7 +87,8 @@ def payload_to_speculation(payload: torch.Tensor, rows: int) -> Speculation:
     mode, *numbers = payload[:_HEAD].tolist()
     sources, ranks, matches, known = payload[_HEAD : _HEAD + 4 * rows].view(4, rows).tolist()
     counts, times = numbers[: len(_COUNTS)], [number / 1e9 for number in numbers[len(_COUNTS) :]]
-    if not 0 <= mode < len(MODES) or min(counts) < 0 or not all(0 <= n <= tokens.shape[1] for n in known):
+    possible = 0 <= mode < len(MODES) and min(counts) >= 0 and counts[0] <= LONGEST_LOOKAHEAD
+    if not possible or not all(0 <= n <= tokens.shape[1] for n in known):
         raise ProtocolError(f"a speculation cannot have mode {mode}, counts {counts} and {known} tokens")
     record = RoundRecord(
         MODES[mode], sources=[_source(source) for source in sources], ranks=ranks, ngram_matches=matches

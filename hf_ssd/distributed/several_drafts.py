@@ -9,10 +9,11 @@ import torch
 from transformers.utils import logging
 
 from ..drafting.custom_fallback import CustomFallback
-from ..drafting.fallbacks import join
+from ..drafting.fallbacks import fallbacks_for, join
 from ..drafting.speculator import answer_width
-from ..rounds import CUSTOM, FINISHED, NOTHING, PREPARED, PRIMARY, Outcome, Plan, Speculation
+from ..rounds import CUSTOM, FALLBACKS, FINISHED, NOTHING, PREPARED, PRIMARY, Outcome, Plan, Speculation
 from .connection import Connection
+from .drafts import SEED_STEP
 from .session import DraftError, DraftSession, SessionRequest
 from .worker_session import WorkerSession
 
@@ -24,8 +25,8 @@ POLL = 5e-5  # seconds between two looks at who has answered
 class SeveralDrafts(DraftSession):
     """
     Each worker prepares a share of the outcomes, and says in each round what it has prepared for the one that came. No
-    two prepare the same, so each row takes what one of them has, or what the user's fallback proposes. If something is
-    missing then, the first worker, the *primary*, completes it. All are told what is verified.
+    two prepare the same, so each row takes what one of them has, or what a fallback proposes. If something is missing
+    then, the first worker, the *primary*, completes it. All are told what is verified.
 
     A worker that fails is left out from then on. Only when the last one fails is it an error.
 
@@ -46,8 +47,9 @@ class SeveralDrafts(DraftSession):
             share = dataclasses.replace(request, worker_index=index, num_workers=len(workers))
             self.sessions.append(WorkerSession(worker, number, share))
         self.vocab_size = self.sessions[0].vocab_size
+        self.fallbacks = fallbacks_for(self.vocab_size, request.seed + SEED_STEP * (number - 1))
         if request.asks_target:
-            self.custom = CustomFallback(request.config.fallback, self.vocab_size)
+            self.custom = CUSTOM, CustomFallback(request.config.fallback, self.vocab_size)
 
     # ---------------------------------------------------------------- a round
 
@@ -62,13 +64,12 @@ class SeveralDrafts(DraftSession):
             self._try(session, session.send_outcomes, outcomes, plan)
 
     def receive_speculation(self) -> Speculation:
-        # 1. Each row takes what a worker, or the user's fallback, has for it.
+        # 1. Each row takes what a worker, or a fallback, has for it. If nothing was prepared the draft is asked.
         found = self._merge(self._gather())
-        if self.custom is not None and self.plan.budget:
-            found = self._ask_custom(found)
-        some_hit = PREPARED in found.record.sources
-        width = answer_width(self.plan, found.known)
-        if CUSTOM in found.record.sources and not some_hit:
+        if found.record.budget:
+            found = self._ask_fallback(found)
+        sources, width = found.record.sources, answer_width(self.plan, found.known)
+        if PREPARED not in sources and not {*FALLBACKS}.isdisjoint(sources):
             width = found.tokens.shape[1]
 
         # 2. If something is missing, the primary completes it.
@@ -142,20 +143,21 @@ class SeveralDrafts(DraftSession):
         q[..., 0] = 1.0
         return q
 
-    def _ask_custom(self, found: Speculation) -> Speculation:
+    def _ask_fallback(self, found: Speculation) -> Speculation:
         missed = [row for row, live in enumerate(self.live) if live and found.record.sources[row] != PREPARED]
-        if not missed:
+        source, fallback = self.custom or (self.plan.fallback, self.fallbacks.get(self.plan.fallback))
+        if not missed or fallback is None:
             return found
         lengths = [len(text) for text in self.texts]
         ids = torch.tensor([text + [0] * (max(lengths) - len(text)) for text in self.texts])
-        proposal = self.custom.propose(ids, lengths, missed, self.plan.lookahead)
+        proposal = fallback.propose(ids, lengths, missed, self.plan.lookahead)
         if self.sampled and self.q is None:
             self.q = self._certain(found.tokens.shape[1], "cpu")
         found.probabilities = self.q if self.q is None else self.q.cpu()
         joined = join(found, missed, proposal, self.vocab_size, self.sampled)
         self.q, joined.probabilities = joined.probabilities, None
         for row in missed:
-            joined.record.sources[row] = CUSTOM
+            joined.record.sources[row] = source
         return joined
 
     def _complete(self, primary: WorkerSession, found: Speculation) -> Speculation:

@@ -1,20 +1,24 @@
 """Several draft workers that share the outcomes: real processes, and the answers of one."""
 
+import contextlib
 import os
 import signal
 import time
 
 import pytest
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList, set_seed
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, set_seed
 from transformers.utils import logging
 
 import hf_ssd
 from hf_ssd.distributed.session import SessionRequest
 from hf_ssd.distributed.several_drafts import SeveralDrafts
+from hf_ssd.distributed.worker_session import WorkerSession
+from hf_ssd.rounds import AHEAD, CUSTOM, Outcome, Plan
 
 from ..conftest import padded_batch, ready, tiny_draft
 from ..faults.test_worker_faults import AtLength
+from ..stand_ins.loopback import Loopback
 
 BUDGET = 6
 
@@ -121,6 +125,27 @@ def test_a_planned_call_is_right_too(target, two):
     for _ in range(2):
         output = generate(target, two, new_tokens=60, do_sample=False, lookahead="auto", budget="auto")
         assert torch.equal(output.sequences, plain)
+
+
+def test_a_worker_completes_less_than_it_has_prepared(draft):
+    """As when the plan has become shorter, and another worker or a fallback has something for another row."""
+    prompts, generation = [torch.arange(2, 8), torch.arange(3, 7)], GenerationConfig(do_sample=True, max_length=50)
+    config, plan = hf_ssd.SSDConfig(lookahead=3, budget=BUDGET), Plan(AHEAD, 3, 3, BUDGET)
+    worker = Loopback(draft, contextlib.nullcontext)
+    session = WorkerSession(worker, 1, SessionRequest(config, generation, prompts, 0, plan, num_workers=2))
+    with torch.inference_mode():
+        worker.work()
+        hit = worker.server.speculator.prepared.bonus[0, 0]
+        session.send_outcomes([Outcome(torch.tensor([0, 0]), torch.stack([hit, hit]))], Plan(AHEAD, 2, 2, BUDGET))
+        found = session.receive_speculation()
+        q = session.receive_probabilities()
+        assert found.tokens.shape == (2, 3) and found.record.hits[0]
+        found.tokens, found.known = found.tokens[:, :2], [1, 2]
+        found.record.sources[1], found.record.lookahead = CUSTOM, 2
+        session.send_speculation(found)
+        completed = session.receive_speculation()
+        assert torch.equal(completed.tokens, found.tokens)  # the second token of the first row, drafted once more
+        torch.testing.assert_close(session.receive_probabilities()[0], q[0, :2], atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "temperature": 0.3}], ids=str)

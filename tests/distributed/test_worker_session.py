@@ -102,6 +102,7 @@ def test_late_answers_are_dropped(line, late):
         ({"payload": torch.arange(6)}, "a speculation of 6 integers does not fit 2 rows"),
         ({"payload": torch.zeros(22, dtype=torch.int64)}, "does not fit 2 rows"),
         ({"payload": speculation([[1, 2], [3, 4]], passes=-1)}, "a speculation cannot have mode"),
+        ({"payload": speculation([[1, 2], [3, 4]], lookahead=65)}, "a speculation cannot have mode"),
         ({"payload": speculation([[1, 2], [3, 9]])}, "1 to 9 are not tokens of the vocabulary of 9"),
         ({"payload": speculation([[1, 2], [-3, 8]])}, "-3 to 8 are not tokens"),
     ],

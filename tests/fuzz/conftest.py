@@ -1,5 +1,6 @@
 """Real messages, recorded from real calls, and what can happen to them on the way."""
 
+import functools
 import random
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ import torch
 import hf_ssd
 from hf_ssd.distributed import channel
 from hf_ssd.distributed.assistant import DraftAssistant
-from hf_ssd.distributed.messages import PAYLOAD_TYPES, Kind, Message
+from hf_ssd.distributed.messages import PAYLOAD_TYPES, Message
 
 from ..conftest import VOCAB, padded_batch, tiny_draft, tiny_model
 from ..stand_ins.thread_worker import ThreadWorker
@@ -23,12 +24,10 @@ class Recorded:
     Args:
         message (`Message`): As it was sent.
         frame (`torch.LongTensor`): Its frame.
-        shape (`tuple[int, ...]`): Of the last speculation before it, and the vocabulary.
     """
 
     message: Message
     frame: torch.Tensor
-    shape: tuple[int, ...]
 
 
 class Last:
@@ -42,20 +41,16 @@ class Last:
 def recorded():
     """Messages of greedy and sampled calls, with q dense and sparse, a fallback of the user's, and two workers."""
     found, patch, pack, send_announced = [], pytest.MonkeyPatch(), channel.pack, channel.Channel.send_announced
-    asked = [ROWS]  # for how many rows a proposal was asked last
 
     def record(message):
         tensors = pack(message)
-        if message.kind == Kind.BACKUP_REQUEST:
-            asked.append(len(message.payload) - 1)
-        rows = asked[-1] if message.kind == Kind.BACKUP else ROWS
-        found.append(Recorded(message, tensors[0].clone(), (rows, 3, VOCAB)))
+        found.append(Recorded(message, tensors[0].clone()))
         return tensors
 
     def record_announced(channel, payload):
         announced = channel.promised
         message = Message(announced.kind, announced.session, announced.round, payload)
-        found.append(Recorded(message, pack(message)[0], (ROWS, 3, VOCAB)))
+        found.append(Recorded(message, pack(message)[0]))
         send_announced(channel, payload)
 
     patch.setattr(channel, "pack", record)
@@ -71,7 +66,8 @@ def recorded():
     ]
     with patch.context():
         for workers, options, more in calls:
-            with DraftAssistant([lambda: ThreadWorker(tiny_draft(disagreement=0.3))] * workers) as assistant:
+            drafts = [tiny_draft(disagreement=0.3) for _ in range(workers)]  # not in the threads that start workers
+            with DraftAssistant([functools.partial(ThreadWorker, draft) for draft in drafts]) as assistant:
                 output = target.generate(
                     **padded_batch(ROWS), max_new_tokens=12, assistant_model=assistant, return_dict_in_generate=True,
                     ssd_config=hf_ssd.SSDConfig(**settings, **more), **options,

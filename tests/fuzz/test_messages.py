@@ -9,117 +9,68 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_ssd.config import LONGEST_LOOKAHEAD
 from hf_ssd.distributed import messages, payloads
 from hf_ssd.distributed.messages import FRAME_LENGTH, HEADER_LENGTH, LARGEST_PAYLOAD, Kind, ProtocolError
-from hf_ssd.distributed.session import SessionRequest
+from hf_ssd.distributed.session import MOST_WORKERS, SessionRequest
+from hf_ssd.rounds import FINISHED, MODES, SOURCES
 
 from ..conftest import VOCAB
 from .conftest import ROWS, damaged
 
-PROMPTS = [torch.tensor([1])] * ROWS
+PROMPTS, SHAPE = [torch.tensor([1])] * ROWS, (ROWS, 3, VOCAB)
 
 
-def tokens_make_sense(tokens, rows=ROWS):
-    assert tokens.dtype == torch.int64 and tokens.shape[0] == rows and tokens.shape[1] <= 64
-    assert not tokens.numel() or tokens.min() >= 0
+def read_speculation(payload):
+    speculation = payloads.payload_to_speculation(payload, ROWS)
+    tokens, record = speculation.tokens, speculation.record
+    assert tokens.dtype == torch.int64 and tokens.shape[0] == ROWS and tokens.shape[1] <= LONGEST_LOOKAHEAD
+    assert len(record.sources) == len(record.ranks) == len(record.ngram_matches) == ROWS
+    assert record.mode in MODES and {*record.sources} <= {*SOURCES} and record.draft_seconds < math.inf
+    assert min(record.lookahead, record.budget, record.passes, record.steps) >= 0
+    assert all(0 <= n <= tokens.shape[1] for n in speculation.known)
+    payloads.check_tokens(tokens.flatten(), VOCAB)
+    assert not tokens.numel() or 0 <= tokens.min() <= tokens.max() < VOCAB
 
 
-def read_answer(payload, shape):
-    answer = payloads.payload_to_answer(payload, ROWS)
-    check_answer(answer)
-    payloads.check_tokens(answer.tokens.flatten(), VOCAB)
-    assert not answer.tokens.numel() or answer.tokens.max() < VOCAB
+def read_probabilities(payload):
+    q = payloads.payload_to_probabilities(payload, SHAPE)
+    assert q.shape == SHAPE and q.dtype == torch.float32
 
 
-def check_answer(answer):
-    tokens_make_sense(answer.tokens)
-    assert answer.hits.shape == (ROWS,) and answer.hits.dtype == torch.bool
-    assert answer.budget >= 0 and answer.rest >= 0
-    assert all(math.isfinite(x) for x in (answer.draft_seconds, answer.prepared_at, answer.answered_at))
+def read_outcomes(payload):
+    outcomes, plan = payloads.payload_to_outcomes(payload, ROWS)
+    assert outcomes and plan.mode in MODES and plan.fallback in SOURCES
+    assert 0 <= plan.after_miss <= plan.lookahead <= LONGEST_LOOKAHEAD and plan.budget >= 0
+    assert 0 <= plan.saguaro_c <= 1
+    for outcome in outcomes:
+        assert outcome.accepted.shape == outcome.bonus.shape == (ROWS,) and outcome.bonus.min() >= 0
+        assert FINISHED <= outcome.accepted.min() <= outcome.accepted.max() <= LONGEST_LOOKAHEAD
 
 
-def read_probabilities(payload, shape):
-    q = payloads.payload_to_probabilities(payload, shape)
-    assert q.shape == shape and q.dtype == torch.float32
-
-
-def read_outcomes(payload, shape):
-    for accepted, bonus, seconds, verified in payloads.payload_to_outcomes(payload, ROWS):
-        assert accepted.shape == bonus.shape == (ROWS,) and seconds >= 0 and verified >= 0
-        assert accepted.min() >= -1 and accepted.max() <= 64 and bonus.min() >= 0
-
-
-def check_plan(plan):
-    assert 0 <= plan.lookahead <= 64 and plan.budget >= 0 and plan.drafts >= 1 and plan.fallback in payloads.SOURCES
-    assert 0 <= plan.saguaro_c <= 1 and 0 < plan.acceptance_rate < 1 and 0 < plan.power_law_exponent < math.inf
-
-
-def read_found(payload, shape):
-    found = payloads.payload_to_found(payload, ROWS)
-    check_answer(found.answer)
-    check_plan(found.plan)
-
-
-def read_complete(payload, shape):
-    tokens, hits, known = payloads.payload_to_complete(payload, ROWS)
-    tokens_make_sense(tokens)
-    assert hits.shape == (ROWS,) and all(0 <= n <= tokens.shape[1] for n in known)
-
-
-def read_completed(payload, shape):
-    answer, source = payloads.payload_to_completed(payload, ROWS)
-    check_answer(answer)
-    assert source in payloads.SOURCES
-
-
-def read_follow(payload, shape):
-    tokens, hits, mine, source, plan = payloads.payload_to_follow(payload, ROWS)
-    tokens_make_sense(tokens)
-    check_plan(plan)
-    assert hits.shape == (ROWS,) and len(mine) <= ROWS and source in payloads.SOURCES
-
-
-def read_request_for_backup(payload, shape):
-    rows, lookahead = payloads.payload_to_backup_request(payload, ROWS)
-    assert 1 <= lookahead <= 64 and set(rows) <= set(range(ROWS)) and len(rows) == len(set(rows)) > 0
-
-
-def read_proposal(payload, shape):
-    proposal, follow = payloads.payload_to_proposal(payload, shape[0])
-    tokens_make_sense(proposal.tokens, shape[0])
-    assert all(0 <= n <= proposal.tokens.shape[1] for n in proposal.counts) and type(follow) is bool
-
-
-def read_prompts(payload, shape):
+def read_prompts(payload):
     prompts = payloads.payload_to_prompts(payload)
     assert prompts and all(len(prompt) and prompt.min() >= 0 for prompt in prompts)
 
 
-def read_request(payload, shape):
+def read_request(payload):
     read_values(payloads.payload_to_json(payload))
 
 
 def read_values(values):
     request = SessionRequest.from_dict(values, PROMPTS)
-    assert 0 <= request.seed < 2**31 and 0 <= request.share[0] < request.share[1] and type(request.asks_target) is bool
+    assert 0 <= request.seed < 2**31 and 0 <= request.worker_index < request.num_workers <= MOST_WORKERS
+    assert type(request.asks_target) is type(request.profile) is bool and type(request.prompt_length) is int
 
 
 READERS = {
-    Kind.READY: lambda payload, shape: payloads.payload_to_json(payload),
+    Kind.READY: payloads.payload_to_json,
     Kind.START: read_request,
     Kind.PROMPTS: read_prompts,
     Kind.OUTCOME: read_outcomes,
-    Kind.NEWS: read_outcomes,
-    Kind.END: read_outcomes,
-    Kind.SPECULATION: read_answer,
+    Kind.SPECULATION: read_speculation,
     Kind.PROBABILITIES: read_probabilities,
-    Kind.ERROR: lambda payload, shape: payloads.payload_to_text(payload),
-    Kind.BACKUP_REQUEST: read_request_for_backup,
-    Kind.BACKUP: read_proposal,
-    Kind.FOUND: read_found,
-    Kind.COMPLETE: read_complete,
-    Kind.COMPLETED: read_completed,
-    Kind.FOLLOW: read_follow,
+    Kind.ERROR: payloads.payload_to_text,
 }
 
 
@@ -150,41 +101,35 @@ slow = pytest.param(SLOW, marks=[pytest.mark.slow, pytest.mark.timeout(3000)])
 sizes = pytest.mark.parametrize("count", [QUICK, slow])
 
 
+def of_full_width(one) -> bool:
+    """Whether these are no probabilities, or those of a speculation of the planned length."""
+    payload, positions = one.message.payload, ROWS * SHAPE[1]
+    if one.message.kind != Kind.PROBABILITIES:
+        return True
+    if payload.dtype == torch.int32:
+        return not payload.numel() % (2 * positions)
+    return payload.numel() == positions * VOCAB
+
+
 def test_recorded_messages_of_all_kinds_are_understood(recorded):
     kinds = set()
     for one in recorded:
-        kinds.add(one.message.kind)
         messages.unpack(one.frame)
-        reader = READERS.get(one.message.kind)
-        if reader is not None and len(one.message.payload) and not is_backup_q(one):
-            assert not refused(reader, one.message.payload, shape_of(one))
-    assert kinds >= READERS.keys() - {Kind.READY, Kind.ERROR, Kind.NEWS}
-
-
-def is_backup_q(one) -> bool:
-    return one.message.kind == Kind.PROBABILITIES and shape_of(one) is None
-
-
-def shape_of(one):
-    """The shape that the receiver of these probabilities expects, as far as their number tells."""
-    payload = one.message.payload
-    if one.message.kind != Kind.PROBABILITIES:
-        return one.shape
-    if payload.dtype == torch.int32:
-        return one.shape if not payload.numel() % (2 * ROWS * 3) else None
-    positions = payload.numel() // VOCAB
-    return (ROWS, positions // ROWS, VOCAB) if positions and not positions % ROWS else None
+        if one.message.kind in READERS and len(one.message.payload) and of_full_width(one):
+            kinds.add(one.message.kind)
+            assert not refused(READERS[one.message.kind], one.message.payload)
+    assert kinds == READERS.keys() - {Kind.READY, Kind.ERROR}
 
 
 @sizes
 def test_damaged_payloads(recorded, count):
     chance, found = random.Random(count), []
-    usable = [one for one in recorded if one.message.kind in READERS and not is_backup_q(one)]
+    usable = [one for one in recorded if one.message.kind in READERS and of_full_width(one)]
     by_kind = {kind: [one for one in usable if one.message.kind == kind] for kind in {o.message.kind for o in usable}}
     for _ in range(count):
         one = chance.choice(by_kind[chance.choice(list(by_kind))])
         kind = one.message.kind if chance.random() < 0.9 else chance.choice(list(READERS))
-        found.append(refused(READERS[kind], damaged(one.message.payload, chance), shape_of(one)))
+        found.append(refused(READERS[kind], damaged(one.message.payload, chance)))
     assert 0.2 < sum(found) / count < 0.99
 
 
@@ -228,9 +173,7 @@ def test_damaged_requests(recorded, count):
 
 trees = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-    lambda inner: (
-        st.lists(inner) | st.dictionaries(st.text() | st.sampled_from(["ssd_config", "seed", "share"]), inner)
-    ),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.sampled_from(["ssd_config", "seed", "plan"]), inner),
 )
 
 
@@ -238,7 +181,7 @@ trees = st.recursive(
 @given(trees)
 def test_any_json_as_a_request(tree):
     payload = payloads.json_to_payload(tree)
-    refused(lambda: read_request(payload, None))
+    refused(read_request, payload)
 
 
 @settings(max_examples=60, deadline=None)
@@ -246,7 +189,7 @@ def test_any_json_as_a_request(tree):
 def test_any_bytes_as_a_message(data, dtype, kind):
     data = bytearray(data[: len(data) // dtype.itemsize * dtype.itemsize])
     payload = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
-    refused(READERS[kind], payload, (ROWS, 3, VOCAB))
+    refused(READERS[kind], payload)
 
 
 def test_deep_json_and_wide_json_are_refused():

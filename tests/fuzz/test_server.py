@@ -13,6 +13,7 @@ from hf_ssd.distributed.channel import Channel, PeerLost
 from hf_ssd.distributed.draft_server import DraftServer
 from hf_ssd.distributed.groups import TARGET, broadcast
 from hf_ssd.distributed.messages import HEADER_LENGTH, Kind, Message, pack
+from hf_ssd.rounds import AHEAD, Outcome, Plan
 
 from ..conftest import VOCAB, tiny_draft
 from .conftest import ROWS, damaged
@@ -51,13 +52,13 @@ def good_call(target, number, starts):
     start, prompts = starts
     target.send(Message(Kind.START, number, payload=start))
     target.send(Message(Kind.PROMPTS, number, payload=prompts))
-    outcome = payloads.outcome_to_payload(torch.zeros(ROWS, dtype=torch.long), torch.tensor([5, 6]), 0.0, 0)
-    target.send(Message(Kind.OUTCOME, number, payload=outcome))
-    answer, errors = next_of(target, number)
-    answer = payloads.payload_to_answer(answer.payload, ROWS)
-    payloads.check_tokens(answer.tokens.flatten(), VOCAB)
+    outcome = Outcome(torch.zeros(ROWS, dtype=torch.long), torch.tensor([5, 6]))
+    target.send(Message(Kind.OUTCOME, number, payload=payloads.outcomes_to_payload([outcome], Plan(AHEAD, 3, 3, 4))))
+    message, errors = next_of(target, number)
+    tokens = payloads.payload_to_speculation(message.payload, ROWS).tokens
+    payloads.check_tokens(tokens.flatten(), VOCAB)
     target.send(Message(Kind.END, number))
-    return answer.tokens, errors
+    return tokens, errors
 
 
 def next_of(target, number):
@@ -85,12 +86,12 @@ def test_damaged_messages_do_not_end_a_server(recorded, server, count):
     chance, errors = random.Random(count), 0
     first = [next(one.message.payload for one in recorded if one.message.kind == k) for k in (Kind.START, Kind.PROMPTS)]
     expected, _ = good_call(server, 1, first)
-    kinds = [Kind.OUTCOME, Kind.NEWS, Kind.COMPLETE, Kind.FOLLOW, Kind.END]
-    usable = [one for one in recorded if one.message.kind in kinds]
+    usable = [one for one in recorded if one.message.kind in (Kind.OUTCOME, Kind.SPECULATION, Kind.END)]
+    starts = [one.message.payload for one in recorded if one.message.kind == Kind.START]
     number = 1
     for _ in range(count):
         number += 1
-        server.send(Message(Kind.START, number, payload=first[0]))
+        server.send(Message(Kind.START, number, payload=chance.choice(starts)))  # of one worker, or one of two
         server.send(Message(Kind.PROMPTS, number, payload=first[1]))
         for _ in range(chance.randint(1, 4)):
             one = chance.choice(usable)

@@ -78,4 +78,4 @@ class Loopback:
 
 def loopback_session(model, request, during_work):
     """Opens a session with such a worker, in the place of [`~hf_ssd.distributed.local.LocalSession`]."""
-    return WorkerSession(Loopback(model, during_work), 1, request, on_close=lambda: None)
+    return WorkerSession(Loopback(model, during_work), 1, request)

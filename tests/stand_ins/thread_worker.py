@@ -1,13 +1,14 @@
 """A draft worker in a thread of this process, behind a real channel, which a test can watch and change."""
 
+import contextlib
 import threading
 
 import torch.distributed as dist
 
-from hf_ssd.distributed.channel import Channel
+from hf_ssd.distributed.channel import Channel, PeerLost
 from hf_ssd.distributed.connection import Connection
 from hf_ssd.distributed.draft_server import DraftServer
-from hf_ssd.distributed.messages import Kind, Message
+from hf_ssd.distributed.messages import Kind, Message, ProtocolError
 
 from ..conftest import VOCAB
 
@@ -47,7 +48,11 @@ class ThreadWorker(Connection):
         if self.channel is not None:
             self.channel.send(Message(Kind.STOP))
             self.thread.join(10)
-            self.other_end.close()  # gloo waits for what is left, also when it is only collected as garbage
+            # Gloo waits for what is left, also when it is only collected as garbage, so the last answer is taken first.
+            with contextlib.suppress(TimeoutError, PeerLost, ProtocolError):
+                while True:
+                    self.channel.receive(0.02)
+            self.other_end.close()
 
     def stop(self):
         self.kill()
