@@ -1,7 +1,6 @@
 """The speed of a target that several devices share: the methods of speed.py under torchrun, as in generate_tp.py."""
 
 import argparse
-import contextlib
 import json
 import os
 import signal
@@ -12,8 +11,9 @@ from pathlib import Path
 
 import torch
 from benchmark import PLAIN, SSD
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 from transformers.utils import logging
+from workload import load_tokenizer
 
 import hf_ssd
 
@@ -95,11 +95,7 @@ def main() -> None:
     try:
         division = roles.target_config(args.target)
         target = AutoModelForCausalLM.from_pretrained(args.target, dtype=dtype, distributed_config=division)
-        tokenizer = None
-        with contextlib.suppress(OSError, ValueError):  # a layered pair has none
-            tokenizer = AutoTokenizer.from_pretrained(args.target, padding_side="left")
-            tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-        target = target.to(roles.device).eval()
+        target, tokenizer = target.to(roles.device).eval(), load_tokenizer(args.target)
         pair = Pair(args.name, target, roles.draft, tokenizer, roles.device, prompts_of())
         layout = Layout(roles.device, roles.device, roles.tp_size)
         measure_pair(pair, records, {SSD: roles.draft}, layout, args, report, clock, None)
