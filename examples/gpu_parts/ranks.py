@@ -3,8 +3,6 @@
 import argparse
 import json
 import os
-import signal
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -17,7 +15,7 @@ from workload import load_tokenizer
 
 import hf_ssd
 
-from .clock import Clock, first_line
+from .clock import Clock, first_line, run_for
 from .devices import Layout
 from .pairs import Pair, load, memory_is_freed, names_of, prompts_of
 from .results import Report
@@ -61,18 +59,9 @@ def run_ranks(count: int, settings: dict, log: Path) -> str | None:
     command += ["-m", "gpu_parts.ranks", json.dumps(settings)]
     paths = [str(EXAMPLES), str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-        )
-        try:
-            code = process.wait(timeout=settings["seconds"] + GRACE)
-        except subprocess.TimeoutExpired:
-            return "the ranks took too long; see ranks.txt"
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+    code = run_for(settings["seconds"] + GRACE, command, log, env=environment)
+    if code is None:
+        return "the ranks took too long; see ranks.txt"
     return f"torchrun ended with {code}; see ranks.txt" if code else None
 
 
