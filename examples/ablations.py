@@ -20,6 +20,7 @@ import transformers
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from transformers.utils import logging
+from workload import PAIR, sampling
 
 import hf_ssd
 from hf_ssd import theory
@@ -33,7 +34,6 @@ try:
 except ImportError:
     raise SystemExit('The figures need matplotlib: pip install -e ".[plot]"') from None
 
-PAIR = Path(__file__).parent / "pair"
 SNIPPETS = [
     "def {}(path):\n",
     'def {}_all(items):\n    """',
@@ -70,8 +70,7 @@ def generate(pair, assistant, config: hf_ssd.SSDConfig, temperature: float, prom
     target, _, tokenizer = pair
     set_seed(seed)
     inputs = tokenizer(prompts, padding=True, return_tensors="pt", return_token_type_ids=False)
-    options = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
-    options |= {"max_new_tokens": args.new_tokens, "return_dict_in_generate": True}
+    options = {"max_new_tokens": args.new_tokens, "return_dict_in_generate": True, **sampling(temperature)}
     return target.generate(**inputs, **options, assistant_model=assistant, ssd_config=config).ssd_stats
 
 

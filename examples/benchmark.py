@@ -12,57 +12,23 @@ on all of them alike; each is compared with plain generate() within one turn, an
 import argparse
 import importlib.util
 import json
-import os
-import platform
 import statistics
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-import transformers
-from evaluation.prompts import load_samples
-from layered_pair import SIZES, layered_pair
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, StoppingCriteria, StoppingCriteriaList, set_seed
+from transformers import StoppingCriteria, StoppingCriteriaList, set_seed
 from transformers.utils import logging
+from workload import about, add_pair_and_work, batches_for, cores_for, load_pair, sampling, synchronize
 
 import hf_ssd
 from hf_ssd import theory
-from hf_ssd.distributed.cores import CoreShare, divide_cores, use_cores
+from hf_ssd.distributed.cores import CoreShare, use_cores
 from hf_ssd.generation import timeline
 
-PAIR = Path(__file__).parent / "pair"
-SNIPPETS = [
-    "class Reader:\n    def __init__(self, path):\n",
-    "import os\n\ndef main(",
-    "def parse(self, line):\n    ",
-    "for i in range(10):\n",
-    "try:\n    value = ",
-    "class Error(Exception):\n",
-    "def test_",
-    "if __name__ == ",
-]
 PLAIN, ASSISTED, SD, SSD = "plain generate", "assisted", "SSD, in turn", "SSD"
-
-
-def add_pair_and_work(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments that [`load_pair`] and [`batches_for`] read."""
-    pair = parser.add_argument_group("models")
-    pair.add_argument("--target", default=str(PAIR / "target"), help="hub id or folder of the large model")
-    pair.add_argument("--draft", default=str(PAIR / "draft"), help="hub id or folder of the small model")
-    pair.add_argument("--layered", choices=SIZES, help="a random pair of this size instead, see layered_pair.py")
-    pair.add_argument("--agreement", type=float, default=0.85, help="acceptance rate of the random pair")
-    pair.add_argument("--dtype", default="bfloat16" if torch.accelerator.is_available() else "float32")
-    pair.add_argument("--compile", action="store_true", help="both models by torch.compile, for all methods")
-    work = parser.add_argument_group("work")
-    work.add_argument("--prompts", help="JSON lines, or a hub dataset; default: snippets of Python, or random tokens")
-    work.add_argument("--prompt-field", default="prompt")
-    work.add_argument("--prompt-length", type=int, default=32, help="of random tokens")
-    work.add_argument("--batch-size", type=int, default=1)
-    work.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
-    work.add_argument("--new-tokens", type=int, default=128)
-    work.add_argument("--ignore-eos", action="store_true", help="go on behind the end of the text")
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -112,7 +78,7 @@ class Method:
         options (`dict`): For generate().
         cores (`tuple[int, ...]`, *optional*): Of this process, if the target is on the CPU.
         devices (`int`): How many it uses, counting cores on the CPU.
-        settings (`dict`, *optional*): Attributes of the draft's generation config, for transformers' own assistant.
+        settings (`dict`): Attributes of the draft's generation config, for transformers' own assistant.
         runs (`list[Run]`): What was measured.
     """
 
@@ -148,19 +114,12 @@ class Run:
 
 
 class Bench:
-    """
-    Args:
-        args (`argparse.Namespace`): Of the command line.
-        target, draft (`PreTrainedModel`): The pair.
-        assistant ([`~hf_ssd.DraftAssistant`]): The draft in its worker.
-        batches (`list[dict]`): Inputs, used one after the other.
-    """
+    """Runs methods of generation with a target, a draft, the draft's worker, and batches used one after the other."""
 
     def __init__(self, args, target, draft, assistant, batches: list[dict]):
         self.args, self.target, self.draft, self.assistant, self.batches = args, target, draft, assistant, batches
         self.options = {"max_new_tokens": args.new_tokens, "return_dict_in_generate": True}
-        sampling = {"do_sample": True, "temperature": args.temperature, "top_k": 0}
-        self.options |= sampling if args.temperature else {"do_sample": False}
+        self.options |= sampling(args.temperature)
         if args.ignore_eos:
             self.options["min_new_tokens"] = args.new_tokens
 
@@ -211,7 +170,7 @@ class Bench:
         return Run(tokens, rows, prefill, seconds, stats, output.sequences)
 
     def measure(self, methods: dict[str, Method]) -> dict[str, Method]:
-        """Adds the runs to the methods."""
+        """Adds the runs to the methods, and returns them."""
         turns = tqdm(range(self.args.repeats + 1), desc="measuring", unit="turn")
         for turn in turns:
             for name, method in methods.items():
@@ -220,12 +179,6 @@ class Bench:
                 if turn:
                     method.runs.append(run)
         return methods
-
-
-def synchronize(device: torch.device) -> None:
-    """Waits until an accelerator has done what was launched on it. A CPU does so at once."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 def new_tokens(tokens: torch.LongTensor, model) -> int:
@@ -243,88 +196,71 @@ def new_tokens(tokens: torch.LongTensor, model) -> int:
 
 def rows_of(methods: dict[str, Method]) -> list[dict]:
     """Returns a row for each method; of those that were tried with several settings, the best one."""
-    plain = [run.speed for run in methods[PLAIN].runs]
-    rows = []
-    for name, method in methods.items():
-        speeds = [run.speed for run in method.runs]
-        ratios = [speed / base for speed, base in zip(speeds, plain)]
-        same = all(torch.equal(run.sequences, other.sequences) for run, other in zip(method.runs, methods[PLAIN].runs))
-        row = {
-            "method": name,
-            "speed": statistics.median(speeds),
-            "low": min(speeds),
-            "high": max(speeds),
-            "over plain": statistics.median(ratios),
-            "per device": statistics.median(speeds) / method.devices,
-            "prefill ms": 1e3 * statistics.median(run.prefill for run in method.runs),
-            "same tokens": same,
-        }
-        rows.append(row | figures_of(method.runs))
-    best = {family: _best(rows, family) for family in (f"{ASSISTED}, ", f"{SD}, ")}
-    sd = best[f"{SD}, "]
-    if sd:
-        for row in rows:
-            if row["method"] == SSD:
-                row |= over_in_turn(row, sd)
-    chosen = [row for row in rows if not any(row["method"].startswith(family) for family in best)]
-    extra = [row for row in rows if row["method"] == f"{ASSISTED}, default"]
-    result = chosen[:1] + extra + [row for row in best.values() if row and row not in extra] + chosen[1:]
-    for row in result:
-        row["best"] = row in best.values()
-    return result
+    rows = [row_of(name, method, methods[PLAIN].runs) for name, method in methods.items()]
+    families = f"{ASSISTED}, ", f"{SD}, "
+    of_families = [[row for row in rows if row["method"].startswith(family)] for family in families]
+    assisted, sd = (max(tried, key=lambda row: row["over plain"], default=None) for tried in of_families)
+    for row in rows:
+        row["best"] = row in (assisted, sd)
+        if row["method"] == SSD and sd:
+            bound = theory.ssd_over_speculative_decoding_bound(sd["T_SD"], row["tokens/round"], sd["tokens/round"])
+            row |= {"T_SD": sd["T_SD"], "over in turn": row["over plain"] / sd["over plain"], "Corollary 9": bound}
+    names = (PLAIN, f"{ASSISTED}, default", SSD)
+    return [row for row in rows if row["best"] or row["method"] in names]
 
 
-def _best(rows: list[dict], family: str) -> dict | None:
-    return max(
-        (row for row in rows if row["method"].startswith(family)), key=lambda row: row["over plain"], default=None
-    )
+def row_of(name: str, method: Method, plain: list[Run]) -> dict:
+    """Returns what the table says of a method, compared with plain generate() turn by turn."""
+    speeds = [run.speed for run in method.runs]
+    return {
+        "method": name,
+        "speed": statistics.median(speeds),
+        "low": min(speeds),
+        "high": max(speeds),
+        "over plain": statistics.median(speed / base.speed for speed, base in zip(speeds, plain)),
+        "per device": statistics.median(speeds) / method.devices,
+        "prefill ms": 1e3 * statistics.median(run.prefill for run in method.runs),
+        "same tokens": all(torch.equal(run.sequences, base.sequences) for run, base in zip(method.runs, plain)),
+        **figures_of(method.runs),
+    }
 
 
 def figures_of(runs: list[Run]) -> dict:
-    """The parts of a round, as medians over the runs."""
-    if runs[0].stats is None:
-        return {}
-    parts = []
-    for run in runs:
-        stats, n = run.stats, run.stats.rounds
-        verify, wait = sum(stats.column("verify_seconds")) / n, sum(stats.column("wait_seconds")) / n
-        answered = sum(stats.column("answer_seconds")) / n
-        prepared = sum(stats.column("draft_seconds")) / n - answered
-        hits = [
-            (w, v)
-            for w, v, hit, accepted in zip(stats.column("wait_seconds"), stats.column("verify_seconds"), stats.column("hits"), stats.column("accepted"))
-            if all(h or k < 0 for h, k in zip(hit, accepted))
-        ]
-        predicted = theory.predict(stats)
-        parts.append(
-            {
-                "acceptance": stats.acceptance_rate,
-                "tokens/round": stats.tokens_per_round,
-                "hit rate": stats.hit_rate,
-                "lookahead": sum(stats.column("lookahead")) / n,
-                "budget": sum(stats.column("budget")) / n,
-                "verify ms": 1e3 * verify,
-                "wait ms": 1e3 * wait,
-                "answer ms": 1e3 * answered,
-                "prepare ms": 1e3 * prepared,
-                "wait on hits / verify": sum(w for w, _ in hits) / sum(v for _, v in hits) if hits else None,
-                "T_p": prepared / verify,
-                "T_SD": wait / verify if not any(stats.column("budget")) else None,
-                "predicted": predicted,
-                "measured / predicted": run.speed / predicted,
-            }
-        )
-    medians = {}
-    for key in parts[0]:
-        values = [part[key] for part in parts if part[key] is not None]
-        medians[key] = statistics.median(values) if values else None
-    return medians
+    """Returns the parts of a round, as medians over the runs."""
+    parts = [parts_of(run) for run in runs if run.stats is not None]
+    values = {key: [part[key] for part in parts if part[key] is not None] for key in (parts or [{}])[0]}
+    return {key: statistics.median(found) if found else None for key, found in values.items()}
 
 
-def over_in_turn(ssd: dict, sd: dict) -> dict:
-    """SSD over speculative decoding, and Corollary 9's bound for it."""
-    bound = theory.ssd_over_speculative_decoding_bound(sd["T_SD"], ssd["tokens/round"], sd["tokens/round"])
-    return {"T_SD": sd["T_SD"], "over in turn": ssd["over plain"] / sd["over plain"], "Corollary 9": bound}
+def parts_of(run: Run) -> dict:
+    """Returns the parts of a round, as means over the rounds of a call."""
+    stats, n = run.stats, run.stats.rounds
+    verify, wait, answer, draft = (
+        sum(seconds) / n
+        for seconds in (stats.verify_seconds, stats.wait_seconds, stats.answer_seconds, stats.draft_seconds)
+    )
+    hits = [
+        (w, v)
+        for w, v, hit, accepted in zip(stats.wait_seconds, stats.verify_seconds, stats.hits, stats.accepted)
+        if all(h or k < 0 for h, k in zip(hit, accepted))
+    ]
+    predicted = theory.predict(stats)
+    return {
+        "acceptance": stats.acceptance_rate,
+        "tokens/round": stats.tokens_per_round,
+        "hit rate": stats.hit_rate,
+        "lookahead": sum(stats.lookahead) / n,
+        "budget": sum(stats.budget) / n,
+        "verify ms": 1e3 * verify,
+        "wait ms": 1e3 * wait,
+        "answer ms": 1e3 * answer,
+        "prepare ms": 1e3 * (draft - answer),
+        "wait on hits / verify": sum(w for w, _ in hits) / sum(v for _, v in hits) if hits else None,
+        "T_p": (draft - answer) / verify,
+        "T_SD": None if any(stats.budget) else wait / verify,
+        "predicted": predicted,
+        "measured / predicted": run.speed / predicted,
+    }
 
 
 COLUMNS = {
@@ -401,84 +337,6 @@ def draw(tables: dict[str, list[dict]], path: Path) -> None:
 # ---------------------------------------------------------------- the run
 
 
-def load_pair(args):
-    """The target on the first accelerator and the draft on the last; without one both on the CPU."""
-    target, draft, tokenizer = _load_pair(args)
-    if args.compile:
-        target.compile(dynamic=True)
-        draft.compile(dynamic=True)
-    return hf_ssd.enable(target), draft, tokenizer
-
-
-def _load_pair(args):
-    dtype = getattr(torch, args.dtype)
-    places = hf_ssd.devices.accelerators() or [torch.device("cpu")]
-    if args.layered:
-        torch.set_num_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
-        target, draft = layered_pair(args.layered, args.agreement, args.temperature, dtype, device=places[0])
-        print(f"{args.layered}: acceptance {target.config.acceptance_rate:.3f} (asked for {args.agreement})")
-        return target, draft.to(places[-1]), None
-    models = [
-        AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(place).eval()
-        for name, place in zip((args.target, args.draft), (places[0], places[-1]))
-    ]
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(args.target, padding_side="left")
-    except (OSError, ValueError):
-        return *models, None  # random models have none, and read random tokens
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    return *models, tokenizer
-
-
-def batches_for(args, tokenizer, target) -> list[dict]:
-    """Prompts in batches."""
-    if tokenizer is None:
-        shape = (4, args.batch_size, args.prompt_length)
-        tokens = torch.randint(1, target.config.vocab_size, shape, generator=torch.Generator().manual_seed(1))
-        return [
-            {"input_ids": t.to(target.device), "attention_mask": torch.ones_like(t).to(target.device)} for t in tokens
-        ]
-    prompts = SNIPPETS
-    if args.prompts:
-        count = max(args.batch_size, args.repeats + 1)
-        if Path(args.prompts).exists():
-            samples = load_samples(args.prompts, args.prompt_field, count, fits=lambda prompt: True)
-            prompts = [sample.prompt for sample in samples]
-        else:
-            from datasets import load_dataset
-
-            prompts = next(iter(load_dataset(args.prompts).values()))[args.prompt_field][:count]
-    prompts = [prompts[i % len(prompts)] for i in range(-(-len(prompts) // args.batch_size) * args.batch_size)]
-    return [
-        tokenizer(prompts[i : i + args.batch_size], padding=True, return_tensors="pt", return_token_type_ids=False).to(
-            target.device
-        )
-        for i in range(0, len(prompts), args.batch_size)
-    ]
-
-
-def cores_for(args, target, draft) -> CoreShare | None:
-    if args.pin:
-        sides = [tuple(int(core) for core in side.split(",")) for side in args.pin]
-        return CoreShare(sides[0], (sides[1],))
-    return divide_cores() if target.device.type == draft.device.type == "cpu" else None
-
-
-def about(args) -> dict:
-    """What the figures were made with."""
-    gpus = [hf_ssd.devices.name(device) for device in hf_ssd.devices.accelerators()]
-    return {
-        "arguments": {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()},
-        "versions": {
-            "hf_ssd": hf_ssd.__version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-        },
-        "machine": {"processor": platform.machine(), "cores": os.cpu_count(), "gpus": gpus},
-    }
-
-
 def main() -> None:
     args = parse_arguments()
     logging.set_verbosity_error()
@@ -500,7 +358,13 @@ def main() -> None:
             stats = methods[SSD].runs[-1].stats
     if args.output:
         args.output.mkdir(parents=True, exist_ok=True)
-        report = {**about(args), "cores": cores and {"target": cores.target, "drafts": cores.drafts}, "tables": tables}
+        arguments = {name: str(x) if isinstance(x, Path) else x for name, x in vars(args).items()}
+        report = {
+            "arguments": arguments,
+            **about(),
+            "cores": cores and {"target": cores.target, "drafts": cores.drafts},
+            "tables": tables,
+        }
         (args.output / "benchmark.json").write_text(json.dumps(report, indent=2) + "\n")
         draw(tables, args.output / "benchmark.png")
     if args.trace:

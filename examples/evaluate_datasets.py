@@ -14,34 +14,25 @@ SSD one more for its draft, as in the paper. Run the same command again to go on
 import argparse
 import contextlib
 import os
-import platform
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import transformers
 from benchmark import FirstToken
 from evaluation import report
 from evaluation.prompts import SOURCES, Batch, find_source, load_samples
 from evaluation.results_file import ResultsFile
 from tqdm import tqdm
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    StoppingCriteriaList,
-    set_seed,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, StoppingCriteriaList, set_seed
 from transformers.utils import logging
+from workload import about, add_models, sampling
 
 import hf_ssd
 from hf_ssd import devices
 from hf_ssd.distributed.cores import divide_cores, use_cores
 
-PAIR = Path(__file__).parent / "pair"
 METHODS = ("plain", "assisted", "sd", "ssd")
 
 
@@ -54,11 +45,7 @@ def parse_arguments() -> argparse.Namespace:
     data.add_argument("--max-new-tokens", type=int, default=512)
     data.add_argument("--batch-size", type=int, default=1)
     data.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
-    pair = parser.add_argument_group("models")
-    pair.add_argument("--target", default=str(PAIR / "target"), help="hub id or folder of the large model")
-    pair.add_argument("--draft", default=str(PAIR / "draft"), help="hub id or folder of the small model")
-    pair.add_argument("--dtype", default="bfloat16" if torch.accelerator.is_available() else "float32")
-    pair.add_argument("--num-draft-ranks", type=int, default=1, help="under torchrun")
+    add_models(parser).add_argument("--num-draft-ranks", type=int, default=1, help="under torchrun")
     method = parser.add_argument_group("methods")
     method.add_argument("--methods", nargs="+", choices=METHODS, help="default: all that can run here")
     method.add_argument("--lookahead", type=int, help="of SD and SSD; default: planned while it generates")
@@ -70,18 +57,6 @@ def parse_arguments() -> argparse.Namespace:
 
 
 # ---------------------------------------------------------------- what is to be done
-
-
-@dataclass
-class Work:
-    """
-    Args:
-        methods (`list[str]`): Those that take turns.
-        batches (`list[Batch]`): What is not done yet.
-    """
-
-    methods: list[str]
-    batches: list[Batch]
 
 
 class Evaluation:
@@ -118,8 +93,8 @@ class Evaluation:
         load = [load_samples(given, args.prompt_field, args.num_samples, fits) for given in args.dataset]
         self.samples = dict(zip(self.names, load))
 
-    def work(self) -> Work:
-        """Returns what is not done yet."""
+    def work(self) -> tuple[list[str], list[Batch]]:
+        """Returns the methods and batches that are not done yet."""
         batches = []
         for name, samples in self.samples.items():
             for index, start in enumerate(range(0, len(samples), self.args.batch_size)):
@@ -128,7 +103,7 @@ class Evaluation:
                 if methods:
                     batches.append(Batch(name, index, prompts, methods))
         left = {method for batch in batches for method in batch.methods}
-        return Work([method for method in self.methods if method in left], batches)
+        return [method for method in self.methods if method in left], batches
 
     def report(self) -> None:
         """Prints a table and writes it, with a figure."""
@@ -189,14 +164,6 @@ def ssd_config(args, asynchronous: bool) -> hf_ssd.SSDConfig:
     return hf_ssd.SSDConfig(lookahead=lookahead, budget=budget, **settings)
 
 
-def about() -> dict:
-    """What the figures were made with."""
-    libraries = {"hf_ssd": hf_ssd.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
-    gpus = [devices.name(device) for device in devices.accelerators()]
-    machine = {"processor": platform.machine(), "cores": os.cpu_count(), "gpus": gpus}
-    return {"versions": {**libraries, "python": platform.python_version()}, "machine": machine}
-
-
 # ---------------------------------------------------------------- the runs
 
 
@@ -227,10 +194,8 @@ class Runner:
 
     def __init__(self, args, target, tokenizer, methods: dict[str, dict], cores: tuple[int, ...] | None):
         self.target, self.tokenizer, self.methods, self.cores = target, tokenizer, methods, cores
-        # top_k and top_p of the model's own configuration are switched off: temperature alone
-        sampling = {"do_sample": True, "temperature": args.temperature, "top_k": 0, "top_p": 1.0}
-        self.options = sampling if args.temperature else {"do_sample": False}
-        self.options |= {"max_new_tokens": args.max_new_tokens, "return_dict_in_generate": True}
+        self.options = {"max_new_tokens": args.max_new_tokens, "return_dict_in_generate": True}
+        self.options |= sampling(args.temperature)
 
     def run(self, batch: Batch, method: str) -> dict:
         """Returns a line of results.jsonl."""
@@ -336,7 +301,7 @@ def main() -> None:
     work = [evaluation.work() if is_leader else None]
     if roles and roles.tp_size > 1:
         dist.broadcast_object_list(work, src=0, device=torch.device("cpu"))
-    methods, batches = work[0].methods, work[0].batches
+    methods, batches = work[0]
     if batches:
         with load_models(args, methods, roles, division) as (target, options, cores):
             runner = Runner(args, target, tokenizer, options, cores)

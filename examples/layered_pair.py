@@ -106,13 +106,7 @@ def first_layers(target: LlamaForCausalLM, size: Size) -> LlamaForCausalLM:
 
 
 class DeeperLayers:
-    """
-    What the target has and the draft lacks. Keeps a copy of the matrices that it scales.
-
-    Args:
-        target (`LlamaForCausalLM`): A model from [`new_target`].
-        draft_layers (`int`): How many layers the draft shares.
-    """
+    """The layers of a target from [`new_target`] that the draft lacks. Keeps a copy of the matrices that it scales."""
 
     def __init__(self, target: LlamaForCausalLM, draft_layers: int):
         layers = target.model.layers[draft_layers:]
@@ -137,21 +131,11 @@ def acceptance_rate(
 ) -> float:
     """
     Measures the chance that one drafted token is accepted, along text that the target itself continues from random
-    prompts. Greedy: how often the two most likely tokens agree. Sampled: the mean of `sum(min(p, q))` (Leviathan et
-    al., 2023, Corollary 3.6). Leaves torch's default generators as they were.
+    prompts of 32 tokens. Greedy: how often the two most likely tokens agree. Sampled: the mean of `sum(min(p, q))`
+    (Leviathan et al., 2023, Corollary 3.6). Leaves torch's default generators as they were.
 
-    The rate grows a little with the context, which the deeper layers average over: by 0.005 for every doubling (from 8
-    to 512 tokens, size "tiny", temperature 1). It is measured behind 32 tokens and more.
-
-    Args:
-        target, draft (`LlamaForCausalLM`): The pair.
-        temperature (`float`): That of both models; 0 is greedy.
-        seed (`int`): Of the prompts and the samples.
-        num_prompts, new_tokens (`int`): How much to measure. The standard error of a greedy rate `a` is
-            `sqrt(a * (1 - a) / (num_prompts * new_tokens))`, 0.011 for 0.85; that of a sampled one is a third of it.
-
-    Returns:
-        `float`.
+    The standard error of a greedy rate `a` is `sqrt(a * (1 - a) / (num_prompts * new_tokens))`, 0.011 for 0.85; that of
+    a sampled one is a third of it.
     """
     length = 32
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
@@ -175,15 +159,8 @@ def acceptance_rate(
 
 def calibrate(deeper: DeeperLayers, agreement: float, measure) -> tuple[float, float]:
     """
-    Scales the deeper layers so that the acceptance rate is `agreement`, by bisection over the logarithm of epsilon.
-
-    Args:
-        deeper (`DeeperLayers`): What to scale.
-        agreement (`float`): The acceptance rate to reach.
-        measure (`Callable[[], float]`): Returns the acceptance rate as it is now.
-
-    Returns:
-        Epsilon and the acceptance rate measured with it.
+    Scales the deeper layers so that the acceptance rate, which `measure` returns, is `agreement`, by bisection over the
+    logarithm of epsilon. Returns epsilon and the acceptance rate measured with it.
     """
     measured = {}
     low, high = BISECTION_RANGE

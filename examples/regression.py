@@ -13,8 +13,9 @@ import statistics
 from pathlib import Path
 
 import torch
-from benchmark import PLAIN, SSD, Bench, batches_for, cores_for, load_pair, parse_arguments
+from benchmark import PLAIN, SSD, Bench, parse_arguments
 from transformers.utils import logging
+from workload import batches_for, cores_for, load_pair
 
 import hf_ssd
 

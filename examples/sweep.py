@@ -24,10 +24,10 @@ import statistics
 import time
 from pathlib import Path
 
-from benchmark import add_pair_and_work, batches_for, load_pair
 from tqdm import tqdm
 from transformers import set_seed
 from transformers.utils import logging
+from workload import add_pair_and_work, batches_for, load_pair, sampling
 
 import hf_ssd
 from hf_ssd.distributed.cores import use_cores
@@ -71,8 +71,7 @@ def order_of(settings: dict[str, dict | None], turn: int) -> list[tuple[str, dic
 def measure(args, target, draft, assistant, batches, settings, turns: range) -> dict[str, list[dict]]:
     """Returns what each setting did in each turn but the first ones of all, which warm up."""
     options = {"max_new_tokens": args.new_tokens, "min_new_tokens": args.new_tokens, "return_dict_in_generate": True}
-    options |= {"do_sample": True, "temperature": args.temperature, "top_k": 0} if args.temperature else {}
-    options.setdefault("do_sample", False)
+    options |= sampling(args.temperature)
     runs = {name: [] for name in settings}
     for turn in tqdm(turns, desc="measuring", unit="turn"):
         inputs = batches[turn % len(batches)]

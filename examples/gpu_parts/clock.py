@@ -1,7 +1,11 @@
-"""A time budget that is shared out: whoever comes later gets what is left."""
+"""A time budget that is shared out: what comes later gets what is left."""
 
+import os
+import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 
 class Clock:
@@ -27,6 +31,20 @@ class Clock:
         weights = weights or [1.0] * len(items)
         for i, item in enumerate(items):
             yield item, Clock(self.left * weights[i] / sum(weights[i:]), self.agree)
+
+
+def run_for(seconds: float, command: list[str], log: Path, **options) -> int | None:
+    """Runs a command that writes to `log`. Returns its exit code, or `None` if the time was up and it was killed."""
+    with log.open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, **options)
+        try:
+            return process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)  # with the workers that it has started
+                process.wait()
 
 
 def first_line(error: BaseException) -> str:

@@ -1,13 +1,11 @@
 """What there is to measure on: who gets which device, and what the figures were made with."""
 
-import platform
 import subprocess
 from dataclasses import dataclass
 
 import torch
-import transformers
+import workload
 
-import hf_ssd
 from hf_ssd.devices import accelerators, name
 
 
@@ -65,19 +63,14 @@ def find_layout(dry_run: bool, target_ranks: int | None) -> Layout | None:
 
 def about(layout: Layout, dry_run: bool) -> dict:
     """What the figures were made with. Equal for two runs whose figures may stand in one report."""
-    devices = accelerators()
-    names = [f"{device}: {name(device)}" for device in devices]
     return {
         "dry run": dry_run,
         "layout": str(layout),
         "target and draft share a device": layout.is_shared,
-        "devices": names,
+        "devices": [f"{device}: {name(device)}" for device in accelerators()],
         "driver": _driver(),
-        "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "transformers": transformers.__version__,
-        "hf_ssd": hf_ssd.__version__,
-        "python": platform.python_version(),
+        **workload.about()["versions"],
     }
 
 

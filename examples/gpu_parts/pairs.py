@@ -6,8 +6,8 @@ import gc
 from dataclasses import dataclass, field
 
 import torch
-from benchmark import batches_for, load_pair
 from layered_pair import Size
+from workload import batches_for, load_pair
 
 import hf_ssd
 
@@ -27,7 +27,7 @@ class Pair:
         target, draft (`PreTrainedModel`): Both on the target's device.
         tokenizer (`PreTrainedTokenizerBase`, *optional*): A layered pair has none.
         place (`torch.device`): Of the draft worker.
-        prompts (`argparse.Namespace`): What [`~benchmark.batches_for`] needs, except the batch size.
+        prompts (`argparse.Namespace`): What [`~workload.batches_for`] needs, except the batch size.
     """
 
     name: str
@@ -66,7 +66,7 @@ def _sizes(args) -> dict:
 
 
 def prompts_of() -> argparse.Namespace:
-    """Returns what [`~benchmark.batches_for`] needs for its own prompts, or random ones where there is no tokenizer."""
+    """Returns what [`~workload.batches_for`] needs for its own prompts, or random ones where there is no tokenizer."""
     return argparse.Namespace(prompts=None, prompt_length=32, repeats=4)
 
 

@@ -1,23 +1,21 @@
 """The speed of a target that several devices share: the methods of speed.py under torchrun, as in generate_tp.py."""
 
 import argparse
-import contextlib
 import json
 import os
-import signal
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import torch
 from benchmark import PLAIN, SSD
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 from transformers.utils import logging
+from workload import load_tokenizer
 
 import hf_ssd
 
-from .clock import Clock, first_line
+from .clock import Clock, first_line, run_for
 from .devices import Layout
 from .pairs import Pair, load, memory_is_freed, names_of, prompts_of
 from .results import Report
@@ -61,18 +59,9 @@ def run_ranks(count: int, settings: dict, log: Path) -> str | None:
     command += ["-m", "gpu_parts.ranks", json.dumps(settings)]
     paths = [str(EXAMPLES), str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-        )
-        try:
-            code = process.wait(timeout=settings["seconds"] + GRACE)
-        except subprocess.TimeoutExpired:
-            return "the ranks took too long; see ranks.txt"
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+    code = run_for(settings["seconds"] + GRACE, command, log, env=environment)
+    if code is None:
+        return "the ranks took too long; see ranks.txt"
     return f"torchrun ended with {code}; see ranks.txt" if code else None
 
 
@@ -95,11 +84,7 @@ def main() -> None:
     try:
         division = roles.target_config(args.target)
         target = AutoModelForCausalLM.from_pretrained(args.target, dtype=dtype, distributed_config=division)
-        tokenizer = None
-        with contextlib.suppress(OSError, ValueError):  # a layered pair has none
-            tokenizer = AutoTokenizer.from_pretrained(args.target, padding_side="left")
-            tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-        target = target.to(roles.device).eval()
+        target, tokenizer = target.to(roles.device).eval(), load_tokenizer(args.target)
         pair = Pair(args.name, target, roles.draft, tokenizer, roles.device, prompts_of())
         layout = Layout(roles.device, roles.device, roles.tp_size)
         measure_pair(pair, records, {SSD: roles.draft}, layout, args, report, clock, None)

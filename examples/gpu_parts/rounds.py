@@ -89,9 +89,10 @@ def in_a_call(call: Call, measured: dict, report: Report) -> dict:
     call()  # warms up
     stats = measured["stats"] = call()
     report.draw_timeline(stats, f"lookahead {LOOKAHEAD}, budget {BUDGET}, {report.data['under way']}")
-    decoding = 1e3 * (stats.total_seconds - stats.prefill_seconds) / stats.rounds
-    figures = figures_of_stats(stats)
+    seconds = stats.total_seconds - stats.prefill_seconds
+    figures = figures_of([Run(stats.generated_tokens, stats.batch_size, 0.0, seconds, stats, None)])
     verify, wait, work = figures["verify ms"], figures["wait ms"], figures["prepare ms"] + figures["answer ms"]
+    decoding = 1e3 * seconds / stats.rounds
     return {
         "a round": decoding,
         "target: verifies": verify,
@@ -104,13 +105,6 @@ def in_a_call(call: Call, measured: dict, report: Report) -> dict:
         "tokens a round": figures["tokens/round"],
         "wait on hits / verification": figures["wait on hits / verify"],
     }
-
-
-def figures_of_stats(stats) -> dict:
-    """[`~benchmark.figures_of`] of one call."""
-    seconds = stats.total_seconds - stats.prefill_seconds
-    run = Run(stats.generated_tokens, stats.batch_size, 0.0, seconds, stats, None)
-    return figures_of([run])
 
 
 def alone(pair: Pair, measured: dict) -> dict:
@@ -158,8 +152,7 @@ def projection(stats, times: dict) -> dict:
 
 
 def kinds_of() -> list[ProfilerActivity]:
-    kinds = {ProfilerActivity.CPU, *torch.profiler.supported_activities()}
-    return sorted(kinds, key=str)
+    return sorted({ProfilerActivity.CPU, *torch.profiler.supported_activities()}, key=str)
 
 
 def summary(profiled: profile, times: int) -> dict:

@@ -2,12 +2,11 @@
 
 import os
 import re
-import signal
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 
+from .clock import run_for
 from .results import Report
 
 ROOT = Path(__file__).parents[2]
@@ -25,19 +24,11 @@ def measure(args, layout, report: Report, seconds: float) -> None:
     if args.dry_run:
         environment["HF_SSD_TEST_DEVICES"] = "cpu"
     part = report.begin("tests", {"command": " ".join(["pytest", *command[3:]])})
-    with (report.folder / "tests.txt").open("w") as output:
-        process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, env=environment, start_new_session=True
-        )
-        try:
-            code = process.wait(timeout=seconds)
-            part["result"] = "passed" if code == 0 else f"pytest ended with {code}"
-        except subprocess.TimeoutExpired:
-            part["result"] = f"cut off after {seconds:.0f} s"
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)  # with the workers that the tests have started
-                process.wait()
-    part["outcomes"] = dict(OUTCOME.findall((report.folder / "tests.txt").read_text(errors="replace")))
+    log = report.folder / "tests.txt"
+    code = run_for(seconds, command, log, cwd=ROOT, env=environment)
+    part["result"] = "passed" if code == 0 else f"pytest ended with {code}"
+    if code is None:
+        part["result"] = f"cut off after {seconds:.0f} s"
+    part["outcomes"] = dict(OUTCOME.findall(log.read_text(errors="replace")))
     part["counts"] = {name.lower(): count for name, count in Counter(part["outcomes"].values()).items()}
     report.save()
