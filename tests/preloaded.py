@@ -79,7 +79,7 @@ class Popen(subprocess.Popen):
         descriptors = {number: number if own == -1 else own for number, own in enumerate(streams)}
         descriptors |= {number: number for number in given["pass_fds"]}
         program |= {
-            "environment": environment,
+            "environment": {**environment, ADDRESS: os.environ[ADDRESS]},
             "folder": os.path.abspath(given["cwd"] or os.getcwd()),
             "cores": sorted(os.sched_getaffinity(0)),
             "is_leader": given["start_new_session"],
