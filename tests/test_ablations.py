@@ -49,7 +49,7 @@ def test_tables_figures_and_numbers(tmp_path):
     assert 0 < numbers["saguaro"]["rows"][0]["hit_rate"] <= 1
 
 
-def test_without_matplotlib_one_sentence():
+def test_without_matplotlib_one_sentence(fresh_python):
     code = "import sys, runpy; sys.modules['matplotlib'] = None; runpy.run_path('examples/ablations.py')"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, cwd=ROOT)
     assert result.returncode == 1
