@@ -82,7 +82,7 @@ class Recorder(hf_ssd.DraftAssistant, CacheShape):
 
     def __init__(self, draft):
         self.draft, self.cores, self.vocab_size, self.rounds = draft, None, draft.config.vocab_size, []
-        self.ranks, self.process = TargetRanks(), os.getpid()
+        self.ranks, self.process, self.workers = TargetRanks(), os.getpid(), [None]
 
     def begin_call(self, turn, timeout, patience):
         pass
@@ -91,28 +91,31 @@ class Recorder(hf_ssd.DraftAssistant, CacheShape):
         pass
 
     def open_session(self, turn, request, device):
-        session = LocalSession(self.draft, request())
-        session.speculator.lessons.shape = self
-        session.speculator.prepare()  # for the first token after the prompt
+        request = request()
+        session = LocalSession(self.draft, request)
+        session.speculator.shape = self
+        session.speculator.prepare(request.plan)  # for the first token after the prompt
         return session
 
-    def fan_outs(self, forks, budget):
-        return [[1] + [0] * (len(forks.limits) - 1)] * len(forks.from_backup)  # as little as possible: nobody needs it
+    def fan_outs(self, candidates, budget):
+        # As little as possible: nobody needs it.
+        return [[1] + [0] * (len(candidates.limits) - 1)] * len(candidates.from_fallback)
 
-    def learn(self, forks, accepted, bonus):
-        self.rounds.append((forks, accepted, bonus))
+    def covered(self, *_):
+        raise NotImplementedError("with fixed settings nothing is planned")
+
+    def learn(self, candidates, accepted, bonus):
+        self.rounds.append((candidates, accepted, bonus))
 
 
 def record(pair, config: hf_ssd.SSDConfig, temperature: float, args) -> tuple[list, list]:
-    """Returns the rounds of each call, `(forks, accepted, bonus)` each, and the [`~hf_ssd.SSDStats`] of each call."""
+    """Returns the rounds of each call, `(candidates, accepted, bonus)` each, and the [`~hf_ssd.SSDStats`] of each call."""
     calls, stats = [], []
     for start in range(0, args.prompts, ROWS):
         recorder = Recorder(pair[1])
         prompts = PROMPTS[: args.prompts][start : start + ROWS]
         stats.append(generate(pair, recorder, config, temperature, prompts, start, args))
-        # At the end less is verified than was drafted, which is no verdict on what was drafted.
-        whole = [True] + [lookahead == config.lookahead for lookahead in stats[-1].lookahead]
-        calls.append([round_ for round_, is_whole in zip(recorder.rounds, whole) if is_whole])
+        calls.append(recorder.rounds)
     return calls, stats
 
 
@@ -121,15 +124,15 @@ def replay(calls: list, config: hf_ssd.SSDConfig) -> list[list[bool]]:
     shape, hits = shape_for(config), []
     for rounds in calls:
         rows, lesson = [[] for _ in rounds[0][1]], None
-        for forks, accepted, bonus in rounds:
-            fan_outs = shape.fan_outs(forks, config.budget)
+        for candidates, accepted, bonus in rounds:
+            fan_outs = shape.fan_outs(candidates, config.budget)
             for row, (k, token) in enumerate(zip(accepted, bonus)):
                 if k >= 0:
-                    guesses = forks.tokens[row, k, : min(fan_outs[row][k], forks.limits[k])]
+                    guesses = candidates.tokens[row, k, : min(fan_outs[row][k], candidates.limits[k])]
                     rows[row].append(token in guesses.tolist())
             if lesson is not None:
                 shape.learn(*lesson)  # a draft learns when the branches have grown, so a round later
-            lesson = forks, accepted, bonus
+            lesson = candidates, accepted, bonus
         hits += rows
     return hits
 
@@ -253,15 +256,14 @@ def fallback(pair, args) -> list[dict]:
 
 def measured_parts(runs: list[hf_ssd.SSDStats]) -> dict[str, float]:
     """Returns what Corollary 16 needs, of the rounds in which all rows ran. Times T are in units of a verification."""
-    names = ("lookahead", "accepted", "hits", "verify_seconds", "wait_seconds")
-    rounds = chain(*(zip(*(getattr(run, name) for name in names)) for run in runs))
-    whole = dict(zip(names, zip(*(values for values in rounds if min(values[1]) >= 0))))
-    rows = [(k + 1, hit) for k, hit in zip(chain(*whole["accepted"]), chain(*whole["hits"]))]
-    waits = [(wait, all(hits)) for wait, hits in zip(whole["wait_seconds"], whole["hits"])]
-    verify = mean(whole["verify_seconds"])
+    whole = [record for run in runs for record in run.records if len(record.live) == len(record.sources)]
+    rows = [(k + 1, hit) for record in whole for k, hit in zip(record.accepted, record.hits)]
+    waits = [(record.wait_seconds, all(record.hits)) for record in whole]
+    verify = mean(record.verify_seconds for record in whole)
     return {
-        "tokens/s": sum(tokens for tokens, _ in rows) / sum(whole["verify_seconds"] + whole["wait_seconds"]),
-        "predicted": theory.predict(hf_ssd.SSDStats(runs[0].batch_size, **whole)),
+        "tokens/s": sum(tokens for tokens, _ in rows)
+        / sum(record.verify_seconds + record.wait_seconds for record in whole),
+        "predicted": theory.predict(hf_ssd.SSDStats(runs[0].batch_size, whole)),
         "p": mean(hit for _, hit in rows),
         "E": mean(tokens for tokens, _ in rows),
         "E_hit": mean(tokens for tokens, hit in rows if hit),

@@ -24,9 +24,8 @@ from transformers.utils import logging
 from workload import about, add_pair_and_work, batches_for, cores_for, load_pair, sampling, synchronize
 
 import hf_ssd
-from hf_ssd import theory
+from hf_ssd import theory, timeline
 from hf_ssd.distributed.cores import CoreShare, use_cores
-from hf_ssd.generation import timeline
 
 PLAIN, ASSISTED, SD, SSD = "plain generate", "assisted", "SSD, in turn", "SSD"
 
@@ -236,28 +235,24 @@ def parts_of(run: Run) -> dict:
     """Returns the parts of a round, as means over the rounds of a call."""
     stats, n = run.stats, run.stats.rounds
     verify, wait, answer, draft = (
-        sum(seconds) / n
-        for seconds in (stats.verify_seconds, stats.wait_seconds, stats.answer_seconds, stats.draft_seconds)
+        sum(stats.column(f"{what}_seconds")) / n for what in ("verify", "wait", "answer", "draft")
     )
-    hits = [
-        (w, v)
-        for w, v, hit, accepted in zip(stats.wait_seconds, stats.verify_seconds, stats.hits, stats.accepted)
-        if all(h or k < 0 for h, k in zip(hit, accepted))
-    ]
+    hits = [record for record in stats.records if all(record.hits[row] for row in record.live)]
+    verified = sum(record.verify_seconds for record in hits)
     predicted = theory.predict(stats)
     return {
         "acceptance": stats.acceptance_rate,
         "tokens/round": stats.tokens_per_round,
         "hit rate": stats.hit_rate,
-        "lookahead": sum(stats.lookahead) / n,
-        "budget": sum(stats.budget) / n,
+        "lookahead": sum(stats.column("lookahead")) / n,
+        "budget": sum(stats.column("budget")) / n,
         "verify ms": 1e3 * verify,
         "wait ms": 1e3 * wait,
         "answer ms": 1e3 * answer,
         "prepare ms": 1e3 * (draft - answer),
-        "wait on hits / verify": sum(w for w, _ in hits) / sum(v for _, v in hits) if hits else None,
+        "wait on hits / verify": sum(record.wait_seconds for record in hits) / verified if verified else None,
         "T_p": (draft - answer) / verify,
-        "T_SD": None if any(stats.budget) else wait / verify,
+        "T_SD": None if any(stats.column("budget")) else wait / verify,
         "predicted": predicted,
         "measured / predicted": run.speed / predicted,
     }

@@ -14,7 +14,10 @@ from transformers.utils import logging
 
 import hf_ssd
 from hf_ssd.distributed.cores import use_cores
+from hf_ssd.drafting.cache_shapes import shape_for
+from hf_ssd.drafting.drafter import AutoregressiveDrafter
 from hf_ssd.drafting.speculator import Speculator
+from hf_ssd.rounds import AHEAD, Outcome, Plan
 
 REPEATS = 20
 
@@ -46,14 +49,17 @@ def forward_ms(model, prompt: torch.LongTensor, tokens: int) -> float:
 def drafting(draft, prompt: torch.LongTensor, config):
     """Returns two functions to be called in turn, without anyone else at work: what answers on a hit, what prepares."""
     settings = GenerationConfig(do_sample=False, max_length=prompt.shape[1] + 1000)
-    speculator = Speculator(draft, config, settings, list(prompt), seed=0)
-    speculator.prefill()
-    speculator.prepare()
+    drafter = AutoregressiveDrafter(draft, config, settings, list(prompt), seed=0)
+    speculator = Speculator(drafter, config, shape_for(config), seed=0)
+    plan = Plan(AHEAD, config.lookahead, config.lookahead, config.budget)
+    speculator.begin()
+    speculator.prepare(plan)
 
     def answer():
-        speculator.answer(speculator.prepared.accepted[:, 0].cpu(), speculator.prepared.bonus[:, 0].cpu())
+        prepared = speculator.prepared
+        speculator.answer(Outcome(prepared.accepted[:, 0].cpu(), prepared.bonus[:, 0].cpu()), plan)
 
-    return answer, speculator.prepare
+    return answer, lambda: speculator.prepare(plan)
 
 
 @torch.inference_mode()
@@ -89,10 +95,10 @@ def main() -> None:
         for _ in range(2):  # the first call warms up
             output = target.generate(**inputs, **options, assistant_model=assistant, ssd_config=config)
     stats = output.ssd_stats
-    whole = [i for i, width in enumerate(stats.column("lookahead")[: len(stats.column("accepted"))]) if width == k]
-    hits = [i for i in whole if all(h or n < 0 for h, n in zip(stats.column("hits")[i], stats.column("accepted")[i]))]
-    verify = 1e3 * statistics.median(stats.column("verify_seconds")[i] for i in whole)
-    wait = 1e3 * statistics.median(stats.column("wait_seconds")[i] for i in hits) if hits else float("nan")
+    whole = [record for record in stats.records if record.lookahead == k]
+    hits = [record for record in whole if all(record.hits[row] for row in record.live)]
+    verify = 1e3 * statistics.median(record.verify_seconds for record in whole)
+    wait = 1e3 * statistics.median(record.wait_seconds for record in hits) if hits else float("nan")
     decoding = stats.total_seconds - stats.prefill_seconds
     rest = 1e3 * (decoding - sum(stats.column("verify_seconds")) - sum(stats.column("wait_seconds"))) / stats.rounds
     forwards = feed + k * branch
@@ -109,7 +115,7 @@ def main() -> None:
         "draft: to prepare, without the forward passes": preparation - forwards,
         "draft: to answer on a hit, alone": answer,
         "draft: to prepare in a round, the target at work": 1e3
-        * statistics.median(stats.column("draft_seconds")[i] - stats.column("answer_seconds")[i] for i in whole),
+        * statistics.median(record.choose_seconds + record.grow_seconds for record in whole),
     }
     for name, value in lines.items():
         print(f"{name:<54} {value:8.2f}")

@@ -25,6 +25,8 @@ import traceback
 import types
 from pathlib import Path
 
+import torch
+
 ROOT = Path(__file__).parent.parent
 ADDRESS = "PRELOADED_PYTHON"  # the environment variable with the path of the server's socket
 READ_AT_IMPORT = ("HF_HOME", "HF_HUB_", "HF_DATASETS_", "TRANSFORMERS_", "TORCHINDUCTOR_", "CXX", "LD_")
@@ -34,7 +36,6 @@ PRELOADED = [
 ]  # fmt: skip
 FRESH = subprocess.Popen
 AT_START = dict(os.environ)
-CAN_FORK = sys.platform == "linux"
 
 
 def program_of(command: list[str]) -> dict | None:
@@ -78,7 +79,7 @@ class Popen(subprocess.Popen):
         descriptors = {number: number if own == -1 else own for number, own in enumerate(streams)}
         descriptors |= {number: number for number in given["pass_fds"]}
         program |= {
-            "environment": environment,
+            "environment": {**environment, ADDRESS: os.environ[ADDRESS]},
             "folder": os.path.abspath(given["cwd"] or os.getcwd()),
             "cores": sorted(os.sched_getaffinity(0)),
             "is_leader": given["start_new_session"],
@@ -119,8 +120,11 @@ class Popen(subprocess.Popen):
 
 @contextlib.contextmanager
 def preloaded_python():
-    """Starts a server, unless this process has been forked from one, and has programs fork from it."""
-    if not CAN_FORK or ADDRESS in os.environ:
+    """
+    Starts a server, unless this process has been forked from one, and has programs fork from it. Where there are
+    accelerators programs start as ever: their drivers do not survive a fork.
+    """
+    if sys.platform != "linux" or torch.accelerator.is_available() or ADDRESS in os.environ:
         yield
         return
     with tempfile.TemporaryDirectory(prefix="preloaded") as folder:
@@ -128,10 +132,11 @@ def preloaded_python():
         listening = socket.socket(socket.AF_UNIX)
         listening.bind(address)
         listening.listen(64)
-        # The server ends when its standard input closes, however this process ends.
+        # The server ends when its standard input closes, however this process ends. What its programs download and
+        # prepare is kept in a folder that ends with it.
         server = FRESH(
             [sys.executable, __file__, str(listening.fileno())], stdin=subprocess.PIPE, pass_fds=[listening.fileno()],
-            start_new_session=True,
+            env={**os.environ, "HF_HOME": folder}, start_new_session=True,
         )  # fmt: skip
         listening.close()
         os.environ[ADDRESS] = address
@@ -189,13 +194,12 @@ def start(connection: socket.socket) -> dict:
 def become(program: dict, path: list[str]) -> None:
     """Gives this process what a fresh one would have."""
     import numpy
-    import torch
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.sched_setaffinity(0, program["cores"])
     os.chdir(program["folder"])
     os.environ.clear()
-    os.environ.update(program["environment"])
+    os.environ.update(program["environment"], HF_HOME=AT_START["HF_HOME"])
     numpy.random.seed()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", len(program["cores"]))))
     how, what = program["how"], program["what"]
@@ -244,8 +248,6 @@ def preload() -> None:
     sys.path.insert(0, str(ROOT))
     for name in PRELOADED:
         importlib.import_module(name)
-    import torch
-
     from tests.conftest import padded_batch, tiny_draft, tiny_model
 
     with torch.random.fork_rng():

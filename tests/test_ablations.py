@@ -49,7 +49,7 @@ def test_tables_figures_and_numbers(tmp_path):
     assert 0 < numbers["saguaro"]["rows"][0]["hit_rate"] <= 1
 
 
-def test_without_matplotlib_one_sentence():
+def test_without_matplotlib_one_sentence(fresh_python):
     code = "import sys, runpy; sys.modules['matplotlib'] = None; runpy.run_path('examples/ablations.py')"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, cwd=ROOT)
     assert result.returncode == 1
@@ -69,7 +69,7 @@ def test_a_replay_is_what_a_worker_does(pair, one_thread, fan_out):
         assert len(hits) > 8 and hits == [hit[row] for hit in stats.column("hits")][: len(hits)]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("temperature", [0.0, *(pytest.param(t, marks=pytest.mark.slow) for t in (0.7, 1.0))])
 def test_confidence_beats_geometric(pair, one_thread, temperature):
     """By more than two standard errors of the difference within a row, at an equal budget, on the same rounds."""
     args = Namespace(new_tokens=160, prompts=len(ablations.PROMPTS))

@@ -24,9 +24,9 @@ PROGRAM = "examples/evaluate_datasets.py"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
 
 
-def start(home, *arguments):
-    """Starts it without a network and without datasets of earlier days."""
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(home)}
+def start(*arguments, **environment):
+    """Starts it without a network."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", **environment}
     command = [sys.executable, *map(str, arguments)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)
@@ -55,7 +55,7 @@ def finished(tmp_path_factory):
     (folder / "lines.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in PROMPTS))
     with (folder / "table.csv").open("w", newline="") as file:
         csv.writer(file).writerows([["id", "text"], *enumerate(reversed(PROMPTS))])
-    return folder, finish(start(folder / "home", PROGRAM, *small(folder)))
+    return folder, finish(start(PROGRAM, *small(folder)))
 
 
 def test_a_file_of_json_lines_and_one_of_csv(finished):
@@ -94,8 +94,8 @@ def test_a_run_that_was_killed_goes_on_and_one_with_other_arguments_does_not(fin
     header["arguments"]["dataset"] = [str(option) for option in options[1:3]]
     lines[0] = json.dumps(header).encode() + b"\n"
     path.write_bytes(b"".join(lines[:-2]) + lines[-2][:30])  # as if killed while it wrote the last line but one
-    other = start(folder / "home", PROGRAM, *options, "--temperature", 1)
-    finish(start(folder / "home", PROGRAM, *options))
+    other = start(PROGRAM, *options, "--temperature", 1)
+    finish(start(PROGRAM, *options))
     errors = finish(other, status=1).strip()
     assert "temperature was 0.0 and is 1.0" in errors and errors.count("\n") == 0
     again = path.read_bytes().splitlines(keepends=True)
@@ -105,7 +105,7 @@ def test_a_run_that_was_killed_goes_on_and_one_with_other_arguments_does_not(fin
 
 
 def test_a_hub_id_without_a_network(tmp_path):
-    process = start(tmp_path, PROGRAM, "--dataset", "gsm8k", "--output", tmp_path / "out")
+    process = start(PROGRAM, "--dataset", "gsm8k", "--output", tmp_path / "out", HF_HOME=str(tmp_path))
     errors = finish(process, status=1).strip()
     assert "openai/gsm8k could not be loaded" in errors and "--dataset gsm8k=FILE" in errors
     assert errors.count("\n") == 0 and not (tmp_path / "out").exists()
@@ -120,7 +120,7 @@ def test_copies_of_named_datasets_on_a_divided_target(tmp_path):
     with (tmp_path / "programs.csv").open("w", newline="") as file:
         csv.writer(file).writerows([["prompt", "test", "entry_point"], *rows])
     process = start(
-        tmp_path / "home", *TORCHRUN, PROGRAM, "--dataset", f"gsm8k={tmp_path / 'gsm8k.jsonl'}",
+        *TORCHRUN, PROGRAM, "--dataset", f"gsm8k={tmp_path / 'gsm8k.jsonl'}",
         f"humaneval={tmp_path / 'programs.csv'}", "--execute-code", "--batch-size", 2, "--max-new-tokens", 12,
         "--lookahead", 3, "--budget", 6, "--output", tmp_path / "out",
     )  # fmt: skip

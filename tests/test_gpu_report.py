@@ -40,6 +40,7 @@ def read(folder):
 # ---------------------------------------------------------------- as a user would
 
 
+@pytest.mark.slow
 def test_a_dry_run_does_all_of_it(tmp_path):
     patient = command(tmp_path, "--seconds", 280)  # a busy machine is not what is tested
     done = subprocess.run(patient, capture_output=True, text=True, timeout=290, cwd=ROOT, env=ENVIRONMENT)

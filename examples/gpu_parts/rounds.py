@@ -1,6 +1,6 @@
 """Where does a round go? What each side computes, launches and waits for, and what separate devices would change."""
 
-import copy
+import dataclasses
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -130,14 +130,16 @@ def projection(stats, times: dict) -> dict:
     Theorem 7 for a target and a draft that do not take from each other: hits and accepted tokens as in the call, times
     as measured alone. After a miss the draft speculates just in time.
     """
-    apart = copy.copy(stats)
     verify, plain = times["verify"] / 1e3, times["plain"] / 1e3
     late = max(0.0, times["prepare"] - times["verify"]) / 1e3
     hit, miss = late + times["answer"] / 1e3, times["drafting"] / 1e3
-    apart.verify_seconds = [verify] * stats.rounds
-    all_hit = [all(h or k < 0 for h, k in zip(hits, accepted)) for hits, accepted in zip(stats.column("hits"), stats.column("accepted"))]
-    apart.wait_seconds = [hit if good else miss for good in all_hit]
-    speed = theory.predict(apart)
+    all_hit = [all(record.hits[row] for row in record.live) for record in stats.records]
+    waits = [hit if good else miss for good in all_hit]
+    apart = [
+        dataclasses.replace(record, verify_seconds=verify, wait_seconds=wait)
+        for record, wait in zip(stats.records, waits)
+    ]
+    speed = theory.predict(dataclasses.replace(stats, records=apart))
     return {
         "T_p, preparing over verifying": times["prepare"] / times["verify"],
         "T_b, drafting just in time over verifying": times["drafting"] / times["verify"],

@@ -8,6 +8,7 @@ import textwrap
 import threading
 
 import psutil
+import pytest
 import torch
 
 import hf_ssd
@@ -22,6 +23,7 @@ def footprint(process):
     return process.num_fds(), process.num_threads(), process.memory_info().rss / 2**20
 
 
+@pytest.mark.slow
 def test_two_hundred_calls_leave_nothing_behind(target):
     inputs = padded_batch(2)
     with hf_ssd.launch_draft(tiny_draft(), num_threads=1) as assistant:

@@ -41,9 +41,7 @@ def generate(monkeypatch, rows: int, do_sample: bool, family: str = "llama", **o
     config = hf_ssd.SSDConfig(**{"lookahead": LOOKAHEAD, "budget": 8, **{name: options.pop(name) for name in names}})
     if config.asynchronous:
         monkeypatch.setattr(loop, "assistant_for", lambda assistant: assistant)
-        monkeypatch.setattr(
-            drafting, "LocalSession", lambda *a: loopback_session(*a, functools.partial(_aside, gpu))
-        )
+        monkeypatch.setattr(drafting, "LocalSession", lambda *a: loopback_session(*a, functools.partial(_aside, gpu)))
     model, draft = hf_ssd.enable(to_gpu(tiny_model(family))), to_gpu(tiny_draft(family))
     inputs = padded_batch(rows) if rows > 1 else {"input_ids": padded_batch(1)["input_ids"]}
     set_seed(3)

@@ -1,0 +1,51 @@
+"""A program that is forked from a server is told, and tells, what a fresh one would be and would."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from .. import preloaded
+
+PROGRAM = """
+import os, sys
+print(sys.argv[1:], sys.stdin.read(), os.getcwd(), os.environ["SOME"], __name__, os.read(int(sys.argv[2]), 9))
+print(sys.path[0] in ("", os.path.dirname(sys.argv[0])), os.getpid() == os.getsid(0))
+print("a word", file=sys.stderr)
+sys.exit({status})
+"""
+
+
+def run(how, status, folder):
+    """Returns what there is to see of a program."""
+    program = PROGRAM.format(status=status)
+    (folder / "program.py").write_text(program)
+    what = ["-c", program] if how == "-c" else ["-m", "program"] if how == "-m" else ["program.py"]
+    reading, writing = os.pipe()
+    os.write(writing, b"inherited")
+    os.close(writing)
+    done = subprocess.run(
+        [sys.executable, *what, "one", str(reading)], input="typed", capture_output=True, text=True, cwd=folder,
+        env={**os.environ, "SOME": "thing"}, pass_fds=[reading], start_new_session=True,
+    )  # fmt: skip
+    os.close(reading)
+    return done.returncode, done.stdout.replace(f"'{reading}'", "its number"), done.stderr
+
+
+@pytest.mark.parametrize("status", ["0", "3", "'why'"])
+@pytest.mark.parametrize("how", ["script", "-c", "-m"])
+def test_a_preloaded_program_is_like_a_fresh_one(how, status, tmp_path, monkeypatch):
+    seen = run(how, status, tmp_path)
+    monkeypatch.setattr(subprocess, "Popen", preloaded.FRESH)
+    assert seen == run(how, status, tmp_path) and "typed" in seen[1] and "inherited" in seen[1]
+
+
+def test_it_can_be_waited_for_and_killed():
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.1)
+    assert process.poll() is None
+    process.kill()
+    assert process.wait(20) == process.poll() == -signal.SIGKILL
