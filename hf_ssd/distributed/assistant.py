@@ -37,9 +37,9 @@ class Turn:
         self.workers: list[Connection] = []  # those whose session is not closed
 
 
-class Place:
+class WorkerSlot:
     """
-    The place of one worker: it starts in a thread of its own, and again when it has ended.
+    Holds one worker of an assistant, which starts in a thread of its own. When it ends, another one takes its place.
 
     Args:
         start (`Callable`): Starts a worker, and returns a [`Connection`] that is to be connected.
@@ -118,7 +118,7 @@ class DraftAssistant:
         ranks: TargetRanks | None = None,
         wait: bool = True,
     ):
-        self.places = [Place(start) for start in starts]
+        self.slots = [WorkerSlot(start) for start in starts]
         self.cores, self.weights = cores, weights
         self.ranks = TargetRanks() if ranks is None else ranks
         self.process = os.getpid()  # a process that is forked from it has no part in this
@@ -127,11 +127,11 @@ class DraftAssistant:
         self.turn: dict[str, Turn] = {}
         self.closed = False
         # If no one closes this, its workers must still end before their channels are collected as garbage.
-        self.finalizer = weakref.finalize(self, _end_all, self.process, self.places, weights)
+        self.finalizer = weakref.finalize(self, _end_all, self.process, self.slots, weights)
         self.vocab_size = self.device = None
         if not wait:
-            for place in self.places:
-                place.begin()
+            for slot in self.slots:
+                slot.begin()
             return
         with self.ranks.one_call():
             info = self.ranks.share_values(self._launch() if self.ranks.is_leader else None)
@@ -139,21 +139,21 @@ class DraftAssistant:
 
     @property
     def workers(self) -> list[Connection | None]:
-        return [place.worker for place in self.places]
+        return [slot.worker for slot in self.slots]
 
     def _launch(self) -> dict:
         """Starts all workers, waits for them, and returns the `worker_info` of the first one."""
-        bar = {"total": len(self.places), "desc": "starting the draft", "unit": "worker", "leave": False}
+        bar = {"total": len(self.slots), "desc": "starting the draft", "unit": "worker", "leave": False}
         try:
-            for place in self.places:
-                place.begin()
+            for slot in self.slots:
+                slot.begin()
             # Once a second: where there is no terminal, each time is a line of a log.
             with logging.tqdm(**bar, delay=SHOWN_AFTER, mininterval=1.0, miniters=0) as progress:
                 is_starting, shown = True, 0
                 while is_starting:
-                    is_starting = any(place.is_starting for place in self.places)
+                    is_starting = any(slot.is_starting for slot in self.slots)
                     ready = len(self._wait(WAIT_SLICE))
-                    errors = [place.error for place in self.places if place.error is not None]
+                    errors = [slot.error for slot in self.slots if slot.error is not None]
                     if errors:
                         raise errors[0]
                     progress.update(ready - shown)
@@ -227,7 +227,7 @@ class DraftAssistant:
         for worker in turn.workers:
             worker.kill()
         if self.closed:  # while the call was under way
-            _end_all(self.process, self.places, self.weights)
+            _end_all(self.process, self.slots, self.weights)
         del self.turn["now"]
 
     def _take(self, turn: Turn) -> bool:
@@ -235,36 +235,36 @@ class DraftAssistant:
 
     def _restart(self) -> None:
         """Starts all workers that do not run, except those whose failure no call was told of yet."""
-        ended = [place for place in self.places if not (place.is_starting or place.is_ready or place.error)]
-        if len(ended) < len(self.places):
-            ended = [place for place in ended if not place.is_lost]  # the others can do without
-        for place in ended:
-            if place.worker is not None:
-                place.worker.kill()
+        ended = [slot for slot in self.slots if not (slot.is_starting or slot.is_ready or slot.error)]
+        if len(ended) < len(self.slots):
+            ended = [slot for slot in ended if not slot.is_lost]  # the others can do without
+        for slot in ended:
+            if slot.worker is not None:
+                slot.worker.kill()
             logger.warning("The draft worker had ended; starting another one.")
-            place.begin()
+            slot.begin()
 
     def _wait(self, timeout: float) -> list[Connection]:
         """Waits until no worker is starting, at most `timeout` seconds, and returns those that are ready."""
         deadline = time.monotonic() + timeout
-        for place in self.places:
-            if place.is_starting:
-                place.thread.join(min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX))
-        ready = [place.worker for place in self.places if place.is_ready]
+        for slot in self.slots:
+            if slot.is_starting:
+                slot.thread.join(min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX))
+        ready = [slot.worker for slot in self.slots if slot.is_ready]
         if ready and self.weights is not None:
             self.weights.adopt()
         return ready
 
     def _ready(self) -> list[Connection]:
         """Returns the workers that are ready. Warns if others cannot start; if none can, raises [`DraftError`]."""
-        starting = [place for place in self.places if place.is_starting]  # asked first: one may be ready by now
+        starting = [slot for slot in self.slots if slot.is_starting]  # asked first: one may be ready by now
         ready, errors = self._wait(0.0), []
-        for place in self.places:
-            has_failed = place.error is not None and place not in starting
-            place.is_lost = not place.is_ready and (place.is_lost or has_failed)
+        for slot in self.slots:
+            has_failed = slot.error is not None and slot not in starting
+            slot.is_lost = not slot.is_ready and (slot.is_lost or has_failed)
             if has_failed:
-                errors.append(place.error)
-                place.error = None
+                errors.append(slot.error)
+                slot.error = None
         if not ready and not starting:
             raise errors[0] if errors else DraftError("The draft worker has ended.")
         for error in errors:
@@ -284,14 +284,14 @@ class DraftAssistant:
         turn = Turn()
         try:
             if self._take(turn):
-                for place in self.places:
-                    if place.is_ready:
-                        place.worker.stop()
+                for slot in self.slots:
+                    if slot.is_ready:
+                        slot.worker.stop()
                 self.finalizer()
             elif self.finalizer.detach():
-                for place in self.places:
-                    if place.worker is not None:
-                        place.worker.end()  # the call that uses it closes the rest
+                for slot in self.slots:
+                    if slot.worker is not None:
+                        slot.worker.end()  # the call that uses it closes the rest
         finally:
             self.end_call(turn)
 
@@ -302,9 +302,9 @@ class DraftAssistant:
         self.close()
 
 
-def _end_all(process: int, places: list[Place], weights: SharedWeights | None) -> None:
+def _end_all(process: int, slots: list[WorkerSlot], weights: SharedWeights | None) -> None:
     if os.getpid() == process:
-        for place in places:
-            place.end()
+        for slot in slots:
+            slot.end()
         if weights is not None:
             weights.close()

@@ -123,8 +123,8 @@ class Roles:
         """
         if not self.is_draft:
             raise ValueError("This rank holds the target; only draft ranks serve (`if roles.is_draft:`).")
-        place = {"device": str(self.worker_device), "cores": None, "weights": None, "timeout": timeout}
-        settings, descriptors = {**worker_settings(model, dtype, compile, load_options), **place}, []
+        settings, descriptors = worker_settings(model, dtype, compile, load_options), []
+        settings |= {"device": str(self.worker_device), "cores": None, "weights": None, "timeout": timeout}
         if isinstance(model, PreTrainedModel):
             weights = SharedWeights(model)
             weights.fill()

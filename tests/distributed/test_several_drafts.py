@@ -196,7 +196,7 @@ def test_one_that_does_not_start_again_is_left_out(target, two, warnings, monkey
         worker.process.popen.kill()
         worker.process.popen.wait()
     with monkeypatch.context() as patched:
-        patched.setattr(two.places[0], "start", fails)
+        patched.setattr(two.slots[0], "start", fails)
         for _ in range(3):
             output = generate(target, ready(two), do_sample=False)
             assert torch.equal(output.sequences, plain) and output.ssd_stats.draft_failure is None

@@ -35,6 +35,17 @@ def test_a_model_is_rebuilt_over_the_same_memory(family, tied):
     weights.close()
 
 
+def test_a_buffer_without_elements_is_not_taken_for_the_next_one():
+    model = tiny_model()
+    model.register_buffer("empty", torch.empty(0))
+    weights = SharedWeights(model)
+    weights.fill()
+    other = model_from_shared_weights(weights.description)
+    assert not other.empty.numel()
+    assert torch.equal(other.model.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq)
+    weights.close()
+
+
 def test_an_enabled_model_is_rebuilt_as_its_own_class():
     model = hf_ssd.enable(tiny_model())
     weights = SharedWeights(model)

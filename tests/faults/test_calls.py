@@ -71,7 +71,7 @@ class Late(DraftAssistant):
 
     def let_in(self):
         self.gate.set()
-        self.places[0].thread.join(60)
+        self.slots[0].thread.join(60)
 
 
 @pytest.mark.parametrize("rows, has_ended", [(1, False), (3, False), (3, True)])
@@ -355,7 +355,7 @@ def has_a_worker_of_its_own():
 
 # A start that failed is kept by its error, with its store.
 call(target, draft)
-(start,) = assistant_for(draft).places
+(start,) = assistant_for(draft).slots
 while start.worker is None:
     time.sleep(0.01)
 time.sleep(0.5)

@@ -245,7 +245,7 @@ def test_a_worker_that_cannot_be_started_again_costs_no_tokens(target, assistant
     assistant.workers[0].process.popen.kill()
     assistant.workers[0].process.popen.wait()
     with monkeypatch.context() as patched:
-        patched.setattr(assistant.places[0], "start", fails)
+        patched.setattr(assistant.slots[0], "start", fails)
         assert "could not be started: too many open files" in generate(target, ready(assistant)).draft_failure
         with pytest.raises(hf_ssd.DraftError, match="too many open files"):
             generate(target, ready(assistant), on_draft_failure="raise")
