@@ -109,7 +109,7 @@ class Recorder(hf_ssd.DraftAssistant, CacheShape):
 
 
 def record(pair, config: hf_ssd.SSDConfig, temperature: float, args) -> tuple[list, list]:
-    """Returns the rounds of each call, `(candidates, accepted, bonus)` each, and the [`~hf_ssd.SSDStats`] of each call."""
+    """Returns the rounds of each call, `(candidates, accepted, bonus)` each, and its [`~hf_ssd.SSDStats`]."""
     calls, stats = [], []
     for start in range(0, args.prompts, ROWS):
         recorder = Recorder(pair[1])
@@ -146,8 +146,8 @@ def fan_out(pair, args) -> list[dict]:
         rejected = 1 - mean(s.acceptance_rate for s in stats)
         ranks = [
             (k == config.lookahead, guesses[k].index(token) if token in guesses[k] else math.inf)
-            for forks, accepted, bonus in chain(*(rounds[1:] for rounds in calls))
-            for guesses, k, token in zip(forks.tokens.tolist(), accepted, bonus)
+            for candidates, accepted, bonus in chain(*(rounds[1:] for rounds in calls))
+            for guesses, k, token in zip(candidates.tokens.tolist(), accepted, bonus)
             if k >= 0
         ]
         for after, accepted_all in (("a rejection", False), ("complete acceptance", True)):

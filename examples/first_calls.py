@@ -11,7 +11,6 @@ comes first pays for what torch does once.
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -37,13 +36,13 @@ def has_matrix_units() -> bool:
     return cpu.exists() and "amx_bf16" in cpu.read_text()
 
 
-def measure(folder: Path, new_tokens: int) -> dict:
+def measure(folder: Path, new_tokens: int, seed: int) -> dict:
     """Returns the seconds of each call of each method in this process, and what the last SSD call said."""
     target, draft = (
         AutoModelForCausalLM.from_pretrained(folder / name, dtype="auto").eval() for name in ("target", "draft")
     )
     hf_ssd.enable(target)
-    generator = torch.Generator().manual_seed(int.from_bytes(os.urandom(4)))
+    generator = torch.Generator().manual_seed(seed)
     prompts = torch.randint(1, target.config.vocab_size, (CALLS, 1, PROMPT_LENGTH), generator=generator)
     options = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "do_sample": False}
     seconds, reasons = {}, []
@@ -95,12 +94,13 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=5)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--output", type=Path, help="JSON file for the figures")
+    parser.add_argument("--seed", type=int, default=0, help="of the prompts of the first process")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     if args.child:
-        print(json.dumps(measure(args.child, args.new_tokens)))
+        print(json.dumps(measure(args.child, args.new_tokens, args.seed)))
         return
     dtype = args.dtype or ("bfloat16" if has_matrix_units() else "float32")
     figures = {}
@@ -113,8 +113,10 @@ def main() -> None:
             del target, draft
             command = [sys.executable, __file__, "--child", folder, "--new-tokens", str(args.new_tokens)]
             runs = []
-            for _ in tqdm(range(args.processes), desc=f"acceptance {acceptance:.2f}", unit="process"):
-                done = subprocess.run(command, capture_output=True, text=True, check=True)
+            for process in tqdm(range(args.processes), desc=f"acceptance {acceptance:.2f}", unit="process"):
+                done = subprocess.run(
+                    [*command, "--seed", str(args.seed + process)], capture_output=True, text=True, check=True
+                )
                 runs.append(json.loads(done.stdout.splitlines()[-1]))
         ratios = compare(runs)
         figures[agreement] = {"acceptance": acceptance, "ratios": ratios, "runs": runs}

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from hf_ssd.distributed.client import WorkerSession
 from transformers import GenerationConfig
 
 import hf_ssd
