@@ -65,7 +65,8 @@ class FaultTolerantDraft:
 
     @property
     def _wants_worker(self) -> bool:
-        return self.assistant is not None and (self.planner.plan.mode == AHEAD or self.model is None)
+        is_planned = self.planner.plan.mode == AHEAD or self.planner.profiles
+        return self.assistant is not None and (is_planned or self.model is None)
 
     def open(self, patience: float) -> None:
         """
@@ -89,10 +90,12 @@ class FaultTolerantDraft:
         while the target verifies one token of each, and answers to what comes out of that.
         """
         is_right = self.session is not None and self._is_local != self._wants_worker
-        if is_right or self.failure is not None or self.planner.plan.mode == PLAIN:
+        is_plain = self.planner.plan.mode == PLAIN
+        if is_right or self.failure is not None or (is_plain and not self.planner.profiles):
             return
         session = self._attempt(lambda: self._open_worker(sequences)) if self._wants_worker else None
-        if session is None and self.failure is None and self.model is not None and not self._is_local:
+        may_draft_here = self.model is not None and not self._is_local and not is_plain
+        if session is None and self.failure is None and may_draft_here:
             session = self._attempt(lambda: LocalSession(self.model, self._request_now(sequences)))
         if session is not None:
             if self.session is not None:

@@ -305,8 +305,9 @@ class CostModel:
     @property
     def contention(self) -> float:
         """By which factor a verification takes longer while the draft works as well; 1 if that is not known."""
-        alone, beside = self.verification[PLAIN], self.verification[AHEAD]
-        return beside(self.rows) / alone(self.rows) if alone.count and beside.count else 1.0
+        alone, beside = self.verification[IN_TURN], self.verification[AHEAD]
+        tokens = alone.units.value
+        return beside(tokens) / alone(tokens) if min(alone.count, beside.count) >= 2 else 1.0
 
     def after_ngram(self, lookahead: int) -> tuple[float, float]:
         """Returns tokens per second after a miss with the primary and with the n-gram fallback (Theorem 17)."""

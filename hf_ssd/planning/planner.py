@@ -12,7 +12,7 @@ from .cost_model import BUDGETS, LOOKAHEADS, Average, CostModel
 logger = logging.get_logger(__name__)
 
 PROFILE_ROUNDS = (0, 7, 0, 7)  # filler tokens in the plain rounds during which the draft times its passes
-FIRST = (4, 8)  # lookahead and budget of the round that brings the draft's profile, and wherever there is none
+FIRST = (4, 8)  # lookahead and budget until the draft's profile is known
 EPOCH_ROUNDS = 8  # until the plan is chosen anew
 HYSTERESIS = 1.03  # expected gain below which the plan stays as it is
 PROBE_ROUNDS = 6  # of a mode that was not used for long
@@ -60,24 +60,40 @@ class Planner:
         lookahead = FIRST[0] if self.chooses_lookahead else config.lookahead
         budget = min(FIRST[1], self.costs.largest_budget(lookahead)) if config.budget == "auto" else config.budget
         self.reason = "the settings are fixed" if self.is_fixed else "the pair is not known yet"
-        self.plan = self._plan_of(AHEAD if config.asynchronous else IN_TURN, lookahead, budget)
+        # The answer to the first outcome brings the draft's profile. Drafted in turn, it shows what a verification
+        # takes while the draft does not work.
+        is_ahead = config.asynchronous and not self.chooses_lookahead
+        self.plan = self.first = self._plan_of(AHEAD if is_ahead else IN_TURN, lookahead, budget)
+        self.is_profiling = False
 
     # ---------------------------------------------------------------- what the loop asks and tells
 
     def begin_call(self) -> None:
         self.costs.begin_call()
         self.live = self.costs.rows
-        if not self.is_fixed and self.costs.is_profiled:
+        if self._may_choose:
             self._choose()
 
     @property
     def profiles(self) -> bool:
-        """Whether the draft is to time its passes before the first round."""
-        return not self.is_fixed and not self.costs.is_profiled
+        """Whether a worker is to time its passes before the first round."""
+        return self.config.asynchronous and not self.is_fixed and not self.costs.is_profiled
 
     def next_filler(self) -> int | None:
-        """Returns how many filler tokens the next plain round verifies to be timed; `None` if no more are needed."""
-        return self.profile_left.pop(0) if self.profile_left else None
+        """
+        Returns how many filler tokens the next plain round verifies to be timed, while the worker times its passes;
+        `None` if no more are needed.
+        """
+        if not self.profile_left:
+            return None
+        if not self.is_profiling:
+            self.is_profiling, self.plan = True, self.first
+        return self.profile_left.pop(0)
+
+    @property
+    def _may_choose(self) -> bool:
+        """Whether there is something to choose from. Without a profile that is plain decoding or drafting in turn."""
+        return not self.is_fixed and not self.is_profiling and (self.chooses_lookahead or self.costs.is_profiled)
 
     def observe(self, before: RoundRecord, now: RoundRecord) -> None:
         """Learns from a round, as [`CostModel.observe`] does, and chooses the next plan when that is due."""
@@ -91,14 +107,14 @@ class Planner:
         self.used[self.plan.mode] = self.rounds
         if self.costs.live != self.live and self.plan.mode != PLAIN:
             self.due = self.rounds
-        if self.rounds >= self.due and not self.profile_left:
+        if self.rounds >= self.due and self._may_choose:
             self._choose()
 
     def observe_profile(self, costs: tuple[float, float, float]) -> None:
         """Takes in the draft's profile: seconds to choose, of a pass, and of each token in it."""
-        if not self.costs.is_profiled or not self.costs.branches.count:
+        if not self.costs.branches.count:
             self.costs.observe_profile(*costs)
-            self.due = self.rounds
+        self.is_profiling, self.due = False, self.rounds
 
     # ---------------------------------------------------------------- the choice
 
@@ -125,6 +141,8 @@ class Planner:
                 speeds[IN_TURN, lookahead, 0] = costs.in_turn(lookahead)
             if not config.asynchronous:
                 speeds.setdefault((IN_TURN, lookahead, 0), costs.in_turn(lookahead))
+                continue
+            if not costs.is_profiled:
                 continue
             most = costs.largest_budget(lookahead)
             budgets = [b for b in BUDGETS if b <= most] if config.budget == "auto" else [config.budget]
@@ -188,7 +206,7 @@ class Planner:
             step, verify = costs.seconds_of_a_step(IN_TURN), costs.seconds_to_verify(IN_TURN, lookahead)
             self.reason = (
                 f"a draft step takes {1e3 * step:.1f} ms and verification {1e3 * verify:.1f} ms: drafting in turn, "
-                f"lookahead {lookahead}, is faster than ahead"
+                f"lookahead {lookahead}"
             )
         else:
             drafting = max((speed for plan, speed in speeds.items() if plan[0] != PLAIN), default=0.0)
