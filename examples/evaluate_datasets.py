@@ -213,7 +213,7 @@ class Runner:
         ends = ends if isinstance(ends, list) else [ends]
         token_ids = [until_end(row, ends) for row in new_tokens]
         stats = getattr(output, "ssd_stats", None)
-        rounds = stats and {name: stats.column(name) for name in ("lookahead", "accepted", "hits")}
+        rounds = stats and {name: stats.column(name) for name in ("lookahead", "accepted", "sources")}
         return {
             "dataset": batch.dataset,
             "batch": batch.index,

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hf_ssd import SSDStats, theory
+from hf_ssd.rounds import IN_TURN, PREPARED, RoundRecord
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
@@ -60,8 +61,8 @@ def method(speeds, devices=1, stats=None):
 
 
 def test_the_best_setting_counts_and_ratios_are_of_one_turn():
-    stats = SSDStats(lookahead=[2], accepted=[[2]], hits=[[True]], verify_seconds=[0.1], wait_seconds=[0.05],
-                     draft_seconds=[0.05], answer_seconds=[0.05], budget=[0], received_at=[0.2])  # fmt: skip
+    seconds = {"verify_seconds": 0.1, "wait_seconds": 0.05, "answer_seconds": 0.05}
+    stats = SSDStats(records=[RoundRecord(IN_TURN, 2, 0, [PREPARED], accepted=[2], received_at=0.2, **seconds)])
     methods = {
         "plain generate": method([10, 20, 40]),
         "assisted, default": method([10, 20, 40]),

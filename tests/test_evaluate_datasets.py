@@ -205,8 +205,8 @@ def run_of(method, batch, tokens, seconds, token_ids, **rounds):
 def test_figures_by_hand():
     runs = [run_of("plain", 0, 11, 6.0, [[1]]), run_of("plain", 1, 1, 2.0, [[2]])]  # 10 tokens in 5 + 1 seconds
     runs += [
-        run_of("ssd", 1, 21, 4.0, [[3]], lookahead=[2], accepted=[[2]], hits=[[True]]),
-        run_of("ssd", 0, 11, 4.0, [[1]], lookahead=[2], accepted=[[1]], hits=[[False]]),
+        run_of("ssd", 1, 21, 4.0, [[3]], lookahead=[2], accepted=[[2]], sources=[["prepared"]]),
+        run_of("ssd", 0, 11, 4.0, [[1]], lookahead=[2], accepted=[[1]], sources=[["primary"]]),
     ]  # 30 tokens in 3 + 3 seconds; 3 of 4 tokens accepted that were put to the test
     (row,) = report.rows_of(runs, ["a"], ["plain", "ssd"])
     assert row["speed"] == pytest.approx({"plain": 10 / 6, "ssd": 5.0}) and row["prompts"] == 2

@@ -16,6 +16,7 @@ import torch
 from torch.autograd import DeviceType
 
 from hf_ssd import SSDStats, theory
+from hf_ssd.rounds import AHEAD, PREPARED, PRIMARY, RoundRecord
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
@@ -280,10 +281,9 @@ def test_tests_that_take_too_long_are_cut_off(tmp_path):
 
 
 def test_the_projection_is_theorem_7_by_hand():
-    stats = SSDStats(
-        lookahead=[3, 3, 3], accepted=[[3], [3], [1]], hits=[[True], [True], [False]], budget=[4] * 3,
-        verify_seconds=[0.03] * 3, wait_seconds=[0.02] * 3,
-    )  # fmt: skip
+    seconds = {"verify_seconds": 0.03, "wait_seconds": 0.02}
+    rows = ((3, PREPARED), (3, PREPARED), (1, PRIMARY))
+    stats = SSDStats(records=[RoundRecord(AHEAD, 3, 4, [source], accepted=[k], **seconds) for k, source in rows])
     times = {"plain": 8.0, "verify": 10.0, "prepare": 14.0, "answer": 1.0, "drafting": 6.0}
     projected = rounds.projection(stats, times)
     # A hit waits for 4 ms of preparing and 1 ms of answer.

@@ -6,6 +6,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from hf_ssd import SSDStats
+from hf_ssd.rounds import RoundRecord
 
 LABELS = {"plain": "AR", "assisted": "assisted", "sd": "SD", "ssd": "SSD"}
 COLORS = {"plain": "#8fa6bf", "assisted": "#b9c4a4", "sd": "#c9b3d0", "ssd": "#dd8b3c"}
@@ -21,8 +22,11 @@ def speed(runs: list[dict]) -> float | None:
 
 def rounds_of(runs: list[dict]) -> SSDStats:
     """Returns the rounds of all runs as those of one call, for the rates."""
-    parts = [run["rounds"] for run in runs]
-    return SSDStats(**{name: sum((part[name] for part in parts), []) for name in ("lookahead", "accepted", "hits")})
+    records = []
+    for run in runs:
+        columns = (run["rounds"][name] for name in ("lookahead", "accepted", "sources"))
+        records += [RoundRecord(lookahead=k, accepted=counts, sources=sources) for k, counts, sources in zip(*columns)]
+    return SSDStats(records=records)
 
 
 def identical(runs: list[dict], plain: list[dict]) -> tuple[int, int]:

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 from .. import devices
 from ..devices import from_host
 from ..drafting.speculator import Speculator
+from ..drafting.verified_prefix import VerifiedPrefix
 from ..rounds import Speculation
 from . import messages, payloads
 from .channel import Channel, PeerLost
@@ -29,7 +30,8 @@ class DraftServer:
     """
 
     def __init__(self, channel: Channel, model: PreTrainedModel):
-        self.channel, self.model, self.drafts = channel, model, Drafts(model)
+        self.channel, self.model, self.drafts = channel, model, Drafts()
+        self.prefix: VerifiedPrefix | None = None  # of the last call, which the next one may continue
         self.speculator: Speculator | None = None
         self.request: SessionRequest | None = None
         self.costs: tuple[float, float, float] | None = None  # to be told with the next answer
@@ -52,7 +54,7 @@ class DraftServer:
             except PeerLost:
                 raise
             except Exception:
-                self.speculator = self.drafts.prefix = None
+                self.speculator = self.prefix = None
                 text = payloads.text_to_payload(traceback.format_exc())
                 self.channel.send(Message(Kind.ERROR, message.session, message.round, text))
 
@@ -89,7 +91,8 @@ class DraftServer:
         self.channel.make_room(len(rows), self.model.config.get_text_config(decoder=True).vocab_size)
         request = SessionRequest.from_dict(payloads.payload_to_json(message.payload), rows)
         self.request, self.session, self.round = request, message.session, 0
-        speculator = self.drafts.speculator(request)
+        speculator = self.drafts.speculator(self.model, request, earlier=self.prefix)
+        self.prefix = speculator.drafter.prefix
         speculator.begin()
         self.channel.expect()
         if request.profile:

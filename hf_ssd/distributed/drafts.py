@@ -15,20 +15,26 @@ SEED_STEP = 1_000_003  # between two calls with the same seed
 
 
 class Drafts:
-    """
-    Makes a speculator for each call.
+    """Makes a speculator for each call of one draft model, and keeps what cache shapes have learned."""
 
-    Args:
-        model (`PreTrainedModel`): The draft model.
-    """
-
-    def __init__(self, model: PreTrainedModel):
-        self.model, self.calls = model, 0
+    def __init__(self):
+        self.calls = 0
         self.shapes: dict[tuple, CacheShape] = {}
-        self.prefix: VerifiedPrefix | None = None  # of the last call, which the next one may continue
 
-    def speculator(self, request: SessionRequest, custom: Fallback | None = None) -> Speculator:
-        """Returns the speculator of a call, with an object of the user's as its fallback if there is one."""
+    def speculator(
+        self,
+        model: PreTrainedModel,
+        request: SessionRequest,
+        custom: Fallback | None = None,
+        earlier: VerifiedPrefix | None = None,
+    ) -> Speculator:
+        """
+        Args:
+            model (`PreTrainedModel`): The draft model.
+            request ([`SessionRequest`]): The call.
+            custom ([`Fallback`], *optional*): The user's own fallback, if it is asked here.
+            earlier ([`VerifiedPrefix`], *optional*): That of the last call, which this one may continue.
+        """
         config, generation = request.config, request.generation_config
         self.calls += 1
         key = (str(config.fan_out), generation.temperature if generation.do_sample else None)
@@ -40,16 +46,8 @@ class Drafts:
             # What was learned in a call with the same seed must not meet the same noise again.
             seed += SEED_STEP * (self.calls - 1)
         drafter = AutoregressiveDrafter(
-            self.model,
-            config,
-            generation,
-            request.prompts,
-            seed,
-            self.prefix,
-            request.prompt_length,
-            request.num_workers,
+            model, config, generation, request.prompts, seed, earlier, request.prompt_length, request.num_workers
         )
-        self.prefix = drafter.prefix
-        named = (CUSTOM, custom) if custom is not None else None
-        limit, place = generation.max_length, (request.worker_index, request.num_workers)
-        return Speculator(drafter, config, shape, seed, limit, named, *place)
+        named = None if custom is None else (CUSTOM, custom)
+        place = request.worker_index, request.num_workers
+        return Speculator(drafter, config, shape, seed, generation.max_length, named, *place)

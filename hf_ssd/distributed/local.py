@@ -26,13 +26,10 @@ class LocalSession(DraftSession):
     def __init__(self, model: PreTrainedModel, request: SessionRequest):
         vocab_size = model.config.get_text_config(decoder=True).vocab_size
         self.custom = _CustomFallback(request.config.fallback, vocab_size) if request.asks_target else None
-        self.costs = None
         with self._as_draft_errors():
-            drafts = _drafts.setdefault(model, Drafts(model))
-            self.speculator: Speculator | None = drafts.speculator(request, self.custom)
+            drafts = _drafts.setdefault(model, Drafts())
+            self.speculator: Speculator | None = drafts.speculator(model, request, self.custom)
             self.speculator.begin()
-            if request.profile:
-                self.costs = self.speculator.profile()
 
     def send_outcomes(self, outcomes: list[Outcome], plan: Plan) -> None:
         self.outcomes, self.plan = outcomes, plan
@@ -43,7 +40,6 @@ class LocalSession(DraftSession):
                 self.speculator.skip(outcome)
             self.speculation = self.speculator.answer(self.outcomes[-1], self.plan)
             self.speculator.prepare(self.plan)  # in turn there is no budget, and nothing to prepare
-        self.speculation.costs, self.costs = self.costs, None
         return self.speculation
 
     def receive_probabilities(self) -> torch.FloatTensor:

@@ -48,7 +48,7 @@ class FaultTolerantDraft:
         self.process, self.turn = os.getpid(), Turn()
         self.session: DraftSession | None = None
         self.untold: list[Outcome] = []  # outcomes of rounds for which the session was not asked
-        self.is_asked = self.was_late = False
+        self.is_local = self.is_asked = self.was_late = False
         self.filler: int | None = None
         self.rounds = 0
         self.joined_at: int | None = None
@@ -58,10 +58,6 @@ class FaultTolerantDraft:
     def decides(self) -> bool:
         """Whether this process decides on outcomes."""
         return self.ranks.is_leader
-
-    @property
-    def _is_local(self) -> bool:
-        return isinstance(self.session, LocalSession)
 
     @property
     def _wants_worker(self) -> bool:
@@ -89,18 +85,18 @@ class FaultTolerantDraft:
         Opens the session that the plan asks for, if it is not open and its draft is ready. The draft reads the rows
         while the target verifies one token of each, and answers to what comes out of that.
         """
-        is_right = self.session is not None and self._is_local != self._wants_worker
+        is_right = self.session is not None and self.is_local != self._wants_worker
         is_plain = self.planner.plan.mode == PLAIN
         if is_right or self.failure is not None or (is_plain and not self.planner.profiles):
             return
         session = self._attempt(lambda: self._open_worker(sequences)) if self._wants_worker else None
-        may_draft_here = self.model is not None and not self._is_local and not is_plain
+        is_local, may_draft_here = False, self.model is not None and not self.is_local and not is_plain
         if session is None and self.failure is None and may_draft_here:
-            session = self._attempt(lambda: LocalSession(self.model, self._request_now(sequences)))
+            session, is_local = self._attempt(lambda: LocalSession(self.model, self._request_now(sequences))), True
         if session is not None:
             if self.session is not None:
                 self.session.close()
-            self.session, self.untold, self.is_asked = session, [], False
+            self.session, self.is_local, self.untold, self.is_asked = session, is_local, [], False
             if self.joined_at is None:
                 self.joined_at = self.rounds if self.was_late else 0
         self.was_late = self.was_late or self.session is None
@@ -134,12 +130,12 @@ class FaultTolerantDraft:
             plan, self.is_asked, self.filler = self.planner.plan, False, None
             if self.session is not None:
                 self.untold.append(outcome)
-                self.filler = None if self._is_local else self.planner.next_filler()
+                self.filler = None if self.is_local else self.planner.next_filler()
                 # A worker that is to give way to this process is not asked any more.
-                is_right = self._is_local or self._wants_worker
+                is_right = self.is_local or self._wants_worker
                 self.is_asked = self.filler is None and plan.mode != PLAIN and is_right
             if self.is_asked:
-                if self._is_local:
+                if self.is_local:
                     plan = dataclasses.replace(plan, mode=IN_TURN, budget=0)
                 untold, self.untold = self.untold, []
                 self._attempt(lambda: self.session.send_outcomes(untold, plan))

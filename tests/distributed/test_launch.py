@@ -15,6 +15,7 @@ from transformers.utils import logging
 
 import hf_ssd
 from hf_ssd.distributed.launch import assistant_for, worker_settings
+from hf_ssd.rounds import IN_TURN
 
 from ..conftest import padded_batch, ready, tiny_draft, tiny_model
 
@@ -40,11 +41,13 @@ def ends_within(pid, seconds):
 def test_a_draft_passed_as_an_object_gets_one_worker_that_ends_with_it(target, fresh_python):
     draft, inputs, before = tiny_draft(), padded_batch(1), children()
     options = {"max_new_tokens": 5, "do_sample": False, "assistant_model": draft, "ssd_config": CONFIG}
-    first = target.generate(**inputs, **options)
+    first = target.generate(**inputs, **options, return_dict_in_generate=True)
+    assert {record.mode for record in first.ssd_stats.records} == {IN_TURN}  # while the worker is starting
+    assert first.ssd_stats.acceptance_rate > 0
     (pid,) = children() - before
     assert ready(assistant_for(draft)).workers[0].process.popen.pid == pid
     output = target.generate(**inputs, **options, return_dict_in_generate=True)
-    assert torch.equal(output.sequences, first) and output.ssd_stats.hit_rate > 0
+    assert torch.equal(output.sequences, first.sequences) and output.ssd_stats.hit_rate > 0
     assert children() - before == {pid}
     gone = weakref.ref(draft)
     del draft, options
@@ -122,15 +125,15 @@ PROGRAM = textwrap.dedent(
     torch.set_num_threads(1)
     target = hf_ssd.enable(AutoModelForCausalLM.from_pretrained({folder!r}))
     draft = AutoModelForCausalLM.from_pretrained({folder!r})
-    joined = None
-    while joined != 0:  # calls before the worker is ready are plain decoding
+    hit_rate = 0
+    while not hit_rate:  # until the worker is ready, the draft drafts in turn
         output = target.generate(torch.tensor([[5, 6, 7]]), attention_mask=torch.ones(1, 3), max_new_tokens=8,
                                  do_sample=False, assistant_model=draft,
                                  ssd_config=hf_ssd.SSDConfig(fan_out=[2, 2, 2, 2]), return_dict_in_generate=True)
-        joined = output.ssd_stats.draft_joined_at
+        hit_rate = output.ssd_stats.hit_rate
 
     from hf_ssd.distributed.launch import assistant_for
-    print(assistant_for(draft).workers[0].process.popen.pid, output.ssd_stats.hit_rate, flush=True)
+    print(assistant_for(draft).workers[0].process.popen.pid, hit_rate, flush=True)
     {last}
     """
 )

@@ -98,7 +98,7 @@ def test_a_draft_joins_in_the_middle_of_a_call(target, rows, has_ended, penalty)
 
 def test_it_would_be_noticed_if_what_was_generated_before_were_not_told(target, monkeypatch):
     """The mutant for the test above."""
-    monkeypatch.setattr(FaultTolerantDraft, "_request_now", lambda self: self.request)
+    monkeypatch.setattr(FaultTolerantDraft, "_request_now", lambda self, *_: self.request)
     with Late(tiny_draft(disagreement=0.0)) as assistant:
         output = call(target, assistant, At(_16=assistant.let_in))
     stats = output.ssd_stats
@@ -119,8 +119,8 @@ def test_the_drafts_processors_count_from_the_prompt(target, counts_from_the_pro
     if not counts_from_the_prompt:  # the mutant
         original_request = FaultTolerantDraft._request_now
 
-        def forgets(self):
-            request = original_request(self)
+        def forgets(self, *arguments):
+            request = original_request(self, *arguments)
             request.prompt_length = max(map(len, request.prompts))
             return request
 
@@ -182,7 +182,7 @@ def test_a_worker_that_cannot_start_is_told_of_once(target, draft, warnings):
 class Interrupt:
     """Raises KeyboardInterrupt at the n-th line that is run in some files."""
 
-    FILES = ("distributed/assistant.py", "distributed/client.py", "generation/drafting.py")
+    FILES = ("distributed/assistant.py", "distributed/worker_session.py", "generation/draft.py")
 
     def __init__(self, at):
         self.left, self.where = at, None

@@ -6,6 +6,7 @@ import torch
 
 from hf_ssd.distributed.draft_server import DraftServer
 from hf_ssd.distributed.messages import Message, pack, unpack
+from hf_ssd.distributed.target_ranks import TargetRanks
 from hf_ssd.distributed.worker_session import WorkerSession
 
 
@@ -76,6 +77,19 @@ class Loopback:
         pass
 
 
-def loopback_session(model, request, during_work):
-    """Opens a session with such a worker, in the place of [`~hf_ssd.distributed.local.LocalSession`]."""
-    return WorkerSession(Loopback(model, during_work), 1, request)
+class LoopbackAssistant:
+    """Such a worker, as [`~hf_ssd.distributed.assistant.DraftAssistant`] gives it to calls."""
+
+    cores = None
+
+    def __init__(self, model, during_work):
+        self.model, self.during_work, self.ranks, self.workers = model, during_work, TargetRanks(), [None]
+
+    def begin_call(self, turn, timeout, patience) -> None:
+        pass
+
+    def open_session(self, turn, request, device) -> WorkerSession:
+        return WorkerSession(Loopback(self.model, self.during_work), 1, request())
+
+    def end_call(self, turn) -> None:
+        pass

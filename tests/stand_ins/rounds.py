@@ -11,7 +11,6 @@ import hf_ssd
 from hf_ssd.cache.branches import Branches
 from hf_ssd.distributed.draft_server import DraftServer
 from hf_ssd.drafting.speculator import Speculator
-from hf_ssd.generation import draft as drafting
 from hf_ssd.generation import loop
 from hf_ssd.generation.deciding import Decider
 from hf_ssd.generation.draft import FaultTolerantDraft
@@ -19,7 +18,7 @@ from hf_ssd.generation.sequences import Sequences
 
 from ..conftest import padded_batch, tiny_draft, tiny_model
 from .gpu import StandInGPU, to_gpu
-from .loopback import loopback_session
+from .loopback import LoopbackAssistant
 
 LOOKAHEAD = 3
 SAMPLED = {"do_sample": True, "temperature": 0.3, "top_k": 5}
@@ -40,8 +39,8 @@ def generate(monkeypatch, rows: int, do_sample: bool, family: str = "llama", **o
     names = [name for name in options if name in {field.name for field in dataclasses.fields(hf_ssd.SSDConfig)}]
     config = hf_ssd.SSDConfig(**{"lookahead": LOOKAHEAD, "budget": 8, **{name: options.pop(name) for name in names}})
     if config.asynchronous:
-        monkeypatch.setattr(loop, "assistant_for", lambda assistant: assistant)
-        monkeypatch.setattr(drafting, "LocalSession", lambda *a: loopback_session(*a, functools.partial(_aside, gpu)))
+        aside = functools.partial(_aside, gpu)
+        monkeypatch.setattr(loop, "assistant_for", lambda draft: LoopbackAssistant(draft, aside))
     model, draft = hf_ssd.enable(to_gpu(tiny_model(family))), to_gpu(tiny_draft(family))
     inputs = padded_batch(rows) if rows > 1 else {"input_ids": padded_batch(1)["input_ids"]}
     set_seed(3)
