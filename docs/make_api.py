@@ -39,7 +39,7 @@ CHAPTERS = {
     "Generating": ["enable", "SSDGenerationMixin", "generate", "BatchStreamer"],
     "Settings": ["SSDConfig"],
     "The draft": ["launch_draft", "DraftAssistant", "DraftError"],
-    "What a call returns": ["SSDDecoderOnlyOutput", "SSDStats"],
+    "What a call returns": ["SSDDecoderOnlyOutput", "SSDStats", "RoundRecord"],
     "Under torchrun": ["distributed.init_roles", "distributed.Roles"],
     "Theory": [
         f"theory.{name}"

@@ -6,6 +6,7 @@ from .distributed.launch import launch_draft
 from .distributed.session import DraftError
 from .generation.api import SSDGenerationMixin, enable, generate
 from .generation.streaming import BatchStreamer
+from .rounds import RoundRecord
 from .stats import SSDDecoderOnlyOutput, SSDStats
 
 __version__ = "0.1.0"
@@ -14,6 +15,7 @@ __all__ = [
     "BatchStreamer",
     "DraftAssistant",
     "DraftError",
+    "RoundRecord",
     "SSDConfig",
     "SSDDecoderOnlyOutput",
     "SSDGenerationMixin",

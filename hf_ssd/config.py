@@ -22,8 +22,8 @@ class SSDConfig:
         lookahead (`int` or `str`, *optional*, defaults to `"auto"`):
             Number of tokens in one speculation, K in the paper. At least 1 and at most 64. `"auto"` picks it while it
             generates, by measured times, acceptance and hits, down to 0 where the draft does not pay. A call that
-            samples with a number waits for a worker that is starting, so that a seed repeats its tokens; all others
-            are decoded plainly until it is there.
+            samples with a number waits for a worker that is starting, so that a seed repeats its tokens; in all
+            others a draft that was given as a model drafts in turn until then.
         budget (`int` or `str`, *optional*, defaults to `"auto"`):
             Number of verification outcomes prepared for each row in each round, B in the paper. At least 1. `"auto"`
             picks it likewise.

@@ -96,7 +96,7 @@ class DraftServer:
         speculator.begin()
         self.channel.expect()
         if request.profile:
-            self.costs = speculator.profile()
+            self.costs = speculator.profile(self.channel.has_arrived)
         else:
             speculator.prepare(request.plan, self.channel.has_arrived)
         self.speculator = speculator

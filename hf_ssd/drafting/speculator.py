@@ -29,7 +29,7 @@ from .fallbacks import Fallback, fallbacks_for, join
 from .outcome_candidates import OutcomeCandidates
 from .speculation_cache import SpeculationCache
 
-PROFILED_BUDGETS, PROFILED_PASSES = (1, 8, 16), 3  # the first pass of each size is not counted
+PROFILED_BUDGETS, PROFILED_PASSES = (8, 1, 16), 3  # the first pass of each size is not counted
 ROUNDS_PER_COMPARISON = 4  # for one of which it is seen what the n-gram fallback would have given
 
 
@@ -69,7 +69,7 @@ class Speculator:
         self.candidates: OutcomeCandidates | None = None
         self.prepared: SpeculationCache | None = None
         self.was_prepared = False
-        self.lesson: tuple | None = None  # candidates, accepted counts and bonus tokens of the round before
+        self.lessons: list[tuple] = []  # candidates, accepted counts and bonus tokens of rounds not learned from yet
         self.preparing = RoundRecord()  # what preparing took
         self.compares_ngrams = config.fallback == "auto" and config.lookahead == "auto"
         self.rounds = 0
@@ -78,9 +78,10 @@ class Speculator:
         """Reads the prompts, while the target does the same."""
         self.drafter.begin()
 
-    def profile(self) -> tuple[float, float, float]:
+    def profile(self, outcome_arrived: Callable[[], bool] = lambda: False) -> tuple[float, float, float]:
         """
-        Times passes of a few sizes behind the prompts, while the target decodes.
+        Times passes of a few sizes behind the prompts, while the target decodes; of one size, if that takes so long
+        that the outcome arrives.
 
         Returns:
             Seconds to choose outcomes, of a forward pass, and of each token in it.
@@ -88,6 +89,8 @@ class Speculator:
         rows, chosen, sizes, taken = len(self.finished), [], [], []
         plan = Plan("ahead", PROFILED_PASSES, PROFILED_PASSES, max(PROFILED_BUDGETS))
         for budget in PROFILED_BUDGETS:
+            if taken and outcome_arrived():
+                break
             start = time.perf_counter()
             accepted, bonus = self._choose(budget)
             chosen.append(since(start))
@@ -97,7 +100,7 @@ class Speculator:
                 start = time.perf_counter()
             sizes.append(rows * accepted.shape[1])
             taken.append(min(seconds[1:]))
-        slope, fixed = np.polyfit(sizes, taken, 1)
+        slope, fixed = np.polyfit(sizes, taken, 1) if len(set(sizes)) > 1 else (0.0, taken[0])
         if slope < 0 or fixed < 0:
             slope, fixed = 0.0, float(np.median(taken))
         self.candidates = None
@@ -114,7 +117,7 @@ class Speculator:
             outcome_arrived (`Callable[[], bool]`): Whether the outcome is there. Then the branches stay as they are.
         """
         self.plan, self.preparing = plan, RoundRecord()
-        self._learn()
+        self._learn(keep=1)  # so the shape learns from each round one round late, whether there was time or not
         if plan.budget:
             start = self.preparing.prepared_at = time.perf_counter()
 
@@ -148,9 +151,10 @@ class Speculator:
 
     def skip(self, outcome: Outcome) -> None:
         """Takes in the outcome of a round for which this draft was not asked: nothing of its own was verified."""
+        lessons = list(self.lessons)
         self.look_up(outcome, self.plan)
         self.verify(torch.zeros(len(self.finished), 0, dtype=torch.long), [NOTHING] * len(self.finished))
-        self.lesson = None
+        self.lessons = lessons
 
     def answer(self, outcome: Outcome, plan: Plan) -> Speculation:
         """Returns the next speculation of each row, and moves on to verify it."""
@@ -187,10 +191,10 @@ class Speculator:
         record.ranks = [-1] * len(counts)
         if self.candidates is not None:
             record.ranks = self.candidates.ranks(counts, tokens)
-        drafted, self.lesson = self.drafter.drafted.shape[1], None
+        drafted = self.drafter.drafted.shape[1]
         at_the_end = self.limit is not None and max(self.drafter.prefix.lengths) + drafted >= self.limit
         if self.candidates is not None and drafted and not at_the_end:  # the target may have cut the last speculation
-            self.lesson = self.candidates, counts, tokens
+            self.lessons.append((self.candidates, counts, tokens))
         self.drafter.commit(counts, bonus)
         self.was_prepared, self.candidates, self.prepared = self.candidates is not None, None, None
         self.preparing = RoundRecord()
@@ -231,11 +235,10 @@ class Speculator:
 
     # ---------------------------------------------------------------- learning
 
-    def _learn(self) -> None:
-        """Lets the cache shape learn from the round before, once, while there is nothing else to do."""
-        if self.lesson is not None:
-            lesson, self.lesson = self.lesson, None
-            self.shape.learn(*lesson)
+    def _learn(self, keep: int = 0) -> None:
+        """Lets the cache shape learn from all rounds but the last `keep`."""
+        while len(self.lessons) > keep:
+            self.shape.learn(*self.lessons.pop(0))
 
     def _compare_ngrams(self, accepted: list[int]) -> list[int]:
         """Sees in some rounds what rows that missed would have gained from the n-gram fallback; -1 in the others."""

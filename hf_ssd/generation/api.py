@@ -33,7 +33,7 @@ class SSDGenerationMixin:
 
         Args:
             assistant_model (`PreTrainedModel` or [`DraftAssistant`], *optional*): The draft. A model is handed to a
-                worker process the first time, and the worker is reused. While it starts, the call is decoded plainly.
+                worker process the first time, and the worker is reused. While it starts, the draft works in turn here.
             ssd_config ([`SSDConfig`], *optional*): Settings. Without them this is transformers' own method.
             inputs, generation_config, logits_processor, stopping_criteria, streamer, kwargs: As in transformers.
 

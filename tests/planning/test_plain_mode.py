@@ -140,8 +140,8 @@ def test_a_draft_that_is_ready_late_reads_what_was_generated_with_the_prompts(ta
 
     def let_in():
         gate.set()
-        for start in list(assistant.starting.values()):
-            start.thread.join(60)
+        for slot in assistant.slots:
+            slot.thread.join(60)
 
     planner, length = InAndOut(), padded_batch(2)["input_ids"].shape[1] + 2 * PLAIN_ROUNDS
     with DraftAssistant([lambda: LateWorker(tiny_model())], wait=False) as assistant:

@@ -13,7 +13,7 @@ from hf_ssd.planning.planner import EPOCH_ROUNDS, PROFILE_ROUNDS, Planner, plann
 from hf_ssd.rounds import AHEAD, FILLER, IN_TURN, NGRAM, PLAIN, PREPARED, PRIMARY, RoundRecord
 
 from ..conftest import tiny_model
-from .worlds import WORLDS, FixedPlanner, World
+from .worlds import WORLDS, FixedPlanner, World, new_planner
 
 BEST = {  # tokens per second of the best fixed plan; `python -m tests.planning.worlds` finds them
     "a quick draft that agrees": 98.58,
@@ -31,10 +31,6 @@ BEST = {  # tokens per second of the best fixed plan; `python -m tests.planning.
     "a machine that is busy with other things": 58.99,
     "a machine that is busy at times": 48.42,
 }
-
-
-def new_planner(world, **settings):
-    return Planner(SSDConfig(**settings), world.rows, 1000, sampled=True)
 
 
 @functools.cache
