@@ -24,6 +24,7 @@ from workload import PAIR, sampling
 
 import hf_ssd
 from hf_ssd import theory
+from hf_ssd.distributed.assistant import WorkerSlot
 from hf_ssd.distributed.cores import available_cores
 from hf_ssd.distributed.local import LocalSession
 from hf_ssd.distributed.target_ranks import TargetRanks
@@ -82,7 +83,7 @@ class Recorder(hf_ssd.DraftAssistant, CacheShape):
 
     def __init__(self, draft):
         self.draft, self.cores, self.vocab_size, self.rounds = draft, None, draft.config.vocab_size, []
-        self.ranks, self.process, self.workers = TargetRanks(), os.getpid(), [None]
+        self.ranks, self.process, self.slots = TargetRanks(), os.getpid(), [WorkerSlot(None)]
 
     def begin_call(self, turn, timeout, patience):
         pass

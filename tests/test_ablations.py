@@ -11,9 +11,11 @@ import pytest
 import torch
 
 import hf_ssd
-from examples import ablations
 
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "examples"))
+
+import ablations  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +52,8 @@ def test_tables_figures_and_numbers(tmp_path):
 
 
 def test_without_matplotlib_one_sentence(fresh_python):
-    code = "import sys, runpy; sys.modules['matplotlib'] = None; runpy.run_path('examples/ablations.py')"
+    code = "import sys, runpy; sys.modules['matplotlib'] = None; sys.path.insert(0, 'examples'); "
+    code += "runpy.run_path('examples/ablations.py')"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, cwd=ROOT)
     assert result.returncode == 1
     assert result.stderr.strip() == 'The figures need matplotlib: pip install -e ".[plot]"'

@@ -13,7 +13,8 @@ logger = logging.get_logger(__name__)
 
 PROFILE_ROUNDS = (0, 7, 0, 7)  # filler tokens in the plain rounds during which the draft times its passes
 FIRST = (4, 8)  # lookahead and budget until the draft's profile is known
-EPOCH_ROUNDS = 8  # until the plan is chosen anew
+EPOCH_ROUNDS = 8  # until the plan is chosen anew; at first, when every round tells a lot, that is each round
+FIRST_EPOCHS = 24  # rounds
 HYSTERESIS = 1.03  # expected gain below which the plan stays as it is
 PROBE_ROUNDS = 6  # of a mode that was not used for long
 FIRST_PROBE, LONGEST_BETWEEN_PROBES = 32, 512  # rounds until other modes are probed; the distance doubles
@@ -119,7 +120,7 @@ class Planner:
     # ---------------------------------------------------------------- the choice
 
     def _choose(self) -> None:
-        self.due, self.live = self.rounds + EPOCH_ROUNDS, self.costs.live
+        self.live, self.due = self.costs.live, self.rounds + (EPOCH_ROUNDS if self.rounds >= FIRST_EPOCHS else 1)
         speeds = self._speeds()
         best = max(speeds, key=speeds.get)
         if self.compares_fallbacks and best[0] == AHEAD:

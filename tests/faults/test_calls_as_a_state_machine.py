@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from transformers import LogitsProcessorList
 
 import hf_ssd
-from hf_ssd.distributed import child
+from hf_ssd.distributed import launch
 from hf_ssd.distributed.assistant import DraftAssistant
 from hf_ssd.distributed.process import WorkerProcess
 from hf_ssd.generation import deciding
@@ -229,7 +229,7 @@ def run(examples, steps):
     Noted.started.clear()
     how = {"deadline": None, "derandomize": True, "database": None, "suppress_health_check": list(HealthCheck)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(child, "WorkerProcess", Noted)
+        patch.setattr(launch, "WorkerProcess", Noted)
         try:
             run_state_machine_as_test(
                 Calls,
