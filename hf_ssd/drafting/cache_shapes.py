@@ -65,7 +65,8 @@ class CacheShape(ABC):
     def fan_outs(self, candidates: OutcomeCandidates, budget: int) -> list[list[int]]:
         """
         Args:
-            candidates ([`OutcomeCandidates`]): The speculations that are being verified, of at least one token.
+            candidates ([`OutcomeCandidates`]): The speculations that are being verified. With a lookahead of 0, as
+                during the target's prefill, the only accepted count is 0.
             budget (`int`): Outcomes to prepare for each row.
 
         Returns:
@@ -103,6 +104,8 @@ class RowByRow(CacheShape):
         """
 
     def fan_outs(self, candidates, budget):
+        if len(candidates.limits) == 1:
+            return [[budget]] * len(candidates.from_fallback)
         rows = zip(candidates.drafted_probabilities, candidates.from_fallback)
         return [self._after_fallback(row, budget) if fallback else self.fan_out(row, budget) for row, fallback in rows]
 

@@ -140,10 +140,7 @@ class Speculator:
         budget *= self.num_workers
         from_fallback = [source in FALLBACKS for source in self.sources]
         self.candidates = self.drafter.candidates(from_fallback, max(budget, CANDIDATES))
-        if len(self.candidates.limits) == 1:
-            fan_outs = [[budget]] * len(self.finished)
-        else:
-            fan_outs = self.shape.fan_outs(self.candidates, budget)
+        fan_outs = self.shape.fan_outs(self.candidates, budget)
         fewest = self.drafter.prefix.decoder.fewest_tokens
         return self.candidates.outcomes(fan_outs, self.worker_index, self.num_workers, fewest)
 
@@ -192,8 +189,9 @@ class Speculator:
         if self.candidates is not None:
             record.ranks = self.candidates.ranks(counts, tokens)
         drafted = self.drafter.drafted.shape[1]
-        at_the_end = self.limit is not None and max(self.drafter.prefix.lengths) + drafted >= self.limit
-        if self.candidates is not None and drafted and not at_the_end:  # the target may have cut the last speculation
+        lengths = [n for n, finished in zip(self.drafter.prefix.lengths, self.finished) if not finished]
+        is_cut = self.limit is not None and min(lengths, default=0) + drafted >= self.limit
+        if self.candidates is not None and not is_cut:  # the target cuts a speculation near the limit
             self.lessons.append((self.candidates, counts, tokens))
         self.drafter.commit(counts, bonus)
         self.was_prepared, self.candidates, self.prepared = self.candidates is not None, None, None
