@@ -187,8 +187,8 @@ class CostModel:
         Learns from a round.
 
         Args:
-            before ([`RoundRecord`]): The round, complete.
-            now ([`RoundRecord`]): The draft's part of the next one, which answers to its outcome.
+            before ([`RoundRecord`]): The round before.
+            now ([`RoundRecord`]): The round, complete. The draft's part of it answers to the outcome before.
         """
         self.rounds += 1
         rows, lookahead = before.live, before.lookahead
@@ -197,13 +197,14 @@ class CostModel:
         if before.verify_seconds and self.rounds > 1:  # the first pass of a call is slow for reasons of its own
             mode = AHEAD if is_filler else before.mode
             self.verification[mode].observe(live * (lookahead + 1), before.verify_seconds)
-        for row in rows:
-            if before.sources[row] == NGRAM:
-                self.ngram_tokens.observe(before.accepted[row] + 1)
-            if before.sources[row] not in (*FALLBACKS, FILLER):
-                for place in range(min(before.accepted[row] + 1, lookahead, len(self.accepted))):
-                    self.accepted[place].observe(place < before.accepted[row])
-                    self.accepted_ever[place].observe(place < before.accepted[row])
+        for row in now.live:
+            accepted, source = now.accepted[row], now.sources[row]
+            if source == NGRAM:
+                self.ngram_tokens.observe(accepted + 1)
+            if source not in (*FALLBACKS, FILLER):
+                for place in range(min(accepted + 1, now.lookahead, len(self.accepted))):
+                    self.accepted[place].observe(place < accepted)
+                    self.accepted_ever[place].observe(place < accepted)
         if now.mode == PLAIN or not rows:
             return
         if now.passes:

@@ -12,7 +12,7 @@ from .cost_model import BUDGETS, LOOKAHEADS, Average, CostModel
 logger = logging.get_logger(__name__)
 
 PROFILE_ROUNDS = (0, 7, 0, 7)  # filler tokens in the plain rounds during which the draft times its passes
-FIRST = (4, 8)  # lookahead and budget until the draft's profile is known
+FIRST = (2, 8)  # lookahead and budget until the draft's profile is known
 EPOCH_ROUNDS = 8  # until the plan is chosen anew; at first, when every round tells a lot, that is each round
 FIRST_EPOCHS = 24  # rounds
 HYSTERESIS = 1.03  # expected gain below which the plan stays as it is

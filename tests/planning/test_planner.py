@@ -161,7 +161,7 @@ def test_a_call_starts_from_what_is_known_of_texts_in_general():
     for _ in range(5):
         costs.begin_call()
         for k in [0] * 120 + [4] * 80:  # texts of which the draft knows the end, and little of the rest
-            costs.observe(RoundRecord(AHEAD, 4, 8, [PRIMARY], accepted=[k]), RoundRecord(AHEAD))
+            costs.observe(RoundRecord(), RoundRecord(AHEAD, 4, 8, [PRIMARY], accepted=[k]))
     of_the_end = costs.acceptance(1)[0]
     costs.begin_call()
     assert costs.acceptance(1)[0] == pytest.approx(0.5, abs=0.06)
