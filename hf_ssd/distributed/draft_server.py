@@ -102,6 +102,8 @@ class DraftServer:
         self.speculator = speculator
 
     def _end(self, message: Message) -> None:
+        if self.speculator is not None and message.session == self.session:
+            self.speculator.end()
         self.speculator = self.found = None
         if self.channel.link is not None:
             self.channel.send(Message(Kind.END, message.session))

@@ -46,6 +46,8 @@ class LocalSession(DraftSession):
         return self.speculation.probabilities
 
     def close(self) -> None:
+        if self.speculator is not None:
+            self.speculator.end()
         self.speculator = None
 
     @contextlib.contextmanager

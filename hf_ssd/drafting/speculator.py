@@ -233,6 +233,10 @@ class Speculator:
 
     # ---------------------------------------------------------------- learning
 
+    def end(self) -> None:
+        """The call is over: lets the cache shape learn what there was no time for."""
+        self._learn()
+
     def _learn(self, keep: int = 0) -> None:
         """Lets the cache shape learn from all rounds but the last `keep`."""
         while len(self.lessons) > keep:

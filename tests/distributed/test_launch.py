@@ -126,7 +126,7 @@ PROGRAM = textwrap.dedent(
     target = hf_ssd.enable(AutoModelForCausalLM.from_pretrained({folder!r}))
     draft = AutoModelForCausalLM.from_pretrained({folder!r})
     hit_rate = 0
-    while not hit_rate:  # until the worker is ready, the draft drafts in turn
+    while hit_rate != 1:  # until the worker is ready, the draft drafts in turn
         output = target.generate(torch.tensor([[5, 6, 7]]), attention_mask=torch.ones(1, 3), max_new_tokens=8,
                                  do_sample=False, assistant_model=draft,
                                  ssd_config=hf_ssd.SSDConfig(fan_out=[2, 2, 2, 2]), return_dict_in_generate=True)
