@@ -109,9 +109,10 @@ class Calls(RuleBasedStateMachine):
     @rule(rows=ROWS)
     def speculates(self, rows):
         self.steps["speculates"] += 1
-        self.call(rows, {})  # it is told of a start that failed
+        asks = {"lookahead": 3, "budget": 8}  # whatever the planner thinks of so small a target
+        self.call(rows, asks)  # it is told of a start that failed
         ready(self.assistant)
-        stats = self.call(rows, {"lookahead": 3, "budget": 8})
+        stats = self.call(rows, asks)
         assert stats.draft_failure is None and stats.draft_joined_at == 0 and stats.hit_rate > 0
 
     @is_open
