@@ -71,7 +71,7 @@ class RoundRecord:
         budget (`int`): Outcomes that had been prepared for each row before this speculation was asked for.
         sources (`list[str]`): Where the speculation of each row came from, one of `SOURCES`.
         ranks (`list[int]`): Which of the draft's guesses the bonus token before this speculation was, -1 if none.
-        ngram_matches (`list[int]`): How many tokens of the round before the n-gram fallback would have got right, -1 if
+        ngram_matches (`list[int]`): How many tokens of an earlier round the n-gram fallback would have got right, -1 if
             it was not tried.
         accepted (`list[int]`): Accepted count of each row; empty until the target has decided.
         passes, steps (`int`): Forward passes that grew branches, and that drafted just in time.

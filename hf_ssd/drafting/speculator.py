@@ -10,6 +10,7 @@ import torch
 from ..config import SSDConfig
 from ..devices import from_host
 from ..rounds import (
+    AHEAD,
     FALLBACKS,
     FINISHED,
     NGRAM,
@@ -72,7 +73,8 @@ class Speculator:
         self.lessons: list[tuple] = []  # candidates, accepted counts and bonus tokens of rounds not learned from yet
         self.preparing = RoundRecord()  # what preparing took
         self.compares_ngrams = config.fallback == "auto" and config.lookahead == "auto"
-        self.rounds = 0
+        self.rounds, self.ngram_matches = 0, [-1] * len(self.finished)
+        self.uncompared: tuple | None = None  # verified lengths, accepted counts and sources of the round before
 
     def begin(self) -> None:
         """Reads the prompts, while the target does the same."""
@@ -87,7 +89,7 @@ class Speculator:
             Seconds to choose outcomes, of a forward pass, and of each token in it.
         """
         rows, chosen, sizes, taken = len(self.finished), [], [], []
-        plan = Plan("ahead", PROFILED_PASSES, PROFILED_PASSES, max(PROFILED_BUDGETS))
+        plan = Plan(AHEAD, PROFILED_PASSES, PROFILED_PASSES, max(PROFILED_BUDGETS))
         for budget in PROFILED_BUDGETS:
             if taken and outcome_arrived():
                 break
@@ -134,6 +136,7 @@ class Speculator:
             self.preparing.grow_seconds = since(start)
         if not outcome_arrived():
             self._learn()
+            self._compare_ngrams()
 
     def _choose(self, budget: int) -> tuple[torch.LongTensor, torch.LongTensor]:
         """Returns the outcomes to prepare. See [`OutcomeCandidates.outcomes`]."""
@@ -184,7 +187,8 @@ class Speculator:
         record.mode, record.budget, record.passes = plan.mode, preparing.budget, preparing.passes
         record.choose_seconds, record.grow_seconds = preparing.choose_seconds, preparing.grow_seconds
         record.prepared_at, record.answered_at = preparing.prepared_at, start
-        record.ngram_matches = self._compare_ngrams(counts)
+        record.ngram_matches, self.ngram_matches = self.ngram_matches, [-1] * len(counts)
+        self.uncompared = list(self.drafter.prefix.lengths), counts, self.sources
         record.ranks = [-1] * len(counts)
         if self.candidates is not None:
             record.ranks = self.candidates.ranks(counts, tokens)
@@ -242,18 +246,18 @@ class Speculator:
         while len(self.lessons) > keep:
             self.shape.learn(*self.lessons.pop(0))
 
-    def _compare_ngrams(self, accepted: list[int]) -> list[int]:
-        """Sees in some rounds what rows that missed would have gained from the n-gram fallback; -1 in the others."""
-        matches = [-1] * len(accepted)
-        rows = [row for row, k in enumerate(accepted) if k != FINISHED and self.sources[row] == PRIMARY]
-        if not self.compares_ngrams or not rows or self.rounds % ROUNDS_PER_COMPARISON:
-            return matches
-        prefix, drafted = self.drafter.prefix, self.drafter.drafted.tolist()
-        proposal = self.fallbacks[NGRAM].propose(prefix.ids, prefix.lengths, rows, max(accepted) + 1)
-        for tokens, row in zip(proposal.tokens.tolist(), rows):
-            same = [a == b for a, b in zip(tokens, drafted[row][: accepted[row]])]
-            matches[row] = (same + [False]).index(False)
-        return matches
+    def _compare_ngrams(self) -> None:
+        """Sees in some rounds what rows that missed would have gained from the n-gram fallback, for the next record."""
+        if not self.compares_ngrams or self.uncompared is None or self.rounds % ROUNDS_PER_COMPARISON:
+            return
+        (lengths, accepted, sources), self.uncompared = self.uncompared, None
+        rows = [row for row, k in enumerate(accepted) if k != FINISHED and sources[row] == PRIMARY]
+        if rows:
+            ids = self.drafter.prefix.ids
+            proposal = self.fallbacks[NGRAM].propose(ids, lengths, rows, max(accepted) + 1)
+            for tokens, row in zip(proposal.tokens.tolist(), rows):
+                verified = ids[row, lengths[row] : lengths[row] + accepted[row]].tolist()
+                self.ngram_matches[row] = ([a == b for a, b in zip(tokens, verified)] + [False]).index(False)
 
 
 def answer_width(plan: Plan, known: list[float]) -> int:

@@ -129,6 +129,8 @@ class Planner:
         if speeds[best] < HYSTERESIS * speeds.get(now, 0.0) and self.rounds > 2 * EPOCH_ROUNDS:
             best = now
         chosen = self._probe(best, speeds) or best
+        if chosen == best and best[0] == PLAIN:
+            self.due = self.probe_at  # nothing new is learned meanwhile, and in plain decoding all of this takes time
         self.plan = self._plan_of(*chosen)
         self._explain(chosen, speeds, best)
 
