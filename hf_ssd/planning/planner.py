@@ -7,7 +7,8 @@ from transformers.utils import logging
 
 from ..config import SSDConfig
 from ..rounds import AHEAD, FILLER, IN_TURN, MODES, NGRAM, PLAIN, PRIMARY, RANDOM, Plan, RoundRecord
-from .cost_model import BUDGETS, LOOKAHEADS, Average, CostModel
+from .cost_model import BUDGETS, LOOKAHEADS, CostModel
+from .estimates import Average
 
 logger = logging.get_logger(__name__)
 

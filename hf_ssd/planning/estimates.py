@@ -1,0 +1,125 @@
+"""What is counted and measured from round to round: means, lines and hit rates that forget."""
+
+import numpy as np
+
+from ..config import SSDConfig
+from ..drafting.cache_shapes import CANDIDATES, shape_for
+
+RELATIVE_SLOPE = 0.02  # of a cost of which one size is known: what a token more takes, in units of the fixed part
+LARGEST_SURPRISE = 3.0  # times what was expected, beyond which a duration is a hiccup of the machine
+
+
+class Average:
+    """
+    A mean that forgets.
+
+    Args:
+        prior (`float`): Where it starts.
+        weight (`float`): How many observations the start counts for.
+        memory (`float`, *optional*, defaults to 0.99): Weight that an observation keeps with each one that follows.
+    """
+
+    def __init__(self, prior: float, weight: float, memory: float = 0.99):
+        self.memory, self.weight, self.total = memory, weight, prior * weight
+
+    def observe(self, value: float) -> None:
+        self.weight = self.memory * self.weight + 1
+        self.total = self.memory * self.total + value
+
+    def restart(self, value: float, weight: float) -> None:
+        """Forgets everything and starts from there."""
+        self.weight, self.total = weight, value * weight
+
+    @property
+    def value(self) -> float:
+        return self.total / self.weight if self.weight else 0.0
+
+
+class Line:
+    """
+    Seconds = fixed + slope * units, by least squares. The level forgets within some 30 observations, because a machine
+    may be slower for a while; the slope within a thousand. Where all observations have one size the slope is a guess.
+
+    Args:
+        relative_slope (`float`): The guess, in units of the fixed part.
+        like ([`Line`], *optional*): Another cost that has about the same relative slope.
+    """
+
+    def __init__(self, relative_slope: float = RELATIVE_SLOPE, like: "Line | None" = None):
+        self.guess, self.like = relative_slope, like
+        self.units, self.seconds = Average(0.0, 0.0, 0.97), Average(0.0, 0.0, 0.97)
+        self.count = self.weight = self.x = self.y = self.xx = self.xy = 0.0
+        self.fixed = self.slope = 0.0
+
+    def observe(self, units: float, seconds: float) -> None:
+        if self.count > 3:
+            seconds = min(seconds, LARGEST_SURPRISE * max(self(units), self.seconds.value))
+        self.count += 1
+        self.units.observe(units)
+        self.seconds.observe(seconds)
+        self.weight, self.x, self.y, self.xx, self.xy = (
+            0.999 * total + new
+            for total, new in (
+                (self.weight, 1.0),
+                (self.x, units),
+                (self.y, seconds),
+                (self.xx, units * units),
+                (self.xy, units * seconds),
+            )
+        )
+        mean_x, mean_y = self.x / self.weight, self.y / self.weight
+        variance = max(0.0, self.xx / self.weight - mean_x**2)
+        covariance = self.xy / self.weight - mean_x * mean_y
+        relative = self.guess if self.like is None else self.like.relative_slope
+        guess = relative * mean_y / (1 + relative * mean_x)
+        certainty = 0.2 * (mean_x**2 + 1) / self.weight  # the guess counts like a few observations of nearby sizes
+        slope = max(0.0, (covariance + certainty * guess) / (variance + certainty))
+        self.slope = min(slope, self.seconds.value / max(self.units.value, 1e-9))
+        self.fixed = self.seconds.value - self.slope * self.units.value
+
+    @property
+    def relative_slope(self) -> float:
+        return min(1.0, self.slope / self.fixed) if self.fixed > 0 else self.guess
+
+    def __call__(self, units: float) -> float:
+        """Returns the expected seconds, 0 before the first observation."""
+        return self.fixed + self.slope * units
+
+
+class HitRates:
+    """
+    Hit rates by lookahead and budget: the probability mass that the cache shape covers with average chances, corrected
+    by how often outcomes were really prepared.
+
+    Args:
+        config (`SSDConfig`): Gives the shape and the priors.
+    """
+
+    def __init__(self, config: SSDConfig):
+        self.shape, r = shape_for(config), config.power_law_exponent
+        law = np.arange(1, CANDIDATES + 2) ** -r  # the chance to miss with a fan-out of F is F^-r (Theorem 12)
+        self.ranks = {is_rejection: law[:-1] - law[1:] for is_rejection in (True, False)}
+        self.weights = {True: 4.0, False: 4.0}
+        self.misses_over_expected = Average(1.0, 8.0, memory=0.97)
+
+    def observe_rank(self, is_rejection: bool, rank: int) -> None:
+        """Learns which of the draft's guesses a bonus token was, -1 for none, after a rejection or at the end."""
+        weight = 0.99 * self.weights[is_rejection]
+        hit = np.zeros(CANDIDATES)
+        if 0 <= rank < CANDIDATES:
+            hit[rank] = 1.0
+        self.ranks[is_rejection] = (self.ranks[is_rejection] * weight + hit) / (weight + 1)
+        self.weights[is_rejection] = weight + 1
+
+    def observe_hits(self, share: float, acceptance: list[float], budget: int) -> None:
+        """Learns which share of the rows hit, of which the shape was expected to cover some."""
+        expected = self.covered(acceptance, [budget])[0]
+        self.misses_over_expected.observe(min(3.0, (1 - share) / max(0.05, 1 - expected)))
+
+    def covered(self, acceptance: list[float], budgets) -> list[float]:
+        return self.shape.covered(np.array(acceptance), self.ranks[True], self.ranks[False], budgets)
+
+    def __call__(self, acceptance: list[float], budgets) -> list[float]:
+        """Returns the expected hit rate of one row for each budget, with these chances of acceptance."""
+        missed = min(3.0, max(0.5, self.misses_over_expected.value))
+        return [max(0.0, 1 - (1 - mass) * missed) for mass in self.covered(acceptance, budgets)]
