@@ -43,6 +43,11 @@ class SSDConfig:
             `CandidateGenerator`, or an object whose `propose(input_ids, lookahead)` takes ids of shape `(1, length)`
             and returns tokens and their probabilities `(1, n, vocab_size)`, or `None` for certain tokens. Either is
             called in the target's process.
+        drafter (`str`, *optional*, defaults to `"auto"`):
+            How the draft model proposes tokens: `"autoregressive"` (one forward pass for each), `"parallel"` (one for
+            all of them, as PARD models are trained to; their config has `pard_token`), or `"auto"`, which is parallel
+            where the model can. What a parallel draft proposes is drawn from marginals, and processors that read the
+            tokens before a position, such as repetition penalties, see those before the speculation only.
         acceptance_rate (`float`, *optional*, defaults to 0.8):
             Prior for the chance that one drafted token is accepted, a in Theorem 12. Between 0 and 1, both excluded.
         power_law_exponent (`float`, *optional*, defaults to 0.5):
@@ -66,6 +71,7 @@ class SSDConfig:
     fan_out: str | list[int] = "confidence"
     saguaro_c: float | str = 1.0
     fallback: object = "auto"
+    drafter: str = "auto"
     acceptance_rate: float = 0.8
     power_law_exponent: float = 0.5
     timeout: float = 30.0
@@ -91,6 +97,7 @@ class SSDConfig:
             "budget": (self.budget == "auto" or _is_integer(self.budget, 1), '"auto" or an integer of at least 1'),
             "saguaro_c": (self.saguaro_c == "auto" or 0 <= c <= 1, '"auto" or a number between 0 and 1'),
             "fallback": (self.fallback in FALLBACKS if has_named_fallback else _has_propose(self.fallback), _FALLBACK),
+            "drafter": (self.drafter in DRAFTERS, ", ".join(f'"{name}"' for name in DRAFTERS)),
             "acceptance_rate": (0 < a < 1, "a number between 0 and 1, both excluded"),
             "power_law_exponent": (0 < r < math.inf, "a positive number"),
             "timeout": (0 < timeout < math.inf, "a positive number of seconds"),
@@ -154,6 +161,7 @@ class SSDConfig:
 
 FAN_OUTS = ("confidence", "geometric", "uniform", "all_accepted", "single_branch", "greedy_tree")
 FALLBACKS = ("auto", "primary", "ngram", "random")
+DRAFTERS = ("auto", "autoregressive", "parallel")
 _FAN_OUT = ", ".join(f'"{name}"' for name in FAN_OUTS) + " or lookahead + 1 integers of at least 0"
 _FALLBACK = ", ".join(f'"{name}"' for name in FALLBACKS) + (
     ", an object with propose(input_ids, lookahead), or a CandidateGenerator that needs no outputs of the target"

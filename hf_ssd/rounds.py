@@ -33,6 +33,8 @@ class Plan:
         budget (`int`): Outcomes to prepare for each row, B in the paper; 0 unless the mode is `"ahead"`.
         fallback (`str`): Where the speculation of a row comes from after a miss.
         saguaro_c (`float`): C of Definition 14.
+        feeds_first (`bool`): Whether a parallel drafter reads the speculation before it chooses outcomes, which takes a
+            pass more and ranks bonus tokens better. Others always do.
     """
 
     mode: str
@@ -41,6 +43,7 @@ class Plan:
     budget: int = 0
     fallback: str = PRIMARY
     saguaro_c: float = 1.0
+    feeds_first: bool = False
 
 
 @dataclass
@@ -74,6 +77,7 @@ class RoundRecord:
         ngram_matches (`list[int]`): How many tokens of an earlier round the n-gram fallback would have got right, -1 if
             it was not tried.
         accepted (`list[int]`): Accepted count of each row; empty until the target has decided.
+        grown (`int`): Tokens of each branch that had grown by then.
         passes, steps (`int`): Forward passes that grew branches, and that drafted just in time.
         choose_seconds, grow_seconds (`float`): What it took to choose outcomes and to grow their branches.
         answer_seconds (`float`): What the draft worked after the outcome was known.
@@ -90,6 +94,7 @@ class RoundRecord:
     ranks: list[int] = field(default_factory=list)
     ngram_matches: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
+    grown: int = 0
     passes: int = 0
     steps: int = 0
     choose_seconds: float = 0.0

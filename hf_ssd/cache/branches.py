@@ -1,7 +1,8 @@
-"""The verified prefix and many branches of each row in one cache; a forward pass adds one token to each branch."""
+"""The verified prefix and many branches of each row in one cache, which grow by a token in each pass or all at once."""
 
 import torch
 
+from ..devices import from_host
 from . import masks
 from .cached_model import CachedModel
 
@@ -48,3 +49,46 @@ class Branches:
         self.decoder.cache.place(slice(start, stop), stop)
         self.depth += 1
         return self.decoder.forward(self.decoder.computed(tokens), self.decoder.positions(positions), mask)
+
+
+def extend_with_branches(
+    decoder: CachedModel,
+    tokens: torch.LongTensor,
+    starts: list[int],
+    forks: torch.LongTensor,
+    branches: torch.LongTensor,
+    base: int,
+) -> torch.Tensor:
+    """
+    Feeds the next tokens of each row and whole branches in one pass. A branch sees the first columns of its row, those
+    of this pass among them, and itself.
+
+    Args:
+        decoder (`CachedModel`): The draft model and its cache.
+        tokens (`torch.LongTensor` of shape `(batch_size, M)`): They stand in the columns from `starts` on.
+        starts (`list[int]`): One column of each row.
+        forks (`torch.LongTensor` of shape `(batch_size, N)`): Columns that each branch sees besides its own.
+        branches (`torch.LongTensor` of shape `(batch_size, N, T)`): Tokens of the branches.
+        base (`int`): First column that no row uses. The branches stand there, one behind the other.
+
+    Returns:
+        `torch.FloatTensor` of shape `(batch_size, N, T, vocab_size)`: Raw logits of the branches.
+    """
+    tokens, starts, forks, branches = map(decoder.computed, (tokens, starts, forks, branches))
+    device, (rows, count, depth) = forks.device, branches.shape
+    stop = base + count * depth
+    width = decoder.columns_seen(stop, depth)
+    columns = from_host(starts, device)[:, None] + torch.arange(tokens.shape[1], device=device)
+    positions = (forks[:, :, None] + torch.arange(depth, device=device)).flatten(1)
+    allowed = masks.visible_up_to(torch.cat([columns, forks.repeat_interleave(depth, dim=1) - 1], dim=1), width)
+    allowed[:, tokens.shape[1] :, base:stop] = masks.chains(count, depth, device)
+    places = torch.cat([columns, torch.arange(base, stop, device=device).expand(rows, -1)], dim=1)
+    of_columns = torch.arange(width, device=device).repeat(rows, 1)
+    of_columns[:, base:stop] = positions
+    of_queries = torch.cat([columns, positions], dim=1)
+    mask = decoder.mask(allowed, of_queries, of_columns[:, None])
+    decoder.cache.place(places, width)
+    fed = torch.cat([tokens, branches.flatten(1)], dim=1)
+    kept = torch.arange(tokens.shape[1], fed.shape[1], device=device)
+    logits = decoder.forward(fed, decoder.positions(of_queries), mask, kept)
+    return logits.unflatten(1, (count, depth))

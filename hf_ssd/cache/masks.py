@@ -37,6 +37,18 @@ def within_window(allowed: torch.BoolTensor, query_positions, key_positions, win
     return allowed & (query_positions[:, :, None] - key_positions < window)
 
 
+def chains(count: int, length: int, device: torch.device) -> torch.BoolTensor:
+    """
+    Lets each token of several chains see itself and those before it in its chain.
+
+    Returns:
+        `torch.BoolTensor` of shape `(count * length, count * length)`: The tokens of one chain follow one another.
+    """
+    place = torch.arange(count * length, device=device)
+    chain = place.div(length, rounding_mode="floor")
+    return (chain[:, None] == chain) & (place[:, None] >= place)
+
+
 def additive(allowed: torch.BoolTensor, dtype: torch.dtype) -> torch.Tensor:
     """Returns the mask of shape `(batch_size, 1, queries, columns)` that is added to attention scores."""
     mask = torch.full(allowed.shape, torch.finfo(dtype).min, dtype=dtype, device=allowed.device)

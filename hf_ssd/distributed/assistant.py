@@ -106,6 +106,7 @@ class DraftAssistant:
 
     Attributes:
         vocab_size (`int`): Of the draft model.
+        pard_token (`int`, *optional*): The mask token of a parallel draft.
         device (`str`): Where the draft model is, or the first of several.
         workers (`list[Connection]`): The workers.
     """
@@ -128,14 +129,14 @@ class DraftAssistant:
         self.closed = False
         # If no one closes this, its workers must still end before their channels are collected as garbage.
         self.finalizer = weakref.finalize(self, _end_all, self.process, self.slots, weights)
-        self.vocab_size = self.device = None
+        self.vocab_size = self.pard_token = self.device = None
         if not wait:
             for slot in self.slots:
                 slot.begin()
             return
         with self.ranks.one_call():
             info = self.ranks.share_values(self._launch() if self.ranks.is_leader else None)
-        self.vocab_size, self.device = info["vocab_size"], info["device"]
+        self.vocab_size, self.pard_token, self.device = (info[name] for name in ("vocab_size", "pard_token", "device"))
 
     @property
     def workers(self) -> list[Connection | None]:

@@ -32,8 +32,8 @@ class Connection:
 
     Attributes:
         channel ([`Channel`], *optional*): To the worker, while it is connected.
-        worker_info (`dict`): `vocab_size` and `device` of the worker's model, the `identity` of that device, the
-            worker's `pid`, whether the model `is_compiled`, and if that failed, `uncompiled_because`.
+        worker_info (`dict`): `vocab_size`, `pard_token` and `device` of the worker's model, the `identity` of that
+            device, the worker's `pid`, whether the model `is_compiled`, and if that failed, `uncompiled_because`.
     """
 
     def __init__(self, process, meeting: dict, timeout: float):

@@ -3,8 +3,8 @@
 from transformers import PreTrainedModel
 
 from ..drafting.cache_shapes import CacheShape, shape_for
-from ..drafting.drafter import AutoregressiveDrafter
 from ..drafting.fallbacks import Fallback
+from ..drafting.parallel_drafter import drafter_for
 from ..drafting.speculator import Speculator
 from ..drafting.verified_prefix import VerifiedPrefix
 from ..rounds import CUSTOM, FALLBACKS
@@ -45,7 +45,7 @@ class Drafts:
         if config.lookahead == "auto" or config.fallback in FALLBACKS or request.asks_target:
             # What was learned in a call with the same seed must not meet the same noise again.
             seed += SEED_STEP * (self.calls - 1)
-        drafter = AutoregressiveDrafter(
+        drafter = drafter_for(
             model, config, generation, request.prompts, seed, earlier, request.prompt_length, request.num_workers
         )
         named = None if custom is None else (CUSTOM, custom)

@@ -11,6 +11,7 @@ from transformers.utils import logging
 
 from .. import devices as accelerators
 from ..cache.compiled import is_compiled
+from ..drafting.parallel_drafter import mask_token
 from .assistant import DraftAssistant
 from .connection import Connection
 from .cores import CoreShare, divide_cores
@@ -156,6 +157,7 @@ def assistant_for(model: PreTrainedModel) -> DraftAssistant:
         settings = {**worker_settings(model, None, None, {}), "timeout": START_TIMEOUT}
         assistant = _assistants[model] = _assistant(model, [model.device], cores, settings, wait=False)
         assistant.vocab_size, assistant.device = vocab_size, str(model.device)
+        assistant.pard_token = mask_token(model.config)
         weakref.finalize(model, assistant.close)
         return assistant
 

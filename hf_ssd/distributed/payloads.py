@@ -49,6 +49,7 @@ def outcomes_to_payload(outcomes: list[Outcome], plan: Plan) -> torch.Tensor:
     """Packs the plan, and accepted count and bonus token of each row of each outcome."""
     c = torch.tensor([plan.saguaro_c], dtype=torch.float64).view(torch.int64)
     head = [MODES.index(plan.mode), plan.lookahead, plan.after_miss, plan.budget, SOURCES.index(plan.fallback)]
+    head.append(plan.feeds_first)
     rows = [tensor.cpu() for outcome in outcomes for tensor in (outcome.accepted, outcome.bonus)]
     return torch.cat([torch.tensor(head), c, *rows])
 
@@ -57,11 +58,11 @@ def payload_to_outcomes(payload: torch.Tensor, rows: int) -> tuple[list[Outcome]
     _check_integers(payload, _PLAN + 2 * rows)
     if (len(payload) - _PLAN) % (2 * rows):
         raise ProtocolError(f"{len(payload)} integers are not a plan and outcomes of {rows} rows")
-    mode, lookahead, after_miss, budget, source = payload[: _PLAN - 1].tolist()
+    mode, lookahead, after_miss, budget, source, feeds_first = payload[: _PLAN - 1].tolist()
     c = float(payload[_PLAN - 1 : _PLAN].clone().view(torch.float64))
     if not 0 <= mode < len(MODES):
         raise ProtocolError(f"{mode} is no mode")
-    plan = check_plan(Plan(MODES[mode], lookahead, after_miss, budget, _source(source), c))
+    plan = check_plan(Plan(MODES[mode], lookahead, after_miss, budget, _source(source), c, bool(feeds_first)))
     accepted, bonus = payload[_PLAN:].view(-1, 2, rows).unbind(1)
     if bool(((accepted < FINISHED) | (accepted > LONGEST_LOOKAHEAD)).any()):
         raise ProtocolError("an outcome cannot have accepted more tokens than a speculation has")
@@ -99,8 +100,8 @@ def payload_to_speculation(payload: torch.Tensor, rows: int) -> Speculation:
     return Speculation(tokens, None, record, known, costs)
 
 
-_PLAN = 6  # integers
-_COUNTS = ("lookahead", "budget", "passes", "steps")
+_PLAN = 7  # integers
+_COUNTS = ("lookahead", "budget", "grown", "passes", "steps")
 _TIMES = ("choose_seconds", "grow_seconds", "answer_seconds", "prepared_at", "answered_at")
 _HEAD = 1 + len(_COUNTS) + len(_TIMES) + 3
 

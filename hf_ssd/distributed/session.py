@@ -118,6 +118,7 @@ def check_plan(plan: Plan) -> Plan:
     """
     numbers = plan.lookahead, plan.after_miss, plan.budget
     whole = all(type(number) is int for number in numbers) and type(plan.saguaro_c) in (int, float)
+    whole = whole and type(plan.feeds_first) is bool
     named = plan.mode in MODES and plan.fallback in SOURCES
     if not whole or not named or not 0 <= plan.after_miss <= plan.lookahead <= LONGEST_LOOKAHEAD:
         raise ProtocolError(f"{plan} is not a plan")

@@ -17,6 +17,7 @@ from .. import devices
 from ..cache.compiled import is_compiled
 from ..cache.support import MASKED_ATTENTION, check_supported
 from ..drafting.compiling import compile_draft
+from ..drafting.parallel_drafter import mask_token
 from . import payloads
 from .channel import Channel, PeerLost
 from .connection import DRAFT_IS_HERE, TARGET_IS_HERE
@@ -45,8 +46,9 @@ def main() -> None:
         uncompiled_because = compile_draft(model) if settings["compile"] else None
         place = {"device": str(model.device), "identity": devices.identity(model.device), "pid": os.getpid()}
         vocab_size = model.config.get_text_config(decoder=True).vocab_size
+        tokens = {"vocab_size": vocab_size, "pard_token": mask_token(model.config)}
         compiled = {"is_compiled": is_compiled(model), "uncompiled_because": uncompiled_because}
-        hello = Message(Kind.READY, payload=payloads.json_to_payload({"vocab_size": vocab_size, **place, **compiled}))
+        hello = Message(Kind.READY, payload=payloads.json_to_payload({**tokens, **place, **compiled}))
     except Exception:
         hello = Message(Kind.ERROR, payload=payloads.text_to_payload(traceback.format_exc()))
     # 2. Meet the target.

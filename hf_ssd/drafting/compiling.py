@@ -6,7 +6,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from ..config import SSDConfig
 from ..rounds import AHEAD, Outcome, Plan
 from .cache_shapes import shape_for
-from .drafter import AutoregressiveDrafter
+from .parallel_drafter import drafter_for
 from .speculator import Speculator
 
 PROMPT_LENGTH = 8  # tokens; any would do
@@ -30,7 +30,7 @@ def compile_draft(model: PreTrainedModel) -> str | None:
         model.forward = torch.compile(model.forward, dynamic=True)  # which says that it is to be compiled
         for rows in (1, 2):
             prompts = [torch.arange(PROMPT_LENGTH, device=model.device) for _ in range(rows)]
-            drafter = AutoregressiveDrafter(model, config, generation_config, prompts, seed=0)
+            drafter = drafter_for(model, config, generation_config, prompts, seed=0)
             speculator = Speculator(drafter, config, shape_for(config), seed=0)
             speculator.begin()
             speculator.prepare(plan)

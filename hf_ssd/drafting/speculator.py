@@ -89,18 +89,19 @@ class Speculator:
             Seconds to choose outcomes, of a forward pass, and of each token in it.
         """
         rows, chosen, sizes, taken = len(self.finished), [], [], []
-        plan = Plan(AHEAD, PROFILED_PASSES, PROFILED_PASSES, max(PROFILED_BUDGETS))
         for budget in PROFILED_BUDGETS:
             if taken and outcome_arrived():
                 break
+            plan = Plan(AHEAD, PROFILED_PASSES, PROFILED_PASSES, budget)
             start = time.perf_counter()
-            accepted, bonus = self._choose(budget)
+            accepted, bonus = self._choose(plan)
             chosen.append(since(start))
             start, seconds = time.perf_counter(), []
-            for _ in self.drafter.grow(accepted, bonus, plan):
-                seconds.append(since(start))
-                start = time.perf_counter()
-            sizes.append(rows * accepted.shape[1])
+            while len(seconds) < PROFILED_PASSES:
+                for _ in self.drafter.grow(accepted, bonus, plan):
+                    seconds.append(since(start))
+                    start = time.perf_counter()
+            sizes.append(rows * self.drafter.tokens_of_a_pass(PROFILED_PASSES, accepted.shape[1]))
             taken.append(min(seconds[1:]))
         slope, fixed = np.polyfit(sizes, taken, 1) if len(set(sizes)) > 1 else (0.0, taken[0])
         if slope < 0 or fixed < 0:
@@ -124,7 +125,7 @@ class Speculator:
             start = self.preparing.prepared_at = time.perf_counter()
 
             # 1. Choose the outcomes.
-            accepted, bonus = self._choose(plan.budget)
+            accepted, bonus = self._choose(plan)
             self.prepared = SpeculationCache(from_host(accepted, bonus.device), bonus)
             self.preparing.budget, self.preparing.choose_seconds = plan.budget, since(start)
 
@@ -138,11 +139,11 @@ class Speculator:
             self._learn()
             self._compare_ngrams()
 
-    def _choose(self, budget: int) -> tuple[torch.LongTensor, torch.LongTensor]:
+    def _choose(self, plan: Plan) -> tuple[torch.LongTensor, torch.LongTensor]:
         """Returns the outcomes to prepare. See [`OutcomeCandidates.outcomes`]."""
-        budget *= self.num_workers
+        budget = plan.budget * self.num_workers
         from_fallback = [source in FALLBACKS for source in self.sources]
-        self.candidates = self.drafter.candidates(from_fallback, max(budget, CANDIDATES))
+        self.candidates = self.drafter.candidates(from_fallback, max(budget, CANDIDATES), plan)
         fan_outs = self.shape.fan_outs(self.candidates, budget)
         fewest = self.drafter.prefix.decoder.fewest_tokens
         return self.candidates.outcomes(fan_outs, self.worker_index, self.num_workers, fewest)
@@ -175,16 +176,16 @@ class Speculator:
         accepted, bonus = from_host(outcome.accepted, device), from_host(outcome.bonus, device)
         self.finished = [k == FINISHED for k in counts]
         found = Speculation.empty(len(counts))
-        found.tokens = from_host(found.tokens, device)
+        found.tokens, branches = from_host(found.tokens, device), [-1] * len(counts)
         if self.prepared is not None:
-            found.tokens, found.probabilities, hits = self.prepared.lookup(accepted, bonus)
-            found.record.sources = [PREPARED if hit else NOTHING for hit in hits.tolist()]
+            found.tokens, found.probabilities, branches = self.prepared.lookup(accepted, bonus)
+            found.record.sources = [NOTHING if branch < 0 else PREPARED for branch in branches]
         grown = found.tokens.shape[1]
         found.known = [
             math.inf if finished else grown if hit else 0 for finished, hit in zip(self.finished, found.record.hits)
         ]
         record, preparing = found.record, self.preparing
-        record.mode, record.budget, record.passes = plan.mode, preparing.budget, preparing.passes
+        record.mode, record.budget, record.grown, record.passes = plan.mode, preparing.budget, grown, preparing.passes
         record.choose_seconds, record.grow_seconds = preparing.choose_seconds, preparing.grow_seconds
         record.prepared_at, record.answered_at = preparing.prepared_at, start
         record.ngram_matches, self.ngram_matches = self.ngram_matches, [-1] * len(counts)
@@ -197,7 +198,7 @@ class Speculator:
         is_cut = self.limit is not None and min(lengths, default=0) + drafted >= self.limit
         if self.candidates is not None and not is_cut:  # the target cuts a speculation near the limit
             self.lessons.append((self.candidates, counts, tokens))
-        self.drafter.commit(counts, bonus)
+        self.drafter.commit(counts, bonus, branches)
         self.was_prepared, self.candidates, self.prepared = self.candidates is not None, None, None
         self.preparing = RoundRecord()
         record.answer_seconds = since(start)

@@ -3,6 +3,7 @@
 import torch
 from transformers import PreTrainedModel
 
+from ..cache.branches import extend_with_branches
 from ..cache.cached_model import CachedModel
 from ..cache.ragged import RaggedCache
 from ..devices import from_host
@@ -101,10 +102,7 @@ class VerifiedPrefix:
             `torch.FloatTensor` of shape `(batch_size, wanted, vocab_size)`: Raw logits, in the model's dtype.
         """
         ends = [n + count for n in self.lengths]
-        width = max(wanted, self.lacks(count), self.decoder.fewest_tokens)
-        starts = [max(0, end - width) for end in ends]
-        columns = from_host(starts, self.device)[:, None] + torch.arange(width, device=self.device)
-        tokens = self.ids.gather(1, columns)
+        tokens, starts, width = self._next(count, wanted)
         places = [end - wanted - start for end, start in zip(ends, starts)]
         if min(places) == max(places):
             kept, place = torch.arange(places[0], places[0] + wanted, device=self.device), None
@@ -112,6 +110,39 @@ class VerifiedPrefix:
             kept, place = (torch.tensor(places)[:, None] + torch.arange(wanted)).unique(return_inverse=True)
             kept, place = from_host(kept, self.device), from_host(place, self.device)
         logits = self.decoder.extend(tokens, starts, logits_to_keep=kept)
-        for row in self.rows:
-            self.fed[row] = ends[row]
+        self._have_fed(count)
         return logits if place is None else logits[torch.arange(len(ends), device=self.device)[:, None], place]
+
+    def feed_with_branches(self, count: int, forks: torch.LongTensor, branches: torch.LongTensor) -> torch.Tensor:
+        """
+        Feeds each row up to `count` tokens behind its prefix as [`~VerifiedPrefix.feed`] does, and in the same pass
+        whole branches, which leave nothing behind.
+
+        Args:
+            count (`int`): How many tokens of the speculation to feed.
+            forks (`torch.LongTensor` of shape `(batch_size, N)`): Columns that each branch sees besides its own.
+            branches (`torch.LongTensor` of shape `(batch_size, N, T)`): Their tokens.
+
+        Returns:
+            `torch.FloatTensor` of shape `(batch_size, N, T, vocab_size)`: Raw logits of the branches.
+        """
+        tokens, starts, width = self._next(count, 1)
+        base = max(max(self.lengths) + count, max(starts) + width)
+        logits = extend_with_branches(self.decoder, tokens, starts, forks, branches, base)
+        self._have_fed(count)
+        return logits
+
+    def forget_speculation(self) -> None:
+        """What was fed behind the prefix is written again before it is seen."""
+        self.fed = [min(fed, length) for fed, length in zip(self.fed, self.lengths)]
+
+    def _next(self, count: int, at_least: int) -> tuple[torch.LongTensor, list[int], int]:
+        """Returns the tokens to feed to each row, the column of the first one, and how many they are."""
+        width = max(at_least, self.lacks(count), self.decoder.fewest_tokens)
+        starts = [max(0, n + count - width) for n in self.lengths]
+        columns = from_host(starts, self.device)[:, None] + torch.arange(width, device=self.device)
+        return self.ids.gather(1, columns), starts, width
+
+    def _have_fed(self, count: int) -> None:
+        for row in self.rows:
+            self.fed[row] = self.lengths[row] + count

@@ -19,6 +19,7 @@ from ..config import SSDConfig
 from ..distributed.assistant import DraftAssistant
 from ..distributed.roles import check_heads
 from ..drafting.custom_fallback import check_proposer
+from ..drafting.parallel_drafter import check_drafter, mask_token
 
 # Tensor inputs that transformers feeds to the model once, or that verification continues by itself.
 KNOWN_INPUTS = {"attention_mask", "position_ids", "cache_position", "inputs_embeds"}
@@ -67,10 +68,12 @@ def check_arguments(model, assistant_model, ssd_config, synced_gpus) -> None:
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise ValueError(f"{type(model).__name__} takes no `position_ids`, which verification needs.")
     if isinstance(assistant_model, DraftAssistant):
-        draft_vocab = assistant_model.vocab_size
+        draft_vocab, pard_token = assistant_model.vocab_size, assistant_model.pard_token
     else:
         attention_layout(assistant_model)
         draft_vocab = assistant_model.config.get_text_config(decoder=True).vocab_size
+        pard_token = mask_token(assistant_model.config)
+    check_drafter(ssd_config, pard_token, draft_vocab)
     target_vocab = model.config.get_text_config(decoder=True).vocab_size
     if draft_vocab != target_vocab:
         raise ValueError(

@@ -20,6 +20,7 @@ from ..distributed.cores import use_cores
 from ..distributed.launch import assistant_for
 from ..distributed.session import SessionRequest
 from ..distributed.target_ranks import TargetRanks
+from ..drafting.parallel_drafter import is_parallel, mask_token
 from ..planning.planner import Planner, planner_for
 from ..rounds import FILLER, Outcome, RoundRecord
 from ..stats import SSDDecoderOnlyOutput, SSDStats
@@ -80,7 +81,16 @@ def speculative_speculative_decoding(
     )
     start = time.perf_counter()
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
-    planner = planner_for(model, worker or draft_model, ssd_config, generation_config, *input_ids.shape, vocab_size)
+    pard_token = mask_token(draft_model.config) if worker is None else worker.pard_token
+    planner = planner_for(
+        model,
+        worker or draft_model,
+        ssd_config,
+        generation_config,
+        *input_ids.shape,
+        vocab_size,
+        is_parallel(ssd_config, pard_token),
+    )
     ranks = worker.ranks if worker is not None else TargetRanks()
     with use_cores(worker.cores.target if divided else None), ranks.one_call():
         draft = FaultTolerantDraft(worker, draft_model, request, planner, input_ids.device, ranks)

@@ -26,14 +26,25 @@ class CostModel:
         vocab_size (`int`): Of both models.
         sampled (`bool`): Whether the distributions of prepared tokens are kept.
         workers (`int`, *optional*, defaults to 1): Drafts that prepare a budget each.
+        is_parallel (`bool`, *optional*): Whether a forward pass of the draft gives all tokens of its branches.
 
     Attributes:
+        feeds_first (`bool`): Whether a parallel draft reads the speculation in a pass of its own, and then chooses.
         live (`int`): Rows that are not finished.
         rounds (`int`): Rounds that were observed.
     """
 
-    def __init__(self, config: SSDConfig, rows: int, vocab_size: int, sampled: bool, workers: int = 1):
+    def __init__(
+        self,
+        config: SSDConfig,
+        rows: int,
+        vocab_size: int,
+        sampled: bool,
+        workers: int = 1,
+        is_parallel: bool = False,
+    ):
         self.config, self.rows, self.live, self.workers, self.rounds = config, rows, rows, workers, 0
+        self.is_parallel, self.feeds_first = is_parallel, not is_parallel
         self.verification = {AHEAD: (ahead := Line()), IN_TURN: Line(like=ahead), PLAIN: Line(like=ahead)}
         self.branches, self.step = Line(), {AHEAD: Line(), IN_TURN: Line()}
         self.choosing = Average(0.0, 0.0, memory=0.95)  # seconds besides the pass that feeds the speculation
@@ -41,10 +52,16 @@ class CostModel:
         longest = max(LOOKAHEADS)
         self.accepted = [Average(0.0, 0.0) for _ in range(longest)]
         self.accepted_ever = [Average(0.0, 0.0, memory=0.999) for _ in range(longest)]
-        self.hit_rates, self.ngram_tokens = HitRates(config), Average(1.0, 1.0)
+        # The guesses of a parallel draft are better where it has read the speculation.
+        self.hit_rates_if = {feeds_first: HitRates(config) for feeds_first in (True, False)}
+        self.ngram_tokens = Average(1.0, 1.0)
         self.most_q = MEMORY_FOR_Q // (4 * rows * vocab_size) if sampled else 10**9  # prepared tokens of a row
 
     # ---------------------------------------------------------------- what rounds teach
+
+    @property
+    def hit_rates(self) -> HitRates:
+        return self.hit_rates_if[self.feeds_first]
 
     @property
     def is_profiled(self) -> bool:
@@ -90,10 +107,13 @@ class CostModel:
         if now.mode == PLAIN or not rows:
             return
         if now.passes:
-            self.branches.observe(live * now.budget, now.grow_seconds / now.passes)
-            self.choosing.observe(max(0.0, now.choose_seconds - self.branches(live * (lookahead + 1))))
+            tokens = (now.grown + 1) * now.budget + lookahead + 1 if self.is_parallel else now.budget
+            self.branches.observe(live * tokens, now.grow_seconds / now.passes)
+            feeding = self.branches(live * (lookahead + 1)) if self.feeds_first else 0.0
+            self.choosing.observe(max(0.0, now.choose_seconds - feeding))
         if now.steps:
-            self.step[now.mode].observe(live, now.answer_seconds / now.steps)
+            tokens = now.lookahead + 1 if self.is_parallel else 1
+            self.step[now.mode].observe(live * tokens, now.answer_seconds / now.steps)
         elapsed = now.received_at - before.received_at
         explained = max(before.verify_seconds, now.choose_seconds + now.grow_seconds) + now.answer_seconds
         if before.mode == now.mode and not is_filler and before.received_at:
@@ -130,15 +150,19 @@ class CostModel:
         line = next((one for one in lines if one.count), lines[0])
         return max(1e-6, line(self.live * (lookahead + 1)))
 
-    def seconds_of_a_step(self, mode: str) -> float:
-        return max(1e-6, self.step[mode](self.live))
+    def seconds_to_draft(self, mode: str, lookahead: int) -> float:
+        """Returns what drafting so many tokens just in time takes: J in Corollary 16."""
+        steps, tokens = (1, lookahead + 1) if self.is_parallel else (lookahead, 1)
+        return steps * max(1e-6, self.step[mode](self.live * tokens)) if lookahead else 0.0
 
-    def seconds_of_a_pass(self, budget: int) -> float:
-        return max(1e-6, self.branches(self.live * budget))
+    def seconds_of_a_pass(self, lookahead: int, budget: int) -> float:
+        tokens = (lookahead + 1) * (budget + 1) if self.is_parallel else budget
+        return max(1e-6, self.branches(self.live * tokens))
 
     def seconds_to_prepare(self, lookahead: int, budget: int) -> float:
-        feeding = self.branches(self.live * (lookahead + 1))
-        return self.choosing.value + feeding + lookahead * self.seconds_of_a_pass(budget)
+        feeding = self.branches(self.live * (lookahead + 1)) if self.feeds_first else 0.0
+        passes = 1 if self.is_parallel else lookahead
+        return self.choosing.value + feeding + passes * self.seconds_of_a_pass(lookahead, budget)
 
     def largest_budget(self, lookahead: int) -> int:
         """How many outcomes of each row fit the memory, at least one."""
@@ -150,14 +174,17 @@ class CostModel:
 
     def in_turn(self, lookahead: int) -> float:
         """Returns tokens per second of drafting so many tokens after each outcome."""
-        seconds = self.seconds_to_verify(IN_TURN, lookahead) + lookahead * self.seconds_of_a_step(IN_TURN)
+        seconds = self.seconds_to_verify(IN_TURN, lookahead) + self.seconds_to_draft(IN_TURN, lookahead)
         return self.live * self.tokens(lookahead)[-1] / (seconds + self.unexplained[IN_TURN](0))
 
     def best_after_miss(self, lookahead: int) -> int:
-        """Returns how many tokens, up to `lookahead`, are worth drafting just in time: J in Corollary 16."""
-        tokens, step = self.tokens(lookahead), self.seconds_of_a_step(AHEAD)
-        speeds = [tokens[k] / (self.seconds_to_verify(AHEAD, k) + k * step) for k in range(lookahead + 1)]
+        """Returns how many tokens, up to `lookahead`, are worth drafting just in time."""
+        tokens = self.tokens(lookahead)
+        speeds = [tokens[k] / self._after_a_miss(k) for k in range(lookahead + 1)]
         return max(range(lookahead + 1), key=speeds.__getitem__)
+
+    def _after_a_miss(self, lookahead: int) -> float:
+        return self.seconds_to_verify(AHEAD, lookahead) + self.seconds_to_draft(AHEAD, lookahead)
 
     def ahead(self, lookahead: int, budgets, after_miss: int | None = None) -> dict[int, float]:
         """
@@ -171,17 +198,17 @@ class CostModel:
         """
         tokens, verify = self.tokens(lookahead), self.seconds_to_verify(AHEAD, lookahead)
         missed = self.best_after_miss(lookahead) if after_miss is None else after_miss
-        after_a_miss = self.seconds_to_verify(AHEAD, missed) + missed * self.seconds_of_a_step(AHEAD)
         prepared = [budget * self.workers for budget in budgets]
         speeds = {}
         for budget, hit_rate in zip(budgets, self.hit_rates(self.acceptance(lookahead), prepared)):
             preparing = self.seconds_to_prepare(lookahead, budget)
             late = max(0.0, preparing - verify)
-            if speeds and late > self.seconds_of_a_pass(budget):
+            if speeds and late > self.seconds_of_a_pass(lookahead, budget):
                 continue
             all_hit = hit_rate**self.live  # one row that misses keeps all of them waiting
             gain = all_hit * tokens[lookahead] + (1 - all_hit) * tokens[missed]
-            seconds = all_hit * verify + (1 - all_hit) * after_a_miss + late + self.unexplained[AHEAD](budget)
+            seconds = all_hit * verify + (1 - all_hit) * self._after_a_miss(missed)
+            seconds += late + self.unexplained[AHEAD](budget)
             speeds[budget] = self.live * gain / seconds
         return speeds
 
@@ -195,6 +222,5 @@ class CostModel:
     def after_ngram(self, lookahead: int) -> tuple[float, float]:
         """Returns tokens per second after a miss with the primary and with the n-gram fallback (Theorem 17)."""
         missed = self.best_after_miss(lookahead)
-        primary = self.seconds_to_verify(AHEAD, missed) + missed * self.seconds_of_a_step(AHEAD)
         ngram = self.seconds_to_verify(AHEAD, lookahead)
-        return self.tokens(missed)[-1] / primary, self.ngram_tokens.value / ngram
+        return self.tokens(missed)[-1] / self._after_a_miss(missed), self.ngram_tokens.value / ngram

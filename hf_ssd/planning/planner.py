@@ -38,6 +38,7 @@ class Planner:
         vocab_size (`int`): Of both models.
         sampled (`bool`): Whether tokens are sampled.
         workers (`int`, *optional*, defaults to 1): Drafts that prepare a budget each.
+        is_parallel (`bool`, *optional*): Whether the draft gives all tokens of its branches in one forward pass.
 
     Attributes:
         costs ([`CostModel`]): What is known of the pair.
@@ -45,9 +46,17 @@ class Planner:
         reason (`str`): Why this plan, in one sentence with its numbers.
     """
 
-    def __init__(self, config: SSDConfig, rows: int, vocab_size: int, sampled: bool, workers: int = 1):
+    def __init__(
+        self,
+        config: SSDConfig,
+        rows: int,
+        vocab_size: int,
+        sampled: bool,
+        workers: int = 1,
+        is_parallel: bool = False,
+    ):
         self.config, self.workers = config, workers
-        self.costs = CostModel(config, rows, vocab_size, sampled, workers)
+        self.costs = CostModel(config, rows, vocab_size, sampled, workers, is_parallel)
         self.chooses_lookahead = config.lookahead == "auto"
         self.is_fixed = not self.chooses_lookahead and config.budget != "auto"
         self.profile_left = list(PROFILE_ROUNDS) if self.chooses_lookahead and config.asynchronous else []
@@ -55,6 +64,8 @@ class Planner:
         self.compares_fallbacks = self.chooses_lookahead and config.fallback == "auto" and config.asynchronous
         tries_saguaro = config.saguaro_c == "auto" and self.chooses_lookahead and sampled
         self.saguaro = _Trials(SAGUARO_VALUES) if tries_saguaro else None
+        tries_feeding = is_parallel and self.chooses_lookahead and config.asynchronous
+        self.feeds_first = _Trials((False, True)) if tries_feeding else None
         self.rounds = self.due = 0
         self.probe_at = self.probe_distance = FIRST_PROBE
         self.used: dict[str, int] = {}  # by mode, the last round in which it was planned
@@ -106,6 +117,10 @@ class Planner:
         if self.saguaro is not None and FILLER not in before.sources:
             self.saguaro.observe(before, now)
             self.plan = dataclasses.replace(self.plan, saguaro_c=self.saguaro.value)
+        if self.feeds_first is not None and self.rounds > FIRST_EPOCHS and before.mode == now.mode == AHEAD:
+            self.feeds_first.observe(before, now)
+            self.costs.feeds_first = self.feeds_first.value
+            self.plan = dataclasses.replace(self.plan, feeds_first=self.feeds_first.value)
         self.used[self.plan.mode] = self.rounds
         if self.costs.live != self.live and self.plan.mode != PLAIN:
             self.due = self.rounds
@@ -192,7 +207,8 @@ class Planner:
             after_miss = lookahead
         c = self.config.saguaro_c if self.saguaro is None else self.saguaro.value
         budget = budget if mode == AHEAD else 0
-        return Plan(mode, lookahead, after_miss, budget, self.fallback, 1.0 if c == "auto" else c)
+        c = 1.0 if c == "auto" else c
+        return Plan(mode, lookahead, after_miss, budget, self.fallback, c, self.costs.feeds_first)
 
     # ---------------------------------------------------------------- the reason
 
@@ -207,9 +223,9 @@ class Planner:
                 f"{hit_rate:.2f} of the rounds: lookahead {lookahead}, budget {budget}"
             )
         elif mode == IN_TURN:
-            step, verify = costs.seconds_of_a_step(IN_TURN), costs.seconds_to_verify(IN_TURN, lookahead)
+            draft, verify = costs.seconds_to_draft(IN_TURN, lookahead), costs.seconds_to_verify(IN_TURN, lookahead)
             self.reason = (
-                f"a draft step takes {1e3 * step:.1f} ms and verification {1e3 * verify:.1f} ms: drafting in turn, "
+                f"drafting takes {1e3 * draft:.1f} ms and verification {1e3 * verify:.1f} ms: drafting in turn, "
                 f"lookahead {lookahead}"
             )
         else:
@@ -256,7 +272,14 @@ class _Trials:
 
 
 def planner_for(
-    target, draft, config: SSDConfig, generation_config, rows: int, length: int, vocab_size: int
+    target,
+    draft,
+    config: SSDConfig,
+    generation_config,
+    rows: int,
+    length: int,
+    vocab_size: int,
+    is_parallel: bool = False,
 ) -> Planner:
     """
     Returns the planner of calls like this one, kept for as long as both models live.
@@ -268,6 +291,7 @@ def planner_for(
         rows (`int`): Batch size.
         length (`int`): Tokens of the longest prompt; calls within a factor of 4 share what is known of them.
         vocab_size (`int`): Of both models.
+        is_parallel (`bool`, *optional*): Whether the draft gives all tokens of its branches in one forward pass.
     """
     known = _planners.setdefault(target, weakref.WeakKeyDictionary()).setdefault(draft, {})
     sampled = bool(generation_config.do_sample)
@@ -278,7 +302,7 @@ def planner_for(
     planner = known.pop(key, None)
     if planner is None:
         workers = len(getattr(draft, "workers", [None]))
-        planner = Planner(config, rows, vocab_size, sampled, workers)
+        planner = Planner(config, rows, vocab_size, sampled, workers, is_parallel)
     known[key] = planner  # the last one now
     if len(known) > PLANNERS_KEPT:
         del known[next(iter(known))]

@@ -10,7 +10,7 @@ from transformers import GenerationConfig
 from hf_ssd import SSDConfig
 from hf_ssd.drafting import sampling
 from hf_ssd.drafting.cache_shapes import shape_for
-from hf_ssd.drafting.drafter import AutoregressiveDrafter
+from hf_ssd.drafting.parallel_drafter import drafter_for
 from hf_ssd.drafting.speculator import ROUNDS_PER_COMPARISON, Speculator, answer_width
 from hf_ssd.rounds import AHEAD, FINISHED, IN_TURN, PRIMARY, RANDOM, Outcome, Plan
 
@@ -26,13 +26,11 @@ PROMPTS = [list(range(2, 5 + 3 * row)) for row in range(3)]
 IN_TIME, PREPARES = Plan(IN_TURN, 4, 4), Plan(AHEAD, 4, 4, budget=12)
 
 
-def new_speculator(options="greedy", prompts=PROMPTS, family="llama", **settings):
+def new_speculator(options="greedy", prompts=PROMPTS, family="llama", pard_token=None, **settings):
     config = SSDConfig(**{"lookahead": 4, "budget": 12, **settings})
     generation = GenerationConfig(max_length=200, eos_token_id=1, pad_token_id=0, **OPTIONS[options])
-    rows = [torch.tensor(prompt) for prompt in prompts]
-    drafter = AutoregressiveDrafter(
-        tiny_model(family, seed=4), config, generation, rows, seed=5, prompt_length=max(map(len, PROMPTS))
-    )
+    rows, model = [torch.tensor(prompt) for prompt in prompts], tiny_model(family, seed=4, pard_token=pard_token)
+    drafter = drafter_for(model, config, generation, rows, seed=5, prompt_length=max(map(len, PROMPTS)))
     speculator = Speculator(drafter, config, shape_for(config), seed=5, limit=200)
     speculator.begin()
     return speculator
@@ -54,12 +52,13 @@ def assert_same(first, second, rows=slice(None)):
         torch.testing.assert_close(first.probabilities[rows], second.probabilities[rows], atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("pard_token", [None, 96], ids=["autoregressive", "parallel"])
 @pytest.mark.parametrize("family", ["llama", "gemma"])
 @pytest.mark.parametrize("options", OPTIONS)
 @torch.inference_mode()
-def test_answers_are_the_same_prepared_or_just_in_time(options, family):
+def test_answers_are_the_same_prepared_or_just_in_time(options, family, pard_token):
     """And the same as in a call that begins with all of the text, whatever was prepared, skipped or finished before."""
-    ahead, in_time = (new_speculator(options, family=family) for _ in range(2))
+    ahead, in_time = (new_speculator(options, family=family, pard_token=pard_token) for _ in range(2))
     ahead.prepare(PREPARES)
     generator, texts, hits = torch.Generator().manual_seed(6), [list(prompt) for prompt in PROMPTS], []
     drafted = torch.zeros(3, 0, dtype=torch.long)
@@ -88,10 +87,10 @@ def test_answers_are_the_same_prepared_or_just_in_time(options, family):
         assert not any(second.record.hits)
         hits += [hit for hit, counts in zip(first.record.hits, used) if counts]
         if turn in (2, 5, 11):
-            fresh = new_speculator(options, [text[:-1] for text in texts], family)
+            fresh = new_speculator(options, [text[:-1] for text in texts], family, pard_token)
             assert_same(first, fresh.answer(outcome([0] * 3, [text[-1] for text in texts]), IN_TIME), used)
         drafted = first.tokens
-        ahead.prepare(PREPARES, interrupted_after(turn % 7))
+        ahead.prepare(dataclasses.replace(PREPARES, feeds_first=turn % 2 == 0), interrupted_after(turn % 7))
     assert hits.count(True) >= 6 and hits.count(False) >= 6
 
 
@@ -104,13 +103,13 @@ def test_noise_that_depends_on_the_branch_is_noticed(monkeypatch):
 
     monkeypatch.setattr(sampling.SpeculationNoise, "at", at)
     with pytest.raises(AssertionError):
-        test_answers_are_the_same_prepared_or_just_in_time("sampled", "llama")
+        test_answers_are_the_same_prepared_or_just_in_time("sampled", "llama", None)
 
 
 def test_a_skipped_outcome_that_is_forgotten_is_noticed(monkeypatch):
     monkeypatch.setattr(Speculator, "skip", lambda self, outcome: None)
     with pytest.raises(AssertionError):
-        test_answers_are_the_same_prepared_or_just_in_time("greedy", "llama")
+        test_answers_are_the_same_prepared_or_just_in_time("greedy", "llama", None)
 
 
 @pytest.mark.parametrize("steps", range(6))

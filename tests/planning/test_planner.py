@@ -127,10 +127,10 @@ def test_the_profile_takes_a_few_plain_rounds_once():
     assert not planner.profiles
     costs = planner.costs
     assert costs.seconds_to_verify(AHEAD, 7) == pytest.approx(0.047, rel=0.02)
-    assert costs.seconds_of_a_pass(8) == pytest.approx(0.0058, rel=0.05)
-    assert costs.seconds_of_a_step(AHEAD) == pytest.approx(0.0051, rel=0.05)
+    assert costs.seconds_of_a_pass(3, 8) == pytest.approx(0.0058, rel=0.05)
+    assert costs.seconds_to_draft(AHEAD, 3) == pytest.approx(3 * 0.0051, rel=0.05)
     planner.observe_profile((1.0, 1.0, 1.0))  # a second worker that comes later does not count
-    assert costs.seconds_of_a_pass(8) == pytest.approx(0.0058, rel=0.05)
+    assert costs.seconds_of_a_pass(3, 8) == pytest.approx(0.0058, rel=0.05)
 
 
 def test_the_reason_is_one_sentence_with_the_numbers_of_the_plan():

@@ -8,6 +8,7 @@ from hf_ssd.distributed.draft_server import DraftServer
 from hf_ssd.distributed.messages import Message, pack, unpack
 from hf_ssd.distributed.target_ranks import TargetRanks
 from hf_ssd.distributed.worker_session import WorkerSession
+from hf_ssd.drafting.parallel_drafter import mask_token
 
 
 class End:
@@ -63,7 +64,7 @@ class Loopback:
         self.channel.other, theirs.other = theirs, self.channel
         self.server, self.during_work = DraftServer(theirs, model), during_work
         self.channel.before_receive = self.work
-        self.worker_info = {"vocab_size": model.config.vocab_size}
+        self.worker_info = {"vocab_size": model.config.vocab_size, "pard_token": mask_token(model.config)}
 
     def work(self) -> None:
         with self.during_work():
@@ -84,6 +85,7 @@ class LoopbackAssistant:
 
     def __init__(self, model, during_work):
         self.model, self.during_work, self.ranks, self.workers = model, during_work, TargetRanks(), [None]
+        self.pard_token = mask_token(model.config)
 
     def begin_call(self, turn, timeout, patience) -> None:
         pass

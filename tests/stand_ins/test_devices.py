@@ -127,8 +127,8 @@ def windows(place):
 def look_up(place):
     cache = SpeculationCache(place.tokens(4) % 3, place.tokens(4))
     for _ in range(2):
-        cache.append(place.tokens(4), place.scores(4).softmax(-1))
-    return cache.lookup(cache.accepted[:, 1], cache.bonus[:, 1])
+        cache.append(place.tokens(4)[:, :, None], place.scores(4).softmax(-1)[:, :, None])
+    return cache.lookup(cache.accepted[:, 1], cache.bonus[:, 1])[:2]
 
 
 def verify(place):

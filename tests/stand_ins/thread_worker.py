@@ -33,7 +33,7 @@ class ThreadWorker(Connection):
         self.channel = Channel(store, is_target=True)
         joining.join()
         self.other_end = made["end"]
-        self.worker_info = {"vocab_size": VOCAB, "device": "cpu"}
+        self.worker_info = {"vocab_size": VOCAB, "pard_token": None, "device": "cpu"}
         send = self.channel.send
         self.channel.send = lambda message: (self.sent.append(message), send(message))
         self.thread = threading.Thread(target=DraftServer(self.other_end, self.draft).serve, daemon=True)

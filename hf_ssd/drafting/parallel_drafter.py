@@ -1,0 +1,134 @@
+"""Parallel drafts (PARD; An et al., ICLR 2026): all tokens of a speculation in one forward pass."""
+
+import torch
+
+from .. import devices
+from ..config import SSDConfig
+from ..devices import from_host
+from .drafter import AutoregressiveDrafter, Completion, Drafter
+from .outcome_candidates import OutcomeCandidates
+
+
+class ParallelDrafter(Drafter):
+    """
+    A causal language model that was trained to guess several tokens ahead: fed a bonus token and K mask tokens,
+    position i gives the i-th token of the speculation, and the last one the token behind. What a token is drawn from is
+    its marginal: it knows the outcome, but not the tokens that are drawn before it. The branches of all outcomes are
+    fed in one pass with the speculation that is being verified, or in one behind it.
+
+    Warpers that read the tokens before a position, such as repetition penalties, see those up to the bonus token.
+
+    Args:
+        model (`PreTrainedModel`): The draft model, whose config has `pard_token`, the mask token.
+        others: See [`Drafter`].
+    """
+
+    def __init__(self, model, *others, **options):
+        super().__init__(model, *others, **options)
+        self.mask_token = mask_token(model.config)
+        # Raw logits of the speculation's tokens and of the one behind, where they are known of a row.
+        self.marginals: torch.Tensor | None = None
+        self.is_known = [False] * len(self.prefix.lengths)
+        self.grown: torch.Tensor | None = None  # the same of all branches
+
+    def begin(self):
+        self._know(self.prefix.feed(0, wanted=1))
+
+    def candidates(self, from_fallback, count, plan):
+        lookahead = self.drafted.shape[1]
+        is_known = all(self.is_known) and self.marginals.shape[1] > lookahead and not any(from_fallback)
+        if plan.feeds_first or not is_known:
+            self._know(self.prefix.feed(lookahead, wanted=lookahead + 1))
+        logits = self.marginals[:, : lookahead + 1].float()
+        scores = self._process(logits, self.prefix.ends() + torch.arange(lookahead + 1))
+        return OutcomeCandidates.of(scores, logits, self.drafted, from_fallback, count)
+
+    def grow(self, accepted, bonus, plan):
+        starts, count = self.prefix.ends() + accepted.clamp(min=0), accepted.shape[1]
+        columns = from_host(starts, self.device)
+        histories = self._histories(count, plan.lookahead + 1)
+        if histories is not None:
+            histories.scatter_(2, columns[:, :, None], bonus[:, :, None])
+        branches = bonus[:, :, None].repeat(1, 1, plan.lookahead + 1)
+        branches[:, :, 1:] = self.mask_token
+        self.grown = self.prefix.feed_with_branches(self.drafted.shape[1], columns, branches)
+        drawn = self._draw(self.grown, histories, starts, range(plan.lookahead), plan)
+        tokens, probabilities = zip(*drawn)
+        devices.synchronize(self.device)
+        yield torch.stack(tokens, dim=2), None if probabilities[0] is None else torch.stack(probabilities, dim=2)
+
+    def tokens_of_a_pass(self, lookahead, budget):
+        return (lookahead + 1) * (budget + 1)
+
+    def commit(self, accepted, bonus, branches):
+        super().commit(accepted, bonus, branches)
+        self.is_known = [k < 0 or branch >= 0 for k, branch in zip(accepted, branches)]
+        if self.grown is None:
+            self.is_known = [False] * len(accepted)
+        else:
+            index = from_host([max(0, branch) for branch in branches], self.device)
+            self.marginals = self.grown[torch.arange(len(accepted), device=self.device), index]
+        self.grown = None
+
+    def complete(self, ready, width, plan):
+        prefix, done = self.prefix, Completion(ready, width)
+        if width == done.first:
+            return done.speculation(), 0
+        prefix.write(torch.full_like(done.tokens, self.mask_token), prefix.lengths)
+        self._know(prefix.feed(width, wanted=width + 1))
+        prefix.forget_speculation()  # mask tokens never stay in the cache
+        starts, depths = prefix.ends() - 1, range(done.first, width)
+        drawn = self._draw(self.marginals[:, None], self._histories(1, 0), starts, depths, plan)
+        for depth, tokens in zip(depths, drawn):
+            done.add(depth, *tokens)
+        devices.synchronize(self.device)  # so that it is known what the pass took
+        return done.speculation(), 1
+
+    def _know(self, logits: torch.Tensor) -> None:
+        self.marginals, self.is_known = logits, [True] * len(logits)
+
+    def _draw(self, logits: torch.Tensor, histories, starts: torch.LongTensor, depths: range, plan):
+        """
+        Draws tokens of some depths from logits `(batch_size, N, T, vocab_size)` behind bonus tokens that stand in the
+        columns `starts` `(batch_size, N)`, on the CPU.
+        """
+        places = starts.tolist()
+        for depth in depths:
+            lengths = starts + 1 + (depth if histories is None else 0)
+            scores = self.sampler.process(logits[:, :, depth].float(), histories, lengths)
+            yield self.sampler.draw(scores, places, depth, plan)
+
+
+def mask_token(config) -> int | None:
+    """Returns the mask token of a model config, `None` if the model is no parallel draft."""
+    return getattr(config, "pard_token", None)
+
+
+def is_parallel(config: SSDConfig, pard_token: int | None) -> bool:
+    """Returns whether a draft model with this mask token is to draft in parallel."""
+    return config.drafter == "parallel" or (config.drafter == "auto" and pard_token is not None)
+
+
+def check_drafter(config: SSDConfig, pard_token: int | None, vocab_size: int) -> None:
+    """
+    Raises:
+        `ValueError`: the draft is to draft in parallel and cannot.
+    """
+    if not is_parallel(config, pard_token):
+        return
+    if pard_token is None:
+        raise ValueError(
+            "The draft was not trained to draft in parallel: its config has no `pard_token`. Leave out "
+            'drafter="parallel", or choose a PARD model.'
+        )
+    if not isinstance(pard_token, int) or not 0 <= pard_token < vocab_size:
+        raise ValueError(
+            f"The draft's `pard_token` is {pard_token!r}, which is not in its vocabulary of {vocab_size} tokens; "
+            'correct its config, or pass drafter="autoregressive".'
+        )
+
+
+def drafter_for(model, config: SSDConfig, *others, **options) -> Drafter:
+    """Returns the drafter of the kind that the config asks for. For the arguments see [`Drafter`]."""
+    kind = ParallelDrafter if is_parallel(config, mask_token(model.config)) else AutoregressiveDrafter
+    return kind(model, config, *others, **options)

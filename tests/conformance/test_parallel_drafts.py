@@ -1,0 +1,112 @@
+"""Whole calls with a parallel draft: greedy as plain generate(), sampled as the synchronous oracle and as the target."""
+
+import pytest
+import torch
+
+import hf_ssd
+from hf_ssd.drafting.parallel_drafter import ParallelDrafter
+
+from ..conftest import padded_batch, tiny_draft, tiny_model
+from .test_sampled import OPTIONS, SMALL, p_value
+
+MASK = 96
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3"])
+def pair(request):
+    target = hf_ssd.enable(tiny_model(request.param))
+    draft = tiny_draft(request.param, pard_token=MASK)
+    with hf_ssd.launch_draft(draft, num_threads=1) as assistant:
+        yield target, draft, assistant
+
+
+def generate(target, model, rows, do_sample=False, seed=11, options=None, **settings):
+    torch.manual_seed(seed)
+    return target.generate(
+        **padded_batch(rows),
+        max_new_tokens=40,
+        do_sample=do_sample,
+        **(options or {}),
+        assistant_model=model,
+        ssd_config=hf_ssd.SSDConfig(**settings),
+        return_dict_in_generate=True,
+    )
+
+
+@pytest.mark.parametrize("lookahead", [1, 2, 5, 16])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_greedy_equals_plain_generate(pair, rows, lookahead):
+    target, draft, assistant = pair
+    plain = target.generate(**padded_batch(rows), max_new_tokens=40, do_sample=False)
+    for model, asynchronous in ((assistant, True), (draft, False)):
+        output = generate(target, model, rows, lookahead=lookahead, budget=12, asynchronous=asynchronous)
+        stats = output.ssd_stats
+        assert torch.equal(output.sequences, plain)
+        assert stats.draft_failure is None and stats.tokens_per_round > 1.1 and 0 < stats.acceptance_rate < 1
+        assert (stats.hit_rate > 0.1) == asynchronous and stats.column("lookahead")[:2] == [lookahead] * 2
+        assert max(stats.column("steps")) <= 1 and max(stats.column("passes")) <= 1
+
+
+@pytest.mark.parametrize("name", ["temperature", "penalty", "everything", "eos"])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_sampled_runs_equal_the_synchronous_oracle(pair, rows, name):
+    target, draft, assistant = pair
+    ahead, in_turn = (
+        generate(target, model, rows, True, options=OPTIONS[name], lookahead=4, budget=20, asynchronous=asynchronous)
+        for model, asynchronous in ((assistant, True), (draft, False))
+    )
+    assert torch.equal(ahead.sequences, in_turn.sequences)
+    assert ahead.ssd_stats.column("accepted") == in_turn.ssd_stats.column("accepted")
+    assert ahead.ssd_stats.draft_failure is None and ahead.ssd_stats.hit_rate > 0
+
+
+def test_the_planner_drafts_in_parallel(pair):
+    target, draft, assistant = pair
+    plain = target.generate(**padded_batch(2), max_new_tokens=40, do_sample=False)
+    for _ in range(3):
+        assert torch.equal(generate(target, assistant, 2).sequences, plain)
+
+
+def test_several_drafts_and_compiled_ones_draft_in_parallel(pair):
+    target, draft, _ = pair
+    plain = target.generate(**padded_batch(2), max_new_tokens=40, do_sample=False)
+    for options in ({"devices": ["cpu", "cpu"], "num_threads": 1}, {"compile": True, "num_threads": 1}):
+        with hf_ssd.launch_draft(draft, **options) as assistant:
+            output = generate(target, assistant, 2, lookahead=3, budget=6)
+            in_turn = generate(target, draft, 2, True, lookahead=3, asynchronous=False)
+            sampled = generate(target, assistant, 2, True, lookahead=3, budget=6)
+        assert torch.equal(output.sequences, plain) and output.ssd_stats.hit_rate > 0.1
+        assert torch.equal(sampled.sequences, in_turn.sequences) and sampled.ssd_stats.hit_rate > 0.1
+
+
+# ---------------------------------------------------------------- the distribution
+
+
+@pytest.fixture(scope="module")
+def small():
+    sizes = {"vocab_size": SMALL, "initializer_range": 0.12}
+    target = hf_ssd.enable(tiny_model(seed=3, **sizes))
+    return target, tiny_draft(seed=3, disagreement=0.12, pard_token=SMALL - 1, **sizes)
+
+
+@pytest.mark.parametrize("settings", [{}, {"saguaro_c": 0.3}, {"fallback": "random"}], ids=str)
+def test_three_token_strings_have_the_targets_distribution(small, settings, prepared_in_process):
+    assert p_value(*small, calls=16, seed=10, **{"budget": 4, **settings}) > 1e-3
+    assert 0.1 < sum(prepared_in_process) / len(prepared_in_process) < 0.95
+
+
+def test_three_token_strings_have_the_targets_distribution_with_a_worker(small):
+    target, draft = small
+    with hf_ssd.launch_draft(draft, num_threads=1) as assistant:
+        assert p_value(target, assistant, calls=16, asynchronous=True, seed=1) > 1e-3
+
+
+def test_the_marginals_of_another_branch_fail_the_same_test(small, prepared_in_process, monkeypatch):
+    grow = ParallelDrafter.grow
+
+    def mutant(self, *arguments):
+        for tokens, probabilities in grow(self, *arguments):
+            yield tokens, probabilities.roll(1, dims=1)
+
+    monkeypatch.setattr(ParallelDrafter, "grow", mutant)
+    assert p_value(*small, calls=16, seed=10, budget=4) < 1e-3
