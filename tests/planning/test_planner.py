@@ -31,6 +31,8 @@ BEST = {  # tokens per second of the best fixed plan; `python -m tests.planning.
     "a processor that sleeps while it waits": 25.72,
     "a machine that is busy with other things": 58.99,
     "a machine that is busy at times": 48.42,
+    "a parallel draft that is slow": 72.53,
+    "a parallel draft that is quick": 83.90,
 }
 
 
@@ -131,6 +133,15 @@ def test_the_profile_takes_a_few_plain_rounds_once():
     assert costs.seconds_to_draft(AHEAD, 3) == pytest.approx(3 * 0.0051, rel=0.05)
     planner.observe_profile((1.0, 1.0, 1.0))  # a second worker that comes later does not count
     assert costs.seconds_of_a_pass(3, 8) == pytest.approx(0.0058, rel=0.05)
+
+
+def test_a_parallel_draft_prepares_in_one_pass_and_serves_a_miss_in_one():
+    costs = CostModel(SSDConfig(), 1, 1000, sampled=False, is_parallel=True)
+    costs.observe_profile(0.001, 0.005, 0.0001)
+    assert costs.seconds_to_prepare(7, 8) == pytest.approx(0.001 + 0.005 + 8 * 9 * 0.0001, rel=0.05)
+    assert costs.seconds_to_draft(AHEAD, 7) == pytest.approx(0.005 + 8 * 0.0001, rel=0.05)
+    costs.feeds_first = True
+    assert costs.seconds_to_prepare(7, 8) == pytest.approx(0.001 + 2 * 0.005 + 8 * 10 * 0.0001, rel=0.05)
 
 
 def test_the_reason_is_one_sentence_with_the_numbers_of_the_plan():

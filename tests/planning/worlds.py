@@ -20,9 +20,9 @@ from hf_ssd.theory import geometric_fan_out
 class FixedPlanner:
     """Follows one plan."""
 
-    def __init__(self, lookahead, budget):
+    def __init__(self, lookahead, budget, feeds_first=True):
         mode = PLAIN if not lookahead else AHEAD if budget else IN_TURN
-        self.plan = Plan(mode, lookahead, lookahead, budget)
+        self.plan = Plan(mode, lookahead, lookahead, budget, feeds_first=feeds_first)
 
     def next_filler(self):
         return None
@@ -51,9 +51,18 @@ class World:
     cold: float = 1.0  # how much slower a target computes that has waited for its draft
     noise: float = 0.0  # standard deviation of the logarithm of each duration
     neighbours: float = 1.0  # how much slower everything is half of the time
+    is_parallel: bool = False  # whether the draft gives all tokens in one pass
+    unread: float = 0.6  # how much less often a guess of a parallel draft is right that has not read the speculation
 
     def drafting(self, tokens):
         return self.step + self.per_branch * tokens
+
+    def preparing(self, plan, width):
+        """Returns the seconds to choose outcomes, those of a pass that grows them, and how many tokens that gives."""
+        choice = self.drafting(self.rows * (width + 1)) if plan.feeds_first else 0.0
+        if self.is_parallel:
+            return choice, self.drafting(self.rows * (width + 1 + (plan.lookahead + 1) * plan.budget)), plan.lookahead
+        return choice, self.drafting(self.rows * plan.budget), 1
 
     def run(self, planner, rounds=1500, skip=0, seed=1):
         """Returns tokens per second after the first `skip` rounds."""
@@ -80,20 +89,22 @@ class World:
             accepted, ranks, hits = [], [], []
             for _ in range(self.rows):
                 k = next((k for k in range(width) if is_filler or chance.random() > self.acceptance), width)
-                rank = next((r for r in range(40) if chance.random() < self.right), 40)
+                right = self.right * (1.0 if preparing.feeds_first else self.unread)
+                rank = next((r for r in range(40) if chance.random() < right), 40)
                 accepted.append(k)
                 ranks.append(rank)
                 hits.append(rank < shares[k])
             now.accepted, elapsed = accepted, now.verify_seconds + self.unseen * (width > 0 and not is_filler)
             choice = branch = 0.0
-            grown = 0
+            grown = passes = 0
             if preparing.mode == AHEAD:
                 elapsed += self.unseen_per_branch * preparing.budget
-                choice = measured(self.drafting(self.rows * (width + 1)))
-                branch = measured(self.drafting(self.rows * preparing.budget))
+                choice, branch, tokens_of_a_pass = self.preparing(preparing, width)
+                choice, branch = measured(choice), measured(branch)
                 fitting = max(0, -int(-(now.verify_seconds - choice) // branch))  # the last one begun counts
-                grown = min(preparing.lookahead, fitting)
-                elapsed = max(elapsed, choice + grown * branch)
+                passes = min(preparing.lookahead // tokens_of_a_pass, fitting)
+                grown = passes * tokens_of_a_pass
+                elapsed = max(elapsed, choice + passes * branch)
 
             # 2. The outcome leaves with the plan, and the draft answers.
             filler, plan = planner.next_filler(), planner.plan
@@ -105,9 +116,12 @@ class World:
                 answer.lookahead = answer_width(plan, known)
                 answer.budget, answer.ranks = preparing.budget, ranks if preparing.budget else [-1] * self.rows
                 answer.sources = [PREPARED if hit else PRIMARY for hit in hits]
-                answer.passes, answer.choose_seconds, answer.grow_seconds = grown, choice, grown * branch
-                answer.steps = max(0, answer.lookahead - min(known))
-                answer.answer_seconds = sum(measured(self.drafting(self.rows)) for _ in range(answer.steps))
+                answer.grown, answer.passes = grown, passes
+                answer.choose_seconds, answer.grow_seconds = choice, passes * branch
+                missing = max(0, answer.lookahead - min(known))
+                answer.steps = min(1, missing) if self.is_parallel else missing
+                fed = self.rows * (answer.lookahead + 1 if self.is_parallel else 1)
+                answer.answer_seconds = sum(measured(self.drafting(fed)) for _ in range(answer.steps))
                 if not is_profiled:
                     planner.observe_profile((0.0, measured(self.step), self.per_branch))
                     is_profiled = True
@@ -121,6 +135,7 @@ class World:
 
     def best_fixed(self):
         plans = [(k, b) for k in (1, 2, 3, 4, 6, 8, 11, 14) for b in (0, *BUDGETS[::2])]
+        plans += [(*plan, False) for plan in plans if self.is_parallel]
         return max(self.run(FixedPlanner(*plan), rounds=600) for plan in [(0, 0), *plans])
 
 
@@ -139,11 +154,14 @@ WORLDS = {
     "a processor that sleeps while it waits": World(0.5, step=0.008, cold=1.7),
     "a machine that is busy with other things": World(0.8, step=0.008, noise=0.3),
     "a machine that is busy at times": World(0.85, step=0.01, noise=0.2, neighbours=1.6),
+    "a parallel draft that is slow": World(0.8, step=0.025, is_parallel=True),
+    "a parallel draft that is quick": World(0.8, step=0.008, is_parallel=True),
 }
 
 
 def new_planner(world, workers=1, **settings):
-    return Planner(SSDConfig(**settings), world.rows, 1000, sampled=True, workers=workers)
+    config = SSDConfig(**settings)
+    return Planner(config, world.rows, 1000, sampled=True, workers=workers, is_parallel=world.is_parallel)
 
 
 if __name__ == "__main__":
