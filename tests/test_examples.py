@@ -1,5 +1,6 @@
 """What a user runs, run as a user would."""
 
+import json
 import re
 import subprocess
 import sys
@@ -14,6 +15,9 @@ import hf_ssd
 from .conftest import padded_batch, tiny_draft, tiny_model
 
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "examples"))
+
+import train_parallel_draft  # noqa: E402
 
 
 def run(*command, timeout=240):
@@ -86,6 +90,30 @@ def test_train_pair_trains_and_saves_a_pair(tmp_path):
     )  # fmt: skip
     assert "acceptance_rate_temperature_0" in output
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "draft").config.vocab_size == 300
+
+
+def test_train_parallel_draft_trains_and_saves_a_draft_that_is_used_as_one(tmp_path):
+    output = run(
+        "examples/train_parallel_draft.py", "--output", str(tmp_path), "--rounds", "1", "--steps-per-text", "2",
+        "--lookahead", "3", "--num-threads", "1", "--max-files", "30",
+    )  # fmt: skip
+    assert len(json.loads(output)["acceptance_by_position"]["parallel_temperature_1"]) == 3
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).config.pard_token == 2048
+
+
+@pytest.mark.parametrize("hidden_from_others", [True, False])
+def test_a_mask_token_learns_from_what_it_sees_in_use(hidden_from_others):
+    draft = train_parallel_draft.with_mask_token(tiny_model())
+    ids = torch.randint(2, 97, (2, 12), generator=torch.Generator().manual_seed(0))
+    followed, distance = train_parallel_draft.drop_mask_tokens(12, 4, 0.7, 0.4, torch.Generator().manual_seed(1))
+    assert [(distance == d).sum().item() for d in range(4)] == [12, 5, 3, 3]  # of 8 tokens that may be followed
+    if not hidden_from_others:  # the mutant
+        followed = torch.where(distance > 0, 8, followed)
+    logits, errors = train_parallel_draft.all_logits(draft, ids, followed, distance), []
+    for node, (start, d) in enumerate(zip(followed.tolist(), distance.tolist())):
+        alone = torch.cat([ids[:, : start + 1], torch.full((2, d), draft.config.pard_token)], dim=1)
+        errors.append((draft(alone).logits[:, -1, :97] - logits[:, node]).abs().max().item())
+    assert (max(errors) < 1e-4) == hidden_from_others
 
 
 def test_custom_generate_from_this_repository():

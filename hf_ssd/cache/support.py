@@ -80,7 +80,7 @@ def rope_that_changes(model: PreTrainedModel) -> tuple[str, int] | None:
 def check_supported(model: PreTrainedModel) -> None:
     """
     Checks that a model can decode branches: its cache can be rolled back, and it obeys a 4D attention mask and explicit
-    positions. Two short forward passes try the latter, once for each attention implementation, dtype and mode.
+    positions. A short forward pass tries the latter, once for each attention implementation, dtype and mode.
 
     Raises:
         `ValueError`: it cannot.
@@ -103,21 +103,21 @@ def check_supported(model: PreTrainedModel) -> None:
 
 @torch.inference_mode()
 def _try_two_alternatives(model: PreTrainedModel) -> None:
-    """Feeds two alternatives for one place, and compares the second one's logits with those that it has alone."""
+    """Feeds two alternatives for one place, and compares the second one's logits with those it has in its own row."""
     name, device = type(model).__name__, devices.of_model(model)
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
     first, one, other = (token % vocab_size for token in (7, 11, 13))
-    sees = torch.tensor([[[1, 0, 0], [1, 1, 0], [1, 0, 1]]], dtype=torch.bool, device=device)
+    sees = [[[1, 0, 0], [1, 1, 0], [1, 0, 1]], [[1, 0, 0], [1, 1, 0], [1, 1, 1]]]
     try:
-        alternatives = model(
-            input_ids=torch.tensor([[first, one, other]], device=device),
-            position_ids=torch.tensor([[0, 1, 1]], device=device),
-            attention_mask=masks.additive(sees, model.dtype),
+        logits = model(
+            input_ids=torch.tensor([[first, one, other], [first, other, one]], device=device),
+            position_ids=torch.tensor([[0, 1, 1], [0, 1, 2]], device=device),
+            attention_mask=masks.additive(torch.tensor(sees, dtype=torch.bool, device=device), model.dtype),
             use_cache=False,
-        ).logits[0, 2]
-        alone = model(input_ids=torch.tensor([[first, other]], device=device), use_cache=False).logits[0, 1]
+        ).logits
     except (TypeError, RuntimeError, ValueError, IndexError, AttributeError, AssertionError) as error:
         raise ValueError(f"{name} does not take a 4D attention mask and position ids: {error!r}") from error
+    alternatives, alone = logits[0, 2], logits[1, 1]
     tolerance = FLOAT32_TOLERANCE if model.dtype in (torch.float32, torch.float64) else LOW_PRECISION_TOLERANCE
     if (alternatives - alone).abs().max() <= tolerance * alone.abs().max():
         return
