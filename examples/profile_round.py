@@ -1,9 +1,14 @@
 """Where does a round go? Each millisecond of target and draft, next to what their forward passes alone cost.
 
 python examples/profile_round.py --layered 287m/39m --agreement 0.85 --dtype bfloat16 --lookahead 7 --budget 12
+python examples/profile_round.py --draft examples/pair/parallel_draft --lookahead 5 --budget 8
+
+Of a parallel draft both ways to choose outcomes are measured: by the marginals that the pass before gave, and after a
+pass that reads the speculation.
 """
 
 import argparse
+import dataclasses
 import statistics
 import time
 
@@ -15,8 +20,9 @@ from transformers.utils import logging
 import hf_ssd
 from hf_ssd.distributed.cores import use_cores
 from hf_ssd.drafting.cache_shapes import shape_for
-from hf_ssd.drafting.drafter import AutoregressiveDrafter
+from hf_ssd.drafting.parallel_drafter import drafter_for, is_parallel, mask_token
 from hf_ssd.drafting.speculator import Speculator
+from hf_ssd.planning.planner import planner_for
 from hf_ssd.rounds import AHEAD, Outcome, Plan
 
 REPEATS = 20
@@ -49,7 +55,7 @@ def forward_ms(model, prompt: torch.LongTensor, tokens: int) -> float:
 def drafting(draft, prompt: torch.LongTensor, config):
     """Returns two functions to be called in turn, without anyone else at work: what answers on a hit, what prepares."""
     settings = GenerationConfig(do_sample=False, max_length=prompt.shape[1] + 1000)
-    drafter = AutoregressiveDrafter(draft, config, settings, list(prompt), seed=0)
+    drafter = drafter_for(draft, config, settings, list(prompt), seed=0)
     speculator = Speculator(drafter, config, shape_for(config), seed=0)
     plan = Plan(AHEAD, config.lookahead, config.lookahead, config.budget)
     speculator.begin()
@@ -84,16 +90,25 @@ def main() -> None:
     inputs = batches_for(args, tokenizer, target)[0]
     prompt, cores = inputs["input_ids"], cores_for(args, target, draft)
     k, config = args.lookahead, hf_ssd.SSDConfig(lookahead=args.lookahead, budget=args.budget)
+    parallel = is_parallel(config, mask_token(draft.config))
 
     with use_cores(cores and cores.target):
         one, verification = forward_ms(target, prompt, 1), forward_ms(target, prompt, k + 1)
     with use_cores(cores and cores.drafts[0]):
         feed, branch = forward_ms(draft, prompt, k + 1), forward_ms(draft, prompt, args.budget)
+        at_once = forward_ms(draft, prompt, (k + 1) * (args.budget + 1))
         answer, preparation = draft_ms(draft, prompt, config)
     options = {"max_new_tokens": args.new_tokens, "do_sample": False, "return_dict_in_generate": True}
     with hf_ssd.launch_draft(draft, cores=cores) as assistant:
         for _ in range(2):  # the first call warms up
             output = target.generate(**inputs, **options, assistant_model=assistant, ssd_config=config)
+        ways = {}
+        for feeds_first in (False, True) if parallel else ():
+            arguments = target, assistant, config, target.generation_config, *prompt.shape, target.config.vocab_size
+            planner = planner_for(*arguments)  # the one that this pair has already
+            planner.plan = dataclasses.replace(planner.plan, feeds_first=feeds_first)
+            of_way = target.generate(**inputs, **options, assistant_model=assistant, ssd_config=config).ssd_stats
+            ways["after reading it" if feeds_first else "by marginals"] = of_way
     stats = output.ssd_stats
     whole = [record for record in stats.records if record.lookahead == k]
     hits = [record for record in whole if all(record.hits[row] for row in record.live)]
@@ -101,7 +116,8 @@ def main() -> None:
     wait = 1e3 * statistics.median(record.wait_seconds for record in hits) if hits else float("nan")
     decoding = stats.total_seconds - stats.prefill_seconds
     rest = 1e3 * (decoding - sum(stats.column("verify_seconds")) - sum(stats.column("wait_seconds"))) / stats.rounds
-    forwards = feed + k * branch
+    forwards = at_once if parallel else feed + k * branch
+    passes = 1 if parallel else k + 1
     print(f"lookahead {k}, budget {args.budget}, batch size {args.batch_size}; medians in ms")
     lines = {
         "target: forward of 1 token, alone": one,
@@ -111,7 +127,7 @@ def main() -> None:
         "target: everything else of a round (mean)": rest,
         f"draft: forward of {k + 1} tokens, alone": feed,
         f"draft: forward of {args.budget} branches, alone": branch,
-        f"draft: to prepare, alone ({k + 1} forward passes)": preparation,
+        f"draft: to prepare, alone (forward passes: {passes})": preparation,
         "draft: to prepare, without the forward passes": preparation - forwards,
         "draft: to answer on a hit, alone": answer,
         "draft: to prepare in a round, the target at work": 1e3
@@ -119,6 +135,9 @@ def main() -> None:
     }
     for name, value in lines.items():
         print(f"{name:<54} {value:8.2f}")
+    for name, of_way in ways.items():
+        prepare = 1e3 * statistics.median(record.choose_seconds + record.grow_seconds for record in of_way.records)
+        print(f"outcomes chosen {name}: hits {of_way.hit_rate:.3f}, to prepare in a round {prepare:.2f} ms")
 
 
 if __name__ == "__main__":
