@@ -41,6 +41,14 @@ def with_mask_token(draft: LlamaForCausalLM) -> LlamaForCausalLM:
     return draft
 
 
+def with_layers(draft: LlamaForCausalLM, target: LlamaForCausalLM, count: int) -> LlamaForCausalLM:
+    """Returns a draft of so many layers, of which those that the draft lacks are the target's."""
+    deeper = LlamaForCausalLM(type(draft.config)(**{**draft.config.to_dict(), "num_hidden_layers": count}))
+    known = {**target.state_dict(), **draft.state_dict()}
+    deeper.load_state_dict({name: known[name] for name in deeper.state_dict()})
+    return deeper
+
+
 def drop_mask_tokens(length: int, lookahead: int, keep: float, least: float, generator: torch.Generator):
     """
     Chooses the mask tokens that are fed behind a sequence.
@@ -144,11 +152,12 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("parallel_draft"))
     parser.add_argument("--target", default=str(PAIR / "target"))
     parser.add_argument("--draft", default=str(PAIR / "draft"))
-    parser.add_argument("--lookahead", type=int, default=8, help="tokens that the draft learns to guess ahead")
+    parser.add_argument("--layers", type=int, default=4, help="those that the draft lacks begin as the target's")
+    parser.add_argument("--lookahead", type=int, default=5, help="tokens that the draft learns to guess ahead")
     parser.add_argument("--keep", type=float, default=0.7, help="share of mask tokens that stay, by distance")
     parser.add_argument("--least", type=float, default=0.2, help="least share that stays")
-    parser.add_argument("--rounds", type=int, default=48, help="texts that the target writes, 48 of 160 tokens each")
-    parser.add_argument("--steps-per-text", type=int, default=36)
+    parser.add_argument("--rounds", type=int, default=40, help="texts that the target writes, 48 of 160 tokens each")
+    parser.add_argument("--steps-per-text", type=int, default=50)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--max-files", type=int, help="read no more files than this, for a trial")
@@ -166,7 +175,8 @@ def main() -> None:
         LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         for folder in (args.target, args.draft, args.draft)
     )
-    train(target, with_mask_token(draft), windows, args)
+    draft = with_mask_token(with_layers(draft, target, args.layers))
+    train(target, draft, windows, args)
     draft.to(torch.bfloat16).float().eval()  # as it is saved
     report = {
         "parameters": draft.num_parameters(),

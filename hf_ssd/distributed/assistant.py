@@ -106,6 +106,7 @@ class DraftAssistant:
 
     Attributes:
         vocab_size (`int`): Of the draft model.
+        path (`str`, *optional*): The folder or hub id that it was loaded from.
         pard_token (`int`, *optional*): The mask token of a parallel draft.
         device (`str`): Where the draft model is, or the first of several.
         workers (`list[Connection]`): The workers.
@@ -129,7 +130,7 @@ class DraftAssistant:
         self.closed = False
         # If no one closes this, its workers must still end before their channels are collected as garbage.
         self.finalizer = weakref.finalize(self, _end_all, self.process, self.slots, weights)
-        self.vocab_size = self.pard_token = self.device = None
+        self.vocab_size = self.pard_token = self.device = self.path = None
         if not wait:
             for slot in self.slots:
                 slot.begin()

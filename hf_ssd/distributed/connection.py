@@ -42,6 +42,7 @@ class Connection:
         self.channel: Channel | None = None
         self.worker_info: dict = {}
         self.link_was_tried = False
+        self.translation = None  # of the target's tokens into the draft's, that the worker was told last
 
     def connect(self) -> None:
         """

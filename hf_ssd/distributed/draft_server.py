@@ -9,6 +9,7 @@ from .. import devices
 from ..devices import from_host
 from ..drafting.speculator import Speculator
 from ..drafting.verified_prefix import VerifiedPrefix
+from ..drafting.vocabulary import Translation
 from ..rounds import Speculation
 from . import messages, payloads
 from .channel import Channel, PeerLost
@@ -34,6 +35,7 @@ class DraftServer:
         self.prefix: VerifiedPrefix | None = None  # of the last call, which the next one may continue
         self.speculator: Speculator | None = None
         self.request: SessionRequest | None = None
+        self.translation: Translation | None = None  # for calls whose tokenizers differ
         self.costs: tuple[float, float, float] | None = None  # to be told with the next answer
         self.session = self.round = 0
         self.found: Speculation | None = None  # what was prepared, until it is known what is verified
@@ -66,6 +68,10 @@ class DraftServer:
         elif message.kind == Kind.LINK:
             messages.expect(message, Kind.LINK, 0, 0, length=0)
             self._link()
+        elif message.kind == Kind.VOCABULARY:
+            messages.expect(message, Kind.VOCABULARY, 0, 0)
+            own = self.model.config.get_text_config(decoder=True).vocab_size
+            self.translation = payloads.payload_to_translation(message.payload, own)
         elif message.session == self.session and self.speculator is not None:
             if message.kind == Kind.OUTCOME:
                 self._answer(message)
@@ -88,8 +94,8 @@ class DraftServer:
             message, prompts = prompts, self.channel.receive(timeout=PROMPTS_TIMEOUT)
         messages.expect(prompts, Kind.PROMPTS, message.session, message.round)
         rows = payloads.payload_to_prompts(prompts.payload)
-        self.channel.make_room(len(rows), self.model.config.get_text_config(decoder=True).vocab_size)
-        request = SessionRequest.from_dict(payloads.payload_to_json(message.payload), rows)
+        request = SessionRequest.from_dict(payloads.payload_to_json(message.payload), rows, self.translation)
+        self.channel.make_room(len(rows), request.vocab_size)
         self.request, self.session, self.round = request, message.session, 0
         speculator = self.drafts.speculator(self.model, request, earlier=self.prefix)
         self.prefix = speculator.drafter.prefix

@@ -7,6 +7,7 @@ from ..drafting.fallbacks import Fallback
 from ..drafting.parallel_drafter import drafter_for
 from ..drafting.speculator import Speculator
 from ..drafting.verified_prefix import VerifiedPrefix
+from ..drafting.vocabulary import Vocabulary
 from ..rounds import CUSTOM, FALLBACKS
 from .session import SessionRequest
 
@@ -45,8 +46,18 @@ class Drafts:
         if config.lookahead == "auto" or config.fallback in FALLBACKS or request.asks_target:
             # What was learned in a call with the same seed must not meet the same noise again.
             seed += SEED_STEP * (self.calls - 1)
+        own = model.config.get_text_config(decoder=True).vocab_size
+        vocabulary = Vocabulary(request.vocab_size, own, request.translation, model.device)
         drafter = drafter_for(
-            model, config, generation, request.prompts, seed, earlier, request.prompt_length, request.num_workers
+            model,
+            config,
+            generation,
+            request.prompts,
+            seed,
+            earlier,
+            request.prompt_length,
+            request.num_workers,
+            vocabulary,
         )
         named = None if custom is None else (CUSTOM, custom)
         place = request.worker_index, request.num_workers

@@ -126,6 +126,7 @@ def _assistant(
         place = {"device": str(device), "cores": list(next(shares)) if device.type == "cpu" else None}
         starts.append(functools.partial(start_worker, {**settings, **place}, weights))
     assistant = DraftAssistant(starts, cores, weights, wait=wait)
+    assistant.path = settings["path"] or model.config._name_or_path
     if cores is not None:
         logger.info(f"The draft has the CPU cores {cores.drafts}; a target on the CPU has {cores.target}.")
     return assistant

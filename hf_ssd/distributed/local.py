@@ -24,8 +24,7 @@ class LocalSession(DraftSession):
     """
 
     def __init__(self, model: PreTrainedModel, request: SessionRequest):
-        vocab_size = model.config.get_text_config(decoder=True).vocab_size
-        self.custom = _CustomFallback(request.config.fallback, vocab_size) if request.asks_target else None
+        self.custom = _CustomFallback(request.config.fallback, request.vocab_size) if request.asks_target else None
         with self._as_draft_errors():
             drafts = _drafts.setdefault(model, Drafts())
             self.speculator: Speculator | None = drafts.speculator(model, request, self.custom)

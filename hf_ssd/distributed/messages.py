@@ -33,6 +33,7 @@ class Kind(IntEnum):
     ERROR = 9  # draft -> target: an exception with its traceback (text)
     VALUES = 10  # rank 0 of the target -> its other ranks: something besides outcomes and speculations
     LINK = 11  # target -> draft: open a link between the two GPUs; both then say whether it works (JSON)
+    VOCABULARY = 13  # target -> draft: what each of the target's tokens is in the draft's, for the calls that follow
     PROOF = 12  # both ways, first of all: a nonce, and then what shows that the sender knows the secret of the two
 
 

@@ -5,6 +5,7 @@ import json
 import torch
 
 from ..config import LONGEST_LOOKAHEAD
+from ..drafting.vocabulary import Translation
 from ..rounds import FINISHED, MODES, SOURCES, Outcome, Plan, RoundRecord, Speculation
 from .messages import ProtocolError
 from .session import check_plan
@@ -43,6 +44,15 @@ def payload_to_prompts(payload: torch.Tensor) -> list[torch.LongTensor]:
     if count < 1 or len(lengths) != count or min(lengths) < 1 or 1 + count + sum(lengths) != len(payload):
         raise ProtocolError(f"a message of {len(payload)} integers does not hold the {count} prompts it announces")
     return list(check_tokens(payload[1 + count :]).split(lengths))
+
+
+def payload_to_translation(payload: torch.Tensor, draft_size: int) -> Translation:
+    """Returns the translation into a vocabulary of so many tokens."""
+    _check_integers(payload, 1)
+    try:
+        return Translation.from_tensor(payload, draft_size)
+    except (ValueError, RuntimeError) as error:
+        raise ProtocolError(f"a message is no translation: {error}") from error
 
 
 def outcomes_to_payload(outcomes: list[Outcome], plan: Plan) -> torch.Tensor:

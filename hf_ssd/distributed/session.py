@@ -9,6 +9,7 @@ import torch
 from transformers import GenerationConfig
 
 from ..config import LONGEST_LOOKAHEAD, SSDConfig
+from ..drafting.vocabulary import Translation
 from ..rounds import AHEAD, MODES, SOURCES, Outcome, Plan, Speculation
 from .messages import LARGEST_PAYLOAD, ProtocolError
 
@@ -33,6 +34,9 @@ class SessionRequest:
         generation_config (`GenerationConfig`): As transformers prepared it, `max_length` included.
         prompts (`list[torch.LongTensor]`): The prompt of each row without padding.
         seed (`int`): Seed of the draft's randomness.
+        vocab_size (`int`): Number of the target's tokens.
+        translation ([`~hf_ssd.drafting.vocabulary.Translation`], *optional*): Of its tokens into the draft's, if their
+            tokenizers differ.
         asks_target (`bool`, *optional*): Whether the fallback is an object in the target's process.
         plan ([`~hf_ssd.rounds.Plan`]): What to prepare before the first outcome.
         profile (`bool`, *optional*): Whether the draft is to time its passes instead.
@@ -45,6 +49,8 @@ class SessionRequest:
     generation_config: GenerationConfig
     prompts: list[torch.LongTensor]
     seed: int
+    vocab_size: int
+    translation: Translation | None = None
     plan: Plan = Plan(AHEAD, 1, 1, 1)
     profile: bool = False
     asks_target: bool | None = None
@@ -75,6 +81,8 @@ class SessionRequest:
             "ssd_config": config.to_dict(),
             "generation_config": as_plain_objects(settings),
             "seed": self.seed,
+            "vocab_size": self.vocab_size,
+            "is_translated": self.translation is not None,
             "asks_target": self.asks_target,
             "plan": dataclasses.asdict(self.plan),
             "profile": self.profile,
@@ -84,8 +92,14 @@ class SessionRequest:
         }
 
     @classmethod
-    def from_dict(cls, values: dict, prompts: list[torch.LongTensor]) -> "SessionRequest":
+    def from_dict(
+        cls, values: dict, prompts: list[torch.LongTensor], translation: Translation | None = None
+    ) -> "SessionRequest":
         """
+        Args:
+            values (`dict`), prompts: The call.
+            translation ([`~hf_ssd.drafting.vocabulary.Translation`], *optional*): The one that came last.
+
         Raises:
             [`~hf_ssd.distributed.messages.ProtocolError`]: it is not what [`~SessionRequest.to_dict`] gives.
         """
@@ -93,15 +107,36 @@ class SessionRequest:
             generation_config = GenerationConfig.from_dict(values["generation_config"])
             config = SSDConfig.from_dict(values["ssd_config"])
             plan, profile, asks_target = Plan(**values["plan"]), values["profile"], values["asks_target"]
-            numbers = [values[name] for name in ("seed", "worker_index", "num_workers", "prompt_length")]
+            names = ("seed", "vocab_size", "worker_index", "num_workers", "prompt_length")
+            numbers, is_translated = [values[name] for name in names], values["is_translated"]
         except Exception as error:  # transformers raises whatever a value of the wrong type leads to
             raise ProtocolError(f"a call cannot be read: {type(error).__name__}: {error}") from error
-        seed, index, count, prompt_length = numbers
-        whole = all(type(number) is int for number in numbers) and type(asks_target) is type(profile) is bool
-        if not whole or not (0 <= seed < 2**31 and 0 <= index < count <= MOST_WORKERS):
+        seed, vocab_size, index, count, prompt_length = numbers
+        whole = all(type(number) is int for number in numbers)
+        whole = whole and all(type(flag) is bool for flag in (asks_target, profile, is_translated))
+        if not whole or not (
+            0 <= seed < 2**31 and 0 < vocab_size <= LARGEST_PAYLOAD and 0 <= index < count <= MOST_WORKERS
+        ):
             raise ProtocolError(f"a call cannot have {dict(values, generation_config=...)}")
+        if is_translated and (translation is None or len(translation.pieces) != vocab_size):
+            raise ProtocolError(f"a call translates {vocab_size} tokens, and no such translation came before it")
+        if max(int(prompt.max()) for prompt in prompts) >= vocab_size:
+            raise ProtocolError(f"a prompt has tokens that are not in the vocabulary of {vocab_size}")
         check_plan(plan)
-        return cls(config, generation_config, prompts, seed, plan, profile, asks_target, index, count, prompt_length)
+        return cls(
+            config,
+            generation_config,
+            prompts,
+            seed,
+            vocab_size,
+            translation if is_translated else None,
+            plan,
+            profile,
+            asks_target,
+            index,
+            count,
+            prompt_length,
+        )
 
     @property
     def answers_alone(self) -> bool:

@@ -26,17 +26,20 @@ class WorkerSession(DraftSession):
 
     Attributes:
         rows (`int`): Batch size.
-        vocab_size (`int`): Of both models.
+        vocab_size (`int`): Number of the target's tokens.
     """
 
     def __init__(
         self, worker: Connection, number: int, request: SessionRequest, on_close: Callable[[], None] = lambda: None
     ):
         self.worker, self.number, self.timeout, self.on_close = worker, number, request.config.timeout, on_close
-        self.rows, self.vocab_size, self.round = len(request.prompts), worker.worker_info["vocab_size"], -1
+        self.rows, self.vocab_size, self.round = len(request.prompts), request.vocab_size, -1
         self.is_reusable = True
         worker.channel.make_room(self.rows, self.vocab_size)
         send = worker.channel.send
+        if request.translation is not None and worker.translation is not request.translation:
+            send(Message(Kind.VOCABULARY, payload=request.translation.to_tensor()))
+            worker.translation = request.translation
         send(Message(Kind.START, number, payload=payloads.json_to_payload(request.to_dict())))
         send(Message(Kind.PROMPTS, number, payload=payloads.prompts_to_payload(request.prompts)))
 

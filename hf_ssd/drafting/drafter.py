@@ -14,6 +14,7 @@ from ..rounds import Plan, Speculation
 from .outcome_candidates import OutcomeCandidates
 from .sampling import DraftSampler
 from .verified_prefix import VerifiedPrefix
+from .vocabulary import Vocabulary
 
 
 class Drafter(ABC):
@@ -32,11 +33,12 @@ class Drafter(ABC):
             continues its text.
         prompt_length (`int`, *optional*): Of the longest row, if some of its tokens were generated; all by default.
         num_workers (`int`, *optional*): How many drafts prepare a budget each.
+        vocabulary ([`Vocabulary`], *optional*): Of target and draft; that of the draft by default.
 
     Attributes:
         prefix ([`VerifiedPrefix`]): The verified tokens of each row.
         drafted (`torch.LongTensor` of shape `(batch_size, lookahead)`): The speculation that is being verified.
-        vocab_size (`int`): Number of tokens.
+        vocab_size (`int`): Number of the target's tokens, which everything but the draft model works with.
         sampled (`bool`): Whether tokens are drawn, so that distributions are told with them.
     """
 
@@ -50,12 +52,14 @@ class Drafter(ABC):
         earlier: VerifiedPrefix | None = None,
         prompt_length: int | None = None,
         num_workers: int = 1,
+        vocabulary: Vocabulary | None = None,
     ):
         self.device = model.device
-        self.prefix = VerifiedPrefix(model, prompts, generation_config.max_length, earlier)
+        self.prefix = VerifiedPrefix(model, prompts, generation_config.max_length, earlier, vocabulary)
+        self.vocabulary, self.vocab_size = self.prefix.vocabulary, self.prefix.vocabulary.size
         longest = prompt_length or max(self.prefix.lengths)
-        self.sampler = DraftSampler(model, config, generation_config, longest, seed, num_workers)
-        self.vocab_size, self.sampled = self.sampler.vocab_size, self.sampler.noise is not None
+        self.sampler = DraftSampler(model, config, generation_config, longest, seed, self.vocab_size, num_workers)
+        self.sampled = self.sampler.noise is not None
         self.drafted = torch.zeros(len(prompts), 0, dtype=torch.long, device=self.device)
 
     @abstractmethod
@@ -123,7 +127,7 @@ class Drafter(ABC):
     def verify(self, tokens: torch.LongTensor) -> None:
         """Takes in which tokens `(batch_size, lookahead)` are verified next."""
         self.drafted = from_host(tokens, self.device)
-        self.prefix.write(self.drafted, self.prefix.lengths)
+        self.prefix.write(self.drafted)
 
     # ---------------------------------------------------------------- for all kinds
 
@@ -193,19 +197,21 @@ class AutoregressiveDrafter(Drafter):
             self.known_logits.append(self.prefix.feed(lookahead, wanted=lookahead + 1 - known))
         logits = torch.cat(self.known_logits, dim=1).float()
         scores = self._process(logits, self.prefix.ends() + torch.arange(lookahead + 1))
-        return OutcomeCandidates.of(scores, logits, self.drafted, from_fallback, count)
+        return OutcomeCandidates.of(scores, logits, self.drafted, from_fallback, count, self.vocabulary.common)
 
     def grow(self, accepted, bonus, plan):
-        prefix, tokens = self.prefix, bonus
+        prefix, tokens, vocabulary = self.prefix, bonus, self.vocabulary
         starts = prefix.ends() + accepted.clamp(min=0)
         columns, places = from_host(starts, self.device), starts.tolist()
-        base = max(prefix.lengths) + self.drafted.shape[1]
-        branches = Branches(prefix.decoder, columns, base, plan.lookahead)
+        forks = from_host(prefix.forks(accepted.clamp(min=0)), self.device)
+        base = max(prefix.columns) + self.drafted.shape[1]
+        branches = Branches(prefix.decoder, forks, base, plan.lookahead)
         histories = self._histories(starts.shape[1], plan.lookahead + 1)
         for depth in range(plan.lookahead):
             if histories is not None:
                 histories.scatter_(2, (columns + depth)[:, :, None], tokens[:, :, None])
-            scores = self.sampler.process(branches.grow(tokens).float(), histories, starts + depth + 1)
+            logits = vocabulary.to_target(branches.grow(vocabulary.to_draft(tokens)))
+            scores = self.sampler.process(logits.float(), histories, starts + depth + 1)
             tokens, probabilities = self.sampler.draw(scores, places, depth, plan)
             devices.synchronize(self.device)
             yield tokens[:, :, None], None if probabilities is None else probabilities[:, :, None]
@@ -219,14 +225,14 @@ class AutoregressiveDrafter(Drafter):
 
     def complete(self, ready, width, plan):
         prefix, done = self.prefix, Completion(ready, width)
-        prefix.write(done.tokens, prefix.lengths)
+        prefix.write(done.tokens)
         starts = [[length - 1] for length in prefix.lengths]
         for depth in range(done.first, width):  # rows that have their tokens feed them: the prefix needs them anyway
             logits = prefix.feed(depth, wanted=1 if self.known_logits else depth + 1)
             self.known_logits.append(logits)
             scores = self._process(logits[:, -1:].float(), prefix.ends(depth))
             done.add(depth, *self.sampler.draw(scores, starts, depth, plan))
-            prefix.write(done.tokens[:, depth : depth + 1], [length + depth for length in prefix.lengths])
+            prefix.write(done.tokens[:, depth : depth + 1], depth)
         if width > done.first:
             devices.synchronize(self.device)  # so that it is known what the steps took
         return done.speculation(), width - done.first

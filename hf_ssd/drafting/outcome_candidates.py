@@ -53,7 +53,9 @@ class OutcomeCandidates:
         return np.log(np.minimum(np.maximum(remaining, 1e-9), 1))
 
     @classmethod
-    def of(cls, scores, logits, drafted, from_fallback: list[bool], guesses: int) -> "OutcomeCandidates":
+    def of(
+        cls, scores, logits, drafted, from_fallback: list[bool], guesses: int, possible: int | None = None
+    ) -> "OutcomeCandidates":
         """
         Args:
             scores (`torch.FloatTensor` of shape `(batch_size, lookahead + 1, vocab_size)`): The draft's scores after 0
@@ -63,13 +65,15 @@ class OutcomeCandidates:
             drafted (`torch.LongTensor` of shape `(batch_size, lookahead)`): The speculation that is being verified.
             from_fallback (`list[bool]`): See above.
             guesses (`int`): How many bonus tokens to rank, at most.
+            possible (`int`, *optional*): How many tokens the draft can propose, all by default. Logits of the others
+                are -inf.
         """
-        lookahead, vocab_size = drafted.shape[1], scores.shape[2]
+        lookahead, possible = drafted.shape[1], possible or scores.shape[2]
         ranking = torch.where(scores.isneginf(), logits - 1e6, scores)
         if lookahead:
             ranking = ranking.clone()
             ranking[:, :lookahead].scatter_(2, drafted[:, :, None], -math.inf)
-        tokens = ranking.topk(min(guesses, vocab_size), dim=2).indices
+        tokens = ranking.topk(min(guesses, possible), dim=2).indices
         asked = torch.cat([tokens, torch.nn.functional.pad(drafted, (0, 1))[:, :, None]], dim=2)
         # All in one transfer, for which a GPU is waited for. Tokens are below 2^24, so float32 holds them.
         found = torch.stack([asked.float(), scores.softmax(dim=-1).gather(2, asked)]).cpu().numpy()
@@ -80,7 +84,7 @@ class OutcomeCandidates:
             probabilities[:, :, :-1],
             probabilities[:, :lookahead, -1],
             from_fallback,
-            [min(guesses, vocab_size - (k < lookahead)) for k in range(lookahead + 1)],
+            [min(guesses, possible - (k < lookahead)) for k in range(lookahead + 1)],
         )
 
     def ranks(self, accepted: list[int], bonus: list[int]) -> list[int]:

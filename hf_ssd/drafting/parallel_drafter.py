@@ -41,17 +41,17 @@ class ParallelDrafter(Drafter):
             self._know(self.prefix.feed(lookahead, wanted=lookahead + 1))
         logits = self.marginals[:, : lookahead + 1].float()
         scores = self._process(logits, self.prefix.ends() + torch.arange(lookahead + 1))
-        return OutcomeCandidates.of(scores, logits, self.drafted, from_fallback, count)
+        return OutcomeCandidates.of(scores, logits, self.drafted, from_fallback, count, self.vocabulary.common)
 
     def grow(self, accepted, bonus, plan):
         starts, count = self.prefix.ends() + accepted.clamp(min=0), accepted.shape[1]
-        columns = from_host(starts, self.device)
         histories = self._histories(count, plan.lookahead + 1)
         if histories is not None:
-            histories.scatter_(2, columns[:, :, None], bonus[:, :, None])
-        branches = bonus[:, :, None].repeat(1, 1, plan.lookahead + 1)
+            histories.scatter_(2, from_host(starts, self.device)[:, :, None], bonus[:, :, None])
+        branches = self.vocabulary.to_draft(bonus)[:, :, None].repeat(1, 1, plan.lookahead + 1)
         branches[:, :, 1:] = self.mask_token
-        self.grown = self.prefix.feed_with_branches(self.drafted.shape[1], columns, branches)
+        forks = from_host(self.prefix.forks(accepted.clamp(min=0)), self.device)
+        self.grown = self.prefix.feed_with_branches(self.drafted.shape[1], forks, branches)
         drawn = self._draw(self.grown, histories, starts, range(plan.lookahead), plan)
         tokens, probabilities = zip(*drawn)
         devices.synchronize(self.device)
@@ -74,7 +74,7 @@ class ParallelDrafter(Drafter):
         prefix, done = self.prefix, Completion(ready, width)
         if width == done.first:
             return done.speculation(), 0
-        prefix.write(torch.full_like(done.tokens, self.mask_token), prefix.lengths)
+        prefix.write_inputs(torch.full_like(done.tokens, self.mask_token), [0] * len(done.tokens))
         self._know(prefix.feed(width, wanted=width + 1))
         prefix.forget_speculation()  # mask tokens never stay in the cache
         starts, depths = prefix.ends() - 1, range(done.first, width)

@@ -126,6 +126,7 @@ class DraftSampler:
         generation_config (`GenerationConfig`): The target's.
         prompt_length (`int`): Of the longest row.
         seed (`int`): Seed of the randomness.
+        vocab_size (`int`): Number of the target's tokens.
         num_workers (`int`): How many drafts prepare a budget each.
     """
 
@@ -136,10 +137,10 @@ class DraftSampler:
         generation_config: GenerationConfig,
         prompt_length: int,
         seed: int,
+        vocab_size: int,
         num_workers: int = 1,
     ):
-        self.config, self.num_workers = config, num_workers
-        self.vocab_size = model.config.get_text_config(decoder=True).vocab_size
+        self.config, self.num_workers, self.vocab_size = config, num_workers, vocab_size
         self.processors = draft_processors(model, generation_config, prompt_length)
         self.need_history = needs_history(self.processors)
         self.noise = SpeculationNoise(seed, self.vocab_size, model.device) if generation_config.do_sample else None

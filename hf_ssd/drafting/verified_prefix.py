@@ -8,6 +8,7 @@ from ..cache.cached_model import CachedModel
 from ..cache.ragged import RaggedCache
 from ..devices import from_host
 from ..rounds import FINISHED
+from .vocabulary import Vocabulary
 
 WORTH_KEEPING = 64  # tokens that all rows share with an earlier call, before its cache is used again
 
@@ -15,7 +16,8 @@ WORTH_KEEPING = 64  # tokens that all rows share with an earlier call, before it
 class VerifiedPrefix:
     """
     Rows of different lengths, without padding: column and position are one. Behind its prefix a row has the speculation
-    that is being verified.
+    that is being verified. A row is kept twice: in the target's tokens, and in those that the draft is fed, which are
+    more where the draft needs several for one. A drafted token is always one.
 
     Args:
         model (`PreTrainedModel`): The draft model.
@@ -23,10 +25,14 @@ class VerifiedPrefix:
         column_limit (`int`, *optional*): See [`~hf_ssd.cache.cached_model.CachedModel`].
         earlier ([`VerifiedPrefix`], *optional*): Of the call before, with the same model. Where this one continues
             its text, as in a chat, its cache is taken over.
+        vocabulary ([`~hf_ssd.drafting.vocabulary.Vocabulary`], *optional*): Of target and draft; the draft's by
+            default.
 
     Attributes:
-        ids (`torch.LongTensor` of shape `(batch_size, capacity)`): The tokens.
+        ids (`torch.LongTensor` of shape `(batch_size, capacity)`): The target's tokens.
         lengths (`list[int]`): Verified tokens of each row, with the one that the next outcome follows.
+        inputs (`torch.LongTensor` of shape `(batch_size, capacity)`): The draft's tokens.
+        columns (`list[int]`): How many of those each row's verified tokens are.
         fed (`list[int]`): Columns of each row, speculation included, whose keys and values are in the cache.
         decoder (`CachedModel`): The draft model and its cache.
     """
@@ -37,14 +43,17 @@ class VerifiedPrefix:
         prompts: list[torch.LongTensor],
         column_limit: int | None,
         earlier: "VerifiedPrefix | None" = None,
+        vocabulary: Vocabulary | None = None,
     ):
-        self.device = model.device
-        self.lengths = [len(prompt) for prompt in prompts]
+        own = model.config.get_text_config(decoder=True).vocab_size
+        self.device, self.vocabulary = model.device, vocabulary or Vocabulary(own, own)
         self.fed = [0] * len(prompts)
-        width = max(self.lengths)
-        self.ids = torch.zeros(len(prompts), width + 256, dtype=torch.long, device=self.device)
-        for row, prompt in enumerate(prompts):
-            self.ids[row, : len(prompt)] = prompt
+        prompts = [prompt.to(self.device) for prompt in prompts]
+        self.ids, self.lengths = _rows(prompts)
+        texts = [self.vocabulary.encode(prompt) for prompt in prompts]
+        self.inputs, self.columns = _rows([text if len(text) else prompts[0].new_zeros(1) for text in texts])
+        if self.vocabulary.translation is not None:  # the limit is one of the target's tokens
+            column_limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         cache = RaggedCache()
         if earlier is not None and len(earlier.lengths) == len(prompts):
             shared = [self._shared(earlier, row) for row in range(len(prompts))]
@@ -55,8 +64,8 @@ class VerifiedPrefix:
 
     def _shared(self, earlier: "VerifiedPrefix", row: int) -> int:
         """Returns how many columns of an earlier prefix's cache hold what this one begins with; never all of it."""
-        most = min(earlier.fed[row], self.lengths[row] - 1)
-        differ = (earlier.ids[row, :most] != self.ids[row, :most]).nonzero()
+        most = min(earlier.fed[row], self.columns[row] - 1)
+        differ = (earlier.inputs[row, :most] != self.inputs[row, :most]).nonzero()
         return int(differ[0]) if len(differ) else most
 
     @property
@@ -65,28 +74,50 @@ class VerifiedPrefix:
         return list(range(len(self.lengths))) if self.decoder.cache.rows is None else self.decoder.cache.rows
 
     def ends(self, count: int = 0) -> torch.LongTensor:
-        """Returns the column behind each row's prefix and `count` more tokens: `(batch_size, 1)`, on the CPU."""
+        """Returns the position behind each row's prefix and `count` more tokens: `(batch_size, 1)`, on the CPU."""
         return torch.tensor(self.lengths)[:, None] + count
 
-    def write(self, tokens: torch.LongTensor, starts: list[int]) -> None:
-        """Writes tokens `(batch_size, M)` into the rows, from the given columns on."""
-        stop = max(starts) + tokens.shape[1]
-        if stop > self.ids.shape[1]:
-            room = torch.zeros(len(self.ids), max(256, stop), dtype=torch.long, device=self.device)
-            self.ids = torch.cat([self.ids, room], dim=1)
-        columns = from_host(starts, self.device)[:, None] + torch.arange(tokens.shape[1], device=self.device)
-        self.ids.scatter_(1, columns, tokens)
+    def forks(self, accepted: torch.LongTensor) -> torch.LongTensor:
+        """Returns the column behind each row's prefix and `accepted` `(batch_size, N)` drafted tokens, on the CPU."""
+        return torch.tensor(self.columns)[:, None] + accepted
+
+    def write(self, tokens: torch.LongTensor, behind: list[int] | int = 0) -> None:
+        """Writes tokens `(batch_size, M)` into the rows, `behind` tokens after each row's prefix."""
+        behind = [behind] * len(tokens) if isinstance(behind, int) else behind
+        self.ids = _written(self.ids, tokens, [n + k for n, k in zip(self.lengths, behind)])
+        self.write_inputs(self.vocabulary.to_draft(tokens), behind)
+
+    def write_inputs(self, tokens: torch.LongTensor, behind: list[int]) -> None:
+        """Writes tokens of the draft alone."""
+        self.inputs = _written(self.inputs, tokens, [n + k for n, k in zip(self.columns, behind)])
 
     def grow(self, accepted: list[int], bonus: torch.LongTensor) -> None:
         """Takes in the accepted tokens, which stand in their places already, and the bonus token `(batch_size,)`."""
-        moved = [n if k == FINISHED else n + k for n, k in zip(self.lengths, accepted)]
+        moved, live = [max(0, k) for k in accepted], [k != FINISHED for k in accepted]
         self.write(bonus[:, None], moved)
-        self.fed = [min(fed, n) for fed, n in zip(self.fed, moved)]
-        self.lengths = [m if k == FINISHED else m + 1 for m, k in zip(moved, accepted)]
+        self.fed = [min(fed, n + k) for fed, n, k in zip(self.fed, self.columns, moved)]
+        if self.vocabulary.translation is not None:
+            self._encode([row for row, is_live in enumerate(live) if is_live], moved)
+        else:
+            self.columns = [n + k + is_live for n, k, is_live in zip(self.columns, moved, live)]
+        self.lengths = [n + k + is_live for n, k, is_live in zip(self.lengths, moved, live)]
+
+    def _encode(self, rows: list[int], accepted: list[int]) -> None:
+        """Gives the draft the tokens of its own that make up what was accepted and the bonus token."""
+        is_common = self.vocabulary.translation.is_common
+        for row in rows:
+            new = self.ids[row, self.lengths[row] :][: accepted[row] + 1]
+            others = (~is_common[new[:-1].cpu()]).nonzero()  # of a fallback, and fed as something else
+            if len(others):
+                self.fed[row] = min(self.fed[row], self.columns[row] + int(others[0]))
+            pieces, start = self.vocabulary.encode(new), self.columns[row]
+            self.inputs = _reserved(self.inputs, start + len(pieces))
+            self.inputs[row, start : start + len(pieces)] = pieces
+            self.columns[row] += len(pieces)
 
     def lacks(self, count: int) -> int:
         """Returns how many tokens [`~VerifiedPrefix.feed`] would feed to each row."""
-        return max(self.lengths[row] + count - self.fed[row] for row in self.rows)
+        return max(self.columns[row] + count - self.fed[row] for row in self.rows)
 
     def feed(self, count: int, wanted: int) -> torch.Tensor:
         """
@@ -101,7 +132,7 @@ class VerifiedPrefix:
         Returns:
             `torch.FloatTensor` of shape `(batch_size, wanted, vocab_size)`: Raw logits, in the model's dtype.
         """
-        ends = [n + count for n in self.lengths]
+        ends = [n + count for n in self.columns]
         tokens, starts, width = self._next(count, wanted)
         places = [end - wanted - start for end, start in zip(ends, starts)]
         if min(places) == max(places):
@@ -111,7 +142,8 @@ class VerifiedPrefix:
             kept, place = from_host(kept, self.device), from_host(place, self.device)
         logits = self.decoder.extend(tokens, starts, logits_to_keep=kept)
         self._have_fed(count)
-        return logits if place is None else logits[torch.arange(len(ends), device=self.device)[:, None], place]
+        logits = logits if place is None else logits[torch.arange(len(ends), device=self.device)[:, None], place]
+        return self.vocabulary.to_target(logits)
 
     def feed_with_branches(self, count: int, forks: torch.LongTensor, branches: torch.LongTensor) -> torch.Tensor:
         """
@@ -121,28 +153,51 @@ class VerifiedPrefix:
         Args:
             count (`int`): How many tokens of the speculation to feed.
             forks (`torch.LongTensor` of shape `(batch_size, N)`): Columns that each branch sees besides its own.
-            branches (`torch.LongTensor` of shape `(batch_size, N, T)`): Their tokens.
+            branches (`torch.LongTensor` of shape `(batch_size, N, T)`): Their tokens, of the draft.
 
         Returns:
             `torch.FloatTensor` of shape `(batch_size, N, T, vocab_size)`: Raw logits of the branches.
         """
         tokens, starts, width = self._next(count, 1)
-        base = max(max(self.lengths) + count, max(starts) + width)
+        base = max(max(self.columns) + count, max(starts) + width)
         logits = extend_with_branches(self.decoder, tokens, starts, forks, branches, base)
         self._have_fed(count)
-        return logits
+        return self.vocabulary.to_target(logits)
 
     def forget_speculation(self) -> None:
         """What was fed behind the prefix is written again before it is seen."""
-        self.fed = [min(fed, length) for fed, length in zip(self.fed, self.lengths)]
+        self.fed = [min(fed, n) for fed, n in zip(self.fed, self.columns)]
 
     def _next(self, count: int, at_least: int) -> tuple[torch.LongTensor, list[int], int]:
         """Returns the tokens to feed to each row, the column of the first one, and how many they are."""
         width = max(at_least, self.lacks(count), self.decoder.fewest_tokens)
-        starts = [max(0, n + count - width) for n in self.lengths]
+        starts = [max(0, n + count - width) for n in self.columns]
         columns = from_host(starts, self.device)[:, None] + torch.arange(width, device=self.device)
-        return self.ids.gather(1, columns), starts, width
+        return self.inputs.gather(1, columns), starts, width
 
     def _have_fed(self, count: int) -> None:
         for row in self.rows:
-            self.fed[row] = self.lengths[row] + count
+            self.fed[row] = self.columns[row] + count
+
+
+def _rows(texts: list[torch.LongTensor]) -> tuple[torch.LongTensor, list[int]]:
+    """Returns texts as rows with room behind them, and their lengths."""
+    lengths = [len(text) for text in texts]
+    rows = torch.zeros(len(texts), max(lengths) + 256, dtype=torch.long, device=texts[0].device)
+    for row, text in enumerate(texts):
+        rows[row, : len(text)] = text
+    return rows, lengths
+
+
+def _reserved(rows: torch.LongTensor, width: int) -> torch.LongTensor:
+    """Returns rows that have room for so many tokens."""
+    if width <= rows.shape[1]:
+        return rows
+    return torch.cat([rows, rows.new_zeros(len(rows), max(256, width))], dim=1)
+
+
+def _written(rows: torch.LongTensor, tokens: torch.LongTensor, starts: list[int]) -> torch.LongTensor:
+    """Writes tokens `(batch_size, M)` from these columns on, and returns the rows."""
+    rows = _reserved(rows, max(starts) + tokens.shape[1])
+    columns = from_host(starts, rows.device)[:, None] + torch.arange(tokens.shape[1], device=rows.device)
+    return rows.scatter_(1, columns, tokens)

@@ -9,6 +9,7 @@ from ..config import SSDConfig
 from ..distributed.assistant import DraftAssistant
 from .checks import check_arguments
 from .loop import speculative_speculative_decoding
+from .tokenizers import translation_for
 
 
 class SSDGenerationMixin:
@@ -35,7 +36,8 @@ class SSDGenerationMixin:
             assistant_model (`PreTrainedModel` or [`DraftAssistant`], *optional*): The draft. A model is handed to a
                 worker process the first time, and the worker is reused. While it starts, the draft works in turn here.
             ssd_config ([`SSDConfig`], *optional*): Settings. Without them this is transformers' own method.
-            inputs, generation_config, logits_processor, stopping_criteria, streamer, kwargs: As in transformers.
+            inputs, generation_config, logits_processor, stopping_criteria, streamer, kwargs: As in transformers. With
+                `tokenizer` and `assistant_tokenizer`, which may differ, the draft proposes the tokens that both have.
 
         Returns:
             What transformers would return; with `return_dict_in_generate=True` and `ssd_config` a
@@ -107,10 +109,17 @@ def _blank_model(kind: type) -> PreTrainedModel:
 
 def _generate(plain, model, assistant_model, ssd_config, streamer=None, synced_gpus=None, **kwargs):
     check_arguments(model, assistant_model, ssd_config, synced_gpus)
+    translation = translation_for(
+        model, assistant_model, kwargs.get("tokenizer"), kwargs.pop("assistant_tokenizer", None)
+    )
     _move_stop_strings(model, kwargs)
     # transformers passes neither the draft nor the streamer to a custom decoding method, so they are bound here.
     decoding_method = functools.partial(
-        speculative_speculative_decoding, assistant_model=assistant_model, ssd_config=ssd_config, streamer=streamer
+        speculative_speculative_decoding,
+        assistant_model=assistant_model,
+        ssd_config=ssd_config,
+        streamer=streamer,
+        translation=translation,
     )
     return plain(custom_generate=decoding_method, streamer=streamer, **kwargs)
 

@@ -21,6 +21,7 @@ from ..distributed.launch import assistant_for
 from ..distributed.session import SessionRequest
 from ..distributed.target_ranks import TargetRanks
 from ..drafting.parallel_drafter import is_parallel, mask_token
+from ..drafting.vocabulary import Translation
 from ..planning.planner import Planner, planner_for
 from ..rounds import FILLER, Outcome, RoundRecord
 from ..stats import SSDDecoderOnlyOutput, SSDStats
@@ -31,6 +32,7 @@ from .recording import StepRecord
 from .sequences import Sequences, longest_output
 from .streaming import Stream
 from .target import feed_what_is_missing, prefill, prompts_without_padding, verify_alone
+from .tokenizers import check_coverage
 
 
 def speculative_speculative_decoding(
@@ -42,6 +44,7 @@ def speculative_speculative_decoding(
     assistant_model=None,
     ssd_config: SSDConfig | None = None,
     streamer: BaseStreamer | None = None,
+    translation: Translation | None = None,
     **model_kwargs,
 ):
     """
@@ -53,6 +56,7 @@ def speculative_speculative_decoding(
         logits_processor, stopping_criteria, generation_config, streamer: As in `GenerationMixin._sample`.
         assistant_model (`PreTrainedModel` or [`DraftAssistant`]): The draft.
         ssd_config ([`SSDConfig`]): The settings.
+        translation ([`~hf_ssd.drafting.vocabulary.Translation`], *optional*): Of the target's tokens into the draft's.
         model_kwargs: `past_key_values`, `attention_mask`, `position_ids` and what else the prefill takes.
 
     Returns:
@@ -73,14 +77,13 @@ def speculative_speculative_decoding(
     divided = worker is not None and worker.cores is not None and devices.of_model(model).type == "cpu"
     of_the_draft = copy.copy(generation_config)
     of_the_draft.max_length = max_length
-    request = SessionRequest(
-        ssd_config,
-        of_the_draft,
-        prompts_without_padding(input_ids, model_kwargs.get("attention_mask")),
-        seed=int(torch.randint(2**31, ())) if generation_config.do_sample else 0,  # greedy calls draw nothing
-    )
-    start = time.perf_counter()
+    prompts = prompts_without_padding(input_ids, model_kwargs.get("attention_mask"))
+    if translation is not None:
+        check_coverage(translation, prompts)
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
+    seed = int(torch.randint(2**31, ())) if generation_config.do_sample else 0  # greedy calls draw nothing
+    request = SessionRequest(ssd_config, of_the_draft, prompts, seed, vocab_size, translation)
+    start = time.perf_counter()
     pard_token = mask_token(draft_model.config) if worker is None else worker.pard_token
     planner = planner_for(
         model,

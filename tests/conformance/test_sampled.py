@@ -157,7 +157,7 @@ def exact_probabilities(target):
     return joint.view(SMALL, -1).sum(0).double()
 
 
-def p_value(target, draft, calls=24, seed=0, at_least=1.1, **settings):
+def p_value(target, draft, calls=24, seed=0, at_least=1.1, options=None, **settings):
     """Of the chi-square test of sampled three-token strings against the exact probabilities."""
     counts, speculated = torch.zeros(SMALL**3), []
     torch.manual_seed(seed)
@@ -169,6 +169,7 @@ def p_value(target, draft, calls=24, seed=0, at_least=1.1, **settings):
             max_new_tokens=5,
             do_sample=True,
             **WARPERS,
+            **(options or {}),
             assistant_model=draft,
             ssd_config=config,
             return_dict_in_generate=True,

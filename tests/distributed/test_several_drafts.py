@@ -132,7 +132,7 @@ def test_a_worker_completes_less_than_it_has_prepared(draft):
     prompts, generation = [torch.arange(2, 8), torch.arange(3, 7)], GenerationConfig(do_sample=True, max_length=50)
     config, plan = hf_ssd.SSDConfig(lookahead=3, budget=BUDGET), Plan(AHEAD, 3, 3, BUDGET)
     worker = Loopback(draft, contextlib.nullcontext)
-    session = WorkerSession(worker, 1, SessionRequest(config, generation, prompts, 0, plan, num_workers=2))
+    session = WorkerSession(worker, 1, SessionRequest(config, generation, prompts, 0, 97, plan=plan, num_workers=2))
     with torch.inference_mode():
         worker.work()
         hit = worker.server.speculator.prepared.bonus[0, 0]

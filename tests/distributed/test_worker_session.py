@@ -36,7 +36,7 @@ class Line:
         self.draft, self.killed = made["draft"], False
         worker = SimpleNamespace(channel=target, worker_info={"vocab_size": 9}, is_alive=True, stderr_tail=lambda: "")
         worker.kill = lambda: setattr(self, "killed", True)
-        request = SessionRequest(hf_ssd.SSDConfig(timeout=2.0), GenerationConfig(), [torch.tensor([1])] * ROWS, 0)
+        request = SessionRequest(hf_ssd.SSDConfig(timeout=2.0), GenerationConfig(), [torch.tensor([1])] * ROWS, 0, 9)
         self.session = WorkerSession(worker, NUMBER, request)
         for _ in range(3):
             self.session.send_outcomes([Outcome(torch.tensor([0, 0]), torch.tensor([3, 4]))], Plan(AHEAD, 2, 2, 4))
@@ -99,7 +99,7 @@ def test_late_answers_are_dropped(line, late):
         ({"change": (2, 99)}, "kind 99"),
         ({"change": (6, 121)}, "announces 121 elements"),
         ({"payload": torch.arange(6)}, "a speculation of 6 integers does not fit 2 rows"),
-        ({"payload": torch.zeros(22, dtype=torch.int64)}, "does not fit 2 rows"),
+        ({"payload": torch.zeros(23, dtype=torch.int64)}, "does not fit 2 rows"),
         ({"payload": speculation([[1, 2], [3, 4]], passes=-1)}, "a speculation cannot have mode"),
         ({"payload": speculation([[1, 2], [3, 4]], lookahead=65)}, "a speculation cannot have mode"),
         ({"payload": speculation([[1, 2], [3, 9]])}, "1 to 9 are not tokens of the vocabulary of 9"),

@@ -67,6 +67,7 @@ READERS = {
     Kind.READY: payloads.payload_to_json,
     Kind.START: read_request,
     Kind.PROMPTS: read_prompts,
+    Kind.VOCABULARY: lambda payload: payloads.payload_to_translation(payload, 97),
     Kind.OUTCOME: read_outcomes,
     Kind.SPECULATION: read_speculation,
     Kind.PROBABILITIES: read_probabilities,

@@ -57,7 +57,7 @@ class Loopback:
         on_work (`Callable`, *optional*): A context manager, in which the worker works.
     """
 
-    is_alive = True
+    is_alive, translation = True, None
 
     def __init__(self, model, during_work):
         self.channel, theirs = End(), End()

@@ -151,7 +151,7 @@ def prefix(place):
     prompts = [tokens[: 5 + 2 * row] for row, tokens in enumerate(place.tokens(5 + 2 * place.rows))]
     prefix = VerifiedPrefix(place.model(), prompts, 60)
     prefix.feed(0, wanted=1)
-    prefix.write(place.tokens(3), prefix.lengths)
+    prefix.write(place.tokens(3))
     logits = prefix.feed(3, wanted=4)
     prefix.grow([FINISHED if row == 1 else 2 for row in range(place.rows)], place.tokens())
     return logits, prefix.ids, prefix.feed(0, wanted=2)

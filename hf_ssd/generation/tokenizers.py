@@ -1,0 +1,166 @@
+"""Whether target and draft mean the same by their tokens, and what to do if not."""
+
+import functools
+import os
+import weakref
+
+import torch
+from transformers import AutoTokenizer, PreTrainedModel
+from transformers.utils import logging
+
+from ..drafting.vocabulary import Translation
+
+logger = logging.get_logger(__name__)
+
+MOST_PADDING = 128  # ids by which vocabularies may differ that no tokenizer tells anything about
+SHOWN = 5  # differences that are named
+LEAST_COVERAGE = 0.5  # of the tokens of a prompt that the draft must have
+
+
+def translation_for(model, assistant_model, tokenizer=None, assistant_tokenizer=None) -> Translation | None:
+    """
+    Compares the tokens of target and draft, once for each pair.
+
+    Args:
+        model (`PreTrainedModel`): The target.
+        assistant_model (`PreTrainedModel` or [`~hf_ssd.DraftAssistant`]): The draft.
+        tokenizer, assistant_tokenizer (`PreTrainedTokenizerBase`, *optional*): Theirs, where they differ.
+
+    Returns:
+        [`~hf_ssd.drafting.vocabulary.Translation`], *optional*: If the tokenizers differ and both were given.
+
+    Raises:
+        `ValueError`: the draft's tokens are not the target's.
+    """
+    if assistant_tokenizer is not None and tokenizer is None:
+        raise ValueError("`assistant_tokenizer` needs the target's tokenizer too: pass `tokenizer=...` to generate().")
+    sizes = _vocab_size(model), _vocab_size(assistant_model)
+    given = None if assistant_tokenizer is None else (id(tokenizer), id(assistant_tokenizer))
+    known = _known.setdefault(model, weakref.WeakKeyDictionary()).setdefault(assistant_model, {})
+    if (sizes, given) not in known:
+        theirs = (tokenizer, assistant_tokenizer) if given else (_tokenizer_of(model), _tokenizer_of(assistant_model))
+        # The tokenizers are kept with what was found of them, so that others cannot get their `id`.
+        known[sizes, given] = _compare(*theirs, *sizes, may_differ=given is not None), theirs
+    return known[sizes, given][0]
+
+
+def check_coverage(translation: Translation, prompts: list[torch.LongTensor]) -> None:
+    """
+    Raises:
+        `ValueError`: the draft has less than half of the tokens that the prompts are made of.
+    """
+    used = torch.cat(prompts).unique().cpu()
+    covered = int(translation.is_common[used].sum())
+    if covered < LEAST_COVERAGE * len(used):
+        raise ValueError(
+            f"The draft's vocabulary has {covered} of the {len(used)} tokens that the prompts use, less than half, so "
+            "it could hardly propose anything; choose a draft whose tokenizer is more like the target's."
+        )
+
+
+def _compare(tokenizer, assistant_tokenizer, size: int, draft_size: int, may_differ: bool) -> Translation | None:
+    if tokenizer is None or assistant_tokenizer is None:
+        if abs(size - draft_size) > MOST_PADDING:
+            raise ValueError(
+                f"The target has a vocabulary of {size} tokens and the draft one of {draft_size}; choose a draft with "
+                "the target's tokenizer, or pass `tokenizer=...` and `assistant_tokenizer=...` to generate()."
+            )
+        if size != draft_size:
+            logger.warning_once(
+                f"The target has a vocabulary of {size} tokens and the draft one of {draft_size}. No tokenizers were "
+                "found to compare, so tokens are taken to be the same up to padding; if the draft is hardly ever "
+                "accepted, they are not."
+            )
+        return None
+    ours, theirs = ({i: token for token, i in one.get_vocab().items()} for one in (tokenizer, assistant_tokenizer))
+    differ = [i for i in sorted(ours.keys() & theirs.keys()) if i < min(size, draft_size) and ours[i] != theirs[i]]
+    if not differ:
+        return None
+    if may_differ:
+        return translation_between(tokenizer, assistant_tokenizer, size, draft_size)
+    shown = ", ".join(f"{i} ({ours[i]!r} and {theirs[i]!r})" for i in differ[:SHOWN])
+    raise ValueError(
+        f"Target and draft have different tokenizers: {len(differ)} ids mean different tokens, the first of them "
+        f"{shown}. Choose a draft with the target's tokenizer, or pass `tokenizer=...` and `assistant_tokenizer=...` "
+        "to generate()."
+    )
+
+
+def translation_between(tokenizer, assistant_tokenizer, size: int, draft_size: int) -> Translation:
+    """
+    Finds for each token of a vocabulary the same one in another (token-level intersection; Timor et al., 2025), or the
+    tokens that make up its text.
+
+    Args:
+        tokenizer, assistant_tokenizer (`PreTrainedTokenizerBase`): Of the target and of the draft.
+        size, draft_size (`int`): Of their vocabularies.
+    """
+    theirs = {}
+    for i, token in _tokens(assistant_tokenizer, draft_size).items():
+        theirs.setdefault(token, i)
+    ours, pieces = _tokens(tokenizer, size), [[] for _ in range(size)]
+    is_common = torch.zeros(size, dtype=torch.bool)
+    for i, token in ours.items():
+        if token in theirs:
+            pieces[i], is_common[i] = [theirs[token]], True
+        elif isinstance(token, bytes):
+            pieces[i] = _encode(token, assistant_tokenizer, theirs, draft_size)
+        else:  # a special token, which is text to another tokenizer
+            pieces[i] = _encode(token.encode(), assistant_tokenizer, theirs, draft_size)
+    return Translation(pieces, is_common)
+
+
+def _encode(text: bytes, tokenizer, known: dict, size: int) -> list[int]:
+    try:
+        ids = tokenizer.encode(text.decode(), add_special_tokens=False)
+    except UnicodeDecodeError:  # a part of a character
+        ids = [known[byte] for byte in (bytes([b]) for b in text) if byte in known]
+    return [i for i in ids if i < size]
+
+
+def _tokens(tokenizer, size: int) -> dict[int, bytes | str]:
+    """Returns each token as the bytes that it stands for; special tokens as their strings."""
+    vocab, special = tokenizer.get_vocab(), set(tokenizer.all_special_tokens)
+    special |= {str(token) for token in getattr(tokenizer, "added_tokens_decoder", {}).values()}
+    is_byte_level = any(token.startswith("Ġ") for token in vocab)
+    as_bytes = _from_byte_level if is_byte_level else _from_pieces
+    return {i: token if token in special else as_bytes(token) for token, i in vocab.items() if i < size}
+
+
+def _from_byte_level(token: str) -> bytes:
+    table = _byte_of_character()
+    return b"".join(bytes([table[c]]) if c in table else c.encode() for c in token)
+
+
+def _from_pieces(token: str) -> bytes:
+    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        return bytes([int(token[3:5], 16)])
+    return token.replace("▁", " ").encode()
+
+
+@functools.cache
+def _byte_of_character() -> dict[str, int]:
+    """The alphabet of byte-level BPE: printable bytes are themselves, the others come behind, in their order."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+def _vocab_size(model) -> int:
+    if isinstance(model, PreTrainedModel):
+        return model.config.get_text_config(decoder=True).vocab_size
+    return model.vocab_size
+
+
+def _tokenizer_of(model):
+    """Returns the tokenizer in the folder, or in the hub's cache, that a model was loaded from, or `None`."""
+    path = model.config._name_or_path if isinstance(model, PreTrainedModel) else model.path
+    if not path or not (os.path.isdir(path) or path.count("/") == 1):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except Exception:  # there is none, or it needs what is not installed
+        return None
+
+
+_known: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()

@@ -1,0 +1,288 @@
+"""Drafts whose vocabulary is not the target's: padded, or of another tokenizer."""
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE, Unigram
+from tokenizers.trainers import BpeTrainer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+import hf_ssd
+from hf_ssd.drafting.sampling import DraftSampler
+from hf_ssd.drafting.verified_prefix import VerifiedPrefix
+from hf_ssd.drafting.vocabulary import Translation, Vocabulary
+from hf_ssd.generation import tokenizers
+from hf_ssd.generation.tokenizers import translation_between
+
+from ..conftest import VOCAB, padded_batch, ready, tiny_draft, tiny_model
+from ..vocabularies import DRAFT, TARGET, renamed_draft, tokenizer
+from .test_sampled import SMALL, p_value
+
+BOTH = {"tokenizer": tokenizer(TARGET), "assistant_tokenizer": tokenizer(DRAFT)}
+PAIRS = {
+    "draft padded": (lambda: padded_copy(VOCAB + 7), {}),
+    "target padded": (lambda: padded_copy(VOCAB - 7), {}),
+    "another tokenizer": (renamed_draft, BOTH),
+    "another tokenizer, parallel": (lambda: renamed_draft(pard_token=len(DRAFT) - 1), BOTH),
+}
+
+
+def padded_copy(size):
+    """The draft with more or fewer tokens, of which those that remain are as they were."""
+    resized = tiny_draft(vocab_size=size)
+    states, theirs = resized.state_dict(), tiny_draft().state_dict()
+    for name, weight in theirs.items():
+        rows = min(len(weight), len(states[name]))
+        states[name][:rows] = weight[:rows]
+    return resized
+
+
+@pytest.fixture(scope="module", params=PAIRS)
+def pair(request):
+    make, options = PAIRS[request.param]
+    draft = make()
+    with hf_ssd.launch_draft(draft, num_threads=1) as assistant:
+        yield hf_ssd.enable(tiny_model()), draft, assistant, options
+
+
+def generate(target, model, rows, options, do_sample=False, **settings):
+    torch.manual_seed(11)
+    inputs = padded_batch(rows)
+    return target.generate(
+        input_ids=inputs["input_ids"].clamp(max=VOCAB - 8),
+        attention_mask=inputs["attention_mask"],
+        max_new_tokens=40,
+        do_sample=do_sample,
+        **({"temperature": 0.5} if do_sample else {}),
+        **options,
+        assistant_model=model,
+        ssd_config=hf_ssd.SSDConfig(**{"lookahead": 4, "budget": 12, **settings}),
+        return_dict_in_generate=True,
+    )
+
+
+@pytest.mark.parametrize("fallback", ["primary", "ngram"])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_greedy_equals_plain_generate(pair, rows, fallback):
+    target, draft, assistant, options = pair
+    inputs = padded_batch(rows)
+    plain = target.generate(inputs["input_ids"].clamp(max=VOCAB - 8), attention_mask=inputs["attention_mask"],
+                            max_new_tokens=40, do_sample=False)  # fmt: skip
+    for model, asynchronous in ((assistant, True), (draft, False)):
+        output = generate(target, model, rows, options, fallback=fallback, asynchronous=asynchronous)
+        stats = output.ssd_stats
+        assert torch.equal(output.sequences, plain) and stats.draft_failure is None
+        assert stats.tokens_per_round > 1.05 and (stats.hit_rate > 0) == asynchronous
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_sampled_runs_equal_the_synchronous_oracle(pair, rows):
+    target, draft, assistant, options = pair
+    ahead, in_turn = (
+        generate(target, model, rows, options, do_sample=True, asynchronous=asynchronous)
+        for model, asynchronous in ((assistant, True), (draft, False))
+    )
+    assert torch.equal(ahead.sequences, in_turn.sequences) and ahead.ssd_stats.hit_rate > 0
+    assert ahead.ssd_stats.column("accepted") == in_turn.ssd_stats.column("accepted")
+
+
+def test_a_worker_that_was_replaced_is_told_the_vocabulary_again_and_several_know_it():
+    target = hf_ssd.enable(tiny_model())
+    plain = generate(target, renamed_draft(), 2, BOTH, asynchronous=False).sequences
+    with hf_ssd.launch_draft(renamed_draft(), devices=["cpu", "cpu"], num_threads=1) as assistant:
+        for _ in range(2):
+            output = generate(target, assistant, 2, BOTH)
+            assert torch.equal(output.sequences, plain) and output.ssd_stats.hit_rate > 0
+            for worker in assistant.workers:
+                worker.kill()
+            ready(assistant)
+
+
+# ---------------------------------------------------------------- the distribution
+
+SMALL_TARGET, SMALL_DRAFT = ["a", "b", "c", "d", "e", "<pad>"], ["d", "x", "c", "<pad>", "b", "a"]
+SMALL_BOTH = {"tokenizer": tokenizer(SMALL_TARGET), "assistant_tokenizer": tokenizer(SMALL_DRAFT)}
+SMALL_PAIRS = {
+    "draft padded": (SMALL + 2, {}),
+    "target padded": (SMALL - 1, {}),
+    "another tokenizer": (SMALL, SMALL_BOTH),
+}
+
+
+@pytest.fixture(params=SMALL_PAIRS)
+def small(request):
+    size, options = SMALL_PAIRS[request.param]
+    sizes = {"initializer_range": 0.12}
+    target = hf_ssd.enable(tiny_model(seed=3, vocab_size=SMALL, **sizes))
+    return target, tiny_draft(seed=3, disagreement=0.12, vocab_size=size, **sizes), options
+
+
+def test_three_token_strings_have_the_targets_distribution(small, prepared_in_process):
+    target, draft, options = small
+    assert p_value(target, draft, calls=16, seed=10, at_least=1.05, options=options, budget=4) > 1e-3
+    assert 0.05 < sum(prepared_in_process) / len(prepared_in_process) < 0.95
+
+
+def not_renormalized(tokens, q):
+    return tokens, q * 0.7  # what common tokens have of the draft's whole distribution
+
+
+def under_the_drafts_ids(tokens, q):
+    return tokens, q.roll(1, dims=-1)
+
+
+@pytest.mark.parametrize("mutant", [not_renormalized, under_the_drafts_ids])
+def test_a_q_that_is_not_the_targets_fails_the_same_test(small, mutant, monkeypatch):
+    draw = DraftSampler.draw
+    monkeypatch.setattr(DraftSampler, "draw", lambda *arguments: mutant(*draw(*arguments)))
+    target, draft, options = small
+    assert p_value(target, draft, calls=16, seed=10, at_least=1.0, options=options) < 1e-3
+
+
+# ---------------------------------------------------------------- the map
+
+
+@pytest.mark.parametrize("name", ["draft padded", "target padded", "another tokenizer"])
+def test_what_the_draft_lacks_is_never_drawn_and_what_it_draws_is_exact(name):
+    """Enumerated: the softmax of the logits is the draft's distribution, given that it draws a token of both."""
+    sizes = {"draft padded": (5, 8), "target padded": (8, 5), "another tokenizer": (len(TARGET), len(DRAFT))}[name]
+    translation = translation_between(*BOTH.values(), *sizes) if name == "another tokenizer" else None
+    vocabulary = Vocabulary(*sizes, translation)
+    logits = torch.randn(3, sizes[1], generator=torch.Generator().manual_seed(1))
+    q, own = vocabulary.to_target(logits).softmax(-1), logits.softmax(-1)
+    common = {i: i for i in range(min(sizes))}
+    if translation is not None:
+        common = {i: DRAFT.index(token) for i, token in enumerate(TARGET) if token in DRAFT}
+    assert vocabulary.common == len(common) and q.shape == (3, sizes[0])
+    for row in range(3):
+        total = sum(own[row, j] for j in common.values())
+        for i in range(sizes[0]):
+            expected = own[row, common[i]] / total if i in common else 0.0
+            assert q[row, i].item() == pytest.approx(float(expected), abs=1e-6)
+    tokens = torch.arange(sizes[0])
+    mapped = vocabulary.to_draft(tokens)
+    assert 0 <= mapped.min() and mapped.max() < sizes[1] and all(mapped[i] == j for i, j in common.items())
+
+
+def test_texts_are_the_same_in_both_and_a_text_that_grows_is_encoded_as_from_the_start():
+    translation = translation_between(*BOTH.values(), len(TARGET), len(DRAFT))
+    vocabulary = Vocabulary(len(TARGET), len(DRAFT), translation)
+    text = [TARGET.index(token) for token in ("<s>", "gh", "k", "ab", "hi", "Z")]
+    pieces = [DRAFT[i] for i in vocabulary.encode(torch.tensor(text)).tolist()]
+    assert pieces == ["<s>", "g", "h", "k", "h", "i", "Z"]  # "a" and "b" are letters that it lacks
+    draft, prompts = renamed_draft(), [torch.tensor(text), torch.tensor(text[:2])]
+    growing = VerifiedPrefix(draft, [prompt[:1] for prompt in prompts], None, None, vocabulary)
+    for place in range(1, len(text)):
+        live = [place < len(prompt) for prompt in prompts]
+        bonus = torch.tensor([int(prompt[place]) if one else 0 for prompt, one in zip(prompts, live)])
+        growing.grow([0 if one else -1 for one in live], bonus)
+    at_once = VerifiedPrefix(draft, prompts, None, None, vocabulary)
+    assert growing.columns == at_once.columns == [7, 3] and growing.lengths == at_once.lengths == [6, 2]
+    for row, count in enumerate(growing.columns):
+        assert torch.equal(growing.inputs[row, :count], at_once.inputs[row, :count])
+    with torch.inference_mode():
+        torch.testing.assert_close(growing.feed(0, 1), at_once.feed(0, 1), atol=1e-5, rtol=1e-5)
+
+
+def byte_level(texts, size):
+    bpe = Tokenizer(BPE())
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    bpe.train_from_iterator(texts, BpeTrainer(vocab_size=size, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    return PreTrainedTokenizerFast(tokenizer_object=bpe)
+
+
+def test_tokenizers_of_different_kinds_are_compared_by_what_their_tokens_stand_for():
+    words = ["the quick brown fox", "jumps over the lazy dog", "größer als 日本"] * 4
+    ours = byte_level(words, 320)
+    pieces = [
+        ("<unk>", 0.0),
+        ("▁the", -1.0),
+        ("▁", -2.0),
+        *((c, -3.0) for c in "thequickbrownfxjmpsvlazydg"),
+        ("<0xC3>", -9.0),
+    ]
+    metaspace = Tokenizer(Unigram(list(dict(pieces).items()), unk_id=0))
+    metaspace.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+    theirs = PreTrainedTokenizerFast(tokenizer_object=metaspace, unk_token="<unk>")
+    translation = translation_between(ours, theirs, len(ours), len(theirs))
+    ids, known = ours.get_vocab(), theirs.get_vocab()
+    for token, other in (("Ġthe", "▁the"), ("Ġ", "▁"), ("q", "q"), ("Ã", "<0xC3>")):
+        assert translation.is_common[ids[token]] and translation.pieces[ids[token]] == [known[other]]
+    assert not translation.is_common[ids["Ġbrown"]]
+    assert theirs.convert_ids_to_tokens(translation.pieces[ids["Ġbrown"]]) == ["▁", "b", "r", "o", "w", "n"]
+    same = Translation.from_tensor(translation.to_tensor(), len(theirs))
+    assert same.pieces == translation.pieces and torch.equal(same.is_common, translation.is_common)
+
+
+# ---------------------------------------------------------------- what is compared, and refused
+
+
+def save(folder, model, tokens):
+    model.save_pretrained(folder)
+    tokenizer(tokens).save_pretrained(folder)
+    return str(folder)
+
+
+def load(folder):
+    return hf_ssd.enable(type(tiny_model()).from_pretrained(folder).eval())
+
+
+@pytest.fixture
+def folders(tmp_path):
+    other = [*TARGET[:10], *reversed(TARGET[10:])]
+    return {
+        "target": save(tmp_path / "target", tiny_model(), TARGET),
+        "padded": save(tmp_path / "padded", padded_copy(VOCAB + 200), TARGET),
+        "same size": save(tmp_path / "same", tiny_draft(), other),
+        "other": save(tmp_path / "other", renamed_draft(), DRAFT),
+    }
+
+
+def test_tokenizers_in_the_folders_are_compared_once(folders, monkeypatch):
+    target, draft = load(folders["target"]), load(folders["padded"])
+    loaded, from_pretrained = [], AutoTokenizer.from_pretrained
+    monkeypatch.setattr(
+        tokenizers.AutoTokenizer, "from_pretrained", lambda path, **k: loaded.append(path) or from_pretrained(path, **k)
+    )
+    for _ in range(2):  # a difference of 200 ids is padding where the tokens are the same
+        assert generate(target, draft, 1, {}, asynchronous=False).ssd_stats.acceptance_rate > 0.1
+    assert loaded == [folders["target"], folders["padded"]]
+
+
+def test_tokens_of_the_same_number_that_are_not_the_same_are_refused(folders):
+    target = load(folders["target"])
+    shown = "86 ids mean .* the first of them 10 .*, 11 .*, 12 .*, 13 .*, 14 .*assistant_tokenizer"
+    with pytest.raises(ValueError, match=shown):
+        generate(target, load(folders["same size"]), 1, {}, asynchronous=False)
+    with hf_ssd.launch_draft(folders["same size"], num_threads=1) as assistant:
+        with pytest.raises(ValueError, match=shown):
+            generate(target, assistant, 1, {})
+
+
+def test_a_draft_of_another_family_takes_both_tokenizers(folders):
+    target, draft = load(folders["target"]), load(folders["other"])
+    both = {"tokenizer": AutoTokenizer.from_pretrained(folders["target"]),
+            "assistant_tokenizer": AutoTokenizer.from_pretrained(folders["other"])}  # fmt: skip
+    output = generate(target, draft, 1, both, asynchronous=False)
+    assert output.ssd_stats.acceptance_rate > 0.1
+    with pytest.raises(ValueError, match="pass `tokenizer=...` to generate"):
+        generate(target, draft, 1, {"assistant_tokenizer": both["assistant_tokenizer"]}, asynchronous=False)
+
+
+def test_sizes_that_no_padding_explains_are_refused_and_others_warned_of():
+    target = hf_ssd.enable(tiny_model())
+    with pytest.raises(ValueError, match="vocabulary of 97 tokens and the draft one of 300; choose .* or pass"):
+        generate(target, tiny_draft(vocab_size=300), 1, {}, asynchronous=False)
+
+
+def test_a_draft_that_hardly_knows_the_prompts_tokens_is_refused():
+    few = [token for token in DRAFT if token not in LETTERS_OF_THE_PROMPT]
+    options = {**BOTH, "assistant_tokenizer": tokenizer(few)}
+    target = hf_ssd.enable(tiny_model())
+    prompt = torch.tensor([[TARGET.index(token) for token in (*LETTERS_OF_THE_PROMPT, "z")]])
+    with pytest.raises(ValueError, match="has 1 of the 5 tokens that the prompts use, less than half"):
+        target.generate(prompt, max_new_tokens=4, assistant_model=tiny_draft(vocab_size=len(few)), **options,
+                        ssd_config=hf_ssd.SSDConfig(asynchronous=False))  # fmt: skip
+
+
+LETTERS_OF_THE_PROMPT = ["p", "q", "r", "s"]
