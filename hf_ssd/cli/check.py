@@ -70,7 +70,11 @@ def measure(args: argparse.Namespace, found: models.Models, texts: list[str], lo
     target = hf_ssd.enable(models.load(found.target, found.dtype, found.device))
     draft = models.load(found.draft, found.dtype, found.draft_device)
     tokenizer = models.load_tokenizer(found.target)
-    batches = prompts.batches(texts, tokenizer, 1, found.device) if tokenizer else prompts.random_batches(target, 1, 16)
+    if tokenizer is None:
+        batches = prompts.random_batches(target, 1, 16)
+    else:
+        texts, is_plain = prompts.as_messages(texts, tokenizer), tokenizer.chat_template is None
+        batches = prompts.batches(texts, tokenizer, 1, found.device, add_special_tokens=is_plain)
     work = argparse.Namespace(**WORK, new_tokens=args.new_tokens, repeats=args.repeats)
     with hf_ssd.launch_draft(draft) as assistant:
         bench = Bench(work, target, draft, assistant, batches)

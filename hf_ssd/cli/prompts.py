@@ -55,13 +55,32 @@ def prompts_from(path, field: str = "prompt") -> list[str]:
     return prompts
 
 
-def batches(prompts: list[str], tokenizer, size: int, device: torch.device) -> list[dict]:
-    """Returns prompts as inputs of generate(), so many in each batch; the last one is filled up with the first ones."""
+def as_messages(prompts: list[str], tokenizer) -> list[str]:
+    """Returns prompts as a user's messages to a model with a chat template; those of other models stay as they are."""
+    if tokenizer.chat_template is None:
+        return prompts
+    options = {"add_generation_prompt": True, "tokenize": False}
+    return [tokenizer.apply_chat_template([{"role": "user", "content": text}], **options) for text in prompts]
+
+
+def batches(
+    prompts: list[str], tokenizer, size: int, device: torch.device, add_special_tokens: bool = True
+) -> list[dict]:
+    """
+    Returns prompts as inputs of generate(). The last batch is filled up with the first prompts.
+
+    Args:
+        prompts (`list[str]`): The texts.
+        tokenizer (`PreTrainedTokenizerBase`): It pads on the left.
+        size (`int`): Prompts in each batch.
+        device (`torch.device`): Where the target is.
+        add_special_tokens (`bool`, *optional*, defaults to `True`): A chat template has added them already.
+    """
+    options = {"return_tensors": "pt", "return_token_type_ids": False, "add_special_tokens": add_special_tokens}
     found = []
     for start in range(0, len(prompts), size):
         batch = [prompts[i % len(prompts)] for i in range(start, start + size)]
-        inputs = tokenizer(batch, padding=size > 1, return_tensors="pt", return_token_type_ids=False)
-        found.append(inputs.to(device))
+        found.append(tokenizer(batch, padding=size > 1, **options).to(device))
     return found
 
 
