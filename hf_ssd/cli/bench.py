@@ -5,7 +5,8 @@ example:
 
 The target has the same device in every row, and SSD one more for its draft, as in the paper. A second table gives the
 others, on a CPU, all cores that SSD has. Methods take turns, again and again, so that what else the machine does falls
-on all of them alike; each is compared with plain generate() within one turn, and the median counts."""
+on all of them alike; each is compared with plain generate() within one turn, and the median counts.
+"""
 
 import argparse
 import importlib.util
@@ -70,7 +71,10 @@ def run(args: argparse.Namespace) -> int:
     found = models.chosen(args)
     texts = prompts.prompts_from(args.prompts, args.prompt_field) if args.prompts else prompts.SNIPPETS
     target = hf_ssd.enable(models.load(found.target, found.dtype, found.device))
-    draft, tokenizer = models.load(found.draft, found.dtype, found.draft_device), models.load_tokenizer(found.target)
+    draft, tokenizer = (
+        models.load(found.draft, found.draft_dtype, found.draft_device),
+        models.load_tokenizer(found.target),
+    )
     if tokenizer is None:
         batches = prompts.random_batches(target, args.batch_size, args.prompt_length)
     else:

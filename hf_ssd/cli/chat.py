@@ -6,7 +6,8 @@ example:
 The text so far stays in the caches of both models, so a turn costs what is new in it. A model without a chat template,
 such as the small pair that comes with hf_ssd, completes what you type.
 
-commands: /clear forgets the text so far, /stats turns the figures behind each answer on or off, /quit ends."""
+commands: /clear forgets the text so far, /stats turns the figures behind each answer on or off, /quit ends.
+"""
 
 import argparse
 import time
@@ -119,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"{found.target} has no tokenizer, which a chat needs; choose another TARGET.")
     set_seed(args.seed)
     target = hf_ssd.enable(models.load(found.target, found.dtype, found.device))
-    with hf_ssd.launch_draft(found.draft, device=found.draft_device, dtype=found.dtype) as assistant:
+    with hf_ssd.launch_draft(found.draft, device=found.draft_device, dtype=found.draft_dtype) as assistant:
         chat, shows_stats = Chat(args, target, assistant, tokenizer), args.stats
         print("Type a message, or /clear, /stats, /quit.")
         while True:

@@ -3,7 +3,8 @@
 example:
   hf-ssd check Qwen/Qwen3-8B Qwen/Qwen3-0.6B --draft-device cuda:1 --prompts prompts.jsonl
 
-The exit code is 0 if the draft pays, 1 if it does not, and 2 if the two cannot work together."""
+The exit code is 0 if the draft pays, 1 if it does not, and 2 if the two cannot work together.
+"""
 
 import argparse
 import dataclasses
@@ -52,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         if not args.json:
             print(doctor.in_words(known), flush=True)
         figures = measure(args, found, texts, load)
-    except ValueError as error:
+    except (ValueError, hf_ssd.DraftError) as error:
         if not args.json:
             raise
         print(json.dumps({"refused": str(error)}))
@@ -68,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
 def measure(args: argparse.Namespace, found: models.Models, texts: list[str], load: float) -> Figures:
     """Loads both models, and runs prompts with each way to generate, in turns."""
     target = hf_ssd.enable(models.load(found.target, found.dtype, found.device))
-    draft = models.load(found.draft, found.dtype, found.draft_device)
+    draft = models.load(found.draft, found.draft_dtype, found.draft_device)
     tokenizer = models.load_tokenizer(found.target)
     if tokenizer is None:
         batches = prompts.random_batches(target, 1, 16)
@@ -82,11 +83,10 @@ def measure(args: argparse.Namespace, found: models.Models, texts: list[str], lo
         del methods[f"{ASSISTED}, default"]
         for turn in range(len(batches)):  # the planner gets to know the pair
             bench.run(methods[SSD], turn)
-        shared = found.device == found.draft_device
-        return figures_of(bench.measure(methods), last_planner(target, assistant), shared, load)
+        return conclude(bench.measure(methods), last_planner(target, assistant), found.shares_memory, load)
 
 
-def figures_of(methods: dict[str, Method], planner: Planner, shares_memory: bool, load: float) -> Figures:
+def conclude(methods: dict[str, Method], planner: Planner, shares_memory: bool, load: float) -> Figures:
     """Returns what the turns of all methods come to."""
     rows = {row["method"]: row for row in rows_of(methods)}
     assisted = next(name for name in rows if name.startswith(ASSISTED))

@@ -27,13 +27,13 @@ def examine(models: Models) -> dict:
     return {
         "target": describe(target, models.target, models.device),
         "draft": describe(draft, models.draft, models.draft_device),
-        "shares_memory": models.device == models.draft_device,
+        "shares_memory": models.shares_memory,
     }
 
 
 def config_of(name: str) -> PreTrainedConfig:
     try:
-        return AutoConfig.from_pretrained(name)
+        return AutoConfig.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ValueError(f"{name} is no folder or hub id of a model that loads: {first_sentence(error)}") from error
 

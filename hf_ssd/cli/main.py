@@ -20,7 +20,7 @@ def build_parser() -> argparse.ArgumentParser:
     for name, module in COMMANDS.items():
         head, _, more = module.__doc__.partition("\n\n")
         form = argparse.RawDescriptionHelpFormatter
-        command = commands.add_parser(name, help=head, description=head, epilog=more, formatter_class=form)
+        command = commands.add_parser(name, help=head, description=head, epilog=more.strip(), formatter_class=form)
         module.add_arguments(command)
         command.set_defaults(run=module.run)
     return parser

@@ -4,7 +4,7 @@ import time
 from dataclasses import dataclass, field
 
 import torch
-from tqdm import tqdm
+from tqdm.auto import tqdm
 from transformers import StoppingCriteria, StoppingCriteriaList, set_seed
 
 import hf_ssd

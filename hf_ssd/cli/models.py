@@ -18,7 +18,7 @@ class Models:
     Args:
         target, draft (`str`): Hub ids or folders.
         device, draft_device (`torch.device`): Where each of them goes.
-        dtype (`torch.dtype`): Of both.
+        dtype, draft_dtype (`torch.dtype`): Of each.
     """
 
     target: str
@@ -26,6 +26,13 @@ class Models:
     device: torch.device
     draft_device: torch.device
     dtype: torch.dtype
+    draft_dtype: torch.dtype
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether both are on one device."""
+        one, other = ((device.type, device.index or 0) for device in (self.device, self.draft_device))
+        return one == other
 
 
 def add_models(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +42,9 @@ def add_models(parser: argparse.ArgumentParser) -> None:
     group.add_argument("draft", nargs="?", metavar="DRAFT", help="hub id or folder of the small model")
     group.add_argument("--device", metavar="DEVICE", help="of the target; default: the first accelerator, or the CPU")
     group.add_argument("--draft-device", metavar="DEVICE", help="default: the last accelerator, or the CPU")
-    group.add_argument("--dtype", choices=DTYPES, metavar="DTYPE", help=f"{', '.join(DTYPES)}")
+    group.add_argument(
+        "--dtype", choices=DTYPES, metavar="DTYPE", help="default: bfloat16 on an accelerator, float32 on the CPU"
+    )
 
 
 def chosen(args: argparse.Namespace) -> Models:
@@ -50,9 +59,11 @@ def chosen(args: argparse.Namespace) -> Models:
     found = devices.accelerators() or [torch.device("cpu")]
     device = found[0] if args.device is None else devices.existing(args.device)
     draft_device = found[-1] if args.draft_device is None else devices.existing(args.draft_device)
-    dtype = args.dtype or ("float32" if device.type == "cpu" else "bfloat16")
-    names = (args.target or pair.folder("target"), args.draft or pair.folder("draft"))
-    return Models(*names, device, draft_device, getattr(torch, dtype))
+    usual = ("float32" if one.type == "cpu" else "bfloat16" for one in (device, draft_device))
+    dtypes = (getattr(torch, args.dtype or name) for name in usual)
+    return Models(
+        args.target or pair.folder("target"), args.draft or pair.folder("draft"), device, draft_device, *dtypes
+    )
 
 
 def load(name: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:

@@ -28,12 +28,8 @@ def test_a_conversation():
 
 @pytest.fixture(scope="module")
 def pair():
-    target = hf_ssd.enable(AutoModelForCausalLM.from_pretrained(folder("target")))
-    return (
-        target,
-        AutoModelForCausalLM.from_pretrained(folder("draft")),
-        AutoTokenizer.from_pretrained(folder("target")),
-    )
+    target, draft = (AutoModelForCausalLM.from_pretrained(folder(name)) for name in ("target", "draft"))
+    return hf_ssd.enable(target), draft, AutoTokenizer.from_pretrained(folder("target"))
 
 
 @pytest.fixture

@@ -11,9 +11,10 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, MambaConfig, T5Config
 
-from hf_ssd.cli import pair
+from hf_ssd.cli import doctor, pair
 from hf_ssd.cli.check import colored
 from hf_ssd.cli.main import main
+from hf_ssd.cli.models import Models
 from hf_ssd.cli.verdict import Figures
 
 from ..conftest import VOCAB, tiny_draft, tiny_model
@@ -84,6 +85,29 @@ def test_a_chat_template_makes_prompts_messages(monkeypatch, tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["check", str(tmp_path / "target"), str(tmp_path / "draft"), "--prompts", str(prompts)])
     assert tokenizer.decode(seen[0][0]["input_ids"][0]) == "[user]import os[assistant]"
+
+
+def test_what_is_known_before_weights_are_loaded(tmp_path):
+    """Windows, and a mask token in a config; the weights are not there to be read."""
+    target = folder(tmp_path / "target", tiny_model("gemma"))
+    draft = folder(tmp_path / "draft", tiny_model("mistral", pard_token=5))
+    for name in (target, draft):
+        (Path(name) / "model.safetensors").unlink()
+    cpu = torch.device("cpu")
+    known = doctor.examine(Models(target, draft, cpu, cpu, torch.float32, torch.float32))
+    assert known["target"]["attention"] == "full and windows of 6 tokens" and "pard_token" not in known["target"]
+    assert known["draft"]["attention"] == "windows of 6 tokens" and known["draft"]["pard_token"] == 5
+    assert known["target"]["parameters"] == tiny_model("gemma").num_parameters() and known["shares_memory"]
+    words = doctor.in_words(known).split("\n")
+    assert "parallel (mask token 5)" in words[1] and "one memory for both" in words[2]
+
+
+def test_one_gpu_by_two_names_is_one_memory():
+    one, same, other = torch.device("cuda"), torch.device("cuda:0"), torch.device("cuda:1")
+    dtypes = (torch.bfloat16, torch.bfloat16)
+    assert (
+        Models("a", "b", one, same, *dtypes).shares_memory and not Models("a", "b", one, other, *dtypes).shares_memory
+    )
 
 
 # ---------------------------------------------------------------- what is refused
@@ -160,10 +184,7 @@ def figures(**changes) -> Figures:
         ({"over_assisted": 0.8}, "yes: 1.80 times plain decoding; assisted generation is faster still, with 3 tokens"),
         ({"failure": "it died"}, "no: the draft was given up (it died)"),
         ({"over_plain": 0.9, "acceptance": 0.1}, "no: the target accepts 10% of the drafted tokens; "),
-        (
-            {"over_plain": 0.9, "step_seconds": 0.007},
-            "no: the draft needs 1.4 verifications for two tokens; a parallel",
-        ),
+        ({"over_plain": 0.9, "step_seconds": 0.007}, "no: the draft needs 1.4 verifications for two tokens; a "),
         ({"over_plain": 0.9, "contention": 1.5}, "no: a verification takes 1.5 times as long while the draft works"),
         ({"over_plain": 0.9, "load": 0.9, "shares_memory": True}, "but the machine is busy with other programs"),
         ({"over_plain": 0.9, "shares_memory": True}, "both models share one memory; a draft on a device of its own"),

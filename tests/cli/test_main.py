@@ -54,8 +54,7 @@ def test_a_package_without_the_pair_says_so(monkeypatch, tmp_path, capsys):
     assert main(["chat"]) == 2 and "name a TARGET and a DRAFT" in capsys.readouterr().err
 
 
-def test_an_interrupted_chat_ends_quietly():
-    done = subprocess.run(
-        [sys.executable, "-m", "hf_ssd", "chat"], input="", capture_output=True, text=True, timeout=90
-    )
+def test_a_chat_whose_input_ends_is_over():
+    command = [sys.executable, "-m", "hf_ssd", "chat"]
+    done = subprocess.run(command, input="", capture_output=True, text=True, timeout=90)
     assert done.returncode == 0, done.stderr
