@@ -71,10 +71,8 @@ def run(args: argparse.Namespace) -> int:
     found = models.chosen(args)
     texts = prompts.prompts_from(args.prompts, args.prompt_field) if args.prompts else prompts.SNIPPETS
     target = hf_ssd.enable(models.load(found.target, found.dtype, found.device))
-    draft, tokenizer = (
-        models.load(found.draft, found.draft_dtype, found.draft_device),
-        models.load_tokenizer(found.target),
-    )
+    draft = models.load(found.draft, found.draft_dtype, found.draft_device)
+    tokenizer = models.load_tokenizer(found.target)
     if tokenizer is None:
         batches = prompts.random_batches(target, args.batch_size, args.prompt_length)
     else:

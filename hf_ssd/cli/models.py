@@ -42,9 +42,8 @@ def add_models(parser: argparse.ArgumentParser) -> None:
     group.add_argument("draft", nargs="?", metavar="DRAFT", help="hub id or folder of the small model")
     group.add_argument("--device", metavar="DEVICE", help="of the target; default: the first accelerator, or the CPU")
     group.add_argument("--draft-device", metavar="DEVICE", help="default: the last accelerator, or the CPU")
-    group.add_argument(
-        "--dtype", choices=DTYPES, metavar="DTYPE", help="default: bfloat16 on an accelerator, float32 on the CPU"
-    )
+    usual = "bfloat16 on an accelerator, float32 on the CPU"
+    group.add_argument("--dtype", choices=DTYPES, metavar="DTYPE", help=f"default: {usual}")
 
 
 def chosen(args: argparse.Namespace) -> Models:
@@ -61,9 +60,8 @@ def chosen(args: argparse.Namespace) -> Models:
     draft_device = found[-1] if args.draft_device is None else devices.existing(args.draft_device)
     usual = ("float32" if one.type == "cpu" else "bfloat16" for one in (device, draft_device))
     dtypes = (getattr(torch, args.dtype or name) for name in usual)
-    return Models(
-        args.target or pair.folder("target"), args.draft or pair.folder("draft"), device, draft_device, *dtypes
-    )
+    names = (args.target or pair.folder("target"), args.draft or pair.folder("draft"))
+    return Models(*names, device, draft_device, *dtypes)
 
 
 def load(name: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:

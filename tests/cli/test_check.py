@@ -103,11 +103,9 @@ def test_what_is_known_before_weights_are_loaded(tmp_path):
 
 
 def test_one_gpu_by_two_names_is_one_memory():
-    one, same, other = torch.device("cuda"), torch.device("cuda:0"), torch.device("cuda:1")
     dtypes = (torch.bfloat16, torch.bfloat16)
-    assert (
-        Models("a", "b", one, same, *dtypes).shares_memory and not Models("a", "b", one, other, *dtypes).shares_memory
-    )
+    for other, is_shared in (("cuda:0", True), ("cuda:1", False), ("cpu", False)):
+        assert Models("a", "b", torch.device("cuda"), torch.device(other), *dtypes).shares_memory == is_shared
 
 
 # ---------------------------------------------------------------- what is refused
