@@ -22,12 +22,13 @@ class Figures:
         plan (`str`): The planner's reason for its last plan.
         drafts (`bool`): Whether the planner drafted in most of the rounds.
         predicted (`float`): The speed that theory expects of the parts.
-        speed, plain, assisted (`float`): Of SSD, of plain decoding, and of transformers' assisted generation at its
-            best.
-        over_plain, over_assisted (`float`): Measured within one turn each, so not just their ratios.
-        assistant_tokens (`int`): With how many tokens assisted generation was at its best.
+        speed, plain (`float`): Of SSD and of plain decoding.
+        over_plain (`float`): The median over turns, so not just the ratio of the two.
         shares_memory (`bool`): Whether both models are on one device.
         load (`float`): How busy the machine was before, in programs that run for each core.
+        assisted, over_assisted (`float`, *optional*): The same of transformers' assisted generation at its best; `None`
+            if it does not take this pair.
+        assistant_tokens (`int`, *optional*): With how many tokens it was at its best.
         failure (`str`, *optional*): Why the draft was given up.
     """
 
@@ -42,12 +43,12 @@ class Figures:
     predicted: float
     speed: float
     plain: float
-    assisted: float
     over_plain: float
-    over_assisted: float
-    assistant_tokens: int
     shares_memory: bool
     load: float
+    assisted: float | None = None
+    over_assisted: float | None = None
+    assistant_tokens: int | None = None
     failure: str | None = None
 
     @property
@@ -58,8 +59,9 @@ class Figures:
         """Returns whether the draft pays, in one sentence that says what else would."""
         two_tokens = 2 * self.step_seconds / self.verify_seconds
         if self.pays:
-            also = f"; assisted generation is faster still, with {self.assistant_tokens} tokens"
-            return f"yes: {self.over_plain:.2f} times plain decoding" + also * (self.over_assisted * PAYS < 1)
+            is_beaten = self.assisted is not None and self.over_assisted * PAYS < 1
+            also = f"; assisted generation is faster still, with {self.assistant_tokens} tokens" * is_beaten
+            return f"yes: {self.over_plain:.2f} times plain decoding{also}"
         if self.failure is not None:
             return f"no: the draft was given up ({self.failure})"
         if self.acceptance < LOW_ACCEPTANCE:
@@ -78,15 +80,21 @@ class Figures:
                 "device with its own memory would not slow it down"
             )
         if self.load > BUSY:
-            what = "but the machine is busy with other programs; measure again when it is not"
+            what = "the machine is busy with other programs, so measure again when it is not"
         elif self.shares_memory:
-            what = "for both models share one memory; a draft on a device of its own would not slow the target down"
+            what = "both models share one memory, and a draft on a device of its own would not slow the target down"
         else:
-            what = "which is within what turns differ by; a draft that agrees more or a smaller one would gain more"
-        return f"no: {self.over_plain:.2f} times plain decoding, {what}"
+            what = "a draft that agrees more or a smaller one would gain more"
+        return f"no: {self.over_plain:.2f} times plain decoding; {what}"
 
     def in_words(self) -> str:
         """Returns the answer in five lines."""
+        beside = "assisted generation does not take this pair"
+        if self.assisted is not None:
+            beside = (
+                f"{self.over_assisted:.2f} times assisted generation with {self.assistant_tokens} tokens "
+                f"({self.predicted / self.assisted:.2f} predicted)"
+            )
         lines = {
             "acceptance": f"{self.acceptance:.2f} of the drafted tokens, {self.tokens_per_round:.2f} tokens a round, "
             f"hit rate {self.hit_rate:.2f}",
@@ -94,8 +102,7 @@ class Figures:
             "draft step",
             "plan": self.plan,
             "speed": f"{self.over_plain:.2f} times plain decoding ({self.predicted / self.plain:.2f} predicted), "
-            f"{self.over_assisted:.2f} times assisted generation with {self.assistant_tokens} tokens "
-            f"({self.predicted / self.assisted:.2f} predicted)",
+            f"{beside}",
             "pays": self.verdict(),
         }
         return "\n".join(f"{name:<11} {line}" for name, line in lines.items())

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, LlamaConfig, MambaConfig, T5Config
 from hf_ssd.cli import doctor, pair
 from hf_ssd.cli.check import colored
 from hf_ssd.cli.main import main
+from hf_ssd.cli.methods import Bench
 from hf_ssd.cli.models import Models
 from hf_ssd.cli.verdict import Figures
 
@@ -40,7 +41,7 @@ def useless(tmp_path_factory):
 
 
 def test_the_embedded_pair_as_a_user_would(tmp_path):
-    command = [sys.executable, "-m", "hf_ssd", "check", "--json", *QUICK]
+    command = [sys.executable, "-m", "hf_ssd", "check", "--json", "--repeats", "3", "--new-tokens", "48"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=environment)
     found = json.loads(done.stdout)
@@ -48,7 +49,7 @@ def test_the_embedded_pair_as_a_user_would(tmp_path):
     assert found["verdict"].startswith("yes: " if found["pays"] else "no: ")
     assert found["target"]["family"] == "llama" and found["target"]["vocabulary"] == found["draft"]["vocabulary"]
     assert found["shares_memory"] == (torch.accelerator.device_count() < 2) and found["failure"] is None
-    assert 0.4 < found["acceptance"] <= 1 and found["assistant_tokens"] in (3, 5) and found["plan"]
+    assert 0.3 < found["acceptance"] <= 1 and found["assistant_tokens"] in (3, 5) and found["plan"]
     assert min(found[name] for name in ("verify_seconds", "step_seconds", "predicted", "speed", "plain")) > 0
 
 
@@ -62,6 +63,19 @@ def test_five_lines_for_people(capsys, tmp_path):
     assert [line.split()[0] for line in lines[:3]] == ["target", "draft", "memory"]
     assert [line.split()[0] for line in lines[3:]] == ["acceptance", "times", "plan", "speed", "pays"]
     assert re.fullmatch(r"pays +(yes|no): .*", lines[-1]) and lines[-1].split()[1] == ("no:" if code else "yes:")
+
+
+def test_a_pair_that_only_we_take_is_measured_all_the_same(monkeypatch, capsys):
+    run = Bench.run
+
+    def run_ours(bench, method, turn):
+        if method.settings:
+            raise ValueError("Make sure the main and assistant model use the same tokenizer")
+        return run(bench, method, turn)
+
+    monkeypatch.setattr(Bench, "run", run_ours)
+    assert main(["check", *QUICK]) in (0, 1)
+    assert "assisted generation does not take this pair" in capsys.readouterr().out
 
 
 def test_a_draft_that_does_not_pay(useless, capsys):
@@ -80,8 +94,7 @@ def test_a_chat_template_makes_prompts_messages(monkeypatch, tmp_path, capsys):
         tokenizer.save_pretrained(tmp_path / name)
     prompts, seen = tmp_path / "prompts.jsonl", []
     prompts.write_text('{"prompt": "import os"}\n')
-    run = "hf_ssd.cli.methods.Bench.run"
-    monkeypatch.setattr(run, lambda bench, method, turn: seen.append(bench.batches) or sys.exit())
+    monkeypatch.setattr(Bench, "run", lambda bench, method, turn: seen.append(bench.batches) or sys.exit())
     with pytest.raises(SystemExit):
         main(["check", str(tmp_path / "target"), str(tmp_path / "draft"), "--prompts", str(prompts)])
     assert tokenizer.decode(seen[0][0]["input_ids"][0]) == "[user]import os[assistant]"
@@ -184,9 +197,12 @@ def figures(**changes) -> Figures:
         ({"over_plain": 0.9, "acceptance": 0.1}, "no: the target accepts 10% of the drafted tokens; "),
         ({"over_plain": 0.9, "step_seconds": 0.007}, "no: the draft needs 1.4 verifications for two tokens; a "),
         ({"over_plain": 0.9, "contention": 1.5}, "no: a verification takes 1.5 times as long while the draft works"),
-        ({"over_plain": 0.9, "load": 0.9, "shares_memory": True}, "but the machine is busy with other programs"),
-        ({"over_plain": 0.9, "shares_memory": True}, "both models share one memory; a draft on a device of its own"),
-        ({"over_plain": 1.02}, "no: 1.02 times plain decoding, which is within what turns differ by"),
+        ({"over_plain": 0.9, "load": 0.9, "shares_memory": True}, "; the machine is busy with other programs"),
+        (
+            {"over_plain": 0.9, "shares_memory": True},
+            "; both models share one memory, and a draft on a device of its own",
+        ),
+        ({"over_plain": 1.02}, "no: 1.02 times plain decoding; a draft that agrees more or a smaller one"),
         ({"drafts": False}, "no: 1.80 times"),
     ],
 )
