@@ -105,7 +105,7 @@ def conclude(methods: dict[str, Method], planner: Planner, shares_memory: bool, 
         at_its_best = {"assisted": rows[assisted]["speed"], "over_assisted": statistics.median(ratios)}
         at_its_best["assistant_tokens"] = int(assisted.removeprefix(f"{ASSISTED}, "))
     return Figures(
-        acceptance=ssd["acceptance"] if drafts else planner.costs.acceptance(1)[0],
+        acceptance=ssd["acceptance"] if drafts else planner.costs.acceptance_seen,
         hit_rate=ssd["hit rate"],
         tokens_per_round=ssd["tokens/round"],
         verify_seconds=ssd["verify ms"] / 1e3,

@@ -69,6 +69,11 @@ class Figures:
                 f"no: the target accepts {self.acceptance:.0%} of the drafted tokens; a draft of the same family, or "
                 "one trained on the target's text, would agree more"
             )
+        if self.load > BUSY:
+            return (
+                f"no: {self.over_plain:.2f} times plain decoding, but the machine is busy with other programs; measure "
+                "again when it is not"
+            )
         if two_tokens > SLOW_DRAFT:
             return (
                 f"no: the draft needs {two_tokens:.1f} verifications for two tokens; a parallel draft or a smaller one "
@@ -79,9 +84,7 @@ class Figures:
                 f"no: a verification takes {self.contention:.1f} times as long while the draft works; a draft on a "
                 "device with its own memory would not slow it down"
             )
-        if self.load > BUSY:
-            what = "the machine is busy with other programs, so measure again when it is not"
-        elif self.shares_memory:
+        if self.shares_memory:
             what = "both models share one memory, and a draft on a device of its own would not slow the target down"
         else:
             what = "a draft that agrees more or a smaller one would gain more"

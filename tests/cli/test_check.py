@@ -197,7 +197,7 @@ def figures(**changes) -> Figures:
         ({"over_plain": 0.9, "acceptance": 0.1}, "no: the target accepts 10% of the drafted tokens; "),
         ({"over_plain": 0.9, "step_seconds": 0.007}, "no: the draft needs 1.4 verifications for two tokens; a "),
         ({"over_plain": 0.9, "contention": 1.5}, "no: a verification takes 1.5 times as long while the draft works"),
-        ({"over_plain": 0.9, "load": 0.9, "shares_memory": True}, "; the machine is busy with other programs"),
+        ({"over_plain": 0.9, "load": 0.9, "shares_memory": True}, ", but the machine is busy with other programs"),
         ({"over_plain": 0.9, "shares_memory": True}, "; both models share one memory, and a draft on a "),
         ({"over_plain": 1.02}, "no: 1.02 times plain decoding; a draft that agrees more or a smaller one"),
         ({"drafts": False}, "no: 1.80 times"),
