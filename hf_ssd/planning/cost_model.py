@@ -122,7 +122,7 @@ class CostModel:
 
     @property
     def acceptance_seen(self) -> float:
-        """Returns the share of drafted tokens that were accepted, of those put to the test in any call, without priors."""
+        """Returns the share of the drafted tokens put to the test in any call that were accepted, without priors."""
         tested = math.fsum(average.weight for average in self.accepted_ever)
         return math.fsum(average.total for average in self.accepted_ever) / tested if tested else 0.0
 
