@@ -6,7 +6,7 @@ example:
 The text so far stays in the caches of both models, so a turn costs what is new in it. A model without a chat template,
 such as the small pair that comes with hf_ssd, completes what you type.
 
-commands: /clear forgets the text so far, /stats turns the figures behind each answer on or off, /quit ends.
+Type /help for the commands.
 """
 
 import argparse
@@ -18,6 +18,11 @@ from transformers import DynamicCache, TextStreamer, set_seed
 import hf_ssd
 
 from . import models
+
+HELP = """/clear  forgets the text so far
+/stats  turns the figures behind each answer on or off
+/help   shows this
+/quit   ends (so does Ctrl-D); Ctrl-C stops an answer"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -122,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
     target = hf_ssd.enable(models.load(found.target, found.dtype, found.device))
     with hf_ssd.launch_draft(found.draft, device=found.draft_device, dtype=found.draft_dtype) as assistant:
         chat, shows_stats = Chat(args, target, assistant, tokenizer), args.stats
-        print("Type a message, or /clear, /stats, /quit.")
+        print("Type a message, or /help.")
         while True:
             try:
                 words = input("> ")
@@ -134,6 +139,10 @@ def run(args: argparse.Namespace) -> int:
                 chat.clear()
             elif words == "/stats":
                 shows_stats = not shows_stats
+            elif words == "/help":
+                print(HELP)
+            elif words.startswith("/") and words.split()[0][1:].isalpha():
+                print(f"There is no command {words.split()[0]}; /help lists them.")
             elif words:
                 try:
                     figures = chat.answer(words)
