@@ -112,6 +112,26 @@ def test_what_an_accelerator_was_given_is_waited_for(monkeypatch):
     assert bench.run(ways.Method({}, None, 1), 0).seconds == 1.0
 
 
+def test_tokens_of_the_first_round_are_not_counted_as_decoded_later(monkeypatch):
+    """Assisted generation has four tokens after a second and eight after two; the mutant counts seven for the last."""
+    now = [0.0]
+    monkeypatch.setattr(ways.time, "perf_counter", lambda: now[0])
+
+    class Target:
+        device, generation_config = torch.device("cpu"), SimpleNamespace(eos_token_id=None)
+
+        def generate(self, input_ids, stopping_criteria, **options):
+            for length in (6, 10):
+                now[0] += 1.0
+                stopping_criteria(torch.ones(1, length, dtype=torch.long), None)
+            return SimpleNamespace(sequences=torch.ones(1, 10, dtype=torch.long))
+
+    args = SimpleNamespace(new_tokens=8, temperature=0, ignore_eos=False)
+    bench = ways.Bench(args, Target(), None, None, [{"input_ids": torch.ones(1, 2, dtype=torch.long)}])
+    run = bench.run(ways.Method({}, None, 1), 0)
+    assert (run.first, run.prefill, run.speed) == (4, 1.0, 4.0)
+
+
 def test_slower_and_faster_are_told_from_noise():
     import regression
 

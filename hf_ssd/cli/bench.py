@@ -33,8 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_methods(parser)
 
 
-def add_work(parser: argparse.ArgumentParser):
-    """Adds the arguments that say what is generated, and returns their group."""
+def add_work(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments that say what is generated."""
     work = parser.add_argument_group("work")
     work.add_argument("--prompts", help="JSON lines; default: snippets of Python, or random tokens")
     work.add_argument("--prompt-field", default="prompt")
@@ -43,7 +43,6 @@ def add_work(parser: argparse.ArgumentParser):
     work.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
     work.add_argument("--new-tokens", type=int, default=128)
     work.add_argument("--ignore-eos", action="store_true", help="go on behind the end of the text")
-    return work
 
 
 def add_methods(parser: argparse.ArgumentParser) -> None:

@@ -15,15 +15,19 @@ PLAIN, ASSISTED, SD, SSD = "plain generate", "assisted", "SSD, in turn", "SSD"
 
 
 class FirstToken(StoppingCriteria):
-    """Notes when the first token is there."""
+    """
+    Notes when the first token is there, and how long the text is then: assisted generation asks first after its first
+    round, which may give several tokens.
+    """
 
     def __init__(self):
         self.at: float | None = None
+        self.length = 0
 
     def __call__(self, input_ids, scores, **kwargs):
         if self.at is None:
             input_ids[0, -1].item()  # a GPU may not have come that far
-            self.at = time.perf_counter()
+            self.at, self.length = time.perf_counter(), input_ids.shape[1]
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
@@ -50,14 +54,14 @@ class Run:
     """
     Args:
         tokens (`int`): New tokens of all rows.
-        rows (`int`): Batch size: the prefill gives that many tokens.
+        first (`int`): Those of them that were there after `prefill`.
         prefill, seconds (`float`): Until the first tokens, and in all.
         stats ([`~hf_ssd.SSDStats`], *optional*): Of a method of ours.
         sequences (`torch.LongTensor`): The output.
     """
 
     tokens: int
-    rows: int
+    first: int
     prefill: float
     seconds: float
     stats: object
@@ -66,7 +70,7 @@ class Run:
     @property
     def speed(self) -> float:
         """Tokens per second while decoding."""
-        return (self.tokens - self.rows) / (self.seconds - self.prefill)
+        return (self.tokens - self.first) / (self.seconds - self.prefill)
 
 
 class Bench:
@@ -123,7 +127,8 @@ class Bench:
         stats = getattr(output, "ssd_stats", None)
         tokens = stats.generated_tokens if stats else new_tokens(output.sequences[:, length:], self.target)
         prefill = stats.prefill_seconds if stats else first.at - start
-        return Run(tokens, rows, prefill, seconds, stats, output.sequences)
+        given = rows if stats else rows * (first.length - length)
+        return Run(tokens, given, prefill, seconds, stats, output.sequences)
 
     def measure(self, methods: dict[str, Method]) -> dict[str, Method]:
         """Adds the runs to the methods, and returns them."""
