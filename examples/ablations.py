@@ -20,10 +20,11 @@ import transformers
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from transformers.utils import logging
-from workload import PAIR, sampling
+from workload import PAIR
 
 import hf_ssd
 from hf_ssd import theory
+from hf_ssd.cli.methods import sampling
 from hf_ssd.distributed.assistant import WorkerSlot
 from hf_ssd.distributed.cores import available_cores
 from hf_ssd.distributed.local import LocalSession

@@ -20,17 +20,18 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from benchmark import FirstToken
 from evaluation import report
 from evaluation.prompts import SOURCES, Batch, find_source, load_samples
 from evaluation.results_file import ResultsFile
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, StoppingCriteriaList, set_seed
 from transformers.utils import logging
-from workload import about, add_models, sampling
+from workload import add_models
 
 import hf_ssd
 from hf_ssd import devices
+from hf_ssd.cli.bench import about
+from hf_ssd.cli.methods import FirstToken, sampling
 from hf_ssd.distributed.cores import divide_cores, use_cores
 
 METHODS = ("plain", "assisted", "sd", "ssd")

@@ -13,11 +13,13 @@ import statistics
 import time
 
 import torch
-from benchmark import add_pair_and_work, batches_for, cores_for, load_pair, synchronize
 from transformers import DynamicCache, GenerationConfig
 from transformers.utils import logging
+from workload import add_pair_and_work, batches_for, load_pair
 
 import hf_ssd
+from hf_ssd.cli.bench import cores_for
+from hf_ssd.cli.methods import synchronize
 from hf_ssd.distributed.cores import use_cores
 from hf_ssd.drafting.cache_shapes import shape_for
 from hf_ssd.drafting.parallel_drafter import drafter_for, is_parallel, mask_token

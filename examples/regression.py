@@ -13,11 +13,13 @@ import statistics
 from pathlib import Path
 
 import torch
-from benchmark import PLAIN, SSD, Bench, parse_arguments
+from benchmark import parse_arguments
 from transformers.utils import logging
-from workload import batches_for, cores_for, load_pair
+from workload import batches_for, load_pair
 
 import hf_ssd
+from hf_ssd.cli.bench import cores_for
+from hf_ssd.cli.methods import PLAIN, SSD, Bench
 
 CASES = {
     "embedded pair, greedy": ["--lookahead", "4", "--budget", "6"],

@@ -27,9 +27,10 @@ from pathlib import Path
 from tqdm import tqdm
 from transformers import set_seed
 from transformers.utils import logging
-from workload import add_pair_and_work, batches_for, load_pair, sampling
+from workload import add_pair_and_work, batches_for, load_pair
 
 import hf_ssd
+from hf_ssd.cli.methods import sampling
 from hf_ssd.distributed.cores import use_cores
 
 PLAIN, AUTO, OWN_PROCESS = "plain generate", "planned", ", here"

@@ -1,31 +1,21 @@
-"""What is measured: a pair of models, prompts, and the machine. For the programs that measure speed."""
+"""What is measured: a pair of models and prompts. For the programs that measure speed."""
 
 import argparse
 import os
-import platform
 from pathlib import Path
 
 import torch
-import transformers
 from evaluation.prompts import load_samples
 from layered_pair import SIZES, layered_pair
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 import hf_ssd
 from hf_ssd import devices
-from hf_ssd.distributed.cores import CoreShare, divide_cores
+from hf_ssd.cli.bench import add_work
+from hf_ssd.cli.models import load_tokenizer
+from hf_ssd.cli.prompts import SNIPPETS, batches, random_batches
 
 PAIR = Path(__file__).parent / "pair"
-SNIPPETS = [
-    "class Reader:\n    def __init__(self, path):\n",
-    "import os\n\ndef main(",
-    "def parse(self, line):\n    ",
-    "for i in range(10):\n",
-    "try:\n    value = ",
-    "class Error(Exception):\n",
-    "def test_",
-    "if __name__ == ",
-]
 
 
 def add_models(parser: argparse.ArgumentParser):
@@ -43,14 +33,7 @@ def add_pair_and_work(parser: argparse.ArgumentParser) -> None:
     pair.add_argument("--layered", choices=SIZES, help="a random pair of this size instead, see layered_pair.py")
     pair.add_argument("--agreement", type=float, default=0.85, help="acceptance rate of the random pair")
     pair.add_argument("--compile", action="store_true", help="both models by torch.compile, for all methods")
-    work = parser.add_argument_group("work")
-    work.add_argument("--prompts", help="JSON lines, or a hub dataset; default: snippets of Python, or random tokens")
-    work.add_argument("--prompt-field", default="prompt")
-    work.add_argument("--prompt-length", type=int, default=32, help="of random tokens")
-    work.add_argument("--batch-size", type=int, default=1)
-    work.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
-    work.add_argument("--new-tokens", type=int, default=128)
-    work.add_argument("--ignore-eos", action="store_true", help="go on behind the end of the text")
+    add_work(parser)
 
 
 def load_pair(args):
@@ -73,23 +56,10 @@ def load_pair(args):
     return hf_ssd.enable(target), draft, tokenizer
 
 
-def load_tokenizer(name: str):
-    """Returns a tokenizer that pads on the left, or `None` for a random model, which has none."""
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
-    except (OSError, ValueError):
-        return None
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    return tokenizer
-
-
 def batches_for(args, tokenizer, target) -> list[dict]:
     """Returns prompts in batches: the user's, snippets of Python, or random tokens where there is no tokenizer."""
     if tokenizer is None:
-        shape = (4, args.batch_size, args.prompt_length)
-        tokens = torch.randint(1, target.config.vocab_size, shape, generator=torch.Generator().manual_seed(1))
-        tokens = tokens.to(target.device)
-        return [{"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in tokens]
+        return random_batches(target, args.batch_size, args.prompt_length)
     prompts, size = SNIPPETS, args.batch_size
     if args.prompts:
         count = max(size, args.repeats + 1)
@@ -100,39 +70,4 @@ def batches_for(args, tokenizer, target) -> list[dict]:
             from datasets import load_dataset
 
             prompts = next(iter(load_dataset(args.prompts).values()))[args.prompt_field][:count]
-    batches = []
-    for start in range(0, len(prompts), size):
-        batch = [prompts[i % len(prompts)] for i in range(start, start + size)]
-        inputs = tokenizer(batch, padding=True, return_tensors="pt", return_token_type_ids=False)
-        batches.append(inputs.to(target.device))
-    return batches
-
-
-def sampling(temperature: float) -> dict:
-    """Returns options of generate(): greedy at 0, otherwise the temperature alone, without the model's own filters."""
-    if not temperature:
-        return {"do_sample": False}
-    return {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-
-
-def synchronize(device: torch.device) -> None:
-    """Waits until an accelerator has done what was launched on it. A CPU does so at once."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-
-
-def cores_for(args, target, draft) -> CoreShare | None:
-    if args.pin:
-        sides = [tuple(int(core) for core in side.split(",")) for side in args.pin]
-        return CoreShare(sides[0], (sides[1],))
-    return divide_cores() if target.device.type == draft.device.type == "cpu" else None
-
-
-def about() -> dict:
-    """Returns what the figures were made with."""
-    versions = {module.__name__: module.__version__ for module in (hf_ssd, torch, transformers)}
-    gpus = [devices.name(device) for device in devices.accelerators()]
-    return {
-        "versions": {**versions, "python": platform.python_version()},
-        "machine": {"processor": platform.machine(), "cores": os.cpu_count(), "gpus": gpus},
-    }
+    return batches(prompts, tokenizer, size, target.device)

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from hf_ssd import SSDStats, theory
+from hf_ssd.cli import methods as ways
+from hf_ssd.cli.table import rows_of
 from hf_ssd.rounds import IN_TURN, PREPARED, RoundRecord
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
-import benchmark  # noqa: E402
 
 
 def run(*arguments):
@@ -71,7 +72,7 @@ def test_the_best_setting_counts_and_ratios_are_of_one_turn():
         "SSD, in turn, 2": method([20, 40, 80], stats=stats),
         "SSD": method([30, 60, 120], devices=2, stats=stats),
     }
-    rows = {row["method"]: row for row in benchmark.rows_of(methods)}
+    rows = {row["method"]: row for row in rows_of(methods)}
     assert list(rows) == ["plain generate", "assisted, default", "assisted, 4", "SSD, in turn, 2", "SSD"]
     assert rows["assisted, 4"]["over plain"] == 2 and rows["SSD"]["over plain"] == 3
     assert rows["SSD"]["per device"] == 30 and rows["SSD"]["over in turn"] == 1.5
@@ -83,13 +84,13 @@ def test_the_best_setting_counts_and_ratios_are_of_one_turn():
 
 def test_tokens_are_counted_to_the_end_of_each_text():
     model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=[9, 8]))
-    assert benchmark.new_tokens(torch.tensor([[1, 9, 9, 0], [1, 2, 3, 4], [8, 0, 0, 0]]), model) == 2 + 4 + 1
+    assert ways.new_tokens(torch.tensor([[1, 9, 9, 0], [1, 2, 3, 4], [8, 0, 0, 0]]), model) == 2 + 4 + 1
 
 
 def test_what_an_accelerator_was_given_is_waited_for(monkeypatch):
     """generate() returns at once here, and its work is done when the device is waited for: a second later."""
     now, queue = [0.0], []
-    monkeypatch.setattr(benchmark.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(ways.time, "perf_counter", lambda: now[0])
 
     def synchronize(device):
         now[0] += sum(queue)
@@ -106,9 +107,29 @@ def test_what_an_accelerator_was_given_is_waited_for(monkeypatch):
             return SimpleNamespace(sequences=torch.ones(1, 6, dtype=torch.long))
 
     args = SimpleNamespace(new_tokens=4, temperature=0, ignore_eos=False)
-    bench = benchmark.Bench(args, Target(), None, None, [{"input_ids": torch.ones(1, 2, dtype=torch.long)}])
+    bench = ways.Bench(args, Target(), None, None, [{"input_ids": torch.ones(1, 2, dtype=torch.long)}])
     queue.append(5.0)  # of whatever ran before
-    assert bench.run(benchmark.Method({}, None, 1), 0).seconds == 1.0
+    assert bench.run(ways.Method({}, None, 1), 0).seconds == 1.0
+
+
+def test_tokens_of_the_first_round_are_not_counted_as_decoded_later(monkeypatch):
+    """Assisted generation has four tokens after a second and eight after two; the mutant counts seven for the last."""
+    now = [0.0]
+    monkeypatch.setattr(ways.time, "perf_counter", lambda: now[0])
+
+    class Target:
+        device, generation_config = torch.device("cpu"), SimpleNamespace(eos_token_id=None)
+
+        def generate(self, input_ids, stopping_criteria, **options):
+            for length in (6, 10):
+                now[0] += 1.0
+                stopping_criteria(torch.ones(1, length, dtype=torch.long), None)
+            return SimpleNamespace(sequences=torch.ones(1, 10, dtype=torch.long))
+
+    args = SimpleNamespace(new_tokens=8, temperature=0, ignore_eos=False)
+    bench = ways.Bench(args, Target(), None, None, [{"input_ids": torch.ones(1, 2, dtype=torch.long)}])
+    run = bench.run(ways.Method({}, None, 1), 0)
+    assert (run.first, run.prefill, run.speed) == (4, 1.0, 4.0)
 
 
 def test_slower_and_faster_are_told_from_noise():

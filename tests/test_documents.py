@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_ssd
+from hf_ssd.cli.main import build_parser
 
 ROOT = Path(__file__).parent.parent
 PAIR = ROOT / "examples" / "pair"
@@ -120,9 +121,9 @@ def commands_of(document: Path) -> list[str]:
     text = document.read_text()
     lines = [line for block in blocks_of(document, "bash") for line in block.replace("\\\n", " ").splitlines()]
     # Inline commands: a line break within one is a blank.
-    lines += [" ".join(code.split()) for code in re.findall(r"`((?:python|torchrun|accelerate) [^`]+)`", text)]
+    lines += [" ".join(code.split()) for code in re.findall(r"`((?:python|torchrun|accelerate|hf-ssd) [^`]+)`", text)]
     parts = [part.split("#")[0].strip() for line in lines for part in line.split("&&")]
-    return [part for part in parts if "examples/" in part]
+    return [part for part in parts if "examples/" in part or part.startswith("hf-ssd ")]
 
 
 COMMANDS = [(document, command) for document in DOCUMENTS for command in commands_of(document)]
@@ -131,6 +132,9 @@ COMMANDS = [(document, command) for document in DOCUMENTS for command in command
 @pytest.mark.parametrize("document, command", COMMANDS, ids=[f"{path.name}: {command}" for path, command in COMMANDS])
 def test_a_command_of_a_document_is_one_that_its_program_takes(document, command, monkeypatch):
     words = [word for word in shlex.split(command) if word != "..."]
+    if words[0] == "hf-ssd":
+        build_parser().parse_args(words[1:])
+        return
     place = next(i for i, word in enumerate(words) if word.endswith(".py"))
     program = ROOT / words[place]
     assert program.exists()
@@ -201,7 +205,6 @@ def test_a_wrong_block_and_a_wrong_link_are_found(tmp_path, what_readers_have, m
 
 
 def test_a_wrong_option_is_found(monkeypatch, capsys):
-    with pytest.raises(SystemExit):
-        test_a_command_of_a_document_is_one_that_its_program_takes(
-            None, "python examples/quickstart.py --lookahaed 3", monkeypatch
-        )
+    for command in ("python examples/quickstart.py --lookahaed 3", "hf-ssd check TARGET DRAFT --lookahaed 3"):
+        with pytest.raises(SystemExit):
+            test_a_command_of_a_document_is_one_that_its_program_takes(None, command, monkeypatch)

@@ -16,12 +16,12 @@ import torch
 from torch.autograd import DeviceType
 
 from hf_ssd import SSDStats, theory
+from hf_ssd.cli.methods import PLAIN, SSD, Method, Run
 from hf_ssd.rounds import AHEAD, PREPARED, PRIMARY, RoundRecord
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
 import gpu_report  # noqa: E402
-from benchmark import PLAIN, SSD, Method, Run  # noqa: E402
 from gpu_parts import devices, rounds, speed  # noqa: E402
 from gpu_parts import tests as gpu_tests  # noqa: E402
 from gpu_parts.clock import Clock  # noqa: E402

@@ -1,9 +1,10 @@
 """Prompts and reference answers, from the hub or from a file."""
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+from hf_ssd.cli.prompts import read_objects
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ def _load_rows(name: str, source: Source, path: str | None):
     if path is not None:
         try:
             if READERS[Path(path).suffix] == "json":
-                return Dataset.from_list(_read_json(path))
+                return Dataset.from_list(read_objects(path))
             return load_dataset(READERS[Path(path).suffix], data_files=path, split="train")
         except Exception as error:  # whatever the reader of this format raises
             raise ValueError(f"{path} cannot be read as {Path(path).suffix[1:]}: {_sentence(error)}.") from error
@@ -142,18 +143,6 @@ def _load_rows(name: str, source: Source, path: str | None):
             f"{source.hub_id} could not be loaded from the hub ({_sentence(error)}); where there is no network, pass a "
             f"copy of it as a local file: --dataset {name}=FILE."
         ) from error
-
-
-def _read_json(path: str) -> list[dict]:
-    """Reads a list of objects, or one object a line. Not by pyarrow, which a line such as `null{` brings down."""
-    text = Path(path).read_text(encoding="utf-8")
-    if text.lstrip().startswith("["):
-        rows = json.loads(text)
-    else:
-        rows = [json.loads(line) for line in text.split("\n") if line.strip()]
-    if not rows or not all(isinstance(row, dict) for row in rows):
-        raise ValueError("it holds no objects")
-    return rows
 
 
 def _sentence(error: Exception) -> str:

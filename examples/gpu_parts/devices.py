@@ -4,8 +4,8 @@ import subprocess
 from dataclasses import dataclass
 
 import torch
-import workload
 
+from hf_ssd.cli import bench
 from hf_ssd.devices import accelerators, name
 
 
@@ -70,7 +70,7 @@ def about(layout: Layout, dry_run: bool) -> dict:
         "devices": [f"{device}: {name(device)}" for device in accelerators()],
         "driver": _driver(),
         "cuda": torch.version.cuda,
-        **workload.about()["versions"],
+        **bench.about()["versions"],
     }
 
 

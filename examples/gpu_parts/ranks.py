@@ -8,12 +8,12 @@ import tempfile
 from pathlib import Path
 
 import torch
-from benchmark import PLAIN, SSD
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
-from workload import load_tokenizer
 
 import hf_ssd
+from hf_ssd.cli.methods import PLAIN, SSD
+from hf_ssd.cli.models import load_tokenizer
 
 from .clock import Clock, first_line, run_for
 from .devices import Layout

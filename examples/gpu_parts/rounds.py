@@ -6,13 +6,14 @@ from collections import Counter
 from pathlib import Path
 
 import torch
-from benchmark import Method, Run, figures_of
 from profile_round import draft_ms, drafting, forward_ms
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 import hf_ssd
 from hf_ssd import theory
+from hf_ssd.cli.methods import Method, Run
+from hf_ssd.cli.table import figures_of
 
 from .clock import Clock, first_line
 from .pairs import Pair, load, memory_is_freed, names_of

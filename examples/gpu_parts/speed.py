@@ -7,10 +7,11 @@ import math
 import statistics
 
 import torch
-from benchmark import PLAIN, SSD, Bench, Method, Run, figures_of
 from transformers import CompileConfig
 
 import hf_ssd
+from hf_ssd.cli.methods import PLAIN, SSD, Bench, Method, Run
+from hf_ssd.cli.table import figures_of
 
 from .clock import Clock, first_line
 from .devices import Layout
@@ -34,7 +35,7 @@ class Cell:
     One method in one setting.
 
     Args:
-        method ([`~benchmark.Method`]): What is measured.
+        method ([`~hf_ssd.cli.methods.Method`]): What is measured.
         record (`dict`): What the report says of it.
         compiles (`bool`): Whether the target is compiled meanwhile.
         is_soon_warm (`bool`): Whether a few tokens warm it up: nothing is compiled, and nothing is learned.

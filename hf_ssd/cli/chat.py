@@ -1,38 +1,37 @@
 """A chat in the terminal, answered by speculative speculative decoding as it is generated.
 
-    python examples/chat.py --stats
-    python examples/chat.py --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --temperature 0.7
+example:
+  hf-ssd chat Qwen/Qwen3-8B Qwen/Qwen3-0.6B --temperature 0.7 --stats
 
-The text so far stays in the caches of both models, so a turn costs what is new in it. With the small pair in
-`examples/pair`, which has no chat template, what you type is code to be completed.
+The text so far stays in the caches of both models, so a turn costs what is new in it. A model without a chat template,
+such as the small pair that comes with hf_ssd, completes what you type.
 
-Commands: /clear forgets the text so far, /stats turns the figures behind each answer on or off, /quit ends.
+Type /help for the commands.
 """
 
 import argparse
 import time
-from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, TextStreamer, set_seed
-from transformers.utils import logging
+from transformers import DynamicCache, TextStreamer, set_seed
 
 import hf_ssd
-from hf_ssd.devices import accelerators
 
-PAIR = Path(__file__).parent / "pair"
+from . import models
+
+HELP = """/clear  forgets the text so far
+/stats  turns the figures behind each answer on or off
+/help   shows this
+/quit   ends (so does Ctrl-D); Ctrl-C stops an answer"""
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--target", default=str(PAIR / "target"), help="hub id or folder of the large model")
-    parser.add_argument("--draft", default=str(PAIR / "draft"), help="hub id or folder of the small model")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    models.add_models(parser)
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
     parser.add_argument("--system", help="a system message, for models with a chat template")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--stats", action="store_true", help="figures behind each answer")
-    return parser.parse_args()
 
 
 class TimedStreamer(TextStreamer):
@@ -118,18 +117,17 @@ class Chat:
             self.cache.crop(-(len(self.cached) - same))
 
 
-def main() -> None:
-    args = parse_arguments()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+def run(args: argparse.Namespace) -> int:
+    """Returns the exit code."""
+    found = models.chosen(args)
+    tokenizer = models.load_tokenizer(found.target)
+    if tokenizer is None:
+        raise ValueError(f"{found.target} has no tokenizer, which a chat needs; choose another TARGET.")
     set_seed(args.seed)
-    place = (accelerators() or [torch.device("cpu")])[0]
-    dtype = torch.float32 if place.type == "cpu" else torch.bfloat16
-    target = hf_ssd.enable(AutoModelForCausalLM.from_pretrained(args.target, dtype=dtype).to(place).eval())
-    tokenizer = AutoTokenizer.from_pretrained(args.target)
-    with hf_ssd.launch_draft(args.draft, dtype=dtype) as assistant:
+    target = hf_ssd.enable(models.load(found.target, found.dtype, found.device))
+    with hf_ssd.launch_draft(found.draft, device=found.draft_device, dtype=found.draft_dtype) as assistant:
         chat, shows_stats = Chat(args, target, assistant, tokenizer), args.stats
-        print("Type a message, or /clear, /stats, /quit.")
+        print("Type a message, or /help.")
         while True:
             try:
                 words = input("> ")
@@ -141,6 +139,10 @@ def main() -> None:
                 chat.clear()
             elif words == "/stats":
                 shows_stats = not shows_stats
+            elif words == "/help":
+                print(HELP)
+            elif words.startswith("/") and words.split()[0][1:].isalpha():
+                print(f"There is no command {words.split()[0]}; /help lists them.")
             elif words:
                 try:
                     figures = chat.answer(words)
@@ -151,7 +153,4 @@ def main() -> None:
                 if shows_stats:
                     print(figures)
         print()
-
-
-if __name__ == "__main__":
-    main()
+    return 0

@@ -1,10 +1,8 @@
 """The chat, typed as a user would, and what it keeps from turn to turn."""
 
-import importlib.util
 import re
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,37 +10,36 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 import hf_ssd
+from hf_ssd.cli.chat import Chat
+from hf_ssd.cli.pair import folder
 
-ROOT = Path(__file__).parent.parent
-PAIR = ROOT / "examples" / "pair"
 CONFIG = hf_ssd.SSDConfig(lookahead=3, budget=6, asynchronous=False)
 
 
 def test_a_conversation():
-    typed = "class Reader:\n\n/stats\n    def read(self):\n/clear\nimport os\n/nothing\n/quit\nnot read\n"
-    command = [sys.executable, "examples/chat.py", "--max-new-tokens", "16", "--stats"]
-    done = subprocess.run(command, input=typed, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    typed = "class Reader:\n\n/help\n/nothing\n/stats\n    def read(self):\n/clear\nimport os\n/quit\nnot read\n"
+    command = [sys.executable, "-m", "hf_ssd", "chat", "--max-new-tokens", "16", "--stats"]
+    done = subprocess.run(command, input=typed, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     figures = re.findall(r"\[\d+ tokens, [\d.]+ tokens/s, first after \d+ ms, hit rate [\d.]+, accept", done.stdout)
     assert len(figures) == 1  # behind the first answer, and then /stats turned them off
-    assert done.stdout.count("> ") == 8  # /quit was the last thing read
+    assert "/clear  forgets the text so far" in done.stdout
+    assert "There is no command /nothing; /help lists them." in done.stdout
+    assert done.stdout.count("> ") == 9  # /quit was the last thing read
 
 
 @pytest.fixture(scope="module")
 def pair():
-    target = hf_ssd.enable(AutoModelForCausalLM.from_pretrained(PAIR / "target"))
-    return target, AutoModelForCausalLM.from_pretrained(PAIR / "draft"), AutoTokenizer.from_pretrained(PAIR / "target")
+    target, draft = (AutoModelForCausalLM.from_pretrained(folder(name)) for name in ("target", "draft"))
+    return hf_ssd.enable(target), draft, AutoTokenizer.from_pretrained(folder("target"))
 
 
 @pytest.fixture
 def chat(pair):
-    spec = importlib.util.spec_from_file_location("chat", ROOT / "examples" / "chat.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     args = SimpleNamespace(system=None, temperature=0.0, max_new_tokens=12)
     target, draft, tokenizer = pair
     with hf_ssd.launch_draft(draft, num_threads=1) as assistant:
-        yield module.Chat(args, target, assistant, tokenizer)
+        yield Chat(args, target, assistant, tokenizer)
 
 
 def test_the_caches_go_on_from_turn_to_turn(chat, pair):

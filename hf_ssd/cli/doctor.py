@@ -1,0 +1,113 @@
+"""What can be said of a pair before its weights are loaded: from configs, tokenizers and devices."""
+
+import os
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+
+from ..cache.support import attention_layout
+from ..config import SSDConfig
+from ..distributed.cores import available_cores
+from ..generation.checks import check_arguments
+from .models import Models, first_sentence
+
+SHOWN = 5  # tokens that differ
+
+
+def examine(models: Models) -> dict:
+    """
+    Returns what is known of a pair: a description of each model, and `shares_memory`.
+
+    Raises:
+        `ValueError`: the two cannot work together.
+    """
+    target, draft = (without_weights(name) for name in (models.target, models.draft))
+    check_arguments(target, draft, SSDConfig(), synced_gpus=False)
+    check_tokens(models.target, models.draft)
+    return {
+        "target": describe(target, models.target, models.device),
+        "draft": describe(draft, models.draft, models.draft_device),
+        "shares_memory": models.shares_memory,
+    }
+
+
+def config_of(name: str) -> PreTrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(name, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{name} is no folder or hub id of a model that loads: {first_sentence(error)}") from error
+
+
+def without_weights(name: str) -> PreTrainedModel:
+    """
+    Builds a model that computes nothing, to be asked what it is.
+
+    Raises:
+        `ValueError`: there is no such model, or it is not one that generates text by itself.
+    """
+    config = config_of(name)
+    if not config.is_encoder_decoder:
+        try:
+            with torch.device("meta"):
+                return AutoModelForCausalLM.from_config(config)
+        except ValueError as error:  # transformers lists all the models that it knows
+            if "Unrecognized configuration class" not in str(error):
+                raise
+    raise ValueError(f"{name} is a {config.model_type} model; only decoder-only models that generate text can be used.")
+
+
+def check_tokens(target: str, draft: str) -> None:
+    """
+    Compares the token strings of both tokenizers, where both models have one.
+
+    Raises:
+        `ValueError`: the same number is another token, so almost nothing would be accepted.
+    """
+    try:
+        ours, theirs = (AutoTokenizer.from_pretrained(name).get_vocab() for name in (target, draft))
+    except (OSError, ValueError):
+        return
+    theirs = {number: token for token, number in theirs.items()}
+    differing = sorted((number, token) for token, number in ours.items() if theirs.get(number, token) != token)
+    if differing:
+        shown = ", ".join(f"{number} is {token!r} and {theirs[number]!r}" for number, token in differing[:SHOWN])
+        raise ValueError(
+            f"The tokenizers of target and draft differ in {len(differing)} tokens ({shown}); choose a draft with the "
+            "target's tokenizer."
+        )
+
+
+def load() -> float:
+    """Returns how many programs run for each core, on average over the last minute, where the system tells."""
+    return os.getloadavg()[0] / len(available_cores()) if hasattr(os, "getloadavg") else 0.0
+
+
+def describe(model: PreTrainedModel, name: str, device: torch.device) -> dict:
+    config, layout = model.config.get_text_config(decoder=True), attention_layout(model)
+    window = layout.window and f"windows of {layout.window} tokens"
+    described = {
+        "name": name,
+        "family": config.model_type,
+        "parameters": model.num_parameters(),
+        "layers": config.num_hidden_layers,
+        "attention": " and ".join(filter(None, [None if window and not layout.mixed else "full", window])),
+        "vocabulary": config.vocab_size,
+        "device": str(device),
+    }
+    pard_token = getattr(config, "pard_token", None)
+    return described if pard_token is None else {**described, "pard_token": pard_token}
+
+
+def in_words(known: dict) -> str:
+    """Returns what [`examine`] found as lines of text."""
+    lines = []
+    for side in ("target", "draft"):
+        model = known[side]
+        parallel = f", parallel (mask token {model['pard_token']})" if "pard_token" in model else ""
+        lines.append(
+            f"{side:<11} {model['name']}: {model['family']}, {model['parameters'] / 1e6:.1f}M parameters, "
+            f"{model['layers']} layers, attention {model['attention']}, {model['vocabulary']} tokens, "
+            f"on {model['device']}{parallel}"
+        )
+    memory = "one memory for both: they slow each other down" if known["shares_memory"] else "one for each"
+    return "\n".join([*lines, f"{'memory':<11} {memory}"])

@@ -1,0 +1,165 @@
+"""Ways to generate, run side by side: plain generate(), assisted generation, speculative decoding and SSD."""
+
+import time
+from dataclasses import dataclass, field
+
+import torch
+from tqdm.auto import tqdm
+from transformers import StoppingCriteria, StoppingCriteriaList, set_seed
+
+import hf_ssd
+
+from ..distributed.cores import CoreShare, use_cores
+
+PLAIN, ASSISTED, SD, SSD = "plain generate", "assisted", "SSD, in turn", "SSD"
+
+
+class FirstToken(StoppingCriteria):
+    """
+    Notes when the first token is there, and how long the text is then: assisted generation asks first after its first
+    round, which may give several tokens.
+    """
+
+    def __init__(self):
+        self.at: float | None = None
+        self.length = 0
+
+    def __call__(self, input_ids, scores, **kwargs):
+        if self.at is None:
+            input_ids[0, -1].item()  # a GPU may not have come that far
+            self.at, self.length = time.perf_counter(), input_ids.shape[1]
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+
+@dataclass
+class Method:
+    """
+    Args:
+        options (`dict`): For generate().
+        cores (`tuple[int, ...]`, *optional*): Of this process, if the target is on the CPU.
+        devices (`int`): How many it uses, counting cores on the CPU.
+        settings (`dict`): Attributes of the draft's generation config, for transformers' own assistant.
+        runs (`list[Run]`): What was measured.
+    """
+
+    options: dict
+    cores: tuple[int, ...] | None
+    devices: int
+    settings: dict = field(default_factory=dict)
+    runs: list["Run"] = field(default_factory=list)
+
+
+@dataclass
+class Run:
+    """
+    Args:
+        tokens (`int`): New tokens of all rows.
+        first (`int`): Those of them that were there after `prefill`.
+        prefill, seconds (`float`): Until the first tokens, and in all.
+        stats ([`~hf_ssd.SSDStats`], *optional*): Of a method of ours.
+        sequences (`torch.LongTensor`): The output.
+    """
+
+    tokens: int
+    first: int
+    prefill: float
+    seconds: float
+    stats: object
+    sequences: torch.LongTensor
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second while decoding."""
+        return (self.tokens - self.first) / (self.seconds - self.prefill)
+
+
+class Bench:
+    """Runs methods of generation with a target, a draft, the draft's worker, and batches used one after the other."""
+
+    def __init__(self, args, target, draft, assistant, batches: list[dict]):
+        self.args, self.target, self.draft, self.assistant, self.batches = args, target, draft, assistant, batches
+        self.options = {"max_new_tokens": args.new_tokens, "return_dict_in_generate": True}
+        self.options |= sampling(args.temperature)
+        if args.ignore_eos:
+            self.options["min_new_tokens"] = args.new_tokens
+
+    def methods(self, cores: CoreShare | None, all_devices: bool) -> dict[str, Method]:
+        """Returns what is to be compared; with `all_devices` the others have all cores that SSD has."""
+        target_cores = cores and cores.target
+        both = cores and tuple(sorted({*cores.target, *sum(cores.drafts, ())}))
+        theirs = both if all_devices else target_cores
+        devices = len(theirs) if theirs else 1
+        methods = {PLAIN: Method({}, theirs, devices)}
+        if self.args.batch_size == 1:  # transformers' assisted generation takes no batches
+            methods[f"{ASSISTED}, default"] = Method({"assistant_model": self.draft}, theirs, devices)
+            for n in self.args.assistant_tokens:
+                constant = {"num_assistant_tokens": n, "num_assistant_tokens_schedule": "constant"}
+                constant["assistant_confidence_threshold"] = 0.0
+                methods[f"{ASSISTED}, {n}"] = Method({"assistant_model": self.draft}, theirs, devices, constant)
+        for k in self.args.in_turn_lookaheads:
+            config = hf_ssd.SSDConfig(lookahead=k, asynchronous=False)
+            methods[f"{SD}, {k}"] = Method({"assistant_model": self.draft, "ssd_config": config}, theirs, devices)
+        config = hf_ssd.SSDConfig(lookahead=self.args.lookahead or "auto", budget=self.args.budget or "auto")
+        ours = {"assistant_model": self.assistant, "ssd_config": config}
+        methods[SSD] = Method(ours, target_cores, len(both) if both else 2)
+        return methods
+
+    def run(self, method: Method, turn: int) -> Run:
+        inputs = self.batches[turn % len(self.batches)]
+        options, first = {**self.options, **method.options}, FirstToken()
+        if "ssd_config" not in options:  # ours say it themselves
+            options["stopping_criteria"] = StoppingCriteriaList([first])
+        set_seed(turn)
+        kept = {name: getattr(self.draft.generation_config, name, None) for name in method.settings}
+        if kept:
+            self.draft.generation_config.update(**method.settings)
+        try:
+            with use_cores(method.cores):
+                synchronize(self.target.device)
+                start = time.perf_counter()
+                output = self.target.generate(**inputs, **options)
+                synchronize(self.target.device)
+                seconds = time.perf_counter() - start
+        finally:
+            if kept:
+                self.draft.generation_config.update(**kept)
+        rows, length = inputs["input_ids"].shape
+        stats = getattr(output, "ssd_stats", None)
+        tokens = stats.generated_tokens if stats else new_tokens(output.sequences[:, length:], self.target)
+        prefill = stats.prefill_seconds if stats else first.at - start
+        given = rows if stats else rows * (first.length - length)
+        return Run(tokens, given, prefill, seconds, stats, output.sequences)
+
+    def measure(self, methods: dict[str, Method]) -> dict[str, Method]:
+        """Adds the runs to the methods, and returns them."""
+        turns = tqdm(range(self.args.repeats + 1), desc="measuring", unit="turn", disable=None)
+        for turn in turns:
+            for name, method in methods.items():
+                turns.set_postfix_str(name)
+                run = self.run(method, turn)
+                if turn:
+                    method.runs.append(run)
+        return methods
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until an accelerator has done what was launched on it. A CPU does so at once."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def sampling(temperature: float) -> dict:
+    """Returns options of generate(): greedy at 0, otherwise the temperature alone, without the model's own filters."""
+    if not temperature:
+        return {"do_sample": False}
+    return {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+
+
+def new_tokens(tokens: torch.LongTensor, model) -> int:
+    """Counts the tokens of a batch up to the end of each text."""
+    ends = model.generation_config.eos_token_id
+    if ends is None:
+        return tokens.numel()
+    is_end = torch.isin(tokens, torch.tensor(ends, device=tokens.device))
+    before = is_end.cumsum(dim=1) - is_end.long()
+    return int((before == 0).sum())

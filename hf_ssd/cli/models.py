@@ -1,0 +1,92 @@
+"""The two models of a command: which, where, and loaded."""
+
+import argparse
+from dataclasses import dataclass
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from .. import devices
+from . import pair
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Models:
+    """
+    Args:
+        target, draft (`str`): Hub ids or folders.
+        device, draft_device (`torch.device`): Where each of them goes.
+        dtype, draft_dtype (`torch.dtype`): Of each.
+    """
+
+    target: str
+    draft: str
+    device: torch.device
+    draft_device: torch.device
+    dtype: torch.dtype
+    draft_dtype: torch.dtype
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether both are on one device."""
+        one, other = ((device.type, device.index or 0) for device in (self.device, self.draft_device))
+        return one == other
+
+
+def add_models(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments that [`chosen`] reads."""
+    group = parser.add_argument_group("models", "Without TARGET and DRAFT, the small pair that comes with hf_ssd.")
+    group.add_argument("target", nargs="?", metavar="TARGET", help="hub id or folder of the large model")
+    group.add_argument("draft", nargs="?", metavar="DRAFT", help="hub id or folder of the small model")
+    group.add_argument("--device", metavar="DEVICE", help="of the target; default: the first accelerator, or the CPU")
+    group.add_argument("--draft-device", metavar="DEVICE", help="default: the last accelerator, or the CPU")
+    usual = "bfloat16 on an accelerator, float32 on the CPU"
+    group.add_argument("--dtype", choices=DTYPES, metavar="DTYPE", help=f"default: {usual}")
+
+
+def chosen(args: argparse.Namespace) -> Models:
+    """
+    Returns what the arguments ask for.
+
+    Raises:
+        `ValueError`: there is no such device, or one model is missing.
+    """
+    if args.target is not None and args.draft is None:
+        raise ValueError(f"Which draft is {args.target} to have? Name a DRAFT behind the TARGET.")
+    found = devices.accelerators() or [torch.device("cpu")]
+    device = found[0] if args.device is None else devices.existing(args.device)
+    draft_device = found[-1] if args.draft_device is None else devices.existing(args.draft_device)
+    usual = ("float32" if one.type == "cpu" else "bfloat16" for one in (device, draft_device))
+    dtypes = (getattr(torch, args.dtype or name) for name in usual)
+    names = (args.target or pair.folder("target"), args.draft or pair.folder("draft"))
+    return Models(*names, device, draft_device, *dtypes)
+
+
+def load(name: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """
+    Loads one model.
+
+    Raises:
+        `ValueError`: it does not load.
+    """
+    try:
+        return AutoModelForCausalLM.from_pretrained(name, dtype=dtype, device_map={"": device}).eval()
+    except OSError as error:
+        raise ValueError(f"{name} does not load: {first_sentence(error)}") from error
+
+
+def load_tokenizer(name: str):
+    """Returns a tokenizer that pads on the left, or `None` for a random model, which has none."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
+    except (OSError, ValueError):
+        return None
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    return tokenizer
+
+
+def first_sentence(error: Exception) -> str:
+    """Returns the first line of what a library says in several."""
+    return str(error).strip().split("\n")[0] or type(error).__name__

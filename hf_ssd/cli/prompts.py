@@ -1,0 +1,92 @@
+"""Prompts of a command: the user's, snippets of Python, or random tokens."""
+
+import json
+
+import torch
+
+SNIPPETS = [
+    "class Reader:\n    def __init__(self, path):\n",
+    "import os\n\ndef main(",
+    "def parse(self, line):\n    ",
+    "for i in range(10):\n",
+    "try:\n    value = ",
+    "class Error(Exception):\n",
+    "def test_",
+    "if __name__ == ",
+]
+
+
+def read_objects(path) -> list[dict]:
+    """
+    Reads a JSON list of objects, or one object a line. Not by pyarrow, which a line such as `null{` brings down.
+
+    Raises:
+        `ValueError`: it holds something else.
+    """
+    with open(path, encoding="utf-8") as file:
+        text = file.read()
+    if text.lstrip().startswith("["):
+        rows = json.loads(text)
+    else:
+        rows = [json.loads(line) for line in text.split("\n") if line.strip()]
+    if not rows or not all(isinstance(row, dict) for row in rows):
+        raise ValueError("it holds no objects")
+    return rows
+
+
+def prompts_from(path, field: str = "prompt") -> list[str]:
+    """
+    Returns the prompts of a file of JSON objects.
+
+    Args:
+        path (`str` or `os.PathLike`): The file.
+        field (`str`, *optional*, defaults to `"prompt"`): Where the prompt is in an object.
+
+    Raises:
+        `ValueError`: there are none.
+    """
+    try:
+        rows = read_objects(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read as JSON objects, one a line: {error}.") from error
+    prompts = [row[field] for row in rows if isinstance(row.get(field), str) and row[field]]
+    if not prompts:
+        raise ValueError(f"{path} has no prompts in a field {field!r}; its first object has {', '.join(rows[0])}.")
+    return prompts
+
+
+def as_messages(prompts: list[str], tokenizer) -> list[str]:
+    """Returns prompts as a user's messages to a model with a chat template; those of other models stay as they are."""
+    if tokenizer.chat_template is None:
+        return prompts
+    options = {"add_generation_prompt": True, "tokenize": False}
+    return [tokenizer.apply_chat_template([{"role": "user", "content": text}], **options) for text in prompts]
+
+
+def batches(
+    prompts: list[str], tokenizer, size: int, device: torch.device, add_special_tokens: bool = True
+) -> list[dict]:
+    """
+    Returns prompts as inputs of generate(). The last batch is filled up with the first prompts.
+
+    Args:
+        prompts (`list[str]`): The texts.
+        tokenizer (`PreTrainedTokenizerBase`): It pads on the left.
+        size (`int`): Prompts in each batch.
+        device (`torch.device`): Where the target is.
+        add_special_tokens (`bool`, *optional*, defaults to `True`): A chat template has added them already.
+    """
+    options = {"return_tensors": "pt", "return_token_type_ids": False, "add_special_tokens": add_special_tokens}
+    found = []
+    for start in range(0, len(prompts), size):
+        batch = [prompts[i % len(prompts)] for i in range(start, start + size)]
+        found.append(tokenizer(batch, padding=size > 1, **options).to(device))
+    return found
+
+
+def random_batches(model, size: int, length: int) -> list[dict]:
+    """Returns random tokens in the place of prompts, for a model that has no tokenizer."""
+    vocab_size = model.config.get_text_config(decoder=True).vocab_size
+    tokens = torch.randint(1, vocab_size, (4, size, length), generator=torch.Generator().manual_seed(1))
+    tokens = tokens.to(model.device)
+    return [{"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in tokens]

@@ -1,0 +1,111 @@
+"""Whether a draft pays, and if not, why and what would."""
+
+from dataclasses import dataclass
+
+from ..planning.planner import CONTENTION
+
+PAYS = 1.05  # speed over plain decoding; less is within what turns differ by
+LOW_ACCEPTANCE = 0.3
+SLOW_DRAFT = 1.0  # verifications for two tokens
+BUSY = 0.5  # programs that run for each core
+
+
+@dataclass
+class Figures:
+    """
+    What was measured of a pair. Speeds are in tokens per second.
+
+    Args:
+        acceptance, hit_rate, tokens_per_round (`float`): Of the rounds.
+        verify_seconds, step_seconds (`float`): What a verification and a forward pass of the draft take.
+        contention (`float`): By which factor a verification takes longer while the draft works.
+        plan (`str`): The planner's reason for its last plan.
+        drafts (`bool`): Whether the planner drafted in most of the rounds.
+        predicted (`float`): The speed that theory expects of the parts.
+        speed, plain (`float`): Of SSD and of plain decoding.
+        over_plain (`float`): The median over turns, so not just the ratio of the two.
+        shares_memory (`bool`): Whether both models are on one device.
+        load (`float`): How busy the machine was before, in programs that run for each core.
+        assisted, over_assisted (`float`, *optional*): The same of transformers' assisted generation at its best; `None`
+            if it does not take this pair.
+        assistant_tokens (`int`, *optional*): With how many tokens it was at its best.
+        failure (`str`, *optional*): Why the draft was given up.
+    """
+
+    acceptance: float
+    hit_rate: float
+    tokens_per_round: float
+    verify_seconds: float
+    step_seconds: float
+    contention: float
+    plan: str
+    drafts: bool
+    predicted: float
+    speed: float
+    plain: float
+    over_plain: float
+    shares_memory: bool
+    load: float
+    assisted: float | None = None
+    over_assisted: float | None = None
+    assistant_tokens: int | None = None
+    failure: str | None = None
+
+    @property
+    def pays(self) -> bool:
+        return self.failure is None and self.drafts and self.over_plain >= PAYS
+
+    def verdict(self) -> str:
+        """Returns whether the draft pays, in one sentence that says what else would."""
+        two_tokens = 2 * self.step_seconds / self.verify_seconds
+        if self.pays:
+            is_beaten = self.assisted is not None and self.over_assisted * PAYS < 1
+            also = f"; assisted generation is faster still, with {self.assistant_tokens} tokens" * is_beaten
+            return f"yes: {self.over_plain:.2f} times plain decoding{also}"
+        if self.failure is not None:
+            return f"no: the draft was given up ({self.failure})"
+        if self.acceptance < LOW_ACCEPTANCE:
+            return (
+                f"no: the target accepts {self.acceptance:.0%} of the drafted tokens; a draft of the same family, or "
+                "one trained on the target's text, would agree more"
+            )
+        if self.load > BUSY:
+            return (
+                f"no: {self.over_plain:.2f} times plain decoding, but the machine is busy with other programs; measure "
+                "again when it is not"
+            )
+        if two_tokens > SLOW_DRAFT:
+            return (
+                f"no: the draft needs {two_tokens:.1f} verifications for two tokens; a parallel draft or a smaller one "
+                "would pay sooner"
+            )
+        if self.contention > CONTENTION:
+            return (
+                f"no: a verification takes {self.contention:.1f} times as long while the draft works; a draft on a "
+                "device with its own memory would not slow it down"
+            )
+        if self.shares_memory:
+            what = "both models share one memory, and a draft on a device of its own would not slow the target down"
+        else:
+            what = "a draft that agrees more or a smaller one would gain more"
+        return f"no: {self.over_plain:.2f} times plain decoding; {what}"
+
+    def in_words(self) -> str:
+        """Returns the answer in five lines."""
+        beside = "assisted generation does not take this pair"
+        if self.assisted is not None:
+            beside = (
+                f"{self.over_assisted:.2f} times assisted generation with {self.assistant_tokens} tokens "
+                f"({self.predicted / self.assisted:.2f} predicted)"
+            )
+        lines = {
+            "acceptance": f"{self.acceptance:.2f} of the drafted tokens, {self.tokens_per_round:.2f} tokens a round, "
+            f"hit rate {self.hit_rate:.2f}",
+            "times": f"{1e3 * self.verify_seconds:.1f} ms for a verification, {1e3 * self.step_seconds:.1f} ms for a "
+            "draft step",
+            "plan": self.plan,
+            "speed": f"{self.over_plain:.2f} times plain decoding ({self.predicted / self.plain:.2f} predicted), "
+            f"{beside}",
+            "pays": self.verdict(),
+        }
+        return "\n".join(f"{name:<11} {line}" for name, line in lines.items())

@@ -1,0 +1,218 @@
+"""The doctor: what it refuses, what it measures, and what it says."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaConfig, MambaConfig, T5Config
+
+from hf_ssd.cli import doctor, pair
+from hf_ssd.cli.check import colored
+from hf_ssd.cli.main import main
+from hf_ssd.cli.methods import Bench
+from hf_ssd.cli.models import Models
+from hf_ssd.cli.verdict import Figures
+
+from ..conftest import VOCAB, tiny_draft, tiny_model
+
+ROOT = Path(__file__).parents[2]
+QUICK = ["--repeats", "1", "--new-tokens", "24"]
+
+
+def folder(path, model) -> str:
+    model.save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def useless(tmp_path_factory):
+    """A target of one layer and a deeper draft that knows nothing of it."""
+    place = tmp_path_factory.mktemp("useless")
+    models = {"target": tiny_model(num_hidden_layers=1), "draft": tiny_model(seed=5, num_hidden_layers=6)}
+    return [folder(place / name, model) for name, model in models.items()]
+
+
+# ---------------------------------------------------------------- what is measured
+
+
+def test_the_embedded_pair_as_a_user_would(tmp_path):
+    command = [sys.executable, "-m", "hf_ssd", "check", "--json", "--repeats", "3", "--new-tokens", "48"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=environment)
+    found = json.loads(done.stdout)
+    assert done.returncode == (0 if found["pays"] else 1), done.stderr
+    assert found["verdict"].startswith("yes: " if found["pays"] else "no: ")
+    assert found["target"]["family"] == "llama" and found["target"]["vocabulary"] == found["draft"]["vocabulary"]
+    assert found["shares_memory"] == (torch.accelerator.device_count() < 2) and found["failure"] is None
+    assert 0.3 < found["acceptance"] <= 1 and found["assistant_tokens"] in (3, 5) and found["plan"]
+    assert min(found[name] for name in ("verify_seconds", "step_seconds", "predicted", "speed", "plain")) > 0
+
+
+def test_five_lines_for_people(capsys, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "import os\\n"}\n{"prompt": "def main("}\n')
+    code = main(["check", *QUICK, "--prompts", str(prompts)])
+    output = capsys.readouterr().out
+    assert "\033" not in output and code in (0, 1)
+    lines = output.strip().split("\n")
+    assert [line.split()[0] for line in lines[:3]] == ["target", "draft", "memory"]
+    assert [line.split()[0] for line in lines[3:]] == ["acceptance", "times", "plan", "speed", "pays"]
+    assert re.fullmatch(r"pays +(yes|no): .*", lines[-1]) and lines[-1].split()[1] == ("no:" if code else "yes:")
+
+
+def test_a_pair_that_only_we_take_is_measured_all_the_same(monkeypatch, capsys):
+    run = Bench.run
+
+    def run_ours(bench, method, turn):
+        if method.settings:
+            raise ValueError("Make sure the main and assistant model use the same tokenizer")
+        return run(bench, method, turn)
+
+    monkeypatch.setattr(Bench, "run", run_ours)
+    assert main(["check", *QUICK]) in (0, 1)
+    assert "assisted generation does not take this pair" in capsys.readouterr().out
+
+
+def test_a_draft_that_does_not_pay(useless, capsys):
+    """Random models have no tokenizer, so random tokens are the prompts."""
+    code = main(["check", *useless, "--json", *QUICK])
+    found = json.loads(capsys.readouterr().out)
+    assert code == 1 and not found["pays"] and found["verdict"].startswith("no: ")
+    assert found["acceptance"] < 0.3
+
+
+def test_a_chat_template_makes_prompts_messages(monkeypatch, tmp_path, capsys):
+    tokenizer = AutoTokenizer.from_pretrained(pair.folder("target"))
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
+    for name, model in (("target", tiny_model), ("draft", tiny_draft)):
+        model(vocab_size=len(tokenizer)).save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+    prompts, seen = tmp_path / "prompts.jsonl", []
+    prompts.write_text('{"prompt": "import os"}\n')
+    monkeypatch.setattr(Bench, "run", lambda bench, method, turn: seen.append(bench.batches) or sys.exit())
+    with pytest.raises(SystemExit):
+        main(["check", str(tmp_path / "target"), str(tmp_path / "draft"), "--prompts", str(prompts)])
+    assert tokenizer.decode(seen[0][0]["input_ids"][0]) == "[user]import os[assistant]"
+
+
+def test_what_is_known_before_weights_are_loaded(tmp_path):
+    """Windows, and a mask token in a config; the weights are not there to be read."""
+    target = folder(tmp_path / "target", tiny_model("gemma"))
+    draft = folder(tmp_path / "draft", tiny_model("mistral", pard_token=5))
+    for name in (target, draft):
+        (Path(name) / "model.safetensors").unlink()
+    cpu = torch.device("cpu")
+    known = doctor.examine(Models(target, draft, cpu, cpu, torch.float32, torch.float32))
+    assert known["target"]["attention"] == "full and windows of 6 tokens" and "pard_token" not in known["target"]
+    assert known["draft"]["attention"] == "windows of 6 tokens" and known["draft"]["pard_token"] == 5
+    assert known["target"]["parameters"] == tiny_model("gemma").num_parameters() and known["shares_memory"]
+    words = doctor.in_words(known).split("\n")
+    assert "parallel (mask token 5)" in words[1] and "one memory for both" in words[2]
+
+
+def test_one_gpu_by_two_names_is_one_memory():
+    dtypes = (torch.bfloat16, torch.bfloat16)
+    for other, is_shared in (("cuda:0", True), ("cuda:1", False), ("cpu", False)):
+        assert Models("a", "b", torch.device("cuda"), torch.device(other), *dtypes).shares_memory == is_shared
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+def refusals(tmp_path) -> dict:
+    """Returns the words of a command, and what it is to say, by what is wrong."""
+    target, draft = folder(tmp_path / "target", tiny_model()), folder(tmp_path / "draft", tiny_draft())
+    larger = folder(tmp_path / "larger", tiny_draft(vocab_size=VOCAB + 400))
+    strange = tmp_path / "strange"
+    tokenizer = json.loads((Path(pair.folder("draft")) / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    one, other = list(vocabulary)[40:42]
+    vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
+    AutoTokenizer.from_pretrained(pair.folder("draft")).save_pretrained(strange)
+    (strange / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (strange / "config.json").write_text((Path(pair.folder("draft")) / "config.json").read_text())
+    for name, config in (("t5", T5Config()), ("mamba", MambaConfig()), ("empty", LlamaConfig(num_hidden_layers=1))):
+        config.save_pretrained(tmp_path / name)
+    (tmp_path / "none.jsonl").write_text('{"text": "import os"}\n')
+    return {
+        "no draft": ([target], "Name a DRAFT"),
+        "no such folder": ([target, str(tmp_path / "nowhere")], "nowhere is no folder or hub id"),
+        "encoder-decoder": ([str(tmp_path / "t5"), draft], "t5 is a t5 model; only decoder-only"),
+        "recurrent": ([target, str(tmp_path / "mamba")], "recurrent or compressed state"),
+        "vocabulary": ([target, larger], f"{VOCAB} tokens and the draft one of {VOCAB + 400}"),
+        "tokens": ([pair.folder("target"), str(strange)], "differ in 2 tokens"),
+        "device": ([target, draft, "--draft-device", "cuda:77"], "no device 'cuda:77'"),
+        "not a device": ([target, draft, "--device", "gpu"], "no device 'gpu'"),
+        "no weights": ([str(tmp_path / "empty"), str(tmp_path / "empty")], "does not load"),
+        "no prompts file": ([target, draft, "--prompts", str(tmp_path / "nothing.jsonl")], "nothing.jsonl cannot be"),
+        "no prompts": ([target, draft, "--prompts", str(tmp_path / "none.jsonl")], "has no prompts in a field"),
+        "no tokens": ([target, draft, "--new-tokens", "2"], "must be at least 8"),
+    }  # fmt: skip
+
+
+WRONG = ["no draft", "no such folder", "encoder-decoder", "recurrent", "vocabulary", "tokens", "device", "not a device"]
+WRONG += ["no weights", "no prompts file", "no prompts", "no tokens"]
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_cannot_work_is_refused_in_a_sentence(what, tmp_path, capsys):
+    words, sentence = refusals(tmp_path)[what]
+    assert main(["check", *words]) == 2
+    error = capsys.readouterr().err
+    assert sentence in error and error.startswith("hf-ssd check: ") and "Traceback" not in error
+    assert main(["check", *words, "--json"]) == 2
+    assert sentence in json.loads(capsys.readouterr().out)["refused"]
+
+
+def test_a_refusal_ends_the_process_with_2(tmp_path):
+    command = [sys.executable, "-m", "hf_ssd", "check", "nowhere", "nothing"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.returncode == 2 and len(done.stderr.strip().split("\n")) == 1 and not done.stdout
+
+
+# ---------------------------------------------------------------- what is said
+
+
+def figures(**changes) -> Figures:
+    usual = {
+        "acceptance": 0.8, "hit_rate": 0.9, "tokens_per_round": 3.1, "verify_seconds": 0.010, "step_seconds": 0.002,
+        "contention": 1.0, "plan": "a plan", "drafts": True, "predicted": 190.0, "speed": 180.0, "plain": 100.0,
+        "assisted": 120.0, "over_plain": 1.8, "over_assisted": 1.5, "assistant_tokens": 3, "shares_memory": False,
+        "load": 0.0,
+    }  # fmt: skip
+    return Figures(**{**usual, **changes})
+
+
+@pytest.mark.parametrize(
+    "changes, sentence",
+    [
+        ({}, "yes: 1.80 times plain decoding"),
+        ({"over_assisted": 0.8}, "yes: 1.80 times plain decoding; assisted generation is faster still, with 3 tokens"),
+        ({"failure": "it died"}, "no: the draft was given up (it died)"),
+        ({"over_plain": 0.9, "acceptance": 0.1}, "no: the target accepts 10% of the drafted tokens; "),
+        ({"over_plain": 0.9, "step_seconds": 0.007}, "no: the draft needs 1.4 verifications for two tokens; a "),
+        ({"over_plain": 0.9, "contention": 1.5}, "no: a verification takes 1.5 times as long while the draft works"),
+        ({"over_plain": 0.9, "load": 0.9, "shares_memory": True}, ", but the machine is busy with other programs"),
+        ({"over_plain": 0.9, "shares_memory": True}, "; both models share one memory, and a draft on a "),
+        ({"over_plain": 1.02}, "no: 1.02 times plain decoding; a draft that agrees more or a smaller one"),
+        ({"drafts": False}, "no: 1.80 times"),
+    ],
+)
+def test_the_verdict_says_why_and_what_would_pay(changes, sentence):
+    found = figures(**changes)
+    assert sentence in found.verdict() and found.pays == found.verdict().startswith("yes")
+    assert len(found.in_words().split("\n")) == 5
+
+
+def test_colours_are_for_terminals(monkeypatch):
+    assert colored("one\ntwo", True) == "one\ntwo"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert colored("one\ntwo", True) == "one\n\033[32mtwo\033[0m" and "\033[31m" in colored("one", False)
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert colored("one\ntwo", True) == "one\ntwo"

@@ -1,0 +1,59 @@
+"""The package, built and installed as users do it, outside the clone."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "_build")
+
+
+def run(*command, cwd, codes=(0,)):
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=cwd, env=environment)
+    assert done.returncode in codes, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """The folder with the programs of an environment in which the wheel of the source distribution is installed."""
+    place = tmp_path_factory.mktemp("package")
+    shutil.copytree(ROOT, place / "source", ignore=LEFT_OUT)
+    build = "from setuptools import build_meta; build_meta.build_sdist('../built')"
+    run(sys.executable, "-c", build, cwd=place / "source")
+    pip, offline = [sys.executable, "-m", "pip"], ["--no-deps", "--no-index", "--quiet"]
+    (source,) = (place / "built").glob("*.tar.gz")
+    run(*pip, "wheel", "--no-build-isolation", *offline, "-w", str(place / "built"), str(source), cwd=place)
+    run(sys.executable, "-m", "venv", "--without-pip", str(place / "environment"), cwd=place)
+    # What hf_ssd needs comes from the environment of the tests: a folder in a .pth file hides nothing of the new one.
+    paths = {"base": str(place / "environment"), "platbase": str(place / "environment")}
+    (Path(sysconfig.get_path("purelib", vars=paths)) / "others.pth").write_text(sysconfig.get_path("purelib"))
+    python = Path(sysconfig.get_path("scripts", vars=paths)) / "python"
+    (wheel,) = (place / "built").glob("*.whl")
+    run(*pip, "--python", str(python), "install", *offline, str(wheel), cwd=place)
+    return python.parent
+
+
+def test_the_doctor_knows_the_embedded_pair(installed, tmp_path):
+    command = [str(installed / "hf-ssd"), "check", "--json", "--repeats", "1", "--new-tokens", "16"]
+    found = json.loads(run(*command, cwd=tmp_path, codes=(0, 1)))
+    assert Path(found["draft"]["name"]).is_relative_to(installed.parent) and found["failure"] is None
+
+
+def test_the_module_is_the_program(installed, tmp_path):
+    assert "check" in run(str(installed / "python"), "-m", "hf_ssd", "--help", cwd=tmp_path)
+
+
+def test_every_package_of_the_clone_is_installed(installed, tmp_path):
+    program = "import hf_ssd; print(hf_ssd.__path__[0])"
+    place = Path(run(str(installed / "python"), "-c", program, cwd=tmp_path).strip())
+    assert place.is_relative_to(installed.parent)
+    modules = {path.relative_to(ROOT / "hf_ssd") for path in (ROOT / "hf_ssd").rglob("*.py")}
+    assert modules == {path.relative_to(place) for path in place.rglob("*.py")}
