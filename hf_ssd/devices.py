@@ -74,6 +74,23 @@ def accelerators() -> list[torch.device]:
     return [torch.device(kind, index) for index in range(torch.accelerator.device_count())]
 
 
+def existing(name: str | torch.device) -> torch.device:
+    """
+    Returns a device by its name.
+
+    Raises:
+        `ValueError`: the machine has no such device.
+    """
+    here = [torch.device("cpu"), *accelerators()]
+    try:
+        device = torch.device(name)
+    except RuntimeError:  # no kind of device
+        device = None
+    if device is not None and any(device.type == one.type and device.index in (None, one.index or 0) for one in here):
+        return device
+    raise ValueError(f"This machine has no device {str(name)!r}, only {', '.join(map(str, here))}.")
+
+
 def name(device: torch.device) -> str:
     """Returns the product name of an accelerator, if torch knows it."""
     module = torch.get_device_module(device)
