@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
+from evaluation.prompts import check_file
+from tqdm.auto import tqdm
 from transformers import StoppingCriteria, StoppingCriteriaList, set_seed
 from transformers.utils import logging
 from workload import about, add_pair_and_work, batches_for, cores_for, load_pair, sampling, synchronize
@@ -51,6 +52,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     if (args.output or args.trace) and importlib.util.find_spec("matplotlib") is None:
         parser.error('pictures need matplotlib: pip install -e ".[plot]"')
+    try:
+        if args.prompts:
+            check_file(args.prompts)
+    except ValueError as error:
+        parser.error(str(error))
     return args
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from evaluation.prompts import load_samples
+from evaluation.prompts import check_file, load_samples
 from layered_pair import SIZES, layered_pair
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -26,6 +26,10 @@ SNIPPETS = [
     "def test_",
     "if __name__ == ",
 ]
+
+
+BUSY = 0.25  # programs that want to run, for each core, before anything is measured
+UNSTEADY = 1.25  # highest over lowest ratio in the turns of one method
 
 
 def add_models(parser: argparse.ArgumentParser):
@@ -93,7 +97,7 @@ def batches_for(args, tokenizer, target) -> list[dict]:
     prompts, size = SNIPPETS, args.batch_size
     if args.prompts:
         count = max(size, args.repeats + 1)
-        if Path(args.prompts).exists():
+        if check_file(args.prompts):
             samples = load_samples(args.prompts, args.prompt_field, count, fits=lambda prompt: True)
             prompts = [sample.prompt for sample in samples]
         else:
@@ -126,6 +130,20 @@ def cores_for(args, target, draft) -> CoreShare | None:
         sides = [tuple(int(core) for core in side.split(",")) for side in args.pin]
         return CoreShare(sides[0], (sides[1],))
     return divide_cores() if target.device.type == draft.device.type == "cpu" else None
+
+
+def say_how_busy(load: float, turns: list[list[float]]) -> None:
+    """
+    Prints how steady the figures are, with a warning if they are too unsteady to be compared.
+
+    Args:
+        load (`float`): `os.getloadavg()[0]` before anything was measured; later it counts what is measured too.
+        turns (`list[list[float]]`): For each method its speed over plain generate(), turn by turn.
+    """
+    cores, widest = os.cpu_count(), max(max(ratios) / min(ratios) for ratios in turns)
+    print(f"Load before: {load:.1f} on {cores} cores. The turns of a method differ by up to {widest - 1:.0%}.")
+    if load > BUSY * cores or widest > UNSTEADY:
+        print("WARNING: the machine is busy or unsteady, so these figures may not hold; measure again on a quiet one.")
 
 
 def about() -> dict:
