@@ -6,7 +6,7 @@
 The text so far stays in the caches of both models, so a turn costs what is new in it. With the small pair in
 `examples/pair`, which has no chat template, what you type is code to be completed.
 
-Commands: /clear forgets the text so far, /stats turns the figures behind each answer on or off, /quit ends.
+Type /help for the commands.
 """
 
 import argparse
@@ -20,6 +20,10 @@ from transformers.utils import logging
 import hf_ssd
 from hf_ssd.devices import accelerators
 
+HELP = """/clear  forgets the text so far
+/stats  turns the figures behind each answer on or off
+/help   shows this
+/quit   ends (so does Ctrl-D); Ctrl-C stops an answer"""
 PAIR = Path(__file__).parent / "pair"
 
 
@@ -129,7 +133,7 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     with hf_ssd.launch_draft(args.draft, dtype=dtype) as assistant:
         chat, shows_stats = Chat(args, target, assistant, tokenizer), args.stats
-        print("Type a message, or /clear, /stats, /quit.")
+        print("Type a message, or /help.")
         while True:
             try:
                 words = input("> ")
@@ -141,6 +145,10 @@ def main() -> None:
                 chat.clear()
             elif words == "/stats":
                 shows_stats = not shows_stats
+            elif words == "/help":
+                print(HELP)
+            elif words.startswith("/") and words.split()[0][1:].isalpha():
+                print(f"There is no command {words.split()[0]}; /help lists them.")
             elif words:
                 try:
                     figures = chat.answer(words)

@@ -19,13 +19,15 @@ CONFIG = hf_ssd.SSDConfig(lookahead=3, budget=6, asynchronous=False)
 
 
 def test_a_conversation():
-    typed = "class Reader:\n\n/stats\n    def read(self):\n/clear\nimport os\n/nothing\n/quit\nnot read\n"
+    typed = "class Reader:\n\n/help\n/nothing\n/stats\n    def read(self):\n/clear\nimport os\n/quit\nnot read\n"
     command = [sys.executable, "examples/chat.py", "--max-new-tokens", "16", "--stats"]
     done = subprocess.run(command, input=typed, capture_output=True, text=True, timeout=120, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     figures = re.findall(r"\[\d+ tokens, [\d.]+ tokens/s, first after \d+ ms, hit rate [\d.]+, accept", done.stdout)
     assert len(figures) == 1  # behind the first answer, and then /stats turned them off
-    assert done.stdout.count("> ") == 8  # /quit was the last thing read
+    assert "/clear  forgets the text so far" in done.stdout
+    assert "There is no command /nothing; /help lists them." in done.stdout
+    assert done.stdout.count("> ") == 9  # /quit was the last thing read
 
 
 @pytest.fixture(scope="module")
