@@ -70,8 +70,8 @@ def launch_draft(
             Defaults to whether the model that was given is compiled. Where there is no compiler, the draft runs
             without.
         load_options:
-            Passed on to `AutoModelForCausalLM.from_pretrained`: plain values, a `torch.dtype`, or what has a `to_dict`,
-            such as a `quantization_config` (they travel as JSON).
+            Passed on to `AutoModelForCausalLM.from_pretrained`: a `quantization_config`, and plain values (they travel
+            as JSON).
 
     Returns:
         [`DraftAssistant`]: A context manager. Without `with`, call `close()`, or let the program's end do it.
@@ -114,7 +114,8 @@ def worker_settings(
 
 def _as_json(name: str, value):
     """Returns a load option as a worker is told of it."""
-    value = value.to_dict() if hasattr(value, "to_dict") else value
+    if name == "quantization_config" and hasattr(value, "to_dict"):
+        value = value.to_dict()
     try:
         return json.loads(json.dumps(value))
     except TypeError:

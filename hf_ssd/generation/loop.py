@@ -146,7 +146,7 @@ def decode(
     pad_token = generation_config._pad_token_tensor
     sequences = Sequences(input_ids, stopping_criteria, 0 if pad_token is None else int(pad_token))
     batch_size, prompt_length = input_ids.shape
-    stats = SSDStats(batch_size, adjustable=adjustable(planner.config, do_sample))
+    stats = SSDStats(batch_size, adjustable=adjustable(draft.request.config, do_sample))
     scores_record, logits_record = (
         StepRecord(batch_size, prompt_length, input_ids.device) if wants_dict and wanted else None
         for wanted in (generation_config.output_scores, generation_config.output_logits)
