@@ -164,3 +164,4 @@ def test_a_program_starts_with_the_package_alone_and_needs_no_more_than_an_extra
     at_start = {name for node in tree.body for name in imported_by(node)} - installed
     is_metric = "metrics" in path.parts  # which `evaluate` loads
     assert any(later <= names for names in extras.values()) and (is_metric or not at_start)
+    assert "from tqdm import" not in path.read_text()  # tqdm.auto, which notebooks draw
