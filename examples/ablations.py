@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from tqdm import tqdm
+from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from transformers.utils import logging
 from workload import PAIR

@@ -7,6 +7,7 @@ python examples/benchmark.py --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --pr
 
 import argparse
 
+from evaluation.prompts import check_file
 from transformers.utils import logging
 from workload import add_pair_and_work, batches_for, load_pair
 
@@ -20,6 +21,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     try:
         check_pictures(args)
+        if args.prompts:
+            check_file(args.prompts)
     except ValueError as error:
         parser.error(str(error))
     return args

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from evaluation import report
 from evaluation.prompts import SOURCES, Batch, find_source, load_samples
 from evaluation.results_file import ResultsFile
-from tqdm import tqdm
+from tqdm.auto import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, StoppingCriteriaList, set_seed
 from transformers.utils import logging
 from workload import add_models
@@ -286,6 +286,8 @@ def main() -> None:
 
     # 1. The leader alone reads and writes files; whatever cannot work is said before a model is loaded.
     try:
+        for given in args.dataset:
+            find_source(given, args.prompt_field)  # first: the tokenizer may come from the hub
         tokenizer = AutoTokenizer.from_pretrained(args.target, padding_side="left")
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
         evaluation = Evaluation(args, tokenizer, is_launched) if is_leader else None

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 from layered_pair import SIZES, layered_pair
-from tqdm import tqdm
+from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
+from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 # Times the initialization at which queries and keys have variance 1. Sharper attention depends more on the context,

@@ -7,14 +7,16 @@ Without options it runs the small pair in `examples/pair`, which completes Pytho
 """
 
 import argparse
+import os
 import statistics
 import time
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
+from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer, set_seed
 from transformers.utils import logging
+from workload import say_how_busy
 
 import hf_ssd
 from hf_ssd import devices
@@ -52,7 +54,7 @@ def load_pair(args):
 
 
 def main() -> None:
-    args = parse_arguments()
+    args, load = parse_arguments(), os.getloadavg()[0]
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     target, draft, tokenizer = load_pair(args)
@@ -87,16 +89,22 @@ def main() -> None:
 
     # 3. One table.
     plain = outputs["plain generate"].sequences
-    base = statistics.median(speeds["plain generate"])
+    ratios = {name: [x / base for x, base in zip(speeds[name], speeds["plain generate"])] for name in methods}
     where = f"{torch.get_num_threads()} CPU threads" if on_cpu else devices.name(target.device)
     print(f"\n{args.max_new_tokens} new tokens, lookahead {config.lookahead}, budget {config.budget}, {where}")
-    print(f"{'':<20} {'tokens/s':>9} {'speedup':>8} {'tokens/round':>13} {'hit rate':>9} {'same tokens as plain':>21}")
+    print(
+        f"{'':<20} {'tokens/s':>9} {'speedup':>8} {'in the turns':>12} {'tokens/round':>13} {'hit rate':>9} "
+        f"{'same tokens as plain':>21}"
+    )
     for name in methods:
         stats = getattr(outputs[name], "ssd_stats", None)
-        speed = statistics.median(speeds[name])
+        speed, ratio = statistics.median(speeds[name]), statistics.median(ratios[name])
+        turns = f"{min(ratios[name]):.2f}-{max(ratios[name]):.2f}"
         per_round, hits = (f"{stats.tokens_per_round:.2f}", f"{stats.hit_rate:.2f}") if stats else ("", "")
         same = "sampled" if args.temperature else "yes" if torch.equal(outputs[name].sequences, plain) else "NO"
-        print(f"{name:<20} {speed:>9.1f} {speed / base:>7.2f}x {per_round:>13} {hits:>9} {same:>21}")
+        print(f"{name:<20} {speed:>9.1f} {ratio:>7.2f}x {turns:>12} {per_round:>13} {hits:>9} {same:>21}")
+    print()
+    say_how_busy(load, list(ratios.values()))
     print(f"\nThe last run of SSD: {outputs['SSD'].ssd_stats}")
 
 

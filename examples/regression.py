@@ -4,18 +4,19 @@
     python examples/regression.py --compare before.json
 
 Ratios to plain generate() of the same run are compared, not times, so two runs on one machine can be; two machines
-cannot. What differs by less than the spread between the turns is no difference.
+cannot. What differs by less than the spread between the turns is no difference, and a few turns tell nothing.
 """
 
 import argparse
 import json
+import os
 import statistics
 from pathlib import Path
 
 import torch
 from benchmark import parse_arguments
 from transformers.utils import logging
-from workload import batches_for, load_pair
+from workload import batches_for, load_pair, say_how_busy
 
 import hf_ssd
 from hf_ssd.cli.bench import cores_for
@@ -28,6 +29,7 @@ CASES = {
     "embedded pair, batch of 4": ["--lookahead", "4", "--budget", "6", "--batch-size", "4"],
     "random pair": ["--layered", "tiny", "--agreement", "0.85", "--lookahead", "4", "--budget", "8"],
 }
+FEWEST_TURNS = 5  # for a verdict
 OPTIONS = ["--new-tokens", "96", "--ignore-eos", "--assistant-tokens", "--in-turn-lookaheads", "4"]
 
 
@@ -51,6 +53,8 @@ def measure(arguments: list[str], repeats: int) -> dict[str, list[float]]:
 def verdict(before: list[float], now: list[float]) -> tuple[float, str]:
     """Returns the ratio of the medians, and whether it is more than the turns differ among themselves."""
     ratio = statistics.median(now) / statistics.median(before)
+    if min(len(before), len(now)) < FEWEST_TURNS:
+        return ratio, f"no verdict from fewer than {FEWEST_TURNS} turns"
     middle = [statistics.quantiles(ratios, n=4) for ratios in (before, now)]
     if middle[1][2] < middle[0][0]:
         return ratio, "slower"
@@ -63,7 +67,7 @@ def main() -> None:
     parser.add_argument("--compare", type=Path, help="JSON file of an earlier run on this machine")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="CASE", help="default: all")
     parser.add_argument("--repeats", type=int, default=6, help="turns, at least 2; one more warms up")
-    args = parser.parse_args()
+    args, load = parser.parse_args(), os.getloadavg()[0]
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     before = json.loads(args.compare.read_text()) if args.compare else {}
@@ -73,11 +77,13 @@ def main() -> None:
         found[case] = measure(CASES[case], args.repeats)
         for name, ratios in found[case].items():
             line = f"{case:<26} {name:<16} {statistics.median(ratios):5.2f}x plain"
+            line += f" ({min(ratios):.2f} to {max(ratios):.2f})"
             if case in before and name in before[case]:
                 ratio, words = verdict(before[case][name], ratios)
                 is_slower |= words == "slower"
                 line += f"   {ratio:5.2f} of before: {words}"
             print(line, flush=True)
+    say_how_busy(load, [ratios for of_case in found.values() for ratios in of_case.values()])
     if args.keep:
         args.keep.write_text(json.dumps(found, indent=2) + "\n")
     raise SystemExit(int(is_slower))

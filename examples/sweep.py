@@ -24,7 +24,7 @@ import statistics
 import time
 from pathlib import Path
 
-from tqdm import tqdm
+from tqdm.auto import tqdm
 from transformers import set_seed
 from transformers.utils import logging
 from workload import add_pair_and_work, batches_for, load_pair

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from tokenizers import ByteLevelBPETokenizer
 from torch.nn import functional as F
-from tqdm import tqdm
+from tqdm.auto import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 END_OF_TEXT = "<|endoftext|>"

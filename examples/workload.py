@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 import torch
-from evaluation.prompts import load_samples
+from evaluation.prompts import check_file, load_samples
 from layered_pair import SIZES, layered_pair
 from transformers import AutoModelForCausalLM
 
@@ -16,6 +16,10 @@ from hf_ssd.cli.models import load_tokenizer
 from hf_ssd.cli.prompts import SNIPPETS, batches, random_batches
 
 PAIR = Path(__file__).parent / "pair"
+
+
+BUSY = 0.25  # programs that want to run, for each core, before anything is measured
+UNSTEADY = 1.25  # highest over lowest ratio in the turns of one method
 
 
 def add_models(parser: argparse.ArgumentParser):
@@ -63,7 +67,7 @@ def batches_for(args, tokenizer, target) -> list[dict]:
     prompts, size = SNIPPETS, args.batch_size
     if args.prompts:
         count = max(size, args.repeats + 1)
-        if Path(args.prompts).exists():
+        if check_file(args.prompts):
             samples = load_samples(args.prompts, args.prompt_field, count, fits=lambda prompt: True)
             prompts = [sample.prompt for sample in samples]
         else:
@@ -71,3 +75,17 @@ def batches_for(args, tokenizer, target) -> list[dict]:
 
             prompts = next(iter(load_dataset(args.prompts).values()))[args.prompt_field][:count]
     return batches(prompts, tokenizer, size, target.device)
+
+
+def say_how_busy(load: float, turns: list[list[float]]) -> None:
+    """
+    Prints how steady the figures are, with a warning if they are too unsteady to be compared.
+
+    Args:
+        load (`float`): `os.getloadavg()[0]` before anything was measured; later it counts what is measured too.
+        turns (`list[list[float]]`): For each method its speed over plain generate(), turn by turn.
+    """
+    cores, widest = os.cpu_count(), max(max(ratios) / min(ratios) for ratios in turns)
+    print(f"Load before: {load:.1f} on {cores} cores. The turns of a method differ by up to {widest - 1:.0%}.")
+    if load > BUSY * cores or widest > UNSTEADY:
+        print("WARNING: the machine is busy or unsteady, so these figures may not hold; measure again on a quiet one.")

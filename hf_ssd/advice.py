@@ -6,6 +6,20 @@ from .generation.verification import UNLIKELY
 from .rounds import FILLER
 
 CHANCE = 1e-3  # of what is still put down to chance
+ENOUGH_ROUNDS = 24  # with drafted tokens. Of 24 tokens with acceptance 0.5, less than 0.3 are accepted in 1 of 30 calls
+LOW_ACCEPTANCE, HIGH_WAIT, LOW_HITS = 0.3, 0.15, 0.6
+
+
+def adjustable(config, do_sample: bool) -> list[str]:
+    """
+    Returns which settings the user may choose otherwise: those that `"auto"` does not decide, and that matter here.
+
+    Args:
+        config (`SSDConfig`): The call's.
+        do_sample (`bool`): Whether tokens are sampled.
+    """
+    names = ["lookahead", "budget", *(["saguaro_c"] if do_sample else [])]
+    return [name for name in names if getattr(config, name) != "auto"]
 
 
 def advice(stats) -> list[str]:
@@ -14,7 +28,7 @@ def advice(stats) -> list[str]:
         stats ([`SSDStats`]): How the rounds of a call went.
 
     Returns:
-        `list[str]`: What was seen and what to do about it; empty if there is nothing to change.
+        `list[str]`: What was seen and what to do about it; empty if there is nothing to change, or too little was seen.
     """
     if not stats.rounds:
         return []
@@ -32,26 +46,25 @@ def advice(stats) -> list[str]:
     if joined is None or joined >= stats.rounds:
         return ["finished while the draft worker was starting: hf_ssd.launch_draft() starts one before the first call"]
     drafted = [record for record in stats.records if record.lookahead and FILLER not in record.sources]
-    plain = 1 - len(drafted) / (stats.rounds - joined)
-    if plain > 0.5 or stats.acceptance_rate < 0.3:
-        share = f" ({plain:.0%} of the rounds were plain decoding)" if plain else ""
+    if len(drafted) < ENOUGH_ROUNDS:
+        return []
+    if stats.acceptance_rate < LOW_ACCEPTANCE:
         return [
             f"acceptance {stats.acceptance_rate:.2f}: this draft does not pay; choose one that agrees more with the "
-            f"target or is quicker, or generate without{share}"
+            "target, or generate without"
         ]
-    if stats.wait_share < 0.15:
+    # The planner weighs waiting against everything else, so only a lookahead of the user's own can be a wrong one.
+    if stats.wait_share < HIGH_WAIT or "lookahead" not in stats.adjustable:
         return []
     wait = f"wait is {stats.wait_share:.0%} of a round"
-    budgets = [record.budget for record in drafted]
-    if not any(budgets):
+    lookahead, budget = (max(getattr(record, name) for record in drafted) for name in ("lookahead", "budget"))
+    if not budget:
         return [f"{wait}: the draft worked in turn with the target, not ahead of it"]
-    if stats.hit_rate < 0.6:
-        return [
-            f"{wait}, for hits are rare ({stats.hit_rate:.2f}): a larger `budget`, a lower temperature or `saguaro_c` "
-            "below 1 make more of them"
-        ]
-    lookahead = sum(record.lookahead for record in drafted) / len(drafted)
-    return [
-        f"{wait}: the draft is too slow for lookahead {lookahead:.0f} and budget {max(budgets)}; "
-        "choose less of either, a smaller draft, or a faster device for it"
-    ]
+    if stats.hit_rate < LOW_HITS:
+        more = {"budget": "a larger `budget`", "saguaro_c": "a lower temperature, or `saguaro_c` below 1,"}
+        more = " or ".join(words for name, words in more.items() if name in stats.adjustable)
+        return [f"{wait}, for hits are rare ({stats.hit_rate:.2f}): {more} makes more of them"] if more else []
+    choices = {"lookahead": lookahead, "budget": budget}
+    choices = [f"a smaller `{name}` than {n}" for name, n in choices.items() if name in stats.adjustable and n > 1]
+    choices = ", ".join([*choices, "a smaller draft or a faster device for it"])
+    return [f"{wait}, because the draft is slow: choose {choices}"]

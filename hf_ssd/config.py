@@ -1,6 +1,8 @@
 """Every knob of speculative speculative decoding, in one dataclass."""
 
 import dataclasses
+import difflib
+import functools
 import json
 import math
 import os
@@ -11,6 +13,24 @@ CONFIG_NAME = "ssd_config.json"
 LONGEST_LOOKAHEAD = 64  # tokens
 
 
+def _names_settings(cls: type) -> type:
+    """Lets a keyword that is not a setting raise `ValueError` with the nearest one, which a dataclass does not name."""
+    init = cls.__init__
+
+    @functools.wraps(init)
+    def checked(self, *args, **settings):
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in sorted(settings.keys() - set(known)):
+            nearest = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {nearest[0]!r}? The" if nearest else "the"
+            raise ValueError(f"SSDConfig has no setting {name!r}; {hint} settings are {', '.join(known)}.")
+        init(self, *args, **settings)
+
+    cls.__init__ = checked
+    return cls
+
+
+@_names_settings
 @dataclass
 class SSDConfig:
     """
@@ -121,11 +141,7 @@ class SSDConfig:
         """
         if not isinstance(settings, dict):
             raise ValueError(f"The settings of SSDConfig are a {type(settings).__name__}, but must be a dict.")
-        unknown = sorted(set(map(str, settings)) - {field.name for field in dataclasses.fields(cls)})
-        if unknown:
-            known = ", ".join(field.name for field in dataclasses.fields(cls))
-            raise ValueError(f"SSDConfig has no setting {', '.join(map(repr, unknown))}; the settings are {known}.")
-        return cls(**settings)
+        return cls(**{str(name): value for name, value in settings.items()})
 
     def save_pretrained(self, save_directory: str | os.PathLike) -> None:
         """Writes `ssd_config.json` into `save_directory`, which is made if needed."""

@@ -10,7 +10,7 @@ from .advice import advice
 from .rounds import FILLER, RoundRecord
 
 
-@dataclass
+@dataclass(repr=False)  # a page of records is nothing to see in a notebook
 class SSDStats:
     """
     How the rounds of one generate() call went. A *round* is one verification by the target of one speculation for each
@@ -28,6 +28,7 @@ class SSDStats:
         draft_failure (`str`, *optional*): Why the draft was given up, if it was.
         draft_joined_at (`int`, *optional*): The first round whose speculation the draft could be asked for; `None` if
             it was not there, or not asked, during the whole call.
+        adjustable (`list[str]`): The settings that advice may name. See [`~hf_ssd.advice.adjustable`].
     """
 
     batch_size: int = 1
@@ -39,6 +40,7 @@ class SSDStats:
     unlikely_tokens: int = 0
     draft_failure: str | None = None
     draft_joined_at: int | None = 0
+    adjustable: list[str] = field(default_factory=list)
 
     @property
     def rounds(self) -> int:
@@ -77,7 +79,10 @@ class SSDStats:
 
     @property
     def advice(self) -> list[str]:
-        """What the figures say about the pair and the settings, in sentences; empty if there is nothing to change."""
+        """
+        What the figures say about the pair and the settings, in sentences; empty if there is nothing to change, or if
+        too few rounds were drafted to tell.
+        """
         return advice(self)
 
     @property
@@ -122,6 +127,12 @@ class SSDStats:
             **{name: getattr(self, name) for name in derived},
             **{f"total_{name}": sum(self.column(name)) for name in totals},
         }
+
+    def __repr__(self) -> str:
+        return (
+            f"SSDStats({self.generated_tokens} tokens, {self.rounds} rounds, {self.tokens_per_round:.2f} tokens per "
+            f"round, acceptance {self.acceptance_rate:.2f}, hit rate {self.hit_rate:.2f}; print() it for more)"
+        )
 
     def __str__(self) -> str:
         if not self.rounds:

@@ -1,3 +1,5 @@
+import inspect
+
 import pytest
 
 from hf_ssd import SSDConfig
@@ -66,9 +68,13 @@ def test_invalid_values_name_the_field_the_value_and_what_is_allowed(field, valu
     assert repr(value) in str(error.value)
 
 
-def test_unknown_settings_are_named():
-    with pytest.raises(ValueError, match="no setting 'look_ahead'; the settings are lookahead, budget"):
-        SSDConfig.from_dict({"look_ahead": 3})
+@pytest.mark.parametrize("make", [SSDConfig, lambda **settings: SSDConfig.from_dict(settings)])
+def test_a_misspelled_setting_is_told_which_one_is_meant(make):
+    with pytest.raises(ValueError, match="no setting 'lookahed'; did you mean 'lookahead'. The settings are lookahead"):
+        make(lookahed=3)
+    with pytest.raises(ValueError, match="no setting 'zzz'; the settings are lookahead, budget"):
+        make(zzz=3)
+    assert list(inspect.signature(SSDConfig).parameters)[:2] == ["lookahead", "budget"]  # as editors show it
 
 
 def test_a_list_that_does_not_fit_the_lookahead_is_refused():

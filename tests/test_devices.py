@@ -44,6 +44,14 @@ def test_without_accelerators_it_is_the_cpu():
     assert _device_for("hub/id", None) == torch.device("cpu") and devices.identity(torch.device("cpu")) is None
 
 
+def test_a_device_is_taken_by_its_name_if_it_is_there(two_accelerators):
+    for name in ("cpu", "cpu:0", "xpu", "xpu:1"):
+        assert devices.existing(name) == torch.device(name)
+    for name in ("xpu:2", "cuda:0", "cpu:1", "gpu"):
+        with pytest.raises(ValueError, match=f"no device '{name}', only cpu, xpu:0, xpu:1"):
+            devices.existing(name)
+
+
 def test_the_worker_uses_its_device(monkeypatch):
     used = []
     monkeypatch.setattr(torch.accelerator, "set_device_index", used.append)

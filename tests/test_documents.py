@@ -189,6 +189,16 @@ def test_the_tests_that_a_document_names_exist(document):
         assert f"def {name}(" in known, name
 
 
+def test_the_readme_says_what_its_figures_are_of_and_which_paper_it_is_about():
+    text, cited = (ROOT / "README.md").read_text(), (ROOT / "CITATION.cff").read_text()
+    (number,) = set(re.findall(r"arXiv:(\d{4}\.\d{5})", cited))
+    assert f"https://arxiv.org/abs/{number}" in text and f"arXiv:{number}" in "".join(
+        blocks_of(ROOT / "README.md", "bibtex")
+    )
+    paragraph = next(part for part in text.split("\n\n") if "287M target" in part)
+    assert "weights are random" in paragraph and "AVX-512" in paragraph and "of a GPU yet" in text
+
+
 # ---------------------------------------------------------------- what is wrong would be noticed
 
 

@@ -104,6 +104,30 @@ def test_a_run_that_was_killed_goes_on_and_one_with_other_arguments_does_not(fin
         assert (new["method"], new["token_ids"]) == (old["method"], old["token_ids"]) and new["seconds"] > 0
 
 
+def test_without_matplotlib_there_is_help_and_a_table_without_a_figure(monkeypatch, tmp_path, capsys):
+    program = f"""
+import runpy, sys
+sys.modules["matplotlib"] = sys.modules["matplotlib.figure"] = None
+sys.path.insert(0, "examples")
+sys.argv = ["{PROGRAM}", "--help"]
+runpy.run_path("{PROGRAM}", run_name="__main__")
+"""
+    assert "--dataset" in finish(start("-c", program))
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    report.draw([], [], tmp_path / "figure.png")
+    assert "No figure was drawn" in capsys.readouterr().out and not list(tmp_path.iterdir())
+
+
+def test_a_file_that_is_not_there_is_said_first(tmp_path):
+    process = start(PROGRAM, "--dataset", tmp_path / "none.jsonl", "--target", "no/such/target")
+    assert finish(process, status=1).strip() == f"There is no file '{tmp_path / 'none.jsonl'}'."
+
+
+def test_what_it_writes_is_not_committed():
+    command = ["git", "check-ignore", "evaluation_results/results.jsonl"]
+    assert not (ROOT / ".git").exists() or subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL).returncode == 0
+
+
 def test_a_hub_id_without_a_network(tmp_path):
     process = start(PROGRAM, "--dataset", "gsm8k", "--output", tmp_path / "out", HF_HOME=str(tmp_path))
     errors = finish(process, status=1).strip()

@@ -37,7 +37,9 @@ def test_quickstart(fresh_python):
     assert "class Reader" in output
     rows = table(output)
     assert all(row[-1] == "yes" for row in rows.values())
-    assert float(rows["SSD"][2]) > 1.5 and float(rows["SSD"][3]) > 0.5  # tokens per round, hit rate
+    assert float(rows["SSD"][3]) > 1.5 and float(rows["SSD"][4]) > 0.5  # tokens per round, hit rate
+    speedup, lowest, highest = (float(x) for x in re.findall(r"[\d.]+", " ".join(rows["SSD"][1:3])))
+    assert lowest <= speedup <= highest and re.search(r"^Load before: [\d.]+ on \d+ cores\.", output, re.MULTILINE)
 
 
 def test_generate_tp():

@@ -1,5 +1,7 @@
 """The smaller programs that measure, run as a user would."""
 
+import ast
+import configparser
 import importlib
 import json
 import random
@@ -99,6 +101,67 @@ def test_regression(tmp_path):
     done = run("regression.py", "--cases", case, "--repeats", 2, "--keep", kept)
     assert done.returncode == 0, done.stderr
     before = json.loads(kept.read_text())
+    assert re.search(r"x plain \([\d.]+ to [\d.]+\)", done.stdout) and "Load before: " in done.stdout
     kept.write_text(json.dumps({case: {name: [100 * x for x in ratios] for name, ratios in before[case].items()}}))
     done = run("regression.py", "--cases", case, "--repeats", 2, "--compare", kept)
-    assert done.returncode == 1 and "slower" in done.stdout  # than a hundred times as fast
+    assert done.returncode == 0 and "0.01 of before: no verdict from fewer than 5 turns" in done.stdout
+
+
+def test_a_verdict_takes_turns_that_differ_less_than_the_runs(monkeypatch):
+    verdict, turns = program("regression", monkeypatch).verdict, [1.0, 1.1, 1.2, 1.3, 1.4]
+    assert verdict(turns, [x / 2 for x in turns])[1] == "slower"
+    assert verdict(turns, [2 * x for x in turns])[1] == "faster"
+    assert verdict(turns, [x + 0.1 for x in turns])[1] == "as before"
+    assert "no verdict" in verdict(turns, turns[:4])[1] and "no verdict" in verdict(turns[:4], turns)[1]
+
+
+@pytest.mark.parametrize(
+    "load, turns, is_busy", [(0.3, [[1.0, 1.1], [2.0, 2.0]], False), (4.2, [[1.0]], True), (0.3, [[1.0, 1.5]], True)]
+)
+def test_a_busy_machine_is_warned_of(load, turns, is_busy, monkeypatch, capsys):
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    program("workload", monkeypatch).say_how_busy(load, turns)
+    shown = capsys.readouterr().out
+    assert f"Load before: {load} on 8 cores" in shown and ("WARNING" in shown) == is_busy
+
+
+@pytest.mark.parametrize("prompts", ["none.jsonl", "tests"])
+def test_a_file_of_prompts_that_is_not_there_is_said_before_anything_is_loaded(prompts, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    benchmark = program("benchmark", monkeypatch)
+    with pytest.raises(SystemExit):
+        benchmark.parse_arguments(["--prompts", prompts])
+    assert f"There is no file '{prompts}'." in capsys.readouterr().err
+    assert benchmark.parse_arguments(["--prompts", "somebody/prompts"])  # of the hub
+
+
+# ---------------------------------------------------------------- what the programs need
+
+
+def names_in(requirements: str) -> set[str]:
+    return set(re.findall(r"^[\w-]+", requirements, re.MULTILINE))
+
+
+def imported_by(node: ast.AST) -> list[str]:
+    modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+    modules += [node.module] if isinstance(node, ast.ImportFrom) and not node.level else []
+    return [module.partition(".")[0] for module in modules]
+
+
+PROGRAMS = sorted((ROOT / "examples").rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.stem)
+def test_a_program_starts_with_the_package_alone_and_needs_no_more_than_an_extra(path):
+    settings = configparser.ConfigParser()
+    settings.read(ROOT / "setup.cfg")
+    extras = {name: names_in(text) for name, text in settings["options.extras_require"].items()}
+    here = {part for other in PROGRAMS for part in (other.stem, other.parent.name)}
+    installed = names_in(settings["options"]["install_requires"]) | sys.stdlib_module_names | here
+    installed |= {"hf_ssd", "tokenizers"}  # transformers needs tokenizers
+    tree = ast.parse(path.read_text())
+    later = {name for node in ast.walk(tree) for name in imported_by(node)} - installed
+    at_start = {name for node in tree.body for name in imported_by(node)} - installed
+    is_metric = "metrics" in path.parts  # which `evaluate` loads
+    assert any(later <= names for names in extras.values()) and (is_metric or not at_start)
+    assert "from tqdm import" not in path.read_text()  # tqdm.auto, which notebooks draw

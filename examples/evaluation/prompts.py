@@ -69,6 +69,23 @@ SOURCES = {
 READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
+def check_file(given: str) -> bool:
+    """
+    Returns whether this is a file of prompts. What ends as one or exists is never looked for on the hub.
+
+    Raises:
+        `ValueError`: there is no such file, or it cannot be read.
+    """
+    path = Path(given)
+    if path.suffix not in READERS and not path.exists():
+        return False
+    if not path.is_file():
+        raise ValueError(f"There is no file {given!r}.")
+    if path.suffix not in READERS:
+        raise ValueError(f"{given!r} does not end in {', '.join(READERS)}.")
+    return True
+
+
 def find_source(given: str, prompt_field: str) -> tuple[str, Source, str | None]:
     """
     Args:
@@ -86,7 +103,7 @@ def find_source(given: str, prompt_field: str) -> tuple[str, Source, str | None]
         source, path = SOURCES[name], path if is_copy else None
     else:
         name, source, path = Path(given).stem, Source((prompt_field,)), given
-    if path is not None and (Path(path).suffix not in READERS or not Path(path).is_file()):
+    if path is not None and not check_file(path):
         raise ValueError(f"{path!r} is none of {', '.join(SOURCES)}, and no file that ends in {', '.join(READERS)}.")
     return name, source, path
 

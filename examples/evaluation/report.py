@@ -3,8 +3,6 @@
 import os
 from pathlib import Path
 
-from matplotlib.figure import Figure
-
 from hf_ssd import SSDStats
 from hf_ssd.rounds import RoundRecord
 
@@ -110,7 +108,12 @@ def markdown(rows: list[dict], methods: list[str], sampled: bool, qualities: dic
 
 
 def draw(rows: list[dict], methods: list[str], path: Path) -> None:
-    """Draws the speeds, a group of bars for each dataset."""
+    """Draws the speeds, a group of bars for each dataset. Without matplotlib it says so, and draws nothing."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        print('No figure was drawn: that needs matplotlib, pip install -e ".[eval]".')
+        return
     figure = Figure(figsize=(2.5 + 1.6 * len(rows), 3.2), layout="constrained")
     axes = figure.subplots()
     width = 0.8 / len(methods)

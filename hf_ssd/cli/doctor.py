@@ -3,15 +3,14 @@
 import os
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ..cache.support import attention_layout
 from ..config import SSDConfig
 from ..distributed.cores import available_cores
 from ..generation.checks import check_arguments
+from ..generation.tokenizers import translation_for
 from .models import Models, first_sentence
-
-SHOWN = 5  # tokens that differ
 
 
 def examine(models: Models) -> dict:
@@ -23,7 +22,7 @@ def examine(models: Models) -> dict:
     """
     target, draft = (without_weights(name) for name in (models.target, models.draft))
     check_arguments(target, draft, SSDConfig(), synced_gpus=False)
-    check_tokens(models.target, models.draft)
+    translation_for(target, draft)
     return {
         "target": describe(target, models.target, models.device),
         "draft": describe(draft, models.draft, models.draft_device),
@@ -54,27 +53,6 @@ def without_weights(name: str) -> PreTrainedModel:
             if "Unrecognized configuration class" not in str(error):
                 raise
     raise ValueError(f"{name} is a {config.model_type} model; only decoder-only models that generate text can be used.")
-
-
-def check_tokens(target: str, draft: str) -> None:
-    """
-    Compares the token strings of both tokenizers, where both models have one.
-
-    Raises:
-        `ValueError`: the same number is another token, so almost nothing would be accepted.
-    """
-    try:
-        ours, theirs = (AutoTokenizer.from_pretrained(name).get_vocab() for name in (target, draft))
-    except (OSError, ValueError):
-        return
-    theirs = {number: token for token, number in theirs.items()}
-    differing = sorted((number, token) for token, number in ours.items() if theirs.get(number, token) != token)
-    if differing:
-        shown = ", ".join(f"{number} is {token!r} and {theirs[number]!r}" for number, token in differing[:SHOWN])
-        raise ValueError(
-            f"The tokenizers of target and draft differ in {len(differing)} tokens ({shown}); choose a draft with the "
-            "target's tokenizer."
-        )
 
 
 def load() -> float:

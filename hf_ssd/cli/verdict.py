@@ -17,7 +17,8 @@ class Figures:
 
     Args:
         acceptance, hit_rate, tokens_per_round (`float`): Of the rounds.
-        verify_seconds, step_seconds (`float`): What a verification and a forward pass of the draft take.
+        verify_seconds, step_seconds, two_tokens_seconds (`float`): What a verification takes, and the draft for
+            one token and for two.
         contention (`float`): By which factor a verification takes longer while the draft works.
         plan (`str`): The planner's reason for its last plan.
         drafts (`bool`): Whether the planner drafted in most of the rounds.
@@ -37,6 +38,7 @@ class Figures:
     tokens_per_round: float
     verify_seconds: float
     step_seconds: float
+    two_tokens_seconds: float
     contention: float
     plan: str
     drafts: bool
@@ -57,7 +59,7 @@ class Figures:
 
     def verdict(self) -> str:
         """Returns whether the draft pays, in one sentence that says what else would."""
-        two_tokens = 2 * self.step_seconds / self.verify_seconds
+        two_tokens = self.two_tokens_seconds / self.verify_seconds
         if self.pays:
             is_beaten = self.assisted is not None and self.over_assisted * PAYS < 1
             also = f"; assisted generation is faster still, with {self.assistant_tokens} tokens" * is_beaten

@@ -140,6 +140,14 @@ class DraftAssistant:
         self.vocab_size, self.pard_token, self.device = (info[name] for name in ("vocab_size", "pard_token", "device"))
 
     @property
+    def config(self):
+        """What transformers asks a draft model for, where [`~hf_ssd.enable`] was forgotten."""
+        raise ValueError(
+            "A DraftAssistant drafts for a model that hf_ssd.enable(model) has prepared: call that once, and then "
+            "model.generate(..., assistant_model=assistant, ssd_config=hf_ssd.SSDConfig())."
+        )
+
+    @property
     def workers(self) -> list[Connection | None]:
         return [slot.worker for slot in self.slots]
 

@@ -77,9 +77,9 @@ class Connection:
             except TimeoutError:
                 self._check_start()
             except PeerLost:
-                raise DraftError(f"The draft worker ended while it started.\n{self.stderr_tail()}") from None
+                raise self._early_end() from None
         if message.kind == Kind.ERROR:
-            raise DraftError(f"The draft worker could not load its model.\n{payloads.payload_to_text(message.payload)}")
+            raise DraftError(f"The draft worker could not load its model: {payloads.payload_to_text(message.payload)}")
         messages.expect(message, Kind.READY, 0, 0)
         self.worker_info = payloads.payload_to_json(message.payload)
         if self.worker_info["uncompiled_because"]:
@@ -87,9 +87,14 @@ class Connection:
 
     def _check_start(self) -> None:
         if not self.process.is_running:
-            raise DraftError(f"The draft worker ended while it started.\n{self.stderr_tail()}")
+            raise self._early_end()
         if time.monotonic() > self.deadline:
             raise DraftError("The draft worker was not ready in time.")
+
+    def _early_end(self) -> DraftError:
+        written = self.stderr_tail()
+        cause = written.rpartition("\n")[2] or "it wrote nothing"  # an interpreter ends with the exception
+        return DraftError(f"The draft worker ended while it started: {cause}\n{written}".strip())
 
     @property
     def is_alive(self) -> bool:

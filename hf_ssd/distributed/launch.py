@@ -1,16 +1,19 @@
 """Draft workers beside a single-process program."""
 
 import functools
+import json
 import os
 import threading
 import weakref
+from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel
-from transformers.utils import logging
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.utils import find_adapter_config_file, is_peft_available, logging
 
 from .. import devices as accelerators
 from ..cache.compiled import is_compiled
+from ..cache.support import without_wrapper
 from ..drafting.parallel_drafter import mask_token
 from .assistant import DraftAssistant
 from .connection import Connection
@@ -68,18 +71,20 @@ def launch_draft(
             Defaults to whether the model that was given is compiled. Where there is no compiler, the draft runs
             without.
         load_options:
-            Passed on to `AutoModelForCausalLM.from_pretrained`; values must be plain (they travel as JSON).
+            Passed on to `AutoModelForCausalLM.from_pretrained`: a `quantization_config`, and plain values (they travel
+            as JSON).
 
     Returns:
         [`DraftAssistant`]: A context manager. Without `with`, call `close()`, or let the program's end do it.
 
     Raises:
-        `ValueError`: an argument makes no sense.
-        [`DraftError`]: a worker did not start, for example because the path does not load.
+        `ValueError`, `TypeError`: an argument makes no sense, or there is no such device, folder or hub id.
+        [`DraftError`]: a worker did not start, for example because the weights do not load.
     """
+    model = without_wrapper(model)
     if devices is not None and (device is not None or not devices):
         raise ValueError("`devices` takes the place of `device`, and lists one device for each worker.")
-    devices = [_device_for(model, device)] if devices is None else [torch.device(one) for one in devices]
+    devices = [_device_for(model, device)] if devices is None else [accelerators.existing(one) for one in devices]
     on_cpu = [one.type == "cpu" for one in devices]
     if num_threads is not None and not all(on_cpu):
         raise ValueError(f"`num_threads` is for a draft on the CPU; this one is on {devices[on_cpu.index(False)]}.")
@@ -88,6 +93,8 @@ def launch_draft(
     if cores is None and any(on_cpu):
         cores = divide_cores(num_threads, sum(on_cpu))
     settings = {**worker_settings(model, dtype, compile, load_options), "timeout": timeout}
+    if not isinstance(model, PreTrainedModel):
+        draft_config(model, load_options)
     return _assistant(model, devices, cores, settings, wait=True)
 
 
@@ -102,14 +109,46 @@ def worker_settings(
         "path": None if is_loaded else os.fspath(model),
         "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
         "compile": is_loaded and is_compiled(model) if compile is None else compile,
-        "load_options": load_options,
+        "load_options": {name: _as_json(name, value) for name, value in load_options.items()},
     }
 
 
+def _as_json(name: str, value):
+    """Returns a load option as a worker is told of it."""
+    if name == "quantization_config" and hasattr(value, "to_dict"):
+        value = value.to_dict()
+    try:
+        return json.loads(json.dumps(value))
+    except TypeError:
+        kind = type(value).__name__
+        raise TypeError(f"`{name}` is a {kind}, which cannot be sent to the worker; give plain values.") from None
+
+
+def draft_config(path: str | os.PathLike, load_options: dict) -> PreTrainedConfig:
+    """
+    Reads the config of a draft that only the worker loads.
+
+    Raises:
+        `ValueError`: there is no such model.
+    """
+    path = os.fspath(path)
+    try:
+        return AutoConfig.from_pretrained(path, **{"trust_remote_code": False, **load_options})
+    except (OSError, ValueError) as error:
+        adapter = find_adapter_config_file(path) if is_peft_available() else None
+        if adapter is not None:  # of the model that it names
+            return draft_config(json.loads(Path(adapter).read_text())["base_model_name_or_path"], {})
+        is_what = "is a folder without a model" if os.path.isdir(path) else "is no folder, and no model of the hub"
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"The draft {path!r} {is_what} that transformers can load: {reason}") from error
+
+
 def _device_for(model: PreTrainedModel | str | os.PathLike, device: str | torch.device | None) -> torch.device:
-    if device is None and isinstance(model, PreTrainedModel):
+    if device is not None:
+        return accelerators.existing(device)
+    if isinstance(model, PreTrainedModel):
         return model.device
-    return torch.device(accelerators.spare_accelerator() or "cpu" if device is None else device)
+    return accelerators.spare_accelerator() or torch.device("cpu")
 
 
 def _assistant(
@@ -142,26 +181,44 @@ def start_worker(settings: dict, weights: SharedWeights | None = None) -> Connec
     return Connection(WorkerProcess(settings, descriptors), meeting, settings["timeout"])
 
 
-def assistant_for(model: PreTrainedModel) -> DraftAssistant:
+def assistant_for(draft: PreTrainedModel | str | os.PathLike) -> DraftAssistant:
     """
-    Returns the worker for a draft model that was passed as an object. Each process starts one, does not wait for it,
-    uses it again, and ends it with the model. It is replaced when the model's embeddings were resized.
+    Returns the worker for a draft that was passed to generate() as a model, a folder or a hub id. Each process starts
+    one, does not wait for it, uses it again, and ends it with the model or the program. It is replaced when the model's
+    embeddings were resized.
     """
+    is_model = isinstance(draft, PreTrainedModel)
+    known, key = (_assistants, draft) if is_model else (_assistants_of_paths, os.fspath(draft))
     with _starting:
-        assistant = _assistants.get(model)
-        vocab_size = model.config.get_text_config(decoder=True).vocab_size
+        assistant = known.get(key)
         if assistant is not None and assistant.process == os.getpid():
-            if assistant.vocab_size == vocab_size:
+            if not is_model or assistant.vocab_size == tokens_of(draft)[0]:
                 return assistant
             assistant.close()
-        cores = divide_cores() if model.device.type == "cpu" else None
-        settings = {**worker_settings(model, None, None, {}), "timeout": START_TIMEOUT}
-        assistant = _assistants[model] = _assistant(model, [model.device], cores, settings, wait=False)
-        assistant.vocab_size, assistant.device = vocab_size, str(model.device)
-        assistant.pard_token = mask_token(model.config)
-        weakref.finalize(model, assistant.close)
+        device = _device_for(draft, None)
+        cores = divide_cores() if device.type == "cpu" else None
+        settings = {**worker_settings(draft, None, None, {}), "timeout": START_TIMEOUT}
+        assistant = known[key] = _assistant(draft, [device], cores, settings, wait=False)
+        assistant.vocab_size, assistant.pard_token = tokens_of(draft)
+        assistant.device = str(device)
+        if is_model:
+            weakref.finalize(draft, assistant.close)
         return assistant
 
 
+def tokens_of(draft: PreTrainedModel | DraftAssistant | str | os.PathLike) -> tuple[int, int | None]:
+    """
+    Returns the vocabulary size and the mask token, if any, of whatever can be passed as `assistant_model`, before any
+    of it is loaded.
+    """
+    if isinstance(draft, (str, os.PathLike)):
+        draft = _assistants_of_paths.get(os.fspath(draft)) or draft_config(draft, {})
+    if isinstance(draft, DraftAssistant):
+        return draft.vocab_size, draft.pard_token
+    config = draft.config if isinstance(draft, PreTrainedModel) else draft
+    return config.get_text_config(decoder=True).vocab_size, mask_token(config)
+
+
 _assistants: "weakref.WeakKeyDictionary[PreTrainedModel, DraftAssistant]" = weakref.WeakKeyDictionary()
+_assistants_of_paths: dict[str, DraftAssistant] = {}
 _starting = threading.Lock()

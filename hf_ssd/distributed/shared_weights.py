@@ -28,11 +28,21 @@ class SharedWeights:
         description (`dict`): What the other process needs besides the file descriptor, as objects that JSON can hold.
 
     Raises:
-        `ValueError`: the class cannot be imported by another process.
+        `ValueError`: another process cannot import the class, or its layers are not those of the class.
     """
 
     def __init__(self, model: PreTrainedModel):
         model_class = _importable_class(model)
+        if any(type(module).__module__.partition(".")[0] == "peft" for module in model.modules()):
+            raise ValueError(
+                "The draft has adapters in its layers, which a worker cannot rebuild: merge them with "
+                "draft.merge_and_unload(), or draft in this process with SSDConfig(asynchronous=False)."
+            )
+        if getattr(model, "hf_quantizer", None) is not None:
+            raise ValueError(
+                "The draft is quantized, and a worker cannot rebuild its layers from their weights: let the worker "
+                "load it, by hf_ssd.launch_draft(FOLDER_OR_HUB_ID, quantization_config=...)."
+            )
         tensors = dict(model.named_parameters(remove_duplicate=False))
         tensors |= dict(model.named_buffers(remove_duplicate=False))
         places, entries, size = {}, [], 0

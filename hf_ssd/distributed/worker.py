@@ -11,6 +11,7 @@ from datetime import timedelta
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.quantizers import AutoQuantizationConfig
 from transformers.utils import logging
 
 from .. import devices
@@ -49,8 +50,9 @@ def main() -> None:
         tokens = {"vocab_size": vocab_size, "pard_token": mask_token(model.config)}
         compiled = {"is_compiled": is_compiled(model), "uncompiled_because": uncompiled_because}
         hello = Message(Kind.READY, payload=payloads.json_to_payload({**tokens, **place, **compiled}))
-    except Exception:
-        hello = Message(Kind.ERROR, payload=payloads.text_to_payload(traceback.format_exc()))
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+        hello = Message(Kind.ERROR, payload=payloads.text_to_payload(text))
     # 2. Meet the target.
     meeting = settings["meeting"]
     store = join(meeting, settings["timeout"])
@@ -79,9 +81,13 @@ def load_model(settings: dict) -> PreTrainedModel:
     if settings["weights"] is not None:
         model = model_from_shared_weights(settings["weights"])
     else:
-        options = {"dtype": settings["dtype"]} if settings["dtype"] else {}
-        model = AutoModelForCausalLM.from_pretrained(settings["path"], **options, **settings["load_options"]).eval()
-    model = model.to(settings["device"])
+        options = {**({"dtype": settings["dtype"]} if settings["dtype"] else {}), **settings["load_options"]}
+        if "quantization_config" in options:
+            options["quantization_config"] = AutoQuantizationConfig.from_dict(options["quantization_config"])
+            options.setdefault("device_map", {"": settings["device"]})  # a quantized model may refuse to be moved
+        model = AutoModelForCausalLM.from_pretrained(settings["path"], **options).eval()
+    if model.device != torch.device(settings["device"]):
+        model = model.to(settings["device"])
     if model.config.get_text_config(decoder=True)._attn_implementation not in MASKED_ATTENTION:
         model.set_attn_implementation("sdpa")  # branches need 4D masks
     check_supported(model)

@@ -5,9 +5,10 @@ import functools
 
 from transformers import GenerationMixin, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
 
+from ..cache.support import without_wrapper
 from ..config import SSDConfig
 from ..distributed.assistant import DraftAssistant
-from .checks import check_arguments
+from .checks import check_arguments, check_assisted_options
 from .loop import speculative_speculative_decoding
 from .tokenizers import translation_for
 
@@ -26,16 +27,17 @@ class SSDGenerationMixin:
         assistant_model=None,
         streamer=None,
         *,
-        ssd_config: SSDConfig | None = None,
+        ssd_config: SSDConfig | dict | None = None,
         **kwargs,
     ):
         """
         `GenerationMixin.generate`, and with `ssd_config` speculative speculative decoding.
 
         Args:
-            assistant_model (`PreTrainedModel` or [`DraftAssistant`], *optional*): The draft. A model is handed to a
-                worker process the first time, and the worker is reused. While it starts, the draft works in turn here.
-            ssd_config ([`SSDConfig`], *optional*): Settings. Without them this is transformers' own method.
+            assistant_model (`PreTrainedModel`, [`DraftAssistant`], `str` or `os.PathLike`, *optional*): The draft. A
+                model is handed to a worker process the first time, and the worker is reused. While it starts, the draft
+                works in turn here. A folder or hub id is loaded by the worker alone; while it starts, nothing drafts.
+            ssd_config ([`SSDConfig`] or `dict`, *optional*): Settings. Without them this is transformers' own method.
             inputs, generation_config, logits_processor, stopping_criteria, streamer, kwargs: As in transformers. With
                 `tokenizer` and `assistant_tokenizer`, which may differ, the draft proposes the tokens that both have.
 
@@ -50,7 +52,10 @@ class SSDGenerationMixin:
         kwargs |= {"inputs": inputs, "generation_config": generation_config, "logits_processor": logits_processor}
         kwargs |= {"stopping_criteria": stopping_criteria, "prefix_allowed_tokens_fn": prefix_allowed_tokens_fn}
         kwargs |= {"synced_gpus": synced_gpus, "streamer": streamer}
+        if kwargs.get("custom_generate") is generate:  # the function below, which does what is done here
+            kwargs["custom_generate"], ssd_config = None, ssd_config or SSDConfig()
         if ssd_config is not None and kwargs.get("custom_generate") is None:
+            kwargs.pop("custom_generate", None)
             return _generate(super().generate, self, assistant_model, ssd_config, **kwargs)
         if ssd_config is not None:
             kwargs["ssd_config"] = ssd_config  # for the user's own decoding method
@@ -67,12 +72,21 @@ class SSDGenerationMixin:
         return (_blank_model, (kind,), *state)
 
 
-def generate(model: PreTrainedModel, *, assistant_model=None, ssd_config: SSDConfig | None = None, **kwargs):
+def generate(
+    model: PreTrainedModel, inputs=None, *, assistant_model=None, ssd_config: SSDConfig | dict | None = None, **kwargs
+):
     """
     Speculative speculative decoding with a model that was not passed to [`enable`]; what `custom_generate` calls. The
     arguments are those of [`SSDGenerationMixin.generate`]; `ssd_config` defaults to `SSDConfig()`.
     """
-    plain = functools.partial(GenerationMixin.generate, model)
+    if assistant_model is None:
+        raise ValueError(
+            "hf_ssd.generate needs an `assistant_model`, which transformers does not pass on to a function that is "
+            "given as `custom_generate`: call hf_ssd.generate(model, **inputs, assistant_model=...) itself, or "
+            "hf_ssd.enable(model) before."
+        )
+    model = without_wrapper(model)
+    plain = functools.partial(GenerationMixin.generate, model, inputs)
     return _generate(plain, model, assistant_model, ssd_config or SSDConfig(), **kwargs)
 
 
@@ -82,15 +96,17 @@ def enable(model: PreTrainedModel) -> PreTrainedModel:
     keeps its name, and it saves and loads as before.
 
     Args:
-        model (`PreTrainedModel`): A decoder-only model.
+        model (`PreTrainedModel`): A decoder-only model, or a `PeftModel` of one.
 
     Raises:
         `TypeError`: it is not a transformers model that generates.
+        `ValueError`: its adapter is no part of the model, as in prompt tuning.
     """
-    if not isinstance(model, PreTrainedModel) or not isinstance(model, GenerationMixin):
+    inner = without_wrapper(model)
+    if not isinstance(inner, PreTrainedModel) or not isinstance(inner, GenerationMixin):
         raise TypeError(f"hf_ssd.enable takes a transformers model with generate(), not a {type(model).__name__}.")
-    if not isinstance(model, SSDGenerationMixin):
-        model.__class__ = _enabled_class(type(model))
+    if not isinstance(inner, SSDGenerationMixin):
+        inner.__class__ = _enabled_class(type(inner))
     return model
 
 
@@ -108,6 +124,9 @@ def _blank_model(kind: type) -> PreTrainedModel:
 
 
 def _generate(plain, model, assistant_model, ssd_config, streamer=None, synced_gpus=None, **kwargs):
+    ssd_config = SSDConfig.from_dict(ssd_config) if isinstance(ssd_config, dict) else ssd_config
+    assistant_model = without_wrapper(assistant_model)
+    check_assisted_options(model, kwargs.get("generation_config"), kwargs)
     check_arguments(model, assistant_model, ssd_config, synced_gpus)
     translation = translation_for(
         model, assistant_model, kwargs.get("tokenizer"), kwargs.pop("assistant_tokenizer", None)

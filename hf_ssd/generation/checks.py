@@ -17,14 +17,17 @@ from transformers.generation.logits_process import DiaEOSDelayPatternLogitsProce
 from ..cache.support import attention_layout, is_flash_attention, rope_that_changes
 from ..config import SSDConfig
 from ..distributed.assistant import DraftAssistant
+from ..distributed.launch import tokens_of
 from ..distributed.roles import check_heads
 from ..drafting.custom_fallback import check_proposer
-from ..drafting.parallel_drafter import check_drafter, mask_token
+from ..drafting.parallel_drafter import check_drafter
 
 # Tensor inputs that transformers feeds to the model once, or that verification continues by itself.
 KNOWN_INPUTS = {"attention_mask", "position_ids", "cache_position", "inputs_embeds"}
 KNOWN_INPUTS |= {"token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"}
 KNOWN_INPUTS |= set(getattr(generation_utils, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", ()))
+
+ASSISTED_OPTIONS = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
 
 # transformers' processors whose result depends on earlier calls. `WatermarkLogitsProcessor` is none of them: it seeds
 # its generator in each call.
@@ -38,15 +41,16 @@ PROCESSORS_WITH_MEMORY = (
 def check_arguments(model, assistant_model, ssd_config, synced_gpus) -> None:
     """Raises `TypeError` or `ValueError` if the arguments or the two models cannot work together."""
     if not isinstance(ssd_config, SSDConfig):
-        raise TypeError(f"`ssd_config` must be an hf_ssd.SSDConfig, but is a {type(ssd_config).__name__}.")
+        raise TypeError(f"`ssd_config` must be an hf_ssd.SSDConfig or a dict, but is a {type(ssd_config).__name__}.")
     if assistant_model is None:
         raise ValueError(
-            "`ssd_config` needs an `assistant_model`: the draft model, or what hf_ssd.launch_draft() gives."
+            "`ssd_config` needs an `assistant_model`: the draft model, its folder or hub id, or what "
+            "hf_ssd.launch_draft() gives."
         )
-    if not isinstance(assistant_model, (PreTrainedModel, DraftAssistant)):
+    if not isinstance(assistant_model, (PreTrainedModel, DraftAssistant, str, os.PathLike)):
         raise TypeError(
-            "`assistant_model` must be a transformers model or what hf_ssd.launch_draft() gives, but is a "
-            f"{type(assistant_model).__name__}."
+            "`assistant_model` must be a transformers model, a folder or hub id, or what hf_ssd.launch_draft() gives, "
+            f"but is a {type(assistant_model).__name__}."
         )
     if isinstance(assistant_model, DraftAssistant) and assistant_model.process != os.getpid():
         raise ValueError(
@@ -67,13 +71,21 @@ def check_arguments(model, assistant_model, ssd_config, synced_gpus) -> None:
     attention_layout(model)
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise ValueError(f"{type(model).__name__} takes no `position_ids`, which verification needs.")
-    if isinstance(assistant_model, DraftAssistant):
-        draft_vocab, pard_token = assistant_model.vocab_size, assistant_model.pard_token
-    else:
+    if isinstance(assistant_model, PreTrainedModel):
         attention_layout(assistant_model)
-        draft_vocab = assistant_model.config.get_text_config(decoder=True).vocab_size
-        pard_token = mask_token(assistant_model.config)
-    check_drafter(ssd_config, pard_token, draft_vocab)
+    vocab_size, pard_token = tokens_of(assistant_model)
+    check_drafter(ssd_config, pard_token, vocab_size)
+
+
+def check_assisted_options(model, generation_config: GenerationConfig | None, kwargs: dict) -> None:
+    """Raises `ValueError` if a call asks for what only transformers' own assisted generation has."""
+    for name in ASSISTED_OPTIONS:
+        of_config, of_model = (getattr(config, name, None) for config in (generation_config, model.generation_config))
+        if kwargs.get(name) is not None or of_config not in (None, of_model):
+            raise ValueError(
+                f"`{name}` is a setting of transformers' assisted generation; leave it out with `ssd_config`, where "
+                "SSDConfig(lookahead=...) says how many tokens are drafted."
+            )
 
 
 def check_generation(

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import math
+import os
 import time
 
 import torch
@@ -10,6 +11,7 @@ from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, Ma
 from transformers.generation.streamers import BaseStreamer
 
 from .. import devices
+from ..advice import adjustable
 from ..cache.cached_model import CachedModel
 from ..cache.compiled import is_compiled
 from ..cache.support import check_supported
@@ -54,7 +56,7 @@ def speculative_speculative_decoding(
         model (`PreTrainedModel`): The target.
         input_ids (`torch.LongTensor` of shape `(batch_size, sequence_length)`): The prompts.
         logits_processor, stopping_criteria, generation_config, streamer: As in `GenerationMixin._sample`.
-        assistant_model (`PreTrainedModel` or [`DraftAssistant`]): The draft.
+        assistant_model (`PreTrainedModel`, [`DraftAssistant`], `str` or `os.PathLike`): The draft.
         ssd_config ([`SSDConfig`]): The settings.
         translation ([`~hf_ssd.drafting.vocabulary.Translation`], *optional*): Of the target's tokens into the draft's.
         model_kwargs: `past_key_values`, `attention_mask`, `position_ids` and what else the prefill takes.
@@ -70,6 +72,8 @@ def speculative_speculative_decoding(
     worker = draft_model = None  # the draft in a process of its own, and as a model to run in this one
     if isinstance(assistant_model, DraftAssistant):
         worker = assistant_model
+    elif isinstance(assistant_model, (str, os.PathLike)):
+        worker = assistant_for(assistant_model)
     else:
         check_supported(assistant_model)
         worker = assistant_for(assistant_model) if ssd_config.asynchronous else None
@@ -155,7 +159,7 @@ def decode(
     pad_token = generation_config._pad_token_tensor
     sequences = Sequences(input_ids, stopping_criteria, 0 if pad_token is None else int(pad_token))
     batch_size, prompt_length = input_ids.shape
-    stats = SSDStats(batch_size)
+    stats = SSDStats(batch_size, adjustable=adjustable(draft.request.config, do_sample))
     scores_record, logits_record = (
         StepRecord(batch_size, prompt_length, input_ids.device) if wants_dict and wanted else None
         for wanted in (generation_config.output_scores, generation_config.output_logits)

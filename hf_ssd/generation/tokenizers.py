@@ -8,6 +8,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
+from ..distributed.launch import tokens_of
 from ..drafting.vocabulary import Translation
 
 logger = logging.get_logger(__name__)
@@ -34,14 +35,15 @@ def translation_for(model, assistant_model, tokenizer=None, assistant_tokenizer=
     """
     if assistant_tokenizer is not None and tokenizer is None:
         raise ValueError("`assistant_tokenizer` needs the target's tokenizer too: pass `tokenizer=...` to generate().")
-    sizes = _vocab_size(model), _vocab_size(assistant_model)
+    sizes = model.config.get_text_config(decoder=True).vocab_size, tokens_of(assistant_model)[0]
     given = None if assistant_tokenizer is None else (id(tokenizer), id(assistant_tokenizer))
-    known = _known.setdefault(model, weakref.WeakKeyDictionary()).setdefault(assistant_model, {})
-    if (sizes, given) not in known:
+    key = _name_of(assistant_model), *sizes, given
+    known = _known.setdefault(model, {})
+    if key not in known:
         theirs = (tokenizer, assistant_tokenizer) if given else (_tokenizer_of(model), _tokenizer_of(assistant_model))
         # The tokenizers are kept with what was found of them, so that others cannot get their `id`.
-        known[sizes, given] = _compare(*theirs, *sizes, may_differ=given is not None), theirs
-    return known[sizes, given][0]
+        known[key] = _compare(*theirs, *sizes, may_differ=given is not None), theirs
+    return known[key][0]
 
 
 def check_coverage(translation: Translation, prompts: list[torch.LongTensor]) -> None:
@@ -146,15 +148,16 @@ def _byte_of_character() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
 
 
-def _vocab_size(model) -> int:
-    if isinstance(model, PreTrainedModel):
-        return model.config.get_text_config(decoder=True).vocab_size
-    return model.vocab_size
+def _name_of(model) -> str:
+    """Returns the folder or hub id that a model was loaded from, empty if it was made in this program."""
+    if isinstance(model, (str, os.PathLike)):
+        return os.fspath(model)
+    return (model.config._name_or_path if isinstance(model, PreTrainedModel) else model.path) or ""
 
 
 def _tokenizer_of(model):
     """Returns the tokenizer in the folder, or in the hub's cache, that a model was loaded from, or `None`."""
-    path = model.config._name_or_path if isinstance(model, PreTrainedModel) else model.path
+    path = _name_of(model)
     if not path or not (os.path.isdir(path) or path.count("/") == 1):
         return None
     try:

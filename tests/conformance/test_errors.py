@@ -1,10 +1,15 @@
 """Bad use gets one clear sentence, before any work starts."""
 
+import copy
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
+    GenerationConfig,
     GPT2Config,
     GPT2LMHeadModel,
     Llama4ForCausalLM,
@@ -64,8 +69,14 @@ def nothing_starts(monkeypatch):
         ({"force_words_ids": [[5]], "num_beams": 2}, "constrained_beam_search"),
         ({"input_ids": torch.ones(1, 0, dtype=torch.long), "attention_mask": None}, "`input_ids` is empty"),
         ({"assistant_model": None}, "needs an `assistant_model`"),
-        ({"assistant_model": "gpt2"}, "must be a transformers model or what hf_ssd.launch_draft"),
-        ({"ssd_config": {"lookahead": 3}}, "must be an hf_ssd.SSDConfig, but is a dict"),
+        ({"assistant_model": 5}, "must be a transformers model, a folder or hub id, or what hf_ssd.launch_draft"),
+        ({"assistant_model": "no/such/draft"}, "'no/such/draft' is no folder, and no model of the hub"),
+        ({"assistant_model": Path(__file__).parent}, "is a folder without a model"),
+        ({"ssd_config": 3}, "must be an hf_ssd.SSDConfig or a dict, but is a int"),
+        ({"ssd_config": {"lookahed": 3}}, "did you mean 'lookahead'"),
+        ({"num_assistant_tokens": 4}, "`num_assistant_tokens` is a setting of transformers' assisted generation"),
+        ({"num_assistant_tokens_schedule": "constant"}, "`num_assistant_tokens_schedule` is a setting"),
+        ({"generation_config": GenerationConfig(assistant_confidence_threshold=0.4)}, "SSDConfig.lookahead=...."),
     ],
 )
 def test_options_that_cannot_be_combined(target, draft, options, words):
@@ -185,9 +196,63 @@ def test_tokens_with_several_positions(draft):
         target.generate(**padded_batch(1), max_new_tokens=5, assistant_model=draft, ssd_config=CONFIG)
 
 
+def test_options_of_the_model_itself_are_not_of_this_call(draft):
+    target = hf_ssd.enable(tiny_model())
+    target.generation_config.num_assistant_tokens = 4
+    options = {"max_new_tokens": 5, "assistant_model": draft, "ssd_config": IN_TURN}
+    for generation_config in (None, copy.deepcopy(target.generation_config)):
+        with pytest.raises(AssertionError, match="work was started"):
+            target.generate(**padded_batch(1), generation_config=generation_config, **options)
+
+
 def test_a_model_that_was_not_enabled(draft):
-    with pytest.raises(ValueError, match="ssd_config"):
-        tiny_model().generate(**padded_batch(1), max_new_tokens=5, assistant_model=draft, ssd_config=CONFIG)
+    """Where transformers alone is asked its words stand in the user guide; where we are, ours name the remedy."""
+    target, options = tiny_model(), {**padded_batch(1), "max_new_tokens": 5}
+    guide = (Path(__file__).parents[2] / "docs" / "user_guide.md").read_text()
+    words = "The following `model_kwargs` are not used by the model: ['ssd_config']"
+    assistant = object.__new__(hf_ssd.DraftAssistant)
+    for given in (draft, assistant, "no/such/draft"):
+        with pytest.raises(ValueError, match=re.escape(words)):
+            target.generate(**options, assistant_model=given, ssd_config=CONFIG)
+    assert words in guide
+    with pytest.raises(ValueError, match="hf_ssd.enable.model. has prepared"):
+        target.generate(**options, assistant_model=assistant)
+    with pytest.raises(ValueError, match="call hf_ssd.generate.model, .* itself, or hf_ssd.enable.model. before"):
+        target.generate(**options, assistant_model=draft, ssd_config=CONFIG, custom_generate=hf_ssd.generate)
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "gpu", "cpu:1"])
+def test_a_device_that_is_not_there(device):
+    for place in ({"device": device}, {"devices": ["cpu", device]}):
+        with pytest.raises(ValueError, match=f"This machine has no device '{device}', only cpu"):
+            hf_ssd.launch_draft(tiny_draft(), **place)
+
+
+def test_a_folder_without_a_model(tmp_path):
+    with pytest.raises(ValueError, match="is a folder without a model that transformers can load: ") as error:
+        hf_ssd.launch_draft(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_load_options_that_no_worker_can_be_told_of(tmp_path):
+    with pytest.raises(TypeError, match="`quantization_config` is a object, which cannot be sent to the worker"):
+        hf_ssd.launch_draft(tmp_path, quantization_config=object())
+
+
+def test_drafts_whose_layers_a_worker_cannot_rebuild(target):
+    """Adapters and quantization change the layers of a model, not its class."""
+    draft = tiny_draft()
+    adapter = type("Linear", (torch.nn.Linear,), {"__module__": "peft.tuners.lora.layer"})
+    draft.model.layers[0].mlp.up_proj.__class__ = adapter
+    options = {**padded_batch(1), "max_new_tokens": 5, "assistant_model": draft}
+    with pytest.raises(ValueError, match="merge them with draft.merge_and_unload.., or draft in this process"):
+        target.generate(**options, ssd_config=CONFIG)
+    with pytest.raises(AssertionError, match="work was started"):
+        target.generate(**options, ssd_config=IN_TURN)
+    draft = tiny_draft()
+    draft.hf_quantizer = object()
+    with pytest.raises(ValueError, match="let the worker load it, by hf_ssd.launch_draft"):
+        hf_ssd.launch_draft(draft)
 
 
 def test_what_cannot_be_enabled():

@@ -1,20 +1,25 @@
 """Starting and ending worker processes."""
 
+import dataclasses
 import gc
+import json
 import subprocess
 import sys
 import textwrap
 import time
 import weakref
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
+from transformers import QuantoConfig
 from transformers.utils import logging
 
 import hf_ssd
-from hf_ssd.distributed.launch import assistant_for, worker_settings
+from hf_ssd.distributed.launch import assistant_for, draft_config, worker_settings
+from hf_ssd.distributed.worker import load_model
 from hf_ssd.rounds import IN_TURN
 
 from ..conftest import padded_batch, ready, tiny_draft, tiny_model
@@ -84,11 +89,65 @@ def test_given_a_folder_only_the_worker_loads_the_draft(tmp_path, target):
         target.generate(**inputs, max_new_tokens=5, assistant_model=assistant, ssd_config=CONFIG)
 
 
-def test_a_draft_that_does_not_load_shows_the_workers_traceback_and_leaves_no_process(tmp_path, fresh_python):
+@pytest.mark.parametrize("kind", [str, Path])
+def test_a_folder_as_assistant_model_gets_one_worker_that_ends_with_the_program(kind, tmp_path, target):
+    tiny_draft().save_pretrained(tmp_path)
+    inputs, draft = padded_batch(1), kind(tmp_path)
+    plain = target.generate(**inputs, max_new_tokens=20, do_sample=False)
+    options = {"max_new_tokens": 20, "do_sample": False, "assistant_model": draft, "ssd_config": CONFIG}
+    assert torch.equal(target.generate(**inputs, **options), plain)  # while the worker is starting
+    assistant = ready(assistant_for(str(tmp_path)))
+    pid = assistant.workers[0].process.popen.pid
+    assert assistant_for(tmp_path) is assistant and assistant.finalizer.atexit
+    for config in (CONFIG, dataclasses.replace(CONFIG, asynchronous=False)):
+        output = target.generate(**inputs, **{**options, "ssd_config": config}, return_dict_in_generate=True)
+        assert torch.equal(output.sequences, plain) and output.ssd_stats.acceptance_rate > 0
+    assert assistant.workers[0].process.popen.pid == pid
+    assistant.close()
+    assert ends_within(pid, 5)
+
+
+def test_a_folder_as_assistant_model_is_checked_before_it_is_loaded(tmp_path, target):
+    tiny_draft(vocab_size=98).save_pretrained(tmp_path)
     before = children()
-    with pytest.raises(hf_ssd.DraftError, match="(?s)could not load its model.*Traceback.*Unrecognized model"):
+    with pytest.raises(ValueError, match="vocabulary of 97 tokens and the draft one of 98"):
+        target.generate(**padded_batch(1), max_new_tokens=5, assistant_model=tmp_path, ssd_config=CONFIG)
+    assert children() == before
+
+
+def test_a_draft_that_does_not_load_says_why_in_the_first_line_and_leaves_no_process(tmp_path, fresh_python):
+    before = children()
+    tiny_draft().config.save_pretrained(tmp_path)
+    with pytest.raises(hf_ssd.DraftError, match="could not load its model: OSError: .*safetensors.*\n.*Traceback"):
         hf_ssd.launch_draft(tmp_path)
     assert children() == before
+
+
+def test_a_quantization_config_reaches_the_worker(tmp_path, monkeypatch):
+    given, loaded = QuantoConfig(weights="int4"), {}
+
+    def from_pretrained(path, **options):
+        loaded.update(options)
+        return tiny_draft()
+
+    settings = json.loads(json.dumps(worker_settings(tmp_path, None, None, {"quantization_config": given})))
+    loader = SimpleNamespace(from_pretrained=from_pretrained)
+    monkeypatch.setattr("hf_ssd.distributed.worker.AutoModelForCausalLM", loader)
+    load_model({**settings, "weights": None, "device": "cpu"})
+    assert loaded["quantization_config"].to_dict() == given.to_dict() and loaded["device_map"] == {"": "cpu"}
+    assert type(loaded["quantization_config"]) is QuantoConfig
+
+
+def test_a_folder_with_adapters_has_the_config_of_their_model(tmp_path, monkeypatch):
+    tiny_draft().save_pretrained(tmp_path / "base")
+    (tmp_path / "adapter").mkdir()
+    adapter = {"base_model_name_or_path": str(tmp_path / "base"), "peft_type": "LORA"}
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(adapter))
+    monkeypatch.setattr("hf_ssd.distributed.launch.is_peft_available", lambda: True)
+    assert draft_config(tmp_path / "adapter", {}).vocab_size == 97
+    monkeypatch.setattr("hf_ssd.distributed.launch.is_peft_available", lambda: False)
+    with pytest.raises(ValueError, match="is a folder without a model"):
+        draft_config(tmp_path / "adapter", {})
 
 
 def test_a_recurrent_draft_is_refused_by_the_worker(tmp_path):
@@ -99,21 +158,22 @@ def test_a_recurrent_draft_is_refused_by_the_worker(tmp_path):
         hf_ssd.launch_draft(tmp_path)
 
 
-def test_a_worker_that_dies_while_it_starts_is_explained(monkeypatch, tmp_path, fresh_python):
+def test_a_worker_that_dies_while_it_starts_is_explained(monkeypatch, tmp_path, folder, fresh_python):
     (tmp_path / "hf_ssd").mkdir()
     (tmp_path / "hf_ssd" / "__init__.py").write_text("raise ImportError('this installation is broken')")
     monkeypatch.syspath_prepend(str(tmp_path))
     before = children()
-    with pytest.raises(hf_ssd.DraftError, match="(?s)ended while it started.*this installation is broken"):
-        hf_ssd.launch_draft("anything")
+    with pytest.raises(hf_ssd.DraftError, match="ended while it started: ImportError: this installation is broken\n"):
+        hf_ssd.launch_draft(folder)
     assert children() == before
 
 
-def test_bad_arguments():
+def test_bad_arguments(monkeypatch):
     with pytest.raises(ValueError, match="already loaded"):
         hf_ssd.launch_draft(tiny_model(), dtype="bfloat16")
     with pytest.raises(ValueError, match="`num_threads` is 99"):
         hf_ssd.launch_draft(tiny_model(), num_threads=99)
+    monkeypatch.setattr("hf_ssd.devices.accelerators", lambda: [torch.device("cuda:0")])
     with pytest.raises(ValueError, match="is for a draft on the CPU"):
         hf_ssd.launch_draft("anything", device="cuda:0", num_threads=1)
 

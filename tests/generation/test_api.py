@@ -1,8 +1,10 @@
 """An enabled model is copied, pickled and saved like any other."""
 
 import copy
+import functools
 import io
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -90,3 +92,46 @@ def test_an_enabled_model_is_saved_and_loaded_as_before(tmp_path):
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert not isinstance(loaded, hf_ssd.SSDGenerationMixin)
     assert torch.equal(loaded.generate(**inputs, max_new_tokens=5), model.generate(**inputs, max_new_tokens=5))
+
+
+class Wrapper(torch.nn.Module):
+    """What is known here of a `PeftModel`."""
+
+    def __init__(self, model, is_prompt_learning=False):
+        super().__init__()
+        self.model, self.active_peft_config = model, SimpleNamespace(is_prompt_learning=is_prompt_learning)
+
+    def get_base_model(self):
+        return self.model
+
+    def generate(self, **arguments):
+        return self.model.generate(**arguments)
+
+
+def test_the_model_in_a_peft_model_takes_part(draft):
+    inputs, options = padded_batch(2), {"max_new_tokens": 10, "do_sample": False}
+    plain = tiny_model().generate(**inputs, **options)
+    options |= {"assistant_model": Wrapper(draft), "ssd_config": CONFIG, "return_dict_in_generate": True}
+    target = Wrapper(tiny_model())
+    by_function = hf_ssd.generate(target, **inputs, **options)
+    assert hf_ssd.enable(target) is target
+    for output in (by_function, target.generate(**inputs, **options)):
+        assert torch.equal(output.sequences, plain) and output.ssd_stats.acceptance_rate > 0
+    with pytest.raises(ValueError, match="Prompt and prefix tuning"):
+        hf_ssd.enable(Wrapper(tiny_model(), is_prompt_learning=True))
+
+
+def test_settings_as_a_dict(draft):
+    target, inputs = hf_ssd.enable(tiny_model()), padded_batch(1)
+    options = {"max_new_tokens": 10, "assistant_model": draft, "return_dict_in_generate": True}
+    for generate in (target.generate, functools.partial(hf_ssd.generate, target)):
+        output = generate(**inputs, **options, ssd_config=CONFIG.to_dict())
+        assert output.ssd_stats.records[0].lookahead == 3 and output.ssd_stats.acceptance_rate > 0
+
+
+def test_our_function_as_custom_generate_of_an_enabled_model(draft):
+    target, inputs = hf_ssd.enable(tiny_model()), padded_batch(1)
+    options = {"max_new_tokens": 10, "assistant_model": draft, "return_dict_in_generate": True}
+    output = target.generate(**inputs, **options, ssd_config=CONFIG, custom_generate=hf_ssd.generate)
+    assert torch.equal(output.sequences, target.generate(**inputs, max_new_tokens=10, do_sample=False))
+    assert output.ssd_stats.acceptance_rate > 0

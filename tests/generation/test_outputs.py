@@ -1,8 +1,9 @@
 import json
 
 import pytest
+import torch
 
-from hf_ssd import SSDStats
+from hf_ssd import SSDConfig, SSDStats
 from hf_ssd.rounds import AHEAD, FILLER, PLAIN, PREPARED, PRIMARY, RoundRecord
 
 
@@ -44,27 +45,63 @@ def test_fillers_count_as_plain_decoding():
     assert stats.acceptance_rate == stats.hit_rate == 1.0 and stats.tokens_per_round == (3 + 8) / 2
 
 
-def stats_like(lookahead=7, accepted=5, hit=True, wait=0.0, budget=8, **fields):
-    return SSDStats(records=records(10, accepted, lookahead, hit, budget, wait_seconds=wait), **fields)
+def stats_like(lookahead=7, accepted=5, hit=True, wait=0.0, budget=8, rounds=30, **fields):
+    fields = {"adjustable": ["lookahead", "budget", "saguaro_c"], **fields}
+    return SSDStats(records=records(rounds, accepted, lookahead, hit, budget, wait_seconds=wait), **fields)
+
+
+SLOW = "wait is 29% of a round, because the draft is slow: choose "
 
 
 @pytest.mark.parametrize(
     "stats, words",
     [
         (stats_like(), None),
-        (stats_like(accepted=0, lookahead=2), "acceptance 0.00: this draft does not pay"),
-        (stats_like(accepted=0, lookahead=0), "100% of the rounds were plain decoding"),
-        (stats_like(wait=0.04), "wait is 29% of a round: the draft is too slow for lookahead 7 and budget 8"),
-        (stats_like(wait=0.04, hit=False), "hits are rare (0.00)"),
+        (stats_like(accepted=0, lookahead=2), "acceptance 0.00: this draft does not pay; choose one that agrees more"),
+        (stats_like(accepted=7, wait=0.04), SLOW + "a smaller `lookahead` than 7, a smaller `budget` than 8, "),
+        (stats_like(lookahead=1, accepted=1, wait=0.04, budget=1), SLOW + "a smaller draft or a faster device for it"),
+        (stats_like(wait=0.04, adjustable=["lookahead"]), SLOW + "a smaller `lookahead` than 7, a smaller draft"),
+        (stats_like(wait=0.04, hit=False), "hits are rare (0.00): a larger `budget` or a lower temperature, or"),
+        (stats_like(wait=0.04, hit=False, adjustable=["lookahead", "budget"]), "(0.00): a larger `budget` makes more"),
         (stats_like(wait=0.04, budget=0), "in turn with the target"),
         (stats_like(unlikely_tokens=1), "1 accepted tokens had less than a millionth of the target's probability"),
         (stats_like(unlikely_tokens=2000), "were not drawn from what the draft or the fallback says"),
         (stats_like(draft_failure="it ended"), "finished without the draft, by plain decoding: it ended"),
+        # too little was drafted to tell, as where the planner rests
+        (stats_like(accepted=0, lookahead=2, rounds=20), None),
+        (stats_like(accepted=0, lookahead=0), None),
+        (SSDStats(records=records(60, 0, lookahead=0) + records(8, 7)), None),
+        (stats_like(wait=0.04, rounds=20), None),
+        # what "auto" decides
+        (stats_like(wait=0.04, adjustable=[]), None),
+        (stats_like(wait=0.04, hit=False, adjustable=["budget", "saguaro_c"]), None),
+        (stats_like(wait=0.04, hit=False, adjustable=["lookahead"]), None),
+        (stats_like(wait=0.04, budget=0, adjustable=[]), None),
     ],
 )
 def test_advice_says_what_was_seen(stats, words):
     assert stats.advice == [] if words is None else any(words in sentence for sentence in stats.advice)
     assert all(sentence in str(stats) for sentence in stats.advice)
+
+
+def test_advice_names_only_settings_that_are_the_users_own_and_matter(target, draft):
+    names = {"lookahead": 3, "budget": 4, "saguaro_c": 0.5}
+    for chosen in ({}, {"lookahead": 3}, names):
+        for do_sample in (False, True):
+            output = target.generate(
+                input_ids=torch.tensor([[3, 5, 7]]), max_new_tokens=3, do_sample=do_sample, assistant_model=draft,
+                ssd_config=SSDConfig(asynchronous=False, **chosen), return_dict_in_generate=True,
+            )  # fmt: skip
+            expected = [name for name in names if name in chosen or name == "saguaro_c"]
+            assert output.ssd_stats.adjustable == [name for name in expected if do_sample or name != "saguaro_c"]
+
+
+def test_a_notebook_shows_one_line():
+    stats = stats_like(generated_tokens=180)
+    assert repr(stats) == (
+        "SSDStats(180 tokens, 30 rounds, 6.00 tokens per round, acceptance 0.83, hit rate 1.00; print() it for more)"
+    )
+    assert "verification 100.0 ms" in str(stats) and "no rounds" in str(SSDStats()) and "0 rounds" in repr(SSDStats())
 
 
 def test_what_chance_explains_is_no_reason_for_advice():
