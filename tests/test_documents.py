@@ -49,6 +49,7 @@ def what_readers_have(tmp_path):
         "import os", return_tensors="pt", return_token_type_ids=False
     )
     names = {"TARGET": str(PAIR / "target"), "DRAFT": str(PAIR / "draft"), "FOLDER": str(tmp_path)}
+    names |= {"PARALLEL_DRAFT": str(PAIR / "parallel_draft"), "AutoTokenizer": AutoTokenizer}
     return {**names, **pair(), "hf_ssd": hf_ssd, "inputs": inputs}
 
 
