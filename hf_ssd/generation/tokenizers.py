@@ -3,6 +3,7 @@
 import functools
 import os
 import weakref
+from pathlib import Path
 
 import torch
 from transformers import AutoTokenizer, PreTrainedModel
@@ -40,9 +41,13 @@ def translation_for(model, assistant_model, tokenizer=None, assistant_tokenizer=
     key = _name_of(assistant_model), *sizes, given
     known = _known.setdefault(model, {})
     if key not in known:
-        theirs = (tokenizer, assistant_tokenizer) if given else (_tokenizer_of(model), _tokenizer_of(assistant_model))
-        # The tokenizers are kept with what was found of them, so that others cannot get their `id`.
-        known[key] = _compare(*theirs, *sizes, may_differ=given is not None), theirs
+        names = _name_of(model), _name_of(assistant_model)
+        if given is None and _are_one_file(*names):
+            known[key] = None, None
+        else:
+            theirs = (tokenizer, assistant_tokenizer) if given else tuple(map(_tokenizer_of, names))
+            # The tokenizers are kept with what was found of them, so that others cannot get their `id`.
+            known[key] = _compare(*theirs, *sizes, may_differ=given is not None), theirs
     return known[key][0]
 
 
@@ -155,9 +160,16 @@ def _name_of(model) -> str:
     return (model.config._name_or_path if isinstance(model, PreTrainedModel) else model.path) or ""
 
 
-def _tokenizer_of(model):
+def _are_one_file(*folders: str) -> bool:
+    """Whether these folders have the same tokenizer, which need not be read then."""
+    files = [Path(folder) / "tokenizer.json" for folder in folders if folder]
+    return (
+        len(files) == len(folders) and all(map(Path.is_file, files)) and files[0].read_bytes() == files[1].read_bytes()
+    )
+
+
+def _tokenizer_of(path: str):
     """Returns the tokenizer in the folder, or in the hub's cache, that a model was loaded from, or `None`."""
-    path = _name_of(model)
     if not path or not (os.path.isdir(path) or path.count("/") == 1):
         return None
     try:

@@ -1,5 +1,7 @@
 """Drafts whose vocabulary is not the target's: padded, or of another tokenizer."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers
@@ -238,7 +240,10 @@ def folders(tmp_path):
     }
 
 
-def test_tokenizers_in_the_folders_are_compared_once(folders, monkeypatch):
+@pytest.mark.parametrize("is_one_file", [True, False])
+def test_tokenizers_in_the_folders_are_compared_once(folders, is_one_file, monkeypatch):
+    with open(Path(folders["padded"]) / "tokenizer.json", "a") as file:
+        file.write("" if is_one_file else "\n")
     target, draft = load(folders["target"]), load(folders["padded"])
     loaded, from_pretrained = [], AutoTokenizer.from_pretrained
     monkeypatch.setattr(
@@ -246,7 +251,7 @@ def test_tokenizers_in_the_folders_are_compared_once(folders, monkeypatch):
     )
     for _ in range(2):  # a difference of 200 ids is padding where the tokens are the same
         assert generate(target, draft, 1, {}, asynchronous=False).ssd_stats.acceptance_rate > 0.1
-    assert loaded == [folders["target"], folders["padded"]]
+    assert loaded == [folders["target"], folders["padded"]] * (not is_one_file)
 
 
 def test_tokens_of_the_same_number_that_are_not_the_same_are_refused(folders):
