@@ -14,6 +14,7 @@ from hf_ssd.distributed.messages import PAYLOAD_TYPES, Message
 
 from ..conftest import VOCAB, padded_batch, tiny_draft, tiny_model
 from ..stand_ins.thread_worker import ThreadWorker
+from ..vocabularies import DRAFT, TARGET, tokenizer
 
 ROWS = 2
 
@@ -39,7 +40,7 @@ class Last:
 
 @pytest.fixture(scope="session")
 def recorded():
-    """Messages of greedy and sampled calls, with q dense and sparse, a fallback of the user's, and two workers."""
+    """Messages of greedy and sampled calls: q dense and sparse, a user's fallback, two workers, other tokenizers."""
     found, patch, pack, send_announced = [], pytest.MonkeyPatch(), channel.pack, channel.Channel.send_announced
 
     def record(message):
@@ -63,6 +64,7 @@ def recorded():
         (1, {"do_sample": True, "top_k": 5, "bad_words_ids": [[5], [6, 7]]}, {}),
         (1, {"do_sample": True}, {"fallback": Last()}),
         (2, {"do_sample": True}, {}),
+        (1, {"tokenizer": tokenizer(TARGET), "assistant_tokenizer": tokenizer(DRAFT)}, {}),
     ]
     with patch.context():
         for workers, options, more in calls:
