@@ -17,7 +17,7 @@ from .messages import LARGEST_PAYLOAD, ProtocolError
 NOT_FOR_THE_DRAFT = ("compile_config", "cache_config", "watermarking_config", "continuous_batching_config")
 
 
-MOST_WORKERS = 1024
+MOST_WORKERS, MOST_TOKENS = 1024, 2**22
 
 
 class DraftError(RuntimeError):
@@ -115,7 +115,7 @@ class SessionRequest:
         whole = all(type(number) is int for number in numbers)
         whole = whole and all(type(flag) is bool for flag in (asks_target, profile, is_translated))
         if not whole or not (
-            0 <= seed < 2**31 and 0 < vocab_size <= LARGEST_PAYLOAD and 0 <= index < count <= MOST_WORKERS
+            0 <= seed < 2**31 and 0 < vocab_size <= MOST_TOKENS and 0 <= index < count <= MOST_WORKERS
         ):
             raise ProtocolError(f"a call cannot have {dict(values, generation_config=...)}")
         if is_translated and (translation is None or len(translation.pieces) != vocab_size):
