@@ -195,11 +195,11 @@ def assistant_for(draft: PreTrainedModel | str | os.PathLike) -> DraftAssistant:
             if not is_model or assistant.vocab_size == tokens_of(draft)[0]:
                 return assistant
             assistant.close()
-        device = _device_for(draft, None)
+        tokens, device = tokens_of(draft), _device_for(draft, None)
         cores = divide_cores() if device.type == "cpu" else None
         settings = {**worker_settings(draft, None, None, {}), "timeout": START_TIMEOUT}
         assistant = known[key] = _assistant(draft, [device], cores, settings, wait=False)
-        assistant.vocab_size, assistant.pard_token = tokens_of(draft)
+        assistant.vocab_size, assistant.pard_token = tokens
         assistant.device = str(device)
         if is_model:
             weakref.finalize(draft, assistant.close)

@@ -83,7 +83,8 @@ class SeveralDrafts(DraftSession):
         else:
             primary = None
 
-        # 3. All are told what is verified.
+        # 3. All are told what is verified. Rows that are finished count as the primary's.
+        found.record.sources = [PRIMARY if source == NOTHING else source for source in found.record.sources]
         found.known = None
         found.tokens = found.tokens[:, :width]
         self.q = None if self.q is None else self.q[:, :width]
@@ -171,8 +172,7 @@ class SeveralDrafts(DraftSession):
                 if depth:
                     q[row, :depth] = self.q[row, :depth].to(q.device)
             self.q = q
-        sources = [PRIMARY if source == NOTHING else source for source in found.record.sources]
-        record = dataclasses.replace(found.record, sources=sources, steps=completed.record.steps)
+        record = dataclasses.replace(found.record, steps=completed.record.steps)
         record.answer_seconds += completed.record.answer_seconds
         return Speculation(completed.tokens, None, record)
 

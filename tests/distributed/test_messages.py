@@ -124,10 +124,10 @@ def test_speculations_round_trip_with_the_drafts_part_of_the_record(costs):
         (2, 6, "is not a plan"),  # after a miss more than ever
         (3, -1, "is not a plan"),  # budget
         (4, 9, "9 is no source"),
-        (5, 2**62, "is not a plan"),  # C = 2.0, as the bits of a double
-        (6, 65, "more tokens than a speculation has"),
-        (7, -2, "more tokens than a speculation has"),
-        (8, -1, "are not tokens"),
+        (6, 2**62, "is not a plan"),  # C = 2.0, as the bits of a double
+        (7, 65, "more tokens than a speculation has"),
+        (8, -2, "more tokens than a speculation has"),
+        (9, -1, "are not tokens"),
     ],
 )
 def test_outcomes_that_cannot_be_are_refused(place, value, words):

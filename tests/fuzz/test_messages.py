@@ -12,13 +12,15 @@ from hypothesis import strategies as st
 from hf_ssd.config import LONGEST_LOOKAHEAD
 from hf_ssd.distributed import messages, payloads
 from hf_ssd.distributed.messages import FRAME_LENGTH, HEADER_LENGTH, LARGEST_PAYLOAD, Kind, ProtocolError
-from hf_ssd.distributed.session import MOST_WORKERS, SessionRequest
+from hf_ssd.distributed.session import MOST_TOKENS, MOST_WORKERS, SessionRequest
+from hf_ssd.drafting.vocabulary import Translation
 from hf_ssd.rounds import FINISHED, MODES, SOURCES
 
 from ..conftest import VOCAB
 from .conftest import ROWS, damaged
 
 PROMPTS, SHAPE = [torch.tensor([1])] * ROWS, (ROWS, 3, VOCAB)
+TRANSLATION = Translation([[token] for token in range(VOCAB)], torch.ones(VOCAB, dtype=torch.bool))
 
 
 def read_speculation(payload):
@@ -58,7 +60,8 @@ def read_request(payload):
 
 
 def read_values(values):
-    request = SessionRequest.from_dict(values, PROMPTS)
+    request = SessionRequest.from_dict(values, PROMPTS, TRANSLATION)
+    assert 0 < request.vocab_size <= MOST_TOKENS
     assert 0 <= request.seed < 2**31 and 0 <= request.worker_index < request.num_workers <= MOST_WORKERS
     assert type(request.asks_target) is type(request.profile) is bool and type(request.prompt_length) is int
 
