@@ -108,9 +108,9 @@ def test_a_folder_as_assistant_model_gets_one_worker_that_ends_with_the_program(
 
 
 def test_a_folder_as_assistant_model_is_checked_before_it_is_loaded(tmp_path, target):
-    tiny_draft(vocab_size=98).save_pretrained(tmp_path)
+    tiny_draft(vocab_size=300).save_pretrained(tmp_path)
     before = children()
-    with pytest.raises(ValueError, match="vocabulary of 97 tokens and the draft one of 98"):
+    with pytest.raises(ValueError, match="vocabulary of 97 tokens and the draft one of 300"):
         target.generate(**padded_batch(1), max_new_tokens=5, assistant_model=tmp_path, ssd_config=CONFIG)
     assert children() == before
 
