@@ -129,4 +129,5 @@ def test_a_draft_that_never_agrees_is_left_alone():
     plain = target.generate(**padded_batch(1), max_new_tokens=150, do_sample=False)
     assert torch.equal(output.sequences, plain)
     stats = output.ssd_stats
-    assert stats.column("lookahead").count(0) > stats.rounds / 2 and stats.reason.endswith(": no draft")
+    assert stats.column("lookahead").count(0) > stats.rounds / 2
+    assert "no draft" in stats.reason or "probe" in stats.reason
