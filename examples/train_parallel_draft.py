@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 from torch.nn import functional as F
-from tqdm import tqdm
+from tqdm.auto import tqdm
 from train_pair import (
     minutes_since,
     optimizer_and_schedule,

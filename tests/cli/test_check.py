@@ -145,7 +145,7 @@ def refusals(tmp_path) -> dict:
         "encoder-decoder": ([str(tmp_path / "t5"), draft], "t5 is a t5 model; only decoder-only"),
         "recurrent": ([target, str(tmp_path / "mamba")], "recurrent or compressed state"),
         "vocabulary": ([target, larger], f"{VOCAB} tokens and the draft one of {VOCAB + 400}"),
-        "tokens": ([pair.folder("target"), str(strange)], "differ in 2 tokens"),
+        "tokens": ([pair.folder("target"), str(strange)], "different tokenizers: 2 ids mean different tokens"),
         "device": ([target, draft, "--draft-device", "cuda:77"], "no device 'cuda:77'"),
         "not a device": ([target, draft, "--device", "gpu"], "no device 'gpu'"),
         "no weights": ([str(tmp_path / "empty"), str(tmp_path / "empty")], "does not load"),
@@ -181,6 +181,7 @@ def test_a_refusal_ends_the_process_with_2(tmp_path):
 def figures(**changes) -> Figures:
     usual = {
         "acceptance": 0.8, "hit_rate": 0.9, "tokens_per_round": 3.1, "verify_seconds": 0.010, "step_seconds": 0.002,
+        "two_tokens_seconds": 0.004,
         "contention": 1.0, "plan": "a plan", "drafts": True, "predicted": 190.0, "speed": 180.0, "plain": 100.0,
         "assisted": 120.0, "over_plain": 1.8, "over_assisted": 1.5, "assistant_tokens": 3, "shares_memory": False,
         "load": 0.0,
@@ -195,7 +196,7 @@ def figures(**changes) -> Figures:
         ({"over_assisted": 0.8}, "yes: 1.80 times plain decoding; assisted generation is faster still, with 3 tokens"),
         ({"failure": "it died"}, "no: the draft was given up (it died)"),
         ({"over_plain": 0.9, "acceptance": 0.1}, "no: the target accepts 10% of the drafted tokens; "),
-        ({"over_plain": 0.9, "step_seconds": 0.007}, "no: the draft needs 1.4 verifications for two tokens; a "),
+        ({"over_plain": 0.9, "two_tokens_seconds": 0.014}, "no: the draft needs 1.4 verifications for two tokens; a "),
         ({"over_plain": 0.9, "contention": 1.5}, "no: a verification takes 1.5 times as long while the draft works"),
         ({"over_plain": 0.9, "load": 0.9, "shares_memory": True}, ", but the machine is busy with other programs"),
         ({"over_plain": 0.9, "shares_memory": True}, "; both models share one memory, and a draft on a "),

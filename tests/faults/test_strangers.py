@@ -24,7 +24,15 @@ from hf_ssd.distributed.messages import Kind, Message, ProtocolError
 from ..conftest import padded_batch, tiny_draft
 
 CONFIG = {"lookahead": 3, "budget": 8}
-INFO = {"vocab_size": 97, "device": "cpu", "gpu": None, "pid": 1, "is_compiled": False, "uncompiled_because": None}
+INFO = {
+    "vocab_size": 97,
+    "pard_token": None,
+    "device": "cpu",
+    "gpu": None,
+    "pid": 1,
+    "is_compiled": False,
+    "uncompiled_because": None,
+}
 
 
 def both(*steps):
