@@ -83,11 +83,6 @@ def measure(args: argparse.Namespace, found: models.Models, texts: list[str], lo
         del methods[f"{ASSISTED}, default"]
         for turn in range(len(batches)):  # the planner gets to know the pair
             bench.run(methods[SSD], turn)
-        for name in [name for name in methods if name.startswith(ASSISTED)]:
-            try:
-                bench.run(methods[name], 0)
-            except ValueError:  # transformers takes fewer pairs
-                del methods[name]
         return conclude(bench.measure(methods), last_planner(target, assistant), found.shares_memory, load)
 
 

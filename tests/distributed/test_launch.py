@@ -232,6 +232,7 @@ def test_every_way_to_run_python_and_the_worker_ends_with_it(how, end, folder, t
 
 def test_a_slow_start_shows_that_it_goes_on(monkeypatch, capsys):
     monkeypatch.setattr("hf_ssd.distributed.assistant.SHOWN_AFTER", 0.0)
+    logging.enable_progress_bar()  # which a program run in this process may have switched off
     start = time.monotonic()
     hf_ssd.launch_draft(tiny_draft(), num_threads=1).close()
     seconds, shown = time.monotonic() - start, capsys.readouterr().err.count("starting the draft")
