@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_ssd
 
-from .conftest import padded_batch, tiny_draft, tiny_model
+from .conftest import tiny_draft, tiny_model
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
@@ -117,19 +117,6 @@ def test_a_mask_token_learns_from_what_it_sees_in_use(hidden_from_others):
         alone = torch.cat([ids[:, : start + 1], torch.full((2, d), draft.config.pard_token)], dim=1)
         errors.append((draft(alone).logits[:, -1, :97] - logits[:, node]).abs().max().item())
     assert (max(errors) < 1e-4) == hidden_from_others
-
-
-def test_custom_generate_from_this_repository():
-    target, draft, inputs = tiny_model(), tiny_draft(), padded_batch(2)
-    options = {"max_new_tokens": 12, "do_sample": False}
-    plain = target.generate(**inputs, **options)
-    config = hf_ssd.SSDConfig(lookahead=3, asynchronous=False)
-    for model in (target, hf_ssd.enable(target)):
-        output = model.generate(
-            **inputs, **options, custom_generate=str(ROOT), trust_remote_code=True, assistant_model=draft,
-            ssd_config=config, return_dict_in_generate=True,
-        )  # fmt: skip
-        assert torch.equal(output.sequences, plain) and output.ssd_stats.rounds > 0
 
 
 def test_importing_has_no_side_effects(fresh_python):
