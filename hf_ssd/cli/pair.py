@@ -11,7 +11,7 @@ def folder(name: str) -> str:
     Returns the folder of one model of the pair.
 
     Args:
-        name (`str`): `"target"` or `"draft"`.
+        name (`str`): `"target"`, `"draft"` or `"parallel_draft"`.
 
     Raises:
         `ValueError`: the package came without it.
