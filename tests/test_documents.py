@@ -1,12 +1,15 @@
 """What the documents say is true: their Python runs, their commands exist, and their links lead somewhere."""
 
 import argparse
+import inspect
+import operator
 import os
 import re
 import runpy
 import shlex
 import subprocess
 import sys
+import urllib.parse
 from pathlib import Path
 
 import pytest
@@ -18,7 +21,9 @@ from hf_ssd.cli.main import build_parser
 
 ROOT = Path(__file__).parent.parent
 PAIR = ROOT / "examples" / "pair"
-DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/pair/README.md")]
+DOCUMENTS = [
+    ROOT / name for name in ("README.md", "CONTRIBUTING.md", "custom_generate/README.md", "examples/pair/README.md")
+]
 DOCUMENTS += sorted((ROOT / "docs").glob("*.md"))
 
 
@@ -50,6 +55,7 @@ def what_readers_have(tmp_path):
     )
     names = {"TARGET": str(PAIR / "target"), "DRAFT": str(PAIR / "draft"), "FOLDER": str(tmp_path)}
     names |= {"PARALLEL_DRAFT": str(PAIR / "parallel_draft"), "AutoTokenizer": AutoTokenizer}
+    names |= {"REPOSITORY": str(ROOT / "custom_generate")}
     return {**names, **pair(), "hf_ssd": hf_ssd, "inputs": inputs}
 
 
@@ -81,33 +87,39 @@ def test_the_programs_for_torchrun_run(document, tmp_path):
 # ---------------------------------------------------------------- the API reference
 
 
-@pytest.fixture
-def make_api(tmp_path):
-    """Builds the reference and returns it."""
-
-    def build() -> str:
-        runpy.run_path(str(ROOT / "docs" / "make_api.py"))["main"](["--output", str(tmp_path / "reference")])
-        return (tmp_path / "reference" / "api.md").read_text()
-
-    return build
+def entries() -> set[str]:
+    """Returns what the reference has entries for; the site's build fails where there is no such name."""
+    return set(re.findall(r"^::: (\S+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE))
 
 
-def test_the_api_reference_has_an_entry_for_every_public_name(make_api):
-    entries = re.split(r"^### ", make_api(), flags=re.MULTILINE)[1:]
-    texts = {heading: text for heading, _, text in (entry.partition("\n") for entry in entries)}
-    for name in [*hf_ssd.__all__, *(f"distributed.{name}" for name in hf_ssd.distributed.__all__)]:
-        described = re.sub(r"```python.*?```", "", texts[f"hf_ssd.{name}"], flags=re.DOTALL)
-        assert len(described.split()) > 5, name
+def test_the_api_reference_has_an_entry_for_every_public_name():
+    names = [*hf_ssd.__all__, *(f"distributed.{name}" for name in hf_ssd.distributed.__all__), "theory"]
+    assert entries() == {f"hf_ssd.{name}" for name in names}
 
 
-def test_a_public_name_without_a_chapter_or_a_docstring_is_found(make_api, monkeypatch):
-    monkeypatch.setattr(hf_ssd, "__all__", [*hf_ssd.__all__, "new_name"])
-    with pytest.raises(SystemExit, match="new_name"):
-        make_api()
-    monkeypatch.undo()
-    monkeypatch.setattr(hf_ssd.SSDConfig, "__doc__", None)
-    with pytest.raises(SystemExit, match="SSDConfig"):
-        make_api()
+@pytest.mark.parametrize("name", sorted(entries()))
+def test_every_entry_of_the_api_reference_has_a_docstring_of_its_own(name):
+    value = operator.attrgetter(name.removeprefix("hf_ssd."))(hf_ssd)
+    own = vars(value).get("__doc__") if inspect.isclass(value) else value.__doc__
+    # A dataclass without a docstring gets its signature as one.
+    assert own and len(own.split()) > 5 and not own.startswith(f"{name.split('.')[-1]}(")
+
+
+def test_docstrings_become_what_mkdocstrings_reads():
+    griffe = pytest.importorskip("griffe", reason="needs the extra docs")
+    crossrefs = runpy.run_path(str(ROOT / "docs" / "crossrefs.py"))
+    docstring = griffe.Docstring(
+        "See [`~hf_ssd.SSDStats`], [`SSDConfig.to_dict`], [`Sequences`] and [this](that).\n\n"
+        "Args:\n    draft (`str` or [`~hf_ssd.DraftAssistant`], *optional*, defaults to `None`): A [`Roles`].\n\n"
+        "Raises:\n    `ValueError`, [`DraftError`]: It `fails`: always."
+    )
+    crossrefs["TransformersDocstrings"]().on_object(obj=griffe.Function("f", docstring=docstring))
+    assert docstring.value == (
+        "See [`SSDStats`][hf_ssd.SSDStats], [`SSDConfig.to_dict`][hf_ssd.SSDConfig.to_dict], `Sequences` and "
+        "[this](that).\n\n"
+        "Args:\n    draft (str or hf_ssd.DraftAssistant): A [`Roles`][hf_ssd.distributed.Roles].\n\n"
+        "Raises:\n    ValueError, DraftError: It `fails`: always."
+    )
 
 
 # ---------------------------------------------------------------- commands
@@ -181,6 +193,27 @@ def test_links_lead_somewhere(document):
         if anchor:
             titles = re.findall(r"^#+ (.*)$", goal.read_text(), re.MULTILINE)
             assert anchor in {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}, link
+
+
+def references(site: Path) -> list[tuple[str, Path]]:
+    """Returns each file of this site that a page links to or shows, as it is written and where it is."""
+    found = []
+    for page in site.rglob("index.html"):
+        for link in re.findall(r'(?:href|src)="?([^"\s>]+)', page.read_text()):
+            if not re.match(r"\w+:|#", link):
+                found.append((link, page.parent / urllib.parse.urlsplit(link).path))
+    return found
+
+
+def test_the_site_is_built_and_whole(tmp_path):
+    pytest.importorskip("mkdocs", reason="needs the extra docs")
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "DISABLE_MKDOCS_2_WARNING": "true"}
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = references(tmp_path / "site")
+    assert any(path.suffix == ".css" for _, path in found) and len({path for _, path in found}) > 30
+    assert [link for link, path in found if not path.exists()] == []
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

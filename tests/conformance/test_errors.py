@@ -206,9 +206,9 @@ def test_options_of_the_model_itself_are_not_of_this_call(draft):
 
 
 def test_a_model_that_was_not_enabled(draft):
-    """Where transformers alone is asked its words stand in the user guide; where we are, ours name the remedy."""
+    """Transformers' own words stand in docs/troubleshooting.md; where we are asked, ours name the remedy."""
     target, options = tiny_model(), {**padded_batch(1), "max_new_tokens": 5}
-    guide = (Path(__file__).parents[2] / "docs" / "user_guide.md").read_text()
+    guide = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text()
     words = "The following `model_kwargs` are not used by the model: ['ssd_config']"
     assistant = object.__new__(hf_ssd.DraftAssistant)
     for given in (draft, assistant, "no/such/draft"):
