@@ -207,12 +207,12 @@ def decode(
         # 4. Bookkeeping, while the draft looks up its answer.
         if not decider.by_step:
             keep(range(batch_size), accepted, bonus, scores, logits)
-        if stream is not None:
-            stream.update()
         if record is not None:
             record.accepted, record.verify_seconds = accepted, seconds
             if len(stats.records) > 1 and draft.decides:
                 planner.observe(stats.records[-2], record)
+        if stream is not None:
+            stream.update(stats)
         finished = [not unfinished for unfinished in sequences.unfinished]
         if all(finished):
             break
