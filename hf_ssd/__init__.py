@@ -5,7 +5,7 @@ from .distributed.assistant import DraftAssistant
 from .distributed.launch import launch_draft
 from .distributed.session import DraftError
 from .generation.api import SSDGenerationMixin, enable, generate
-from .generation.streaming import BatchStreamer
+from .generation.streaming import BatchStreamer, RoundStreamer
 from .rounds import RoundRecord
 from .stats import SSDDecoderOnlyOutput, SSDStats
 
@@ -16,6 +16,7 @@ __all__ = [
     "DraftAssistant",
     "DraftError",
     "RoundRecord",
+    "RoundStreamer",
     "SSDConfig",
     "SSDDecoderOnlyOutput",
     "SSDGenerationMixin",

@@ -85,6 +85,7 @@ class RoundRecord:
         wait_seconds (`float`): From having nothing left to do to having the speculation.
         prepared_at, answered_at (`float`): When the draft began to prepare and to answer; 0 if it did not.
         received_at (`float`): When the target had the speculation.
+        compiles (`bool`): Whether a forward pass was compiled in its verification, so that its time tells nothing.
     """
 
     mode: str = PLAIN
@@ -105,6 +106,7 @@ class RoundRecord:
     prepared_at: float = 0.0
     answered_at: float = 0.0
     received_at: float = 0.0
+    compiles: bool = False
 
     @property
     def hits(self) -> list[bool]:

@@ -91,6 +91,10 @@ class CachedModel:
         Returns:
             `torch.FloatTensor` of shape `(batch_size, positions, vocab_size)`: Raw logits, in the model's dtype.
         """
+        missing = self.fewest_tokens - tokens.shape[1] if self.cache.layers else 0
+        if missing > 0:  # the last one again, which is overwritten as what was drafted in vain is
+            logits = self.extend(torch.cat([tokens, tokens[:, -missing:]], dim=1), lengths, logits_to_keep)
+            return logits[:, :-missing] if logits_to_keep is None else logits
         tokens, lengths, count = self.computed(tokens), self.computed(lengths), tokens.shape[1]
         width = self.columns_seen(max(lengths) + count, count)
         start, is_even = lengths[0], min(lengths) == max(lengths)

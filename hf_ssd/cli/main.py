@@ -7,9 +7,9 @@ from transformers.utils import logging
 
 import hf_ssd
 
-from . import bench, chat, check
+from . import bench, chat, check, serve
 
-COMMANDS = {"check": check, "chat": chat, "bench": bench}
+COMMANDS = {"check": check, "chat": chat, "bench": bench, "serve": serve}
 REFUSED = 2  # the exit code of what cannot work, as argparse's
 
 

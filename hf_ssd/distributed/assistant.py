@@ -110,6 +110,7 @@ class DraftAssistant:
         pard_token (`int`, *optional*): The mask token of a parallel draft.
         device (`str`): Where the draft model is, or the first of several.
         workers (`list[Connection]`): The workers.
+        restarts (`int`): How often a worker that had ended was started again.
     """
 
     def __init__(
@@ -124,7 +125,7 @@ class DraftAssistant:
         self.cores, self.weights = cores, weights
         self.ranks = TargetRanks() if ranks is None else ranks
         self.process = os.getpid()  # a process that is forked from it has no part in this
-        self.sessions = 0
+        self.sessions = self.restarts = 0
         # Calls take turns. A dictionary, because no interrupt divides its `setdefault`.
         self.turn: dict[str, Turn] = {}
         self.closed = False
@@ -150,6 +151,13 @@ class DraftAssistant:
     @property
     def workers(self) -> list[Connection | None]:
         return [slot.worker for slot in self.slots]
+
+    @property
+    def state(self) -> str:
+        """Whether there is a draft: `"ready"`, `"starting"`, or `"ended"` until a call starts it again."""
+        if any(slot.is_ready for slot in self.slots):
+            return "ready"
+        return "starting" if any(slot.is_starting for slot in self.slots) else "ended"
 
     def _launch(self) -> dict:
         """Starts all workers, waits for them, and returns the `worker_info` of the first one."""
@@ -252,6 +260,7 @@ class DraftAssistant:
             if slot.worker is not None:
                 slot.worker.kill()
             logger.warning("The draft worker had ended; starting another one.")
+            self.restarts += 1
             slot.begin()
 
     def _wait(self, timeout: float) -> list[Connection]:

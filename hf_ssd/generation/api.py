@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import weakref
 
 from transformers import GenerationMixin, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
 
@@ -11,6 +12,9 @@ from ..distributed.assistant import DraftAssistant
 from .checks import check_arguments, check_assisted_options
 from .loop import speculative_speculative_decoding
 from .tokenizers import translation_for
+
+BOUND = "bound"  # the settings that a model was enabled with
+_bound = weakref.WeakKeyDictionary()  # drafts and settings of enabled models
 
 
 class SSDGenerationMixin:
@@ -27,7 +31,7 @@ class SSDGenerationMixin:
         assistant_model=None,
         streamer=None,
         *,
-        ssd_config: SSDConfig | dict | None = None,
+        ssd_config: SSDConfig | dict | str | None = BOUND,
         **kwargs,
     ):
         """
@@ -37,7 +41,8 @@ class SSDGenerationMixin:
             assistant_model (`PreTrainedModel`, [`DraftAssistant`], `str` or `os.PathLike`, *optional*): The draft. A
                 model is handed to a worker process the first time, and the worker is reused. While it starts, the draft
                 works in turn here. A folder or hub id is loaded by the worker alone; while it starts, nothing drafts.
-            ssd_config ([`SSDConfig`] or `dict`, *optional*): Settings. Without them this is transformers' own method.
+            ssd_config ([`SSDConfig`] or `dict`, *optional*): Settings; by default, with the draft, those given to
+                [`enable`]. With none there, and with `ssd_config=None`, this is transformers' own method.
             inputs, generation_config, logits_processor, stopping_criteria, streamer, kwargs: As in transformers. With
                 `tokenizer` and `assistant_tokenizer`, which may differ, the draft proposes the tokens that both have.
 
@@ -52,6 +57,12 @@ class SSDGenerationMixin:
         kwargs |= {"inputs": inputs, "generation_config": generation_config, "logits_processor": logits_processor}
         kwargs |= {"stopping_criteria": stopping_criteria, "prefix_allowed_tokens_fn": prefix_allowed_tokens_fn}
         kwargs |= {"synced_gpus": synced_gpus, "streamer": streamer}
+        draft, settings = _bound.get(self, (None, None))
+        if isinstance(ssd_config, str) and ssd_config == BOUND:
+            is_theirs = kwargs.get("custom_generate") not in (None, generate)  # another way to generate
+            ssd_config = None if is_theirs else settings
+        if ssd_config is not None and assistant_model is None:
+            assistant_model = draft
         if kwargs.get("custom_generate") is generate:  # the function below, which does what is done here
             kwargs["custom_generate"], ssd_config = None, ssd_config or SSDConfig()
         if ssd_config is not None and kwargs.get("custom_generate") is None:
@@ -90,24 +101,39 @@ def generate(
     return _generate(plain, model, assistant_model, ssd_config or SSDConfig(), **kwargs)
 
 
-def enable(model: PreTrainedModel) -> PreTrainedModel:
+def enable(model: PreTrainedModel, assistant_model=None, ssd_config: SSDConfig | dict | None = None) -> PreTrainedModel:
     """
     Lets one model instance take `ssd_config` in `generate()`, and returns it. Nothing else about it changes: its class
     keeps its name, and it saves and loads as before.
 
+    With a draft, every call of `generate()` speculates, also those that a pipeline, a server or an evaluation makes.
+    Arguments of a call win: another `assistant_model` or `ssd_config`, or `ssd_config=None` for a call without a draft.
+
     Args:
         model (`PreTrainedModel`): A decoder-only model, or a `PeftModel` of one.
+        assistant_model (`PreTrainedModel`, [`DraftAssistant`], `str` or `os.PathLike`, *optional*): The draft of all
+            calls. Without it, a draft that was given before is forgotten.
+        ssd_config ([`SSDConfig`] or `dict`, *optional*): Settings of all calls, by default `SSDConfig()`.
 
     Raises:
         `TypeError`: it is not a transformers model that generates.
-        `ValueError`: its adapter is no part of the model, as in prompt tuning.
+        `ValueError`: its adapter is no part of the model, as in prompt tuning, or the two models cannot work together.
     """
     inner = without_wrapper(model)
     if not isinstance(inner, PreTrainedModel) or not isinstance(inner, GenerationMixin):
         raise TypeError(f"hf_ssd.enable takes a transformers model with generate(), not a {type(model).__name__}.")
     if not isinstance(inner, SSDGenerationMixin):
         inner.__class__ = _enabled_class(type(inner))
+    _bound.pop(inner, None)
+    if assistant_model is not None or ssd_config is not None:
+        draft, config = without_wrapper(assistant_model), _settings(ssd_config or SSDConfig())
+        check_arguments(inner, draft, config, synced_gpus=None)
+        _bound[inner] = draft, config
     return model
+
+
+def _settings(ssd_config: SSDConfig | dict) -> SSDConfig:
+    return SSDConfig.from_dict(ssd_config) if isinstance(ssd_config, dict) else ssd_config
 
 
 @functools.cache
@@ -124,7 +150,7 @@ def _blank_model(kind: type) -> PreTrainedModel:
 
 
 def _generate(plain, model, assistant_model, ssd_config, streamer=None, synced_gpus=None, **kwargs):
-    ssd_config = SSDConfig.from_dict(ssd_config) if isinstance(ssd_config, dict) else ssd_config
+    ssd_config = _settings(ssd_config)
     assistant_model = without_wrapper(assistant_model)
     check_assisted_options(model, kwargs.get("generation_config"), kwargs)
     check_arguments(model, assistant_model, ssd_config, synced_gpus)

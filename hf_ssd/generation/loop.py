@@ -13,7 +13,7 @@ from transformers.generation.streamers import BaseStreamer
 from .. import devices
 from ..advice import adjustable
 from ..cache.cached_model import CachedModel
-from ..cache.compiled import is_compiled
+from ..cache.compiled import compilations, is_compiled
 from ..cache.support import check_supported
 from ..config import SSDConfig
 from ..devices import from_host
@@ -207,12 +207,13 @@ def decode(
         # 4. Bookkeeping, while the draft looks up its answer.
         if not decider.by_step:
             keep(range(batch_size), accepted, bonus, scores, logits)
-        if stream is not None:
-            stream.update()
         if record is not None:
             record.accepted, record.verify_seconds = accepted, seconds
-            if len(stats.records) > 1 and draft.decides:
+            is_new = any(one.compiles for one in stats.records[-2:])
+            if len(stats.records) > 1 and draft.decides and not is_new:
                 planner.observe(stats.records[-2], record)
+        if stream is not None:
+            stream.update(stats)
         finished = [not unfinished for unfinished in sequences.unfinished]
         if all(finished):
             break
@@ -237,8 +238,9 @@ def decode(
 
         # 6. Verify: one forward pass over the last token and the drafted ones.
         sequences.propose(drafted)
-        fed = torch.cat([sequences.last[:, None], drafted], dim=1).to(decoder.device)
+        fed, compiled = torch.cat([sequences.last[:, None], drafted], dim=1).to(decoder.device), compilations()
         logits = decoder.extend(fed, [length - 1 + columns_before_ids for length in sequences.lengths])
+        record.compiles = compilations() > compiled
 
         # 7. What the tokens were drawn from is needed only now.
         if not speculation.tokens.shape[1] or FILLER in record.sources:

@@ -1,10 +1,11 @@
-"""Streams tokens as they come: one of each row at a time, as in transformers, or each row by itself."""
+"""Streams tokens as they come: one of each row at a time, as in transformers, each row by itself, or by rounds."""
 
 from collections.abc import Callable
 
 import torch
 from transformers.generation.streamers import BaseStreamer
 
+from ..stats import SSDStats
 from .sequences import Sequences
 
 
@@ -38,6 +39,34 @@ class BatchStreamer(BaseStreamer):
         self.on_end()
 
 
+class RoundStreamer(BaseStreamer):
+    """
+    A streamer that is told of each round, for a display or for figures while a call is under way.
+
+    ```python
+    streamer = hf_ssd.RoundStreamer(lambda stats: print(stats.records[-1:]), TextStreamer(tokenizer))
+    target.generate(**inputs, streamer=streamer, assistant_model=draft, ssd_config=hf_ssd.SSDConfig())
+    ```
+
+    Args:
+        on_round (`Callable`): Called with the [`SSDStats`] of the call when the tokens of a round were streamed. There
+            is no record yet after the prefill; afterwards the last one is of this round. Plain `generate()` does not
+            call it.
+        streamer (`BaseStreamer`, *optional*): Where the tokens go.
+    """
+
+    def __init__(self, on_round: Callable[[SSDStats], None], streamer: BaseStreamer | None = None):
+        self.on_round, self.streamer = on_round, streamer
+
+    def put(self, value: torch.LongTensor) -> None:
+        if self.streamer is not None:
+            self.streamer.put(value)
+
+    def end(self) -> None:
+        if self.streamer is not None:
+            self.streamer.end()
+
+
 class Stream:
     """Feeds the user's streamer with the tokens of `sequences` that are sure, and knows how far it has come."""
 
@@ -46,7 +75,7 @@ class Stream:
         self.lengths = [sequences.prompt_length] * sequences.batch_size
         self.columns = sequences.prompt_length
 
-    def update(self) -> None:
+    def update(self, stats: SSDStats) -> None:
         """Streams what is new."""
         if isinstance(self.streamer, BatchStreamer):
             for row, before in enumerate(self.lengths):
@@ -57,6 +86,8 @@ class Stream:
         before, self.columns = self.columns, self.sequences.settled_columns
         for tokens in self.sequences.as_in_plain_generation(self.columns)[:, before:].cpu().unbind(1):
             self.streamer.put(tokens)
+        if isinstance(self.streamer, RoundStreamer):
+            self.streamer.on_round(stats)
 
     def end(self) -> None:
         self.streamer.end()

@@ -87,3 +87,40 @@ def test_tokens_that_come_too_early_are_noticed(target, monkeypatch):
     monkeypatch.setattr(Sequences, "settled_columns", property(lambda self: max(self.lengths)))
     with pytest.raises(AssertionError):
         test_a_streamer_of_ones_own_gets_what_plain_generate_gives_it(target, 3, "length")
+
+
+class Parts(BaseStreamer):
+    """Notes what it is given."""
+
+    def __init__(self):
+        self.parts, self.has_ended = [], False
+
+    def put(self, value):
+        self.parts.append(value.tolist())
+
+    def end(self):
+        self.has_ended = True
+
+
+def test_rounds_are_told_with_their_tokens(target):
+    parts, told = Parts(), []
+    streamer = hf_ssd.RoundStreamer(lambda stats: told.append((stats.rounds, len(parts.parts) - 1)), parts)
+    output = target.generate(
+        **padded_batch(1), max_new_tokens=25, do_sample=False, streamer=streamer, assistant_model=tiny_draft(),
+        ssd_config=CONFIG, return_dict_in_generate=True,
+    )  # fmt: skip
+    assert parts.parts[0] == padded_batch(1)["input_ids"].tolist() and parts.has_ended
+    assert sum(parts.parts[1:], []) == output.sequences[0, 9:].tolist()
+    records = output.ssd_stats.records
+    assert [rounds for rounds, _ in told] == list(range(len(records) + 1))
+    counts = [tokens for _, tokens in told]
+    assert counts[0] == 1 and counts[-1] == 25  # the prefill gives one
+    gained = [after - before for before, after in zip(counts, counts[1:])]
+    assert gained[:-1] == [record.accepted[0] + 1 for record in records[:-1]]
+
+
+def test_plain_generation_tells_of_no_rounds(target):
+    parts, told = Parts(), []
+    target.generate(**padded_batch(1), max_new_tokens=5, streamer=hf_ssd.RoundStreamer(told.append, parts))
+    assert not told and len(parts.parts) == 6 and parts.has_ended
+    target.generate(**padded_batch(1), max_new_tokens=5, streamer=hf_ssd.RoundStreamer(told.append))

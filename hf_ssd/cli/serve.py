@@ -1,0 +1,76 @@
+"""An OpenAI endpoint whose model speculates, with figures at /metrics and a page at /.
+
+example:
+  hf-ssd serve Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --draft-device cuda:1
+
+It is `transformers serve` with one model and a draft: chat completions, completions, responses, streaming and tool
+calls are as there, and clients name the TARGET as their model. Requests take turns. It listens to this machine alone
+unless --host says otherwise.
+"""
+
+import argparse
+import importlib.util
+import socket
+
+import hf_ssd
+
+from . import doctor, models
+
+NEEDED = ("fastapi", "uvicorn", "openai", "prometheus_client")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    models.add_models(parser)
+    server = parser.add_argument_group("server")
+    server.add_argument("--draft", dest="draft_named", metavar="DRAFT", help="another way to name the DRAFT")
+    server.add_argument("--host", default="127.0.0.1", help="address to listen on; default: this machine alone")
+    server.add_argument("--port", type=int, default=8000)
+    server.add_argument("--cors", action="store_true", help="let pages of other sites ask")
+    server.add_argument("--lookahead", type=int, help="drafted tokens a round; default: planned")
+    server.add_argument("--budget", type=int, help="outcomes to prepare; default: planned")
+    server.add_argument("--log-level", default="error", choices=("error", "warning", "info", "debug"))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Returns the exit code."""
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ValueError(f'serving needs {", ".join(missing)}: pip install "hf_ssd[serve]"')
+    if args.draft_named and args.draft:
+        raise ValueError("There are two drafts; name one, behind TARGET or with --draft.")
+    args.draft = args.draft or args.draft_named
+    check_address(args.host, args.port)
+    found = models.chosen(args)
+    config = hf_ssd.SSDConfig(lookahead=args.lookahead or "auto", budget=args.budget or "auto")
+    print(doctor.in_words(doctor.examine(found)), flush=True)
+    from ..serving.server import Server  # which needs what was looked for above
+
+    with hf_ssd.launch_draft(found.draft, device=found.draft_device, dtype=found.draft_dtype) as assistant:
+        server = Server(
+            found.target,
+            assistant,
+            config,
+            device=str(found.device),
+            dtype=str(found.dtype).removeprefix("torch."),
+            host=args.host,
+            port=args.port,
+            enable_cors=args.cors,
+            log_level=args.log_level,
+        )
+        print(f"http://{args.host}:{args.port} shows a page, and serves OpenAI's clients under /v1", flush=True)
+        server.run()
+    return 0
+
+
+def check_address(host: str, port: int) -> None:
+    """
+    Raises:
+        `ValueError`: it cannot be listened to.
+    """
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+    except (OSError, OverflowError) as error:
+        raise ValueError(f"Cannot listen on {host} port {port}: {error}. Choose another --host or --port.") from error

@@ -1,0 +1,144 @@
+"""What the page shows: a text as it is generated, where each token came from, and what both sides did when."""
+
+import asyncio
+import copy
+import json
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+
+import torch
+from pydantic import BaseModel, Field
+from tokenizers.decoders import DecodeStream
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cli.serving.utils import _GenerationCancelled
+
+from .. import timeline
+from ..generation.streaming import RoundStreamer
+from ..rounds import PREPARED
+from ..stats import SSDStats
+from .calls import TurnTaking
+
+ACCEPTED_PREPARED, ACCEPTED_DRAFTED, OF_THE_TARGET = ORIGINS = ("prepared", "drafted", "target")
+
+
+class LiveRequest(BaseModel):
+    """
+    Args:
+        prompt (`str`): What to go on from, or a message for models with a chat template.
+        max_new_tokens (`int`): At most that many.
+        temperature (`float`): 0 for greedy decoding.
+        draft (`bool`): Whether to speculate.
+    """
+
+    prompt: str = Field(min_length=1, max_length=20_000)
+    max_new_tokens: int = Field(200, ge=1, le=4096)
+    temperature: float = Field(0.0, ge=0.0, le=2.0)
+    draft: bool = True
+
+
+class LiveStreamer(RoundStreamer):
+    """
+    Turns rounds, or single tokens where there are none, into events.
+
+    Args:
+        tokenizer (`PreTrainedTokenizerBase`): Of the target.
+        send (`Callable`): Takes an event, a `dict`.
+        speculates (`bool`): Whether there are rounds.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, send: Callable[[dict], None], speculates: bool):
+        super().__init__(self._add_round)
+        self.tokenizer, self.send, self.speculates = tokenizer._tokenizer, send, speculates
+        self.decoder, self.waiting, self.has_left = DecodeStream([], skip_special_tokens=True), [], threading.Event()
+        self.tokens, self.start = 0, time.perf_counter()
+
+    def put(self, value: torch.LongTensor) -> None:
+        if self.has_left.is_set():
+            raise _GenerationCancelled
+        if value.dim() > 1:  # the prompt
+            self.start = time.perf_counter()
+            return
+        self.tokens += len(value)
+        self.waiting += [self.decoder.step(self.tokenizer, token) or "" for token in value.tolist()]
+        if not self.speculates:
+            self._send([OF_THE_TARGET] * len(self.waiting))
+
+    def _add_round(self, stats: SSDStats) -> None:
+        record = stats.records[-1] if stats.records else None
+        of_the_draft = ACCEPTED_PREPARED if record and record.sources[0] == PREPARED else ACCEPTED_DRAFTED
+        count = max(0, record.accepted[0]) if record else 0
+        origins = [of_the_draft if i < count else OF_THE_TARGET for i in range(len(self.waiting))]
+        intervals = timeline.intervals(SSDStats(records=[record]))[1:] if record else []
+        self._send(
+            origins,
+            tokens_per_round=stats.tokens_per_round,
+            hit_rate=stats.hit_rate,
+            acceptance_rate=stats.acceptance_rate,
+            intervals=[[one.side, one.what, one.start, one.end] for one in intervals],
+            hit=bool(record and record.hits[0]),
+        )
+
+    def _send(self, origins: list[str], **more) -> None:
+        seconds = time.perf_counter() - self.start
+        texts, self.waiting = self.waiting, []
+        self.send({"tokens": list(zip(texts, origins)), "count": self.tokens, "seconds": seconds, **more})
+
+
+class Live:
+    """
+    Answers the page.
+
+    Args:
+        model (`PreTrainedModel`): The target, enabled with its draft.
+        tokenizer (`PreTrainedTokenizerBase`): Of the target.
+        calls ([`TurnTaking`]): What the other addresses use, too.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, calls: TurnTaking):
+        self.model, self.tokenizer, self.calls = model, tokenizer, calls
+
+    async def events(self, request: LiveRequest) -> AsyncIterator[str]:
+        """Yields server-sent events: one for each round, then `{"end": reason}` or `{"error": sentence}`."""
+        loop, queue = asyncio.get_running_loop(), asyncio.Queue()
+
+        def send(event: dict) -> None:
+            loop.call_soon_threadsafe(queue.put_nowait, event)
+
+        streamer = LiveStreamer(self.tokenizer, send, request.draft)
+        self.calls.submit(self._generate, request, streamer, send)
+        try:
+            while True:
+                event = await queue.get()
+                yield f"data: {json.dumps(event)}\n\n"
+                if "end" in event or "error" in event:
+                    return
+        finally:
+            streamer.has_left.set()  # a call that goes on ends with its next round
+
+    def _generate(self, request: LiveRequest, streamer: LiveStreamer, send) -> None:
+        config = copy.deepcopy(self.model.generation_config)
+        config.max_new_tokens, config.do_sample = request.max_new_tokens, request.temperature > 0
+        config.temperature = request.temperature or 1.0
+        without_draft = {} if request.draft else {"ssd_config": None}
+        try:
+            inputs = self._inputs(request.prompt)
+            self.calls.check(self.model, inputs, config)
+            self.calls.counted(self.model).generate(
+                **inputs, generation_config=config, streamer=streamer, **without_draft
+            )
+            send({"end": "finished"})
+        except _GenerationCancelled:
+            pass
+        except Exception as error:
+            send({"error": str(error)})
+
+    def _inputs(self, prompt: str) -> dict:
+        if self.tokenizer.chat_template is None:
+            found = self.tokenizer(prompt, return_tensors="pt")
+        else:
+            messages = [{"role": "user", "content": prompt}]
+            found = self.tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+            )
+        return found.to(self.model.device)

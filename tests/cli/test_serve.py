@@ -1,0 +1,41 @@
+"""How `hf-ssd serve` begins and ends. What it serves is tested in tests/serving."""
+
+import importlib.util
+import signal
+import socket
+
+import psutil
+
+from hf_ssd.cli.main import main
+from hf_ssd.cli.serve import NEEDED
+
+from ..serving.conftest import PAIR, ServerProcess, within
+
+
+def refused(capsys, *words: str) -> str:
+    assert main(["serve", *words]) == 2
+    return capsys.readouterr().err
+
+
+def test_what_cannot_be_served_is_said_before_anything_is_loaded(capsys, monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        assert f"Cannot listen on 127.0.0.1 port {port}" in refused(capsys, "--port", port)
+    assert "Cannot listen on 127.0.0.1 port 99999" in refused(capsys, "--port", "99999")
+    assert "There are two drafts" in refused(capsys, "target", "draft", "--draft", "draft")
+    assert "Which draft is target to have?" in refused(capsys, "target", "--port", "0")
+    assert "no folder or hub id" in refused(capsys, "./nowhere", "./either", "--port", "0")
+    found = {name: importlib.util.find_spec(name) for name in NEEDED} | {"uvicorn": None}
+    monkeypatch.setattr("hf_ssd.cli.serve.importlib.util.find_spec", found.get)
+    assert 'serving needs uvicorn: pip install "hf_ssd[serve]"' in refused(capsys)
+
+
+def test_ctrl_c_ends_it_with_its_worker():
+    server = ServerProcess(str(PAIR / "target"))
+    worker = server.worker()
+    server.process.send_signal(signal.SIGINT)
+    assert server.process.wait(timeout=20) == 0
+    assert within(5, lambda: not psutil.pid_exists(worker.pid) or worker.status() == psutil.STATUS_ZOMBIE)
+    server.log.close()

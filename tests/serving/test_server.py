@@ -1,0 +1,164 @@
+"""The endpoint, asked by OpenAI's own client."""
+
+import threading
+import urllib.error
+import urllib.request
+
+import openai
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from .conftest import PAIR, within
+
+PROMPT = "import os\n\ndef main("
+CHAT = [{"role": "user", "content": PROMPT}]
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """Returns the text that plain greedy generation gives."""
+    model = AutoModelForCausalLM.from_pretrained(PAIR / "target", dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(PAIR / "target")
+
+    def text(prompt: str, tokens: int, **options) -> str:
+        inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+        output = model.generate(**inputs, max_new_tokens=tokens, do_sample=False, tokenizer=tokenizer, **options)
+        return tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+    return text
+
+
+def test_completions_are_those_of_plain_generation(server, plain):
+    before = server.figures()
+    answer = server.complete(PROMPT, 60)
+    assert answer.choices[0].text == plain(PROMPT, 60)
+    assert answer.usage.completion_tokens == 60 and answer.choices[0].finish_reason == "length"
+    chunks = [chunk.choices[0].text for chunk in server.complete(PROMPT, 60, stream=True)]
+    assert "".join(chunks) == plain(PROMPT, 60) and len(chunks) > 20
+    after = server.figures()
+    assert after["tokens_total"] - before["tokens_total"] == 120 and after["finished"] - before["finished"] == 2
+    assert after["rounds_total"] - before["rounds_total"] < 100, "nothing was drafted"
+    assert after["accepted_total"] > before["accepted_total"] and after["hits_total"] > before["hits_total"]
+
+
+def test_chat_completions_and_responses(server, plain):
+    expected = plain(PROMPT, 30)
+    ask = {"model": server.model, "temperature": 0}
+    answer = server.client.chat.completions.create(messages=CHAT, max_completion_tokens=30, **ask)
+    assert answer.choices[0].message.content == expected
+    stream = server.client.chat.completions.create(messages=CHAT, max_completion_tokens=30, stream=True, **ask)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == expected
+    response = server.client.responses.create(input=CHAT, max_output_tokens=30, stream=False, **ask)
+    assert response.output_text == expected
+
+
+def test_a_stop_string_ends_the_text(server, plain):
+    expected = plain(PROMPT, 60, stop_strings=["\n"])
+    assert expected.count("\n") == 1 and server.complete(PROMPT, 60, stop=["\n"]).choices[0].text == expected
+
+
+def test_the_figures_agree_with_each_other(server):
+    server.complete(PROMPT, 40)
+    figures = server.figures()
+    assert figures["acceptance_rate"] == pytest.approx(figures["accepted_total"] / figures["tested_total"])
+    assert figures["hit_rate"] == pytest.approx(figures["hits_total"] / figures["drafted_total"])
+    assert 1 < figures["tokens_per_round"] <= 4 and figures["verify_seconds_total"] > 0
+    assert figures["draft_ready"] == 1 and server.draft_state == "ready"
+
+
+def test_sixteen_clients_at_once(server, plain):
+    prompts = [f"def test_{i}(self):\n" for i in range(16)]
+    texts = {}
+
+    def ask(prompt):
+        if len(prompt) % 2:
+            texts[prompt] = server.complete(prompt, 20).choices[0].text
+        else:
+            chunks = server.complete(prompt, 20, stream=True)
+            texts[prompt] = "".join(chunk.choices[0].text for chunk in chunks)
+
+    threads = [threading.Thread(target=ask, args=(prompt,)) for prompt in prompts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert texts == {prompt: plain(prompt, 20) for prompt in prompts}
+
+
+def test_a_client_that_hangs_up_ends_its_call(server, plain):
+    before = server.figures()
+    stream = server.complete(PROMPT, 1500, stream=True)
+    next(iter(stream))
+    stream.close()
+    assert within(20, lambda: server.figures()["cancelled"] == before["cancelled"] + 1)
+    assert server.figures()["tokens_total"] - before["tokens_total"] < 1000
+    assert server.complete(PROMPT, 10).choices[0].text == plain(PROMPT, 10)
+
+
+def test_what_cannot_be_served_gets_a_sentence(server):
+    refused = server.figures()["refused"]
+    with pytest.raises(openai.BadRequestError, match="The prompt has 3001 tokens; the model takes fewer than 2048"):
+        server.complete("a b " * 1500, 5)
+    with pytest.raises(openai.BadRequestError, match="takes fewer than"):
+        server.complete("a b " * 1500, 5, stream=True)
+    with pytest.raises(openai.BadRequestError, match="The prompt is empty"):
+        server.complete("", 5)
+    assert server.figures()["refused"] == refused + 3
+    with pytest.raises(openai.BadRequestError, match="pinned to"):
+        server.client.completions.create(model="another", prompt="a")
+    with pytest.raises(openai.UnprocessableEntityError, match="colour"):
+        server.complete(PROMPT, 5, extra_body={"colour": "red"})
+    assert status_of(server, "/v1/completions", b'{"model": ') == 422
+    assert status_of(server, "/live", b'{"prompt": ""}') == 422
+    assert status_of(server, "/reset", b"") == status_of(server, "/load_model", b'{"model": "another"}') == 403
+    assert [model.id for model in server.client.models.list()] == [server.model]
+    assert server.complete(PROMPT, 5).usage.completion_tokens == 5
+
+
+def status_of(server, path: str, body: bytes) -> int:
+    request = urllib.request.Request(server.url + path, body, {"content-type": "application/json"})
+    with pytest.raises(urllib.error.HTTPError) as error:
+        urllib.request.urlopen(request, timeout=20)
+    return error.value.code
+
+
+def test_a_text_ends_where_the_positions_do(server):
+    answer = server.complete("a b " * 1010, 500)
+    assert answer.usage.total_tokens == 2048
+
+
+def test_a_worker_that_dies_in_mid_stream_costs_no_token(server, plain):
+    before = server.figures()["draft_restarts_total"]
+    stream, texts = iter(server.complete(PROMPT, 300, stream=True)), []
+    for chunk in stream:
+        texts.append(chunk.choices[0].text)
+        if len(texts) == 20:
+            server.worker().kill()
+    assert "".join(texts) == plain(PROMPT, 300)
+    assert server.draft_state == "ended"
+    assert server.complete(PROMPT, 10).choices[0].text == plain(PROMPT, 10)
+    assert server.figures()["draft_restarts_total"] == before + 1
+    assert within(60, lambda: server.draft_state == "ready")
+
+
+def test_many_requests_leave_nothing_behind(server):
+    def held() -> list[int]:
+        processes = [psutil.Process(server.process.pid), server.worker()]
+        return [process.num_fds() for process in processes] + [process.memory_info().rss for process in processes]
+
+    def ask(count: int) -> None:
+        for turn in range(count):
+            if turn % 3 == 0:
+                assert sum(1 for _ in server.complete(PROMPT, 4, stream=True)) > 1
+            else:
+                assert server.complete(PROMPT, 4, temperature=turn % 2).usage.completion_tokens == 4
+
+    assert within(60, lambda: server.draft_state == "ready")
+    ask(60)
+    before = held()
+    ask(300)
+    after = held()
+    assert after[0] <= before[0] + 2 and after[1] <= before[1] + 2
+    assert after[2] - before[2] < 8 << 20 and after[3] - before[3] < 4 << 20
