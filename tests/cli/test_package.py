@@ -55,5 +55,8 @@ def test_every_package_of_the_clone_is_installed(installed, tmp_path):
     program = "import hf_ssd; print(hf_ssd.__path__[0])"
     place = Path(run(str(installed / "python"), "-c", program, cwd=tmp_path).strip())
     assert place.is_relative_to(installed.parent)
-    modules = {path.relative_to(ROOT / "hf_ssd") for path in (ROOT / "hf_ssd").rglob("*.py")}
-    assert modules == {path.relative_to(place) for path in place.rglob("*.py")}
+    ours, theirs = (
+        {path.relative_to(folder) for path in folder.rglob("*.*") if path.suffix in (".py", ".html")}
+        for folder in (ROOT / "hf_ssd", place)
+    )
+    assert ours == theirs and any(path.suffix == ".html" for path in ours)
