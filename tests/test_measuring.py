@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from .conftest import tiny_model
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -165,3 +167,30 @@ def test_a_program_starts_with_the_package_alone_and_needs_no_more_than_an_extra
     is_metric = "metrics" in path.parts  # which `evaluate` loads
     assert any(later <= names for names in extras.values()) and (is_metric or not at_start)
     assert "from tqdm import" not in path.read_text()  # tqdm.auto, which notebooks draw
+
+
+def test_engines_are_compared_with_plain_generation_in_the_same_turn(monkeypatch):
+    engines = program("compare_engines", monkeypatch)
+    speeds = {"transformers: plain": [10, 20], "other: draft, 3": [30, 40], "other: draft, 5": [20, 70], "ours": [5, 5]}
+    rows = engines.rows_of(speeds, "transformers: plain")
+    assert rows == [("transformers: plain", 15, 1), ("other: draft, 5", 45, 2.75), ("ours", 5, 0.375)]
+    assert engines.as_table(rows).splitlines()[2:] == [
+        "| transformers: plain | 15 | 1.00 |", "| other: draft, 5 | 45 | 2.75 |", "| ours | 5 | 0.38 |",
+    ]  # fmt: skip
+    with pytest.raises(SystemExit):
+        engines.parse_arguments(["--temperature", "1"])
+
+
+def test_an_engine_is_installed_and_models_are_exported_once(monkeypatch, tmp_path):
+    engines, commands = program("compare_engines", monkeypatch), []
+    monkeypatch.setattr(engines.subprocess, "run", lambda command, **options: commands.append(command))
+    (tmp_path / engines.ENGINE).mkdir()
+    programs = engines.installed(tmp_path)
+    assert commands[1][1:] == ["install", "--quiet", *engines.PINNED] and len(commands) == 3
+    assert engines.installed(tmp_path) == programs and len(commands) == 3
+    model = tiny_model()
+    folder = engines.export(programs, model, "random", tmp_path / "target")
+    assert (tmp_path / "target" / "source" / "config.json").exists()
+    assert commands[3][0].endswith("optimum-cli") and commands[4][1] == str(engines.PAIR / "target")
+    (tmp_path / "target" / "openvino_detokenizer.xml").touch()
+    assert engines.export(programs, model, "random", tmp_path / "target") == folder and len(commands) == 5
