@@ -110,10 +110,12 @@ class Calls(RuleBasedStateMachine):
     def speculates(self, rows):
         self.steps["speculates"] += 1
         asks = {"lookahead": 3, "budget": 8}  # whatever the planner thinks of so small a target
-        for _ in range(3):  # a call may have to be told of a start that failed, and the next one starts another worker
+        # A call may have to be told of a start that failed, or find that a worker was killed a moment ago; the next one
+        # starts another worker.
+        for _ in range(3):
             ready(self.assistant)
             stats = self.call(rows, asks)
-            if stats.draft_joined_at == 0:
+            if stats.draft_joined_at == 0 and stats.draft_failure is None:
                 break
         assert stats.draft_failure is None and stats.draft_joined_at == 0 and stats.hit_rate > 0
 
