@@ -30,12 +30,14 @@ class CountedModel:
         try:
             output = self.model.generate(**kwargs, streamer=CountingStreamer(self.totals, streamer))
             end = FINISHED
-            return output
         except _GenerationCancelled:  # the client has left
             end = CANCELLED
             raise
         finally:
             self.totals.requests[end] += 1
+        if streamer is not None:
+            streamer.end()
+        return output
 
 
 class CountingStreamer(RoundStreamer):
@@ -54,6 +56,9 @@ class CountingStreamer(RoundStreamer):
         if value.dim() == 1:  # the prompt comes first, with two dimensions
             self.totals.tokens += len(value)
         super().put(value)
+
+    def end(self) -> None:
+        """Does nothing: a client learns that its call has ended when that is counted, by [`CountedModel`]."""
 
 
 class TurnTaking(GenerateManager):

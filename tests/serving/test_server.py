@@ -1,14 +1,19 @@
 """The endpoint, asked by OpenAI's own client."""
 
+import re
 import threading
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import openai
 import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_ssd.serving.calls import CountedModel
+from hf_ssd.serving.metrics import Totals
 
 from .conftest import PAIR, within
 
@@ -54,6 +59,17 @@ def test_chat_completions_and_responses(server, plain):
     assert response.output_text == expected
 
 
+def test_the_client_of_the_document_runs(server, capsys):
+    document = Path(__file__).parents[2] / "docs" / "serving.md"
+    (program,) = re.findall(r'^```python title="client"\n(.*?)^```$', document.read_text(), re.MULTILINE | re.DOTALL)
+    address, before = "http://127.0.0.1:8000", server.figures()
+    assert address in program
+    exec(program.replace(address, server.url), {})
+    after = server.figures()
+    assert after["finished"] - before["finished"] == 2 and after["tokens_total"] - before["tokens_total"] == 128
+    assert len(capsys.readouterr().out.split()) > 10
+
+
 def test_a_stop_string_ends_the_text(server, plain):
     expected = plain(PROMPT, 60, stop_strings=["\n"])
     assert expected.count("\n") == 1 and server.complete(PROMPT, 60, stop=["\n"]).choices[0].text == expected
@@ -66,6 +82,24 @@ def test_the_figures_agree_with_each_other(server):
     assert figures["hit_rate"] == pytest.approx(figures["hits_total"] / figures["drafted_total"])
     assert 1 < figures["tokens_per_round"] <= 4 and figures["verify_seconds_total"] > 0
     assert figures["draft_ready"] == 1 and server.draft_state == "ready"
+
+
+def test_a_call_is_counted_before_its_client_learns_that_it_has_ended():
+    class Model:
+        def generate(self, streamer):
+            streamer.put(torch.tensor([5, 6]))
+            streamer.end()
+            return "output"
+
+    class Client:
+        def put(self, value):
+            assert totals.tokens == 2 and totals.requests["finished"] == 0
+
+        def end(self):
+            ends.append(totals.requests["finished"])
+
+    totals, ends = Totals(), []
+    assert CountedModel(Model(), totals).generate(streamer=Client()) == "output" and ends == [1]
 
 
 def test_sixteen_clients_at_once(server, plain):
