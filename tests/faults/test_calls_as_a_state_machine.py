@@ -14,7 +14,14 @@ import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.errors import Flaky
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from transformers import LogitsProcessorList
 
 import hf_ssd
@@ -118,6 +125,10 @@ class Calls(RuleBasedStateMachine):
             if stats.draft_joined_at == 0 and stats.draft_failure is None:
                 break
         assert stats.draft_failure is None and stats.draft_joined_at == 0 and stats.hit_rate > 0
+
+    @initialize(rows=ROWS)
+    def speculates_after_whatever_the_last_example_left(self, rows):
+        self.speculates(rows)
 
     @is_open
     @rule(rows=ROWS, config=CONFIGS, count=st.integers(1, 8))
