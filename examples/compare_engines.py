@@ -4,8 +4,9 @@ python examples/compare_engines.py
 python examples/compare_engines.py --layered 287m/39m --agreement 0.85 --new-tokens 64
 
 The other engine gets an environment of its own below --environments, about 2 GB, and both models in its own format.
-Greedy, float32, batch size 1, the same prompt and the same number of tokens; methods and engines take turns. Speeds
-count the prompt too.
+Greedy, float32, batch size 1, the same prompt and the same number of tokens; methods and engines take turns, on the
+cores of the target and on those of target and draft together. Speeds count the prompt too. Tokens that differ from
+those of plain `generate()` are reported: float32 sums in another order may turn the choice between two close logits.
 """
 
 import argparse
@@ -16,18 +17,19 @@ import sys
 import time
 from pathlib import Path
 
-import torch
 from tqdm.auto import tqdm
 from transformers.utils import logging
 from workload import PAIR, add_pair_and_work, batches_for, load_pair
 
 import hf_ssd
 from hf_ssd.cli.bench import cores_for
-from hf_ssd.cli.methods import ASSISTED, PLAIN, SSD, Bench
+from hf_ssd.cli.methods import ASSISTED, PLAIN, SSD, Bench, Method
+from hf_ssd.distributed.cores import CoreShare
 
 ENGINE = "openvino-genai"
 PINNED = ["torch==2.13.0", "optimum-intel==2.2.0", "openvino==2026.4.1", "openvino-tokenizers==2026.4.1.0"]
 PINNED += ["openvino-genai==2026.4.1.0"]
+WARM_UP = 2  # turns in which the planner gets to know the pair
 RUNS = Path(__file__).parent / "engines" / "openvino_genai_runs.py"
 
 
@@ -76,28 +78,69 @@ def export(programs: Path, model, source: str, folder: Path) -> str:
 
 
 def measure_engine(programs: Path, folders: dict[str, str], inputs: dict, args, threads: int) -> dict:
-    """Returns figures by method, see `engines/openvino_genai_runs.py`."""
+    """Returns speed and tokens by method, see `engines/openvino_genai_runs.py`."""
     job = {**folders, "threads": threads, "lookaheads": args.lookaheads, "new_tokens": args.new_tokens}
     job["prompt"] = inputs["input_ids"][0].tolist()
     command = [str(programs / "python"), str(RUNS)]
-    done = subprocess.run(command, input=json.dumps(job), capture_output=True, text=True, check=True, timeout=600)
+    done = subprocess.run(command, input=json.dumps(job), stdout=subprocess.PIPE, text=True, check=True, timeout=600)
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def rows_of(speeds: dict[str, list[float]], plain: str) -> list[tuple[str, float, float]]:
-    """Returns name, median speed and median ratio to `plain` in the same turn; of settings, the best one."""
+def counts(cores: CoreShare) -> list[int]:
+    """Returns the numbers of cores to compare on: the target's, and those of both."""
+    return sorted({len(cores.target), len({*cores.target, *cores.drafts[0]})})
+
+
+def cores_text(count: int) -> str:
+    return f"{count} core" + "s" * (count > 1)
+
+
+def methods_of(bench: Bench, cores: CoreShare) -> dict[str, Method]:
+    """Returns transformers' methods on each number of cores, and SSD, which has those of both."""
+    methods = {}
+    for all_devices in (False, True):
+        for name, method in bench.methods(cores, all_devices).items():
+            ours = name == SSD
+            if name != f"{ASSISTED}, default":
+                methods.setdefault(
+                    f"{'hf_ssd' if ours else 'transformers'}, {cores_text(method.devices)}: {name}", method
+                )
+    return methods
+
+
+def rows_of(speeds: dict[str, list[float]], plain: str) -> list[tuple[str, float, float, float]]:
+    """
+    Returns name, median speed, and median ratios in the same turn to the same engine's plain decoding on as many cores
+    and to `plain`. Of one method's lookaheads, the best is left. Names are "engine, cores: method" and end with the
+    lookahead, if there is one.
+    """
+
+    def ratio(values: list[float], base: str) -> float:
+        return statistics.median(one / other for one, other in zip(values, speeds[base]))
+
     rows = {}
     for name, values in speeds.items():
-        ratio = statistics.median(one / base for one, base in zip(values, speeds[plain]))
+        own = f"{name.partition(': ')[0]}: {PLAIN}"
+        own = own if own in speeds else plain  # hf_ssd decodes plainly as transformers does
         family = name.rpartition(", ")[0] if name[-1].isdigit() else name
-        if family not in rows or ratio > rows[family][2]:
-            rows[family] = (name, statistics.median(values), ratio)
+        row = (name, statistics.median(values), ratio(values, own), ratio(values, plain))
+        if family not in rows or row[-1] > rows[family][-1]:
+            rows[family] = row
     return list(rows.values())
 
 
-def as_table(rows: list[tuple[str, float, float]]) -> str:
-    lines = ["| | tokens/s | over transformers' plain `generate()` |", "| --- | --- | --- |"]
-    return "\n".join(lines + [f"| {name} | {speed:.0f} | {ratio:.2f} |" for name, speed, ratio in rows])
+def as_table(rows: list[tuple[str, float, float, float]]) -> str:
+    lines = ["| | tokens/s | over its own plain decoding | over the first row |", "| --- | --- | --- | --- |"]
+    return "\n".join(
+        lines + [f"| {name} | {speed:.0f} | {own:.2f} | {ratio:.2f} |" for name, speed, own, ratio in rows]
+    )
+
+
+def agreeing(tokens: list[int], expected: list[int]) -> int:
+    """Returns how many tokens are equal before the first difference."""
+    return next(
+        (i for i, pair in enumerate(zip(tokens, expected)) if pair[0] != pair[1]), min(map(len, (tokens, expected)))
+    )
 
 
 def main() -> None:
@@ -112,26 +155,29 @@ def main() -> None:
         side: export(programs, model, getattr(args, side), args.environments / name / side)
         for side, model in (("target", target), ("draft", draft))
     }
-    cores, speeds = cores_for(args, target, draft), {}
-    torch.set_num_threads(len(cores.target))
+    cores, speeds, outputs = cores_for(args, target, draft), {}, {}
     with hf_ssd.launch_draft(draft, cores=cores) as assistant:
         bench = Bench(args, target, draft, assistant, [inputs])
-        methods = bench.methods(cores, all_devices=False)
-        del methods[f"{ASSISTED}, default"]
-        for turn in tqdm(range(args.turns + 2), desc="measuring", unit="turn", disable=None):
-            found = {}
-            for method_name, method in methods.items():
+        methods = methods_of(bench, cores)
+        for turn in tqdm(range(args.turns + WARM_UP), desc="measuring", unit="turn", disable=None):
+            for way, method in methods.items():
                 start = time.perf_counter()
                 run = bench.run(method, turn)
-                ours = "hf_ssd" if method_name == SSD else "transformers"
-                found[f"{ours}: {method_name}"] = run.tokens / (time.perf_counter() - start)
-            for threads in sorted({len(cores.target), len(cores.target) + len(cores.drafts[0])}):
-                figures = measure_engine(programs, folders, inputs, args, threads)
-                found |= {f"{ENGINE} on {threads} cores: {way}": one["speed"] for way, one in figures.items()}
-            if turn > 1:  # the planner gets to know the pair
-                for way, speed in found.items():
+                speed = run.tokens / (time.perf_counter() - start)
+                if turn >= WARM_UP:
                     speeds.setdefault(way, []).append(speed)
-    print(as_table(rows_of(speeds, f"transformers: {PLAIN}")))
+                    outputs[way] = run.sequences[0, inputs["input_ids"].shape[1] :].tolist()
+            for threads in counts(cores) if turn >= WARM_UP else ():
+                for way, one in measure_engine(programs, folders, inputs, args, threads).items():
+                    way = f"{ENGINE}, {cores_text(threads)}: {way}"
+                    speeds.setdefault(way, []).append(one["speed"])
+                    outputs[way] = one["tokens"]
+    plain = next(iter(speeds))
+    print(as_table(rows_of(speeds, plain)))
+    for way, tokens in outputs.items():
+        if tokens != outputs[plain]:
+            equal = agreeing(tokens, outputs[plain])
+            print(f"{way}: {equal} of {len(outputs[plain])} tokens equal before the first other")
 
 
 if __name__ == "__main__":

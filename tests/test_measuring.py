@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from hf_ssd.distributed.cores import CoreShare
+
 from .conftest import tiny_model
 
 ROOT = Path(__file__).parent.parent
@@ -170,16 +172,42 @@ def test_a_program_starts_with_the_package_alone_and_needs_no_more_than_an_extra
     assert "from tqdm import" not in path.read_text()  # tqdm.auto, which notebooks draw
 
 
-def test_engines_are_compared_with_plain_generation_in_the_same_turn(monkeypatch):
+def test_engines_are_compared_with_plain_decoding_in_the_same_turn(monkeypatch):
     engines = program("compare_engines", monkeypatch)
-    speeds = {"transformers: plain": [10, 20], "other: draft, 3": [30, 40], "other: draft, 5": [20, 70], "ours": [5, 5]}
-    rows = engines.rows_of(speeds, "transformers: plain")
-    assert rows == [("transformers: plain", 15, 1), ("other: draft, 5", 45, 2.75), ("ours", 5, 0.375)]
-    assert engines.as_table(rows).splitlines()[2:] == [
-        "| transformers: plain | 15 | 1.00 |", "| other: draft, 5 | 45 | 2.75 |", "| ours | 5 | 0.38 |",
-    ]  # fmt: skip
+    plain = "transformers, 1 core: plain generate"
+    speeds = {plain: [10, 20], "other, 2 cores: plain generate": [20, 20], "other, 2 cores: draft, 3": [30, 40]}
+    speeds |= {"other, 2 cores: draft, 5": [20, 70], "hf_ssd, 2 cores: SSD": [5, 5]}
+    rows = engines.rows_of(speeds, plain)
+    assert rows == [
+        (plain, 15, 1, 1),
+        ("other, 2 cores: plain generate", 20, 1, 1.5),
+        ("other, 2 cores: draft, 5", 45, 2.25, 2.75),
+        ("hf_ssd, 2 cores: SSD", 5, 0.375, 0.375),
+    ]
+    table = engines.as_table(rows).splitlines()
+    assert len(table) == 6 and table[4] == "| other, 2 cores: draft, 5 | 45 | 2.25 | 2.75 |"
     with pytest.raises(SystemExit):
         engines.parse_arguments(["--temperature", "1"])
+
+
+def test_the_tokens_of_an_engine_are_compared_up_to_the_first_difference(monkeypatch):
+    engines = program("compare_engines", monkeypatch)
+    assert engines.agreeing([1, 2, 3], [1, 2, 3]) == 3
+    assert engines.agreeing([1, 5, 3], [1, 2, 3]) == 1
+    assert engines.agreeing([1, 2], [1, 2, 3]) == 2
+
+
+def test_all_methods_are_compared_on_the_cores_of_the_target_and_on_those_of_both(monkeypatch):
+    engines = program("compare_engines", monkeypatch)
+    args = engines.parse_arguments(["--lookaheads", "3"])
+    cores = CoreShare((0, 1), ((2,),))
+    methods = engines.methods_of(engines.Bench(args, None, None, None, []), cores)
+    assert list(methods) == [
+        "transformers, 2 cores: plain generate", "transformers, 2 cores: assisted, 3", "hf_ssd, 3 cores: SSD",
+        "transformers, 3 cores: plain generate", "transformers, 3 cores: assisted, 3",
+    ]  # fmt: skip
+    assert methods["transformers, 3 cores: assisted, 3"].cores == (0, 1, 2)
+    assert methods["hf_ssd, 3 cores: SSD"].cores == (0, 1) and engines.counts(cores) == [2, 3]
 
 
 def test_an_engine_is_installed_and_models_are_exported_once(monkeypatch, tmp_path):
