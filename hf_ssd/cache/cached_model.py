@@ -28,6 +28,9 @@ class CachedModel:
             the column before it, because the model may have none beyond.
         token_type_ids (`torch.LongTensor` of shape `(batch_size, columns)`, *optional*): Of the prompt. As in plain
             generation, each new token has the type of the last one.
+
+    Attributes:
+        compilations (`int`): How often a forward pass has been compiled.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class CachedModel:
         self.token_types = None if token_type_ids is None else token_type_ids[:, -1:].to(self.device)
         # Without masks nothing hides the columns of a window that are not in use.
         self.is_compiled = is_compiled(model) and not self.reads_2d_masks
+        self.compilations = 0
         self.fewest_tokens = FEWEST_TOKENS if self.is_compiled else 1
         self.takes_logits_to_keep = model._supports_logits_to_keep()
         self.takes_lengths = self.reads_2d_masks and _takes_other_arguments(model)
@@ -145,7 +149,7 @@ class CachedModel:
         if self.takes_lengths:
             inputs |= self._lengths_for_flash_attention(tokens.shape[1])
         if self.cache.window is not None:
-            logits = call_compiled(self.model, **inputs).logits
+            logits = call_compiled(self.model, self._notice_compilation, **inputs).logits
         else:
             if logits_to_keep is not None and self.takes_logits_to_keep:
                 inputs["logits_to_keep"], logits_to_keep = logits_to_keep, None
@@ -158,6 +162,9 @@ class CachedModel:
         of_all = logits.new_zeros(len(self.cache.rows) + len(self.cache.left_out), *logits.shape[1:])
         of_all[from_host(self.cache.rows, logits.device)] = logits
         return of_all
+
+    def _notice_compilation(self) -> None:
+        self.compilations += 1
 
     def _lengths_for_flash_attention(self, count: int) -> dict:
         """Returns the lengths of one row, which transformers would otherwise read, and wait for, in each layer."""

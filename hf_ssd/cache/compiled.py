@@ -8,6 +8,7 @@ stays the same for many steps, and masks hide the columns that are not in use. A
 import contextlib
 import functools
 import threading
+from collections.abc import Callable
 
 import torch
 from torch._dynamo import callback
@@ -30,47 +31,33 @@ def uncompiled(model: PreTrainedModel) -> contextlib.AbstractContextManager:
     return torch.compiler.set_stance("force_eager") if is_compiled(model) else contextlib.nullcontext()
 
 
-def call_compiled(model: PreTrainedModel, **inputs):
+def call_compiled(model: PreTrainedModel, noticed: Callable[[], None], **inputs):
     """
     Calls a model as compiled for this purpose alone: plain generation compiles it for other shapes, and torch.compile
-    gives up on a function that has been compiled for too many. A progress bar shows when something is compiled.
+    gives up on a function that has been compiled for too many. Where something has to be compiled, `noticed` is called
+    and a progress bar shows it.
     """
-    with _noticed(), _config.patch(use_duck_shape=False):  # sizes that are equal now need not be so the next time
+    with _watching(noticed):
         return _compiled_call()(model, inputs)
 
 
 @contextlib.contextmanager
-def _noticed():
-    """Counts what is compiled in this thread, and shows that it is."""
-    thread, bars = threading.get_ident(), []
+def _watching(noticed: Callable[[], None]):
+    thread, compiling, handler = threading.get_ident(), contextlib.ExitStack(), callback.callback_handler
 
     def begin(arguments) -> None:
         if threading.get_ident() == thread:
-            _now.count += 1
+            noticed()
+            compiling.enter_context(_config.patch(use_duck_shape=False))  # sizes that are equal now need not stay so
             about = "compiling the model, once for each kind of batch"
-            bars.append(logging.tqdm(desc=about, bar_format="{desc} ({elapsed})"))
+            compiling.enter_context(logging.tqdm(desc=about, bar_format="{desc} ({elapsed})"))
 
-    handler = callback.callback_handler
     handler.register_start_callback(begin)
     try:
         yield
     finally:
-        with contextlib.suppress(ValueError):  # somebody has reset the compiler
+        with compiling, contextlib.suppress(ValueError):  # somebody has reset the compiler
             handler.remove_start_callback(begin)
-        for bar in bars:
-            bar.close()
-
-
-def compilations() -> int:
-    """Returns how often [`call_compiled`] has compiled something in this thread."""
-    return _now.count
-
-
-class _Now(threading.local):
-    count = 0
-
-
-_now = _Now()
 
 
 @functools.cache

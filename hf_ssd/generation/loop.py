@@ -13,7 +13,7 @@ from transformers.generation.streamers import BaseStreamer
 from .. import devices
 from ..advice import adjustable
 from ..cache.cached_model import CachedModel
-from ..cache.compiled import compilations, is_compiled
+from ..cache.compiled import is_compiled
 from ..cache.support import check_supported
 from ..config import SSDConfig
 from ..devices import from_host
@@ -238,9 +238,9 @@ def decode(
 
         # 6. Verify: one forward pass over the last token and the drafted ones.
         sequences.propose(drafted)
-        fed, compiled = torch.cat([sequences.last[:, None], drafted], dim=1).to(decoder.device), compilations()
+        fed, before = torch.cat([sequences.last[:, None], drafted], dim=1).to(decoder.device), decoder.compilations
         logits = decoder.extend(fed, [length - 1 + columns_before_ids for length in sequences.lengths])
-        record.compiles = compilations() > compiled
+        record.compiles = decoder.compilations > before
 
         # 7. What the tokens were drawn from is needed only now.
         if not speculation.tokens.shape[1] or FILLER in record.sources:
