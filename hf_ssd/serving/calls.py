@@ -74,18 +74,18 @@ class TurnTaking(GenerateManager):
         self.totals = totals
 
     def generate_streaming(self, model, processor, inputs, gen_config, *args, **kwargs):
-        self.check(model, inputs, gen_config)
+        self.prepare(model, inputs, gen_config)
         return super().generate_streaming(self.counted(model), processor, inputs, gen_config, *args, **kwargs)
 
     async def generate_non_streaming(self, model, processor, inputs, gen_config, *args, **kwargs):
-        self.check(model, inputs, gen_config)
+        self.prepare(model, inputs, gen_config)
         counted = self.counted(model)
         return await super().generate_non_streaming(counted, processor, inputs, gen_config, *args, **kwargs)
 
     def counted(self, model: PreTrainedModel) -> CountedModel:
         return CountedModel(model, self.totals)
 
-    def check(self, model: PreTrainedModel, inputs: dict, gen_config: GenerationConfig) -> None:
+    def prepare(self, model: PreTrainedModel, inputs: dict, gen_config: GenerationConfig) -> None:
         """
         Takes out of the inputs what the tokenizer gives and the model does not take, and lets the text end where the
         model's positions do.

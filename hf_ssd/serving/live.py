@@ -18,8 +18,9 @@ from ..generation.streaming import RoundStreamer
 from ..rounds import PREPARED
 from ..stats import SSDStats
 from .calls import TurnTaking
+from .metrics import Totals
 
-ACCEPTED_PREPARED, ACCEPTED_DRAFTED, OF_THE_TARGET = ORIGINS = ("prepared", "drafted", "target")
+ACCEPTED_PREPARED, ACCEPTED_DRAFTED, OF_THE_TARGET = "prepared", "drafted", "target"
 
 
 class LiveRequest(BaseModel):
@@ -51,7 +52,7 @@ class LiveStreamer(RoundStreamer):
         super().__init__(self._add_round)
         self.tokenizer, self.send, self.speculates = tokenizer._tokenizer, send, speculates
         self.decoder, self.waiting, self.has_left = DecodeStream([], skip_special_tokens=True), [], threading.Event()
-        self.tokens, self.start = 0, time.perf_counter()
+        self.totals, self.start = Totals(), time.perf_counter()
 
     def put(self, value: torch.LongTensor) -> None:
         if self.has_left.is_set():
@@ -59,12 +60,13 @@ class LiveStreamer(RoundStreamer):
         if value.dim() > 1:  # the prompt
             self.start = time.perf_counter()
             return
-        self.tokens += len(value)
+        self.totals.tokens += len(value)
         self.waiting += [self.decoder.step(self.tokenizer, token) or "" for token in value.tolist()]
         if not self.speculates:
             self._send([OF_THE_TARGET] * len(self.waiting))
 
     def _add_round(self, stats: SSDStats) -> None:
+        self.totals.add_round(stats)
         record = stats.records[-1] if stats.records else None
         of_the_draft = ACCEPTED_PREPARED if record and record.sources[0] == PREPARED else ACCEPTED_DRAFTED
         count = max(0, record.accepted[0]) if record else 0
@@ -72,9 +74,7 @@ class LiveStreamer(RoundStreamer):
         intervals = timeline.intervals(SSDStats(records=[record]))[1:] if record else []
         self._send(
             origins,
-            tokens_per_round=stats.tokens_per_round,
-            hit_rate=stats.hit_rate,
-            acceptance_rate=stats.acceptance_rate,
+            **self.totals.ratios,
             intervals=[[one.side, one.what, one.start, one.end] for one in intervals],
             hit=bool(record and record.hits[0]),
         )
@@ -82,7 +82,7 @@ class LiveStreamer(RoundStreamer):
     def _send(self, origins: list[str], **more) -> None:
         seconds = time.perf_counter() - self.start
         texts, self.waiting = self.waiting, []
-        self.send({"tokens": list(zip(texts, origins)), "count": self.tokens, "seconds": seconds, **more})
+        self.send({"tokens": list(zip(texts, origins)), "count": self.totals.tokens, "seconds": seconds, **more})
 
 
 class Live:
@@ -123,7 +123,7 @@ class Live:
         without_draft = {} if request.draft else {"ssd_config": None}
         try:
             inputs = self._inputs(request.prompt)
-            self.calls.check(self.model, inputs, config)
+            self.calls.prepare(self.model, inputs, config)
             self.calls.counted(self.model).generate(
                 **inputs, generation_config=config, streamer=streamer, **without_draft
             )

@@ -15,7 +15,7 @@ FINISHED, CANCELLED, REFUSED, FAILED = ENDS = ("finished", "cancelled", "refused
 @dataclass
 class Totals:
     """
-    Sums over all calls. One thread generates, so one thread writes them.
+    Sums over calls. One thread generates, so one thread writes them; refusals, which it does not see, the server's.
 
     Args:
         requests (`dict[str, int]`): Calls by how they ended.

@@ -17,6 +17,8 @@ from .calls import TurnTaking
 from .live import Live, LiveRequest
 from .metrics import Metrics
 
+GRACE = 3  # seconds that answers which are under way get to end when the server is to
+
 
 class Server(Serve):
     """
@@ -40,6 +42,7 @@ class Server(Serve):
         metrics = Metrics(self.assistant)
         calls = TurnTaking(metrics.totals)
         self._generation_state.get_manager = lambda *args, **kwargs: calls
+        self.server.config.timeout_graceful_shutdown = GRACE
         self.server.config.access_log = logging.get_verbosity() <= logging.INFO
         theirs = self.server.config.app
         live = Live(model, loaded.processor, calls)

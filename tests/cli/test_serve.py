@@ -39,3 +39,15 @@ def test_ctrl_c_ends_it_with_its_worker():
     assert server.process.wait(timeout=20) == 0
     assert within(5, lambda: not psutil.pid_exists(worker.pid) or worker.status() == psutil.STATUS_ZOMBIE)
     server.log.close()
+
+
+def test_sigterm_ends_it_although_clients_wait():
+    """Eight answers of two thousand tokens take turns, which lasts far longer than the server gives them."""
+    server = ServerProcess(str(PAIR / "target"))
+    streams = [server.complete("def test_", 2000, stream=True) for _ in range(8)]
+    next(iter(streams[0]))
+    worker = server.worker()
+    assert server.stop() == 0
+    assert within(5, lambda: not psutil.pid_exists(worker.pid) or worker.status() == psutil.STATUS_ZOMBIE)
+    for stream in streams:
+        stream.close()
