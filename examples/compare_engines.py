@@ -29,6 +29,7 @@ from hf_ssd.distributed.cores import CoreShare
 ENGINE = "openvino-genai"
 PINNED = ["torch==2.13.0", "optimum-intel==2.2.0", "openvino==2026.4.1", "openvino-tokenizers==2026.4.1.0"]
 PINNED += ["openvino-genai==2026.4.1.0"]
+PATIENCE = 1800  # seconds for a step of an installation or an export
 WARM_UP = 2  # turns in which the planner gets to know the pair
 RUNS = Path(__file__).parent / "engines" / "openvino_genai_runs.py"
 
@@ -50,15 +51,19 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
+def run(*command, is_quiet: bool = False) -> None:
+    subprocess.run([str(word) for word in command], check=True, timeout=PATIENCE, capture_output=is_quiet)
+
+
 def installed(folder: Path) -> Path:
     """Installs the other engine, unless it is there, and returns the folder of its programs."""
     programs = folder / ENGINE / "bin"
     done = folder / ENGINE / "installed"
     if not done.exists():
-        subprocess.run([sys.executable, "-m", "venv", str(folder / ENGINE)], check=True)
-        subprocess.run([str(programs / "pip"), "install", "--quiet", *PINNED], check=True)
+        run(sys.executable, "-m", "venv", folder / ENGINE)
+        run(programs / "pip", "install", "--quiet", *PINNED)
         # Not needed, and it does not load beside every build of torch.
-        subprocess.run([str(programs / "pip"), "uninstall", "--quiet", "--yes", "torchvision"], check=True)
+        run(programs / "pip", "uninstall", "--quiet", "--yes", "torchvision")
         done.write_text("\n".join(PINNED) + "\n")
     return programs
 
@@ -67,13 +72,11 @@ def export(programs: Path, model, source: str, folder: Path) -> str:
     """Writes a model in the other engine's format, unless it is there, with the embedded tokenizer if it has none."""
     if not (folder / "openvino_detokenizer.xml").exists():
         model.save_pretrained(folder / "source")
-        command = ["export", "openvino", "--model", str(folder / "source"), "--weight-format", "fp32"]
-        command += ["--task", "text-generation-with-past", "--disable-convert-tokenizer", str(folder)]
-        subprocess.run([str(programs / "optimum-cli"), *command], check=True, capture_output=True)
+        task = ["--task", "text-generation-with-past", "--weight-format", "fp32", "--disable-convert-tokenizer"]
+        run(programs / "optimum-cli", "export", "openvino", "--model", folder / "source", *task, folder, is_quiet=True)
         has_one = (Path(source) / "tokenizer.json").exists()
-        tokenizer = source if has_one else str(PAIR / "target")  # prompts are tokens: it is only asked to be there
-        command = [str(programs / "convert_tokenizer"), tokenizer, "--with-detokenizer", "-o", str(folder)]
-        subprocess.run(command, check=True, capture_output=True)
+        tokenizer = source if has_one else PAIR / "target"  # prompts are tokens: it is only asked to be there
+        run(programs / "convert_tokenizer", tokenizer, "--with-detokenizer", "-o", folder, is_quiet=True)
     return str(folder)
 
 
