@@ -25,10 +25,10 @@ from workload import PAIR
 import hf_ssd
 from hf_ssd import theory
 from hf_ssd.cli.methods import sampling
-from hf_ssd.distributed.assistant import WorkerSlot
 from hf_ssd.distributed.cores import available_cores
 from hf_ssd.distributed.local import LocalSession
 from hf_ssd.distributed.target_ranks import TargetRanks
+from hf_ssd.distributed.worker_slot import WorkerSlot
 from hf_ssd.drafting.cache_shapes import CacheShape, shape_for
 
 try:

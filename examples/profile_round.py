@@ -24,7 +24,7 @@ from hf_ssd.distributed.cores import use_cores
 from hf_ssd.drafting.cache_shapes import shape_for
 from hf_ssd.drafting.parallel_drafter import drafter_for, is_parallel, mask_token
 from hf_ssd.drafting.speculator import Speculator
-from hf_ssd.planning.planner import planner_for
+from hf_ssd.planning.planners import planner_for
 from hf_ssd.rounds import AHEAD, Outcome, Plan
 
 REPEATS = 20

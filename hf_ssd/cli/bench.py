@@ -23,7 +23,7 @@ import hf_ssd
 from .. import devices, timeline
 from ..distributed.cores import CoreShare, divide_cores
 from . import models, prompts
-from .methods import SSD, Bench
+from .methods import ASSISTED, SSD, Bench
 from .table import draw, rows_of, summary, table
 
 
@@ -108,6 +108,8 @@ def compare(args: argparse.Namespace, target, draft, batches: list[dict]) -> Non
             print(f"\n{title}: batch size {args.batch_size}, temperature {args.temperature:g}, times in ms")
             print(table(tables[title], sampled=args.temperature > 0))
             print(summary(tables[title]), flush=True)
+            if args.batch_size == 1 and not any(name.startswith(ASSISTED) for name in methods):
+                print("transformers' assisted generation does not take this pair.", flush=True)
             stats = methods[SSD].runs[-1].stats
     if args.output:
         args.output.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,8 @@ import sys
 
 import hf_ssd
 
-from ..planning.planner import Planner, last_planner
+from ..planning.planner import Planner
+from ..planning.planners import last_planner
 from ..rounds import AHEAD
 from ..rounds import PLAIN as NO_DRAFT
 from . import doctor, models, prompts

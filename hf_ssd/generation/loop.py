@@ -24,7 +24,8 @@ from ..distributed.session import SessionRequest
 from ..distributed.target_ranks import TargetRanks
 from ..drafting.parallel_drafter import is_parallel, mask_token
 from ..drafting.vocabulary import Translation
-from ..planning.planner import Planner, planner_for
+from ..planning.planner import Planner
+from ..planning.planners import planner_for
 from ..rounds import FILLER, Outcome, RoundRecord
 from ..stats import SSDDecoderOnlyOutput, SSDStats
 from .checks import check_generation

@@ -1,14 +1,13 @@
 """Which plan to follow next: the one that is expected to give the most tokens per second."""
 
 import dataclasses
-import weakref
 
 from transformers.utils import logging
 
 from ..config import SSDConfig
 from ..rounds import AHEAD, FILLER, IN_TURN, MODES, NGRAM, PLAIN, PRIMARY, RANDOM, Plan, RoundRecord
 from .cost_model import BUDGETS, LOOKAHEADS, CostModel
-from .estimates import Average
+from .trials import Trials
 
 logger = logging.get_logger(__name__)
 
@@ -24,8 +23,7 @@ UNSEEN_GAIN = 1.4  # how much faster plain decoding may be than what it takes be
 CONTENTION = 1.25  # slowdown of a verification beside the draft that is worth a warning
 MISSES_COMPARED = 16  # rows that missed before fallbacks are compared
 WORTH_A_FALLBACK = 1.1  # expected gain below which the fallback stays as it is
-SAGUARO_VALUES, TRIAL_ROUNDS = (1.0, 0.7, 0.4, 0.1), 24  # C that are tried, and for how many rounds each
-PLANNERS_KEPT = 32  # of a pair; a service may meet a new temperature in each call
+SAGUARO_VALUES = (1.0, 0.7, 0.4, 0.1)  # of C, to be tried
 
 
 class Planner:
@@ -63,9 +61,9 @@ class Planner:
         self.fallback = config.fallback if config.fallback in (NGRAM, RANDOM) else PRIMARY
         self.compares_fallbacks = self.chooses_lookahead and config.fallback == "auto" and config.asynchronous
         tries_saguaro = config.saguaro_c == "auto" and self.chooses_lookahead and sampled
-        self.saguaro = _Trials(SAGUARO_VALUES) if tries_saguaro else None
+        self.saguaro = Trials(SAGUARO_VALUES) if tries_saguaro else None
         tries_feeding = is_parallel and self.chooses_lookahead and config.asynchronous
-        self.feeds_first = _Trials((False, True)) if tries_feeding else None
+        self.feeds_first = Trials((False, True)) if tries_feeding else None
         self.rounds = self.due = 0
         self.probe_at = self.probe_distance = FIRST_PROBE
         self.used: dict[str, int] = {}  # by mode, the last round in which it was planned
@@ -244,76 +242,3 @@ class Planner:
                 f"Drafting slows verification by the factor {costs.contention:.1f}: target and draft share a device or "
                 "its memory bandwidth. Give the draft a device of its own."
             )
-
-
-class _Trials:
-    """Tries values in turn and stays with the one that gave the most tokens per second."""
-
-    def __init__(self, values: tuple[float, ...]):
-        self.speeds = {value: Average(0.0, 0.0, memory=0.7) for value in values}
-        self.value, self.trials, self.rounds, self.tokens, self.seconds = values[0], 0, 0, 0, 0.0
-
-    def observe(self, before: RoundRecord, now: RoundRecord) -> None:
-        if now.mode == PLAIN or not before.received_at:
-            return
-        self.rounds += 1
-        self.tokens += sum(before.accepted[row] + 1 for row in before.live)
-        self.seconds += now.received_at - before.received_at
-        if self.rounds < TRIAL_ROUNDS:
-            return
-        self.speeds[self.value].observe(self.tokens / self.seconds)
-        self.rounds, self.tokens, self.seconds, self.trials = 0, 0, 0.0, self.trials + 1
-        values = list(self.speeds)
-        unknown = [value for value, speed in self.speeds.items() if not speed.weight]
-        best = max((value for value in values if value not in unknown), key=lambda value: self.speeds[value].value)
-        self.value = unknown[0] if unknown else best
-        if not unknown and self.trials % 8 == 0:  # a neighbour may have become better
-            self.value = values[(values.index(best) + (1 if self.trials % 16 else -1)) % len(values)]
-
-
-def planner_for(
-    target,
-    draft,
-    config: SSDConfig,
-    generation_config,
-    rows: int,
-    length: int,
-    vocab_size: int,
-    is_parallel: bool = False,
-) -> Planner:
-    """
-    Returns the planner of calls like this one, kept for as long as both models live.
-
-    Args:
-        target (`PreTrainedModel`): The target.
-        draft (`PreTrainedModel` or [`~hf_ssd.distributed.assistant.DraftAssistant`]): The draft.
-        config (`SSDConfig`), generation_config (`GenerationConfig`): The call's.
-        rows (`int`): Batch size.
-        length (`int`): Tokens of the longest prompt; calls within a factor of 4 share what is known of them.
-        vocab_size (`int`): Of both models.
-        is_parallel (`bool`, *optional*): Whether the draft gives all tokens of its branches in one forward pass.
-    """
-    known = _planners.setdefault(target, weakref.WeakKeyDictionary()).setdefault(draft, {})
-    sampled = bool(generation_config.do_sample)
-    temperature = generation_config.temperature if sampled else None
-    fallback = config.fallback if isinstance(config.fallback, str) else "custom"
-    settings = repr(dataclasses.replace(config, fallback="auto")), fallback
-    key = (*settings, rows, length.bit_length() // 2, temperature)
-    planner = known.pop(key, None)
-    if planner is None:
-        workers = len(getattr(draft, "workers", [None]))
-        planner = Planner(config, rows, vocab_size, sampled, workers, is_parallel)
-    known[key] = planner  # the last one now
-    if len(known) > PLANNERS_KEPT:
-        del known[next(iter(known))]
-    planner.begin_call()
-    return planner
-
-
-def last_planner(target, draft) -> Planner | None:
-    """Returns the planner of the last call with this pair, whose costs tell what was measured of it."""
-    known = _planners.get(target, {}).get(draft, {})
-    return next(reversed(known.values()), None)
-
-
-_planners: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()

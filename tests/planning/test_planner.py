@@ -10,7 +10,8 @@ from hf_ssd import SSDConfig
 from hf_ssd.planning import planner as planner_module
 from hf_ssd.planning.cost_model import CostModel
 from hf_ssd.planning.estimates import HitRates, Line
-from hf_ssd.planning.planner import EPOCH_ROUNDS, PROFILE_ROUNDS, Planner, planner_for
+from hf_ssd.planning.planner import EPOCH_ROUNDS, PROFILE_ROUNDS, Planner
+from hf_ssd.planning.planners import planner_for
 from hf_ssd.rounds import AHEAD, FILLER, IN_TURN, NGRAM, PLAIN, PREPARED, PRIMARY, RoundRecord
 
 from ..conftest import tiny_model
