@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     server = parser.add_argument_group("server")
     server.add_argument("--draft", dest="draft_named", metavar="DRAFT", help="another way to name the DRAFT")
     server.add_argument("--host", default="127.0.0.1", help="address to listen on; default: this machine alone")
-    server.add_argument("--port", type=int, default=8000)
+    server.add_argument("--port", type=int, default=8000, help="8000; 0: any that is free")
     server.add_argument("--cors", action="store_true", help="let pages of other sites ask")
     server.add_argument("--lookahead", type=int, help="drafted tokens a round; default: planned")
     server.add_argument("--budget", type=int, help="outcomes to prepare; default: planned")
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     if args.draft_named and args.draft:
         raise ValueError("There are two drafts; name one, behind TARGET or with --draft.")
     args.draft = args.draft or args.draft_named
-    check_address(args.host, args.port)
+    port = free_port(args.host, args.port)
     found = models.chosen(args)
     config = hf_ssd.SSDConfig(lookahead=args.lookahead or "auto", budget=args.budget or "auto")
     print(doctor.in_words(doctor.examine(found)), flush=True)
@@ -53,17 +53,19 @@ def run(args: argparse.Namespace) -> int:
             device=str(found.device),
             dtype=str(found.dtype).removeprefix("torch."),
             host=args.host,
-            port=args.port,
+            port=port,
             enable_cors=args.cors,
             log_level=args.log_level,
         )
-        print(f"http://{args.host}:{args.port} shows a page, and serves OpenAI's clients under /v1", flush=True)
+        print(f"http://{args.host}:{port} shows a page, and serves OpenAI's clients under /v1", flush=True)
         server.run()
     return 0
 
 
-def check_address(host: str, port: int) -> None:
+def free_port(host: str, port: int) -> int:
     """
+    Returns the port, or if it is 0 one that is free.
+
     Raises:
         `ValueError`: it cannot be listened to.
     """
@@ -72,5 +74,6 @@ def check_address(host: str, port: int) -> None:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))
+            return probe.getsockname()[1]
     except (OSError, OverflowError) as error:
         raise ValueError(f"Cannot listen on {host} port {port}: {error}. Choose another --host or --port.") from error

@@ -67,6 +67,7 @@ def test_the_planner_drafts_in_parallel(pair):
         assert torch.equal(generate(target, assistant, 2).sequences, plain)
 
 
+@pytest.mark.slow
 def test_several_drafts_and_compiled_ones_draft_in_parallel(pair):
     target, draft, _ = pair
     plain = target.generate(**padded_batch(2), max_new_tokens=40, do_sample=False)
@@ -95,6 +96,7 @@ def test_three_token_strings_have_the_targets_distribution(small, settings, prep
     assert 0.1 < sum(prepared_in_process) / len(prepared_in_process) < 0.95
 
 
+@pytest.mark.slow
 def test_three_token_strings_have_the_targets_distribution_with_a_worker(small):
     target, draft = small
     with hf_ssd.launch_draft(draft, num_threads=1) as assistant:

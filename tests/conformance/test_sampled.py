@@ -189,6 +189,7 @@ def test_three_token_strings_have_the_targets_distribution(small):
     assert p_value(*small) > 1e-3
 
 
+@pytest.mark.slow
 def test_three_token_strings_have_the_targets_distribution_with_a_worker(small):
     target, draft = small
     with hf_ssd.launch_draft(draft, num_threads=1) as assistant:
@@ -255,6 +256,7 @@ def test_whatever_is_planned_leaves_the_targets_distribution(small):
     assert 0.1 < sum(hits) / len(hits) < 0.9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["C = 0.3", "custom, drawn", "auto"])
 def test_every_setting_leaves_the_targets_distribution_with_a_worker(small, name, drafting):
     target, draft = small

@@ -78,6 +78,7 @@ def test_a_fixed_lookahead_gives_the_tokens_of_the_synchronous_oracle(target, dr
     assert ahead.ssd_stats.column("accepted") == in_turn.ssd_stats.column("accepted")
 
 
+@pytest.mark.slow
 def test_saguaro_sampling_trades_acceptance_for_hits(target, draft, assistant):
     few, many = (
         run(target, assistant, 8, sampled=True, new_tokens=120, saguaro_c=c, fan_out="geometric").ssd_stats

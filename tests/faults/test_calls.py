@@ -229,6 +229,7 @@ def test_an_interrupt_at_any_line_leaves_an_assistant_that_works(target, draft):
         assert list(interrupted_everywhere(target, assistant)) == []
 
 
+@pytest.mark.slow
 def test_closing_once_would_not_be_enough(target, draft, monkeypatch):
     """The mutant: what was interrupted while it closed is not closed again."""
     original = FaultTolerantDraft.close

@@ -1,8 +1,9 @@
 """A server of the embedded pair, run as a user would run it."""
 
+import contextlib
 import json
 import os
-import socket
+import re
 import subprocess
 import sys
 import tempfile
@@ -22,36 +23,34 @@ TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 START_TIMEOUT = 120.0
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 class ServerProcess:
     """`hf-ssd serve` in a process of its own, with what a client of it needs."""
 
     def __init__(self, model: str, *options: str):
-        self.model, self.port = model, free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        command = [sys.executable, "-m", "hf_ssd", "serve", model, str(PAIR / "draft"), "--port", str(self.port)]
+        self.model = model
+        command = [sys.executable, "-m", "hf_ssd", "serve", model, str(PAIR / "draft"), "--port", "0"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         environment.pop(preloaded.ADDRESS, None)  # its worker is to be its child
-        self.log = tempfile.TemporaryFile("w+")
+        self.log = tempfile.TemporaryFile("a+")  # to append to, wherever it is read
         output = {"stdout": self.log, "stderr": subprocess.STDOUT}
         self.process = preloaded.FRESH([*command, *options], env=environment, **output)
-        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", timeout=100.0, max_retries=0)
         deadline = time.monotonic() + START_TIMEOUT
-        while True:
-            try:
-                self.get("/health")
-                return
-            except OSError:
-                if self.process.poll() is not None or time.monotonic() > deadline:
-                    self.process.kill()
-                    self.log.seek(0)
-                    raise AssertionError(f"no server: {self.log.read()}") from None
-                time.sleep(0.1)
+        while not (found := re.search(r"http://\S+(?= shows a page)", self.written())) or not self.answers(found[0]):
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                self.process.kill()
+                raise AssertionError(f"no server: {self.written()}")
+            time.sleep(0.1)
+        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", timeout=100.0, max_retries=0)
+
+    def written(self) -> str:
+        self.log.seek(0)
+        return self.log.read()
+
+    def answers(self, url: str) -> bool:
+        self.url = url
+        with contextlib.suppress(OSError):
+            return bool(self.get("/health"))
+        return False
 
     def get(self, path: str) -> str:
         with urllib.request.urlopen(self.url + path, timeout=20) as response:

@@ -177,6 +177,7 @@ def test_a_worker_that_dies_in_mid_stream_costs_no_token(server, plain):
     assert within(60, lambda: server.draft_state == "ready")
 
 
+@pytest.mark.slow
 def test_many_requests_leave_nothing_behind(server):
     def held() -> list[int]:
         processes = [psutil.Process(server.process.pid), server.worker()]
