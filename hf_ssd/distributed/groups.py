@@ -13,7 +13,7 @@ import torch.distributed as dist
 TARGET, DRAFT = 0, 1  # ranks
 LOOPBACK = "127.0.0.1"
 NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-CONNECT_TIMEOUT = timedelta(seconds=60)  # for the other process to join, once it is known to be there
+CONNECT_TIMEOUT = timedelta(seconds=20)  # for the other process to join; each knows that the other is there
 # An idle worker waits as long as its program runs. Waits end by the caller's deadline, or with the other process.
 TRANSFER_TIMEOUT = timedelta(days=365)
 CLOSE_TIMEOUT = 5.0  # seconds
