@@ -11,20 +11,12 @@ use. Each distance counts the same in the loss, however many of its mask tokens 
 
 import argparse
 import json
-import time
 from pathlib import Path
 
 import torch
 from torch.nn import functional as F
-from tqdm.auto import tqdm
-from train_pair import (
-    minutes_since,
-    optimizer_and_schedule,
-    pack,
-    read_standard_library,
-    step,
-    write_with_target,
-)
+from train_pair import prompts_of, read_text
+from training import acceptance_on_prompts, checkpoints_of, own_text, train, write_with
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 PAIR = Path(__file__).parent / "pair"
@@ -97,68 +89,60 @@ def loss_by_distance(logits, target_logits, followed, distance, lookahead: int) 
     return (sums / torch.bincount(distance, minlength=lookahead)).mean()
 
 
-def train(target, draft, windows: torch.Tensor, args) -> None:
+def train_parallel(target, draft, windows: torch.Tensor, args) -> None:
     """The draft learns from texts that the target writes, half of them greedily."""
-    steps = args.rounds * args.steps_per_text
-    parts = optimizer_and_schedule(draft, args.learning_rate, steps)
-    generator = torch.Generator().manual_seed(args.seed)
-    progress = tqdm(total=steps, desc="parallel draft", unit="step")
-    for i in range(args.rounds):
-        prompts = windows[torch.randperm(len(windows), generator=generator)[:48], :32]
-        ids = write_with_target(target, prompts, 160, do_sample=i % 2 == 1)
-        with torch.no_grad():
-            target_logits = target(input_ids=ids, use_cache=False).logits
-        for _ in range(args.steps_per_text):
-            rows = torch.randperm(len(ids), generator=generator)[: args.batch_size]
-            chosen = drop_mask_tokens(ids.shape[1], args.lookahead, args.keep, args.least, generator)
-            loss = loss_by_distance(all_logits(draft, ids[rows], *chosen), target_logits[rows], *chosen, args.lookahead)
-            step(loss, draft, *parts)
-            progress.update()
-        progress.set_postfix(kl=f"{loss.item():.3f}")
+    texts = own_text(target, windows, args.steps_per_text, args.seed)
+
+    def loss_of(step):
+        ids, target_logits = texts(step)
+        generator = torch.Generator().manual_seed(args.seed + step)
+        chosen = drop_mask_tokens(ids.shape[1], args.lookahead, args.keep, args.least, generator)
+        return loss_by_distance(all_logits(draft, ids, *chosen), target_logits, *chosen, args.lookahead)
+
+    train(draft, loss_of, args.steps, args.learning_rate, args.checkpoints / "parallel_draft.pt", "parallel draft")
 
 
 @torch.no_grad()
-def acceptance_by_position(target, parallel, autoregressive, held_out: torch.Tensor, lookahead: int) -> dict:
+def acceptance_by_position(target, autoregressive, parallel, prompts, lookahead: int, temperature: int) -> dict:
     """
-    Returns, along text that the target continues from held-out prompts, the chance that each token of a speculation is
-    accepted if those before it were, at temperatures 0 and 1.
+    Returns, along text of 128 tokens that the target writes behind each prompt, the chance that each token of a
+    speculation is accepted if those before it were, for both drafts.
     """
-    result = {}
-    for temperature in (0, 1):
-        ids = write_with_target(target, held_out[:32, :64], 128, do_sample=temperature == 1)
-        p = target(input_ids=ids, use_cache=False).logits
-        everything = drop_mask_tokens(ids.shape[1], lookahead, 1.0, 1.0, torch.Generator())
-        of_parallel = all_logits(parallel, ids, *everything)
-        of_autoregressive = autoregressive(input_ids=ids, use_cache=False).logits[:, everything[0] + everything[1]]
-        starts = range(64, ids.shape[1] - lookahead)
-        for name, q in (("parallel", of_parallel), ("autoregressive", of_autoregressive)):
-            accepted = []
-            for d in range(lookahead):
-                at = (everything[1] == d) & (everything[0] >= starts[0]) & (everything[0] < starts[-1])
-                theirs, ours = p[:, everything[0][at] + d], q[:, at]
-                if temperature:
-                    accepted.append(torch.minimum(theirs.softmax(-1), ours.softmax(-1)).sum(-1))
-                else:
-                    accepted.append((theirs.argmax(-1) == ours.argmax(-1)).float())
-            reached = torch.stack(accepted).cumprod(0).mean((1, 2))
-            before = torch.cat([torch.ones(1), reached[:-1]])
-            rates = [round(rate, 3) for rate in (reached / before.clamp(min=1e-9)).tolist()]
-            result[f"{name}_temperature_{temperature}"] = rates
-    return result
+    torch.manual_seed(0)
+    ids, first = write_with(target, prompts, 128, do_sample=temperature == 1), prompts.shape[1]
+    p = target(input_ids=ids, use_cache=False).logits
+    everything = drop_mask_tokens(ids.shape[1], lookahead, 1.0, 1.0, torch.Generator())
+    of_parallel = all_logits(parallel, ids, *everything)
+    of_autoregressive = autoregressive(input_ids=ids, use_cache=False).logits[:, everything[0] + everything[1]]
+    rates = {}
+    for name, q in (("parallel", of_parallel), ("autoregressive", of_autoregressive)):
+        accepted = []
+        for d in range(lookahead):
+            at = (everything[1] == d) & (everything[0] >= first) & (everything[0] < ids.shape[1] - lookahead - 1)
+            theirs, ours = p[:, everything[0][at] + d], q[:, at]
+            if temperature:
+                accepted.append(torch.minimum(theirs.softmax(-1), ours.softmax(-1)).sum(-1))
+            else:
+                accepted.append((theirs.argmax(-1) == ours.argmax(-1)).float())
+        reached = torch.stack(accepted).cumprod(0).mean((1, 2))
+        before = torch.cat([torch.ones(1), reached[:-1]])
+        rates[name] = [round(rate, 3) for rate in (reached / before.clamp(min=1e-9)).tolist()]
+    return rates
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=Path, default=Path("parallel_draft"))
+    parser.add_argument("--checkpoints", type=Path, default=Path("checkpoints/parallel_draft"), help="to go on from")
     parser.add_argument("--target", default=str(PAIR / "target"))
     parser.add_argument("--draft", default=str(PAIR / "draft"))
     parser.add_argument("--layers", type=int, default=4, help="those that the draft lacks begin as the target's")
     parser.add_argument("--lookahead", type=int, default=5, help="tokens that the draft learns to guess ahead")
     parser.add_argument("--keep", type=float, default=0.7, help="share of mask tokens that stay, by distance")
     parser.add_argument("--least", type=float, default=0.2, help="least share that stays")
-    parser.add_argument("--rounds", type=int, default=30, help="texts that the target writes, 48 of 160 tokens each")
-    parser.add_argument("--steps-per-text", type=int, default=40)
-    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=1200)
+    parser.add_argument("--steps-per-text", type=int, default=40, help="on one text of the target, 48 of 160 tokens")
+    parser.add_argument("--length", type=int, default=256, help="tokens of a window, which a text goes on from")
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--max-files", type=int, help="read no more files than this, for a trial")
     parser.add_argument("--num-threads", type=int, default=2)
@@ -166,24 +150,26 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.num_threads)
     torch.manual_seed(args.seed)
-    start = time.perf_counter()
 
-    tokenizer = AutoTokenizer.from_pretrained(args.target)
-    texts, held_out_texts = read_standard_library(args.max_files)
-    windows, held_out = (pack(some, tokenizer, 256) for some in (texts, held_out_texts))
+    checkpoints_of(args, ("target", "draft", "layers", "lookahead", "keep", "least", "max_files", "length", "seed"))
+    windows, held_out, tokenizer = read_text(args, AutoTokenizer.from_pretrained(args.target))
+    prompts = prompts_of(held_out, tokenizer, args.length)
     target, autoregressive, draft = (
         LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         for folder in (args.target, args.draft, args.draft)
     )
     draft = with_mask_token(with_layers(draft, target, args.layers))
-    train(target, draft, windows, args)
+    train_parallel(target, draft, windows, args)
     draft.to(torch.bfloat16).float().eval()  # as it is saved
-    report = {
-        "parameters": draft.num_parameters(),
-        "minutes": minutes_since(start),
-        "threads": args.num_threads,
-        "acceptance_by_position": acceptance_by_position(target, draft, autoregressive, held_out, args.lookahead),
+    report = {"parameters": draft.num_parameters()}
+    report["acceptance_by_position"] = {
+        f"{name}_temperature_{temperature}": rates
+        for temperature in (0, 1)
+        for name, rates in acceptance_by_position(
+            target, autoregressive, draft, prompts, args.lookahead, temperature
+        ).items()
     }
+    report["acceptance_rate_on_prompts"] = acceptance_on_prompts(target, draft, tokenizer)
     draft.to(torch.bfloat16).save_pretrained(args.output)
     tokenizer.save_pretrained(args.output)
     (args.output / "report.json").write_text(json.dumps(report, indent=2) + "\n")

@@ -25,10 +25,10 @@ from .table import rows_of
 from .verdict import Figures
 
 PROMPTS = [  # of about one length, so that one planner learns from all of them
-    "class Reader:\n    def __init__(self, path):\n        self.path = path\n",
-    "import os\nimport sys\n\ndef main(arguments):\n    ",
-    "def parse(self, line):\n    for word in line.split():\n        ",
-    "class Error(Exception):\n    def __str__(self):\n        return ",
+    'class Node:\n    """A node of a tree."""\n\n    def __init__(self, name, parent=None):\n',
+    'class Queue:\n    """A queue of tasks."""\n\n    def __init__(self, maxsize=0):\n',
+    'class Logger:\n    """Write messages to a log."""\n\n    def __init__(self, name):\n',
+    'class Writer:\n    """Write rows to a file."""\n\n    def __init__(self, path):\n',
 ]
 WORK = {"batch_size": 1, "temperature": 0.0, "ignore_eos": True, "lookahead": None, "budget": None}
 WORK |= {"assistant_tokens": [3, 5], "in_turn_lookaheads": []}

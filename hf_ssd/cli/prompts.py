@@ -5,14 +5,14 @@ import json
 import torch
 
 SNIPPETS = [
-    "class Reader:\n    def __init__(self, path):\n",
-    "import os\n\ndef main(",
-    "def parse(self, line):\n    ",
+    "class Config:\n    def __init__(self, name):\n",
+    'def copy_file(source, target):\n    """Copy a file."""\n',
+    'def merge(left, right):\n    """Merge two sorted lists."""\n',
     "for i in range(10):\n",
-    "try:\n    value = ",
-    "class Error(Exception):\n",
-    "def test_",
     "if __name__ == ",
+    'async def connect(host, port):\n    """Open a connection."""\n',
+    'class Timer:\n    """Measure time."""\n\n    def start(self):\n',
+    'def is_valid(name):\n    """Return True if the name is valid."""\n',
 ]
 
 

@@ -1,0 +1,211 @@
+"""The embedded pair: what it is worth, and how it is trained."""
+
+import ast
+import inspect
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_ssd.cli import check, prompts
+
+from .conftest import tiny_model
+
+ROOT = Path(__file__).parent.parent
+PAIR = ROOT / "examples" / "pair"
+sys.path.insert(0, str(ROOT / "examples"))
+
+import pair_corpus  # noqa: E402
+import quickstart  # noqa: E402
+import train_parallel_draft  # noqa: E402
+import training  # noqa: E402
+
+FLOOR = 0.95  # of the recorded acceptance
+
+
+@pytest.fixture(scope="module")
+def pair():
+    models = {
+        name: AutoModelForCausalLM.from_pretrained(PAIR / name, dtype="float32")
+        for name in ("target", "draft", "parallel_draft")
+    }
+    return {**models, "tokenizer": AutoTokenizer.from_pretrained(PAIR / "target")}
+
+
+def test_it_is_small_and_stored_in_bfloat16():
+    assert sum(path.stat().st_size for path in PAIR.rglob("*") if path.is_file()) <= 16e6
+    for name in ("target", "draft", "parallel_draft"):
+        assert AutoModelForCausalLM.from_pretrained(PAIR / name).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name, report", [("draft", "report.json"), ("parallel_draft", "parallel_draft/report.json")])
+def test_drafts_agree_as_often_as_recorded(pair, name, report):
+    recorded = json.loads((PAIR / report).read_text())["acceptance_rate_on_prompts"]
+    assert training.acceptance_on_prompts(pair["target"], pair[name], pair["tokenizer"]) >= FLOOR * recorded > 0.2
+
+
+def test_a_worse_draft_falls_below_the_floor(pair):
+    draft = AutoModelForCausalLM.from_pretrained(PAIR / "draft", dtype="float32")
+    draft.model.layers[1].mlp.down_proj.weight.data.zero_()
+    recorded = json.loads((PAIR / "report.json").read_text())["acceptance_rate_on_prompts"]
+    assert training.acceptance_on_prompts(pair["target"], draft, pair["tokenizer"]) < FLOOR * recorded
+
+
+# ---------------------------------------------------------------- what a newcomer reads first
+
+
+def all_prompts() -> list[str]:
+    """Returns the prompts of the programs, the page, the README and the quickstart."""
+    page = (ROOT / "hf_ssd" / "serving" / "page.html").read_text()
+    texts = [(ROOT / name).read_text() for name in ("README.md", "docs/quickstart.md", "docs/serving.md")]
+    written = [
+        ast.literal_eval(found)
+        for text in texts
+        for found in re.findall(r'(?:tokenizer\(|generator\(|prompt=)("[^"]+")', text)
+    ]
+    return [
+        quickstart.PROMPT,
+        re.search(r"<textarea[^>]*>(.*?)</textarea>", page, re.DOTALL)[1],
+        *check.PROMPTS,
+        *prompts.SNIPPETS,
+        *written,
+    ]
+
+
+def loops(ids: list[int]) -> bool:
+    """Whether one piece of 8 tokens is there three times."""
+    pieces = [tuple(ids[i : i + 8]) for i in range(len(ids) - 7)]
+    return any(pieces.count(piece) >= 3 for piece in pieces)
+
+
+@pytest.mark.parametrize("prompt", all_prompts())
+def test_no_prompt_falls_into_a_loop(pair, prompt):
+    inputs = pair["tokenizer"](prompt, return_tensors="pt", return_token_type_ids=False)
+    output = pair["target"].generate(**inputs, max_new_tokens=100, do_sample=False)
+    assert not loops(output[0, inputs["input_ids"].shape[1] :].tolist()), pair["tokenizer"].decode(output[0])
+
+
+def test_a_loop_is_found():
+    assert loops([1, 2, 3] * 10) and not loops(list(range(50)) * 2)
+
+
+# ---------------------------------------------------------------- how it is trained
+
+
+def run(*command):
+    done = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, timeout=240, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+TINY = [
+    "--draft-steps",
+    2,
+    "--loop-steps",
+    2,
+    "--batch-size",
+    2,
+    "--length",
+    64,
+    "--vocab-size",
+    300,
+    "--num-threads",
+    1,
+]
+TINY += ["--max-files", 2, "--steps-per-text", 2]
+
+
+def test_an_interrupted_run_ends_like_one_that_was_not(tmp_path):
+    weights = {}
+    model, windows = tiny_model(), torch.randint(2, 97, (16, 20), generator=torch.Generator().manual_seed(0))
+
+    def train(name: str, stops_at: int | None) -> None:
+        model = tiny_model()
+
+        def loss_of(step):
+            if step == stops_at:
+                raise KeyboardInterrupt
+            ids = training.batch(windows, step, 4, seed=0)
+            return training.distillation_loss(model(input_ids=ids).logits[:, :-1], torch.zeros(4, 19, 97))
+
+        training.train(model, loss_of, 8, 1e-2, tmp_path / f"{name}.pt", name, save_every=2)
+        weights[name] = model.state_dict()
+
+    train("whole", None)
+    with pytest.raises(KeyboardInterrupt):
+        train("divided", 5)
+    train("divided", None)
+    assert all(torch.equal(one, weights["divided"][name]) for name, one in weights["whole"].items())
+    assert not torch.equal(weights["whole"]["lm_head.weight"], model.state_dict()["lm_head.weight"])
+
+
+def test_train_pair_trains_and_saves_a_pair(tmp_path):
+    command = ["examples/train_pair.py", "--output", tmp_path / "pair", "--checkpoints", tmp_path / "now", *TINY]
+    run(*command, "--steps", 3)
+    report = json.loads((tmp_path / "pair" / "report.json").read_text())
+    assert report["acceptance_rate_on_prompts"] <= 1 and report["held_out_loss_nats_per_byte"]["target"] > 0
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "pair" / "draft").config.vocab_size == 300
+    with pytest.raises(AssertionError, match="is of a run with other options"):
+        run(*command, "--steps", 3, "--batch-size", 4)
+
+
+def test_train_parallel_draft_trains_and_saves_a_draft_that_is_used_as_one(tmp_path):
+    output = run(
+        "examples/train_parallel_draft.py", "--output", tmp_path / "draft", "--checkpoints", tmp_path / "now",
+        "--steps", 2, "--steps-per-text", 2, "--lookahead", 3, "--num-threads", 1, "--max-files", 2,
+    )  # fmt: skip
+    assert len(json.loads(output)["acceptance_by_position"]["parallel_temperature_1"]) == 3
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "draft").config.pard_token == 2048
+
+
+def test_what_repeats_is_found_and_made_unlikely():
+    ids = torch.tensor([[1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2], [1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3]])
+    assert training.repeats(ids, size=3).tolist() == [[False] * 8 + [True] * 3, [False] * 11]
+    logits = torch.randn(2, 11, 9, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    p = logits.softmax(-1)
+    expected = -sum((1 - p[0, place - 1, ids[0, place]]).log() for place in (8, 9, 10)) / 3
+    loss = training.unlikelihood(logits, ids, training.repeats(ids, size=3))
+    torch.testing.assert_close(loss, expected)
+    loss.backward()
+    assert logits.grad[0, 7, 3] > 0 and not logits.grad[1].any()
+
+
+def test_the_text_is_cleaned():
+    source = inspect.cleandoc(
+        '''
+        from __future__ import annotations
+        from . import sibling
+        TABLE = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13]
+
+        def add(a: int, b: int = 2) -> int:
+            """Add two numbers.
+
+            >>> add(1)
+            """
+            # plainly
+            return a + b
+        '''
+    )
+    (text,) = pair_corpus.formatted([pair_corpus.clean(source)])
+    assert text == 'def add(a, b=2):\n    """Add two numbers."""\n    return a + b\n'
+    assert pair_corpus.clean("def broken(:") == ""
+
+
+@pytest.mark.parametrize("hidden_from_others", [True, False])
+def test_a_mask_token_learns_from_what_it_sees_in_use(hidden_from_others):
+    draft = train_parallel_draft.with_mask_token(tiny_model())
+    ids = torch.randint(2, 97, (2, 12), generator=torch.Generator().manual_seed(0))
+    followed, distance = train_parallel_draft.drop_mask_tokens(12, 4, 0.7, 0.4, torch.Generator().manual_seed(1))
+    assert [(distance == d).sum().item() for d in range(4)] == [12, 5, 3, 3]  # of 8 tokens that may be followed
+    if not hidden_from_others:  # the mutant
+        followed = torch.where(distance > 0, 8, followed)
+    logits, errors = train_parallel_draft.all_logits(draft, ids, followed, distance), []
+    for node, (start, d) in enumerate(zip(followed.tolist(), distance.tolist())):
+        alone = torch.cat([ids[:, : start + 1], torch.full((2, d), draft.config.pard_token)], dim=1)
+        errors.append((draft(alone).logits[:, -1, :97] - logits[:, node]).abs().max().item())
+    assert (max(errors) < 1e-4) == hidden_from_others
