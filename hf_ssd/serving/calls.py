@@ -1,5 +1,7 @@
 """The calls of a server: checked, counted, one after the other."""
 
+import asyncio
+import contextlib
 import inspect
 
 import torch
@@ -11,6 +13,8 @@ from ..generation.streaming import RoundStreamer
 from ..stats import SSDStats
 from .metrics import CANCELLED, FAILED, FINISHED, REFUSED, Totals
 
+END_TIMEOUT = 10.0  # seconds for the call under way to come to its next round
+
 
 class CountedModel:
     """
@@ -18,23 +22,23 @@ class CountedModel:
 
     Args:
         model (`PreTrainedModel`): An enabled model.
-        totals ([`Totals`]): What they are added to.
+        calls ([`TurnTaking`]): The manager, which has the totals that they are added to.
     """
 
-    def __init__(self, model: PreTrainedModel, totals: Totals):
-        self.model, self.totals = model, totals
+    def __init__(self, model: PreTrainedModel, calls: "TurnTaking"):
+        self.model, self.calls = model, calls
 
     def generate(self, streamer: BaseStreamer | None = None, **kwargs):
         """`generate()` of the model."""
         end = FAILED
         try:
-            output = self.model.generate(**kwargs, streamer=CountingStreamer(self.totals, streamer))
+            output = self.model.generate(**kwargs, streamer=CountingStreamer(self.calls, streamer))
             end = FINISHED
-        except _GenerationCancelled:  # the client has left
+        except _GenerationCancelled:  # the client has left, or the server ends
             end = CANCELLED
             raise
         finally:
-            self.totals.requests[end] += 1
+            self.calls.totals.requests[end] += 1
         if streamer is not None:
             streamer.end()
         return output
@@ -43,9 +47,9 @@ class CountedModel:
 class CountingStreamer(RoundStreamer):
     """Counts tokens and rounds, and passes both on."""
 
-    def __init__(self, totals: Totals, streamer: BaseStreamer | None):
+    def __init__(self, calls: "TurnTaking", streamer: BaseStreamer | None):
         super().__init__(self._count, streamer)
-        self.totals = totals
+        self.calls, self.totals = calls, calls.totals
 
     def _count(self, stats: SSDStats) -> None:
         self.totals.add_round(stats)
@@ -53,6 +57,8 @@ class CountingStreamer(RoundStreamer):
             self.streamer.on_round(stats)
 
     def put(self, value: torch.LongTensor) -> None:
+        if self.calls.are_over:
+            raise _GenerationCancelled
         if value.dim() == 1:  # the prompt comes first, with two dimensions
             self.totals.tokens += len(value)
         super().put(value)
@@ -71,7 +77,13 @@ class TurnTaking(GenerateManager):
 
     def __init__(self, totals: Totals):
         super().__init__()
-        self.totals = totals
+        self.totals, self.are_over = totals, False
+
+    async def end(self) -> None:
+        """Ends all calls, and waits until their thread is at rest: a program that ends while it computes is aborted."""
+        self.are_over = True
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self.async_submit(lambda: None), END_TIMEOUT)
 
     def generate_streaming(self, model, processor, inputs, gen_config, *args, **kwargs):
         self.prepare(model, inputs, gen_config)
@@ -83,7 +95,7 @@ class TurnTaking(GenerateManager):
         return await super().generate_non_streaming(counted, processor, inputs, gen_config, *args, **kwargs)
 
     def counted(self, model: PreTrainedModel) -> CountedModel:
-        return CountedModel(model, self.totals)
+        return CountedModel(model, self)
 
     def prepare(self, model: PreTrainedModel, inputs: dict, gen_config: GenerationConfig) -> None:
         """

@@ -3,6 +3,7 @@
 import contextlib
 import importlib.resources
 import signal
+from collections.abc import AsyncIterator
 
 from fastapi import FastAPI, HTTPException, Response
 from fastapi.exceptions import RequestValidationError
@@ -46,7 +47,7 @@ class Server(Serve):
         self.server.config.access_log = logging.get_verbosity() <= logging.INFO
         theirs = self.server.config.app
         live = Live(model, loaded.processor, calls)
-        self.server.config.app = application(theirs, self.target, self.assistant, metrics, live)
+        self.server.config.app = application(theirs, self.target, self.assistant, metrics, live, calls)
 
     def run(self) -> None:
         """Serves until an interrupt or SIGTERM."""
@@ -66,9 +67,15 @@ async def refuse(request, error: Exception) -> JSONResponse:
     return JSONResponse({"error": {"message": message, "type": "invalid_request_error", "code": None}}, status)
 
 
-def application(theirs: FastAPI, target: str, assistant, metrics: Metrics, live: Live) -> FastAPI:
+def application(theirs: FastAPI, target: str, assistant, metrics: Metrics, live: Live, calls: TurnTaking) -> FastAPI:
     """Returns our addresses, with transformers' server behind them."""
-    app = FastAPI(title="hf_ssd", version=hf_ssd.__version__)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        await calls.end()
+
+    app = FastAPI(title="hf_ssd", version=hf_ssd.__version__, lifespan=lifespan)
 
     @app.get("/", response_class=HTMLResponse)
     def page() -> str:

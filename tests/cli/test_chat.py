@@ -30,7 +30,9 @@ def test_a_conversation():
 
 @pytest.fixture(scope="module")
 def pair():
-    target, draft = (AutoModelForCausalLM.from_pretrained(folder(name)) for name in ("target", "draft"))
+    target, draft = (
+        AutoModelForCausalLM.from_pretrained(folder(name), dtype="float32") for name in ("target", "draft")
+    )
     return hf_ssd.enable(target), draft, AutoTokenizer.from_pretrained(folder("target"))
 
 

@@ -1,7 +1,9 @@
 """The endpoint, asked by OpenAI's own client."""
 
+import asyncio
 import re
 import threading
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -12,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_ssd.serving.calls import CountedModel
+from hf_ssd.serving.calls import TurnTaking
 from hf_ssd.serving.metrics import Totals
 
 from .conftest import PAIR, within
@@ -99,7 +101,24 @@ def test_a_call_is_counted_before_its_client_learns_that_it_has_ended():
             ends.append(totals.requests["finished"])
 
     totals, ends = Totals(), []
-    assert CountedModel(Model(), totals).generate(streamer=Client()) == "output" and ends == [1]
+    assert TurnTaking(totals).counted(Model()).generate(streamer=Client()) == "output" and ends == [1]
+
+
+def test_no_call_is_under_way_when_the_server_has_ended():
+    class Model:
+        def generate(self, streamer):
+            while True:
+                streamer.put(torch.tensor([5]))
+                time.sleep(0.01)
+
+    async def serve():
+        calls = TurnTaking(Totals())
+        calls.submit(calls.counted(Model()).generate)
+        last = calls.submit(calls.counted(Model()).generate)
+        await calls.end()
+        assert last.done() and calls.totals.requests["cancelled"] == 2
+
+    asyncio.run(serve())
 
 
 def test_sixteen_clients_at_once(server, plain):
