@@ -1,8 +1,11 @@
 """The target's connection to one draft worker, whoever started its process."""
 
+import threading
 import time
+from concurrent.futures import Future
 
 import torch
+import torch.distributed as dist
 from transformers.utils import logging
 
 from .. import devices
@@ -65,8 +68,7 @@ class Connection:
             time.sleep(POLL)
         store.set(TARGET_IS_HERE, "yes")
         try:
-            secret = bytes.fromhex(self.meeting["secret"])
-            self.channel = Channel(store, is_target=True, hostname=self.meeting["hostname"], secret=secret)
+            self.channel = self._channel(store)
             prove(self.channel)
         except RuntimeError as error:
             raise DraftError(f"The draft worker did not connect: {error}\n{self.stderr_tail()}") from error
@@ -84,6 +86,24 @@ class Connection:
         self.worker_info = payloads.payload_to_json(message.payload)
         if self.worker_info["uncompiled_because"]:
             logger.warning(f"The draft runs without torch.compile: {self.worker_info['uncompiled_because']}")
+
+    def _channel(self, store: dist.Store) -> Channel:
+        """Connects in a thread, which is left to itself when the worker ends: gloo goes on trying for minutes."""
+        made = Future()
+
+        def make():
+            try:
+                secret = bytes.fromhex(self.meeting["secret"])
+                made.set_result(Channel(store, is_target=True, hostname=self.meeting["hostname"], secret=secret))
+            except Exception as error:
+                made.set_exception(error)
+
+        thread = threading.Thread(target=make, daemon=True)
+        thread.start()
+        while thread.is_alive():
+            self._check_start()
+            thread.join(POLL)
+        return made.result(0)
 
     def _check_start(self) -> None:
         if not self.process.is_running:

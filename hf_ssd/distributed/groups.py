@@ -45,7 +45,7 @@ def gloo_group(store: dist.Store, name: str, rank: int, hostname: str | None = L
     Connects to the other process, which does the same. `hostname` is the address of this end; `None` lets gloo choose
     by the name of the machine or by `GLOO_SOCKET_IFNAME`, so that other machines can reach it.
     """
-    options = dist.ProcessGroupGloo._Options()
+    options = keep_when_forked(dist.ProcessGroupGloo._Options())  # which hold a device with a thread
     options._timeout, options._threads = CONNECT_TIMEOUT, 1
     with _threads_that_let_compute():
         if hostname is None:

@@ -1,5 +1,6 @@
 """Calls, interrupts, kills, forks and threads in any order, against a model of what must hold after each of them."""
 
+import contextlib
 import gc
 import os
 import signal
@@ -69,8 +70,19 @@ class Noted(WorkerProcess):
 
 
 def workers():
-    """The worker processes that have not ended."""
-    return [psutil.Process(popen.pid) for popen in Noted.started if popen.poll() is None]
+    """The worker processes that have not ended, as far as one can know."""
+    found = []
+    for popen in Noted.started:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if popen.poll() is None:
+                found.append(psutil.Process(popen.pid))
+    return found
+
+
+def kill_workers():
+    for worker in workers():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            worker.kill()
 
 
 class Calls(RuleBasedStateMachine):
@@ -148,13 +160,12 @@ class Calls(RuleBasedStateMachine):
     @rule(rows=ROWS, config=CONFIGS, length=LENGTHS)
     def kills_the_worker(self, rows, config, length):
         self.steps["kills_the_worker"] += 1
-        self.call(rows, config, At(**{f"_{length}": lambda: [worker.kill() for worker in workers()]}))
+        self.call(rows, config, At(**{f"_{length}": kill_workers}))
 
     @rule()
     def kills_the_worker_between_calls(self):
         self.steps["kills_the_worker_between_calls"] += 1
-        for worker in workers():
-            worker.kill()
+        kill_workers()
 
     @is_open
     @rule(rows=ROWS, config=CONFIGS, length=LENGTHS)
@@ -165,7 +176,8 @@ class Calls(RuleBasedStateMachine):
         def stop():
             stopped.extend(workers())
             for worker in stopped:
-                worker.suspend()
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    worker.suspend()
 
         start = time.monotonic()
         self.call(rows, config, At(**{f"_{length}": stop}), timeout=0.3)
@@ -255,8 +267,7 @@ def run(examples, steps):
             Calls.assistant.close()
             Calls.closed = True
             left = workers()
-            for worker in left:
-                worker.kill()
+            kill_workers()
     assert not left
     return Calls.steps
 
