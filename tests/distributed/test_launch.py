@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 import weakref
 from pathlib import Path
@@ -18,7 +19,9 @@ from transformers import QuantoConfig
 from transformers.utils import logging
 
 import hf_ssd
+from hf_ssd.distributed import connection, launch
 from hf_ssd.distributed.launch import assistant_for, draft_config, worker_settings
+from hf_ssd.distributed.process import WorkerProcess
 from hf_ssd.distributed.worker import load_model
 from hf_ssd.rounds import IN_TURN
 
@@ -166,6 +169,27 @@ def test_a_worker_that_dies_while_it_starts_is_explained(monkeypatch, tmp_path, 
     with pytest.raises(hf_ssd.DraftError, match="ended while it started: ImportError: this installation is broken\n"):
         hf_ssd.launch_draft(folder)
     assert children() == before
+
+
+def test_a_worker_that_dies_while_it_connects_is_noticed_at_once(monkeypatch):
+    """What gloo says of it comes later."""
+    started, is_over = [], threading.Event()
+
+    class Noted(WorkerProcess):
+        def __init__(self, *args):
+            super().__init__(*args)
+            started.append(self.popen)
+
+    def channel(*args, **kwargs):
+        started[0].kill()
+        is_over.wait(60)
+        raise RuntimeError("gloo has given up")
+
+    monkeypatch.setattr(launch, "WorkerProcess", Noted)
+    monkeypatch.setattr(connection, "Channel", channel)
+    with pytest.raises(hf_ssd.DraftError, match="ended while it started"):
+        hf_ssd.launch_draft(tiny_draft(), num_threads=1)
+    is_over.set()
 
 
 def test_bad_arguments(monkeypatch):
