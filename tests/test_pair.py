@@ -144,6 +144,7 @@ def test_an_interrupted_run_ends_like_one_that_was_not(tmp_path):
     assert not torch.equal(weights["whole"]["lm_head.weight"], model.state_dict()["lm_head.weight"])
 
 
+@pytest.mark.slow
 def test_train_pair_trains_and_saves_a_pair(tmp_path):
     command = ["examples/train_pair.py", "--output", tmp_path / "pair", "--checkpoints", tmp_path / "now", *TINY]
     run(*command, "--steps", 3)
@@ -154,6 +155,7 @@ def test_train_pair_trains_and_saves_a_pair(tmp_path):
         run(*command, "--steps", 3, "--batch-size", 4)
 
 
+@pytest.mark.slow
 def test_train_parallel_draft_trains_and_saves_a_draft_that_is_used_as_one(tmp_path):
     output = run(
         "examples/train_parallel_draft.py", "--output", tmp_path / "draft", "--checkpoints", tmp_path / "now",

@@ -166,6 +166,7 @@ def test_when_a_rank_of_the_target_dies_everything_ends(pair, tmp_path):
     assert seen[0]["workers"] and gone(seen[0]["workers"])
 
 
+@pytest.mark.slow
 def test_accelerate_launch_with_two_ranks(pair, tmp_path, expected):
     command = [BIN / "accelerate", "launch", "--multi_gpu", "--num_processes", 2, "--num_machines", 1]
     command += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", 0]

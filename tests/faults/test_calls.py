@@ -224,6 +224,7 @@ def interrupted_everywhere(target, assistant):
     assert len(places) > 60
 
 
+@pytest.mark.slow
 def test_an_interrupt_at_any_line_leaves_an_assistant_that_works(target, draft):
     with DraftAssistant([lambda: ThreadWorker(draft)]) as assistant:
         assert list(interrupted_everywhere(target, assistant)) == []
@@ -384,6 +385,7 @@ print("all is well", flush=True)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
 def test_a_forked_process_leaves_its_parents_worker_alone(tmp_path, fresh_python):
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
