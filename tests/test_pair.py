@@ -79,8 +79,7 @@ def all_prompts() -> list[str]:
 
 def loops(ids: list[int]) -> bool:
     """Whether one piece of 8 tokens is there three times."""
-    pieces = [tuple(ids[i : i + 8]) for i in range(len(ids) - 7)]
-    return any(pieces.count(piece) >= 3 for piece in pieces)
+    return bool(training.repeats(torch.tensor([ids]), size=8).any())
 
 
 @pytest.mark.parametrize("prompt", all_prompts())
@@ -103,21 +102,10 @@ def run(*command):
     return done.stdout
 
 
-TINY = [
-    "--draft-steps",
-    2,
-    "--loop-steps",
-    2,
-    "--batch-size",
-    2,
-    "--length",
-    64,
-    "--vocab-size",
-    300,
-    "--num-threads",
-    1,
-]
-TINY += ["--max-files", 2, "--steps-per-text", 2]
+TINY = (
+    "--draft-steps 2 --loop-steps 2 --batch-size 2 --length 64 --vocab-size 300 --num-threads 1 --max-files 2".split()
+)
+TINY += ["--steps-per-text", "2"]
 
 
 def test_an_interrupted_run_ends_like_one_that_was_not(tmp_path):
