@@ -102,10 +102,8 @@ def run(*command):
     return done.stdout
 
 
-TINY = (
-    "--draft-steps 2 --loop-steps 2 --batch-size 2 --length 64 --vocab-size 300 --num-threads 1 --max-files 2".split()
-)
-TINY += ["--steps-per-text", "2"]
+TINY = "--draft-steps 2 --loop-steps 2 --batch-size 2 --length 64 --vocab-size 300 --num-threads 1".split()
+TINY += ["--max-files", "2", "--steps-per-text", "2"]
 
 
 def test_an_interrupted_run_ends_like_one_that_was_not(tmp_path):
