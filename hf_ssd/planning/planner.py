@@ -11,15 +11,15 @@ from .trials import Trials
 
 logger = logging.get_logger(__name__)
 
-PROFILE_ROUNDS = (0, 7, 0, 7)  # filler tokens in the plain rounds during which the draft times its passes
+PROFILE_ROUNDS = (0, 7, 0, 0)  # filler tokens in the plain rounds during which the draft times its passes
 FIRST = (2, 8)  # lookahead and budget until the draft's profile is known
 EPOCH_ROUNDS = 8  # until the plan is chosen anew; at first, when every round tells a lot, that is each round
 FIRST_EPOCHS = 24  # rounds
 HYSTERESIS = 1.03  # expected gain below which the plan stays as it is
 PROBE_ROUNDS = 6  # of a mode that was not used for long
 FIRST_PROBE, LONGEST_BETWEEN_PROBES = 32, 512  # rounds until other modes are probed; the distance doubles
-WORTH_A_PROBE = 0.75  # share of the best speed that must be expected of a mode to probe it
-UNSEEN_GAIN = 1.4  # how much faster plain decoding may be than what it takes beside the profiling draft
+PROBED_GAIN = 1.2  # how much faster than expected a mode may be; if that is not enough, it is not probed
+UNSEEN_GAIN = 1.4  # the same of plain decoding, if it was only timed beside the profiling draft
 CONTENTION = 1.25  # slowdown of a verification beside the draft that is worth a warning
 MISSES_COMPARED = 16  # rows that missed before fallbacks are compared
 WORTH_A_FALLBACK = 1.1  # expected gain below which the fallback stays as it is
@@ -66,6 +66,7 @@ class Planner:
         self.feeds_first = Trials((False, True)) if tries_feeding else None
         self.rounds = self.due = 0
         self.probe_at = self.probe_distance = FIRST_PROBE
+        self.probe_until = 0
         self.used: dict[str, int] = {}  # by mode, the last round in which it was planned
         self.live, self.has_warned = rows, False
         lookahead = FIRST[0] if self.chooses_lookahead else config.lookahead
@@ -170,23 +171,30 @@ class Planner:
 
     def _probe(self, best: tuple, speeds: dict) -> tuple | None:
         """
-        Unused modes have no data, so one is probed for a few rounds from time to time, if it may be the fastest. Plain
-        decoding is probed first where it was only timed beside a draft at work.
+        Unused modes have no data, so one is probed from time to time for a few rounds while it may still be the best.
+        Plain decoding is probed first where it was only timed beside a draft at work.
         """
         of_mode = {plan[0]: plan for plan in sorted(speeds, key=speeds.get)}  # the best of each mode
+        gains = dict.fromkeys(of_mode, PROBED_GAIN)
+        if PLAIN not in self.used:
+            gains[PLAIN] = UNSEEN_GAIN
         others = [mode for mode in MODES if mode != best[0] and mode in of_mode]
-        if PLAIN in others and PLAIN not in self.used and UNSEEN_GAIN * speeds[of_mode[PLAIN]] > speeds[best]:
-            self.due = self.rounds + PROBE_ROUNDS
-            return of_mode[PLAIN]
-        if self.rounds < self.probe_at or not others:
+        hopeful = [mode for mode in others if gains[mode] * speeds[of_mode[mode]] > speeds[best]]
+        if self.rounds < self.probe_until:
+            probed = self.plan.mode
+        elif PLAIN in hopeful and PLAIN not in self.used:
+            probed, self.probe_until = PLAIN, self.rounds + PROBE_ROUNDS
+        elif self.rounds >= self.probe_at and others:
+            self.probe_distance = min(2 * self.probe_distance, LONGEST_BETWEEN_PROBES)
+            self.probe_at = self.rounds + self.probe_distance
+            probed = min(others, key=lambda mode: self.used.get(mode, -1))
+            self.probe_until = self.rounds + PROBE_ROUNDS
+        else:
             return None
-        self.probe_distance = min(2 * self.probe_distance, LONGEST_BETWEEN_PROBES)
-        self.probe_at = self.rounds + self.probe_distance
-        mode = min(others, key=lambda mode: self.used.get(mode, -1))
-        if speeds[of_mode[mode]] < WORTH_A_PROBE * speeds[best]:
+        if probed not in hopeful:
             return None
-        self.due = self.rounds + PROBE_ROUNDS
-        return of_mode[mode]
+        self.due = self.rounds + 1
+        return of_mode[probed]
 
     def _choose_fallback(self, lookahead: int) -> None:
         """The n-gram fallback takes the primary's place where it is clearly better (Theorem 17)."""
