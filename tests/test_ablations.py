@@ -72,7 +72,8 @@ def test_a_replay_is_what_a_worker_does(pair, one_thread, fan_out):
         assert len(hits) > 8 and hits == [hit[row] for hit in stats.column("hits")][: len(hits)]
 
 
-@pytest.mark.parametrize("temperature", [0.0, *(pytest.param(t, marks=pytest.mark.slow) for t in (0.7, 1.0))])
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 def test_confidence_beats_geometric(pair, one_thread, temperature):
     """By more than two standard errors of the difference within a row, at an equal budget, on the same rounds."""
     args = Namespace(new_tokens=160, prompts=len(ablations.PROMPTS))

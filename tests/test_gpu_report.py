@@ -72,6 +72,7 @@ def test_a_dry_run_does_all_of_it(tmp_path):
     assert (tmp_path / "timeline.png").stat().st_size > 5000
 
 
+@pytest.mark.slow
 def test_a_target_that_several_devices_share(tmp_path):
     options = ("--target-ranks", 2, "--only", "speed")
     done = subprocess.run(

@@ -100,6 +100,7 @@ def test_profile_round():
     )
 
 
+@pytest.mark.slow
 def test_regression(tmp_path):
     kept, case = tmp_path / "before.json", "embedded pair, greedy"
     done = run("regression.py", "--cases", case, "--repeats", 2, "--keep", kept)

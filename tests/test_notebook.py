@@ -6,10 +6,12 @@ from pathlib import Path
 
 import nbclient
 import nbformat
+import pytest
 
 NOTEBOOK = Path(__file__).parent.parent / "examples" / "hf_ssd.ipynb"
 
 
+@pytest.mark.slow
 def test_the_notebook_runs(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(NOTEBOOK.parent.parent), prepend=os.pathsep)
     notebook = nbformat.read(NOTEBOOK, as_version=4)

@@ -56,7 +56,7 @@ def torchrun(ranks):
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
 
 
-@pytest.fixture(scope="module", params=[(2, 1), (2, 2)], ids=["2+1", "2+2"])
+@pytest.fixture(scope="module", params=[(2, 1), pytest.param((2, 2), marks=pytest.mark.slow)], ids=["2+1", "2+2"])
 def layout(request, pair, tmp_path_factory):
     """Everything that the ranks of one layout saw."""
     ranks, drafts = request.param
@@ -176,6 +176,7 @@ def test_accelerate_launch_with_two_ranks(pair, tmp_path, expected):
     assert (tmp_path / "served-1").exists() and gone(seen[0]["workers"])
 
 
+@pytest.mark.slow
 def test_two_nodes(pair, tmp_path, expected):
     """Two agents, as on two machines: then the ranks do not count on loopback."""
     with socket.create_server(("127.0.0.1", 0)) as free:

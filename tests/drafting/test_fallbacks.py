@@ -133,7 +133,7 @@ def uniform_p_values(tokens, vocab_size):
     return found
 
 
-@pytest.mark.parametrize("vocab_size", [2, 7, 64])
+@pytest.mark.parametrize("vocab_size", [2, 7, pytest.param(64, marks=pytest.mark.slow)])
 def test_random_tokens_are_uniform_and_independent(vocab_size):
     tokens = random_tokens(RandomFallback(vocab_size, 5), whole_texts(vocab_size))
     assert min(uniform_p_values(tokens, vocab_size)) > 1e-3
