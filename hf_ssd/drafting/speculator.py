@@ -1,4 +1,10 @@
-"""The draft's work in one call of generate(), without any communication: prepare, look up, complete."""
+"""
+The draft's work in one call of generate(), without any communication: prepare, look up, complete.
+
+While the target verifies a speculation, a cache shape chooses likely outcomes of it (an accepted count and a bonus
+token each) by the draft's own distributions along it, and the drafter grows the next speculation behind each of them.
+When the outcome comes it is looked up among those, and what is missing is drafted just in time.
+"""
 
 import math
 import time

@@ -1,4 +1,12 @@
-"""The target's side of speculative speculative decoding: one loop, any batch size."""
+"""
+The target's side of speculative speculative decoding: one loop, any batch size.
+
+A round verifies a few drafted tokens of each row, its *speculation*, in one forward pass. The *outcome* of a row is how
+many of them are accepted, and the bonus token that the target puts behind them. While the target verifies, the draft
+prepares speculations for likely outcomes. If the one that comes is among them, the next speculation is there at once (a
+*hit*); otherwise it is drafted just in time (a *miss*). The planner says for each round how much is drafted, and
+whether ahead, in turn with the target, or not at all.
+"""
 
 import contextlib
 import copy

@@ -1,4 +1,13 @@
-"""Which plan to follow next: the one that is expected to give the most tokens per second."""
+"""
+Which plan to follow next: the one that is expected to give the most tokens per second.
+
+A plan has a mode: `ahead` prepares outcomes while the target verifies (SSD), `in_turn` drafts after each outcome
+(ordinary speculative decoding), `plain` does not draft. In the first rounds with a pair the target decodes plainly
+while the worker times its passes, its *profile*; one of these rounds verifies filler tokens in the place of drafted
+ones, which shows what a wider pass takes. From then on each round's record corrects the costs, acceptance and hit
+rates, and from time to time the best plan of a grid is chosen by them. A mode that is not in use has no records, so it
+is probed.
+"""
 
 import dataclasses
 
