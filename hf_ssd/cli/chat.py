@@ -10,6 +10,7 @@ Type /help for the commands.
 """
 
 import argparse
+import os
 import time
 
 import torch
@@ -32,19 +33,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", help="a system message, for models with a chat template")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--stats", action="store_true", help="figures behind each answer")
-
-
-class TimedStreamer(TextStreamer):
-    """A `TextStreamer` that notes when the first new token came."""
-
-    def __init__(self, tokenizer):
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self.first_at: float | None = None
-
-    def put(self, value):
-        if value.dim() == 1 and self.first_at is None:
-            self.first_at = time.perf_counter()
-        super().put(value)
 
 
 class Chat:
@@ -82,7 +70,8 @@ class Chat:
         self._keep(tokens)
         input_ids = torch.tensor([tokens], device=self.target.device)
         sampled = {"do_sample": True, "temperature": self.args.temperature} if self.args.temperature else {}
-        streamer, start = TimedStreamer(self.tokenizer), time.perf_counter()
+        text = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        start, times = time.perf_counter(), []
         output = self.target.generate(
             input_ids=input_ids,
             attention_mask=torch.ones_like(input_ids),
@@ -91,7 +80,7 @@ class Chat:
             **(sampled or {"do_sample": False}),
             assistant_model=self.assistant,
             ssd_config=hf_ssd.SSDConfig(),
-            streamer=streamer,
+            streamer=hf_ssd.RoundStreamer(lambda _: times.append(time.perf_counter()), text),
             return_dict_in_generate=True,
         )
         seconds = time.perf_counter() - start
@@ -100,7 +89,7 @@ class Chat:
         answer = self.tokenizer.decode(new, skip_special_tokens=True)
         self.messages.append({"role": "assistant", "content": answer})
         self.text += answer
-        stats, to_first = output.ssd_stats, streamer.first_at - start
+        stats, to_first = output.ssd_stats, times[0] - start
         return (
             f"[{len(new)} tokens, {len(new) / seconds:.1f} tokens/s, first after {1e3 * to_first:.0f} ms, "
             f"hit rate {stats.hit_rate:.2f}, acceptance {stats.acceptance_rate:.2f}]"
@@ -108,11 +97,7 @@ class Chat:
 
     def _keep(self, tokens: list[int]) -> None:
         """Drops from the cache what the text does not begin with: a template may write an old answer another way."""
-        same = 0
-        for ours, theirs in zip(tokens[:-1], self.cached):
-            if ours != theirs:
-                break
-            same += 1
+        same = len(os.path.commonprefix([tokens[:-1], self.cached]))
         if same < len(self.cached):
             self.cache.crop(-(len(self.cached) - same))
 

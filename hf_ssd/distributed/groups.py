@@ -79,18 +79,13 @@ def _set_policy(policy: int) -> None:
 
 def nccl_group(store: dist.Store, name: str, rank: int) -> dist.ProcessGroup:
     """The same between two GPUs. Each process must have set its own as the current one."""
+    from accelerate.utils import patch_environment  # here, for it takes a while to import
+
     options = dist.ProcessGroupNCCL.Options()
     options._timeout, options.config.max_ctas = TRANSFER_TIMEOUT, LINK_CTAS
     # Read while the group is made. Unless it is "0", the death of the draft's process would end the target's.
-    before = os.environ.get(NCCL_ERRORS)
-    os.environ[NCCL_ERRORS] = "0"
-    try:
+    with patch_environment(**{NCCL_ERRORS: "0"}):
         return dist.ProcessGroupNCCL(dist.PrefixStore(name, store), rank, 2, options)
-    finally:
-        if before is None:
-            del os.environ[NCCL_ERRORS]
-        else:
-            os.environ[NCCL_ERRORS] = before
 
 
 def give_up(groups: list[dist.ProcessGroup]) -> None:

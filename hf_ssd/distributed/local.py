@@ -24,7 +24,7 @@ class LocalSession(DraftSession):
     """
 
     def __init__(self, model: PreTrainedModel, request: SessionRequest):
-        self.custom = _CustomFallback(request.config.fallback, request.vocab_size) if request.asks_target else None
+        self.custom = CustomFallback(request.config.fallback, request.vocab_size) if request.asks_target else None
         with self._as_draft_errors():
             drafts = _drafts.setdefault(model, Drafts())
             self.speculator: Speculator | None = drafts.speculator(model, request, self.custom)
@@ -56,22 +56,9 @@ class LocalSession(DraftSession):
             yield
         except Exception as error:
             self.speculator = None
-            if self.custom is not None and self.custom.error is error:
+            if self.custom is not None and self.custom.is_asked:
                 raise
             raise DraftError(f"The draft raised {type(error).__name__}: {error}") from error
-
-
-class _CustomFallback(CustomFallback):
-    """Remembers what the user's object has raised."""
-
-    error: Exception | None = None
-
-    def propose(self, *arguments) -> Speculation:
-        try:
-            return super().propose(*arguments)
-        except Exception as error:
-            self.error = error
-            raise
 
 
 _drafts: "weakref.WeakKeyDictionary[PreTrainedModel, Drafts]" = weakref.WeakKeyDictionary()

@@ -15,7 +15,9 @@ from .messages import LARGEST_PAYLOAD, ProtocolError
 
 # Settings that shape no proposal; some of them are objects.
 NOT_FOR_THE_DRAFT = ("compile_config", "cache_config", "watermarking_config", "continuous_batching_config")
-
+# Fields of a call that travel as they are.
+NUMBERS = ("seed", "vocab_size", "worker_index", "num_workers", "prompt_length")
+FLAGS = ("asks_target", "profile")
 
 MOST_WORKERS, MOST_TOKENS = 1024, 2**22
 
@@ -80,15 +82,9 @@ class SessionRequest:
         return {
             "ssd_config": config.to_dict(),
             "generation_config": as_plain_objects(settings),
-            "seed": self.seed,
-            "vocab_size": self.vocab_size,
             "is_translated": self.translation is not None,
-            "asks_target": self.asks_target,
             "plan": dataclasses.asdict(self.plan),
-            "profile": self.profile,
-            "worker_index": self.worker_index,
-            "num_workers": self.num_workers,
-            "prompt_length": self.prompt_length,
+            **{name: getattr(self, name) for name in (*NUMBERS, *FLAGS)},
         }
 
     @classmethod
@@ -106,14 +102,13 @@ class SessionRequest:
         try:
             generation_config = GenerationConfig.from_dict(values["generation_config"])
             config = SSDConfig.from_dict(values["ssd_config"])
-            plan, profile, asks_target = Plan(**values["plan"]), values["profile"], values["asks_target"]
-            names = ("seed", "vocab_size", "worker_index", "num_workers", "prompt_length")
-            numbers, is_translated = [values[name] for name in names], values["is_translated"]
+            plan, is_translated = Plan(**values["plan"]), values["is_translated"]
+            numbers, flags = ({name: values[name] for name in names} for names in (NUMBERS, FLAGS))
         except Exception as error:  # transformers raises whatever a value of the wrong type leads to
             raise ProtocolError(f"a call cannot be read: {type(error).__name__}: {error}") from error
-        seed, vocab_size, index, count, prompt_length = numbers
-        whole = all(type(number) is int for number in numbers)
-        whole = whole and all(type(flag) is bool for flag in (asks_target, profile, is_translated))
+        seed, vocab_size, index, count, _ = numbers.values()
+        whole = all(type(number) is int for number in numbers.values())
+        whole = whole and all(type(flag) is bool for flag in (is_translated, *flags.values()))
         if not whole or not (
             0 <= seed < 2**31 and 0 < vocab_size <= MOST_TOKENS and 0 <= index < count <= MOST_WORKERS
         ):
@@ -123,20 +118,8 @@ class SessionRequest:
         if max(int(prompt.max()) for prompt in prompts) >= vocab_size:
             raise ProtocolError(f"a prompt has tokens that are not in the vocabulary of {vocab_size}")
         check_plan(plan)
-        return cls(
-            config,
-            generation_config,
-            prompts,
-            seed,
-            vocab_size,
-            translation if is_translated else None,
-            plan,
-            profile,
-            asks_target,
-            index,
-            count,
-            prompt_length,
-        )
+        translation = translation if is_translated else None
+        return cls(config, generation_config, prompts, translation=translation, plan=plan, **numbers, **flags)
 
     @property
     def answers_alone(self) -> bool:

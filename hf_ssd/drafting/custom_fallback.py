@@ -31,11 +31,12 @@ class CustomFallback(Fallback):
 
     def __init__(self, proposer, vocab_size: int):
         check_proposer(proposer)
-        self.proposer, self.vocab_size = proposer, vocab_size
+        self.proposer, self.vocab_size, self.is_asked = proposer, vocab_size, False
         self.has_propose = _has(proposer, "propose", None, 1)
         self.name = f"The fallback {type(proposer).__name__}"
 
     def propose(self, ids: torch.LongTensor, lengths: list[int], rows: list[int], lookahead: int) -> Speculation:
+        self.is_asked = True
         answers = [self._ask(ids[row : row + 1, : lengths[row]], lookahead) for row in rows]
         proposal = Speculation(ids.new_zeros(len(rows), lookahead), known=[len(tokens) for tokens, _ in answers])
         for place, (tokens, _) in enumerate(answers):
@@ -45,6 +46,7 @@ class CustomFallback(Fallback):
             for place, (tokens, probabilities) in enumerate(answers):
                 if probabilities is not None:
                     proposal.probabilities[place, : len(tokens)] = probabilities
+        self.is_asked = False
         return proposal
 
     def _ask(self, known: torch.LongTensor, lookahead: int) -> tuple[torch.LongTensor, torch.FloatTensor | None]:

@@ -89,7 +89,10 @@ class FaultTolerantDraft:
         is_plain = self.planner.plan.mode == PLAIN
         if is_right or self.failure is not None or (is_plain and not self.planner.profiles):
             return
-        session = self._attempt(lambda: self._open_worker(sequences)) if self._wants_worker else None
+        session = None
+        if self._wants_worker:
+            request = functools.partial(self._request_now, sequences, self.planner.profiles)
+            session = self._attempt(lambda: self.assistant.open_session(self.turn, request, self.device))
         is_local, may_draft_here = False, self.model is not None and not self.is_local and not is_plain
         if session is None and self.failure is None and may_draft_here:
             session, is_local = self._attempt(lambda: LocalSession(self.model, self._request_now(sequences))), True
@@ -100,10 +103,6 @@ class FaultTolerantDraft:
             if self.joined_at is None:
                 self.joined_at = self.rounds if self.was_late else 0
         self.was_late = self.was_late or self.session is None
-
-    def _open_worker(self, sequences: Sequences | None) -> DraftSession | None:
-        request = functools.partial(self._request_now, sequences, self.planner.profiles)
-        return self.assistant.open_session(self.turn, request, self.device)
 
     def _request_now(self, sequences: Sequences | None, profile: bool = False) -> SessionRequest:
         """For a draft that joins late, what was generated before is part of the prompts."""

@@ -147,10 +147,10 @@ def _from_pieces(token: str) -> bytes:
 
 @functools.cache
 def _byte_of_character() -> dict[str, int]:
-    """The alphabet of byte-level BPE: printable bytes are themselves, the others come behind, in their order."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
+    """The alphabet of byte-level BPE."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    return {character: byte for byte, character in bytes_to_unicode().items()}
 
 
 def _name_of(model) -> str:

@@ -164,12 +164,9 @@ class Planner:
         lookaheads = LOOKAHEADS if self.chooses_lookahead else (config.lookahead,)
         speeds = {(PLAIN, 0, 0): costs.plain()} if self.chooses_lookahead else {}
         for lookahead in lookaheads:
-            if self.chooses_lookahead and (config.budget == "auto" or not config.asynchronous):
+            if not config.asynchronous or (self.chooses_lookahead and config.budget == "auto"):
                 speeds[IN_TURN, lookahead, 0] = costs.in_turn(lookahead)
-            if not config.asynchronous:
-                speeds.setdefault((IN_TURN, lookahead, 0), costs.in_turn(lookahead))
-                continue
-            if not costs.is_profiled:
+            if not config.asynchronous or not costs.is_profiled:
                 continue
             most = costs.largest_budget(lookahead)
             budgets = [b for b in BUDGETS if b <= most] if config.budget == "auto" else [config.budget]
