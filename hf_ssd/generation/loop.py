@@ -202,13 +202,13 @@ def decode(
     stats.prefill_seconds = time.perf_counter() - start
 
     while True:
-        # 2. Decide: accepted count and bonus token of each row.
+        # 2. Decide: accepted count and bonus token of each row, by comparison or by rejection sampling.
         if decider.by_step:  # which takes in the tokens as well
             decided = decider.decide_by_step(logits, probabilities, drafted, keep)
         else:
             decided, scores = decider.decide(logits, probabilities, drafted)
 
-        # 3. The outcome leaves with the plan before anything else is done.
+        # 3. The outcome leaves with the planner's plan before anything else is done. All ranks get the leader's.
         seconds = time.perf_counter() - received
         outcome = draft.send_outcome(Outcome(*decided))
         accepted, bonus = outcome.accepted.tolist(), from_host(outcome.bonus, input_ids.device)

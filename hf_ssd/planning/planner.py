@@ -27,7 +27,7 @@ FIRST_EPOCHS = 24  # rounds
 HYSTERESIS = 1.03  # expected gain below which the plan stays as it is
 PROBE_ROUNDS = 6  # of a mode that was not used for long
 FIRST_PROBE, LONGEST_BETWEEN_PROBES = 32, 512  # rounds until other modes are probed; the distance doubles
-PROBED_GAIN = 1.2  # how much faster than expected a mode may be; if that is not enough, it is not probed
+PROBED_GAIN = 1.2  # a mode is probed if it would be the best one, were it faster than expected by this factor
 UNSEEN_GAIN = 1.4  # the same of plain decoding, if it was only timed beside the profiling draft
 CONTENTION = 1.25  # slowdown of a verification beside the draft that is worth a warning
 MISSES_COMPARED = 16  # rows that missed before fallbacks are compared
@@ -193,7 +193,7 @@ class Planner:
         elif self.rounds >= self.probe_at and others:
             self.probe_distance = min(2 * self.probe_distance, LONGEST_BETWEEN_PROBES)
             self.probe_at = self.rounds + self.probe_distance
-            probed = min(others, key=lambda mode: self.used.get(mode, -1))
+            probed = min(hopeful or others, key=lambda mode: self.used.get(mode, -1))
             self.probe_until = self.rounds + PROBE_ROUNDS
         else:
             return None
