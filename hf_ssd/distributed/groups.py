@@ -9,6 +9,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from accelerate.utils import patch_environment
 
 TARGET, DRAFT = 0, 1  # ranks
 LOOPBACK = "127.0.0.1"
@@ -79,8 +80,6 @@ def _set_policy(policy: int) -> None:
 
 def nccl_group(store: dist.Store, name: str, rank: int) -> dist.ProcessGroup:
     """The same between two GPUs. Each process must have set its own as the current one."""
-    from accelerate.utils import patch_environment  # here, for it takes a while to import
-
     options = dist.ProcessGroupNCCL.Options()
     options._timeout, options.config.max_ctas = TRANSFER_TIMEOUT, LINK_CTAS
     # Read while the group is made. Unless it is "0", the death of the draft's process would end the target's.
