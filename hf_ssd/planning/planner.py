@@ -14,7 +14,7 @@ import dataclasses
 from transformers.utils import logging
 
 from ..config import SSDConfig
-from ..rounds import AHEAD, FILLER, IN_TURN, MODES, NGRAM, PLAIN, PRIMARY, RANDOM, Plan, RoundRecord
+from ..rounds import AHEAD, FILLER, IN_TURN, NGRAM, PLAIN, PRIMARY, RANDOM, Plan, RoundRecord
 from .cost_model import BUDGETS, LOOKAHEADS, CostModel
 from .trials import Trials
 
@@ -74,8 +74,7 @@ class Planner:
         tries_feeding = is_parallel and self.chooses_lookahead and config.asynchronous
         self.feeds_first = Trials((False, True)) if tries_feeding else None
         self.rounds = self.due = 0
-        self.probe_at = self.probe_distance = FIRST_PROBE
-        self.probe_until = 0
+        self.probe_at, self.probe_distance, self.probe_until = FIRST_PROBE, FIRST_PROBE, 0
         self.used: dict[str, int] = {}  # by mode, the last round in which it was planned
         self.live, self.has_warned = rows, False
         lookahead = FIRST[0] if self.chooses_lookahead else config.lookahead
@@ -184,20 +183,19 @@ class Planner:
         gains = dict.fromkeys(of_mode, PROBED_GAIN)
         if PLAIN not in self.used:
             gains[PLAIN] = UNSEEN_GAIN
-        others = [mode for mode in MODES if mode != best[0] and mode in of_mode]
-        hopeful = [mode for mode in others if gains[mode] * speeds[of_mode[mode]] > speeds[best]]
-        if self.rounds < self.probe_until:
+        hopeful = [mode for mode in of_mode if mode != best[0] and gains[mode] * speeds[of_mode[mode]] > speeds[best]]
+        if self.rounds < self.probe_until:  # a probe is under way
             probed = self.plan.mode
         elif PLAIN in hopeful and PLAIN not in self.used:
             probed, self.probe_until = PLAIN, self.rounds + PROBE_ROUNDS
-        elif self.rounds >= self.probe_at and others:
+        elif self.rounds >= self.probe_at:
             self.probe_distance = min(2 * self.probe_distance, LONGEST_BETWEEN_PROBES)
-            self.probe_at = self.rounds + self.probe_distance
-            probed = min(hopeful or others, key=lambda mode: self.used.get(mode, -1))
-            self.probe_until = self.rounds + PROBE_ROUNDS
+            self.probe_at, self.probe_until = self.rounds + self.probe_distance, self.rounds + PROBE_ROUNDS
+            probed = min(hopeful, key=lambda mode: self.used.get(mode, -1), default=None)
         else:
             return None
         if probed not in hopeful:
+            self.probe_until = self.rounds
             return None
         self.due = self.rounds + 1
         return of_mode[probed]

@@ -68,18 +68,33 @@ def test_a_draft_that_does_not_pay_costs_next_to_nothing():
         assert world.run(new_planner(world), rounds=1000) > 0.96 / world.verification  # with the first rounds
 
 
+def modes_followed(world, rounds=50):
+    """Returns the mode of the plan after each round."""
+    planner, modes = new_planner(world), []
+    observe = planner.observe
+    planner.observe = lambda *records: (observe(*records), modes.append(planner.plan.mode))
+    world.run(planner, rounds=rounds)
+    return modes
+
+
 def test_a_probe_ends_as_soon_as_its_mode_cannot_win(monkeypatch):
     def rounds_probed():
-        world, modes = World(0.05, per_token=0.008, step=0.01), []
-        planner = new_planner(world)
-        observe = planner.observe
-        monkeypatch.setattr(planner, "observe", lambda *records: (observe(*records), modes.append(planner.plan.mode)))
-        world.run(planner, rounds=50)
-        return modes.count(IN_TURN) - 3  # those before anything was known
+        return modes_followed(World(0.05, per_token=0.008, step=0.01)).count(IN_TURN) - 3  # before a profile
 
     assert 1 <= rounds_probed() < PROBE_ROUNDS
     monkeypatch.setattr(planner_module, "PROBED_GAIN", 100.0)  # the mutant: hopes for ever
     assert rounds_probed() == PROBE_ROUNDS
+
+
+def test_a_mode_that_may_win_is_probed_though_another_was_never_used(monkeypatch):
+    def rounds_in_turn():
+        modes = modes_followed(World(0.9, step=0.001))
+        assert PLAIN not in modes  # which is far too slow
+        return modes[EPOCH_ROUNDS:].count(IN_TURN)
+
+    assert rounds_in_turn() == PROBE_ROUNDS
+    monkeypatch.setattr(planner_module, "PROBED_GAIN", 1.0)  # the mutant: never hopes
+    assert rounds_in_turn() == 0
 
 
 # ---------------------------------------------------------------- in a call
