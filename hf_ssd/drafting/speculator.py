@@ -254,7 +254,10 @@ class Speculator:
             self.shape.learn(*self.lessons.pop(0))
 
     def _compare_ngrams(self) -> None:
-        """Sees in some rounds what rows that missed would have gained from the n-gram fallback, for the next record."""
+        """
+        Sees in some rounds how many of the tokens that a row gained, the bonus token included, n-grams would have got
+        right, for the next record.
+        """
         if not self.compares_ngrams or self.uncompared is None or self.rounds % ROUNDS_PER_COMPARISON:
             return
         (lengths, accepted, sources), self.uncompared = self.uncompared, None
@@ -263,8 +266,8 @@ class Speculator:
             ids = self.drafter.prefix.ids
             proposal = self.fallbacks[NGRAM].propose(ids, lengths, rows, max(accepted) + 1)
             for tokens, row in zip(proposal.tokens.tolist(), rows):
-                verified = ids[row, lengths[row] : lengths[row] + accepted[row]].tolist()
-                self.ngram_matches[row] = ([a == b for a, b in zip(tokens, verified)] + [False]).index(False)
+                gained = ids[row, lengths[row] : lengths[row] + accepted[row] + 1].tolist()
+                self.ngram_matches[row] = ([a == b for a, b in zip(tokens, gained)] + [False]).index(False)
 
 
 def answer_width(plan: Plan, known: list[float]) -> int:
