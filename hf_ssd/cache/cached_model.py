@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 from .. import devices
 from ..devices import from_host
 from . import masks
+from .attention import GroupedHeads
 from .compiled import FEWEST_TOKENS, LONGEST_STEP, call_compiled, is_compiled, uncompiled
 from .ragged import RaggedCache
 from .support import attention_layout, is_flash_attention
@@ -49,6 +50,7 @@ class CachedModel:
         self.reads_2d_masks = is_flash_attention(model)
         # sdpa takes half the time without a mask. Eager attention would ask transformers to make one.
         is_sdpa = model.config.get_text_config(decoder=True)._attn_implementation == "sdpa"
+        self.attention = GroupedHeads(model)
         self.needs_no_mask_for_one = self.valid is None and self.layout.window is None and is_sdpa
         self.first_positions = first_positions
         self.column_limit = column_limit
@@ -148,13 +150,14 @@ class CachedModel:
             inputs["token_type_ids"] = self.computed(self.token_types).expand_as(tokens)
         if self.takes_lengths:
             inputs |= self._lengths_for_flash_attention(tokens.shape[1])
-        if self.cache.window is not None:
-            logits = call_compiled(self.model, self._notice_compilation, **inputs).logits
-        else:
-            if logits_to_keep is not None and self.takes_logits_to_keep:
-                inputs["logits_to_keep"], logits_to_keep = logits_to_keep, None
-            with uncompiled(self.model):
-                logits = self.model(**inputs).logits
+        with self.attention.in_use():
+            if self.cache.window is not None:
+                logits = call_compiled(self.model, self._notice_compilation, **inputs).logits
+            else:
+                if logits_to_keep is not None and self.takes_logits_to_keep:
+                    inputs["logits_to_keep"], logits_to_keep = logits_to_keep, None
+                with uncompiled(self.model):
+                    logits = self.model(**inputs).logits
         if logits_to_keep is not None:
             logits = logits[:, logits_to_keep]
         if self.cache.rows is None:

@@ -6,6 +6,8 @@ A mask says which cache columns a new token (a *query*) sees. It is a boolean te
 
 import torch
 
+ALIGNMENT = 8  # elements; CUDA kernels copy a mask in every layer if its rows begin elsewhere
+
 
 def visible_up_to(last_columns: torch.LongTensor, width: int, valid: torch.BoolTensor | None = None):
     """
@@ -51,5 +53,18 @@ def chains(count: int, length: int, device: torch.device) -> torch.BoolTensor:
 
 def additive(allowed: torch.BoolTensor, dtype: torch.dtype) -> torch.Tensor:
     """Returns the mask of shape `(batch_size, 1, queries, columns)` that is added to attention scores."""
-    mask = torch.full(allowed.shape, torch.finfo(dtype).min, dtype=dtype, device=allowed.device)
+    mask = aligned(allowed.shape, dtype, allowed.device).fill_(torch.finfo(dtype).min)
     return mask.masked_fill_(allowed, 0).unsqueeze(1)
+
+
+def for_groups(mask: torch.Tensor, groups: int) -> torch.Tensor:
+    """Repeats a mask of shape `(batch_size, 1, queries, columns)` for queries that `groups` heads are folded into."""
+    rows, _, queries, width = mask.shape
+    repeated = aligned((rows, groups, queries, width), mask.dtype, mask.device).copy_(mask)
+    return repeated.view(rows, 1, groups * queries, width)
+
+
+def aligned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Returns a tensor without contents whose rows begin at multiples of `ALIGNMENT` elements."""
+    width = shape[-1]
+    return torch.empty(*shape[:-1], -(-width // ALIGNMENT) * ALIGNMENT, dtype=dtype, device=device)[..., :width]

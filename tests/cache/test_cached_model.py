@@ -96,8 +96,8 @@ def test_left_padding_is_hidden():
 def test_one_token_needs_a_mask_only_where_a_prompt_is_padded(padded):
     """A mask without padding hides nothing, and with it attention takes twice as long."""
     model, masks = tiny_model(), []
-    model.register_forward_pre_hook(lambda _, args, kwargs: masks.append(kwargs["attention_mask"]), with_kwargs=True)
     decoder = CachedModel(model, RaggedCache(), valid=torch.tensor([[not padded, True, True]]))
+    model.register_forward_pre_hook(lambda _, args, kwargs: masks.append(kwargs["attention_mask"]), with_kwargs=True)
     decoder.extend(torch.tensor([[2, 3, 4]]), [0])
     decoder.extend(torch.tensor([[5, 6]]), [3])
     decoder.extend(torch.tensor([[7]]), [5])

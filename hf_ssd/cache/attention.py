@@ -1,0 +1,124 @@
+"""Attention for grouped heads without a copy of the keys and values.
+
+Where a mask hides columns, transformers' sdpa repeats keys and values for each head of a group, in every layer and
+pass. All heads of a group see the same keys, so here they are folded into the queries instead. Only forward passes of
+this package use the function; a model's own `generate()` keeps the function of transformers.
+"""
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Iterator
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from .. import devices
+from ..devices import from_host
+from . import masks
+from .compiled import uncompiled
+from .support import FLOAT32_TOLERANCE, LOW_PRECISION_TOLERANCE
+
+GROUPED = "hf_ssd_grouped"  # the implementation's name in transformers
+MOST_QUERIES = 128  # beyond them the mask, which is repeated in place of the keys, may be the larger of the two
+THEIRS = ("position_bias", "softcap")  # arguments of layers that ask for more than masked attention
+
+_of_thread = threading.local()  # whether this thread has folded heads, for the trial
+_obeys: "weakref.WeakKeyDictionary[PreTrainedModel, bool]" = weakref.WeakKeyDictionary()
+
+
+def grouped_attention(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **kwargs):
+    """
+    The `sdpa` attention of transformers; grouped heads are folded into the queries where transformers would copy keys
+    and values, or where a single query needs no mask.
+
+    Args:
+        query (`torch.Tensor` of shape `(batch_size, heads, queries, head_dim)`): Of the new tokens.
+        key, value (`torch.Tensor` of shape `(batch_size, key_value_heads, columns, head_dim)`): Of the cache.
+        attention_mask (`torch.Tensor` of shape `(batch_size, 1, queries, columns)`, *optional*): Is added to scores.
+        module, dropout, scaling, kwargs: As in transformers.
+
+    Returns:
+        `tuple(torch.Tensor of shape (batch_size, queries, heads, head_dim), None)`.
+    """
+    (rows, heads, queries, head_dim), key_value_heads = query.shape, key.shape[1]
+    if attention_mask is None:
+        is_foldable = queries == 1
+    else:
+        is_foldable = queries <= MOST_QUERIES and attention_mask.shape[1] == 1
+    if heads == key_value_heads or not is_foldable or any(kwargs.get(name) is not None for name in THEIRS):
+        theirs = {"dropout": dropout, "scaling": scaling, **kwargs}
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **theirs)
+    if not torch.compiler.is_compiling():
+        _of_thread.has_folded = True
+    groups = heads // key_value_heads
+    output = scaled_dot_product_attention(
+        query.reshape(rows, key_value_heads, groups * queries, head_dim),
+        key,
+        value,
+        attn_mask=None if attention_mask is None else masks.for_groups(attention_mask, groups),
+        dropout_p=dropout,
+        scale=scaling,
+    )
+    return output.reshape(rows, heads, queries, -1).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(GROUPED, grouped_attention)
+AttentionMaskInterface.register(GROUPED, sdpa_mask)
+
+
+class GroupedHeads:
+    """
+    Lets forward passes of one model use [`grouped_attention`], where its layers use the `sdpa` of transformers.
+
+    Args:
+        model (`PreTrainedModel`): A model that [`~hf_ssd.cache.support.check_supported`] accepts.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
+        self.configs = [one for one in configs.values() if getattr(one, "_attn_implementation", None) == "sdpa"]
+        if self.configs and model not in _obeys:
+            _obeys[model] = self._is_obeyed_by(model)
+        self.configs = self.configs if _obeys.get(model) else []
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Returns a context in which the model's layers use [`grouped_attention`]."""
+        for config in self.configs:
+            config._attn_implementation = GROUPED
+        try:
+            yield
+        finally:
+            for config in self.configs:
+                config._attn_implementation = "sdpa"
+
+    @torch.inference_mode()
+    def _is_obeyed_by(self, model: PreTrainedModel) -> bool:
+        """
+        Tries three tokens with both functions. A model may know implementations by name, so that it does something else
+        for a name that it does not know.
+        """
+        device, vocab_size = devices.of_model(model), model.config.get_text_config(decoder=True).vocab_size
+        sees = from_host([[[True, False, False], [True, True, False], [True, False, True]]], device)
+        inputs = {
+            "input_ids": from_host([[token % vocab_size for token in (7, 11, 13)]], device),
+            "position_ids": from_host([[0, 1, 1]], device),
+            "attention_mask": masks.additive(sees, model.dtype),
+            "use_cache": False,
+        }
+        _of_thread.has_folded = False
+        with uncompiled(model):
+            theirs = model(**inputs).logits
+            with self.in_use(), contextlib.suppress(Exception):
+                ours = model(**inputs).logits
+                return _of_thread.has_folded and _are_close(ours, theirs)
+        return False
+
+
+def _are_close(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    tolerance = FLOAT32_TOLERANCE if ours.dtype in (torch.float32, torch.float64) else LOW_PRECISION_TOLERANCE
+    return bool((ours - theirs).abs().max() <= tolerance * theirs.abs().max())

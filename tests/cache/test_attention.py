@@ -1,0 +1,143 @@
+"""Grouped heads folded into the queries: the same attention, without a copy of keys and values."""
+
+import threading
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.integrations import sdpa_attention
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from hf_ssd.cache import attention, masks
+from hf_ssd.cache.attention import GroupedHeads, grouped_attention
+from hf_ssd.cache.cached_model import CachedModel
+from hf_ssd.cache.ragged import RaggedCache
+
+from ..conformance.test_families import pair_of
+from ..conftest import FAMILIES, SIZES, tiny_model
+
+
+class Layer(torch.nn.Module):
+    """The part of an attention layer that attention functions read."""
+
+    num_key_value_groups, is_causal = 4, True
+
+
+def states(queries, columns, dtype=torch.float32, value_dim=8):
+    generator = torch.Generator().manual_seed(queries)
+    shapes = (3, 8, queries, 8), (3, 2, columns, 8), (3, 2, columns, value_dim)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def mask_of(queries, columns, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(columns)
+    hidden = torch.rand(3, 1, queries, columns, generator=generator) < 0.5
+    hidden[..., 0] = False
+    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, torch.finfo(dtype).min)
+
+
+@pytest.mark.parametrize("value_dim", [8, 6])
+@pytest.mark.parametrize("queries", [1, 7, 128, 129])
+def test_masked_attention_equals_that_of_transformers(queries, value_dim):
+    inputs, mask = states(queries, 40, value_dim=value_dim), mask_of(queries, 40)
+    for kwargs in ({}, {"scaling": 0.3}):
+        ours, theirs = (f(Layer(), *inputs, mask, **kwargs)[0] for f in (grouped_attention, sdpa_attention_forward))
+        assert ours.shape == theirs.shape and ours.is_contiguous()
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("queries", [1, 5])
+def test_without_a_mask_it_is_causal_as_transformers_is(queries):
+    inputs = states(queries, queries if queries > 1 else 9)
+    ours, theirs = (f(Layer(), *inputs, None)[0] for f in (grouped_attention, sdpa_attention_forward))
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+def test_a_layer_that_asks_for_more_gets_the_function_of_transformers():
+    inputs, mask = states(3, 9), mask_of(3, 9)
+    bias = torch.randn(1, 8, 3, 9, generator=torch.Generator().manual_seed(1))
+    ours, theirs = (
+        f(Layer(), *inputs, mask, position_bias=bias)[0] for f in (grouped_attention, sdpa_attention_forward)
+    )
+    torch.testing.assert_close(ours, theirs)
+    with pytest.raises(ValueError, match="softcap"):
+        grouped_attention(Layer(), *inputs, mask, softcap=30.0)
+
+
+def test_heads_that_see_different_columns_are_not_folded():
+    inputs, mask = states(3, 9), mask_of(3, 9).repeat(1, 8, 1, 1)
+    mask[:, 3, :, 5] = 0
+    ours, theirs = (f(Layer(), *inputs, mask)[0] for f in (grouped_attention, sdpa_attention_forward))
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_a_mask_that_is_folded_the_wrong_way_is_noticed(monkeypatch):
+    """The mutant: each query's row of the mask stands beside itself, as in `repeat_interleave`."""
+    monkeypatch.setattr(masks, "for_groups", lambda mask, groups: mask.repeat_interleave(groups, dim=2))
+    with pytest.raises(AssertionError):
+        test_masked_attention_equals_that_of_transformers(7, 8)
+
+
+def repeated_keys(decoder):
+    """Returns how often a verification with that decoder copies keys or values for each head."""
+    calls, repeat = [], sdpa_attention.repeat_kv
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sdpa_attention, "repeat_kv", lambda *states: calls.append(1) or repeat(*states))
+        decoder.extend(torch.tensor([[2, 3, 4]]), [0])
+        decoder.extend(torch.tensor([[5, 6]]), [3])
+    return len(calls)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.inference_mode()
+def test_a_verification_copies_no_keys(family):
+    model = tiny_model(family)
+    decoder = CachedModel(model, RaggedCache())
+    assert repeated_keys(decoder) == 0
+    without = CachedModel(model, RaggedCache())
+    without.attention.configs = []
+    assert repeated_keys(without) > 0  # what the test would see if the function were not used
+    assert model.config._attn_implementation == "sdpa"
+
+
+@torch.inference_mode()
+def test_models_that_know_attention_functions_by_name_keep_theirs():
+    """Falcon asks whether its implementation is "sdpa", and otherwise computes attention itself."""
+    target, _ = pair_of("falcon")
+    assert GroupedHeads(target).configs == []
+    eager = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SIZES), attn_implementation="eager").eval()
+    assert GroupedHeads(eager).configs == []
+
+
+@torch.inference_mode()
+def test_a_model_that_hides_nothing_under_another_name_keeps_its_own(monkeypatch):
+    model, forward = tiny_model(), attention.grouped_attention
+
+    def ignores_the_mask(module, query, key, value, mask, *args, **kwargs):
+        return forward(module, query, key, value, torch.zeros_like(mask), *args, **kwargs)
+
+    monkeypatch.setitem(attention.AttentionInterface._global_mapping, attention.GROUPED, ignores_the_mask)
+    assert GroupedHeads(model).configs == []
+
+
+def test_two_threads_leave_the_name_as_it_was():
+    model = tiny_model()
+    heads, errors = GroupedHeads(model), []
+
+    def run():
+        for _ in range(20):
+            with heads.in_use(), torch.inference_mode():
+                model(torch.tensor([[1, 2, 3]]))
+        errors.append(model.config._attn_implementation)
+
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    assert model.config._attn_implementation == "sdpa" and len(errors) == 2
+
+
+@pytest.mark.parametrize("width", [8, 13])
+def test_rows_of_masks_are_aligned(width):
+    allowed = torch.ones(2, 3, width, dtype=torch.bool)
+    for mask in (masks.additive(allowed, torch.float32), masks.for_groups(mask_of(3, width), 4)):
+        assert mask.shape[-1] == width and all(stride % masks.ALIGNMENT == 0 for stride in mask.stride()[:-1])
