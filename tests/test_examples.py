@@ -71,3 +71,10 @@ assert transformers.GenerationMixin.generate is generate and threading.active_co
 @pytest.mark.parametrize("name", hf_ssd.__all__)
 def test_every_public_name_is_documented(name):
     assert len(getattr(hf_ssd, name).__doc__) > 40
+
+
+@pytest.mark.slow
+def test_long_context():
+    rows = re.findall(r"^\| ([\d,]+) +\| (\d+) \| (\d+) \| (\d+) \| ([-.\d]*) +\|$", run(
+        "examples/long_context.py", "--contexts", "64", "2048", "--turns", "3"), re.MULTILINE)  # fmt: skip
+    assert [row[0] for row in rows] == ["64", "2,048"] and all(int(number) > 0 for row in rows for number in row[1:4])
