@@ -89,12 +89,12 @@ class GroupedHeads:
     def in_use(self) -> Iterator[None]:
         """Returns a context in which the model's layers use [`grouped_attention`]."""
         for config in self.configs:
-            config._attn_implementation = GROUPED
+            config._attn_implementation = {"": GROUPED}  # as a string it would be set in configs within this one too
         try:
             yield
         finally:
             for config in self.configs:
-                config._attn_implementation = "sdpa"
+                config._attn_implementation = {"": "sdpa"}
 
     @torch.inference_mode()
     def _is_obeyed_by(self, model: PreTrainedModel) -> bool:

@@ -4,7 +4,14 @@ import threading
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+)
 from transformers.integrations import sdpa_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -13,8 +20,8 @@ from hf_ssd.cache.attention import GroupedHeads, grouped_attention
 from hf_ssd.cache.cached_model import CachedModel
 from hf_ssd.cache.ragged import RaggedCache
 
-from ..conformance.test_families import pair_of
-from ..conftest import FAMILIES, SIZES, tiny_model
+from ..conformance.test_families import MODELS, pair_of
+from ..conftest import FAMILIES, SIZES, VOCAB, tiny_model
 
 
 class Layer(torch.nn.Module):
@@ -100,6 +107,20 @@ def test_a_verification_copies_no_keys(family):
     assert model.config._attn_implementation == "sdpa"
 
 
+@pytest.mark.parametrize("name", MODELS)
+@torch.inference_mode()
+def test_logits_equal_those_of_copied_keys(name):
+    """Rows of different lengths, several tokens each, behind a cache."""
+    model, _ = pair_of(name)
+    ours, theirs = (CachedModel(model, RaggedCache()) for _ in range(2))
+    theirs.attention.configs = []
+    tokens = torch.randint(2, VOCAB, (2, 16), generator=torch.Generator().manual_seed(3))
+    for start, count in (([0, 0], 9), ([9, 5], 4), ([10, 9], 1), ([11, 10], 5)):
+        fed = torch.stack([row[first : first + count] for row, first in zip(tokens, start)])
+        logits, expected = (decoder.extend(fed, start) for decoder in (ours, theirs))
+        torch.testing.assert_close(logits, expected, atol=1e-5 * expected.abs().max().item(), rtol=1e-5)
+
+
 @torch.inference_mode()
 def test_models_that_know_attention_functions_by_name_keep_theirs():
     """Falcon asks whether its implementation is "sdpa", and otherwise computes attention itself."""
@@ -118,6 +139,21 @@ def test_a_model_that_hides_nothing_under_another_name_keeps_its_own(monkeypatch
 
     monkeypatch.setitem(attention.AttentionInterface._global_mapping, attention.GROUPED, ignores_the_mask)
     assert GroupedHeads(model).configs == []
+
+
+def test_other_parts_of_a_model_keep_their_functions():
+    eyes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = CLIPVisionConfig(**eyes, image_size=28, patch_size=14)
+    config = LlavaConfig(text_config=LlamaConfig(**SIZES), vision_config=vision)
+    model = LlavaForConditionalGeneration(config).eval()
+    model.set_attn_implementation({"vision_config": "eager", "text_config": "sdpa"})
+    before = [module.config._attn_implementation for module in model.modules() if hasattr(module, "config")]
+    assert {"eager", "sdpa"} <= set(before)
+    with GroupedHeads(model).in_use():
+        assert model.model.language_model.config._attn_implementation == attention.GROUPED
+        assert model.config.vision_config._attn_implementation == "eager"
+    after = [module.config._attn_implementation for module in model.modules() if hasattr(module, "config")]
+    assert after == before
 
 
 def test_two_threads_leave_the_name_as_it_was():
