@@ -70,7 +70,6 @@ class SharedWeights:
         """What the other process needs besides the inherited file descriptor, as objects that JSON can hold."""
         return {**self.recipe, "descriptor": self.descriptor, "version": self.version}
 
-    @torch.inference_mode(False)
     @torch.no_grad()
     def fill(self) -> int:
         """
