@@ -107,6 +107,9 @@ def check_supported(model: PreTrainedModel) -> None:
     if getattr(model, "_ssd_supported", None) == state:
         return
     attention_layout(model)
+    is_offloaded = any(hasattr(module, "_hf_hook") for module in model.modules())
+    if not is_offloaded and any(parameter.device.type == "meta" for parameter in model.parameters()):
+        raise ValueError(f"{type(model).__name__} has no weights, only their shapes (device `meta`); load them first.")
     if not is_flash_attention(model):
         if implementation not in MASKED_ATTENTION:
             raise ValueError(

@@ -1,5 +1,6 @@
 """The draft as users hold it: one or several workers that serve call after call."""
 
+import dataclasses
 import os
 import threading
 import time
@@ -44,7 +45,7 @@ class DraftAssistant:
     Args:
         starts (`list[Callable]`): For each worker what starts it and returns a [`Connection`] that is to be connected.
         cores ([`CoreShare`], *optional*): How target and draft share the CPU cores, if the draft runs on the CPU.
-        weights ([`SharedWeights`], *optional*): The draft's weights, if it was given as a model.
+        weights ([`SharedWeights`], *optional*): A copy of the draft's weights, if it was given as a model.
         ranks ([`TargetRanks`], *optional*): The ranks of the target, if there are several. Only the first one starts
             workers and talks to them.
         wait (`bool`, *optional*, defaults to `True`): Whether to wait until all workers are ready. Otherwise they start
@@ -147,6 +148,7 @@ class DraftAssistant:
             time.sleep(TURN_POLL)
         if self.closed:
             raise ValueError("This draft assistant was closed; call hf_ssd.launch_draft() again.")
+        self._look_at_layers()
         self._restart()
         self._wait(patience)
 
@@ -163,7 +165,7 @@ class DraftAssistant:
             device (`torch.device`): The target's device.
 
         Raises:
-            [`DraftError`]: no worker starts.
+            [`DraftError`]: no worker starts, or the weights cannot be copied.
         """
         if not self._take(turn):
             return None
@@ -173,7 +175,7 @@ class DraftAssistant:
             return None
         self.sessions += 1
         turn.workers = list(workers)  # each may have half a message from now on, until the session is closed
-        request = request()
+        request = dataclasses.replace(request(), weights_version=self._current_weights())
         arguments = self.sessions, request, turn.workers.clear
         if any(worker.is_on(device) for worker in workers):
             devices.warn_of_sharing(device)
@@ -197,6 +199,26 @@ class DraftAssistant:
     def _take(self, turn: Turn) -> bool:
         return self.turn.setdefault("now", turn) is turn
 
+    def _look_at_layers(self) -> None:
+        """Ends the workers of a draft that has other layers, shapes or dtypes now, so that others are started."""
+        if self.weights is None or self.weights.fits():
+            return
+        for slot in self.slots:
+            slot.end()
+        self.slots[:] = [WorkerSlot(slot.start) for slot in self.slots]
+        self.weights.lay_out()
+
+    def _current_weights(self) -> int:
+        """Lets the workers have the draft's weights as they are now, and returns their version."""
+        if self.weights is None:
+            return 0
+        if any(slot.is_starting for slot in self.slots):
+            return self.weights.version  # a worker that is being tried must not see them change
+        try:
+            return self.weights.fill()
+        except Exception as error:
+            raise DraftError(f"The draft's weights could not be copied for its worker: {error}") from error
+
     def _restart(self) -> None:
         """Starts all workers that do not run, except those whose failure no call was told of yet."""
         ended = [slot for slot in self.slots if not (slot.is_starting or slot.is_ready or slot.error)]
@@ -215,10 +237,7 @@ class DraftAssistant:
         for slot in self.slots:
             if slot.is_starting:
                 slot.thread.join(min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX))
-        ready = [slot.worker for slot in self.slots if slot.is_ready]
-        if ready and self.weights is not None:
-            self.weights.adopt()
-        return ready
+        return [slot.worker for slot in self.slots if slot.is_ready]
 
     def _ready(self) -> list[Connection]:
         """Returns the workers that are ready. Warns if others cannot start; if none can, raises [`DraftError`]."""

@@ -17,6 +17,7 @@ from .device_link import LINK_TIMEOUT
 from .drafts import Drafts
 from .messages import Kind, Message
 from .session import SessionRequest
+from .shared_weights import copy_shared_weights
 
 PROMPTS_TIMEOUT = 10.0  # seconds for the prompts to follow the request
 
@@ -28,11 +29,13 @@ class DraftServer:
     Args:
         channel (`Channel`): To the target.
         model (`PreTrainedModel`): The draft model.
+        weights (`dict`, *optional*): The description of the [`SharedWeights`] that it was built from, if it was.
     """
 
-    def __init__(self, channel: Channel, model: PreTrainedModel):
+    def __init__(self, channel: Channel, model: PreTrainedModel, weights: dict | None = None):
         self.channel, self.model, self.drafts = channel, model, Drafts()
         self.prefix: VerifiedPrefix | None = None  # of the last call, which the next one may continue
+        self.weights, self.weights_version = weights, None if weights is None else weights["version"]
         self.speculator: Speculator | None = None
         self.request: SessionRequest | None = None
         self.translation: Translation | None = None  # for calls whose tokenizers differ
@@ -97,6 +100,8 @@ class DraftServer:
         request = SessionRequest.from_dict(payloads.payload_to_json(message.payload), rows, self.translation)
         self.channel.make_room(len(rows), request.vocab_size)
         self.request, self.session, self.round = request, message.session, 0
+        if request.weights_version != self.weights_version:
+            self._take_new_weights(request.weights_version)
         speculator = self.drafts.speculator(self.model, request, earlier=self.prefix)
         self.prefix = speculator.drafter.prefix
         speculator.begin()
@@ -106,6 +111,12 @@ class DraftServer:
         else:
             speculator.prepare(request.plan, self.channel.has_arrived)
         self.speculator = speculator
+
+    def _take_new_weights(self, version: int) -> None:
+        """Drops the keys and values that were computed with the weights before."""
+        self.prefix, self.weights_version = None, version
+        if self.weights is not None and self.model.device.type != "cpu":  # on the CPU it works on the shared memory
+            copy_shared_weights(self.model, self.weights)
 
     def _end(self, message: Message) -> None:
         if self.speculator is not None and message.session == self.session:

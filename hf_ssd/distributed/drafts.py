@@ -2,6 +2,7 @@
 
 from transformers import PreTrainedModel
 
+from .. import devices
 from ..drafting.cache_shapes import CacheShape, shape_for
 from ..drafting.fallbacks import Fallback
 from ..drafting.parallel_drafter import drafter_for
@@ -47,7 +48,7 @@ class Drafts:
             # What was learned in a call with the same seed must not meet the same noise again.
             seed += SEED_STEP * (self.calls - 1)
         own = model.config.get_text_config(decoder=True).vocab_size
-        vocabulary = Vocabulary(request.vocab_size, own, request.translation, model.device)
+        vocabulary = Vocabulary(request.vocab_size, own, request.translation, devices.of_model(model))
         drafter = drafter_for(
             model,
             config,

@@ -20,6 +20,7 @@ from .connection import Connection
 from .cores import CoreShare, divide_cores
 from .meeting import private_meeting
 from .process import WorkerProcess
+from .rebuilding import structure_of
 from .shared_weights import SharedWeights
 
 logger = logging.get_logger(__name__)
@@ -49,8 +50,8 @@ def launch_draft(
 
     Args:
         model (`PreTrainedModel`, `str` or `os.PathLike`):
-            The draft: a folder or hub id, which only the worker loads, or a model. A model on the CPU is not copied:
-            its weights move to memory that all processes share.
+            The draft: a folder or hub id, which only the worker loads, or a model, whose weights are copied. A call
+            that finds other weights in the model than the last one copies them again.
         device (`str` or `torch.device`, *optional*):
             Where the worker drafts. Defaults to the model's device; for a folder or hub id to the last accelerator on
             which this process holds nothing yet (so load the target first), or the CPU.
@@ -78,12 +79,14 @@ def launch_draft(
         [`DraftAssistant`]: A context manager. Without `with`, call `close()`, or let the program's end do it.
 
     Raises:
-        `ValueError`, `TypeError`: an argument makes no sense, or there is no such device, folder or hub id.
+        `ValueError`, `TypeError`: an argument makes no sense, there is no such device, folder or hub id, or a worker
+            cannot rebuild the model that was given.
         [`DraftError`]: a worker did not start, for example because the weights do not load.
     """
     model = without_wrapper(model)
     if devices is not None and (device is not None or not devices):
         raise ValueError("`devices` takes the place of `device`, and lists one device for each worker.")
+    weights = SharedWeights(model) if isinstance(model, PreTrainedModel) else None
     devices = [_device_for(model, device)] if devices is None else [accelerators.existing(one) for one in devices]
     on_cpu = [one.type == "cpu" for one in devices]
     if num_threads is not None and not all(on_cpu):
@@ -95,7 +98,7 @@ def launch_draft(
     settings = {**worker_settings(model, dtype, compile, load_options), "timeout": timeout}
     if not isinstance(model, PreTrainedModel):
         draft_config(model, load_options)
-    return _assistant(model, devices, cores, settings, wait=True)
+    return _assistant(model, weights, devices, cores, settings, wait=True)
 
 
 def worker_settings(
@@ -153,12 +156,12 @@ def _device_for(model: PreTrainedModel | str | os.PathLike, device: str | torch.
 
 def _assistant(
     model: PreTrainedModel | str | os.PathLike,
+    weights: SharedWeights | None,
     devices: list[torch.device],
     cores: CoreShare | None,
     settings: dict,
     wait: bool,
 ) -> DraftAssistant:
-    weights = SharedWeights(model) if isinstance(model, PreTrainedModel) else None
     shares = iter(cores.drafts if cores else ())
     starts = []
     for device in devices:
@@ -181,24 +184,34 @@ def start_worker(settings: dict, weights: SharedWeights | None = None) -> Connec
     return Connection(WorkerProcess(settings, descriptors), meeting, settings["timeout"])
 
 
-def assistant_for(draft: PreTrainedModel | str | os.PathLike) -> DraftAssistant:
+def assistant_for(draft: PreTrainedModel | str | os.PathLike) -> DraftAssistant | None:
     """
     Returns the worker for a draft that was passed to generate() as a model, a folder or a hub id. Each process starts
-    one, does not wait for it, uses it again, and ends it with the model or the program. It is replaced when the model's
-    embeddings were resized.
+    one, does not wait for it, uses it again, and ends it with the model or the program. It is replaced when the model
+    has other layers, shapes or dtypes. For a model that a worker cannot rebuild it is `None`, and the reason is logged
+    once.
     """
     is_model = isinstance(draft, PreTrainedModel)
     known, key = (_assistants, draft) if is_model else (_assistants_of_paths, os.fspath(draft))
     with _starting:
         assistant = known.get(key)
         if assistant is not None and assistant.process == os.getpid():
-            if not is_model or assistant.vocab_size == tokens_of(draft)[0]:
+            if not is_model or assistant.weights.fits():
                 return assistant
             assistant.close()
+        if is_model and draft in _refused and _refused[draft] == structure_of(draft):
+            return None
+        try:
+            weights = SharedWeights(draft) if is_model else None
+        except ValueError as error:
+            logger.warning(f"The draft works in turn with the target, in this process. {error}")
+            known.pop(key, None)
+            _refused[draft] = structure_of(draft)
+            return None
         tokens, device = tokens_of(draft), _device_for(draft, None)
         cores = divide_cores() if device.type == "cpu" else None
         settings = {**worker_settings(draft, None, None, {}), "timeout": START_TIMEOUT}
-        assistant = known[key] = _assistant(draft, [device], cores, settings, wait=False)
+        assistant = known[key] = _assistant(draft, weights, [device], cores, settings, wait=False)
         assistant.vocab_size, assistant.pard_token = tokens
         assistant.device = str(device)
         if is_model:
@@ -213,12 +226,15 @@ def tokens_of(draft: PreTrainedModel | DraftAssistant | str | os.PathLike) -> tu
     """
     if isinstance(draft, (str, os.PathLike)):
         draft = _assistants_of_paths.get(os.fspath(draft)) or draft_config(draft, {})
-    if isinstance(draft, DraftAssistant):
+    model = draft.weights.model() if isinstance(draft, DraftAssistant) and draft.weights is not None else None
+    if isinstance(draft, DraftAssistant) and model is None:
         return draft.vocab_size, draft.pard_token
+    draft = model or draft
     config = draft.config if isinstance(draft, PreTrainedModel) else draft
     return config.get_text_config(decoder=True).vocab_size, mask_token(config)
 
 
 _assistants: "weakref.WeakKeyDictionary[PreTrainedModel, DraftAssistant]" = weakref.WeakKeyDictionary()
 _assistants_of_paths: dict[str, DraftAssistant] = {}
+_refused: "weakref.WeakKeyDictionary[PreTrainedModel, tuple]" = weakref.WeakKeyDictionary()  # and their structures
 _starting = threading.Lock()

@@ -128,8 +128,7 @@ class Roles:
         if isinstance(model, PreTrainedModel):
             weights = SharedWeights(model)
             weights.fill()
-            weights.adopt()
-            settings["weights"], descriptors = weights.description, [weights.descriptor]
+            settings["weights"], descriptors = {**weights.description, "version": 0}, [weights.descriptor]
         del model  # the child has the weights; memory that only this process holds is not needed
         try:
             supervise(self._place(self.rank - self.tp_size), settings, descriptors)

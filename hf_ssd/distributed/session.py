@@ -16,7 +16,7 @@ from .messages import LARGEST_PAYLOAD, ProtocolError
 # Settings that shape no proposal; some of them are objects.
 NOT_FOR_THE_DRAFT = ("compile_config", "cache_config", "watermarking_config", "continuous_batching_config")
 # Fields of a call that travel as they are.
-NUMBERS = ("seed", "vocab_size", "worker_index", "num_workers", "prompt_length")
+NUMBERS = ("seed", "vocab_size", "worker_index", "num_workers", "prompt_length", "weights_version")
 FLAGS = ("asks_target", "profile")
 
 MOST_WORKERS, MOST_TOKENS = 1024, 2**22
@@ -45,6 +45,8 @@ class SessionRequest:
         worker_index, num_workers (`int`, *optional*): Which of how many workers is asked; each prepares its share.
         prompt_length (`int`, *optional*): Of the longest row, without what was generated before the draft was there.
             Defaults to that of the prompts.
+        weights_version (`int`, *optional*): Of a draft whose weights the worker shares with the target's process. What
+            the worker has computed with another version is dropped.
     """
 
     config: SSDConfig
@@ -59,6 +61,7 @@ class SessionRequest:
     worker_index: int = 0
     num_workers: int = 1
     prompt_length: int | None = None
+    weights_version: int = 0
 
     def __post_init__(self):
         if self.prompt_length is None:
@@ -106,7 +109,7 @@ class SessionRequest:
             numbers, flags = ({name: values[name] for name in names} for names in (NUMBERS, FLAGS))
         except Exception as error:  # transformers raises whatever a value of the wrong type leads to
             raise ProtocolError(f"a call cannot be read: {type(error).__name__}: {error}") from error
-        seed, vocab_size, index, count, _ = numbers.values()
+        seed, vocab_size, index, count, *_ = numbers.values()
         whole = all(type(number) is int for number in numbers.values())
         whole = whole and all(type(flag) is bool for flag in (is_translated, *flags.values()))
         if not whole or not (

@@ -1,103 +1,116 @@
-"""A model's weights in memory that another process maps, so that the model is not copied for it."""
+"""A copy of a model's weights in memory that worker processes map."""
 
-import contextlib
-import importlib
-import json
 import os
 import tempfile
 import threading
+import weakref
 
 import torch
 from transformers import PreTrainedModel
 
+from .rebuilding import recipe_for, structure_of, tensors_of, without_weights
+
 ALIGNMENT = 64  # bytes
+SAMPLES = 4  # values of each tensor, at least, that are compared
 
 
 class SharedWeights:
     """
-    A place for the parameters and buffers of a model in one block of shared memory: [`~SharedWeights.fill`] copies them
-    there, and [`~SharedWeights.adopt`] lets the model work on the copy, so that its own memory is free again.
+    A copy of the parameters and buffers of a model in one block of shared memory. The model is only read. The copy
+    follows it: [`~SharedWeights.fill`] copies again where the model has other values than at the last copy, and
+    [`~SharedWeights.lay_out`] starts anew where it has other layers.
 
     The memory has no name (`memfd_create`), so nothing is left behind however the processes end. Where the system has
     no such thing it is an unlinked temporary file.
 
     Args:
-        model (`PreTrainedModel`): A model whose class can be imported by name. On a GPU its weights are copied.
+        model (`PreTrainedModel`): A model whose class can be imported by name. It is not kept alive.
 
     Attributes:
-        description (`dict`): What the other process needs besides the file descriptor, as objects that JSON can hold.
+        version (`int`): How often the weights were copied.
+        descriptor (`int`, *optional*): Of the memory, from the first copy on.
 
     Raises:
-        `ValueError`: another process cannot import the class, or its layers are not those of the class.
+        `ValueError`: another process cannot build the model anew.
     """
 
     def __init__(self, model: PreTrainedModel):
-        model_class = _importable_class(model)
-        if any(type(module).__module__.partition(".")[0] == "peft" for module in model.modules()):
-            raise ValueError(
-                "The draft has adapters in its layers, which a worker cannot rebuild: merge them with "
-                "draft.merge_and_unload(), or draft in this process with SSDConfig(asynchronous=False)."
-            )
-        if getattr(model, "hf_quantizer", None) is not None:
-            raise ValueError(
-                "The draft is quantized, and a worker cannot rebuild its layers from their weights: let the worker "
-                "load it, by hf_ssd.launch_draft(FOLDER_OR_HUB_ID, quantization_config=...)."
-            )
-        tensors = dict(model.named_parameters(remove_duplicate=False))
-        tensors |= dict(model.named_buffers(remove_duplicate=False))
+        self.model = weakref.ref(model)
+        self.lock, self.version, self.is_closed = threading.Lock(), 0, False
+        self.descriptor = self.memory = self.values = None
+        self.lay_out()
+
+    def fits(self) -> bool:
+        """Whether the model, if it is still there, has the layers, shapes and dtypes that were laid out."""
+        model = self.model()
+        return model is None or structure_of(model) == self.structure
+
+    def lay_out(self) -> None:
+        """
+        Prepares memory for the model as it is now. Workers that know the memory before must have ended.
+
+        Raises:
+            `ValueError`: another process cannot build the model anew.
+        """
+        model = self.model()
+        recipe = recipe_for(model)
         places, entries, size = {}, [], 0
-        for name, tensor in tensors.items():
+        for name, tensor in tensors_of(model).items():
             if id(tensor) not in places:  # tied weights are one tensor under several names
                 places[id(tensor)] = size
                 size += (tensor.nbytes // ALIGNMENT + 1) * ALIGNMENT
             dtype, is_parameter = str(tensor.dtype).removeprefix("torch."), isinstance(tensor, torch.nn.Parameter)
             entries.append([name, dtype, list(tensor.shape), places[id(tensor)], is_parameter])
-        self.descriptor = _anonymous_file(size)
-        memory = _map(self.descriptor, size)
-        self.copies = {
-            id(tensor): (tensor, _view(memory, places[id(tensor)], tensor.dtype, tensor.shape))
-            for tensor in tensors.values()
-        }
-        self.lock, self.is_filled = threading.Lock(), False
-        self.description = {
-            "model_class": model_class,
-            "config_class": [type(model.config).__module__, type(model.config).__qualname__],
-            "config": json.loads(json.dumps(model.config.to_dict(), default=str)),
-            "attention": model.config._attn_implementation,
-            "entries": entries,
-            "size": size,
-            "descriptor": self.descriptor,
-        }
+        with self.lock:
+            self._forget_memory()
+            self.structure, self.recipe = structure_of(model), {**recipe, "entries": entries, "size": size}
+
+    @property
+    def description(self) -> dict:
+        """What the other process needs besides the inherited file descriptor, as objects that JSON can hold."""
+        return {**self.recipe, "descriptor": self.descriptor, "version": self.version}
 
     @torch.no_grad()
-    def fill(self) -> None:
-        """Copies the weights, once. It is called by the thread that starts a worker, because it takes some time."""
-        with self.lock:
-            if not self.is_filled:
-                for tensor, shared in self.copies.values():
-                    shared.copy_(tensor)
-                self.is_filled = True
+    def fill(self) -> int:
+        """
+        Copies the weights if they are not the ones that were copied last. No worker may be in the middle of a call.
 
-    def adopt(self) -> None:
-        """Lets a model on the CPU work on the filled memory. It must not compute meanwhile."""
-        copies, self.copies = self.copies, {}
-        for tensor, shared in copies.values():
-            if tensor.device.type == "cpu":
-                tensor.data = shared
+        Returns:
+            `int`: The version of the weights in the memory.
+        """
+        with self.lock:
+            if self.is_closed:
+                raise RuntimeError("the draft assistant was closed")
+            if self.descriptor is None:
+                self.descriptor = _anonymous_file(self.recipe["size"])
+                self.memory = _map(self.descriptor, self.recipe["size"])
+            model = self.model()
+            if model is None or structure_of(model) != self.structure:
+                return self.version  # as it is until the next call, which lays out the model anew
+            places = [place for _, _, _, place, _ in self.recipe["entries"]]
+            tensors = dict(zip(places, tensors_of(model).values()))
+            values = _values(tensors.values())
+            if values != self.values:
+                for place, tensor in tensors.items():
+                    _view(self.memory, place, tensor.dtype, tensor.shape).copy_(tensor)
+                self.values, self.version = values, self.version + 1
+            return self.version
 
     def close(self) -> None:
-        """Closes the descriptor; the memory lives as long as a process maps it. May be called more than once."""
-        descriptor, self.descriptor = self.descriptor, None
+        """Frees the memory, except where another process maps it. May be called more than once."""
+        with self.lock:
+            self.is_closed = True
+            self._forget_memory()
+
+    def _forget_memory(self) -> None:
+        descriptor, self.descriptor, self.memory, self.values = self.descriptor, None, None, None
         if descriptor is not None:
             os.close(descriptor)
 
 
 def model_from_shared_weights(description: dict) -> PreTrainedModel:
     """Rebuilds the model in the other process over the same memory."""
-    config = _import(description["config_class"]).from_dict(description["config"])
-    config._attn_implementation = description["attention"]
-    with torch.device("meta"):
-        model = _import(description["model_class"])(config)
+    model = without_weights(description)
     memory = _map(description["descriptor"], description["size"])
     tensors: dict[tuple, torch.Tensor] = {}
     for name, dtype, shape, place, is_parameter in description["entries"]:
@@ -108,6 +121,28 @@ def model_from_shared_weights(description: dict) -> PreTrainedModel:
         module = model.get_submodule(module)
         (module._parameters if is_parameter else module._buffers)[attribute] = tensors[place, is_parameter]
     return model.eval()
+
+
+@torch.no_grad()
+def copy_shared_weights(model: PreTrainedModel, description: dict) -> None:
+    """Copies the weights again into a rebuilt model that was moved from the shared memory to an accelerator."""
+    shared = tensors_of(model_from_shared_weights(description))
+    for name, tensor in tensors_of(model).items():
+        tensor.copy_(shared[name])
+
+
+def _values(tensors) -> tuple:
+    """
+    Returns what differs if tensors have other values than before: their addresses, their versions, and, because changes
+    through `.data` or numpy leave those as they are, a few of the values themselves.
+    """
+    marks, some = [], {}
+    for tensor in tensors:
+        marks.append((tensor.data_ptr(), None if tensor.is_inference() else tensor._version))
+        if tensor.is_contiguous() and tensor.numel():
+            few = tensor.detach().view(-1)[:: max(1, tensor.numel() // SAMPLES)]
+            some.setdefault((tensor.device, tensor.dtype), []).append(few)
+    return marks, [torch.cat(of_kind).view(torch.uint8).tolist() for of_kind in some.values()]
 
 
 def _anonymous_file(size: int) -> int:
@@ -129,22 +164,3 @@ def _map(descriptor: int, size: int) -> torch.Tensor:
 def _view(memory: torch.Tensor, place: int, dtype: torch.dtype, shape) -> torch.Tensor:
     length = torch.Size(shape).numel() * dtype.itemsize
     return memory[place : place + length].view(dtype).view(shape)
-
-
-def _importable_class(model: PreTrainedModel) -> list[str]:
-    kind = vars(type(model)).get("_ssd_kind", type(model))  # what hf_ssd.enable made its class from
-    place = [kind.__module__, kind.__qualname__]
-    with contextlib.suppress(ImportError, AttributeError):
-        if kind.__module__ != "__main__" and _import(place) is kind:
-            return place
-    raise ValueError(
-        f"The draft's class {type(model).__name__} is defined in {type(model).__module__}, which another process "
-        "cannot import; save the draft with save_pretrained() and pass the folder to hf_ssd.launch_draft()."
-    )
-
-
-def _import(place: list[str]):
-    value = importlib.import_module(place[0])
-    for name in place[1].split("."):
-        value = getattr(value, name)
-    return value

@@ -70,7 +70,7 @@ def main() -> None:
         channel.flush(FLUSH_TIMEOUT)
         os._exit(1)
     try:
-        DraftServer(channel, model).serve()
+        DraftServer(channel, model, settings["weights"]).serve()
     except PeerLost:
         pass
     os._exit(0)  # nothing is left to do, and gloo's threads would make an orderly exit wait

@@ -54,7 +54,7 @@ class Drafter(ABC):
         num_workers: int = 1,
         vocabulary: Vocabulary | None = None,
     ):
-        self.device = model.device
+        self.device = devices.of_model(model)
         self.prefix = VerifiedPrefix(model, prompts, generation_config.max_length, earlier, vocabulary)
         self.vocabulary, self.vocab_size = self.prefix.vocabulary, self.prefix.vocabulary.size
         longest = prompt_length or max(self.prefix.lengths)

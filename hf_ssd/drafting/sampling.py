@@ -143,7 +143,9 @@ class DraftSampler:
         self.config, self.num_workers, self.vocab_size = config, num_workers, vocab_size
         self.processors = draft_processors(model, generation_config, prompt_length)
         self.need_history = needs_history(self.processors)
-        self.noise = SpeculationNoise(seed, self.vocab_size, model.device) if generation_config.do_sample else None
+        self.noise = (
+            SpeculationNoise(seed, self.vocab_size, devices.of_model(model)) if generation_config.do_sample else None
+        )
 
     def process(self, scores: torch.Tensor, histories: torch.LongTensor | None, lengths: torch.LongTensor):
         """
@@ -211,13 +213,13 @@ def draft_processors(model: PreTrainedModel, generation_config: GenerationConfig
     Returns:
         `LogitsProcessorList`, empty when decoding greedily without penalties.
     """
-    model._prepare_special_tokens(generation_config, True, device=model.device)
+    model._prepare_special_tokens(generation_config, True, device=devices.of_model(model))
     return model._get_logits_processor(
         generation_config=generation_config,
         input_ids_seq_length=prompt_length,
         encoder_input_ids=None,
         prefix_allowed_tokens_fn=None,
         logits_processor=LogitsProcessorList(),
-        device=model.device,
+        device=devices.of_model(model),
         model_kwargs={},
     )

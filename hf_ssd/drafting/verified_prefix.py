@@ -3,6 +3,7 @@
 import torch
 from transformers import PreTrainedModel
 
+from .. import devices
 from ..cache.branches import extend_with_branches
 from ..cache.cached_model import CachedModel
 from ..cache.ragged import RaggedCache
@@ -46,7 +47,7 @@ class VerifiedPrefix:
         vocabulary: Vocabulary | None = None,
     ):
         own = model.config.get_text_config(decoder=True).vocab_size
-        self.device, self.vocabulary = model.device, vocabulary or Vocabulary(own, own)
+        self.device, self.vocabulary = devices.of_model(model), vocabulary or Vocabulary(own, own)
         self.fed = [0] * len(prompts)
         prompts = [prompt.to(self.device) for prompt in prompts]
         self.ids, self.lengths = _rows(prompts)

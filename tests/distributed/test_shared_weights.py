@@ -20,8 +20,7 @@ def test_a_model_is_rebuilt_over_the_same_memory(family, tied):
     with torch.inference_mode():
         expected = model(tokens).logits
     weights = SharedWeights(model)
-    weights.fill()
-    weights.adopt()
+    assert weights.fill() == 1 == weights.fill()
     other = model_from_shared_weights(json.loads(json.dumps(weights.description)))
     with torch.inference_mode():
         assert torch.equal(model(tokens).logits, expected)
@@ -29,7 +28,8 @@ def test_a_model_is_rebuilt_over_the_same_memory(family, tied):
     assert type(other) is type(model)
     assert (other.lm_head.weight is other.get_input_embeddings().weight) == tied
     with torch.no_grad():
-        next(model.parameters()).mul_(2)  # one memory: what one side changes, the other sees
+        next(model.parameters()).mul_(2)
+    assert weights.fill() == 2
     for ours, theirs in zip(model.parameters(), other.parameters()):
         assert torch.equal(ours, theirs)
     weights.close()
@@ -71,17 +71,20 @@ def test_a_class_that_cannot_be_imported_is_refused():
         SharedWeights(model)
 
 
-def test_a_call_does_not_copy_the_weights_of_its_draft(target, monkeypatch):
-    """The thread that starts the worker does. The model goes over to the copy between two calls, or rounds."""
-    threads, fill, adopt = {}, SharedWeights.fill, SharedWeights.adopt
-    note = lambda name, step: lambda self: (threads.setdefault(name, threading.current_thread()), step(self))  # noqa: E731
-    monkeypatch.setattr(SharedWeights, "fill", note("fill", fill))
-    monkeypatch.setattr(SharedWeights, "adopt", note("adopt", adopt))
+def test_the_first_call_does_not_copy_the_weights_of_its_draft(target, monkeypatch):
+    """The thread that starts the worker does. A later call copies them only where they have changed."""
+    threads, fill = [], SharedWeights.fill
+    copied = lambda self, before: self.version > before and threads.append(threading.current_thread())  # noqa: E731
+    monkeypatch.setattr(
+        SharedWeights, "fill", lambda self: (before := self.version, fill(self), copied(self, before))[1]
+    )
     draft = tiny_draft()
-    own = draft.lm_head.weight.data_ptr()
     inputs = {"input_ids": torch.tensor([[3, 5, 7]]), "max_new_tokens": 4, "assistant_model": draft}
-    target.generate(**inputs, ssd_config=hf_ssd.SSDConfig())
-    ready(assistant_for(draft))
-    assert threads["fill"] is not threading.main_thread() and threads["adopt"] is threading.main_thread()
-    assert draft.lm_head.weight.data_ptr() != own
-    assert torch.equal(draft.lm_head.weight, tiny_draft().lm_head.weight)
+    for _ in range(2):
+        target.generate(**inputs, ssd_config=hf_ssd.SSDConfig(lookahead=2, budget=2))
+        ready(assistant_for(draft))
+    assert len(threads) == 1 and threads[0] is not threading.main_thread()
+    with torch.no_grad():
+        draft.lm_head.weight.mul_(2)
+    target.generate(**inputs, ssd_config=hf_ssd.SSDConfig(lookahead=2, budget=2))
+    assert threads[1:] == [threading.main_thread()]
