@@ -53,15 +53,14 @@ class SeveralDrafts(DraftSession):
 
     # ---------------------------------------------------------------- a round
 
-    def send_outcomes(self, outcomes: list[Outcome], plan: Plan) -> None:
-        self.plan, self.live = plan, (outcomes[-1].accepted != FINISHED).tolist()
-        for outcome in outcomes:
-            for row, (k, token) in enumerate(zip(outcome.accepted.tolist(), outcome.bonus.tolist())):
-                if k != FINISHED:
-                    self.texts[row] += [*self.verified[row, :k].tolist(), token]
-            self.verified = self.verified[:, :0]
+    def send_outcome(self, outcome: Outcome, plan: Plan) -> None:
+        self.plan, self.live = plan, (outcome.accepted != FINISHED).tolist()
+        for row, (k, token) in enumerate(zip(outcome.accepted.tolist(), outcome.bonus.tolist())):
+            if k != FINISHED:
+                later = outcome.later[row] if outcome.later else []
+                self.texts[row] += [*self.verified[row, :k].tolist(), token, *later]
         for session in list(self.sessions):
-            self._try(session, session.send_outcomes, outcomes, plan)
+            self._try(session, session.send_outcome, outcome, plan)
 
     def receive_speculation(self) -> Speculation:
         # 1. Each row takes what a worker, or a fallback, has for it. If nothing was prepared the draft is asked.
