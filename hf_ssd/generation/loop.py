@@ -258,9 +258,9 @@ def decode(
             probabilities = draft.receive_probabilities()
             if probabilities is not None:
                 probabilities = from_host(probabilities[:, : drafted.shape[1]], input_ids.device)
-            else:  # they are lost: nothing was proposed, and the first position stands alone
-                drafted, logits = drafted[:, :0], logits[:, :1]
-                record.lookahead = 0
+            else:  # they are lost: nothing can have been drawn, so nothing is accepted. All ranks keep their shapes.
+                nothing = torch.zeros(1, device=drafted.device)
+                probabilities = nothing.expand(*drafted.shape, draft.request.vocab_size)
 
     if stream is not None:
         stream.end()

@@ -1,17 +1,27 @@
 """Plain generation's tokens, and a draft that knows them, in calls that the other tests do not make."""
 
 import functools
+import queue
+import threading
 
 import pytest
 import torch
+from transformers import LogitsProcessorList
 
 import hf_ssd
+from hf_ssd.cache import cached_model
+from hf_ssd.distributed import messages
 from hf_ssd.distributed.assistant import DraftAssistant
+from hf_ssd.distributed.session import DraftError
+from hf_ssd.distributed.target_ranks import TargetRanks
+from hf_ssd.distributed.worker_session import WorkerSession
 from hf_ssd.drafting.speculator import Speculator
 from hf_ssd.generation import loop
 from hf_ssd.rounds import AHEAD, FILLER, PLAIN, Plan
 
-from ..conftest import tiny_model
+from ..conformance.conftest import preparing
+from ..conformance.test_unsound import UNSOUND, spoilt
+from ..conftest import padded_batch, tiny_draft, tiny_model
 from ..stand_ins.thread_worker import ThreadWorker
 
 # ---------------------------------------------------------------- rounds in which the draft is not asked
@@ -71,6 +81,116 @@ def test_the_draft_reads_the_targets_text_where_fillers_were_right_by_chance(tar
     assert drafted[0].accepted.count(-1) == (1 if len(rows) > 1 else 0)  # a row that ended before the draft was asked
     # The draft is the target itself: it is right wherever it has read the target's text.
     assert len(drafted) > 3 and all(k in (-1, record.lookahead) for record in drafted for k in record.accepted)
-    assert len(texts) >= workers * len(drafted)
+    # It is asked once for each of these rounds and told of the end; the other rounds are not replayed one by one.
+    assert workers * len(drafted) <= len(texts) <= workers * (len(drafted) + 1)
     for of_rows in texts:
         assert of_rows == [sequences[row, : len(text)].tolist() for row, text in enumerate(of_rows)]
+
+
+# ---------------------------------------------------------------- a row that is verified again beside others
+
+
+class OfThePlainText:
+    """Proposes what plain generation says, and in the first row now and then a token that was never learned."""
+
+    def __init__(self, texts):
+        self.texts, self.calls = texts, 0
+
+    def propose(self, input_ids, lookahead):
+        length = input_ids.shape[1]
+        row = next(row for row, text in enumerate(self.texts) if torch.equal(text[:length], input_ids[0, : len(text)]))
+        tokens = self.texts[row][length : length + lookahead].clone()
+        self.calls += row == 0
+        if row == 0 and self.calls % 2 and len(tokens):
+            tokens[self.calls % len(tokens)] = UNSOUND
+        return tokens, None
+
+
+@pytest.mark.parametrize("options", [{}, {"prefix_allowed_tokens_fn": lambda *_: range(2, 97)}], ids=["", "by step"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_sound_row_beside_one_that_is_verified_again_keeps_its_accepted_tokens(monkeypatch, compiled, options):
+    """A compiled pass feeds at least two tokens to each row."""
+    inputs, target = padded_batch(2), hf_ssd.enable(spoilt(tiny_model()))
+    options = {**inputs, "max_new_tokens": 30, "do_sample": False, "output_logits": True, **options}
+    plain = target.generate(**options, return_dict_in_generate=True)
+    texts = [row[mask.argmax() :] for row, mask in zip(plain.sequences, inputs["attention_mask"])]
+    if compiled:
+        monkeypatch.setattr(cached_model, "is_compiled", lambda model: model is target)
+        monkeypatch.setattr(cached_model, "call_compiled", lambda model, *_, **inputs: model(**inputs))
+    with preparing():
+        output = target.generate(
+            **options, return_dict_in_generate=True, assistant_model=spoilt(tiny_draft(disagreement=1.0)),
+            ssd_config=hf_ssd.SSDConfig(lookahead=4, budget=1, fallback=OfThePlainText(texts), asynchronous=False),
+        )  # fmt: skip
+    assert torch.equal(output.sequences, plain.sequences)
+    records = [record for record in output.ssd_stats.records if len(record.accepted) == 2]
+    assert any(record.accepted[0] == 0 and record.accepted[1] > 1 for record in records)
+    torch.testing.assert_close(torch.stack(output.logits), torch.stack(plain.logits), atol=1e-4, rtol=1e-4)
+
+
+# ---------------------------------------------------------------- ranks that stay in step
+
+
+class RanksInThreads(TargetRanks):
+    """One of two ranks of a target, each in a thread of this process."""
+
+    def __init__(self, is_leader, line):
+        super().__init__()
+        self.group, self.size, self.is_leader, self.line = "two ranks", 2, is_leader, line
+
+    def _send(self, message):
+        for tensor in messages.pack(message):
+            self.line.put(tensor)
+
+    def _receive(self, tensor, deadline):
+        return tensor.copy_(self.line.get(timeout=20))
+
+
+@pytest.mark.parametrize("processor", [None, lambda ids, scores: scores + 0], ids=["", "own processor"])
+@pytest.mark.parametrize("is_unsound", [False, True])
+def test_ranks_stay_in_step_where_the_worker_dies_between_its_tokens_and_what_they_were_drawn_from(
+    monkeypatch, processor, is_unsound
+):
+    proposed, receive = [], WorkerSession.receive_speculation
+
+    def receives(session, timeout=None):
+        proposed.append(receive(session, timeout))
+        return proposed[-1]
+
+    def dies(session):
+        if len(proposed) > 2 and (not is_unsound or UNSOUND in proposed[-1].tokens):
+            raise DraftError("The draft worker has ended.")
+        return probabilities(session)
+
+    probabilities = WorkerSession.receive_probabilities
+    monkeypatch.setattr(WorkerSession, "receive_speculation", receives)
+    monkeypatch.setattr(WorkerSession, "receive_probabilities", dies)
+    line, passes, outputs, failures = queue.Queue(), ([], []), {}, []
+    draft = spoilt(tiny_draft(disagreement=0.0), value=0.1, is_drafted=is_unsound)
+
+    def one_rank(rank, assistant):
+        target = hf_ssd.enable(spoilt(tiny_model()))
+        target.register_forward_hook(lambda *_: passes[rank].append(1))
+        try:
+            outputs[rank] = target.generate(
+                **padded_batch(2), max_new_tokens=30, do_sample=True, temperature=0.05, assistant_model=assistant,
+                ssd_config=hf_ssd.SSDConfig(lookahead=3, budget=4), return_dict_in_generate=True,
+                logits_processor=LogitsProcessorList([] if processor is None else [processor]),
+            )  # fmt: skip
+        except Exception as error:
+            failures.append(error)
+
+    torch.manual_seed(4)
+    with DraftAssistant([functools.partial(ThreadWorker, draft)]) as leaders, DraftAssistant([], wait=False) as other:
+        leaders.ranks, other.ranks = RanksInThreads(True, line), RanksInThreads(False, line)
+        other.vocab_size = leaders.vocab_size
+        threads = [threading.Thread(target=one_rank, args=pair) for pair in enumerate((leaders, other))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    assert not failures and len(proposed) < outputs[0].ssd_stats.rounds
+    assert torch.equal(outputs[0].sequences, outputs[1].sequences) and outputs[0].sequences.shape == (2, 39)
+    assert len(passes[0]) == len(passes[1])  # a pass of a divided model waits for all ranks
+    assert outputs[0].ssd_stats.column("accepted") == outputs[1].ssd_stats.column("accepted")
+    assert "has ended" in outputs[0].ssd_stats.draft_failure
