@@ -13,7 +13,7 @@ from ..drafting.fallbacks import fallbacks_for, join
 from ..drafting.speculator import answer_width
 from ..rounds import CUSTOM, FALLBACKS, FINISHED, NOTHING, PREPARED, PRIMARY, Outcome, Plan, Speculation
 from .connection import Connection
-from .drafts import SEED_STEP
+from .drafts import seed_of_call
 from .session import DraftError, DraftSession, SessionRequest
 from .worker_session import WorkerSession
 
@@ -47,7 +47,7 @@ class SeveralDrafts(DraftSession):
             share = dataclasses.replace(request, worker_index=index, num_workers=len(workers))
             self.sessions.append(WorkerSession(worker, number, share))
         self.vocab_size = self.sessions[0].vocab_size
-        self.fallbacks = fallbacks_for(self.vocab_size, request.seed + SEED_STEP * (number - 1))
+        self.fallbacks = fallbacks_for(self.vocab_size, seed_of_call(request, number))
         if request.asks_target:
             self.custom = CUSTOM, CustomFallback(request.config.fallback, self.vocab_size)
 

@@ -170,8 +170,8 @@ def decode(
     batch_size, prompt_length = input_ids.shape
     stats = SSDStats(batch_size, adjustable=adjustable(draft.request.config, do_sample))
     scores_record, logits_record = (
-        StepRecord(batch_size, prompt_length, input_ids.device) if wants_dict and wanted else None
-        for wanted in (generation_config.output_scores, generation_config.output_logits)
+        StepRecord(batch_size, prompt_length, input_ids.device, dtype) if wants_dict and wanted else None
+        for wanted, dtype in ((generation_config.output_scores, None), (generation_config.output_logits, torch.float32))
     )
     stream = Stream(streamer, sequences) if streamer is not None else None
     received = start
