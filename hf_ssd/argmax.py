@@ -9,11 +9,11 @@ def argmax(scores: torch.FloatTensor) -> torch.LongTensor:
     for 12 rows and a vocabulary of 150,000 it is 0.1 ms instead of 1.6.
 
     Args:
-        scores (`torch.FloatTensor` of shape `(..., vocab_size)`): In float32 or float64.
+        scores (`torch.Tensor` of shape `(..., vocab_size)`): Of any type that has an order.
 
     Returns:
         `torch.LongTensor` of shape `(...)`.
     """
-    if scores.device.type == "cpu":
+    if scores.device.type == "cpu" and scores.dtype in (torch.float32, torch.float64):
         return torch.as_tensor(scores.numpy().argmax(axis=-1))
     return scores.argmax(dim=-1)

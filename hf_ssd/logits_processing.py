@@ -82,6 +82,9 @@ def process_positions(
         lengths (`list[int]`): For each row of the batch. Position `j` of row `r` follows
             `input_ids[r, : lengths[r] + j]`.
         rows (`list[int]`): The rows that `scores` is of.
+
+    Returns:
+        `torch.Tensor` of the shape of `scores`, in the type that the last processor returned.
     """
     if not processors:
         return scores
@@ -108,7 +111,9 @@ def process_positions(
                 places, steps, of_batch = (from_host(index, scores.device) for index in (places, steps, of_batch))
                 batch = scores.new_zeros(len(input_ids), vocab_size)  # a processor may depend on the number of a row
                 batch[of_batch] = scores[places, steps]
-                processed[places, steps] = processor(input_ids[:, :length], batch)[of_batch]
+                answer = processor(input_ids[:, :length], batch)
+                processed = processed.to(answer.dtype)  # the user's own may return another type
+                processed[places, steps] = answer[of_batch]
         scores = processed
     return scores
 

@@ -55,10 +55,29 @@ class Outcome:
         accepted (`torch.LongTensor` of shape `(batch_size,)`): Accepted count of each row, `FINISHED` for a row that is
             left out.
         bonus (`torch.LongTensor` of shape `(batch_size,)`): The token that follows the accepted ones.
+        later (`list[list[int]]`, *optional*): The tokens of each row that followed in later rounds, in which the draft
+            proposed nothing; none for a row that is left out. `None` if there was no such round.
     """
 
     accepted: torch.LongTensor
     bonus: torch.LongTensor
+    later: list[list[int]] | None = None
+
+    def followed_by(self, other: "Outcome", proposed: torch.LongTensor) -> "Outcome":
+        """
+        Returns the outcome that a draft is told after one more round, in which it had proposed nothing.
+
+        Args:
+            other ([`Outcome`]): The outcome of that round.
+            proposed (`torch.LongTensor` of shape `(batch_size, n)`): The tokens that were verified in it.
+        """
+        later, finished = self.later or [[] for _ in self.bonus], other.accepted == FINISHED
+        for tokens, row, k, bonus in zip(later, proposed.tolist(), other.accepted.tolist(), other.bonus.tolist()):
+            if k == FINISHED:
+                tokens.clear()  # nothing of this row is drafted any more
+            else:
+                tokens += [*row[:k], bonus]
+        return Outcome(self.accepted.masked_fill(finished, FINISHED), self.bonus, later)
 
 
 @dataclass

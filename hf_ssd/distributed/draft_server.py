@@ -127,11 +127,9 @@ class DraftServer:
 
     def _answer(self, message: Message) -> None:
         speculator = self.speculator
-        outcomes, plan = payloads.payload_to_outcomes(message.payload, len(speculator.finished))
+        outcome, plan = payloads.payload_to_outcome(message.payload, len(speculator.finished))
         messages.expect(message, Kind.OUTCOME, self.session, self.round)
-        for outcome in outcomes[:-1]:
-            speculator.skip(outcome)
-        found = speculator.look_up(outcomes[-1], plan)
+        found = speculator.look_up(outcome, plan)
         if self.request.answers_alone:
             self._send(speculator.complete(found))
             self._prepare()

@@ -3,6 +3,7 @@
 from transformers import PreTrainedModel
 
 from .. import devices
+from ..config import SSDConfig
 from ..drafting.cache_shapes import CacheShape, shape_for
 from ..drafting.fallbacks import Fallback
 from ..drafting.parallel_drafter import drafter_for
@@ -14,6 +15,29 @@ from .session import SessionRequest
 
 SHAPES_KEPT = 32  # that have learned from earlier calls; a service may meet a new temperature in each
 SEED_STEP = 1_000_003  # between two calls with the same seed
+
+
+def is_fixed(config: SSDConfig) -> bool:
+    """Whether no setting of a call depends on the clock, or on what calls before have taught the planner."""
+    return "auto" not in (config.lookahead, config.budget)
+
+
+def has_fallback(request: SessionRequest) -> bool:
+    """Whether something else than the draft proposes after a miss, so that what was prepared decides on proposals."""
+    return request.config.fallback in FALLBACKS or request.asks_target
+
+
+def seed_of_call(request: SessionRequest, call: int) -> int:
+    """
+    Returns the seed of the draft's noise. If earlier calls play a part in what is proposed, it is another one in each
+    call: what was learned in a call with the same seed must not meet the same noise again.
+
+    Args:
+        request ([`SessionRequest`]): The call.
+        call (`int`): Its number, from 1.
+    """
+    is_taught = request.config.lookahead == "auto" or (has_fallback(request) and not is_fixed(request.config))
+    return request.seed + SEED_STEP * (call - 1) * is_taught
 
 
 class Drafts:
@@ -40,13 +64,13 @@ class Drafts:
         config, generation = request.config, request.generation_config
         self.calls += 1
         key = (str(config.fan_out), generation.temperature if generation.do_sample else None)
-        shape = self.shapes[key] = self.shapes.pop(key, None) or shape_for(config)  # the last one now
+        if has_fallback(request) and is_fixed(config) and generation.do_sample:
+            shape = shape_for(config)  # which rows miss decides what is proposed, so nothing learned before counts
+        else:
+            shape = self.shapes[key] = self.shapes.pop(key, None) or shape_for(config)  # the last one now
         if len(self.shapes) > SHAPES_KEPT:
             del self.shapes[next(iter(self.shapes))]
-        seed = request.seed
-        if config.lookahead == "auto" or config.fallback in FALLBACKS or request.asks_target:
-            # What was learned in a call with the same seed must not meet the same noise again.
-            seed += SEED_STEP * (self.calls - 1)
+        seed = seed_of_call(request, self.calls)
         own = model.config.get_text_config(decoder=True).vocab_size
         vocabulary = Vocabulary(request.vocab_size, own, request.translation, devices.of_model(model))
         drafter = drafter_for(

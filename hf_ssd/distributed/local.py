@@ -30,14 +30,12 @@ class LocalSession(DraftSession):
             self.speculator: Speculator | None = drafts.speculator(model, request, self.custom)
             self.speculator.begin()
 
-    def send_outcomes(self, outcomes: list[Outcome], plan: Plan) -> None:
-        self.outcomes, self.plan = outcomes, plan
+    def send_outcome(self, outcome: Outcome, plan: Plan) -> None:
+        self.outcome, self.plan = outcome, plan
 
     def receive_speculation(self) -> Speculation:
         with self._as_draft_errors():
-            for outcome in self.outcomes[:-1]:
-                self.speculator.skip(outcome)
-            self.speculation = self.speculator.answer(self.outcomes[-1], self.plan)
+            self.speculation = self.speculator.answer(self.outcome, self.plan)
             self.speculator.prepare(self.plan)  # in turn there is no budget, and nothing to prepare
         return self.speculation
 

@@ -12,7 +12,7 @@ from enum import IntEnum
 import torch
 
 MAGIC = 0x6866_5F73_7364  # "hf_ssd"
-VERSION = 11
+VERSION = 12
 HEADER_LENGTH = 12
 FRAME_LENGTH = 128
 PAYLOAD_TYPES = (torch.int64, torch.int32, torch.float32, torch.uint8)
@@ -24,7 +24,7 @@ class Kind(IntEnum):
     READY = 1  # draft -> target: the worker has loaded its model (JSON)
     START = 2  # target -> draft: settings of one generate() call (JSON); PROMPTS follows
     PROMPTS = 3  # target -> draft: length of each row, then all tokens
-    OUTCOME = 4  # target -> draft: the plan, and the outcome of each round since the draft was asked last
+    OUTCOME = 4  # target -> draft: the plan, the outcome of the last speculation, and the tokens of each row since
     SPECULATION = 5  # draft -> target: tokens, and the draft's part of the record; target -> draft: what is verified,
     # where the draft does not decide that alone
     PROBABILITIES = 6  # behind SPECULATION: what the tokens were drawn from, when sampling

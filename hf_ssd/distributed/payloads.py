@@ -1,5 +1,6 @@
 """What is in the messages between target and draft: numbers and JSON, never pickles. Packing and unpacking only."""
 
+import itertools
 import json
 
 import torch
@@ -55,29 +56,37 @@ def payload_to_translation(payload: torch.Tensor, draft_size: int) -> Translatio
         raise ProtocolError(f"a message is no translation: {error}") from error
 
 
-def outcomes_to_payload(outcomes: list[Outcome], plan: Plan) -> torch.Tensor:
-    """Packs the plan, and accepted count and bonus token of each row of each outcome."""
+def outcome_to_payload(outcome: Outcome, plan: Plan) -> torch.Tensor:
+    """
+    Packs the plan, and accepted count and bonus token of each row. If there were later rounds: how many tokens each row
+    gained in them, and these tokens.
+    """
     c = torch.tensor([plan.saguaro_c], dtype=torch.float64).view(torch.int64)
     head = [MODES.index(plan.mode), plan.lookahead, plan.after_miss, plan.budget, SOURCES.index(plan.fallback)]
     head.append(plan.feeds_first)
-    rows = [tensor.cpu() for outcome in outcomes for tensor in (outcome.accepted, outcome.bonus)]
-    return torch.cat([torch.tensor(head), c, *rows])
+    later = [] if outcome.later is None else [*map(len, outcome.later), *itertools.chain(*outcome.later)]
+    return torch.cat([torch.tensor(head), c, outcome.accepted.cpu(), outcome.bonus.cpu(), torch.tensor(later).long()])
 
 
-def payload_to_outcomes(payload: torch.Tensor, rows: int) -> tuple[list[Outcome], Plan]:
+def payload_to_outcome(payload: torch.Tensor, rows: int) -> tuple[Outcome, Plan]:
     _check_integers(payload, _PLAN + 2 * rows)
-    if (len(payload) - _PLAN) % (2 * rows):
-        raise ProtocolError(f"{len(payload)} integers are not a plan and outcomes of {rows} rows")
     mode, lookahead, after_miss, budget, source, feeds_first = payload[: _PLAN - 1].tolist()
     c = float(payload[_PLAN - 1 : _PLAN].clone().view(torch.float64))
     if not 0 <= mode < len(MODES):
         raise ProtocolError(f"{mode} is no mode")
     plan = check_plan(Plan(MODES[mode], lookahead, after_miss, budget, _source(source), c, bool(feeds_first)))
-    accepted, bonus = payload[_PLAN:].view(-1, 2, rows).unbind(1)
+    accepted, bonus, rest = payload[_PLAN:].split([rows, rows, len(payload) - _PLAN - 2 * rows])
     if bool(((accepted < FINISHED) | (accepted > LONGEST_LOOKAHEAD)).any()):
         raise ProtocolError("an outcome cannot have accepted more tokens than a speculation has")
-    check_tokens(bonus.flatten())
-    return [Outcome(*one) for one in zip(accepted, bonus)], plan
+    check_tokens(bonus)
+    if not len(rest):
+        return Outcome(accepted, bonus), plan
+    lengths, tokens = rest[:rows], check_tokens(rest[rows:])
+    fits = len(lengths) == rows and bool(((lengths >= 0) & ((lengths == 0) | (accepted != FINISHED))).all())
+    lengths = lengths.tolist()
+    if not fits or sum(lengths) != len(tokens):
+        raise ProtocolError(f"{len(rest)} integers are not the tokens that {rows} rows gained in later rounds")
+    return Outcome(accepted, bonus, [part.tolist() for part in tokens.split(lengths)]), plan
 
 
 def speculation_to_payload(speculation: Speculation) -> torch.Tensor:

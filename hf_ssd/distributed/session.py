@@ -159,7 +159,7 @@ def as_plain_objects(value):
 
 class DraftSession(ABC):
     """
-    One generate() call's conversation with the draft. A round is `send_outcomes`, `receive_speculation`, and when
+    One generate() call's conversation with the draft. A round is `send_outcome`, `receive_speculation`, and when
     sampling `receive_probabilities`, in this order. The outcome of round 0 is the first token after the prompt; rows
     that are finished already are told as in any other round.
 
@@ -167,13 +167,13 @@ class DraftSession(ABC):
     """
 
     @abstractmethod
-    def send_outcomes(self, outcomes: list[Outcome], plan: Plan) -> None:
+    def send_outcome(self, outcome: Outcome, plan: Plan) -> None:
         """
         Tells the draft what was decided since it was asked last, and what to do now. Returns at once.
 
         Args:
-            outcomes (`list[Outcome]`): One for each round, the last of which is to be answered. In the others but the
-                first nothing was proposed.
+            outcome ([`~hf_ssd.rounds.Outcome`]): Of the last speculation, with the tokens of later rounds, if the draft
+                was not asked in them.
             plan ([`~hf_ssd.rounds.Plan`]): How to answer, and what to prepare next.
         """
 

@@ -13,7 +13,7 @@ from ..drafting.fallbacks import fallbacks_for, join
 from ..drafting.speculator import answer_width
 from ..rounds import CUSTOM, FALLBACKS, FINISHED, NOTHING, PREPARED, PRIMARY, Outcome, Plan, Speculation
 from .connection import Connection
-from .drafts import SEED_STEP
+from .drafts import seed_of_call
 from .session import DraftError, DraftSession, SessionRequest
 from .worker_session import WorkerSession
 
@@ -47,21 +47,20 @@ class SeveralDrafts(DraftSession):
             share = dataclasses.replace(request, worker_index=index, num_workers=len(workers))
             self.sessions.append(WorkerSession(worker, number, share))
         self.vocab_size = self.sessions[0].vocab_size
-        self.fallbacks = fallbacks_for(self.vocab_size, request.seed + SEED_STEP * (number - 1))
+        self.fallbacks = fallbacks_for(self.vocab_size, seed_of_call(request, number))
         if request.asks_target:
             self.custom = CUSTOM, CustomFallback(request.config.fallback, self.vocab_size)
 
     # ---------------------------------------------------------------- a round
 
-    def send_outcomes(self, outcomes: list[Outcome], plan: Plan) -> None:
-        self.plan, self.live = plan, (outcomes[-1].accepted != FINISHED).tolist()
-        for outcome in outcomes:
-            for row, (k, token) in enumerate(zip(outcome.accepted.tolist(), outcome.bonus.tolist())):
-                if k != FINISHED:
-                    self.texts[row] += [*self.verified[row, :k].tolist(), token]
-            self.verified = self.verified[:, :0]
+    def send_outcome(self, outcome: Outcome, plan: Plan) -> None:
+        self.plan, self.live = plan, (outcome.accepted != FINISHED).tolist()
+        for row, (k, token) in enumerate(zip(outcome.accepted.tolist(), outcome.bonus.tolist())):
+            if k != FINISHED:
+                later = outcome.later[row] if outcome.later else []
+                self.texts[row] += [*self.verified[row, :k].tolist(), token, *later]
         for session in list(self.sessions):
-            self._try(session, session.send_outcomes, outcomes, plan)
+            self._try(session, session.send_outcome, outcome, plan)
 
     def receive_speculation(self) -> Speculation:
         # 1. Each row takes what a worker, or a fallback, has for it. If nothing was prepared the draft is asked.

@@ -43,9 +43,9 @@ class WorkerSession(DraftSession):
         send(Message(Kind.START, number, payload=payloads.json_to_payload(request.to_dict())))
         send(Message(Kind.PROMPTS, number, payload=payloads.prompts_to_payload(request.prompts)))
 
-    def send_outcomes(self, outcomes: list[Outcome], plan: Plan) -> None:
+    def send_outcome(self, outcome: Outcome, plan: Plan) -> None:
         self.round += 1
-        self._send(Kind.OUTCOME, payloads.outcomes_to_payload(outcomes, plan))
+        self._send(Kind.OUTCOME, payloads.outcome_to_payload(outcome, plan))
 
     def send_speculation(self, speculation: Speculation) -> None:
         """Tells a worker that does not answer alone what is verified, or lets it complete that."""

@@ -96,7 +96,13 @@ class Drafter(ABC):
     def tokens_of_a_pass(self, lookahead: int, budget: int) -> int:
         """Returns how many tokens of each row a pass of [`~Drafter.grow`] feeds."""
 
-    def commit(self, accepted: list[int], bonus: torch.LongTensor, branches: list[int]) -> None:
+    def commit(
+        self,
+        accepted: list[int],
+        bonus: torch.LongTensor,
+        branches: list[int],
+        later: list[list[int]] | None = None,
+    ) -> None:
         """
         Takes in an outcome.
 
@@ -104,9 +110,13 @@ class Drafter(ABC):
             accepted (`list[int]`): Accepted count of each row, `FINISHED` for a row that is left out from now on.
             bonus (`torch.LongTensor` of shape `(batch_size,)`): Bonus tokens, on this drafter's device.
             branches (`list[int]`): Which of the outcomes that had grown this is, -1 for none.
+            later (`list[list[int]]`, *optional*): Tokens of each row behind the bonus token, from rounds in which
+                nothing was proposed by this drafter.
         """
         self.prefix.decoder.leave_out([k < 0 for k in accepted])
         self.prefix.grow(accepted, bonus)
+        if later is not None:
+            self.prefix.append(later)
         self.sampler.forget_before([length - 1 for length in self.prefix.lengths])
 
     @abstractmethod
@@ -219,8 +229,8 @@ class AutoregressiveDrafter(Drafter):
     def tokens_of_a_pass(self, lookahead, budget):
         return budget
 
-    def commit(self, accepted, bonus, branches):
-        super().commit(accepted, bonus, branches)
+    def commit(self, accepted, bonus, branches, later=None):
+        super().commit(accepted, bonus, branches, later)
         self.known_logits = []
 
     def complete(self, ready, width, plan):

@@ -60,8 +60,8 @@ class ParallelDrafter(Drafter):
     def tokens_of_a_pass(self, lookahead, budget):
         return (lookahead + 1) * (budget + 1)
 
-    def commit(self, accepted, bonus, branches):
-        super().commit(accepted, bonus, branches)
+    def commit(self, accepted, bonus, branches, later=None):
+        super().commit(accepted, bonus, branches, later)
         self.is_known = [k < 0 or branch >= 0 for k, branch in zip(accepted, branches)]
         if self.grown is None:
             self.is_known = [False] * len(accepted)

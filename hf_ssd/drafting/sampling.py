@@ -1,5 +1,6 @@
 """Draft-side sampling: what a token is drawn from, and randomness that depends on the place alone."""
 
+import copy
 import functools
 
 import numpy as np
@@ -208,11 +209,15 @@ def _planned_fan_outs(lookahead: int, budget: int, acceptance_rate: float, power
 def draft_processors(model: PreTrainedModel, generation_config: GenerationConfig, prompt_length: int):
     """
     Rebuilds the target's processors from its generation config with transformers' own code. Processors that the user
-    made are not among them: the draft proposes without, which costs acceptance and nothing else.
+    made are not among them, nor are those that read the prompts as an encoder's input: the draft proposes without,
+    which costs acceptance and nothing else.
 
     Returns:
         `LogitsProcessorList`, empty when decoding greedily without penalties.
     """
+    generation_config = copy.copy(generation_config)
+    # Without the prompts, transformers would warn that it ignores these, although the target applies them.
+    generation_config.encoder_repetition_penalty = generation_config.encoder_no_repeat_ngram_size = None
     model._prepare_special_tokens(generation_config, True, device=devices.of_model(model))
     return model._get_logits_processor(
         generation_config=generation_config,

@@ -156,13 +156,6 @@ class Speculator:
 
     # ---------------------------------------------------------------- the answer
 
-    def skip(self, outcome: Outcome) -> None:
-        """Takes in the outcome of a round for which this draft was not asked: nothing of its own was verified."""
-        lessons = list(self.lessons)
-        self.look_up(outcome, self.plan)
-        self.verify(torch.zeros(len(self.finished), 0, dtype=torch.long), [NOTHING] * len(self.finished))
-        self.lessons = lessons
-
     def answer(self, outcome: Outcome, plan: Plan) -> Speculation:
         """Returns the next speculation of each row, and moves on to verify it."""
         return self.complete(self.look_up(outcome, plan))
@@ -173,8 +166,8 @@ class Speculator:
         next is then settled by [`~Speculator.complete`], or by [`~Speculator.verify`] if something else did it.
 
         Args:
-            outcome ([`~hf_ssd.rounds.Outcome`]): How many tokens of the last speculation each row accepted, and what
-                follows them.
+            outcome ([`~hf_ssd.rounds.Outcome`]): How many tokens of the last speculation each row accepted, and the
+                tokens that follow them. Nothing was prepared for tokens of later rounds.
             plan ([`~hf_ssd.rounds.Plan`]): What to answer, and what to prepare next.
         """
         start, self.plan, self.rounds = time.perf_counter(), plan, self.rounds + 1
@@ -183,6 +176,9 @@ class Speculator:
         self.finished = [k == FINISHED for k in counts]
         found = Speculation.empty(len(counts))
         found.tokens, branches = from_host(found.tokens, device), [-1] * len(counts)
+        is_latest = outcome.later is None
+        if not is_latest:
+            self.prepared, self.preparing = None, RoundRecord()
         if self.prepared is not None:
             found.tokens, found.probabilities, branches = self.prepared.lookup(accepted, bonus)
             found.record.sources = [NOTHING if branch < 0 else PREPARED for branch in branches]
@@ -197,15 +193,16 @@ class Speculator:
         record.ngram_matches, self.ngram_matches = self.ngram_matches, [-1] * len(counts)
         self.uncompared = list(self.drafter.prefix.lengths), counts, self.sources
         record.ranks = [-1] * len(counts)
-        if self.candidates is not None:
+        if self.candidates is not None and is_latest:
             record.ranks = self.candidates.ranks(counts, tokens)
         drafted = self.drafter.drafted.shape[1]
         lengths = [n for n, finished in zip(self.drafter.prefix.lengths, self.finished) if not finished]
         is_cut = self.limit is not None and min(lengths, default=0) + drafted >= self.limit
         if self.candidates is not None and not is_cut:  # the target cuts a speculation near the limit
             self.lessons.append((self.candidates, counts, tokens))
-        self.drafter.commit(counts, bonus, branches)
-        self.was_prepared, self.candidates, self.prepared = self.candidates is not None, None, None
+        self.drafter.commit(counts, bonus, branches, outcome.later)
+        self.was_prepared = self.candidates is not None and is_latest
+        self.candidates = self.prepared = None
         self.preparing = RoundRecord()
         record.answer_seconds = since(start)
         return found

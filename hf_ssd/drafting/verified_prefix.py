@@ -94,20 +94,31 @@ class VerifiedPrefix:
 
     def grow(self, accepted: list[int], bonus: torch.LongTensor) -> None:
         """Takes in the accepted tokens, which stand in their places already, and the bonus token `(batch_size,)`."""
-        moved, live = [max(0, k) for k in accepted], [k != FINISHED for k in accepted]
+        moved = [max(0, k) for k in accepted]
         self.write(bonus[:, None], moved)
         self.fed = [min(fed, n + k) for fed, n, k in zip(self.fed, self.columns, moved)]
-        if self.vocabulary.translation is not None:
-            self._encode([row for row, is_live in enumerate(live) if is_live], moved)
-        else:
-            self.columns = [n + k + is_live for n, k, is_live in zip(self.columns, moved, live)]
-        self.lengths = [n + k + is_live for n, k, is_live in zip(self.lengths, moved, live)]
+        self._take_in([0 if k == FINISHED else k + 1 for k in accepted])
 
-    def _encode(self, rows: list[int], accepted: list[int]) -> None:
-        """Gives the draft the tokens of its own that make up what was accepted and the bonus token."""
+    def append(self, texts: list[list[int]]) -> None:
+        """Takes in tokens of each row, any number of them, that follow its prefix and were not drafted here."""
+        width = max(map(len, texts))
+        tokens = torch.tensor([text + [0] * (width - len(text)) for text in texts], dtype=torch.long)
+        self.write(from_host(tokens, self.device))
+        self._take_in([len(text) for text in texts])
+
+    def _take_in(self, counts: list[int]) -> None:
+        """Makes so many tokens of each row, which stand in their places, part of its prefix."""
+        if self.vocabulary.translation is not None:
+            self._encode(counts)
+        else:
+            self.columns = [n + count for n, count in zip(self.columns, counts)]
+        self.lengths = [n + count for n, count in zip(self.lengths, counts)]
+
+    def _encode(self, counts: list[int]) -> None:
+        """Gives the draft the tokens of its own that make up the new tokens."""
         is_common = self.vocabulary.translation.is_common
-        for row in rows:
-            new = self.ids[row, self.lengths[row] :][: accepted[row] + 1]
+        for row in [row for row, count in enumerate(counts) if count]:
+            new = self.ids[row, self.lengths[row] :][: counts[row]]
             others = (~is_common[new[:-1].cpu()]).nonzero()  # of a fallback, and fed as something else
             if len(others):
                 self.fed[row] = min(self.fed[row], self.columns[row] + int(others[0]))

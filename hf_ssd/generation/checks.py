@@ -99,6 +99,8 @@ def check_generation(
     ssd_config: SSDConfig,
 ) -> None:
     """Raises `ValueError` if an option or input that transformers has prepared cannot be combined with `ssd_config`."""
+    if len(input_ids) == 0:
+        raise ValueError("`input_ids` has no rows; give at least one prompt.")
     mode = generation_config.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         raise ValueError(

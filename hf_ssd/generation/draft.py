@@ -47,7 +47,8 @@ class FaultTolerantDraft:
         self.device, self.ranks = device, ranks
         self.process, self.turn = os.getpid(), Turn()
         self.session: DraftSession | None = None
-        self.untold: list[Outcome] = []  # outcomes of rounds for which the session was not asked
+        self.untold: Outcome | None = None  # since the session was asked last
+        self.unasked: torch.LongTensor | None = None  # what is verified, if the session did not propose it
         self.is_local = self.is_asked = self.was_late = False
         self.filler: int | None = None
         self.rounds = 0
@@ -99,7 +100,7 @@ class FaultTolerantDraft:
         if session is not None:
             if self.session is not None:
                 self.session.close()
-            self.session, self.is_local, self.untold, self.is_asked = session, is_local, [], False
+            self.session, self.is_local, self.untold, self.is_asked = session, is_local, None, False
             if self.joined_at is None:
                 self.joined_at = self.rounds if self.was_late else 0
         self.was_late = self.was_late or self.session is None
@@ -128,7 +129,7 @@ class FaultTolerantDraft:
         if self.decides:
             plan, self.is_asked, self.filler = self.planner.plan, False, None
             if self.session is not None:
-                self.untold.append(outcome)
+                self.untold = outcome if self.untold is None else self.untold.followed_by(outcome, self.unasked)
                 self.filler = None if self.is_local else self.planner.next_filler()
                 # A worker that is to give way to this process is not asked any more.
                 is_right = self.is_local or self._wants_worker
@@ -136,8 +137,8 @@ class FaultTolerantDraft:
             if self.is_asked:
                 if self.is_local:
                     plan = dataclasses.replace(plan, mode=IN_TURN, budget=0)
-                untold, self.untold = self.untold, []
-                self._attempt(lambda: self.session.send_outcomes(untold, plan))
+                untold, self.untold = self.untold, None
+                self._attempt(lambda: self.session.send_outcome(untold, plan))
         if self.ranks.size == 1:
             return outcome
         payload = torch.cat([outcome.accepted, outcome.bonus]) if self.decides else None
@@ -163,6 +164,7 @@ class FaultTolerantDraft:
                 speculation = self._filler(sequences.last)
             if speculation is None:
                 speculation = Speculation.empty(len(self.request.prompts))
+            self.unasked = None if self.is_asked else speculation.tokens
         if self.ranks.size == 1:
             return speculation
         payload = payloads.speculation_to_payload(speculation) if self.decides else None

@@ -170,8 +170,8 @@ def decode(
     batch_size, prompt_length = input_ids.shape
     stats = SSDStats(batch_size, adjustable=adjustable(draft.request.config, do_sample))
     scores_record, logits_record = (
-        StepRecord(batch_size, prompt_length, input_ids.device) if wants_dict and wanted else None
-        for wanted in (generation_config.output_scores, generation_config.output_logits)
+        StepRecord(batch_size, prompt_length, input_ids.device, dtype) if wants_dict and wanted else None
+        for wanted, dtype in ((generation_config.output_scores, None), (generation_config.output_logits, torch.float32))
     )
     stream = Stream(streamer, sequences) if streamer is not None else None
     received = start
@@ -258,9 +258,9 @@ def decode(
             probabilities = draft.receive_probabilities()
             if probabilities is not None:
                 probabilities = from_host(probabilities[:, : drafted.shape[1]], input_ids.device)
-            else:  # they are lost: nothing was proposed, and the first position stands alone
-                drafted, logits = drafted[:, :0], logits[:, :1]
-                record.lookahead = 0
+            else:  # they are lost: nothing can have been drawn, so nothing is accepted. All ranks keep their shapes.
+                nothing = torch.zeros(1, device=drafted.device)
+                probabilities = nothing.expand(*drafted.shape, draft.request.vocab_size)
 
     if stream is not None:
         stream.end()

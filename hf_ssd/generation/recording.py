@@ -11,10 +11,11 @@ class StepRecord:
         batch_size (`int`): Rows.
         prompt_length (`int`): Length of the rows before the first generated token.
         device (`torch.device`): Where they are kept.
+        dtype (`torch.dtype`, *optional*): In what type; by default as they come.
     """
 
-    def __init__(self, batch_size: int, prompt_length: int, device: torch.device):
-        self.prompt_length, self.device = prompt_length, device
+    def __init__(self, batch_size: int, prompt_length: int, device: torch.device, dtype: torch.dtype | None = None):
+        self.prompt_length, self.device, self.dtype = prompt_length, device, dtype
         self.rows: list[list[torch.Tensor]] = [[] for _ in range(batch_size)]
 
     def add(self, row: int, values: torch.Tensor) -> None:
@@ -23,7 +24,7 @@ class StepRecord:
             row (`int`): The row.
             values (`torch.Tensor` of shape `(new_tokens, vocab_size)`): One vector for each of its new tokens.
         """
-        self.rows[row].extend(values.to(device=self.device, dtype=torch.float32, copy=True))
+        self.rows[row].extend(values.to(device=self.device, dtype=self.dtype or values.dtype, copy=True))
 
     def up_to(self, length: int) -> tuple[torch.Tensor, ...]:
         """

@@ -81,11 +81,11 @@ class Stream:
             for row, before in enumerate(self.lengths):
                 self.lengths[row] = length = self.sequences.settled(row)
                 if length > before:
-                    self.streamer.on_tokens(row, self.sequences.ids[row, before:length].cpu())
+                    self.streamer.on_tokens(row, self.sequences.ids[row, before:length].cpu().clone())
             return
         before, self.columns = self.columns, self.sequences.settled_columns
         for tokens in self.sequences.as_in_plain_generation(self.columns)[:, before:].cpu().unbind(1):
-            self.streamer.put(tokens)
+            self.streamer.put(tokens.clone())  # which is the streamer's own, whatever it does with it
         if isinstance(self.streamer, RoundStreamer):
             self.streamer.on_round(stats)
 

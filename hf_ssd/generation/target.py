@@ -7,6 +7,7 @@ from .. import devices
 from ..cache.cached_model import CachedModel
 from ..cache.compiled import uncompiled
 from ..cache.ragged import RaggedCache
+from ..devices import from_host
 from .sequences import Sequences
 
 
@@ -48,6 +49,7 @@ def verify_alone(decoder: CachedModel, sequences: Sequences, rows: list[int], co
     """
     Feeds the last tokens again, without what was drafted behind them. A drafted token whose keys or values are not
     numbers spoils the positions before it too: its column is masked, but 0 times what is no number is none either.
+    The other rows keep what was drafted for them, also where a compiled pass feeds more than one token.
 
     Args:
         rows (`list[int]`): The rows that are spoilt. Nothing remains of what was drafted for them.
@@ -58,7 +60,11 @@ def verify_alone(decoder: CachedModel, sequences: Sequences, rows: list[int], co
     """
     starts = [length - 1 + columns_before_ids for length in sequences.lengths]
     decoder.cache.clear_behind(rows, starts)
-    return decoder.extend(sequences.last[:, None].to(decoder.device), starts)
+    device, count = sequences.ids.device, decoder.fewest_tokens
+    columns = from_host(sequences.lengths, device)[:, None] - 1 + torch.arange(count, device=device)
+    tokens = sequences.ids.gather(1, columns)  # the last token, and behind it those that were drafted
+    tokens[rows] = tokens[rows, :1]
+    return decoder.extend(tokens.to(decoder.device), starts)[:, :1]
 
 
 def feed_what_is_missing(

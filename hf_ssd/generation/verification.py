@@ -107,6 +107,8 @@ def verify_sampled(
         how many of the accepted tokens are `UNLIKELY`.
     """
     p = scores.softmax(dim=-1)
+    if torch.finfo(p.dtype).bits < 32:  # a processor of the user's returned it; plain generation draws in proportion
+        p = p.float() / p.float().sum(dim=-1, keepdim=True)
     # `<`, not `<=`: the random number can be 0, and a token of probability 0 must never pass.
     ratios = acceptance_probabilities(p, q, drafted)
     accepted = accepted_counts(uniform < ratios)

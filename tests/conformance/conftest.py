@@ -24,13 +24,13 @@ def preparing(planned=ahead, outcome_arrived=lambda: False):
         planned (`Callable`): Makes the plan from that of the planner and the settings.
         outcome_arrived (`Callable`): See [`Speculator.prepare`].
     """
-    prepare, send, receive, hits = Speculator.prepare, LocalSession.send_outcomes, LocalSession.receive_speculation, []
+    prepare, send, receive, hits = Speculator.prepare, LocalSession.send_outcome, LocalSession.receive_speculation, []
 
-    def sends(self, outcomes, plan):
+    def sends(self, outcome, plan):
         plan = planned(plan, self.speculator.config)
         if self.speculator.plan.mode == PLAIN:  # the first outcome, for which a worker would have prepared meanwhile
             self.speculator.prepare(plan)
-        send(self, outcomes, plan)
+        send(self, outcome, plan)
 
     def receives(self):
         speculation = receive(self)
@@ -38,7 +38,7 @@ def preparing(planned=ahead, outcome_arrived=lambda: False):
         return speculation
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LocalSession, "send_outcomes", sends)
+        patch.setattr(LocalSession, "send_outcome", sends)
         patch.setattr(LocalSession, "receive_speculation", receives)
         patch.setattr(Speculator, "prepare", lambda self, plan, _=None: prepare(self, plan, outcome_arrived))
         yield hits

@@ -94,11 +94,29 @@ def test_prompts_and_outcomes_round_trip():
     prompts = [torch.tensor([3, 1]), torch.tensor([4]), torch.tensor([1, 5, 9])]
     unpacked = payloads.payload_to_prompts(payloads.prompts_to_payload(prompts))
     assert [p.tolist() for p in unpacked] == [p.tolist() for p in prompts]
-    outcomes = [Outcome(torch.tensor([k, FINISHED]), torch.tensor([5, 6 + k])) for k in range(3)]
     plan = Plan(AHEAD, 5, 2, 12, NGRAM, 0.3)
-    told, told_plan = payloads.payload_to_outcomes(payloads.outcomes_to_payload(outcomes, plan), 2)
-    assert told_plan == plan
-    assert [(o.accepted.tolist(), o.bonus.tolist()) for o in told] == [([k, FINISHED], [5, 6 + k]) for k in range(3)]
+    for later in (None, [[7, 8, 9], []], [[], []]):
+        outcome = Outcome(torch.tensor([2, FINISHED]), torch.tensor([5, 6]), later)
+        payload = payloads.outcome_to_payload(outcome, plan)
+        told, told_plan = payloads.payload_to_outcome(payload, 2)
+        assert told_plan == plan and told.later == later
+        assert (told.accepted.tolist(), told.bonus.tolist()) == ([2, FINISHED], [5, 6])
+        assert len(payload) == 7 + 4 + (0 if later is None else 2 + sum(map(len, later)))
+
+
+def test_later_rounds_are_told_as_tokens_and_of_a_finished_row_nothing_is_told():
+    def outcome(accepted, bonus):
+        return Outcome(torch.tensor(accepted), torch.tensor(bonus))
+
+    told = outcome([2, 0, 1], [5, 6, 7])
+    for accepted, bonus, proposed in (
+        ([0, 0, 0], [8, 9, 10], torch.zeros(3, 0).long()),
+        ([2, 0, FINISHED], [11, 12, 0], torch.tensor([[8, 8, 8], [9, 9, 9], [10, 10, 10]])),
+        ([1, FINISHED, FINISHED], [13, 0, 0], torch.tensor([[11], [12], [0]])),
+    ):
+        told = told.followed_by(outcome(accepted, bonus), proposed)
+    assert (told.accepted.tolist(), told.bonus.tolist()) == ([2, FINISHED, FINISHED], [5, 6, 7])
+    assert told.later == [[8, 8, 8, 11, 11, 13], [], []]
 
 
 @pytest.mark.parametrize("costs", [None, (0.5, 0.25, 0.125)])
@@ -128,16 +146,28 @@ def test_speculations_round_trip_with_the_drafts_part_of_the_record(costs):
         (7, 65, "more tokens than a speculation has"),
         (8, -2, "more tokens than a speculation has"),
         (9, -1, "are not tokens"),
+        (11, 3, "are not the tokens that 2 rows gained"),  # more or fewer than there are
+        (11, -1, "are not the tokens that 2 rows gained"),
+        (12, 1, "are not the tokens that 2 rows gained"),  # of a finished row
+        (13, -1, "are not tokens"),
     ],
 )
 def test_outcomes_that_cannot_be_are_refused(place, value, words):
-    outcome, plan = Outcome(torch.tensor([0, FINISHED]), torch.tensor([5, 6])), Plan(AHEAD, 5, 2, 12)
-    payload = payloads.outcomes_to_payload([outcome], plan)
+    outcome = Outcome(torch.tensor([0, FINISHED]), torch.tensor([5, 6]), [[7, 8], []])
+    plan = Plan(AHEAD, 5, 2, 12)
+    payload = payloads.outcome_to_payload(outcome, plan)
     payload[place] = torch.tensor(value)
     with pytest.raises(ProtocolError, match=words):
-        payloads.payload_to_outcomes(payload, 2)
+        payloads.payload_to_outcome(payload, 2)
+
+
+@pytest.mark.parametrize("length", [0, 10, 12, 14, 16])
+def test_outcomes_that_are_cut_off_or_too_long_are_refused(length):
+    outcome = Outcome(torch.tensor([0, 1]), torch.tensor([5, 6]), [[7, 8], []])
+    payload = torch.cat([payloads.outcome_to_payload(outcome, Plan(AHEAD, 5, 2, 12)), torch.tensor([9])])
+    assert len(payload) == 16 and payloads.payload_to_outcome(payload[:15], 2)[0].later == [[7, 8], []]
     with pytest.raises(ProtocolError, match="integers"):
-        payloads.payload_to_outcomes(payload[:-1], 2)
+        payloads.payload_to_outcome(payload[:length], 2)
 
 
 @pytest.mark.parametrize("payload", [[], [0], [2, 3], [1, 3, 5, 5], [1, 0], [2, 1, 1, 5]])

@@ -136,7 +136,7 @@ def test_a_worker_completes_less_than_it_has_prepared(draft):
     with torch.inference_mode():
         worker.work()
         hit = worker.server.speculator.prepared.bonus[0, 0]
-        session.send_outcomes([Outcome(torch.tensor([0, 0]), torch.stack([hit, hit]))], Plan(AHEAD, 2, 2, BUDGET))
+        session.send_outcome(Outcome(torch.tensor([0, 0]), torch.stack([hit, hit])), Plan(AHEAD, 2, 2, BUDGET))
         found = session.receive_speculation()
         q = session.receive_probabilities()
         assert found.tokens.shape == (2, 3) and found.record.hits[0]

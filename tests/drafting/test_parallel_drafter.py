@@ -179,9 +179,8 @@ def test_what_is_not_known_of_a_speculation_is_read_before_outcomes_are_chosen(m
     assert speculator.answer(outcome([0], [bonus]), plan).record.sources == [NGRAM] and not passes
     speculator.prepare(plan)
     assert len(passes) == 2
-    speculator.skip(outcome([0], [2]))
-    speculator.skip(outcome([0], [3]))
-    speculator.answer(outcome([0], [1]), dataclasses.replace(PLAN, lookahead=0, after_miss=0))
+    later = dataclasses.replace(outcome([0], [2]), later=[[3, 1]])
+    speculator.answer(later, dataclasses.replace(PLAN, lookahead=0, after_miss=0))
     passes.clear()
     speculator.prepare(plan)
     assert len(passes) == 2

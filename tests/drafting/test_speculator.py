@@ -12,6 +12,7 @@ from hf_ssd.drafting import sampling
 from hf_ssd.drafting.cache_shapes import shape_for
 from hf_ssd.drafting.parallel_drafter import drafter_for
 from hf_ssd.drafting.speculator import ROUNDS_PER_COMPARISON, Speculator, answer_width
+from hf_ssd.drafting.verified_prefix import VerifiedPrefix
 from hf_ssd.rounds import AHEAD, FINISHED, IN_TURN, PRIMARY, RANDOM, Outcome, Plan
 
 from ..conftest import VOCAB, tiny_model
@@ -69,20 +70,19 @@ def test_answers_are_the_same_prepared_or_just_in_time(options, family, pard_tok
             index, rows = torch.randint(0, 12, (3,), generator=generator), torch.arange(3) != turn % 3
             accepted = torch.where(rows, ahead.prepared.accepted[torch.arange(3), index], accepted)
             bonus = torch.where(rows, ahead.prepared.bonus[torch.arange(3), index], bonus)
-        outcomes = [Outcome(accepted, bonus)]
-        if turn % 4 == 2:  # the draft was not asked for a few rounds
-            outcomes += [outcome([0, 0, 0], torch.randint(2, VOCAB, (3,), generator=generator)) for _ in range(turn)]
-        for number, one in enumerate(outcomes):
-            if turn >= 10:
+        told = Outcome(accepted, bonus)
+        rounds = [(told, drafted)]
+        for _ in range(turn if turn % 4 == 2 else 0):  # the draft was not asked, and something else proposed tokens
+            count, bonus = (torch.randint(2, most, (3,), generator=generator) for most in (5, VOCAB))
+            rounds.append((Outcome(count - 2, bonus), torch.randint(2, VOCAB, (3, 2), generator=generator)))
+        for number, (one, proposed) in enumerate(rounds):
+            if turn > 10 or (turn == 10 and number > 4):
                 one.accepted[1] = FINISHED
             for row, k in enumerate(one.accepted.tolist()):
-                texts[row] += [] if k == FINISHED else [*drafted[row, :k].tolist(), int(one.bonus[row])]
-            drafted = drafted[:, :0]
-            if number < len(outcomes) - 1:
-                ahead.skip(one)
-                in_time.skip(one)
+                texts[row] += [] if k == FINISHED else [*proposed[row, :k].tolist(), int(one.bonus[row])]
+            told = told.followed_by(one, proposed) if number else one
         used = one.accepted != FINISHED
-        first, second = ahead.answer(one, PREPARES), in_time.answer(one, IN_TIME)
+        first, second = ahead.answer(told, PREPARES), in_time.answer(told, IN_TIME)
         assert_same(first, second, used)
         assert not any(second.record.hits)
         hits += [hit for hit, counts in zip(first.record.hits, used) if counts]
@@ -106,8 +106,8 @@ def test_noise_that_depends_on_the_branch_is_noticed(monkeypatch):
         test_answers_are_the_same_prepared_or_just_in_time("sampled", "llama", None)
 
 
-def test_a_skipped_outcome_that_is_forgotten_is_noticed(monkeypatch):
-    monkeypatch.setattr(Speculator, "skip", lambda self, outcome: None)
+def test_tokens_of_later_rounds_that_are_forgotten_are_noticed(monkeypatch):
+    monkeypatch.setattr(VerifiedPrefix, "append", lambda self, texts: None)
     with pytest.raises(AssertionError):
         test_answers_are_the_same_prepared_or_just_in_time("greedy", "llama", None)
 
@@ -210,12 +210,11 @@ def test_the_shape_learns_from_each_round_that_it_chose_outcomes_for(monkeypatch
     monkeypatch.setattr(speculator.shape, "learn", lambda seen, accepted, bonus: learned.append((accepted, bonus)))
     for turn in range(4):
         speculator.prepare(PREPARES)
-        if turn == 2:
-            speculator.skip(outcome([1, 1, 1], [9, 9, 9]))  # nothing of its own is verified next
-        speculator.answer(outcome([turn % 2, 0, FINISHED], [turn, 6, 7]), PREPARES)
+        later = [[8, 9], [8], []] if turn == 2 else None  # of rounds for which nothing was chosen
+        told = dataclasses.replace(outcome([turn % 2, 0, FINISHED], [turn, 6, 7]), later=later)
+        speculator.answer(told, PREPARES)
     speculator.prepare(PREPARES)
-    # In round 2 nothing had been prepared for what was answered.
-    assert learned == [([turn % 2, 0, FINISHED], [turn, 6, 7]) for turn in (0, 1, 3)]
+    assert learned == [([turn % 2, 0, FINISHED], [turn, 6, 7]) for turn in range(4)]
 
 
 @torch.inference_mode()

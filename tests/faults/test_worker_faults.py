@@ -99,19 +99,19 @@ def test_a_worker_that_raises_shows_its_traceback_and_stays(target, assistant, w
     pid = assistant.workers[0].process.popen.pid
     config = hf_ssd.SSDConfig(**CONFIG)
     prompt = {"input_ids": torch.tensor([[96, 3]]), "attention_mask": torch.ones(1, 2, dtype=torch.long)}
-    original = WorkerSession.send_outcomes
+    original = WorkerSession.send_outcome
 
-    def nonsense(self, outcomes, plan):
+    def nonsense(self, outcome, plan):
         if self.round == 2:
-            outcomes = [Outcome(outcome.accepted, outcome.bonus + 10**6) for outcome in outcomes]
-        return original(self, outcomes, plan)
+            outcome = Outcome(outcome.accepted, outcome.bonus + 10**6)
+        return original(self, outcome, plan)
 
-    WorkerSession.send_outcomes = nonsense
+    WorkerSession.send_outcome = nonsense
     try:
         output = target.generate(**prompt, max_new_tokens=20, do_sample=False, assistant_model=assistant,
                                  ssd_config=config, return_dict_in_generate=True)  # fmt: skip
     finally:
-        WorkerSession.send_outcomes = original
+        WorkerSession.send_outcome = original
     assert torch.equal(output.sequences, target.generate(**prompt, max_new_tokens=20, do_sample=False))
     assert "Traceback" in output.ssd_stats.draft_failure and "IndexError" in output.ssd_stats.draft_failure
     assert len(warnings) == 1

@@ -40,7 +40,7 @@ class Last:
 
 @pytest.fixture(scope="session")
 def recorded():
-    """Messages of greedy and sampled calls: q dense and sparse, a user's fallback, two workers, other tokenizers."""
+    """Messages of calls that are greedy, planned, or sampled with q dense and sparse, with a user's fallback ..."""
     found, patch, pack, send_announced = [], pytest.MonkeyPatch(), channel.pack, channel.Channel.send_announced
 
     def record(message):
@@ -60,6 +60,7 @@ def recorded():
     settings = {"lookahead": 3, "budget": 4}
     calls = [
         (1, {"do_sample": False}, {}),
+        (1, {"do_sample": False}, {"lookahead": "auto", "budget": "auto"}),  # the draft is not asked in all rounds
         (1, {"do_sample": True, "top_k": 0}, {}),
         (1, {"do_sample": True, "top_k": 5, "bad_words_ids": [[5], [6, 7]]}, {}),
         (1, {"do_sample": True}, {"fallback": Last()}),
@@ -72,7 +73,7 @@ def recorded():
             with DraftAssistant([functools.partial(ThreadWorker, draft) for draft in drafts]) as assistant:
                 output = target.generate(
                     **padded_batch(ROWS), max_new_tokens=12, assistant_model=assistant, return_dict_in_generate=True,
-                    ssd_config=hf_ssd.SSDConfig(**settings, **more), **options,
+                    ssd_config=hf_ssd.SSDConfig(**{**settings, **more}), **options,
                 )  # fmt: skip
                 assert output.ssd_stats.draft_failure is None
     patch.undo()

@@ -40,14 +40,16 @@ def read_probabilities(payload):
     assert q.shape == SHAPE and q.dtype == torch.float32
 
 
-def read_outcomes(payload):
-    outcomes, plan = payloads.payload_to_outcomes(payload, ROWS)
-    assert outcomes and plan.mode in MODES and plan.fallback in SOURCES
+def read_outcome(payload):
+    outcome, plan = payloads.payload_to_outcome(payload, ROWS)
+    assert plan.mode in MODES and plan.fallback in SOURCES
     assert 0 <= plan.after_miss <= plan.lookahead <= LONGEST_LOOKAHEAD and plan.budget >= 0
     assert 0 <= plan.saguaro_c <= 1
-    for outcome in outcomes:
-        assert outcome.accepted.shape == outcome.bonus.shape == (ROWS,) and outcome.bonus.min() >= 0
-        assert FINISHED <= outcome.accepted.min() <= outcome.accepted.max() <= LONGEST_LOOKAHEAD
+    assert outcome.accepted.shape == outcome.bonus.shape == (ROWS,) and outcome.bonus.min() >= 0
+    assert FINISHED <= outcome.accepted.min() <= outcome.accepted.max() <= LONGEST_LOOKAHEAD
+    for k, tokens in zip(outcome.accepted.tolist(), outcome.later or [[]] * ROWS, strict=True):
+        assert min(tokens, default=0) >= 0 and not (tokens and k == FINISHED)
+    return outcome
 
 
 def read_prompts(payload):
@@ -71,7 +73,7 @@ READERS = {
     Kind.START: read_request,
     Kind.PROMPTS: read_prompts,
     Kind.VOCABULARY: lambda payload: payloads.payload_to_translation(payload, 97),
-    Kind.OUTCOME: read_outcomes,
+    Kind.OUTCOME: read_outcome,
     Kind.SPECULATION: read_speculation,
     Kind.PROBABILITIES: read_probabilities,
     Kind.ERROR: payloads.payload_to_text,
@@ -123,6 +125,8 @@ def test_recorded_messages_of_all_kinds_are_understood(recorded):
             kinds.add(one.message.kind)
             assert not refused(READERS[one.message.kind], one.message.payload)
     assert kinds == READERS.keys() - {Kind.READY, Kind.ERROR}
+    outcomes = [read_outcome(one.message.payload) for one in recorded if one.message.kind == Kind.OUTCOME]
+    assert {outcome.later is None for outcome in outcomes} == {True, False}
 
 
 @sizes

@@ -53,7 +53,7 @@ def good_call(target, number, starts):
     target.send(Message(Kind.START, number, payload=start))
     target.send(Message(Kind.PROMPTS, number, payload=prompts))
     outcome = Outcome(torch.zeros(ROWS, dtype=torch.long), torch.tensor([5, 6]))
-    target.send(Message(Kind.OUTCOME, number, payload=payloads.outcomes_to_payload([outcome], Plan(AHEAD, 3, 3, 4))))
+    target.send(Message(Kind.OUTCOME, number, payload=payloads.outcome_to_payload(outcome, Plan(AHEAD, 3, 3, 4))))
     message, errors = next_of(target, number)
     tokens = payloads.payload_to_speculation(message.payload, ROWS).tokens
     payloads.check_tokens(tokens.flatten(), VOCAB)

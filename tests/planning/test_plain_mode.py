@@ -1,5 +1,6 @@
 """While the plan is plain decoding the target sends nothing; when drafting resumes, one message says what went by."""
 
+import dataclasses
 import functools
 import threading
 
@@ -66,13 +67,14 @@ def generate(monkeypatch, target, assistant, planner, rows=2, **options):
     return output
 
 
-def outcomes_told(worker, rows):
-    """How many outcomes each of the messages holds."""
+def rounds_told(worker, rows):
+    """How many rounds each of the messages tells of: in each but the first of them a row gained one token."""
     told = [message.payload for message in worker.sent if message.kind == Kind.OUTCOME]
-    return [len(payloads.payload_to_outcomes(payload, rows)[0]) for payload in told]
+    later = [payloads.payload_to_outcome(payload, rows)[0].later for payload in told]
+    return [1 if tokens is None else 1 + max(map(len, tokens)) for tokens in later]
 
 
-def outcomes_due(records):
+def rounds_due(records):
     """Nothing in a plain round, and then all that went by; what went by before the first one is in the prompts."""
     asked = [number for number, record in enumerate(records) if record.mode != PLAIN]
     asked.append(len(records))  # the last outcome, behind which nothing is asked: all calls here end while drafting
@@ -87,8 +89,8 @@ def test_nothing_is_sent_in_plain_mode_and_one_message_carries_what_went_by(
     with launched(workers) as assistant:
         stats = generate(monkeypatch, target, assistant, InAndOut(drafting), rows).ssd_stats
         for worker in assistant.workers:
-            assert outcomes_told(worker, rows) == outcomes_due(stats.records)
-            assert PLAIN_ROUNDS + 1 in outcomes_told(worker, rows)
+            assert rounds_told(worker, rows) == rounds_due(stats.records)
+            assert PLAIN_ROUNDS + 1 in rounds_told(worker, rows)
             of_rounds = [message.kind for message in worker.sent if message.kind != Kind.OUTCOME]
             verified = [Kind.SPECULATION] * sum(record.mode != PLAIN for record in stats.records)  # one knows by itself
             assert of_rounds == [Kind.START, Kind.PROMPTS, *(verified if workers > 1 else ()), Kind.END]
@@ -97,8 +99,13 @@ def test_nothing_is_sent_in_plain_mode_and_one_message_carries_what_went_by(
 
 def test_what_went_by_and_is_not_told_is_noticed(target, assistant, monkeypatch):
     """The mutant for the test above."""
-    send = WorkerSession.send_outcomes
-    monkeypatch.setattr(WorkerSession, "send_outcomes", lambda self, outcomes, plan: send(self, outcomes[-1:], plan))
+    send = WorkerSession.send_outcome
+
+    def forgetful(self, outcome, plan):
+        later = outcome.later and [tokens[-1:] for tokens in outcome.later]
+        send(self, dataclasses.replace(outcome, later=later), plan)
+
+    monkeypatch.setattr(WorkerSession, "send_outcome", forgetful)
     assert generate(monkeypatch, target, assistant, InAndOut()).ssd_stats.acceptance_rate < 1
 
 
