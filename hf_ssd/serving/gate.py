@@ -2,8 +2,8 @@
 
 from urllib.parse import urlsplit
 
+from fastapi import HTTPException  # starlette's own would become status 400 in FastAPI's reading of a body
 from starlette.datastructures import Headers
-from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .errors import refuse

@@ -96,7 +96,10 @@ class Live:
         self.model, self.tokenizer, self.calls = model, tokenizer, calls
 
     async def events(self, request: LiveRequest) -> AsyncIterator[str]:
-        """Yields server-sent events: one for each round, then `{"end": reason}` or `{"error": sentence}`."""
+        """
+        Yields server-sent events: `{"chat": bool}`, whether the prompt is a message; one for each round; and then
+        `{"end": reason}` or `{"error": sentence}`.
+        """
         loop, queue = asyncio.get_running_loop(), asyncio.Queue()
 
         def send(event: dict) -> None:
@@ -104,6 +107,7 @@ class Live:
 
         streamer = LiveStreamer(self.tokenizer, send, request.draft)
         call = Call(loop)
+        yield f"data: {json.dumps({'chat': self.tokenizer.chat_template is not None})}\n\n"
         self.calls.submit(self._generate, request, call, streamer, send)
         try:
             while True:

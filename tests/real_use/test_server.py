@@ -222,7 +222,7 @@ def test_what_is_not_done_is_refused_by_its_name(server, path, request_, name, s
     "path, request_",
     [
         (CHAT, {"stop": [], "n": 1, "logprobs": False, "tool_choice": "auto", "response_format": {"type": "text"}}),
-        (CHAT, {"presence_penalty": 0.0, "user": "me", "metadata": {"a": "b"}, "store": False, "max_tokens": None}),
+        (CHAT, {"presence_penalty": 0.0, "user": "me", "metadata": {"a": "b"}, "store": False, "seed": None}),
         (CHAT, {"tool_choice": "none", "tools": [{"type": "function", "function": {"name": "f"}}]}),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "abc"}]}]}),
         (COMPLETIONS, {"stop": None, "n": 1, "best_of": 1, "echo": False, "logprobs": None, "frequency_penalty": 0}),
