@@ -54,7 +54,9 @@ def described(error: BaseException) -> tuple[int, dict]:
 async def refuse(request, error: Exception) -> JSONResponse:
     """Answers a request with an error; a handler of exceptions."""
     status, body = described(error)
-    return JSONResponse(body, status, getattr(error, "headers", None))
+    # uvicorn closes the connection after an error that it logs; a client that is not told would use it again.
+    headers = {"connection": "close"} if status == 500 else getattr(error, "headers", None)
+    return JSONResponse(body, status, headers)
 
 
 def read(kind: type[BaseModel], body: bytes) -> Any:

