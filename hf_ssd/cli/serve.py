@@ -25,7 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     server.add_argument("--draft", dest="draft_named", metavar="DRAFT", help="another way to name the DRAFT")
     server.add_argument("--host", default="127.0.0.1", help="address to listen on; default: this machine alone")
     server.add_argument("--port", type=int, default=8000, help="8000; 0: any that is free")
-    server.add_argument("--cors", action="store_true", help="let pages of other sites ask")
+    server.add_argument("--cors", action="store_true", help="allow cross-origin requests")
+    server.add_argument("--allowed-hosts", nargs="+", default=(), metavar="NAME", help="names that clients call it by")
     server.add_argument("--lookahead", type=int, help="drafted tokens a round; default: planned")
     server.add_argument("--budget", type=int, help="outcomes to prepare; default: planned")
     server.add_argument("--log-level", default="error", choices=("error", "warning", "info", "debug"))
@@ -55,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
             host=args.host,
             port=port,
             enable_cors=args.cors,
+            allowed_hosts=args.allowed_hosts,
             log_level=args.log_level,
         )
         print(f"http://{args.host}:{port} shows a page, and serves OpenAI's clients under /v1", flush=True)

@@ -3,7 +3,6 @@
 import asyncio
 import copy
 import json
-import threading
 import time
 from collections.abc import AsyncIterator, Callable
 
@@ -17,7 +16,7 @@ from .. import timeline
 from ..generation.streaming import RoundStreamer
 from ..rounds import PREPARED
 from ..stats import SSDStats
-from .calls import TurnTaking
+from .calls import Call, TurnTaking
 from .metrics import Totals
 
 ACCEPTED_PREPARED, ACCEPTED_DRAFTED, OF_THE_TARGET = "prepared", "drafted", "target"
@@ -51,12 +50,10 @@ class LiveStreamer(RoundStreamer):
     def __init__(self, tokenizer: PreTrainedTokenizerBase, send: Callable[[dict], None], speculates: bool):
         super().__init__(self._add_round)
         self.tokenizer, self.send, self.speculates = tokenizer._tokenizer, send, speculates
-        self.decoder, self.waiting, self.has_left = DecodeStream([], skip_special_tokens=True), [], threading.Event()
+        self.decoder, self.waiting = DecodeStream([], skip_special_tokens=True), []
         self.totals, self.start = Totals(), time.perf_counter()
 
     def put(self, value: torch.LongTensor) -> None:
-        if self.has_left.is_set():
-            raise _GenerationCancelled
         if value.dim() > 1:  # the prompt
             self.start = time.perf_counter()
             return
@@ -99,14 +96,19 @@ class Live:
         self.model, self.tokenizer, self.calls = model, tokenizer, calls
 
     async def events(self, request: LiveRequest) -> AsyncIterator[str]:
-        """Yields server-sent events: one for each round, then `{"end": reason}` or `{"error": sentence}`."""
+        """
+        Yields server-sent events: `{"chat": bool}`, whether the prompt is a message; one for each round; and then
+        `{"end": reason}` or `{"error": sentence}`.
+        """
         loop, queue = asyncio.get_running_loop(), asyncio.Queue()
 
         def send(event: dict) -> None:
             loop.call_soon_threadsafe(queue.put_nowait, event)
 
         streamer = LiveStreamer(self.tokenizer, send, request.draft)
-        self.calls.submit(self._generate, request, streamer, send)
+        call = Call(loop)
+        yield f"data: {json.dumps({'chat': self.tokenizer.chat_template is not None})}\n\n"
+        self.calls.submit(self._generate, request, call, streamer, send)
         try:
             while True:
                 event = await queue.get()
@@ -114,17 +116,17 @@ class Live:
                 if "end" in event or "error" in event:
                     return
         finally:
-            streamer.has_left.set()  # a call that goes on ends with its next round
+            call.has_left.set()  # a call that goes on ends with its next round
 
-    def _generate(self, request: LiveRequest, streamer: LiveStreamer, send) -> None:
+    def _generate(self, request: LiveRequest, call: Call, streamer: LiveStreamer, send) -> None:
         config = copy.deepcopy(self.model.generation_config)
         config.max_new_tokens, config.do_sample = request.max_new_tokens, request.temperature > 0
         config.temperature = request.temperature or 1.0
         without_draft = {} if request.draft else {"ssd_config": None}
         try:
             inputs = self._inputs(request.prompt)
-            self.calls.prepare(self.model, inputs, config)
-            self.calls.counted(self.model).generate(
+            self.calls.prepare(self.model, inputs, config, call)
+            self.calls.counted(self.model, call).generate(
                 **inputs, generation_config=config, streamer=streamer, **without_draft
             )
             send({"end": "finished"})

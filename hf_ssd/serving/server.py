@@ -2,21 +2,28 @@
 
 import contextlib
 import importlib.resources
+import ipaddress
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
-from fastapi import FastAPI, HTTPException, Response
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
+from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi.responses import HTMLResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.middleware.cors import CORSMiddleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 from transformers.cli.serve import Serve
 from transformers.utils import logging
 
 import hf_ssd
 
 from .calls import TurnTaking
+from .errors import OF_THE_CLIENT, read, refuse
+from .gate import Gate
 from .live import Live, LiveRequest
 from .metrics import Metrics
+from .parameters import ChatRequest, CompletionRequest, ResponseRequest
+from .requests import Endpoint, Limits
 
 GRACE = 3  # seconds that answers which are under way get to end when the server is to
 
@@ -29,11 +36,23 @@ class Server(Serve):
         target (`str`): Hub id or folder of the model.
         assistant ([`~hf_ssd.DraftAssistant`]): Its draft.
         ssd_config ([`~hf_ssd.SSDConfig`], *optional*): Settings of all calls.
+        allowed_hosts (`list[str]`, *optional*): Names by which clients may call it, beside `host`. By default those of
+            this machine if it listens on a loopback address, and otherwise any.
+        enable_cors (`bool`, *optional*, defaults to `False`): Whether pages of other sites may use it.
         options: As `transformers serve` takes them, for example `device`, `dtype`, `host` and `port`.
     """
 
-    def __init__(self, target: str, assistant: hf_ssd.DraftAssistant, ssd_config=None, **options):
+    def __init__(
+        self,
+        target: str,
+        assistant: hf_ssd.DraftAssistant,
+        ssd_config=None,
+        allowed_hosts=(),
+        enable_cors=False,
+        **options,
+    ):
         self.target, self.assistant, self.ssd_config = target, assistant, ssd_config
+        self.allowed_hosts, self.enable_cors = allowed_hosts, enable_cors
         super().__init__(force_model=target, non_blocking=True, **options)
 
     def start_server(self) -> None:
@@ -45,9 +64,24 @@ class Server(Serve):
         self._generation_state.get_manager = lambda *args, **kwargs: calls
         self.server.config.timeout_graceful_shutdown = GRACE
         self.server.config.access_log = logging.get_verbosity() <= logging.INFO
+        limits, preparing = Limits(model, loaded.processor), ThreadPoolExecutor(1, "hf_ssd prepares")
+        app = application(self.target, self.assistant, metrics, Live(model, loaded.processor, calls), calls)
+        for path, handler, kind in [
+            ("/v1/chat/completions", self._chat_handler, ChatRequest),
+            ("/v1/completions", self._completion_handler, CompletionRequest),
+            ("/v1/responses", self._response_handler, ResponseRequest),
+        ]:
+            app.add_route(path, Endpoint(handler, kind, limits, preparing), ["POST"])
         theirs = self.server.config.app
-        live = Live(model, loaded.processor, calls)
-        self.server.config.app = application(theirs, self.target, self.assistant, metrics, live, calls)
+        app.mount("/", theirs)
+        for one in (app, theirs):
+            for kind in (*OF_THE_CLIENT, Exception):
+                one.add_exception_handler(kind, refuse)
+        app.add_middleware(Gate, origins=self.enable_cors)
+        app.add_middleware(TrustedHostMiddleware, hosts(self.server.config.host, self.allowed_hosts), False)
+        if self.enable_cors:
+            app.add_middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
+        self.server.config.app = app
 
     def run(self) -> None:
         """Serves until an interrupt or SIGTERM."""
@@ -56,19 +90,19 @@ class Server(Serve):
             self.server.run()
 
 
-async def refuse(request, error: Exception) -> JSONResponse:
-    """Answers a request that cannot be served with one sentence, in the form that OpenAI's clients read."""
-    status, message = 400, str(error)
-    if isinstance(error, HTTPException):
-        status, message = error.status_code, error.detail
-    elif isinstance(error, RequestValidationError):
-        status, first = 422, error.errors()[0]
-        message = f"{' '.join(map(str, first['loc']))}: {first['msg']}"
-    return JSONResponse({"error": {"message": message, "type": "invalid_request_error", "code": None}}, status)
+def hosts(host: str, allowed: Sequence[str]) -> list[str]:
+    """Returns the names by which a server that listens on `host` may be called; `"*"` is any."""
+    try:
+        address = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
+    except ValueError:  # a name
+        address = None
+    if not allowed and not (address and address.is_loopback):
+        return ["*"]
+    return ["localhost", "127.0.0.1", "[::1]", f"[{host}]" if ":" in host else host, *allowed]
 
 
-def application(theirs: FastAPI, target: str, assistant, metrics: Metrics, live: Live, calls: TurnTaking) -> FastAPI:
-    """Returns our addresses, with transformers' server behind them."""
+def application(target: str, assistant, metrics: Metrics, live: Live, calls: TurnTaking) -> FastAPI:
+    """Returns the addresses that `transformers serve` does not have."""
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -82,8 +116,9 @@ def application(theirs: FastAPI, target: str, assistant, metrics: Metrics, live:
         return importlib.resources.files(__package__).joinpath("page.html").read_text()
 
     @app.post("/live")
-    async def watch(request: LiveRequest) -> StreamingResponse:
-        return StreamingResponse(live.events(request), media_type="text/event-stream")
+    async def watch(request: Request) -> StreamingResponse:
+        events = live.events(read(LiveRequest, await request.body()))
+        return StreamingResponse(events, media_type="text/event-stream")
 
     @app.get("/metrics")
     def figures() -> Response:
@@ -99,11 +134,8 @@ def application(theirs: FastAPI, target: str, assistant, metrics: Metrics, live:
 
     @app.post("/load_model")
     @app.post("/reset")
+    @app.post("/v1/audio/transcriptions")
     def pinned() -> None:  # another model, or this one loaded again, would have no draft
         raise HTTPException(403, f"This server has one model, {target}.")
 
-    app.mount("/", theirs)
-    for one in (app, theirs):
-        for kind in (ValueError, HTTPException, RequestValidationError):
-            one.add_exception_handler(kind, refuse)
     return app

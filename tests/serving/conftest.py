@@ -7,7 +7,9 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -16,35 +18,27 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from .. import preloaded
+import hf_ssd
+from hf_ssd.cli.serve import free_port
+from hf_ssd.serving.server import Server
+
+from .. import preloaded, vocabularies
+from ..conftest import tiny_model
 
 PAIR = Path(__file__).parents[2] / "examples" / "pair"
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 START_TIMEOUT = 120.0
+LONG = 20_000  # positions: a call that fills them lasts far longer than a test
 
 
-class ServerProcess:
-    """`hf-ssd serve` in a process of its own, with what a client of it needs."""
+class Client:
+    """Asks a server, which has a `url` and a `model`."""
 
-    def __init__(self, model: str, *options: str):
-        self.model = model
-        command = [sys.executable, "-m", "hf_ssd", "serve", model, str(PAIR / "draft"), "--port", "0"]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        environment.pop(preloaded.ADDRESS, None)  # its worker is to be its child
-        self.log = tempfile.TemporaryFile("a+")  # to append to, wherever it is read
-        output = {"stdout": self.log, "stderr": subprocess.STDOUT}
-        self.process = preloaded.FRESH([*command, *options], env=environment, **output)
-        deadline = time.monotonic() + START_TIMEOUT
-        while not (found := re.search(r"http://\S+(?= shows a page)", self.written())) or not self.answers(found[0]):
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                self.process.kill()
-                raise AssertionError(f"no server: {self.written()}")
-            time.sleep(0.1)
+    url: str
+    model: str
+
+    def connect(self) -> None:
         self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", timeout=100.0, max_retries=0)
-
-    def written(self) -> str:
-        self.log.seek(0)
-        return self.log.read()
 
     def answers(self, url: str) -> bool:
         self.url = url
@@ -66,15 +60,57 @@ class ServerProcess:
         samples = [sample for family in families for sample in family.samples]
         return {sample.labels.get("end", sample.name.removeprefix("hf_ssd_")): sample.value for sample in samples}
 
-    def worker(self) -> psutil.Process:
-        """Returns the draft's process."""
-        children = psutil.Process(self.process.pid).children(recursive=True)
-        return next(child for child in children if "hf_ssd.distributed.worker" in " ".join(child.cmdline()))
-
     def complete(self, prompt: str, tokens: int, **options):
         return self.client.completions.create(
             model=self.model, prompt=prompt, max_tokens=tokens, **{"temperature": 0, **options}
         )
+
+    def chat(self, text: str, tokens: int, **options):
+        return self.client.chat.completions.create(
+            model=self.model,
+            messages=[{"role": "user", "content": text}],
+            max_completion_tokens=tokens,
+            **{"temperature": 0, **options},
+        )
+
+    def post(self, path: str, body: bytes, **headers: str) -> tuple[int, dict]:
+        """Returns the status and the JSON of an answer."""
+        names = {"content-type": "application/json"} | {name.replace("_", "-"): text for name, text in headers.items()}
+        try:
+            with urllib.request.urlopen(urllib.request.Request(self.url + path, body, names), timeout=60) as response:
+                return response.status, json.load(response)
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, json.load(error)
+
+
+class ServerProcess(Client):
+    """`hf-ssd serve` in a process of its own, with what a client of it needs."""
+
+    def __init__(self, model: str, *options: str):
+        self.model = model
+        command = [sys.executable, "-m", "hf_ssd", "serve", model, str(PAIR / "draft"), "--port", "0"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        environment.pop(preloaded.ADDRESS, None)  # its worker is to be its child
+        self.log = tempfile.TemporaryFile("a+")  # to append to, wherever it is read
+        output = {"stdout": self.log, "stderr": subprocess.STDOUT}
+        self.process = preloaded.FRESH([*command, *options], env=environment, **output)
+        deadline = time.monotonic() + START_TIMEOUT
+        while not (found := re.search(r"http://\S+(?= shows a page)", self.written())) or not self.answers(found[0]):
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                self.process.kill()
+                raise AssertionError(f"no server: {self.written()}")
+            time.sleep(0.1)
+        self.connect()
+
+    def written(self) -> str:
+        self.log.seek(0)
+        return self.log.read()
+
+    def worker(self) -> psutil.Process:
+        """Returns the draft's process."""
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        return next(child for child in children if "hf_ssd.distributed.worker" in " ".join(child.cmdline()))
 
     def stop(self) -> int:
         """Interrupts it, and returns its exit code."""
@@ -84,6 +120,36 @@ class ServerProcess:
         finally:
             self.process.kill()
             self.log.close()
+
+
+class ServerThread(Client):
+    """A server in this process, which starts in a moment and whose parts a test can reach."""
+
+    def __init__(self, model: str, assistant, ssd_config=None, **options):
+        self.model, port = model, free_port("127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{port}"
+        self.served = Server(
+            model,
+            assistant,
+            ssd_config,
+            host="127.0.0.1",
+            port=port,
+            device="cpu",
+            dtype="float32",
+            log_level="error",
+            **options,
+        )
+        ((_, self.loaded),) = self.served._model_manager.loaded_models.items()
+        self.thread = threading.Thread(target=self.served.server.run)
+        self.thread.start()
+        assert within(30, lambda: self.served.server.started)
+        self.connect()
+
+    def stop(self) -> None:
+        self.client.close()
+        self.served.server.should_exit = True
+        self.thread.join(30)
+        assert not self.thread.is_alive()
 
 
 def within(seconds: float, condition) -> bool:
@@ -114,3 +180,22 @@ def server(chat_model):
     server = ServerProcess(chat_model, "--lookahead", "3", "--budget", "4")
     yield server
     assert server.stop() == 0
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory) -> str:
+    """Returns a folder of a tiny target with a chat template and many positions."""
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    tiny_model(max_position_embeddings=LONG).save_pretrained(folder)
+    tokenizer = vocabularies.tokenizer(vocabularies.TARGET)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def tiny_server(tiny_folder, assistant):
+    """A server in this process, with a fixed plan, and the workers that all tests share."""
+    server = ServerThread(tiny_folder, assistant, hf_ssd.SSDConfig(lookahead=3, budget=4))
+    yield server
+    server.stop()

@@ -103,6 +103,42 @@ def test_without_draft_gives_the_same_text_and_a_speed_beside_the_other(page, se
     assert figure(page, "speed") > 0 and figure(page, "speed-plain") > 0
 
 
+def test_an_answer_of_a_chat_model_stands_below_its_prompt(page):
+    generate(page, PROMPT, 20)
+    prompt, answer = (page.find_element(By.CSS_SELECTOR, f"#text .{name}").rect for name in ("prompt", "answer"))
+    assert answer["y"] >= prompt["y"] + prompt["height"]
+
+
+def test_tokens_that_are_part_of_a_character_are_counted(page, server):
+    before = server.figures()["tokens_total"]
+    page.execute_script(
+        "document.getElementById('prompt').value = arguments[0]",
+        "# \U0001f600\U0001f600\U0001f600\U0001f600 = '\U0001f600\U0001f600",
+    )
+    fill(page, "count", "40")
+    page.execute_script("document.getElementById('form').requestSubmit()")
+    WebDriverWait(page, 60).until(lambda _: by_id(page, "status").text.startswith("Done"))
+    count = server.figures()["tokens_total"] - before
+    assert by_id(page, "status").text.startswith(f"Done: {count:.0f} tokens in ")
+    assert len(page.find_elements(By.CSS_SELECTOR, "#text .answer span")) <= count
+
+
+def test_figures_are_of_this_prompt_only(page):
+    def ask(prompt: str, is_plain: bool) -> dict[str, str]:
+        if by_id(page, "plain").is_selected() != is_plain:
+            by_id(page, "plain").click()
+        generate(page, prompt, 20)
+        return {name: by_id(page, name).text for name in ("speed", "speed-plain", "per-round", "hits", "acceptance")}
+
+    plain_first = ask("def first(", True)
+    assert plain_first["speed-plain"] != "–" and plain_first["speed"] == "–"
+    assert ask("def first(", False)["speed-plain"] == plain_first["speed-plain"]
+    drafted = ask("def other(", False)
+    assert drafted["speed-plain"] == "–" and drafted["speed"] != "–" and drafted["per-round"] != "–"
+    assert ask("def third(", True) | {"speed-plain": "–"} == dict.fromkeys(drafted, "–")
+    assert page.find_elements(By.CSS_SELECTOR, "#timeline rect") == []
+
+
 def test_an_answer_can_be_stopped_and_a_refusal_is_shown(page, server):
     before = server.figures()["cancelled"]
     fill(page, "count", "1500")
@@ -124,6 +160,7 @@ def test_the_keyboard_reaches_everything_and_nothing_is_fetched_from_elsewhere(p
         page.switch_to.active_element.send_keys(Keys.TAB)
         reached.append(page.switch_to.active_element.get_attribute("id"))
     assert reached[:4] == ["count", "temperature", "plain", "run"] and "text" in reached
+    page.get_log("performance")  # the browser's own start page is in it
     page.get(server.url)
     asked = re.findall(r'"url":"(https?://[^"/]+)', " ".join(entry["message"] for entry in page.get_log("performance")))
     assert asked and set(asked) == {server.url}

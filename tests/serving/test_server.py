@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_ssd.serving.calls import TurnTaking
+from hf_ssd.serving.calls import Call, TurnTaking
 from hf_ssd.serving.metrics import Totals
 
 from .conftest import PAIR, within
@@ -88,6 +88,8 @@ def test_the_figures_agree_with_each_other(server):
 
 def test_a_call_is_counted_before_its_client_learns_that_it_has_ended():
     class Model:
+        device = torch.device("cpu")
+
         def generate(self, streamer):
             streamer.put(torch.tensor([5, 6]))
             streamer.end()
@@ -101,11 +103,13 @@ def test_a_call_is_counted_before_its_client_learns_that_it_has_ended():
             ends.append(totals.requests["finished"])
 
     totals, ends = Totals(), []
-    assert TurnTaking(totals).counted(Model()).generate(streamer=Client()) == "output" and ends == [1]
+    assert TurnTaking(totals).counted(Model(), Call(None)).generate(streamer=Client()) == "output" and ends == [1]
 
 
 def test_no_call_is_under_way_when_the_server_has_ended():
     class Model:
+        device = torch.device("cpu")
+
         def generate(self, streamer):
             while True:
                 streamer.put(torch.tensor([5]))
@@ -113,8 +117,8 @@ def test_no_call_is_under_way_when_the_server_has_ended():
 
     async def serve():
         calls = TurnTaking(Totals())
-        calls.submit(calls.counted(Model()).generate)
-        last = calls.submit(calls.counted(Model()).generate)
+        calls.submit(calls.counted(Model(), Call(None)).generate)
+        last = calls.submit(calls.counted(Model(), Call(None)).generate)
         await calls.end()
         assert last.done() and calls.totals.requests["cancelled"] == 2
 
@@ -161,10 +165,10 @@ def test_what_cannot_be_served_gets_a_sentence(server):
     assert server.figures()["refused"] == refused + 3
     with pytest.raises(openai.BadRequestError, match="pinned to"):
         server.client.completions.create(model="another", prompt="a")
-    with pytest.raises(openai.UnprocessableEntityError, match="colour"):
+    with pytest.raises(openai.BadRequestError, match="colour"):
         server.complete(PROMPT, 5, extra_body={"colour": "red"})
-    assert status_of(server, "/v1/completions", b'{"model": ') == 422
-    assert status_of(server, "/live", b'{"prompt": ""}') == 422
+    assert status_of(server, "/v1/completions", b'{"model": ') == 400
+    assert status_of(server, "/live", b'{"prompt": ""}') == 400
     assert status_of(server, "/reset", b"") == status_of(server, "/load_model", b'{"model": "another"}') == 403
     assert [model.id for model in server.client.models.list()] == [server.model]
     assert server.complete(PROMPT, 5).usage.completion_tokens == 5

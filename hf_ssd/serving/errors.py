@@ -1,0 +1,90 @@
+"""What a client is told when its request is not served, in the form that OpenAI's clients read."""
+
+import http
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from jinja2 import TemplateError
+from pydantic import BaseModel, ValidationError
+from starlette.exceptions import HTTPException
+from transformers.cli.serving.utils import _GenerationCancelled
+
+from .parameters import REFUSED
+
+# What else is raised is a fault of the server: starlette answers it with status 500, and logs it.
+OF_THE_CLIENT = (ValueError, TypeError, TemplateError, RequestValidationError, HTTPException, _GenerationCancelled)
+
+
+class BadRequest(ValueError):
+    """
+    A request that is refused before any work.
+
+    Args:
+        message (`str`): One sentence for the client.
+        param (`str`, *optional*): The parameter that is at fault.
+        status (`int`, *optional*, defaults to 400): Of the answer.
+    """
+
+    def __init__(self, message: str, param: str | None = None, status: int = 400):
+        super().__init__(message)
+        self.param, self.status = param, status
+
+
+def described(error: BaseException) -> tuple[int, dict]:
+    """Returns the status of an answer, and its body."""
+    message, param = str(error), getattr(error, "param", None)
+    if isinstance(error, HTTPException):
+        status = error.status_code
+        message = error.detail if isinstance(error.detail, str) else str(error.detail)
+        if message == http.HTTPStatus(status).phrase:
+            message = f"{message}: this server has no such address, or not with this method."
+    elif isinstance(error, RequestValidationError):
+        status, first = 400, error.errors()[0]
+        message = f"{' '.join(map(str, first['loc']))}: {first['msg']}"
+    elif isinstance(error, _GenerationCancelled):
+        status, message = 503, "The call was ended."
+    else:
+        status = getattr(error, "status", 400) if isinstance(error, OF_THE_CLIENT) else 500
+    message = (message or type(error).__name__).encode(errors="replace").decode()
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    return status, {"error": {"message": message, "type": kind, "param": param, "code": None}}
+
+
+async def refuse(request, error: Exception) -> JSONResponse:
+    """Answers a request with an error; a handler of exceptions."""
+    status, body = described(error)
+    # uvicorn closes the connection after an error that it logs; a client that is not told would use it again.
+    headers = {"connection": "close"} if status == 500 else getattr(error, "headers", None)
+    return JSONResponse(body, status, headers)
+
+
+def read(kind: type[BaseModel], body: bytes) -> Any:
+    """
+    Returns the request that a body holds.
+
+    Raises:
+        [`BadRequest`]: The body is no JSON, or a parameter is not as `kind` has it.
+    """
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        raise BadRequest(*_in_words(kind, error)) from None
+
+
+def _in_words(kind: type[BaseModel], error: ValidationError) -> tuple[str, str | None]:
+    """Returns a sentence about the first parameter that is at fault, and its name."""
+    errors = error.errors(include_url=False, include_input=False, include_context=False)
+    if not errors[0]["loc"]:
+        return f"The body cannot be read: {errors[0]['msg']}.", None
+    name = str(errors[0]["loc"][0])
+    # A value of several possible types has an error for each; the longest place belongs to the type that was meant.
+    found = max((one for one in errors if one["loc"][0] == errors[0]["loc"][0]), key=lambda one: len(one["loc"]))
+    field = kind.model_fields.get(name)
+    if field is None:
+        return f"Unknown parameter: `{name}`. Settings of transformers can stand in `generation_config`.", name
+    if (field.json_schema_extra or {}).get("how") == REFUSED:
+        return f"`{name}` is not supported" + (f", except as {field.description}." if field.description else "."), name
+    place = [str(part) for part in found["loc"] if not isinstance(part, str) or part.isidentifier()]
+    place = ".".join(part for part in place if part not in ("str", "dict"))
+    return f"`{place}`: {found['msg'].removeprefix('Value error, ')}.", name

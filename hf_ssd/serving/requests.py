@@ -1,0 +1,136 @@
+"""A request of OpenAI's clients on its way: read and tokenized in a thread, generated in turn, and watched."""
+
+import asyncio
+import contextvars
+import inspect
+import json
+import logging
+import uuid
+from collections.abc import AsyncIterator, Coroutine
+from concurrent.futures import Executor
+from typing import Any
+
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+from transformers import PreTrainedModel
+from transformers.cli.serving.model_manager import ModelManager
+from transformers.cli.serving.utils import X_REQUEST_ID, BaseHandler, Modality
+
+from .calls import CALL, Call
+from .errors import BadRequest, described, read
+from .parameters import Parameters
+
+POLL = 0.1  # seconds between two looks at whether the client is there
+logger = logging.getLogger(__name__)
+
+
+class Limits:
+    """
+    How much text a prompt can have at most, and of which kinds its parts are.
+
+    Args:
+        model (`PreTrainedModel`): The target.
+        processor: Its tokenizer or processor.
+    """
+
+    def __init__(self, model: PreTrainedModel, processor):
+        positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        longest = max(map(len, getattr(processor, "tokenizer", processor).get_vocab()))
+        self.positions, self.characters = positions, None if positions is None else positions * longest
+        self.reads_text_only = ModelManager.get_model_modality(model, processor=processor) == Modality.LLM
+        # A template of the client's would be a program; what the method itself takes is not the client's to say.
+        self.reserved = {*inspect.signature(processor.apply_chat_template).parameters} - {"documents"}
+
+    def check(self, request: Parameters) -> None:
+        """Raises [`BadRequest`] if the request cannot be served, as far as this is known before it is tokenized."""
+        if self.characters is not None and (count := request.characters()) > self.characters:
+            raise BadRequest(
+                f"The prompt has {count} characters; the model's {self.positions} positions hold at most "
+                f"{self.characters}.",
+                status=413,
+            )
+        if self.reads_text_only and (kinds := request.media()):
+            raise BadRequest(f"The model reads text only; the messages have {', '.join(sorted(kinds))}.", "messages")
+        if names := self.reserved.intersection(getattr(request, "chat_template_kwargs", None) or ()):
+            raise BadRequest(f"`chat_template_kwargs` may not name {', '.join(sorted(names))}.", "chat_template_kwargs")
+
+
+class Endpoint:
+    """
+    One address of OpenAI's, an ASGI application.
+
+    Args:
+        handler (`BaseHandler`): transformers' own for this address.
+        kind (`type`): Of the request's parameters.
+        limits ([`Limits`]): Of the model.
+        preparing (`Executor`): The thread that reads and tokenizes.
+    """
+
+    def __init__(self, handler: BaseHandler, kind: type[BaseModel], limits: Limits, preparing: Executor):
+        self.handler, self.kind, self.limits, self.preparing = handler, kind, limits, preparing
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request, call = Request(scope, receive), Call(asyncio.get_running_loop())
+        CALL.set(call)
+        try:
+            response = await self._answer(request, call)
+            await response(scope, receive, send)
+        finally:
+            call.has_left.set()  # a call that goes on ends with its next round
+
+    async def _answer(self, request: Request, call: Call) -> Response:
+        """Returns the response when it is there, or begins; meanwhile it watches whether the client leaves."""
+        name = request.headers.get(X_REQUEST_ID) or str(uuid.uuid4())
+        handling = self._handle(await request.body(), name, call)
+        task = asyncio.create_task(begun_in(self.preparing, handling))
+        try:
+            while not task.done():
+                await asyncio.wait({task}, timeout=POLL)
+                if await request.is_disconnected():
+                    call.has_left.set()
+        finally:
+            task.cancel()  # does nothing to a task that is done
+        response = task.result()
+        response.headers[X_REQUEST_ID] = name
+        if isinstance(response, StreamingResponse):
+            response.body_iterator = with_errors(response.body_iterator, call)
+        return response
+
+    async def _handle(self, body: bytes, name: str, call: Call) -> Response:
+        request = read(self.kind, body)
+        self.limits.check(request)
+        call.seed, call.settings = request.seed, request.settings()
+        try:
+            return await self.handler.handle_request(request.body(), name)
+        except (KeyError, IndexError, AttributeError) as error:
+            if call.is_prepared:
+                raise
+            raise BadRequest(f"The request cannot be read: {error!r}.") from error
+
+
+async def with_errors(chunks: AsyncIterator, call: Call) -> AsyncIterator:
+    """Yields a stream's chunks; an error that transformers puts there as a text becomes OpenAI's object."""
+    async for chunk in chunks:
+        if call.error is not None:
+            status, body = described(call.error)
+            if status >= 500:
+                logger.error("A call failed.", exc_info=call.error)
+            chunk = chunk.replace(f'data: {{"error": "{call.error}"}}\n\n', f"data: {json.dumps(body)}\n\n")
+        yield chunk
+
+
+async def begun_in(thread: Executor, coroutine: Coroutine) -> Any:
+    """Returns the result of a coroutine that runs in another thread as far as its first `await` that waits."""
+    context = contextvars.copy_context()
+    has_ended, result = await asyncio.get_running_loop().run_in_executor(thread, context.run, _begin, coroutine)
+    return result if has_ended else await asyncio.create_task(coroutine)
+
+
+def _begin(coroutine: Coroutine) -> tuple[bool, Any]:
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        return True, end.value
+    return False, None
