@@ -205,6 +205,7 @@ def test_tokenizers_of_different_kinds_are_compared_by_what_their_tokens_stand_f
     ]
     metaspace = Tokenizer(Unigram(list(dict(pieces).items()), unk_id=0))
     metaspace.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+    metaspace.decoder = decoders.Sequence([decoders.Metaspace(prepend_scheme="never"), decoders.ByteFallback()])
     theirs = PreTrainedTokenizerFast(tokenizer_object=metaspace, unk_token="<unk>")
     translation = translation_between(ours, theirs, len(ours), len(theirs))
     ids, known = ours.get_vocab(), theirs.get_vocab()
