@@ -44,32 +44,36 @@ class Encoder:
     def encode(self, texts: list[bytes]) -> list[list[int]]:
         """
         Returns the tokens of each text, without special tokens. Where the tokenizer writes another text, for example
-        one that begins with a blank, or the text ends within a character, they are the longest tokens that fit.
+        one that begins with a blank, or the text ends within a character, they are the longest tokens that fit, and
+        bytes that the tokenizer lacks are left out.
         """
         readable = [text for text in texts if _is_utf8(text)]
         written = {}
         if readable:
-            texts_of_readable = [text.decode() for text in readable]
-            ids = self.tokenizer(texts_of_readable, add_special_tokens=False, return_attention_mask=False)["input_ids"]
+            strings = [text.decode() for text in readable]
+            ids = self.tokenizer(strings, add_special_tokens=False, return_attention_mask=False)["input_ids"]
             written = dict(zip(readable, ids))
-        return [self._checked(text, written.get(text, [])) for text in texts]
+        return [self._best(text, [i for i in written.get(text, []) if i in self.spelled]) for text in texts]
 
-    def _checked(self, text: bytes, ids: list[int]) -> list[int]:
-        tokens = [self.spelled.get(i) for i in ids]
-        if None not in tokens and b"".join(t.encode() if isinstance(t, str) else t for t in tokens) == text:
+    def _best(self, text: bytes, ids: list[int]) -> list[int]:
+        if self._decode(ids) == text:
             return ids
-        return self._longest_first(text) or [i for i in ids if i in self.spelled]
+        longest = self._longest_first(text)
+        if self._decode(longest) != text and self._decode(ids).strip() == text.strip():
+            return ids  # some tokenizers write no blanks
+        return longest or ids
+
+    def _decode(self, ids: list[int]) -> bytes:
+        tokens = (self.spelled[i] for i in ids)
+        return b"".join(token.encode() if isinstance(token, str) else token for token in tokens)
 
     def _longest_first(self, text: bytes) -> list[int]:
-        """Returns the tokens of the text, and none if there is a byte that no token begins with."""
         ids, start = [], 0
         while start < len(text):
             ends = range(min(len(text), start + self.longest), start, -1)
             end = next((end for end in ends if text[start:end] in self.known), None)
-            if end is None:
-                return []
-            ids.append(self.known[text[start:end]])
-            start = end
+            ids += [] if end is None else [self.known[text[start:end]]]
+            start = end or start + 1
         return ids
 
 
