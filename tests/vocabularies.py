@@ -1,8 +1,9 @@
 """Tiny tokenizers, and drafts that know the target's tokens under other ids."""
 
+import json
 import string
 
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
@@ -36,3 +37,77 @@ def renamed_draft(tokens: list[str] = DRAFT, of: list[str] = TARGET, **changes):
             if token in of:
                 states[name][i] = theirs[name][of.index(token)]
     return draft
+
+
+# ---------------------------------------------------------------- tokenizers of every kind, trained on a few sentences
+
+SENTENCES = [
+    "the quick brown fox jumps over the lazy dog",
+    "a quick dog jumps over the brown fox",
+    "größer als das 日本",
+]
+
+
+def byte_level(texts: list[str] = SENTENCES, size: int = 320) -> PreTrainedTokenizerFast:
+    """As GPT-2, Llama 3, Qwen and SmolLM2."""
+    bpe = Tokenizer(BPE())
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    bpe.train_from_iterator(texts * 4, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=bpe)
+
+
+def sentencepiece(prefix: bool = False, names: tuple[str, ...] = ("Ġ", "Ġorġ", "Ċ")) -> PreTrainedTokenizerFast:
+    """As Gemma, with bytes to fall back on and with names of the letter Ġ; with a `prefix` as Llama 2."""
+    bpe = Tokenizer(BPE())
+    bpe.normalizer = normalizers.Replace(" ", "▁")
+    bpe.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
+    bpe.train_from_iterator(SENTENCES * 4, trainers.BpeTrainer(vocab_size=90, special_tokens=["<unk>", "<bos>"]))
+    state = json.loads(bpe.to_str())
+    state["model"] |= {"byte_fallback": True, "unk_token": "<unk>"}
+    pieces = [piece for piece in state["model"]["vocab"] if piece not in ("<unk>", "<bos>")]
+    every = ["<unk>", "<bos>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces, *names]
+    state["model"]["vocab"] = {piece: i for i, piece in enumerate(dict.fromkeys(every))}
+    bpe = Tokenizer.from_str(json.dumps(state))
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if prefix:
+        bpe.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), bpe.normalizer])
+        steps.append(decoders.Strip(" ", 1, 0))
+    bpe.decoder = decoders.Sequence(steps)
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, unk_token="<unk>", bos_token="<bos>")
+
+
+def metaspace() -> PreTrainedTokenizerFast:
+    """As T5 and XGLM."""
+    unigram = Tokenizer(models.Unigram())
+    unigram.pre_tokenizer, unigram.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    trainer = trainers.UnigramTrainer(vocab_size=80, special_tokens=["<unk>"], unk_token="<unk>", show_progress=False)
+    unigram.train_from_iterator(SENTENCES * 4, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=unigram, unk_token="<unk>")
+
+
+def word_piece() -> PreTrainedTokenizerFast:
+    """As BERT."""
+    words = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    words.pre_tokenizer, words.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()
+    words.train_from_iterator(SENTENCES * 4, trainers.WordPieceTrainer(vocab_size=110, special_tokens=["[UNK]"]))
+    return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]")
+
+
+def word_ends() -> PreTrainedTokenizerFast:
+    """As GPT-1 and CLIP, whose words end in a mark."""
+    bpe = Tokenizer(BPE(unk_token="<unk>", end_of_word_suffix="</w>"))
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.Whitespace(), decoders.BPEDecoder("</w>")
+    trainer = trainers.BpeTrainer(vocab_size=110, end_of_word_suffix="</w>", special_tokens=["<unk>"])
+    bpe.train_from_iterator(SENTENCES * 4, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, unk_token="<unk>")
+
+
+KINDS = {
+    "byte-level": byte_level,
+    "SentencePiece": sentencepiece,
+    "SentencePiece, prefix": lambda: sentencepiece(prefix=True),
+    "Metaspace": metaspace,
+    "WordPiece": word_piece,
+    "ends of words": word_ends,
+}

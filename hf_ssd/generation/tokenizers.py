@@ -1,6 +1,5 @@
 """Whether target and draft mean the same by their tokens, and what to do if not."""
 
-import functools
 import os
 import weakref
 from pathlib import Path
@@ -11,6 +10,7 @@ from transformers.utils import logging
 
 from ..distributed.launch import tokens_of
 from ..drafting.vocabulary import Translation
+from .spelling import Encoder, spelled_tokens
 
 logger = logging.get_logger(__name__)
 
@@ -37,18 +37,17 @@ def translation_for(model, assistant_model, tokenizer=None, assistant_tokenizer=
     if assistant_tokenizer is not None and tokenizer is None:
         raise ValueError("`assistant_tokenizer` needs the target's tokenizer too: pass `tokenizer=...` to generate().")
     sizes = model.config.get_text_config(decoder=True).vocab_size, tokens_of(assistant_model)[0]
-    given = None if assistant_tokenizer is None else (id(tokenizer), id(assistant_tokenizer))
-    key = _name_of(assistant_model), *sizes, given
-    known = _known.setdefault(model, {})
-    if key not in known:
-        names = _name_of(model), _name_of(assistant_model)
-        if given is None and _are_one_file(*names):
-            known[key] = None, None
-        else:
-            theirs = (tokenizer, assistant_tokenizer) if given else tuple(map(_tokenizer_of, names))
-            # The tokenizers are kept with what was found of them, so that others cannot get their `id`.
-            known[key] = _compare(*theirs, *sizes, may_differ=given is not None), theirs
-    return known[key][0]
+    if assistant_tokenizer is not None:
+        known = _translations.setdefault(tokenizer, weakref.WeakKeyDictionary()).setdefault(assistant_tokenizer, {})
+        if sizes not in known:
+            known[sizes] = _compare(tokenizer, assistant_tokenizer, *sizes, may_differ=True)
+        return known[sizes]
+    names, compared = (_name_of(model), _name_of(assistant_model)), _compared.setdefault(model, set())
+    if (*names, *sizes) not in compared:
+        if not _are_one_file(*names):
+            _compare(*map(_tokenizer_of, names), *sizes, may_differ=False)
+        compared.add((*names, *sizes))
+    return None
 
 
 def check_coverage(translation: Translation, prompts: list[torch.LongTensor]) -> None:
@@ -102,55 +101,19 @@ def translation_between(tokenizer, assistant_tokenizer, size: int, draft_size: i
         tokenizer, assistant_tokenizer (`PreTrainedTokenizerBase`): Of the target and of the draft.
         size, draft_size (`int`): Of their vocabularies.
     """
-    theirs = {}
-    for i, token in _tokens(assistant_tokenizer, draft_size).items():
-        theirs.setdefault(token, i)
-    ours, pieces = _tokens(tokenizer, size), [[] for _ in range(size)]
-    is_common = torch.zeros(size, dtype=torch.bool)
-    for i, token in ours.items():
-        if token in theirs:
-            pieces[i], is_common[i] = [theirs[token]], True
-        elif isinstance(token, bytes):
-            pieces[i] = _encode(token, assistant_tokenizer, theirs, draft_size)
-        else:  # a special token, which is text to another tokenizer
-            pieces[i] = _encode(token.encode(), assistant_tokenizer, theirs, draft_size)
+    encoder = Encoder(assistant_tokenizer, spelled_tokens(assistant_tokenizer, draft_size))
+    pieces, is_common = [[] for _ in range(size)], torch.zeros(size, dtype=torch.bool)
+    seen, others = set(), {}
+    for i, token in spelled_tokens(tokenizer, size).items():
+        if token in encoder.known:
+            # Of two tokens that stand for the same bytes, the draft proposes the one that the target writes.
+            pieces[i], is_common[i] = [encoder.known[token]], token not in seen
+            seen.add(token)
+        else:  # a special token is text to another tokenizer
+            others[i] = token if isinstance(token, bytes) else token.encode()
+    for i, ids in zip(others, encoder.encode(list(others.values()))):
+        pieces[i] = ids
     return Translation(pieces, is_common)
-
-
-def _encode(text: bytes, tokenizer, known: dict, size: int) -> list[int]:
-    try:
-        ids = tokenizer.encode(text.decode(), add_special_tokens=False)
-    except UnicodeDecodeError:  # a part of a character
-        ids = [known[byte] for byte in (bytes([b]) for b in text) if byte in known]
-    return [i for i in ids if i < size]
-
-
-def _tokens(tokenizer, size: int) -> dict[int, bytes | str]:
-    """Returns each token as the bytes that it stands for; special tokens as their strings."""
-    vocab, special = tokenizer.get_vocab(), set(tokenizer.all_special_tokens)
-    special |= {str(token) for token in getattr(tokenizer, "added_tokens_decoder", {}).values()}
-    is_byte_level = any(token.startswith("Ġ") for token in vocab)
-    as_bytes = _from_byte_level if is_byte_level else _from_pieces
-    return {i: token if token in special else as_bytes(token) for token, i in vocab.items() if i < size}
-
-
-def _from_byte_level(token: str) -> bytes:
-    table = _byte_of_character()
-    return b"".join(bytes([table[c]]) if c in table else c.encode() for c in token)
-
-
-def _from_pieces(token: str) -> bytes:
-    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-        return bytes([int(token[3:5], 16)])
-    return token.replace("▁", " ").encode()
-
-
-@functools.cache
-def _byte_of_character() -> dict[str, int]:
-    """The alphabet of byte-level BPE."""
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-    return {character: byte for byte, character in bytes_to_unicode().items()}
 
 
 def _name_of(model) -> str:
@@ -173,9 +136,10 @@ def _tokenizer_of(path: str):
     if not path or not (os.path.isdir(path) or path.count("/") == 1):
         return None
     try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception:  # there is none, or it needs what is not installed
         return None
 
 
-_known: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+_translations: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by the two tokenizers that were given
+_compared: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by model: drafts whose tokens are the same

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import BPE, Unigram
-from tokenizers.trainers import BpeTrainer
+from tokenizers.models import Unigram
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import hf_ssd
@@ -17,7 +16,7 @@ from hf_ssd.generation import tokenizers
 from hf_ssd.generation.tokenizers import translation_between
 
 from ..conftest import VOCAB, padded_batch, ready, tiny_draft, tiny_model
-from ..vocabularies import DRAFT, TARGET, renamed_draft, tokenizer
+from ..vocabularies import DRAFT, TARGET, byte_level, renamed_draft, tokenizer
 from .test_sampled import SMALL, p_value
 
 BOTH = {"tokenizer": tokenizer(TARGET), "assistant_tokenizer": tokenizer(DRAFT)}
@@ -186,16 +185,8 @@ def test_texts_are_the_same_in_both_and_a_text_that_grows_is_encoded_as_from_the
         torch.testing.assert_close(growing.feed(0, 1), at_once.feed(0, 1), atol=1e-5, rtol=1e-5)
 
 
-def byte_level(texts, size):
-    bpe = Tokenizer(BPE())
-    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    bpe.train_from_iterator(texts, BpeTrainer(vocab_size=size, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
-    return PreTrainedTokenizerFast(tokenizer_object=bpe)
-
-
 def test_tokenizers_of_different_kinds_are_compared_by_what_their_tokens_stand_for():
-    words = ["the quick brown fox", "jumps over the lazy dog", "größer als 日本"] * 4
-    ours = byte_level(words, 320)
+    ours = byte_level(["the quick brown fox", "jumps over the lazy dog", "größer als 日本"])
     pieces = [
         ("<unk>", 0.0),
         ("▁the", -1.0),
@@ -205,6 +196,7 @@ def test_tokenizers_of_different_kinds_are_compared_by_what_their_tokens_stand_f
     ]
     metaspace = Tokenizer(Unigram(list(dict(pieces).items()), unk_id=0))
     metaspace.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+    metaspace.decoder = decoders.Sequence([decoders.Metaspace(prepend_scheme="never"), decoders.ByteFallback()])
     theirs = PreTrainedTokenizerFast(tokenizer_object=metaspace, unk_token="<unk>")
     translation = translation_between(ours, theirs, len(ours), len(theirs))
     ids, known = ours.get_vocab(), theirs.get_vocab()

@@ -1,0 +1,142 @@
+"""The bytes that each token of a tokenizer stands for, and the tokens that a tokenizer has for given bytes."""
+
+import functools
+from collections.abc import Callable
+
+NEXT_TO = "a"  # a token on both sides of the one that is decoded: decoders change the ends of a text
+
+
+def spelled_tokens(tokenizer, size: int) -> dict[int, bytes | str]:
+    """
+    Returns the bytes that each token stands for, as the tokenizer's own decoder writes it; special tokens as strings.
+
+    Args:
+        tokenizer (`PreTrainedTokenizerBase`): The tokenizer.
+        size (`int`): Tokens with this id and above are left out.
+
+    Returns:
+        `dict[int, bytes | str]`: By id. The single bytes that a tokenizer falls back on come last: where another token
+        stands for the same byte, the tokenizer writes that one.
+    """
+    vocab, special = tokenizer.get_vocab(), set(tokenizer.all_special_tokens)
+    special |= {str(t) for t in getattr(tokenizer, "added_tokens_decoder", {}).values() if getattr(t, "special", True)}
+    spell, is_byte = _spelling_of(tokenizer)
+    ids = sorted((is_byte(token), i, token) for token, i in vocab.items() if i < size)
+    return {i: token if token in special else spell(token) for _, i, token in ids}
+
+
+class Encoder:
+    """
+    Writes bytes in a tokenizer's tokens.
+
+    Args:
+        tokenizer (`PreTrainedTokenizerBase`): The tokenizer.
+        spelled (`dict[int, bytes | str]`): What [`spelled_tokens`] returns for it.
+    """
+
+    def __init__(self, tokenizer, spelled: dict[int, bytes | str]):
+        self.tokenizer, self.spelled = tokenizer, spelled
+        self.known: dict[bytes | str, int] = {}
+        for i, token in spelled.items():
+            self.known.setdefault(token, i)
+        self.longest = max((len(token) for token in self.known if isinstance(token, bytes)), default=0)
+
+    def encode(self, texts: list[bytes]) -> list[list[int]]:
+        """
+        Returns the tokens of each text, without special tokens. Where the tokenizer writes another text, for example
+        one that begins with a blank, or the text ends within a character, they are the longest tokens that fit, and
+        bytes that the tokenizer lacks are left out.
+        """
+        readable = [text for text in texts if _is_utf8(text)]
+        written = {}
+        if readable:
+            strings = [text.decode() for text in readable]
+            ids = self.tokenizer(strings, add_special_tokens=False, return_attention_mask=False)["input_ids"]
+            written = dict(zip(readable, ids))
+        return [self._best(text, [i for i in written.get(text, []) if i in self.spelled]) for text in texts]
+
+    def _best(self, text: bytes, ids: list[int]) -> list[int]:
+        if self._decode(ids) == text:
+            return ids
+        longest = self._longest_first(text)
+        if self._decode(longest) != text and self._decode(ids).strip() == text.strip():
+            return ids  # some tokenizers write no blanks
+        return longest or ids
+
+    def _decode(self, ids: list[int]) -> bytes:
+        tokens = (self.spelled[i] for i in ids)
+        return b"".join(token.encode() if isinstance(token, str) else token for token in tokens)
+
+    def _longest_first(self, text: bytes) -> list[int]:
+        ids, start = [], 0
+        while start < len(text):
+            ends = range(min(len(text), start + self.longest), start, -1)
+            end = next((end for end in ends if text[start:end] in self.known), None)
+            ids += [] if end is None else [self.known[text[start:end]]]
+            start = end or start + 1
+        return ids
+
+
+def _spelling_of(tokenizer) -> tuple[Callable[[str], bytes], Callable[[str], bool]]:
+    """Returns how a tokenizer spells its tokens, and which of them are single bytes to fall back on."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    has_decoder = backend is None or backend.decoder is not None
+    read = tokenizer.convert_tokens_to_string if has_decoder else _reader_of(backend)
+    if read([NEXT_TO, "Ċ", NEXT_TO]) == f"{NEXT_TO}\n{NEXT_TO}":
+        return _from_byte_level, lambda token: False
+    has_bytes = read([NEXT_TO, "<0x0A>", NEXT_TO]) == f"{NEXT_TO}\n{NEXT_TO}" or hasattr(tokenizer, "sp_model")
+    head = read([NEXT_TO])
+    tail = read([NEXT_TO, NEXT_TO]).removeprefix(head)
+
+    def is_byte(token: str) -> bool:
+        return has_bytes and len(token) == 6 and token.startswith("<0x") and token.endswith(">")
+
+    def spell(token: str) -> bytes:
+        if is_byte(token):
+            return bytes([int(token[3:5], 16)])
+        return read([NEXT_TO, token, NEXT_TO]).removeprefix(head).removesuffix(tail).encode()
+
+    return spell, is_byte
+
+
+def _reader_of(backend) -> Callable[[list[str]], str]:
+    """Returns a decoder for a tokenizer without one, from how it writes blanks and the ends of lines."""
+
+    def write(text: str) -> str:
+        text = text if backend.normalizer is None else backend.normalizer.normalize_str(text)
+        pieces = [] if backend.pre_tokenizer is None else backend.pre_tokenizer.pre_tokenize_str(text)
+        return "".join(piece for piece, _ in pieces) or text
+
+    written = {" ": "", "\n": ""}
+    for sign in written:
+        *_, written[sign], _ = ["", *write(NEXT_TO + sign + NEXT_TO).split(NEXT_TO)]
+
+    def read(tokens: list[str]) -> str:
+        text = "".join(tokens)
+        for sign, letters in written.items():
+            text = text.replace(letters, sign) if letters else text
+        return text
+
+    return read
+
+
+def _from_byte_level(token: str) -> bytes:
+    """As the byte-level decoder does: a token with a letter that is not in its alphabet stands for itself."""
+    table = _byte_of_letter()
+    return bytes(table[letter] for letter in token) if table.keys() >= set(token) else token.encode()
+
+
+@functools.cache
+def _byte_of_letter() -> dict[str, int]:
+    """The alphabet of byte-level BPE."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    return {letter: byte for byte, letter in bytes_to_unicode().items()}
+
+
+def _is_utf8(text: bytes) -> bool:
+    try:
+        text.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
