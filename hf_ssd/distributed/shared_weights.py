@@ -10,6 +10,8 @@ import threading
 import torch
 from transformers import PreTrainedModel
 
+from .process import standard_streams_taken
+
 ALIGNMENT = 64  # bytes
 
 
@@ -111,11 +113,12 @@ def model_from_shared_weights(description: dict) -> PreTrainedModel:
 
 
 def _anonymous_file(size: int) -> int:
-    if hasattr(os, "memfd_create"):
-        descriptor = os.memfd_create("hf_ssd")
-    else:
-        descriptor, path = tempfile.mkstemp(prefix="hf_ssd")
-        os.unlink(path)
+    with standard_streams_taken():
+        if hasattr(os, "memfd_create"):
+            descriptor = os.memfd_create("hf_ssd")
+        else:
+            descriptor, path = tempfile.mkstemp(prefix="hf_ssd")
+            os.unlink(path)
     os.ftruncate(descriptor, size)
     os.set_inheritable(descriptor, True)
     return descriptor
