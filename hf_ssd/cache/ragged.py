@@ -16,11 +16,12 @@ class RaggedLayer(DynamicLayer):
     """
     One layer of a [`RaggedCache`]. Keys and values have the shape `(batch_size, num_heads, capacity, head_dim)`; the
     model sees the first columns as a view. Unused columns hold zeros: a masked column must still be a finite number.
+
+    A layer does not refer to its cache. Otherwise the memory of both would be kept until Python looks for cycles.
     """
 
-    def __init__(self, cache: "RaggedCache"):
+    def __init__(self):
         super().__init__()
-        self.cache = cache
         self.width = 0
         self.window: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -31,16 +32,24 @@ class RaggedLayer(DynamicLayer):
         )
         self.is_initialized = True
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
-        """Writes the new columns where the cache was told to, and returns all columns that the model sees."""
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, placement=None, rows=None):
+        """
+        Writes the new columns, and returns all columns that the model sees.
+
+        Args:
+            key_states, value_states (`torch.Tensor` of shape `(rows, num_heads, new_tokens, head_dim)`): The columns.
+            placement (`tuple[torch.LongTensor, int]`, *optional*): See [`RaggedCache.place`]. They are appended by
+                default.
+            rows (`int`, *optional*): How many rows the model sees, all of them by default.
+        """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         start, count = self.width, key_states.shape[2]
-        columns, width = self.cache.placement or (None, start + count)
+        columns, width = placement or (None, start + count)
         if self.window is None:
             self.width = width
             self._reserve(width)
-        keys, values = self.window or self._view(width)
+        keys, values = self.window or self._view(width, rows)
         for storage, states in ((keys, key_states), (values, value_states)):
             if columns is None:
                 storage.narrow(2, start, count).copy_(states)
@@ -49,12 +58,12 @@ class RaggedLayer(DynamicLayer):
                 storage[rows, :, columns.to(storage.device)] = states.transpose(1, 2)
         return keys, values
 
-    def open_window(self, width: int | None) -> None:
+    def open_window(self, width: int | None, rows: int | None) -> None:
         """Lets forward passes see the first `width` columns, or, if it is `None`, as many as are in use."""
         self.window = None
         if width is not None:
             self._reserve(width + 1)  # never all: to torch.compile, a view of everything is another kind of tensor
-            self.window = self._view(width)
+            self.window = self._view(width, rows)
 
     def move_rows(self, places: list[int], rows: list[int]) -> None:
         """Puts the rows that stand in `rows` into `places`."""
@@ -62,8 +71,8 @@ class RaggedLayer(DynamicLayer):
         for storage in (self.keys, self.values):
             storage[places] = storage[rows]
 
-    def _view(self, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-        count = len(self.keys) if self.cache.rows is None else len(self.cache.rows)
+    def _view(self, width: int, rows: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+        count = len(self.keys) if rows is None else rows
         return self.keys[:count, :, :width], self.values[:count, :, :width]
 
     def _reserve(self, width: int) -> None:
@@ -164,12 +173,15 @@ class RaggedCache(DynamicCache):
 
     def _reopen(self) -> None:
         for layer in self.layers:
-            layer.open_window(self.window)
+            layer.open_window(self.window, self._rows_seen())
+
+    def _rows_seen(self) -> int | None:
+        return None if self.rows is None else len(self.rows)
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):
         while len(self.layers) <= layer_idx:
-            self.layers.append(RaggedLayer(self))
-        return self.layers[layer_idx].update(key_states, value_states)
+            self.layers.append(RaggedLayer())
+        return self.layers[layer_idx].update(key_states, value_states, self.placement, self._rows_seen())
 
     @classmethod
     def from_cache(cls, cache: Cache) -> "RaggedCache":

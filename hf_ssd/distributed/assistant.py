@@ -118,9 +118,9 @@ class DraftAssistant:
                 while is_starting:
                     is_starting = any(slot.is_starting for slot in self.slots)
                     ready = len(self._wait(WAIT_SLICE))
-                    errors = [slot.error for slot in self.slots if slot.error is not None]
-                    if errors:
-                        raise errors[0]
+                    for slot in self.slots:
+                        if slot.error is not None:
+                            raise slot.take_error()
                     progress.update(ready - shown)
                     shown = ready
         except BaseException:
@@ -247,10 +247,9 @@ class DraftAssistant:
             has_failed = slot.error is not None and slot not in starting
             slot.is_lost = not slot.is_ready and (slot.is_lost or has_failed)
             if has_failed:
-                errors.append(slot.error)
-                slot.error = None
+                errors.append(slot.take_error())
         if not ready and not starting:
-            raise errors[0] if errors else DraftError("The draft worker has ended.")
+            raise errors.pop(0) if errors else DraftError("The draft worker has ended.")  # no variable holds it then
         for error in errors:
             logger.warning(f"Going on without a draft worker. {error}")
         return ready

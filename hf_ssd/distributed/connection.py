@@ -13,7 +13,7 @@ from . import messages, payloads
 from .channel import Channel, PeerLost
 from .device_link import LINK_TIMEOUT
 from .groups import keep_when_forked
-from .meeting import join, prove, use_another_file
+from .meeting import check_file, join, prove
 from .messages import Kind, Message, ProtocolError
 from .process import STOP_TIMEOUT
 from .session import DraftError
@@ -57,8 +57,8 @@ class Connection:
         try:
             self._connect()
         except BaseException:
-            use_another_file()
             self.kill()
+            check_file(self.meeting)
             raise
 
     def _connect(self) -> None:
@@ -103,7 +103,10 @@ class Connection:
         while thread.is_alive():
             self._check_start()
             thread.join(POLL)
-        return made.result(0)
+        try:
+            return made.result(0)
+        finally:
+            del made  # with an exception in it, it would be in a cycle with its traceback
 
     def _check_start(self) -> None:
         if not self.process.is_running:

@@ -13,17 +13,21 @@ import functools
 import hmac
 import os
 import secrets
+import sys
 import tempfile
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from .groups import LOOPBACK
 from .messages import LARGEST_PAYLOAD, Kind, Message, ProtocolError
+from .process import standard_streams_taken
 
 PROOF_TIMEOUT = 20.0  # seconds for the other side to prove itself, once both are connected
+LOOKS, POLL = 20, 0.005  # looks at the file, and seconds between them
 SECRET_LENGTH = NONCE_LENGTH = 32  # bytes, as an HMAC-SHA256 has
 
 _folders: list[tempfile.TemporaryDirectory] = []  # removed when the program ends
@@ -56,9 +60,28 @@ def join(meeting: dict, timeout: float) -> dist.Store:
     return dist.PrefixStore(meeting["prefix"], store)
 
 
-def use_another_file() -> None:
-    """Call this when a worker failed while it started: half an entry of its would make the file unreadable."""
+def check_file(meeting: dict) -> None:
+    """
+    Call this when a worker failed while it started, and has ended. If it has left half an entry in the file, for whose
+    rest every reader would wait, the next meeting is in another file. Other workers may be writing, so the file is
+    looked at several times.
+    """
+    if meeting.get("path") != _private_file()[0]:
+        return
+    for _ in range(LOOKS):
+        if _has_whole_entries(Path(meeting["path"])):
+            return
+        time.sleep(POLL)
     _private_file.cache_clear()
+
+
+def _has_whole_entries(file: Path) -> bool:
+    """Whether a file of torch's `FileStore` consists of keys and values, each with its length before it."""
+    written, place, count = file.read_bytes() if file.exists() else b"", 0, 0
+    while place < len(written):
+        place += 4 + int.from_bytes(written[place : place + 4], sys.byteorder)
+        count += 1
+    return place == len(written) and count % 2 == 0
 
 
 @functools.cache
@@ -68,7 +91,8 @@ def _private_file() -> tuple[str, list[int]]:
     whenever the last group that met there is collected, and another file could have the number by then.
     """
     if hasattr(os, "memfd_create"):
-        descriptor = os.memfd_create("hf_ssd")
+        with standard_streams_taken():
+            descriptor = os.memfd_create("hf_ssd")
         return f"/proc/self/fd/{descriptor}", [descriptor]
     _folders.append(tempfile.TemporaryDirectory(prefix="hf_ssd"))  # no other user can enter it
     return os.path.join(_folders[-1].name, "meeting"), []

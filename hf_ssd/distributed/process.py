@@ -1,6 +1,7 @@
 """The process of one draft worker: started, and never left behind."""
 
 import contextlib
+import fcntl
 import json
 import os
 import subprocess
@@ -10,7 +11,8 @@ import weakref
 
 STOP_TIMEOUT = 2.0  # seconds to end by itself before it is killed
 KILL_TIMEOUT = 10.0  # seconds for the system to end it; it cannot while a driver holds it
-STDERR_TAIL = 8000  # bytes
+STDERR_TAIL = 8000  # bytes that are shown of what a worker wrote
+STDERR_LIMIT = 2**20  # bytes after which the worker keeps no more than those
 # Variables of torchrun: the worker is not one of its ranks.
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
 
@@ -31,20 +33,23 @@ class WorkerProcess:
     """
 
     def __init__(self, settings: dict, descriptors: list[int]):
-        self.stderr = tempfile.TemporaryFile()
         environment = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER)}
         environment |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONSAFEPATH": "1"}
         if settings["cores"]:
             environment["OMP_NUM_THREADS"] = str(len(settings["cores"]))
-        self.popen = subprocess.Popen(
-            [sys.executable, "-m", "hf_ssd.distributed.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=self.stderr,
-            pass_fds=descriptors,
-            env=environment,
-            start_new_session=True,  # a Ctrl-C in the terminal is for the target
-        )
+        with standard_streams_taken():
+            self.stderr = tempfile.TemporaryFile()
+            # Both sides write at the end, wherever the other one has read.
+            fcntl.fcntl(self.stderr, fcntl.F_SETFL, os.O_APPEND)
+            self.popen = subprocess.Popen(
+                [sys.executable, "-m", "hf_ssd.distributed.worker"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=self.stderr,
+                pass_fds=descriptors,
+                env=environment,
+                start_new_session=True,  # a Ctrl-C in the terminal is for the target
+            )
         self.end = weakref.finalize(self, _end_process, os.getpid(), self.popen)
         with contextlib.suppress(BrokenPipeError):  # it has ended already; its standard error tells why
             self.popen.stdin.write(json.dumps(settings).encode() + b"\n")
@@ -62,8 +67,36 @@ class WorkerProcess:
 
     def stderr_tail(self) -> str:
         """Returns the end of what it wrote to its standard error."""
-        self.stderr.seek(0)
-        return self.stderr.read()[-STDERR_TAIL:].decode("utf-8", errors="replace").strip()
+        return _tail(self.stderr.fileno()).decode("utf-8", errors="replace").strip()
+
+
+@contextlib.contextmanager
+def standard_streams_taken():
+    """
+    Takes those of the descriptors 0, 1 and 2 that are closed, as in a daemon, for the length of this block, so that
+    nothing that is opened in it gets their numbers: in a child they are its standard streams.
+    """
+    taken = []
+    try:
+        while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+            taken.append(descriptor)
+        os.close(descriptor)
+        yield
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+
+
+def shorten_stderr() -> None:
+    """Keeps this process's standard error, the file that [`WorkerProcess`] gave it, within its limit."""
+    if os.fstat(2).st_size > STDERR_LIMIT:
+        tail = _tail(2)
+        os.ftruncate(2, 0)
+        os.write(2, tail)
+
+
+def _tail(descriptor: int) -> bytes:
+    return os.pread(descriptor, STDERR_TAIL, max(0, os.fstat(descriptor).st_size - STDERR_TAIL))
 
 
 def _end_process(parent: int, process: subprocess.Popen) -> None:

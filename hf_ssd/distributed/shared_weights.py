@@ -8,6 +8,7 @@ import weakref
 import torch
 from transformers import PreTrainedModel
 
+from .process import standard_streams_taken
 from .rebuilding import recipe_for, structure_of, tensors_of, without_weights
 
 ALIGNMENT = 64  # bytes
@@ -146,11 +147,12 @@ def _values(tensors) -> tuple:
 
 
 def _anonymous_file(size: int) -> int:
-    if hasattr(os, "memfd_create"):
-        descriptor = os.memfd_create("hf_ssd")
-    else:
-        descriptor, path = tempfile.mkstemp(prefix="hf_ssd")
-        os.unlink(path)
+    with standard_streams_taken():
+        if hasattr(os, "memfd_create"):
+            descriptor = os.memfd_create("hf_ssd")
+        else:
+            descriptor, path = tempfile.mkstemp(prefix="hf_ssd")
+            os.unlink(path)
     os.ftruncate(descriptor, size)
     os.set_inheritable(descriptor, True)
     return descriptor

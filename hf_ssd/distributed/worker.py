@@ -1,5 +1,6 @@
 """The draft worker: a process that loads the draft model, meets the target, and serves it."""
 
+import contextlib
 import json
 import os
 import select
@@ -26,6 +27,7 @@ from .cores import pin
 from .draft_server import DraftServer
 from .meeting import join, prove
 from .messages import Kind, Message, ProtocolError
+from .process import shorten_stderr
 from .shared_weights import model_from_shared_weights
 
 FLUSH_TIMEOUT = 10.0  # seconds for a last message to leave
@@ -33,6 +35,18 @@ AS_LONG_AS_THE_PARENT_LIVES = timedelta(days=365)
 
 
 def main() -> None:
+    status = 1
+    try:
+        status = run()
+    except BaseException:
+        traceback.print_exc()
+    finally:  # nothing is left to do, and gloo's threads would make an orderly exit wait
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def run() -> int:
+    """Returns the exit status."""
     settings = json.loads(sys.stdin.buffer.readline())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the target, which tells the worker what follows
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -62,18 +76,16 @@ def main() -> None:
     try:
         prove(channel)
     except ProtocolError as error:
-        print(error, file=sys.stderr, flush=True)
-        os._exit(1)
+        print(error, file=sys.stderr)
+        return 1
     channel.send(hello)
     # 3. Serve it.
     if hello.kind == Kind.ERROR:
         channel.flush(FLUSH_TIMEOUT)
-        os._exit(1)
-    try:
+        return 1
+    with contextlib.suppress(PeerLost):
         DraftServer(channel, model, settings["weights"]).serve()
-    except PeerLost:
-        pass
-    os._exit(0)  # nothing is left to do, and gloo's threads would make an orderly exit wait
+    return 0
 
 
 def load_model(settings: dict) -> PreTrainedModel:
@@ -103,10 +115,12 @@ def use_device(device: torch.device) -> None:
 def _end_with_parent() -> None:
     """
     Ends this process with its parent. The parent holds the other end of the standard input, which closes however the
-    parent ends. Children that the parent forked may hold it open too, so the parent's number is looked at as well.
+    parent ends. Children that the parent forked may hold it open too, so the parent's number is looked at as well. And
+    so that standard error does not grow without bound, it is shortened here.
     """
     parent = os.getppid()
     while os.getppid() == parent:
+        shorten_stderr()
         readable, _, _ = select.select([0], [], [], 1.0)
         if readable and not os.read(0, 1):
             break

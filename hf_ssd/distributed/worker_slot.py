@@ -35,6 +35,14 @@ class WorkerSlot:
     def is_ready(self) -> bool:
         return not self.is_starting and self.worker is not None and self.worker.is_alive
 
+    def take_error(self) -> DraftError | None:
+        """
+        Returns why the last start failed, once. Where it is raised, no variable or attribute may hold it: such an
+        exception is in a cycle with its traceback, which keeps the memory of the call until Python looks for cycles.
+        """
+        error, self.error = self.error, None
+        return error
+
     def begin(self) -> None:
         """Starts a worker, and returns at once."""
         self.thread = threading.Thread(target=self._run, daemon=True)
