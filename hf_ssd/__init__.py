@@ -2,9 +2,9 @@
 
 from .config import SSDConfig
 from .distributed.assistant import DraftAssistant
-from .distributed.launch import launch_draft
+from .distributed.launch import close, launch_draft
 from .distributed.session import DraftError
-from .generation.api import SSDGenerationMixin, enable, generate
+from .generation.api import SSDGenerationMixin, disable, enable, generate
 from .generation.streaming import BatchStreamer, RoundStreamer
 from .rounds import RoundRecord
 from .stats import SSDDecoderOnlyOutput, SSDStats
@@ -21,6 +21,8 @@ __all__ = [
     "SSDDecoderOnlyOutput",
     "SSDGenerationMixin",
     "SSDStats",
+    "close",
+    "disable",
     "enable",
     "generate",
     "launch_draft",

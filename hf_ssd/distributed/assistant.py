@@ -106,6 +106,11 @@ class DraftAssistant:
             return "ready"
         return "starting" if any(slot.is_starting for slot in self.slots) else "ended"
 
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else self.state
+        pids = [slot.worker.worker_info.get("pid") for slot in self.slots if slot.is_ready]
+        return f"DraftAssistant({self.path!r}, device={self.device!r}, state={state!r}, processes={pids})"
+
     def _launch(self) -> dict:
         """Starts all workers, waits for them, and returns the `worker_info` of the first one."""
         bar = {"total": len(self.slots), "desc": "starting the draft", "unit": "worker", "leave": False}

@@ -91,14 +91,14 @@ class Connection:
         """Connects in a thread, which is left to itself when the worker ends: gloo goes on trying for minutes."""
         made = Future()
 
-        def make():
+        def make(made: Future) -> None:
             try:
                 secret = bytes.fromhex(self.meeting["secret"])
                 made.set_result(Channel(store, is_target=True, hostname=self.meeting["hostname"], secret=secret))
             except Exception as error:
-                made.set_exception(error)
+                made.set_exception(error.with_traceback(None))  # which holds `made`
 
-        thread = threading.Thread(target=make, daemon=True)
+        thread = threading.Thread(target=make, args=[made], daemon=True)
         thread.start()
         while thread.is_alive():
             self._check_start()
@@ -106,7 +106,7 @@ class Connection:
         try:
             return made.result(0)
         finally:
-            del made  # with an exception in it, it would be in a cycle with its traceback
+            del made  # an exception in it would be in a cycle with its traceback
 
     def _check_start(self) -> None:
         if not self.process.is_running:

@@ -214,9 +214,39 @@ def assistant_for(draft: PreTrainedModel | str | os.PathLike) -> DraftAssistant 
         assistant = known[key] = _assistant(draft, weights, [device], cores, settings, wait=False)
         assistant.vocab_size, assistant.pard_token = tokens
         assistant.device = str(device)
-        if is_model:
-            weakref.finalize(draft, assistant.close)
         return assistant
+
+
+def close(assistant_model: PreTrainedModel | str | os.PathLike | None = None) -> None:
+    """
+    Ends the workers that calls of `generate()` have started for a draft that was passed as a model, a folder or a hub
+    id. Without it, they end with the model or the program. A later call starts another worker. What
+    [`~hf_ssd.launch_draft`] returns has a `close()` of its own.
+
+    Args:
+        assistant_model (`PreTrainedModel`, `str` or `os.PathLike`, *optional*): The draft whose worker ends, as it was
+            passed to `generate()`. By default the workers of all drafts end.
+
+    Raises:
+        `TypeError`: it is no draft of this kind.
+    """
+    draft = without_wrapper(assistant_model)
+    with _starting:
+        if draft is None:
+            ended = [*_assistants.values(), *_assistants_of_paths.values()]
+            _assistants.clear()
+            _assistants_of_paths.clear()
+        elif isinstance(draft, PreTrainedModel):
+            ended = [_assistants.pop(draft, None)]
+        elif isinstance(draft, (str, os.PathLike)):
+            ended = [_assistants_of_paths.pop(os.fspath(draft), None)]
+        else:
+            raise TypeError(
+                "hf_ssd.close takes the model, folder or hub id that was passed to generate() as `assistant_model`, "
+                f"not a {type(draft).__name__}; a DraftAssistant has a close() of its own."
+            )
+    for assistant in filter(None, ended):
+        assistant.close()
 
 
 def tokens_of(draft: PreTrainedModel | DraftAssistant | str | os.PathLike) -> tuple[int, int | None]:

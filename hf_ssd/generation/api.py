@@ -14,7 +14,7 @@ from .loop import speculative_speculative_decoding
 from .tokenizers import translation_for
 
 BOUND = "bound"  # the settings that a model was enabled with
-_bound = weakref.WeakKeyDictionary()  # drafts and settings of enabled models
+_bound = weakref.WeakKeyDictionary()  # drafts, settings and tokenizers of enabled models
 
 
 class SSDGenerationMixin:
@@ -57,12 +57,13 @@ class SSDGenerationMixin:
         kwargs |= {"inputs": inputs, "generation_config": generation_config, "logits_processor": logits_processor}
         kwargs |= {"stopping_criteria": stopping_criteria, "prefix_allowed_tokens_fn": prefix_allowed_tokens_fn}
         kwargs |= {"synced_gpus": synced_gpus, "streamer": streamer}
-        draft, settings = _bound.get(self, (None, None))
+        draft, settings, tokenizers = _bound.get(self, (None, None, {}))
         if isinstance(ssd_config, str) and ssd_config == BOUND:
             is_theirs = kwargs.get("custom_generate") not in (None, generate)  # another way to generate
             ssd_config = None if is_theirs else settings
         if ssd_config is not None and assistant_model is None:
             assistant_model = draft
+            kwargs |= {name: one for name, one in tokenizers.items() if kwargs.get(name) is None}
         if kwargs.get("custom_generate") is generate:  # the function below, which does what is done here
             kwargs["custom_generate"], ssd_config = None, ssd_config or SSDConfig()
         if ssd_config is not None and kwargs.get("custom_generate") is None:
@@ -101,7 +102,13 @@ def generate(
     return _generate(plain, model, assistant_model, ssd_config or SSDConfig(), **kwargs)
 
 
-def enable(model: PreTrainedModel, assistant_model=None, ssd_config: SSDConfig | dict | None = None) -> PreTrainedModel:
+def enable(
+    model: PreTrainedModel,
+    assistant_model=None,
+    ssd_config: SSDConfig | dict | None = None,
+    tokenizer=None,
+    assistant_tokenizer=None,
+) -> PreTrainedModel:
     """
     Lets one model instance take `ssd_config` in `generate()`, and returns it. Nothing else about it changes: its class
     keeps its name, and it saves and loads as before.
@@ -114,6 +121,8 @@ def enable(model: PreTrainedModel, assistant_model=None, ssd_config: SSDConfig |
         assistant_model (`PreTrainedModel`, [`DraftAssistant`], `str` or `os.PathLike`, *optional*): The draft of all
             calls. Without it, a draft that was given before is forgotten.
         ssd_config ([`SSDConfig`] or `dict`, *optional*): Settings of all calls, by default `SSDConfig()`.
+        tokenizer, assistant_tokenizer (`PreTrainedTokenizerBase`, *optional*): Those of the model and of the draft, for
+            all calls with this draft, if they differ. See [`SSDGenerationMixin.generate`].
 
     Raises:
         `TypeError`: it is not a transformers model that generates.
@@ -128,7 +137,30 @@ def enable(model: PreTrainedModel, assistant_model=None, ssd_config: SSDConfig |
     if assistant_model is not None or ssd_config is not None:
         draft, config = without_wrapper(assistant_model), _settings(ssd_config or SSDConfig())
         check_arguments(inner, draft, config, synced_gpus=None)
-        _bound[inner] = draft, config
+        tokenizers = {"tokenizer": tokenizer, "assistant_tokenizer": assistant_tokenizer}
+        tokenizers = {name: one for name, one in tokenizers.items() if one is not None}
+        if tokenizers:
+            translation_for(inner, draft, **tokenizers)
+        _bound[inner] = draft, config, tokenizers
+    elif tokenizer is not None or assistant_tokenizer is not None:
+        raise ValueError("Tokenizers are for a draft: pass `assistant_model=...` to hf_ssd.enable() as well.")
+    return model
+
+
+def disable(model: PreTrainedModel) -> PreTrainedModel:
+    """
+    Undoes [`enable`]: the model instance has its own class again, and its draft is forgotten. Returns the model. A
+    worker that calls have started for the draft is ended by [`close`].
+
+    Args:
+        model (`PreTrainedModel`): A model, or a `PeftModel` of one. If it was not enabled, nothing happens.
+    """
+    inner = without_wrapper(model)
+    kind = vars(type(inner)).get("_ssd_kind")
+    if kind is not None:
+        inner.__class__ = kind
+    if isinstance(inner, PreTrainedModel):
+        _bound.pop(inner, None)
     return model
 
 

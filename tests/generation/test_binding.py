@@ -12,6 +12,7 @@ import hf_ssd
 
 from ..conftest import padded_batch, tiny_draft, tiny_model
 from ..serving.conftest import PAIR
+from ..vocabularies import DRAFT, TARGET, renamed_draft, tokenizer
 
 CONFIG = hf_ssd.SSDConfig(lookahead=3, budget=8, asynchronous=False)
 OPTIONS = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True}
@@ -74,3 +75,19 @@ def test_a_pipeline_speculates():
     streamer = hf_ssd.RoundStreamer(lambda stats: rounds.append(stats.rounds))
     assert generator("import os\n", **options, streamer=streamer) == expected
     assert rounds == list(range(len(rounds))) and 0 < len(rounds) <= 20
+
+
+def test_a_draft_with_another_tokenizer_is_bound_with_both():
+    model, tokens = tiny_model(vocab_size=len(TARGET)), {"tokenizer": tokenizer(TARGET)}
+    draft, inputs = renamed_draft(), padded_batch(4)
+    expected = model.generate(**inputs, **OPTIONS).sequences
+    with pytest.raises(ValueError, match="Tokenizers are for a draft"):
+        hf_ssd.enable(model, **tokens)
+    with pytest.raises(ValueError, match="pass `tokenizer="):
+        hf_ssd.enable(model, draft, CONFIG, assistant_tokenizer=tokenizer(DRAFT))
+    hf_ssd.enable(model, draft, CONFIG, **tokens, assistant_tokenizer=tokenizer(DRAFT))
+    for _ in range(2):
+        output = model.generate(**inputs, **OPTIONS)
+        assert torch.equal(output.sequences, expected)
+        assert lookahead(output) == 3 and output.ssd_stats.acceptance_rate > 0
+    assert lookahead(model.generate(**inputs, **OPTIONS, ssd_config=None)) == 0

@@ -270,3 +270,46 @@ def test_a_worker_that_meets_an_error_of_the_protocol_ends_at_once():
     )
     ended = subprocess.run([sys.executable, "-c", program], stderr=subprocess.PIPE, timeout=60)
     assert ended.returncode == 1 and b"ProtocolError: nonsense" in ended.stderr
+
+
+# ---------------------------------------------------------------- closing
+
+
+@pytest.mark.parametrize("kind", ["model", "folder", "all"])
+def test_a_worker_that_a_call_started_can_be_closed(kind, tmp_path, target):
+    tiny_draft().save_pretrained(tmp_path)
+    draft = str(tmp_path) if kind == "folder" else tiny_draft()
+    generate(target, draft, FIXED)
+    worker = ready(launch.assistant_for(draft)).workers[0]
+    assert worker.process.is_running
+    hf_ssd.close(*([] if kind == "all" else [draft]))
+    assert not worker.process.is_running
+    output = generate(target, draft, FIXED, return_dict_in_generate=True)  # which starts another one
+    assert torch.equal(output.sequences, target.generate(**padded_batch(2), max_new_tokens=12))
+    assert ready(launch.assistant_for(draft)).workers[0] is not worker
+    hf_ssd.close(draft)
+    hf_ssd.close(draft)
+
+
+def test_what_close_does_not_take_is_said(assistant):
+    with pytest.raises(TypeError, match="DraftAssistant has a close"):
+        hf_ssd.close(assistant)
+
+
+def test_a_disabled_model_is_as_it_was_before(draft):
+    model = tiny_model()
+    kind = type(model)
+    hf_ssd.enable(model, draft, IN_TURN)
+    assert type(model) is not kind
+    assert hf_ssd.disable(model) is model and type(model) is kind
+    assert not hasattr(model.generate(**padded_batch(2), max_new_tokens=4, return_dict_in_generate=True), "ssd_stats")
+    hf_ssd.disable(model)
+    output = hf_ssd.enable(model).generate(**padded_batch(2), max_new_tokens=4, return_dict_in_generate=True)
+    assert not hasattr(output, "ssd_stats")  # the draft was forgotten
+
+
+def test_an_assistant_tells_where_and_what_it_is(draft):
+    with hf_ssd.launch_draft(draft, num_threads=1) as assistant:
+        pid = assistant.workers[0].process.popen.pid
+        assert repr(assistant) == f"DraftAssistant('', device='cpu', state='ready', processes=[{pid}])"
+    assert repr(assistant) == "DraftAssistant('', device='cpu', state='closed', processes=[])"
