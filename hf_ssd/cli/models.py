@@ -72,15 +72,17 @@ def load(name: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel
         `ValueError`: it does not load.
     """
     try:
-        return AutoModelForCausalLM.from_pretrained(name, dtype=dtype, device_map={"": device}).eval()
-    except OSError as error:
+        return AutoModelForCausalLM.from_pretrained(
+            name, dtype=dtype, device_map={"": device}, trust_remote_code=False
+        ).eval()
+    except (OSError, ValueError) as error:
         raise ValueError(f"{name} does not load: {first_sentence(error)}") from error
 
 
 def load_tokenizer(name: str):
     """Returns a tokenizer that pads on the left, or `None` for a random model, which has none."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
+        tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left", trust_remote_code=False)
     except (OSError, ValueError):
         return None
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token

@@ -86,7 +86,11 @@ class Roles:
             `ValueError`: the number of ranks does not divide its attention heads.
         """
         if model is not None:
-            config = model if isinstance(model, PreTrainedConfig) else AutoConfig.from_pretrained(model)
+            config = (
+                model
+                if isinstance(model, PreTrainedConfig)
+                else AutoConfig.from_pretrained(model, trust_remote_code=False)
+            )
             check_heads(config, self.tp_size)
         return DistributedConfig(tp_size=self.tp_size, **options) if self.tp_size > 1 else None
 

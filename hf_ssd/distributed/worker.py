@@ -97,7 +97,7 @@ def load_model(settings: dict) -> PreTrainedModel:
         if "quantization_config" in options:
             options["quantization_config"] = AutoQuantizationConfig.from_dict(options["quantization_config"])
             options.setdefault("device_map", {"": settings["device"]})  # a quantized model may refuse to be moved
-        model = AutoModelForCausalLM.from_pretrained(settings["path"], **options).eval()
+        model = AutoModelForCausalLM.from_pretrained(settings["path"], **{"trust_remote_code": False, **options}).eval()
     if model.device != torch.device(settings["device"]):
         model = model.to(settings["device"])
     if model.config.get_text_config(decoder=True)._attn_implementation not in MASKED_ATTENTION:

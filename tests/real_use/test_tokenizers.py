@@ -18,7 +18,7 @@ from hf_ssd.generation.spelling import spelled_tokens
 from hf_ssd.generation.tokenizers import translation_between
 
 from ..conftest import tiny_model
-from ..vocabularies import KINDS, byte_level, sentencepiece
+from ..vocabularies import DRAFT, KINDS, TARGET, byte_level, renamed_draft, sentencepiece, tokenizer
 
 TEXT = "the quick brown fox jumps over the lazy dog"
 
@@ -48,7 +48,7 @@ def check_a_tiny_pair(ours, theirs, text: str) -> None:
     target = hf_ssd.enable(tiny_model(vocab_size=sizes[0], eos_token_id=None))
     target.lm_head.weight.data[~translation.is_common] = 0.0
     draft = draft_of(target, translation, sizes[1])
-    inputs = ours(text, return_tensors="pt", return_token_type_ids=False)
+    inputs = ours(text, add_special_tokens=False, return_tensors="pt", return_token_type_ids=False)
     options = {"max_new_tokens": 24, "do_sample": False}
     plain = target.generate(**inputs, **options)
     output = target.generate(
@@ -141,19 +141,17 @@ def spelled_tokens_by_name(tokenizer, spelled: dict) -> dict:
 
 
 def test_tokenizers_are_not_kept_longer_than_their_user_keeps_them():
-    target, kept, counts = hf_ssd.enable(tiny_model(vocab_size=400)), [], []
-    draft, config = tiny_model(vocab_size=400), hf_ssd.SSDConfig(lookahead=2, asynchronous=False)
+    target, draft, kept, counts = hf_ssd.enable(tiny_model()), renamed_draft(), [], []
     for _ in range(3):
-        ours, theirs = sentencepiece(), byte_level()
+        ours, theirs = tokenizer(TARGET), tokenizer(DRAFT)
         kept += [weakref.ref(ours), weakref.ref(theirs)]
-        inputs = ours(TEXT, return_tensors="pt", return_token_type_ids=False)
         target.generate(
-            **inputs,
+            ours("zyxwvuts", return_tensors="pt").input_ids,
             max_new_tokens=4,
             tokenizer=ours,
             assistant_tokenizer=theirs,
             assistant_model=draft,
-            ssd_config=config,
+            ssd_config=hf_ssd.SSDConfig(lookahead=2, asynchronous=False),
         )
         del ours, theirs
         gc.collect()
@@ -223,7 +221,7 @@ def test_the_tokens_of_gemma_and_smollm_stand_for_the_same_texts(real_tokenizers
     # Every token that is a whole text by itself, among others 'Ġ' and names that begin with it.
     expected, other = spelled_tokens(ours, len(ours)), spelled_tokens(theirs, len(theirs))
     texts = [i for i, token in expected.items() if isinstance(token, bytes) and b"\xc4" in token]
-    assert len(texts) > 100
+    assert len(texts) > 10
     for i in texts:
         assert b"".join(other[piece] for piece in translation.pieces[i]) == expected[i]
 
