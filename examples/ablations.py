@@ -85,7 +85,8 @@ class Recorder(hf_ssd.DraftAssistant, CacheShape):
     def __init__(self, draft):
         self.draft, self.cores, self.vocab_size, self.rounds = draft, None, draft.config.vocab_size, []
         self.ranks, self.process, self.slots = TargetRanks(), os.getpid(), [WorkerSlot(None)]
-        self.pard_token = self.path = None
+        self.pard_token = self.path = self.weights = None
+        self.closed = False
 
     def begin_call(self, turn, timeout, patience):
         pass

@@ -181,7 +181,9 @@ class RaggedCache(DynamicCache):
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):
         while len(self.layers) <= layer_idx:
             self.layers.append(RaggedLayer())
-        return self.layers[layer_idx].update(key_states, value_states, self.placement, self._rows_seen())
+        # A window has its rows; in a compiled forward pass a number that changes would be compiled again.
+        rows = self._rows_seen() if self.window is None else None
+        return self.layers[layer_idx].update(key_states, value_states, self.placement, rows)
 
     @classmethod
     def from_cache(cls, cache: Cache) -> "RaggedCache":
