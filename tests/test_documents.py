@@ -49,14 +49,13 @@ def pair():
 
 @pytest.fixture
 def what_readers_have(tmp_path):
-    """The names that the documents use without saying where they come from."""
+    """The reader's own models and prompt. Everything else a document imports itself."""
     inputs = AutoTokenizer.from_pretrained(PAIR / "target")(
         "import os", return_tensors="pt", return_token_type_ids=False
     )
     names = {"TARGET": str(PAIR / "target"), "DRAFT": str(PAIR / "draft"), "FOLDER": str(tmp_path)}
-    names |= {"PARALLEL_DRAFT": str(PAIR / "parallel_draft"), "AutoTokenizer": AutoTokenizer}
-    names |= {"REPOSITORY": str(ROOT / "custom_generate")}
-    return {**names, **pair(), "hf_ssd": hf_ssd, "inputs": inputs}
+    names |= {"PARALLEL_DRAFT": str(PAIR / "parallel_draft"), "REPOSITORY": str(ROOT / "custom_generate")}
+    return {**names, **pair(), "inputs": inputs}
 
 
 @pytest.mark.parametrize("document", WRITTEN, ids=lambda path: path.name)
