@@ -17,7 +17,8 @@ from transformers.utils import logging
 
 from .. import devices
 from ..cache.compiled import is_compiled
-from ..cache.support import MASKED_ATTENTION, check_supported
+from ..cache.support import MASKED_ATTENTION
+from ..cache.trial import check_supported
 from ..drafting.compiling import compile_draft
 from ..drafting.parallel_drafter import mask_token
 from . import payloads
@@ -102,7 +103,7 @@ def load_model(settings: dict) -> PreTrainedModel:
         model = model.to(settings["device"])
     if model.config.get_text_config(decoder=True)._attn_implementation not in MASKED_ATTENTION:
         model.set_attn_implementation("sdpa")  # branches need 4D masks
-    check_supported(model)
+    check_supported(model, drafts=True)
     return model
 
 
