@@ -73,6 +73,16 @@ def attention_layout(model: PreTrainedModel) -> AttentionLayout:
     return AttentionLayout(window=next(iter(windows), None), mixed=len(kinds) > 1)
 
 
+def last_position_limit(model: PreTrainedModel) -> int | None:
+    """
+    Returns how many positions a model has, if it has no more: those of a table. `None` if its positions are rotary,
+    which go on.
+    """
+    config = model.config.get_text_config(decoder=True)
+    is_rotary = getattr(config, "rope_parameters", None) or any("rotary" in name for name, _ in model.named_modules())
+    return None if is_rotary else getattr(config, "max_position_embeddings", None)
+
+
 def rope_that_changes(model: PreTrainedModel) -> tuple[str, int] | None:
     """
     Returns the kind of a rotary embedding whose frequencies depend on how long the text is, and the number of positions

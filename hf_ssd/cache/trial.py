@@ -77,7 +77,7 @@ def _try(model: PreTrainedModel, drafts: bool) -> None:
     try:
         alone, beside, masked = _logits_alone(model), *_logits_beside_others(model)
     except (TypeError, RuntimeError, ValueError, LookupError, AttributeError, AssertionError) as error:
-        raise ValueError(f"{name} does not take a 4D attention mask and position ids: {error!r}") from error
+        raise ValueError(f"{name} does not take a 4D attention mask and position ids: {error!r}.") from error
     same_beside = _are_same(model, beside, alone[:PROMPT])
     if same_beside and _are_same(model, masked, alone[PROMPT:]):
         return

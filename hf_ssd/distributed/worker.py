@@ -17,7 +17,7 @@ from transformers.utils import logging
 
 from .. import devices
 from ..cache.compiled import is_compiled
-from ..cache.support import MASKED_ATTENTION
+from ..cache.support import MASKED_ATTENTION, last_position_limit
 from ..cache.trial import check_supported
 from ..drafting.compiling import compile_draft
 from ..drafting.parallel_drafter import mask_token
@@ -63,6 +63,7 @@ def run() -> int:
         place = {"device": str(model.device), "identity": devices.identity(model.device), "pid": os.getpid()}
         vocab_size = model.config.get_text_config(decoder=True).vocab_size
         tokens = {"vocab_size": vocab_size, "pard_token": mask_token(model.config)}
+        tokens["positions"] = last_position_limit(model)
         compiled = {"is_compiled": is_compiled(model), "uncompiled_because": uncompiled_because}
         hello = Message(Kind.READY, payload=payloads.json_to_payload({**tokens, **place, **compiled}))
     except Exception as error:

@@ -9,8 +9,7 @@ import hf_ssd
 from ..conftest import padded_batch
 from .families import WINDOW, sharp_model, tiny_config
 
-NOT_TRIED = {
-}
+NOT_TRIED = {}
 
 
 @pytest.mark.slow
