@@ -75,7 +75,7 @@ class GroupedHeads:
     Lets forward passes of one model use [`grouped_attention`], where its layers use the `sdpa` of transformers.
 
     Args:
-        model (`PreTrainedModel`): A model that [`~hf_ssd.cache.support.check_supported`] accepts.
+        model (`PreTrainedModel`): A model that [`~hf_ssd.cache.trial.check_supported`] accepts.
     """
 
     def __init__(self, model: PreTrainedModel):

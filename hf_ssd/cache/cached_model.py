@@ -20,7 +20,7 @@ class CachedModel:
     still pass and get tensors of all rows.
 
     Args:
-        model (`PreTrainedModel`): A model that [`~hf_ssd.cache.support.check_supported`] accepts.
+        model (`PreTrainedModel`): A model that [`~hf_ssd.cache.trial.check_supported`] accepts.
         cache (`RaggedCache`): Empty, or filled by a prefill.
         valid (`torch.BoolTensor` of shape `(batch_size, columns)`, *optional*): `False` where the prompt is padding.
         first_positions (`list[int]`, *optional*): Position of column 0 for each row, negative if the row is padded on

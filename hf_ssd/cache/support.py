@@ -1,15 +1,10 @@
-"""What a model must be able to do to take part, checked before any work starts."""
+"""Which columns the layers of a model look at, and which models cannot take part by their kind."""
 
 from dataclasses import dataclass
 
-import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.utils.generic import is_flash_attention_requested
-
-from .. import devices
-from . import masks
-from .compiled import uncompiled
 
 MASKED_ATTENTION = ("sdpa", "eager")
 LOW_PRECISION_TOLERANCE, FLOAT32_TOLERANCE = 5e-2, 1e-3  # of the largest logit
@@ -78,6 +73,16 @@ def attention_layout(model: PreTrainedModel) -> AttentionLayout:
     return AttentionLayout(window=next(iter(windows), None), mixed=len(kinds) > 1)
 
 
+def last_position_limit(model: PreTrainedModel) -> int | None:
+    """
+    Returns how many positions a model has, if it has no more: those of a table. `None` if its positions are rotary,
+    which go on.
+    """
+    config = model.config.get_text_config(decoder=True)
+    is_rotary = getattr(config, "rope_parameters", None) or any("rotary" in name for name, _ in model.named_modules())
+    return None if is_rotary else getattr(config, "max_position_embeddings", None)
+
+
 def rope_that_changes(model: PreTrainedModel) -> tuple[str, int] | None:
     """
     Returns the kind of a rotary embedding whose frequencies depend on how long the text is, and the number of positions
@@ -92,62 +97,3 @@ def rope_that_changes(model: PreTrainedModel) -> tuple[str, int] | None:
         if "dynamic" in kind:
             return kind, config.max_position_embeddings
     return None
-
-
-def check_supported(model: PreTrainedModel) -> None:
-    """
-    Checks that a model can decode branches: its cache can be rolled back, and it obeys a 4D attention mask and explicit
-    positions. A short forward pass tries the latter, once for each attention implementation, dtype and mode.
-
-    Raises:
-        `ValueError`: it cannot.
-    """
-    implementation = model.config.get_text_config(decoder=True)._attn_implementation
-    state = implementation, model.dtype, model.training
-    if getattr(model, "_ssd_supported", None) == state:
-        return
-    attention_layout(model)
-    is_offloaded = any(hasattr(module, "_hf_hook") for module in model.modules())
-    if not is_offloaded and any(parameter.device.type == "meta" for parameter in model.parameters()):
-        raise ValueError(f"{type(model).__name__} has no weights, only their shapes (device `meta`); load them first.")
-    if not is_flash_attention(model):
-        if implementation not in MASKED_ATTENTION:
-            raise ValueError(
-                f"{type(model).__name__} uses attn_implementation={implementation!r}, which takes no 4D masks; load it "
-                'with attn_implementation="sdpa" or call model.set_attn_implementation("sdpa").'
-            )
-        with uncompiled(model):
-            _try_two_alternatives(model)
-    model._ssd_supported = state
-
-
-@torch.inference_mode()
-def _try_two_alternatives(model: PreTrainedModel) -> None:
-    """Feeds two alternatives for one place, and compares the second one's logits with those it has in its own row."""
-    name, device = type(model).__name__, devices.of_model(model)
-    vocab_size = model.config.get_text_config(decoder=True).vocab_size
-    first, one, other = (token % vocab_size for token in (7, 11, 13))
-    sees = [[[1, 0, 0], [1, 1, 0], [1, 0, 1]], [[1, 0, 0], [1, 1, 0], [1, 1, 1]]]
-    try:
-        logits = model(
-            input_ids=torch.tensor([[first, one, other], [first, other, one]], device=device),
-            position_ids=torch.tensor([[0, 1, 1], [0, 1, 2]], device=device),
-            attention_mask=masks.additive(torch.tensor(sees, dtype=torch.bool, device=device), model.dtype),
-            use_cache=False,
-        ).logits
-    except (TypeError, RuntimeError, ValueError, IndexError, AttributeError, AssertionError) as error:
-        raise ValueError(f"{name} does not take a 4D attention mask and position ids: {error!r}") from error
-    alternatives, alone = logits[0, 2], logits[1, 1]
-    is_precise = model.dtype in (torch.float32, torch.float64) and getattr(model, "hf_quantizer", None) is None
-    tolerance = FLOAT32_TOLERANCE if is_precise else LOW_PRECISION_TOLERANCE
-    if (alternatives - alone).abs().max() <= tolerance * alone.abs().max():
-        return
-    if model.training:
-        raise ValueError(
-            f"{name} is in training mode, in which dropout changes every forward pass; call model.eval() before "
-            "generate()."
-        )
-    raise ValueError(
-        f"{name} does not obey a 4D attention mask with position ids, so it cannot verify or draft several tokens at "
-        "once."
-    )

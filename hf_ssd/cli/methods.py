@@ -133,7 +133,7 @@ class Bench:
     def measure(self, methods: dict[str, Method]) -> dict[str, Method]:
         """
         Adds the runs to the methods, and returns them, without assisted generation where transformers refuses the pair:
-        it takes no draft whose vocabulary has another size.
+        it takes no draft whose vocabulary has another size, or which has fewer positions than the text.
         """
         turns = tqdm(range(self.args.repeats + 1), desc="measuring", unit="turn", disable=None)
         for turn in turns:
@@ -141,7 +141,7 @@ class Bench:
                 turns.set_postfix_str(name)
                 try:
                     run = self.run(method, turn)
-                except ValueError:
+                except (ValueError, IndexError):  # an IndexError if the draft has fewer positions than the text
                     if not name.startswith(ASSISTED):
                         raise
                     del methods[name]

@@ -100,6 +100,12 @@ class DraftAssistant:
         return [slot.worker for slot in self.slots]
 
     @property
+    def positions(self) -> int | None:
+        """How many positions the draft has, if it is ready and has no more."""
+        infos = [slot.worker.worker_info for slot in self.slots if slot.is_ready]
+        return infos[0].get("positions") if infos else None
+
+    @property
     def state(self) -> str:
         """Whether there is a draft: `"ready"`, `"starting"`, or `"ended"` until a call starts it again."""
         if any(slot.is_ready for slot in self.slots):

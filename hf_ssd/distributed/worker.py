@@ -17,7 +17,8 @@ from transformers.utils import logging
 
 from .. import devices
 from ..cache.compiled import is_compiled
-from ..cache.support import MASKED_ATTENTION, check_supported
+from ..cache.support import MASKED_ATTENTION, last_position_limit
+from ..cache.trial import check_supported
 from ..drafting.compiling import compile_draft
 from ..drafting.parallel_drafter import mask_token
 from . import payloads
@@ -62,6 +63,7 @@ def run() -> int:
         place = {"device": str(model.device), "identity": devices.identity(model.device), "pid": os.getpid()}
         vocab_size = model.config.get_text_config(decoder=True).vocab_size
         tokens = {"vocab_size": vocab_size, "pard_token": mask_token(model.config)}
+        tokens["positions"] = last_position_limit(model)
         compiled = {"is_compiled": is_compiled(model), "uncompiled_because": uncompiled_because}
         hello = Message(Kind.READY, payload=payloads.json_to_payload({**tokens, **place, **compiled}))
     except Exception as error:
@@ -102,7 +104,7 @@ def load_model(settings: dict) -> PreTrainedModel:
         model = model.to(settings["device"])
     if model.config.get_text_config(decoder=True)._attn_implementation not in MASKED_ATTENTION:
         model.set_attn_implementation("sdpa")  # branches need 4D masks
-    check_supported(model)
+    check_supported(model, drafts=True)
     return model
 
 

@@ -7,6 +7,7 @@ from .. import devices
 from ..cache.branches import extend_with_branches
 from ..cache.cached_model import CachedModel
 from ..cache.ragged import RaggedCache
+from ..cache.support import last_position_limit
 from ..devices import from_host
 from ..rounds import FINISHED
 from .vocabulary import Vocabulary
@@ -53,8 +54,10 @@ class VerifiedPrefix:
         self.ids, self.lengths = _rows(prompts)
         texts = [self.vocabulary.encode(prompt) for prompt in prompts]
         self.inputs, self.columns = _rows([text if len(text) else prompts[0].new_zeros(1) for text in texts])
-        if self.vocabulary.translation is not None:  # the limit is one of the target's tokens
-            column_limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        if self.vocabulary.translation is not None:
+            column_limit = None  # the limit is one of the target's tokens
+        limits = [limit for limit in (column_limit, last_position_limit(model)) if limit is not None]
+        column_limit = min(limits, default=None)  # branches look ahead beyond the text
         cache = RaggedCache()
         if earlier is not None and len(earlier.lengths) == len(prompts):
             shared = [self._shared(earlier, row) for row in range(len(prompts))]

@@ -7,6 +7,7 @@ import os
 import torch
 from transformers.utils import logging
 
+from ..cache.support import last_position_limit
 from ..distributed import payloads
 from ..distributed.assistant import Turn
 from ..distributed.local import LocalSession
@@ -51,6 +52,7 @@ class FaultTolerantDraft:
         self.unasked: torch.LongTensor | None = None  # what is verified, if the session did not propose it
         self.is_local = self.is_asked = self.was_late = False
         self.filler: int | None = None
+        self.lengths = [len(prompt) for prompt in request.prompts]  # of the rows, as tokens of the target
         self.rounds = 0
         self.joined_at: int | None = None
         self.failure: str | None = None
@@ -128,12 +130,13 @@ class FaultTolerantDraft:
         """
         if self.decides:
             plan, self.is_asked, self.filler = self.planner.plan, False, None
+            self.lengths = [n + max(0, k + 1) for n, k in zip(self.lengths, outcome.accepted.tolist())]
             if self.session is not None:
                 self.untold = outcome if self.untold is None else self.untold.followed_by(outcome, self.unasked)
                 self.filler = None if self.is_local else self.planner.next_filler()
                 # A worker that is to give way to this process is not asked any more.
                 is_right = self.is_local or self._wants_worker
-                self.is_asked = self.filler is None and plan.mode != PLAIN and is_right
+                self.is_asked = self.filler is None and plan.mode != PLAIN and is_right and not self._is_at_its_end()
             if self.is_asked:
                 if self.is_local:
                     plan = dataclasses.replace(plan, mode=IN_TURN, budget=0)
@@ -144,6 +147,17 @@ class FaultTolerantDraft:
         payload = torch.cat([outcome.accepted, outcome.bonus]) if self.decides else None
         message = self.ranks.share(Message(Kind.OUTCOME, payload=payload) if self.decides else None)
         return Outcome(*message.payload.view(2, -1))
+
+    def _is_at_its_end(self) -> bool:
+        """Whether the longest row has all positions that the draft has."""
+        if self.model is not None:
+            positions = last_position_limit(self.model)
+        else:
+            positions = getattr(self.assistant, "positions", None)
+        if positions is None or max(self.lengths) < positions:
+            return False
+        logger.warning_once(f"The draft has {positions} positions; what is longer is decoded plainly.")
+        return True
 
     def receive_speculation(self, sequences: Sequences) -> Speculation:
         """

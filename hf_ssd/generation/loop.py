@@ -22,7 +22,7 @@ from .. import devices
 from ..advice import adjustable
 from ..cache.cached_model import CachedModel
 from ..cache.compiled import is_compiled
-from ..cache.support import check_supported
+from ..cache.trial import check_supported
 from ..config import SSDConfig
 from ..devices import from_host
 from ..distributed.assistant import DraftAssistant
@@ -84,7 +84,7 @@ def speculative_speculative_decoding(
     elif isinstance(assistant_model, (str, os.PathLike)):
         worker = assistant_for(assistant_model)
     else:
-        check_supported(assistant_model)
+        check_supported(assistant_model, drafts=True)
         worker = assistant_for(assistant_model) if ssd_config.asynchronous else None
         draft_model = None if worker is not None and is_compiled(assistant_model) else assistant_model
     divided = worker is not None and worker.cores is not None and devices.of_model(model).type == "cpu"

@@ -29,7 +29,7 @@ from transformers.generation import utils as generation_utils
 from transformers.generation.logits_process import DiaEOSDelayPatternLogitsProcessor
 
 import hf_ssd
-from hf_ssd.cache.support import check_supported
+from hf_ssd.cache.trial import check_supported
 
 from ..conftest import SIZES, padded_batch, tiny_draft, tiny_model
 

@@ -1,0 +1,179 @@
+"""A model is tried before its first call: a few small forward passes show whether its logits can be relied on.
+
+Verification feeds a token beside others, beside other rows of other lengths, and behind a cache that holds more columns
+than the token may see. Only a mask and positions say which columns those are. Plain generation feeds the same token
+alone. The logits must be the same.
+"""
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache
+
+from .. import devices
+from . import masks
+from .cached_model import CachedModel
+from .compiled import uncompiled
+from .ragged import RaggedCache
+from .support import (
+    FLOAT32_TOLERANCE,
+    LOW_PRECISION_TOLERANCE,
+    MASKED_ATTENTION,
+    attention_layout,
+    is_flash_attention,
+)
+
+TOKENS = (7, 11, 13, 17, 19, 23, 29, 31)  # of the text that is read
+PROMPT, DRAFTED = 6, 2  # of them
+# Columns between the text and the end of the cache, if the config names no window. A model that counts a window of its
+# own from the end of the cache does not see the text any more, unless the window is larger.
+FAR, FARTHEST = 640, 4096
+
+
+def check_supported(model: PreTrainedModel, drafts: bool = False) -> None:
+    """
+    Checks that a model can decode branches: its cache can be rolled back, and it obeys a 4D attention mask and explicit
+    positions. A few short forward passes try the latter, once for each attention implementation, dtype, mode and kind
+    of layers.
+
+    Args:
+        model (`PreTrainedModel`): The target or the draft.
+        drafts (`bool`, *optional*): Whether it is the draft, whose logits may depend on what else is in a forward pass:
+            that costs acceptance and never changes the output.
+
+    Raises:
+        `ValueError`: it cannot.
+    """
+    name = type(model).__name__
+    implementation = model.config.get_text_config(decoder=True)._attn_implementation
+    kinds = frozenset(map(type, model.modules()))  # quantization replaces layers, also in a copy of the model
+    drops_cache = model.training and any(getattr(one, "gradient_checkpointing", False) for one in model.modules())
+    state = implementation, model.dtype, model.training, drops_cache, kinds, drafts
+    if getattr(model, "_ssd_supported", None) == state:
+        return
+    attention_layout(model)
+    is_offloaded = any(hasattr(module, "_hf_hook") for module in model.modules())
+    if not is_offloaded and any(parameter.device.type == "meta" for parameter in model.parameters()):
+        raise ValueError(f"{name} has no weights, only their shapes (device `meta`); load them first.")
+    if drops_cache:
+        raise ValueError(
+            f"{name} is in training mode with gradient checkpointing, in which transformers keeps no cache; call "
+            "model.eval() before generate()."
+        )
+    if not is_flash_attention(model):
+        if implementation not in MASKED_ATTENTION:
+            raise ValueError(
+                f"{name} uses attn_implementation={implementation!r}, which takes no 4D masks; load it "
+                'with attn_implementation="sdpa" or call model.set_attn_implementation("sdpa").'
+            )
+        with uncompiled(model):
+            _try(model, drafts)
+    model._ssd_supported = state
+
+
+@torch.inference_mode()
+def _try(model: PreTrainedModel, drafts: bool) -> None:
+    """Compares the logits of a short text read by itself with those of the same text beside others."""
+    name = type(model).__name__
+    try:
+        alone, beside, masked = _logits_alone(model), *_logits_beside_others(model)
+    except (TypeError, RuntimeError, ValueError, LookupError, AttributeError, AssertionError) as error:
+        raise ValueError(f"{name} does not take a 4D attention mask and position ids: {error!r}.") from error
+    same_beside = _are_same(model, beside, alone[:PROMPT])
+    if same_beside and _are_same(model, masked, alone[PROMPT:]):
+        return
+    if model.training:
+        raise ValueError(
+            f"{name} is in training mode, in which dropout changes every forward pass; call model.eval() before "
+            "generate()."
+        )
+    if same_beside:
+        raise ValueError(
+            f"{name} does not obey a 4D attention mask with position ids, or makes a mask of its own from the number "
+            "of columns in its cache, so it cannot verify or draft several tokens at once."
+        )
+    if not drafts:
+        raise ValueError(
+            f"The logits that {name} gives for a token depend on the other tokens and rows of the forward pass, so "
+            "verifying several tokens at once would give other tokens than plain generate(). Dynamic quantization of "
+            "whole tensors (torch.ao.quantization.quantize_dynamic) does that; load the target without it, or with "
+            "weights alone quantized."
+        )
+
+
+def _logits_alone(model: PreTrainedModel) -> torch.Tensor:
+    """Returns the logits of the text as plain generation reads it: first the prompt, then one token after the other."""
+    text, cache = _text(model), DynamicCache(config=model.config.get_text_config(decoder=True))
+    logits, start = [], 0
+    for count in (PROMPT, *[1] * DRAFTED):
+        stop = start + count
+        outputs = model(
+            input_ids=text[None, start:stop],
+            position_ids=torch.arange(start, stop, device=text.device)[None],
+            attention_mask=torch.ones(1, stop, dtype=torch.long, device=text.device),
+            past_key_values=cache,
+            use_cache=True,
+            return_dict=True,
+        )
+        logits.append(outputs.logits[0])
+        start = stop
+    if cache.get_seq_length() != start:
+        raise RuntimeError("it keeps no keys and values in its cache")
+    return torch.cat(logits)
+
+
+def _logits_beside_others(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Returns the logits of the prompt beside another row, and those of the tokens behind it as they are verified, which
+    stand behind a column that is hidden, in a cache whose other row is much longer.
+    """
+    text = _text(model)
+    device, far = text.device, _far(model)
+    decoder = CachedModel(model, RaggedCache(), column_limit=PROMPT + DRAFTED)
+    prompts = torch.stack([text[:PROMPT], text[:PROMPT].flip(0)])
+    beside = decoder.extend(prompts, [0, 0])[0]
+    fed = torch.cat([text[:1], text[PROMPT:]])
+    fed = torch.stack([fed, fed.flip(0)])
+    count = fed.shape[1]
+    columns = torch.tensor([[PROMPT], [far]], device=device) + torch.arange(count, device=device)
+    width = decoder.columns_seen(far + count, count)
+    of_columns = torch.arange(width, device=device)
+    of_columns = of_columns - (of_columns > PROMPT).long()
+    of_tokens = columns - (torch.arange(count, device=device) > 0).long()
+    allowed = masks.visible_up_to(columns, width)
+    allowed[0, 1:, PROMPT] = False
+    decoder.cache.place(columns, width)
+    masked = decoder.forward(fed, decoder.positions(of_tokens), decoder.mask(allowed, of_tokens, of_columns))[0, 1:]
+    return beside, masked
+
+
+def _text(model: PreTrainedModel) -> torch.LongTensor:
+    vocab_size = model.config.get_text_config(decoder=True).vocab_size
+    tokens = [token % vocab_size for token in TOKENS]
+    return torch.tensor(tokens, device=devices.of_model(model))
+
+
+def _far(model: PreTrainedModel) -> int:
+    """Returns how many columns the longer row has: more than any window that the config names, and the model sees."""
+    config = model.config.get_text_config(decoder=True)
+    named = [value for key, value in vars(config).items() if "window" in key and type(value) is int]
+    far = PROMPT + max([FAR, *(window + DRAFTED + 1 for window in named if window <= FARTHEST)])
+    positions = getattr(config, "max_position_embeddings", None)
+    return far if positions is None else max(PROMPT, min(far, positions - DRAFTED - 1))
+
+
+def _are_same(model: PreTrainedModel, logits: torch.Tensor, others: torch.Tensor) -> bool:
+    """
+    Whether logits `(positions, vocab_size)` differ by no more than rounding. In low precision most positions must be
+    the same: where two experts are nearly equal, rounding chooses the other one.
+    """
+    differ = (logits - others).abs().amax(dim=-1) / others.abs().amax(dim=-1)
+    if _is_precise(model):
+        return bool((differ <= FLOAT32_TOLERANCE).all())
+    return bool(differ.median() <= LOW_PRECISION_TOLERANCE)
+
+
+def _is_precise(model: PreTrainedModel) -> bool:
+    """Whether the model computes in float32, as far as torch and transformers say."""
+    kind = devices.of_model(model).type
+    is_float = model.dtype in (torch.float32, torch.float64) and getattr(model, "hf_quantizer", None) is None
+    return is_float and torch.get_float32_matmul_precision() == "highest" and not torch.is_autocast_enabled(kind)

@@ -1,0 +1,73 @@
+"""A tiny model of each family of transformers, made from its own config without knowing the family."""
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+WINDOW = 6  # positions, which a short text exceeds
+WIDTH, FEED_FORWARD, LAYERS, HEADS, HEAD_DIM, EXPERTS, POSITIONS, VOCAB = 32, 64, 2, 4, 8, 4, 256, 97
+NAMES = {
+    WIDTH: "hidden_size d_model n_embd embed_dim emb_dim hidden_dim word_embed_proj_dim embedding_size "
+    "moe_intermediate_size shared_expert_intermediate_size input_embedding_size output_embedding_size",
+    FEED_FORWARD: "intermediate_size ffn_dim n_inner encoder_ffn_dim decoder_ffn_dim ffn_hidden_size dff dim_ff",
+    LAYERS: "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_decoder_layers "
+    "num_encoder_layers num_key_value_heads num_experts_per_tok moe_k moe_topk moe_top_k type_vocab_size "
+    "sliding_window_pattern index_n_heads linear_num_key_heads linear_num_value_heads",
+    HEADS: "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads "
+    "attention_heads num_decoder_attention_heads num_encoder_attention_heads num_experts num_local_experts "
+    "n_routed_experts moe_num_experts rotary_dim",
+    HEAD_DIM: "head_dim d_kv kv_channels dim_head attention_head_dim global_head_dim q_lora_rank kv_lora_rank "
+    "qk_rope_head_dim qk_nope_head_dim v_head_dim hidden_size_per_layer_input index_head_dim linear_key_head_dim "
+    "linear_value_head_dim",
+    POSITIONS: "max_position_embeddings n_positions n_ctx seq_length max_seq_len",
+    WINDOW: "sliding_window window_size attention_window attention_window_size sliding_window_size local_attention "
+    "attention_chunk_size",
+    VOCAB: "vocab_size vocab_size_per_layer_input",
+    1: "n_group topk_group n_shared_experts first_k_dense_replace bos_token_id decoder_start_token_id",
+    0: "num_kv_shared_layers num_nextn_predict_layers pad_token_id",
+}
+SIZES = {name: size for size, names in NAMES.items() for name in names.split()}
+SIZES |= {"eos_token_id": None, "is_decoder": True, "add_cross_attention": False, "tie_word_embeddings": False}
+SIZES |= {"attention_types": [[["global", "local"], 1]], "index_topk": 4}
+GIVEN_ANYWAY = ("eos_token_id", "pad_token_id", "head_dim", "bos_token_id", "intermediate_size", "n_inner")
+LATENT = {"num_key_value_heads": HEADS}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8}
+OTHERS = {
+    **dict.fromkeys(("axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite"), LATENT),
+    **dict.fromkeys(("glm_moe_dsa", "minicpm3", "youtu", "dots3_note_text", "longcat_flash"), LATENT),
+    **dict.fromkeys(("bamba", "granitemoehybrid"), MAMBA),
+    "longcat_flash": {**LATENT, "expert_ffn_hidden_size": 32, "moe_topk": 2, "zero_expert_num": 0},
+    "mamba2": {"num_heads": 8, "head_dim": 8},
+    "zaya": {"num_experts_per_tok": 1},
+    "nemotron": {"head_dim": None},
+    "xmod": {"default_language": "en_XX"},
+}
+
+
+def sizes_of(config: PreTrainedConfig) -> dict:
+    """Returns small values for the settings that a config has."""
+    default, sizes = config.to_dict(), {}
+    for name, value in SIZES.items():
+        if name in default and (default[name] is not None or name in GIVEN_ANYWAY):
+            sizes[name] = value
+    for name in getattr(config, "sub_configs", {}):
+        if getattr(config, name, None) is not None:
+            sizes[name] = sizes_of(getattr(config, name))
+    return sizes
+
+
+def tiny_config(family: str) -> PreTrainedConfig:
+    sizes = {**sizes_of(AutoConfig.for_model(family)), "is_decoder": True, **OTHERS.get(family, {})}
+    return AutoConfig.for_model(family, **sizes)
+
+
+def sharp_model(config: PreTrainedConfig, noise: float = 0.0) -> PreTrainedModel:
+    """Returns a model with clear favourites, the same each time but for noise on its weights."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    generator, of_noise = (torch.Generator().manual_seed(seed) for seed in (4, 5))
+    with torch.no_grad():
+        for weights in model.parameters():
+            values = torch.randn(weights.shape, generator=generator)
+            weights.copy_(0.25 * values if weights.dim() > 1 else weights + 0.1 * values)
+            weights.add_(noise * torch.randn(weights.shape, generator=of_noise))
+    return model
