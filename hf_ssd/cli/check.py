@@ -50,10 +50,11 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError("--new-tokens must be at least 8 and --repeats at least 1, or nothing can be said.")
         found = models.chosen(args)
         texts = prompts.prompts_from(args.prompts)[: args.repeats + 1] if args.prompts else PROMPTS
-        known, load = doctor.examine(found), doctor.load()
+        tokenizers = models.different_tokenizers(found)
+        known, load = doctor.examine(found, **tokenizers), doctor.load()
         if not args.json:
             print(doctor.in_words(known), flush=True)
-        figures = measure(args, found, texts, load)
+        figures = measure(args, found, texts, load, tokenizers)
     except (ValueError, hf_ssd.DraftError) as error:
         if not args.json:
             raise
@@ -67,11 +68,11 @@ def run(args: argparse.Namespace) -> int:
     return 0 if figures.pays else 1
 
 
-def measure(args: argparse.Namespace, found: models.Models, texts: list[str], load: float) -> Figures:
+def measure(args: argparse.Namespace, found: models.Models, texts: list[str], load: float, tokenizers: dict) -> Figures:
     """Loads both models, and runs prompts with each way to generate, in turns."""
     target = hf_ssd.enable(models.load(found.target, found.dtype, found.device))
     draft = models.load(found.draft, found.draft_dtype, found.draft_device)
-    tokenizer = models.load_tokenizer(found.target)
+    tokenizer = tokenizers.get("tokenizer") or models.load_tokenizer(found.target)
     if tokenizer is None:
         batches = prompts.random_batches(target, 1, 16)
     else:
@@ -79,7 +80,7 @@ def measure(args: argparse.Namespace, found: models.Models, texts: list[str], lo
         batches = prompts.batches(texts, tokenizer, 1, found.device, add_special_tokens=is_plain)
     work = argparse.Namespace(**WORK, new_tokens=args.new_tokens, repeats=args.repeats)
     with hf_ssd.launch_draft(draft) as assistant:
-        bench = Bench(work, target, draft, assistant, batches)
+        bench = Bench(work, target, draft, assistant, batches, tokenizers)
         methods = bench.methods(cores=None, all_devices=True)
         del methods[f"{ASSISTED}, default"]
         for turn in range(len(batches)):  # the planner gets to know the pair

@@ -74,9 +74,13 @@ class Run:
 
 
 class Bench:
-    """Runs methods of generation with a target, a draft, the draft's worker, and batches used one after the other."""
+    """
+    Runs methods of generation with a target, a draft, the draft's worker, and batches used one after the other. Methods
+    with a draft get the arguments in `tokenizers`, those of both models where they differ.
+    """
 
-    def __init__(self, args, target, draft, assistant, batches: list[dict]):
+    def __init__(self, args, target, draft, assistant, batches: list[dict], tokenizers: dict | None = None):
+        self.tokenizers = tokenizers or {}
         self.args, self.target, self.draft, self.assistant, self.batches = args, target, draft, assistant, batches
         self.options = {"max_new_tokens": args.new_tokens, "return_dict_in_generate": True}
         self.options |= sampling(args.temperature)
@@ -107,6 +111,8 @@ class Bench:
     def run(self, method: Method, turn: int) -> Run:
         inputs = self.batches[turn % len(self.batches)]
         options, first = {**self.options, **method.options}, FirstToken()
+        if "assistant_model" in options:
+            options |= self.tokenizers
         if "ssd_config" not in options:  # ours say it themselves
             options["stopping_criteria"] = StoppingCriteriaList([first])
         set_seed(turn)
