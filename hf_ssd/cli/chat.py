@@ -177,12 +177,11 @@ def check(args: argparse.Namespace) -> None:
 
 
 def prepare_terminal() -> None:
-    """Lets lines be edited where Python has readline, and bytes or characters without a meaning be replaced."""
+    """Lets lines be edited where Python has readline, and replaces typed bytes that stand for no character."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (input() uses it from then on)
-    for stream in (sys.stdin, sys.stdout):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
 
 
 def run(args: argparse.Namespace) -> int:
