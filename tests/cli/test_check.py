@@ -87,7 +87,7 @@ def test_a_draft_that_does_not_pay(useless, capsys):
     code = main(["check", *useless, "--json", *QUICK])
     found = json.loads(capsys.readouterr().out)
     assert code == 1 and not found["pays"] and found["verdict"].startswith("no: ")
-    assert found["acceptance"] < 0.3
+    assert found["acceptance"] is None or found["acceptance"] < 0.3
 
 
 def test_a_chat_template_makes_prompts_messages(monkeypatch, tmp_path, capsys):
@@ -196,7 +196,7 @@ def figures(**changes) -> Figures:
         ({"over_plain": 0.9, "load": 0.9, "shares_memory": True}, ", but the machine is busy with other programs"),
         ({"over_plain": 0.9, "shares_memory": True}, "; both models share one memory, and a draft on a "),
         ({"over_plain": 1.02}, "no: 1.02 times plain decoding; a draft that agrees more or a smaller one"),
-        ({"drafts": False}, "no: 1.80 times"),
+        ({"drafts": False, "over_plain": None}, "no: plain decoding is faster; a draft that agrees more or a smaller"),
     ],
 )
 def test_the_verdict_says_why_and_what_would_pay(changes, sentence):

@@ -17,9 +17,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
 import hf_ssd
-from hf_ssd.cli import models, pair
+from hf_ssd.cli import check, models, pair
 from hf_ssd.cli.chat import Chat, drafting
 from hf_ssd.cli.main import main
+from hf_ssd.cli.methods import Bench
+from hf_ssd.cli.verdict import Figures
 from hf_ssd.stats import SSDStats
 
 from ..conftest import tiny_draft, tiny_model
@@ -191,6 +193,64 @@ def test_two_models_that_cannot_work_together_are_refused_before_they_load(tmp_p
         tokenizer(TARGET).save_pretrained(tmp_path / name)
     assert main(["chat", str(tmp_path / "target"), str(tmp_path / "nowhere")]) == 2
     assert "nowhere is no folder or hub id" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- a check ends in time, and says one thing
+
+
+def figures(**changes) -> Figures:
+    usual = {
+        "acceptance": 0.43, "hit_rate": 0.0, "tokens_per_round": 1.0, "verify_seconds": 0.010, "step_seconds": 0.002,
+        "two_tokens_seconds": 0.004, "contention": 1.0, "plan": "plain decoding", "drafts": False, "predicted": 162.0,
+        "speed": 162.0, "plain": 100.0, "assisted": 120.0, "over_plain": 1.62, "over_assisted": 1.35,
+        "assistant_tokens": 3, "shares_memory": True, "load": 0.0,
+    }  # fmt: skip
+    return Figures(**{**usual, **changes})
+
+
+def test_a_run_that_decoded_plainly_has_no_ratio_to_plain_decoding_and_no_rate_of_its_rounds():
+    words = figures().in_words()
+    assert "1.62" not in words and "0.00" not in words and "decoded plainly" in words
+    assert "0.43 of the drafted tokens" in words
+    assert "no token was drafted" in figures(acceptance=None).in_words()
+
+
+def test_a_draft_that_is_too_large_is_the_reason_also_on_a_busy_machine():
+    found = figures(drafts=True, over_plain=0.8, two_tokens_seconds=0.03, load=2.0, acceptance=0.8)
+    assert found.verdict().startswith("no: the draft needs 3.0 verifications for two tokens")
+    assert "the machine is busy" in figures(drafts=True, over_plain=0.8, load=2.0, acceptance=0.8).verdict()
+
+
+def test_a_check_is_bounded_by_its_clock_and_shows_what_it_does(monkeypatch, capsys):
+    """Each call takes the seconds that it may take, by a clock that only the calls move."""
+    run, now, calls = Bench.run, [0.0], []
+
+    def timed(bench, method, turn):
+        calls.append(bench.options.get("max_time", 600.0))
+        now[0] += calls[-1]
+        return run(bench, method, turn)
+
+    clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() + now[0])
+    monkeypatch.setattr(Bench, "run", timed)
+    monkeypatch.setattr("hf_ssd.cli.check.time", clock, raising=False)
+    monkeypatch.setattr("hf_ssd.cli.methods.time", clock)
+    words = ["check", "--json", "--repeats", "5", "--new-tokens", "16"]
+    main(words)
+    output = capsys.readouterr()
+    found = json.loads(output.out)
+    assert found["verdict"] and sum(calls) <= 61
+    assert "loading both models" in output.err and "turn 2 of at most 6: SSD" in output.err
+
+
+def test_acceptance_is_one_figure_of_all_tokens_that_were_drafted():
+    def run(*rounds):
+        records = [
+            SimpleNamespace(sources=["primary"], lookahead=k, accepted=[n], hits=[True], live=[0]) for k, n in rounds
+        ]
+        return SimpleNamespace(stats=SSDStats(records=records))
+
+    assert check.acceptance_of([run((4, 4), (4, 0)), run((0, 0), (0, 0))]) == 4 / 5
+    assert check.acceptance_of([run((0, 0))]) is None
 
 
 # ---------------------------------------------------------------- different tokenizers
