@@ -69,14 +69,15 @@ def run(args: argparse.Namespace) -> int:
     check_pictures(args)
     found = models.chosen(args)
     texts = prompts.prompts_from(args.prompts, args.prompt_field) if args.prompts else prompts.SNIPPETS
+    tokenizers = models.different_tokenizers(found)
     target = hf_ssd.enable(models.load(found.target, found.dtype, found.device))
     draft = models.load(found.draft, found.draft_dtype, found.draft_device)
-    tokenizer = models.load_tokenizer(found.target)
+    tokenizer = tokenizers.get("tokenizer") or models.load_tokenizer(found.target)
     if tokenizer is None:
         batches = prompts.random_batches(target, args.batch_size, args.prompt_length)
     else:
         batches = prompts.batches(texts, tokenizer, args.batch_size, found.device)
-    compare(args, target, draft, batches)
+    compare(args, target, draft, batches, tokenizers)
     return 0
 
 
@@ -86,7 +87,7 @@ def check_pictures(args: argparse.Namespace) -> None:
         raise ValueError('pictures need matplotlib: pip install "hf_ssd[plot]"')
 
 
-def compare(args: argparse.Namespace, target, draft, batches: list[dict]) -> None:
+def compare(args: argparse.Namespace, target, draft, batches: list[dict], tokenizers: dict | None = None) -> None:
     """
     Measures all methods, prints a table, and writes what the arguments ask for.
 
@@ -95,10 +96,11 @@ def compare(args: argparse.Namespace, target, draft, batches: list[dict]) -> Non
         target (`PreTrainedModel`): An enabled model.
         draft (`PreTrainedModel`): The draft.
         batches (`list[dict]`): Inputs of generate(), used one after the other.
+        tokenizers (`dict`, *optional*): `tokenizer` and `assistant_tokenizer` of generate(), if the two differ.
     """
     cores, tables = cores_for(args, target, draft), {}
     with hf_ssd.launch_draft(draft, cores=cores) as assistant:
-        bench = Bench(args, target, draft, assistant, batches)
+        bench = Bench(args, target, draft, assistant, batches, tokenizers)
         views = {"the target on one device each": False}
         if cores is not None and not args.one_table:
             views["the others on all cores"] = True

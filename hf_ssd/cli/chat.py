@@ -10,7 +10,10 @@ Type /help for the commands.
 """
 
 import argparse
+import contextlib
+import io
 import os
+import sys
 import time
 
 import torch
@@ -18,12 +21,12 @@ from transformers import DynamicCache, TextStreamer, set_seed
 
 import hf_ssd
 
-from . import models
+from . import doctor, models
 
 HELP = """/clear  forgets the text so far
 /stats  turns the figures behind each answer on or off
 /help   shows this
-/quit   ends (so does Ctrl-D); Ctrl-C stops an answer"""
+/quit   ends (so does Ctrl-D); Ctrl-C stops an answer, which is kept as far as it came"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,6 +38,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stats", action="store_true", help="figures behind each answer")
 
 
+class Answer(hf_ssd.RoundStreamer):
+    """
+    Prints an answer as it is generated, and keeps its tokens, so that they are known if the call is interrupted.
+
+    Args:
+        tokenizer (`PreTrainedTokenizerBase`): The target's.
+
+    Attributes:
+        tokens (`list[int]`): The tokens streamed so far, those of the prompt first.
+        first_at (`float`, *optional*): The `time.perf_counter()` value at which the first new token was there.
+    """
+
+    def __init__(self, tokenizer):
+        super().__init__(self._note, TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True))
+        self.tokens: list[int] = []
+        self.first_at: float | None = None
+
+    def _note(self, stats: hf_ssd.SSDStats) -> None:
+        self.first_at = self.first_at or time.perf_counter()
+
+    def put(self, value: torch.LongTensor) -> None:
+        self.tokens += value.flatten().tolist()
+        super().put(value)
+
+
 class Chat:
     """
     A conversation.
@@ -43,75 +71,135 @@ class Chat:
         args (`argparse.Namespace`): Of the command line.
         target (`PreTrainedModel`): An enabled model.
         assistant ([`~hf_ssd.DraftAssistant`]): The draft.
-        tokenizer (`PreTrainedTokenizerBase`): Of both.
+        tokenizer (`PreTrainedTokenizerBase`): The target's.
+        assistant_tokenizer (`PreTrainedTokenizerBase`, *optional*): The draft's, if it differs.
     """
 
-    def __init__(self, args, target, assistant, tokenizer):
+    def __init__(self, args, target, assistant, tokenizer, assistant_tokenizer=None):
         self.args, self.target, self.assistant, self.tokenizer = args, target, assistant, tokenizer
+        both = {"tokenizer": tokenizer, "assistant_tokenizer": assistant_tokenizer}
+        self.tokenizers = both if assistant_tokenizer is not None else {}
         self.clear()
 
     def clear(self) -> None:
         """Forgets everything but the system message."""
         self.messages = [{"role": "system", "content": self.args.system}] if self.args.system else []
         self.text = ""  # of models without a chat template
+        self._forget_cache()
+
+    def _forget_cache(self) -> None:
+        """The next call reads the whole text again."""
         self.cache, self.cached = DynamicCache(config=self.target.config), []
 
     def tokens_after(self, words: str) -> list[int]:
-        """Returns the whole text with what was said now, as tokens."""
+        """Returns the tokens of the text so far followed by a new message."""
         if self.tokenizer.chat_template is None:
-            self.text += words + "\n"
-            return self.tokenizer(self.text)["input_ids"]
-        self.messages.append({"role": "user", "content": words})
-        return self.tokenizer.apply_chat_template(self.messages, add_generation_prompt=True, return_dict=False)
+            return self.tokenizer(f"{self.text}{words}\n")["input_ids"]
+        messages = [*self.messages, {"role": "user", "content": words}]
+        return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
 
     def answer(self, words: str) -> str:
-        """Prints the answer as it comes, and returns the figures behind it."""
+        """
+        Prints the answer as it comes, and returns its figures. An interrupted answer stays in the conversation as far
+        as it was generated.
+
+        Raises:
+            `ValueError`: the text is longer than the target has positions for. The conversation stays as it was.
+        """
         tokens = self.tokens_after(words)
+        positions = getattr(self.target.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        room = self.args.max_new_tokens if positions is None else min(self.args.max_new_tokens, positions - len(tokens))
+        if room < 1:
+            raise ValueError(
+                f"The text has {len(tokens)} tokens with this message, and the model has {positions} positions, which "
+                "leaves no room for an answer: send a shorter message, or type /clear."
+            )
         self._keep(tokens)
         input_ids = torch.tensor([tokens], device=self.target.device)
         sampled = {"do_sample": True, "temperature": self.args.temperature} if self.args.temperature else {}
-        text = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
-        start, times = time.perf_counter(), []
-        output = self.target.generate(
-            input_ids=input_ids,
-            attention_mask=torch.ones_like(input_ids),
-            past_key_values=self.cache,
-            max_new_tokens=self.args.max_new_tokens,
-            **(sampled or {"do_sample": False}),
-            assistant_model=self.assistant,
-            ssd_config=hf_ssd.SSDConfig(),
-            streamer=hf_ssd.RoundStreamer(lambda _: times.append(time.perf_counter()), text),
-            return_dict_in_generate=True,
-        )
-        seconds = time.perf_counter() - start
-        new = output.sequences[0, len(tokens) :]
-        self.cache, self.cached = output.past_key_values, output.sequences[0].tolist()[:-1]
-        answer = self.tokenizer.decode(new, skip_special_tokens=True)
-        self.messages.append({"role": "assistant", "content": answer})
-        self.text += answer
-        stats, to_first = output.ssd_stats, times[0] - start
+        start, answer, output = time.perf_counter(), Answer(self.tokenizer), None
+        try:
+            output = self.target.generate(
+                input_ids=input_ids,
+                attention_mask=torch.ones_like(input_ids),
+                past_key_values=self.cache,
+                max_new_tokens=room,
+                **(sampled or {"do_sample": False}),
+                **self.tokenizers,
+                assistant_model=self.assistant,
+                ssd_config=hf_ssd.SSDConfig(),
+                streamer=answer,
+                return_dict_in_generate=True,
+            )
+            self.cache, self.cached = output.past_key_values, output.sequences[0].tolist()[:-1]
+        except KeyboardInterrupt:
+            answer.end()  # prints the words that it held back
+            self._forget_cache()  # a call that was interrupted leaves tokens in it that were not verified
+        seconds, new = time.perf_counter() - start, answer.tokens[len(tokens) :]
+        text = self.tokenizer.decode(new, skip_special_tokens=True)
+        self.messages += [{"role": "user", "content": words}, {"role": "assistant", "content": text}]
+        self.text += f"{words}\n{text}"
+        if output is None:
+            return f"[stopped after {len(new)} tokens]"
+        to_first = answer.first_at - start
         return (
             f"[{len(new)} tokens, {len(new) / seconds:.1f} tokens/s, first after {1e3 * to_first:.0f} ms, "
-            f"hit rate {stats.hit_rate:.2f}, acceptance {stats.acceptance_rate:.2f}]"
+            f"{drafting(output.ssd_stats)}]"
         )
 
     def _keep(self, tokens: list[int]) -> None:
         """Drops from the cache what the text does not begin with: a template may write an old answer another way."""
         same = len(os.path.commonprefix([tokens[:-1], self.cached]))
         if same < len(self.cached):
-            self.cache.crop(-(len(self.cached) - same))
+            try:
+                self.cache.crop(-(len(self.cached) - same))
+            except (RuntimeError, ValueError):  # a window that is full has dropped the tokens before it
+                self._forget_cache()
+            else:
+                self.cached = self.cached[:same]
+
+
+def drafting(stats: hf_ssd.SSDStats) -> str:
+    """Returns how the drafted tokens of a call fared, or why no token was drafted."""
+    if any(lookahead for lookahead, _, _ in stats.verified_rows()):
+        return f"hit rate {stats.hit_rate:.2f}, acceptance {stats.acceptance_rate:.2f}"
+    return f"decoded plainly: {stats.draft_failure or stats.reason}"
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raises `ValueError` if an option has a value that no chat can have."""
+    if args.max_new_tokens < 1:
+        raise ValueError(f"--max-new-tokens must be at least 1, but is {args.max_new_tokens}.")
+    if not 0 <= args.temperature < float("inf"):
+        raise ValueError(f"--temperature must be 0 (greedy) or a positive number, but is {args.temperature:g}.")
+    if not 0 <= args.seed < 2**32:
+        raise ValueError(f"--seed must be at least 0 and below 2**32, but is {args.seed}.")
+
+
+def prepare_terminal() -> None:
+    """Lets lines be edited where Python has readline, and replaces typed bytes that stand for no character."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  (input() uses it from then on)
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
 
 
 def run(args: argparse.Namespace) -> int:
     """Returns the exit code."""
+    check(args)
     found = models.chosen(args)
-    tokenizer = models.load_tokenizer(found.target)
+    tokenizers = models.different_tokenizers(found)
+    doctor.examine(found, **tokenizers)
+    tokenizer = tokenizers.get("tokenizer") or models.load_tokenizer(found.target)
     if tokenizer is None:
         raise ValueError(f"{found.target} has no tokenizer, which a chat needs; choose another TARGET.")
+    if args.system and tokenizer.chat_template is None:
+        raise ValueError(f"--system needs a chat template, which {found.target} does not have.")
+    prepare_terminal()
     set_seed(args.seed)
     target = hf_ssd.enable(models.load(found.target, found.dtype, found.device))
     with hf_ssd.launch_draft(found.draft, device=found.draft_device, dtype=found.draft_dtype) as assistant:
-        chat, shows_stats = Chat(args, target, assistant, tokenizer), args.stats
+        chat, shows_stats = Chat(args, target, assistant, tokenizer, tokenizers.get("assistant_tokenizer")), args.stats
         print("Type a message, or /help.")
         while True:
             try:
@@ -128,14 +216,13 @@ def run(args: argparse.Namespace) -> int:
                 print(HELP)
             elif words.startswith("/") and words.split()[0][1:].isalpha():
                 print(f"There is no command {words.split()[0]}; /help lists them.")
-            elif words:
+            elif words.strip():
                 try:
                     figures = chat.answer(words)
-                except KeyboardInterrupt:
-                    print("\n(stopped; the text so far is forgotten)")
-                    chat.clear()
+                except ValueError as error:
+                    print(error)
                     continue
-                if shows_stats:
+                if shows_stats or figures.startswith("[stopped"):
                     print(figures)
         print()
     return 0

@@ -9,9 +9,11 @@ The exit code is 0 if the draft pays, 1 if it does not, and 2 if the two cannot 
 import argparse
 import dataclasses
 import json
+import math
 import os
 import statistics
 import sys
+import time
 
 import hf_ssd
 
@@ -20,7 +22,7 @@ from ..planning.planners import last_planner
 from ..rounds import AHEAD
 from ..rounds import PLAIN as NO_DRAFT
 from . import doctor, models, prompts
-from .methods import ASSISTED, PLAIN, SSD, Bench, Method
+from .methods import ASSISTED, PLAIN, SSD, Bench, Method, Run
 from .table import rows_of
 from .verdict import Figures
 
@@ -39,7 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     work = parser.add_argument_group("work")
     work.add_argument("--prompts", metavar="FILE", help='objects with a "prompt", one a line; default: some Python')
     work.add_argument("--new-tokens", type=int, metavar="N", default=64, help="of each answer (64)")
-    work.add_argument("--repeats", type=int, metavar="N", default=5, help="turns (5); some more warm up")
+    work.add_argument("--repeats", type=int, metavar="N", default=5, help="turns at most (5); some more warm up")
+    work.add_argument("--seconds", type=float, metavar="S", default=60.0, help="for the measurement in all (60)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -48,12 +51,15 @@ def run(args: argparse.Namespace) -> int:
     try:
         if args.new_tokens < 8 or args.repeats < 1:
             raise ValueError("--new-tokens must be at least 8 and --repeats at least 1, or nothing can be said.")
+        if not 0 < args.seconds < math.inf:
+            raise ValueError(f"--seconds must be a positive number of seconds, but is {args.seconds:g}.")
         found = models.chosen(args)
         texts = prompts.prompts_from(args.prompts)[: args.repeats + 1] if args.prompts else PROMPTS
-        known, load = doctor.examine(found), doctor.load()
+        tokenizers = models.different_tokenizers(found)
+        known, load = doctor.examine(found, **tokenizers), doctor.load()
         if not args.json:
             print(doctor.in_words(known), flush=True)
-        figures = measure(args, found, texts, load)
+        figures = measure(args, found, texts, load, tokenizers)
     except (ValueError, hf_ssd.DraftError) as error:
         if not args.json:
             raise
@@ -67,11 +73,15 @@ def run(args: argparse.Namespace) -> int:
     return 0 if figures.pays else 1
 
 
-def measure(args: argparse.Namespace, found: models.Models, texts: list[str], load: float) -> Figures:
-    """Loads both models, and runs prompts with each way to generate, in turns."""
+def measure(args: argparse.Namespace, found: models.Models, texts: list[str], load: float, tokenizers: dict) -> Figures:
+    """
+    Loads both models, and runs prompts with each way to generate, in turns. The calls are cut so short that one turn
+    that warms up and one that counts fit into `args.seconds`.
+    """
+    tell("loading both models")
     target = hf_ssd.enable(models.load(found.target, found.dtype, found.device))
     draft = models.load(found.draft, found.draft_dtype, found.draft_device)
-    tokenizer = models.load_tokenizer(found.target)
+    tokenizer = tokenizers.get("tokenizer") or models.load_tokenizer(found.target)
     if tokenizer is None:
         batches = prompts.random_batches(target, 1, 16)
     else:
@@ -79,16 +89,39 @@ def measure(args: argparse.Namespace, found: models.Models, texts: list[str], lo
         batches = prompts.batches(texts, tokenizer, 1, found.device, add_special_tokens=is_plain)
     work = argparse.Namespace(**WORK, new_tokens=args.new_tokens, repeats=args.repeats)
     with hf_ssd.launch_draft(draft) as assistant:
-        bench = Bench(work, target, draft, assistant, batches)
+        bench = Bench(work, target, draft, assistant, batches, tokenizers)
         methods = bench.methods(cores=None, all_devices=True)
         del methods[f"{ASSISTED}, default"]
-        for turn in range(len(batches)):  # the planner gets to know the pair
-            bench.run(methods[SSD], turn)
-        return conclude(bench.measure(methods), last_planner(target, assistant), found.shares_memory, load)
+        deadline = time.perf_counter() + args.seconds
+        bench.options["max_time"] = args.seconds / (len(batches) + 2 * len(methods))
+        first = []  # the planner gets to know the pair
+        for turn in range(len(batches)):
+            tell(f"getting to know the pair, call {turn + 1} of {len(batches)}")
+            first.append(bench.run(methods[SSD], turn))
+            if not first[-1].stats.rounds:
+                raise ValueError(
+                    f"--seconds {args.seconds:g} is too short: one call takes longer than its share of it."
+                )
+        bench.measure(methods, deadline)
+        return conclude(methods, first, last_planner(target, assistant), found.shares_memory, load)
 
 
-def conclude(methods: dict[str, Method], planner: Planner, shares_memory: bool, load: float) -> Figures:
-    """Returns what the turns of all methods come to."""
+def tell(what: str) -> None:
+    """Shows on stderr, also where it is no terminal, what is done now."""
+    print(f"hf-ssd check: {what}", file=sys.stderr, flush=True)
+
+
+def acceptance_of(runs: list[Run]) -> float | None:
+    """Returns the share of the drafted tokens put to the test in any of the runs that were accepted."""
+    rows = [(k, accepted) for run in runs for k, accepted, _ in run.stats.verified_rows() if k]
+    tested = sum(min(accepted + 1, k) for k, accepted in rows)
+    return sum(accepted for _, accepted in rows) / tested if tested else None
+
+
+def conclude(
+    methods: dict[str, Method], first: list[Run], planner: Planner, shares_memory: bool, load: float
+) -> Figures:
+    """Returns what the turns of all methods come to. `first` are SSD's runs before these turns."""
     rows = {row["method"]: row for row in rows_of(methods)}
     assisted = next((name for name in rows if name.startswith(ASSISTED)), None)
     ssd, runs = rows[SSD], methods[SSD].runs
@@ -101,19 +134,19 @@ def conclude(methods: dict[str, Method], planner: Planner, shares_memory: bool, 
         at_its_best = {"assisted": rows[assisted]["speed"], "over_assisted": statistics.median(ratios)}
         at_its_best["assistant_tokens"] = int(assisted.removeprefix(f"{ASSISTED}, "))
     return Figures(
-        acceptance=ssd["acceptance"] if drafts else planner.costs.acceptance_seen,
+        acceptance=acceptance_of(first + runs),
         hit_rate=ssd["hit rate"],
         tokens_per_round=ssd["tokens/round"],
         verify_seconds=ssd["verify ms"] / 1e3,
         step_seconds=planner.costs.seconds_to_draft(AHEAD, 1),
         two_tokens_seconds=planner.costs.seconds_to_draft(AHEAD, 2),
         contention=planner.costs.contention,
-        plan=planner.reason,
+        plan=planner.reason if drafts else f"plain decoding: {planner.reason.partition(' at acceptance ')[0]}",
         drafts=drafts,
         predicted=ssd["predicted"],
         speed=ssd["speed"],
         plain=rows[PLAIN]["speed"],
-        over_plain=ssd["over plain"],
+        over_plain=ssd["over plain"] if drafts else None,
         shares_memory=shares_memory,
         load=load,
         failure=failures[-1] if failures else None,

@@ -1,5 +1,7 @@
 """Ways to generate, run side by side: plain generate(), assisted generation, speculative decoding and SSD."""
 
+import math
+import sys
 import time
 from dataclasses import dataclass, field
 
@@ -74,9 +76,13 @@ class Run:
 
 
 class Bench:
-    """Runs methods of generation with a target, a draft, the draft's worker, and batches used one after the other."""
+    """
+    Runs methods of generation with a target, a draft, the draft's worker, and batches used one after the other. Methods
+    with a draft get the arguments in `tokenizers`, those of both models where they differ.
+    """
 
-    def __init__(self, args, target, draft, assistant, batches: list[dict]):
+    def __init__(self, args, target, draft, assistant, batches: list[dict], tokenizers: dict | None = None):
+        self.tokenizers = tokenizers or {}
         self.args, self.target, self.draft, self.assistant, self.batches = args, target, draft, assistant, batches
         self.options = {"max_new_tokens": args.new_tokens, "return_dict_in_generate": True}
         self.options |= sampling(args.temperature)
@@ -107,6 +113,8 @@ class Bench:
     def run(self, method: Method, turn: int) -> Run:
         inputs = self.batches[turn % len(self.batches)]
         options, first = {**self.options, **method.options}, FirstToken()
+        if "assistant_model" in options:
+            options |= self.tokenizers
         if "ssd_config" not in options:  # ours say it themselves
             options["stopping_criteria"] = StoppingCriteriaList([first])
         set_seed(turn)
@@ -130,14 +138,23 @@ class Bench:
         given = rows if stats else rows * (first.length - length)
         return Run(tokens, given, prefill, seconds, stats, output.sequences)
 
-    def measure(self, methods: dict[str, Method]) -> dict[str, Method]:
+    def measure(self, methods: dict[str, Method], deadline: float = math.inf) -> dict[str, Method]:
         """
         Adds the runs to the methods, and returns them, without assisted generation where transformers refuses the pair:
         it takes no draft whose vocabulary has another size, or which has fewer positions than the text.
+
+        Args:
+            methods (`dict[str, Method]`): By name.
+            deadline (`float`, *optional*): The `time.perf_counter()` value from which on no turn begins, except the one
+                that warms up and the first one after it.
         """
         turns = tqdm(range(self.args.repeats + 1), desc="measuring", unit="turn", disable=None)
         for turn in turns:
+            if turn > 1 and time.perf_counter() > deadline:
+                break
             for name, method in list(methods.items()):
+                if turns.disable:  # stderr is no terminal
+                    print(f"turn {turn + 1} of at most {turns.total}: {name}", file=sys.stderr, flush=True)
                 turns.set_postfix_str(name)
                 try:
                     run = self.run(method, turn)

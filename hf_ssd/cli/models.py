@@ -89,6 +89,20 @@ def load_tokenizer(name: str):
     return tokenizer
 
 
+def different_tokenizers(models: Models) -> dict:
+    """
+    Returns the arguments `tokenizer` and `assistant_tokenizer` of generate() if the tokenizers of target and draft
+    differ, and otherwise none.
+    """
+    ours, theirs = (load_tokenizer(name) for name in (models.target, models.draft))
+    if ours is None or theirs is None:
+        return {}
+    tokens = {i: token for token, i in ours.get_vocab().items()}
+    if all(tokens.get(i, token) == token for token, i in theirs.get_vocab().items()):
+        return {}
+    return {"tokenizer": ours, "assistant_tokenizer": theirs}
+
+
 def first_sentence(error: Exception) -> str:
     """Returns the first line of what a library says in several."""
     return str(error).strip().split("\n")[0] or type(error).__name__

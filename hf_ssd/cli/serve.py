@@ -43,7 +43,8 @@ def run(args: argparse.Namespace) -> int:
     port = free_port(args.host, args.port)
     found = models.chosen(args)
     config = hf_ssd.SSDConfig(lookahead=args.lookahead or "auto", budget=args.budget or "auto")
-    print(doctor.in_words(doctor.examine(found)), flush=True)
+    tokenizers = models.different_tokenizers(found)
+    print(doctor.in_words(doctor.examine(found, **tokenizers)), flush=True)
     from ..serving.server import Server  # which needs what was looked for above
 
     with hf_ssd.launch_draft(found.draft, device=found.draft_device, dtype=found.draft_dtype) as assistant:
@@ -51,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
             found.target,
             assistant,
             config,
+            assistant_tokenizer=tokenizers.get("assistant_tokenizer"),
             device=str(found.device),
             dtype=str(found.dtype).removeprefix("torch."),
             host=args.host,

@@ -16,7 +16,8 @@ class Figures:
     What was measured of a pair. Speeds are in tokens per second.
 
     Args:
-        acceptance, hit_rate, tokens_per_round (`float`): Of the rounds.
+        acceptance (`float`, *optional*): Of all tokens that were drafted in any call; `None` if there were none.
+        hit_rate, tokens_per_round (`float`): Of the rounds.
         verify_seconds, step_seconds, two_tokens_seconds (`float`): What a verification takes, and the draft for
             one token and for two.
         contention (`float`): By which factor a verification takes longer while the draft works.
@@ -24,7 +25,8 @@ class Figures:
         drafts (`bool`): Whether the planner drafted in most of the rounds.
         predicted (`float`): The speed that theory expects of the parts.
         speed, plain (`float`): Of SSD and of plain decoding.
-        over_plain (`float`): The median over turns, so not just the ratio of the two.
+        over_plain (`float`, *optional*): The median over turns, so not just the ratio of the two; `None` if the planner
+            decoded plainly.
         shares_memory (`bool`): Whether both models are on one device.
         load (`float`): How busy the machine was before, in programs that run for each core.
         assisted, over_assisted (`float`, *optional*): The same of transformers' assisted generation at its best; `None`
@@ -33,7 +35,7 @@ class Figures:
         failure (`str`, *optional*): Why the draft was given up.
     """
 
-    acceptance: float
+    acceptance: float | None
     hit_rate: float
     tokens_per_round: float
     verify_seconds: float
@@ -45,7 +47,7 @@ class Figures:
     predicted: float
     speed: float
     plain: float
-    over_plain: float
+    over_plain: float | None
     shares_memory: bool
     load: float
     assisted: float | None = None
@@ -66,21 +68,19 @@ class Figures:
             return f"yes: {self.over_plain:.2f} times plain decoding{also}"
         if self.failure is not None:
             return f"no: the draft was given up ({self.failure})"
-        if self.acceptance < LOW_ACCEPTANCE:
+        if self.acceptance is not None and self.acceptance < LOW_ACCEPTANCE:
             return (
                 f"no: the target accepts {self.acceptance:.0%} of the drafted tokens; a draft of the same family, or "
                 "one trained on the target's text, would agree more"
-            )
-        if self.load > BUSY:
-            return (
-                f"no: {self.over_plain:.2f} times plain decoding, but the machine is busy with other programs; measure "
-                "again when it is not"
             )
         if two_tokens > SLOW_DRAFT:
             return (
                 f"no: the draft needs {two_tokens:.1f} verifications for two tokens; a parallel draft or a smaller one "
                 "would pay sooner"
             )
+        gain = f"{self.over_plain:.2f} times plain decoding" if self.drafts else "plain decoding is faster"
+        if self.load > BUSY:  # after the reasons that stay when the machine is quiet
+            return f"no: {gain}, but the machine is busy with other programs; measure again when it is not"
         if self.contention > CONTENTION:
             return (
                 f"no: a verification takes {self.contention:.1f} times as long while the draft works; a draft on a "
@@ -90,24 +90,30 @@ class Figures:
             what = "both models share one memory, and a draft on a device of its own would not slow the target down"
         else:
             what = "a draft that agrees more or a smaller one would gain more"
-        return f"no: {self.over_plain:.2f} times plain decoding; {what}"
+        return f"no: {gain}; {what}"
 
     def in_words(self) -> str:
         """Returns the answer in five lines."""
-        beside = "assisted generation does not take this pair"
+        accepted = "no token was drafted"
+        if self.acceptance is not None:
+            accepted = f"{self.acceptance:.2f} of the drafted tokens"
+        speed, beside = f"{self.plain:.1f} tokens/s, decoded plainly", "assisted generation does not take this pair"
         if self.assisted is not None:
+            beside = f"{self.assisted:.1f} tokens/s by assisted generation with {self.assistant_tokens} tokens"
+        if self.drafts:
+            accepted += f", {self.tokens_per_round:.2f} tokens a round, hit rate {self.hit_rate:.2f}"
+            speed = f"{self.over_plain:.2f} times plain decoding ({self.predicted / self.plain:.2f} predicted)"
+        if self.drafts and self.assisted is not None:
             beside = (
                 f"{self.over_assisted:.2f} times assisted generation with {self.assistant_tokens} tokens "
                 f"({self.predicted / self.assisted:.2f} predicted)"
             )
         lines = {
-            "acceptance": f"{self.acceptance:.2f} of the drafted tokens, {self.tokens_per_round:.2f} tokens a round, "
-            f"hit rate {self.hit_rate:.2f}",
+            "acceptance": accepted,
             "times": f"{1e3 * self.verify_seconds:.1f} ms for a verification, {1e3 * self.step_seconds:.1f} ms for a "
             "draft step",
             "plan": self.plan,
-            "speed": f"{self.over_plain:.2f} times plain decoding ({self.predicted / self.plain:.2f} predicted), "
-            f"{beside}",
+            "speed": f"{speed}, {beside}",
             "pays": self.verdict(),
         }
         return "\n".join(f"{name:<11} {line}" for name, line in lines.items())

@@ -39,6 +39,7 @@ class Server(Serve):
         allowed_hosts (`list[str]`, *optional*): Names by which clients may call it, beside `host`. By default those of
             this machine if it listens on a loopback address, and otherwise any.
         enable_cors (`bool`, *optional*, defaults to `False`): Whether pages of other sites may use it.
+        assistant_tokenizer (`PreTrainedTokenizerBase`, *optional*): The draft's, if it differs from the target's.
         options: As `transformers serve` takes them, for example `device`, `dtype`, `host` and `port`.
     """
 
@@ -49,16 +50,18 @@ class Server(Serve):
         ssd_config=None,
         allowed_hosts=(),
         enable_cors=False,
+        assistant_tokenizer=None,
         **options,
     ):
         self.target, self.assistant, self.ssd_config = target, assistant, ssd_config
         self.allowed_hosts, self.enable_cors = allowed_hosts, enable_cors
+        self.assistant_tokenizer = assistant_tokenizer
         super().__init__(force_model=target, non_blocking=True, **options)
 
     def start_server(self) -> None:
         """Called when transformers has built its server: gives the model its draft, and the server our addresses."""
         ((_, loaded),) = self._model_manager.loaded_models.items()
-        model = hf_ssd.enable(loaded.model, assistant_model=self.assistant, ssd_config=self.ssd_config)
+        model = hf_ssd.enable(loaded.model, self.assistant, self.ssd_config, **self._tokenizers(loaded.processor))
         metrics = Metrics(self.assistant)
         calls = TurnTaking(metrics.totals)
         self._generation_state.get_manager = lambda *args, **kwargs: calls
@@ -82,6 +85,13 @@ class Server(Serve):
         if self.enable_cors:
             app.add_middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
         self.server.config.app = app
+
+    def _tokenizers(self, processor) -> dict:
+        """Returns the tokenizers of both models if they differ."""
+        if self.assistant_tokenizer is None:
+            return {}
+        tokenizer = getattr(processor, "tokenizer", processor)
+        return {"tokenizer": tokenizer, "assistant_tokenizer": self.assistant_tokenizer}
 
     def run(self) -> None:
         """Serves until an interrupt or SIGTERM."""

@@ -87,7 +87,7 @@ def test_a_draft_that_does_not_pay(useless, capsys):
     code = main(["check", *useless, "--json", *QUICK])
     found = json.loads(capsys.readouterr().out)
     assert code == 1 and not found["pays"] and found["verdict"].startswith("no: ")
-    assert found["acceptance"] < 0.3
+    assert found["acceptance"] is None or found["acceptance"] < 0.3
 
 
 def test_a_chat_template_makes_prompts_messages(monkeypatch, tmp_path, capsys):
@@ -132,14 +132,6 @@ def refusals(tmp_path) -> dict:
     """Returns the words of a command, and what it is to say, by what is wrong."""
     target, draft = folder(tmp_path / "target", tiny_model()), folder(tmp_path / "draft", tiny_draft())
     larger = folder(tmp_path / "larger", tiny_draft(vocab_size=VOCAB + 400))
-    strange = tmp_path / "strange"
-    tokenizer = json.loads((Path(pair.folder("draft")) / "tokenizer.json").read_text())
-    vocabulary = tokenizer["model"]["vocab"]
-    one, other = list(vocabulary)[40:42]
-    vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
-    AutoTokenizer.from_pretrained(pair.folder("draft")).save_pretrained(strange)
-    (strange / "tokenizer.json").write_text(json.dumps(tokenizer))
-    (strange / "config.json").write_text((Path(pair.folder("draft")) / "config.json").read_text())
     for name, config in (("t5", T5Config()), ("mamba", MambaConfig()), ("empty", LlamaConfig(num_hidden_layers=1))):
         config.save_pretrained(tmp_path / name)
     (tmp_path / "none.jsonl").write_text('{"text": "import os"}\n')
@@ -149,7 +141,6 @@ def refusals(tmp_path) -> dict:
         "encoder-decoder": ([str(tmp_path / "t5"), draft], "t5 is a t5 model; only decoder-only"),
         "recurrent": ([target, str(tmp_path / "mamba")], "recurrent or compressed state"),
         "vocabulary": ([target, larger], f"{VOCAB} tokens and the draft one of {VOCAB + 400}"),
-        "tokens": ([pair.folder("target"), str(strange)], "different tokenizers: 2 ids mean different tokens"),
         "device": ([target, draft, "--draft-device", "cuda:77"], "no device 'cuda:77'"),
         "not a device": ([target, draft, "--device", "gpu"], "no device 'gpu'"),
         "no weights": ([str(tmp_path / "empty"), str(tmp_path / "empty")], "does not load"),
@@ -159,7 +150,7 @@ def refusals(tmp_path) -> dict:
     }  # fmt: skip
 
 
-WRONG = ["no draft", "no such folder", "encoder-decoder", "recurrent", "vocabulary", "tokens", "device", "not a device"]
+WRONG = ["no draft", "no such folder", "encoder-decoder", "recurrent", "vocabulary", "device", "not a device"]
 WRONG += ["no weights", "no prompts file", "no prompts", "no tokens"]
 
 
@@ -205,7 +196,7 @@ def figures(**changes) -> Figures:
         ({"over_plain": 0.9, "load": 0.9, "shares_memory": True}, ", but the machine is busy with other programs"),
         ({"over_plain": 0.9, "shares_memory": True}, "; both models share one memory, and a draft on a "),
         ({"over_plain": 1.02}, "no: 1.02 times plain decoding; a draft that agrees more or a smaller one"),
-        ({"drafts": False}, "no: 1.80 times"),
+        ({"drafts": False, "over_plain": None}, "no: plain decoding is faster; a draft that agrees more or a smaller"),
     ],
 )
 def test_the_verdict_says_why_and_what_would_pay(changes, sentence):

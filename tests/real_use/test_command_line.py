@@ -1,0 +1,297 @@
+"""The command line as people use it: chats that go on, pairs of any kind, and refusals before work."""
+
+import io
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
+
+import hf_ssd
+from hf_ssd.cli import check, models, pair
+from hf_ssd.cli.chat import Chat, drafting
+from hf_ssd.cli.main import main
+from hf_ssd.cli.methods import Bench
+from hf_ssd.cli.verdict import Figures
+from hf_ssd.stats import SSDStats
+
+from ..conftest import tiny_draft, tiny_model
+from ..vocabularies import DRAFT, TARGET, renamed_draft, tokenizer
+
+TEMPLATE = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def embedded():
+    target, draft = (
+        AutoModelForCausalLM.from_pretrained(pair.folder(name), dtype="float32") for name in ("target", "draft")
+    )
+    return hf_ssd.enable(target), draft, AutoTokenizer.from_pretrained(pair.folder("target"))
+
+
+@pytest.fixture
+def chat(embedded):
+    target, draft, its_tokenizer = embedded
+    args = SimpleNamespace(system=None, temperature=0.0, max_new_tokens=12)
+    with hf_ssd.launch_draft(draft, num_threads=1) as assistant:
+        yield Chat(args, target, assistant, its_tokenizer)
+
+
+def typed(monkeypatch, text: str | bytes) -> None:
+    raw = text if isinstance(text, bytes) else text.encode()
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(raw), encoding="utf-8"))
+
+
+@pytest.fixture
+def nothing_loads(monkeypatch):
+    """Fails a test in which weights are read or a worker is started."""
+
+    def refuse(*args, **kwargs):
+        pytest.fail("the models were loaded first")
+
+    monkeypatch.setattr(models, "load", refuse)
+    monkeypatch.setattr(hf_ssd, "launch_draft", refuse)
+
+
+# ---------------------------------------------------------------- a chat goes on
+
+
+def windowed_chat(family: str) -> Chat:
+    """A chat whose target has windows of 6 tokens, and whose draft is in this process, so that it starts at once."""
+    its_tokenizer = tokenizer(TARGET)
+    its_tokenizer.chat_template = TEMPLATE
+    target = hf_ssd.enable(tiny_model(family, vocab_size=len(TARGET)))
+    args = SimpleNamespace(system=None, temperature=0.0, max_new_tokens=10)
+    return Chat(args, target, tiny_draft(family, vocab_size=len(TARGET)), its_tokenizer)
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma"])
+def test_a_chat_with_full_windows_goes_on_when_its_template_changes_an_old_answer(family):
+    chat = windowed_chat(family)
+    chat.answer("hello")
+    chat.messages[-1]["content"] = chat.messages[-1]["content"][:-2] + "..."
+    tokens = torch.tensor([chat.tokens_after("again")])
+    plain = chat.target.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=10, do_sample=False)
+    chat.answer("again")
+    answer = chat.tokenizer.decode(plain[0, tokens.shape[1] :], skip_special_tokens=True)
+    assert chat.messages[-1] == {"role": "assistant", "content": answer}
+    assert chat.cache.get_seq_length() == len(chat.cached) == plain.shape[1] - 1
+
+
+def test_ctrl_c_in_an_answer_keeps_the_answer_so_far_and_the_conversation(chat, monkeypatch, capsys):
+    chat.answer("import os\n")
+    before, shows = chat.text, TextStreamer.on_finalized_text
+
+    def interrupted(streamer, text, stream_end=False):
+        shows(streamer, text, stream_end)
+        if text and not stream_end:
+            signal.raise_signal(signal.SIGINT)
+
+    chat.args.max_new_tokens = 40
+    words = "class Reader:\n    def __init__(self, path):\n"
+    with monkeypatch.context() as patch:
+        patch.setattr(TextStreamer, "on_finalized_text", interrupted)
+        assert re.fullmatch(r"\[stopped after \d+ tokens\]", chat.answer(words))
+    said = chat.text.removeprefix(f"{before}{words}\n")
+    assert chat.text.startswith(before) and 0 < len(chat.tokenizer(said)["input_ids"]) < 40
+    assert capsys.readouterr().out.rstrip().endswith(said.rstrip())
+    chat.args.max_new_tokens = 12
+    whole = torch.tensor([chat.tokens_after("\n    def read(self):\n")])
+    plain = chat.target.generate(whole, attention_mask=torch.ones_like(whole), max_new_tokens=12, do_sample=False)
+    chat.answer("\n    def read(self):\n")
+    assert chat.text.endswith(chat.tokenizer.decode(plain[0, whole.shape[1] :], skip_special_tokens=True))
+
+
+def test_a_message_longer_than_the_positions_gets_a_sentence_and_the_chat_goes_on(monkeypatch, capsys):
+    typed(monkeypatch, "import os\n" + "word " * 3000 + "\nimport sys\n/quit\n")
+    assert main(["chat", "--max-new-tokens", "8", "--stats"]) == 0
+    output = capsys.readouterr().out
+    assert re.search(r"> The text has \d{4} tokens with this message, and the model has 2048 positions", output)
+    assert len(re.findall(r"\[8 tokens, ", output)) == 2
+
+
+def test_an_answer_ends_where_the_positions_end(chat):
+    length = len(chat.tokens_after("import os"))
+    words = "import os" + "\n\nimport os" * (
+        (2048 - length - 3) // (len(chat.tokens_after("import os\n\nimport os")) - length)
+    )
+    length = len(chat.tokens_after(words))
+    chat.args.max_new_tokens = 500
+    figures = chat.answer(words)
+    assert int(figures[1:].split()[0]) <= 2048 - length < 500
+
+
+def test_bytes_that_are_no_utf8_and_blank_lines(monkeypatch, capsys):
+    typed(monkeypatch, b"# na\xefve caf\xe9\n   \n\t\n\n/quit\n")
+    sent, answer = [], Chat.answer
+    monkeypatch.setattr(Chat, "answer", lambda chat, words: sent.append(words) or answer(chat, words))
+    assert main(["chat", "--max-new-tokens", "4"]) == 0
+    assert sent == ["# na\ufffdve caf\ufffd"]
+
+
+def test_a_line_can_be_edited(fresh_python):
+    """On a terminal "/hlp" with an "e" put in after two steps to the left is "/help"."""
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "hf_ssd", "chat"]
+    environment = {**os.environ, "TERM": "xterm"}
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=subprocess.DEVNULL, env=environment)
+    os.close(theirs)
+
+    def read_until(words: str) -> str:
+        seen, deadline = "", time.monotonic() + 90
+        while words not in seen and time.monotonic() < deadline:
+            if select.select([ours], [], [], 1)[0]:
+                seen += os.read(ours, 4096).decode()
+        return seen
+
+    try:
+        assert "> " in read_until("> ")
+        os.write(ours, b"/hlp\x1b[D\x1b[De\n")
+        assert "forgets the text so far" in read_until("Ctrl-C stops")
+        os.write(ours, b"/quit\n")
+        assert process.wait(timeout=60) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+
+
+def test_stats_say_why_nothing_was_drafted(chat):
+    chat.args.max_new_tokens = 1
+    assert "decoded plainly: " in chat.answer("import os\n")
+    found = drafting(SSDStats(records=[], reason="a reason", draft_failure="it died"))
+    assert found == "decoded plainly: it died"
+
+
+@pytest.mark.parametrize(
+    "words, sentence",
+    [
+        (["--max-new-tokens", "0"], "--max-new-tokens must be at least 1"),
+        (["--temperature", "-1"], "--temperature must be 0 (greedy) or a positive number"),
+        (["--temperature", "nan"], "--temperature must be 0 (greedy) or a positive number"),
+        (["--seed", "-1"], "--seed must be at least 0"),
+        (["--system", "Be brief."], "--system needs a chat template"),
+    ],
+)
+def test_options_that_no_chat_can_have_are_refused_before_models_load(words, sentence, nothing_loads, capsys):
+    assert main(["chat", *words]) == 2
+    assert f"hf-ssd chat: {sentence}" in capsys.readouterr().err
+
+
+def test_two_models_that_cannot_work_together_are_refused_before_they_load(tmp_path, nothing_loads, capsys):
+    for name, vocab_size in (("target", 97), ("draft", 597)):
+        tiny_model(vocab_size=vocab_size).save_pretrained(tmp_path / name)
+        tokenizer(TARGET).save_pretrained(tmp_path / name)
+    assert main(["chat", str(tmp_path / "target"), str(tmp_path / "nowhere")]) == 2
+    assert "nowhere is no folder or hub id" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- a check ends in time, and says one thing
+
+
+def figures(**changes) -> Figures:
+    usual = {
+        "acceptance": 0.43, "hit_rate": 0.0, "tokens_per_round": 1.0, "verify_seconds": 0.010, "step_seconds": 0.002,
+        "two_tokens_seconds": 0.004, "contention": 1.0, "plan": "plain decoding", "drafts": False, "predicted": 162.0,
+        "speed": 162.0, "plain": 100.0, "assisted": 120.0, "over_plain": 1.62, "over_assisted": 1.35,
+        "assistant_tokens": 3, "shares_memory": True, "load": 0.0,
+    }  # fmt: skip
+    return Figures(**{**usual, **changes})
+
+
+def test_a_run_that_decoded_plainly_has_no_ratio_to_plain_decoding_and_no_rate_of_its_rounds():
+    words = figures().in_words()
+    assert "1.62" not in words and "0.00" not in words and "decoded plainly" in words
+    assert "0.43 of the drafted tokens" in words
+    assert "no token was drafted" in figures(acceptance=None).in_words()
+
+
+def test_a_draft_that_is_too_large_is_the_reason_also_on_a_busy_machine():
+    found = figures(drafts=True, over_plain=0.8, two_tokens_seconds=0.03, load=2.0, acceptance=0.8)
+    assert found.verdict().startswith("no: the draft needs 3.0 verifications for two tokens")
+    assert "the machine is busy" in figures(drafts=True, over_plain=0.8, load=2.0, acceptance=0.8).verdict()
+
+
+def test_a_check_is_bounded_by_its_clock_and_shows_what_it_does(monkeypatch, capsys):
+    """Each call takes the seconds that it may take, by a clock that only the calls move."""
+    run, now, calls = Bench.run, [0.0], []
+
+    def timed(bench, method, turn):
+        calls.append(bench.options.get("max_time", 600.0))
+        now[0] += calls[-1]
+        return run(bench, method, turn)
+
+    clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() + now[0])
+    monkeypatch.setattr(Bench, "run", timed)
+    monkeypatch.setattr("hf_ssd.cli.check.time", clock, raising=False)
+    monkeypatch.setattr("hf_ssd.cli.methods.time", clock)
+    words = ["check", "--json", "--repeats", "5", "--new-tokens", "16"]
+    main(words)
+    output = capsys.readouterr()
+    found = json.loads(output.out)
+    assert found["verdict"] and sum(calls) <= 61
+    assert "loading both models" in output.err and "turn 2 of at most 6: SSD" in output.err
+
+
+def test_acceptance_is_one_figure_of_all_tokens_that_were_drafted():
+    def run(*rounds):
+        records = [
+            SimpleNamespace(sources=["primary"], lookahead=k, accepted=[n], hits=[True], live=[0]) for k, n in rounds
+        ]
+        return SimpleNamespace(stats=SSDStats(records=records))
+
+    assert check.acceptance_of([run((4, 4), (4, 0)), run((0, 0), (0, 0))]) == 4 / 5
+    assert check.acceptance_of([run((0, 0))]) is None
+
+
+# ---------------------------------------------------------------- different tokenizers
+
+
+@pytest.fixture(scope="module")
+def different(tmp_path_factory):
+    """A target and a draft that agrees with it and has other ids, each with its tokenizer, in two folders."""
+    place = tmp_path_factory.mktemp("different")
+    pairs = {"target": (tiny_model(vocab_size=len(TARGET)), TARGET), "draft": (renamed_draft(), DRAFT)}
+    for name, (model, tokens) in pairs.items():
+        model.save_pretrained(place / name)
+        tokenizer(tokens).save_pretrained(place / name)
+    return [str(place / "target"), str(place / "draft")]
+
+
+def test_check_measures_a_pair_with_different_tokenizers(different, capsys):
+    code = main(["check", *different, "--json", "--repeats", "1", "--new-tokens", "24"])
+    found = json.loads(capsys.readouterr().out)
+    assert code in (0, 1) and found["verdict"].startswith(("yes: ", "no: ")), found
+
+
+def test_bench_measures_a_pair_with_different_tokenizers(different, capsys):
+    words = ["--new-tokens", "12", "--repeats", "1", "--assistant-tokens", "3", "--in-turn-lookaheads", "3"]
+    assert main(["bench", *different, *words, "--one-table"]) == 0
+    output = capsys.readouterr().out
+    assert "SSD over plain generate" in output and "NO" not in output
+
+
+def test_a_chat_with_a_pair_of_different_tokenizers(different, monkeypatch, capsys):
+    typed(monkeypatch, "hello\n/quit\n")
+    assert main(["chat", *different, "--max-new-tokens", "8", "--stats"]) == 0
+    assert "[8 tokens, " in capsys.readouterr().out
+
+
+def test_a_server_gets_both_tokenizers_of_a_pair_that_differs(different, monkeypatch, capsys):
+    pytest.importorskip("fastapi")
+    from hf_ssd.serving.server import Server
+
+    seen = []
+    monkeypatch.setattr(Server, "run", lambda server: seen.append(server._tokenizers(tokenizer(TARGET))))
+    assert main(["serve", *different, "--port", "0"]) == 0
+    vocabularies = [len(seen[0][name]) for name in ("tokenizer", "assistant_tokenizer")]
+    assert vocabularies == [len(TARGET), len(DRAFT)]
