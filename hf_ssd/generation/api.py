@@ -1,5 +1,6 @@
 """The user's entry points: `generate(..., ssd_config=...)`, `enable` and `generate`."""
 
+import contextvars
 import copy
 import functools
 import weakref
@@ -15,6 +16,8 @@ from .tokenizers import translation_for
 
 BOUND = "bound"  # the settings that a model was enabled with
 _bound = weakref.WeakKeyDictionary()  # drafts, settings and tokenizers of enabled models
+_tokenizer = contextvars.ContextVar("tokenizer", default=None)  # of the call that `heal_tokens` works for
+_is_healing = contextvars.ContextVar("is_healing", default=False)
 
 
 class SSDGenerationMixin:
@@ -60,7 +63,7 @@ class SSDGenerationMixin:
         draft, settings, tokenizers = _bound.get(self, (None, None, {}))
         if isinstance(ssd_config, str) and ssd_config == BOUND:
             is_theirs = kwargs.get("custom_generate") not in (None, generate)  # another way to generate
-            ssd_config = None if is_theirs else settings
+            ssd_config = None if is_theirs or _is_healing.get() else settings
         if ssd_config is not None and assistant_model is None:
             assistant_model = draft
             kwargs |= {name: one for name, one in tokenizers.items() if kwargs.get(name) is None}
@@ -74,6 +77,16 @@ class SSDGenerationMixin:
         elif isinstance(assistant_model, DraftAssistant):
             raise ValueError("This `assistant_model` drafts ahead; pass `ssd_config=hf_ssd.SSDConfig()` as well.")
         return super().generate(assistant_model=assistant_model, **kwargs)
+
+    def heal_tokens(self, input_ids, tokenizer=None):
+        """`GenerationMixin.heal_tokens`, to which transformers passes no tokenizer on with a custom decoding method."""
+        if tokenizer is None and not _is_healing.get():
+            tokenizer = _tokenizer.get()
+        before = _is_healing.set(True)  # in which the model is asked for one token of each row, without its draft
+        try:
+            return super().heal_tokens(input_ids, tokenizer)
+        finally:
+            _is_healing.reset(before)
 
     def __reduce_ex__(self, protocol):
         """Names the class from before [`enable`], which another process can import, for `pickle` and `copy`."""
@@ -98,6 +111,10 @@ def generate(
             "hf_ssd.enable(model) before."
         )
     model = without_wrapper(model)
+    configs = (kwargs.get("generation_config") or model.generation_config, model.generation_config)
+    heals = [kwargs.get("token_healing"), *(config.token_healing for config in configs)]
+    if not isinstance(model, SSDGenerationMixin) and next((one for one in heals if one is not None), False):
+        raise ValueError("`token_healing` needs a model that was passed to hf_ssd.enable(); call its own generate().")
     plain = functools.partial(GenerationMixin.generate, model, inputs)
     return _generate(plain, model, assistant_model, ssd_config or SSDConfig(), **kwargs)
 
@@ -189,6 +206,7 @@ def _generate(plain, model, assistant_model, ssd_config, streamer=None, synced_g
     translation = translation_for(
         model, assistant_model, kwargs.get("tokenizer"), kwargs.pop("assistant_tokenizer", None)
     )
+    tokenizer = kwargs.get("tokenizer")
     _move_stop_strings(model, kwargs)
     # transformers passes neither the draft nor the streamer to a custom decoding method, so they are bound here.
     decoding_method = functools.partial(
@@ -198,7 +216,11 @@ def _generate(plain, model, assistant_model, ssd_config, streamer=None, synced_g
         streamer=streamer,
         translation=translation,
     )
-    return plain(custom_generate=decoding_method, streamer=streamer, **kwargs)
+    before = _tokenizer.set(tokenizer)
+    try:
+        return plain(custom_generate=decoding_method, streamer=streamer, **kwargs)
+    finally:
+        _tokenizer.reset(before)
 
 
 def _move_stop_strings(model, kwargs: dict) -> None:
