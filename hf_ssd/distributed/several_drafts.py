@@ -119,12 +119,16 @@ class SeveralDrafts(DraftSession):
         all_found = list(found.values())
         longest = max(all_found, key=lambda one: one.record.draft_seconds)
         width = max(one.tokens.shape[1] for one in all_found)
-        merged = Speculation.empty(self.rows)
-        merged.costs, merged.record = longest.costs, dataclasses.replace(longest.record)
-        merged.record.sources = [NOTHING] * self.rows
+        costs = [one.costs for one in all_found if one.costs is not None]
+        merged = dataclasses.replace(
+            longest,
+            tokens=torch.zeros(self.rows, width, dtype=torch.long),
+            probabilities=None,
+            record=dataclasses.replace(longest.record, sources=[NOTHING] * self.rows),
+            known=[0 if live else math.inf for live in self.live],
+            costs=max(costs, key=sum, default=None),  # of the slowest worker, for which each round waits
+        )
         merged.record.budget = sum(one.record.budget for one in all_found)
-        merged.known = [0 if live else math.inf for live in self.live]
-        merged.tokens = torch.zeros(self.rows, width, dtype=torch.long)
         self.q = None
         for one in all_found:
             for row in [row for row, hit in enumerate(one.record.hits) if hit and self.live[row]]:
@@ -173,7 +177,7 @@ class SeveralDrafts(DraftSession):
             self.q = q
         record = dataclasses.replace(found.record, steps=completed.record.steps)
         record.answer_seconds += completed.record.answer_seconds
-        return Speculation(completed.tokens, None, record)
+        return dataclasses.replace(found, tokens=completed.tokens, record=record, known=None)
 
     def receive_probabilities(self) -> torch.FloatTensor | None:
         return self.q

@@ -1,5 +1,6 @@
 """What proposes tokens: the interface of drafters, and the autoregressive one."""
 
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
@@ -187,7 +188,7 @@ class Completion:
     def speculation(self) -> Speculation:
         q = torch.cat(self.probabilities, dim=1) if self.probabilities else None
         rows, width = self.tokens.shape
-        return Speculation(self.tokens, q, self.ready.record, [width] * rows)
+        return dataclasses.replace(self.ready, tokens=self.tokens, probabilities=q, known=[width] * rows)
 
 
 class AutoregressiveDrafter(Drafter):

@@ -4,6 +4,7 @@ Whatever a fallback proposes, the output stays the target's, because a proposal 
 drawn from. The draft model itself (the paper's primary speculator) drafts just in time, see [`Drafter`].
 """
 
+import dataclasses
 from abc import ABC, abstractmethod
 
 import numpy as np
@@ -148,7 +149,7 @@ def join(ready: Speculation, missed: list[int], proposal: Speculation, vocab_siz
             probabilities[:, :grown] = ready.probabilities[:, :grown]
         probabilities[rows] = from_host(dense_probabilities(proposal, vocab_size)[:, :width], device)
     known = [width if row in missed else min(n, width) for row, n in enumerate(ready.known)]
-    return Speculation(tokens, probabilities, ready.record, known)
+    return dataclasses.replace(ready, tokens=tokens, probabilities=probabilities, known=known)
 
 
 def fallbacks_for(vocab_size: int, seed: int) -> dict[str, Fallback]:

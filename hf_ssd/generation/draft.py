@@ -79,6 +79,7 @@ class FaultTolerantDraft:
         if self.assistant is not None:
             timeout = self.request.config.timeout
             self._attempt(lambda: self.assistant.begin_call(self.turn, timeout, patience))
+        self.planner.begin_call()  # not before, because another thread's call may have measured the pair meanwhile
         self._join(None)
 
     # ---------------------------------------------------------------- sessions
@@ -103,6 +104,8 @@ class FaultTolerantDraft:
             if self.session is not None:
                 self.session.close()
             self.session, self.is_local, self.untold, self.is_asked = session, is_local, None, False
+            if self.planner.profiles and not is_local:
+                self.planner.begin_profile()
             if self.joined_at is None:
                 self.joined_at = self.rounds if self.was_late else 0
         self.was_late = self.was_late or self.session is None
@@ -172,7 +175,7 @@ class FaultTolerantDraft:
             self._join(sequences)
             if self.is_asked and self.session is not None:
                 speculation = self._attempt(lambda: self.session.receive_speculation())
-                if speculation is not None and speculation.costs is not None:
+                if speculation is not None and self.planner.profiles and not self.is_local:
                     self.planner.observe_profile(speculation.costs)
             elif self.filler:
                 speculation = self._filler(sequences.last)

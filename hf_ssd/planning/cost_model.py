@@ -6,7 +6,8 @@ import numpy as np
 
 from ..config import SSDConfig
 from ..rounds import AHEAD, FALLBACKS, FILLER, IN_TURN, NGRAM, PLAIN, RoundRecord
-from .estimates import Average, HitRates, Line
+from .estimates import Average, HitRates
+from .experience import Durations, Experience
 
 LOOKAHEADS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)  # tokens
 BUDGETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)  # outcomes of each row
@@ -17,8 +18,8 @@ MEMORY_FOR_Q = 2**29  # bytes for the distributions of prepared tokens
 
 class CostModel:
     """
-    What is known of one pair, batch size and context length. Costs start from the profile and follow what rounds take;
-    acceptance and hits are counted.
+    What one call expects of each plan. Durations start from the profile and follow what rounds take; acceptance and
+    hits are counted.
 
     Args:
         config (`SSDConfig`): Gives the priors and the cache shape.
@@ -27,11 +28,12 @@ class CostModel:
         sampled (`bool`): Whether the distributions of prepared tokens are kept.
         workers (`int`, *optional*, defaults to 1): Drafts that prepare a budget each.
         is_parallel (`bool`, *optional*): Whether a forward pass of the draft gives all tokens of its branches.
+        durations ([`Durations`], *optional*), experience ([`Experience`], *optional*): What calls before have taught.
 
     Attributes:
         feeds_first (`bool`): Whether a parallel draft reads the speculation in a pass of its own, and then chooses.
         live (`int`): Rows that are not finished.
-        rounds (`int`): Rounds that were observed.
+        reading (`float`): Seconds that the last round waited for a draft that read what had gone by.
     """
 
     def __init__(
@@ -42,44 +44,43 @@ class CostModel:
         sampled: bool,
         workers: int = 1,
         is_parallel: bool = False,
+        durations: Durations | None = None,
+        experience: Experience | None = None,
     ):
-        self.config, self.rows, self.live, self.workers, self.rounds = config, rows, rows, workers, 0
+        self.config, self.rows, self.live, self.workers, self.reading = config, rows, rows, workers, 0.0
         self.is_parallel, self.feeds_first = is_parallel, not is_parallel
-        self.verification = {AHEAD: (ahead := Line()), IN_TURN: Line(like=ahead), PLAIN: Line(like=ahead)}
-        self.branches, self.step = Line(), {AHEAD: Line(), IN_TURN: Line()}
-        self.choosing = Average(0.0, 0.0, memory=0.95)  # seconds besides the pass that feeds the speculation
-        self.unexplained = {mode: Line(0.1) for mode in (AHEAD, IN_TURN)}  # seconds of a round, by budget
-        longest = max(LOOKAHEADS)
-        self.accepted = [Average(0.0, 0.0) for _ in range(longest)]
-        self.accepted_ever = [Average(0.0, 0.0, memory=0.999) for _ in range(longest)]
-        # The guesses of a parallel draft are better where it has read the speculation.
-        self.hit_rates_if = {feeds_first: HitRates(config) for feeds_first in (True, False)}
-        self.ngram_tokens = Average(1.0, 1.0)
+        self.durations = Durations() if durations is None else durations
+        self.experience = experience
+        if experience is None:
+            self.experience = Experience(config, max(LOOKAHEADS), sampled, is_parallel)
+        self.accepted = [Average(0.0, 0.0) for _ in self.experience.accepted]
+        self.begin_call()
         self.most_q = MEMORY_FOR_Q // (4 * rows * vocab_size) if sampled else 10**9  # prepared tokens of a row
 
     # ---------------------------------------------------------------- what rounds teach
 
     @property
     def hit_rates(self) -> HitRates:
-        return self.hit_rates_if[self.feeds_first]
+        return self.experience.hit_rates_if[self.feeds_first]
 
-    @property
-    def is_profiled(self) -> bool:
-        return bool(self.branches.count and self.verification[AHEAD].count)
+    def knows(self, mode: str) -> bool:
+        """Whether it is known what a round of this mode takes."""
+        costs = self.durations
+        lines = {PLAIN: (), IN_TURN: (costs.step[IN_TURN],), AHEAD: (costs.branches, costs.step[AHEAD])}[mode]
+        return any(line.count for line in costs.verification.values()) and all(line.count for line in lines)
 
     def begin_call(self) -> None:
-        """A call begins: no row is finished, and its texts are like texts in general, not like the last one's end."""
+        """Starts a call: acceptance restarts from its long-run average, not from the end of the last text."""
         self.live = self.rows
-        for now, ever in zip(self.accepted, self.accepted_ever):
+        for now, ever in zip(self.accepted, self.experience.accepted):
             now.restart(ever.value, min(ever.weight, TOKENS_KEPT))
 
     def observe_profile(self, choose: float, fixed: float, per_token: float) -> None:
         """Learns what the draft's passes took while the target was at work as well, in seconds."""
         for tokens in (self.rows, 8 * self.rows, 16 * self.rows):
-            self.branches.observe(tokens, fixed + per_token * tokens)
-            for step in self.step.values():
-                step.observe(tokens, fixed + per_token * tokens)
-        self.choosing.observe(choose)
+            for line in (self.durations.branches, *self.durations.step.values()):
+                line.observe(tokens, fixed + per_token * tokens)
+        self.durations.choosing.observe(choose)
 
     def observe(self, before: RoundRecord, now: RoundRecord) -> None:
         """
@@ -89,35 +90,37 @@ class CostModel:
             before ([`RoundRecord`]): The round before.
             now ([`RoundRecord`]): The round, complete. The draft's part of it answers to the outcome before.
         """
-        self.rounds += 1
-        rows, lookahead = before.live, before.lookahead
-        self.live = live = len(rows) or self.rows
-        is_filler = FILLER in before.sources
-        if before.verify_seconds and self.rounds > 1:  # the first pass of a call is slow for reasons of its own
-            mode = AHEAD if is_filler else before.mode
-            self.verification[mode].observe(live * (lookahead + 1), before.verify_seconds)
+        costs, seen = self.durations, self.experience
+        costs.rounds, seen.rounds = costs.rounds + 1, seen.rounds + 1
+        rows, lookahead, live = before.live, before.lookahead, len(before.live) or self.rows
+        self.live = len(now.live) or live
+        if now.verify_seconds:  # that of a call's first round is not learned: it is slow for reasons of its own
+            mode = AHEAD if FILLER in now.sources and now.lookahead else now.mode
+            costs.verification[mode].observe(self.live * (now.lookahead + 1), now.verify_seconds)
         for row in now.live:
             accepted, source = now.accepted[row], now.sources[row]
             if source == NGRAM:
-                self.ngram_tokens.observe(accepted + 1)
+                seen.ngram_tokens.observe(accepted + 1)
             if source not in (*FALLBACKS, FILLER):
                 for place in range(min(accepted + 1, now.lookahead, len(self.accepted))):
                     self.accepted[place].observe(place < accepted)
-                    self.accepted_ever[place].observe(place < accepted)
+                    seen.accepted[place].observe(place < accepted)
+        has_read = PLAIN in (before.mode, now.mode)  # then the draft has read the text, or what has gone by
+        self.reading = now.wait_seconds if has_read else 0.0
         if now.mode == PLAIN or not rows:
             return
         if now.passes:
             tokens = (now.grown + 1) * now.budget + lookahead + 1 if self.is_parallel else now.budget
-            self.branches.observe(live * tokens, now.grow_seconds / now.passes)
-            feeding = self.branches(live * (lookahead + 1)) if self.feeds_first else 0.0
-            self.choosing.observe(max(0.0, now.choose_seconds - feeding))
-        if now.steps:
+            costs.branches.observe(live * tokens, now.grow_seconds / now.passes)
+            feeding = costs.branches(live * (lookahead + 1)) if self.feeds_first else 0.0
+            costs.choosing.observe(max(0.0, now.choose_seconds - feeding))
+        if now.steps and not has_read:
             tokens = now.lookahead + 1 if self.is_parallel else 1
-            self.step[now.mode].observe(live * tokens, now.answer_seconds / now.steps)
+            costs.step[now.mode].observe(live * tokens, now.answer_seconds / now.steps)
         elapsed = now.received_at - before.received_at
         explained = max(before.verify_seconds, now.choose_seconds + now.grow_seconds) + now.answer_seconds
-        if before.mode == now.mode and not is_filler and before.received_at:
-            self.unexplained[now.mode].observe(now.budget, max(0.0, elapsed - explained))
+        if before.mode == now.mode and before.received_at:
+            costs.unexplained[now.mode].observe(now.budget, max(0.0, elapsed - explained))
         if now.budget and now.ranks:
             drafted = [row for row in rows if before.sources[row] not in (*FALLBACKS, FILLER)]
             for row in drafted:
@@ -127,7 +130,7 @@ class CostModel:
                 self.hit_rates.observe_hits(share, self.acceptance(lookahead), now.budget)
         for matches in now.ngram_matches:
             if matches >= 0:
-                self.ngram_tokens.observe(1 + matches)
+                seen.ngram_tokens.observe(1 + matches)
 
     # ---------------------------------------------------------------- what is expected
 
@@ -143,8 +146,8 @@ class CostModel:
     @property
     def acceptance_seen(self) -> float:
         """Returns the share of the drafted tokens put to the test in any call that were accepted, without priors."""
-        tested = math.fsum(average.weight for average in self.accepted_ever)
-        return math.fsum(average.total for average in self.accepted_ever) / tested if tested else 0.0
+        tested = math.fsum(average.weight for average in self.experience.accepted)
+        return math.fsum(average.total for average in self.experience.accepted) / tested if tested else 0.0
 
     def tokens(self, lookahead: int) -> list[float]:
         """Returns the tokens that a row is expected to gain in a round with 0 to `lookahead` drafted tokens."""
@@ -152,23 +155,25 @@ class CostModel:
         return [1.0, *(1.0 + np.cumsum(reached)).tolist()]
 
     def seconds_to_verify(self, mode: str, lookahead: int) -> float:
-        lines = (self.verification[mode], *self.verification.values())
+        lines = (self.durations.verification[mode], *self.durations.verification.values())
         line = next((one for one in lines if one.count), lines[0])
-        return max(1e-6, line(self.live * (lookahead + 1)))
+        return max(1e-6, line(self.live * (lookahead + 1))) if line.count else math.nan
 
     def seconds_to_draft(self, mode: str, lookahead: int) -> float:
-        """Returns what drafting so many tokens just in time takes: J in Corollary 16."""
+        """Returns the seconds to draft so many tokens just in time, J in Corollary 16; not a number if not known."""
         steps, tokens = (1, lookahead + 1) if self.is_parallel else (lookahead, 1)
-        return steps * max(1e-6, self.step[mode](self.live * tokens)) if lookahead else 0.0
+        line = self.durations.step[mode]
+        seconds = max(1e-6, line(self.live * tokens)) if line.count else math.nan
+        return steps * seconds if lookahead else 0.0
 
     def seconds_of_a_pass(self, lookahead: int, budget: int) -> float:
         tokens = (lookahead + 1) * (budget + 1) if self.is_parallel else budget
-        return max(1e-6, self.branches(self.live * tokens))
+        return max(1e-6, self.durations.branches(self.live * tokens))
 
     def seconds_to_prepare(self, lookahead: int, budget: int) -> float:
-        feeding = self.branches(self.live * (lookahead + 1)) if self.feeds_first else 0.0
+        feeding = self.durations.branches(self.live * (lookahead + 1)) if self.feeds_first else 0.0
         passes = 1 if self.is_parallel else lookahead
-        return self.choosing.value + feeding + passes * self.seconds_of_a_pass(lookahead, budget)
+        return self.durations.choosing.value + feeding + passes * self.seconds_of_a_pass(lookahead, budget)
 
     def largest_budget(self, lookahead: int) -> int:
         """How many outcomes of each row fit the memory, at least one."""
@@ -181,7 +186,12 @@ class CostModel:
     def in_turn(self, lookahead: int) -> float:
         """Returns tokens per second of drafting so many tokens after each outcome."""
         seconds = self.seconds_to_verify(IN_TURN, lookahead) + self.seconds_to_draft(IN_TURN, lookahead)
-        return self.live * self.tokens(lookahead)[-1] / (seconds + self.unexplained[IN_TURN](0))
+        return self.live * self.tokens(lookahead)[-1] / (seconds + self.durations.unexplained[IN_TURN](0))
+
+    def may_pay(self, gain: float) -> bool:
+        """Whether a draft that took no time would be faster than plain decoding by this factor."""
+        verified = ((k, self.seconds_to_verify(IN_TURN, k)) for k in LOOKAHEADS)
+        return any(self.live * self.tokens(k)[-1] / seconds > gain * self.plain() for k, seconds in verified)
 
     def best_after_miss(self, lookahead: int) -> int:
         """Returns how many tokens, up to `lookahead`, are worth drafting just in time."""
@@ -214,14 +224,14 @@ class CostModel:
             all_hit = hit_rate**self.live  # one row that misses keeps all of them waiting
             gain = all_hit * tokens[lookahead] + (1 - all_hit) * tokens[missed]
             seconds = all_hit * verify + (1 - all_hit) * self._after_a_miss(missed)
-            seconds += late + self.unexplained[AHEAD](budget)
+            seconds += late + self.durations.unexplained[AHEAD](budget)
             speeds[budget] = self.live * gain / seconds
         return speeds
 
     @property
     def contention(self) -> float:
         """By which factor a verification takes longer while the draft works as well; 1 if that is not known."""
-        alone, beside = self.verification[IN_TURN], self.verification[AHEAD]
+        alone, beside = self.durations.verification[IN_TURN], self.durations.verification[AHEAD]
         tokens = alone.units.value
         return beside(tokens) / alone(tokens) if min(alone.count, beside.count) >= 2 else 1.0
 
@@ -229,4 +239,4 @@ class CostModel:
         """Returns tokens per second after a miss with the primary and with the n-gram fallback (Theorem 17)."""
         missed = self.best_after_miss(lookahead)
         ngram = self.seconds_to_verify(AHEAD, lookahead)
-        return self.tokens(missed)[-1] / self._after_a_miss(missed), self.ngram_tokens.value / ngram
+        return self.tokens(missed)[-1] / self._after_a_miss(missed), self.experience.ngram_tokens.value / ngram

@@ -47,6 +47,10 @@ class Line:
 
     def __init__(self, relative_slope: float = RELATIVE_SLOPE, like: "Line | None" = None):
         self.guess, self.like = relative_slope, like
+        self.forget()
+
+    def forget(self) -> None:
+        """Starts again without any observation."""
         self.units, self.seconds = Average(0.0, 0.0, 0.97), Average(0.0, 0.0, 0.97)
         self.count = self.weight = self.x = self.y = self.xx = self.xy = 0.0
         self.fixed = self.slope = 0.0

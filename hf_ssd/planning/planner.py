@@ -6,38 +6,41 @@ A plan has a mode: `ahead` prepares outcomes while the target verifies (SSD), `i
 while the worker times its passes, its *profile*; one of these rounds verifies filler tokens in the place of drafted
 ones, which shows what a wider pass takes. From then on each round's record corrects the costs, acceptance and hit
 rates, and from time to time the best plan of a grid is chosen by them. A mode that is not in use has no records, so it
-is probed.
+is probed, and a pair that would pay with a quicker draft is profiled again.
 """
 
 import dataclasses
+import math
+import threading
+from collections import Counter
 
 from transformers.utils import logging
 
 from ..config import SSDConfig
-from ..rounds import AHEAD, FILLER, IN_TURN, NGRAM, PLAIN, PRIMARY, RANDOM, Plan, RoundRecord
+from ..rounds import AHEAD, FILLER, IN_TURN, NGRAM, PLAIN, PRIMARY, Plan, RoundRecord
 from .cost_model import BUDGETS, LOOKAHEADS, CostModel
-from .trials import Trials
+from .experience import Durations, Experience
+from .profile import KNOWN, RUNNING, WANTED, Profile
 
 logger = logging.get_logger(__name__)
 
-PROFILE_ROUNDS = (0, 7, 0, 0)  # filler tokens in the plain rounds during which the draft times its passes
 FIRST = (2, 8)  # lookahead and budget until the draft's profile is known
 EPOCH_ROUNDS = 8  # until the plan is chosen anew; at first, when every round tells a lot, that is each round
 FIRST_EPOCHS = 24  # rounds
 HYSTERESIS = 1.03  # expected gain below which the plan stays as it is
 PROBE_ROUNDS = 6  # of a mode that was not used for long
-FIRST_PROBE, LONGEST_BETWEEN_PROBES = 32, 512  # rounds until other modes are probed; the distance doubles
+LONGEST_BETWEEN_PROBES = 512  # rounds
+PROBE_SHARE = 0.02  # of the time, at most, a draft reads texts only to be probed
 PROBED_GAIN = 1.2  # a mode is probed if it would be the best one, were it faster than expected by this factor
 UNSEEN_GAIN = 1.4  # the same of plain decoding, if it was only timed beside the profiling draft
 CONTENTION = 1.25  # slowdown of a verification beside the draft that is worth a warning
 MISSES_COMPARED = 16  # rows that missed before fallbacks are compared
 WORTH_A_FALLBACK = 1.1  # expected gain below which the fallback stays as it is
-SAGUARO_VALUES = (1.0, 0.7, 0.4, 0.1)  # of C, to be tried
 
 
 class Planner:
     """
-    Chooses mode, lookahead, budget, fallback and C for calls of one kind with one pair of models.
+    Chooses mode, lookahead, budget, fallback and C in one call.
 
     Args:
         config (`SSDConfig`): Numbers in it stay as they are.
@@ -46,9 +49,12 @@ class Planner:
         sampled (`bool`): Whether tokens are sampled.
         workers (`int`, *optional*, defaults to 1): Drafts that prepare a budget each.
         is_parallel (`bool`, *optional*): Whether the draft gives all tokens of its branches in one forward pass.
+        durations ([`Durations`], *optional*), experience ([`Experience`], *optional*): What calls before have taught.
+        lock (`threading.Lock`, *optional*): Held while these are read and written, as calls of other threads do.
 
     Attributes:
         costs ([`CostModel`]): What is known of the pair.
+        profile ([`Profile`]): Whether the worker is to time its passes.
         plan ([`Plan`]): The plan for the next round.
         reason (`str`): Why this plan, in one sentence with its numbers.
     """
@@ -61,22 +67,24 @@ class Planner:
         sampled: bool,
         workers: int = 1,
         is_parallel: bool = False,
+        durations: Durations | None = None,
+        experience: Experience | None = None,
+        lock: "threading.Lock | None" = None,
     ):
-        self.config, self.workers = config, workers
-        self.costs = CostModel(config, rows, vocab_size, sampled, workers, is_parallel)
+        self.config, self.workers, self.lock = config, workers, lock or threading.Lock()
+        self.costs = CostModel(config, rows, vocab_size, sampled, workers, is_parallel, durations, experience)
+        self.durations, self.experience = self.costs.durations, self.costs.experience
         self.chooses_lookahead = config.lookahead == "auto"
         self.is_fixed = not self.chooses_lookahead and config.budget != "auto"
-        self.profile_left = list(PROFILE_ROUNDS) if self.chooses_lookahead and config.asynchronous else []
-        self.fallback = config.fallback if config.fallback in (NGRAM, RANDOM) else PRIMARY
+        self.profile = Profile(self.durations, config.asynchronous and not self.is_fixed, self.chooses_lookahead)
+        is_named = isinstance(config.fallback, str) and config.fallback != "auto"
+        self.fallback = config.fallback if is_named else self.experience.fallback or PRIMARY
         self.compares_fallbacks = self.chooses_lookahead and config.fallback == "auto" and config.asynchronous
-        tries_saguaro = config.saguaro_c == "auto" and self.chooses_lookahead and sampled
-        self.saguaro = Trials(SAGUARO_VALUES) if tries_saguaro else None
-        tries_feeding = is_parallel and self.chooses_lookahead and config.asynchronous
-        self.feeds_first = Trials((False, True)) if tries_feeding else None
-        self.rounds = self.due = 0
-        self.probe_at, self.probe_distance, self.probe_until = FIRST_PROBE, FIRST_PROBE, 0
-        self.used: dict[str, int] = {}  # by mode, the last round in which it was planned
-        self.live, self.has_warned = rows, False
+        self.saguaro, self.feeds_first = self.experience.saguaro, self.experience.feeds_first
+        if self.feeds_first is not None:
+            self.costs.feeds_first = self.feeds_first.value
+        self.due, self.live, self.has_warned = 0, rows, False
+        self.reasons: dict[str, str] = {}  # by mode, why it was planned last
         lookahead = FIRST[0] if self.chooses_lookahead else config.lookahead
         budget = min(FIRST[1], self.costs.largest_budget(lookahead)) if config.budget == "auto" else config.budget
         self.reason = "the settings are fixed" if self.is_fixed else "the pair is not known yet"
@@ -84,76 +92,106 @@ class Planner:
         # takes while the draft does not work.
         is_ahead = config.asynchronous and not self.chooses_lookahead
         self.plan = self.first = self._plan_of(AHEAD if is_ahead else IN_TURN, lookahead, budget)
-        self.is_profiling = False
 
     # ---------------------------------------------------------------- what the loop asks and tells
 
     def begin_call(self) -> None:
-        self.costs.begin_call()
-        self.live = self.costs.rows
-        if self._may_choose:
-            self._choose()
+        """Begins the call, whose turn with the draft has come."""
+        with self.lock:
+            self.costs.begin_call()
+            self.live = self.costs.rows
+            if self._may_choose:
+                self._choose()
 
     @property
     def profiles(self) -> bool:
-        """Whether a worker is to time its passes before the first round."""
-        return self.config.asynchronous and not self.is_fixed and not self.costs.is_profiled
+        """Whether a worker is to time its passes before it drafts, or does so."""
+        return self.profile.state != KNOWN
+
+    def begin_profile(self) -> None:
+        """A worker has joined and times its passes. The round after that is drafted in turn."""
+        self.profile.begin()
+        self.plan = self.first
 
     def next_filler(self) -> int | None:
         """
         Returns how many filler tokens the next plain round verifies to be timed, while the worker times its passes;
         `None` if no more are needed.
         """
-        if not self.profile_left:
-            return None
-        if not self.is_profiling:
-            self.is_profiling, self.plan = True, self.first
-        return self.profile_left.pop(0)
+        return self.profile.next_filler()
+
+    def observe_profile(self, costs: tuple[float, float, float] | None) -> None:
+        """
+        Takes in the answer of a worker.
+
+        Args:
+            costs (`tuple[float, float, float]`, *optional*): Its profile, in seconds: to choose outcomes, of a pass,
+                and of each token in it.
+        """
+        if self.profile.state != RUNNING:
+            return
+        self.profile.end()
+        if costs is not None and self.profile.state == WANTED:
+            with self.lock:
+                self.costs.observe_profile(*costs)
+        self.due = self.experience.rounds
+
+    def reason_of(self, records: list[RoundRecord]) -> str:
+        """Returns why the mode was chosen that most of these rounds had."""
+        if self.is_fixed or not records:
+            return self.reason
+        (mode, _), *_ = Counter(record.mode for record in records).most_common(1)
+        unknown = {PLAIN: "decoded plainly", IN_TURN: "drafted in turn", AHEAD: "drafted ahead"}[mode]
+        return self.reasons.get(mode, f"the pair is not known yet: {unknown}")
 
     @property
     def _may_choose(self) -> bool:
         """Whether there is something to choose from. Without a profile that is plain decoding or drafting in turn."""
-        return not self.is_fixed and not self.is_profiling and (self.chooses_lookahead or self.costs.is_profiled)
+        is_free = not self.is_fixed and self.profile.state != RUNNING
+        return is_free and (self.chooses_lookahead or self.costs.knows(AHEAD))
 
     def observe(self, before: RoundRecord, now: RoundRecord) -> None:
         """Learns from a round, as [`CostModel.observe`] does, and chooses the next plan when that is due."""
-        self.rounds += 1
+        with self.lock:
+            self._observe(before, now)
+
+    def _observe(self, before: RoundRecord, now: RoundRecord) -> None:
+        seen = self.experience
         self.costs.observe(before, now)
         if self.is_fixed:
             return
+        if self.profile.state != RUNNING:
+            self.durations.used[now.mode] = self.durations.rounds
+        if seen.rounds <= seen.probe_until and self.costs.knows(PLAIN):
+            seen.probe_at += math.ceil(self.costs.reading / (PROBE_SHARE * self.costs.seconds_to_verify(PLAIN, 0)))
         if self.saguaro is not None and FILLER not in before.sources:
             self.saguaro.observe(before, now)
             self.plan = dataclasses.replace(self.plan, saguaro_c=self.saguaro.value)
-        if self.feeds_first is not None and self.rounds > FIRST_EPOCHS and before.mode == now.mode == AHEAD:
+        if self.feeds_first is not None and seen.rounds > FIRST_EPOCHS and before.mode == now.mode == AHEAD:
             self.feeds_first.observe(before, now)
             self.costs.feeds_first = self.feeds_first.value
             self.plan = dataclasses.replace(self.plan, feeds_first=self.feeds_first.value)
-        self.used[self.plan.mode] = self.rounds
         if self.costs.live != self.live and self.plan.mode != PLAIN:
-            self.due = self.rounds
-        if self.rounds >= self.due and self._may_choose:
+            self.due = seen.rounds
+        if seen.rounds >= self.due and self._may_choose:
             self._choose()
-
-    def observe_profile(self, costs: tuple[float, float, float]) -> None:
-        """Takes in the draft's profile: seconds to choose, of a pass, and of each token in it."""
-        if not self.costs.branches.count:
-            self.costs.observe_profile(*costs)
-        self.is_profiling, self.due = False, self.rounds
 
     # ---------------------------------------------------------------- the choice
 
     def _choose(self) -> None:
-        self.live, self.due = self.costs.live, self.rounds + (EPOCH_ROUNDS if self.rounds >= FIRST_EPOCHS else 1)
-        speeds = self._speeds()
+        seen, speeds = self.experience, self._speeds()
+        self.live, self.due = self.costs.live, seen.rounds + (EPOCH_ROUNDS if seen.rounds >= FIRST_EPOCHS else 1)
+        if all(mode == PLAIN for mode, *_ in speeds):  # the draft is not known yet
+            return
         best = max(speeds, key=speeds.get)
         if self.compares_fallbacks and best[0] == AHEAD:
             self._choose_fallback(best[1])
-        now = (self.plan.mode, self.plan.lookahead, self.plan.budget)
-        if speeds[best] < HYSTERESIS * speeds.get(now, 0.0) and self.rounds > 2 * EPOCH_ROUNDS:
-            best = now
+        if speeds[best] < HYSTERESIS * speeds.get(seen.chosen, 0.0) and seen.rounds > 2 * EPOCH_ROUNDS:
+            best = seen.chosen
         chosen = self._probe(best, speeds) or best
         if chosen == best and best[0] == PLAIN:
-            self.due = self.probe_at  # nothing new is learned meanwhile, and in plain decoding all of this takes time
+            self.due = seen.probe_at  # nothing new is learned meanwhile, and in plain decoding all of this takes time
+        seen.chosen = chosen
         self.plan = self._plan_of(*chosen)
         self._explain(chosen, speeds, best)
 
@@ -161,11 +199,12 @@ class Planner:
         """Returns the expected tokens per second of all plans, by mode, lookahead and budget."""
         config, costs = self.config, self.costs
         lookaheads = LOOKAHEADS if self.chooses_lookahead else (config.lookahead,)
-        speeds = {(PLAIN, 0, 0): costs.plain()} if self.chooses_lookahead else {}
+        speeds = {(PLAIN, 0, 0): costs.plain()} if self.chooses_lookahead and costs.knows(PLAIN) else {}
+        may_take_turns = not config.asynchronous or (self.chooses_lookahead and config.budget == "auto")
         for lookahead in lookaheads:
-            if not config.asynchronous or (self.chooses_lookahead and config.budget == "auto"):
+            if may_take_turns and costs.knows(IN_TURN):
                 speeds[IN_TURN, lookahead, 0] = costs.in_turn(lookahead)
-            if not config.asynchronous or not costs.is_profiled:
+            if not config.asynchronous or not costs.knows(AHEAD):
                 continue
             most = costs.largest_budget(lookahead)
             budgets = [b for b in BUDGETS if b <= most] if config.budget == "auto" else [config.budget]
@@ -177,43 +216,48 @@ class Planner:
     def _probe(self, best: tuple, speeds: dict) -> tuple | None:
         """
         Unused modes have no data, so one is probed from time to time for a few rounds while it may still be the best.
-        Plain decoding is probed first where it was only timed beside a draft at work.
+        Plain decoding is probed first where it was only timed beside a draft at work. Where not even a draft that takes
+        a while can win, but a quick one would, the next call profiles the draft again: the machine may have been busy.
         """
+        seen, used = self.experience, self.durations.used
         of_mode = {plan[0]: plan for plan in sorted(speeds, key=speeds.get)}  # the best of each mode
         gains = dict.fromkeys(of_mode, PROBED_GAIN)
-        if PLAIN not in self.used:
+        if PLAIN not in used:
             gains[PLAIN] = UNSEEN_GAIN
         hopeful = [mode for mode in of_mode if mode != best[0] and gains[mode] * speeds[of_mode[mode]] > speeds[best]]
-        if self.rounds < self.probe_until:  # a probe is under way
-            probed = self.plan.mode
-        elif PLAIN in hopeful and PLAIN not in self.used:
-            probed, self.probe_until = PLAIN, self.rounds + PROBE_ROUNDS
-        elif self.rounds >= self.probe_at:
-            self.probe_distance = min(2 * self.probe_distance, LONGEST_BETWEEN_PROBES)
-            self.probe_at, self.probe_until = self.rounds + self.probe_distance, self.rounds + PROBE_ROUNDS
-            probed = min(hopeful, key=lambda mode: self.used.get(mode, -1), default=None)
+        if seen.rounds < seen.probe_until:  # a probe is under way
+            pass
+        elif PLAIN in hopeful and PLAIN not in used:
+            seen.probed, seen.probe_until = PLAIN, seen.rounds + PROBE_ROUNDS
+        elif seen.rounds >= seen.probe_at:
+            seen.probe_distance = min(2 * seen.probe_distance, LONGEST_BETWEEN_PROBES)
+            seen.probe_at, seen.probe_until = seen.rounds + seen.probe_distance, seen.rounds + PROBE_ROUNDS
+            seen.probed = min(hopeful, key=lambda mode: used.get(mode, -1), default=None)
+            if not hopeful and best[0] == PLAIN and self.costs.may_pay(PROBED_GAIN) and self.profile.state == KNOWN:
+                self.durations.forget_drafting()
         else:
             return None
-        if probed not in hopeful:
-            self.probe_until = self.rounds
+        if seen.probed not in hopeful:
+            seen.probe_until = seen.rounds
             return None
-        self.due = self.rounds + 1
-        return of_mode[probed]
+        self.due = seen.rounds + 1
+        return of_mode[seen.probed]
 
     def _choose_fallback(self, lookahead: int) -> None:
         """The n-gram fallback takes the primary's place where it is clearly better (Theorem 17)."""
-        if self.costs.ngram_tokens.weight >= MISSES_COMPARED:
+        if self.experience.ngram_tokens.weight >= MISSES_COMPARED:
             primary, ngram = self.costs.after_ngram(lookahead)
             if self.fallback == PRIMARY and ngram > WORTH_A_FALLBACK * primary:
                 self.fallback = NGRAM
             elif self.fallback == NGRAM and primary > WORTH_A_FALLBACK * ngram:
                 self.fallback = PRIMARY
+            self.experience.fallback = self.fallback
 
     def _plan_of(self, mode: str, lookahead: int, budget: int) -> Plan:
         if mode == PLAIN:
             return Plan(PLAIN)
         after_miss = self.costs.best_after_miss(lookahead) if self.chooses_lookahead and mode == AHEAD else lookahead
-        if not self.costs.is_profiled:
+        if not self.costs.knows(AHEAD):
             after_miss = lookahead
         c = self.config.saguaro_c if self.saguaro is None else self.saguaro.value
         budget = budget if mode == AHEAD else 0
@@ -246,8 +290,9 @@ class Planner:
             )
         if chosen != best:
             self.reason = f"probe: {self.reason}"
+        self.reasons[mode] = self.reason
         if self.reason != before:
-            logger.info(f"round {self.rounds}: {self.reason}")
+            logger.info(f"round {self.experience.rounds}: {self.reason}")
         if costs.contention > CONTENTION and not self.has_warned:
             self.has_warned = True
             logger.warning_once(

@@ -1,14 +1,37 @@
-"""The planners of this process: what they know of a pair is kept from call to call."""
+"""What this process knows of each pair of models, from which each call's planner starts."""
 
 import dataclasses
+import threading
 import weakref
 
 from ..config import SSDConfig
+from .cost_model import LOOKAHEADS
+from .experience import Durations, Experience
 from .planner import Planner
 
-PLANNERS_KEPT = 32  # of a pair; a service may meet a new temperature in each call
+KINDS_KEPT = 32  # of calls with a pair; a service may meet a new temperature in each call
 
-_planners: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+class PairKnowledge:
+    """
+    What calls with one pair have taught.
+
+    Attributes:
+        durations (`dict`): [`Durations`] by batch size and length.
+        experience (`dict`): [`Experience`] by settings, batch size, length and temperature.
+        last ([`Planner`], *optional*): That of the last call.
+        lock (`threading.Lock`): Held while any of it is read or written.
+    """
+
+    def __init__(self):
+        self.durations: dict[tuple, Durations] = {}
+        self.experience: dict[tuple, Experience] = {}
+        self.last: Planner | None = None
+        self.lock = threading.Lock()
+
+
+_pairs: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
 
 
 def planner_for(
@@ -22,7 +45,7 @@ def planner_for(
     is_parallel: bool = False,
 ) -> Planner:
     """
-    Returns the planner of calls like this one, kept for as long as both models live.
+    Returns a planner for one call, which knows what calls before have taught for as long as both models live.
 
     Args:
         target (`PreTrainedModel`): The target.
@@ -33,24 +56,37 @@ def planner_for(
         vocab_size (`int`): Of both models.
         is_parallel (`bool`, *optional*): Whether the draft gives all tokens of its branches in one forward pass.
     """
-    known = _planners.setdefault(target, weakref.WeakKeyDictionary()).setdefault(draft, {})
+    with _lock:
+        known = _pairs.setdefault(target, weakref.WeakKeyDictionary()).setdefault(draft, PairKnowledge())
     sampled = bool(generation_config.do_sample)
     temperature = generation_config.temperature if sampled else None
     fallback = config.fallback if isinstance(config.fallback, str) else "custom"
-    settings = repr(dataclasses.replace(config, fallback="auto")), fallback
-    key = (*settings, rows, length.bit_length() // 2, temperature)
-    planner = known.pop(key, None)
-    if planner is None:
+    settings = repr(dataclasses.replace(config, fallback="auto")), fallback, is_parallel
+    size = rows, length.bit_length() // 2
+    with known.lock:
+        durations = _kept(known.durations, (*size, is_parallel), Durations)
+        experience = _kept(
+            known.experience,
+            (*settings, *size, temperature),
+            lambda: Experience(config, max(LOOKAHEADS), sampled, is_parallel),
+        )
         workers = len(getattr(draft, "workers", [None]))
-        planner = Planner(config, rows, vocab_size, sampled, workers, is_parallel)
-    known[key] = planner  # the last one now
-    if len(known) > PLANNERS_KEPT:
-        del known[next(iter(known))]
-    planner.begin_call()
+        planner = Planner(
+            config, rows, vocab_size, sampled, workers, is_parallel, durations, experience, known.lock
+        )  # fmt: skip
+        known.last = planner
     return planner
+
+
+def _kept(known: dict, key: tuple, make):
+    """Returns the value of this key, made if it is new, as the latest of those that are kept."""
+    known[key] = known.pop(key, None) or make()
+    if len(known) > KINDS_KEPT:
+        del known[next(iter(known))]
+    return known[key]
 
 
 def last_planner(target, draft) -> Planner | None:
     """Returns the planner of the last call with this pair, whose costs tell what was measured of it."""
-    known = _planners.get(target, {}).get(draft, {})
-    return next(reversed(known.values()), None)
+    known = _pairs.get(target, {}).get(draft)
+    return None if known is None else known.last

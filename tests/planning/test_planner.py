@@ -10,8 +10,9 @@ from hf_ssd import SSDConfig
 from hf_ssd.planning import planner as planner_module
 from hf_ssd.planning.cost_model import CostModel
 from hf_ssd.planning.estimates import HitRates, Line
-from hf_ssd.planning.planner import EPOCH_ROUNDS, PROBE_ROUNDS, PROFILE_ROUNDS, Planner
+from hf_ssd.planning.planner import EPOCH_ROUNDS, PROBE_ROUNDS, Planner
 from hf_ssd.planning.planners import planner_for
+from hf_ssd.planning.profile import FILLERS
 from hf_ssd.rounds import AHEAD, FILLER, IN_TURN, NGRAM, PLAIN, PREPARED, PRIMARY, RoundRecord
 
 from ..conftest import tiny_model
@@ -148,8 +149,9 @@ def test_numbers_in_the_config_stay_as_they_are():
 
 def test_the_profile_takes_a_few_plain_rounds_once():
     planner = new_planner(World(0.8))
-    assert planner.profiles
-    assert [planner.next_filler() for _ in range(6)] == [*PROFILE_ROUNDS, None, None]
+    assert planner.profiles and planner.next_filler() is None
+    planner.begin_profile()
+    assert [planner.next_filler() for _ in range(6)] == [*FILLERS, None, None]
     records = [
         RoundRecord(PLAIN, k, sources=[FILLER], accepted=[0], verify_seconds=0.04 + 0.001 * k) for k in (0, 7, 0, 7)
     ]
@@ -182,7 +184,7 @@ def test_the_reason_is_one_sentence_with_the_numbers_of_the_plan():
     ]:
         planner = new_planner(world, **settings)
         world.run(planner, rounds=EPOCH_ROUNDS * 20 + 5)
-        planner.probe_at = planner.rounds + 100
+        planner.experience.probe_at = planner.experience.rounds + 100
         world.run(planner, rounds=2 * EPOCH_ROUNDS)
         assert all(word in planner.reason for word in words), planner.reason
     assert "settings are fixed" in new_planner(World(0.9), lookahead=4, budget=8).reason
@@ -216,7 +218,7 @@ def test_costs_are_for_the_rows_that_are_not_finished():
     lookahead = planner.plan.lookahead
     costs = planner.costs
     for tokens in [*range(4, 40, 4)] * 20:  # a verification that costs by the token
-        costs.verification[AHEAD].observe(tokens, 0.05 + 0.01 * tokens)
+        costs.durations.verification[AHEAD].observe(tokens, 0.05 + 0.01 * tokens)
     of_all = costs.seconds_to_verify(AHEAD, lookahead)
     rounds_of(planner, 2, accepted=0)
     records = [RoundRecord(AHEAD, 3, 8, [PREPARED] * 4, accepted=[1, -1, -1, -1]) for _ in range(2)]
@@ -245,7 +247,7 @@ def test_the_ngram_fallback_is_taken_where_it_is_clearly_better():
         planner = new_planner(World(0.8, step=0.02))
         World(0.8, step=0.02).run(planner, rounds=20)
         for _ in range(30):
-            planner.costs.ngram_tokens.observe(1 + matches)
+            planner.experience.ngram_tokens.observe(1 + matches)
         planner.plan = planner._plan_of(AHEAD, 3, 8)
         planner._choose_fallback(3)
         return planner.fallback
@@ -272,17 +274,20 @@ def test_what_a_token_more_costs_is_known_although_most_rounds_have_one_size():
     assert alone(9) < 0.8 * 3 * line(9)  # the mutant: like no other
 
 
-def test_planners_are_kept_by_pair_and_kind_of_call():
+def test_costs_are_kept_by_pair_and_size_and_experience_by_kind_of_call():
     class Generation:
         do_sample, temperature = True, 0.7
 
+    class Hotter(Generation):
+        temperature = 0.9
+
     target, draft, config = tiny_model(), tiny_model(seed=1), SSDConfig()
     first = planner_for(target, draft, config, Generation, 1, 100, 97)
-    assert planner_for(target, draft, SSDConfig(), Generation, 1, 120, 97) is first
-    others = [
-        planner_for(target, draft, SSDConfig(budget=3), Generation, 1, 100, 97),
-        planner_for(target, draft, config, Generation, 2, 100, 97),
-        planner_for(target, draft, config, Generation, 1, 1000, 97),
-        planner_for(draft, draft, config, Generation, 1, 100, 97),
-    ]
-    assert all(one is not first for one in others) and len(set(map(id, others))) == 4
+    again = planner_for(target, draft, SSDConfig(), Generation, 1, 120, 97)
+    assert again is not first and again.durations is first.durations and again.experience is first.experience
+    for settings, generation in ((SSDConfig(budget=3), Generation), (config, Hotter)):
+        other = planner_for(target, draft, settings, generation, 1, 100, 97)
+        assert other.durations is first.durations and other.experience is not first.experience
+    for models, size in [((target, draft), (2, 100)), ((target, draft), (1, 1000)), ((draft, draft), (1, 100))]:
+        other = planner_for(*models, config, Generation, *size, 97)
+        assert other.durations is not first.durations and other.experience is not first.experience

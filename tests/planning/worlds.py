@@ -22,7 +22,10 @@ class FixedPlanner:
 
     def __init__(self, lookahead, budget, feeds_first=True):
         mode = PLAIN if not lookahead else AHEAD if budget else IN_TURN
-        self.plan = Plan(mode, lookahead, lookahead, budget, feeds_first=feeds_first)
+        self.plan, self.profiles = Plan(mode, lookahead, lookahead, budget, feeds_first=feeds_first), False
+
+    def begin_call(self):
+        pass
 
     def next_filler(self):
         return None
@@ -74,7 +77,8 @@ class World:
 
         before, now, preparing = None, RoundRecord(sources=[NOTHING] * self.rows), Plan(PLAIN)
         clock = began = tokens = 0.0
-        is_profiled = False
+        planner.begin_call()
+        has_joined = is_profiled = False
         for number in range(rounds):
             if number == skip:
                 began, tokens = clock, 0
@@ -107,6 +111,9 @@ class World:
                 elapsed = max(elapsed, choice + passes * branch)
 
             # 2. The outcome leaves with the plan, and the draft answers.
+            if not has_joined and planner.profiles:
+                planner.begin_profile()
+                has_joined = True
             filler, plan = planner.next_filler(), planner.plan
             answer = RoundRecord(plan.mode, sources=[NOTHING] * self.rows)
             if filler is not None:
@@ -122,7 +129,7 @@ class World:
                 answer.steps = min(1, missing) if self.is_parallel else missing
                 fed = self.rows * (answer.lookahead + 1 if self.is_parallel else 1)
                 answer.answer_seconds = sum(measured(self.drafting(fed)) for _ in range(answer.steps))
-                if not is_profiled:
+                if has_joined and not is_profiled:
                     planner.observe_profile((0.0, measured(self.step), self.per_branch))
                     is_profiled = True
             preparing = plan if filler is None else Plan(PLAIN)

@@ -1,0 +1,75 @@
+"""What calls with one pair of models teach the calls after them: how long passes take, and how often drafts are right."""
+
+from ..config import SSDConfig
+from ..rounds import AHEAD, IN_TURN, PLAIN
+from .estimates import Average, HitRates, Line
+from .trials import Trials
+
+SAGUARO_VALUES = (1.0, 0.7, 0.4, 0.1)  # of C, to be tried
+FIRST_PROBE = 32  # rounds until other modes are probed; the distance doubles
+
+
+class Durations:
+    """
+    Seconds of the parts of a round, for calls of one pair, batch size and length of text, whatever their temperature.
+
+    Attributes:
+        verification, step, unexplained (`dict[str, Line]`): By mode, what a verification takes, a pass of the draft
+            that drafts just in time, and what a round takes besides all measured parts (by budget).
+        branches ([`Line`]): What a pass takes that grows branches.
+        choosing ([`Average`]): What the choice of outcomes takes besides the pass that feeds the speculation.
+        fillers (`int`): Wide passes of filler tokens that were asked for.
+        used (`dict[str, int]`): By mode, the last round in which the target followed it.
+        rounds (`int`): Rounds that were observed.
+    """
+
+    def __init__(self):
+        self.verification = {AHEAD: (ahead := Line()), IN_TURN: Line(like=ahead), PLAIN: Line(like=ahead)}
+        self.branches, self.step = Line(), {AHEAD: Line(), IN_TURN: Line()}
+        self.choosing = Average(0.0, 0.0, memory=0.95)
+        self.unexplained = {mode: Line(0.1) for mode in (AHEAD, IN_TURN)}
+        self.used: dict[str, int] = {}
+        self.fillers = self.rounds = 0
+
+    def forget_drafting(self) -> None:
+        """Forgets everything but plain decoding, so that the draft is profiled again."""
+        drafting = [self.verification[AHEAD], self.verification[IN_TURN], self.branches]
+        for line in [*drafting, *self.step.values(), *self.unexplained.values()]:
+            line.forget()
+        self.choosing.restart(0.0, 0.0)
+        self.fillers = 0
+
+
+class Experience:
+    """
+    What is known of one kind of calls with a pair: those with the same settings, batch size and temperature.
+
+    Args:
+        config (`SSDConfig`): Gives the priors and the cache shape.
+        sampled (`bool`): Whether tokens are sampled.
+        is_parallel (`bool`): Whether the draft gives all tokens of its branches in one forward pass.
+
+    Attributes:
+        accepted (`list[Average]`): By place in a speculation, how often its token was accepted if those before it were.
+        hit_rates_if (`dict[bool, HitRates]`): Hit rates if a parallel draft reads the speculation first, and if not.
+        ngram_tokens ([`Average`]): Tokens of a round that the n-gram fallback proposed.
+        saguaro, feeds_first ([`Trials`], *optional*): Settings that are tried.
+        chosen (`tuple`, *optional*): Mode, lookahead and budget that were chosen last.
+        fallback (`str`, *optional*): The fallback that was chosen last.
+        probed (`str`, *optional*): The mode that is probed until the round `probe_until`.
+        rounds (`int`): Rounds that were observed.
+    """
+
+    def __init__(self, config: SSDConfig, longest: int, sampled: bool, is_parallel: bool):
+        self.accepted = [Average(0.0, 0.0, memory=0.999) for _ in range(longest)]
+        # The guesses of a parallel draft are better where it has read the speculation.
+        self.hit_rates_if = {feeds_first: HitRates(config) for feeds_first in (True, False)}
+        self.ngram_tokens = Average(1.0, 1.0)
+        is_planned = config.lookahead == "auto"
+        self.saguaro = Trials(SAGUARO_VALUES) if config.saguaro_c == "auto" and is_planned and sampled else None
+        self.feeds_first = Trials((False, True)) if is_parallel and is_planned and config.asynchronous else None
+        self.chosen: tuple[str, int, int] | None = None
+        self.fallback: str | None = None
+        self.probed: str | None = None
+        self.probe_at, self.probe_distance, self.probe_until = FIRST_PROBE, FIRST_PROBE, 0
+        self.rounds = 0

@@ -1,0 +1,177 @@
+"""A pair that pays drafts ahead with `SSDConfig()`, whatever the calls before were, and with whatever fallback."""
+
+import gc
+import re
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import hf_ssd
+from hf_ssd import config as config_module
+from hf_ssd.drafting import fallbacks, speculator
+from hf_ssd.planning import planners
+from hf_ssd.rounds import AHEAD, CUSTOM, FALLBACKS, PLAIN
+
+from ..conftest import padded_batch, tiny_draft, tiny_model
+
+NEW_TOKENS = 96
+
+
+def slow_target():
+    """A target of which each pass takes so long that any draft pays."""
+    target = hf_ssd.enable(tiny_model())
+    target.register_forward_pre_hook(lambda *_: time.sleep(0.012))
+    return target
+
+
+@pytest.fixture(scope="module")
+def drafts():
+    """Two workers, which prepare a share of the outcomes each."""
+    with hf_ssd.launch_draft(tiny_draft(), devices=["cpu", "cpu"]) as assistant:
+        yield assistant
+
+
+def call(target, assistant, new_tokens=NEW_TOKENS, config=None, **options):
+    options = {"do_sample": False, "return_dict_in_generate": True, **options}
+    output = target.generate(
+        **padded_batch(1), assistant_model=assistant, ssd_config=config or hf_ssd.SSDConfig(),
+        max_new_tokens=new_tokens, **options,
+    )  # fmt: skip
+    assert output.ssd_stats.draft_failure is None
+    return output.ssd_stats
+
+
+def drafts_ahead(stats):
+    """Whether the rounds of a call are ahead as soon as the pair is known, and hit."""
+    ahead = [record for record in stats.records if record.mode == AHEAD]
+    hits = sum(record.hits[0] for record in ahead)
+    return len(ahead) >= 0.5 * stats.rounds and hits >= 0.2 * len(ahead) and hits > 2
+
+
+@pytest.mark.parametrize("new_tokens", [1, 2, 3, 5])
+def test_a_short_first_call_does_not_switch_it_off(assistant, new_tokens):
+    target = slow_target()
+    for _ in range(2):
+        call(target, assistant, new_tokens)
+    stats = call(target, assistant)
+    assert drafts_ahead(stats), stats.column("mode")
+    assert stats.records[0].mode == PLAIN and "ms that verification takes" in stats.reason
+
+
+def test_a_call_that_is_broken_off_while_the_draft_is_timed_does_not_switch_it_off(assistant):
+    target = slow_target()
+
+    class Stop(Exception):
+        pass
+
+    def stop(input_ids, scores):
+        if input_ids.shape[1] > 11:
+            raise Stop
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    with pytest.raises(Stop):
+        call(target, assistant, stopping_criteria=[stop])
+    assert drafts_ahead(call(target, assistant))
+
+
+def test_a_profile_that_is_lost_is_asked_for_again(assistant, monkeypatch):
+    from hf_ssd.distributed.worker_session import WorkerSession
+
+    target, receive, lost = slow_target(), WorkerSession.receive_speculation, []
+
+    def without_costs(self, *arguments):
+        speculation = receive(self, *arguments)
+        if speculation.costs is not None and len(lost) < 2:
+            lost.append(speculation.costs)
+            speculation.costs = None
+        return speculation
+
+    monkeypatch.setattr(WorkerSession, "receive_speculation", without_costs)
+    for _ in range(2):
+        assert AHEAD not in call(target, assistant, 24).column("mode")
+    assert len(lost) == 2 and drafts_ahead(call(target, assistant))
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_several_drafts_draft_ahead(drafts, sampled):
+    target = slow_target()
+    call(target, drafts, 1, do_sample=sampled)
+    assert drafts_ahead(call(target, drafts, do_sample=sampled, top_k=5 if sampled else None))
+
+
+class LastToken:
+    """Proposes the last token again."""
+
+    asked = 0
+
+    def propose(self, input_ids, lookahead):
+        self.asked += 1
+        return input_ids[0, -1:], None
+
+
+@pytest.mark.parametrize("workers", ["assistant", "drafts"])
+def test_a_fallback_object_is_asked_and_drafts_ahead(workers, request):
+    target, fallback = slow_target(), LastToken()
+    stats = call(target, request.getfixturevalue(workers), config=hf_ssd.SSDConfig(fallback=fallback))
+    assert drafts_ahead(stats), stats.column("mode")
+    of_rows = [source for record in stats.records for source in record.sources]
+    assert fallback.asked and CUSTOM in of_rows
+
+
+def test_the_fallback_of_the_recipe_is_used(monkeypatch):
+    text = Path(__file__).parents[2].joinpath("CONTRIBUTING.md").read_text()
+    code = re.search(r"( *)class RepeatFallback.*?(?=\n *```)", text, re.DOTALL)
+    names = vars(fallbacks).copy()
+    exec("\n".join(line[len(code[1]) :] for line in code[0].split("\n")), names)
+    from hf_ssd import rounds
+    from hf_ssd.distributed import drafts, payloads, session
+    from hf_ssd.planning import cost_model, planner
+
+    built_in = fallbacks.fallbacks_for
+
+    def with_repeat(*arguments):
+        return built_in(*arguments) | {"repeat": names["RepeatFallback"]()}
+
+    # What the recipe's second step says.
+    monkeypatch.setattr(config_module, "FALLBACKS", (*config_module.FALLBACKS, "repeat"))
+    for module in (rounds, payloads, session, cost_model, planner, drafts, speculator):
+        for name in ("FALLBACKS", "SOURCES"):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, (*getattr(module, name), "repeat"))
+        if hasattr(module, "fallbacks_for"):
+            monkeypatch.setattr(module, "fallbacks_for", with_repeat)
+
+    from hf_ssd.distributed.assistant import DraftAssistant
+
+    from ..stand_ins.thread_worker import ThreadWorker
+
+    for settings in ({}, {"lookahead": 3, "budget": 2}):
+        with DraftAssistant([lambda: ThreadWorker(tiny_draft())]) as worker:
+            stats = call(slow_target(), worker, config=hf_ssd.SSDConfig(fallback="repeat", **settings))
+        sources = [source for record in stats.records for source in record.sources]
+        assert "repeat" in sources and AHEAD in stats.column("mode"), (settings, sources)
+    assert "repeat" not in FALLBACKS  # the recipe is not in place for the others
+
+
+def test_a_new_temperature_measures_no_costs_again(assistant):
+    target = slow_target()
+    call(target, assistant, do_sample=True, temperature=0.5)
+    stats = call(target, assistant, do_sample=True, temperature=0.6)
+    assert set(stats.column("mode")[1:8]) == {AHEAD}
+
+
+def test_a_call_that_is_all_plain_says_so(assistant):
+    stats = call(slow_target(), assistant, 4)
+    assert set(stats.column("mode")) == {PLAIN} and "decoded plainly" in stats.reason
+    assert "0.0 ms" not in stats.reason
+
+
+def test_what_is_known_of_a_pair_ends_with_its_models(assistant):
+    target, before = slow_target(), len(planners._pairs)
+    call(target, assistant, 4)
+    assert len(planners._pairs) == before + 1
+    del target
+    gc.collect()
+    assert len(planners._pairs) == before
