@@ -1,28 +1,40 @@
 """`hf-ssd`: its commands, and how they end."""
 
 import argparse
+import importlib
 import sys
-
-from transformers.utils import logging
+from collections.abc import Iterable
 
 import hf_ssd
 
-from . import bench, chat, check, serve
-
-COMMANDS = {"check": check, "chat": chat, "bench": bench, "serve": serve}
+COMMANDS = {  # with the first lines of their modules, which import torch and transformers
+    "check": "Does this draft pay for this target? Looks at both, measures them, and says why.",
+    "chat": "A chat in the terminal, answered by speculative speculative decoding as it is generated.",
+    "bench": "How fast is it? Plain and assisted generation, speculative decoding in turn and SSD, side by side.",
+    "serve": "An OpenAI endpoint whose model speculates, with figures at /metrics and a page at /.",
+}
 REFUSED = 2  # the exit code of what cannot work, as argparse's
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser(loaded: Iterable[str] = COMMANDS) -> argparse.ArgumentParser:
+    """
+    Returns the parser of the command line.
+
+    Args:
+        loaded (`Iterable[str]`, *optional*): The commands whose modules are imported, so that they have arguments and
+            can run. All of them by default.
+    """
     parser = argparse.ArgumentParser(prog="hf-ssd", description=hf_ssd.__doc__)
     parser.add_argument("--version", action="version", version=f"hf-ssd {hf_ssd.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, module in COMMANDS.items():
-        head, _, more = module.__doc__.partition("\n\n")
+    for name, head in COMMANDS.items():
         form = argparse.RawDescriptionHelpFormatter
-        command = commands.add_parser(name, help=head, description=head, epilog=more.strip(), formatter_class=form)
-        module.add_arguments(command)
-        command.set_defaults(run=module.run)
+        command = commands.add_parser(name, help=head, description=head, formatter_class=form)
+        if name in loaded:
+            module = importlib.import_module(f".{name}", __package__)
+            command.epilog = module.__doc__.partition("\n\n")[2].strip()
+            module.add_arguments(command)
+            command.set_defaults(run=module.run)
     return parser
 
 
@@ -36,7 +48,10 @@ def main(arguments: list[str] | None = None) -> int:
     Returns:
         `int`: The exit code: 2 if the models or arguments cannot work, otherwise the command's.
     """
-    args = build_parser().parse_args(arguments)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    args = build_parser(loaded=[word for word in arguments if word in COMMANDS][:1]).parse_args(arguments)
+    from transformers.utils import logging  # the help does without it, which takes seconds to import
+
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:

@@ -1,5 +1,6 @@
 """The command line as a whole, and its thinnest command."""
 
+import importlib
 import json
 import subprocess
 import sys
@@ -18,7 +19,9 @@ def test_help_has_an_example_that_parses(command, capsys):
     text = capsys.readouterr().out
     example = text.split("example:\n")[1].strip().split("\n")[0].split()
     assert example[:2] == ["hf-ssd", command]
-    assert build_parser().parse_args(example[1:]).run is COMMANDS[command].run
+    module = importlib.import_module(f"hf_ssd.cli.{command}")
+    assert build_parser().parse_args(example[1:]).run is module.run
+    assert module.__doc__.startswith(f"{COMMANDS[command]}\n")
 
 
 def test_the_version_and_a_missing_command(capsys):
