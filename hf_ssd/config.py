@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -160,12 +161,22 @@ class SSDConfig:
                 `revision`, `token` or `cache_dir`.
 
         Raises:
-            `ValueError`: the file is not JSON, or has a setting that is not one, or that is not allowed.
+            `ValueError`, `TypeError`: there is no such folder, or the file is missing or not JSON, or has a setting
+                that is not one, or that is not allowed.
         """
         from transformers.utils import cached_file
 
         settings = {field.name: kwargs.pop(field.name) for field in dataclasses.fields(cls) if field.name in kwargs}
-        path = cached_file(pretrained_model_name_or_path, CONFIG_NAME, **kwargs)
+        name = pretrained_model_name_or_path
+        if not isinstance(name, (str, os.PathLike)):
+            raise TypeError(f"SSDConfig.from_pretrained takes a folder or hub id, not a {type(name).__name__}.")
+        name = os.fspath(name)
+        if not os.path.exists(name) and not could_be_hub_id(name):
+            raise ValueError(f"There is no folder {name!r}; SSDConfig.save_pretrained() writes one with {CONFIG_NAME}.")
+        folder = Path(name, kwargs.get("subfolder") or "")
+        if os.path.isdir(name) and not (folder / CONFIG_NAME).is_file():
+            raise ValueError(f"{str(folder)!r} has no {CONFIG_NAME}; SSDConfig.save_pretrained() writes it.")
+        path = cached_file(name, CONFIG_NAME, **kwargs)
         try:
             saved = json.loads(Path(path).read_text(encoding="utf-8"))
         except (ValueError, RecursionError) as error:
@@ -182,6 +193,11 @@ _FAN_OUT = ", ".join(f'"{name}"' for name in FAN_OUTS) + " or lookahead + 1 inte
 _FALLBACK = ", ".join(f'"{name}"' for name in FALLBACKS) + (
     ", an object with propose(input_ids, lookahead), or a CandidateGenerator that needs no outputs of the target"
 )
+
+
+def could_be_hub_id(name: str) -> bool:
+    """Whether a repository on the hub could have this name, which is no path of the machine then."""
+    return re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name) is not None
 
 
 def _require(name: str, value, is_allowed: bool, allowed: str) -> None:

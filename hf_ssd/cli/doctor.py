@@ -10,7 +10,7 @@ from ..config import SSDConfig
 from ..distributed.cores import available_cores
 from ..generation.checks import check_arguments
 from ..generation.tokenizers import translation_for
-from .models import Models, first_sentence
+from .models import Models, check_exists, first_sentence
 
 
 def examine(models: Models, tokenizer=None, assistant_tokenizer=None) -> dict:
@@ -35,6 +35,7 @@ def examine(models: Models, tokenizer=None, assistant_tokenizer=None) -> dict:
 
 
 def config_of(name: str) -> PreTrainedConfig:
+    check_exists(name)
     try:
         return AutoConfig.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:

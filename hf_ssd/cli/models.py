@@ -1,12 +1,14 @@
 """The two models of a command: which, where, and loaded."""
 
 import argparse
+import os
 from dataclasses import dataclass
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from .. import devices
+from ..config import could_be_hub_id
 from . import pair
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -71,12 +73,19 @@ def load(name: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel
     Raises:
         `ValueError`: it does not load.
     """
+    check_exists(name)
     try:
         return AutoModelForCausalLM.from_pretrained(
             name, dtype=dtype, device_map={"": device}, trust_remote_code=False
         ).eval()
     except (OSError, ValueError) as error:
         raise ValueError(f"{name} does not load: {first_sentence(error)}") from error
+
+
+def check_exists(name: str) -> None:
+    """Raises `ValueError` if a path is named that this machine does not have."""
+    if not os.path.exists(name) and not could_be_hub_id(name):
+        raise ValueError(f"There is no folder {name!r}; give a folder with a model, or a hub id.")
 
 
 def load_tokenizer(name: str):

@@ -14,6 +14,7 @@ from transformers.utils import find_adapter_config_file, is_peft_available, logg
 from .. import devices as accelerators
 from ..cache.compiled import is_compiled
 from ..cache.support import without_wrapper
+from ..config import could_be_hub_id
 from ..drafting.parallel_drafter import mask_token
 from .assistant import DraftAssistant
 from .connection import Connection
@@ -84,6 +85,9 @@ def launch_draft(
         [`DraftError`]: a worker did not start, for example because the weights do not load.
     """
     model = without_wrapper(model)
+    if not isinstance(model, (PreTrainedModel, str, os.PathLike)):
+        kind = type(model).__name__
+        raise TypeError(f"hf_ssd.launch_draft takes a transformers model, or a folder or hub id, not a {kind}.")
     if devices is not None and (device is not None or not devices):
         raise ValueError("`devices` takes the place of `device`, and lists one device for each worker.")
     weights = SharedWeights(model) if isinstance(model, PreTrainedModel) else None
@@ -142,6 +146,8 @@ def draft_config(path: str | os.PathLike, load_options: dict) -> PreTrainedConfi
         if adapter is not None:  # of the model that it names
             return draft_config(json.loads(Path(adapter).read_text())["base_model_name_or_path"], {})
         is_what = "is a folder without a model" if os.path.isdir(path) else "is no folder, and no model of the hub"
+        if not os.path.exists(path) and not could_be_hub_id(path):
+            raise ValueError(f"There is no folder {path!r}; give the draft's folder or hub id.") from error
         reason = str(error).strip().splitlines()[0]
         raise ValueError(f"The draft {path!r} {is_what} that transformers can load: {reason}") from error
 

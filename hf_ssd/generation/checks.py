@@ -27,6 +27,11 @@ KNOWN_INPUTS = {"attention_mask", "position_ids", "cache_position", "inputs_embe
 KNOWN_INPUTS |= {"token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"}
 KNOWN_INPUTS |= set(getattr(generation_utils, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", ()))
 
+# Options that make transformers draft by itself, and what to do instead.
+LOOKUPS = {
+    "prompt_lookup_num_tokens": '; SSDConfig(fallback="ngram") looks the prompt up where the draft missed',
+    "assistant_early_exit": ": the draft is `assistant_model`",
+}
 ASSISTED_OPTIONS = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
 
 # transformers' processors whose result depends on earlier calls. `WatermarkLogitsProcessor` is none of them: it seeds
@@ -101,6 +106,9 @@ def check_generation(
     """Raises `ValueError` if an option or input that transformers has prepared cannot be combined with `ssd_config`."""
     if len(input_ids) == 0:
         raise ValueError("`input_ids` has no rows; give at least one prompt.")
+    for name, advice in LOOKUPS.items():
+        if getattr(generation_config, name, None) is not None:
+            raise ValueError(f"`ssd_config` cannot be combined with `{name}`; remove it{advice}.")
     mode = generation_config.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         raise ValueError(

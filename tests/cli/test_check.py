@@ -137,7 +137,7 @@ def refusals(tmp_path) -> dict:
     (tmp_path / "none.jsonl").write_text('{"text": "import os"}\n')
     return {
         "no draft": ([target], "Name a DRAFT"),
-        "no such folder": ([target, str(tmp_path / "nowhere")], "nowhere is no folder or hub id"),
+        "no such folder": ([target, str(tmp_path / "nowhere")], "nowhere'; give a folder with a model, or a hub id"),
         "encoder-decoder": ([str(tmp_path / "t5"), draft], "t5 is a t5 model; only decoder-only"),
         "recurrent": ([target, str(tmp_path / "mamba")], "recurrent or compressed state"),
         "vocabulary": ([target, larger], f"{VOCAB} tokens and the draft one of {VOCAB + 400}"),

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_ssd
 from hf_ssd.generation.spelling import spelled_tokens
-from hf_ssd.generation.tokenizers import translation_between
+from hf_ssd.generation.tokenizers import translation_between, translation_for
 
 from ..conftest import tiny_model
 from ..vocabularies import DRAFT, KINDS, TARGET, byte_level, renamed_draft, sentencepiece, tokenizer
@@ -27,27 +27,27 @@ def translated(translation, ids: list[int]) -> list[int]:
     return [piece for i in ids for piece in translation.pieces[i]]
 
 
-def draft_of(target, translation, size: int):
-    """A draft with the target's weights, and the vectors of common tokens under its own ids."""
+def copy_common(target, draft, translation) -> None:
+    """Gives the draft the target's weights, and the vectors of common tokens under its own ids."""
     common = translation.is_common.nonzero().flatten()
     ids = torch.tensor([translation.pieces[i][0] for i in common.tolist()])
-    draft = tiny_model(vocab_size=size)
     states = draft.state_dict()
     for name, weight in target.state_dict().items():
         if name in ("model.embed_tokens.weight", "lm_head.weight"):
             states[name][ids] = weight[common]
         else:
             states[name].copy_(weight)
-    return draft
 
 
 def check_a_tiny_pair(ours, theirs, text: str) -> None:
     """A target that writes common tokens only, and a draft that agrees: greedy tokens are plain's, many in a round."""
-    sizes = len(ours), len(theirs)
-    translation = translation_between(ours, theirs, *sizes)
-    target = hf_ssd.enable(tiny_model(vocab_size=sizes[0], eos_token_id=None))
+    target, draft = (
+        hf_ssd.enable(tiny_model(vocab_size=len(ours), eos_token_id=None)),
+        tiny_model(vocab_size=len(theirs)),
+    )
+    translation = translation_for(target, draft, ours, theirs)  # which generate() uses again
     target.lm_head.weight.data[~translation.is_common] = 0.0
-    draft = draft_of(target, translation, sizes[1])
+    copy_common(target, draft, translation)
     inputs = ours(text, add_special_tokens=False, return_tensors="pt", return_token_type_ids=False)
     options = {"max_new_tokens": 24, "do_sample": False}
     plain = target.generate(**inputs, **options)
@@ -213,7 +213,8 @@ both_ways = pytest.mark.parametrize("names", REAL, ids=[" drafted by ".join(pair
 @both_ways
 def test_the_tokens_of_gemma_and_smollm_stand_for_the_same_texts(real_tokenizers, names):
     ours, theirs = (real_tokenizers[name] for name in names)
-    translation = translation_between(ours, theirs, len(ours), len(theirs))
+    models = (tiny_model(vocab_size=len(one)) for one in (ours, theirs))
+    translation = translation_for(*models, ours, theirs)  # once for this test and the next
     ids = ours.encode(REAL_TEXT, add_special_tokens=False)
     assert theirs.decode(translated(translation, ids)) == REAL_TEXT
     assert int(translation.is_common.sum()) > 40_000
@@ -243,7 +244,7 @@ def test_smollm_drafts_for_gemma(real_files, real_tokenizers):
     hf_ssd.enable(target)
     prompt = "The capital of France is Paris. The capital of Germany is Berlin. The capital of Italy is"
     inputs = real_tokenizers["gemma"](prompt, return_tensors="pt")
-    options = {"max_new_tokens": 24, "do_sample": False}
+    options = {"max_new_tokens": 12, "do_sample": False}
     plain = target.generate(**inputs, **options)
     output = target.generate(
         **inputs,
