@@ -269,7 +269,11 @@ def decode(
     stats.total_seconds = time.perf_counter() - start
     stats.generated_tokens = sum(sequences.kept(row) - prompt_length for row in range(batch_size))
     stats.unlikely_tokens = decider.unlikely_tokens
-    stats.draft_failure, stats.draft_joined_at, stats.reason = draft.failure, draft.joined_at, planner.reason_of(stats.records)
+    stats.draft_failure, stats.draft_joined_at, stats.reason = (
+        draft.failure,
+        draft.joined_at,
+        planner.reason_of(stats.records),
+    )
     if wants_dict or getattr(theirs, "_is_user_defined", False):
         feed_what_is_missing(decoder, sequences, output, columns_before_ids)
         decoder.cache.copy_to(theirs, output.shape[1] - 1 + columns_before_ids)
