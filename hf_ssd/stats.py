@@ -19,7 +19,7 @@ class SSDStats:
     Args:
         batch_size (`int`): Rows.
         records (`list[RoundRecord]`): What each round accepted, hit and took.
-        reason (`str`): Why the last plan was chosen, in one sentence with its numbers.
+        reason (`str`): Why the mode that most rounds had was chosen, in one sentence with its numbers.
         prefill_seconds (`float`): Until the target has read the prompt, with the draft's session opened.
         total_seconds (`float`): From the same moment to the end.
         generated_tokens (`int`): New tokens in the output, all rows together, padding excluded.

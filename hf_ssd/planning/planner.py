@@ -140,7 +140,7 @@ class Planner:
         """Returns why the mode was chosen that most of these rounds had."""
         if self.is_fixed or not records:
             return self.reason
-        (mode, _), *_ = Counter(record.mode for record in records).most_common(1)
+        (mode, _), *_ = Counter(record.mode for record in reversed(records)).most_common(1)
         unknown = {PLAIN: "decoded plainly", IN_TURN: "drafted in turn", AHEAD: "drafted ahead"}[mode]
         return self.reasons.get(mode, f"the pair is not known yet: {unknown}")
 

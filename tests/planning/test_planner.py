@@ -80,16 +80,17 @@ def modes_followed(world, rounds=50):
 
 def test_a_probe_ends_as_soon_as_its_mode_cannot_win(monkeypatch):
     def rounds_probed():
-        return modes_followed(World(0.05, per_token=0.008, step=0.01)).count(IN_TURN) - 3  # before a profile
+        modes = modes_followed(World(0.05, per_token=0.008, step=0.025))[2 * EPOCH_ROUNDS :]
+        return len(modes) - modes.count(PLAIN)
 
-    assert 1 <= rounds_probed() < PROBE_ROUNDS
+    assert rounds_probed() < PROBE_ROUNDS
     monkeypatch.setattr(planner_module, "PROBED_GAIN", 100.0)  # the mutant: hopes for ever
-    assert rounds_probed() == PROBE_ROUNDS
+    assert rounds_probed() >= PROBE_ROUNDS
 
 
 def test_a_mode_that_may_win_is_probed_though_another_was_never_used(monkeypatch):
     def rounds_in_turn():
-        modes = modes_followed(World(0.9, step=0.001))
+        modes = modes_followed(World(0.9, step=0.0005))
         assert PLAIN not in modes  # which is far too slow
         return modes[EPOCH_ROUNDS:].count(IN_TURN)
 

@@ -14,22 +14,30 @@ from hf_ssd.drafting import fallbacks, speculator
 from hf_ssd.planning import planners
 from hf_ssd.rounds import AHEAD, CUSTOM, FALLBACKS, PLAIN
 
-from ..conftest import padded_batch, tiny_draft, tiny_model
+from ..conftest import padded_batch, tiny_model
 
 NEW_TOKENS = 96
+WITH_MISSES = {"do_sample": True, "top_k": 8}  # of which the draft cannot guess all bonus tokens
 
 
 def slow_target():
     """A target of which each pass takes so long that any draft pays."""
     target = hf_ssd.enable(tiny_model())
-    target.register_forward_pre_hook(lambda *_: time.sleep(0.012))
+    target.register_forward_pre_hook(lambda *_: time.sleep(0.025))
     return target
+
+
+@pytest.fixture(scope="module")
+def assistant():
+    """A worker whose draft always agrees."""
+    with hf_ssd.launch_draft(tiny_model(), num_threads=1) as assistant:
+        yield assistant
 
 
 @pytest.fixture(scope="module")
 def drafts():
     """Two workers, which prepare a share of the outcomes each."""
-    with hf_ssd.launch_draft(tiny_draft(), devices=["cpu", "cpu"]) as assistant:
+    with hf_ssd.launch_draft(tiny_model(), devices=["cpu", "cpu"], num_threads=1) as assistant:
         yield assistant
 
 
@@ -44,10 +52,11 @@ def call(target, assistant, new_tokens=NEW_TOKENS, config=None, **options):
 
 
 def drafts_ahead(stats):
-    """Whether the rounds of a call are ahead as soon as the pair is known, and hit."""
-    ahead = [record for record in stats.records if record.mode == AHEAD]
-    hits = sum(record.hits[0] for record in ahead)
-    return len(ahead) >= 0.5 * stats.rounds and hits >= 0.2 * len(ahead) and hits > 2
+    """Whether most rounds are ahead as soon as the pair is known, and hit."""
+    modes = stats.column("mode")
+    since = modes.index(AHEAD) if AHEAD in modes else len(modes)
+    hits = sum(record.hits[0] for record in stats.records)
+    return since <= 20 and modes[since:].count(AHEAD) >= max(3, 0.6 * len(modes[since:])) and hits > 0
 
 
 @pytest.mark.parametrize("new_tokens", [1, 2, 3, 5])
@@ -57,7 +66,6 @@ def test_a_short_first_call_does_not_switch_it_off(assistant, new_tokens):
         call(target, assistant, new_tokens)
     stats = call(target, assistant)
     assert drafts_ahead(stats), stats.column("mode")
-    assert stats.records[0].mode == PLAIN and "ms that verification takes" in stats.reason
 
 
 def test_a_call_that_is_broken_off_while_the_draft_is_timed_does_not_switch_it_off(assistant):
@@ -111,10 +119,15 @@ class LastToken:
         return input_ids[0, -1:], None
 
 
-@pytest.mark.parametrize("workers", ["assistant", "drafts"])
-def test_a_fallback_object_is_asked_and_drafts_ahead(workers, request):
+@pytest.mark.parametrize("workers, budget", [("assistant", "auto"), ("drafts", 1)])
+def test_a_fallback_object_is_asked_and_drafts_ahead(workers, budget, request):
     target, fallback = slow_target(), LastToken()
-    stats = call(target, request.getfixturevalue(workers), config=hf_ssd.SSDConfig(fallback=fallback))
+    stats = call(
+        target,
+        request.getfixturevalue(workers),
+        config=hf_ssd.SSDConfig(fallback=fallback, budget=budget),
+        **WITH_MISSES,
+    )
     assert drafts_ahead(stats), stats.column("mode")
     of_rows = [source for record in stats.records for source in record.sources]
     assert fallback.asked and CUSTOM in of_rows
@@ -148,8 +161,8 @@ def test_the_fallback_of_the_recipe_is_used(monkeypatch):
     from ..stand_ins.thread_worker import ThreadWorker
 
     for settings in ({}, {"lookahead": 3, "budget": 2}):
-        with DraftAssistant([lambda: ThreadWorker(tiny_draft())]) as worker:
-            stats = call(slow_target(), worker, config=hf_ssd.SSDConfig(fallback="repeat", **settings))
+        with DraftAssistant([lambda: ThreadWorker(tiny_model())]) as worker:
+            stats = call(slow_target(), worker, config=hf_ssd.SSDConfig(fallback="repeat", **settings), **WITH_MISSES)
         sources = [source for record in stats.records for source in record.sources]
         assert "repeat" in sources and AHEAD in stats.column("mode"), (settings, sources)
     assert "repeat" not in FALLBACKS  # the recipe is not in place for the others
@@ -169,6 +182,7 @@ def test_a_call_that_is_all_plain_says_so(assistant):
 
 
 def test_what_is_known_of_a_pair_ends_with_its_models(assistant):
+    gc.collect()
     target, before = slow_target(), len(planners._pairs)
     call(target, assistant, 4)
     assert len(planners._pairs) == before + 1
