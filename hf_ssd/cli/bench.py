@@ -8,23 +8,23 @@ others, on a CPU, all cores that SSD has. Methods take turns, again and again, s
 on all of them alike; each is compared with plain generate() within one turn, and the median counts.
 """
 
+from __future__ import annotations
+
 import argparse
 import importlib.util
 import json
 import os
 import platform
 from pathlib import Path
-
-import torch
-import transformers
+from typing import TYPE_CHECKING
 
 import hf_ssd
 
-from .. import devices, timeline
-from ..distributed.cores import CoreShare, divide_cores
+from .. import timeline
 from . import models, prompts
-from .methods import ASSISTED, SSD, Bench
-from .table import draw, rows_of, summary, table
+
+if TYPE_CHECKING:
+    from ..distributed.cores import CoreShare
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -96,6 +96,9 @@ def compare(args: argparse.Namespace, target, draft, batches: list[dict]) -> Non
         draft (`PreTrainedModel`): The draft.
         batches (`list[dict]`): Inputs of generate(), used one after the other.
     """
+    from .methods import ASSISTED, SSD, Bench
+    from .table import draw, rows_of, summary, table
+
     cores, tables = cores_for(args, target, draft), {}
     with hf_ssd.launch_draft(draft, cores=cores) as assistant:
         bench = Bench(args, target, draft, assistant, batches)
@@ -129,6 +132,8 @@ def compare(args: argparse.Namespace, target, draft, batches: list[dict]) -> Non
 
 def cores_for(args: argparse.Namespace, target, draft) -> CoreShare | None:
     """Returns which cores each side gets, where both models are on the CPU."""
+    from ..distributed.cores import CoreShare, divide_cores
+
     if args.pin:
         sides = [tuple(int(core) for core in side.split(",")) for side in args.pin]
         return CoreShare(sides[0], (sides[1],))
@@ -137,6 +142,11 @@ def cores_for(args: argparse.Namespace, target, draft) -> CoreShare | None:
 
 def about() -> dict:
     """Returns what the figures were made with."""
+    import torch
+    import transformers
+
+    from .. import devices
+
     versions = {module.__name__: module.__version__ for module in (hf_ssd, torch, transformers)}
     gpus = [devices.name(device) for device in devices.accelerators()]
     return {

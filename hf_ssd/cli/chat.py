@@ -13,9 +13,6 @@ import argparse
 import os
 import time
 
-import torch
-from transformers import DynamicCache, TextStreamer, set_seed
-
 import hf_ssd
 
 from . import models
@@ -52,6 +49,8 @@ class Chat:
 
     def clear(self) -> None:
         """Forgets everything but the system message."""
+        from transformers import DynamicCache
+
         self.messages = [{"role": "system", "content": self.args.system}] if self.args.system else []
         self.text = ""  # of models without a chat template
         self.cache, self.cached = DynamicCache(config=self.target.config), []
@@ -66,6 +65,9 @@ class Chat:
 
     def answer(self, words: str) -> str:
         """Prints the answer as it comes, and returns the figures behind it."""
+        import torch
+        from transformers import TextStreamer
+
         tokens = self.tokens_after(words)
         self._keep(tokens)
         input_ids = torch.tensor([tokens], device=self.target.device)
@@ -108,6 +110,8 @@ def run(args: argparse.Namespace) -> int:
     tokenizer = models.load_tokenizer(found.target)
     if tokenizer is None:
         raise ValueError(f"{found.target} has no tokenizer, which a chat needs; choose another TARGET.")
+    from transformers import set_seed
+
     set_seed(args.seed)
     target = hf_ssd.enable(models.load(found.target, found.dtype, found.device))
     with hf_ssd.launch_draft(found.draft, device=found.draft_device, dtype=found.draft_dtype) as assistant:

@@ -6,23 +6,24 @@ example:
 The exit code is 0 if the draft pays, 1 if it does not, and 2 if the two cannot work together.
 """
 
+from __future__ import annotations
+
 import argparse
 import dataclasses
 import json
 import os
 import statistics
 import sys
+from typing import TYPE_CHECKING
 
 import hf_ssd
 
-from ..planning.planner import Planner
-from ..planning.planners import last_planner
-from ..rounds import AHEAD
-from ..rounds import PLAIN as NO_DRAFT
-from . import doctor, models, prompts
-from .methods import ASSISTED, PLAIN, SSD, Bench, Method
-from .table import rows_of
-from .verdict import Figures
+from . import models, prompts
+
+if TYPE_CHECKING:
+    from ..planning.planner import Planner
+    from .methods import Method
+    from .verdict import Figures
 
 PROMPTS = [  # of about one length, so that one planner learns from all of them
     'class Node:\n    """A node of a tree."""\n\n    def __init__(self, name, parent=None):\n',
@@ -45,6 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Returns the exit code."""
+    from . import doctor
+
     try:
         if args.new_tokens < 8 or args.repeats < 1:
             raise ValueError("--new-tokens must be at least 8 and --repeats at least 1, or nothing can be said.")
@@ -69,6 +72,9 @@ def run(args: argparse.Namespace) -> int:
 
 def measure(args: argparse.Namespace, found: models.Models, texts: list[str], load: float) -> Figures:
     """Loads both models, and runs prompts with each way to generate, in turns."""
+    from ..planning.planners import last_planner
+    from .methods import ASSISTED, SSD, Bench
+
     target = hf_ssd.enable(models.load(found.target, found.dtype, found.device))
     draft = models.load(found.draft, found.draft_dtype, found.draft_device)
     tokenizer = models.load_tokenizer(found.target)
@@ -89,6 +95,12 @@ def measure(args: argparse.Namespace, found: models.Models, texts: list[str], lo
 
 def conclude(methods: dict[str, Method], planner: Planner, shares_memory: bool, load: float) -> Figures:
     """Returns what the turns of all methods come to."""
+    from ..rounds import AHEAD
+    from ..rounds import PLAIN as NO_DRAFT
+    from .methods import ASSISTED, PLAIN, SSD
+    from .table import rows_of
+    from .verdict import Figures
+
     rows = {row["method"]: row for row in rows_of(methods)}
     assisted = next((name for name in rows if name.startswith(ASSISTED)), None)
     ssd, runs = rows[SSD], methods[SSD].runs

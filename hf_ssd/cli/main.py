@@ -3,8 +3,6 @@
 import argparse
 import sys
 
-from transformers.utils import logging
-
 import hf_ssd
 
 from . import bench, chat, check, serve
@@ -37,6 +35,8 @@ def main(arguments: list[str] | None = None) -> int:
         `int`: The exit code: 2 if the models or arguments cannot work, otherwise the command's.
     """
     args = build_parser().parse_args(arguments)
+    from transformers.utils import logging  # after the help and mistakes in words, which it would delay by seconds
+
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:

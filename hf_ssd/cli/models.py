@@ -1,13 +1,16 @@
 """The two models of a command: which, where, and loaded."""
 
+from __future__ import annotations
+
 import argparse
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-
-from .. import devices
 from . import pair
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -55,6 +58,10 @@ def chosen(args: argparse.Namespace) -> Models:
     """
     if args.target is not None and args.draft is None:
         raise ValueError(f"Which draft is {args.target} to have? Name a DRAFT behind the TARGET.")
+    import torch
+
+    from .. import devices
+
     found = devices.accelerators() or [torch.device("cpu")]
     device = found[0] if args.device is None else devices.existing(args.device)
     draft_device = found[-1] if args.draft_device is None else devices.existing(args.draft_device)
@@ -71,6 +78,8 @@ def load(name: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel
     Raises:
         `ValueError`: it does not load.
     """
+    from transformers import AutoModelForCausalLM
+
     try:
         return AutoModelForCausalLM.from_pretrained(
             name, dtype=dtype, device_map={"": device}, trust_remote_code=False
@@ -81,6 +90,8 @@ def load(name: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel
 
 def load_tokenizer(name: str):
     """Returns a tokenizer that pads on the left, or `None` for a random model, which has none."""
+    from transformers import AutoTokenizer
+
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left", trust_remote_code=False)
     except (OSError, ValueError):

@@ -1,8 +1,12 @@
 """Prompts of a command: the user's, snippets of Python, or random tokens."""
 
-import json
+from __future__ import annotations
 
-import torch
+import json
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 SNIPPETS = [
     "class Config:\n    def __init__(self, name):\n",
@@ -86,6 +90,8 @@ def batches(
 
 def random_batches(model, size: int, length: int) -> list[dict]:
     """Returns random tokens in the place of prompts, for a model that has no tokenizer."""
+    import torch
+
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
     tokens = torch.randint(1, vocab_size, (4, size, length), generator=torch.Generator().manual_seed(1))
     tokens = tokens.to(model.device)

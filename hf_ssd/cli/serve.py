@@ -14,7 +14,7 @@ import socket
 
 import hf_ssd
 
-from . import doctor, models
+from . import models
 
 NEEDED = ("fastapi", "uvicorn", "openai", "prometheus_client")
 
@@ -41,6 +41,8 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("There are two drafts; name one, behind TARGET or with --draft.")
     args.draft = args.draft or args.draft_named
     port = free_port(args.host, args.port)
+    from . import doctor
+
     found = models.chosen(args)
     config = hf_ssd.SSDConfig(lookahead=args.lookahead or "auto", budget=args.budget or "auto")
     print(doctor.in_words(doctor.examine(found)), flush=True)
