@@ -1,13 +1,19 @@
 """Speculative speculative decoding (SSD) as a generation strategy of Hugging Face transformers."""
 
-from .config import SSDConfig
-from .distributed.assistant import DraftAssistant
-from .distributed.launch import close, launch_draft
-from .distributed.session import DraftError
-from .generation.api import SSDGenerationMixin, disable, enable, generate
-from .generation.streaming import BatchStreamer, RoundStreamer
-from .rounds import RoundRecord
-from .stats import SSDDecoderOnlyOutput, SSDStats
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # for readers of the source; a program imports what it uses, see `__getattr__`
+    from . import distributed as distributed
+    from . import theory as theory
+    from .config import SSDConfig
+    from .distributed.assistant import DraftAssistant
+    from .distributed.launch import close, launch_draft
+    from .distributed.session import DraftError
+    from .generation.api import SSDGenerationMixin, disable, enable, generate
+    from .generation.streaming import BatchStreamer, RoundStreamer
+    from .rounds import RoundRecord
+    from .stats import SSDDecoderOnlyOutput, SSDStats
 
 __version__ = "0.1.0"
 
@@ -27,3 +33,36 @@ __all__ = [
     "generate",
     "launch_draft",
 ]
+
+_PLACES = {
+    "BatchStreamer": ".generation.streaming",
+    "DraftAssistant": ".distributed.assistant",
+    "DraftError": ".distributed.session",
+    "RoundRecord": ".rounds",
+    "RoundStreamer": ".generation.streaming",
+    "SSDConfig": ".config",
+    "SSDDecoderOnlyOutput": ".stats",
+    "SSDGenerationMixin": ".generation.api",
+    "SSDStats": ".stats",
+    "close": ".distributed.launch",
+    "disable": ".generation.api",
+    "enable": ".generation.api",
+    "generate": ".generation.api",
+    "launch_draft": ".distributed.launch",
+}
+
+
+def __getattr__(name: str):
+    """Imports a public name, or a documented module, when it is first used: torch and transformers take seconds."""
+    if name in _PLACES:
+        found = getattr(importlib.import_module(_PLACES[name], __name__), name)
+    elif name in ("distributed", "theory"):
+        found = importlib.import_module(f".{name}", __name__)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, "distributed", "theory"})

@@ -23,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     models.add_models(parser)
     server = parser.add_argument_group("server")
     server.add_argument("--draft", dest="draft_named", metavar="DRAFT", help="another way to name the DRAFT")
+    server.add_argument("--served-model-name", metavar="NAME", help="by which clients name it; default: TARGET")
     server.add_argument("--host", default="127.0.0.1", help="address to listen on; default: this machine alone")
     server.add_argument("--port", type=int, default=8000, help="8000; 0: any that is free")
     server.add_argument("--cors", action="store_true", help="allow cross-origin requests")
@@ -45,6 +46,7 @@ def run(args: argparse.Namespace) -> int:
     config = hf_ssd.SSDConfig(lookahead=args.lookahead or "auto", budget=args.budget or "auto")
     tokenizers = models.different_tokenizers(found)
     print(doctor.in_words(doctor.examine(found, **tokenizers)), flush=True)
+    address = f"http://{args.host}:{port} shows a page, and serves OpenAI's clients under /v1"
     from ..serving.server import Server  # which needs what was looked for above
 
     with hf_ssd.launch_draft(found.draft, device=found.draft_device, dtype=found.draft_dtype) as assistant:
@@ -60,9 +62,11 @@ def run(args: argparse.Namespace) -> int:
             enable_cors=args.cors,
             allowed_hosts=args.allowed_hosts,
             log_level=args.log_level,
+            served_model_name=args.served_model_name,
+            on_listening=lambda: print(address, flush=True),
         )
-        print(f"http://{args.host}:{port} shows a page, and serves OpenAI's clients under /v1", flush=True)
         server.run()
+    print("The server has ended.", flush=True)
     return 0
 
 

@@ -4,7 +4,7 @@ import contextlib
 import importlib.resources
 import ipaddress
 import signal
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from fastapi import FastAPI, HTTPException, Request, Response
@@ -18,7 +18,7 @@ from transformers.utils import logging
 import hf_ssd
 
 from .calls import TurnTaking
-from .errors import OF_THE_CLIENT, read, refuse
+from .errors import OF_THE_CLIENT, BadRequest, read, refuse
 from .gate import Gate
 from .live import Live, LiveRequest
 from .metrics import Metrics
@@ -38,6 +38,8 @@ class Server(Serve):
         ssd_config ([`~hf_ssd.SSDConfig`], *optional*): Settings of all calls.
         allowed_hosts (`list[str]`, *optional*): Names by which clients may call it, beside `host`. By default those of
             this machine if it listens on a loopback address, and otherwise any.
+        served_model_name (`str`, *optional*): By which clients know the model; by default `target`.
+        on_listening (`Callable`, *optional*): Called when the server listens.
         enable_cors (`bool`, *optional*, defaults to `False`): Whether pages of other sites may use it.
         assistant_tokenizer (`PreTrainedTokenizerBase`, *optional*): The draft's, if it differs from the target's.
         options: As `transformers serve` takes them, for example `device`, `dtype`, `host` and `port`.
@@ -51,11 +53,14 @@ class Server(Serve):
         allowed_hosts=(),
         enable_cors=False,
         assistant_tokenizer=None,
+        served_model_name: str | None = None,
+        on_listening: Callable[[], None] = lambda: None,
         **options,
     ):
         self.target, self.assistant, self.ssd_config = target, assistant, ssd_config
         self.allowed_hosts, self.enable_cors = allowed_hosts, enable_cors
         self.assistant_tokenizer = assistant_tokenizer
+        self.name, self.on_listening = served_model_name or target, on_listening
         super().__init__(force_model=target, non_blocking=True, **options)
 
     def start_server(self) -> None:
@@ -66,14 +71,19 @@ class Server(Serve):
         calls = TurnTaking(metrics.totals)
         self._generation_state.get_manager = lambda *args, **kwargs: calls
         self.server.config.timeout_graceful_shutdown = GRACE
+        self.server.config.log_level = logging.get_verbosity()
         self.server.config.access_log = logging.get_verbosity() <= logging.INFO
+        self.server.config.configure_logging()
+        self.server.startup = self._started(self.server.startup)
+        names = {self.name, self.target, f"{self.target}@main"}
         limits, preparing = Limits(model, loaded.processor), ThreadPoolExecutor(1, "hf_ssd prepares")
-        app = application(self.target, self.assistant, metrics, Live(model, loaded.processor, calls), calls)
+        app = application(self.name, names, self.assistant, metrics, Live(model, loaded.processor, calls), calls)
         for path, handler, kind in [
             ("/v1/chat/completions", self._chat_handler, ChatRequest),
             ("/v1/completions", self._completion_handler, CompletionRequest),
             ("/v1/responses", self._response_handler, ResponseRequest),
         ]:
+            handler._resolve_model = resolving(handler._resolve_model, self.name, names)
             app.add_route(path, Endpoint(handler, kind, limits, preparing), ["POST"])
         theirs = self.server.config.app
         app.mount("/", theirs)
@@ -93,6 +103,14 @@ class Server(Serve):
         tokenizer = getattr(processor, "tokenizer", processor)
         return {"tokenizer": tokenizer, "assistant_tokenizer": self.assistant_tokenizer}
 
+    def _started(self, startup: Callable) -> Callable:
+        async def started(*args, **kwargs) -> None:
+            await startup(*args, **kwargs)
+            if self.server.started:
+                self.on_listening()
+
+        return started
+
     def run(self) -> None:
         """Serves until an interrupt or SIGTERM."""
         signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -111,7 +129,19 @@ def hosts(host: str, allowed: Sequence[str]) -> list[str]:
     return ["localhost", "127.0.0.1", "[::1]", f"[{host}]" if ":" in host else host, *allowed]
 
 
-def application(target: str, assistant, metrics: Metrics, live: Live, calls: TurnTaking) -> FastAPI:
+def resolving(resolve: Callable, name: str, names: set[str]) -> Callable:
+    """Returns transformers' method that finds a request's model, which here has several names and answers with one."""
+
+    def resolved(body: dict) -> tuple:
+        if (asked := body.pop("model", None)) not in (None, *names):
+            raise BadRequest(f"This server has one model, {name}; the request names {asked}.", "model")
+        _, model, processor = resolve(body)
+        return name, model, processor
+
+    return resolved
+
+
+def application(name: str, names: set[str], assistant, metrics: Metrics, live: Live, calls: TurnTaking) -> FastAPI:
     """Returns the addresses that `transformers serve` does not have."""
 
     @contextlib.asynccontextmanager
@@ -119,6 +149,7 @@ def application(target: str, assistant, metrics: Metrics, live: Live, calls: Tur
         yield
         await calls.end()
 
+    entry = {"id": name, "object": "model", "created": 0, "owned_by": "hf_ssd"}
     app = FastAPI(title="hf_ssd", version=hf_ssd.__version__, lifespan=lifespan)
 
     @app.get("/", response_class=HTMLResponse)
@@ -140,12 +171,18 @@ def application(target: str, assistant, metrics: Metrics, live: Live, calls: Tur
 
     @app.get("/v1/models")
     def models() -> dict:
-        return {"object": "list", "data": [{"id": target, "object": "model", "created": 0, "owned_by": "hf_ssd"}]}
+        return {"object": "list", "data": [entry]}
+
+    @app.get("/v1/models/{asked:path}")
+    def model(asked: str) -> dict:
+        if asked not in names:
+            raise HTTPException(404, f"This server has one model, {name}.")
+        return entry
 
     @app.post("/load_model")
     @app.post("/reset")
     @app.post("/v1/audio/transcriptions")
     def pinned() -> None:  # another model, or this one loaded again, would have no draft
-        raise HTTPException(403, f"This server has one model, {target}.")
+        raise HTTPException(403, f"This server has one model, {name}.")
 
     return app
