@@ -35,14 +35,10 @@ def python(program: str, *words: str) -> subprocess.CompletedProcess:
 # ---------------------------------------------------------------- start-up
 
 
-@pytest.mark.parametrize(
-    "words",
-    [["--help"], ["--version"], ["serve", "--help"], ["check", "--help"], ["chat", "--help"], ["bench", "--help"], []],
-    ids=" ".join,
-)
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["chek"], []], ids=" ".join)
 def test_help_and_version_import_neither_torch_nor_transformers(words, fresh_python):
     done = python(LIGHT, *words)
-    assert done.returncode == (0 if words else 2), done.stderr
+    assert done.returncode == (0 if words and words[0][0] == "-" else 2), done.stderr
     assert "hf-ssd" in (done.stdout or done.stderr)
 
 
