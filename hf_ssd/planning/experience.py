@@ -1,4 +1,4 @@
-"""What calls with one pair of models teach the calls after them: how long passes take, and how often drafts are right."""
+"""What calls with one pair of models teach the calls after them: what passes take, and how often drafts are right."""
 
 from ..config import SSDConfig
 from ..rounds import AHEAD, IN_TURN, PLAIN
