@@ -131,7 +131,7 @@ class Live:
             )
             send({"end": "finished"})
         except _GenerationCancelled:
-            pass
+            send({"error": "The call was ended."})
         except Exception as error:
             send({"error": str(error)})
 

@@ -1,5 +1,6 @@
 """The server: transformers' own, whose model speculates, and a few addresses in front of it."""
 
+import asyncio
 import contextlib
 import importlib.resources
 import ipaddress
@@ -17,7 +18,7 @@ from transformers.utils import logging
 
 import hf_ssd
 
-from .calls import TurnTaking
+from .calls import END_TIMEOUT, TurnTaking
 from .errors import OF_THE_CLIENT, BadRequest, read, refuse
 from .gate import Gate
 from .live import Live, LiveRequest
@@ -70,7 +71,8 @@ class Server(Serve):
         metrics = Metrics(self.assistant)
         calls = TurnTaking(metrics.totals)
         self._generation_state.get_manager = lambda *args, **kwargs: calls
-        self.server.config.timeout_graceful_shutdown = GRACE
+        self.server.config.timeout_graceful_shutdown = GRACE + int(END_TIMEOUT)
+        self.server.shutdown = ending(self.server.shutdown, calls)
         self.server.config.log_level = logging.get_verbosity()
         self.server.config.access_log = logging.get_verbosity() <= logging.INFO
         self.server.config.configure_logging()
@@ -127,6 +129,16 @@ def hosts(host: str, allowed: Sequence[str]) -> list[str]:
     if not allowed and not (address and address.is_loopback):
         return ["*"]
     return ["localhost", "127.0.0.1", "[::1]", f"[{host}]" if ":" in host else host, *allowed]
+
+
+def ending(shutdown: Callable, calls: TurnTaking) -> Callable:
+    """Returns uvicorn's method that waits for answers; it ends their calls first: an answer that it cuts is logged."""
+
+    async def ended(*args, **kwargs) -> None:
+        asyncio.get_running_loop().call_later(GRACE, setattr, calls, "are_over", True)
+        await shutdown(*args, **kwargs)
+
+    return ended
 
 
 def resolving(resolve: Callable, name: str, names: set[str]) -> Callable:
