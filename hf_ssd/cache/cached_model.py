@@ -9,7 +9,7 @@ from .. import devices
 from ..devices import from_host
 from . import masks
 from .attention import GroupedHeads
-from .compiled import FEWEST_TOKENS, LONGEST_STEP, call_compiled, is_compiled, uncompiled
+from .compiled import FEWEST_TOKENS, LONGEST_STEP, call_compiled, is_compiled, uncompiled, why_not_compiled
 from .ragged import RaggedCache
 from .support import attention_layout, is_flash_attention
 
@@ -56,7 +56,7 @@ class CachedModel:
         self.column_limit = column_limit
         self.token_types = None if token_type_ids is None else token_type_ids[:, -1:].to(self.device)
         # Without masks nothing hides the columns of a window that are not in use.
-        self.is_compiled = is_compiled(model) and not self.reads_2d_masks
+        self.is_compiled = is_compiled(model) and why_not_compiled(model) is None and not self.reads_2d_masks
         self.compilations = 0
         self.fewest_tokens = FEWEST_TOKENS if self.is_compiled else 1
         self.takes_logits_to_keep = model._supports_logits_to_keep()

@@ -2,22 +2,28 @@
 
 Whatever differs from one call to the next must be a tensor's values or a size that was compiled as dynamic: a number
 that changes would be compiled again each time. So a compiled forward pass sees a *window* of its cache, a view that
-stays the same for many steps, and masks hide the columns that are not in use. A prefill runs uncompiled.
+stays the same for many steps, and masks hide the columns that are not in use. A prefill runs uncompiled. Backend, mode
+and options are those that the user has compiled the model with.
 """
 
 import contextlib
 import functools
 import threading
+import weakref
 from collections.abc import Callable
 
 import torch
-from torch._dynamo import callback
+from torch._dynamo import callback, exc
 from torch.fx.experimental import _config
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
 LONGEST_STEP = 64  # tokens of each row; more than that is a prefill
 FEWEST_TOKENS = 2  # that are fed to each row: torch.compile treats a size of 1 as a case of its own
+
+logger = logging.get_logger(__name__)
+_calls: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of models, each with its backend
+_failures: "weakref.WeakKeyDictionary[PreTrainedModel, str]" = weakref.WeakKeyDictionary()
 
 
 def is_compiled(model: PreTrainedModel) -> bool:
@@ -37,8 +43,24 @@ def call_compiled(model: PreTrainedModel, noticed: Callable[[], None], **inputs)
     gives up on a function that has been compiled for too many. Where something has to be compiled, `noticed` is called
     and a progress bar shows it.
     """
-    with _watching(noticed):
-        return _compiled_call()(model, inputs)
+    if why_not_compiled(model) is None:
+        try:
+            with _watching(noticed):
+                return _call_for(model)(model, inputs)
+        except exc.TorchDynamoException as error:
+            cause = getattr(error, "inner_exception", error)
+            _failures[model] = f"{type(cause).__name__}: {cause}".strip().splitlines()[0]
+            logger.warning(
+                f"{type(model).__name__} cannot be compiled for steps of several tokens, so these run uncompiled: "
+                f"{_failures[model]}"
+            )
+    with uncompiled(model):
+        return model(**inputs)
+
+
+def why_not_compiled(model: PreTrainedModel) -> str | None:
+    """Returns the error that a forward pass of the model could not be compiled for, or `None` if there was none."""
+    return _failures.get(model)
 
 
 @contextlib.contextmanager
@@ -58,6 +80,31 @@ def _watching(noticed: Callable[[], None]):
     finally:
         with compiling, contextlib.suppress(ValueError):  # somebody has reset the compiler
             handler.remove_start_callback(begin)
+
+
+def _call_for(model: PreTrainedModel) -> Callable:
+    """Returns `_call` compiled as the user has compiled the model, but for the sizes, all of which are dynamic."""
+    backend = _backend_of(model)
+    is_default = getattr(backend, "compiler_name", None) == "inductor" and not getattr(backend, "config", None)
+    if backend is None or is_default:
+        return _compiled_call()
+    before, call = _calls.get(model, (None, None))
+    if before is not backend:
+        call = torch.compile(_call, dynamic=True, backend=backend)
+        _calls[model] = backend, call
+    return call
+
+
+def _backend_of(model: PreTrainedModel) -> Callable | None:
+    """Returns what compiles the user's model, with its mode and options, from the end of dynamo's chain of wrappers."""
+    compiled = model._compiled_call_impl or model.__dict__["forward"]
+    names = getattr(getattr(compiled, "__code__", None), "co_freevars", ())
+    if "callback" not in names:
+        return None
+    found = compiled.__closure__[names.index("callback")].cell_contents
+    while hasattr(found, "_torchdynamo_orig_backend"):
+        found = found._torchdynamo_orig_backend
+    return found
 
 
 @functools.cache

@@ -5,6 +5,8 @@ than the token may see. Only a mask and positions say which columns those are. P
 alone. The logits must be the same.
 """
 
+import weakref
+
 import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
@@ -28,6 +30,8 @@ PROMPT, DRAFTED = 6, 2  # of them
 # own from the end of the cache does not see the text any more, unless the window is larger.
 FAR, FARTHEST = 640, 4096
 
+_tried: "weakref.WeakKeyDictionary[PreTrainedModel, tuple]" = weakref.WeakKeyDictionary()  # and found to be sound
+
 
 def check_supported(model: PreTrainedModel, drafts: bool = False) -> None:
     """
@@ -48,7 +52,7 @@ def check_supported(model: PreTrainedModel, drafts: bool = False) -> None:
     kinds = frozenset(map(type, model.modules()))  # quantization replaces layers, also in a copy of the model
     drops_cache = model.training and any(getattr(one, "gradient_checkpointing", False) for one in model.modules())
     state = implementation, model.dtype, model.training, drops_cache, kinds, drafts
-    if getattr(model, "_ssd_supported", None) == state:
+    if _tried.get(model) == state:
         return
     attention_layout(model)
     is_offloaded = any(hasattr(module, "_hf_hook") for module in model.modules())
@@ -67,7 +71,7 @@ def check_supported(model: PreTrainedModel, drafts: bool = False) -> None:
             )
         with uncompiled(model):
             _try(model, drafts)
-    model._ssd_supported = state
+    _tried[model] = state
 
 
 @torch.inference_mode()

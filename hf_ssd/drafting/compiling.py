@@ -3,6 +3,7 @@
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
+from ..cache.compiled import why_not_compiled
 from ..config import SSDConfig
 from ..rounds import AHEAD, Outcome, Plan
 from .cache_shapes import shape_for
@@ -38,7 +39,9 @@ def compile_draft(model: PreTrainedModel) -> str | None:
             for _ in range(2):
                 speculator.answer(outcome, plan)
                 speculator.prepare(plan)
+        reason = why_not_compiled(model)
     except Exception as error:  # whatever a compiler can think of
+        reason = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+    if reason is not None:
         del model.forward
-        return f"{type(error).__name__}: {error}".strip().splitlines()[0]
-    return None
+    return reason
