@@ -32,13 +32,15 @@ GIVEN_ANYWAY = ("eos_token_id", "pad_token_id", "head_dim", "bos_token_id", "int
 LATENT = {"num_key_value_heads": HEADS}
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8}
 OTHERS = {
-    **dict.fromkeys(("axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite"), LATENT),
-    **dict.fromkeys(("glm_moe_dsa", "minicpm3", "youtu", "dots3_note_text", "longcat_flash"), LATENT),
+    **dict.fromkeys(("axk1", "axk2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite"), LATENT),
+    **dict.fromkeys(("glm_moe_dsa", "minicpm3", "youtu", "dots3_note_text"), LATENT),
     **dict.fromkeys(("bamba", "granitemoehybrid"), MAMBA),
     "longcat_flash": {**LATENT, "expert_ffn_hidden_size": 32, "moe_topk": 2, "zero_expert_num": 0},
     "mamba2": {"num_heads": 8, "head_dim": 8},
     "zaya": {"num_experts_per_tok": 1},
-    "nemotron": {"head_dim": None},
+    "nemotron": {"num_key_value_heads": HEADS},
+    "deepseek_v2": {**LATENT, "num_experts_per_tok": 2},
+    "doge": {"keep_window_size": 2048},  # beyond it, tokens that occur twice have equal ranks
     "xmod": {"default_language": "en_XX"},
 }
 
