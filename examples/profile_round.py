@@ -8,7 +8,6 @@ pass that reads the speculation.
 """
 
 import argparse
-import dataclasses
 import statistics
 import time
 
@@ -25,6 +24,7 @@ from hf_ssd.drafting.cache_shapes import shape_for
 from hf_ssd.drafting.parallel_drafter import drafter_for, is_parallel, mask_token
 from hf_ssd.drafting.speculator import Speculator
 from hf_ssd.planning.planners import planner_for
+from hf_ssd.planning.trials import Trials
 from hf_ssd.rounds import AHEAD, Outcome, Plan
 
 REPEATS = 20
@@ -107,8 +107,7 @@ def main() -> None:
         ways = {}
         for feeds_first in (False, True) if parallel else ():
             arguments = target, assistant, config, target.generation_config, *prompt.shape, target.config.vocab_size
-            planner = planner_for(*arguments)  # the one that this pair has already
-            planner.plan = dataclasses.replace(planner.plan, feeds_first=feeds_first)
+            planner_for(*arguments, is_parallel=True).experience.feeds_first = Trials((feeds_first,))
             of_way = target.generate(**inputs, **options, assistant_model=assistant, ssd_config=config).ssd_stats
             ways["after reading it" if feeds_first else "by marginals"] = of_way
     stats = output.ssd_stats

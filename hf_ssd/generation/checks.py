@@ -117,7 +117,7 @@ def check_generation(
         )
     ensemble_weight = getattr(generation_config, "assistant_ensemble_weight", None)
     refused = {
-        "use_cache=False": not generation_config.use_cache,
+        "use_cache=False" + _where_from(model): not generation_config.use_cache,
         "assistant_ensemble_weight (it changes the output distribution)": ensemble_weight is not None,
         "guidance_scale": generation_config.guidance_scale not in (None, 1),
         "output_attentions": generation_config.output_attentions,
@@ -152,6 +152,13 @@ def check_generation(
             "Flash attention reads no 4D masks, which batches need; load the draft with "
             'attn_implementation="sdpa", or leave out `asynchronous=False`: a worker switches by itself.'
         )
+
+
+def _where_from(model) -> str:
+    """Returns where `use_cache=False` comes from, if that is the model's own config."""
+    if model.generation_config.use_cache is not False:
+        return ""
+    return ", which is in the model's own config; pass `use_cache=True` to generate(), or set it in the config"
 
 
 def _is_synced(model) -> bool:

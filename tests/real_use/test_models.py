@@ -1,24 +1,119 @@
-"""Models that real use brings: some are refused in a sentence, others have limits of their own."""
+"""Models that differ from the usual ones: their tokens are those of plain generate(), or one sentence says why."""
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoConfig, GPTNeoForCausalLM
+from transformers import AutoConfig, GPT2Config, GPT2LMHeadModel, GPTNeoConfig
 
 import hf_ssd
+from hf_ssd.cache.trial import check_supported
 from hf_ssd.generation import draft as draft_of_a_call
 
-from ..conftest import padded_batch, tiny_draft, tiny_model
+from ..conftest import FAMILIES, SIZES, padded_batch, tiny_draft, tiny_model
+from .families import sharp_model
 
-IN_TURN = hf_ssd.SSDConfig(lookahead=3, asynchronous=False)
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 ENDS = {"bos_token_id": None, "eos_token_id": None}
+IN_TURN = hf_ssd.SSDConfig(lookahead=3, asynchronous=False)
 
 
-def gpt_neo():
-    torch.manual_seed(0)
-    sizes = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "vocab_size": 97, "max_position_embeddings": 256}
-    config = GPTNeoConfig(attention_types=[[["global", "local"], 1]], window_size=8, **sizes, **ENDS)
-    return GPTNeoForCausalLM(config).eval()
+def gpt_neo(window):
+    sizes = {"hidden_size": 32, "num_heads": 4, "num_layers": 2, "vocab_size": 97}
+    kinds = {"attention_types": [[["global", "local"], 1]], "window_size": window}
+    return sharp_model(GPTNeoConfig(**sizes, **kinds, max_position_embeddings=1024, eos_token_id=None))
+
+
+@pytest.mark.parametrize("window", [8, 256])  # that a short text exceeds, and that of the public models
+def test_a_model_that_counts_its_window_from_the_end_of_the_cache_is_refused(window):
+    target, draft = hf_ssd.enable(gpt_neo(window)), gpt_neo(window)
+    ids = torch.randint(2, 97, (2, 4), generator=torch.Generator().manual_seed(0))
+    options = {"max_new_tokens": 30, "do_sample": False, "pad_token_id": 0}
+    with pytest.raises(ValueError, match="GPTNeoForCausalLM .*a mask of its own from the number of columns"):
+        target.generate(ids, **options, assistant_model=draft, ssd_config=IN_TURN)
+
+
+def test_gradient_checkpointing_left_on_in_training_mode_is_refused(draft):
+    target = hf_ssd.enable(tiny_model())
+    target.gradient_checkpointing_enable()
+    options = {"max_new_tokens": 5, "do_sample": False, "assistant_model": draft, "ssd_config": IN_TURN}
+    target.generate(**padded_batch(2), **options)  # in evaluation mode it changes nothing
+    target.train()
+    for rows in (1, 2):
+        with pytest.raises(ValueError, match=r"training mode with gradient checkpointing.*model.eval\(\)"):
+            target.generate(**padded_batch(rows), **options)
+
+
+def test_a_model_that_keeps_nothing_in_its_cache_is_refused():
+    class Forgetful(type(tiny_model())):
+        def forward(self, *args, past_key_values=None, use_cache=None, **kwargs):
+            return super().forward(*args, **kwargs, use_cache=False)
+
+    model = tiny_model()
+    model.__class__ = Forgetful
+    with pytest.raises(ValueError, match="it keeps no keys and values in its cache"):
+        check_supported(model)
+
+
+def quantized(model, inplace=False):
+    return torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8, inplace=inplace)
+
+
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated")
+@pytest.mark.parametrize("is_tried_before", [False, True])
+def test_a_target_whose_logits_depend_on_the_rest_of_the_pass_is_refused(is_tried_before, draft):
+    model, options = tiny_model(), {"max_new_tokens": 5, "do_sample": False, "ssd_config": IN_TURN}
+    if is_tried_before:  # and found to be sound
+        check_supported(model)
+    with pytest.raises(ValueError, match="depend on the other tokens and rows.*quantize_dynamic"):
+        hf_ssd.enable(quantized(model, inplace=is_tried_before)).generate(
+            **padded_batch(2), **options, assistant_model=draft
+        )
+
+
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated")
+def test_a_draft_whose_logits_depend_on_the_rest_of_the_pass_drafts(target):
+    inputs, options = padded_batch(2), {"max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True}
+    output = target.generate(**inputs, **options, assistant_model=quantized(tiny_draft()), ssd_config=IN_TURN)
+    assert torch.equal(output.sequences, target.generate(**inputs, **options).sequences)
+    assert output.ssd_stats.acceptance_rate > 0.1
+
+
+LATENT = {"num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+OTHERS = {
+    "gpt2": {},
+    "mixtral": EXPERTS,
+    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 32},
+    "gpt_oss": {**EXPERTS, "sliding_window": 6},
+    "deepseek_v3": {**LATENT, **EXPERTS, "v_head_dim": 8, "n_routed_experts": 4, "n_group": 1, "topk_group": 1},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", [*FAMILIES, *OTHERS])
+def test_rounding_is_no_reason_to_refuse_a_model(family, dtype):
+    if family in FAMILIES:
+        models = [tiny_model(family, seed) for seed in range(4)]
+    else:
+        config = AutoConfig.for_model(family, **{**SIZES, **OTHERS[family]})
+        models = [sharp_model(config, noise=noise) for noise in (0.0, 0.01, 0.02, 0.03)]
+    for model in models:
+        check_supported(model.to(dtype))
+
+
+def test_a_model_in_float32_under_autocast_is_not_refused():
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        check_supported(tiny_model())
+
+
+def test_a_config_without_a_cache_is_named(draft):
+    options = {"max_new_tokens": 5, "do_sample": False, "assistant_model": draft, "ssd_config": IN_TURN}
+    target = hf_ssd.enable(tiny_model(use_cache=False))
+    with pytest.raises(ValueError, match="in the model's own config; pass `use_cache=True`"):
+        target.generate(**padded_batch(1), **options)
+    output = target.generate(**padded_batch(1), **options, use_cache=True)
+    assert torch.equal(output, tiny_model().generate(**padded_batch(1), max_new_tokens=5, do_sample=False))
+    with pytest.raises(ValueError, match="use_cache=False.$"):
+        hf_ssd.enable(tiny_model()).generate(**padded_batch(1), **options, use_cache=False)
 
 
 def gpt2(positions):
@@ -28,34 +123,6 @@ def gpt2(positions):
     with torch.no_grad():
         model.transformer.wpe.weight[:] = 0.0
     return model
-
-
-def test_a_model_that_cuts_windows_by_the_columns_of_its_cache_is_refused():
-    with pytest.raises(ValueError, match="makes a mask of its own from the number of columns in its cache"):
-        hf_ssd.enable(gpt_neo()).generate(
-            torch.randint(1, 97, (2, 4)), **GREEDY, max_new_tokens=30, assistant_model=gpt_neo(), ssd_config=IN_TURN
-        )
-
-
-def test_gradient_checkpointing_left_on_is_refused_with_what_to_call():
-    target = hf_ssd.enable(tiny_model())
-    target.gradient_checkpointing_enable()
-    target.train()
-    with pytest.raises(ValueError, match=r"call model\.eval\(\)"):
-        target.generate(**padded_batch(), **GREEDY, assistant_model=tiny_draft(), ssd_config=IN_TURN)
-
-
-@pytest.mark.parametrize("is_target", [True, False], ids=["target", "draft"])
-def test_a_dynamically_quantized_model_drafts_and_is_no_target(is_target):
-    quantized = torch.ao.quantization.quantize_dynamic(tiny_model(), {torch.nn.Linear}, dtype=torch.qint8)
-    target, draft = (quantized, tiny_draft()) if is_target else (tiny_model(), quantized)
-    options = {**padded_batch(), **GREEDY, "max_new_tokens": 12}
-    if is_target:
-        with pytest.raises(ValueError, match="depend on the other tokens and rows"):
-            hf_ssd.enable(target).generate(**options, assistant_model=draft, ssd_config=IN_TURN)
-    else:
-        output = hf_ssd.enable(target).generate(**options, assistant_model=draft, ssd_config=IN_TURN)
-        assert torch.equal(output, target.generate(**options))
 
 
 @pytest.mark.parametrize("place", ["in turn", "ahead"])
