@@ -22,6 +22,7 @@ from transformers import (
 
 import hf_ssd
 from hf_ssd.distributed.assistant import DraftAssistant, Turn
+from hf_ssd.planning import planners
 
 from . import preloaded
 
@@ -89,6 +90,12 @@ def ready(assistant: DraftAssistant) -> DraftAssistant:
 @pytest.fixture(scope="session", autouse=True)
 def one_thread():
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_known_of_a_pair():
+    """Many tests share models, and what calls of one have taught is not to decide what those of another do."""
+    planners._pairs.clear()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -46,6 +46,7 @@ def test_the_embedded_pair_with_everything_written(tmp_path):
     assert all((tmp_path / name).stat().st_size > 5000 for name in ("benchmark.png", "t.png"))
 
 
+@pytest.mark.slow
 def test_a_batch_of_a_random_pair_sampled():
     output = run(
         "--layered", "tiny", "--agreement", 0.7, "--temperature", 1, "--batch-size", 3, "--new-tokens", 12,

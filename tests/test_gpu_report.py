@@ -88,6 +88,7 @@ def test_a_target_that_several_devices_share(tmp_path):
     assert data["about"]["target and draft share a device"] is False
 
 
+@pytest.mark.slow
 def test_what_was_done_before_it_was_killed_can_be_read(tmp_path):
     process = subprocess.Popen(
         command(tmp_path, "--only", "speed", "--turns", 1000), cwd=ROOT, env=ENVIRONMENT, stderr=subprocess.DEVNULL
@@ -106,6 +107,7 @@ def test_what_was_done_before_it_was_killed_can_be_read(tmp_path):
     assert "Cut off, or still running: speed, tiny" in text and f"| {PLAIN} |" in text and NOT_REACHED in text
 
 
+@pytest.mark.slow
 def test_the_tests_for_gpus_pass_with_the_cpu_in_place_of_two():
     """What the dry run leaves out."""
     program = [sys.executable, "-m", "pytest", "tests/gpu", "-m", "gpu", "-k", "not oracle", "-q", "-o", "addopts="]

@@ -31,6 +31,7 @@ def program(name, monkeypatch):
     return importlib.import_module(name)
 
 
+@pytest.mark.slow
 def test_sweep(tmp_path):
     figures = tmp_path / "sweep.json"
     done = run(
@@ -89,6 +90,7 @@ def test_no_setting_always_comes_after_the_same_one(monkeypatch):
         assert len(before) > 3  # the mutant, always the same order: 1
 
 
+@pytest.mark.slow
 def test_profile_round():
     done = run(
         "profile_round.py", "--layered", "tiny", "--agreement", 0.8, "--lookahead", 2, "--budget", 4, "--new-tokens", 30

@@ -269,6 +269,7 @@ def test_a_slow_start_shows_that_it_goes_on(monkeypatch, capsys):
     assert not capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_compiled_draft_proposes_the_same_tokens(fresh_python):
     target, draft = hf_ssd.enable(tiny_model(num_hidden_layers=1)), tiny_draft(num_hidden_layers=1)
     inputs, options = padded_batch(2), {"max_new_tokens": 30, "do_sample": False}
@@ -300,6 +301,7 @@ def test_whether_the_worker_compiles_is_as_with_the_model_unless_said(tmp_path):
         assert worker_settings(model, None, said, {})["compile"] is expected
 
 
+@pytest.mark.slow
 def test_without_a_compiler_the_draft_runs_as_it_is(tmp_path, monkeypatch, caplog):
     target, draft = hf_ssd.enable(tiny_model(num_hidden_layers=1)), tiny_draft(num_hidden_layers=1)
     monkeypatch.setenv("CXX", str(tmp_path / "no_such_compiler"))

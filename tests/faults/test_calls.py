@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessor, LogitsProcessorList
 
 import hf_ssd
+from hf_ssd.cache.trial import check_supported
 from hf_ssd.distributed.assistant import DraftAssistant
 from hf_ssd.drafting.sampling import DraftSampler
 from hf_ssd.generation.draft import FaultTolerantDraft
@@ -278,8 +279,16 @@ def test_a_call_waits_for_another_threads_call_no_longer_than_its_timeout(target
 
 @pytest.fixture
 def short_sighted():
-    sizes = {"vocab_size": 97, "n_embd": 32, "n_layer": 1, "n_head": 2, "bos_token_id": 1, "eos_token_id": None}
-    return GPT2LMHeadModel(GPT2Config(n_positions=20, **sizes)).eval()
+    """A draft that was tried, and raises behind its 20th position."""
+
+    def look(_, arguments, inputs):
+        if inputs["position_ids"].max() >= 20:
+            raise IndexError("index out of range")
+
+    draft = tiny_draft()
+    check_supported(draft, drafts=True)
+    draft.register_forward_pre_hook(look, with_kwargs=True)
+    return draft
 
 
 @pytest.mark.parametrize("new_tokens", [40, 5])

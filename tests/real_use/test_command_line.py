@@ -138,6 +138,7 @@ def test_bytes_that_are_no_utf8_and_blank_lines(monkeypatch, capsys):
     assert sent == ["# na\ufffdve caf\ufffd"]
 
 
+@pytest.mark.slow
 def test_a_line_can_be_edited(fresh_python):
     """On a terminal "/hlp" with an "e" put in after two steps to the left is "/help"."""
     ours, theirs = pty.openpty()

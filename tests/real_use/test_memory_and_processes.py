@@ -115,6 +115,7 @@ def test_the_memory_of_a_draft_whose_worker_does_not_start_is_free(draft, monkey
     assert tensors_left(call) == 0
 
 
+@pytest.mark.slow
 def test_no_process_grows_without_the_collector(monkeypatch):
     """A worker of its own process, in which the collector is off as well."""
     sizes = {"num_key_value_heads": 4, "head_dim": 128, "max_position_embeddings": 600}
