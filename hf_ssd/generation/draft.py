@@ -52,6 +52,7 @@ class FaultTolerantDraft:
         self.unasked: torch.LongTensor | None = None  # what is verified, if the session did not propose it
         self.is_local = self.is_asked = self.was_late = False
         self.filler: int | None = None
+        self.positions = None if model is None else last_position_limit(model)  # which looks at all layers
         self.lengths = [len(prompt) for prompt in request.prompts]  # of the rows, as tokens of the target
         self.rounds = 0
         self.joined_at: int | None = None
@@ -153,10 +154,7 @@ class FaultTolerantDraft:
 
     def _is_at_its_end(self) -> bool:
         """Whether the longest row has all positions that the draft has."""
-        if self.model is not None:
-            positions = last_position_limit(self.model)
-        else:
-            positions = getattr(self.assistant, "positions", None)
+        positions = getattr(self.assistant, "positions", None) if self.model is None else self.positions
         if positions is None or max(self.lengths) < positions:
             return False
         logger.warning_once(f"The draft has {positions} positions; what is longer is decoded plainly.")
