@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import gc
 import os
 import threading
 import weakref
@@ -35,6 +36,8 @@ def keep_when_forked(thing):
 def _keep() -> None:
     for thing in list(_kept):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+    if _kept:  # what was garbage already may hold transfers and devices, which nobody can name
+        gc.freeze()
 
 
 if hasattr(os, "register_at_fork"):

@@ -1,9 +1,11 @@
 """Calls, interrupts, kills, forks and threads in any order, against a model of what must hold after each of them."""
 
 import contextlib
+import faulthandler
 import gc
 import os
 import signal
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -216,9 +218,11 @@ class Calls(RuleBasedStateMachine):
     @rule(rows=ROWS, config=CONFIGS)
     def forks(self, rows, config):
         self.steps["forks"] += 1
+        crash = tempfile.TemporaryFile()
         pid = os.fork()
         if not pid:
             try:
+                faulthandler.enable(crash)
                 try:
                     self.call(rows, config)
                 except ValueError as error:
@@ -229,7 +233,9 @@ class Calls(RuleBasedStateMachine):
                     os._exit(0)
             finally:
                 os._exit(1)
-        assert os.waitpid(pid, 0)[1] == 0
+        status = os.waitpid(pid, 0)[1]
+        crash.seek(0)
+        assert status == 0, crash.read().decode()
 
     @is_open
     @rule()
@@ -255,6 +261,7 @@ def run(examples, steps):
     """Returns how often there was what."""
     Calls.steps.clear()
     Noted.started.clear()
+    gc.collect()  # so that a forked process does not have to collect what other tests have left
     how = {"deadline": None, "derandomize": True, "database": None, "suppress_health_check": list(HealthCheck)}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "WorkerProcess", Noted)
