@@ -93,6 +93,7 @@ class CostModel:
         costs, seen = self.durations, self.experience
         costs.rounds, seen.rounds = costs.rounds + 1, seen.rounds + 1
         rows, lookahead, live = before.live, before.lookahead, len(before.live) or self.rows
+        budget = now.budget // self.workers  # of each; the record has that of all workers together
         self.live = len(now.live) or live
         if now.verify_seconds:  # that of a call's first round is not learned: it is slow for reasons of its own
             mode = AHEAD if FILLER in now.sources and now.lookahead else now.mode
@@ -110,7 +111,7 @@ class CostModel:
         if now.mode == PLAIN or not rows:
             return
         if now.passes:
-            tokens = (now.grown + 1) * now.budget + lookahead + 1 if self.is_parallel else now.budget
+            tokens = (now.grown + 1) * budget + lookahead + 1 if self.is_parallel else budget
             costs.branches.observe(live * tokens, now.grow_seconds / now.passes)
             feeding = costs.branches(live * (lookahead + 1)) if self.feeds_first else 0.0
             costs.choosing.observe(max(0.0, now.choose_seconds - feeding))
@@ -120,7 +121,7 @@ class CostModel:
         elapsed = now.received_at - before.received_at
         explained = max(before.verify_seconds, now.choose_seconds + now.grow_seconds) + now.answer_seconds
         if before.mode == now.mode and before.received_at:
-            costs.unexplained[now.mode].observe(now.budget, max(0.0, elapsed - explained))
+            costs.unexplained[now.mode].observe(budget, max(0.0, elapsed - explained))
         if now.budget and now.ranks:
             drafted = [row for row in rows if before.sources[row] not in (*FALLBACKS, FILLER)]
             for row in drafted:
