@@ -96,8 +96,9 @@ class CostModel:
         budget = now.budget // self.workers  # of each; the record has that of all workers together
         self.live = len(now.live) or live
         if now.verify_seconds:  # that of a call's first round is not learned: it is slow for reasons of its own
-            mode = AHEAD if FILLER in now.sources and now.lookahead else now.mode
-            costs.verification[mode].observe(self.live * (now.lookahead + 1), now.verify_seconds)
+            is_filler = FILLER in now.sources  # verified while the draft was at work, as a round ahead is
+            for mode in {AHEAD if is_filler else now.mode, AHEAD if now.lookahead and is_filler else now.mode}:
+                costs.verification[mode].observe(self.live * (now.lookahead + 1), now.verify_seconds)
         for row in now.live:
             accepted, source = now.accepted[row], now.sources[row]
             if source == NGRAM:

@@ -1,8 +1,12 @@
 """Draft workers without models, whose time a [`~tests.planning.worlds.World`] says. What joins their answers is real."""
 
+from types import SimpleNamespace
+
 import torch
 
+from hf_ssd import SSDConfig
 from hf_ssd.distributed.several_drafts import SeveralDrafts
+from hf_ssd.planning.planners import planner_for
 from hf_ssd.rounds import AHEAD, NOTHING, PLAIN, PREPARED, Plan, RoundRecord, Speculation
 
 
@@ -14,6 +18,12 @@ class SimulatedDraft:
     def __init__(self, world):
         self.world, self.workers = world, [None] * world.workers
         self.profiles_lost, self.slowness = world.profiles_lost, 1.0
+
+    def planner(self, temperature=None, **settings):
+        """Returns the planner of a call, which knows what calls before have taught."""
+        generation = SimpleNamespace(do_sample=temperature is not None, temperature=temperature)
+        config, of_world = SSDConfig(**settings), self.world
+        return planner_for(self, self, config, generation, of_world.rows, 100, 1000, of_world.is_parallel)
 
     def begin_call(self, turn, timeout, patience):
         pass
