@@ -190,10 +190,10 @@ class CostModel:
         seconds = self.seconds_to_verify(IN_TURN, lookahead) + self.seconds_to_draft(IN_TURN, lookahead)
         return self.live * self.tokens(lookahead)[-1] / (seconds + self.durations.unexplained[IN_TURN](0))
 
-    def may_pay(self, gain: float) -> bool:
-        """Whether a draft that took no time would be faster than plain decoding by this factor."""
+    def may_reach(self, speed: float) -> bool:
+        """Whether a draft that took no time would give so many tokens per second."""
         verified = ((k, self.seconds_to_verify(IN_TURN, k)) for k in LOOKAHEADS)
-        return any(self.live * self.tokens(k)[-1] / seconds > gain * self.plain() for k, seconds in verified)
+        return any(self.live * self.tokens(k)[-1] / seconds > speed for k, seconds in verified)
 
     def best_after_miss(self, lookahead: int) -> int:
         """Returns how many tokens, up to `lookahead`, are worth drafting just in time."""

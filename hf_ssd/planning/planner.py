@@ -102,6 +102,9 @@ class Planner:
             self.live = self.costs.rows
             if self._may_choose:
                 self._choose()
+            is_known = self.profile.state == KNOWN
+            if is_known and self.first.mode == IN_TURN and not self.durations.verification[IN_TURN].count:
+                self.plan = self.first  # the call that brought the profile ended before, or this was forgotten
 
     @property
     def profiles(self) -> bool:
@@ -233,8 +236,9 @@ class Planner:
             seen.probe_distance = min(2 * seen.probe_distance, LONGEST_BETWEEN_PROBES)
             seen.probe_at, seen.probe_until = seen.rounds + seen.probe_distance, seen.rounds + PROBE_ROUNDS
             seen.probed = min(hopeful, key=lambda mode: used.get(mode, -1), default=None)
-            if not hopeful and best[0] == PLAIN and self.costs.may_pay(PROBED_GAIN) and self.profile.state == KNOWN:
-                self.durations.forget_drafting()
+            is_hopeless = not {IN_TURN, AHEAD} & {*hopeful} and self.profile.state == KNOWN
+            if is_hopeless and self.costs.may_reach(PROBED_GAIN * speeds[best]):
+                self.durations.forget({IN_TURN, AHEAD} - {best[0]})
         else:
             return None
         if seen.probed not in hopeful:

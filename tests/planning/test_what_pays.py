@@ -21,7 +21,8 @@ HISTORIES = {
     "profiles that are lost": {"calls_before": (40, 40), "profiles_lost": 2},
     "fillers that are right": {"fillers_are_right": True},
     "several drafts": {"workers": 2},
-    "a draft that was busy": {"calls_before": (400,), "busy": 8.0},
+    "a draft that was very busy": {"calls_before": (40, 200), "busy": 12.0},
+    "a draft that was busy": {"calls_before": (40, 200), "busy": 6.0},
 }
 
 
@@ -37,8 +38,8 @@ def modes_in_the_end(draft, temperature=None, rounds=400):
 
 def mode_in_the_end(world):
     draft = SimulatedDraft(world)
-    for count in world.calls_before:
-        draft.slowness = world.busy
+    for number, count in enumerate(world.calls_before):
+        draft.slowness = 1.0 if number else world.busy
         call = world.call(draft.planner(), draft)
         list(itertools.islice(call, count))
         call.close()

@@ -71,7 +71,7 @@ class World:
     fillers_are_right: bool = False
     profiles_lost: int = 0  # answers of workers that do not bring the times they were asked for
     reading: float = 0.0  # what a draft takes to read what went by without it
-    busy: float = 1.0  # how much slower the draft is in the calls before the last
+    busy: float = 1.0  # how much slower the draft is in the first of the calls before
     calls_before: tuple[int, ...] = ()  # half rounds of each: an odd one ends as calls do, an even one is broken off
 
     def drafting(self, tokens):
