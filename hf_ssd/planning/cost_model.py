@@ -96,8 +96,10 @@ class CostModel:
         budget = now.budget // self.workers  # of each; the record has that of all workers together
         self.live = len(now.live) or live
         if now.verify_seconds:  # that of a call's first round is not learned: it is slow for reasons of its own
-            is_filler = FILLER in now.sources  # verified while the draft was at work, as a round ahead is
-            for mode in {AHEAD if is_filler else now.mode, AHEAD if now.lookahead and is_filler else now.mode}:
+            modes = {now.mode}
+            if FILLER in now.sources:  # verified while the draft timed its passes, as a round ahead is
+                modes = {AHEAD} if now.lookahead else {AHEAD, PLAIN}
+            for mode in modes:
                 costs.verification[mode].observe(self.live * (now.lookahead + 1), now.verify_seconds)
         for row in now.live:
             accepted, source = now.accepted[row], now.sources[row]

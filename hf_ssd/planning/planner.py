@@ -76,6 +76,7 @@ class Planner:
         self.durations, self.experience = self.costs.durations, self.costs.experience
         self.chooses_lookahead = config.lookahead == "auto"
         self.is_fixed = not self.chooses_lookahead and config.budget != "auto"
+        self.may_take_turns = not config.asynchronous or (self.chooses_lookahead and config.budget == "auto")
         self.profile = Profile(self.durations, config.asynchronous and not self.is_fixed, self.chooses_lookahead)
         is_named = isinstance(config.fallback, str) and config.fallback != "auto"
         self.fallback = config.fallback if is_named else self.experience.fallback or PRIMARY
@@ -103,7 +104,7 @@ class Planner:
             if self._may_choose:
                 self._choose()
             is_known = self.profile.state == KNOWN
-            if is_known and self.first.mode == IN_TURN and not self.durations.verification[IN_TURN].count:
+            if is_known and self.may_take_turns and not self.durations.verification[IN_TURN].count:
                 self.plan = self.first  # the call that brought the profile ended before, or this was forgotten
 
     @property
@@ -203,9 +204,8 @@ class Planner:
         config, costs = self.config, self.costs
         lookaheads = LOOKAHEADS if self.chooses_lookahead else (config.lookahead,)
         speeds = {(PLAIN, 0, 0): costs.plain()} if self.chooses_lookahead and costs.knows(PLAIN) else {}
-        may_take_turns = not config.asynchronous or (self.chooses_lookahead and config.budget == "auto")
         for lookahead in lookaheads:
-            if may_take_turns and costs.knows(IN_TURN):
+            if self.may_take_turns and costs.knows(IN_TURN):
                 speeds[IN_TURN, lookahead, 0] = costs.in_turn(lookahead)
             if not config.asynchronous or not costs.knows(AHEAD):
                 continue
