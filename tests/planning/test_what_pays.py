@@ -19,7 +19,7 @@ PAYING = {AHEAD: World(0.9), IN_TURN: World(0.8, contention=2.5, right=0.2), PLA
 HISTORIES = {
     "short calls": {"calls_before": (1, 3, 5)},
     "calls broken off": {"calls_before": (2, 4, 6, 8, 10)},
-    "a call that ended before a round in turn": {"calls_before": (10,)},
+    "a call that ended before a round in turn": {"calls_before": (10,), "busy": 2.0},
     "profiles that are lost": {"calls_before": (40, 40), "profiles_lost": 2},
     "fillers that are right": {"fillers_are_right": True},
     "several drafts": {"workers": 2},
@@ -80,6 +80,7 @@ def nothing_is_measured_again(monkeypatch):
 
 
 def what_was_not_timed_stays_so(monkeypatch):
+    nothing_is_measured_again(monkeypatch)
     begin = Planner.begin_call
     monkeypatch.setattr(Planner, "begin_call", lambda self: (begin(self), self._may_choose and self._choose()))
 
