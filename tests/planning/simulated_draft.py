@@ -17,7 +17,7 @@ class SimulatedDraft:
 
     def __init__(self, world):
         self.world, self.workers = world, [None] * world.workers
-        self.profiles_lost, self.slowness = world.profiles_lost, 1.0
+        self.profiles_lost, self.fillers_are_right, self.slowness = world.profiles_lost, world.fillers_are_right, 1.0
 
     def planner(self, temperature=None, **settings):
         """Returns the planner of a call, which knows what calls before have taught."""

@@ -1,19 +1,21 @@
 """In the end the plan is the one that pays, whatever the calls before were."""
 
+import contextlib
 import dataclasses
 import itertools
-from collections import Counter
+import statistics
 
 import pytest
 
 from hf_ssd.distributed.several_drafts import SeveralDrafts
+from hf_ssd.planning import planner as planner_module
 from hf_ssd.planning.experience import Durations
 from hf_ssd.planning.planner import Planner
-from hf_ssd.planning.profile import KNOWN, Profile
+from hf_ssd.planning.profile import FILLERS, KNOWN, WANTED, Profile
 from hf_ssd.rounds import AHEAD, IN_TURN, PLAIN, Outcome
 
 from .simulated_draft import SimulatedDraft
-from .worlds import FixedPlanner, World
+from .worlds import FixedPlanner, World, new_planner
 
 PAYING = {AHEAD: World(0.9), IN_TURN: World(0.8, contention=2.5, right=0.2), PLAIN: World(0.3, step=0.04)}
 HISTORIES = {
@@ -28,18 +30,26 @@ HISTORIES = {
 }
 
 
-def mode_in_the_end(world, rounds=400):
-    """Returns the mode of most of the last rounds of a long call, after the calls that the world has before it."""
+def modes_of_a_call(draft, half_rounds, planner=None):
+    planner = planner or draft.planner()
+    with contextlib.closing(draft.world.call(planner, draft)) as call:
+        return [planner.plan.mode for _ in itertools.islice(call, half_rounds)]
+
+
+def mode_of_a_long_call(draft, temperature=None, rounds=400):
+    """Returns the mode of most rounds in the second half of a call."""
+    modes = modes_of_a_call(draft, 2 * rounds, draft.planner(temperature))
+    return statistics.mode(modes[rounds:])
+
+
+def mode_in_the_end(world):
+    """Returns the mode that a long call follows after the calls that the world has before it."""
     draft = SimulatedDraft(world)
-    for number, count in enumerate((*world.calls_before, 2 * rounds)):
+    for number, half_rounds in enumerate(world.calls_before):
         draft.slowness = 1.0 if number else world.busy
-        planner, modes = draft.planner(), []
-        call = world.call(planner, draft)
-        for _ in itertools.islice(call, count):
-            modes.append(planner.plan.mode)
-        call.close()
-    (mode, _), *_ = Counter(modes[-rounds:]).most_common(1)
-    return mode
+        modes_of_a_call(draft, half_rounds)
+    draft.slowness = 1.0
+    return mode_of_a_long_call(draft)
 
 
 @pytest.mark.parametrize("pays", PAYING)
@@ -53,6 +63,25 @@ def test_one_mode_pays_in_each_world(pays):
 @pytest.mark.parametrize("pays", PAYING)
 def test_the_plan_in_the_end_is_the_one_that_pays(pays, history):
     assert mode_in_the_end(dataclasses.replace(PAYING[pays], **HISTORIES[history])) == pays
+
+
+def test_a_call_that_waits_for_another_ones_draft_takes_nothing_from_it():
+    draft = SimulatedDraft(PAYING[AHEAD])
+    first, waiting = draft.planner(), draft.planner()
+    assert waiting.profile.state == first.profile.state == WANTED
+    first.begin_profile()
+    assert waiting.next_filler() is None and waiting.profile.state == WANTED
+    waiting.observe_profile((1.0, 1.0, 1.0))  # which is not of its asking
+    assert [first.next_filler() for _ in FILLERS] == [*FILLERS] and waiting.plan.mode == IN_TURN
+    modes_of_a_call(draft, 60)
+    assert {*modes_of_a_call(draft, 40, waiting)} == {AHEAD}  # it knows what was measured while it waited
+
+
+def test_probes_read_texts_in_a_small_share_of_the_time(monkeypatch):
+    world = World(0.3, step=0.03, reading=2.0)
+    assert world.run(new_planner(world)) > 0.95 / world.verification
+    monkeypatch.setattr(planner_module, "PROBE_SHARE", 10.0)
+    assert world.run(new_planner(world)) < 0.9 / world.verification
 
 
 # ---------------------------------------------------------------- mutants

@@ -109,7 +109,7 @@ class World:
                 accepted, ranks, hits = [], [], []
                 for _ in range(self.rows):
                     k = next((k for k in range(width) if is_filler or chance.random() > acceptance), width)
-                    k = width if is_filler and self.fillers_are_right else k
+                    k = width if is_filler and draft.fillers_are_right else k
                     rank = next((r for r in range(40) if chance.random() < right), 40)
                     accepted.append(k)
                     ranks.append(rank)
