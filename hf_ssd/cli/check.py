@@ -118,6 +118,10 @@ def acceptance_of(runs: list[Run]) -> float | None:
     return sum(accepted for _, accepted in rows) / tested if tested else None
 
 
+def if_known(seconds: float) -> float | None:
+    return None if math.isnan(seconds) else seconds
+
+
 def conclude(
     methods: dict[str, Method], first: list[Run], planner: Planner, shares_memory: bool, load: float
 ) -> Figures:
@@ -138,8 +142,8 @@ def conclude(
         hit_rate=ssd["hit rate"],
         tokens_per_round=ssd["tokens/round"],
         verify_seconds=ssd["verify ms"] / 1e3,
-        step_seconds=planner.costs.seconds_to_draft(AHEAD, 1),
-        two_tokens_seconds=planner.costs.seconds_to_draft(AHEAD, 2),
+        step_seconds=if_known(planner.costs.seconds_to_draft(AHEAD, 1)),
+        two_tokens_seconds=if_known(planner.costs.seconds_to_draft(AHEAD, 2)),
         contention=planner.costs.contention,
         plan=planner.reason if drafts else f"plain decoding: {planner.reason.partition(' at acceptance ')[0]}",
         drafts=drafts,

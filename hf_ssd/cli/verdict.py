@@ -18,8 +18,9 @@ class Figures:
     Args:
         acceptance (`float`, *optional*): Of all tokens that were drafted in any call; `None` if there were none.
         hit_rate, tokens_per_round (`float`): Of the rounds.
-        verify_seconds, step_seconds, two_tokens_seconds (`float`): What a verification takes, and the draft for
-            one token and for two.
+        verify_seconds (`float`): What a verification takes.
+        step_seconds, two_tokens_seconds (`float`, *optional*): What the draft takes for one token and for two; `None`
+            if no draft step was timed.
         contention (`float`): By which factor a verification takes longer while the draft works.
         plan (`str`): The planner's reason for its last plan.
         drafts (`bool`): Whether the planner drafted in most of the rounds.
@@ -39,8 +40,8 @@ class Figures:
     hit_rate: float
     tokens_per_round: float
     verify_seconds: float
-    step_seconds: float
-    two_tokens_seconds: float
+    step_seconds: float | None
+    two_tokens_seconds: float | None
     contention: float
     plan: str
     drafts: bool
@@ -61,7 +62,7 @@ class Figures:
 
     def verdict(self) -> str:
         """Returns whether the draft pays, in one sentence that says what else would."""
-        two_tokens = self.two_tokens_seconds / self.verify_seconds
+        two_tokens = (self.two_tokens_seconds or 0.0) / self.verify_seconds
         if self.pays:
             is_beaten = self.assisted is not None and self.over_assisted * PAYS < 1
             also = f"; assisted generation is faster still, with {self.assistant_tokens} tokens" * is_beaten
@@ -108,10 +109,12 @@ class Figures:
                 f"{self.over_assisted:.2f} times assisted generation with {self.assistant_tokens} tokens "
                 f"({self.predicted / self.assisted:.2f} predicted)"
             )
+        step = "no draft step was timed"
+        if self.step_seconds is not None:
+            step = f"{1e3 * self.step_seconds:.1f} ms for a draft step"
         lines = {
             "acceptance": accepted,
-            "times": f"{1e3 * self.verify_seconds:.1f} ms for a verification, {1e3 * self.step_seconds:.1f} ms for a "
-            "draft step",
+            "times": f"{1e3 * self.verify_seconds:.1f} ms for a verification, {step}",
             "plan": self.plan,
             "speed": f"{speed}, {beside}",
             "pays": self.verdict(),

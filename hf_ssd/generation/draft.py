@@ -175,7 +175,7 @@ class FaultTolerantDraft:
                 speculation = self._attempt(lambda: self.session.receive_speculation())
                 if speculation is not None and self.planner.profiles and not self.is_local:
                     self.planner.observe_profile(speculation.costs)
-            elif self.filler:
+            elif self.filler is not None:
                 speculation = self._filler(sequences.last)
             if speculation is None:
                 speculation = Speculation.empty(len(self.request.prompts))

@@ -93,10 +93,14 @@ class CostModel:
         costs, seen = self.durations, self.experience
         costs.rounds, seen.rounds = costs.rounds + 1, seen.rounds + 1
         rows, lookahead, live = before.live, before.lookahead, len(before.live) or self.rows
+        budget = now.budget // self.workers  # of each; the record has that of all workers together
         self.live = len(now.live) or live
         if now.verify_seconds:  # that of a call's first round is not learned: it is slow for reasons of its own
-            mode = AHEAD if FILLER in now.sources and now.lookahead else now.mode
-            costs.verification[mode].observe(self.live * (now.lookahead + 1), now.verify_seconds)
+            modes = {now.mode}
+            if FILLER in now.sources:  # verified while the draft timed its passes, as a round ahead is
+                modes = {AHEAD} if now.lookahead else {AHEAD, PLAIN}
+            for mode in modes:
+                costs.verification[mode].observe(self.live * (now.lookahead + 1), now.verify_seconds)
         for row in now.live:
             accepted, source = now.accepted[row], now.sources[row]
             if source == NGRAM:
@@ -110,7 +114,7 @@ class CostModel:
         if now.mode == PLAIN or not rows:
             return
         if now.passes:
-            tokens = (now.grown + 1) * now.budget + lookahead + 1 if self.is_parallel else now.budget
+            tokens = (now.grown + 1) * budget + lookahead + 1 if self.is_parallel else budget
             costs.branches.observe(live * tokens, now.grow_seconds / now.passes)
             feeding = costs.branches(live * (lookahead + 1)) if self.feeds_first else 0.0
             costs.choosing.observe(max(0.0, now.choose_seconds - feeding))
@@ -120,7 +124,7 @@ class CostModel:
         elapsed = now.received_at - before.received_at
         explained = max(before.verify_seconds, now.choose_seconds + now.grow_seconds) + now.answer_seconds
         if before.mode == now.mode and before.received_at:
-            costs.unexplained[now.mode].observe(now.budget, max(0.0, elapsed - explained))
+            costs.unexplained[now.mode].observe(budget, max(0.0, elapsed - explained))
         if now.budget and now.ranks:
             drafted = [row for row in rows if before.sources[row] not in (*FALLBACKS, FILLER)]
             for row in drafted:
@@ -188,10 +192,10 @@ class CostModel:
         seconds = self.seconds_to_verify(IN_TURN, lookahead) + self.seconds_to_draft(IN_TURN, lookahead)
         return self.live * self.tokens(lookahead)[-1] / (seconds + self.durations.unexplained[IN_TURN](0))
 
-    def may_pay(self, gain: float) -> bool:
-        """Whether a draft that took no time would be faster than plain decoding by this factor."""
+    def may_reach(self, speed: float) -> bool:
+        """Whether a draft that took no time would give so many tokens per second."""
         verified = ((k, self.seconds_to_verify(IN_TURN, k)) for k in LOOKAHEADS)
-        return any(self.live * self.tokens(k)[-1] / seconds > gain * self.plain() for k, seconds in verified)
+        return any(self.live * self.tokens(k)[-1] / seconds > speed for k, seconds in verified)
 
     def best_after_miss(self, lookahead: int) -> int:
         """Returns how many tokens, up to `lookahead`, are worth drafting just in time."""

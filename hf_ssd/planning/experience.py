@@ -28,14 +28,17 @@ class Durations:
         self.branches, self.step = Line(), {AHEAD: Line(), IN_TURN: Line()}
         self.choosing = Average(0.0, 0.0, memory=0.95)
         self.unexplained = {mode: Line(0.1) for mode in (AHEAD, IN_TURN)}
+        self._by_mode = self.verification, self.step, self.unexplained
         self.used: dict[str, int] = {}
         self.fillers = self.rounds = 0
 
-    def forget_drafting(self) -> None:
-        """Forgets everything but plain decoding, so that the draft is profiled again."""
-        drafting = [self.verification[AHEAD], self.verification[IN_TURN], self.branches]
-        for line in [*drafting, *self.step.values(), *self.unexplained.values()]:
+    def forget(self, modes: set[str]) -> None:
+        """Forgets what was measured in these modes of drafting, so that it is measured again."""
+        for line in (by_mode[mode] for by_mode in self._by_mode for mode in modes):
             line.forget()
+        if AHEAD not in modes:
+            return
+        self.branches.forget()
         self.choosing.restart(0.0, 0.0)
         self.fillers = 0
 

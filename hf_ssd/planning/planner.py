@@ -76,6 +76,7 @@ class Planner:
         self.durations, self.experience = self.costs.durations, self.costs.experience
         self.chooses_lookahead = config.lookahead == "auto"
         self.is_fixed = not self.chooses_lookahead and config.budget != "auto"
+        self.may_take_turns = not config.asynchronous or (self.chooses_lookahead and config.budget == "auto")
         self.profile = Profile(self.durations, config.asynchronous and not self.is_fixed, self.chooses_lookahead)
         is_named = isinstance(config.fallback, str) and config.fallback != "auto"
         self.fallback = config.fallback if is_named else self.experience.fallback or PRIMARY
@@ -102,6 +103,9 @@ class Planner:
             self.live = self.costs.rows
             if self._may_choose:
                 self._choose()
+            is_known = self.profile.state == KNOWN
+            if is_known and self.may_take_turns and not self.durations.verification[IN_TURN].count:
+                self.plan = self.first  # the call that brought the profile ended before, or this was forgotten
 
     @property
     def profiles(self) -> bool:
@@ -200,9 +204,8 @@ class Planner:
         config, costs = self.config, self.costs
         lookaheads = LOOKAHEADS if self.chooses_lookahead else (config.lookahead,)
         speeds = {(PLAIN, 0, 0): costs.plain()} if self.chooses_lookahead and costs.knows(PLAIN) else {}
-        may_take_turns = not config.asynchronous or (self.chooses_lookahead and config.budget == "auto")
         for lookahead in lookaheads:
-            if may_take_turns and costs.knows(IN_TURN):
+            if self.may_take_turns and costs.knows(IN_TURN):
                 speeds[IN_TURN, lookahead, 0] = costs.in_turn(lookahead)
             if not config.asynchronous or not costs.knows(AHEAD):
                 continue
@@ -233,8 +236,9 @@ class Planner:
             seen.probe_distance = min(2 * seen.probe_distance, LONGEST_BETWEEN_PROBES)
             seen.probe_at, seen.probe_until = seen.rounds + seen.probe_distance, seen.rounds + PROBE_ROUNDS
             seen.probed = min(hopeful, key=lambda mode: used.get(mode, -1), default=None)
-            if not hopeful and best[0] == PLAIN and self.costs.may_pay(PROBED_GAIN) and self.profile.state == KNOWN:
-                self.durations.forget_drafting()
+            is_hopeless = not {IN_TURN, AHEAD} & {*hopeful} and self.profile.state == KNOWN
+            if is_hopeless and self.costs.may_reach(PROBED_GAIN * speeds[best]):
+                self.durations.forget({IN_TURN, AHEAD} - {best[0]})
         else:
             return None
         if seen.probed not in hopeful:

@@ -11,12 +11,14 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, MambaConfig, T5Config
 
-from hf_ssd.cli import doctor, pair
+from hf_ssd import SSDConfig
+from hf_ssd.cli import check, doctor, pair
 from hf_ssd.cli.check import colored
 from hf_ssd.cli.main import main
 from hf_ssd.cli.methods import Bench
 from hf_ssd.cli.models import Models
 from hf_ssd.cli.verdict import Figures
+from hf_ssd.planning.planner import Planner
 
 from ..conftest import VOCAB, tiny_draft, tiny_model
 
@@ -50,7 +52,17 @@ def test_the_embedded_pair_as_a_user_would(tmp_path):
     assert found["target"]["family"] == "llama" and found["target"]["vocabulary"] == found["draft"]["vocabulary"]
     assert found["shares_memory"] == (torch.accelerator.device_count() < 2) and found["failure"] is None
     assert 0.3 < found["acceptance"] <= 1 and found["assistant_tokens"] in (3, 5) and found["plan"]
-    assert min(found[name] for name in ("verify_seconds", "step_seconds", "predicted", "speed", "plain")) > 0
+    assert min(found[name] for name in ("verify_seconds", "predicted", "speed", "plain")) > 0
+    assert found["step_seconds"] is None or found["step_seconds"] > 0
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_draft_step_that_was_never_timed_is_said_to_be_unknown(monkeypatch, capsys, as_json):
+    monkeypatch.setattr(check, "last_planner", lambda *_: Planner(SSDConfig(), 1, VOCAB, sampled=False))
+    assert main(["check", *QUICK, *["--json"] * as_json]) in (0, 1)
+    output = capsys.readouterr().out
+    assert not re.search(r"\bnan\b", output, re.IGNORECASE)
+    assert json.loads(output)["step_seconds"] is None if as_json else "no draft step was timed" in output
 
 
 def test_five_lines_for_people(capsys, tmp_path):

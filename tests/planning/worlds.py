@@ -4,17 +4,27 @@ Simulated worlds, where time is exact and the best fixed plan is found by trying
     python -m tests.planning.worlds
 """
 
+import contextlib
+import dataclasses
+import itertools
 import math
 import random
 from dataclasses import dataclass
+from types import SimpleNamespace
+
+import torch
 
 from hf_ssd import SSDConfig
+from hf_ssd.distributed.session import SessionRequest
+from hf_ssd.distributed.target_ranks import TargetRanks
 from hf_ssd.drafting.cache_shapes import allocate
-from hf_ssd.drafting.speculator import answer_width
+from hf_ssd.generation.draft import FaultTolerantDraft
 from hf_ssd.planning.cost_model import BUDGETS
 from hf_ssd.planning.planner import Planner
-from hf_ssd.rounds import AHEAD, FILLER, IN_TURN, NOTHING, PLAIN, PREPARED, PRIMARY, Plan, RoundRecord
+from hf_ssd.rounds import AHEAD, FILLER, IN_TURN, NOTHING, PLAIN, Outcome, Plan, RoundRecord
 from hf_ssd.theory import geometric_fan_out
+
+from .simulated_draft import SimulatedDraft
 
 
 class FixedPlanner:
@@ -57,88 +67,85 @@ class World:
     is_parallel: bool = False  # whether the draft gives all tokens in one pass
     unread: float = 0.6  # how much less often a guess of a parallel draft is right that has not read the speculation
 
+    workers: int = 1
+    fillers_are_right: bool = False
+    profiles_lost: int = 0  # answers of workers that do not bring the times they were asked for
+    reading: float = 0.0  # what a draft takes to read what went by without it
+    busy: float = 1.0  # how much slower the draft is in the first of the calls before
+    calls_before: tuple[int, ...] = ()  # half rounds of each: an odd one ends as calls do, an even one is broken off
+
     def drafting(self, tokens):
         return self.step + self.per_branch * tokens
 
-    def preparing(self, plan, width):
-        """Returns the seconds to choose outcomes, those of a pass that grows them, and how many tokens that gives."""
-        choice = self.drafting(self.rows * (width + 1)) if plan.feeds_first else 0.0
-        if self.is_parallel:
-            return choice, self.drafting(self.rows * (width + 1 + (plan.lookahead + 1) * plan.budget)), plan.lookahead
-        return choice, self.drafting(self.rows * plan.budget), 1
-
-    def run(self, planner, rounds=1500, skip=0, seed=1):
-        """Returns tokens per second after the first `skip` rounds."""
-        chance, hiccups = random.Random(seed), random.Random(seed + 1)
+    def call(self, planner, draft=None, seed=1):
+        """
+        A call of `generate()`, as generation/loop.py has it. Yields the seconds since its beginning and the tokens, when
+        an outcome has left and when a speculation has come.
+        """
+        draft, chance, hiccups = draft or SimulatedDraft(self), random.Random(seed), random.Random(seed + 1)
+        request = SessionRequest(SSDConfig(), None, [torch.zeros(1, dtype=torch.long)] * self.rows, 0, 1000)
+        ours = FaultTolerantDraft(draft, None, request, planner, torch.device("cpu"), TargetRanks())
+        last = torch.zeros(self.rows, dtype=torch.long)
+        text = SimpleNamespace(ids=last[:, None].expand(-1, 10**6), lengths=[1] * self.rows, prompt_length=1, last=last)
+        before, now, clock = None, RoundRecord(sources=[NOTHING] * self.rows), 0.0
 
         def measured(seconds):
             seconds *= self.neighbours if number % 120 >= 60 else 1.0
             return seconds * math.exp(hiccups.gauss(0.0, self.noise)) if self.noise else seconds
 
-        before, now, preparing = None, RoundRecord(sources=[NOTHING] * self.rows), Plan(PLAIN)
-        clock = began = tokens = 0.0
-        planner.begin_call()
-        has_joined = is_profiled = False
-        for number in range(rounds):
-            if number == skip:
-                began, tokens = clock, 0
+        with contextlib.closing(ours):
+            ours.open(patience=0.0)
+            for number in itertools.count():
+                # 1. The target verifies, and the draft prepares.
+                session, width, is_filler = ours.session, now.lookahead, FILLER in now.sources
+                plan = session.preparing if session is not None else Plan(PLAIN)
+                busy = self.contention if plan.mode == AHEAD or (session is not None and session.profiles) else 1
+                cold = self.cold if width and not is_filler else 1
+                seconds = measured((self.verification + self.per_token * width) * busy * cold)
+                acceptance = 0.0 if session is not None and session.is_misled else self.acceptance
+                right = self.right * (1.0 if plan.feeds_first else self.unread)
+                outcomes = plan.budget * self.workers
+                shares = allocate(geometric_fan_out(width, outcomes, 0.8, 0.5), outcomes) if outcomes else [0] * 99
+                accepted, ranks, hits = [], [], []
+                for _ in range(self.rows):
+                    k = next((k for k in range(width) if is_filler or chance.random() > acceptance), width)
+                    k = width if is_filler and draft.fillers_are_right else k
+                    rank = next((r for r in range(40) if chance.random() < right), 40)
+                    accepted.append(k)
+                    ranks.append(rank)
+                    hits.append(rank < shares[k])
+                elapsed = seconds + self.unseen * (width > 0 and not is_filler) + self.unseen_per_branch * plan.budget
+                if session is not None:
+                    elapsed = max(elapsed, session.prepare(width, seconds, ranks, hits, measured))
+                clock += elapsed
 
-            # 1. The target verifies, and the draft prepares.
-            width, is_filler = now.lookahead, FILLER in now.sources
-            busy = preparing.mode == AHEAD or is_filler
-            verification = (self.verification + self.per_token * width) * (self.contention if busy else 1)
-            now.verify_seconds = measured(verification * (self.cold if width and not is_filler else 1))
-            outcomes = preparing.budget * getattr(planner, "workers", 1)
-            shares = allocate(geometric_fan_out(width, outcomes, 0.8, 0.5), outcomes) if outcomes else [0] * 99
-            accepted, ranks, hits = [], [], []
-            for _ in range(self.rows):
-                k = next((k for k in range(width) if is_filler or chance.random() > self.acceptance), width)
-                right = self.right * (1.0 if preparing.feeds_first else self.unread)
-                rank = next((r for r in range(40) if chance.random() < right), 40)
-                accepted.append(k)
-                ranks.append(rank)
-                hits.append(rank < shares[k])
-            now.accepted, elapsed = accepted, now.verify_seconds + self.unseen * (width > 0 and not is_filler)
-            choice = branch = 0.0
-            grown = passes = 0
-            if preparing.mode == AHEAD:
-                elapsed += self.unseen_per_branch * preparing.budget
-                choice, branch, tokens_of_a_pass = self.preparing(preparing, width)
-                choice, branch = measured(choice), measured(branch)
-                fitting = max(0, -int(-(now.verify_seconds - choice) // branch))  # the last one begun counts
-                passes = min(preparing.lookahead // tokens_of_a_pass, fitting)
-                grown = passes * tokens_of_a_pass
-                elapsed = max(elapsed, choice + passes * branch)
+                # 2. The outcome leaves with the plan.
+                ours.send_outcome(Outcome(torch.tensor(accepted), last))
+                text.lengths = [length + k + 1 for length, k in zip(text.lengths, accepted)]
+                now.accepted, now.verify_seconds = accepted, seconds
+                if number > 1:
+                    planner.observe(before, now)
+                yield clock, sum(text.lengths) - self.rows
 
-            # 2. The outcome leaves with the plan, and the draft answers.
-            if not has_joined and planner.profiles:
-                planner.begin_profile()
-                has_joined = True
-            filler, plan = planner.next_filler(), planner.plan
-            answer = RoundRecord(plan.mode, sources=[NOTHING] * self.rows)
-            if filler is not None:
-                answer = RoundRecord(PLAIN, filler, sources=[FILLER] * self.rows)
-            elif plan.mode != PLAIN:
-                known = [grown * hit for hit in hits]
-                answer.lookahead = answer_width(plan, known)
-                answer.budget, answer.ranks = preparing.budget, ranks if preparing.budget else [-1] * self.rows
-                answer.sources = [PREPARED if hit else PRIMARY for hit in hits]
-                answer.grown, answer.passes = grown, passes
-                answer.choose_seconds, answer.grow_seconds = choice, passes * branch
-                missing = max(0, answer.lookahead - min(known))
-                answer.steps = min(1, missing) if self.is_parallel else missing
-                fed = self.rows * (answer.lookahead + 1 if self.is_parallel else 1)
-                answer.answer_seconds = sum(measured(self.drafting(fed)) for _ in range(answer.steps))
-                if has_joined and not is_profiled:
-                    planner.observe_profile((0.0, measured(self.step), self.per_branch))
-                    is_profiled = True
-            preparing = plan if filler is None else Plan(PLAIN)
-            clock += elapsed + answer.answer_seconds
-            answer.received_at, tokens = clock, tokens + sum(accepted) + self.rows
-            if before is not None:
-                planner.observe(before, now)
-            before, now = now, answer
-        return tokens / (clock - began)
+                # 3. The draft answers.
+                speculation = ours.receive_speculation(text)
+                before, now = now, speculation.record
+                now.lookahead = speculation.tokens.shape[1]
+                if ours.is_asked:
+                    now.wait_seconds = now.answer_seconds + self.reading * session.is_behind
+                    session.is_misled |= [len(ids) for ids in session.texts] != text.lengths
+                elif session is not None:
+                    session.preparing = Plan(PLAIN)
+                clock += now.wait_seconds
+                now.received_at = clock
+                yield clock, sum(text.lengths) - self.rows
+
+    def run(self, planner, rounds=1500, skip=0, seed=1):
+        """Returns tokens per second after the first `skip` rounds."""
+        with contextlib.closing(self.call(planner, seed=seed)) as call:
+            stands = list(itertools.islice(call, 1, 2 * rounds, 2))
+        (began, tokens), (clock, all_tokens) = stands[skip - 1] if skip else (0.0, 0), stands[-1]
+        return (all_tokens - tokens) / (clock - began)
 
     def best_fixed(self):
         plans = [(k, b) for k in (1, 2, 3, 4, 6, 8, 11, 14) for b in (0, *BUDGETS[::2])]
@@ -166,14 +173,15 @@ WORLDS = {
 }
 
 
-def new_planner(world, workers=1, **settings):
-    config = SSDConfig(**settings)
-    return Planner(config, world.rows, 1000, sampled=True, workers=workers, is_parallel=world.is_parallel)
+def new_planner(world, **settings):
+    config, is_parallel = SSDConfig(**settings), world.is_parallel
+    return Planner(config, world.rows, 1000, sampled=True, workers=world.workers, is_parallel=is_parallel)
 
 
 if __name__ == "__main__":
     for name, world in WORLDS.items():
         best = world.best_fixed()
-        planned, two_drafts = (world.run(new_planner(world, workers), skip=33) for workers in (1, 2))
+        both = (world, dataclasses.replace(world, workers=2))
+        planned, two_drafts = (one.run(new_planner(one), skip=33) for one in both)
         shares = f"planned {planned / best:.3f} of it, two drafts over one {two_drafts / planned:.3f}"
         print(f'    "{name}": {best:.2f},  # {shares}')

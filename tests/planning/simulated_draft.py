@@ -1,0 +1,127 @@
+"""Draft workers without models, whose time a [`~tests.planning.worlds.World`] says. What joins their answers is real."""
+
+from types import SimpleNamespace
+
+import torch
+
+from hf_ssd import SSDConfig
+from hf_ssd.distributed.several_drafts import SeveralDrafts
+from hf_ssd.planning.planners import planner_for
+from hf_ssd.rounds import AHEAD, NOTHING, PLAIN, PREPARED, Plan, RoundRecord, Speculation
+
+
+class SimulatedDraft:
+    """The assistant of all calls with one pair."""
+
+    positions = None
+
+    def __init__(self, world):
+        self.world, self.workers = world, [None] * world.workers
+        self.profiles_lost, self.fillers_are_right, self.slowness = world.profiles_lost, world.fillers_are_right, 1.0
+
+    def planner(self, temperature=None, **settings):
+        """Returns the planner of a call, which knows what calls before have taught."""
+        generation = SimpleNamespace(do_sample=temperature is not None, temperature=temperature)
+        config, of_world = SSDConfig(**settings), self.world
+        return planner_for(self, self, config, generation, of_world.rows, 100, 1000, of_world.is_parallel)
+
+    def begin_call(self, turn, timeout, patience):
+        pass
+
+    def end_call(self, turn):
+        pass
+
+    def open_session(self, turn, request, device):
+        return SimulatedSession(self, request())
+
+    def drafting(self, tokens):
+        return self.slowness * self.world.drafting(tokens)
+
+
+class SimulatedSession(SeveralDrafts):
+    def __init__(self, draft, request):
+        self.config, self.rows, self.sampled, self.custom, self.fallbacks = request.config, len(request.prompts), False, None, {}
+        self.texts, self.verified = [prompt.tolist() for prompt in request.prompts], torch.zeros(self.rows, 0)
+        self.draft, self.world, self.profiles = draft, draft.world, request.profile
+        self.sessions, self.on_close = [Worker(self, index) for index in range(len(draft.workers))], lambda: None
+        self.preparing, self.is_misled, self.is_behind = Plan(PLAIN), False, False
+
+    def prepare(self, width, verification, ranks, hits, measured):
+        """Prepares while the target verifies, and returns the seconds that this takes."""
+        self.ranks, self.hits, self.measured = ranks, hits, measured
+        self.choice = self.branch = 0.0
+        self.grown = self.passes = 0
+        if self.preparing.mode != AHEAD:
+            return 0.0
+        rows, plan, tokens_of_a_pass = self.rows, self.preparing, 1
+        fed = rows * plan.budget
+        if self.world.is_parallel:
+            tokens_of_a_pass, fed = plan.lookahead, rows * (width + 1 + (plan.lookahead + 1) * plan.budget)
+        self.choice = measured(self.draft.drafting(rows * (width + 1)) if plan.feeds_first else 0.0)
+        self.branch = measured(self.draft.drafting(fed))
+        fitting = max(0, -int(-(verification - self.choice) // self.branch))  # the last pass that was begun counts
+        self.passes = min(plan.lookahead // tokens_of_a_pass, fitting)
+        self.grown = self.passes * tokens_of_a_pass
+        return self.choice + self.passes * self.branch
+
+    def send_outcome(self, outcome, plan):
+        super().send_outcome(outcome, plan)
+        self.is_behind = outcome.later is not None
+
+    def receive_speculation(self):
+        speculation = super().receive_speculation()
+        self.preparing, self.profiles = self.plan, False
+        return speculation
+
+
+class Worker:
+    """One of the drafts that a session joins. Rows that hit are shared among them."""
+
+    def __init__(self, session, index):
+        self.session, self.index = session, index
+
+    def has_arrived(self):
+        return True
+
+    def close(self):
+        pass
+
+    def send_outcome(self, outcome, plan):
+        self.plan, self.incomplete = plan, None
+
+    def send_speculation(self, found):
+        self.incomplete = found
+
+    def receive_speculation(self, timeout=None):
+        return self.found() if self.incomplete is None else self.completed()
+
+    def found(self):
+        session, budget = self.session, self.session.preparing.budget
+        mine = [hit and row % len(session.draft.workers) == self.index for row, hit in enumerate(session.hits)]
+        record = RoundRecord(
+            self.plan.mode,
+            budget=budget,
+            sources=[PREPARED if hit else NOTHING for hit in mine],
+            ranks=session.ranks if budget else [-1] * session.rows,
+            grown=session.grown,
+            passes=session.passes,
+            choose_seconds=session.choice,
+            grow_seconds=session.passes * session.branch,
+        )
+        costs = None
+        if session.profiles and session.draft.profiles_lost:
+            session.draft.profiles_lost -= 1
+        elif session.profiles:
+            slowness = session.draft.slowness
+            costs = 0.0, session.measured(slowness * session.world.step), slowness * session.world.per_branch
+        return Speculation(torch.zeros(session.rows, session.grown * any(mine), dtype=torch.long), None, record, costs=costs)
+
+    def completed(self):
+        session, (known, width) = self.session, (self.incomplete.known, self.incomplete.record.lookahead)
+        steps = width - min(known)
+        fed = session.rows
+        if session.world.is_parallel:
+            steps, fed = 1, session.rows * (width + 1)
+        seconds = sum(session.measured(session.draft.drafting(fed)) for _ in range(steps))
+        record = RoundRecord(steps=steps, answer_seconds=seconds)
+        return Speculation(torch.zeros(session.rows, width, dtype=torch.long), None, record)

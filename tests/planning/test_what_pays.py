@@ -1,0 +1,132 @@
+"""In the end the plan is the one that pays, whatever the calls before were."""
+
+import contextlib
+import dataclasses
+import itertools
+import statistics
+
+import pytest
+
+from hf_ssd.distributed.several_drafts import SeveralDrafts
+from hf_ssd.planning import planner as planner_module
+from hf_ssd.planning.experience import Durations
+from hf_ssd.planning.planner import Planner
+from hf_ssd.planning.profile import FILLERS, KNOWN, WANTED, Profile
+from hf_ssd.rounds import AHEAD, IN_TURN, PLAIN, Outcome
+
+from .simulated_draft import SimulatedDraft
+from .worlds import FixedPlanner, World, new_planner
+
+PAYING = {AHEAD: World(0.9), IN_TURN: World(0.8, contention=2.5, right=0.2), PLAIN: World(0.3, step=0.04)}
+HISTORIES = {
+    "short calls": {"calls_before": (1, 3, 5)},
+    "calls broken off": {"calls_before": (2, 4, 6, 8, 10)},
+    "a call that ended before a round in turn": {"calls_before": (10,), "busy": 2.0},
+    "profiles that are lost": {"calls_before": (40, 40), "profiles_lost": 2},
+    "fillers that are right": {"fillers_are_right": True},
+    "several drafts": {"workers": 2},
+    "a draft that was very busy": {"calls_before": (40, 200), "busy": 12.0},
+    "a draft that was busy": {"calls_before": (10, 200), "busy": 8.0},
+}
+
+
+def modes_of_a_call(draft, half_rounds, planner=None):
+    planner = planner or draft.planner()
+    with contextlib.closing(draft.world.call(planner, draft)) as call:
+        return [planner.plan.mode for _ in itertools.islice(call, half_rounds)]
+
+
+def mode_of_a_long_call(draft, temperature=None, rounds=400):
+    """Returns the mode of most rounds in the second half of a call."""
+    modes = modes_of_a_call(draft, 2 * rounds, draft.planner(temperature))
+    return statistics.mode(modes[rounds:])
+
+
+def mode_in_the_end(world):
+    """Returns the mode that a long call follows after the calls that the world has before it."""
+    draft = SimulatedDraft(world)
+    for number, half_rounds in enumerate(world.calls_before):
+        draft.slowness = 1.0 if number else world.busy
+        modes_of_a_call(draft, half_rounds)
+    draft.slowness = 1.0
+    return mode_of_a_long_call(draft)
+
+
+@pytest.mark.parametrize("pays", PAYING)
+def test_one_mode_pays_in_each_world(pays):
+    plans = {PLAIN: [(0, 0)], IN_TURN: [(1, 0), (3, 0), (5, 0)], AHEAD: [(1, 24), (4, 24), (7, 24)]}
+    speeds = {mode: max(PAYING[pays].run(FixedPlanner(*one), rounds=200) for one in plans[mode]) for mode in plans}
+    assert speeds.pop(pays) > 1.2 * max(speeds.values())
+
+
+@pytest.mark.parametrize("history", HISTORIES)
+@pytest.mark.parametrize("pays", PAYING)
+def test_the_plan_in_the_end_is_the_one_that_pays(pays, history):
+    assert mode_in_the_end(dataclasses.replace(PAYING[pays], **HISTORIES[history])) == pays
+
+
+def test_a_call_that_waits_for_another_ones_draft_takes_nothing_from_it():
+    draft = SimulatedDraft(PAYING[AHEAD])
+    first, waiting = draft.planner(), draft.planner()
+    assert waiting.profile.state == first.profile.state == WANTED
+    first.begin_profile()
+    assert waiting.next_filler() is None and waiting.profile.state == WANTED
+    waiting.observe_profile((1.0, 1.0, 1.0))  # which is not of its asking
+    assert [first.next_filler() for _ in FILLERS] == [*FILLERS] and waiting.plan.mode == IN_TURN
+    modes_of_a_call(draft, 60)
+    assert {*modes_of_a_call(draft, 40, waiting)} == {AHEAD}  # it knows what was measured while it waited
+
+
+def test_probes_read_texts_in_a_small_share_of_the_time(monkeypatch):
+    world = World(0.3, step=0.03, reading=1.0)
+    assert world.run(new_planner(world), rounds=600) > 0.93 / world.verification
+    monkeypatch.setattr(planner_module, "PROBE_SHARE", 10.0)  # the mutant: reads whenever it likes
+    assert world.run(new_planner(world), rounds=600) < 0.9 / world.verification
+
+
+# ---------------------------------------------------------------- mutants
+
+
+def profiled_once(monkeypatch):
+    begin, state = Profile.begin, Profile.state.fget
+    monkeypatch.setattr(Profile, "begin", lambda self: (begin(self), vars(self.durations).update(has_begun=True)))
+    once = property(lambda self: KNOWN if self.left is None and hasattr(self.durations, "has_begun") else state(self))
+    monkeypatch.setattr(Profile, "state", once)
+
+
+def fillers_told_as_counts(monkeypatch):
+    told = lambda self, other, proposed: Outcome(other.accepted, other.bonus, self.later or [[] for _ in other.bonus])  # noqa: E731
+    monkeypatch.setattr(Outcome, "followed_by", told)
+
+
+def costs_dropped_where_answers_are_joined(monkeypatch):
+    merge = SeveralDrafts._merge
+    monkeypatch.setattr(SeveralDrafts, "_merge", lambda *given: dataclasses.replace(merge(*given), costs=None))
+
+
+def nothing_is_measured_again(monkeypatch):
+    monkeypatch.setattr(Durations, "forget", lambda self, modes: None)
+
+
+def what_was_not_timed_stays_so(monkeypatch):
+    nothing_is_measured_again(monkeypatch)
+    begin = Planner.begin_call
+    monkeypatch.setattr(Planner, "begin_call", lambda self: (begin(self), self._may_choose and self._choose()))
+
+
+@pytest.mark.parametrize(
+    "mutate, history, pays",
+    [
+        (profiled_once, "short calls", AHEAD),
+        (profiled_once, "calls broken off", AHEAD),
+        (profiled_once, "profiles that are lost", AHEAD),
+        (what_was_not_timed_stays_so, "a call that ended before a round in turn", IN_TURN),
+        (fillers_told_as_counts, "fillers that are right", AHEAD),
+        (costs_dropped_where_answers_are_joined, "several drafts", AHEAD),
+        (nothing_is_measured_again, "a draft that was very busy", AHEAD),
+        (nothing_is_measured_again, "a draft that was busy", AHEAD),
+    ],
+)
+def test_mutants_miss_what_pays(monkeypatch, mutate, history, pays):
+    mutate(monkeypatch)
+    assert mode_in_the_end(dataclasses.replace(PAYING[pays], **HISTORIES[history])) != pays
