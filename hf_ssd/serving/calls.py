@@ -10,13 +10,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 from transformers.cli.serving.utils import GenerateManager, _GenerationCancelled
 from transformers.generation.streamers import BaseStreamer
 
 from ..generation.streaming import RoundStreamer
 from ..stats import SSDStats
 from .metrics import CANCELLED, FAILED, FINISHED, REFUSED, Totals
+from .stops import StopCriteria
 
 END_TIMEOUT = 10.0  # seconds for the call under way to come to its next round
 
@@ -30,6 +31,7 @@ class Call:
         loop (`asyncio.AbstractEventLoop`): The event loop that answers it.
         seed (`int`, *optional*): Of its tokens.
         settings (`dict`): Fields of its generation config that transformers' handlers do not set.
+        stop (`list[str]`): Strings before which its text ends.
         has_left (`threading.Event`): Set when nobody waits for its answer any more.
         is_prepared (`bool`): Whether its prompt is tokenized.
         error (`Exception`, *optional*): What its generation raised.
@@ -38,6 +40,7 @@ class Call:
     loop: asyncio.AbstractEventLoop
     seed: int | None = None
     settings: dict = field(default_factory=dict)
+    stop: list[str] = field(default_factory=list)
     has_left: threading.Event = field(default_factory=threading.Event)
     is_prepared: bool = False
     error: Exception | None = None
@@ -83,6 +86,8 @@ class CountedModel:
         try:
             counting = CountingStreamer(self, streamer)
             counting.check()
+            if self.call.stop:
+                kwargs["stopping_criteria"] = StoppingCriteriaList([self._stop_criteria(**kwargs)])
             with seeded(self.call.seed, self.model.device):
                 output = self.model.generate(**kwargs, streamer=counting)
             end = FINISHED
@@ -97,6 +102,11 @@ class CountedModel:
         if streamer is not None:
             streamer.end()
         return output
+
+
+    def _stop_criteria(self, tokenizer, input_ids, **kwargs) -> StopCriteria:
+        backend = getattr(tokenizer, "tokenizer", tokenizer).backend_tokenizer
+        return StopCriteria(self.call.stop, backend, input_ids.shape[1])
 
 
 class CountingStreamer(RoundStreamer):

@@ -124,7 +124,7 @@ class Parameters(Strict):
         if body.get("tool_choice") == "none":
             body.pop("tools", None)
         fields = type(self).model_fields
-        ours = {name for name in body if how(fields[name]) != DONE} | {"seed", "logit_bias", "tool_choice"}
+        ours = {name for name in body if how(fields[name]) != DONE} | {"seed", "logit_bias", "stop", "tool_choice"}
         return {name: value for name, value in body.items() if name not in ours and value != []}
 
     def settings(self) -> dict:
@@ -135,6 +135,11 @@ class Parameters(Strict):
         if bias := getattr(self, "logit_bias", None):
             settings["sequence_bias"] = {(int(token),): float(value) for token, value in bias.items()}
         return settings
+
+    def stops(self) -> list[str]:
+        """Returns the strings before which the text ends."""
+        stop = getattr(self, "stop", None) or []
+        return [stop] if isinstance(stop, str) else stop
 
     def characters(self) -> int:
         """Returns how many characters there are to tokenize."""
@@ -154,7 +159,9 @@ class Generation(Parameters):
     """What both addresses of completions take."""
 
     max_tokens: int | None = done("at least 1; a text ends where the model's positions do", ge=1, le=LARGEST)
-    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = done("a text, or up to 16; no empty one")
+    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = done(
+        "a text, or up to 16, before which the answer ends; no empty one"
+    )
     frequency_penalty: Penalty | None = done("as in `transformers serve`: a repetition penalty of 1 and this number")
     logit_bias: dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]] | None = (
         done("from -100 to 100, for the ids of tokens")

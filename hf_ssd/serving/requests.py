@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 from transformers import PreTrainedModel
 from transformers.cli.serving.model_manager import ModelManager
@@ -21,6 +21,7 @@ from transformers.cli.serving.utils import X_REQUEST_ID, BaseHandler, Modality
 from .calls import CALL, Call
 from .errors import BadRequest, described, read
 from .parameters import Parameters
+from .stops import StreamCut, cut_answer
 
 POLL = 0.1  # seconds between two looks at whether the client is there
 logger = logging.getLogger(__name__)
@@ -93,15 +94,17 @@ class Endpoint:
         finally:
             task.cancel()  # does nothing to a task that is done
         response = task.result()
-        response.headers[X_REQUEST_ID] = name
         if isinstance(response, StreamingResponse):
-            response.body_iterator = with_errors(response.body_iterator, call)
+            response.body_iterator = corrected(response.body_iterator, call)
+        elif call.stop:
+            response = JSONResponse(cut_answer(json.loads(response.body), call.stop))
+        response.headers[X_REQUEST_ID] = name
         return response
 
     async def _handle(self, body: bytes, name: str, call: Call) -> Response:
         request = read(self.kind, body)
         self.limits.check(request)
-        call.seed, call.settings = request.seed, request.settings()
+        call.seed, call.settings, call.stop = request.seed, request.settings(), request.stops()
         try:
             return await self.handler.handle_request(request.body(), name)
         except (KeyError, IndexError, AttributeError) as error:
@@ -110,15 +113,16 @@ class Endpoint:
             raise BadRequest(f"The request cannot be read: {error!r}.") from error
 
 
-async def with_errors(chunks: AsyncIterator, call: Call) -> AsyncIterator:
-    """Yields a stream's chunks; an error that transformers puts there as a text becomes OpenAI's object."""
+async def corrected(chunks: AsyncIterator, call: Call) -> AsyncIterator:
+    """Yields a stream's chunks without stop strings; an error that transformers puts as a text is OpenAI's object."""
+    cut = StreamCut(call.stop)
     async for chunk in chunks:
         if call.error is not None:
             status, body = described(call.error)
             if status >= 500:
                 logger.error("A call failed.", exc_info=call.error)
             chunk = chunk.replace(f'data: {{"error": "{call.error}"}}\n\n', f"data: {json.dumps(body)}\n\n")
-        yield chunk
+        yield cut.events(chunk) if call.stop else chunk
 
 
 async def begun_in(thread: Executor, coroutine: Coroutine) -> Any:
