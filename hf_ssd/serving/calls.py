@@ -103,7 +103,6 @@ class CountedModel:
             streamer.end()
         return output
 
-
     def _stop_criteria(self, tokenizer, input_ids, **kwargs) -> StopCriteria:
         backend = getattr(tokenizer, "tokenizer", tokenizer).backend_tokenizer
         return StopCriteria(self.call.stop, backend, input_ids.shape[1])

@@ -52,14 +52,16 @@ class StopCriteria(StoppingCriteria):
     """
 
     def __init__(self, strings: list[str], tokenizer: Tokenizer, length: int):
-        self.cut, self.tokenizer, self.length = Cut(strings), tokenizer, length
-        self.decoder = DecodeStream([], skip_special_tokens=False)
+        self.tokenizer, self.length = tokenizer, length
+        # Answers do not show special tokens, but a stop string may be the name of one.
+        self.texts = [(Cut(strings), DecodeStream([], skip_special_tokens=skips)) for skips in (True, False)]
 
     def __call__(self, input_ids: torch.LongTensor, scores, **kwargs) -> torch.BoolTensor:
         for token in input_ids[0, self.length :].tolist():
-            self.cut.add(self.decoder.step(self.tokenizer, token) or "")
+            for cut, decoder in self.texts:
+                cut.add(decoder.step(self.tokenizer, token) or "")
         self.length = input_ids.shape[1]
-        return torch.tensor([self.cut.is_over], device=input_ids.device)
+        return torch.tensor([any(cut.is_over for cut, _ in self.texts)], device=input_ids.device)
 
 
 class StreamCut:
@@ -79,7 +81,7 @@ class StreamCut:
         for line in filter(None, chunk.split("\n\n")):
             event = json.loads(line.removeprefix("data: "))
             choice, texts = _parts(event)
-            field = next((name for name in FIELDS if texts.get(name)), None)
+            field = next((name for name in FIELDS if name in texts and "finish_reason" not in choice), None)
             if field != self.field:  # a stop string does not span two fields
                 result += self._event(self.cut.release())
             self.last, self.field = event, field
