@@ -16,6 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..generation.streaming import RoundStreamer
 from ..stats import SSDStats
+from .errors import Refusal
 from .metrics import CANCELLED, FAILED, FINISHED, REFUSED, Totals
 from .stops import StopCriteria
 
@@ -91,10 +92,11 @@ class CountedModel:
             with seeded(self.call.seed, self.model.device):
                 output = self.model.generate(**kwargs, streamer=counting)
             end = FINISHED
-        except _GenerationCancelled:  # the client has left, or the server ends
+        except _GenerationCancelled:  # the client has left
             end = CANCELLED
             raise
         except Exception as error:
+            end = CANCELLED if self.calls.are_over else FAILED
             self.call.error = error
             raise
         finally:
@@ -116,9 +118,11 @@ class CountingStreamer(RoundStreamer):
         self.calls, self.call, self.totals = counted.calls, counted.call, counted.calls.totals
 
     def check(self) -> None:
-        """Raises `_GenerationCancelled` if the call is to end."""
-        if self.calls.are_over or self.call.has_left.is_set():
+        """Raises an error if the call is to end."""
+        if self.call.has_left.is_set():
             raise _GenerationCancelled
+        if self.calls.are_over:
+            raise Refusal("The server ends.", status=503)
 
     def _count(self, stats: SSDStats) -> None:
         self.totals.add_round(stats)

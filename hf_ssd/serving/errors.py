@@ -16,9 +16,9 @@ from .parameters import REFUSED
 OF_THE_CLIENT = (ValueError, TypeError, TemplateError, RequestValidationError, HTTPException, _GenerationCancelled)
 
 
-class BadRequest(ValueError):
+class Refusal(ValueError):
     """
-    A request that is refused before any work.
+    A request that is not served.
 
     Args:
         message (`str`): One sentence for the client.
@@ -42,8 +42,6 @@ def described(error: BaseException) -> tuple[int, dict]:
     elif isinstance(error, RequestValidationError):
         status, first = 400, error.errors()[0]
         message = f"{' '.join(map(str, first['loc']))}: {first['msg']}"
-    elif isinstance(error, _GenerationCancelled):
-        status, message = 503, "The call was ended."
     else:
         status = getattr(error, "status", 400) if isinstance(error, OF_THE_CLIENT) else 500
     message = (message or type(error).__name__).encode(errors="replace").decode()
@@ -64,12 +62,12 @@ def read(kind: type[BaseModel], body: bytes) -> Any:
     Returns the request that a body holds.
 
     Raises:
-        [`BadRequest`]: The body is no JSON, or a parameter is not as `kind` has it.
+        [`Refusal`]: The body is no JSON, or a parameter is not as `kind` has it.
     """
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
-        raise BadRequest(*_in_words(kind, error)) from None
+        raise Refusal(*_in_words(kind, error)) from None
 
 
 def _in_words(kind: type[BaseModel], error: ValidationError) -> tuple[str, str | None]:

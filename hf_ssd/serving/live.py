@@ -10,13 +10,13 @@ import torch
 from pydantic import BaseModel, Field
 from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.cli.serving.utils import _GenerationCancelled
 
 from .. import timeline
 from ..generation.streaming import RoundStreamer
 from ..rounds import PREPARED
 from ..stats import SSDStats
 from .calls import Call, TurnTaking
+from .errors import described
 from .metrics import Totals
 
 ACCEPTED_PREPARED, ACCEPTED_DRAFTED, OF_THE_TARGET = "prepared", "drafted", "target"
@@ -130,10 +130,8 @@ class Live:
                 **inputs, generation_config=config, streamer=streamer, **without_draft
             )
             send({"end": "finished"})
-        except _GenerationCancelled:
-            send({"error": "The call was ended."})
         except Exception as error:
-            send({"error": str(error)})
+            send({"error": described(error)[1]["error"]["message"]})
 
     def _inputs(self, prompt: str) -> dict:
         if self.tokenizer.chat_template is None:

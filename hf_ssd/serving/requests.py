@@ -19,7 +19,7 @@ from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.utils import X_REQUEST_ID, BaseHandler, Modality
 
 from .calls import CALL, Call
-from .errors import BadRequest, described, read
+from .errors import Refusal, described, read
 from .parameters import Parameters
 from .stops import StreamCut, cut_answer
 
@@ -45,17 +45,17 @@ class Limits:
         self.reserved = {*inspect.signature(processor.apply_chat_template).parameters} - {"documents"}
 
     def check(self, request: Parameters) -> None:
-        """Raises [`BadRequest`] if the request cannot be served, as far as this is known before it is tokenized."""
+        """Raises [`Refusal`] if the request cannot be served, as far as this is known before it is tokenized."""
         if self.characters is not None and (count := request.characters()) > self.characters:
-            raise BadRequest(
+            raise Refusal(
                 f"The prompt has {count} characters; the model's {self.positions} positions hold at most "
                 f"{self.characters}.",
                 status=413,
             )
         if self.reads_text_only and (kinds := request.media()):
-            raise BadRequest(f"The model reads text only; the messages have {', '.join(sorted(kinds))}.", "messages")
+            raise Refusal(f"The model reads text only; the messages have {', '.join(sorted(kinds))}.", "messages")
         if names := self.reserved.intersection(getattr(request, "chat_template_kwargs", None) or ()):
-            raise BadRequest(f"`chat_template_kwargs` may not name {', '.join(sorted(names))}.", "chat_template_kwargs")
+            raise Refusal(f"`chat_template_kwargs` may not name {', '.join(sorted(names))}.", "chat_template_kwargs")
 
 
 class Endpoint:
@@ -110,7 +110,7 @@ class Endpoint:
         except (KeyError, IndexError, AttributeError) as error:
             if call.is_prepared:
                 raise
-            raise BadRequest(f"The request cannot be read: {error!r}.") from error
+            raise Refusal(f"The request cannot be read: {error!r}.") from error
 
 
 async def corrected(chunks: AsyncIterator, call: Call) -> AsyncIterator:
@@ -119,7 +119,7 @@ async def corrected(chunks: AsyncIterator, call: Call) -> AsyncIterator:
     async for chunk in chunks:
         if call.error is not None:
             status, body = described(call.error)
-            if status >= 500:
+            if status == 500:
                 logger.error("A call failed.", exc_info=call.error)
             chunk = chunk.replace(f'data: {{"error": "{call.error}"}}\n\n', f"data: {json.dumps(body)}\n\n")
         yield cut.events(chunk) if call.stop else chunk

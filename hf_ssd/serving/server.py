@@ -12,14 +12,13 @@ from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.responses import HTMLResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.middleware.cors import CORSMiddleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from transformers.cli.serve import Serve
 from transformers.utils import logging
 
 import hf_ssd
 
 from .calls import END_TIMEOUT, TurnTaking
-from .errors import OF_THE_CLIENT, BadRequest, read, refuse
+from .errors import OF_THE_CLIENT, Refusal, read, refuse
 from .gate import Gate
 from .live import Live, LiveRequest
 from .metrics import Metrics
@@ -92,8 +91,7 @@ class Server(Serve):
         for one in (app, theirs):
             for kind in (*OF_THE_CLIENT, Exception):
                 one.add_exception_handler(kind, refuse)
-        app.add_middleware(Gate, origins=self.enable_cors)
-        app.add_middleware(TrustedHostMiddleware, hosts(self.server.config.host, self.allowed_hosts), False)
+        app.add_middleware(Gate, hosts(self.server.config.host, self.allowed_hosts), origins=self.enable_cors)
         if self.enable_cors:
             app.add_middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
         self.server.config.app = app
@@ -121,14 +119,12 @@ class Server(Serve):
 
 
 def hosts(host: str, allowed: Sequence[str]) -> list[str]:
-    """Returns the names by which a server that listens on `host` may be called; `"*"` is any."""
+    """Returns patterns of the names by which a server that listens on `host` may be called."""
     try:
-        address = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
+        is_loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:  # a name
-        address = None
-    if not allowed and not (address and address.is_loopback):
-        return ["*"]
-    return ["localhost", "127.0.0.1", "[::1]", f"[{host}]" if ":" in host else host, *allowed]
+        is_loopback = False
+    return ["localhost", "127.0.0.1", "::1", host, *allowed] if allowed or is_loopback else ["*"]
 
 
 def ending(shutdown: Callable, calls: TurnTaking) -> Callable:
@@ -146,7 +142,7 @@ def resolving(resolve: Callable, name: str, names: set[str]) -> Callable:
 
     def resolved(body: dict) -> tuple:
         if (asked := body.pop("model", None)) not in (None, *names):
-            raise BadRequest(f"This server has one model, {name}; the request names {asked}.", "model")
+            raise Refusal(f"This server has one model, {name}; the request names {asked}.", "model")
         _, model, processor = resolve(body)
         return name, model, processor
 
