@@ -3,20 +3,14 @@
 import http
 from typing import Any
 
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from jinja2 import TemplateError
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from transformers.cli.serving.utils import _GenerationCancelled
 
-from .parameters import REFUSED
 
-# What else is raised is a fault of the server: starlette answers it with status 500, and logs it.
-OF_THE_CLIENT = (ValueError, TypeError, TemplateError, RequestValidationError, HTTPException, _GenerationCancelled)
-
-
-class Refusal(ValueError):
+class Refusal(Exception):
     """
     A request that is not served.
 
@@ -31,6 +25,10 @@ class Refusal(ValueError):
         self.param, self.status = param, status
 
 
+# What else is raised is a fault of the server: starlette answers it with status 500, and logs it.
+OF_THE_CLIENT = (Refusal, ValueError, TypeError, TemplateError, HTTPException, _GenerationCancelled)
+
+
 def described(error: BaseException) -> tuple[int, dict]:
     """Returns the status of an answer, and its body."""
     message, param = str(error), getattr(error, "param", None)
@@ -39,9 +37,6 @@ def described(error: BaseException) -> tuple[int, dict]:
         message = error.detail if isinstance(error.detail, str) else str(error.detail)
         if message == http.HTTPStatus(status).phrase:
             message = f"{message}: this server has no such address, or not with this method."
-    elif isinstance(error, RequestValidationError):
-        status, first = 400, error.errors()[0]
-        message = f"{' '.join(map(str, first['loc']))}: {first['msg']}"
     else:
         status = getattr(error, "status", 400) if isinstance(error, OF_THE_CLIENT) else 500
     message = (message or type(error).__name__).encode(errors="replace").decode()
@@ -78,11 +73,8 @@ def _in_words(kind: type[BaseModel], error: ValidationError) -> tuple[str, str |
     name = str(errors[0]["loc"][0])
     # A value of several possible types has an error for each; the longest place belongs to the type that was meant.
     found = max((one for one in errors if one["loc"][0] == errors[0]["loc"][0]), key=lambda one: len(one["loc"]))
-    field = kind.model_fields.get(name)
-    if field is None:
+    if name not in kind.model_fields:
         return f"Unknown parameter: `{name}`. Settings of transformers can stand in `generation_config`.", name
-    if (field.json_schema_extra or {}).get("how") == REFUSED:
-        return f"`{name}` is not supported" + (f", except as {field.description}." if field.description else "."), name
     place = [str(part) for part in found["loc"] if not isinstance(part, str) or part.isidentifier()]
     place = ".".join(part for part in place if part not in ("str", "dict"))
     return f"`{place}`: {found['msg'].removeprefix('Value error, ')}.", name

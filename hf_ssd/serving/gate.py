@@ -33,7 +33,9 @@ class Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        size, has_begun = 0, False
+        error, size = self._refusal(scope["method"], Headers(scope=scope)), 0
+        if error is not None:
+            return await (await refuse(scope, error))(scope, receive, send)
 
         async def counted() -> Message:
             nonlocal size
@@ -43,18 +45,7 @@ class Gate:
                 raise TOO_LARGE
             return message
 
-        async def answer(message: Message) -> None:
-            nonlocal has_begun
-            if has_begun or size <= BODY_LIMIT:  # an application may answer in its own way that it could not read
-                has_begun = True
-                await send(message)
-
-        error = self._refusal(scope["method"], Headers(scope=scope))
-        if error is None:
-            await self.app(scope, counted, answer)
-            error = TOO_LARGE if size > BODY_LIMIT and not has_begun else None
-        if error is not None:
-            await (await refuse(scope, error))(scope, receive, send)
+        await self.app(scope, counted, send)
 
     def _refusal(self, method: str, headers: Headers) -> HTTPException | None:
         """Returns the error of a request that is refused before its body is read."""

@@ -29,14 +29,16 @@ logger = logging.getLogger(__name__)
 
 class Limits:
     """
-    How much text a prompt can have at most, and of which kinds its parts are.
+    What requests may ask of the model: its name, how much text a prompt has at most, and of which kinds its parts are.
 
     Args:
         model (`PreTrainedModel`): The target.
         processor: Its tokenizer or processor.
+        names (`list[str]`): By which clients may call it; the first is the name that they are told.
     """
 
-    def __init__(self, model: PreTrainedModel, processor):
+    def __init__(self, model: PreTrainedModel, processor, names: list[str]):
+        self.names = names
         positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         longest = max(map(len, getattr(processor, "tokenizer", processor).get_vocab()))
         self.positions, self.characters = positions, None if positions is None else positions * longest
@@ -46,6 +48,8 @@ class Limits:
 
     def check(self, request: Parameters) -> None:
         """Raises [`Refusal`] if the request cannot be served, as far as this is known before it is tokenized."""
+        if request.model not in (None, *self.names):
+            raise Refusal(f"This server has one model, {self.names[0]}; the request names {request.model}.", "model")
         if self.characters is not None and (count := request.characters()) > self.characters:
             raise Refusal(
                 f"The prompt has {count} characters; the model's {self.positions} positions hold at most "
@@ -59,15 +63,7 @@ class Limits:
 
 
 class Endpoint:
-    """
-    One address of OpenAI's, an ASGI application.
-
-    Args:
-        handler (`BaseHandler`): transformers' own for this address.
-        kind (`type`): Of the request's parameters.
-        limits ([`Limits`]): Of the model.
-        preparing (`Executor`): The thread that reads and tokenizes.
-    """
+    """One address of OpenAI's: an ASGI application, which reads and tokenizes in the thread of `preparing`."""
 
     def __init__(self, handler: BaseHandler, kind: type[BaseModel], limits: Limits, preparing: Executor):
         self.handler, self.kind, self.limits, self.preparing = handler, kind, limits, preparing

@@ -65,12 +65,7 @@ class StopCriteria(StoppingCriteria):
 
 
 class StreamCut:
-    """
-    Cuts the events of one streamed answer before the first stop string.
-
-    Args:
-        strings (`list[str]`): The stop strings.
-    """
+    """Cuts the events of one streamed answer before the first stop string."""
 
     def __init__(self, strings: list[str]):
         self.cut, self.last, self.field = Cut(strings), {}, None

@@ -31,6 +31,10 @@ KINDS = {
 }
 
 
+def names_of(kind: type[parameters.Parameters]) -> set[str]:
+    return {*kind.model_fields, *kind.refused, *kind.no_effect}
+
+
 @pytest.fixture
 def server(tiny_server):  # noqa: F811
     return tiny_server
@@ -246,7 +250,7 @@ def test_a_logit_bias_of_whole_numbers_decides(server, ask):
 @pytest.mark.parametrize("path", REQUESTS)
 def test_values_of_another_kind_are_refused_in_openais_form(server, path):
     """Each parameter gets each of some values: it is served, or refused with 400."""
-    fields = KINDS[path].model_fields
+    fields = names_of(KINDS[path])
     statuses = set()
     for name in fields:
         for value in WRONG:
@@ -271,7 +275,7 @@ def test_values_of_another_kind_are_refused_in_openais_form(server, path):
             {"generation_config": json.dumps({"max_new_tokens": value})},
             {"generation_config": json.dumps({"top_k": value, "max_new_tokens": 1, "do_sample": True})},
         ]:
-            if not body.keys() <= fields.keys():
+            if not body.keys() <= fields:
                 continue
             cap = {"max_output_tokens" if path == RESPONSES else "max_tokens": 1}
             status, answer = server.post(path, json.dumps({**REQUESTS[path], **cap, "stream": False, **body}).encode())
@@ -301,10 +305,23 @@ def test_a_refusal_while_it_streams_reaches_openais_client_with_its_message(serv
         server.complete(PROMPT, 5, extra_body=options)
 
 
+def table() -> str:
+    """Returns the parameters of the three addresses as a table in Markdown."""
+    kinds, lines = KINDS.values(), ["| parameter | chat | completions | responses | values |", "|" + " --- |" * 5]
+    for name in sorted({name for kind in kinds for name in names_of(kind)}):
+        groups = [{"done": kind.model_fields, "no effect": kind.no_effect, "refused": kind.refused} for kind in kinds]
+        cells = [next((how for how, names in group.items() if name in names), "") for group in groups]
+        about = [kind.model_fields[name].description for kind in kinds if name in kind.model_fields]
+        about += ["concerns no answer of this server"] if "no effect" in cells else []
+        about += [
+            f"taken as `{json.dumps(kind.refused[name])}`" for kind in kinds if kind.refused.get(name) is not None
+        ]
+        lines.append(f"| `{name}` | {' | '.join(cells)} | {(about or [''])[0]} |")
+    return "\n".join(lines) + "\n"
+
+
 def test_the_document_has_the_table_of_parameters():
-    """`python -c "from hf_ssd.serving import parameters; print(parameters.table())"` prints it."""
-    document = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
-    assert parameters.table() in document
+    assert table() in (Path(__file__).parents[2] / "docs" / "serving.md").read_text(), table()
 
 
 def test_the_table_names_every_parameter_of_openais_and_no_other():
@@ -312,8 +329,8 @@ def test_the_table_names_every_parameter_of_openais_and_no_other():
     of_transformers = {"generation_config", "chat_template_kwargs", "seed", "stream", "stream_options"}
     for path, kind in KINDS.items():
         names = set(typing.get_type_hints(theirs[path]))
-        assert kind.model_fields.keys() >= names, "a parameter of OpenAI's is neither done nor refused"
-        assert kind.model_fields.keys() <= names | of_transformers
+        assert names_of(kind) >= names, "a parameter of OpenAI's is neither done nor refused"
+        assert names_of(kind) <= names | of_transformers
 
 
 # ---------------------------------------------------------------- long prompts, broken bodies, other hosts
