@@ -26,26 +26,15 @@ END_TIMEOUT = 10.0  # seconds for the call under way to come to its next round
 
 @dataclass(eq=False)
 class Call:
-    """
-    One request on its way through the server.
+    """One request on its way through the server."""
 
-    Args:
-        loop (`asyncio.AbstractEventLoop`): The event loop that answers it.
-        seed (`int`, *optional*): Of its tokens.
-        settings (`dict`): Fields of its generation config that transformers' handlers do not set.
-        stop (`list[str]`): Strings before which its text ends.
-        has_left (`threading.Event`): Set when nobody waits for its answer any more.
-        is_prepared (`bool`): Whether its prompt is tokenized.
-        error (`Exception`, *optional*): What its generation raised.
-    """
-
-    loop: asyncio.AbstractEventLoop
+    loop: asyncio.AbstractEventLoop  # that answers it
     seed: int | None = None
-    settings: dict = field(default_factory=dict)
-    stop: list[str] = field(default_factory=list)
-    has_left: threading.Event = field(default_factory=threading.Event)
-    is_prepared: bool = False
-    error: Exception | None = None
+    settings: dict = field(default_factory=dict)  # of its generation config, that transformers' handlers do not set
+    stop: list[str] = field(default_factory=list)  # strings before which its text ends
+    has_left: threading.Event = field(default_factory=threading.Event)  # set when nobody waits for its answer any more
+    is_prepared: bool = False  # whether its prompt is tokenized
+    error: Exception | None = None  # that its generation raised
 
 
 CALL: contextvars.ContextVar[Call] = contextvars.ContextVar("call")

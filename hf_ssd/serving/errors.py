@@ -11,14 +11,7 @@ from transformers.cli.serving.utils import _GenerationCancelled
 
 
 class Refusal(Exception):
-    """
-    A request that is not served.
-
-    Args:
-        message (`str`): One sentence for the client.
-        param (`str`, *optional*): The parameter that is at fault.
-        status (`int`, *optional*, defaults to 400): Of the answer.
-    """
+    """A request that is not served: one sentence for the client, and the parameter that is at fault, if one is."""
 
     def __init__(self, message: str, param: str | None = None, status: int = 400):
         super().__init__(message)
