@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import re
 import socket
 import threading
 import typing
@@ -413,6 +414,11 @@ def test_health_answers_while_a_prompt_is_tokenized(server, monkeypatch):
     assert answers[2].usage.completion_tokens == answers[3].usage.completion_tokens == 2
 
 
+OWN = {
+    CHAT: b'"messages": [{"role": "user", "content": %s}]',
+    RESPONSES: b'"stream": false, "input": %s',
+    "/v1/systemone": b'"questions": {"a": {"type": "noul"}}, "state": %s',
+}
 BAD = {
     "empty": b"",
     "no JSON": b'{"prompt": ',
@@ -422,7 +428,7 @@ BAD = {
     "UTF-16": '{"prompt":"a"}'.encode("utf-16"),
     "nested": b"[" * 1000,
     "nested in a field": b'{"prompt":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
-    "a lone surrogate": b'{"prompt": "\\ud800abc", "messages": "\\ud800abc", "input": "\\ud800abc"}',
+    "a lone surrogate": b'{"prompt": "\\ud800abc"}',
     "a lone surrogate as the model": b'{"prompt": "a", "model": "\\ud800abc"}',
     "a lone surrogate as a name": b'{"\\ud800abc": 1}',
     "not a number": b'{"prompt": "a", "temperature": NaN}',
@@ -434,6 +440,8 @@ BAD = {
 @pytest.mark.parametrize("body", BAD.values(), ids=BAD.keys())
 @pytest.mark.parametrize("path", [*REQUESTS, "/live", "/v1/systemone"])
 def test_a_bad_body_is_refused_in_openais_form(server, path, body):
+    """A prompt has the name and the form that the address gives it."""
+    body = re.sub(rb'"prompt": ("[^"]*")', lambda found: OWN.get(path, b'"prompt": %s') % found[1], body)
     assert 400 <= refused(server, path, body)[0] < 500
 
 
