@@ -72,7 +72,7 @@ def test_special_tokens_are_stop_strings_by_name_and_hide_none(server, texts, is
     special = next(i for i in range(1, COUNT) if texts[i] == texts[i - 1])
     text, after = texts[special], texts[special + 1]
     for stop, expected, needed in [("<s>", text, special + 1), (after[len(text) - 1 :], text[:-1], special + 2)]:
-        found, reason, count = answer(server, "complete", is_streamed, stop=stop)
+        found, reason, count = answer(server, "complete", is_streamed, stop=stop, tokens=2 * COUNT)
         assert ("".join(found), reason, count) == (expected, "stop", needed)
 
 
