@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from .errors import refuse
 
 BODY_LIMIT = 16 << 20  # bytes
-TOO_LARGE = HTTPException(413, f"The body is larger than {BODY_LIMIT >> 20} MiB.")
+TOO_LARGE = 413, f"The body is larger than {BODY_LIMIT >> 20} MiB."
 
 
 class Gate:
@@ -42,7 +42,7 @@ class Gate:
             message = await receive()
             size += len(message.get("body", b""))
             if size > BODY_LIMIT:
-                raise TOO_LARGE
+                raise HTTPException(*TOO_LARGE)
             return message
 
         await self.app(scope, counted, send)
@@ -59,5 +59,5 @@ class Gate:
         if method == "POST" and not self.origins and origin is not None and site != host:
             return HTTPException(403, f"A page of {origin} may not use this server, unless it has --cors.")
         if int(headers.get("content-length", 0)) > BODY_LIMIT:
-            return TOO_LARGE
+            return HTTPException(*TOO_LARGE)
         return None
