@@ -76,7 +76,8 @@ class StreamCut:
         for line in filter(None, chunk.split("\n\n")):
             event = json.loads(line.removeprefix("data: "))
             choice, texts = _parts(event)
-            field = next((name for name in FIELDS if name in texts and "finish_reason" not in choice), None)
+            is_text = choice.get("finish_reason") is None
+            field = next((name for name in FIELDS if is_text and texts.get(name) is not None), None)
             if field != self.field:  # a stop string does not span two fields
                 result += self._event(self.cut.release())
             self.last, self.field = event, field
