@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import contextvars
+import functools
 import inspect
 import threading
 import types
@@ -10,37 +11,30 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 from transformers.cli.serving.utils import GenerateManager, _GenerationCancelled
 from transformers.generation.streamers import BaseStreamer
 
 from ..generation.streaming import RoundStreamer
 from ..stats import SSDStats
+from .errors import Refusal
 from .metrics import CANCELLED, FAILED, FINISHED, REFUSED, Totals
+from .stops import StopCriteria
 
 END_TIMEOUT = 10.0  # seconds for the call under way to come to its next round
 
 
 @dataclass(eq=False)
 class Call:
-    """
-    One request on its way through the server.
+    """One request on its way through the server."""
 
-    Args:
-        loop (`asyncio.AbstractEventLoop`): The event loop that answers it.
-        seed (`int`, *optional*): Of its tokens.
-        settings (`dict`): Fields of its generation config that transformers' handlers do not set.
-        has_left (`threading.Event`): Set when nobody waits for its answer any more.
-        is_prepared (`bool`): Whether its prompt is tokenized.
-        error (`Exception`, *optional*): What its generation raised.
-    """
-
-    loop: asyncio.AbstractEventLoop
+    loop: asyncio.AbstractEventLoop  # that answers it
     seed: int | None = None
-    settings: dict = field(default_factory=dict)
-    has_left: threading.Event = field(default_factory=threading.Event)
-    is_prepared: bool = False
-    error: Exception | None = None
+    settings: dict = field(default_factory=dict)  # of its generation config, that transformers' handlers do not set
+    stop: list[str] = field(default_factory=list)  # strings before which its text ends
+    has_left: threading.Event = field(default_factory=threading.Event)  # set when nobody waits for its answer any more
+    is_prepared: bool = False  # whether its prompt is tokenized
+    error: Exception | None = None  # that its generation raised
 
 
 CALL: contextvars.ContextVar[Call] = contextvars.ContextVar("call")
@@ -49,12 +43,10 @@ CALL: contextvars.ContextVar[Call] = contextvars.ContextVar("call")
 @contextlib.contextmanager
 def seeded(seed: int | None, device: torch.device) -> Iterator[None]:
     """Seeds torch's generators, of the CPU and the device, and puts their state back."""
-    if seed is None:
-        yield
-        return
-    devices = {"devices": [device], "device_type": device.type} if device.type in ("cuda", "xpu") else {"devices": []}
-    with torch.random.fork_rng(**devices):
-        torch.manual_seed(seed)
+    devices = [device] if device.type in ("cuda", "xpu") else []
+    with torch.random.fork_rng(devices, enabled=seed is not None, device_type=device.type if devices else "cuda"):
+        if seed is not None:
+            torch.manual_seed(seed)
         yield
 
 
@@ -64,75 +56,37 @@ def the_loop():
     yield
 
 
-class CountedModel:
-    """
-    The model as the server calls it, whose calls are counted, seeded, and ended when nobody waits for them.
-
-    Args:
-        model (`PreTrainedModel`): An enabled model.
-        calls ([`TurnTaking`]): The manager, which has the totals that they are added to.
-        call ([`Call`]): The request.
-    """
-
-    def __init__(self, model: PreTrainedModel, calls: "TurnTaking", call: Call):
-        self.model, self.calls, self.call = model, calls, call
-
-    def generate(self, streamer: BaseStreamer | None = None, **kwargs):
-        """`generate()` of the model."""
-        end = FAILED
-        try:
-            counting = CountingStreamer(self, streamer)
-            counting.check()
-            with seeded(self.call.seed, self.model.device):
-                output = self.model.generate(**kwargs, streamer=counting)
-            end = FINISHED
-        except _GenerationCancelled:  # the client has left, or the server ends
-            end = CANCELLED
-            raise
-        except Exception as error:
-            self.call.error = error
-            raise
-        finally:
-            self.calls.totals.requests[end] += 1
-        if streamer is not None:
-            streamer.end()
-        return output
-
-
 class CountingStreamer(RoundStreamer):
-    """Counts tokens and rounds, and passes both on."""
+    """Counts the tokens and rounds of a call, passes both on, and ends the call when nobody waits for it."""
 
-    def __init__(self, counted: CountedModel, streamer: BaseStreamer | None):
+    def __init__(self, calls: "TurnTaking", call: Call, streamer: BaseStreamer | None):
         super().__init__(self._count, streamer)
-        self.calls, self.call, self.totals = counted.calls, counted.call, counted.calls.totals
+        self.calls, self.call = calls, call
 
     def check(self) -> None:
-        """Raises `_GenerationCancelled` if the call is to end."""
-        if self.calls.are_over or self.call.has_left.is_set():
+        """Raises an error if the call is to end."""
+        if self.call.has_left.is_set():
             raise _GenerationCancelled
+        if self.calls.are_over:
+            raise Refusal("The server ends.", status=503)
 
     def _count(self, stats: SSDStats) -> None:
-        self.totals.add_round(stats)
+        self.calls.totals.add_round(stats)
         if isinstance(self.streamer, RoundStreamer):
             self.streamer.on_round(stats)
 
     def put(self, value: torch.LongTensor) -> None:
         self.check()
         if value.dim() == 1:  # the prompt comes first, with two dimensions
-            self.totals.tokens += len(value)
+            self.calls.totals.tokens += len(value)
         super().put(value)
 
     def end(self) -> None:
-        """Does nothing: a client learns that its call has ended when that is counted, by [`CountedModel`]."""
+        """Does nothing: [`TurnTaking`] tells the client when it has counted the call."""
 
 
 class TurnTaking(GenerateManager):
-    """
-    transformers' manager, which lets calls take turns in one thread. Here they are checked first and counted.
-
-    Args:
-        totals ([`Totals`]): What they are added to.
-    """
+    """transformers' manager, which lets calls take turns in one thread. Here they are checked first and counted."""
 
     def __init__(self, totals: Totals):
         super().__init__()
@@ -164,23 +118,37 @@ class TurnTaking(GenerateManager):
 
     def async_submit(self, fn, *args, **kwargs) -> asyncio.Future:
         """As transformers', but a result that nobody waits for any more is dropped."""
-        loop = asyncio.get_running_loop()
-        future = loop.create_future()
+        return asyncio.shield(asyncio.wrap_future(self.submit(fn, *args, **kwargs)))
 
-        def settle(done) -> None:
-            if future.cancelled():
-                return
-            if done.exception() is None:
-                future.set_result(done.result())
-            else:
-                future.set_exception(done.exception())
+    def counted(self, model: PreTrainedModel, call: Call) -> types.SimpleNamespace:
+        """Returns the model of a call, for those who ask for nothing but its `generate()`."""
+        return types.SimpleNamespace(generate=functools.partial(self._generate, model, call))
 
-        submitted = self.submit(fn, *args, **kwargs)
-        submitted.add_done_callback(lambda done: loop.call_soon_threadsafe(settle, done))
-        return future
-
-    def counted(self, model: PreTrainedModel, call: Call) -> CountedModel:
-        return CountedModel(model, self, call)
+    def _generate(self, model: PreTrainedModel, call: Call, streamer: BaseStreamer | None = None, **kwargs):
+        """`generate()` of the model: counted, seeded, and ended by stop strings and when nobody waits for it."""
+        end = FAILED
+        try:
+            counting = CountingStreamer(self, call, streamer)
+            counting.check()
+            if call.stop:
+                tokenizer = getattr(kwargs["tokenizer"], "tokenizer", kwargs["tokenizer"]).backend_tokenizer
+                criteria = StopCriteria(call.stop, tokenizer, kwargs["input_ids"].shape[1])
+                kwargs["stopping_criteria"] = StoppingCriteriaList([criteria])
+            with seeded(call.seed, model.device):
+                output = model.generate(**kwargs, streamer=counting)
+            end = FINISHED
+        except _GenerationCancelled:  # the client has left
+            end = CANCELLED
+            raise
+        except Exception as error:
+            end = CANCELLED if self.are_over else FAILED
+            call.error = error
+            raise
+        finally:
+            self.totals.requests[end] += 1
+        if streamer is not None:
+            streamer.end()
+        return output
 
     def prepare(self, model: PreTrainedModel, inputs: dict, gen_config: GenerationConfig, call: Call) -> None:
         """

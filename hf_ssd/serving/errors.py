@@ -3,32 +3,23 @@
 import http
 from typing import Any
 
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from jinja2 import TemplateError
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from transformers.cli.serving.utils import _GenerationCancelled
 
-from .parameters import REFUSED
 
-# What else is raised is a fault of the server: starlette answers it with status 500, and logs it.
-OF_THE_CLIENT = (ValueError, TypeError, TemplateError, RequestValidationError, HTTPException, _GenerationCancelled)
-
-
-class BadRequest(ValueError):
-    """
-    A request that is refused before any work.
-
-    Args:
-        message (`str`): One sentence for the client.
-        param (`str`, *optional*): The parameter that is at fault.
-        status (`int`, *optional*, defaults to 400): Of the answer.
-    """
+class Refusal(Exception):
+    """A request that is not served: one sentence for the client, and the parameter that is at fault, if one is."""
 
     def __init__(self, message: str, param: str | None = None, status: int = 400):
         super().__init__(message)
         self.param, self.status = param, status
+
+
+# What else is raised is a fault of the server: starlette answers it with status 500, and logs it.
+OF_THE_CLIENT = (Refusal, ValueError, TypeError, TemplateError, HTTPException, _GenerationCancelled)
 
 
 def described(error: BaseException) -> tuple[int, dict]:
@@ -39,11 +30,6 @@ def described(error: BaseException) -> tuple[int, dict]:
         message = error.detail if isinstance(error.detail, str) else str(error.detail)
         if message == http.HTTPStatus(status).phrase:
             message = f"{message}: this server has no such address, or not with this method."
-    elif isinstance(error, RequestValidationError):
-        status, first = 400, error.errors()[0]
-        message = f"{' '.join(map(str, first['loc']))}: {first['msg']}"
-    elif isinstance(error, _GenerationCancelled):
-        status, message = 503, "The call was ended."
     else:
         status = getattr(error, "status", 400) if isinstance(error, OF_THE_CLIENT) else 500
     message = (message or type(error).__name__).encode(errors="replace").decode()
@@ -64,12 +50,12 @@ def read(kind: type[BaseModel], body: bytes) -> Any:
     Returns the request that a body holds.
 
     Raises:
-        [`BadRequest`]: The body is no JSON, or a parameter is not as `kind` has it.
+        [`Refusal`]: The body is no JSON, or a parameter is not as `kind` has it.
     """
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
-        raise BadRequest(*_in_words(kind, error)) from None
+        raise Refusal(*_in_words(kind, error)) from None
 
 
 def _in_words(kind: type[BaseModel], error: ValidationError) -> tuple[str, str | None]:
@@ -80,11 +66,8 @@ def _in_words(kind: type[BaseModel], error: ValidationError) -> tuple[str, str |
     name = str(errors[0]["loc"][0])
     # A value of several possible types has an error for each; the longest place belongs to the type that was meant.
     found = max((one for one in errors if one["loc"][0] == errors[0]["loc"][0]), key=lambda one: len(one["loc"]))
-    field = kind.model_fields.get(name)
-    if field is None:
+    if name not in kind.model_fields:
         return f"Unknown parameter: `{name}`. Settings of transformers can stand in `generation_config`.", name
-    if (field.json_schema_extra or {}).get("how") == REFUSED:
-        return f"`{name}` is not supported" + (f", except as {field.description}." if field.description else "."), name
     place = [str(part) for part in found["loc"] if not isinstance(part, str) or part.isidentifier()]
     place = ".".join(part for part in place if part not in ("str", "dict"))
     return f"`{place}`: {found['msg'].removeprefix('Value error, ')}.", name

@@ -1,5 +1,6 @@
-"""What is looked at before a request is read: whose page sent it, and how large it is."""
+"""What is checked before a request is read: the name it calls, the page that sent it, and how large it is."""
 
+from fnmatch import fnmatchcase
 from urllib.parse import urlsplit
 
 from fastapi import HTTPException
@@ -9,41 +10,54 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from .errors import refuse
 
 BODY_LIMIT = 16 << 20  # bytes
+TOO_LARGE = 413, f"The body is larger than {BODY_LIMIT >> 20} MiB."
 
 
 class Gate:
     """
-    Refuses what a page of another site sends, and bodies above the limit, while they arrive.
+    Refuses a request that calls the server by another name, a `POST` that a page of another site sends, and a body
+    above the limit while it arrives.
 
-    A browser lets any page send a request here, even if it does not let the page read the answer.
+    A page can have its own name lead to this machine, and a browser lets any page send a request here, even if it does
+    not let the page read the answer.
 
     Args:
-        app (`ASGIApp`): What is behind.
+        app (`ASGIApp`): The application behind.
+        hosts (`list[str]`): Patterns of the names by which clients may call the server, without a port.
         origins (`bool`): Whether pages of other sites may send requests.
     """
 
-    def __init__(self, app: ASGIApp, origins: bool = False):
-        self.app, self.origins = app, origins
+    def __init__(self, app: ASGIApp, hosts: list[str], origins: bool = False):
+        self.app, self.hosts, self.origins = app, [host.lower() for host in hosts], origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        headers, size = Headers(scope=scope), 0
-        too_large = HTTPException(413, f"The body is larger than {BODY_LIMIT >> 20} MiB.")
-        if int(headers.get("content-length", 0)) > BODY_LIMIT:
-            return await (await refuse(scope, too_large))(scope, receive, send)
-        origin = headers.get("origin")
-        if scope["method"] == "POST" and origin is not None and not self.origins:
-            if urlsplit(origin).netloc.lower() != headers.get("host", "").lower():
-                error = HTTPException(403, f"A page of {origin} may not use this server, unless it has --cors.")
-                return await (await refuse(scope, error))(scope, receive, send)
+        error, size = self._refusal(scope["method"], Headers(scope=scope)), 0
+        if error is not None:
+            return await (await refuse(scope, error))(scope, receive, send)
 
         async def counted() -> Message:
             nonlocal size
             message = await receive()
             size += len(message.get("body", b""))
             if size > BODY_LIMIT:
-                raise too_large
+                raise HTTPException(*TOO_LARGE)
             return message
 
         await self.app(scope, counted, send)
+
+    def _refusal(self, method: str, headers: Headers) -> HTTPException | None:
+        """Returns the error of a request that is refused before its body is read."""
+        host, origin = headers.get("host", "").lower(), headers.get("origin")
+        try:
+            name, site = urlsplit(f"//{host}").hostname or "", urlsplit(origin or "").netloc.lower()
+        except ValueError:  # brackets that hold no address
+            name = site = ""
+        if not any(fnmatchcase(name, pattern) for pattern in self.hosts):
+            return HTTPException(400, f"This server is not called {host}; --allowed-hosts can name it.")
+        if method == "POST" and not self.origins and origin is not None and site != host:
+            return HTTPException(403, f"A page of {origin} may not use this server, unless it has --cors.")
+        if int(headers.get("content-length", 0)) > BODY_LIMIT:
+            return HTTPException(*TOO_LARGE)
+        return None

@@ -10,26 +10,18 @@ import torch
 from pydantic import BaseModel, Field
 from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.cli.serving.utils import _GenerationCancelled
 
 from .. import timeline
 from ..generation.streaming import RoundStreamer
 from ..rounds import PREPARED
 from ..stats import SSDStats
 from .calls import Call, TurnTaking
+from .errors import described
 from .metrics import Totals
-
-ACCEPTED_PREPARED, ACCEPTED_DRAFTED, OF_THE_TARGET = "prepared", "drafted", "target"
 
 
 class LiveRequest(BaseModel):
-    """
-    Args:
-        prompt (`str`): What to go on from, or a message for models with a chat template.
-        max_new_tokens (`int`): At most that many.
-        temperature (`float`): 0 for greedy decoding.
-        draft (`bool`): Whether to speculate.
-    """
+    """`prompt` is a text to go on from, or a message for models with a chat template; `draft`, whether to speculate."""
 
     prompt: str = Field(min_length=1, max_length=20_000)
     max_new_tokens: int = Field(200, ge=1, le=4096)
@@ -38,14 +30,7 @@ class LiveRequest(BaseModel):
 
 
 class LiveStreamer(RoundStreamer):
-    """
-    Turns rounds, or single tokens where there are none, into events.
-
-    Args:
-        tokenizer (`PreTrainedTokenizerBase`): Of the target.
-        send (`Callable`): Takes an event, a `dict`.
-        speculates (`bool`): Whether there are rounds.
-    """
+    """Turns rounds, or single tokens where nothing is drafted, into events for `send`."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, send: Callable[[dict], None], speculates: bool):
         super().__init__(self._add_round)
@@ -60,14 +45,14 @@ class LiveStreamer(RoundStreamer):
         self.totals.tokens += len(value)
         self.waiting += [self.decoder.step(self.tokenizer, token) or "" for token in value.tolist()]
         if not self.speculates:
-            self._send([OF_THE_TARGET] * len(self.waiting))
+            self._send(["target"] * len(self.waiting))
 
     def _add_round(self, stats: SSDStats) -> None:
         self.totals.add_round(stats)
         record = stats.records[-1] if stats.records else None
-        of_the_draft = ACCEPTED_PREPARED if record and record.sources[0] == PREPARED else ACCEPTED_DRAFTED
+        of_the_draft = "prepared" if record and record.sources[0] == PREPARED else "drafted"
         count = max(0, record.accepted[0]) if record else 0
-        origins = [of_the_draft if i < count else OF_THE_TARGET for i in range(len(self.waiting))]
+        origins = [of_the_draft if i < count else "target" for i in range(len(self.waiting))]
         intervals = timeline.intervals(SSDStats(records=[record]))[1:] if record else []
         self._send(
             origins,
@@ -83,14 +68,7 @@ class LiveStreamer(RoundStreamer):
 
 
 class Live:
-    """
-    Answers the page.
-
-    Args:
-        model (`PreTrainedModel`): The target, enabled with its draft.
-        tokenizer (`PreTrainedTokenizerBase`): Of the target.
-        calls ([`TurnTaking`]): What the other addresses use, too.
-    """
+    """Answers the page. The calls are those of all addresses."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, calls: TurnTaking):
         self.model, self.tokenizer, self.calls = model, tokenizer, calls
@@ -120,27 +98,26 @@ class Live:
 
     def _generate(self, request: LiveRequest, call: Call, streamer: LiveStreamer, send) -> None:
         config = copy.deepcopy(self.model.generation_config)
-        config.max_new_tokens, config.do_sample = request.max_new_tokens, request.temperature > 0
-        config.temperature = request.temperature or 1.0
+        config.update(
+            max_new_tokens=request.max_new_tokens,
+            do_sample=request.temperature > 0,
+            temperature=request.temperature or 1.0,
+        )
         without_draft = {} if request.draft else {"ssd_config": None}
         try:
-            inputs = self._inputs(request.prompt)
+            if self.tokenizer.chat_template is None:
+                inputs = self.tokenizer(request.prompt, return_tensors="pt")
+            else:
+                inputs = self.tokenizer.apply_chat_template(
+                    [{"role": "user", "content": request.prompt}],
+                    add_generation_prompt=True,
+                    return_dict=True,
+                    return_tensors="pt",
+                )
+            inputs = inputs.to(self.model.device)
             self.calls.prepare(self.model, inputs, config, call)
-            self.calls.counted(self.model, call).generate(
-                **inputs, generation_config=config, streamer=streamer, **without_draft
-            )
+            model = self.calls.counted(self.model, call)
+            model.generate(**inputs, generation_config=config, streamer=streamer, **without_draft)
             send({"end": "finished"})
-        except _GenerationCancelled:
-            send({"error": "The call was ended."})
         except Exception as error:
-            send({"error": str(error)})
-
-    def _inputs(self, prompt: str) -> dict:
-        if self.tokenizer.chat_template is None:
-            found = self.tokenizer(prompt, return_tensors="pt")
-        else:
-            messages = [{"role": "user", "content": prompt}]
-            found = self.tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
-            )
-        return found.to(self.model.device)
+            send({"error": described(error)[1]["error"]["message"]})

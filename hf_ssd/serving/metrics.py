@@ -1,10 +1,11 @@
 """What a server's calls have come to so far, in Prometheus' text form."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from ..distributed.assistant import DraftAssistant
 from ..stats import SSDStats
@@ -12,31 +13,25 @@ from ..stats import SSDStats
 FINISHED, CANCELLED, REFUSED, FAILED = ENDS = ("finished", "cancelled", "refused", "failed")
 
 
+def counter(about: str, start=0):
+    """Returns a field of [`Totals`] that a scraper sees, with its description."""
+    return field(default=start, metadata={"about": about})
+
+
 @dataclass
 class Totals:
-    """
-    Sums over calls. One thread generates, so one thread writes them; refusals, which it does not see, the server's.
-
-    Args:
-        requests (`dict[str, int]`): Calls by how they ended.
-        tokens (`int`): Generated tokens.
-        rounds (`int`): Verifications; the token that follows a prompt needs none.
-        gained (`int`): Tokens that these gave.
-        tested, accepted (`int`): Drafted tokens that were put to the test, and those that were accepted.
-        drafted, hits (`int`): Speculations that had tokens, and those that had been prepared.
-        verify_seconds, wait_seconds (`float`): What the target spent verifying, and waiting for the draft.
-    """
+    """Sums over calls. The thread that generates writes them, except refusals, which the server counts."""
 
     requests: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ENDS, 0))
-    tokens: int = 0
-    rounds: int = 0
-    gained: int = 0
-    tested: int = 0
-    accepted: int = 0
-    drafted: int = 0
-    hits: int = 0
-    verify_seconds: float = 0.0
-    wait_seconds: float = 0.0
+    gained: int = 0  # tokens that verifications gave; the token that follows a prompt needs none
+    tokens: int = counter("Generated tokens")
+    rounds: int = counter("Verifications by the target")
+    tested: int = counter("Drafted tokens that were put to the test")
+    accepted: int = counter("Drafted tokens that were accepted")
+    drafted: int = counter("Speculations that had tokens")
+    hits: int = counter("Speculations that had been prepared when their outcome came")
+    verify_seconds: float = counter("Seconds that the target spent verifying", 0.0)
+    wait_seconds: float = counter("Seconds that the target waited for the draft", 0.0)
 
     def add_round(self, stats: SSDStats) -> None:
         """Adds the last round of a call."""
@@ -63,16 +58,6 @@ class Totals:
         return {name: part / whole if whole else 0.0 for name, (part, whole) in pairs.items()}
 
 
-COUNTERS = {
-    "tokens": "Generated tokens",
-    "rounds": "Verifications by the target",
-    "tested": "Drafted tokens that were put to the test",
-    "accepted": "Drafted tokens that were accepted",
-    "drafted": "Speculations that had tokens",
-    "hits": "Speculations that had been prepared when their outcome came",
-    "verify_seconds": "Seconds that the target spent verifying",
-    "wait_seconds": "Seconds that the target waited for the draft",
-}
 GAUGES = {
     "acceptance_rate": "Chance that a drafted token is accepted, so far",
     "hit_rate": "Share of speculations that had been prepared, so far",
@@ -80,27 +65,22 @@ GAUGES = {
 }
 
 
-class Metrics:
-    """
-    Gives [`Totals`] to a scraper.
-
-    Args:
-        assistant ([`~hf_ssd.DraftAssistant`]): The draft, which counts its restarts.
-    """
+class Metrics(Collector):
+    """Gives [`Totals`], and the state of the draft, to a scraper."""
 
     def __init__(self, assistant: DraftAssistant):
         self.assistant, self.totals = assistant, Totals()
-        self.registry = CollectorRegistry(auto_describe=True)
-        self.registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
-        """Called by the registry."""
+        """Called by `generate_latest`."""
         requests = CounterMetricFamily("hf_ssd_requests", "Calls by how they ended", labels=["end"])
         for end, count in self.totals.requests.items():
             requests.add_metric([end], count)
         yield requests
-        for name, about in COUNTERS.items():
-            yield CounterMetricFamily(f"hf_ssd_{name}", about, value=getattr(self.totals, name))
+        for one in fields(self.totals):
+            if "about" in one.metadata:
+                value = getattr(self.totals, one.name)
+                yield CounterMetricFamily(f"hf_ssd_{one.name}", one.metadata["about"], value=value)
         for name, ratio in self.totals.ratios.items():
             yield GaugeMetricFamily(f"hf_ssd_{name}", GAUGES[name], value=ratio)
         restarts = self.assistant.restarts
@@ -109,4 +89,4 @@ class Metrics:
 
     def as_text(self) -> bytes:
         """Returns all figures in Prometheus' text form."""
-        return generate_latest(self.registry)
+        return generate_latest(self)

@@ -12,15 +12,16 @@ from typing import Any
 
 from pydantic import BaseModel
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 from transformers import PreTrainedModel
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.utils import X_REQUEST_ID, BaseHandler, Modality
 
 from .calls import CALL, Call
-from .errors import BadRequest, described, read
+from .errors import Refusal, described, read
 from .parameters import Parameters
+from .stops import StreamCut, cut_answer
 
 POLL = 0.1  # seconds between two looks at whether the client is there
 logger = logging.getLogger(__name__)
@@ -28,14 +29,16 @@ logger = logging.getLogger(__name__)
 
 class Limits:
     """
-    How much text a prompt can have at most, and of which kinds its parts are.
+    What requests may ask of the model: its name, how much text a prompt has at most, and of which kinds its parts are.
 
     Args:
         model (`PreTrainedModel`): The target.
         processor: Its tokenizer or processor.
+        names (`list[str]`): By which clients may call it; the first is the name that they are told.
     """
 
-    def __init__(self, model: PreTrainedModel, processor):
+    def __init__(self, model: PreTrainedModel, processor, names: list[str]):
+        self.names = names
         positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         longest = max(map(len, getattr(processor, "tokenizer", processor).get_vocab()))
         self.positions, self.characters = positions, None if positions is None else positions * longest
@@ -44,29 +47,23 @@ class Limits:
         self.reserved = {*inspect.signature(processor.apply_chat_template).parameters} - {"documents"}
 
     def check(self, request: Parameters) -> None:
-        """Raises [`BadRequest`] if the request cannot be served, as far as this is known before it is tokenized."""
+        """Raises [`Refusal`] if the request cannot be served, as far as this is known before it is tokenized."""
+        if request.model not in (None, *self.names):
+            raise Refusal(f"This server has one model, {self.names[0]}; the request names {request.model}.", "model")
         if self.characters is not None and (count := request.characters()) > self.characters:
-            raise BadRequest(
+            raise Refusal(
                 f"The prompt has {count} characters; the model's {self.positions} positions hold at most "
                 f"{self.characters}.",
                 status=413,
             )
         if self.reads_text_only and (kinds := request.media()):
-            raise BadRequest(f"The model reads text only; the messages have {', '.join(sorted(kinds))}.", "messages")
+            raise Refusal(f"The model reads text only; the messages have {', '.join(sorted(kinds))}.", "messages")
         if names := self.reserved.intersection(getattr(request, "chat_template_kwargs", None) or ()):
-            raise BadRequest(f"`chat_template_kwargs` may not name {', '.join(sorted(names))}.", "chat_template_kwargs")
+            raise Refusal(f"`chat_template_kwargs` may not name {', '.join(sorted(names))}.", "chat_template_kwargs")
 
 
 class Endpoint:
-    """
-    One address of OpenAI's, an ASGI application.
-
-    Args:
-        handler (`BaseHandler`): transformers' own for this address.
-        kind (`type`): Of the request's parameters.
-        limits ([`Limits`]): Of the model.
-        preparing (`Executor`): The thread that reads and tokenizes.
-    """
+    """One address of OpenAI's: an ASGI application, which reads and tokenizes in the thread of `preparing`."""
 
     def __init__(self, handler: BaseHandler, kind: type[BaseModel], limits: Limits, preparing: Executor):
         self.handler, self.kind, self.limits, self.preparing = handler, kind, limits, preparing
@@ -93,32 +90,35 @@ class Endpoint:
         finally:
             task.cancel()  # does nothing to a task that is done
         response = task.result()
-        response.headers[X_REQUEST_ID] = name
         if isinstance(response, StreamingResponse):
-            response.body_iterator = with_errors(response.body_iterator, call)
+            response.body_iterator = corrected(response.body_iterator, call)
+        elif call.stop:
+            response = JSONResponse(cut_answer(json.loads(response.body), call.stop))
+        response.headers[X_REQUEST_ID] = name
         return response
 
     async def _handle(self, body: bytes, name: str, call: Call) -> Response:
         request = read(self.kind, body)
         self.limits.check(request)
-        call.seed, call.settings = request.seed, request.settings()
+        call.seed, call.settings, call.stop = request.seed, request.settings(), request.stops()
         try:
             return await self.handler.handle_request(request.body(), name)
         except (KeyError, IndexError, AttributeError) as error:
             if call.is_prepared:
                 raise
-            raise BadRequest(f"The request cannot be read: {error!r}.") from error
+            raise Refusal(f"The request cannot be read: {error!r}.") from error
 
 
-async def with_errors(chunks: AsyncIterator, call: Call) -> AsyncIterator:
-    """Yields a stream's chunks; an error that transformers puts there as a text becomes OpenAI's object."""
+async def corrected(chunks: AsyncIterator, call: Call) -> AsyncIterator:
+    """Yields a stream's chunks without stop strings; an error that transformers puts as a text is OpenAI's object."""
+    cut = StreamCut(call.stop)
     async for chunk in chunks:
         if call.error is not None:
             status, body = described(call.error)
-            if status >= 500:
+            if status == 500:
                 logger.error("A call failed.", exc_info=call.error)
             chunk = chunk.replace(f'data: {{"error": "{call.error}"}}\n\n', f"data: {json.dumps(body)}\n\n")
-        yield chunk
+        yield cut.events(chunk) if call.stop else chunk
 
 
 async def begun_in(thread: Executor, coroutine: Coroutine) -> Any:

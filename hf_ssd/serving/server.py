@@ -5,21 +5,24 @@ import contextlib
 import importlib.resources
 import ipaddress
 import signal
+import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+import uvicorn
 from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.responses import HTMLResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic_core import from_json
 from starlette.middleware.cors import CORSMiddleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from transformers.cli.serve import Serve
+from transformers.cli.serving.utils import BaseHandler
 from transformers.utils import logging
 
 import hf_ssd
 
 from .calls import END_TIMEOUT, TurnTaking
-from .errors import OF_THE_CLIENT, BadRequest, read, refuse
+from .errors import OF_THE_CLIENT, read, refuse
 from .gate import Gate
 from .live import Live, LiveRequest
 from .metrics import Metrics
@@ -67,51 +70,35 @@ class Server(Serve):
     def start_server(self) -> None:
         """Called when transformers has built its server: gives the model its draft, and the server our addresses."""
         ((_, loaded),) = self._model_manager.loaded_models.items()
-        model = hf_ssd.enable(loaded.model, self.assistant, self.ssd_config, **self._tokenizers(loaded.processor))
+        tokenizers = {}
+        if self.assistant_tokenizer is not None:
+            tokenizer = getattr(loaded.processor, "tokenizer", loaded.processor)
+            tokenizers = {"tokenizer": tokenizer, "assistant_tokenizer": self.assistant_tokenizer}
+        model = hf_ssd.enable(loaded.model, self.assistant, self.ssd_config, **tokenizers)
         metrics = Metrics(self.assistant)
         calls = TurnTaking(metrics.totals)
         self._generation_state.get_manager = lambda *args, **kwargs: calls
-        self.server.config.timeout_graceful_shutdown = GRACE + int(END_TIMEOUT)
-        self.server.shutdown = ending(self.server.shutdown, calls)
-        self.server.config.log_level = logging.get_verbosity()
-        self.server.config.access_log = logging.get_verbosity() <= logging.INFO
-        self.server.config.configure_logging()
-        self.server.startup = self._started(self.server.startup)
-        names = {self.name, self.target, f"{self.target}@main"}
-        limits, preparing = Limits(model, loaded.processor), ThreadPoolExecutor(1, "hf_ssd prepares")
-        app = application(self.name, names, self.assistant, metrics, Live(model, loaded.processor, calls), calls)
+        names = [self.name, self.target, f"{self.target}@main"]
+        limits, preparing = Limits(model, loaded.processor, names), ThreadPoolExecutor(1, "hf_ssd prepares")
+        app = application(names, self.assistant, metrics, Live(model, loaded.processor, calls), calls)
         for path, handler, kind in [
             ("/v1/chat/completions", self._chat_handler, ChatRequest),
             ("/v1/completions", self._completion_handler, CompletionRequest),
             ("/v1/responses", self._response_handler, ResponseRequest),
         ]:
-            handler._resolve_model = resolving(handler._resolve_model, self.name, names)
+            handler._resolve_model = lambda body: (self.name, model, loaded.processor)
             app.add_route(path, Endpoint(handler, kind, limits, preparing), ["POST"])
-        theirs = self.server.config.app
-        app.mount("/", theirs)
-        for one in (app, theirs):
-            for kind in (*OF_THE_CLIENT, Exception):
-                one.add_exception_handler(kind, refuse)
-        app.add_middleware(Gate, origins=self.enable_cors)
-        app.add_middleware(TrustedHostMiddleware, hosts(self.server.config.host, self.allowed_hosts), False)
+        if decisions := getattr(self, "_systemone_handler", None):  # which only newer versions of transformers have
+            app.add_route("/v1/systemone", deciding(decisions), ["POST"])
+        for kind in (*OF_THE_CLIENT, Exception):
+            app.add_exception_handler(kind, refuse)
+        config = self.server.config
+        app.add_middleware(Gate, hosts(config.host, self.allowed_hosts), origins=self.enable_cors)
         if self.enable_cors:
             app.add_middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
-        self.server.config.app = app
-
-    def _tokenizers(self, processor) -> dict:
-        """Returns the tokenizers of both models if they differ."""
-        if self.assistant_tokenizer is None:
-            return {}
-        tokenizer = getattr(processor, "tokenizer", processor)
-        return {"tokenizer": tokenizer, "assistant_tokenizer": self.assistant_tokenizer}
-
-    def _started(self, startup: Callable) -> Callable:
-        async def started(*args, **kwargs) -> None:
-            await startup(*args, **kwargs)
-            if self.server.started:
-                self.on_listening()
-
-        return started
+        level, patience = logging.get_verbosity(), GRACE + int(END_TIMEOUT)
+        options = {"log_level": level, "access_log": level <= logging.INFO, "timeout_graceful_shutdown": patience}
+        self.server = Uvicorn(uvicorn.Config(app, config.host, config.port, **options), calls, self.on_listening)
 
     def run(self) -> None:
         """Serves until an interrupt or SIGTERM."""
@@ -120,40 +107,42 @@ class Server(Serve):
             self.server.run()
 
 
+class Uvicorn(uvicorn.Server):
+    """Calls `on_listening` when it listens, and ends `calls` before it waits for their answers."""
+
+    def __init__(self, config: uvicorn.Config, calls: TurnTaking, on_listening: Callable[[], None]):
+        super().__init__(config)
+        self.calls, self.on_listening = calls, on_listening
+
+    async def startup(self, *args, **kwargs) -> None:
+        await super().startup(*args, **kwargs)
+        if self.started:
+            self.on_listening()
+
+    async def shutdown(self, *args, **kwargs) -> None:
+        asyncio.get_running_loop().call_later(GRACE, setattr, self.calls, "are_over", True)
+        await super().shutdown(*args, **kwargs)
+
+
 def hosts(host: str, allowed: Sequence[str]) -> list[str]:
-    """Returns the names by which a server that listens on `host` may be called; `"*"` is any."""
+    """Returns patterns of the names by which a server that listens on `host` may be called."""
     try:
-        address = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
+        is_loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:  # a name
-        address = None
-    if not allowed and not (address and address.is_loopback):
-        return ["*"]
-    return ["localhost", "127.0.0.1", "[::1]", f"[{host}]" if ":" in host else host, *allowed]
+        is_loopback = False
+    return ["localhost", "127.0.0.1", "::1", host, *allowed] if allowed or is_loopback else ["*"]
 
 
-def ending(shutdown: Callable, calls: TurnTaking) -> Callable:
-    """Returns uvicorn's method that waits for answers; it ends their calls first: an answer that it cuts is logged."""
+def deciding(handler: BaseHandler) -> Callable:
+    """Returns transformers' address of decisions, which generate no text."""
 
-    async def ended(*args, **kwargs) -> None:
-        asyncio.get_running_loop().call_later(GRACE, setattr, calls, "are_over", True)
-        await shutdown(*args, **kwargs)
+    async def decide(request: Request) -> Response:
+        return await handler.handle_request(from_json(await request.body()), str(uuid.uuid4()))
 
-    return ended
-
-
-def resolving(resolve: Callable, name: str, names: set[str]) -> Callable:
-    """Returns transformers' method that finds a request's model, which here has several names and answers with one."""
-
-    def resolved(body: dict) -> tuple:
-        if (asked := body.pop("model", None)) not in (None, *names):
-            raise BadRequest(f"This server has one model, {name}; the request names {asked}.", "model")
-        _, model, processor = resolve(body)
-        return name, model, processor
-
-    return resolved
+    return decide
 
 
-def application(name: str, names: set[str], assistant, metrics: Metrics, live: Live, calls: TurnTaking) -> FastAPI:
+def application(names: list[str], assistant, metrics: Metrics, live: Live, calls: TurnTaking) -> FastAPI:
     """Returns the addresses that `transformers serve` does not have."""
 
     @contextlib.asynccontextmanager
@@ -161,6 +150,7 @@ def application(name: str, names: set[str], assistant, metrics: Metrics, live: L
         yield
         await calls.end()
 
+    name = names[0]
     entry = {"id": name, "object": "model", "created": 0, "owned_by": "hf_ssd"}
     app = FastAPI(title="hf_ssd", version=hf_ssd.__version__, lifespan=lifespan)
 

@@ -14,7 +14,14 @@ import pytest
 
 import hf_ssd
 
-from ..serving.conftest import PAIR, ServerProcess, ServerThread, tiny_folder, within  # noqa: F401
+from ..serving.conftest import (  # noqa: F401
+    LONG,
+    ServerProcess,
+    ServerThread,
+    tiny_draft_folder,
+    tiny_folder,
+    within,
+)
 
 LIGHT = """
 import sys
@@ -115,15 +122,49 @@ def test_the_log_level_is_that_of_all_that_the_server_writes(named):
         assert logging.getLogger(name).level == logging.ERROR
 
 
-def test_ctrl_c_amid_an_answer_ends_in_one_line():
-    server = ServerProcess(str(PAIR / "target"), "--lookahead", "3", "--budget", "4")
-    asking = threading.Thread(target=lambda: pytest.raises(openai.APIError, server.complete, "def test_", 2000))
-    asking.start()
-    assert within(60, lambda: server.figures()["tokens_total"] > 0)
-    server.process.send_signal(signal.SIGINT)
+def process(model: str, draft: str, level: str) -> ServerProcess:
+    options = ("--lookahead", "3", "--budget", "4", "--log-level", level)
+    return ServerProcess(model, *options, draft=draft, start=subprocess.Popen)
+
+
+def ended(server: ServerProcess, number: int) -> list[str]:
+    """Sends a signal, and returns the lines that the server has written after its address, until it has ended."""
+    server.process.send_signal(number)
     assert server.process.wait(timeout=30) == 0
-    asking.join(30)
-    lines = server.written().rstrip().split("\n")
-    after = lines[1 + next(i for i, line in enumerate(lines) if "shows a page" in line) :]
+    text = server.written()
     server.log.close()
-    assert after == ["The server has ended."]
+    return text[text.index("shows a page") :].splitlines()[1:]
+
+
+def test_ctrl_c_amid_an_answer_ends_in_one_line_and_all_clients_get_an_error(tiny_folder, tiny_draft_folder):  # noqa: F811
+    """One answer is under way, and another waits for its turn."""
+    server, caught = process(tiny_folder, tiny_draft_folder, "warning"), []
+
+    def ask() -> None:
+        with pytest.raises(openai.InternalServerError, match="The server ends.") as error:
+            server.complete("abc", LONG)
+        caught.append(error.value)
+
+    server.complete("abc", 2)
+    asking = threading.Thread(target=ask)
+    asking.start()
+    assert within(60, lambda: server.figures()["tokens_total"] > 2)
+    waiting = server.chat("abc", 5, stream=True)
+    lines = ended(server, signal.SIGINT)
+    with pytest.raises(openai.APIError, match="The server ends.") as error:
+        list(waiting)
+    asking.join(30)
+    assert (caught[0].status_code, caught[0].type) == (503, "server_error") and error.value.type == "server_error"
+    assert [line for line in lines if not line.startswith("[transformers]")] == ["The server has ended."]
+
+
+def test_a_stream_that_sigterm_ends_does_not_look_complete_and_info_logs_requests(tiny_folder, tiny_draft_folder):  # noqa: F811
+    server = process(tiny_folder, tiny_draft_folder, "info")
+    stream, texts = iter(server.complete("abc", LONG, stream=True)), []
+    texts.append(next(stream).choices[0].text)
+    lines = ended(server, signal.SIGTERM)
+    with pytest.raises(openai.APIError, match="The server ends.") as error:
+        texts += [chunk.choices[0].text for chunk in stream]
+    assert error.value.type == "server_error" and "".join(texts)
+    assert lines[-1] == "The server has ended." and not any("Traceback" in line for line in lines)
+    assert any('"POST /v1/completions HTTP/1.1" 200' in line for line in lines)

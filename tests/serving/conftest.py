@@ -23,7 +23,7 @@ from hf_ssd.cli.serve import free_port
 from hf_ssd.serving.server import Server
 
 from .. import preloaded, vocabularies
-from ..conftest import tiny_model
+from ..conftest import tiny_draft, tiny_model
 
 PAIR = Path(__file__).parents[2] / "examples" / "pair"
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -87,14 +87,15 @@ class Client:
 class ServerProcess(Client):
     """`hf-ssd serve` in a process of its own, with what a client of it needs."""
 
-    def __init__(self, model: str, *options: str):
+    def __init__(self, model: str, *options: str, draft=PAIR / "draft", start=preloaded.FRESH):
         self.model = model
-        command = [sys.executable, "-m", "hf_ssd", "serve", model, str(PAIR / "draft"), "--port", "0"]
+        command = [sys.executable, "-m", "hf_ssd", "serve", model, str(draft), "--port", "0"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        environment.pop(preloaded.ADDRESS, None)  # its worker is to be its child
+        if start is preloaded.FRESH:
+            environment.pop(preloaded.ADDRESS, None)  # its worker is to be its child
         self.log = tempfile.TemporaryFile("a+")  # to append to, wherever it is read
         output = {"stdout": self.log, "stderr": subprocess.STDOUT}
-        self.process = preloaded.FRESH([*command, *options], env=environment, **output)
+        self.process = start([*command, *options], env=environment, **output)
         deadline = time.monotonic() + START_TIMEOUT
         while not (found := re.search(r"http://\S+(?= shows a page)", self.written())) or not self.answers(found[0]):
             if self.process.poll() is not None or time.monotonic() > deadline:
@@ -190,6 +191,15 @@ def tiny_folder(tmp_path_factory) -> str:
     tokenizer = vocabularies.tokenizer(vocabularies.TARGET)
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def tiny_draft_folder(tmp_path_factory) -> str:
+    """Returns a folder of a draft for the tiny target."""
+    folder = tmp_path_factory.mktemp("models") / "draft"
+    tiny_draft(max_position_embeddings=LONG).save_pretrained(folder)
+    vocabularies.tokenizer(vocabularies.TARGET).save_pretrained(folder)
     return str(folder)
 
 

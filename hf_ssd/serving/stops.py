@@ -1,0 +1,123 @@
+"""Stop strings: a text ends before the first of them, whole or streamed, wherever tokens begin and end."""
+
+import json
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+from transformers import StoppingCriteria
+
+FIELDS = ("text", "content", "reasoning_content")  # where an answer in OpenAI's form has its text
+
+
+class Cut:
+    """
+    Takes a text in pieces and returns the part before the first stop string. Text that may be the beginning of a stop
+    string is held back until more text decides.
+
+    Args:
+        strings (`list[str]`): The stop strings, none of them empty.
+    """
+
+    def __init__(self, strings: list[str]):
+        self.strings, self.held, self.is_over = strings, "", False
+
+    def add(self, piece: str) -> str:
+        """Returns the text that is new and certain."""
+        if self.is_over:
+            return ""
+        text, self.held = self.held + piece, ""
+        if found := [text.index(one) for one in self.strings if one in text]:
+            self.is_over = True
+            return text[: min(found)]
+        sure = next((i for i in range(len(text)) if any(one.startswith(text[i:]) for one in self.strings)), len(text))
+        self.held = text[sure:]
+        return text[:sure]
+
+    def release(self) -> str:
+        """Returns the text that was held back, once no more text follows."""
+        held, self.held = self.held, ""
+        return held
+
+
+class StopCriteria(StoppingCriteria):
+    """
+    Ends one row with the token that completes a stop string in its generated text. `StopStringCriteria` compares the
+    names of tokens: it misses characters that are several tokens, and finds strings that begin in the prompt.
+
+    Args:
+        strings (`list[str]`): The stop strings.
+        tokenizer (`Tokenizer`): The backend of the model's tokenizer.
+        length (`int`): Length of the prompt in tokens.
+    """
+
+    def __init__(self, strings: list[str], tokenizer: Tokenizer, length: int):
+        self.tokenizer, self.length = tokenizer, length
+        # Answers do not show special tokens, but a stop string may be the name of one.
+        self.texts = [(Cut(strings), DecodeStream([], skip_special_tokens=skips)) for skips in (True, False)]
+
+    def __call__(self, input_ids: torch.LongTensor, scores, **kwargs) -> torch.BoolTensor:
+        for token in input_ids[0, self.length :].tolist():
+            for cut, decoder in self.texts:
+                cut.add(decoder.step(self.tokenizer, token) or "")
+        self.length = input_ids.shape[1]
+        return torch.tensor([any(cut.is_over for cut, _ in self.texts)], device=input_ids.device)
+
+
+class StreamCut:
+    """Cuts the events of one streamed answer before the first stop string."""
+
+    def __init__(self, strings: list[str]):
+        self.cut, self.last, self.field = Cut(strings), {}, None
+
+    def events(self, chunk: str) -> str:
+        """Returns the events that take the place of those in a chunk."""
+        result = ""
+        for line in filter(None, chunk.split("\n\n")):
+            event = json.loads(line.removeprefix("data: "))
+            choice, texts = _parts(event)
+            is_text = choice.get("finish_reason") is None
+            field = next((name for name in FIELDS if is_text and texts.get(name) is not None), None)
+            if field != self.field:  # a stop string does not span two fields
+                result += self._event(self.cut.release())
+            self.last, self.field = event, field
+            if field is not None:
+                result += self._event(self.cut.add(texts[field]))
+            else:
+                _end_by_stop(choice, self.cut.is_over)
+                result += _written(event)
+        return result
+
+    def _event(self, text: str) -> str:
+        """Returns the last event with this text, if there is any."""
+        if not text:
+            return ""
+        _parts(self.last)[1][self.field] = text
+        return _written(self.last)
+
+
+def cut_answer(answer: dict, strings: list[str]) -> dict:
+    """Returns the answer of a call that is not streamed, cut before the first stop string."""
+    choice, texts = _parts(answer)
+    for field in FIELDS:
+        if texts.get(field):
+            cut = Cut(strings)
+            texts[field] = cut.add(texts[field]) + cut.release()
+            _end_by_stop(choice, cut.is_over)
+    return answer
+
+
+def _parts(event: dict) -> tuple[dict, dict]:
+    """Returns the choice of an answer or event, and the part of it that has the texts; an error has neither."""
+    choice = next(iter(event.get("choices", ())), {})
+    return choice, choice.get("delta") or choice.get("message") or choice
+
+
+def _end_by_stop(choice: dict, is_over: bool) -> None:
+    """Corrects the reason of an answer whose last possible token completed a stop string."""
+    if is_over and choice.get("finish_reason") == "length":
+        choice["finish_reason"] = "stop"
+
+
+def _written(event: dict) -> str:
+    return f"data: {json.dumps(event)}\n\n"
