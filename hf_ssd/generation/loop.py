@@ -247,9 +247,9 @@ def decode(
 
         # 6. Verify: one forward pass over the last token and the drafted ones.
         sequences.propose(drafted)
-        fed, before = torch.cat([sequences.last[:, None], drafted], dim=1).to(decoder.device), decoder.compilations
+        fed, before = torch.cat([sequences.last[:, None], drafted], dim=1).to(decoder.device), decoder.preparations
         logits = decoder.extend(fed, [length - 1 + columns_before_ids for length in sequences.lengths])
-        record.compiles = decoder.compilations > before
+        record.compiles = decoder.preparations > before
 
         # 7. What the tokens were drawn from is needed only now.
         if not speculation.tokens.shape[1] or FILLER in record.sources:
