@@ -141,7 +141,7 @@ class Graphs:
             return True
         if user is None:
             longest = max(COLUMNS_AHEAD, 2 * columns)
-            columns = max(columns, min(longest if limit is None else limit, longest) + BRANCH_COLUMNS)
+            columns = max(columns, longest if limit is None else min(limit + BRANCH_COLUMNS, longest))
         if rows < len(first) or room < columns:
             rows, room = power_of_two(max(rows, len(first))), power_of_two(max(room, columns))
             self.passes.clear()
