@@ -67,6 +67,10 @@ class CachedModel:
         """How often a forward pass was compiled or captured."""
         return self.runner.preparations
 
+    def close(self) -> None:
+        """Ends the use of the cache, so that the next call can have its place."""
+        self.runner.close()
+
     def leave_out(self, finished: list[bool]) -> None:
         """Computes these rows no more: what is fed to them is ignored from now on, and their logits are zeros."""
         self.cache.leave_out(finished, self.runner.rows(finished.count(False)))
