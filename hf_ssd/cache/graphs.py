@@ -23,6 +23,7 @@ from .support import is_flash_attention, rope_that_changes
 # Storage is made for the longest text of a call, but for no more than so many columns or twice those in use.
 COLUMNS_AHEAD = 4096
 BRANCH_COLUMNS = 512  # behind the text
+COMPARED = 8  # replays of a model that are compared with eager passes, which a Python number that changes would alter
 
 
 def rounded(size: int, step: int = 1) -> int:
@@ -49,7 +50,7 @@ class CudaCapture:
         self.pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, forward: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None]]:
-        """Returns the tensor in which a pass leaves its result until the next replay, and a function that replays it."""
+        """Returns the tensor in which a pass leaves its result until the next replay, and a function for replays."""
         with torch.cuda.device(self.device):
             self.stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self.stream):
@@ -96,7 +97,7 @@ class Graphs:
     Attributes:
         passes (`dict[tuple, CapturedPass]`): By rows, tokens and columns.
         failure (`str`, *optional*): Why a pass could not be captured; all passes run eagerly from then on.
-        is_proven (`bool`): Whether a replay has been compared with an eager pass.
+        to_compare (`int`): How many more replays are compared with eager passes.
     """
 
     def __init__(self, model: PreTrainedModel):
@@ -107,7 +108,7 @@ class Graphs:
         self.user: Callable[[], RaggedCache | None] = lambda: None
         self.lock = threading.Lock()
         self.failure: str | None = None
-        self.is_proven = False
+        self.to_compare = COMPARED
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "Graphs":

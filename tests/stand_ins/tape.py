@@ -8,7 +8,7 @@ import weakref
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from hf_ssd.cache import graphs
@@ -56,6 +56,19 @@ def _places(values) -> set[int]:
     return {one.untyped_storage().data_ptr() for one in tree_leaves(values) if isinstance(one, Tensor)}
 
 
+class Launches(TorchDispatchMode):
+    """Counts the operations that are no views. What a tape replays is not among them."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.count += func._schema.is_mutable or not _places(result) <= _places((args, kwargs))
+        return result
+
+
 class Reads(TorchFunctionMode):
     """Refuses functions that read numbers of a tensor, some of which are no operations of a tape."""
 
@@ -91,7 +104,7 @@ class TapeCapture:
 
         def replay():
             self.replayed += 1
-            with torch.inference_mode(), torch._C.DisableTorchFunctionSubclass():
+            with torch.inference_mode(), torch._C.DisableTorchFunctionSubclass(), _disable_current_modes():
                 for one in self.results:
                     one.fill_(torch.nan)
                 tape.replay()
