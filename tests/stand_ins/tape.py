@@ -39,7 +39,8 @@ class Tape(TorchDispatchMode):
         is_mask = any(isinstance(one, Tensor) and one.dtype == torch.bool for one in indices)
         if is_mask or func.overloadpacket in NEEDS_NUMBERS:
             raise NotCaptured(f"operation not permitted when stream is capturing: {func}")
-        result = func(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunction():
+            result = func(*args, **(kwargs or {}))
         if func._schema.is_mutable or not _places(result) <= _places((args, kwargs)):  # not a view
             self.steps.append((func, args, kwargs or {}, result))
         return result
@@ -64,7 +65,8 @@ class Launches(TorchDispatchMode):
         self.count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunction():
+            result = func(*args, **(kwargs or {}))
         self.count += func._schema.is_mutable or not _places(result) <= _places((args, kwargs))
         return result
 
@@ -83,17 +85,17 @@ class TapeCapture:
     Takes the place of [`~hf_ssd.cache.graphs.CudaCapture`]. A replay spoils the results of all other passes.
 
     Attributes:
-        made (`list[TapeCapture]`): All that there are, of class.
+        made (`list[TapeCapture]`): Those of all models.
         captured, replayed (`int`): How many passes.
         recorded (`int`): Operations of all passes that were captured.
     """
 
-    made: "weakref.WeakSet[TapeCapture]" = weakref.WeakSet()
+    made: "list[TapeCapture]" = []
 
     def __init__(self, device: torch.device):
         self.results: list[Tensor] = []
         self.captured = self.replayed = self.recorded = 0
-        TapeCapture.made.add(self)
+        TapeCapture.made.append(self)
 
     def __call__(self, forward):
         forward()
@@ -104,7 +106,7 @@ class TapeCapture:
 
         def replay():
             self.replayed += 1
-            with torch.inference_mode(), torch._C.DisableTorchFunctionSubclass(), _disable_current_modes():
+            with torch.inference_mode(), torch._C.DisableTorchFunction(), _disable_current_modes():
                 for one in self.results:
                     one.fill_(torch.nan)
                 tape.replay()
@@ -115,5 +117,6 @@ class TapeCapture:
 def use_tapes(monkeypatch, device: str = "cpu") -> type[TapeCapture]:
     """Lets models on a kind of device be captured, with no passes kept from before."""
     monkeypatch.setitem(graphs.CAPTURES, device, TapeCapture)
+    monkeypatch.setattr(TapeCapture, "made", [])
     monkeypatch.setattr(graphs, "_graphs", weakref.WeakKeyDictionary())
     return TapeCapture
