@@ -85,6 +85,12 @@ class SSDConfig:
             process or, if the draft was launched, in its worker. That is ordinary speculative decoding: the baseline,
             and a way to debug. A fixed lookahead with the primary fallback gives the same tokens both ways, sampled
             ones included.
+        cuda_graphs (`bool` or `str`, *optional*, defaults to `"auto"`):
+            Whether forward passes over a few tokens are captured as CUDA graphs and replayed, so that the host launches
+            a whole pass and not each kernel. `"auto"` does so for a model that is on one CUDA device; `True` also warns
+            once where a model is on none. A model that is compiled, has hooks or adapters, is on several devices, uses
+            flash attention or has a rotary embedding that depends on the length of the text runs without. Graphs and
+            the storage that they read stay in the device's memory until the model is deleted.
     """
 
     lookahead: int | str = "auto"
@@ -98,6 +104,7 @@ class SSDConfig:
     timeout: float = 30.0
     on_draft_failure: str = "continue"
     asynchronous: bool = True
+    cuda_graphs: bool | str = "auto"
 
     def __post_init__(self):
         if not isinstance(self.fan_out, str):
@@ -124,6 +131,10 @@ class SSDConfig:
             "timeout": (0 < timeout < math.inf, "a positive number of seconds"),
             "on_draft_failure": (self.on_draft_failure in ("continue", "raise"), '"continue" or "raise"'),
             "asynchronous": (isinstance(self.asynchronous, bool), "True or False"),
+            "cuda_graphs": (
+                isinstance(self.cuda_graphs, bool) or self.cuda_graphs == "auto",
+                '"auto", True or False',
+            ),
         }
         for name, (is_allowed, allowed) in rules.items():
             _require(name, getattr(self, name), is_allowed, allowed)

@@ -60,6 +60,8 @@ def test_a_fallback_of_ones_own_is_taken_and_not_saved():
         ("timeout", float("nan")),
         ("on_draft_failure", "ignore"),
         ("asynchronous", 1),
+        ("cuda_graphs", 1),
+        ("cuda_graphs", "always"),
     ],
 )
 def test_invalid_values_name_the_field_the_value_and_what_is_allowed(field, value):

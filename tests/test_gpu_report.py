@@ -56,7 +56,7 @@ def test_a_dry_run_does_all_of_it(tmp_path):
         compiles = cell["method"] in (speed.COMPILED_PLAIN, speed.COMPILED_SSD)
         assert cell["result"] == MEASURED or (compiles and not has_compiler), cell
     methods = {cell["method"] for cell in data["speed"]["cells"]}
-    assert {PLAIN, SSD, speed.COMPILED_PLAIN, speed.COMPILED_SSD, "SSD in turn, 5"} <= methods
+    assert {PLAIN, SSD, speed.EAGER_SSD, speed.COMPILED_PLAIN, speed.COMPILED_SSD, "SSD in turn, 5"} <= methods
     assert {"transformers' assisted, 3", "transformers' assisted, 5", "transformers' assisted, 8"} <= methods
     assert {cell.get("as plain", 1) for cell in data["speed"]["cells"]} == {1}
     # It speculates, whatever the planner makes of so short calls on a busy machine; hits are looked at below.
@@ -84,7 +84,7 @@ def test_a_target_that_several_devices_share(tmp_path):
     cells = {c["method"]: c for c in data["speed"]["cells"] if "T = 0, 8 rows" in c["setting"]}
     assert all(cell["result"] == MEASURED and cell["as plain"] == 1 for cell in cells.values())
     used = {name: cell["speed"] / cell["per device"] for name, cell in cells.items()}
-    assert used == pytest.approx({PLAIN: 2, **{f"SSD in turn, {k}": 3 for k in (3, 5, 8)}, SSD: 3})
+    assert used == pytest.approx({PLAIN: 2, **{f"SSD in turn, {k}": 3 for k in (3, 5, 8)}, SSD: 3, speed.EAGER_SSD: 3})
     assert data["about"]["target and draft share a device"] is False
 
 

@@ -113,12 +113,14 @@ def alone(pair: Pair, measured: dict) -> dict:
     prompt = pair.batches(1)[0]["input_ids"]
     config = hf_ssd.SSDConfig(lookahead=LOOKAHEAD, budget=BUDGET)
     answer, prepare = draft_ms(pair.draft, prompt, config)
+    _, eagerly = draft_ms(pair.draft, prompt, dataclasses.replace(config, cuda_graphs=False))
     step = forward_ms(pair.draft, prompt, 1)
     times = {
         "target: forward pass of 1 token": forward_ms(pair.target, prompt, 1),
         f"target: forward pass of {LOOKAHEAD + 1} tokens": forward_ms(pair.target, prompt, LOOKAHEAD + 1),
         "draft: forward pass of 1 token": step,
         f"draft: prepares {BUDGET} outcomes ({LOOKAHEAD + 1} forward passes)": prepare,
+        "draft: the same without CUDA graphs": eagerly,
         "draft: answers on a hit": answer,
     }
     plain, verify = list(times.values())[:2]

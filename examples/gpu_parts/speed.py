@@ -20,6 +20,7 @@ from .results import MEASURED, NOT_REACHED, Report
 
 COMPILED = "compiled"  # what the models are in the settings in which that is compared
 COMPILED_PLAIN, COMPILED_SSD = f"{PLAIN}, compiled", f"{SSD}, compiled"
+EAGER_SSD = f"{SSD}, eager"  # without CUDA graphs
 LOOKAHEADS = (3, 5, 8)  # of assisted generation, and of SSD in turn
 DRAFTED = {"assisted": "transformers' assisted", "in turn": "SSD in turn"}
 SETTINGS = [(0.0, 1), (1.0, 1), (0.0, 8), (1.0, 8)]  # temperature, rows
@@ -80,7 +81,7 @@ def load_and_measure(name: str, records: dict, layout: Layout, args, report: Rep
 def settings_of(args) -> list[tuple[str, tuple[float, int], dict[str, str]]]:
     """Returns how the models are, temperature and rows, and the methods with their families."""
     drafted = {f"{family}, {k}": family for family in DRAFTED.values() for k in LOOKAHEADS}
-    as_they_are = {PLAIN: PLAIN, **drafted, SSD: SSD}
+    as_they_are = {PLAIN: PLAIN, **drafted, SSD: SSD, EAGER_SSD: EAGER_SSD}
     compiled = {name: name for name in (PLAIN, COMPILED_PLAIN, SSD, COMPILED_SSD)}
     settings = [("as they are", setting, as_they_are) for setting in SETTINGS]
     return settings + [(COMPILED, setting, compiled) for setting in COMPILED_SETTINGS[: 1 if args.dry_run else None]]
@@ -161,7 +162,8 @@ def cell_of(record: dict, pair: Pair, assistants: dict, layout: Layout) -> Cell:
         else:
             options["ssd_config"] = hf_ssd.SSDConfig(lookahead=k, asynchronous=False)
     else:
-        options = {"assistant_model": assistants.get(name), "ssd_config": hf_ssd.SSDConfig()}
+        config = hf_ssd.SSDConfig(cuda_graphs=False if name == EAGER_SSD else "auto")
+        options = {"assistant_model": assistants.get(SSD if name == EAGER_SSD else name), "ssd_config": config}
         how = {"compiles": True, **LATE} if name == COMPILED_SSD else {}
     uses_worker = isinstance(options.get("assistant_model"), hf_ssd.DraftAssistant)
     devices = layout.devices if uses_worker else layout.target_ranks

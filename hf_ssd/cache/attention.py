@@ -20,7 +20,7 @@ from .. import devices
 from ..devices import from_host
 from . import masks
 from .compiled import uncompiled
-from .support import FLOAT32_TOLERANCE, LOW_PRECISION_TOLERANCE
+from .support import are_close
 
 GROUPED = "hf_ssd_grouped"  # the implementation's name in transformers
 MOST_QUERIES = 128  # beyond them the mask, which is repeated in place of the keys, may be the larger of the two
@@ -115,10 +115,5 @@ class GroupedHeads:
             theirs = model(**inputs).logits
             with self.in_use(), contextlib.suppress(Exception):
                 ours = model(**inputs).logits
-                return _of_thread.has_folded and _are_close(ours, theirs)
+                return _of_thread.has_folded and are_close(ours, theirs)
         return False
-
-
-def _are_close(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    tolerance = FLOAT32_TOLERANCE if ours.dtype in (torch.float32, torch.float64) else LOW_PRECISION_TOLERANCE
-    return bool((ours - theirs).abs().max() <= tolerance * theirs.abs().max())

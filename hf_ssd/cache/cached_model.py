@@ -9,7 +9,7 @@ from .. import devices
 from ..devices import from_host
 from . import masks
 from .attention import GroupedHeads
-from .compiled import FEWEST_TOKENS, LONGEST_STEP, call_compiled, is_compiled, uncompiled, why_not_compiled
+from .model_runner import LONGEST_STEP, runner_for
 from .ragged import RaggedCache
 from .support import attention_layout, is_flash_attention
 
@@ -29,9 +29,11 @@ class CachedModel:
             the column before it, because the model may have none beyond.
         token_type_ids (`torch.LongTensor` of shape `(batch_size, columns)`, *optional*): Of the prompt. As in plain
             generation, each new token has the type of the last one.
+        cuda_graphs (`bool` or `str`, *optional*): See [`SSDConfig`]. `False` by default.
 
     Attributes:
-        compilations (`int`): How often a forward pass has been compiled.
+        runner (`Runner`): Runs the forward passes.
+        fewest_tokens (`int`): Tokens that are fed to each row at least.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class CachedModel:
         first_positions=None,
         column_limit=None,
         token_type_ids=None,
+        cuda_graphs=False,
     ):
         self.model, self.cache = model, cache
         self.valid = None if valid is None or valid.all() else valid
@@ -55,16 +58,22 @@ class CachedModel:
         self.first_positions = first_positions
         self.column_limit = column_limit
         self.token_types = None if token_type_ids is None else token_type_ids[:, -1:].to(self.device)
-        # Without masks nothing hides the columns of a window that are not in use.
-        self.is_compiled = is_compiled(model) and why_not_compiled(model) is None and not self.reads_2d_masks
-        self.compilations = 0
-        self.fewest_tokens = FEWEST_TOKENS if self.is_compiled else 1
-        self.takes_logits_to_keep = model._supports_logits_to_keep()
+        self.runner = runner_for(model, cache, cuda_graphs, column_limit)
+        self.fewest_tokens = self.runner.fewest_tokens
         self.takes_lengths = self.reads_2d_masks and _takes_other_arguments(model)
+
+    @property
+    def preparations(self) -> int:
+        """How often a forward pass was compiled or captured."""
+        return self.runner.preparations
+
+    def close(self) -> None:
+        """Ends the use of the cache, so that the next call can have its place."""
+        self.runner.close()
 
     def leave_out(self, finished: list[bool]) -> None:
         """Computes these rows no more: what is fed to them is ignored from now on, and their logits are zeros."""
-        self.cache.leave_out(finished, self.fewest_tokens)
+        self.cache.leave_out(finished, self.runner.rows(finished.count(False)))
 
     def computed(self, of_rows):
         """Returns the rows of a tensor or the elements of a list that are computed."""
@@ -120,8 +129,8 @@ class CachedModel:
         Opens or closes the cache's window for passes over `tokens` tokens of each row that will use `width` columns,
         and returns how many columns they see.
         """
-        has_window = self.is_compiled and tokens <= LONGEST_STEP and bool(self.cache.layers)
-        self.cache.set_window(width if has_window else None)
+        is_step = tokens <= LONGEST_STEP and bool(self.cache.layers)
+        self.cache.set_window(self.runner.window(width) if is_step else None)
         return self.cache.window or width
 
     def mask(self, allowed: torch.BoolTensor, query_positions: torch.LongTensor, key_positions: torch.LongTensor):
@@ -142,32 +151,18 @@ class CachedModel:
             "input_ids": tokens,
             "position_ids": positions.clamp(min=0),
             "attention_mask": mask,
-            "past_key_values": self.cache,
-            "use_cache": True,
-            "return_dict": True,
         }
         if self.token_types is not None:
             inputs["token_type_ids"] = self.computed(self.token_types).expand_as(tokens)
         if self.takes_lengths:
             inputs |= self._lengths_for_flash_attention(tokens.shape[1])
         with self.attention.in_use():
-            if self.cache.window is not None:
-                logits = call_compiled(self.model, self._notice_compilation, **inputs).logits
-            else:
-                if logits_to_keep is not None and self.takes_logits_to_keep:
-                    inputs["logits_to_keep"], logits_to_keep = logits_to_keep, None
-                with uncompiled(self.model):
-                    logits = self.model(**inputs).logits
-        if logits_to_keep is not None:
-            logits = logits[:, logits_to_keep]
+            logits = self.runner.run(inputs, logits_to_keep)
         if self.cache.rows is None:
             return logits
         of_all = logits.new_zeros(len(self.cache.rows) + len(self.cache.left_out), *logits.shape[1:])
         of_all[from_host(self.cache.rows, logits.device)] = logits
         return of_all
-
-    def _notice_compilation(self) -> None:
-        self.compilations += 1
 
     def _lengths_for_flash_attention(self, count: int) -> dict:
         """Returns the lengths of one row, which transformers would otherwise read, and wait for, in each layer."""

@@ -18,7 +18,6 @@ from torch.fx.experimental import _config
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-LONGEST_STEP = 64  # tokens of each row; more than that is a prefill
 FEWEST_TOKENS = 2  # that are fed to each row: torch.compile treats a size of 1 as a case of its own
 
 logger = logging.get_logger(__name__)

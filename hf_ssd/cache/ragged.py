@@ -6,7 +6,6 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 
 from ..devices import from_host
 
-WINDOW_STEP = 64  # columns by which a window grows
 # Unused columns behind those in use: at least so many, and this share of them. They lie between the rows, and the
 # farther the rows are apart, the longer a processor takes to read them.
 ROOM, ROOM_SHARE = 32, 1 / 8
@@ -100,8 +99,8 @@ class RaggedCache(DynamicCache):
         rows (`list[int]`, *optional*): The rows that forward passes compute, in the order in which they stand; all of
             them by default.
         left_out (`list[int]`): The rows that stand behind those.
-        window (`int`, *optional*): How many columns forward passes see, if not those in use. A compiled forward pass
-            needs it, see [`~hf_ssd.cache.compiled`].
+        window (`int`, *optional*): How many columns forward passes see, if not those in use. Compiled and captured
+            passes need it, see [`~hf_ssd.cache.model_runner`].
     """
 
     def __init__(self):
@@ -165,10 +164,9 @@ class RaggedCache(DynamicCache):
                     storage[order.index(row), :, columns[row] :] = 0
 
     def set_window(self, width: int | None) -> None:
-        """Lets forward passes see a window of at least `width` columns, or the columns in use if it is `None`."""
-        window = None if width is None else -(-width // WINDOW_STEP) * WINDOW_STEP
-        if window != self.window:
-            self.window = window
+        """Lets forward passes see the first `width` columns, or the columns in use if it is `None`."""
+        if width != self.window:
+            self.window = width
             self._reopen()
 
     def _reopen(self) -> None:

@@ -2,12 +2,19 @@
 
 from dataclasses import dataclass
 
+import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.utils.generic import is_flash_attention_requested
 
 MASKED_ATTENTION = ("sdpa", "eager")
 LOW_PRECISION_TOLERANCE, FLOAT32_TOLERANCE = 5e-2, 1e-3  # of the largest logit
+
+
+def are_close(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """Whether logits differ by no more than rounding."""
+    tolerance = FLOAT32_TOLERANCE if ours.dtype in (torch.float32, torch.float64) else LOW_PRECISION_TOLERANCE
+    return bool((ours - theirs).abs().max() <= tolerance * theirs.abs().max())
 
 
 @dataclass(frozen=True)

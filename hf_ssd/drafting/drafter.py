@@ -56,7 +56,8 @@ class Drafter(ABC):
         vocabulary: Vocabulary | None = None,
     ):
         self.device = devices.of_model(model)
-        self.prefix = VerifiedPrefix(model, prompts, generation_config.max_length, earlier, vocabulary)
+        limit, graphs = generation_config.max_length, config.cuda_graphs
+        self.prefix = VerifiedPrefix(model, prompts, limit, earlier, vocabulary, graphs)
         self.vocabulary, self.vocab_size = self.prefix.vocabulary, self.prefix.vocabulary.size
         longest = prompt_length or max(self.prefix.lengths)
         self.sampler = DraftSampler(model, config, generation_config, longest, seed, self.vocab_size, num_workers)

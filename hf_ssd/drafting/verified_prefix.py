@@ -29,6 +29,7 @@ class VerifiedPrefix:
             its text, as in a chat, its cache is taken over.
         vocabulary ([`~hf_ssd.drafting.vocabulary.Vocabulary`], *optional*): Of target and draft; the draft's by
             default.
+        cuda_graphs (`bool` or `str`, *optional*): See [`SSDConfig`].
 
     Attributes:
         ids (`torch.LongTensor` of shape `(batch_size, capacity)`): The target's tokens.
@@ -46,6 +47,7 @@ class VerifiedPrefix:
         column_limit: int | None,
         earlier: "VerifiedPrefix | None" = None,
         vocabulary: Vocabulary | None = None,
+        cuda_graphs: bool | str = False,
     ):
         own = model.config.get_text_config(decoder=True).vocab_size
         self.device, self.vocabulary = devices.of_model(model), vocabulary or Vocabulary(own, own)
@@ -64,7 +66,9 @@ class VerifiedPrefix:
             if min(shared) >= WORTH_KEEPING:
                 self.fed, cache = shared, earlier.decoder.cache
                 cache.take_back()
-        self.decoder = CachedModel(model, cache, column_limit=column_limit)
+        if earlier is not None and cache is not earlier.decoder.cache:
+            earlier.decoder.close()
+        self.decoder = CachedModel(model, cache, column_limit=column_limit, cuda_graphs=cuda_graphs)
 
     def _shared(self, earlier: "VerifiedPrefix", row: int) -> int:
         """Returns how many columns of an earlier prefix's cache hold what this one begins with; never all of it."""

@@ -113,8 +113,10 @@ def speculative_speculative_decoding(
         with contextlib.closing(draft), contextlib.closing(draft):  # again, if the first time was interrupted
             draft.open(patience(ssd_config, generation_config, stopping_criteria))
             # 1. Prefill, while the draft does the same and prepares the likely first tokens.
-            decoder, logits = prefill(model, input_ids, generation_config, model_kwargs, max_length)
-            with model._optimize_model_for_decode():  # which changes how experts are computed
+            graphs = ssd_config.cuda_graphs
+            decoder, logits = prefill(model, input_ids, generation_config, model_kwargs, max_length, graphs)
+            # transformers' context changes how experts are computed.
+            with contextlib.closing(decoder), model._optimize_model_for_decode():
                 return decode(
                     decoder,
                     logits,
@@ -247,9 +249,9 @@ def decode(
 
         # 6. Verify: one forward pass over the last token and the drafted ones.
         sequences.propose(drafted)
-        fed, before = torch.cat([sequences.last[:, None], drafted], dim=1).to(decoder.device), decoder.compilations
+        fed, before = torch.cat([sequences.last[:, None], drafted], dim=1).to(decoder.device), decoder.preparations
         logits = decoder.extend(fed, [length - 1 + columns_before_ids for length in sequences.lengths])
-        record.compiles = decoder.compilations > before
+        record.compiles = decoder.preparations > before
 
         # 7. What the tokens were drawn from is needed only now.
         if not speculation.tokens.shape[1] or FILLER in record.sources:

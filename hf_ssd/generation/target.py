@@ -12,7 +12,7 @@ from .sequences import Sequences
 
 
 def prefill(
-    model, input_ids, generation_config, model_kwargs, max_length: int | None
+    model, input_ids, generation_config, model_kwargs, max_length: int | None, cuda_graphs: bool | str = False
 ) -> tuple[CachedModel, torch.Tensor]:
     """
     Runs transformers' own prefill into a ragged cache.
@@ -21,6 +21,7 @@ def prefill(
         model, input_ids, generation_config, model_kwargs: See
             [`~hf_ssd.generation.loop.speculative_speculative_decoding`].
         max_length (`int`, *optional*): Of the output.
+        cuda_graphs (`bool` or `str`, *optional*): See [`SSDConfig`].
 
     Returns:
         The target with its cache, and the logits of shape `(batch_size, 1, vocab_size)` behind the prompts.
@@ -41,6 +42,7 @@ def prefill(
         first_positions=[position - (columns - 1) for position in last],
         token_type_ids=model_kwargs.get("token_type_ids"),
         column_limit=None if max_length is None else columns - input_ids.shape[1] + max_length,
+        cuda_graphs=cuda_graphs,
     )
     return decoder, outputs.logits[:, -1:]
 

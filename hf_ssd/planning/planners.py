@@ -17,7 +17,7 @@ class PairKnowledge:
     What calls with one pair have taught.
 
     Attributes:
-        durations (`dict`): [`Durations`] by batch size and length.
+        durations (`dict`): [`Durations`] by batch size, length and whether there are graphs.
         experience (`dict`): [`Experience`] by settings, batch size, length and temperature.
         last ([`Planner`], *optional*): That of the last call.
         lock (`threading.Lock`): Held while any of it is read or written.
@@ -64,7 +64,7 @@ def planner_for(
     settings = repr(dataclasses.replace(config, fallback="auto")), fallback, is_parallel
     size = rows, length.bit_length() // 2
     with known.lock:
-        durations = _kept(known.durations, (*size, is_parallel), Durations)
+        durations = _kept(known.durations, (*size, is_parallel, config.cuda_graphs), Durations)
         experience = _kept(
             known.experience,
             (*settings, *size, temperature),

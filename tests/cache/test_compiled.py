@@ -10,7 +10,8 @@ from hf_ssd.cache import compiled
 from hf_ssd.cache.branches import Branches
 from hf_ssd.cache.cached_model import CachedModel
 from hf_ssd.cache.compiled import is_compiled
-from hf_ssd.cache.ragged import WINDOW_STEP, RaggedCache
+from hf_ssd.cache.model_runner import WINDOW_STEP
+from hf_ssd.cache.ragged import RaggedCache
 from hf_ssd.drafting.cache_shapes import shape_for
 from hf_ssd.drafting.drafter import AutoregressiveDrafter
 from hf_ssd.drafting.speculator import Speculator
@@ -170,7 +171,8 @@ def test_rows_that_are_left_out_compile_nothing_again(compilations):
 
 @torch.inference_mode()
 def test_attention_that_takes_no_masks_runs_uncompiled_and_sees_no_more_than_is_in_use(compilations, monkeypatch):
-    monkeypatch.setattr("hf_ssd.cache.cached_model.is_flash_attention", lambda model: True)
+    for module in ("cached_model", "model_runner"):
+        monkeypatch.setattr(f"hf_ssd.cache.{module}.is_flash_attention", lambda model: True)
     decoder = CachedModel(to_compile(tiny_model(num_hidden_layers=1)), RaggedCache())
     for start, count in ((0, 5), (5, 3)):
         decoder.extend(torch.full((1, count), 7), [start])

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import gc
 
 import torch
 from transformers import set_seed
@@ -24,11 +25,13 @@ LOOKAHEAD = 3
 SAMPLED = {"do_sample": True, "temperature": 0.3, "top_k": 5}
 
 
-def generate(monkeypatch, rows: int, do_sample: bool, family: str = "llama", **options):
+def generate(monkeypatch, rows: int, do_sample: bool, family: str = "llama", calls: int = 1, watch=None, **options):
     """
     Generates with target and draft on the stand-in, the draft in a worker without a process of its own.
 
     Args:
+        calls (`int`, *optional*): How many times, of which the last one counts.
+        watch (context manager, *optional*): Is entered for the last one.
         options: Settings of `SSDConfig` and of `generate()`.
 
     Returns:
@@ -43,17 +46,21 @@ def generate(monkeypatch, rows: int, do_sample: bool, family: str = "llama", **o
         monkeypatch.setattr(loop, "assistant_for", lambda draft: LoopbackAssistant(draft, aside))
     model, draft = hf_ssd.enable(to_gpu(tiny_model(family))), to_gpu(tiny_draft(family))
     inputs = padded_batch(rows) if rows > 1 else {"input_ids": padded_batch(1)["input_ids"]}
-    set_seed(3)
-    with torch.inference_mode(), gpu:
-        output = model.generate(
-            **{name: value.to("cuda") for name, value in inputs.items()},
-            **(SAMPLED if do_sample else {"do_sample": False}),
-            **options,
-            max_new_tokens=40,
-            assistant_model=draft,
-            ssd_config=config,
-            return_dict_in_generate=True,
-        )
+    for call in range(calls):
+        set_seed(3)
+        gpu.visits.clear()
+        gc.collect()  # two ends of a loopback keep each other, and the draft's cache
+        gpu.begin("")
+        with torch.inference_mode(), gpu, watch if watch and call == calls - 1 else contextlib.nullcontext():
+            output = model.generate(
+                **{name: value.to("cuda") for name, value in inputs.items()},
+                **(SAMPLED if do_sample else {"do_sample": False}),
+                **options,
+                max_new_tokens=40,
+                assistant_model=draft,
+                ssd_config=config,
+                return_dict_in_generate=True,
+            )
     return output, gpu
 
 

@@ -47,7 +47,7 @@ PROCESSORS = {
 WAITS = {  # in hf_ssd; what waits in transformers, its processors for example, is not for this list
     "boolean index | target.py prompts_without_padding": "once a call: the draft gets prompts without padding",
     "__bool__ | cached_model.py __init__": "once a call: whether a prompt is padded",
-    "__bool__ | attention.py _are_close": "once for each model: whether it obeys",
+    "__bool__ | support.py are_close": "once for each model: whether it obeys",
     "tolist | speculation_cache.py lookup": "which rows hit decides what is drafted",
     "copy to host | outcome_candidates.py of": "the cache shape works on the host",
     "tolist | fallbacks.py propose": "how many tokens are proposed decides how long the speculation is",

@@ -1,0 +1,216 @@
+"""
+Passes of a model that are captured once and replayed as CUDA graphs, and the storage that they read and write. Both are
+kept from one call to the next.
+
+A graph repeats kernels with the addresses that they were captured with. So everything that changes from one pass to the
+next is the contents of a tensor that stays where it is, and the sizes of a pass are rounded up. A padding token repeats
+the last token, and its keys and values go to the last column of the window, which the masks hide.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+from transformers import PreTrainedModel
+
+from .. import devices
+from .ragged import RaggedCache
+from .support import is_flash_attention, rope_that_changes
+
+# Storage is made for the longest text of a call, but for no more than so many columns or twice those in use.
+COLUMNS_AHEAD = 4096
+BRANCH_COLUMNS = 512  # behind the text
+COMPARED = 8  # replays of a model that are compared with eager passes, which a Python number that changes would alter
+
+
+def rounded(size: int, step: int = 1) -> int:
+    """Rounds up to a multiple of `step`, and to one of four sizes between two powers of two."""
+    step = max(step, power_of_two(size) // 8)
+    return -(-size // step) * step
+
+
+def power_of_two(size: int) -> int:
+    """Returns the smallest power of two that is not smaller."""
+    return 1 << (size - 1).bit_length()
+
+
+class CudaCapture:
+    """
+    Captures CUDA graphs, which share one pool of memory.
+
+    Args:
+        device (`torch.device`): Of the model.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device, self.stream = device, torch.cuda.Stream(device)
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, forward: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None]]:
+        """Returns the tensor in which a pass leaves its result until the next replay, and a function for replays."""
+        with torch.cuda.device(self.device):
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
+                forward()  # libraries allocate memory and choose kernels the first time
+            torch.cuda.current_stream().wait_stream(self.stream)
+            graph = torch.cuda.CUDAGraph()
+            # Other threads, such as those of device links, may use the device during the capture.
+            with torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode="thread_local"):
+                result = forward()
+        return result, graph.replay
+
+
+CAPTURES: dict[str, Callable] = {"cuda": CudaCapture}
+"""How passes are captured on each kind of device."""
+
+
+@dataclass(frozen=True)
+class CapturedPass:
+    """
+    Args:
+        inputs (`dict`): The tensors that the pass reads.
+        logits (`torch.Tensor` of shape `(rows, tokens, vocab_size)`): The tensor in which it leaves its result.
+        replay (`Callable`): Repeats the pass.
+    """
+
+    inputs: dict
+    logits: torch.Tensor
+    replay: Callable[[], None]
+
+    def __call__(self, inputs: dict) -> torch.Tensor:
+        """Repeats the pass with other inputs and returns a copy of their logits, which the next replay leaves alone."""
+        fill(self.inputs, inputs)
+        self.replay()
+        return self.logits[:, : inputs["input_ids"].shape[1]].clone()
+
+
+class Graphs:
+    """
+    Storage and captured passes of a model, which one cache uses at a time.
+
+    Args:
+        model (`PreTrainedModel`): The model, for which [`why_not_captured`] has no reason.
+
+    Attributes:
+        passes (`dict[tuple, CapturedPass]`): By rows, tokens and columns.
+        failure (`str`, *optional*): Why a pass could not be captured; all passes run eagerly from then on.
+        to_compare (`int`): How many more replays are compared with eager passes.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        device = devices.of_model(model)
+        self.capture = CAPTURES[device.type](device)
+        self.passes: dict[tuple, CapturedPass] = {}
+        self.storage: list[tuple[torch.Tensor, torch.Tensor]] = []  # of each layer: (rows, heads, columns, head_dim)
+        self.user: Callable[[], RaggedCache | None] = lambda: None
+        self.lock = threading.Lock()
+        self.failure: str | None = None
+        self.to_compare = COMPARED
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> "Graphs":
+        """Returns the graphs of a model: new ones, if its weights are no longer where they were."""
+        implementation = model.config.get_text_config(decoder=True)._attn_implementation
+        state = implementation, *(tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers()))
+        before, graphs = _graphs.get(model, (None, None))
+        if state != before:
+            graphs = cls(model)
+            _graphs[model] = state, graphs
+        return graphs
+
+    def take_in(self, cache: RaggedCache, columns: int, limit: int | None) -> bool:
+        """
+        Lets a cache keep its keys and values in the storage, to which they are moved if they are elsewhere.
+
+        Args:
+            columns (`int`): The fewest columns that the cache must have.
+            limit (`int`, *optional*): The most tokens that a row of the call can have.
+
+        Returns:
+            `bool`: `False` if another cache is in use.
+        """
+        with self.lock:
+            user = self.user()
+            if user is not None and user is not cache:
+                return False
+            self.user = weakref.ref(cache)
+        first, (rows, room) = cache.layers[0].keys, self._size()
+        if room >= columns and first.data_ptr() == self.storage[0][0].data_ptr():
+            return True
+        if user is None:
+            longest = max(COLUMNS_AHEAD, 2 * columns)
+            columns = max(columns, longest if limit is None else min(limit + BRANCH_COLUMNS, longest))
+        if rows < len(first) or room < columns:
+            rows, room = power_of_two(max(rows, len(first))), power_of_two(max(room, columns))
+            self.passes.clear()
+        cache.set_window(None)
+        for index, layer in enumerate(cache.layers):
+            if self._size(index) != (rows, room):
+                with torch.inference_mode(False):
+                    kept = tuple(
+                        now.new_empty(rows, now.shape[1], room, now.shape[3]) for now in (layer.keys, layer.values)
+                    )
+                self.storage[index : index + 1] = [kept]
+            for now, kept in zip((layer.keys, layer.values), self.storage[index]):
+                shared = min(room, now.shape[2])
+                kept.zero_()
+                kept[: len(now), :, :shared] = now[:, :, :shared]
+            layer.keys, layer.values = (kept[: len(first)] for kept in self.storage[index])
+        return True
+
+    def let_go(self, cache: RaggedCache) -> None:
+        """Lets another cache use the storage. This one must not be used any more."""
+        if self.user() is cache:
+            self.user = lambda: None
+
+    def _size(self, index: int = 0) -> tuple[int, int]:
+        """Returns the rows and columns of a layer's storage."""
+        return (len(self.storage[index][0]), self.storage[index][0].shape[2]) if index < len(self.storage) else (0, 0)
+
+
+_graphs: "weakref.WeakKeyDictionary[PreTrainedModel, tuple[tuple, Graphs]]" = weakref.WeakKeyDictionary()
+
+
+def why_not_captured(model: PreTrainedModel) -> str | None:
+    """Returns why passes of a model cannot be captured, or `None` if nothing is known against it."""
+    device = devices.of_model(model)
+    places = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    reasons = {
+        f"is on {device}": device.type not in CAPTURES,
+        "is on several devices": places != {device},
+        "has hooks": any(m._forward_hooks or m._forward_pre_hooks or hasattr(m, "_hf_hook") for m in model.modules()),
+        "has adapters": any(hasattr(module, "base_layer") for module in model.modules()),
+        "is in training mode": model.training,
+        "runs under autocast": torch.is_autocast_enabled(device.type),
+        "uses flash attention, which takes lengths in place of a mask": is_flash_attention(model),
+        "has a rotary embedding that depends on the length of the text": rope_that_changes(model) is not None,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def static_copy(inputs: dict, tokens: int) -> dict:
+    """Returns new tensors for `inputs` that have been padded to so many tokens of each row."""
+    with torch.inference_mode(False):
+        static = tree_map(
+            lambda one: one.new_empty([tokens if i == _axis(one) else n for i, n in enumerate(one.shape)]), inputs
+        )
+    fill(static, inputs)
+    return static
+
+
+def fill(static: dict, inputs: dict) -> None:
+    """Copies inputs into tensors of the same or more tokens, where the last token is repeated."""
+    for kept, one in zip(tree_leaves(static), tree_leaves(inputs), strict=True):
+        axis = _axis(one)
+        count, missing = one.shape[axis], kept.shape[axis] - one.shape[axis]
+        kept.narrow(axis, 0, count).copy_(one)
+        if missing:
+            kept.narrow(axis, count, missing).copy_(one.narrow(axis, count - 1, 1))
+
+
+def _axis(tensor: torch.Tensor) -> int:
+    """Returns the axis of tokens: of a mask `(rows, 1, tokens, columns)` or of other inputs `(rows, tokens)`."""
+    return 2 if tensor.dim() == 4 else 1

@@ -1,0 +1,56 @@
+"""Real CUDA graphs. On devices that take the place of GPUs, tapes take the place of graphs."""
+
+import pytest
+import torch
+from transformers import set_seed
+
+import hf_ssd
+from hf_ssd.cache.graphs import CAPTURES, Graphs
+
+from ..conftest import FAMILIES, tiny_draft, tiny_model
+from ..stand_ins.tape import use_tapes
+from ..stand_ins.test_graphs import call, same
+from .test_gpu import DEVICES, GREEDY, SAMPLED, TARGET, inputs
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not DEVICES, reason="needs a GPU")]
+
+
+@pytest.fixture(autouse=True)
+def tapes(monkeypatch):
+    kind = torch.device(TARGET).type
+    if kind not in CAPTURES:
+        use_tapes(monkeypatch, kind)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_of_replays_are_those_of_eager_passes(family, padded):
+    model = tiny_model(family).to(TARGET)
+    expected, _ = call(model, False, padded=padded)
+    for is_first in (True, False):
+        found, decoder = call(model, True, padded=padded)
+        assert same(found, expected) and Graphs.of(model).failure is None
+        assert (decoder.preparations > 0) == is_first
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("how", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_calls_with_graphs_give_the_tokens_of_calls_without(how, rows):
+    target, draft = hf_ssd.enable(tiny_model().to(TARGET)), tiny_draft().to(TARGET)
+    outputs = []
+    for cuda_graphs in (False, True, True):
+        set_seed(3)
+        config = hf_ssd.SSDConfig(lookahead=3, asynchronous=False, cuda_graphs=cuda_graphs)
+        outputs.append(
+            target.generate(
+                **inputs(rows),
+                **how,
+                max_new_tokens=40,
+                assistant_model=draft,
+                ssd_config=config,
+                return_dict_in_generate=True,
+            )
+        )
+    assert all(torch.equal(output.sequences, outputs[0].sequences) for output in outputs)
+    assert [any(output.ssd_stats.column("compiles")) for output in outputs] == [False, True, False]
+    assert all(Graphs.of(model).passes and Graphs.of(model).failure is None for model in (target, draft))

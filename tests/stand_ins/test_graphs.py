@@ -1,0 +1,269 @@
+"""Captured passes give the logits and tokens of eager ones. A tape takes the place of CUDA graphs."""
+
+import pytest
+import torch
+from transformers import set_seed
+
+import hf_ssd
+from hf_ssd.cache import graphs, model_runner
+from hf_ssd.cache.branches import Branches
+from hf_ssd.cache.cached_model import CachedModel
+from hf_ssd.cache.graphs import CapturedPass, Graphs
+from hf_ssd.cache.ragged import RaggedCache, RaggedLayer
+
+from ..conftest import FAMILIES, VOCAB, padded_batch, tiny_draft, tiny_model
+from .rounds import generate
+from .tape import Launches, use_tapes
+from .test_synchronizations import most
+
+ROWS, PROMPT, ROUNDS = 5, 9, 16
+ENDS = {4: 2, 6: 0, 9: 4}  # rounds in which a row ends
+
+
+@pytest.fixture
+def tapes(monkeypatch):
+    return use_tapes(monkeypatch)
+
+
+@torch.inference_mode()
+def call(model, cuda_graphs, rows=ROWS, rounds=ROUNDS, limit=None, padded=False):
+    """
+    Decodes like the target and the draft: verifications, feeding passes of several sizes and branches, for a text that
+    grows, with rows that advance by different amounts and end.
+
+    Returns:
+        The logits of the rows that have not ended, of each pass, and the decoder.
+    """
+    generator, device = torch.Generator().manual_seed(rows), model.device
+    valid = (torch.arange(PROMPT) >= torch.arange(rows)[:, None]).to(device) if padded else None
+    first = [-row for row in range(rows)] if padded else None
+    decoder = CachedModel(model, RaggedCache(), valid, first, limit, cuda_graphs=cuda_graphs)
+
+    def tokens(*shape):
+        return torch.randint(2, VOCAB, (rows, *shape), generator=generator).to(device)
+
+    found, lengths, live = [decoder.extend(tokens(PROMPT), [0] * rows)], [PROMPT] * rows, list(range(rows))
+    for step in range(rounds):
+        if step in ENDS and ENDS[step] in live:
+            live.remove(ENDS[step])
+            decoder.leave_out([row not in live for row in range(rows)])
+        fed = (4, 4, 1, 6, 11)[step % 5]
+        found.append(decoder.extend(tokens(fed), lengths)[live])
+        lengths = [n + max(1, fed - (row + step) % 3) for row, n in enumerate(lengths)]
+        one = decoder.extend(tokens(2), lengths)
+        other = decoder.extend(tokens(2), [n + 2 for n in lengths], logits_to_keep=torch.tensor([1], device=device))
+        found += [one[live], other[live]]  # which are read after later passes
+        forks = torch.tensor([[n - i % 2 for i in range(3 + step % 2)] for n in lengths], device=device)
+        branches = Branches(decoder, forks, base=max(lengths) + 4, depth=3)
+        found += [branches.grow(tokens(forks.shape[1]))[live] for _ in range(3)]
+    decoder.close()
+    return found, decoder
+
+
+def same(ours, theirs) -> bool:
+    return all(torch.allclose(one, other, atol=1e-4, rtol=1e-4) for one, other in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_eager_passes(family, padded, tapes):
+    model = tiny_model(family)
+    expected, _ = call(model, False, padded=padded)
+    found, decoder = call(model, "auto", padded=padded)
+    kept = Graphs.of(model)
+    assert same(found, expected) and kept.failure is None and not kept.to_compare
+    assert [len({key[axis] for key in kept.passes}) for axis in range(3)] == [3, 6, 2]  # rows, tokens and columns
+    assert kept.capture.captured == decoder.preparations == len(kept.passes)
+    assert kept.capture.replayed == 6 * ROUNDS
+
+
+def test_a_second_call_captures_nothing(tapes):
+    model = tiny_model()
+    prepared = []
+    for rows, limit in ((5, 300), (5, 300), (5, 200), (7, 300), (5, 300)):
+        found, decoder = call(model, "auto", rows, limit=limit)
+        assert same(found, call(model, False, rows, limit=limit)[0])
+        prepared.append(decoder.preparations > 0)
+    assert prepared == [True, False, False, True, False]  # with more rows, the storage has room for them already
+    assert Graphs.of(model).storage[0][0].shape[::2] == (8, 1024)
+
+
+def test_storage_that_grows_in_a_call_is_captured_anew(tapes, monkeypatch):
+    monkeypatch.setattr(graphs, "COLUMNS_AHEAD", 64)
+    model = tiny_model(num_hidden_layers=1)
+    found, decoder = call(model, "auto", rounds=45)
+    kept = Graphs.of(model)
+    assert same(found, call(model, False, rounds=45)[0]) and kept.storage[0][0].shape[2] == 512
+    assert len(kept.passes) < decoder.preparations  # those of the smaller storage are gone
+
+
+def test_of_two_calls_at_a_time_one_runs_eagerly(tapes):
+    model, decoders = tiny_model(), []
+    for _ in range(2):
+        decoders.append(CachedModel(model, RaggedCache(), cuda_graphs="auto"))
+        decoders[-1].extend(torch.full((1, 5), 7), [0])
+        decoders[-1].extend(torch.full((1, 2), 7), [5])
+    assert [decoder.preparations for decoder in decoders] == [1, 0]
+    decoders.clear()  # without closing them
+    assert call(model, "auto", rounds=1)[1].preparations
+
+
+def test_weights_that_move_are_captured_anew(tapes):
+    model = tiny_model()
+    call(model, "auto", rounds=2)
+    model.model.layers[1].mlp.up_proj.weight = torch.nn.Parameter(0.5 * model.model.layers[1].mlp.up_proj.weight)
+    found, decoder = call(model, "auto", rounds=2)
+    assert decoder.preparations and same(found, call(model, False, rounds=2)[0])
+
+
+# ---------------------------------------------------------------- mutants
+
+
+def with_item(monkeypatch, read):
+    update = RaggedLayer.update
+
+    def reading(self, keys, *arguments):
+        read(keys)
+        return update(self, keys, *arguments)
+
+    monkeypatch.setattr(RaggedLayer, "update", reading)
+
+
+READS = {
+    "item": lambda keys: keys.sum().item(),
+    "tolist": lambda keys: keys.tolist(),
+    "bool": lambda keys: bool((keys > 0).any()),
+    "mask": lambda keys: keys[keys > 0],
+    "nonzero": lambda keys: keys.nonzero(),
+    "from the host": lambda keys: keys[0, 0, 0] * torch.tensor([2.0]),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_a_pass_that_reads_numbers_runs_eagerly_and_says_so(name, tapes, monkeypatch):
+    with_item(monkeypatch, READS[name])
+    said = []
+    monkeypatch.setattr(model_runner.logger, "warning", said.append)
+    model = tiny_model()
+    found, decoder = call(model, "auto", rounds=3)
+    assert same(found, call(model, False, rounds=3)[0]) and decoder.preparations == 0
+    call(model, "auto", rounds=1)
+    assert len(said) == 1 and "runs without CUDA graphs: operation not permitted" in said[0]
+
+
+def moving_tensor(monkeypatch):
+    take_in = Graphs.take_in
+
+    def moving(self, cache, *arguments):
+        is_here = take_in(self, cache, *arguments)
+        cache.layers[1].keys = cache.layers[1].keys.clone()
+        cache.set_window(None)
+        return is_here
+
+    monkeypatch.setattr(Graphs, "take_in", moving)
+
+
+def changing_number(monkeypatch):
+    update = RaggedLayer.update
+
+    def numbered(self, keys, values, *arguments):
+        return update(self, keys, (1 + len(numbers) % 3) * values, *arguments)
+
+    def extend(self, tokens, lengths, **options):
+        numbers[:] = [1] * lengths[0]
+        return original(self, tokens, lengths, **options)
+
+    numbers, original = [], CachedModel.extend
+    monkeypatch.setattr(CachedModel, "extend", extend)
+    monkeypatch.setattr(RaggedLayer, "update", numbered)
+
+
+MUTANTS = {"a tensor that moves": moving_tensor, "a number that changes": changing_number}
+
+
+@pytest.mark.parametrize("is_compared", [False, True])
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_replay_that_differs_is_noticed(mutant, is_compared, tapes, monkeypatch):
+    """In the first call, which compares replays with eager passes and goes on with these; otherwise by these tests."""
+    MUTANTS[mutant](monkeypatch)
+    model = tiny_model()
+    expected = call(model, False, rounds=6)[0]
+    Graphs.of(model).to_compare *= is_compared
+    found = call(model, "auto", rounds=6)[0]
+    assert same(found, expected) == is_compared
+    assert (Graphs.of(model).failure == "a replay gives other logits") == is_compared
+
+
+def test_logits_that_are_read_after_the_next_replay_are_noticed(tapes, monkeypatch):
+    """The mutant: the runner returns the graph's own."""
+
+    def own(self, inputs):
+        graphs.fill(self.inputs, inputs)
+        self.replay()
+        return self.logits[:, : inputs["input_ids"].shape[1]]
+
+    monkeypatch.setattr(CapturedPass, "__call__", own)
+    model = tiny_model()
+    found, expected = call(model, "auto", rounds=3)[0], call(model, False, rounds=3)[0]
+    assert not same(found, expected)
+
+
+def test_padding_that_real_tokens_see_is_noticed(tapes, monkeypatch):
+    """The mutant: padding is written to a column in use."""
+    pad = model_runner.pad
+    monkeypatch.setattr(model_runner, "pad", lambda columns, missing, value: pad(columns, missing, value=3))
+    model = tiny_model()
+    Graphs.of(model).to_compare = 0
+    assert not same(call(model, "auto", rounds=6)[0], call(model, False, rounds=6)[0])
+
+
+# ---------------------------------------------------------------- whole calls
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.7, "top_k": 30}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_call_in_turn_gives_the_same_tokens(rows, options, tapes):
+    target, draft = hf_ssd.enable(tiny_model()), tiny_draft()
+    outputs = []
+    for cuda_graphs in (False, "auto", "auto"):
+        set_seed(3)
+        config = hf_ssd.SSDConfig(lookahead=3, asynchronous=False, cuda_graphs=cuda_graphs)
+        outputs.append(
+            target.generate(
+                **padded_batch(rows),
+                **options,
+                do_sample=bool(options),
+                max_new_tokens=50,
+                eos_token_id=[5, 6, 7],
+                assistant_model=draft,
+                ssd_config=config,
+                return_dict_in_generate=True,
+            )
+        )
+    eager, *captured = outputs
+    for output in captured:
+        assert torch.equal(output.sequences, eager.sequences)
+        assert output.ssd_stats.column("accepted") == eager.ssd_stats.column("accepted")
+        assert torch.allclose(output.past_key_values.layers[0].keys, eager.past_key_values.layers[0].keys, atol=1e-5)
+    compiles = [any(output.ssd_stats.column("compiles")) for output in outputs]
+    assert compiles == [False, True, False] and len(tapes.made) == 2  # of target and draft
+    assert all(capture.replayed > 2 * capture.captured for capture in tapes.made)
+
+
+@pytest.mark.parametrize(
+    "rows, do_sample",
+    [(1, False), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, True), (4, False), (4, True)))],
+)
+def test_a_call_on_the_stand_in_gives_the_same_tokens_and_waits_no_more_often(rows, do_sample, monkeypatch):
+    tapes = use_tapes(monkeypatch, "cuda")
+    found = {}
+    for cuda_graphs in (False, "auto"):
+        launches = Launches()
+        with monkeypatch.context() as patches:
+            output, gpu = generate(patches, rows, do_sample, calls=2, watch=launches, cuda_graphs=cuda_graphs)
+        assert output.ssd_stats.draft_failure is None and output.ssd_stats.hit_rate > 0
+        found[cuda_graphs] = output.sequences.cpu(), most(gpu.visits), launches.count / output.ssd_stats.rounds
+    (tokens, waits, launched), (tokens_of_graphs, waits_of_graphs, launched_of_graphs) = found.values()
+    assert torch.equal(tokens, tokens_of_graphs) and waits == waits_of_graphs
+    assert len(tapes.made) == 2 and not any(output.ssd_stats.column("compiles"))
+    assert launched_of_graphs < launched / 2
