@@ -40,7 +40,8 @@ class SimulatedDraft:
 
 class SimulatedSession(SeveralDrafts):
     def __init__(self, draft, request):
-        self.config, self.rows, self.sampled, self.custom, self.fallbacks = request.config, len(request.prompts), False, None, {}
+        self.config, self.rows, self.sampled = request.config, len(request.prompts), False
+        self.custom, self.fallbacks = None, {}
         self.texts, self.verified = [prompt.tolist() for prompt in request.prompts], torch.zeros(self.rows, 0)
         self.draft, self.world, self.profiles = draft, draft.world, request.profile
         self.sessions, self.on_close = [Worker(self, index) for index in range(len(draft.workers))], lambda: None
@@ -114,7 +115,8 @@ class Worker:
         elif session.profiles:
             slowness = session.draft.slowness
             costs = 0.0, session.measured(slowness * session.world.step), slowness * session.world.per_branch
-        return Speculation(torch.zeros(session.rows, session.grown * any(mine), dtype=torch.long), None, record, costs=costs)
+        tokens = torch.zeros(session.rows, session.grown * any(mine), dtype=torch.long)
+        return Speculation(tokens, None, record, costs=costs)
 
     def completed(self):
         session, (known, width) = self.session, (self.incomplete.known, self.incomplete.record.lookahead)

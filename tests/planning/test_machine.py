@@ -1,13 +1,10 @@
 """Whatever the calls with a pair were, in whatever threads, the plan in the end is the one that pays."""
 
-import functools
-
 import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
-from hf_ssd.planning.experience import Durations
 from hf_ssd.rounds import AHEAD
 
 from .simulated_draft import SimulatedDraft
