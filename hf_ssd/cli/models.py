@@ -123,6 +123,8 @@ def load_tokenizer(name: str):
         tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left", trust_remote_code=False)
     except (OSError, ValueError):
         return None
+    if not tokenizer.vocab_size:  # transformers made it from the config alone, because the folder has none
+        return None
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     return tokenizer
 
