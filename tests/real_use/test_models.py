@@ -154,7 +154,8 @@ def test_a_limit_is_that_of_a_table_of_positions():
         assert last_position_limit(sharp_model(tiny_config(family))) == 256, family
     for family in ("llama", "falcon", "gpt_neox", "mixtral", "bloom", "inkling_text"):
         assert last_position_limit(sharp_model(tiny_config(family))) is None, family
-    alibi = AutoConfig.for_model("falcon", **{**SIZES, "alibi": True, "rope_parameters": None})
+    alibi = tiny_config("falcon")
+    alibi.alibi, alibi.rope_parameters = True, None
     assert last_position_limit(sharp_model(alibi)) is None
     as_many = {name: 64 for name in ("vocab_size", "max_position_embeddings", "hidden_size", "intermediate_size")}
     assert last_position_limit(tiny_model(**as_many)) is None
