@@ -433,7 +433,6 @@ def test_a_chat_with_a_pair_of_different_tokenizers(different, monkeypatch, caps
     found = re.search(r"\[60 tokens, .* hit rate [\d.]+, acceptance ([\d.]+)\]", capsys.readouterr().out)
     assert float(found[1]) > 0.9
     assert {record.mode for record in seen[0].records if record.lookahead} & {IN_TURN, AHEAD}
-    assert any(hit for k, _, hit in seen[0].verified_rows() if k)
 
 
 def test_a_server_gets_both_tokenizers_of_a_pair_that_differs(different, monkeypatch, capsys):

@@ -149,14 +149,11 @@ def test_a_draft_with_fewer_positions_drafts_up_to_its_limit(place, monkeypatch)
 
 
 def test_a_limit_is_that_of_a_table_of_positions():
-    """ALiBi, rotary embeddings that are computed, and layers without positions go on behind the config's number."""
+    """Rotary embeddings that are computed and layers without positions go on after the config's number."""
     for family in ("gpt2", "opt", "gptj", "codegen", "biogpt", "gpt_bigcode", "ctrl", "xglm"):
         assert last_position_limit(sharp_model(tiny_config(family))) == 256, family
     for family in ("llama", "falcon", "gpt_neox", "mixtral", "bloom", "inkling_text"):
         assert last_position_limit(sharp_model(tiny_config(family))) is None, family
-    alibi = tiny_config("falcon")
-    alibi.alibi, alibi.rope_parameters = True, None
-    assert last_position_limit(sharp_model(alibi)) is None
     as_many = {name: 64 for name in ("vocab_size", "max_position_embeddings", "hidden_size", "intermediate_size")}
     assert last_position_limit(tiny_model(**as_many)) is None
 
