@@ -19,6 +19,7 @@ from workload import add_pair_and_work, batches_for, load_pair
 import hf_ssd
 from hf_ssd.cli.bench import cores_for
 from hf_ssd.cli.methods import synchronize
+from hf_ssd.cli.options import core_numbers
 from hf_ssd.distributed.cores import use_cores
 from hf_ssd.drafting.cache_shapes import shape_for
 from hf_ssd.drafting.parallel_drafter import drafter_for, is_parallel, mask_token
@@ -84,7 +85,7 @@ def main() -> None:
     add_pair_and_work(parser)
     parser.add_argument("--lookahead", type=int, default=4)
     parser.add_argument("--budget", type=int, default=8)
-    parser.add_argument("--pin", nargs=2, help="cores of each side, as in 0,1,2 3")
+    parser.add_argument("--pin", nargs=2, type=core_numbers, help="cores of each side, as in 0,1,2 3")
     args = parser.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -20,6 +20,7 @@ from workload import say_how_busy
 
 import hf_ssd
 from hf_ssd import devices
+from hf_ssd.cli.held import warnings_held
 
 PAIR = Path(__file__).parent / "pair"
 PROMPT = '''class Reader:
@@ -73,7 +74,8 @@ def main() -> None:
     }
 
     # 1. A completion, as it is generated.
-    target.generate(**inputs, **options, **methods["SSD"], streamer=TextStreamer(tokenizer))
+    with warnings_held():
+        target.generate(**inputs, **options, **methods["SSD"], streamer=TextStreamer(tokenizer))
 
     # 2. Every method in turn, again and again, so that what else the machine does falls on all of them alike.
     speeds, outputs = {name: [] for name in methods}, {}

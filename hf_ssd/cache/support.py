@@ -3,11 +3,13 @@
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.utils.generic import is_flash_attention_requested
 
 MASKED_ATTENTION = ("sdpa", "eager")
+MOST_OFFSET = 8  # rows that a table of positions may have in front of the first one
 LOW_PRECISION_TOLERANCE, FLOAT32_TOLERANCE = 5e-2, 1e-3  # of the largest logit
 
 
@@ -82,12 +84,16 @@ def attention_layout(model: PreTrainedModel) -> AttentionLayout:
 
 def last_position_limit(model: PreTrainedModel) -> int | None:
     """
-    Returns how many positions a model has, if it has no more: those of a table. `None` if its positions are rotary,
-    which go on.
+    Returns how many positions a model has in a table, learned or computed when it was made. `None` if it computes them
+    as it goes, as most rotary embeddings and ALiBi do, or reads none.
     """
-    config = model.config.get_text_config(decoder=True)
-    is_rotary = getattr(config, "rope_parameters", None) or any("rotary" in name for name, _ in model.named_modules())
-    return None if is_rotary else getattr(config, "max_position_embeddings", None)
+    count = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if not isinstance(count, int):
+        return None
+    tokens = model.get_input_embeddings()
+    learned = [one.weight for one in model.modules() if isinstance(one, nn.Embedding) and one is not tokens]
+    tables = [*learned, *(buffer for buffer in model.buffers() if buffer.dim() == 2)]
+    return count if any(count <= len(table) <= count + MOST_OFFSET for table in tables) else None
 
 
 def rope_that_changes(model: PreTrainedModel) -> tuple[str, int] | None:

@@ -21,10 +21,14 @@ import transformers
 import hf_ssd
 
 from .. import devices, timeline
+from ..config import LONGEST_LOOKAHEAD
 from ..distributed.cores import CoreShare, divide_cores
-from . import models, prompts
+from . import doctor, models, prompts
 from .methods import ASSISTED, SSD, Bench
+from .options import at_least, core_numbers
 from .table import draw, rows_of, summary, table
+
+LOOKAHEAD = at_least(1, below=LONGEST_LOOKAHEAD + 1)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,30 +42,28 @@ def add_work(parser: argparse.ArgumentParser) -> None:
     work = parser.add_argument_group("work")
     work.add_argument("--prompts", help="JSON lines; default: snippets of Python, or random tokens")
     work.add_argument("--prompt-field", default="prompt")
-    work.add_argument("--prompt-length", type=int, default=32, help="of random tokens")
-    work.add_argument("--batch-size", type=int, default=1)
-    work.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
-    work.add_argument("--new-tokens", type=int, default=128)
+    work.add_argument("--prompt-length", type=at_least(1), default=32, help="of random tokens")
+    work.add_argument("--batch-size", type=at_least(1), default=1)
+    work.add_argument("--temperature", type=at_least(0, float), default=0.0, help="0: greedy")
+    work.add_argument("--new-tokens", type=at_least(2), default=128)
     work.add_argument("--ignore-eos", action="store_true", help="go on behind the end of the text")
 
 
 def add_methods(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments that [`compare`] reads."""
     method = parser.add_argument_group("methods")
-    method.add_argument("--lookahead", type=int, help="of SSD; default: planned")
-    method.add_argument("--budget", type=int, help="of SSD; default: planned")
-    method.add_argument("--in-turn-lookaheads", type=int, nargs="*", default=[2, 3, 4, 6, 8])
-    method.add_argument(
-        "--assistant-tokens", type=int, nargs="*", default=[2, 3, 4, 6, 8], help="of assisted generation"
-    )
+    method.add_argument("--lookahead", type=LOOKAHEAD, help="of SSD; default: planned")
+    method.add_argument("--budget", type=at_least(1), help="of SSD; default: planned")
+    several = {"nargs": "*", "default": [2, 3, 4, 6, 8]}
+    method.add_argument("--in-turn-lookaheads", type=LOOKAHEAD, **several)
+    method.add_argument("--assistant-tokens", type=at_least(1), help="of assisted generation", **several)
     method.add_argument("--one-table", action="store_true", help="do not give the others all cores in a second table")
-    method.add_argument("--repeats", type=int, default=5, help="turns; one more warms up")
-    method.add_argument("--pin", nargs=2, metavar=("TARGET", "DRAFT"), help="cores of each side, as in 0,1,2 3")
+    method.add_argument("--repeats", type=at_least(1), default=5, help="turns; one more warms up")
+    pinned = {"nargs": 2, "type": core_numbers, "metavar": ("TARGET", "DRAFT")}
+    method.add_argument("--pin", help="cores of each side, as in 0,1,2 3", **pinned)
     output = parser.add_argument_group("output")
     output.add_argument("--output", type=Path, help="folder for benchmark.json and benchmark.png")
-    output.add_argument(
-        "--trace", type=Path, help="a timeline of the last SSD run, for Perfetto; and a picture beside it"
-    )
+    output.add_argument("--trace", type=Path, help="a timeline of the last SSD run, for Perfetto; and a picture of it")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -69,22 +71,25 @@ def run(args: argparse.Namespace) -> int:
     check_pictures(args)
     found = models.chosen(args)
     texts = prompts.prompts_from(args.prompts, args.prompt_field) if args.prompts else prompts.SNIPPETS
-    tokenizers = models.different_tokenizers(found)
-    target = hf_ssd.enable(models.load(found.target, found.dtype, found.device))
-    draft = models.load(found.draft, found.draft_dtype, found.draft_device)
-    tokenizer = tokenizers.get("tokenizer") or models.load_tokenizer(found.target)
-    if tokenizer is None:
+    doctor.examine(found)
+    target, draft = found.load()
+    if found.tokenizer is None:
         batches = prompts.random_batches(target, args.batch_size, args.prompt_length)
     else:
-        batches = prompts.batches(texts, tokenizer, args.batch_size, found.device)
-    compare(args, target, draft, batches, tokenizers)
+        batches = prompts.batches(texts, found.tokenizer, args.batch_size, found.device)
+    compare(args, target, draft, batches, found.tokenizers)
     return 0
 
 
 def check_pictures(args: argparse.Namespace) -> None:
-    """Raises `ValueError` if pictures are asked for and cannot be drawn."""
+    """Makes the folders of pictures, and raises `ValueError` if they are asked for and cannot be written."""
     if (args.output or args.trace) and importlib.util.find_spec("matplotlib") is None:
         raise ValueError('pictures need matplotlib: pip install "hf_ssd[plot]"')
+    for folder in filter(None, (args.output, args.trace and args.trace.parent)):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"Nothing can be written to {folder}: {error.strerror}.") from error
 
 
 def compare(args: argparse.Namespace, target, draft, batches: list[dict], tokenizers: dict | None = None) -> None:
@@ -114,7 +119,6 @@ def compare(args: argparse.Namespace, target, draft, batches: list[dict], tokeni
                 print("transformers' assisted generation does not take this pair.", flush=True)
             stats = methods[SSD].runs[-1].stats
     if args.output:
-        args.output.mkdir(parents=True, exist_ok=True)
         arguments = {name: x for name, x in vars(args).items() if isinstance(x, (int, float, str, list, type(None)))}
         report = {
             "arguments": arguments,
@@ -132,8 +136,8 @@ def compare(args: argparse.Namespace, target, draft, batches: list[dict], tokeni
 def cores_for(args: argparse.Namespace, target, draft) -> CoreShare | None:
     """Returns which cores each side gets, where both models are on the CPU."""
     if args.pin:
-        sides = [tuple(int(core) for core in side.split(",")) for side in args.pin]
-        return CoreShare(sides[0], (sides[1],))
+        target_cores, draft_cores = args.pin
+        return CoreShare(target_cores, (draft_cores,))
     return divide_cores() if target.device.type == draft.device.type == "cpu" else None
 
 

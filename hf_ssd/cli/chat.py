@@ -22,6 +22,8 @@ from transformers import DynamicCache, TextStreamer, set_seed
 import hf_ssd
 
 from . import doctor, models
+from .held import warnings_held
+from .options import at_least
 
 HELP = """/clear  forgets the text so far
 /stats  turns the figures behind each answer on or off
@@ -31,10 +33,10 @@ HELP = """/clear  forgets the text so far
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     models.add_models(parser)
-    parser.add_argument("--max-new-tokens", type=int, default=256)
-    parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
+    parser.add_argument("--max-new-tokens", type=at_least(1), default=256)
+    parser.add_argument("--temperature", type=at_least(0, float), default=0.0, help="0: greedy")
     parser.add_argument("--system", help="a system message, for models with a chat template")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=at_least(0, below=2**32), default=0)
     parser.add_argument("--stats", action="store_true", help="figures behind each answer")
 
 
@@ -114,27 +116,27 @@ class Chat:
                 f"The text has {len(tokens)} tokens with this message, and the model has {positions} positions, which "
                 "leaves no room for an answer: send a shorter message, or type /clear."
             )
-        self._keep(tokens)
+        cache = self._take_cache(tokens)
         input_ids = torch.tensor([tokens], device=self.target.device)
         sampled = {"do_sample": True, "temperature": self.args.temperature} if self.args.temperature else {}
         start, answer, output = time.perf_counter(), Answer(self.tokenizer), None
-        try:
-            output = self.target.generate(
-                input_ids=input_ids,
-                attention_mask=torch.ones_like(input_ids),
-                past_key_values=self.cache,
-                max_new_tokens=room,
-                **(sampled or {"do_sample": False}),
-                **self.tokenizers,
-                assistant_model=self.assistant,
-                ssd_config=hf_ssd.SSDConfig(),
-                streamer=answer,
-                return_dict_in_generate=True,
-            )
-            self.cache, self.cached = output.past_key_values, output.sequences[0].tolist()[:-1]
-        except KeyboardInterrupt:
-            answer.end()  # prints the words that it held back
-            self._forget_cache()  # a call that was interrupted leaves tokens in it that were not verified
+        with warnings_held():
+            try:
+                output = self.target.generate(
+                    input_ids=input_ids,
+                    attention_mask=torch.ones_like(input_ids),
+                    past_key_values=cache,
+                    max_new_tokens=room,
+                    **(sampled or {"do_sample": False}),
+                    **self.tokenizers,
+                    assistant_model=self.assistant,
+                    ssd_config=hf_ssd.SSDConfig(),
+                    streamer=answer,
+                    return_dict_in_generate=True,
+                )
+                self.cache, self.cached = output.past_key_values, output.sequences[0].tolist()[:-1]
+            except KeyboardInterrupt:
+                answer.end()  # prints the words that it held back
         seconds, new = time.perf_counter() - start, answer.tokens[len(tokens) :]
         text = self.tokenizer.decode(new, skip_special_tokens=True)
         self.messages += [{"role": "user", "content": words}, {"role": "assistant", "content": text}]
@@ -147,16 +149,21 @@ class Chat:
             f"{drafting(output.ssd_stats)}]"
         )
 
-    def _keep(self, tokens: list[int]) -> None:
-        """Drops from the cache what the text does not begin with: a template may write an old answer another way."""
-        same = len(os.path.commonprefix([tokens[:-1], self.cached]))
-        if same < len(self.cached):
+    def _take_cache(self, tokens: list[int]) -> DynamicCache:
+        """
+        Returns the cache without what the text does not begin with, as a template may write an old answer another way.
+        The chat has an empty one until the call returns, because a call that ends in an error or by Ctrl-C leaves
+        tokens in it that were not verified.
+        """
+        cache, cached = self.cache, self.cached
+        self._forget_cache()
+        same = len(os.path.commonprefix([tokens[:-1], cached]))
+        if same < len(cached):
             try:
-                self.cache.crop(-(len(self.cached) - same))
+                cache.crop(-(len(cached) - same))
             except (RuntimeError, ValueError):  # a window that is full has dropped the tokens before it
-                self._forget_cache()
-            else:
-                self.cached = self.cached[:same]
+                return self.cache
+        return cache
 
 
 def drafting(stats: hf_ssd.SSDStats) -> str:
@@ -164,16 +171,6 @@ def drafting(stats: hf_ssd.SSDStats) -> str:
     if any(lookahead for lookahead, _, _ in stats.verified_rows()):
         return f"hit rate {stats.hit_rate:.2f}, acceptance {stats.acceptance_rate:.2f}"
     return f"decoded plainly: {stats.draft_failure or stats.reason}"
-
-
-def check(args: argparse.Namespace) -> None:
-    """Raises `ValueError` if an option has a value that no chat can have."""
-    if args.max_new_tokens < 1:
-        raise ValueError(f"--max-new-tokens must be at least 1, but is {args.max_new_tokens}.")
-    if not 0 <= args.temperature < float("inf"):
-        raise ValueError(f"--temperature must be 0 (greedy) or a positive number, but is {args.temperature:g}.")
-    if not 0 <= args.seed < 2**32:
-        raise ValueError(f"--seed must be at least 0 and below 2**32, but is {args.seed}.")
 
 
 def prepare_terminal() -> None:
@@ -186,43 +183,49 @@ def prepare_terminal() -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Returns the exit code."""
-    check(args)
     found = models.chosen(args)
-    tokenizers = models.different_tokenizers(found)
-    doctor.examine(found, **tokenizers)
-    tokenizer = tokenizers.get("tokenizer") or models.load_tokenizer(found.target)
-    if tokenizer is None:
+    doctor.examine(found)
+    if found.tokenizer is None:
         raise ValueError(f"{found.target} has no tokenizer, which a chat needs; choose another TARGET.")
-    if args.system and tokenizer.chat_template is None:
+    if args.system and found.tokenizer.chat_template is None:
         raise ValueError(f"--system needs a chat template, which {found.target} does not have.")
     prepare_terminal()
     set_seed(args.seed)
     target = hf_ssd.enable(models.load(found.target, found.dtype, found.device))
-    with hf_ssd.launch_draft(found.draft, device=found.draft_device, dtype=found.draft_dtype) as assistant:
-        chat, shows_stats = Chat(args, target, assistant, tokenizer, tokenizers.get("assistant_tokenizer")), args.stats
+    with found.launch_draft() as assistant:
+        chat = Chat(args, target, assistant, found.tokenizer, found.tokenizers.get("assistant_tokenizer"))
         print("Type a message, or /help.")
         while True:
+            words = None
             try:
                 words = input("> ")
-            except (EOFError, KeyboardInterrupt):
+                if words == "/quit":
+                    break
+                obey(chat, words)
+            except EOFError:
                 break
-            if words == "/quit":
-                break
-            if words == "/clear":
-                chat.clear()
-            elif words == "/stats":
-                shows_stats = not shows_stats
-            elif words == "/help":
-                print(HELP)
-            elif words.startswith("/") and words.split()[0][1:].isalpha():
-                print(f"There is no command {words.split()[0]}; /help lists them.")
-            elif words.strip():
-                try:
-                    figures = chat.answer(words)
-                except ValueError as error:
-                    print(error)
-                    continue
-                if shows_stats or figures.startswith("[stopped"):
-                    print(figures)
+            except KeyboardInterrupt:
+                if words is None:
+                    break
+                print("[stopped]")
+            except ValueError as error:
+                print(error)
         print()
     return 0
+
+
+def obey(chat: Chat, words: str) -> None:
+    """Does what a line asks for: a command, or a message that is answered."""
+    command = words.split()[0] if words.startswith("/") else ""
+    if words == "/clear":
+        chat.clear()
+    elif words == "/stats":
+        chat.args.stats = not chat.args.stats
+    elif words == "/help":
+        print(HELP)
+    elif command[1:].isalpha():
+        print(f"There is no command {command}; /help lists them.")
+    elif words.strip():
+        figures = chat.answer(words)
+        if chat.args.stats or figures.startswith("[stopped"):
+            print(figures)

@@ -9,7 +9,6 @@ The exit code is 0 if the draft pays, 1 if it does not, and 2 if the two cannot 
 import argparse
 import dataclasses
 import json
-import math
 import os
 import statistics
 import sys
@@ -19,10 +18,12 @@ import hf_ssd
 
 from ..planning.planner import Planner
 from ..planning.planners import last_planner
-from ..rounds import AHEAD
+from ..rounds import AHEAD, RoundRecord
 from ..rounds import PLAIN as NO_DRAFT
+from ..stats import SSDStats
 from . import doctor, models, prompts
 from .methods import ASSISTED, PLAIN, SSD, Bench, Method, Run
+from .options import at_least
 from .table import rows_of
 from .verdict import Figures
 
@@ -40,26 +41,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     models.add_models(parser)
     work = parser.add_argument_group("work")
     work.add_argument("--prompts", metavar="FILE", help='objects with a "prompt", one a line; default: some Python')
-    work.add_argument("--new-tokens", type=int, metavar="N", default=64, help="of each answer (64)")
-    work.add_argument("--repeats", type=int, metavar="N", default=5, help="turns at most (5); some more warm up")
-    work.add_argument("--seconds", type=float, metavar="S", default=60.0, help="for the measurement in all (60)")
+    count, seconds = {"metavar": "N"}, {"metavar": "S", "type": at_least(1, float)}
+    work.add_argument("--new-tokens", type=at_least(8), default=64, help="of each answer (64)", **count)
+    work.add_argument("--repeats", type=at_least(1), default=5, help="turns at most (5); some more warm up", **count)
+    work.add_argument("--seconds", default=60.0, help="for the measurement in all (60)", **seconds)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
     """Returns the exit code."""
     try:
-        if args.new_tokens < 8 or args.repeats < 1:
-            raise ValueError("--new-tokens must be at least 8 and --repeats at least 1, or nothing can be said.")
-        if not 0 < args.seconds < math.inf:
-            raise ValueError(f"--seconds must be a positive number of seconds, but is {args.seconds:g}.")
         found = models.chosen(args)
         texts = prompts.prompts_from(args.prompts)[: args.repeats + 1] if args.prompts else PROMPTS
-        tokenizers = models.different_tokenizers(found)
-        known, load = doctor.examine(found, **tokenizers), doctor.load()
+        known, load = doctor.examine(found), doctor.load()
         if not args.json:
             print(doctor.in_words(known), flush=True)
-        figures = measure(args, found, texts, load, tokenizers)
+        figures = measure(args, found, texts, load)
     except (ValueError, hf_ssd.DraftError) as error:
         if not args.json:
             raise
@@ -73,15 +70,13 @@ def run(args: argparse.Namespace) -> int:
     return 0 if figures.pays else 1
 
 
-def measure(args: argparse.Namespace, found: models.Models, texts: list[str], load: float, tokenizers: dict) -> Figures:
+def measure(args: argparse.Namespace, found: models.Models, texts: list[str], load: float) -> Figures:
     """
     Loads both models, and runs prompts with each way to generate, in turns. The calls are cut so short that one turn
     that warms up and one that counts fit into `args.seconds`.
     """
     tell("loading both models")
-    target = hf_ssd.enable(models.load(found.target, found.dtype, found.device))
-    draft = models.load(found.draft, found.draft_dtype, found.draft_device)
-    tokenizer = tokenizers.get("tokenizer") or models.load_tokenizer(found.target)
+    (target, draft), tokenizer = found.load(), found.tokenizer
     if tokenizer is None:
         batches = prompts.random_batches(target, 1, 16)
     else:
@@ -89,7 +84,7 @@ def measure(args: argparse.Namespace, found: models.Models, texts: list[str], lo
         batches = prompts.batches(texts, tokenizer, 1, found.device, add_special_tokens=is_plain)
     work = argparse.Namespace(**WORK, new_tokens=args.new_tokens, repeats=args.repeats)
     with hf_ssd.launch_draft(draft) as assistant:
-        bench = Bench(work, target, draft, assistant, batches, tokenizers)
+        bench = Bench(work, target, draft, assistant, batches, found.tokenizers)
         methods = bench.methods(cores=None, all_devices=True)
         del methods[f"{ASSISTED}, default"]
         deadline = time.perf_counter() + args.seconds
@@ -113,9 +108,12 @@ def tell(what: str) -> None:
 
 def acceptance_of(runs: list[Run]) -> float | None:
     """Returns the share of the drafted tokens put to the test in any of the runs that were accepted."""
-    rows = [(k, accepted) for run in runs for k, accepted, _ in run.stats.verified_rows() if k]
-    tested = sum(min(accepted + 1, k) for k, accepted in rows)
-    return sum(accepted for _, accepted in rows) / tested if tested else None
+    stats = SSDStats(records=records_of(runs))
+    return stats.acceptance_rate if any(k for k, _, _ in stats.verified_rows()) else None
+
+
+def records_of(runs: list[Run]) -> list[RoundRecord]:
+    return [record for run in runs for record in run.stats.records]
 
 
 def if_known(seconds: float) -> float | None:
@@ -129,8 +127,8 @@ def conclude(
     rows = {row["method"]: row for row in rows_of(methods)}
     assisted = next((name for name in rows if name.startswith(ASSISTED)), None)
     ssd, runs = rows[SSD], methods[SSD].runs
-    modes = [mode for run in runs for mode in run.stats.column("mode")]
-    drafts = modes.count(NO_DRAFT) < len(modes) / 2
+    records = records_of(runs)
+    drafts = sum(record.mode == NO_DRAFT for record in records) < len(records) / 2
     failures = [run.stats.draft_failure for run in runs if run.stats.draft_failure]
     at_its_best = {}
     if assisted is not None:
@@ -145,7 +143,7 @@ def conclude(
         step_seconds=if_known(planner.costs.seconds_to_draft(AHEAD, 1)),
         two_tokens_seconds=if_known(planner.costs.seconds_to_draft(AHEAD, 2)),
         contention=planner.costs.contention,
-        plan=planner.reason if drafts else f"plain decoding: {planner.reason.partition(' at acceptance ')[0]}",
+        plan=planner.reason_of(records),
         drafts=drafts,
         predicted=ssd["predicted"],
         speed=ssd["speed"],

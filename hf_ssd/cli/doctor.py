@@ -13,20 +13,17 @@ from ..generation.tokenizers import translation_for
 from .models import Models, check_exists, first_sentence
 
 
-def examine(models: Models, tokenizer=None, assistant_tokenizer=None) -> dict:
+def examine(models: Models) -> dict:
     """
     Returns what is known of a pair: a description of each model, and `shares_memory`.
-
-    Args:
-        models ([`Models`]): The pair.
-        tokenizer, assistant_tokenizer (`PreTrainedTokenizerBase`, *optional*): Theirs, if they differ.
 
     Raises:
         `ValueError`: the two cannot work together.
     """
     target, draft = (without_weights(name) for name in (models.target, models.draft))
     check_arguments(target, draft, SSDConfig(), synced_gpus=False)
-    translation_for(target, draft, tokenizer, assistant_tokenizer)
+    both = models.tokenizers
+    translation_for(target, draft, both.get("tokenizer"), both.get("assistant_tokenizer"))
     return {
         "target": describe(target, models.target, models.device),
         "draft": describe(draft, models.draft, models.draft_device),

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import io
 import sys
 from collections.abc import Iterable
 
@@ -14,6 +15,7 @@ COMMANDS = {  # with the first lines of their modules, which import torch and tr
     "serve": "An OpenAI endpoint whose model speculates, with figures at /metrics and a page at /.",
 }
 REFUSED = 2  # the exit code of what cannot work, as argparse's
+INTERRUPTED = 130  # the exit code after Ctrl-C, as a shell's
 
 
 def build_parser(loaded: Iterable[str] = COMMANDS) -> argparse.ArgumentParser:
@@ -46,16 +48,20 @@ def main(arguments: list[str] | None = None) -> int:
         arguments (`list[str]`, *optional*): Words of the command line, by default this program's.
 
     Returns:
-        `int`: The exit code: 2 if the models or arguments cannot work, otherwise the command's.
+        `int`: The exit code: 2 if the models or arguments cannot work, 130 after Ctrl-C, otherwise the command's.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
-    args = build_parser(loaded=[word for word in arguments if word in COMMANDS][:1]).parse_args(arguments)
-    from transformers.utils import logging  # the help does without it, which takes seconds to import
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # an answer may have characters that the terminal cannot show
     try:
+        args = build_parser(loaded=[word for word in arguments if word in COMMANDS][:1]).parse_args(arguments)
+        from transformers.utils import logging  # the help does without it, which takes seconds to import
+
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
         return args.run(args)
     except (ValueError, hf_ssd.DraftError) as error:
         print(f"hf-ssd {args.command}: {error}", file=sys.stderr)
         return REFUSED
+    except KeyboardInterrupt:
+        return INTERRUPTED

@@ -141,30 +141,37 @@ class Bench:
     def measure(self, methods: dict[str, Method], deadline: float = math.inf) -> dict[str, Method]:
         """
         Adds the runs to the methods, and returns them, without assisted generation where transformers refuses the pair:
-        it takes no draft whose vocabulary has another size, or which has fewer positions than the text.
+        it takes no draft whose vocabulary has another size, or which has fewer positions than the text. A turn counts
+        if each answer in it went on after its first tokens.
 
         Args:
             methods (`dict[str, Method]`): By name.
             deadline (`float`, *optional*): The `time.perf_counter()` value from which on no turn begins, except the one
                 that warms up and the first one after it.
+
+        Raises:
+            `ValueError`: no turn counts.
         """
         turns = tqdm(range(self.args.repeats + 1), desc="measuring", unit="turn", disable=None)
         for turn in turns:
             if turn > 1 and time.perf_counter() > deadline:
                 break
+            runs = {}
             for name, method in list(methods.items()):
                 if turns.disable:  # stderr is no terminal
                     print(f"turn {turn + 1} of at most {turns.total}: {name}", file=sys.stderr, flush=True)
                 turns.set_postfix_str(name)
                 try:
-                    run = self.run(method, turn)
+                    runs[name] = self.run(method, turn)
                 except (ValueError, IndexError):  # an IndexError if the draft has fewer positions than the text
                     if not name.startswith(ASSISTED):
                         raise
                     del methods[name]
-                    continue
-                if turn:
-                    method.runs.append(run)
+            if turn and all(run.tokens > run.first for run in runs.values()):
+                for name, run in runs.items():
+                    methods[name].runs.append(run)
+        if not methods[PLAIN].runs:
+            raise ValueError("The answers end with their first tokens, so no speed is known; let them be longer.")
         return methods
 
 

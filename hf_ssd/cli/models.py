@@ -1,14 +1,18 @@
 """The two models of a command: which, where, and loaded."""
 
 import argparse
+import functools
 import os
 from dataclasses import dataclass
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+import hf_ssd
+
 from .. import devices
 from ..config import could_be_hub_id
+from ..distributed.assistant import DraftAssistant
 from . import pair
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -35,6 +39,31 @@ class Models:
         """Whether both are on one device."""
         one, other = ((device.type, device.index or 0) for device in (self.device, self.draft_device))
         return one == other
+
+    @functools.cached_property
+    def tokenizer(self):
+        """The target's tokenizer; `None` if it has none."""
+        return load_tokenizer(self.target)
+
+    @functools.cached_property
+    def tokenizers(self) -> dict:
+        """The arguments `tokenizer` and `assistant_tokenizer` of generate() if the two differ; otherwise none."""
+        ours, theirs = self.tokenizer, load_tokenizer(self.draft)
+        if ours is None or theirs is None:
+            return {}
+        tokens = {i: token for token, i in ours.get_vocab().items()}
+        if all(tokens.get(i, token) == token for token, i in theirs.get_vocab().items()):
+            return {}
+        return {"tokenizer": ours, "assistant_tokenizer": theirs}
+
+    def load(self) -> tuple[PreTrainedModel, PreTrainedModel]:
+        """Returns the target, which is enabled, and the draft."""
+        target = hf_ssd.enable(load(self.target, self.dtype, self.device))
+        return target, load(self.draft, self.draft_dtype, self.draft_device)
+
+    def launch_draft(self) -> DraftAssistant:
+        """Returns the draft in its worker, which alone loads it."""
+        return hf_ssd.launch_draft(self.draft, device=self.draft_device, dtype=self.draft_dtype)
 
 
 def add_models(parser: argparse.ArgumentParser) -> None:
@@ -94,22 +123,10 @@ def load_tokenizer(name: str):
         tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left", trust_remote_code=False)
     except (OSError, ValueError):
         return None
+    if not tokenizer.vocab_size:  # transformers made it from the config alone, because the folder has none
+        return None
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     return tokenizer
-
-
-def different_tokenizers(models: Models) -> dict:
-    """
-    Returns the arguments `tokenizer` and `assistant_tokenizer` of generate() if the tokenizers of target and draft
-    differ, and otherwise none.
-    """
-    ours, theirs = (load_tokenizer(name) for name in (models.target, models.draft))
-    if ours is None or theirs is None:
-        return {}
-    tokens = {i: token for token, i in ours.get_vocab().items()}
-    if all(tokens.get(i, token) == token for token, i in theirs.get_vocab().items()):
-        return {}
-    return {"tokenizer": ours, "assistant_tokenizer": theirs}
 
 
 def first_sentence(error: Exception) -> str:

@@ -14,22 +14,24 @@ import socket
 
 import hf_ssd
 
+from ..config import LONGEST_LOOKAHEAD
 from . import doctor, models
+from .options import at_least
 
 NEEDED = ("fastapi", "uvicorn", "openai", "prometheus_client")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     models.add_models(parser)
-    server = parser.add_argument_group("server")
+    server, lookahead = parser.add_argument_group("server"), at_least(1, below=LONGEST_LOOKAHEAD + 1)
     server.add_argument("--draft", dest="draft_named", metavar="DRAFT", help="another way to name the DRAFT")
     server.add_argument("--served-model-name", metavar="NAME", help="by which clients name it; default: TARGET")
     server.add_argument("--host", default="127.0.0.1", help="address to listen on; default: this machine alone")
     server.add_argument("--port", type=int, default=8000, help="8000; 0: any that is free")
     server.add_argument("--cors", action="store_true", help="allow cross-origin requests")
     server.add_argument("--allowed-hosts", nargs="+", default=(), metavar="NAME", help="names that clients call it by")
-    server.add_argument("--lookahead", type=int, help="drafted tokens a round; default: planned")
-    server.add_argument("--budget", type=int, help="outcomes to prepare; default: planned")
+    server.add_argument("--lookahead", type=lookahead, help="drafted tokens a round; default: planned")
+    server.add_argument("--budget", type=at_least(1), help="outcomes to prepare; default: planned")
     server.add_argument("--log-level", default="error", choices=("error", "warning", "info", "debug"))
 
 
@@ -44,17 +46,16 @@ def run(args: argparse.Namespace) -> int:
     port = free_port(args.host, args.port)
     found = models.chosen(args)
     config = hf_ssd.SSDConfig(lookahead=args.lookahead or "auto", budget=args.budget or "auto")
-    tokenizers = models.different_tokenizers(found)
-    print(doctor.in_words(doctor.examine(found, **tokenizers)), flush=True)
+    print(doctor.in_words(doctor.examine(found)), flush=True)
     address = f"http://{args.host}:{port} shows a page, and serves OpenAI's clients under /v1"
     from ..serving.server import Server  # which needs what was looked for above
 
-    with hf_ssd.launch_draft(found.draft, device=found.draft_device, dtype=found.draft_dtype) as assistant:
+    with found.launch_draft() as assistant:
         server = Server(
             found.target,
             assistant,
             config,
-            assistant_tokenizer=tokenizers.get("assistant_tokenizer"),
+            assistant_tokenizer=found.tokenizers.get("assistant_tokenizer"),
             device=str(found.device),
             dtype=str(found.dtype).removeprefix("torch."),
             host=args.host,

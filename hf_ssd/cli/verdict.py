@@ -22,7 +22,7 @@ class Figures:
         step_seconds, two_tokens_seconds (`float`, *optional*): What the draft takes for one token and for two; `None`
             if no draft step was timed.
         contention (`float`): By which factor a verification takes longer while the draft works.
-        plan (`str`): The planner's reason for its last plan.
+        plan (`str`): Why the planner chose the mode that most rounds had.
         drafts (`bool`): Whether the planner drafted in most of the rounds.
         predicted (`float`): The speed that theory expects of the parts.
         speed, plain (`float`): Of SSD and of plain decoding.

@@ -289,8 +289,8 @@ class Planner:
         else:
             drafting = max((speed for plan, speed in speeds.items() if plan[0] != PLAIN), default=0.0)
             self.reason = (
-                f"drafting is expected to give {drafting / speeds[chosen]:.2f} of plain decoding's speed at acceptance "
-                f"{costs.acceptance(1)[0]:.2f}: no draft"
+                f"drafting is expected to give {drafting / speeds[chosen]:.2f} of plain decoding's speed "
+                f"(expected acceptance {costs.acceptance(1)[0]:.2f}): no draft"
             )
         if chosen != best:
             self.reason = f"probe: {self.reason}"

@@ -59,8 +59,8 @@ def test_the_caches_go_on_from_turn_to_turn(chat, pair):
 def test_what_the_text_no_longer_begins_with_is_dropped(chat, pair):
     chat.answer("import os\nimport sys\n")
     cached = list(chat.cached)
-    chat._keep(cached[:6] + [cached[6] + 1] + cached[7:] + [5])
-    assert chat.cache.get_seq_length() == 6
+    cache = chat._take_cache(cached[:6] + [cached[6] + 1] + cached[7:] + [5])
+    assert cache.get_seq_length() == 6 and not chat.cached
 
 
 def test_a_pipeline(pair):

@@ -1,0 +1,74 @@
+"""
+What people met in real use, and the test that holds it: in this folder, or in the folder of tests that is named.
+
+Weights
+    a change of the draft's weights is undone           test_weights.py::test_weights_that_change_after_the_worker_copied_them_stay_changed
+    the target's weights are undone, shared modules     test_weights.py::test_modules_that_draft_and_target_share_stay_the_target_s
+    a worker drafts with old weights                    test_weights.py::test_a_running_worker_drafts_with_new_weights
+    a worker drafts from keys of old weights            test_weights.py::test_keys_and_values_of_old_weights_are_dropped
+    layers cut, replaced, hooked, quantized, on disk    test_weights.py::test_a_draft_that_a_worker_cannot_rebuild
+    a model on meta                                     test_weights.py::test_a_model_without_weights_is_refused_before_work
+
+Models
+    fewer positions than the target                     test_models.py::test_a_draft_with_fewer_positions_drafts_up_to_its_limit
+    the same on the command line                        test_models.py::test_the_command_line_measures_a_draft_with_fewer_positions
+    windows counted from the cache's end (GPT-Neo)      test_models.py::test_a_model_that_counts_its_window_from_the_end_of_the_cache_is_refused
+    gradient checkpointing in training mode             test_models.py::test_gradient_checkpointing_left_on_in_training_mode_is_refused
+    int8 activations, one scale for a whole pass        test_models.py::test_a_target_whose_logits_depend_on_the_rest_of_the_pass_is_refused
+    a config with use_cache=False                       test_models.py::test_a_config_without_a_cache_is_named
+    any other family                                    test_every_family.py::test_a_family_gives_the_tokens_of_plain_generate_or_is_refused
+    compiled with a backend of the user's               test_compiled.py::test_a_target_is_compiled_by_the_users_backend
+    no C++ compiler                                     test_compiled.py::test_what_cannot_be_compiled_runs_uncompiled_and_says_so_once
+
+Tokenizers
+    a question on the terminal about custom code        test_custom_code.py::test_a_call_with_models_of_custom_code_does_not_ask
+    names with the letter of byte-level tokens          test_tokenizers.py::test_a_vocabulary_with_names_of_the_letter_that_byte_level_tokens_begin_with_drafts
+    tokenizers kept for ever                            test_tokenizers.py::test_tokenizers_are_not_kept_longer_than_their_user_keeps_them
+    token_healing                                       test_token_healing.py::test_token_healing_gives_plain_generations_tokens
+
+Tokens
+    a processor that returns another dtype              test_right_tokens.py::test_callbacks_may_return_what_plain_generation_takes
+    fillers that were right by chance                   test_right_tokens.py::test_the_draft_reads_the_targets_text_where_fillers_were_right_by_chance
+    a sound row beside one that is not finite           test_right_tokens.py::test_a_sound_row_beside_one_that_is_verified_again_keeps_its_accepted_tokens
+    ranks out of step after a worker's death            test_right_tokens.py::test_ranks_stay_in_step_where_the_worker_dies_between_its_tokens_and_what_they_were_drawn_from
+    no rows                                             test_right_tokens.py::test_a_batch_without_rows_is_refused_in_one_sentence
+    a seed that does not repeat                         test_right_tokens.py::test_a_seed_repeats_a_call_with_fixed_settings_whatever_the_fallback
+
+Whether it speculates
+    a first call of one token switches it off           test_speculates.py::test_a_short_first_call_does_not_switch_it_off
+    several drafts                                      test_speculates.py::test_several_drafts_draft_ahead
+    a fallback object                                   test_speculates.py::test_a_fallback_object_is_asked_and_drafts_ahead
+    the recipe for a fallback                           test_speculates.py::test_the_fallback_of_the_recipe_is_used
+    costs measured again for each temperature           test_speculates.py::test_a_new_temperature_measures_no_costs_again
+    plain rounds replayed one by one                    planning/test_plain_mode.py::test_nothing_is_sent_in_plain_mode_and_one_message_carries_what_went_by
+
+Memory and processes
+    each call's cache waits for the collector           test_memory_and_processes.py::test_the_memory_of_a_call_is_free_when_it_returns
+    standard input closed                               test_memory_and_processes.py::test_a_program_without_standard_input_has_a_worker
+    a descriptor left by each start that fails          test_memory_and_processes.py::test_starts_that_fail_leave_no_descriptor
+    a worker's standard error grows                     test_memory_and_processes.py::test_what_a_worker_writes_to_its_standard_error_is_bounded
+    an error of the protocol that hangs                 test_memory_and_processes.py::test_a_worker_that_meets_an_error_of_the_protocol_ends_at_once
+
+Server
+    temperature=1.5 is greedy                           test_server.py::test_a_positive_temperature_samples
+    seeds do not repeat                                 test_server.py::test_requests_with_one_seed_give_one_text_although_others_are_between
+    a seed reaches others' answers                      test_server.py::test_a_seed_of_one_client_does_not_reach_the_answers_of_others
+    max_tokens=0                                        test_server.py::test_no_tokens_are_refused
+    parameters accepted and ignored                     test_server.py::test_what_is_not_done_is_refused_by_its_name
+    stop=[] and a whole logit_bias                      test_server.py::test_what_asks_for_nothing_is_taken
+    an error inside a stream                            test_server.py::test_an_error_inside_a_stream_reaches_openais_client_with_its_message
+    values of another kind                              test_server.py::test_values_of_another_kind_are_refused_in_openais_form
+    a client that leaves                                test_server.py::test_a_client_that_leaves_ends_its_call_and_what_waits_is_dropped
+    clients that try again                              test_server.py::test_clients_that_try_again_leave_nothing_to_do
+    a long prompt stops the server                      test_server.py::test_health_answers_while_a_prompt_is_tokenized
+    bad bodies                                          test_server.py::test_a_bad_body_is_refused_in_openais_form
+    any name of a host                                  test_server.py::test_a_page_of_another_name_or_site_cannot_use_the_server
+    Ctrl-C amid an answer                               test_serving_life.py::test_ctrl_c_amid_an_answer_ends_in_one_line
+
+Command line
+    a full window in a chat                             test_command_line.py::test_a_chat_with_full_windows_goes_on_when_its_template_changes_an_old_answer
+    Ctrl-C in an answer                                 test_command_line.py::test_ctrl_c_in_an_answer_keeps_the_answer_so_far_and_the_conversation
+    a check that does not end                           test_command_line.py::test_a_check_is_bounded_by_its_clock_and_shows_what_it_does
+    a draft with another tokenizer                      test_command_line.py::test_check_measures_a_pair_with_different_tokenizers
+    a folder that is missing                            test_what_is_missing.py::test_a_folder_that_is_missing_is_named
+"""  # noqa: E501

@@ -1,7 +1,9 @@
 """The command line as people use it: chats that go on, pairs of any kind, and refusals before work."""
 
+import dataclasses
 import io
 import json
+import logging
 import os
 import pty
 import re
@@ -14,19 +16,21 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
+from transformers import AutoModelForCausalLM, AutoTokenizer, MambaConfig, TextStreamer
 
 import hf_ssd
 from hf_ssd.cli import check, models, pair
 from hf_ssd.cli.chat import Chat, drafting
-from hf_ssd.cli.main import main
+from hf_ssd.cli.main import COMMANDS, build_parser, main
 from hf_ssd.cli.methods import Bench
 from hf_ssd.cli.verdict import Figures
+from hf_ssd.rounds import AHEAD, IN_TURN
 from hf_ssd.stats import SSDStats
 
 from ..conftest import tiny_draft, tiny_model
-from ..vocabularies import DRAFT, TARGET, renamed_draft, tokenizer
+from ..vocabularies import TARGET, renamed_draft, tokenizer
 
+OTHER = [*reversed(TARGET)]  # the same tokens with other ids
 TEMPLATE = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
 
 
@@ -166,6 +170,80 @@ def test_a_line_can_be_edited(fresh_python):
         os.close(ours)
 
 
+@pytest.mark.parametrize("place", ["tokenizing", "the cache", "the figures"])
+def test_ctrl_c_beside_the_call_stops_that_message_alone(place, monkeypatch, capsys):
+    stopped = []
+
+    def interrupted(function):
+        def once(*args, **kwargs):
+            if not stopped:
+                stopped.append(place)
+                signal.raise_signal(signal.SIGINT)
+            return function(*args, **kwargs)
+
+        return once
+
+    if place == "the figures":
+        monkeypatch.setattr("hf_ssd.cli.chat.drafting", interrupted(drafting))
+    else:
+        name = {"tokenizing": "tokens_after", "the cache": "_take_cache"}[place]
+        monkeypatch.setattr(Chat, name, interrupted(getattr(Chat, name)))
+    typed(monkeypatch, "import os\nimport sys\n/quit\n")
+    assert main(["chat", "--max-new-tokens", "4", "--stats"]) == 0
+    output = capsys.readouterr().out
+    assert stopped and output.count("[stopped]") == 1 and output.count("[4 tokens, ") == 1
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_ctrl_c_while_a_command_starts_ends_it_without_a_traceback(command, monkeypatch):
+    pytest.importorskip("fastapi")
+    monkeypatch.setattr(models, "chosen", lambda args: signal.raise_signal(signal.SIGINT))
+    assert main([command] + ["--port", "0"] * (command == "serve")) == 130
+
+
+def test_a_call_that_fails_leaves_a_chat_that_goes_on(chat, monkeypatch):
+    chat.answer("import os\n")
+    generate = chat.target.generate
+
+    def fail(**options):
+        generate(**{**options, "max_new_tokens": 4})
+        raise ValueError("no more")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(chat.target, "generate", fail)
+        with pytest.raises(ValueError, match="no more"):
+            chat.answer("import sys\n")
+    assert chat.cache.get_seq_length() == len(chat.cached)
+    whole = torch.tensor([chat.tokens_after("import re\n")])
+    plain = chat.target.generate(whole, attention_mask=torch.ones_like(whole), max_new_tokens=12, do_sample=False)
+    chat.answer("import re\n")
+    assert chat.text.endswith(chat.tokenizer.decode(plain[0, whole.shape[1] :], skip_special_tokens=True))
+
+
+def test_characters_that_the_terminal_cannot_show_do_not_end_the_chat(monkeypatch):
+    shown = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", shown)
+    monkeypatch.setattr(Chat, "answer", lambda chat, words: print("caf\u00e9") or "[1 tokens]")
+    typed(monkeypatch, "one\ntwo\n/quit\n")
+    assert main(["chat"]) == 0
+    shown.flush()
+    assert shown.buffer.getvalue().count(b"caf?") == 2
+
+
+def test_a_warning_does_not_land_inside_the_text_that_is_streamed(chat, monkeypatch, capsys):
+    shows = TextStreamer.on_finalized_text
+
+    def warn(streamer, text, stream_end=False):
+        logging.getLogger("hf_ssd.planning.planner").warning("Give the draft a device of its own.")
+        shows(streamer, text, stream_end)
+
+    monkeypatch.setattr(TextStreamer, "on_finalized_text", warn)
+    monkeypatch.setattr(sys, "stderr", sys.stdout)  # as a terminal, which shows both
+    chat.answer("import os\n")
+    text, warnings = capsys.readouterr().out.split("Give the draft", 1)
+    assert text.strip() == chat.text.removeprefix("import os\n\n").strip() and "Give the draft" in warnings
+
+
 def test_stats_say_why_nothing_was_drafted(chat):
     chat.args.max_new_tokens = 1
     assert "decoded plainly: " in chat.answer("import os\n")
@@ -174,18 +252,48 @@ def test_stats_say_why_nothing_was_drafted(chat):
 
 
 @pytest.mark.parametrize(
-    "words, sentence",
+    "command, words, wrong",
     [
-        (["--max-new-tokens", "0"], "--max-new-tokens must be at least 1"),
-        (["--temperature", "-1"], "--temperature must be 0 (greedy) or a positive number"),
-        (["--temperature", "nan"], "--temperature must be 0 (greedy) or a positive number"),
-        (["--seed", "-1"], "--seed must be at least 0"),
-        (["--system", "Be brief."], "--system needs a chat template"),
+        ("chat", "--max-new-tokens --temperature --seed", ["0", "nan", "-1"]),
+        ("check", "--new-tokens --repeats --seconds", ["7", "0", "inf"]),
+        ("bench", "--batch-size --prompt-length --new-tokens --temperature", ["0", "0", "1", "-1"]),
+        ("bench", "--lookahead --budget --in-turn-lookaheads", ["65", "0", "0"]),
+        ("bench", "--assistant-tokens --repeats --pin", ["0", "0", "0 99999"]),
+        ("serve", "--lookahead --budget", ["0", "-2"]),
     ],
 )
-def test_options_that_no_chat_can_have_are_refused_before_models_load(words, sentence, nothing_loads, capsys):
-    assert main(["chat", *words]) == 2
-    assert f"hf-ssd chat: {sentence}" in capsys.readouterr().err
+def test_numbers_that_an_option_cannot_have_are_refused_before_models_load(
+    command, words, wrong, nothing_loads, capsys
+):
+    for option, value in zip(words.split(), wrong, strict=True):
+        with pytest.raises(SystemExit, match="2"):
+            main([command, option, *value.split()])
+        said = capsys.readouterr().err
+        assert f"hf-ssd {command}: error: argument {option}: must" in said or f"argument {option}: this program" in said
+
+
+def test_every_option_with_a_number_has_limits():
+    commands = build_parser()._subparsers._group_actions[0].choices
+    actions = [action for command in commands.values() for action in command._actions]
+    assert {action.dest for action in actions if action.type in (int, float)} == {"port"}  # which is tried
+
+
+@pytest.mark.parametrize(
+    "words, sentence",
+    [
+        (["chat", "--system", "Be brief."], "--system needs a chat template"),
+        (["bench", "--output", "{file}"], "Nothing can be written to "),
+        (["bench", "--trace", "{file}/trace.json"], "Nothing can be written to "),
+        (["bench", "{mamba}", "{mamba}"], "recurrent or compressed state"),
+    ],
+)
+def test_commands_that_cannot_work_are_refused_before_models_load(words, sentence, nothing_loads, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    MambaConfig(num_hidden_layers=1).save_pretrained(tmp_path / "mamba")
+    places = {name: tmp_path / name for name in ("file", "mamba")}
+    assert main([word.format(**places) for word in words]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"hf-ssd {words[0]}: ") and sentence in said
 
 
 def test_a_draft_that_is_not_there_is_refused_before_the_target_loads(tmp_path, nothing_loads, capsys):
@@ -242,6 +350,39 @@ def test_a_check_is_bounded_by_its_clock_and_shows_what_it_does(monkeypatch, cap
     assert "loading both models" in output.err and "turn 2 of at most 6: SSD" in output.err
 
 
+@pytest.mark.parametrize("command", ["check", "bench"])
+def test_answers_that_end_with_their_first_token_have_no_speed(command, monkeypatch, capsys):
+    """A slow plain call comes no further within its time, and an answer may end at once."""
+    run, changed = Bench.run, []
+
+    def short(bench, method, turn):
+        found = run(bench, method, turn)
+        if not method.options:
+            changed.append(turn)
+            return dataclasses.replace(found, tokens=found.first)
+        return found
+
+    monkeypatch.setattr(Bench, "run", short)
+    words = {"check": [], "bench": ["--in-turn-lookaheads", "3", "--assistant-tokens", "3", "--one-table"]}
+    assert main([command, "--repeats", "1", "--new-tokens", "8", *words[command]]) == 2
+    assert changed and "end with their first tokens, so no speed is known" in capsys.readouterr().err
+
+
+def test_the_plan_of_a_check_is_that_of_most_rounds_whatever_was_planned_last(monkeypatch, capsys):
+    """The last plan may be a probe of another mode, which has another reason."""
+    conclude = check.conclude
+
+    def probing(methods, first, planner, *rest):
+        planner.reason = "probe: drafting in turn at acceptance 0.5"
+        return conclude(methods, first, planner, *rest)
+
+    monkeypatch.setattr(check, "conclude", probing)
+    main(["check", "--json", "--repeats", "1", "--new-tokens", "16"])
+    found = json.loads(capsys.readouterr().out)
+    assert "probe: drafting in turn at acceptance" not in found["plan"]
+    assert found["drafts"] != found["plan"].endswith((": no draft", "decoded plainly"))
+
+
 def test_acceptance_is_one_figure_of_all_tokens_that_were_drafted():
     def run(*rounds):
         records = [
@@ -258,9 +399,12 @@ def test_acceptance_is_one_figure_of_all_tokens_that_were_drafted():
 
 @pytest.fixture(scope="module")
 def different(tmp_path_factory):
-    """A target and a draft that agrees with it and has other ids, each with its tokenizer, in two folders."""
+    """A target and a draft that always agrees with it and has other ids, each with its tokenizer, in two folders."""
     place = tmp_path_factory.mktemp("different")
-    pairs = {"target": (tiny_model(vocab_size=len(TARGET)), TARGET), "draft": (renamed_draft(), DRAFT)}
+    pairs = {
+        "target": (tiny_model(vocab_size=len(TARGET)), TARGET),
+        "draft": (renamed_draft(OTHER, disagreement=0.0), OTHER),
+    }
     for name, (model, tokens) in pairs.items():
         model.save_pretrained(place / name)
         tokenizer(tokens).save_pretrained(place / name)
@@ -271,6 +415,7 @@ def test_check_measures_a_pair_with_different_tokenizers(different, capsys):
     code = main(["check", *different, "--json", "--repeats", "1", "--new-tokens", "24"])
     found = json.loads(capsys.readouterr().out)
     assert code in (0, 1) and found["verdict"].startswith(("yes: ", "no: ")), found
+    assert found["acceptance"] > 0.9, found  # some rounds are drafted in any case, to know the pair
 
 
 def test_bench_measures_a_pair_with_different_tokenizers(different, capsys):
@@ -282,8 +427,12 @@ def test_bench_measures_a_pair_with_different_tokenizers(different, capsys):
 
 def test_a_chat_with_a_pair_of_different_tokenizers(different, monkeypatch, capsys):
     typed(monkeypatch, "hello\n/quit\n")
-    assert main(["chat", *different, "--max-new-tokens", "8", "--stats"]) == 0
-    assert "[8 tokens, " in capsys.readouterr().out
+    seen, says = [], drafting
+    monkeypatch.setattr("hf_ssd.cli.chat.drafting", lambda stats: seen.append(stats) or says(stats))
+    assert main(["chat", *different, "--max-new-tokens", "60", "--stats"]) == 0
+    found = re.search(r"\[60 tokens, .* hit rate [\d.]+, acceptance ([\d.]+)\]", capsys.readouterr().out)
+    assert float(found[1]) > 0.9
+    assert {record.mode for record in seen[0].records if record.lookahead} & {IN_TURN, AHEAD}
 
 
 def test_a_server_gets_the_tokenizer_of_a_draft_that_has_its_own(different, monkeypatch, capsys):
@@ -293,4 +442,4 @@ def test_a_server_gets_the_tokenizer_of_a_draft_that_has_its_own(different, monk
     seen = []
     monkeypatch.setattr(Server, "run", lambda server: seen.append(server.assistant_tokenizer))
     assert main(["serve", *different, "--port", "0"]) == 0
-    assert [len(one) for one in seen] == [len(DRAFT)]
+    assert [len(one) for one in seen] == [len(OTHER)]

@@ -5,11 +5,13 @@ import torch
 from transformers import AutoConfig, GPT2Config, GPT2LMHeadModel, GPTNeoConfig
 
 import hf_ssd
+from hf_ssd.cache.support import last_position_limit
 from hf_ssd.cache.trial import check_supported
+from hf_ssd.cli.main import main
 from hf_ssd.generation import draft as draft_of_a_call
 
 from ..conftest import FAMILIES, SIZES, padded_batch, tiny_draft, tiny_model
-from .families import sharp_model
+from .families import sharp_model, tiny_config
 
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 ENDS = {"bos_token_id": None, "eos_token_id": None}
@@ -144,3 +146,25 @@ def test_a_draft_with_fewer_positions_drafts_up_to_its_limit(place, monkeypatch)
     drafted = [record.lookahead for record in stats.records]
     assert drafted[0] == 3 and not any(drafted[-30:])
     assert set(said) == {"The draft has 32 positions; what is longer is decoded plainly."}
+
+
+def test_a_limit_is_that_of_a_table_of_positions():
+    """Rotary embeddings that are computed and layers without positions go on after the config's number."""
+    for family in ("gpt2", "opt", "gptj", "codegen", "biogpt", "gpt_bigcode", "ctrl", "xglm"):
+        assert last_position_limit(sharp_model(tiny_config(family))) == 256, family
+    for family in ("llama", "falcon", "gpt_neox", "mixtral", "bloom", "inkling_text"):
+        assert last_position_limit(sharp_model(tiny_config(family))) is None, family
+    as_many = {name: 64 for name in ("vocab_size", "max_position_embeddings", "hidden_size", "intermediate_size")}
+    assert last_position_limit(tiny_model(**as_many)) is None
+
+
+@pytest.mark.parametrize("command", ["check", "bench"])
+def test_the_command_line_measures_a_draft_with_fewer_positions(command, tmp_path, capsys):
+    options = {"check": ["--repeats", "1", "--new-tokens", "40"], "bench": ["--repeats", "1", "--new-tokens", "40"]}
+    options["bench"] += ["--in-turn-lookaheads", "3", "--assistant-tokens", "3", "--one-table"]
+    for name, positions in (("target", 256), ("draft", 32)):
+        gpt2(positions).save_pretrained(tmp_path / name)
+    assert main([command, str(tmp_path / "target"), str(tmp_path / "draft"), *options[command]]) in (0, 1)
+    said = capsys.readouterr()
+    assert "assisted generation does not take this pair" in said.out and "Traceback" not in said.err
+    assert ("pays        " in said.out) if command == "check" else "SSD over plain generate" in said.out
