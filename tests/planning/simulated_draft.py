@@ -1,4 +1,4 @@
-"""Draft workers without models, whose time a [`~tests.planning.worlds.World`] says. What joins their answers is real."""
+"""Draft workers without models, whose time a `World` says. What joins their answers is real."""
 
 from types import SimpleNamespace
 

@@ -79,8 +79,8 @@ class World:
 
     def call(self, planner, draft=None, seed=1):
         """
-        A call of `generate()`, as generation/loop.py has it. Yields the seconds since its beginning and the tokens, when
-        an outcome has left and when a speculation has come.
+        A call of `generate()`, as generation/loop.py has it. Yields the seconds since its beginning and the tokens,
+        when an outcome has left and when a speculation has come.
         """
         draft, chance, hiccups = draft or SimulatedDraft(self), random.Random(seed), random.Random(seed + 1)
         request = SessionRequest(SSDConfig(), None, [torch.zeros(1, dtype=torch.long)] * self.rows, 0, 1000)
