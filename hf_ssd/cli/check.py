@@ -9,6 +9,7 @@ The exit code is 0 if the draft pays, 1 if it does not, and 2 if the two cannot 
 import argparse
 import dataclasses
 import json
+import math
 import os
 import statistics
 import sys

@@ -3,13 +3,15 @@
 import contextlib
 import dataclasses
 import itertools
+import math
 import statistics
 
 import pytest
 
+import hf_ssd
 from hf_ssd.distributed.several_drafts import SeveralDrafts
 from hf_ssd.planning.experience import Durations
-from hf_ssd.planning.planner import Planner
+from hf_ssd.planning.planner import PROBE_SHARE, Planner
 from hf_ssd.planning.profile import FILLERS, KNOWN, WANTED, Profile
 from hf_ssd.rounds import AHEAD, IN_TURN, PLAIN, Outcome
 
@@ -74,6 +76,23 @@ def test_a_call_that_waits_for_another_ones_draft_takes_nothing_from_it():
     assert [first.next_filler() for _ in FILLERS] == [*FILLERS] and waiting.plan.mode == IN_TURN
     modes_of_a_call(draft, 60)
     assert {*modes_of_a_call(draft, 40, waiting)} == {AHEAD}  # it knows what was measured while it waited
+
+
+def rounds_between_probes(world):
+    """Returns how many rounds lie between the first two probes of drafting in a call that decodes plainly."""
+    draft = SimulatedDraft(world)
+    planner, modes = draft.planner(), []
+    with contextlib.closing(world.call(planner, draft)) as call:
+        modes = [planner.plan.mode for _ in itertools.islice(call, 0, 4000, 2)]
+    first, second, *_ = [i for i, (one, next) in enumerate(itertools.pairwise(modes)) if one == PLAIN != next]
+    return second - first
+
+
+def test_probes_of_a_draft_that_has_much_to_read_are_rarer(monkeypatch):
+    world = World(0.3, step=0.03, reading=1.0)
+    assert rounds_between_probes(world) * world.verification * PROBE_SHARE > world.reading
+    monkeypatch.setattr(hf_ssd.planning.planner, "PROBE_SHARE", math.inf)  # the mutant
+    assert rounds_between_probes(world) * world.verification * PROBE_SHARE < world.reading
 
 
 # ---------------------------------------------------------------- mutants
