@@ -24,6 +24,8 @@ Tokenizers
     a question on the terminal about custom code        test_custom_code.py::test_a_call_with_models_of_custom_code_does_not_ask
     names with the letter of byte-level tokens          test_tokenizers.py::test_a_vocabulary_with_names_of_the_letter_that_byte_level_tokens_begin_with_drafts
     tokenizers kept for ever                            test_tokenizers.py::test_tokenizers_are_not_kept_longer_than_their_user_keeps_them
+    a draft of another tokenizer in a pipeline          test_bound_tokenizers.py::test_a_pipeline_speculates_with_a_draft_of_another_tokenizer
+    the same on the server                              test_bound_tokenizers.py::test_a_server_speculates_with_a_draft_of_another_tokenizer
     token_healing                                       test_token_healing.py::test_token_healing_gives_plain_generations_tokens
 
 Tokens
@@ -63,7 +65,8 @@ Server
     a long prompt stops the server                      test_server.py::test_health_answers_while_a_prompt_is_tokenized
     bad bodies                                          test_server.py::test_a_bad_body_is_refused_in_openais_form
     any name of a host                                  test_server.py::test_a_page_of_another_name_or_site_cannot_use_the_server
-    Ctrl-C amid an answer                               test_serving_life.py::test_ctrl_c_amid_an_answer_ends_in_one_line
+    Ctrl-C amid an answer                               test_serving_life.py::test_ctrl_c_amid_an_answer_ends_in_one_line_and_all_clients_get_an_error
+    stop strings stand in the answer                    test_stop_strings.py::test_a_text_ends_before_its_stop_string
 
 Command line
     a full window in a chat                             test_command_line.py::test_a_chat_with_full_windows_goes_on_when_its_template_changes_an_old_answer
