@@ -207,6 +207,7 @@ def become(program: dict, path: list[str]) -> None:
     first = [] if "PYTHONSAFEPATH" in os.environ else [own]
     sys.path[:] = [*first, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), *path]
     sys.argv = [what if how == "script" else how, *program["arguments"]]
+    sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)  # the one before takes it for what it was before
     if program["is_unbuffered"]:
         sys.stdout.reconfigure(write_through=True)
 

@@ -55,13 +55,19 @@ def main(arguments: list[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="replace")  # an answer may have characters that the terminal cannot show
     try:
         args = build_parser(loaded=[word for word in arguments if word in COMMANDS][:1]).parse_args(arguments)
-        from transformers.utils import logging  # the help does without it, which takes seconds to import
+        return run(args)
+    except KeyboardInterrupt:
+        return INTERRUPTED
 
-        logging.set_verbosity_error()
-        logging.disable_progress_bar()
+
+def run(args: argparse.Namespace) -> int:
+    """Runs a command with its arguments, and returns the exit code. Needs torch, which takes seconds to import."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
         return args.run(args)
     except (ValueError, hf_ssd.DraftError) as error:
         print(f"hf-ssd {args.command}: {error}", file=sys.stderr)
         return REFUSED
-    except KeyboardInterrupt:
-        return INTERRUPTED
