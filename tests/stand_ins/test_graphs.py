@@ -9,7 +9,9 @@ from hf_ssd.cache import graphs, model_runner
 from hf_ssd.cache.branches import Branches
 from hf_ssd.cache.cached_model import CachedModel
 from hf_ssd.cache.graphs import CapturedPass, Graphs
+from hf_ssd.cache.model_runner import Runner
 from hf_ssd.cache.ragged import RaggedCache, RaggedLayer
+from hf_ssd.drafting.verified_prefix import WORTH_KEEPING, VerifiedPrefix
 
 from ..conftest import FAMILIES, VOCAB, padded_batch, tiny_draft, tiny_model
 from .rounds import generate
@@ -114,6 +116,68 @@ def test_weights_that_move_are_captured_anew(tapes):
     model.model.layers[1].mlp.up_proj.weight = torch.nn.Parameter(0.5 * model.model.layers[1].mlp.up_proj.weight)
     found, decoder = call(model, "auto", rounds=2)
     assert decoder.preparations and same(found, call(model, False, rounds=2)[0])
+
+
+def hook(model):
+    model.lm_head.register_forward_hook(lambda *_: None)
+
+
+def adapter(model):
+    model.model.layers[0].mlp.base_layer = torch.nn.Identity()
+
+
+def elsewhere(model):
+    model.model.layers[0].to("meta")
+
+
+def dynamic(model):
+    model.config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+
+
+IMPOSSIBLE = {
+    "has hooks": hook,
+    "has adapters": adapter,
+    "is on several devices": elsewhere,
+    "is in training mode": lambda model: model.train(),
+    "has a rotary embedding that depends": dynamic,
+}
+
+
+@pytest.mark.parametrize("reason", IMPOSSIBLE)
+def test_a_model_that_cannot_be_captured_runs_eagerly_and_says_so(reason, tapes, monkeypatch):
+    said, model = [], tiny_model()
+    monkeypatch.setattr(model_runner.logger, "warning_once", said.append)
+    IMPOSSIBLE[reason](model)
+    assert type(model_runner.runner_for(model, RaggedCache(), "auto", None)) is Runner
+    assert len(said) == 1 and f"runs without CUDA graphs: it {reason}" in said[0]
+    assert type(model_runner.runner_for(model, RaggedCache(), False, None)) is Runner and len(said) == 1
+
+
+def test_without_a_gpu_only_a_call_that_asks_for_graphs_is_told(monkeypatch):
+    said = []
+    monkeypatch.setattr(model_runner.logger, "warning_once", said.append)
+    for cuda_graphs, count in (("auto", 0), (False, 0), (True, 1)):
+        assert type(model_runner.runner_for(tiny_model(), RaggedCache(), cuda_graphs, None)) is Runner
+        assert len(said) == count
+    assert "it is on cpu" in said[0]
+
+
+@torch.inference_mode()
+def test_a_draft_goes_on_with_an_earlier_text_or_takes_its_place(tapes):
+    draft, length = tiny_draft(), WORTH_KEEPING + 6
+    text = torch.randint(2, VOCAB, (length + 8,), generator=torch.Generator().manual_seed(0))
+    texts, earlier, logits, replays = [text[:length], text, text.flip(0)], {}, {}, [0]
+    for cuda_graphs in ("auto", False):
+        for number, one in enumerate(texts):  # the second one goes on with the first one, and the third does not
+            prefix = VerifiedPrefix(draft, [one], 200, earlier.get(cuda_graphs), cuda_graphs=cuda_graphs)
+            prefix.feed(0, wanted=1)
+            prefix.grow([0], torch.tensor([5]))
+            logits[cuda_graphs, number] = prefix.feed(0, wanted=1)
+            earlier[cuda_graphs] = prefix
+            if cuda_graphs == "auto":
+                replays.append(Graphs.of(draft).capture.replayed)
+    assert all(torch.allclose(logits["auto", n], logits[False, n], atol=1e-4) for n in range(3))
+    assert sorted(set(replays)) == replays  # there were some in each call
 
 
 # ---------------------------------------------------------------- mutants
