@@ -96,7 +96,7 @@ class Graphs:
         model (`PreTrainedModel`): The model, for which [`why_not_captured`] has no reason.
 
     Attributes:
-        passes (`dict[tuple, CapturedPass]`): By rows, tokens and columns.
+        passes (`dict[tuple, CapturedPass]`): By rows, tokens, columns and number of inputs.
         failure (`str`, *optional*): Why a pass could not be captured; all passes run eagerly from then on.
         to_compare (`int`): How many more replays are compared with eager passes.
     """
