@@ -51,7 +51,8 @@ class CudaCapture:
 
     def __call__(self, forward: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None]]:
         """Returns the tensor in which a pass leaves its result until the next replay, and a function for replays."""
-        with torch.cuda.device(self.device):
+        # The outer stream is the current one again if a capture fails, after which torch would stay in the inner one.
+        with torch.cuda.device(self.device), torch.cuda.stream(torch.cuda.current_stream(self.device)):
             self.stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self.stream):
                 forward()  # libraries allocate memory and choose kernels the first time
@@ -95,7 +96,7 @@ class Graphs:
         model (`PreTrainedModel`): The model, for which [`why_not_captured`] has no reason.
 
     Attributes:
-        passes (`dict[tuple, CapturedPass]`): By rows, tokens and columns.
+        passes (`dict[tuple, CapturedPass]`): By rows, tokens, columns and number of inputs.
         failure (`str`, *optional*): Why a pass could not be captured; all passes run eagerly from then on.
         to_compare (`int`): How many more replays are compared with eager passes.
     """
@@ -177,10 +178,11 @@ _graphs: "weakref.WeakKeyDictionary[PreTrainedModel, tuple[tuple, Graphs]]" = we
 def why_not_captured(model: PreTrainedModel) -> str | None:
     """Returns why passes of a model cannot be captured, or `None` if nothing is known against it."""
     device = devices.of_model(model)
-    places = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    tensors = [*model.parameters(), *model.buffers()]
+    is_shared = any(tensor.device != device or hasattr(tensor, "device_mesh") for tensor in tensors)
     reasons = {
         f"is on {device}": device.type not in CAPTURES,
-        "is on several devices": places != {device},
+        "is on several devices": is_shared,
         "has hooks": any(m._forward_hooks or m._forward_pre_hooks or hasattr(m, "_hf_hook") for m in model.modules()),
         "has adapters": any(hasattr(module, "base_layer") for module in model.modules()),
         "is in training mode": model.training,

@@ -115,7 +115,7 @@ class GraphRunner(Runner):
         if cache.window is None or graphs.failure is not None:
             return super().run(inputs, logits_to_keep)
         rows, tokens = inputs["input_ids"].shape
-        key = rows, rounded(tokens), cache.window
+        key = rows, rounded(tokens), cache.window, len(inputs)
         columns = pad(cache.placement[0], (0, key[1] - tokens), value=cache.window - 1)
         moving = {**inputs, "columns": columns}
         is_known = key in graphs.passes
@@ -149,6 +149,7 @@ class GraphRunner(Runner):
         text = str(error).strip() or type(error).__name__
         self.graphs.failure = text.splitlines()[0]
         self.graphs.passes.clear()
+        self.graphs.storage.clear()
         logger.warning(f"{type(self.model).__name__} runs without CUDA graphs: {self.graphs.failure}")
 
 

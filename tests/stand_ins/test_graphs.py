@@ -6,10 +6,12 @@ from transformers import set_seed
 
 import hf_ssd
 from hf_ssd.cache import graphs, model_runner
-from hf_ssd.cache.branches import Branches
+from hf_ssd.cache.branches import Branches, extend_with_branches
 from hf_ssd.cache.cached_model import CachedModel
 from hf_ssd.cache.graphs import CapturedPass, Graphs
+from hf_ssd.cache.model_runner import Runner
 from hf_ssd.cache.ragged import RaggedCache, RaggedLayer
+from hf_ssd.drafting.verified_prefix import WORTH_KEEPING, VerifiedPrefix
 
 from ..conftest import FAMILIES, VOCAB, padded_batch, tiny_draft, tiny_model
 from .rounds import generate
@@ -56,6 +58,9 @@ def call(model, cuda_graphs, rows=ROWS, rounds=ROUNDS, limit=None, padded=False)
         forks = torch.tensor([[n - i % 2 for i in range(3 + step % 2)] for n in lengths], device=device)
         branches = Branches(decoder, forks, base=max(lengths) + 4, depth=3)
         found += [branches.grow(tokens(forks.shape[1]))[live] for _ in range(3)]
+        # A parallel draft feeds whole branches.
+        grown = extend_with_branches(decoder, tokens(2), lengths, forks, tokens(forks.shape[1], 3), max(lengths) + 2)
+        found.append(grown[live])
     decoder.close()
     return found, decoder
 
@@ -64,25 +69,24 @@ def same(ours, theirs) -> bool:
     return all(torch.allclose(one, other, atol=1e-4, rtol=1e-4) for one, other in zip(ours, theirs, strict=True))
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family, padded", [*((family, True) for family in FAMILIES), ("llama", False)])
 def test_logits_are_those_of_eager_passes(family, padded, tapes):
     model = tiny_model(family)
     expected, _ = call(model, False, padded=padded)
     found, decoder = call(model, "auto", padded=padded)
     kept = Graphs.of(model)
     assert same(found, expected) and kept.failure is None and not kept.to_compare
-    assert [len({key[axis] for key in kept.passes}) for axis in range(3)] == [3, 6, 2]  # rows, tokens and columns
+    assert [len({key[axis] for key in kept.passes}) for axis in range(3)] == [3, 7, 2]  # rows, tokens and columns
     assert kept.capture.captured == decoder.preparations == len(kept.passes)
-    assert kept.capture.replayed == 6 * ROUNDS
+    assert kept.capture.replayed == len(found) - 1
 
 
 def test_a_second_call_captures_nothing(tapes):
     model = tiny_model()
     prepared = []
     for rows, limit in ((5, 300), (5, 300), (5, 200), (7, 300), (5, 300)):
-        found, decoder = call(model, "auto", rows, limit=limit)
-        assert same(found, call(model, False, rows, limit=limit)[0])
+        found, decoder = call(model, "auto", rows, rounds=8, limit=limit)
+        assert same(found, call(model, False, rows, rounds=8, limit=limit)[0])
         prepared.append(decoder.preparations > 0)
     assert prepared == [True, False, False, True, False]  # with more rows, the storage has room for them already
     assert Graphs.of(model).storage[0][0].shape[::2] == (8, 1024)
@@ -114,6 +118,68 @@ def test_weights_that_move_are_captured_anew(tapes):
     model.model.layers[1].mlp.up_proj.weight = torch.nn.Parameter(0.5 * model.model.layers[1].mlp.up_proj.weight)
     found, decoder = call(model, "auto", rounds=2)
     assert decoder.preparations and same(found, call(model, False, rounds=2)[0])
+
+
+def hook(model):
+    model.lm_head.register_forward_hook(lambda *_: None)
+
+
+def adapter(model):
+    model.model.layers[0].mlp.base_layer = torch.nn.Identity()
+
+
+def elsewhere(model):
+    model.model.layers[0].to("meta")
+
+
+def dynamic(model):
+    model.config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+
+
+IMPOSSIBLE = {
+    "has hooks": hook,
+    "has adapters": adapter,
+    "is on several devices": elsewhere,
+    "is in training mode": lambda model: model.train(),
+    "has a rotary embedding that depends": dynamic,
+}
+
+
+@pytest.mark.parametrize("reason", IMPOSSIBLE)
+def test_a_model_that_cannot_be_captured_runs_eagerly_and_says_so(reason, tapes, monkeypatch):
+    said, model = [], tiny_model()
+    monkeypatch.setattr(model_runner.logger, "warning_once", said.append)
+    IMPOSSIBLE[reason](model)
+    assert type(model_runner.runner_for(model, RaggedCache(), "auto", None)) is Runner
+    assert len(said) == 1 and f"runs without CUDA graphs: it {reason}" in said[0]
+    assert type(model_runner.runner_for(model, RaggedCache(), False, None)) is Runner and len(said) == 1
+
+
+def test_without_a_gpu_only_a_call_that_asks_for_graphs_is_told(monkeypatch):
+    said = []
+    monkeypatch.setattr(model_runner.logger, "warning_once", said.append)
+    for cuda_graphs, count in (("auto", 0), (False, 0), (True, 1)):
+        assert type(model_runner.runner_for(tiny_model(), RaggedCache(), cuda_graphs, None)) is Runner
+        assert len(said) == count
+    assert "it is on cpu" in said[0]
+
+
+@torch.inference_mode()
+def test_a_draft_goes_on_with_an_earlier_text_or_takes_its_place(tapes):
+    draft, length = tiny_draft(), WORTH_KEEPING + 6
+    text = torch.randint(2, VOCAB, (length + 8,), generator=torch.Generator().manual_seed(0))
+    texts, earlier, logits, replays = [text[:length], text, text.flip(0)], {}, {}, [0]
+    for cuda_graphs in ("auto", False):
+        for number, one in enumerate(texts):  # the second one goes on with the first one, and the third does not
+            prefix = VerifiedPrefix(draft, [one], 200, earlier.get(cuda_graphs), cuda_graphs=cuda_graphs)
+            prefix.feed(0, wanted=1)
+            prefix.grow([0], torch.tensor([5]))
+            logits[cuda_graphs, number] = prefix.feed(0, wanted=1)
+            earlier[cuda_graphs] = prefix
+            if cuda_graphs == "auto":
+                replays.append(Graphs.of(draft).capture.replayed)
+    assert all(torch.allclose(logits["auto", n], logits[False, n], atol=1e-4) for n in range(3))
+    assert sorted(set(replays)) == replays  # there were some in each call
 
 
 # ---------------------------------------------------------------- mutants
