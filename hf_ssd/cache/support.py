@@ -72,7 +72,10 @@ def attention_layout(model: PreTrainedModel) -> AttentionLayout:
         )
     attention = [layer for layer in layers if isinstance(layer, DynamicLayer)]
     if recurrent and not attention:
-        raise ValueError(f"{name} has recurrent layers alone; use a model that has layers with attention too.")
+        raise ValueError(
+            f"{name} has recurrent layers alone, whose state cannot be rolled back to a rejected token; use a model "
+            "that has layers with attention too."
+        )
     windows = {layer.sliding_window for layer in layers if isinstance(layer, DynamicSlidingWindowLayer)}
     if len(windows) > 1:
         raise ValueError(f"{name} has sliding windows of several sizes {sorted(windows)}, which is not supported.")
