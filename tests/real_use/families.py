@@ -37,7 +37,7 @@ SIZES |= {"eos_token_id": None, "is_decoder": True, "add_cross_attention": False
 SIZES |= {"attention_types": [[["global", "local"], 1]], "index_topk": 4}
 GIVEN_ANYWAY = ("eos_token_id", "pad_token_id", "head_dim", "bos_token_id", "intermediate_size", "n_inner")
 LATENT = {"num_key_value_heads": HEADS}
-MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_chunk_size": 8}
 RECURRENT = {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
 BLOCKS = {"num_hidden_layers": 3, "layers_block_type": ["mamba", "hybrid", "mamba"]}
 CONVOLUTION = {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}
@@ -47,9 +47,9 @@ HYBRIDS = {
     **dict.fromkeys(("lfm2", "lfm3", "lfm2_moe"), CONVOLUTION),
     "granitemoehybrid": {**RECURRENT, **MAMBA},
     "bamba": {**MAMBA, "num_hidden_layers": 3, "attn_layer_indices": [1]},
-    "falcon_h1": MAMBA,
-    "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 8},
-    "zamba2": {**BLOCKS, "n_mamba_heads": 8, "mamba_headdim": 8, "mamba_d_state": 16},
+    "falcon_h1": {"mamba_chunk_size": 8},
+    "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 8, "chunk_size": 8},
+    "zamba2": {**BLOCKS, "n_mamba_heads": 8, "mamba_headdim": 8, "mamba_d_state": 16, "chunk_size": 8},
     "zaya": {"num_experts_per_tok": 1},
 }
 OTHERS = {
