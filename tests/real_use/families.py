@@ -47,7 +47,7 @@ HYBRIDS = {
     **dict.fromkeys(("lfm2", "lfm3", "lfm2_moe"), CONVOLUTION),
     "granitemoehybrid": {**RECURRENT, **MAMBA},
     "bamba": {**MAMBA, "num_hidden_layers": 3, "attn_layer_indices": [1]},
-    "falcon_h1": {"mamba_chunk_size": 8},
+    "falcon_h1": {"mamba_chunk_size": 8, "mamba_d_state": 16},
     "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 8, "chunk_size": 8},
     "zamba2": {**BLOCKS, "n_mamba_heads": 8, "mamba_headdim": 8, "mamba_d_state": 16, "chunk_size": 8},
     "zaya": {"num_experts_per_tok": 1},
@@ -85,7 +85,7 @@ def tiny_config(family: str) -> PreTrainedConfig:
     return AutoConfig.for_model(family, **sizes)
 
 
-def likely_draft(target: PreTrainedModel, weight: float = 4.0) -> PreTrainedModel:
+def likely_draft(target: PreTrainedModel, weight: float = 32.0) -> PreTrainedModel:
     """
     Returns a draft with attention for a target of any family: it knows which tokens the target's own embeddings and
     head alone would let follow. The embeddings of the target are changed to weigh so much more.

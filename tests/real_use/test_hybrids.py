@@ -6,6 +6,7 @@ import torch
 import hf_ssd
 from hf_ssd.cache import recurrent
 from hf_ssd.cache.trial import check_supported
+from hf_ssd.planning.cost_model import CostModel
 
 from ..conformance.conftest import preparing
 from ..conformance.test_options import tokenizer  # noqa: F401
@@ -26,6 +27,21 @@ def pair_of(family):
     return PAIRS[family]
 
 
+class Knows:
+    """Proposes what plain generation goes on with, but every fourth token is another one."""
+
+    def __init__(self, plain, attention_mask):
+        padding = (attention_mask == 0).sum(1).tolist()
+        self.texts = [row[skipped:].tolist() for row, skipped in zip(plain, padding)]
+
+    def propose(self, input_ids, lookahead):
+        known = input_ids[0].tolist()
+        text = next((text for text in self.texts if text[: len(known)] == known), known)
+        stop = len(known) + lookahead
+        tokens = [token if place % 4 else token ^ 1 for place, token in enumerate(text[len(known) : stop], len(known))]
+        return torch.tensor(tokens, dtype=torch.long), None
+
+
 @pytest.fixture
 def short_refeeds(monkeypatch):
     monkeypatch.setattr(recurrent, "LONGEST_REFEED", 6)
@@ -42,11 +58,12 @@ def check_greedy(family, rows, lookaheads):
     target, draft = pair_of(family)
     inputs = padded_batch(rows)
     plain = target.generate(**inputs, **GREEDY)
+    knows = Knows(plain.sequences, inputs["attention_mask"])
     assert len(set(plain.sequences[:, 9:].flatten().tolist())) > 8
     for lookahead in lookaheads:
-        output = target.generate(**inputs, **GREEDY, **in_turn(draft, lookahead))
+        output = target.generate(**inputs, **GREEDY, **in_turn(draft, lookahead, fallback=knows))
         assert torch.equal(output.sequences, plain.sequences)
-        assert output.ssd_stats.draft_failure is None and 1.1 < output.ssd_stats.tokens_per_round < lookahead + 0.9
+        assert output.ssd_stats.draft_failure is None and 1.4 < output.ssd_stats.tokens_per_round < lookahead + 0.9
         for ours, theirs in zip(output.logits, plain.logits, strict=True):
             assert (ours - theirs).abs().max() <= 1e-4 * theirs.abs().max()
         check_cache(output.past_key_values, plain.past_key_values)
@@ -147,8 +164,9 @@ def test_streaming_scores_and_several_sequences(short_refeeds):
     assert output.ssd_stats.tokens_per_round > 1.1
 
 
-def test_a_hybrid_target_is_drafted_for_by_a_plan(short_refeeds):
+def test_a_hybrid_target_is_drafted_for_by_a_plan(short_refeeds, monkeypatch):
     """Automatic lookahead: the modes are those of a planned call, and the tokens those of plain generate()."""
+    monkeypatch.setattr(CostModel, "plain", lambda costs: 0.0)  # drafting always pays
     target, draft = pair_of("qwen3_next")
     inputs, options = padded_batch(2), {**GREEDY, "max_new_tokens": 60}
     plain = target.generate(**inputs, **options)
@@ -157,8 +175,8 @@ def test_a_hybrid_target_is_drafted_for_by_a_plan(short_refeeds):
             **inputs, **options, assistant_model=draft, ssd_config=hf_ssd.SSDConfig(asynchronous=False)
         )
     assert torch.equal(output.sequences, plain.sequences)
-    modes = [record.mode for record in output.ssd_stats.records]
-    assert "plain" in modes and len(modes) < 60 and len(hits) > 0
+    assert {"in_turn", "ahead"} & {record.mode for record in output.ssd_stats.records}
+    assert any(hits) and output.ssd_stats.tokens_per_round > 1.1
 
 
 # ---------------------------------------------------------------- refused
