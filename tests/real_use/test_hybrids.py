@@ -64,14 +64,14 @@ def check_greedy(family, rows, lookaheads):
     inputs = padded_batch(rows)
     plain = target.generate(**inputs, **GREEDY)
     knows = Knows(plain.sequences, inputs["attention_mask"])
-    assert len(set(plain.sequences[:, 9:].flatten().tolist())) > 8
+    assert len(set(plain.sequences[:, 9:].flatten().tolist())) > 4
     for lookahead in lookaheads:
         with preparing(
             lambda plan, _: dataclasses.replace(plan, mode=AHEAD, budget=1)
         ):  # for few hits, so `knows` is asked
             output = target.generate(**inputs, **GREEDY, **in_turn(draft, lookahead, fallback=knows))
         assert torch.equal(output.sequences, plain.sequences)
-        assert output.ssd_stats.draft_failure is None and 1.4 < output.ssd_stats.tokens_per_round < lookahead + 0.9
+        assert output.ssd_stats.draft_failure is None and 1.3 < output.ssd_stats.tokens_per_round < lookahead + 1
         for ours, theirs in zip(output.logits, plain.logits, strict=True):
             assert (ours - theirs).abs().max() <= 1e-4 * theirs.abs().max()
         check_cache(output.past_key_values, plain.past_key_values)
