@@ -27,6 +27,7 @@ from .ragged import RaggedCache, RaggedLayer
 # take a + b * n seconds and every third round accepts all that it is fed, both cost the same at a / (2 b) tokens: 3
 # where a / b is 5, as on a CPU, and 25 where it is 50, as on a GPU.
 LONGEST_REFEED = 16  # tokens
+SHORTEST_CHUNK = 16  # tokens, of which Mamba-2's kernels take a power of 2
 ROOM = 256  # columns that the rows' tokens have to spare
 
 logger = logging.get_logger(__name__)
@@ -134,7 +135,8 @@ class RecurrentModel(CachedModel):
             self.is_compiled, self.fewest_tokens = False, 1
         for layer in cache.recurrent:
             layer.keep_all()
-        self.bounded = [module for module in model.modules() if hasattr(module, "time_step_limit")]
+        names = ("time_step_limit", "chunk_size")
+        self.mamba = [one for one in model.modules() if all(hasattr(one, name) for name in names)]
         kept = [state for layer in cache.recurrent for state in layer.kept]
         if not kept:
             raise RuntimeError("it keeps no recurrent state in its cache")
@@ -209,23 +211,27 @@ class RecurrentModel(CachedModel):
         for layer in self.cache.recurrent:
             layer.copy_checkpoint(self.cache.rows)
         kept = from_host(logits_to_keep, self.device)
-        with self._as_single_steps():
+        with self._like_single_steps(count):
             logits = super().extend(self.tokens.gather(1, columns), self.checkpoints, kept)
         self.passed = self.computed(list(range(len(ends))))
         self.reached = {row: ends[row] for row in self.passed if self.checkpoints[row] + count == ends[row]}
         return logits
 
     @contextlib.contextmanager
-    def _as_single_steps(self) -> Iterator[None]:
-        """Removes the bounds of Mamba-2's step sizes, which transformers does not apply to a single token."""
-        bounds = [module.time_step_limit for module in self.bounded]
-        for module in self.bounded:
-            module.time_step_limit = (0.0, math.inf)
+    def _like_single_steps(self, count: int) -> Iterator[None]:
+        """
+        Lets Mamba-2 layers compute a few tokens as they compute one. Step sizes have no bounds, which transformers sets
+        for several tokens alone; and chunks, to which it pads the tokens, are short. They only group the arithmetic.
+        """
+        before = [(layer, layer.time_step_limit, layer.chunk_size) for layer in self.mamba]
+        for layer, _, chunk_size in before:
+            layer.time_step_limit = (0.0, math.inf)
+            layer.chunk_size = min(chunk_size, max(SHORTEST_CHUNK, 1 << (count - 1).bit_length()))
         try:
             yield
         finally:
-            for module, bound in zip(self.bounded, bounds):
-                module.time_step_limit = bound
+            for layer, limit, chunk_size in before:
+                layer.time_step_limit, layer.chunk_size = limit, chunk_size
 
     def _take_in(self, rows: list[int], verified: list[int]) -> None:
         """Makes the states of the last pass the checkpoint of those rows that are verified exactly up to them."""

@@ -56,7 +56,7 @@ OTHERS = {
     **dict.fromkeys(("axk1", "axk2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite"), LATENT),
     **dict.fromkeys(("glm_moe_dsa", "minicpm3", "youtu", "dots3_note_text"), LATENT),
     **HYBRIDS,
-    **dict.fromkeys(("kimi_linear", "bailing_hybrid", "qwen4_exp_text"), RECURRENT),
+    **dict.fromkeys(("kimi_linear", "bailing_hybrid"), RECURRENT),
     "jamba": {"num_hidden_layers": 3, "attn_layer_period": 2, "attn_layer_offset": 1},
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     "longcat_flash": {**LATENT, "expert_ffn_hidden_size": 32, "moe_topk": 2, "zero_expert_num": 0},
