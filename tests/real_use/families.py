@@ -39,12 +39,14 @@ GIVEN_ANYWAY = ("eos_token_id", "pad_token_id", "head_dim", "bos_token_id", "int
 LATENT = {"num_key_value_heads": HEADS}
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_chunk_size": 8}
 RECURRENT = {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+GROUPS = {"num_key_value_heads": HEADS, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
 BLOCKS = {"num_hidden_layers": 3, "layers_block_type": ["mamba", "hybrid", "mamba"]}
 CONVOLUTION = {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}
 # Target families with a recurrent state or a convolution in some layers.
 HYBRIDS = {
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"), RECURRENT),
     **dict.fromkeys(("lfm2", "lfm3", "lfm2_moe"), CONVOLUTION),
+    **dict.fromkeys(("kimi_linear", "bailing_hybrid"), {**RECURRENT, **GROUPS}),
     "granitemoehybrid": {**RECURRENT, **MAMBA},
     "bamba": {**MAMBA, "num_hidden_layers": 3, "attn_layer_indices": [1]},
     "falcon_h1": {"mamba_chunk_size": 8, "mamba_d_state": 16},
@@ -56,7 +58,6 @@ OTHERS = {
     **dict.fromkeys(("axk1", "axk2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite"), LATENT),
     **dict.fromkeys(("glm_moe_dsa", "minicpm3", "youtu", "dots3_note_text"), LATENT),
     **HYBRIDS,
-    **dict.fromkeys(("kimi_linear", "bailing_hybrid"), RECURRENT),
     "jamba": {"num_hidden_layers": 3, "attn_layer_period": 2, "attn_layer_offset": 1},
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     "longcat_flash": {**LATENT, "expert_ffn_hidden_size": 32, "moe_topk": 2, "zero_expert_num": 0},
