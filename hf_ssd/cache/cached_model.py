@@ -143,7 +143,9 @@ class CachedModel:
         if window is not None and allowed.shape[2] > window:
             allowed = masks.within_window(allowed, query_positions, key_positions, window)
             sliding = masks.additive(allowed, self.dtype)
-        return {"full_attention": full, "sliding_attention": sliding} if self.layout.mixed else sliding
+        if not self.layout.mixed:
+            return sliding
+        return {"full_attention": full, "sliding_attention": sliding, "linear_attention": None, "conv": None}
 
     def forward(self, tokens, positions, mask, logits_to_keep=None) -> torch.Tensor:
         """Takes inputs of the rows that are computed, and returns logits of all rows."""

@@ -110,6 +110,11 @@ class RaggedCache(DynamicCache):
         self.window: int | None = None
         self.placement: tuple[torch.LongTensor, int] | None = None
 
+    @property
+    def ragged(self) -> list[RaggedLayer]:
+        """The layers that have columns."""
+        return [layer for layer in self.layers if isinstance(layer, RaggedLayer)]
+
     def place(self, columns: slice | torch.LongTensor, width: int) -> None:
         """
         Says where the next forward pass writes: one slice for all rows, or the columns `(batch_size, new_tokens)` of
@@ -123,7 +128,7 @@ class RaggedCache(DynamicCache):
             self.placement = columns, width
         else:  # append, so that a model that asks for the cache's length gets the right one
             self.placement = None
-            for layer in self.layers:
+            for layer in self.ragged:
                 layer.width = columns.start
 
     def leave_out(self, finished: list[bool], fewest: int = 1) -> None:
@@ -152,14 +157,14 @@ class RaggedCache(DynamicCache):
     def _arrange(self, before: list[int], order: list[int]) -> None:
         """Moves rows that stand in the order `before` into `order`."""
         moved = [place for place, row in enumerate(order) if before[place] != row]
-        for layer in self.layers if moved else ():
+        for layer in self.ragged if moved else ():
             layer.move_rows(moved, [before.index(order[place]) for place in moved])
 
     def clear_behind(self, rows: list[int], columns: list[int]) -> None:
         """Puts zeros into these rows from a column of each on; `columns` has one of every row."""
         order = range(len(columns)) if self.rows is None else self.rows + self.left_out
         for row in rows:
-            for layer in self.layers:
+            for layer in self.ragged:
                 for storage in (layer.keys, layer.values):
                     storage[order.index(row), :, columns[row] :] = 0
 
@@ -170,7 +175,7 @@ class RaggedCache(DynamicCache):
             self._reopen()
 
     def _reopen(self) -> None:
-        for layer in self.layers:
+        for layer in self.ragged:
             layer.open_window(self.window, self._rows_seen())
 
     def _rows_seen(self) -> int | None:
@@ -186,12 +191,17 @@ class RaggedCache(DynamicCache):
     @classmethod
     def from_cache(cls, cache: Cache) -> "RaggedCache":
         """Copies a cache of transformers. The columns that a sliding layer dropped come back as zeros."""
-        ragged, length = cls(), cache.get_seq_length()
-        for index, layer in enumerate(cache.layers):
-            if layer.is_initialized:
-                missing = (0, 0, length - layer.keys.shape[2], 0)
-                ragged.update(pad(layer.keys, missing), pad(layer.values, missing), index)
+        ragged = cls()
+        ragged.copy_columns(cache)
         return ragged
+
+    def copy_columns(self, cache: Cache) -> None:
+        """Copies keys and values from a cache of transformers."""
+        length = cache.get_seq_length()
+        for index, layer in enumerate(cache.layers):
+            if length and isinstance(layer, DynamicLayer) and layer.is_initialized:
+                missing = (0, 0, length - layer.keys.shape[2], 0)
+                self.update(pad(layer.keys, missing), pad(layer.values, missing), index)
 
     def copy_to(self, cache: Cache, length: int) -> Cache:
         """Makes `cache`, one of transformers, hold the first `length` columns of this one, and returns it."""
@@ -201,5 +211,6 @@ class RaggedCache(DynamicCache):
             kept = cache.layers[index] if index < len(cache.layers) else None
             if isinstance(kept, DynamicSlidingWindowLayer):
                 kept.record_past = False
-            cache.update(layer.keys[:, :, :length].contiguous(), layer.values[:, :, :length].contiguous(), index)
+            if isinstance(layer, RaggedLayer):
+                cache.update(layer.keys[:, :, :length].contiguous(), layer.values[:, :, :length].contiguous(), index)
         return cache

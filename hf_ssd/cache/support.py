@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 from transformers.utils.generic import is_flash_attention_requested
 
 MASKED_ATTENTION = ("sdpa", "eager")
@@ -25,10 +25,12 @@ class AttentionLayout:
     Args:
         window (`int`, *optional*): Positions that sliding layers look back. `None` if no layer slides.
         mixed (`bool`): Whether some layers slide and others do not; such a model takes one mask for each kind.
+        recurrent (`bool`): Whether some layers keep a state that cannot be rolled back.
     """
 
     window: int | None = None
     mixed: bool = False
+    recurrent: bool = False
 
 
 def without_wrapper(model):
@@ -65,21 +67,38 @@ def attention_layout(model: PreTrainedModel) -> AttentionLayout:
         raise ValueError(
             f"{name} is an encoder-decoder model; speculative speculative decoding takes decoder-only models."
         )
-    is_recurrent = getattr(model, "_is_stateful", False) or not model._supports_default_dynamic_cache()
-    layers = [] if is_recurrent else DynamicCache(config=config).layers
-    kinds = {type(layer) for layer in layers if type(layer).__name__ != "DummyLayer"}
+    has_own = not model._supports_default_dynamic_cache()
+    layers = [] if has_own else DynamicCache(config=config).layers
+    recurrent = [layer for layer in layers if isinstance(layer, LinearAttentionLayer)]
+    kinds = {type(layer) for layer in layers if layer not in recurrent and type(layer).__name__ != "DummyLayer"}
     others = ", ".join(sorted(kind.__name__ for kind in kinds - {DynamicLayer, DynamicSlidingWindowLayer}))
     is_chunked = "chunked_attention" in (getattr(config, "layer_types", None) or [])
-    if is_recurrent or is_chunked or others:
-        what = "chunked attention" if is_chunked else f"a recurrent or compressed state ({others or 'its own cache'})"
+    if has_own or is_chunked or others:
+        what = "chunked attention" if is_chunked else f"a compressed state ({others or 'its own cache'})"
         raise ValueError(
             f"{name} uses {what}, which cannot be rolled back to a rejected token; use a model whose layers have full "
             "or sliding-window attention."
         )
+    attention = [layer for layer in layers if isinstance(layer, DynamicLayer)]
+    if recurrent and not attention:
+        raise ValueError(
+            f"{name} has recurrent layers alone, whose state cannot be rolled back to a rejected token; use a model "
+            "that has layers with attention too."
+        )
     windows = {layer.sliding_window for layer in layers if isinstance(layer, DynamicSlidingWindowLayer)}
     if len(windows) > 1:
         raise ValueError(f"{name} has sliding windows of several sizes {sorted(windows)}, which is not supported.")
-    return AttentionLayout(window=next(iter(windows), None), mixed=len(kinds) > 1)
+    slides = {isinstance(layer, DynamicSlidingWindowLayer) for layer in attention}
+    return AttentionLayout(next(iter(windows), None), mixed=len(slides) > 1, recurrent=bool(recurrent))
+
+
+def check_branches(model: PreTrainedModel) -> None:
+    """Raises `ValueError` if a model cannot be a draft, whose branches share the layers' caches."""
+    if attention_layout(model).recurrent:
+        raise ValueError(
+            f"{type(model).__name__} keeps a recurrent state, which cannot be rolled back to the fork of a branch, so "
+            "it can be a target but not a draft; use a draft whose layers have full or sliding-window attention."
+        )
 
 
 def last_position_limit(model: PreTrainedModel) -> int | None:

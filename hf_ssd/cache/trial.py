@@ -16,11 +16,13 @@ from . import masks
 from .cached_model import CachedModel
 from .compiled import uncompiled
 from .ragged import RaggedCache
+from .recurrent import cached_model, ragged_copy
 from .support import (
     FLOAT32_TOLERANCE,
     LOW_PRECISION_TOLERANCE,
     MASKED_ATTENTION,
     attention_layout,
+    check_branches,
     is_flash_attention,
 )
 
@@ -54,6 +56,8 @@ def check_supported(model: PreTrainedModel, drafts: bool = False) -> None:
     state = implementation, model.dtype, model.training, drops_cache, kinds, drafts
     if _tried.get(model) == state:
         return
+    if drafts:
+        check_branches(model)
     attention_layout(model)
     is_offloaded = any(hasattr(module, "_hf_hook") for module in model.modules())
     if not is_offloaded and any(parameter.device.type == "meta" for parameter in model.parameters()):
@@ -79,7 +83,8 @@ def _try(model: PreTrainedModel, drafts: bool) -> None:
     """Compares the logits of a short text read by itself with those of the same text beside others."""
     name = type(model).__name__
     try:
-        alone, beside, masked = _logits_alone(model), *_logits_beside_others(model)
+        beside_others = _logits_behind_states if attention_layout(model).recurrent else _logits_beside_others
+        alone, beside, masked = _logits_alone(model), *beside_others(model)
     except (TypeError, RuntimeError, ValueError, LookupError, AttributeError, AssertionError) as error:
         raise ValueError(f"{name} does not take a 4D attention mask and position ids: {error!r}.") from error
     same_beside = _are_same(model, beside, alone[:PROMPT])
@@ -89,6 +94,11 @@ def _try(model: PreTrainedModel, drafts: bool) -> None:
         raise ValueError(
             f"{name} is in training mode, in which dropout changes every forward pass; call model.eval() before "
             "generate()."
+        )
+    if same_beside and attention_layout(model).recurrent:
+        raise ValueError(
+            f"{name} gives other logits for several tokens behind its recurrent state than for one after the other, so "
+            "it cannot verify several tokens at once."
         )
     if same_beside:
         raise ValueError(
@@ -148,6 +158,23 @@ def _logits_beside_others(model: PreTrainedModel) -> tuple[torch.Tensor, torch.T
     decoder.cache.place(columns, width)
     masked = decoder.forward(fed, decoder.positions(of_tokens), decoder.mask(allowed, of_tokens, of_columns))[0, 1:]
     return beside, masked
+
+
+def _logits_behind_states(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    The same for a model with recurrent layers: the tokens are verified after others from a copy of the same states, and
+    the last one again after those before it.
+    """
+    text, far = _text(model), _far(model)
+    cache = ragged_copy(DynamicCache(config=model.config.get_text_config(decoder=True)))
+    inputs = {"input_ids": torch.stack([text[:PROMPT], text[:PROMPT].flip(0)]), "past_key_values": cache}
+    beside = model(**inputs, use_cache=True, return_dict=True).logits[0]
+    decoder = cached_model(model, cache, column_limit=PROMPT + DRAFTED)
+    decoder.checkpoints[1] = far
+    for tokens in (text[:DRAFTED], text[PROMPT:]):
+        verified = decoder.extend(torch.stack([tokens, tokens.flip(0)]), [PROMPT, far])[0]
+    again = decoder.extend(torch.stack([tokens, tokens.flip(0)])[:, 1:], [PROMPT + 1, far + 1])[0]
+    return beside, torch.cat([verified[:1], again])
 
 
 def _text(model: PreTrainedModel) -> torch.LongTensor:

@@ -70,7 +70,9 @@ def describe(model: PreTrainedModel, name: str, device: torch.device) -> dict:
         "family": config.model_type,
         "parameters": model.num_parameters(),
         "layers": config.num_hidden_layers,
-        "attention": " and ".join(filter(None, [None if window and not layout.mixed else "full", window])),
+        "attention": " and ".join(
+            filter(None, [None if window and not layout.mixed else "full", window, layout.recurrent and "recurrent"])
+        ),
         "vocabulary": config.vocab_size,
         "device": str(device),
     }

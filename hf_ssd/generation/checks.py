@@ -14,7 +14,7 @@ from transformers.generation import (
 from transformers.generation import utils as generation_utils
 from transformers.generation.logits_process import DiaEOSDelayPatternLogitsProcessor
 
-from ..cache.support import attention_layout, is_flash_attention, rope_that_changes
+from ..cache.support import attention_layout, check_branches, is_flash_attention, rope_that_changes
 from ..config import SSDConfig
 from ..distributed.assistant import DraftAssistant
 from ..distributed.launch import tokens_of
@@ -73,11 +73,15 @@ def check_arguments(model, assistant_model, ssd_config, synced_gpus) -> None:
             f"The target is shared by {tp_size} ranks, and needs the draft that hf_ssd.distributed.init_roles() gives: "
             "pass `assistant_model=roles.draft` on every rank."
         )
-    attention_layout(model)
+    if attention_layout(model).recurrent and (tp_size > 1 or is_flash_attention(model)):
+        raise ValueError(
+            f"{type(model).__name__} has recurrent layers, which is not supported where several ranks hold the target "
+            'or with flash attention; load it in one process with attn_implementation="sdpa".'
+        )
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise ValueError(f"{type(model).__name__} takes no `position_ids`, which verification needs.")
     if isinstance(assistant_model, PreTrainedModel):
-        attention_layout(assistant_model)
+        check_branches(assistant_model)
     vocab_size, pard_token = tokens_of(assistant_model)
     check_drafter(ssd_config, pard_token, vocab_size)
 

@@ -22,6 +22,7 @@ from .. import devices
 from ..advice import adjustable
 from ..cache.cached_model import CachedModel
 from ..cache.compiled import is_compiled
+from ..cache.recurrent import RecurrentModel
 from ..cache.trial import check_supported
 from ..config import SSDConfig
 from ..devices import from_host
@@ -190,6 +191,9 @@ def decode(
         if not sequences.simple:  # a clock, for example, need not tell all ranks the same
             sequences.stops = draft.ranks.share_values(sequences.stops)
 
+    wants_cache = wants_dict or getattr(theirs, "_is_user_defined", False)
+    if wants_cache and isinstance(decoder, RecurrentModel) and not sequences.ends_by_row:
+        decoder.remember_prefill()  # rows may end where other rows stop them, before their last checkpoint
     columns_before_ids = decoder.cache.get_seq_length() - prompt_length
     decider = Decider(
         logits_processor,
@@ -276,7 +280,7 @@ def decode(
         draft.joined_at,
         planner.reason_of(stats.records),
     )
-    if wants_dict or getattr(theirs, "_is_user_defined", False):
+    if wants_cache:
         feed_what_is_missing(decoder, sequences, output, columns_before_ids)
         decoder.cache.copy_to(theirs, output.shape[1] - 1 + columns_before_ids)
     if not wants_dict:

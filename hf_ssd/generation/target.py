@@ -6,7 +6,7 @@ from transformers import DynamicCache
 from .. import devices
 from ..cache.cached_model import CachedModel
 from ..cache.compiled import uncompiled
-from ..cache.ragged import RaggedCache
+from ..cache.recurrent import RecurrentModel, cached_model, ragged_copy
 from ..devices import from_host
 from .sequences import Sequences
 
@@ -27,15 +27,14 @@ def prefill(
         The target with its cache, and the logits of shape `(batch_size, 1, vocab_size)` behind the prompts.
     """
     theirs: DynamicCache = model_kwargs["past_key_values"]
-    columns = theirs.get_seq_length()
-    cache = RaggedCache.from_cache(theirs) if columns else RaggedCache()
+    cache = ragged_copy(theirs)
     position_ids = model_kwargs.get("position_ids")
     mask = model_kwargs.get("attention_mask")
     with uncompiled(model):
         outputs = model._prefill(input_ids, generation_config, {**model_kwargs, "past_key_values": cache})
     columns = cache.get_seq_length()
     last = [columns - 1] * len(input_ids) if position_ids is None else position_ids[:, -1].tolist()
-    decoder = CachedModel(
+    decoder = cached_model(
         model,
         cache,
         valid=None if mask is None else mask.bool().to(devices.of_model(model)),
@@ -83,6 +82,9 @@ def feed_what_is_missing(
     """
     last = output.shape[1] - 1  # which nothing follows, so it is not fed
     fed = [min(sequences.kept(row), length - 1, last) for row, length in enumerate(sequences.lengths)]
+    if isinstance(decoder, RecurrentModel):
+        decoder.finish(output, fed, columns_before_ids)
+        return
     if min(fed) == last:
         return
     decoder.cache.take_back()

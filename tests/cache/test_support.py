@@ -47,9 +47,9 @@ def test_layouts():
     assert attention_layout(tiny_model("gemma")).mixed
 
 
-def test_recurrent_models_are_refused():
+def test_models_without_attention_are_refused():
     model = MambaForCausalLM(MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=40))
-    with pytest.raises(ValueError, match="MambaForCausalLM uses a recurrent .* cannot be rolled back"):
+    with pytest.raises(ValueError, match="MambaForCausalLM has recurrent layers alone.* cannot be rolled back"):
         check_supported(model)
 
 

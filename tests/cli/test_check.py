@@ -151,7 +151,7 @@ def refusals(tmp_path) -> dict:
         "no draft": ([target], "Name a DRAFT"),
         "no such folder": ([target, str(tmp_path / "nowhere")], "nowhere'; give a folder with a model, or a hub id"),
         "encoder-decoder": ([str(tmp_path / "t5"), draft], "t5 is a t5 model; only decoder-only"),
-        "recurrent": ([target, str(tmp_path / "mamba")], "recurrent or compressed state"),
+        "recurrent": ([target, str(tmp_path / "mamba")], "recurrent layers alone"),
         "vocabulary": ([target, larger], f"{VOCAB} tokens and the draft one of {VOCAB + 400}"),
         "device": ([target, draft, "--draft-device", "cuda:77"], "no device 'cuda:77'"),
         "not a device": ([target, draft, "--device", "gpu"], "no device 'gpu'"),

@@ -1,7 +1,14 @@
 """A tiny model of each family of transformers, made from its own config without knowing the family."""
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 WINDOW = 6  # positions, which a short text exceeds
 WIDTH, FEED_FORWARD, LAYERS, HEADS, HEAD_DIM, EXPERTS, POSITIONS, VOCAB = 32, 64, 2, 4, 8, 4, 256, 97
@@ -30,14 +37,31 @@ SIZES |= {"eos_token_id": None, "is_decoder": True, "add_cross_attention": False
 SIZES |= {"attention_types": [[["global", "local"], 1]], "index_topk": 4}
 GIVEN_ANYWAY = ("eos_token_id", "pad_token_id", "head_dim", "bos_token_id", "intermediate_size", "n_inner")
 LATENT = {"num_key_value_heads": HEADS}
-MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_chunk_size": 8}
+RECURRENT = {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+GROUPS = {"num_key_value_heads": HEADS, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
+BLOCKS = {"num_hidden_layers": 3, "layers_block_type": ["mamba", "hybrid", "mamba"]}
+CONVOLUTION = {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}
+# Target families with a recurrent state or a convolution in some layers.
+HYBRIDS = {
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"), RECURRENT),
+    **dict.fromkeys(("lfm2", "lfm3", "lfm2_moe"), CONVOLUTION),
+    **dict.fromkeys(("kimi_linear", "bailing_hybrid"), {**RECURRENT, **GROUPS}),
+    "granitemoehybrid": {**RECURRENT, **MAMBA},
+    "bamba": {**MAMBA, "num_hidden_layers": 3, "attn_layer_indices": [1]},
+    "falcon_h1": {"mamba_chunk_size": 8, "mamba_d_state": 16},
+    "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 8, "chunk_size": 8},
+    "zamba2": {**BLOCKS, "n_mamba_heads": 8, "mamba_headdim": 8, "mamba_d_state": 16, "chunk_size": 8},
+    "zaya": {"num_experts_per_tok": 1},
+}
 OTHERS = {
     **dict.fromkeys(("axk1", "axk2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite"), LATENT),
     **dict.fromkeys(("glm_moe_dsa", "minicpm3", "youtu", "dots3_note_text"), LATENT),
-    **dict.fromkeys(("bamba", "granitemoehybrid"), MAMBA),
+    **HYBRIDS,
+    "jamba": {"num_hidden_layers": 3, "attn_layer_period": 2, "attn_layer_offset": 1},
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     "longcat_flash": {**LATENT, "expert_ffn_hidden_size": 32, "moe_topk": 2, "zero_expert_num": 0},
     "mamba2": {"num_heads": 8, "head_dim": 8},
-    "zaya": {"num_experts_per_tok": 1},
     "nemotron": {"num_key_value_heads": HEADS},
     "deepseek_v2": {**LATENT, "num_experts_per_tok": 2},
     "doge": {"keep_window_size": 2048},  # beyond it, tokens that occur twice have equal ranks
@@ -60,6 +84,24 @@ def sizes_of(config: PreTrainedConfig) -> dict:
 def tiny_config(family: str) -> PreTrainedConfig:
     sizes = {**sizes_of(AutoConfig.for_model(family)), "is_decoder": True, **OTHERS.get(family, {})}
     return AutoConfig.for_model(family, **sizes)
+
+
+def likely_draft(target: PreTrainedModel, weight: float = 32.0) -> PreTrainedModel:
+    """
+    Returns a draft with attention for a target of any family: it knows which tokens the target's own embeddings and
+    head alone would let follow. The embeddings of the target are changed to weigh so much more.
+    """
+    embeddings, head = target.get_input_embeddings().weight, target.get_output_embeddings().weight
+    sizes = {"hidden_size": embeddings.shape[1], "vocab_size": len(embeddings), "intermediate_size": 8}
+    sizes |= {"num_hidden_layers": 1, "num_attention_heads": 2, "eos_token_id": None, "pad_token_id": 0}
+    draft = LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=POSITIONS)).eval()
+    with torch.no_grad():
+        embeddings.mul_(weight)
+        for weights in (draft.model.layers[0].self_attn.o_proj.weight, draft.model.layers[0].mlp.down_proj.weight):
+            weights.zero_()
+        draft.get_input_embeddings().weight.copy_(embeddings)
+        draft.get_output_embeddings().weight.copy_(head)
+    return draft
 
 
 def sharp_model(config: PreTrainedConfig, noise: float = 0.0) -> PreTrainedModel:

@@ -1,0 +1,266 @@
+"""Models with recurrent layers, whose state sums up all tokens before, beside layers with attention.
+
+Such a state cannot be taken back to an earlier token. So each row has a *checkpoint*: its states behind one of its
+verified tokens. A forward pass starts from a copy of the checkpoint, and is fed the verified tokens behind it once more
+(the *refeed*) and then the new ones. If all of them turn out to be verified, the states that the pass left become the
+checkpoint; otherwise the checkpoint stays. When refeeds become long, a pass over verified tokens alone shortens them.
+
+A checkpoint has seen nothing but the tokens of its row. All rows of a pass are fed the same number of tokens: a row
+that has fewer is fed some more behind them, which nothing sees, and its checkpoint stays.
+"""
+
+import contextlib
+import math
+from collections.abc import Iterator
+
+import torch
+from torch.nn.functional import pad
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
+from transformers.utils import logging
+
+from ..devices import from_host
+from .cached_model import CachedModel
+from .ragged import RaggedCache, RaggedLayer
+
+# A refeed costs a little in each of many rounds; a pass of its own costs once as much as a plain step. Where n tokens
+# take a + b * n seconds and every third round accepts all that it is fed, both cost the same at a / (2 b) tokens: 3
+# where a / b is 5, as on a CPU, and 25 where it is 50, as on a GPU.
+LONGEST_REFEED = 16  # tokens
+SHORTEST_CHUNK = 16  # tokens, of which Mamba-2's kernels take a power of 2
+ROOM = 256  # columns that the rows' tokens have to spare
+
+logger = logging.get_logger(__name__)
+
+
+class RecurrentLayer(LinearAttentionLayer):
+    """
+    The states of a layer. Forward passes change a copy, which stands where transformers looks for the states.
+
+    Attributes:
+        kept (`list[torch.Tensor]`): The checkpoint: tensors of shape `(batch_size, ...)`, of rows in their own order.
+    """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.kept: list[torch.Tensor] = []
+
+    def copy_checkpoint(self, rows: list[int] | None) -> None:
+        """Lets the next forward pass start from a copy of the checkpoint of these rows, or of all of them."""
+        for (states, index), kept in zip(self._places(), self.kept):
+            states[index] = kept.clone() if rows is None else kept[from_host(rows, kept.device)]
+
+    def keep(self, rows: list[int], places: list[int]) -> None:
+        """Makes the states in these places, which the last forward pass left, the checkpoint of these rows."""
+        for (states, index), kept in zip(self._places(), self.kept):
+            kept[from_host(rows, kept.device)] = states[index][from_host(places, kept.device)]
+
+    def keep_all(self) -> None:
+        """Makes the states that the last forward pass left the checkpoint of all rows."""
+        self.kept = [states[index] for states, index in self._places()]
+
+    def _places(self) -> list[tuple[dict[int, torch.Tensor], int]]:
+        """Returns where transformers looks for the states."""
+        both = (self.conv_states, self.recurrent_states)
+        return [(states, index) for states in both for index in states if states[index] is not None]
+
+
+class RecurrentRaggedLayer(RaggedLayer, RecurrentLayer):
+    """A layer that has attention and states."""
+
+    def __init__(self, *args, **kwargs):
+        RaggedLayer.__init__(self)
+        RecurrentLayer.__init__(self, *args, **kwargs)
+
+    def lazy_initialization(self, *keys_and_values, **states) -> None:
+        kind = RaggedLayer if keys_and_values else RecurrentLayer
+        kind.lazy_initialization(self, *keys_and_values, **states)
+
+
+class RecurrentCache(RaggedCache):
+    """
+    A [`RaggedCache`] with recurrent layers.
+
+    Args:
+        theirs (`Cache`): A cache of transformers for the same model. What it holds is copied.
+    """
+
+    def __init__(self, theirs: Cache):
+        super().__init__()
+        for layer in theirs.layers:
+            if isinstance(layer, LinearAttentionLayer):
+                kind = RecurrentRaggedLayer if isinstance(layer, DynamicLayer) else RecurrentLayer
+                self.layers.append(kind(layer.number_of_states))
+                _copy_states(layer, self.layers[-1])
+            else:  # transformers' own where a layer has no cache
+                self.layers.append(RaggedLayer() if isinstance(layer, DynamicLayer) else type(layer)())
+        self.recurrent = [layer for layer in self.layers if isinstance(layer, RecurrentLayer)]
+        self.copy_columns(theirs)
+
+    def copy_to(self, cache: Cache, length: int) -> Cache:
+        super().copy_to(cache, length)
+        for ours, theirs in zip(self.layers, cache.layers):
+            if isinstance(ours, RecurrentLayer):
+                ours.copy_checkpoint(None)
+                _copy_states(ours, theirs)
+        return cache
+
+
+def _copy_states(source: LinearAttentionLayer, to: LinearAttentionLayer) -> None:
+    for name in vars(LinearAttentionLayer()).keys() - {"record_past"}:
+        value = getattr(source, name)
+        if isinstance(value, dict):
+            value = {key: one.clone() if isinstance(one, torch.Tensor) else one for key, one in value.items()}
+        setattr(to, name, value)
+
+
+class RecurrentModel(CachedModel):
+    """
+    A [`CachedModel`] with recurrent layers, behind the prefill. See [`CachedModel`] for the arguments.
+
+    Attributes:
+        checkpoints (`list[int]`): The column of each row that its checkpoint stands before.
+        reached (`dict[int, int]`): The same of the states that the last pass left, for rows in whose states is nothing
+            but the row's own tokens.
+    """
+
+    cache: RecurrentCache
+
+    def __init__(self, model: PreTrainedModel, cache: RecurrentCache, *args, **kwargs):
+        super().__init__(model, cache, *args, **kwargs)
+        if self.is_compiled:  # and has no static storage for states
+            logger.warning_once(
+                f"{type(model).__name__} has recurrent layers, so steps of several tokens run uncompiled."
+            )
+            self.is_compiled, self.fewest_tokens = False, 1
+        for layer in cache.recurrent:
+            layer.keep_all()
+        names = ("time_step_limit", "chunk_size")
+        self.mamba = [one for one in model.modules() if all(hasattr(one, name) for name in names)]
+        kept = [state for layer in cache.recurrent for state in layer.kept]
+        if not kept:
+            raise RuntimeError("it keeps no recurrent state in its cache")
+        rows, columns = len(kept[0]), cache.get_seq_length()
+        self.checkpoints = [columns] * rows
+        self.reached: dict[int, int] = {}
+        self.passed: list[int] = []  # the rows of the last pass, in the order in which they stood
+        self.first: list[list[torch.Tensor]] | None = None
+        self.tokens = torch.zeros(rows, columns + ROOM, dtype=torch.long, device=self.device)
+
+    def extend(self, tokens: torch.LongTensor, lengths: list[int], logits_to_keep=None) -> torch.Tensor:
+        """As in [`CachedModel`]. The first `lengths` columns of each row are verified from now on."""
+        # 1. Take in the states of the last pass where all that was fed is verified.
+        self._write(tokens, lengths)
+        rows, count = self.computed(list(range(len(lengths)))), tokens.shape[1]
+        self._take_in(rows, lengths)
+
+        # 2. Shorten refeeds that are too long by a pass over verified tokens alone: as many as save most.
+        refeeds = [n - checkpoint for n, checkpoint in zip(lengths, self.checkpoints)]
+        waiting = [refeeds[row] for row in rows]
+        if max(waiting) >= LONGEST_REFEED:
+            self._commit(rows, lengths, max(waiting, key=lambda n: n * sum(other >= n for other in waiting)))
+            refeeds = [n - checkpoint for n, checkpoint in zip(lengths, self.checkpoints)]
+
+        # 3. Feed what is behind the checkpoints and the new tokens, whose logits stand at different places.
+        wanted = torch.arange(count) if logits_to_keep is None else logits_to_keep.cpu()
+        kept, places = (torch.tensor(refeeds)[:, None] + wanted)[rows].unique(return_inverse=True)
+        logits = self._feed([n + count for n in lengths], max(refeeds[row] for row in rows) + count, kept)
+        of_all = places.new_zeros(len(lengths), len(wanted))
+        of_all[rows] = places
+        order = torch.arange(len(lengths), device=logits.device)[:, None]
+        return logits[order, from_host(of_all, logits.device)]
+
+    def remember_prefill(self) -> None:
+        """Keeps the checkpoints behind the prefill, for a call that may end at a token before the last checkpoint."""
+        self.first = [[state.clone() for state in layer.kept] for layer in self.cache.recurrent]
+        self.prompt = list(self.checkpoints)
+
+    def finish(self, output: torch.LongTensor, verified: list[int], columns_before: int) -> None:
+        """
+        Brings the checkpoint of each row to the last token of the output, which nothing follows, so it is not fed.
+
+        Args:
+            output (`torch.LongTensor` of shape `(batch_size, length)`): What the call returns.
+            verified (`list[int]`): How many tokens of each row were fed before and are in the output.
+            columns_before (`int`): Columns of the cache before the first token of the output.
+        """
+        rows, last = list(range(len(output))), columns_before + output.shape[1] - 1
+        verified = [columns_before + count for count in verified]
+        self._take_in(rows, verified)
+        self.cache.take_back()
+        for row in rows:
+            if self.checkpoints[row] > verified[row]:
+                for layer, first in zip(self.cache.recurrent, self.first):
+                    for kept, state in zip(layer.kept, first):
+                        kept[row] = state[row]
+                self.checkpoints[row] = self.prompt[row]
+        self._write(output.to(self.device), [columns_before] * len(rows))
+        while min(self.checkpoints) < last:
+            self._commit(rows, [last] * len(rows), min(last - n for n in self.checkpoints if n < last))
+
+    def _commit(self, rows: list[int], ends: list[int], count: int) -> None:
+        """Moves the checkpoints of the rows that have so many verified tokens before `ends` that far."""
+        ends = [n + count if n + count <= end else n for n, end in zip(self.checkpoints, ends)]
+        self._feed(ends, count, torch.zeros(1, dtype=torch.long))
+        self._take_in(rows, ends)
+
+    def _feed(self, ends: list[int], count: int, logits_to_keep: torch.LongTensor) -> torch.Tensor:
+        """Feeds each row the tokens behind its checkpoint, of which those before `ends` are its own."""
+        self._reserve(max(self.checkpoints) + count)
+        columns = from_host(self.checkpoints, self.device)[:, None] + torch.arange(count, device=self.device)
+        for layer in self.cache.recurrent:
+            layer.copy_checkpoint(self.cache.rows)
+        kept = from_host(logits_to_keep, self.device)
+        with self._like_single_steps(count):
+            logits = super().extend(self.tokens.gather(1, columns), self.checkpoints, kept)
+        self.passed = self.computed(list(range(len(ends))))
+        self.reached = {row: ends[row] for row in self.passed if self.checkpoints[row] + count == ends[row]}
+        return logits
+
+    @contextlib.contextmanager
+    def _like_single_steps(self, count: int) -> Iterator[None]:
+        """
+        Lets Mamba-2 layers compute a few tokens as they compute one. Step sizes have no bounds, which transformers sets
+        for several tokens alone; and chunks, to which it pads the tokens, are short. They only group the arithmetic.
+        """
+        before = [(layer, layer.time_step_limit, layer.chunk_size) for layer in self.mamba]
+        for layer, _, chunk_size in before:
+            layer.time_step_limit = (0.0, math.inf)
+            layer.chunk_size = min(chunk_size, max(SHORTEST_CHUNK, 1 << (count - 1).bit_length()))
+        try:
+            yield
+        finally:
+            for layer, limit, chunk_size in before:
+                layer.time_step_limit, layer.chunk_size = limit, chunk_size
+
+    def _take_in(self, rows: list[int], verified: list[int]) -> None:
+        """Makes the states of the last pass the checkpoint of those rows that are verified exactly up to them."""
+        taken = [row for row in rows if self.reached.get(row) == verified[row]]
+        for layer in self.cache.recurrent if taken else ():
+            if taken == self.passed == list(range(len(self.checkpoints))):
+                layer.keep_all()
+            else:
+                layer.keep(taken, [self.passed.index(row) for row in taken])
+        for row in taken:
+            self.checkpoints[row] = verified[row]
+        self.reached = {}
+
+    def _write(self, tokens: torch.LongTensor, starts: list[int]) -> None:
+        self._reserve(max(starts) + tokens.shape[1])
+        columns = from_host(starts, self.device)[:, None] + torch.arange(tokens.shape[1], device=self.device)
+        self.tokens.scatter_(1, columns, tokens)
+
+    def _reserve(self, width: int) -> None:
+        if width > self.tokens.shape[1]:
+            self.tokens = pad(self.tokens, (0, width + ROOM - self.tokens.shape[1]))
+
+
+def ragged_copy(theirs: Cache) -> RaggedCache:
+    """Returns a ragged cache for the model that a cache of transformers is for, with what it holds."""
+    is_recurrent = any(isinstance(layer, LinearAttentionLayer) for layer in theirs.layers)
+    return RecurrentCache(theirs) if is_recurrent else RaggedCache.from_cache(theirs)
+
+
+def cached_model(model: PreTrainedModel, cache: RaggedCache, **options) -> CachedModel:
+    """Returns the [`CachedModel`] for a cache that the prompts were read into."""
+    return (RecurrentModel if isinstance(cache, RecurrentCache) else CachedModel)(model, cache, **options)

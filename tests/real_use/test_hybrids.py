@@ -1,0 +1,242 @@
+"""Targets that keep a recurrent state between layers with attention: whole calls are those of plain generate()."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import hf_ssd
+from hf_ssd.cache import recurrent
+from hf_ssd.cache.trial import check_supported
+from hf_ssd.planning.cost_model import CostModel
+from hf_ssd.rounds import AHEAD
+
+from ..conformance.conftest import preparing
+from ..conformance.test_options import tokenizer  # noqa: F401
+from ..conformance.test_turns import differences
+from ..conftest import padded_batch, tiny_draft, tiny_model
+from .families import HYBRIDS, likely_draft, sharp_model, tiny_config
+
+QUICK = ("qwen3_next", "bamba", "lfm2", "falcon_h1")
+GREEDY = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+GREEDY |= {"return_dict_in_generate": True, "output_logits": True}
+PAIRS = {}
+
+
+def pair_of(family):
+    if family not in PAIRS:
+        target = hf_ssd.enable(sharp_model(tiny_config(family)))
+        PAIRS[family] = target, likely_draft(target)
+    return PAIRS[family]
+
+
+class Knows:
+    """Proposes what plain generation goes on with, but every fourth token is another one."""
+
+    def __init__(self, plain, attention_mask):
+        padding = (attention_mask == 0).sum(1).tolist()
+        self.texts = [row[skipped:].tolist() for row, skipped in zip(plain, padding)]
+
+    def propose(self, input_ids, lookahead):
+        known = input_ids[0].tolist()
+        text = next((text for text in self.texts if text[: len(known)] == known), known)
+        stop = len(known) + lookahead
+        tokens = [
+            token if place % 4 else (token + 1) % 97 for place, token in enumerate(text[len(known) : stop], len(known))
+        ]
+        return torch.tensor(tokens, dtype=torch.long), None
+
+
+@pytest.fixture
+def short_refeeds(monkeypatch):
+    monkeypatch.setattr(recurrent, "LONGEST_REFEED", 6)
+
+
+def in_turn(draft, lookahead=4, **settings):
+    return {
+        "assistant_model": draft,
+        "ssd_config": hf_ssd.SSDConfig(lookahead=lookahead, budget=8, asynchronous=False, **settings),
+    }
+
+
+def check_greedy(family, rows, lookaheads):
+    target, draft = pair_of(family)
+    inputs = padded_batch(rows)
+    plain = target.generate(**inputs, **GREEDY)
+    knows = Knows(plain.sequences, inputs["attention_mask"])
+    assert len(set(plain.sequences[:, 9:].flatten().tolist())) > 4
+    for lookahead in lookaheads:
+        with preparing(
+            lambda plan, _: dataclasses.replace(plan, mode=AHEAD, budget=1)
+        ):  # for few hits, so `knows` is asked
+            output = target.generate(**inputs, **GREEDY, **in_turn(draft, lookahead, fallback=knows))
+        assert torch.equal(output.sequences, plain.sequences)
+        assert output.ssd_stats.draft_failure is None and 1.3 < output.ssd_stats.tokens_per_round < lookahead + 1
+        for ours, theirs in zip(output.logits, plain.logits, strict=True):
+            assert (ours - theirs).abs().max() <= 1e-4 * theirs.abs().max()
+        check_cache(output.past_key_values, plain.past_key_values)
+
+
+def check_cache(ours, theirs):
+    assert ours.get_seq_length() == theirs.get_seq_length()
+    for one, other in zip(ours.layers, theirs.layers, strict=True):
+        for name in ("conv_states", "recurrent_states"):
+            for index, state in getattr(other, name, {}).items():
+                if state is not None:
+                    assert (getattr(one, name)[index] - state).abs().max() <= 1e-4 * state.abs().max()
+
+
+@pytest.mark.parametrize("family", QUICK)
+def test_greedy_tokens_are_those_of_plain_generate(family, short_refeeds):
+    check_greedy(family, rows=3, lookaheads=[4])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_every_family_with_every_lookahead(family, rows):
+    check_greedy(family, rows, lookaheads=[1, 4, 7])
+
+
+def test_a_worker_drafts_ahead_for_a_hybrid_target(short_refeeds):
+    target, draft = pair_of("qwen3_next")
+    inputs = padded_batch(3)
+    plain = target.generate(**inputs, **GREEDY)
+    with hf_ssd.launch_draft(draft, num_threads=1) as assistant:
+        config = hf_ssd.SSDConfig(lookahead=4, budget=20)
+        output = target.generate(**inputs, **GREEDY, assistant_model=assistant, ssd_config=config)
+        assert torch.equal(output.sequences, plain.sequences)
+        assert output.ssd_stats.draft_failure is None and output.ssd_stats.hit_rate > 0
+
+        sampled = []
+        for model, asynchronous in ((assistant, True), (draft, False)):
+            torch.manual_seed(11)
+            options = {"max_new_tokens": 30, "do_sample": True, "temperature": 0.7, "return_dict_in_generate": True}
+            config = hf_ssd.SSDConfig(lookahead=4, budget=20, asynchronous=asynchronous)
+            sampled.append(target.generate(**inputs, **options, assistant_model=model, ssd_config=config))
+    assert torch.equal(sampled[0].sequences, sampled[1].sequences)
+    assert sampled[0].ssd_stats.column("accepted") == sampled[1].ssd_stats.column("accepted")
+    assert sampled[0].ssd_stats.tokens_per_round > 1.1
+
+
+@pytest.mark.parametrize("kind", ["eos", "string"])
+@pytest.mark.parametrize("family", QUICK[:3])
+def test_later_turns_are_those_of_plain_generation(family, kind, tokenizer, short_refeeds):  # noqa: F811
+    target, draft = pair_of(family)
+    plain = target.generate(**padded_batch(4), max_new_tokens=30, do_sample=False, eos_token_id=None)
+    tokens = [int(plain[0, 9 + 3]), int(plain[1, 9 + 8]), int(plain[2, 9 + 12])]
+    options = {"eos_token_id": tokens, "max_new_tokens": 20, "pad_token_id": 0}
+    if kind == "string":
+        strings = tokenizer.convert_ids_to_tokens([token for token in tokens if token > 1])
+        options |= {"stop_strings": strings, "tokenizer": tokenizer, "eos_token_id": tokens[:1]}
+    assert not differences(target, draft, options, mask_of_pads=True, padded=True)
+
+
+def test_a_call_that_ends_before_what_some_rows_have(short_refeeds):
+    """The criterion looks at the whole batch, and the returned cache ends where it stops it."""
+    target, draft = pair_of("qwen3_next")
+
+    def long_enough(input_ids, scores):
+        return torch.full((len(input_ids),), input_ids.shape[1] >= 9 + 17, dtype=torch.bool)
+
+    options = {**padded_batch(3), **GREEDY, "stopping_criteria": [long_enough]}
+    plain = target.generate(**options)
+    output = target.generate(**options, **in_turn(draft, 7))
+    assert torch.equal(output.sequences, plain.sequences) and plain.sequences.shape[1] == 9 + 17
+    check_cache(output.past_key_values, plain.past_key_values)
+
+
+def test_streaming_scores_and_several_sequences(short_refeeds):
+    target, draft = pair_of("bamba")
+    inputs, options = padded_batch(1), {**GREEDY, "output_scores": True, "repetition_penalty": 1.2}
+    plain = target.generate(**inputs, **options)
+
+    class Streamer:
+        tokens = []
+
+        def put(self, value):
+            self.tokens += value.flatten().tolist()
+
+        def end(self):
+            pass
+
+    output = target.generate(**inputs, **options, **in_turn(draft), streamer=Streamer())
+    assert Streamer.tokens == plain.sequences[0].tolist() == output.sequences[0].tolist()
+    for ours, theirs in zip(output.scores, plain.scores, strict=True):
+        assert (ours - theirs).abs().max() <= 1e-4 * theirs.abs().max()
+
+    torch.manual_seed(5)
+    sampled = {"max_new_tokens": 20, "do_sample": True, "num_return_sequences": 3, "return_dict_in_generate": True}
+    output = target.generate(**padded_batch(2), **sampled, **in_turn(draft))
+    assert output.sequences.shape == (6, 29) and len(set(map(tuple, output.sequences.tolist()))) == 6
+    assert output.ssd_stats.tokens_per_round > 1.1
+
+
+def test_a_hybrid_target_is_drafted_for_by_a_plan(short_refeeds, monkeypatch):
+    """Automatic lookahead: the modes are those of a planned call, and the tokens those of plain generate()."""
+    monkeypatch.setattr(CostModel, "plain", lambda costs: 0.0)  # drafting always pays
+    target, draft = pair_of("qwen3_next")
+    inputs, options = padded_batch(2), {**GREEDY, "max_new_tokens": 60}
+    plain = target.generate(**inputs, **options)
+    with preparing() as hits:
+        output = target.generate(
+            **inputs, **options, assistant_model=draft, ssd_config=hf_ssd.SSDConfig(asynchronous=False)
+        )
+    assert torch.equal(output.sequences, plain.sequences)
+    assert {"in_turn", "ahead"} & {record.mode for record in output.ssd_stats.records}
+    assert any(hits) and output.ssd_stats.tokens_per_round > 1.1
+
+
+# ---------------------------------------------------------------- refused
+
+
+def refusal(target, draft, **options):
+    with pytest.raises(ValueError) as error:
+        target.generate(**padded_batch(1), **GREEDY, **in_turn(draft), **options)
+    return str(error.value)
+
+
+def test_a_hybrid_draft_is_refused(target):
+    hybrid, _ = pair_of("qwen3_next")
+    assert "Qwen3NextForCausalLM keeps a recurrent state" in refusal(target, hybrid)
+    with pytest.raises(hf_ssd.DraftError, match="can be a target but not a draft"), hf_ssd.launch_draft(hybrid):
+        pass
+
+
+@pytest.mark.parametrize("family", ["recurrent_gemma", "jamba"])
+def test_a_family_whose_state_several_tokens_spoil_is_refused(family):
+    """recurrent_gemma keeps it elsewhere; Mamba-1 of Jamba begins anew where several tokens are fed."""
+    target = hf_ssd.enable(sharp_model(tiny_config(family)))
+    assert "keeps no recurrent state in its cache" in (message := refusal(target, tiny_draft())) or (
+        "other logits for several tokens behind its recurrent state" in message
+    )
+
+
+def test_models_that_are_shared_by_ranks_or_use_flash_attention_are_refused(monkeypatch):
+    target, draft = pair_of("lfm2")
+    monkeypatch.setattr("hf_ssd.generation.checks.is_flash_attention", lambda model: model is target)
+    assert "recurrent layers, which is not supported" in refusal(target, draft)
+
+
+def test_a_compiled_hybrid_runs_uncompiled(short_refeeds):
+    target = sharp_model(tiny_config("lfm2"))
+    draft, inputs = likely_draft(target), padded_batch(2)
+    hf_ssd.enable(target)
+    plain = target.generate(**inputs, **GREEDY)
+    target.compile(backend="eager")
+    output = target.generate(**inputs, **GREEDY, **in_turn(draft))
+    assert torch.equal(output.sequences, plain.sequences)
+    assert not any(record.compiles for record in output.ssd_stats.records)
+
+
+def test_the_trial_notices_a_state_that_is_not_copied(monkeypatch):
+    """The mutant for the trial of a family."""
+
+    def shared(self, rows):
+        for (states, index), kept in zip(self._places(), self.kept):
+            states[index] = kept
+
+    monkeypatch.setattr(recurrent.RecurrentLayer, "copy_checkpoint", shared)
+    with pytest.raises(ValueError, match="several tokens behind its recurrent state"):
+        check_supported(sharp_model(tiny_config("qwen3_next")))
+    check_supported(tiny_model())
