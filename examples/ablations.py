@@ -132,7 +132,7 @@ def replay(calls: list, config: hf_ssd.SSDConfig) -> list[list[bool]]:
             fan_outs = shape.fan_outs(candidates, config.budget)
             for row, (k, token) in enumerate(zip(accepted, bonus)):
                 if k >= 0:
-                    guesses = candidates.tokens[row, k, : min(fan_outs[row][k], candidates.limits[k])]
+                    guesses = candidates.guesses[row, k, : min(fan_outs[row][k], candidates.limits[k])]
                     rows[row].append(token in guesses.tolist())
             if lesson is not None:
                 shape.learn(*lesson)  # a draft learns when the branches have grown, so a round later
@@ -151,7 +151,7 @@ def fan_out(pair, args) -> list[dict]:
         ranks = [
             (k == config.lookahead, guesses[k].index(token) if token in guesses[k] else math.inf)
             for candidates, accepted, bonus in chain(*(rounds[1:] for rounds in calls))
-            for guesses, k, token in zip(candidates.tokens.tolist(), accepted, bonus)
+            for guesses, k, token in zip(candidates.guesses.tolist(), accepted, bonus)
             if k >= 0
         ]
         for after, accepted_all in (("a rejection", False), ("complete acceptance", True)):

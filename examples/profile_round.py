@@ -65,7 +65,7 @@ def drafting(draft, prompt: torch.LongTensor, config):
 
     def answer():
         prepared = speculator.prepared
-        speculator.answer(Outcome(prepared.accepted[:, 0].cpu(), prepared.bonus[:, 0].cpu()), plan)
+        speculator.answer(Outcome([row[0] for row in prepared.accepted], [row[0] for row in prepared.bonus]), plan)
 
     return answer, lambda: speculator.prepare(plan)
 

@@ -5,8 +5,6 @@ import traceback
 import torch
 from transformers import PreTrainedModel
 
-from .. import devices
-from ..devices import from_host
 from ..drafting.speculator import Speculator
 from ..drafting.verified_prefix import VerifiedPrefix
 from ..drafting.vocabulary import Translation
@@ -143,14 +141,15 @@ class DraftServer:
         messages.expect(message, Kind.SPECULATION, self.session, self.round)
         speculator, own = self.speculator, self.found
         verified = payloads.payload_to_speculation(message.payload, len(speculator.finished))
-        width, verified.tokens = verified.record.lookahead, from_host(verified.tokens, self.model.device)
-        if min(verified.known) < width:
+        width = verified.record.lookahead
+        if min(map(len, verified.tokens)) < width:
             if speculator.drafter.sampled:  # distributions of what others have are the target's
-                shape = (*verified.tokens.shape, speculator.drafter.vocab_size)
+                shape = (len(verified.tokens), verified.width, speculator.drafter.vocab_size)
                 verified.probabilities = torch.zeros(shape, dtype=torch.float32, device=self.model.device)
-                if own.probabilities is not None:  # more tokens may be prepared than the new plan asks for
-                    grown = min(own.tokens.shape[1], verified.tokens.shape[1])
-                    verified.probabilities[:, :grown] = own.probabilities[:, :grown]
+                q = speculator.distributions(own)
+                if q is not None:  # more tokens may be prepared than the new plan asks for
+                    grown = min(q.shape[1], verified.width)
+                    verified.probabilities[:, :grown] = q[:, :grown]
             self._send(speculator.complete(verified, width))
         else:
             speculator.verify(verified.tokens, verified.record.sources)
@@ -167,15 +166,18 @@ class DraftServer:
         That is announced, so that it can arrive meanwhile, and packed only then, which may copy megabytes from a GPU.
         """
         speculation.costs, self.costs = self.costs, None
-        q, over_link = speculation.probabilities, self.channel.link is not None
-        if q is None or not q.shape[1]:
-            message = Message(Kind.SPECULATION, self.session, self.round, payloads.speculation_to_payload(speculation))
-            return self.channel.send(message)
-        support = [] if over_link else [payloads.largest_support(q)]
-        speculation.tokens, *support = devices.to_host(speculation.tokens, *support)
-        support = int(support[0]) if support else q.shape[-1]
-        to_come = payloads.probabilities_to_come(tuple(q.shape), support)
-        announced = Message(Kind.PROBABILITIES, self.session, self.round, to_come, over_link)
+        drafter, announced = self.speculator.drafter, None
+        if drafter.sampled and speculation.width:
+            over_link, support = self.channel.link is not None, speculation.support
+            if over_link:
+                support = drafter.vocab_size
+            elif support is None:
+                support = int(payloads.largest_support(speculation.probabilities))
+            shape = (len(speculation.tokens), speculation.width, drafter.vocab_size)
+            to_come = payloads.probabilities_to_come(shape, support)
+            announced = Message(Kind.PROBABILITIES, self.session, self.round, to_come, over_link)
         payload = payloads.speculation_to_payload(speculation)
         self.channel.send(Message(Kind.SPECULATION, self.session, self.round, payload, announces=announced))
-        self.channel.send_announced(payloads.probabilities_to_payload(q, support))
+        if announced is not None:
+            q = self.speculator.distributions(speculation)
+            self.channel.send_announced(payloads.probabilities_to_payload(q, support))

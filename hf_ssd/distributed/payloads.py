@@ -65,7 +65,7 @@ def outcome_to_payload(outcome: Outcome, plan: Plan) -> torch.Tensor:
     head = [MODES.index(plan.mode), plan.lookahead, plan.after_miss, plan.budget, SOURCES.index(plan.fallback)]
     head.append(plan.feeds_first)
     later = [] if outcome.later is None else [*map(len, outcome.later), *itertools.chain(*outcome.later)]
-    return torch.cat([torch.tensor(head), c, outcome.accepted.cpu(), outcome.bonus.cpu(), torch.tensor(later).long()])
+    return torch.tensor([*head, *c.tolist(), *outcome.accepted, *outcome.bonus, *later])
 
 
 def payload_to_outcome(payload: torch.Tensor, rows: int) -> tuple[Outcome, Plan]:
@@ -80,35 +80,34 @@ def payload_to_outcome(payload: torch.Tensor, rows: int) -> tuple[Outcome, Plan]
         raise ProtocolError("an outcome cannot have accepted more tokens than a speculation has")
     check_tokens(bonus)
     if not len(rest):
-        return Outcome(accepted, bonus), plan
+        return Outcome(accepted.tolist(), bonus.tolist()), plan
     lengths, tokens = rest[:rows], check_tokens(rest[rows:])
     fits = len(lengths) == rows and bool(((lengths >= 0) & ((lengths == 0) | (accepted != FINISHED))).all())
     lengths = lengths.tolist()
     if not fits or sum(lengths) != len(tokens):
         raise ProtocolError(f"{len(rest)} integers are not the tokens that {rows} rows gained in later rounds")
-    return Outcome(accepted, bonus, [part.tolist() for part in tokens.split(lengths)]), plan
+    return Outcome(accepted.tolist(), bonus.tolist(), [part.tolist() for part in tokens.split(lengths)]), plan
 
 
 def speculation_to_payload(speculation: Speculation) -> torch.Tensor:
     """Packs tokens and the draft's part of the record; probabilities travel by themselves."""
-    record, (rows, width) = speculation.record, speculation.tokens.shape
+    record, tokens = speculation.record, speculation.tokens
     times = [getattr(record, name) for name in _TIMES]
     head = [MODES.index(record.mode), *(getattr(record, name) for name in _COUNTS)]
     head += [int(1e9 * seconds) for seconds in (*times, *(speculation.costs or (-1e-9, 0, 0)))]
-    known = [width] * rows if speculation.known is None else [min(width, n) for n in speculation.known]
-    sources = [SOURCES.index(source) for source in record.sources]
-    unknown = [-1] * rows
-    by_row = torch.tensor([sources, record.ranks or unknown, record.ngram_matches or unknown, known])
-    return torch.cat([torch.tensor(head), by_row.flatten(), speculation.tokens.cpu().flatten()])
+    sources, unknown = [SOURCES.index(source) for source in record.sources], [-1] * len(tokens)
+    by_row = [*sources, *(record.ranks or unknown), *(record.ngram_matches or unknown), *map(len, tokens)]
+    return torch.tensor([*head, *by_row, *itertools.chain(*tokens)])
 
 
 def payload_to_speculation(payload: torch.Tensor, rows: int) -> Speculation:
-    tokens = _tokens(payload, _HEAD + 4 * rows, rows)
+    _check_integers(payload, _HEAD + 4 * rows)
     mode, *numbers = payload[:_HEAD].tolist()
     sources, ranks, matches, known = payload[_HEAD : _HEAD + 4 * rows].view(4, rows).tolist()
     counts, times = numbers[: len(_COUNTS)], [number / 1e9 for number in numbers[len(_COUNTS) :]]
     possible = 0 <= mode < len(MODES) and min(counts) >= 0 and counts[0] <= LONGEST_LOOKAHEAD
-    if not possible or not all(0 <= n <= tokens.shape[1] for n in known):
+    tokens = check_tokens(payload[_HEAD + 4 * rows :])
+    if not possible or not all(0 <= n <= LONGEST_LOOKAHEAD for n in known) or sum(known) != len(tokens):
         raise ProtocolError(f"a speculation cannot have mode {mode}, counts {counts} and {known} tokens")
     record = RoundRecord(
         MODES[mode], sources=[_source(source) for source in sources], ranks=ranks, ngram_matches=matches
@@ -116,7 +115,7 @@ def payload_to_speculation(payload: torch.Tensor, rows: int) -> Speculation:
     for name, value in zip((*_COUNTS, *_TIMES), (*counts, *times)):
         setattr(record, name, value)
     costs = tuple(times[-3:]) if numbers[-3] >= 0 else None
-    return Speculation(tokens, None, record, known, costs)
+    return Speculation([part.tolist() for part in tokens.split(known)], None, record, costs)
 
 
 _PLAN = 7  # integers
@@ -134,14 +133,6 @@ def _bytes(payload: torch.Tensor) -> bytes:
 def _check_integers(payload: torch.Tensor, at_least: int) -> None:
     if payload.dtype != torch.int64 or len(payload) < at_least:
         raise ProtocolError(f"expected {at_least} integers or more, found {len(payload)} of type {payload.dtype}")
-
-
-def _tokens(payload: torch.Tensor, head: int, rows: int) -> torch.LongTensor:
-    """Returns the tokens `(rows, lookahead)` behind a head of so many integers."""
-    lookahead, rest = divmod(len(payload) - head, rows)
-    if payload.dtype != torch.int64 or rest or not 0 <= lookahead <= LONGEST_LOOKAHEAD:
-        raise ProtocolError(f"a speculation of {len(payload)} integers does not fit {rows} rows")
-    return check_tokens(payload[head:]).view(rows, -1)
 
 
 def check_tokens(tokens: torch.LongTensor, vocab_size: int | None = None) -> torch.LongTensor:

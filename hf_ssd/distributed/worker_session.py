@@ -34,7 +34,7 @@ class WorkerSession(DraftSession):
     ):
         self.worker, self.number, self.timeout, self.on_close = worker, number, request.config.timeout, on_close
         self.rows, self.vocab_size, self.round = len(request.prompts), request.vocab_size, -1
-        self.is_reusable = True
+        self.is_reusable, self.answers_alone = True, request.answers_alone
         worker.channel.make_room(self.rows, self.vocab_size)
         send = worker.channel.send
         if request.translation is not None and worker.translation is not request.translation:
@@ -65,8 +65,11 @@ class WorkerSession(DraftSession):
         message = self._receive(Kind.SPECULATION, timeout)
         with self._as_draft_error():
             speculation = payloads.payload_to_speculation(message.payload, self.rows)
-            payloads.check_tokens(speculation.tokens.flatten(), self.vocab_size)
-        self.shape = (*speculation.tokens.shape, self.vocab_size)
+            if max(map(max, filter(None, speculation.tokens)), default=0) >= self.vocab_size:
+                raise ProtocolError(f"a speculation has tokens that are not in the vocabulary of {self.vocab_size}")
+            if self.answers_alone and len({len(tokens) for tokens in speculation.tokens}) > 1:
+                raise ProtocolError("the rows of a speculation that is to be verified have different lengths")
+        self.shape = (self.rows, speculation.width, self.vocab_size)
         self.is_reusable = False
         self.worker.channel.expect()  # probabilities may arrive while the target computes
         self.is_reusable = True

@@ -35,7 +35,7 @@ def compile_draft(model: PreTrainedModel) -> str | None:
             speculator = Speculator(drafter, config, shape_for(config), seed=0)
             speculator.begin()
             speculator.prepare(plan)
-            outcome = Outcome(*torch.zeros(2, rows, dtype=torch.long))
+            outcome = Outcome([0] * rows, [0] * rows)
             for _ in range(2):
                 speculator.answer(outcome, plan)
                 speculator.prepare(plan)

@@ -2,7 +2,6 @@
 
 import torch
 
-from .. import devices
 from ..config import SSDConfig
 from ..devices import from_host
 from .drafter import AutoregressiveDrafter, Completion, Drafter
@@ -44,18 +43,20 @@ class ParallelDrafter(Drafter):
         return OutcomeCandidates.of(scores, logits, self.drafted, from_fallback, count, self.vocabulary.common)
 
     def grow(self, accepted, bonus, plan):
-        starts, count = self.prefix.ends() + accepted.clamp(min=0), accepted.shape[1]
+        bonus, taken = from_host(bonus, self.device), torch.tensor(accepted).clamp(min=0)
+        starts, count = self.prefix.ends() + taken, taken.shape[1]
         histories = self._histories(count, plan.lookahead + 1)
         if histories is not None:
             histories.scatter_(2, from_host(starts, self.device)[:, :, None], bonus[:, :, None])
         branches = self.vocabulary.to_draft(bonus)[:, :, None].repeat(1, 1, plan.lookahead + 1)
         branches[:, :, 1:] = self.mask_token
-        forks = from_host(self.prefix.forks(accepted.clamp(min=0)), self.device)
+        forks = from_host(self.prefix.forks(taken), self.device)
         self.grown = self.prefix.feed_with_branches(self.drafted.shape[1], forks, branches)
         drawn = self._draw(self.grown, histories, starts, range(plan.lookahead), plan)
         tokens, probabilities = zip(*drawn)
-        devices.synchronize(self.device)
-        yield torch.stack(tokens, dim=2), None if probabilities[0] is None else torch.stack(probabilities, dim=2)
+        probabilities = None if probabilities[0] is None else torch.stack(probabilities, dim=2)
+        on_host, supports = self._to_host(torch.stack(tokens, dim=2), probabilities)
+        yield on_host, probabilities, supports
 
     def tokens_of_a_pass(self, lookahead, budget):
         return (lookahead + 1) * (budget + 1)
@@ -71,9 +72,7 @@ class ParallelDrafter(Drafter):
         self.grown = None
 
     def complete(self, ready, width, plan):
-        prefix, done = self.prefix, Completion(ready, width)
-        if width == done.first:
-            return done.speculation(), 0
+        prefix, done = self.prefix, Completion(self, ready, width)
         prefix.write_inputs(torch.full_like(done.tokens, self.mask_token), [0] * len(done.tokens))
         self._know(prefix.feed(width, wanted=width + 1))
         prefix.forget_speculation()  # mask tokens never stay in the cache
@@ -81,7 +80,8 @@ class ParallelDrafter(Drafter):
         drawn = self._draw(self.marginals[:, None], self._histories(1, 0), starts, depths, plan)
         for depth, tokens in zip(depths, drawn):
             done.add(depth, *tokens)
-        devices.synchronize(self.device)  # so that it is known what the pass took
+        self.drafted = done.tokens
+        prefix.write(self.drafted)
         return done.speculation(), 1
 
     def _know(self, logits: torch.Tensor) -> None:

@@ -49,7 +49,7 @@ class FaultTolerantDraft:
         self.process, self.turn = os.getpid(), Turn()
         self.session: DraftSession | None = None
         self.untold: Outcome | None = None  # since the session was asked last
-        self.unasked: torch.LongTensor | None = None  # what is verified, if the session did not propose it
+        self.unasked: list[list[int]] | None = None  # what is verified, if the session did not propose it
         self.is_local = self.is_asked = self.was_late = False
         self.filler: int | None = None
         self.positions = None if model is None else last_position_limit(model)  # which looks at all layers
@@ -134,7 +134,7 @@ class FaultTolerantDraft:
         """
         if self.decides:
             plan, self.is_asked, self.filler = self.planner.plan, False, None
-            self.lengths = [n + max(0, k + 1) for n, k in zip(self.lengths, outcome.accepted.tolist())]
+            self.lengths = [n + max(0, k + 1) for n, k in zip(self.lengths, outcome.accepted)]
             if self.session is not None:
                 self.untold = outcome if self.untold is None else self.untold.followed_by(outcome, self.unasked)
                 self.filler = None if self.is_local else self.planner.next_filler()
@@ -148,9 +148,9 @@ class FaultTolerantDraft:
                 self._attempt(lambda: self.session.send_outcome(untold, plan))
         if self.ranks.size == 1:
             return outcome
-        payload = torch.cat([outcome.accepted, outcome.bonus]) if self.decides else None
+        payload = torch.tensor([outcome.accepted, outcome.bonus]).flatten() if self.decides else None
         message = self.ranks.share(Message(Kind.OUTCOME, payload=payload) if self.decides else None)
-        return Outcome(*message.payload.view(2, -1))
+        return Outcome(*message.payload.view(2, -1).tolist())
 
     def _is_at_its_end(self) -> bool:
         """Whether the longest row has all positions that the draft has."""
@@ -188,7 +188,7 @@ class FaultTolerantDraft:
 
     def _filler(self, last: torch.LongTensor) -> Speculation:
         """Returns certain tokens that are hardly right: verifying them is a plain step whose pass is wider."""
-        tokens = last.cpu()[:, None].repeat(1, self.filler)
+        tokens = [[token] * self.filler for token in last.tolist()]
         return Speculation(tokens, None, RoundRecord(PLAIN, self.filler, sources=[FILLER] * len(tokens)))
 
     def receive_probabilities(self) -> torch.FloatTensor | None:

@@ -52,11 +52,11 @@ def good_call(target, number, starts):
     start, prompts = starts
     target.send(Message(Kind.START, number, payload=start))
     target.send(Message(Kind.PROMPTS, number, payload=prompts))
-    outcome = Outcome(torch.zeros(ROWS, dtype=torch.long), torch.tensor([5, 6]))
+    outcome = Outcome([0] * ROWS, [5, 6])
     target.send(Message(Kind.OUTCOME, number, payload=payloads.outcome_to_payload(outcome, Plan(AHEAD, 3, 3, 4))))
     message, errors = next_of(target, number)
     tokens = payloads.payload_to_speculation(message.payload, ROWS).tokens
-    payloads.check_tokens(tokens.flatten(), VOCAB)
+    assert all(0 <= token < VOCAB for of_row in tokens for token in of_row)
     target.send(Message(Kind.END, number))
     return tokens, errors
 
@@ -108,7 +108,7 @@ def test_damaged_messages_do_not_end_a_server(recorded, server, count):
         number += 1
         tokens, found = good_call(server, number, first)
         errors += found
-        assert torch.equal(tokens, expected)
+        assert tokens == expected
     assert errors > count // 4
 
 
@@ -120,7 +120,7 @@ def test_damaged_calls_do_not_end_a_server(recorded, server):
         payload = [damaged(one, chance) if chance.random() < 0.7 else one for one in first]
         server.send(Message(Kind.START, number, payload=payload[0]))
         server.send(Message(Kind.PROMPTS, number, payload=payload[1]))
-        assert torch.equal(good_call(server, number + 1, first)[0], expected)
+        assert good_call(server, number + 1, first)[0] == expected
 
 
 def test_a_frame_that_is_none_is_answered_with_an_error(server):
