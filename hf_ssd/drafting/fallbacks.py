@@ -149,7 +149,7 @@ def join(
         rows = from_host(missed, device)
         probabilities = torch.zeros(len(tokens), width, vocab_size, dtype=torch.float32, device=device)
         probabilities[..., 0] = 1.0  # of rows that are finished
-        if hit:
+        if hit and ready.probabilities is not None:  # otherwise no branch has grown yet
             grown = min(width, ready.probabilities.shape[1])
             probabilities[:, :grown] = ready.probabilities[:, :grown]
         if proposal.probabilities is not None:

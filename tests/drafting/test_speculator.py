@@ -160,6 +160,17 @@ def test_rows_that_hit_keep_their_tokens_when_a_fallback_serves_the_others():
     assert speculator.prepared.accepted[1].count(0) >= 10  # the likely outcome of a random proposal
 
 
+@torch.inference_mode()
+def test_a_row_whose_branch_has_not_grown_is_drafted_when_a_fallback_serves_the_others():
+    plan, speculator = dataclasses.replace(PREPARES, fallback=RANDOM), new_speculator("sampled", fan_out="uniform")
+    speculator.prepare(plan, interrupted_after(0))
+    bonus = prepared(speculator, 0).bonus
+    bonus[1] = next(t for t in range(2, VOCAB) if t not in speculator.prepared.bonus[1])
+    answer = speculator.answer(outcome([0] * 3, bonus), plan)
+    assert answer.record.sources == ["prepared", "random", "prepared"] and answer.record.steps == 4
+    assert (answer.probabilities.gather(2, torch.tensor(answer.tokens)[:, :, None]) > 0).all()
+
+
 @pytest.mark.parametrize("fallback, steps", [(RANDOM, 0), (PRIMARY, 4)])
 @pytest.mark.parametrize("options", ["greedy", "sampled"])
 @torch.inference_mode()
