@@ -5,18 +5,17 @@ from dataclasses import dataclass, field
 
 import torch
 
+from . import config
+
 PLAIN, IN_TURN, AHEAD = MODES = ("plain", "in_turn", "ahead")
 
-PREPARED, PRIMARY, NGRAM, RANDOM, CUSTOM, FILLER, NOTHING = SOURCES = (
-    "prepared",  # the outcome was in the speculation cache: a hit
-    "primary",  # drafted just in time by the draft model
-    "ngram",  # proposed by a fallback, as the next two
-    "random",
-    "custom",
-    "filler",  # no draft has seen it: the target times a wider pass
-    "nothing",  # the row has no speculation
-)
-FALLBACKS = (NGRAM, RANDOM, CUSTOM)
+_, PRIMARY, *BUILT_IN = config.FALLBACKS  # "primary": drafted just in time by the draft model
+NGRAM, RANDOM, CUSTOM = "ngram", "random", "custom"
+PREPARED = "prepared"  # the outcome was in the speculation cache: a hit
+FILLER = "filler"  # no draft has seen it: the target times a wider pass
+NOTHING = "nothing"  # the row has no speculation
+FALLBACKS = (*BUILT_IN, CUSTOM)
+SOURCES = (PREPARED, PRIMARY, *FALLBACKS, FILLER, NOTHING)  # where the speculation of a row comes from
 
 FINISHED = -1  # accepted count of a row that needs no more tokens
 

@@ -9,13 +9,13 @@ from ..drafting.speculator import Speculator
 from ..drafting.verified_prefix import VerifiedPrefix
 from ..drafting.vocabulary import Translation
 from ..rounds import Speculation
-from . import messages, payloads
+from . import wire
 from .channel import Channel, PeerLost
 from .device_link import LINK_TIMEOUT
 from .drafts import Drafts
-from .messages import Kind, Message
 from .session import SessionRequest
 from .shared_weights import copy_shared_weights
+from .wire import Kind, Message
 
 PROMPTS_TIMEOUT = 10.0  # seconds for the prompts to follow the request
 
@@ -58,7 +58,7 @@ class DraftServer:
                 raise
             except Exception:
                 self.speculator = self.prefix = None
-                text = payloads.text_to_payload(traceback.format_exc())
+                text = wire.write_text(traceback.format_exc())
                 self.channel.send(Message(Kind.ERROR, message.session, message.round, text))
 
     def _handle(self, message: Message) -> None:
@@ -67,12 +67,12 @@ class DraftServer:
         elif message.kind == Kind.END:
             self._end(message)
         elif message.kind == Kind.LINK:
-            messages.expect(message, Kind.LINK, 0, 0, length=0)
+            wire.expect(message, Kind.LINK, 0, 0, length=0)
             self._link()
         elif message.kind == Kind.VOCABULARY:
-            messages.expect(message, Kind.VOCABULARY, 0, 0)
+            wire.expect(message, Kind.VOCABULARY, 0, 0)
             own = self.model.config.get_text_config(decoder=True).vocab_size
-            self.translation = payloads.payload_to_translation(message.payload, own)
+            self.translation = wire.read_translation(message.payload, own)
         elif message.session == self.session and self.speculator is not None:
             if message.kind == Kind.OUTCOME:
                 self._answer(message)
@@ -82,10 +82,10 @@ class DraftServer:
 
     def _link(self) -> None:
         works = self.channel.open_link(self.model.device)
-        self.channel.send(Message(Kind.LINK, payload=payloads.json_to_payload(works)))
+        self.channel.send(Message(Kind.LINK, payload=wire.write_json(works)))
         verdict = self.channel.receive(2 * LINK_TIMEOUT)
-        messages.expect(verdict, Kind.LINK, 0, 0)
-        if not payloads.payload_to_json(verdict.payload):
+        wire.expect(verdict, Kind.LINK, 0, 0)
+        if not wire.read_json(verdict.payload):
             self.channel.close_link()
 
     def _start(self, message: Message) -> None:
@@ -93,9 +93,9 @@ class DraftServer:
         prompts = self.channel.receive(timeout=PROMPTS_TIMEOUT)
         while prompts.kind == Kind.START:  # a call that was broken off before its prompts left, or never was one
             message, prompts = prompts, self.channel.receive(timeout=PROMPTS_TIMEOUT)
-        messages.expect(prompts, Kind.PROMPTS, message.session, message.round)
-        rows = payloads.payload_to_prompts(prompts.payload)
-        request = SessionRequest.from_dict(payloads.payload_to_json(message.payload), rows, self.translation)
+        wire.expect(prompts, Kind.PROMPTS, message.session, message.round)
+        rows = wire.read_prompts(prompts.payload)
+        request = SessionRequest.from_dict(wire.read_json(message.payload), rows, self.translation)
         self.channel.make_room(len(rows), request.vocab_size)
         self.request, self.session, self.round = request, message.session, 0
         if request.weights_version != self.weights_version:
@@ -125,8 +125,8 @@ class DraftServer:
 
     def _answer(self, message: Message) -> None:
         speculator = self.speculator
-        outcome, plan = payloads.payload_to_outcome(message.payload, len(speculator.finished))
-        messages.expect(message, Kind.OUTCOME, self.session, self.round)
+        outcome, plan = wire.read_outcome(message.payload, len(speculator.finished))
+        wire.expect(message, Kind.OUTCOME, self.session, self.round)
         found = speculator.look_up(outcome, plan)
         if self.request.answers_alone:
             self._send(speculator.complete(found))
@@ -138,9 +138,9 @@ class DraftServer:
 
     def _verify(self, message: Message) -> None:
         """Moves on to what is verified, and drafts what is missing of it."""
-        messages.expect(message, Kind.SPECULATION, self.session, self.round)
+        wire.expect(message, Kind.SPECULATION, self.session, self.round)
         speculator, own = self.speculator, self.found
-        verified = payloads.payload_to_speculation(message.payload, len(speculator.finished))
+        verified = wire.read_speculation(message.payload, len(speculator.finished))
         width = verified.record.lookahead
         if min(map(len, verified.tokens)) < width:
             if speculator.drafter.sampled:  # distributions of what others have are the target's
@@ -172,12 +172,12 @@ class DraftServer:
             if over_link:
                 support = drafter.vocab_size
             elif support is None:
-                support = int(payloads.largest_support(speculation.probabilities))
+                support = int(wire.largest_support(speculation.probabilities))
             shape = (len(speculation.tokens), speculation.width, drafter.vocab_size)
-            to_come = payloads.probabilities_to_come(shape, support)
+            to_come = wire.probabilities_to_come(shape, support)
             announced = Message(Kind.PROBABILITIES, self.session, self.round, to_come, over_link)
-        payload = payloads.speculation_to_payload(speculation)
+        payload = wire.write_speculation(speculation)
         self.channel.send(Message(Kind.SPECULATION, self.session, self.round, payload, announces=announced))
         if announced is not None:
             q = self.speculator.distributions(speculation)
-            self.channel.send_announced(payloads.probabilities_to_payload(q, support))
+            self.channel.send_announced(wire.write_probabilities(q, support))

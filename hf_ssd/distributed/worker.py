@@ -21,15 +21,15 @@ from ..cache.support import MASKED_ATTENTION, last_position_limit
 from ..cache.trial import check_supported
 from ..drafting.compiling import compile_draft
 from ..drafting.parallel_drafter import mask_token
-from . import payloads
+from . import wire
 from .channel import Channel, PeerLost
 from .connection import DRAFT_IS_HERE, TARGET_IS_HERE
 from .cores import pin
 from .draft_server import DraftServer
 from .meeting import join, prove
-from .messages import Kind, Message, ProtocolError
 from .process import shorten_stderr
 from .shared_weights import model_from_shared_weights
+from .wire import Kind, Message, ProtocolError
 
 FLUSH_TIMEOUT = 10.0  # seconds for a last message to leave
 AS_LONG_AS_THE_PARENT_LIVES = timedelta(days=365)
@@ -65,10 +65,10 @@ def run() -> int:
         tokens = {"vocab_size": vocab_size, "pard_token": mask_token(model.config)}
         tokens["positions"] = last_position_limit(model)
         compiled = {"is_compiled": is_compiled(model), "uncompiled_because": uncompiled_because}
-        hello = Message(Kind.READY, payload=payloads.json_to_payload({**tokens, **place, **compiled}))
+        hello = Message(Kind.READY, payload=wire.write_json({**tokens, **place, **compiled}))
     except Exception as error:
         text = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
-        hello = Message(Kind.ERROR, payload=payloads.text_to_payload(text))
+        hello = Message(Kind.ERROR, payload=wire.write_text(text))
     # 2. Meet the target.
     meeting = settings["meeting"]
     store = join(meeting, settings["timeout"])

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import torch
 
 from ..rounds import Outcome, Plan, Speculation
-from . import messages, payloads
+from . import wire
 from .channel import PeerLost
 from .connection import Connection
-from .messages import Kind, Message, ProtocolError
 from .session import DraftError, DraftSession, SessionRequest
+from .wire import Kind, Message, ProtocolError
 
 
 class WorkerSession(DraftSession):
@@ -40,16 +40,16 @@ class WorkerSession(DraftSession):
         if request.translation is not None and worker.translation is not request.translation:
             send(Message(Kind.VOCABULARY, payload=request.translation.to_tensor()))
             worker.translation = request.translation
-        send(Message(Kind.START, number, payload=payloads.json_to_payload(request.to_dict())))
-        send(Message(Kind.PROMPTS, number, payload=payloads.prompts_to_payload(request.prompts)))
+        send(Message(Kind.START, number, payload=wire.write_json(request.to_dict())))
+        send(Message(Kind.PROMPTS, number, payload=wire.write_prompts(request.prompts)))
 
     def send_outcome(self, outcome: Outcome, plan: Plan) -> None:
         self.round += 1
-        self._send(Kind.OUTCOME, payloads.outcome_to_payload(outcome, plan))
+        self._send(Kind.OUTCOME, wire.write_outcome(outcome, plan))
 
     def send_speculation(self, speculation: Speculation) -> None:
         """Tells a worker that does not answer alone what is verified, or lets it complete that."""
-        self._send(Kind.SPECULATION, payloads.speculation_to_payload(speculation))
+        self._send(Kind.SPECULATION, wire.write_speculation(speculation))
 
     def _send(self, kind: Kind, payload: torch.Tensor) -> None:
         self.is_reusable = False  # until all is sent: an interrupt must not leave half a message
@@ -64,9 +64,7 @@ class WorkerSession(DraftSession):
     def receive_speculation(self, timeout: float | None = None) -> Speculation:
         message = self._receive(Kind.SPECULATION, timeout)
         with self._as_draft_error():
-            speculation = payloads.payload_to_speculation(message.payload, self.rows)
-            if max(map(max, filter(None, speculation.tokens)), default=0) >= self.vocab_size:
-                raise ProtocolError(f"a speculation has tokens that are not in the vocabulary of {self.vocab_size}")
+            speculation = wire.read_speculation(message.payload, self.rows, self.vocab_size)
             if self.answers_alone and len({len(tokens) for tokens in speculation.tokens}) > 1:
                 raise ProtocolError("the rows of a speculation that is to be verified have different lengths")
         self.shape = (self.rows, speculation.width, self.vocab_size)
@@ -78,7 +76,7 @@ class WorkerSession(DraftSession):
     def receive_probabilities(self) -> torch.FloatTensor:
         message = self._receive(Kind.PROBABILITIES)
         with self._as_draft_error():
-            return payloads.payload_to_probabilities(message.payload, self.shape)
+            return wire.read_probabilities(message.payload, self.shape)
 
     def _receive(self, kind: Kind, timeout: float | None = None) -> Message:
         """
@@ -98,11 +96,11 @@ class WorkerSession(DraftSession):
                 if message.session == self.number and (message.round >= self.round or message.kind == Kind.ERROR):
                     break
             if message.kind == Kind.ERROR:
-                traceback = payloads.payload_to_text(message.payload)
+                traceback = wire.read_text(message.payload)
                 self.is_reusable = "CUDA error" not in traceback  # after one, nothing on that device works again
                 raise DraftError(f"The draft worker raised:\n{traceback}")
             with self._as_draft_error():
-                messages.expect(message, kind, self.number, self.round)
+                wire.expect(message, kind, self.number, self.round)
         except TimeoutError:
             raise DraftError(f"The draft worker did not answer within {self.timeout:g} s.") from None
         except PeerLost as error:

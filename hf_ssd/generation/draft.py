@@ -8,11 +8,11 @@ import torch
 from transformers.utils import logging
 
 from ..cache.support import last_position_limit
-from ..distributed import payloads
+from ..distributed import wire
 from ..distributed.assistant import Turn
 from ..distributed.local import LocalSession
-from ..distributed.messages import Kind, Message
 from ..distributed.session import DraftError, DraftSession, SessionRequest
+from ..distributed.wire import Kind, Message
 from ..planning.planner import Planner
 from ..rounds import AHEAD, FILLER, IN_TURN, PLAIN, Outcome, RoundRecord, Speculation
 from .sequences import Sequences
@@ -148,9 +148,10 @@ class FaultTolerantDraft:
                 self._attempt(lambda: self.session.send_outcome(untold, plan))
         if self.ranks.size == 1:
             return outcome
-        payload = torch.tensor([outcome.accepted, outcome.bonus]).flatten() if self.decides else None
+        payload = [*outcome.accepted, *outcome.bonus] if self.decides else None
         message = self.ranks.share(Message(Kind.OUTCOME, payload=payload) if self.decides else None)
-        return Outcome(*message.payload.view(2, -1).tolist())
+        numbers, rows = wire.integers(message.payload, 2), len(self.request.prompts)
+        return Outcome(numbers[:rows], numbers[rows:])
 
     def _is_at_its_end(self) -> bool:
         """Whether the longest row has all positions that the draft has."""
@@ -182,9 +183,9 @@ class FaultTolerantDraft:
             self.unasked = None if self.is_asked else speculation.tokens
         if self.ranks.size == 1:
             return speculation
-        payload = payloads.speculation_to_payload(speculation) if self.decides else None
+        payload = wire.write_speculation(speculation) if self.decides else None
         message = self.ranks.share(Message(Kind.SPECULATION, payload=payload) if self.decides else None)
-        return payloads.payload_to_speculation(message.payload, len(self.request.prompts))
+        return wire.read_speculation(message.payload, len(self.request.prompts))
 
     def _filler(self, last: torch.LongTensor) -> Speculation:
         """Returns certain tokens that are hardly right: verifying them is a plain step whose pass is wider."""

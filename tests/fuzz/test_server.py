@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_ssd.distributed import payloads
+from hf_ssd.distributed import wire
 from hf_ssd.distributed.channel import Channel, PeerLost
 from hf_ssd.distributed.draft_server import DraftServer
 from hf_ssd.distributed.groups import TARGET, broadcast
-from hf_ssd.distributed.messages import HEADER_LENGTH, Kind, Message, pack
+from hf_ssd.distributed.wire import HEADER_LENGTH, Kind, Message, pack
 from hf_ssd.rounds import AHEAD, Outcome, Plan
 
 from ..conftest import VOCAB, tiny_draft
@@ -53,9 +53,9 @@ def good_call(target, number, starts):
     target.send(Message(Kind.START, number, payload=start))
     target.send(Message(Kind.PROMPTS, number, payload=prompts))
     outcome = Outcome([0] * ROWS, [5, 6])
-    target.send(Message(Kind.OUTCOME, number, payload=payloads.outcome_to_payload(outcome, Plan(AHEAD, 3, 3, 4))))
+    target.send(Message(Kind.OUTCOME, number, payload=wire.write_outcome(outcome, Plan(AHEAD, 3, 3, 4))))
     message, errors = next_of(target, number)
-    tokens = payloads.payload_to_speculation(message.payload, ROWS).tokens
+    tokens = wire.read_speculation(message.payload, ROWS).tokens
     assert all(0 <= token < VOCAB for of_row in tokens for token in of_row)
     target.send(Message(Kind.END, number))
     return tokens, errors
@@ -128,4 +128,4 @@ def test_a_frame_that_is_none_is_answered_with_an_error(server):
     server.sent.append((broadcast(server.outgoing, frame, TARGET), frame))
     message = server.receive(10)
     assert (message.kind, message.session) == (Kind.ERROR, 0)
-    assert "does not come from hf_ssd" in payloads.payload_to_text(message.payload)
+    assert "does not come from hf_ssd" in wire.read_text(message.payload)

@@ -262,7 +262,7 @@ def test_a_worker_that_meets_an_error_of_the_protocol_ends_at_once():
     program = (
         "import os, threading\n"
         "from hf_ssd.distributed import worker\n"
-        "from hf_ssd.distributed.messages import ProtocolError\n"
+        "from hf_ssd.distributed.wire import ProtocolError\n"
         "def run():\n"
         "    threading.Thread(target=threading.Event().wait).start()\n"  # as gloo's, which an orderly exit waits for
         "    raise ProtocolError('nonsense')\n"

@@ -5,8 +5,8 @@ from collections import deque
 import torch
 
 from hf_ssd.distributed.draft_server import DraftServer
-from hf_ssd.distributed.messages import Message, pack, unpack
 from hf_ssd.distributed.target_ranks import TargetRanks
+from hf_ssd.distributed.wire import Message, pack, unpack
 from hf_ssd.distributed.worker_session import WorkerSession
 from hf_ssd.drafting.parallel_drafter import mask_token
 

@@ -6,7 +6,7 @@ import torch
 from hf_ssd.cache import cached_model
 from hf_ssd.cache.branches import Branches
 from hf_ssd.distributed.draft_server import DraftServer
-from hf_ssd.distributed.messages import Kind
+from hf_ssd.distributed.wire import Kind
 from hf_ssd.drafting.speculator import Speculator
 from hf_ssd.generation.sequences import Sequences
 

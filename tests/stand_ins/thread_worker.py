@@ -8,7 +8,7 @@ import torch.distributed as dist
 from hf_ssd.distributed.channel import Channel, PeerLost
 from hf_ssd.distributed.connection import Connection
 from hf_ssd.distributed.draft_server import DraftServer
-from hf_ssd.distributed.messages import Kind, Message, ProtocolError
+from hf_ssd.distributed.wire import Kind, Message, ProtocolError
 
 from ..conftest import VOCAB
 
