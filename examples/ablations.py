@@ -30,6 +30,7 @@ from hf_ssd.distributed.local import LocalSession
 from hf_ssd.distributed.target_ranks import TargetRanks
 from hf_ssd.distributed.worker_slot import WorkerSlot
 from hf_ssd.drafting.cache_shapes import CacheShape, shape_for
+from hf_ssd.drafting.needs import DraftInfo
 
 try:
     from matplotlib.figure import Figure
@@ -83,9 +84,9 @@ class Recorder(hf_ssd.DraftAssistant, CacheShape):
     """
 
     def __init__(self, draft):
-        self.draft, self.cores, self.vocab_size, self.rounds = draft, None, draft.config.vocab_size, []
+        self.draft, self.cores, self.info, self.rounds = draft, None, DraftInfo.of(draft.config), []
         self.ranks, self.process, self.slots = TargetRanks(), os.getpid(), [WorkerSlot(None)]
-        self.pard_token = self.path = self.weights = None
+        self.path = self.weights = None
         self.closed = False
 
     def begin_call(self, turn, timeout, patience):

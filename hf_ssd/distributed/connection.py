@@ -35,8 +35,9 @@ class Connection:
 
     Attributes:
         channel ([`Channel`], *optional*): To the worker, while it is connected.
-        worker_info (`dict`): `vocab_size`, `pard_token` and `device` of the worker's model, the `identity` of that
-            device, the worker's `pid`, whether the model `is_compiled`, and if that failed, `uncompiled_because`.
+        worker_info (`dict`): Of the worker's model what [`~hf_ssd.drafting.needs.DraftInfo`] is made of (`draft`) and
+            its `device`, the `identity` of that device, the worker's `pid`, whether the model `is_compiled`, and if
+            that failed, `uncompiled_because`.
     """
 
     def __init__(self, process, meeting: dict, timeout: float):

@@ -7,7 +7,7 @@ from ..cache.compiled import why_not_compiled
 from ..config import SSDConfig
 from ..rounds import AHEAD, Outcome, Plan
 from .cache_shapes import shape_for
-from .parallel_drafter import drafter_for
+from .drafters import drafter_for
 from .speculator import Speculator
 
 PROMPT_LENGTH = 8  # tokens; any would do

@@ -13,6 +13,7 @@ from ..config import SSDConfig
 from ..devices import from_host
 from ..rounds import Plan, Speculation
 from .fallbacks import padded
+from .needs import DrafterNeeds
 from .outcome_candidates import OutcomeCandidates
 from .sampling import DraftSampler
 from .verified_prefix import VerifiedPrefix
@@ -38,11 +39,14 @@ class Drafter(ABC):
         vocabulary ([`Vocabulary`], *optional*): Of target and draft; that of the draft by default.
 
     Attributes:
+        needs ([`~hf_ssd.drafting.needs.DrafterNeeds`]): Of the class: what it needs of a model.
         prefix ([`VerifiedPrefix`]): The verified tokens of each row.
         drafted (`torch.LongTensor` of shape `(batch_size, lookahead)`): The speculation that is being verified.
         vocab_size (`int`): Number of the target's tokens, which everything but the draft model works with.
         sampled (`bool`): Whether tokens are drawn, so that distributions are told with them.
     """
+
+    needs = DrafterNeeds()
 
     def __init__(
         self,

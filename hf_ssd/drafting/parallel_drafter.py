@@ -2,9 +2,9 @@
 
 import torch
 
-from ..config import SSDConfig
 from ..devices import from_host
-from .drafter import AutoregressiveDrafter, Completion, Drafter
+from .drafter import Completion, Drafter
+from .needs import DrafterNeeds, DraftInfo
 from .outcome_candidates import OutcomeCandidates
 
 
@@ -22,9 +22,11 @@ class ParallelDrafter(Drafter):
         others: See [`Drafter`].
     """
 
+    needs = DrafterNeeds(one_pass=True, mask_token=True)
+
     def __init__(self, model, *others, **options):
         super().__init__(model, *others, **options)
-        self.mask_token = mask_token(model.config)
+        self.mask_token = DraftInfo.of(model.config).mask_token
         # Raw logits of the speculation's tokens and of the one behind, where they are known of a row.
         self.marginals: torch.Tensor | None = None
         self.is_known = [False] * len(self.prefix.lengths)
@@ -97,38 +99,3 @@ class ParallelDrafter(Drafter):
             lengths = starts + 1 + (depth if histories is None else 0)
             scores = self.sampler.process(logits[:, :, depth].float(), histories, lengths)
             yield self.sampler.draw(scores, places, depth, plan)
-
-
-def mask_token(config) -> int | None:
-    """Returns the mask token of a model config, `None` if the model is no parallel draft."""
-    return getattr(config, "pard_token", None)
-
-
-def is_parallel(config: SSDConfig, pard_token: int | None) -> bool:
-    """Returns whether a draft model with this mask token is to draft in parallel."""
-    return config.drafter == "parallel" or (config.drafter == "auto" and pard_token is not None)
-
-
-def check_drafter(config: SSDConfig, pard_token: int | None, vocab_size: int) -> None:
-    """
-    Raises:
-        `ValueError`: the draft is to draft in parallel and cannot.
-    """
-    if not is_parallel(config, pard_token):
-        return
-    if pard_token is None:
-        raise ValueError(
-            "The draft was not trained to draft in parallel: its config has no `pard_token`. Leave out "
-            'drafter="parallel", or choose a PARD model.'
-        )
-    if not isinstance(pard_token, int) or not 0 <= pard_token < vocab_size:
-        raise ValueError(
-            f"The draft's `pard_token` is {pard_token!r}, which is not in its vocabulary of {vocab_size} tokens; "
-            'correct its config, or pass drafter="autoregressive".'
-        )
-
-
-def drafter_for(model, config: SSDConfig, *others, **options) -> Drafter:
-    """Returns the drafter of the kind that the config asks for. For the arguments see [`Drafter`]."""
-    kind = ParallelDrafter if is_parallel(config, mask_token(model.config)) else AutoregressiveDrafter
-    return kind(model, config, *others, **options)

@@ -30,7 +30,8 @@ from ..distributed.cores import use_cores
 from ..distributed.launch import assistant_for
 from ..distributed.session import SessionRequest
 from ..distributed.target_ranks import TargetRanks
-from ..drafting.parallel_drafter import is_parallel, mask_token
+from ..drafting.drafters import drafter_kind
+from ..drafting.needs import DraftInfo
 from ..drafting.vocabulary import Translation
 from ..planning.planner import Planner
 from ..planning.planners import planner_for
@@ -97,7 +98,7 @@ def speculative_speculative_decoding(
     seed = int(torch.randint(2**31, ())) if generation_config.do_sample else 0  # greedy calls draw nothing
     request = SessionRequest(ssd_config, of_the_draft, prompts, seed, vocab_size, translation)
     start = time.perf_counter()
-    pard_token = mask_token(draft_model.config) if worker is None else worker.pard_token
+    info = DraftInfo.of(draft_model.config) if worker is None else worker.info
     planner = planner_for(
         model,
         worker or draft_model,
@@ -105,7 +106,7 @@ def speculative_speculative_decoding(
         generation_config,
         *input_ids.shape,
         vocab_size,
-        is_parallel(ssd_config, pard_token),
+        drafter_kind(ssd_config, info).needs.one_pass,
     )
     ranks = worker.ranks if worker is not None else TargetRanks()
     with use_cores(worker.cores.target if divided else None), ranks.one_call():

@@ -11,7 +11,8 @@ from transformers.generation.logits_process import TemperatureLogitsWarper, TopK
 import hf_ssd
 from hf_ssd import SSDConfig
 from hf_ssd.drafting.cache_shapes import shape_for
-from hf_ssd.drafting.parallel_drafter import ParallelDrafter, drafter_for
+from hf_ssd.drafting.drafters import drafter_for
+from hf_ssd.drafting.parallel_drafter import ParallelDrafter
 from hf_ssd.drafting.speculator import Speculator
 from hf_ssd.drafting.verified_prefix import VerifiedPrefix
 from hf_ssd.generation import verification

@@ -10,7 +10,7 @@ from transformers import GenerationConfig
 from hf_ssd import SSDConfig
 from hf_ssd.drafting import sampling
 from hf_ssd.drafting.cache_shapes import shape_for
-from hf_ssd.drafting.parallel_drafter import drafter_for
+from hf_ssd.drafting.drafters import drafter_for
 from hf_ssd.drafting.speculator import ROUNDS_PER_COMPARISON, Speculator, answer_width
 from hf_ssd.drafting.verified_prefix import VerifiedPrefix
 from hf_ssd.rounds import AHEAD, FINISHED, IN_TURN, PRIMARY, RANDOM, Outcome, Plan

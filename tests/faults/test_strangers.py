@@ -25,8 +25,7 @@ from ..conftest import padded_batch, tiny_draft
 
 CONFIG = {"lookahead": 3, "budget": 8}
 INFO = {
-    "vocab_size": 97,
-    "pard_token": None,
+    "draft": {"vocab_size": 97, "mask_token": None, "positions": None},
     "device": "cpu",
     "gpu": None,
     "pid": 1,

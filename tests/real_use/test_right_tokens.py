@@ -191,7 +191,7 @@ def test_ranks_stay_in_step_where_the_worker_dies_between_its_tokens_and_what_th
     torch.manual_seed(4)
     with DraftAssistant([functools.partial(ThreadWorker, draft)]) as leaders, DraftAssistant([], wait=False) as other:
         leaders.ranks, other.ranks = RanksInThreads(True, line), RanksInThreads(False, line)
-        other.vocab_size = leaders.vocab_size
+        other.info = leaders.info
         threads = [threading.Thread(target=one_rank, args=pair) for pair in enumerate((leaders, other))]
         for thread in threads:
             thread.start()
