@@ -37,6 +37,7 @@ class FaultTolerantDraft:
         ranks ([`~hf_ssd.distributed.target_ranks.TargetRanks`]): The ranks of the target.
 
     Attributes:
+        decides (`bool`): Whether this process decides on outcomes.
         rounds (`int`): How many speculations there were.
         joined_at (`int`, *optional*): How many of them before a draft was there, if it was asked for; `None` if it is
             not there.
@@ -45,7 +46,7 @@ class FaultTolerantDraft:
 
     def __init__(self, assistant, model, request: SessionRequest, planner: Planner, device: torch.device, ranks):
         self.assistant, self.model, self.request, self.planner = assistant, model, request, planner
-        self.device, self.ranks = device, ranks
+        self.device, self.ranks, self.decides = device, ranks, ranks.is_leader
         self.process, self.turn = os.getpid(), Turn()
         self.session: DraftSession | None = None
         self.untold: Outcome | None = None  # since the session was asked last
@@ -57,11 +58,6 @@ class FaultTolerantDraft:
         self.rounds = 0
         self.joined_at: int | None = None
         self.failure: str | None = None
-
-    @property
-    def decides(self) -> bool:
-        """Whether this process decides on outcomes."""
-        return self.ranks.is_leader
 
     @property
     def _wants_worker(self) -> bool:
