@@ -1,6 +1,7 @@
 """Several draft workers that share the outcomes: real processes, and the answers of one."""
 
 import contextlib
+import dataclasses
 import os
 import signal
 import time
@@ -95,7 +96,7 @@ def test_two_workers_answer_as_one_with_twice_the_budget(target, one, two, rows,
 def test_two_workers_with_the_same_share_would_not(target, one, two, monkeypatch):
     """The mutant for the test above."""
     to_dict = SessionRequest.to_dict
-    monkeypatch.setattr(SessionRequest, "to_dict", lambda self: {**to_dict(self), "worker_index": 0})
+    monkeypatch.setattr(SessionRequest, "to_dict", lambda self: to_dict(dataclasses.replace(self, worker_index=0)))
     expected = generate(target, one, budget=2 * BUDGET, do_sample=False)
     assert of_rounds(generate(target, two, do_sample=False), "sources") != of_rounds(expected, "sources")
 
