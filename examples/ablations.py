@@ -30,6 +30,7 @@ from hf_ssd.distributed.local import LocalSession
 from hf_ssd.distributed.target_ranks import TargetRanks
 from hf_ssd.distributed.worker_slot import WorkerSlot
 from hf_ssd.drafting.cache_shapes import CacheShape, shape_for
+from hf_ssd.drafting.needs import DraftInfo
 
 try:
     from matplotlib.figure import Figure
@@ -83,9 +84,9 @@ class Recorder(hf_ssd.DraftAssistant, CacheShape):
     """
 
     def __init__(self, draft):
-        self.draft, self.cores, self.vocab_size, self.rounds = draft, None, draft.config.vocab_size, []
+        self.draft, self.cores, self.info, self.rounds = draft, None, DraftInfo.of(draft.config), []
         self.ranks, self.process, self.slots = TargetRanks(), os.getpid(), [WorkerSlot(None)]
-        self.pard_token = self.path = self.weights = None
+        self.path = self.weights = None
         self.closed = False
 
     def begin_call(self, turn, timeout, patience):
@@ -132,7 +133,7 @@ def replay(calls: list, config: hf_ssd.SSDConfig) -> list[list[bool]]:
             fan_outs = shape.fan_outs(candidates, config.budget)
             for row, (k, token) in enumerate(zip(accepted, bonus)):
                 if k >= 0:
-                    guesses = candidates.tokens[row, k, : min(fan_outs[row][k], candidates.limits[k])]
+                    guesses = candidates.guesses[row, k, : min(fan_outs[row][k], candidates.limits[k])]
                     rows[row].append(token in guesses.tolist())
             if lesson is not None:
                 shape.learn(*lesson)  # a draft learns when the branches have grown, so a round later
@@ -151,7 +152,7 @@ def fan_out(pair, args) -> list[dict]:
         ranks = [
             (k == config.lookahead, guesses[k].index(token) if token in guesses[k] else math.inf)
             for candidates, accepted, bonus in chain(*(rounds[1:] for rounds in calls))
-            for guesses, k, token in zip(candidates.tokens.tolist(), accepted, bonus)
+            for guesses, k, token in zip(candidates.guesses.tolist(), accepted, bonus)
             if k >= 0
         ]
         for after, accepted_all in (("a rejection", False), ("complete acceptance", True)):

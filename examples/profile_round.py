@@ -22,7 +22,8 @@ from hf_ssd.cli.methods import synchronize
 from hf_ssd.cli.options import core_numbers
 from hf_ssd.distributed.cores import use_cores
 from hf_ssd.drafting.cache_shapes import shape_for
-from hf_ssd.drafting.parallel_drafter import drafter_for, is_parallel, mask_token
+from hf_ssd.drafting.drafters import drafter_for, drafter_kind
+from hf_ssd.drafting.needs import DraftInfo
 from hf_ssd.drafting.speculator import Speculator
 from hf_ssd.planning.planners import planner_for
 from hf_ssd.planning.trials import Trials
@@ -66,7 +67,7 @@ def drafting(draft, prompt: torch.LongTensor, config):
 
     def answer():
         prepared = speculator.prepared
-        speculator.answer(Outcome(prepared.accepted[:, 0].cpu(), prepared.bonus[:, 0].cpu()), plan)
+        speculator.answer(Outcome([row[0] for row in prepared.accepted], [row[0] for row in prepared.bonus]), plan)
 
     return answer, lambda: speculator.prepare(plan)
 
@@ -93,7 +94,7 @@ def main() -> None:
     inputs = batches_for(args, tokenizer, target)[0]
     prompt, cores = inputs["input_ids"], cores_for(args, target, draft)
     k, config = args.lookahead, hf_ssd.SSDConfig(lookahead=args.lookahead, budget=args.budget)
-    parallel = is_parallel(config, mask_token(draft.config))
+    parallel = drafter_kind(config, DraftInfo.of(draft.config)).needs.one_pass
 
     with use_cores(cores and cores.target):
         one, verification = forward_ms(target, prompt, 1), forward_ms(target, prompt, k + 1)

@@ -43,11 +43,13 @@ def from_host(values, device: torch.device) -> torch.Tensor:
         values (`torch.Tensor` or nested `list`): Usually on the host. A tensor on the device is returned as it is.
         device (`torch.device`): Where they are needed.
     """
-    is_there = isinstance(values, torch.Tensor) and values.device.type != "cpu"
-    if is_there or device.type != "cuda":
-        return torch.as_tensor(values, device=device)
+    if not isinstance(values, torch.Tensor):
+        values = torch.tensor(values)
+        values = values if values.numel() else values.long()  # torch takes an empty list for floats
+    if values.device.type != "cpu" or device.type != "cuda":
+        return values.to(device)
     # Only copies from pinned memory do not wait. torch keeps that memory until the copy is done.
-    return torch.as_tensor(values).pin_memory().to(device, non_blocking=True)
+    return values.pin_memory().to(device, non_blocking=True)
 
 
 def to_host(*tensors: torch.LongTensor) -> list[torch.LongTensor]:

@@ -5,18 +5,17 @@ from dataclasses import dataclass, field
 
 import torch
 
+from . import config
+
 PLAIN, IN_TURN, AHEAD = MODES = ("plain", "in_turn", "ahead")
 
-PREPARED, PRIMARY, NGRAM, RANDOM, CUSTOM, FILLER, NOTHING = SOURCES = (
-    "prepared",  # the outcome was in the speculation cache: a hit
-    "primary",  # drafted just in time by the draft model
-    "ngram",  # proposed by a fallback, as the next two
-    "random",
-    "custom",
-    "filler",  # no draft has seen it: the target times a wider pass
-    "nothing",  # the row has no speculation
-)
-FALLBACKS = (NGRAM, RANDOM, CUSTOM)
+_, PRIMARY, *BUILT_IN = config.FALLBACKS  # "primary": drafted just in time by the draft model
+NGRAM, RANDOM, CUSTOM = "ngram", "random", "custom"
+PREPARED = "prepared"  # the outcome was in the speculation cache: a hit
+FILLER = "filler"  # no draft has seen it: the target times a wider pass
+NOTHING = "nothing"  # the row has no speculation
+FALLBACKS = (*BUILT_IN, CUSTOM)
+SOURCES = (PREPARED, PRIMARY, *FALLBACKS, FILLER, NOTHING)  # where the speculation of a row comes from
 
 FINISHED = -1  # accepted count of a row that needs no more tokens
 
@@ -49,35 +48,34 @@ class Plan:
 @dataclass
 class Outcome:
     """
-    What a verification decided, on the CPU.
+    What a verification decided, as integers of the host.
 
     Args:
-        accepted (`torch.LongTensor` of shape `(batch_size,)`): Accepted count of each row, `FINISHED` for a row that is
-            left out.
-        bonus (`torch.LongTensor` of shape `(batch_size,)`): The token that follows the accepted ones.
+        accepted (`list[int]`): Accepted count of each row, `FINISHED` for a row that is left out.
+        bonus (`list[int]`): The token of each row that follows the accepted ones.
         later (`list[list[int]]`, *optional*): The tokens of each row that followed in later rounds, in which the draft
             proposed nothing; none for a row that is left out. `None` if there was no such round.
     """
 
-    accepted: torch.LongTensor
-    bonus: torch.LongTensor
+    accepted: list[int]
+    bonus: list[int]
     later: list[list[int]] | None = None
 
-    def followed_by(self, other: "Outcome", proposed: torch.LongTensor) -> "Outcome":
+    def followed_by(self, other: "Outcome", proposed: list[list[int]]) -> "Outcome":
         """
         Returns the outcome that a draft is told after one more round, in which it had proposed nothing.
 
         Args:
             other ([`Outcome`]): The outcome of that round.
-            proposed (`torch.LongTensor` of shape `(batch_size, n)`): The tokens that were verified in it.
+            proposed (`list[list[int]]`): The tokens of each row that were verified in it.
         """
-        later, finished = self.later or [[] for _ in self.bonus], other.accepted == FINISHED
-        for tokens, row, k, bonus in zip(later, proposed.tolist(), other.accepted.tolist(), other.bonus.tolist()):
-            if k == FINISHED:
-                tokens.clear()  # nothing of this row is drafted any more
+        later, accepted = self.later or [[] for _ in self.bonus], list(self.accepted)
+        for row, (k, bonus) in enumerate(zip(other.accepted, other.bonus)):
+            if k == FINISHED:  # nothing of this row is drafted any more
+                later[row], accepted[row] = [], FINISHED
             else:
-                tokens += [*row[:k], bonus]
-        return Outcome(self.accepted.masked_fill(finished, FINISHED), self.bonus, later)
+                later[row] = [*later[row], *proposed[row][:k], bonus]
+        return Outcome(accepted, self.bonus, later)
 
 
 @dataclass
@@ -146,28 +144,33 @@ class RoundRecord:
 @dataclass
 class Speculation:
     """
-    What the target verifies next.
+    What the target verifies next, or, in the draft, what there is of it: then rows differ in length.
 
     Args:
-        tokens (`torch.LongTensor` of shape `(batch_size, lookahead)`): The drafted tokens.
+        tokens (`list[list[int]]`): The drafted tokens of each row, on the host.
         probabilities (`torch.FloatTensor` of shape `(batch_size, lookahead, vocab_size)`, *optional*): The distribution
             each was drawn from; `None` if each token was certain or the probabilities follow later.
         record ([`RoundRecord`]): The draft's part of the record.
-        known (`list[int]`, *optional*): How many tokens of each row there are, where rows differ.
         costs (`tuple[float, float, float]`, *optional*): The draft's profile: seconds to choose outcomes, seconds of a
             forward pass, and seconds for each token in it.
+        support (`int`, *optional*): The most tokens that have any chance in one of the distributions, if it is known.
     """
 
-    tokens: torch.LongTensor
+    tokens: list[list[int]]
     probabilities: torch.FloatTensor | None = None
     record: RoundRecord = field(default_factory=RoundRecord)
-    known: list[int] | None = None
     costs: tuple[float, float, float] | None = None
+    support: int | None = None
+
+    @property
+    def width(self) -> int:
+        """Tokens of the longest row."""
+        return max(map(len, self.tokens))
 
     @classmethod
     def empty(cls, rows: int, source: str = NOTHING) -> "Speculation":
         """Returns a speculation without tokens."""
-        return cls(torch.zeros(rows, 0, dtype=torch.long), None, RoundRecord(sources=[source] * rows))
+        return cls([[] for _ in range(rows)], None, RoundRecord(sources=[source] * rows))
 
 
 def since(start: float) -> float:

@@ -11,6 +11,7 @@ import torch
 from transformers.utils import logging
 
 from .. import devices
+from ..drafting.needs import DraftInfo
 from .connection import Connection
 from .cores import CoreShare
 from .session import DraftError, DraftSession, SessionRequest
@@ -52,9 +53,8 @@ class DraftAssistant:
             while calls are served by plain decoding.
 
     Attributes:
-        vocab_size (`int`): Of the draft model.
+        info ([`~hf_ssd.drafting.needs.DraftInfo`]): What is known of the draft model.
         path (`str`, *optional*): The folder or hub id that it was loaded from.
-        pard_token (`int`, *optional*): The mask token of a parallel draft.
         device (`str`): Where the draft model is, or the first of several.
         workers (`list[Connection]`): The workers.
         restarts (`int`): How often a worker that had ended was started again.
@@ -78,14 +78,15 @@ class DraftAssistant:
         self.closed = False
         # If no one closes this, its workers must still end before their channels are collected as garbage.
         self.finalizer = weakref.finalize(self, _end_all, self.process, self.slots, weights)
-        self.vocab_size = self.pard_token = self.device = self.path = None
+        self.info: DraftInfo | None = None
+        self.device = self.path = None
         if not wait:
             for slot in self.slots:
                 slot.begin()
             return
         with self.ranks.one_call():
             info = self.ranks.share_values(self._launch() if self.ranks.is_leader else None)
-        self.vocab_size, self.pard_token, self.device = (info[name] for name in ("vocab_size", "pard_token", "device"))
+        self.info, self.device = DraftInfo(**info["draft"]), info["device"]
 
     @property
     def config(self):
@@ -103,7 +104,17 @@ class DraftAssistant:
     def positions(self) -> int | None:
         """How many positions the draft has, if it is ready and has no more."""
         infos = [slot.worker.worker_info for slot in self.slots if slot.is_ready]
-        return infos[0].get("positions") if infos else None
+        return infos[0]["draft"]["positions"] if infos else None
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of the draft model's tokens."""
+        return self.info.vocab_size
+
+    @property
+    def pard_token(self) -> int | None:
+        """The mask token of a parallel draft."""
+        return self.info.mask_token
 
     @property
     def state(self) -> str:

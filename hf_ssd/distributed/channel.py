@@ -17,7 +17,7 @@ from ..config import LONGEST_LOOKAHEAD
 from .device_link import DeviceLink, open_link
 from .groups import DRAFT, LOOPBACK, TARGET, broadcast, give_up, gloo_group, keep_when_forked
 from .meeting import link_trial
-from .messages import FRAME_LENGTH, LARGEST_PAYLOAD, Message, ProtocolError, pack, unpack
+from .wire import FRAME_LENGTH, LARGEST_PAYLOAD, Message, ProtocolError, pack, unpack
 
 WAIT_SLICE = 0.1  # seconds; between two slices Python handles Ctrl-C
 # Seconds in which a wait spins before it sleeps: a processor that slept is slow for a while. This is long enough for a
@@ -72,7 +72,7 @@ class Channel:
         Starts to send a message, and returns at once.
 
         Raises:
-            [`~hf_ssd.distributed.messages.ProtocolError`]: the other side waits for the payload that the last message
+            [`~hf_ssd.distributed.wire.ProtocolError`]: the other side waits for the payload that the last message
                 announced.
         """
         if self.promised is not None:
@@ -142,7 +142,7 @@ class Channel:
         Raises:
             `TimeoutError`: nothing came in time. The next call goes on waiting for the same message.
             [`PeerLost`]: the other process has ended.
-            [`~hf_ssd.distributed.messages.ProtocolError`]: what came is not a message of this protocol.
+            [`~hf_ssd.distributed.wire.ProtocolError`]: what came is not a message of this protocol.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         self.expect()

@@ -9,14 +9,14 @@ import torch.distributed as dist
 from transformers.utils import logging
 
 from .. import devices
-from . import messages, payloads
+from . import wire
 from .channel import Channel, PeerLost
 from .device_link import LINK_TIMEOUT
 from .groups import keep_when_forked
 from .meeting import check_file, join, prove
-from .messages import Kind, Message, ProtocolError
 from .process import STOP_TIMEOUT
 from .session import DraftError
+from .wire import Kind, Message, ProtocolError
 
 logger = logging.get_logger(__name__)
 
@@ -35,8 +35,9 @@ class Connection:
 
     Attributes:
         channel ([`Channel`], *optional*): To the worker, while it is connected.
-        worker_info (`dict`): `vocab_size`, `pard_token` and `device` of the worker's model, the `identity` of that
-            device, the worker's `pid`, whether the model `is_compiled`, and if that failed, `uncompiled_because`.
+        worker_info (`dict`): Of the worker's model what [`~hf_ssd.drafting.needs.DraftInfo`] is made of (`draft`) and
+            its `device`, the `identity` of that device, the worker's `pid`, whether the model `is_compiled`, and if
+            that failed, `uncompiled_because`.
     """
 
     def __init__(self, process, meeting: dict, timeout: float):
@@ -81,9 +82,9 @@ class Connection:
             except PeerLost:
                 raise self._early_end() from None
         if message.kind == Kind.ERROR:
-            raise DraftError(f"The draft worker could not load its model: {payloads.payload_to_text(message.payload)}")
-        messages.expect(message, Kind.READY, 0, 0)
-        self.worker_info = payloads.payload_to_json(message.payload)
+            raise DraftError(f"The draft worker could not load its model: {wire.read_text(message.payload)}")
+        wire.expect(message, Kind.READY, 0, 0)
+        self.worker_info = wire.read_json(message.payload)
         if self.worker_info["uncompiled_because"]:
             logger.warning(f"The draft runs without torch.compile: {self.worker_info['uncompiled_because']}")
 
@@ -172,10 +173,10 @@ class Connection:
         try:
             while (message := self.channel.receive(max(0.0, deadline - time.monotonic()))).kind != Kind.LINK:
                 pass  # late answers of an earlier call
-            works = works and payloads.payload_to_json(message.payload)
+            works = works and wire.read_json(message.payload)
         except (TimeoutError, PeerLost, ProtocolError) as error:
             raise DraftError(f"The draft worker did not open its end of a link. {self.stderr_tail()}") from error
-        self.channel.send(Message(Kind.LINK, payload=payloads.json_to_payload(works)))
+        self.channel.send(Message(Kind.LINK, payload=wire.write_json(works)))
         if not works:
             self.channel.close_link()
         return works

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from transformers.utils import logging
 
 from .groups import DRAFT, TARGET, broadcast, give_up, gloo_group, nccl_group
-from .messages import Kind, Message
+from .wire import Kind, Message
 
 logger = logging.get_logger(__name__)
 

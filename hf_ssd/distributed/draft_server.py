@@ -5,19 +5,17 @@ import traceback
 import torch
 from transformers import PreTrainedModel
 
-from .. import devices
-from ..devices import from_host
 from ..drafting.speculator import Speculator
 from ..drafting.verified_prefix import VerifiedPrefix
 from ..drafting.vocabulary import Translation
 from ..rounds import Speculation
-from . import messages, payloads
+from . import wire
 from .channel import Channel, PeerLost
 from .device_link import LINK_TIMEOUT
 from .drafts import Drafts
-from .messages import Kind, Message
 from .session import SessionRequest
 from .shared_weights import copy_shared_weights
+from .wire import Kind, Message
 
 PROMPTS_TIMEOUT = 10.0  # seconds for the prompts to follow the request
 
@@ -60,7 +58,7 @@ class DraftServer:
                 raise
             except Exception:
                 self.speculator = self.prefix = None
-                text = payloads.text_to_payload(traceback.format_exc())
+                text = wire.write_text(traceback.format_exc())
                 self.channel.send(Message(Kind.ERROR, message.session, message.round, text))
 
     def _handle(self, message: Message) -> None:
@@ -69,12 +67,12 @@ class DraftServer:
         elif message.kind == Kind.END:
             self._end(message)
         elif message.kind == Kind.LINK:
-            messages.expect(message, Kind.LINK, 0, 0, length=0)
+            wire.expect(message, Kind.LINK, 0, 0, length=0)
             self._link()
         elif message.kind == Kind.VOCABULARY:
-            messages.expect(message, Kind.VOCABULARY, 0, 0)
+            wire.expect(message, Kind.VOCABULARY, 0, 0)
             own = self.model.config.get_text_config(decoder=True).vocab_size
-            self.translation = payloads.payload_to_translation(message.payload, own)
+            self.translation = wire.read_translation(message.payload, own)
         elif message.session == self.session and self.speculator is not None:
             if message.kind == Kind.OUTCOME:
                 self._answer(message)
@@ -84,10 +82,10 @@ class DraftServer:
 
     def _link(self) -> None:
         works = self.channel.open_link(self.model.device)
-        self.channel.send(Message(Kind.LINK, payload=payloads.json_to_payload(works)))
+        self.channel.send(Message(Kind.LINK, payload=wire.write_json(works)))
         verdict = self.channel.receive(2 * LINK_TIMEOUT)
-        messages.expect(verdict, Kind.LINK, 0, 0)
-        if not payloads.payload_to_json(verdict.payload):
+        wire.expect(verdict, Kind.LINK, 0, 0)
+        if not wire.read_json(verdict.payload):
             self.channel.close_link()
 
     def _start(self, message: Message) -> None:
@@ -95,9 +93,9 @@ class DraftServer:
         prompts = self.channel.receive(timeout=PROMPTS_TIMEOUT)
         while prompts.kind == Kind.START:  # a call that was broken off before its prompts left, or never was one
             message, prompts = prompts, self.channel.receive(timeout=PROMPTS_TIMEOUT)
-        messages.expect(prompts, Kind.PROMPTS, message.session, message.round)
-        rows = payloads.payload_to_prompts(prompts.payload)
-        request = SessionRequest.from_dict(payloads.payload_to_json(message.payload), rows, self.translation)
+        wire.expect(prompts, Kind.PROMPTS, message.session, message.round)
+        rows = wire.read_prompts(prompts.payload)
+        request = SessionRequest.from_dict(wire.read_json(message.payload), rows, self.translation)
         self.channel.make_room(len(rows), request.vocab_size)
         self.request, self.session, self.round = request, message.session, 0
         if request.weights_version != self.weights_version:
@@ -127,8 +125,8 @@ class DraftServer:
 
     def _answer(self, message: Message) -> None:
         speculator = self.speculator
-        outcome, plan = payloads.payload_to_outcome(message.payload, len(speculator.finished))
-        messages.expect(message, Kind.OUTCOME, self.session, self.round)
+        outcome, plan = wire.read_outcome(message.payload, len(speculator.finished))
+        wire.expect(message, Kind.OUTCOME, self.session, self.round)
         found = speculator.look_up(outcome, plan)
         if self.request.answers_alone:
             self._send(speculator.complete(found))
@@ -140,17 +138,18 @@ class DraftServer:
 
     def _verify(self, message: Message) -> None:
         """Moves on to what is verified, and drafts what is missing of it."""
-        messages.expect(message, Kind.SPECULATION, self.session, self.round)
+        wire.expect(message, Kind.SPECULATION, self.session, self.round)
         speculator, own = self.speculator, self.found
-        verified = payloads.payload_to_speculation(message.payload, len(speculator.finished))
-        width, verified.tokens = verified.record.lookahead, from_host(verified.tokens, self.model.device)
-        if min(verified.known) < width:
+        verified = wire.read_speculation(message.payload, len(speculator.finished))
+        width = verified.record.lookahead
+        if min(map(len, verified.tokens)) < width:
             if speculator.drafter.sampled:  # distributions of what others have are the target's
-                shape = (*verified.tokens.shape, speculator.drafter.vocab_size)
+                shape = (len(verified.tokens), verified.width, speculator.drafter.vocab_size)
                 verified.probabilities = torch.zeros(shape, dtype=torch.float32, device=self.model.device)
-                if own.probabilities is not None:  # more tokens may be prepared than the new plan asks for
-                    grown = min(own.tokens.shape[1], verified.tokens.shape[1])
-                    verified.probabilities[:, :grown] = own.probabilities[:, :grown]
+                q = speculator.distributions(own)
+                if q is not None:  # more tokens may be prepared than the new plan asks for
+                    grown = min(q.shape[1], verified.width)
+                    verified.probabilities[:, :grown] = q[:, :grown]
             self._send(speculator.complete(verified, width))
         else:
             speculator.verify(verified.tokens, verified.record.sources)
@@ -167,15 +166,18 @@ class DraftServer:
         That is announced, so that it can arrive meanwhile, and packed only then, which may copy megabytes from a GPU.
         """
         speculation.costs, self.costs = self.costs, None
-        q, over_link = speculation.probabilities, self.channel.link is not None
-        if q is None or not q.shape[1]:
-            message = Message(Kind.SPECULATION, self.session, self.round, payloads.speculation_to_payload(speculation))
-            return self.channel.send(message)
-        support = [] if over_link else [payloads.largest_support(q)]
-        speculation.tokens, *support = devices.to_host(speculation.tokens, *support)
-        support = int(support[0]) if support else q.shape[-1]
-        to_come = payloads.probabilities_to_come(tuple(q.shape), support)
-        announced = Message(Kind.PROBABILITIES, self.session, self.round, to_come, over_link)
-        payload = payloads.speculation_to_payload(speculation)
+        drafter, announced = self.speculator.drafter, None
+        if drafter.sampled and speculation.width:
+            over_link, support = self.channel.link is not None, speculation.support
+            if over_link:
+                support = drafter.vocab_size
+            elif support is None:
+                support = int(wire.largest_support(speculation.probabilities))
+            shape = (len(speculation.tokens), speculation.width, drafter.vocab_size)
+            to_come = wire.probabilities_to_come(shape, support)
+            announced = Message(Kind.PROBABILITIES, self.session, self.round, to_come, over_link)
+        payload = wire.write_speculation(speculation)
         self.channel.send(Message(Kind.SPECULATION, self.session, self.round, payload, announces=announced))
-        self.channel.send_announced(payloads.probabilities_to_payload(q, support))
+        if announced is not None:
+            q = self.speculator.distributions(speculation)
+            self.channel.send_announced(wire.write_probabilities(q, support))

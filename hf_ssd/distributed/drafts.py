@@ -5,8 +5,8 @@ from transformers import PreTrainedModel
 from .. import devices
 from ..config import SSDConfig
 from ..drafting.cache_shapes import CacheShape, shape_for
+from ..drafting.drafters import drafter_for
 from ..drafting.fallbacks import Fallback
-from ..drafting.parallel_drafter import drafter_for
 from ..drafting.speculator import Speculator
 from ..drafting.verified_prefix import VerifiedPrefix
 from ..drafting.vocabulary import Vocabulary

@@ -15,7 +15,7 @@ from .. import devices as accelerators
 from ..cache.compiled import is_compiled
 from ..cache.support import without_wrapper
 from ..config import could_be_hub_id
-from ..drafting.parallel_drafter import mask_token
+from ..drafting.needs import DraftInfo
 from .assistant import DraftAssistant
 from .connection import Connection
 from .cores import CoreShare, divide_cores
@@ -214,12 +214,11 @@ def assistant_for(draft: PreTrainedModel | str | os.PathLike) -> DraftAssistant 
             known.pop(key, None)
             _refused[draft] = structure_of(draft)
             return None
-        tokens, device = tokens_of(draft), _device_for(draft, None)
+        info, device = info_of(draft), _device_for(draft, None)
         cores = divide_cores() if device.type == "cpu" else None
         settings = {**worker_settings(draft, None, None, {}), "timeout": START_TIMEOUT}
         assistant = known[key] = _assistant(draft, weights, [device], cores, settings, wait=False)
-        assistant.vocab_size, assistant.pard_token = tokens
-        assistant.device = str(device)
+        assistant.info, assistant.device = info, str(device)
         return assistant
 
 
@@ -255,19 +254,15 @@ def close(assistant_model: PreTrainedModel | str | os.PathLike | None = None) ->
         assistant.close()
 
 
-def tokens_of(draft: PreTrainedModel | DraftAssistant | str | os.PathLike) -> tuple[int, int | None]:
-    """
-    Returns the vocabulary size and the mask token, if any, of whatever can be passed as `assistant_model`, before any
-    of it is loaded.
-    """
+def info_of(draft: PreTrainedModel | DraftAssistant | str | os.PathLike) -> DraftInfo:
+    """Returns what is known of whatever can be passed as `assistant_model`, before any of it is loaded."""
     if isinstance(draft, (str, os.PathLike)):
         draft = _assistants_of_paths.get(os.fspath(draft)) or draft_config(draft, {})
     model = draft.weights.model() if isinstance(draft, DraftAssistant) and draft.weights is not None else None
     if isinstance(draft, DraftAssistant) and model is None:
-        return draft.vocab_size, draft.pard_token
+        return draft.info
     draft = model or draft
-    config = draft.config if isinstance(draft, PreTrainedModel) else draft
-    return config.get_text_config(decoder=True).vocab_size, mask_token(config)
+    return DraftInfo.of(draft.config if isinstance(draft, PreTrainedModel) else draft)
 
 
 _assistants: "weakref.WeakKeyDictionary[PreTrainedModel, DraftAssistant]" = weakref.WeakKeyDictionary()

@@ -22,9 +22,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from . import wire
 from .groups import LOOPBACK
-from .messages import LARGEST_PAYLOAD, Kind, Message, ProtocolError
 from .process import standard_streams_taken
+from .wire import LARGEST_PAYLOAD, Kind, Message, ProtocolError
 
 PROOF_TIMEOUT = 20.0  # seconds for the other side to prove itself, once both are connected
 LOOKS, POLL = 20, 0.005  # looks at the file, and seconds between them
@@ -103,7 +104,7 @@ def prove(channel) -> None:
     Proves over a [`Channel`] that this side knows the secret, while the other side does the same.
 
     Raises:
-        [`~hf_ssd.distributed.messages.ProtocolError`]: the other side does not know it, does not say so in time, or has
+        [`~hf_ssd.distributed.wire.ProtocolError`]: the other side does not know it, does not say so in time, or has
             ended.
     """
     deadline, own = time.monotonic() + PROOF_TIMEOUT, secrets.token_bytes(NONCE_LENGTH)
@@ -128,9 +129,9 @@ def _digest(secret: bytes, sender: int, own: bytes, theirs: bytes) -> bytes:
 
 
 def _exchange(channel, step: int, value: bytes, deadline: float) -> bytes:
-    channel.send(Message(Kind.PROOF, 0, step, torch.tensor(list(value))))
+    channel.send(Message(Kind.PROOF, 0, step, list(value)))
     message = channel.receive(max(0.0, deadline - time.monotonic()))
-    values = message.payload.tolist()
+    values = wire.integers(message.payload, 0)
     if (message.kind, message.session, message.round, len(values)) != (Kind.PROOF, 0, step, NONCE_LENGTH):
         raise ProtocolError(f"expected a proof, received {message.kind.name} with {len(values)} elements")
     if not all(value in range(256) for value in values):

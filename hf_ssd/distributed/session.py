@@ -8,18 +8,25 @@ from dataclasses import dataclass
 import torch
 from transformers import GenerationConfig
 
-from ..config import LONGEST_LOOKAHEAD, SSDConfig
+from ..config import SSDConfig
 from ..drafting.vocabulary import Translation
-from ..rounds import AHEAD, MODES, SOURCES, Outcome, Plan, Speculation
-from .messages import LARGEST_PAYLOAD, ProtocolError
+from ..rounds import AHEAD, Outcome, Plan, Speculation
+from . import wire
+from .wire import FLAG, PLAN, Field, ProtocolError
 
 # Settings that shape no proposal; some of them are objects.
 NOT_FOR_THE_DRAFT = ("compile_config", "cache_config", "watermarking_config", "continuous_batching_config")
-# Fields of a call that travel as they are.
-NUMBERS = ("seed", "vocab_size", "worker_index", "num_workers", "prompt_length", "weights_version")
-FLAGS = ("asks_target", "profile")
-
 MOST_WORKERS, MOST_TOKENS = 1024, 2**22
+REQUEST = {  # fields of a call that are numbers
+    "seed": Field(0, 2**31 - 1),
+    "vocab_size": Field(1, MOST_TOKENS),
+    "worker_index": Field(0, MOST_WORKERS - 1),
+    "num_workers": Field(1, MOST_WORKERS),
+    "prompt_length": Field(),
+    "weights_version": Field(),
+    "asks_target": FLAG,
+    "profile": FLAG,
+}
 
 
 class DraftError(RuntimeError):
@@ -86,8 +93,8 @@ class SessionRequest:
             "ssd_config": config.to_dict(),
             "generation_config": as_plain_objects(settings),
             "is_translated": self.translation is not None,
-            "plan": dataclasses.asdict(self.plan),
-            **{name: getattr(self, name) for name in (*NUMBERS, *FLAGS)},
+            "plan": wire.write_fields(PLAN, self.plan),
+            "numbers": wire.write_fields(REQUEST, self),
         }
 
     @classmethod
@@ -100,52 +107,29 @@ class SessionRequest:
             translation ([`~hf_ssd.drafting.vocabulary.Translation`], *optional*): The one that came last.
 
         Raises:
-            [`~hf_ssd.distributed.messages.ProtocolError`]: it is not what [`~SessionRequest.to_dict`] gives.
+            [`~hf_ssd.distributed.wire.ProtocolError`]: it is not what [`~SessionRequest.to_dict`] gives.
         """
         try:
             generation_config = GenerationConfig.from_dict(values["generation_config"])
             config = SSDConfig.from_dict(values["ssd_config"])
-            plan, is_translated = Plan(**values["plan"]), values["is_translated"]
-            numbers, flags = ({name: values[name] for name in names} for names in (NUMBERS, FLAGS))
+            plan, numbers, is_translated = (values[name] for name in ("plan", "numbers", "is_translated"))
         except Exception as error:  # transformers raises whatever a value of the wrong type leads to
             raise ProtocolError(f"a call cannot be read: {type(error).__name__}: {error}") from error
-        seed, vocab_size, index, count, *_ = numbers.values()
-        whole = all(type(number) is int for number in numbers.values())
-        whole = whole and all(type(flag) is bool for flag in (is_translated, *flags.values()))
-        if not whole or not (
-            0 <= seed < 2**31 and 0 < vocab_size <= MOST_TOKENS and 0 <= index < count <= MOST_WORKERS
-        ):
-            raise ProtocolError(f"a call cannot have {dict(values, generation_config=...)}")
+        plan, numbers = wire.read_plan(plan), wire.read_fields(REQUEST, numbers, "a call")
+        vocab_size = numbers["vocab_size"]
+        if numbers["worker_index"] >= numbers["num_workers"] or type(is_translated) is not bool:
+            raise ProtocolError(f"a call cannot have {numbers}, or be translated: {is_translated!r:.100}")
         if is_translated and (translation is None or len(translation.pieces) != vocab_size):
             raise ProtocolError(f"a call translates {vocab_size} tokens, and no such translation came before it")
         if max(int(prompt.max()) for prompt in prompts) >= vocab_size:
             raise ProtocolError(f"a prompt has tokens that are not in the vocabulary of {vocab_size}")
-        check_plan(plan)
         translation = translation if is_translated else None
-        return cls(config, generation_config, prompts, translation=translation, plan=plan, **numbers, **flags)
+        return cls(config, generation_config, prompts, translation=translation, plan=plan, **numbers)
 
     @property
     def answers_alone(self) -> bool:
         """Whether the worker completes its answers by itself, or the target says what is verified."""
         return self.num_workers == 1 and not self.asks_target
-
-
-def check_plan(plan: Plan) -> Plan:
-    """
-    Returns the plan.
-
-    Raises:
-        [`~hf_ssd.distributed.messages.ProtocolError`]: it cannot be.
-    """
-    numbers = plan.lookahead, plan.after_miss, plan.budget
-    whole = all(type(number) is int for number in numbers) and type(plan.saguaro_c) in (int, float)
-    whole = whole and type(plan.feeds_first) is bool
-    named = plan.mode in MODES and plan.fallback in SOURCES
-    if not whole or not named or not 0 <= plan.after_miss <= plan.lookahead <= LONGEST_LOOKAHEAD:
-        raise ProtocolError(f"{plan} is not a plan")
-    if not (0 <= plan.budget <= LARGEST_PAYLOAD and 0 <= plan.saguaro_c <= 1):
-        raise ProtocolError(f"{plan} is not a plan")
-    return plan
 
 
 def as_plain_objects(value):

@@ -41,7 +41,7 @@ class SeveralDrafts(DraftSession):
         self.config, self.on_close, self.rows = request.config, on_close, len(request.prompts)
         self.sampled = bool(request.generation_config.do_sample)
         self.custom, self.texts = None, [prompt.tolist() for prompt in request.prompts]
-        self.verified = torch.zeros(self.rows, 0, dtype=torch.long)
+        self.verified: list[list[int]] = [[]] * self.rows
         self.sessions = []
         for index, worker in enumerate(workers):
             share = dataclasses.replace(request, worker_index=index, num_workers=len(workers))
@@ -54,11 +54,11 @@ class SeveralDrafts(DraftSession):
     # ---------------------------------------------------------------- a round
 
     def send_outcome(self, outcome: Outcome, plan: Plan) -> None:
-        self.plan, self.live = plan, (outcome.accepted != FINISHED).tolist()
-        for row, (k, token) in enumerate(zip(outcome.accepted.tolist(), outcome.bonus.tolist())):
+        self.plan, self.live = plan, [k != FINISHED for k in outcome.accepted]
+        for row, (k, token) in enumerate(zip(outcome.accepted, outcome.bonus)):
             if k != FINISHED:
                 later = outcome.later[row] if outcome.later else []
-                self.texts[row] += [*self.verified[row, :k].tolist(), token, *later]
+                self.texts[row] += [*self.verified[row][:k], token, *later]
         for session in list(self.sessions):
             self._try(session, session.send_outcome, outcome, plan)
 
@@ -67,13 +67,15 @@ class SeveralDrafts(DraftSession):
         found = self._merge(self._gather())
         if found.record.budget:
             found = self._ask_fallback(found)
-        sources, width = found.record.sources, answer_width(self.plan, found.known)
+        known = [len(tokens) if live else math.inf for live, tokens in zip(self.live, found.tokens)]
+        sources, width = found.record.sources, answer_width(self.plan, known)
         if PREPARED not in sources and not {*FALLBACKS}.isdisjoint(sources):
-            width = found.tokens.shape[1]
+            width = found.width
 
         # 2. If something is missing, the primary completes it.
         found.record.lookahead = width
-        while min(found.known) < width:
+        found.tokens = [row[:width] if live else [0] * width for live, row in zip(self.live, found.tokens)]
+        while min(known) < width:
             primary = self.sessions[0]
             completed = self._try(primary, self._complete, primary, found)
             if completed is not None:
@@ -84,8 +86,6 @@ class SeveralDrafts(DraftSession):
 
         # 3. All are told what is verified. Rows that are finished count as the primary's.
         found.record.sources = [PRIMARY if source == NOTHING else source for source in found.record.sources]
-        found.known = None
-        found.tokens = found.tokens[:, :width]
         self.q = None if self.q is None else self.q[:, :width]
         self.verified = found.tokens
         for session in [session for session in self.sessions if session is not primary]:
@@ -110,7 +110,7 @@ class SeveralDrafts(DraftSession):
 
     def _receive_found(self, session: WorkerSession, timeout: float | None) -> Speculation:
         found = session.receive_speculation(timeout)
-        if self.sampled and found.tokens.shape[1]:
+        if self.sampled and found.width:
             found.probabilities = session.receive_probabilities()
         return found
 
@@ -118,23 +118,21 @@ class SeveralDrafts(DraftSession):
         """Returns what is there for each row, with the record of the worker that took longest."""
         all_found = list(found.values())
         longest = max(all_found, key=lambda one: one.record.draft_seconds)
-        width = max(one.tokens.shape[1] for one in all_found)
+        width = max(one.width for one in all_found)
         costs = [one.costs for one in all_found if one.costs is not None]
         merged = dataclasses.replace(
             longest,
-            tokens=torch.zeros(self.rows, width, dtype=torch.long),
+            tokens=[[] for _ in range(self.rows)],
             probabilities=None,
             record=dataclasses.replace(longest.record, sources=[NOTHING] * self.rows),
-            known=[0 if live else math.inf for live in self.live],
             costs=max(costs, key=sum, default=None),  # of the slowest worker, for which each round waits
         )
         merged.record.budget = sum(one.record.budget for one in all_found)
         self.q = None
         for one in all_found:
             for row in [row for row, hit in enumerate(one.record.hits) if hit and self.live[row]]:
-                grown = one.tokens.shape[1]
-                merged.record.sources[row], merged.known[row] = PREPARED, grown
-                merged.tokens[row, :grown] = one.tokens[row]
+                grown = one.width
+                merged.record.sources[row], merged.tokens[row] = PREPARED, one.tokens[row]
                 if one.probabilities is not None:
                     if self.q is None:
                         self.q = self._certain(width, one.probabilities.device)
@@ -155,10 +153,9 @@ class SeveralDrafts(DraftSession):
         lengths = [len(text) for text in self.texts]
         ids = torch.tensor([text + [0] * (max(lengths) - len(text)) for text in self.texts])
         proposal = fallback.propose(ids, lengths, missed, self.plan.lookahead)
-        if self.sampled and self.q is None:
-            self.q = self._certain(found.tokens.shape[1], "cpu")
         found.probabilities = self.q if self.q is None else self.q.cpu()
-        joined = join(found, missed, proposal, self.vocab_size, self.sampled)
+        device = torch.device("cpu") if self.sampled else None
+        joined = join(found, missed, proposal, self.plan.lookahead, self.vocab_size, device)
         self.q, joined.probabilities = joined.probabilities, None
         for row in missed:
             joined.record.sources[row] = source
@@ -168,16 +165,16 @@ class SeveralDrafts(DraftSession):
         """Lets the primary draft what is missing, and puts together what all tokens were drawn from."""
         primary.send_speculation(found)
         completed = primary.receive_speculation()
-        if self.sampled and completed.tokens.shape[1]:
+        if self.sampled and completed.width:
             q = primary.receive_probabilities()
-            for row, known in enumerate(found.known):
-                depth = 0 if self.q is None else min(known, q.shape[1], self.q.shape[1])
+            for row, tokens in enumerate(found.tokens):
+                depth = 0 if self.q is None else min(len(tokens), q.shape[1], self.q.shape[1])
                 if depth:
                     q[row, :depth] = self.q[row, :depth].to(q.device)
             self.q = q
         record = dataclasses.replace(found.record, steps=completed.record.steps)
         record.answer_seconds += completed.record.answer_seconds
-        return dataclasses.replace(found, tokens=completed.tokens, record=record, known=None)
+        return dataclasses.replace(found, tokens=completed.tokens, record=record)
 
     def receive_probabilities(self) -> torch.FloatTensor | None:
         return self.q

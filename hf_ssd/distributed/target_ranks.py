@@ -7,10 +7,10 @@ from collections import deque
 import torch
 import torch.distributed as dist
 
-from . import messages, payloads
+from . import wire
 from .channel import Channel
-from .messages import Kind, Message
 from .session import DraftError
+from .wire import Kind, Message
 
 LONGEST_SILENCE = 1800.0  # seconds; the leader may have to start a worker before it has something to say
 
@@ -50,20 +50,20 @@ class TargetRanks:
             return message
         message, deadline = None, time.monotonic() + LONGEST_SILENCE
         while message is None or message.session != self.call:  # older ones belong to a call that all have broken off
-            frame = self._receive(torch.empty(messages.FRAME_LENGTH, dtype=torch.int64), deadline)
-            message, payload = messages.unpack(frame)
+            frame = self._receive(torch.empty(wire.FRAME_LENGTH, dtype=torch.int64), deadline)
+            message, payload = wire.unpack(frame)
             if payload is not None and len(payload):
                 self._receive(payload, deadline)
         if message.kind == Kind.ERROR:
-            error = payloads.payload_to_json(message.payload)
+            error = wire.read_json(message.payload)
             kind = DraftError if error["is_draft_error"] else RuntimeError
             raise kind(f"Rank 0 of the target has broken off: {error['text']}")
         return message
 
     def share_values(self, values):
         """Returns the leader's plain Python objects on every rank."""
-        message = self.share(Message(Kind.VALUES, payload=payloads.json_to_payload(values)) if self.is_leader else None)
-        return values if self.is_leader else payloads.payload_to_json(message.payload)
+        message = self.share(Message(Kind.VALUES, payload=wire.write_json(values)) if self.is_leader else None)
+        return values if self.is_leader else wire.read_json(message.payload)
 
     def share_random_state(self, device: torch.device) -> None:
         """Gives all ranks the leader's random state, as if all had decided."""
@@ -83,13 +83,13 @@ class TargetRanks:
         except BaseException as error:
             if self.is_leader and self.group is not None:
                 values = {"is_draft_error": isinstance(error, DraftError), "text": f"{type(error).__name__}: {error}"}
-                self._send(Message(Kind.ERROR, self.call, payload=payloads.json_to_payload(values)))
+                self._send(Message(Kind.ERROR, self.call, payload=wire.write_json(values)))
             raise
 
     def _send(self, message: Message) -> None:
         while self.sent and self.sent[0][0].is_completed():
             self.sent.popleft()
-        for tensor in messages.pack(message):
+        for tensor in wire.pack(message):
             self.sent.append((dist.broadcast(tensor, 0, group=self.group, async_op=True), tensor))
 
     def _receive(self, tensor: torch.Tensor, deadline: float) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """The draft worker: a process that loads the draft model, meets the target, and serves it."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import select
@@ -20,16 +21,16 @@ from ..cache.compiled import is_compiled
 from ..cache.support import MASKED_ATTENTION, last_position_limit
 from ..cache.trial import check_supported
 from ..drafting.compiling import compile_draft
-from ..drafting.parallel_drafter import mask_token
-from . import payloads
+from ..drafting.needs import DraftInfo
+from . import wire
 from .channel import Channel, PeerLost
 from .connection import DRAFT_IS_HERE, TARGET_IS_HERE
 from .cores import pin
 from .draft_server import DraftServer
 from .meeting import join, prove
-from .messages import Kind, Message, ProtocolError
 from .process import shorten_stderr
 from .shared_weights import model_from_shared_weights
+from .wire import Kind, Message, ProtocolError
 
 FLUSH_TIMEOUT = 10.0  # seconds for a last message to leave
 AS_LONG_AS_THE_PARENT_LIVES = timedelta(days=365)
@@ -61,14 +62,12 @@ def run() -> int:
         model = load_model(settings)
         uncompiled_because = compile_draft(model) if settings["compile"] else None
         place = {"device": str(model.device), "identity": devices.identity(model.device), "pid": os.getpid()}
-        vocab_size = model.config.get_text_config(decoder=True).vocab_size
-        tokens = {"vocab_size": vocab_size, "pard_token": mask_token(model.config)}
-        tokens["positions"] = last_position_limit(model)
+        info = dataclasses.asdict(DraftInfo.of(model.config, last_position_limit(model)))
         compiled = {"is_compiled": is_compiled(model), "uncompiled_because": uncompiled_because}
-        hello = Message(Kind.READY, payload=payloads.json_to_payload({**tokens, **place, **compiled}))
+        hello = Message(Kind.READY, payload=wire.write_json({"draft": info, **place, **compiled}))
     except Exception as error:
         text = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
-        hello = Message(Kind.ERROR, payload=payloads.text_to_payload(text))
+        hello = Message(Kind.ERROR, payload=wire.write_text(text))
     # 2. Meet the target.
     meeting = settings["meeting"]
     store = join(meeting, settings["timeout"])

@@ -1,17 +1,16 @@
 """One generate() call with one draft worker, as the target sees it."""
 
-import contextlib
 import time
 from collections.abc import Callable
 
 import torch
 
 from ..rounds import Outcome, Plan, Speculation
-from . import messages, payloads
+from . import wire
 from .channel import PeerLost
 from .connection import Connection
-from .messages import Kind, Message, ProtocolError
 from .session import DraftError, DraftSession, SessionRequest
+from .wire import Kind, Message, ProtocolError
 
 
 class WorkerSession(DraftSession):
@@ -34,22 +33,22 @@ class WorkerSession(DraftSession):
     ):
         self.worker, self.number, self.timeout, self.on_close = worker, number, request.config.timeout, on_close
         self.rows, self.vocab_size, self.round = len(request.prompts), request.vocab_size, -1
-        self.is_reusable = True
+        self.is_reusable, self.answers_alone = True, request.answers_alone
         worker.channel.make_room(self.rows, self.vocab_size)
         send = worker.channel.send
         if request.translation is not None and worker.translation is not request.translation:
             send(Message(Kind.VOCABULARY, payload=request.translation.to_tensor()))
             worker.translation = request.translation
-        send(Message(Kind.START, number, payload=payloads.json_to_payload(request.to_dict())))
-        send(Message(Kind.PROMPTS, number, payload=payloads.prompts_to_payload(request.prompts)))
+        send(Message(Kind.START, number, payload=wire.write_json(request.to_dict())))
+        send(Message(Kind.PROMPTS, number, payload=wire.write_prompts(request.prompts)))
 
     def send_outcome(self, outcome: Outcome, plan: Plan) -> None:
         self.round += 1
-        self._send(Kind.OUTCOME, payloads.outcome_to_payload(outcome, plan))
+        self._send(Kind.OUTCOME, wire.write_outcome(outcome, plan))
 
     def send_speculation(self, speculation: Speculation) -> None:
         """Tells a worker that does not answer alone what is verified, or lets it complete that."""
-        self._send(Kind.SPECULATION, payloads.speculation_to_payload(speculation))
+        self._send(Kind.SPECULATION, wire.write_speculation(speculation))
 
     def _send(self, kind: Kind, payload: torch.Tensor) -> None:
         self.is_reusable = False  # until all is sent: an interrupt must not leave half a message
@@ -62,24 +61,26 @@ class WorkerSession(DraftSession):
         return self.worker.channel.has_arrived()
 
     def receive_speculation(self, timeout: float | None = None) -> Speculation:
-        message = self._receive(Kind.SPECULATION, timeout)
-        with self._as_draft_error():
-            speculation = payloads.payload_to_speculation(message.payload, self.rows)
-            payloads.check_tokens(speculation.tokens.flatten(), self.vocab_size)
-        self.shape = (*speculation.tokens.shape, self.vocab_size)
+        speculation = self._receive(Kind.SPECULATION, self._read_speculation, timeout)
+        self.shape = (self.rows, speculation.width, self.vocab_size)
         self.is_reusable = False
         self.worker.channel.expect()  # probabilities may arrive while the target computes
         self.is_reusable = True
         return speculation
 
-    def receive_probabilities(self) -> torch.FloatTensor:
-        message = self._receive(Kind.PROBABILITIES)
-        with self._as_draft_error():
-            return payloads.payload_to_probabilities(message.payload, self.shape)
+    def _read_speculation(self, payload) -> Speculation:
+        speculation = wire.read_speculation(payload, self.rows, self.vocab_size)
+        if self.answers_alone and len(set(map(len, speculation.tokens))) > 1:
+            raise ProtocolError("the rows of a speculation that is to be verified have different lengths")
+        return speculation
 
-    def _receive(self, kind: Kind, timeout: float | None = None) -> Message:
+    def receive_probabilities(self) -> torch.FloatTensor:
+        return self._receive(Kind.PROBABILITIES, lambda payload: wire.read_probabilities(payload, self.shape))
+
+    def _receive(self, kind: Kind, read: Callable, timeout: float | None = None):
         """
-        Returns the next message, which must be of this kind and of the current round. Older ones are dropped.
+        Returns what `read` makes of the next message, which must be of this kind and of the current round. Older
+        messages are dropped.
 
         Raises:
             [`DraftError`]: nothing came in time, the worker raised or has ended, or what came makes no sense.
@@ -88,33 +89,25 @@ class WorkerSession(DraftSession):
         self.is_reusable = False  # until it has answered
         try:
             while True:
-                with self._as_draft_error():
-                    message = self.worker.channel.receive(max(0.0, deadline - time.monotonic()))
+                message = self.worker.channel.receive(max(0.0, deadline - time.monotonic()))
                 if message.kind == Kind.ERROR and not message.session:
                     break  # it could not read what was sent, and does not know which call that belongs to
                 if message.session == self.number and (message.round >= self.round or message.kind == Kind.ERROR):
                     break
             if message.kind == Kind.ERROR:
-                traceback = payloads.payload_to_text(message.payload)
+                traceback = wire.read_text(message.payload)
                 self.is_reusable = "CUDA error" not in traceback  # after one, nothing on that device works again
                 raise DraftError(f"The draft worker raised:\n{traceback}")
-            with self._as_draft_error():
-                messages.expect(message, kind, self.number, self.round)
+            wire.expect(message, kind, self.number, self.round)
+            result = read(message.payload)
+        except ProtocolError as error:
+            raise DraftError(f"The draft worker sent something unexpected: {error}") from error
         except TimeoutError:
             raise DraftError(f"The draft worker did not answer within {self.timeout:g} s.") from None
         except PeerLost as error:
             raise DraftError(f"The draft worker has ended. {self.worker.stderr_tail()}".strip()) from error
         self.is_reusable = True
-        return message
-
-    @contextlib.contextmanager
-    def _as_draft_error(self):
-        """A [`ProtocolError`] in this block is the worker's, and becomes a [`DraftError`]."""
-        try:
-            yield
-        except ProtocolError as error:
-            self.is_reusable = False
-            raise DraftError(f"The draft worker sent something unexpected: {error}") from error
+        return result
 
     def close(self) -> None:
         """Leaves the worker at rest, or ends it if it cannot be used again. Then the next call starts another one."""

@@ -7,7 +7,7 @@ from ..cache.compiled import why_not_compiled
 from ..config import SSDConfig
 from ..rounds import AHEAD, Outcome, Plan
 from .cache_shapes import shape_for
-from .parallel_drafter import drafter_for
+from .drafters import drafter_for
 from .speculator import Speculator
 
 PROMPT_LENGTH = 8  # tokens; any would do
@@ -35,7 +35,7 @@ def compile_draft(model: PreTrainedModel) -> str | None:
             speculator = Speculator(drafter, config, shape_for(config), seed=0)
             speculator.begin()
             speculator.prepare(plan)
-            outcome = Outcome(*torch.zeros(2, rows, dtype=torch.long))
+            outcome = Outcome([0] * rows, [0] * rows)
             for _ in range(2):
                 speculator.answer(outcome, plan)
                 speculator.prepare(plan)

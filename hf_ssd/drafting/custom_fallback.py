@@ -4,8 +4,9 @@ import inspect
 
 import torch
 
+from ..devices import from_host
 from ..rounds import Speculation
-from .fallbacks import Fallback, dense_probabilities
+from .fallbacks import Fallback, padded, point_masses
 
 
 class CustomFallback(Fallback):
@@ -38,11 +39,10 @@ class CustomFallback(Fallback):
     def propose(self, ids: torch.LongTensor, lengths: list[int], rows: list[int], lookahead: int) -> Speculation:
         self.is_asked = True
         answers = [self._ask(ids[row : row + 1, : lengths[row]], lookahead) for row in rows]
-        proposal = Speculation(ids.new_zeros(len(rows), lookahead), known=[len(tokens) for tokens, _ in answers])
-        for place, (tokens, _) in enumerate(answers):
-            proposal.tokens[place, : len(tokens)] = tokens
+        proposal = Speculation([tokens.tolist() for tokens, _ in answers])
         if any(probabilities is not None for _, probabilities in answers):
-            proposal.probabilities = dense_probabilities(proposal, self.vocab_size)
+            tokens = from_host(padded(proposal.tokens, lookahead), ids.device)
+            proposal.probabilities = point_masses(tokens, self.vocab_size)
             for place, (tokens, probabilities) in enumerate(answers):
                 if probabilities is not None:
                     proposal.probabilities[place, : len(tokens)] = probabilities

@@ -12,6 +12,8 @@ from ..cache.branches import Branches
 from ..config import SSDConfig
 from ..devices import from_host
 from ..rounds import Plan, Speculation
+from .fallbacks import padded
+from .needs import DrafterNeeds
 from .outcome_candidates import OutcomeCandidates
 from .sampling import DraftSampler
 from .verified_prefix import VerifiedPrefix
@@ -37,11 +39,14 @@ class Drafter(ABC):
         vocabulary ([`Vocabulary`], *optional*): Of target and draft; that of the draft by default.
 
     Attributes:
+        needs ([`~hf_ssd.drafting.needs.DrafterNeeds`]): Of the class: what it needs of a model.
         prefix ([`VerifiedPrefix`]): The verified tokens of each row.
         drafted (`torch.LongTensor` of shape `(batch_size, lookahead)`): The speculation that is being verified.
         vocab_size (`int`): Number of the target's tokens, which everything but the draft model works with.
         sampled (`bool`): Whether tokens are drawn, so that distributions are told with them.
     """
+
+    needs = DrafterNeeds()
 
     def __init__(
         self,
@@ -80,18 +85,18 @@ class Drafter(ABC):
         """
 
     @abstractmethod
-    def grow(self, accepted: torch.LongTensor, bonus: torch.LongTensor, plan: Plan) -> Iterator[tuple]:
+    def grow(self, accepted: list[list[int]], bonus: list[list[int]], plan: Plan) -> Iterator[tuple]:
         """
         Proposes tokens behind each outcome, all outcomes together, in one forward pass or more.
 
         Args:
-            accepted, bonus (`torch.LongTensor` of shape `(batch_size, N)`): The outcomes. Accepted counts are on the
-                CPU, and negative for a place that holds no outcome.
+            accepted, bonus (`list` of shape `(batch_size, N)`): The outcomes. Accepted counts are negative for a place
+                that holds no outcome.
             plan ([`~hf_ssd.rounds.Plan`]): Says how many tokens, and what they are drawn from.
 
         Yields:
-            After each pass the next tokens `(batch_size, N, T)`, and the distributions `(batch_size, N, T, vocab_size)`
-            that they were drawn from or `None`. The device has computed them.
+            After each pass what [`~hf_ssd.drafting.speculation_cache.SpeculationCache.append`] takes of the next
+            tokens `(batch_size, N, T)`.
         """
 
     @abstractmethod
@@ -101,7 +106,7 @@ class Drafter(ABC):
     def commit(
         self,
         accepted: list[int],
-        bonus: torch.LongTensor,
+        bonus: list[int],
         branches: list[int],
         later: list[list[int]] | None = None,
     ) -> None:
@@ -110,7 +115,7 @@ class Drafter(ABC):
 
         Args:
             accepted (`list[int]`): Accepted count of each row, `FINISHED` for a row that is left out from now on.
-            bonus (`torch.LongTensor` of shape `(batch_size,)`): Bonus tokens, on this drafter's device.
+            bonus (`list[int]`): Bonus tokens.
             branches (`list[int]`): Which of the outcomes that had grown this is, -1 for none.
             later (`list[list[int]]`, *optional*): Tokens of each row behind the bonus token, from rounds in which
                 nothing was proposed by this drafter.
@@ -124,11 +129,11 @@ class Drafter(ABC):
     @abstractmethod
     def complete(self, ready: Speculation, width: int, plan: Plan) -> tuple[Speculation, int]:
         """
-        Drafts just in time what is missing: everything for a row that missed, the rest for a row whose branch was half
-        grown.
+        Drafts just in time what is missing, everything for a row that missed, the rest for a row whose branch was half
+        grown, and takes in that the result is verified next.
 
         Args:
-            ready ([`~hf_ssd.rounds.Speculation`]): What is there, `known` tokens of each row.
+            ready ([`~hf_ssd.rounds.Speculation`]): What is there, for a row any number of tokens.
             width (`int`): Tokens of the result.
             plan ([`~hf_ssd.rounds.Plan`]): What tokens are drawn from.
 
@@ -136,8 +141,8 @@ class Drafter(ABC):
             The speculation, and how many forward passes it took.
         """
 
-    def verify(self, tokens: torch.LongTensor) -> None:
-        """Takes in which tokens `(batch_size, lookahead)` are verified next."""
+    def verify(self, tokens: list[list[int]]) -> None:
+        """Takes in which tokens, `lookahead` of each row, are verified next."""
         self.drafted = from_host(tokens, self.device)
         self.prefix.write(self.drafted)
 
@@ -149,6 +154,16 @@ class Drafter(ABC):
         if self.sampler.need_history:
             histories = self.prefix.ids[:, None].expand(-1, lengths.shape[1], -1)
         return self.sampler.process(logits, histories, lengths)
+
+    def _to_host(self, tokens: torch.LongTensor, probabilities: torch.FloatTensor | None) -> tuple[list, list | None]:
+        """
+        Returns tokens `(...)` as lists and, if warpers leave tokens without any chance, how many have one in what each
+        was drawn from. The device is waited for, once.
+        """
+        if probabilities is None or not self.sampler.truncates:
+            return devices.to_host(tokens)[0].tolist(), None
+        tokens, supports = devices.to_host(tokens, (probabilities != 0).sum(-1))  # what is not a number counts
+        return tokens.tolist(), supports.tolist()
 
     def _histories(self, count: int, behind: int) -> torch.LongTensor | None:
         """Returns what the warpers read of `count` branches of each row, with room for `behind` tokens, if they do."""
@@ -163,33 +178,37 @@ class Completion:
     A speculation that is completed token by token. Rows keep what is ready.
 
     Args:
+        drafter ([`Drafter`]): The drafter.
         ready ([`~hf_ssd.rounds.Speculation`]), width (`int`): See [`Drafter.complete`].
 
     Attributes:
         first (`int`): The first token that some row lacks.
     """
 
-    def __init__(self, ready: Speculation, width: int):
-        self.ready, self.first, self.grown = ready, min(width, *ready.known), ready.tokens.shape[1]
-        self.own = from_host([min(n, width) for n in ready.known], ready.tokens.device)
-        self.tokens = ready.tokens.new_zeros(len(ready.known), width)
-        self.tokens[:, : self.grown] = ready.tokens[:, :width]
-        self.probabilities = [] if ready.probabilities is None else [ready.probabilities[:, : self.first]]
+    def __init__(self, drafter: "Drafter", ready: Speculation, width: int):
+        known = [tokens[:width] for tokens in ready.tokens]
+        self.drafter, self.ready, self.first = drafter, ready, min(map(len, known))
+        self.own = from_host([len(tokens) for tokens in known], drafter.device)
+        self.tokens = from_host(padded(known, width), drafter.device)
+        self.ahead = ready.probabilities
+        self.probabilities = [] if self.ahead is None else [self.ahead[:, : self.first]]
 
     def add(self, depth: int, token: torch.LongTensor, probability: torch.FloatTensor | None) -> None:
         """Gives the rows without one a token `(batch_size, 1)`, drawn from `(batch_size, 1, vocab_size)`."""
         is_missing = self.own <= depth
         self.tokens[:, depth] = torch.where(is_missing, token[:, 0], self.tokens[:, depth])
         if probability is not None:
-            if depth < self.grown and self.ready.probabilities is not None:
-                ahead = self.ready.probabilities[:, depth : depth + 1]
+            if self.ahead is not None and depth < self.ahead.shape[1]:
+                ahead = self.ahead[:, depth : depth + 1]
                 probability = torch.where(is_missing[:, None, None], probability, ahead)
             self.probabilities.append(probability)
 
     def speculation(self) -> Speculation:
+        """Returns the result, which the device has computed by then."""
         q = torch.cat(self.probabilities, dim=1) if self.probabilities else None
-        rows, width = self.tokens.shape
-        return dataclasses.replace(self.ready, tokens=self.tokens, probabilities=q, known=[width] * rows)
+        tokens, supports = self.drafter._to_host(self.tokens, q)
+        support = self.drafter.vocab_size if supports is None else max(map(max, supports))
+        return dataclasses.replace(self.ready, tokens=tokens, probabilities=q, support=support)
 
 
 class AutoregressiveDrafter(Drafter):
@@ -212,10 +231,11 @@ class AutoregressiveDrafter(Drafter):
         return OutcomeCandidates.of(scores, logits, self.drafted, from_fallback, count, self.vocabulary.common)
 
     def grow(self, accepted, bonus, plan):
-        prefix, tokens, vocabulary = self.prefix, bonus, self.vocabulary
-        starts = prefix.ends() + accepted.clamp(min=0)
+        prefix, tokens, vocabulary = self.prefix, from_host(bonus, self.device), self.vocabulary
+        taken = torch.tensor(accepted).clamp(min=0)
+        starts = prefix.ends() + taken
         columns, places = from_host(starts, self.device), starts.tolist()
-        forks = from_host(prefix.forks(accepted.clamp(min=0)), self.device)
+        forks = from_host(prefix.forks(taken), self.device)
         base = max(prefix.columns) + self.drafted.shape[1]
         branches = Branches(prefix.decoder, forks, base, plan.lookahead)
         histories = self._histories(starts.shape[1], plan.lookahead + 1)
@@ -225,8 +245,9 @@ class AutoregressiveDrafter(Drafter):
             logits = vocabulary.to_target(branches.grow(vocabulary.to_draft(tokens)))
             scores = self.sampler.process(logits.float(), histories, starts + depth + 1)
             tokens, probabilities = self.sampler.draw(scores, places, depth, plan)
-            devices.synchronize(self.device)
-            yield tokens[:, :, None], None if probabilities is None else probabilities[:, :, None]
+            probabilities = None if probabilities is None else probabilities[:, :, None]
+            on_host, supports = self._to_host(tokens[:, :, None], probabilities)
+            yield on_host, probabilities, supports
 
     def tokens_of_a_pass(self, lookahead, budget):
         return budget
@@ -236,7 +257,7 @@ class AutoregressiveDrafter(Drafter):
         self.known_logits = []
 
     def complete(self, ready, width, plan):
-        prefix, done = self.prefix, Completion(ready, width)
+        prefix, done = self.prefix, Completion(self, ready, width)
         prefix.write(done.tokens)
         starts = [[length - 1] for length in prefix.lengths]
         for depth in range(done.first, width):  # rows that have their tokens feed them: the prefix needs them anyway
@@ -245,6 +266,5 @@ class AutoregressiveDrafter(Drafter):
             scores = self._process(logits[:, -1:].float(), prefix.ends(depth))
             done.add(depth, *self.sampler.draw(scores, starts, depth, plan))
             prefix.write(done.tokens[:, depth : depth + 1], depth)
-        if width > done.first:
-            devices.synchronize(self.device)  # so that it is known what the steps took
+        self.drafted = done.tokens
         return done.speculation(), width - done.first

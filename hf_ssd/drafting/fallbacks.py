@@ -15,13 +15,15 @@ from ..rounds import NGRAM, RANDOM, Speculation
 from .sampling import RANDOM_FALLBACK
 
 
-def dense_probabilities(proposal: Speculation, vocab_size: int) -> torch.FloatTensor:
-    """Returns the probabilities of shape `(rows, width, vocab_size)`, in which a point mass is a one-hot row."""
-    if proposal.probabilities is not None:
-        return proposal.probabilities
-    shape = (*proposal.tokens.shape, vocab_size)
-    empty = torch.zeros(shape, dtype=torch.float32, device=proposal.tokens.device)
-    return empty.scatter_(2, proposal.tokens[:, :, None], 1.0)
+def padded(tokens: list[list[int]], width: int) -> list[list[int]]:
+    """Returns so many tokens of each row, with token 0 behind those that are too few."""
+    return [row[:width] + [0] * (width - len(row)) for row in tokens]
+
+
+def point_masses(tokens: torch.LongTensor, vocab_size: int) -> torch.FloatTensor:
+    """Returns distributions `(..., vocab_size)` in which each of the tokens `(...)` is certain."""
+    empty = torch.zeros(*tokens.shape, vocab_size, dtype=torch.float32, device=tokens.device)
+    return empty.scatter_(-1, tokens[..., None], 1.0)
 
 
 class Fallback(ABC):
@@ -35,11 +37,11 @@ class Fallback(ABC):
                 output, without padding in front. It is not written to.
             lengths (`list[int]`): How many tokens of each row are verified. The proposal starts at that position.
             rows (`list[int]`): The rows that need a proposal, in the order of the answer.
-            lookahead (`int`): The largest number of tokens to propose, and the width of the answer.
+            lookahead (`int`): The largest number of tokens to propose.
 
         Returns:
-            [`~hf_ssd.rounds.Speculation`]: Tokens `(rows, width)` with `known` of them proposed in each row and filler,
-            token 0, behind; and what each was drawn from, `None` for point masses. Filler counts as a point mass too.
+            [`~hf_ssd.rounds.Speculation`]: The tokens of each of these rows, and what they were drawn from `(rows,
+            width, vocab_size)`, `None` for point masses. Where a row has fewer than `width` tokens, token 0 is certain.
         """
 
 
@@ -57,7 +59,7 @@ class NGramFallback(Fallback):
 
     def propose(self, ids: torch.LongTensor, lengths: list[int], rows: list[int], lookahead: int) -> Speculation:
         if not rows:
-            return Speculation(ids.new_zeros(0, lookahead), known=[])
+            return Speculation([])
         width = max(lengths[row] for row in rows)
         known = from_host([lengths[row] for row in rows], ids.device)[:, None]
         history = ids[:, :width].index_select(0, from_host(rows, ids.device)).int()
@@ -83,8 +85,8 @@ class NGramFallback(Fallback):
 
         # 3. What followed it, as far as it is known.
         columns = start + torch.arange(lookahead, device=ids.device)
-        tokens = history.gather(1, columns.clamp(max=width - 1)).masked_fill(columns >= known, 0).long()
-        return Speculation(tokens, known=(known - start).clamp(max=lookahead).flatten().tolist())
+        tokens, counts = history.gather(1, columns.clamp(max=width - 1)), (known - start).clamp(max=lookahead)
+        return Speculation([row[1 : 1 + row[0]] for row in torch.cat([counts, tokens], dim=1).tolist()])
 
 
 class RandomFallback(Fallback):
@@ -115,41 +117,46 @@ class RandomFallback(Fallback):
         shares = torch.where(torch.arange(text.shape[1], device=ids.device) < known, 1 / known, 0.0).float()
         nothing = torch.zeros(len(rows), self.vocab_size, dtype=torch.float32, device=ids.device)
         shares = nothing.scatter_add_(1, text, shares)
-        tokens = text.gather(1, from_host(torch.from_numpy(drawn), ids.device))
-        return Speculation(tokens, shares[:, None].expand(-1, lookahead, -1), known=[lookahead] * len(rows))
+        tokens = text.gather(1, from_host(torch.from_numpy(drawn), ids.device)).tolist()
+        return Speculation(tokens, shares[:, None].expand(-1, lookahead, -1))
 
 
-def join(ready: Speculation, missed: list[int], proposal: Speculation, vocab_size: int, sampled: bool) -> Speculation:
+def join(
+    ready: Speculation, missed: list[int], proposal: Speculation, lookahead: int, vocab_size: int, device=None
+) -> Speculation:
     """
     Gives the rows that missed what a fallback proposes for them; the others keep what is ready.
 
     Args:
-        ready ([`~hf_ssd.rounds.Speculation`]): What was prepared, with `known` tokens of each row. It is cut to the
-            width of the proposal.
+        ready ([`~hf_ssd.rounds.Speculation`]): What was prepared, and what it was drawn from.
         missed (`list[int]`): The rows that the proposal is for, at least one.
         proposal ([`~hf_ssd.rounds.Speculation`]): Of these rows.
+        lookahead (`int`): What was asked of the fallback.
         vocab_size (`int`): Number of tokens.
-        sampled (`bool`): Whether it matters what tokens were drawn from.
+        device (`torch.device`, *optional*): Where to tell what tokens were drawn from, if that matters.
 
     Returns:
-        [`~hf_ssd.rounds.Speculation`], as wide as the proposal or, if no row hit, as its longest row.
+        [`~hf_ssd.rounds.Speculation`]: At most `lookahead` tokens or, if no row hit, as many as the longest row of the
+        proposal. A row of the proposal that is shorter has token 0 behind.
     """
-    hit, device = any(ready.record.hits), ready.tokens.device
-    width = proposal.tokens.shape[1] if hit else max(proposal.known)
-    grown = min(ready.tokens.shape[1], width) if hit else 0
-    tokens = ready.tokens.new_zeros(len(ready.tokens), width)
-    tokens[:, :grown] = ready.tokens[:, :grown]
-    rows = from_host(missed, device)
-    tokens[rows] = from_host(proposal.tokens[:, :width], device)
+    hit = any(ready.record.hits)
+    width = lookahead if hit else proposal.width
+    proposed, tokens = padded(proposal.tokens, width), [row[:width] for row in ready.tokens]
+    for row, of_row in zip(missed, proposed):
+        tokens[row] = of_row
     probabilities = None
-    if sampled:
-        probabilities = torch.zeros(*tokens.shape, vocab_size, dtype=torch.float32, device=device)
+    if device is not None:
+        rows = from_host(missed, device)
+        probabilities = torch.zeros(len(tokens), width, vocab_size, dtype=torch.float32, device=device)
         probabilities[..., 0] = 1.0  # of rows that are finished
-        if grown:
+        if hit and ready.probabilities is not None:  # otherwise no branch has grown yet
+            grown = min(width, ready.probabilities.shape[1])
             probabilities[:, :grown] = ready.probabilities[:, :grown]
-        probabilities[rows] = from_host(dense_probabilities(proposal, vocab_size)[:, :width], device)
-    known = [width if row in missed else min(n, width) for row, n in enumerate(ready.known)]
-    return dataclasses.replace(ready, tokens=tokens, probabilities=probabilities, known=known)
+        if proposal.probabilities is not None:
+            probabilities[rows] = from_host(proposal.probabilities[:, :width], device)
+        else:
+            probabilities[rows] = point_masses(from_host(proposed, device), vocab_size)
+    return dataclasses.replace(ready, tokens=tokens, probabilities=probabilities, support=None)
 
 
 def fallbacks_for(vocab_size: int, seed: int) -> dict[str, Fallback]:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..devices import from_host
 from .calibration import log_odds
 
 UNUSED = -2  # the accepted count of a place in the cache that no outcome can match
@@ -19,10 +18,9 @@ class OutcomeCandidates:
     Where a speculation may be left, as the draft sees it while the target verifies it.
 
     Args:
-        tokens (`torch.LongTensor` of shape `(batch_size, lookahead + 1, guesses)`): The draft's most likely bonus
-            tokens after each accepted count, the best one first. The drafted token itself is not among them: as a bonus
-            token it would have been accepted.
-        guesses (`np.ndarray` of the same shape): The same on the CPU.
+        guesses (`np.ndarray` of shape `(batch_size, lookahead + 1, guesses)`): The draft's most likely bonus tokens
+            after each accepted count, the best one first. The drafted token itself is not among them: as a bonus token
+            it would have been accepted.
         probabilities (`np.ndarray` of the same shape): The draft's probability of each.
         drafted_probabilities (`np.ndarray` of shape `(batch_size, lookahead)`): The draft's probability of each drafted
             token.
@@ -30,7 +28,6 @@ class OutcomeCandidates:
         limits (`list[int]`): How many bonus tokens there are after each accepted count.
     """
 
-    tokens: torch.LongTensor
     guesses: np.ndarray
     probabilities: np.ndarray
     drafted_probabilities: np.ndarray
@@ -79,7 +76,6 @@ class OutcomeCandidates:
         found = torch.stack([asked.float(), scores.softmax(dim=-1).gather(2, asked)]).cpu().numpy()
         ranked, probabilities = found[0, :, :, :-1].astype(np.int64), found[1]
         return cls(
-            tokens,
             ranked,
             probabilities[:, :, :-1],
             probabilities[:, :lookahead, -1],
@@ -97,7 +93,7 @@ class OutcomeCandidates:
 
     def outcomes(
         self, fan_outs: list[list[int]], worker_index: int = 0, num_workers: int = 1, fewest: int = 1
-    ) -> tuple[torch.LongTensor, torch.LongTensor]:
+    ) -> tuple[list[list[int]], list[list[int]]]:
         """
         Turns fan-outs into outcomes.
 
@@ -108,8 +104,8 @@ class OutcomeCandidates:
             fewest (`int`, *optional*): What N is at least.
 
         Returns:
-            Two `torch.LongTensor` of shape `(batch_size, N)`: accepted count, on the CPU, and bonus token of each
-            outcome. A row with fewer outcomes than another has `UNUSED` accepted counts behind its own.
+            Accepted counts and bonus tokens of the outcomes, N of each row. A row with fewer outcomes than another has
+            `UNUSED` accepted counts behind its own.
         """
         rows = [
             [(k, rank) for k, count in enumerate(counts) for rank in range(min(count, self.limits[k]))]
@@ -118,7 +114,6 @@ class OutcomeCandidates:
         if num_workers > 1:
             rows = [sorted(row, key=lambda place: place[1])[worker_index::num_workers] for row in rows]
         width = max(fewest, *map(len, rows))
-        places = torch.tensor([row + [(UNUSED, 0)] * (width - len(row)) for row in rows])
-        counts, ranks = from_host(places.clamp(min=0), self.tokens.device).unbind(-1)
-        row_numbers = torch.arange(len(rows), device=self.tokens.device)[:, None]
-        return places[:, :, 0], self.tokens[row_numbers, counts, ranks]
+        rows = [row + [(UNUSED, 0)] * (width - len(row)) for row in rows]
+        bonus = [[guesses[max(0, k)][rank] for k, rank in row] for row, guesses in zip(rows, self.guesses.tolist())]
+        return [[k for k, _ in row] for row in rows], bonus

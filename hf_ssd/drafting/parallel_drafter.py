@@ -2,10 +2,9 @@
 
 import torch
 
-from .. import devices
-from ..config import SSDConfig
 from ..devices import from_host
-from .drafter import AutoregressiveDrafter, Completion, Drafter
+from .drafter import Completion, Drafter
+from .needs import DrafterNeeds, DraftInfo
 from .outcome_candidates import OutcomeCandidates
 
 
@@ -23,9 +22,11 @@ class ParallelDrafter(Drafter):
         others: See [`Drafter`].
     """
 
+    needs = DrafterNeeds(one_pass=True, mask_token=True)
+
     def __init__(self, model, *others, **options):
         super().__init__(model, *others, **options)
-        self.mask_token = mask_token(model.config)
+        self.mask_token = DraftInfo.of(model.config).mask_token
         # Raw logits of the speculation's tokens and of the one behind, where they are known of a row.
         self.marginals: torch.Tensor | None = None
         self.is_known = [False] * len(self.prefix.lengths)
@@ -44,18 +45,20 @@ class ParallelDrafter(Drafter):
         return OutcomeCandidates.of(scores, logits, self.drafted, from_fallback, count, self.vocabulary.common)
 
     def grow(self, accepted, bonus, plan):
-        starts, count = self.prefix.ends() + accepted.clamp(min=0), accepted.shape[1]
+        bonus, taken = from_host(bonus, self.device), torch.tensor(accepted).clamp(min=0)
+        starts, count = self.prefix.ends() + taken, taken.shape[1]
         histories = self._histories(count, plan.lookahead + 1)
         if histories is not None:
             histories.scatter_(2, from_host(starts, self.device)[:, :, None], bonus[:, :, None])
         branches = self.vocabulary.to_draft(bonus)[:, :, None].repeat(1, 1, plan.lookahead + 1)
         branches[:, :, 1:] = self.mask_token
-        forks = from_host(self.prefix.forks(accepted.clamp(min=0)), self.device)
+        forks = from_host(self.prefix.forks(taken), self.device)
         self.grown = self.prefix.feed_with_branches(self.drafted.shape[1], forks, branches)
         drawn = self._draw(self.grown, histories, starts, range(plan.lookahead), plan)
         tokens, probabilities = zip(*drawn)
-        devices.synchronize(self.device)
-        yield torch.stack(tokens, dim=2), None if probabilities[0] is None else torch.stack(probabilities, dim=2)
+        probabilities = None if probabilities[0] is None else torch.stack(probabilities, dim=2)
+        on_host, supports = self._to_host(torch.stack(tokens, dim=2), probabilities)
+        yield on_host, probabilities, supports
 
     def tokens_of_a_pass(self, lookahead, budget):
         return (lookahead + 1) * (budget + 1)
@@ -71,9 +74,7 @@ class ParallelDrafter(Drafter):
         self.grown = None
 
     def complete(self, ready, width, plan):
-        prefix, done = self.prefix, Completion(ready, width)
-        if width == done.first:
-            return done.speculation(), 0
+        prefix, done = self.prefix, Completion(self, ready, width)
         prefix.write_inputs(torch.full_like(done.tokens, self.mask_token), [0] * len(done.tokens))
         self._know(prefix.feed(width, wanted=width + 1))
         prefix.forget_speculation()  # mask tokens never stay in the cache
@@ -81,7 +82,8 @@ class ParallelDrafter(Drafter):
         drawn = self._draw(self.marginals[:, None], self._histories(1, 0), starts, depths, plan)
         for depth, tokens in zip(depths, drawn):
             done.add(depth, *tokens)
-        devices.synchronize(self.device)  # so that it is known what the pass took
+        self.drafted = done.tokens
+        prefix.write(self.drafted)
         return done.speculation(), 1
 
     def _know(self, logits: torch.Tensor) -> None:
@@ -97,38 +99,3 @@ class ParallelDrafter(Drafter):
             lengths = starts + 1 + (depth if histories is None else 0)
             scores = self.sampler.process(logits[:, :, depth].float(), histories, lengths)
             yield self.sampler.draw(scores, places, depth, plan)
-
-
-def mask_token(config) -> int | None:
-    """Returns the mask token of a model config, `None` if the model is no parallel draft."""
-    return getattr(config, "pard_token", None)
-
-
-def is_parallel(config: SSDConfig, pard_token: int | None) -> bool:
-    """Returns whether a draft model with this mask token is to draft in parallel."""
-    return config.drafter == "parallel" or (config.drafter == "auto" and pard_token is not None)
-
-
-def check_drafter(config: SSDConfig, pard_token: int | None, vocab_size: int) -> None:
-    """
-    Raises:
-        `ValueError`: the draft is to draft in parallel and cannot.
-    """
-    if not is_parallel(config, pard_token):
-        return
-    if pard_token is None:
-        raise ValueError(
-            "The draft was not trained to draft in parallel: its config has no `pard_token`. Leave out "
-            'drafter="parallel", or choose a PARD model.'
-        )
-    if not isinstance(pard_token, int) or not 0 <= pard_token < vocab_size:
-        raise ValueError(
-            f"The draft's `pard_token` is {pard_token!r}, which is not in its vocabulary of {vocab_size} tokens; "
-            'correct its config, or pass drafter="autoregressive".'
-        )
-
-
-def drafter_for(model, config: SSDConfig, *others, **options) -> Drafter:
-    """Returns the drafter of the kind that the config asks for. For the arguments see [`Drafter`]."""
-    kind = ParallelDrafter if is_parallel(config, mask_token(model.config)) else AutoregressiveDrafter
-    return kind(model, config, *others, **options)

@@ -5,7 +5,7 @@ import functools
 
 import numpy as np
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, TemperatureLogitsWarper
 
 from .. import devices
 from ..argmax import argmax
@@ -144,6 +144,7 @@ class DraftSampler:
         self.config, self.num_workers, self.vocab_size = config, num_workers, vocab_size
         self.processors = draft_processors(model, generation_config, prompt_length)
         self.need_history = needs_history(self.processors)
+        self.truncates = any(type(processor) is not TemperatureLogitsWarper for processor in self.processors)
         self.noise = (
             SpeculationNoise(seed, self.vocab_size, devices.of_model(model)) if generation_config.do_sample else None
         )

@@ -2,48 +2,70 @@
 
 import torch
 
+from ..devices import from_host
+
 
 class SpeculationCache:
     """
     The speculations prepared in one round, one for each of N outcomes of each row. They grow together, and may be
-    looked up at any length.
+    looked up at any length. Outcomes and tokens are on the host, so a lookup asks nothing of the device.
 
     Args:
-        accepted, bonus (`torch.LongTensor` of shape `(batch_size, N)`): Accepted count and bonus token of each outcome.
+        accepted, bonus (`list[list[int]]` of shape `(batch_size, N)`): Accepted count and bonus token of each outcome.
+
+    Attributes:
+        branches (`list[dict]`): For each row which branch was prepared for an outcome `(k, token)`.
+        tokens (`list[list[list[int]]]`): For each row the tokens of each branch.
     """
 
-    def __init__(self, accepted: torch.LongTensor, bonus: torch.LongTensor):
+    def __init__(self, accepted: list[list[int]], bonus: list[list[int]]):
         self.accepted, self.bonus = accepted, bonus
-        self.tokens: list[torch.LongTensor] = []
+        self.branches = [
+            {outcome: branch for branch, outcome in enumerate(zip(*of_row))} for of_row in zip(accepted, bonus)
+        ]
+        self.tokens: list[list[list[int]]] = [[[] for _ in of_row] for of_row in bonus]
         self.probabilities: list[torch.FloatTensor] = []
+        self.supports: list[list[list[int]]] = []
 
-    def append(self, tokens: torch.LongTensor, probabilities: torch.FloatTensor | None) -> None:
-        """
-        Adds the next T tokens of every speculation, `(batch_size, N, T)`, and their distributions `(batch_size, N, T,
-        vocab_size)`.
-        """
-        self.tokens.append(tokens)
-        if probabilities is not None:
-            self.probabilities.append(probabilities)
+    @property
+    def grown(self) -> int:
+        """Tokens of each branch."""
+        return len(self.tokens[0][0])
 
-    def lookup(self, accepted: torch.LongTensor, bonus: torch.LongTensor):
+    def append(self, tokens: list, probabilities: torch.FloatTensor | None, supports: list | None) -> None:
         """
-        Finds the speculation for the outcome of each row.
+        Adds the next T tokens of every speculation.
 
         Args:
-            accepted, bonus (`torch.LongTensor` of shape `(batch_size,)`): The outcomes.
-
-        Returns:
-            Tokens `(batch_size, lookahead)`, their distributions or `None`, and of each row which of the N outcomes it
-            was, -1 for a miss. Rows without a hit hold something that means nothing.
+            tokens (`list` of shape `(batch_size, N, T)`): The tokens.
+            probabilities (`torch.FloatTensor` of shape `(batch_size, N, T, vocab_size)`, *optional*): What each was
+                drawn from.
+            supports (`list` of shape `(batch_size, N, T)`, *optional*): How many tokens have any chance in it.
         """
-        matches = (self.accepted == accepted[:, None]) & (self.bonus == bonus[:, None])
-        hits, index = matches.any(1), matches.int().argmax(1)
-        found, rows = torch.where(hits, index, -1).tolist(), torch.arange(len(index), device=index.device)
-        if not self.tokens:
-            return bonus.new_zeros(len(index), 0), None, found
-        tokens = torch.cat([part[rows, index] for part in self.tokens], dim=1)
-        probabilities = None
-        if self.probabilities:
-            probabilities = torch.cat([part[rows, index] for part in self.probabilities], dim=1)
-        return tokens, probabilities, found
+        for of_row, new_of_row in zip(self.tokens, tokens):
+            for branch, new in zip(of_row, new_of_row):
+                branch += new
+        if probabilities is not None:
+            self.probabilities.append(probabilities)
+        if supports is not None:
+            self.supports.append(supports)
+
+    def lookup(self, accepted: list[int], bonus: list[int]) -> list[int]:
+        """Returns which branch was prepared for the outcome of each row, -1 for a miss."""
+        return [branches.get(outcome, -1) for branches, outcome in zip(self.branches, zip(accepted, bonus))]
+
+    def support(self, branches: list[int]) -> int:
+        """Returns the most tokens that have any chance in one of the distributions of these branches, one a row."""
+        hits = [(row, branch) for row, branch in enumerate(branches) if branch >= 0]
+        return max((n for part in self.supports for row, branch in hits for n in part[row][branch]), default=0)
+
+    def distributions(self, branches: list[int], width: int) -> torch.FloatTensor | None:
+        """
+        Returns what the tokens of these branches, one a row, were drawn from, `(batch_size, width, vocab_size)` at
+        most; `None` if they were certain. Rows that missed hold something that means nothing.
+        """
+        if not self.probabilities:
+            return None
+        device = self.probabilities[0].device
+        rows, index = from_host([list(range(len(branches))), [max(0, branch) for branch in branches]], device)
+        return torch.cat([part[rows, index] for part in self.probabilities], dim=1)[:, :width]

@@ -6,6 +6,7 @@ token each) by the draft's own distributions along it, and the drafter grows the
 When the outcome comes it is looked up among those, and what is missing is drafted just in time.
 """
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable
@@ -14,7 +15,6 @@ import numpy as np
 import torch
 
 from ..config import SSDConfig
-from ..devices import from_host
 from ..rounds import (
     AHEAD,
     FALLBACKS,
@@ -78,6 +78,9 @@ class Speculator:
         self.was_prepared = False
         self.lessons: list[tuple] = []  # candidates, accepted counts and bonus tokens of rounds not learned from yet
         self.preparing = RoundRecord()  # what preparing took
+        self.uncommitted: tuple | None = None  # what the drafter has not taken in: the last outcome,
+        self.unwritten: list[list[int]] | None = None  # and the tokens that are verified next
+        self.found_in: tuple[SpeculationCache | None, list[int]] = None, []  # where the last outcome was looked up
         self.compares_ngrams = config.fallback == "auto" and config.lookahead == "auto"
         self.rounds, self.ngram_matches = 0, [-1] * len(self.finished)
         self.uncompared: tuple | None = None  # verified lengths, accepted counts and sources of the round before
@@ -107,7 +110,7 @@ class Speculator:
                 for _ in self.drafter.grow(accepted, bonus, plan):
                     seconds.append(since(start))
                     start = time.perf_counter()
-            sizes.append(rows * self.drafter.tokens_of_a_pass(PROFILED_PASSES, accepted.shape[1]))
+            sizes.append(rows * self.drafter.tokens_of_a_pass(PROFILED_PASSES, len(accepted[0])))
             taken.append(min(seconds[1:]))
         slope, fixed = np.polyfit(sizes, taken, 1) if len(set(sizes)) > 1 else (0.0, taken[0])
         if slope < 0 or fixed < 0:
@@ -125,15 +128,15 @@ class Speculator:
             plan ([`~hf_ssd.rounds.Plan`]): What to prepare.
             outcome_arrived (`Callable[[], bool]`): Whether the outcome is there. Then the branches stay as they are.
         """
-        self.plan, self.preparing = plan, RoundRecord()
+        start, self.plan, self.preparing = time.perf_counter(), plan, RoundRecord()
+        self.catch_up()
         self._learn(keep=1)  # so the shape learns from each round one round late, whether there was time or not
         if plan.budget:
-            start = self.preparing.prepared_at = time.perf_counter()
-
             # 1. Choose the outcomes.
             accepted, bonus = self._choose(plan)
-            self.prepared = SpeculationCache(from_host(accepted, bonus.device), bonus)
-            self.preparing.budget, self.preparing.choose_seconds = plan.budget, since(start)
+            self.prepared = SpeculationCache(accepted, bonus)
+            self.preparing.prepared_at, self.preparing.choose_seconds = start, since(start)
+            self.preparing.budget = plan.budget
 
             # 2. Grow all branches together, one token of each per forward pass.
             start, growing = time.perf_counter(), self.drafter.grow(accepted, bonus, plan)
@@ -145,7 +148,7 @@ class Speculator:
             self._learn()
             self._compare_ngrams()
 
-    def _choose(self, plan: Plan) -> tuple[torch.LongTensor, torch.LongTensor]:
+    def _choose(self, plan: Plan) -> tuple[list[list[int]], list[list[int]]]:
         """Returns the outcomes to prepare. See [`OutcomeCandidates.outcomes`]."""
         budget = plan.budget * self.num_workers
         from_fallback = [source in FALLBACKS for source in self.sources]
@@ -157,37 +160,37 @@ class Speculator:
     # ---------------------------------------------------------------- the answer
 
     def answer(self, outcome: Outcome, plan: Plan) -> Speculation:
-        """Returns the next speculation of each row, and moves on to verify it."""
-        return self.complete(self.look_up(outcome, plan))
+        """Returns the next speculation of each row."""
+        speculation = self.complete(self.look_up(outcome, plan))
+        speculation.probabilities = self.distributions(speculation)
+        return speculation
 
     def look_up(self, outcome: Outcome, plan: Plan) -> Speculation:
         """
-        Takes in an outcome, and returns what was prepared for it, with the draft's part of the record. What is verified
-        next is then settled by [`~Speculator.complete`], or by [`~Speculator.verify`] if something else did it.
+        Returns what was prepared for an outcome, with the draft's part of the record. Nothing is asked of the device:
+        the tokens are on the host, and the outcome is taken in later. What is verified next is then settled by
+        [`~Speculator.complete`], or by [`~Speculator.verify`] if something else did it.
 
         Args:
             outcome ([`~hf_ssd.rounds.Outcome`]): How many tokens of the last speculation each row accepted, and the
                 tokens that follow them. Nothing was prepared for tokens of later rounds.
             plan ([`~hf_ssd.rounds.Plan`]): What to answer, and what to prepare next.
         """
+        self.catch_up()  # with the round before, where nothing was prepared since
         start, self.plan, self.rounds = time.perf_counter(), plan, self.rounds + 1
-        counts, tokens, device = outcome.accepted.tolist(), outcome.bonus.tolist(), self.drafter.drafted.device
-        accepted, bonus = from_host(outcome.accepted, device), from_host(outcome.bonus, device)
+        counts, tokens = outcome.accepted, outcome.bonus
         self.finished = [k == FINISHED for k in counts]
-        found = Speculation.empty(len(counts))
-        found.tokens, branches = from_host(found.tokens, device), [-1] * len(counts)
         is_latest = outcome.later is None
-        if not is_latest:
-            self.prepared, self.preparing = None, RoundRecord()
-        if self.prepared is not None:
-            found.tokens, found.probabilities, branches = self.prepared.lookup(accepted, bonus)
-            found.record.sources = [NOTHING if branch < 0 else PREPARED for branch in branches]
-        grown = found.tokens.shape[1]
-        found.known = [
-            math.inf if finished else grown if hit else 0 for finished, hit in zip(self.finished, found.record.hits)
-        ]
-        record, preparing = found.record, self.preparing
-        record.mode, record.budget, record.grown, record.passes = plan.mode, preparing.budget, grown, preparing.passes
+        cache, preparing = (self.prepared, self.preparing) if is_latest else (None, RoundRecord())
+        branches = [-1] * len(counts) if cache is None else cache.lookup(counts, tokens)
+        found = Speculation.empty(len(counts))
+        if cache is not None:
+            found.tokens = [[] if branch < 0 else of_row[branch] for of_row, branch in zip(cache.tokens, branches)]
+            found.support = cache.support(branches) if cache.supports else self.drafter.vocab_size
+        record = found.record
+        record.sources = [NOTHING if branch < 0 else PREPARED for branch in branches]
+        record.mode, record.budget, record.passes = plan.mode, preparing.budget, preparing.passes
+        record.grown = cache.grown if cache is not None else 0
         record.choose_seconds, record.grow_seconds = preparing.choose_seconds, preparing.grow_seconds
         record.prepared_at, record.answered_at = preparing.prepared_at, start
         record.ngram_matches, self.ngram_matches = self.ngram_matches, [-1] * len(counts)
@@ -200,8 +203,8 @@ class Speculator:
         is_cut = self.limit is not None and min(lengths, default=0) + drafted >= self.limit
         if self.candidates is not None and not is_cut:  # the target cuts a speculation near the limit
             self.lessons.append((self.candidates, counts, tokens))
-        self.drafter.commit(counts, bonus, branches, outcome.later)
         self.was_prepared = self.candidates is not None and is_latest
+        self.uncommitted, self.found_in = (counts, tokens, branches, outcome.later), (cache, branches)
         self.candidates = self.prepared = None
         self.preparing = RoundRecord()
         record.answer_seconds = since(start)
@@ -209,10 +212,11 @@ class Speculator:
 
     def complete(self, found: Speculation, width: int | None = None) -> Speculation:
         """
-        Drafts just in time what is missing, and moves on to verify the result.
+        Returns what is verified next, after drafting just in time what is missing. If nothing is, the device is not
+        asked for anything.
 
         Args:
-            found ([`~hf_ssd.rounds.Speculation`]): What is prepared, `known` tokens of each row.
+            found ([`~hf_ssd.rounds.Speculation`]): What is prepared, for a row any number of tokens.
             width (`int`, *optional*): Tokens of the result, if others have settled it and no fallback is to be asked.
         """
         start, plan, sources, source = time.perf_counter(), self.plan, found.record.sources, PRIMARY
@@ -221,23 +225,45 @@ class Speculator:
         if width is None and missed and self.was_prepared:
             source, fallback = self.custom or (plan.fallback, self.fallbacks.get(plan.fallback))
             if fallback is not None:
-                prefix = self.drafter.prefix
+                self.catch_up()
+                prefix, found.probabilities = self.drafter.prefix, self.distributions(found)
                 proposal = fallback.propose(prefix.ids, prefix.lengths, missed, plan.lookahead)
-                found = join(found, missed, proposal, self.drafter.vocab_size, self.drafter.sampled)
-                width = None if PREPARED in sources else found.tokens.shape[1]
-        width = answer_width(plan, found.known) if width is None else width
-        speculation, steps = self.drafter.complete(found, width, plan)
-        record = speculation.record
-        record.sources = [source if one == NOTHING else one for one in sources]
-        record.steps, record.lookahead = steps, speculation.tokens.shape[1]
-        self.verify(speculation.tokens, record.sources)
+                device = self.drafter.device if self.drafter.sampled else None
+                found = join(found, missed, proposal, plan.lookahead, self.drafter.vocab_size, device)
+                width = None if PREPARED in sources else found.width
+        known = [math.inf if finished else len(tokens) for finished, tokens in zip(self.finished, found.tokens)]
+        width, steps = answer_width(plan, known) if width is None else width, 0
+        tokens = [[0] * width if finished else row[:width] for finished, row in zip(self.finished, found.tokens)]
+        found, record = dataclasses.replace(found, tokens=tokens), found.record
+        record.sources = self.sources = [source if one == NOTHING else one for one in sources]
+        if min(known) < width:
+            self.catch_up()
+            found.probabilities = self.distributions(found)
+            found, steps = self.drafter.complete(found, width, plan)
+        else:
+            self.verify(tokens, self.sources)
+        record.steps, record.lookahead = steps, width
         record.answer_seconds += since(start)
-        return speculation
+        return found
 
-    def verify(self, tokens: torch.LongTensor, sources: list[str]) -> None:
-        """Moves on to verify a speculation `(batch_size, lookahead)` with these sources of its rows."""
-        self.sources = sources
-        self.drafter.verify(tokens)
+    def distributions(self, speculation: Speculation) -> torch.FloatTensor | None:
+        """Returns what the tokens of the answer were drawn from, `(batch_size, tokens, vocab_size)`."""
+        cache, branches = self.found_in
+        if speculation.probabilities is not None or cache is None:
+            return speculation.probabilities
+        return cache.distributions(branches, speculation.width)
+
+    def verify(self, tokens: list[list[int]], sources: list[str]) -> None:
+        """Moves on to verify these tokens, `lookahead` of each row, with these sources of the rows."""
+        self.sources, self.unwritten = sources, tokens
+
+    def catch_up(self) -> None:
+        """Lets the drafter take in the last outcome, and what is verified next, where it has not."""
+        if self.uncommitted is not None:
+            self.drafter.commit(*self.uncommitted)
+        if self.unwritten is not None:
+            self.drafter.verify(self.unwritten)
+        self.uncommitted = self.unwritten = None
 
     # ---------------------------------------------------------------- learning
 
@@ -262,7 +288,7 @@ class Speculator:
         if rows:
             ids = self.drafter.prefix.ids
             proposal = self.fallbacks[NGRAM].propose(ids, lengths, rows, max(accepted) + 1)
-            for tokens, row in zip(proposal.tokens.tolist(), rows):
+            for tokens, row in zip(proposal.tokens, rows):
                 gained = ids[row, lengths[row] : lengths[row] + accepted[row] + 1].tolist()
                 self.ngram_matches[row] = ([a == b for a, b in zip(tokens, gained)] + [False]).index(False)
 

@@ -99,10 +99,10 @@ class VerifiedPrefix:
         """Writes tokens of the draft alone."""
         self.inputs = _written(self.inputs, tokens, [n + k for n, k in zip(self.columns, behind)])
 
-    def grow(self, accepted: list[int], bonus: torch.LongTensor) -> None:
-        """Takes in the accepted tokens, which stand in their places already, and the bonus token `(batch_size,)`."""
+    def grow(self, accepted: list[int], bonus: list[int]) -> None:
+        """Takes in the accepted tokens of each row, which stand in their places already, and its bonus token."""
         moved = [max(0, k) for k in accepted]
-        self.write(bonus[:, None], moved)
+        self.write(from_host([[token] for token in bonus], self.device), moved)
         self.fed = [min(fed, n + k) for fed, n, k in zip(self.fed, self.columns, moved)]
         self._take_in([0 if k == FINISHED else k + 1 for k in accepted])
 

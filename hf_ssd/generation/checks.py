@@ -17,10 +17,10 @@ from transformers.generation.logits_process import DiaEOSDelayPatternLogitsProce
 from ..cache.support import attention_layout, check_branches, is_flash_attention, rope_that_changes
 from ..config import SSDConfig
 from ..distributed.assistant import DraftAssistant
-from ..distributed.launch import tokens_of
+from ..distributed.launch import info_of
 from ..distributed.roles import check_heads
 from ..drafting.custom_fallback import check_proposer
-from ..drafting.parallel_drafter import check_drafter
+from ..drafting.drafters import drafter_kind
 
 # Tensor inputs that transformers feeds to the model once, or that verification continues by itself.
 KNOWN_INPUTS = {"attention_mask", "position_ids", "cache_position", "inputs_embeds"}
@@ -82,8 +82,8 @@ def check_arguments(model, assistant_model, ssd_config, synced_gpus) -> None:
         raise ValueError(f"{type(model).__name__} takes no `position_ids`, which verification needs.")
     if isinstance(assistant_model, PreTrainedModel):
         check_branches(assistant_model)
-    vocab_size, pard_token = tokens_of(assistant_model)
-    check_drafter(ssd_config, pard_token, vocab_size)
+    info = info_of(assistant_model)
+    drafter_kind(ssd_config, info).needs.check(info)
 
 
 def check_assisted_options(model, generation_config: GenerationConfig | None, kwargs: dict) -> None:

@@ -7,6 +7,7 @@ from transformers import LogitsProcessorList
 
 from ..distributed.target_ranks import TargetRanks
 from ..logits_processing import are_by_row, has_constraint, process_positions
+from ..rounds import FINISHED, Outcome
 from .sequences import Sequences
 from .verification import uniform_numbers, verify_greedy, verify_sampled
 
@@ -63,24 +64,31 @@ class Decider:
             q, drafted: As in [`~hf_ssd.generation.verification.acceptance_probabilities`].
 
         Returns:
-            The outcome `(2, batch_size)` on the CPU, which only the leader has: accepted counts, -1 for finished rows,
-            and bonus tokens. And of each row the processed scores `(positions, vocab_size)`, if they are wanted.
+            [`~hf_ssd.rounds.Outcome`], which only the leader has; the bonus tokens on the device `(batch_size,)`, if
+            they are there; and of each row the processed scores `(positions, vocab_size)`, if they are wanted.
         """
         unfinished = self.sequences.unfinished
-        outcome, unsound, scores = self._decide_rows(list(range(len(drafted))), logits, q, drafted)
+        decided, there, scores = self._decide_rows(list(range(len(drafted))), logits, q, drafted)
+        accepted, bonus, unlikely, unsound = decided
         again = [row for row, is_unsound in enumerate(unsound) if is_unsound and unfinished[row]]
         if again and drafted.shape[1]:
             logits[again, :1] = self.verify_alone(again)[again]
-            outcome[:, again], _, scores_again = self._decide_rows(again, logits[again, :1], None, drafted[again, :0])
+            decided, there, scores_again = self._decide_rows(again, logits[again, :1], None, drafted[again, :0])
+            for place, row in enumerate(again):
+                accepted[row], bonus[row], unlikely[row], _ = (numbers[place] for numbers in decided)
             for row, of_row in zip(again, scores_again):
                 scores[row] = of_row
-        accepted, bonus, unlikely = outcome
-        self.unlikely_tokens += int(unlikely[unfinished].sum())
-        accepted[[not one for one in unfinished]] = -1
-        return torch.stack([accepted, bonus]), scores
+            there = None
+        if self.do_sample:
+            self.unlikely_tokens += sum(count for count, goes_on in zip(unlikely, unfinished) if goes_on)
+        accepted = [k if goes_on else FINISHED for k, goes_on in zip(accepted, unfinished)]
+        return Outcome(accepted, bonus), there if self.ranks.size == 1 else None, scores
 
     def _decide_rows(self, rows: list[int], logits, q, drafted):
-        """Returns accepted counts, bonus and unlikely tokens `(3, len(rows))`, unsound rows, and processed scores."""
+        """
+        Returns accepted counts, bonus tokens, unlikely tokens and whether logits are no numbers, as lists; the bonus
+        tokens on the device; and processed scores.
+        """
         _, positions, vocab_size = logits.shape
         size = max(1, SLICE_BYTES // (4 * positions * vocab_size))
         uniform = uniform_numbers(drafted) if self.do_sample and self.ranks.is_leader else None
@@ -94,18 +102,19 @@ class Decider:
                 outcomes.append(self._verify(scores, q if q is None else q[part], drafted[part], uniform, part))
         # Where a hidden state is not a number no logit is, so one logit of each position tells.
         unsound = logits[..., 0].isnan().any(dim=1).long().to(drafted.device)
-        outcome = torch.cat([torch.cat(outcomes, dim=1), unsound[None]]).cpu()  # one copy, so one wait
-        return outcome[:3], outcome[3].bool().tolist(), scores_of_rows
+        decided = torch.cat([torch.cat(outcomes, dim=1), unsound[None]])
+        return decided.cpu().tolist(), decided[1], scores_of_rows  # one copy, so one wait
 
     def decide_by_step(
         self, logits: torch.Tensor, q: torch.Tensor | None, drafted: torch.LongTensor, keep: Callable
-    ) -> torch.LongTensor:
+    ) -> Outcome:
         """
         Decides on one position after the other, as far as rows accept what was drafted for them, and returns the
-        outcome `(2, batch_size)` on the CPU. `keep` is called at each position with its rows, accepted counts and
-        tokens of all rows, and the scores and logits `(1, vocab_size)` of its rows.
+        outcome. `keep` is called at each position with its rows, accepted counts and tokens of all rows, and the scores
+        and logits `(1, vocab_size)` of its rows.
         """
-        sequences, before, proposed = self.sequences, self.sequences.lengths, drafted.tolist()
+        sequences, before, proposed = self.sequences, self.sequences.lengths, self.sequences.proposed
+        last = [0] * len(before)
         going = [row for row, unfinished in enumerate(sequences.unfinished) if unfinished]
         unsound = [row for row in going if logits[row, :, 0].isnan().any()] if drafted.shape[1] else []
         if unsound:
@@ -125,9 +134,9 @@ class Decider:
             tokens = self.ranks.share_values(tokens)
 
             # 2. Add it to the row, which may end there.
-            chosen = sequences.last.clone()
-            chosen[going] = torch.tensor(tokens, dtype=torch.long, device=chosen.device)
-            keep(going, [0 if row in going else -1 for row in range(len(before))], chosen, scores, here)
+            for row, token in zip(going, tokens):
+                last[row] = token
+            keep(going, [0 if row in going else FINISHED for row in range(len(before))], last, scores, here)
 
             # 3. Go on with the rows whose token is the drafted one.
             if place == drafted.shape[1]:
@@ -139,7 +148,7 @@ class Decider:
             if not going or (self.in_step and going != alive):
                 break
         accepted = [after - length - 1 for after, length in zip(sequences.lengths, before)]
-        return torch.stack([torch.tensor(accepted, dtype=torch.long), sequences.last.cpu()])
+        return Outcome(accepted, last)
 
     def _process(self, rows: list[int], logits: torch.Tensor, input_ids: torch.LongTensor) -> torch.Tensor:
         scores = logits.to(device=input_ids.device, dtype=torch.float32)

@@ -8,11 +8,11 @@ import torch
 from transformers.utils import logging
 
 from ..cache.support import last_position_limit
-from ..distributed import payloads
+from ..distributed import wire
 from ..distributed.assistant import Turn
 from ..distributed.local import LocalSession
-from ..distributed.messages import Kind, Message
 from ..distributed.session import DraftError, DraftSession, SessionRequest
+from ..distributed.wire import Kind, Message
 from ..planning.planner import Planner
 from ..rounds import AHEAD, FILLER, IN_TURN, PLAIN, Outcome, RoundRecord, Speculation
 from .sequences import Sequences
@@ -37,6 +37,7 @@ class FaultTolerantDraft:
         ranks ([`~hf_ssd.distributed.target_ranks.TargetRanks`]): The ranks of the target.
 
     Attributes:
+        decides (`bool`): Whether this process decides on outcomes.
         rounds (`int`): How many speculations there were.
         joined_at (`int`, *optional*): How many of them before a draft was there, if it was asked for; `None` if it is
             not there.
@@ -45,11 +46,11 @@ class FaultTolerantDraft:
 
     def __init__(self, assistant, model, request: SessionRequest, planner: Planner, device: torch.device, ranks):
         self.assistant, self.model, self.request, self.planner = assistant, model, request, planner
-        self.device, self.ranks = device, ranks
+        self.device, self.ranks, self.decides = device, ranks, ranks.is_leader
         self.process, self.turn = os.getpid(), Turn()
         self.session: DraftSession | None = None
         self.untold: Outcome | None = None  # since the session was asked last
-        self.unasked: torch.LongTensor | None = None  # what is verified, if the session did not propose it
+        self.unasked: list[list[int]] | None = None  # what is verified, if the session did not propose it
         self.is_local = self.is_asked = self.was_late = False
         self.filler: int | None = None
         self.positions = None if model is None else last_position_limit(model)  # which looks at all layers
@@ -57,11 +58,6 @@ class FaultTolerantDraft:
         self.rounds = 0
         self.joined_at: int | None = None
         self.failure: str | None = None
-
-    @property
-    def decides(self) -> bool:
-        """Whether this process decides on outcomes."""
-        return self.ranks.is_leader
 
     @property
     def _wants_worker(self) -> bool:
@@ -134,7 +130,7 @@ class FaultTolerantDraft:
         """
         if self.decides:
             plan, self.is_asked, self.filler = self.planner.plan, False, None
-            self.lengths = [n + max(0, k + 1) for n, k in zip(self.lengths, outcome.accepted.tolist())]
+            self.lengths = [n + max(0, k + 1) for n, k in zip(self.lengths, outcome.accepted)]
             if self.session is not None:
                 self.untold = outcome if self.untold is None else self.untold.followed_by(outcome, self.unasked)
                 self.filler = None if self.is_local else self.planner.next_filler()
@@ -148,9 +144,10 @@ class FaultTolerantDraft:
                 self._attempt(lambda: self.session.send_outcome(untold, plan))
         if self.ranks.size == 1:
             return outcome
-        payload = torch.cat([outcome.accepted, outcome.bonus]) if self.decides else None
+        payload = [*outcome.accepted, *outcome.bonus] if self.decides else None
         message = self.ranks.share(Message(Kind.OUTCOME, payload=payload) if self.decides else None)
-        return Outcome(*message.payload.view(2, -1))
+        numbers, rows = wire.integers(message.payload, 2), len(self.request.prompts)
+        return Outcome(numbers[:rows], numbers[rows:])
 
     def _is_at_its_end(self) -> bool:
         """Whether the longest row has all positions that the draft has."""
@@ -182,13 +179,13 @@ class FaultTolerantDraft:
             self.unasked = None if self.is_asked else speculation.tokens
         if self.ranks.size == 1:
             return speculation
-        payload = payloads.speculation_to_payload(speculation) if self.decides else None
+        payload = wire.write_speculation(speculation) if self.decides else None
         message = self.ranks.share(Message(Kind.SPECULATION, payload=payload) if self.decides else None)
-        return payloads.payload_to_speculation(message.payload, len(self.request.prompts))
+        return wire.read_speculation(message.payload, len(self.request.prompts))
 
     def _filler(self, last: torch.LongTensor) -> Speculation:
         """Returns certain tokens that are hardly right: verifying them is a plain step whose pass is wider."""
-        tokens = last.cpu()[:, None].repeat(1, self.filler)
+        tokens = [[token] * self.filler for token in last.tolist()]
         return Speculation(tokens, None, RoundRecord(PLAIN, self.filler, sources=[FILLER] * len(tokens)))
 
     def receive_probabilities(self) -> torch.FloatTensor | None:

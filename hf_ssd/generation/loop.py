@@ -31,11 +31,12 @@ from ..distributed.cores import use_cores
 from ..distributed.launch import assistant_for
 from ..distributed.session import SessionRequest
 from ..distributed.target_ranks import TargetRanks
-from ..drafting.parallel_drafter import is_parallel, mask_token
+from ..drafting.drafters import drafter_kind
+from ..drafting.needs import DraftInfo
 from ..drafting.vocabulary import Translation
 from ..planning.planner import Planner
 from ..planning.planners import planner_for
-from ..rounds import FILLER, Outcome, RoundRecord
+from ..rounds import FILLER, RoundRecord
 from ..stats import SSDDecoderOnlyOutput, SSDStats
 from .checks import check_generation
 from .deciding import Decider
@@ -98,7 +99,7 @@ def speculative_speculative_decoding(
     seed = int(torch.randint(2**31, ())) if generation_config.do_sample else 0  # greedy calls draw nothing
     request = SessionRequest(ssd_config, of_the_draft, prompts, seed, vocab_size, translation)
     start = time.perf_counter()
-    pard_token = mask_token(draft_model.config) if worker is None else worker.pard_token
+    info = DraftInfo.of(draft_model.config) if worker is None else worker.info
     planner = planner_for(
         model,
         worker or draft_model,
@@ -106,7 +107,7 @@ def speculative_speculative_decoding(
         generation_config,
         *input_ids.shape,
         vocab_size,
-        is_parallel(ssd_config, pard_token),
+        drafter_kind(ssd_config, info).needs.one_pass,
     )
     ranks = worker.ranks if worker is not None else TargetRanks()
     with use_cores(worker.cores.target if divided else None), ranks.one_call():
@@ -179,9 +180,9 @@ def decode(
     stream = Stream(streamer, sequences) if streamer is not None else None
     received = start
 
-    def keep(rows, accepted, bonus, scores, logits):
+    def keep(rows, accepted, bonus, scores, logits, on_device=None):
         """Takes in new tokens, and notices which rows have ended."""
-        new_tokens = sequences.accept(accepted, bonus)
+        new_tokens = sequences.accept(accepted, bonus, on_device)
         for record, values in ((scores_record, scores), (logits_record, logits)):
             for row, of_row in zip(rows, values) if record is not None else ():
                 record.add(row, of_row[: len(new_tokens[row])])
@@ -210,26 +211,26 @@ def decode(
     while True:
         # 2. Decide: accepted count and bonus token of each row, by comparison or by rejection sampling.
         if decider.by_step:  # which takes in the tokens as well
-            decided = decider.decide_by_step(logits, probabilities, drafted, keep)
+            outcome = decider.decide_by_step(logits, probabilities, drafted, keep)
         else:
-            decided, scores = decider.decide(logits, probabilities, drafted)
+            outcome, bonus, scores = decider.decide(logits, probabilities, drafted)
 
         # 3. The outcome leaves with the planner's plan before anything else is done. All ranks get the leader's.
         seconds = time.perf_counter() - received
-        outcome = draft.send_outcome(Outcome(*decided))
-        accepted, bonus = outcome.accepted.tolist(), from_host(outcome.bonus, input_ids.device)
+        outcome = draft.send_outcome(outcome)
 
         # 4. Bookkeeping, while the draft looks up its answer.
         if not decider.by_step:
-            keep(range(batch_size), accepted, bonus, scores, logits)
+            keep(range(batch_size), outcome.accepted, outcome.bonus, scores, logits, bonus)
         if record is not None:
-            record.accepted, record.verify_seconds = accepted, seconds
+            record.accepted, record.verify_seconds = outcome.accepted, seconds
             is_new = any(one.compiles for one in stats.records[-2:])
             if len(stats.records) > 1 and draft.decides and not is_new:
                 planner.observe(stats.records[-2], record)
         if stream is not None:
             stream.update(stats)
-        finished = [not unfinished for unfinished in sequences.unfinished]
+        unfinished = sequences.unfinished
+        finished = [not goes_on for goes_on in unfinished]
         if all(finished):
             break
         decoder.leave_out(finished)
@@ -238,13 +239,12 @@ def decode(
         waiting = time.perf_counter()
         speculation = draft.receive_speculation(sequences)
         received = time.perf_counter()
-        drafted = speculation.tokens
-        room = [sequences.remaining(row) for row, unfinished in enumerate(sequences.unfinished) if unfinished]
-        if None not in room:
-            drafted = drafted[:, : max(room) - 1]
-        drafted, record = from_host(drafted, input_ids.device), speculation.record
+        tokens, record = speculation.tokens, speculation.record
+        if sequences.max_length is not None:
+            room = max(sequences.remaining(row) for row, goes_on in enumerate(unfinished) if goes_on)
+            tokens = [of_row[: room - 1] for of_row in tokens]
         record.lookahead, record.wait_seconds, record.received_at = (
-            drafted.shape[1],
+            len(tokens[0]),
             received - waiting,
             received - start,
         )
@@ -252,13 +252,13 @@ def decode(
         stats.records.append(record)
 
         # 6. Verify: one forward pass over the last token and the drafted ones.
-        sequences.propose(drafted)
+        drafted = sequences.propose(tokens)
         fed, before = torch.cat([sequences.last[:, None], drafted], dim=1).to(decoder.device), decoder.preparations
         logits = decoder.extend(fed, [length - 1 + columns_before_ids for length in sequences.lengths])
         record.compiles = decoder.preparations > before
 
         # 7. What the tokens were drawn from is needed only now.
-        if not speculation.tokens.shape[1] or FILLER in record.sources:
+        if not speculation.width or FILLER in record.sources:
             probabilities = None  # nothing was proposed, or tokens that were certain
         elif do_sample and draft.decides:
             probabilities = draft.receive_probabilities()

@@ -34,6 +34,7 @@ class Sequences:
         self.ids = torch.full((self.batch_size, self.prompt_length + 256), pad_token, device=input_ids.device)
         self.ids[:, : self.prompt_length] = input_ids
         self.last = input_ids[:, -1]  # token of each row
+        self.proposed: list[list[int]] = [[]] * self.batch_size
         self.lengths = [self.prompt_length] * self.batch_size
         self.stops: list[int | None] = [None] * self.batch_size
         self.max_length = longest_output(stopping_criteria)
@@ -51,25 +52,38 @@ class Sequences:
             for token in criteria.eos_token_id.flatten().tolist()
         }
 
-    def propose(self, tokens: torch.LongTensor) -> None:
-        """Writes tokens `(batch_size, count)` behind each row without making them part of it."""
-        count = tokens.shape[1]
+    def propose(self, tokens: list[list[int]]) -> torch.LongTensor:
+        """
+        Writes so many tokens behind each row without making them part of it, and returns them on the device,
+        `(batch_size, count)`.
+        """
+        self.proposed, count = tokens, len(tokens[0])
         if max(self.lengths) + count >= self.ids.shape[1]:  # room for the bonus token as well
             room = self.ids.new_full((self.batch_size, max(count + 1, self.ids.shape[1] // 2)), self.pad_token)
             self.ids = torch.cat([self.ids, room], dim=1)
-        self._write(self.lengths, tokens)
+        drafted = from_host(tokens, self.ids.device)
+        self._write(self.lengths, drafted)
+        return drafted
 
-    def accept(self, accepted: list[int], bonus: torch.LongTensor) -> list[list[int]]:
+    def accept(
+        self, accepted: list[int], bonus: list[int], on_device: torch.LongTensor | None = None
+    ) -> list[list[int]]:
         """
-        Makes the first `accepted` of the proposed tokens and a `bonus` token `(batch_size,)` part of each row, unless
-        `accepted` is negative, and returns the new tokens.
+        Makes the first `accepted` of the proposed tokens and a bonus token part of each row, and returns the new
+        tokens.
+
+        Args:
+            accepted (`list[int]`): How many tokens each row accepts; negative for a row that gets none, nor a bonus.
+            bonus (`list[int]`): The bonus tokens.
+            on_device (`torch.LongTensor` of shape `(batch_size,)`, *optional*): The same where the rows are, if they
+                were decided there.
         """
-        before = self.lengths
-        self.lengths = [n + k + 1 if k >= 0 else n for n, k in zip(before, accepted)]
-        self.last = torch.where(from_host(accepted, bonus.device) < 0, self.last, bonus)
+        bonus_there = from_host(bonus, self.ids.device) if on_device is None else on_device
+        if min(accepted) < 0:
+            bonus_there = torch.where(from_host(accepted, self.ids.device) < 0, self.last, bonus_there)
+        self.last, self.lengths = bonus_there, [n + max(0, k + 1) for n, k in zip(self.lengths, accepted)]
         self._write([length - 1 for length in self.lengths], self.last[:, None])
-        new = self.ids[:, min(before) : max(self.lengths)].tolist()
-        return [row[start - min(before) : stop - min(before)] for row, start, stop in zip(new, before, self.lengths)]
+        return [[*row[:k], token] if k >= 0 else [] for row, k, token in zip(self.proposed, accepted, bonus)]
 
     def _write(self, starts: list[int], tokens: torch.LongTensor) -> None:
         """Writes tokens `(batch_size, count)` into each row, from a column of its own on."""

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
-from ..distributed.launch import tokens_of
+from ..distributed.launch import info_of
 from ..drafting.vocabulary import Translation
 from .spelling import Encoder, spelled_tokens
 
@@ -36,7 +36,7 @@ def translation_for(model, assistant_model, tokenizer=None, assistant_tokenizer=
     """
     if assistant_tokenizer is not None and tokenizer is None:
         raise ValueError("`assistant_tokenizer` needs the target's tokenizer too: pass `tokenizer=...` to generate().")
-    sizes = model.config.get_text_config(decoder=True).vocab_size, tokens_of(assistant_model)[0]
+    sizes = model.config.get_text_config(decoder=True).vocab_size, info_of(assistant_model).vocab_size
     if assistant_tokenizer is not None:
         known = _translations.setdefault(tokenizer, weakref.WeakKeyDictionary()).setdefault(assistant_tokenizer, {})
         if sizes not in known:

@@ -155,15 +155,18 @@ class Planner:
         return is_free and (self.chooses_lookahead or self.costs.knows(AHEAD))
 
     def observe(self, before: RoundRecord, now: RoundRecord) -> None:
-        """Learns from a round, as [`CostModel.observe`] does, and chooses the next plan when that is due."""
+        """
+        Learns from a round, as [`CostModel.observe`] does, and chooses the next plan when that is due. Where the
+        settings leave nothing to choose, nothing is learned.
+        """
+        if self.is_fixed:
+            return
         with self.lock:
             self._observe(before, now)
 
     def _observe(self, before: RoundRecord, now: RoundRecord) -> None:
         seen = self.experience
         self.costs.observe(before, now)
-        if self.is_fixed:
-            return
         if self.profile.state != RUNNING:
             self.durations.used[now.mode] = self.durations.rounds
         if seen.rounds <= seen.probe_until and self.costs.knows(PLAIN):

@@ -107,8 +107,8 @@ def test_the_marginals_of_another_branch_fail_the_same_test(small, prepared_in_p
     grow = ParallelDrafter.grow
 
     def mutant(self, *arguments):
-        for tokens, probabilities in grow(self, *arguments):
-            yield tokens, probabilities.roll(1, dims=1)
+        for tokens, probabilities, supports in grow(self, *arguments):
+            yield tokens, probabilities.roll(1, dims=1), supports
 
     monkeypatch.setattr(ParallelDrafter, "grow", mutant)
     assert p_value(*small, calls=16, seed=10, budget=4) < 1e-3

@@ -300,11 +300,15 @@ def plain_q_with_saguaro_tokens(monkeypatch):
 
 
 def drafts_q_with_random_tokens(monkeypatch):
-    def claims(proposal, vocab_size):
-        favourite = torch.nn.functional.one_hot(torch.tensor(2), vocab_size) * 0.5 + 0.5 / vocab_size
-        return favourite.expand(*proposal.tokens.shape, vocab_size)
+    propose = fallbacks.RandomFallback.propose
 
-    monkeypatch.setattr(fallbacks, "dense_probabilities", claims)
+    def claims(self, *request):
+        proposal = propose(self, *request)
+        favourite = torch.nn.functional.one_hot(torch.tensor(2), self.vocab_size) * 0.5 + 0.5 / self.vocab_size
+        proposal.probabilities = favourite.expand_as(proposal.probabilities)
+        return proposal
+
+    monkeypatch.setattr(fallbacks.RandomFallback, "propose", claims)
 
 
 MUTANTS = {

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_ssd.distributed import groups
+from hf_ssd.distributed import groups, wire
 from hf_ssd.distributed.channel import Channel, PeerLost
-from hf_ssd.distributed.messages import Kind, Message, ProtocolError
+from hf_ssd.distributed.wire import Kind, Message, ProtocolError
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def test_messages_arrive_in_order_and_whole(ends):
         target.send(Message(Kind.PROBABILITIES, 7, i, torch.full((size,), float(i))))
     for i, size in enumerate(sizes):
         outcome, probabilities = draft.receive(10), draft.receive(10)
-        assert (outcome.session, outcome.round) == (7, i) and torch.equal(outcome.payload, torch.arange(size))
+        assert (outcome.session, outcome.round) == (7, i) and wire.integers(outcome.payload, 0) == list(range(size))
         assert torch.equal(probabilities.payload, torch.full((size,), float(i)))
     target.flush(10)
     assert not target.sent
@@ -194,7 +194,7 @@ def test_both_directions_at_once(ends):
 PEER = """
 import sys, time, datetime, torch.distributed as dist
 from hf_ssd.distributed.channel import Channel
-from hf_ssd.distributed.messages import Kind, Message
+from hf_ssd.distributed.wire import Kind, Message
 store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), None, False, datetime.timedelta(seconds=60))
 channel = Channel(store, is_target=False)
 channel.send(Message(Kind.READY))

@@ -19,7 +19,7 @@ from hf_ssd.distributed import groups
 from hf_ssd.distributed.channel import Channel
 from hf_ssd.distributed.device_link import DeviceLink
 from hf_ssd.distributed.groups import TARGET, gloo_group
-from hf_ssd.distributed.messages import Kind, Message, ProtocolError
+from hf_ssd.distributed.wire import Kind, Message, ProtocolError
 
 from ..conftest import padded_batch, tiny_draft
 from ..faults.test_worker_faults import AtLength

@@ -1,11 +1,13 @@
 """Tokens leave before anything is done with what they were drawn from."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from hf_ssd.distributed import payloads
+from hf_ssd.distributed import wire
 from hf_ssd.distributed.draft_server import DraftServer
-from hf_ssd.distributed.messages import Kind
+from hf_ssd.distributed.wire import Kind
 from hf_ssd.rounds import AHEAD, PREPARED, RoundRecord, Speculation
 
 ROWS, LOOKAHEAD, VOCAB = 2, 3, 40
@@ -24,16 +26,24 @@ class Recorder:
         self.events.append(payload)
 
 
+def server_with(channel, sampled=True):
+    """A server in the middle of a call."""
+    server = DraftServer(channel, None)
+    drafter = SimpleNamespace(sampled=sampled, vocab_size=VOCAB)
+    server.speculator = SimpleNamespace(drafter=drafter, distributions=lambda speculation: speculation.probabilities)
+    return server
+
+
 @pytest.mark.parametrize("link", [None, "a link"])
 @pytest.mark.parametrize("support", [VOCAB, 4])
 def test_what_tokens_were_drawn_from_is_announced_with_them_and_packed_afterwards(link, support, monkeypatch):
-    events, pack = [], payloads.probabilities_to_payload
-    monkeypatch.setattr(payloads, "probabilities_to_payload", lambda *rest: events.append("packs") or pack(*rest))
-    server = DraftServer(Recorder(link, events), None)
+    events, pack = [], wire.write_probabilities
+    monkeypatch.setattr(wire, "write_probabilities", lambda *rest: events.append("packs") or pack(*rest))
+    server = server_with(Recorder(link, events))
     q = torch.zeros(ROWS, LOOKAHEAD, VOCAB)
     q[..., :support] = torch.rand(ROWS, LOOKAHEAD, support)
     server.costs, record = (0.5, 0.25, 0.125), RoundRecord(AHEAD, LOOKAHEAD, 5, [PREPARED] * ROWS)
-    speculation = Speculation(torch.ones(ROWS, LOOKAHEAD, dtype=torch.long), q, record)
+    speculation = Speculation([[1] * LOOKAHEAD] * ROWS, q, record)
     server._send(speculation)
     tokens, packs, payload = events
     assert (tokens.kind, tokens.announces.kind, packs) == (Kind.SPECULATION, Kind.PROBABILITIES, "packs")
@@ -42,13 +52,13 @@ def test_what_tokens_were_drawn_from_is_announced_with_them_and_packed_afterward
     assert tokens.announces.over_link == bool(link)
     # Over a link nothing is asked of the device, so all of the vocabulary travels.
     assert len(payload) == ROWS * LOOKAHEAD * (VOCAB if link or support == VOCAB else 2 * support)
-    assert torch.equal(payloads.payload_to_probabilities(payload, tuple(q.shape)), q)
-    told = payloads.payload_to_speculation(tokens.payload, ROWS)
-    assert torch.equal(told.tokens, speculation.tokens) and told.record.hits == [True] * ROWS
+    assert torch.equal(wire.read_probabilities(payload, tuple(q.shape)), q)
+    told = wire.read_speculation(tokens.payload, ROWS)
+    assert told.tokens == speculation.tokens and told.record.hits == [True] * ROWS
     assert (told.record.budget, told.costs, server.costs) == (5, (0.5, 0.25, 0.125), None)  # costs are told once
 
 
 def test_nothing_is_announced_where_tokens_were_certain():
     events, record = [], RoundRecord(AHEAD, LOOKAHEAD, 5, [PREPARED] * ROWS)
-    DraftServer(Recorder(None, events), None)._send(Speculation(torch.ones(ROWS, LOOKAHEAD).long(), None, record))
+    server_with(Recorder(None, events), sampled=False)._send(Speculation([[1] * LOOKAHEAD] * ROWS, None, record))
     assert len(events) == 1 and events[0].announces is None

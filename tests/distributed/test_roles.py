@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, set_seed
 
 import hf_ssd
 from hf_ssd.distributed import Roles, init_roles
-from hf_ssd.distributed.messages import Message
 from hf_ssd.distributed.target_ranks import TargetRanks
+from hf_ssd.distributed.wire import Message
 
 from ..conftest import padded_batch, tiny_draft, tiny_model
 

@@ -1,6 +1,7 @@
 """Several draft workers that share the outcomes: real processes, and the answers of one."""
 
 import contextlib
+import dataclasses
 import os
 import signal
 import time
@@ -95,7 +96,7 @@ def test_two_workers_answer_as_one_with_twice_the_budget(target, one, two, rows,
 def test_two_workers_with_the_same_share_would_not(target, one, two, monkeypatch):
     """The mutant for the test above."""
     to_dict = SessionRequest.to_dict
-    monkeypatch.setattr(SessionRequest, "to_dict", lambda self: {**to_dict(self), "worker_index": 0})
+    monkeypatch.setattr(SessionRequest, "to_dict", lambda self: to_dict(dataclasses.replace(self, worker_index=0)))
     expected = generate(target, one, budget=2 * BUDGET, do_sample=False)
     assert of_rounds(generate(target, two, do_sample=False), "sources") != of_rounds(expected, "sources")
 
@@ -135,16 +136,17 @@ def test_a_worker_completes_less_than_it_has_prepared(draft):
     session = WorkerSession(worker, 1, SessionRequest(config, generation, prompts, 0, 97, plan=plan, num_workers=2))
     with torch.inference_mode():
         worker.work()
-        hit = worker.server.speculator.prepared.bonus[0, 0]
-        session.send_outcome(Outcome(torch.tensor([0, 0]), torch.stack([hit, hit])), Plan(AHEAD, 2, 2, BUDGET))
+        hit = worker.server.speculator.prepared.bonus[0][0]
+        session.send_outcome(Outcome([0, 0], [hit, hit]), Plan(AHEAD, 2, 2, BUDGET))
         found = session.receive_speculation()
         q = session.receive_probabilities()
-        assert found.tokens.shape == (2, 3) and found.record.hits[0]
-        found.tokens, found.known = found.tokens[:, :2], [1, 2]
+        assert len(found.tokens[0]) == 3 and found.record.hits[0]
+        expected = [found.tokens[0][:2], [7, 8]]
+        found.tokens = [found.tokens[0][:1], [7, 8]]
         found.record.sources[1], found.record.lookahead = CUSTOM, 2
         session.send_speculation(found)
         completed = session.receive_speculation()
-        assert torch.equal(completed.tokens, found.tokens)  # the second token of the first row, drafted once more
+        assert completed.tokens == expected  # the second token of the first row, drafted once more
         torch.testing.assert_close(session.receive_probabilities()[0], q[0, :2], atol=1e-5, rtol=1e-4)
 
 

@@ -9,10 +9,10 @@ import torch.distributed as dist
 from transformers import GenerationConfig
 
 import hf_ssd
-from hf_ssd.distributed import messages, payloads
+from hf_ssd.distributed import wire
 from hf_ssd.distributed.channel import Channel
-from hf_ssd.distributed.messages import Kind, Message
 from hf_ssd.distributed.session import SessionRequest
+from hf_ssd.distributed.wire import Kind, Message
 from hf_ssd.distributed.worker_session import WorkerSession
 from hf_ssd.rounds import AHEAD, NOTHING, PREPARED, Outcome, Plan, RoundRecord, Speculation
 
@@ -21,7 +21,7 @@ NUMBER, ROWS = 5, 2
 
 def speculation(tokens, **changes):
     record = RoundRecord(sources=[PREPARED, NOTHING], **changes)
-    return payloads.speculation_to_payload(Speculation(torch.tensor(tokens), None, record))
+    return wire.write_speculation(Speculation(tokens, None, record))
 
 
 class Line:
@@ -39,12 +39,12 @@ class Line:
         request = SessionRequest(hf_ssd.SSDConfig(timeout=2.0), GenerationConfig(), [torch.tensor([1])] * ROWS, 0, 9)
         self.session = WorkerSession(worker, NUMBER, request)
         for _ in range(3):
-            self.session.send_outcome(Outcome(torch.tensor([0, 0]), torch.tensor([3, 4])), Plan(AHEAD, 2, 2, 4))
+            self.session.send_outcome(Outcome([0, 0], [3, 4]), Plan(AHEAD, 2, 2, 4))
         assert self.session.round == 2
 
     def say(self, kind=Kind.SPECULATION, session=NUMBER, round_=2, payload=None, change=None):
         payload = speculation([[1, 2], [3, round_]]) if payload is None else payload
-        frames = messages.pack(Message(kind, session, round_, payload))
+        frames = wire.pack(Message(kind, session, round_, payload))
         if change is not None:
             frames[0][change[0]] = change[1]
         for frame in frames:
@@ -84,7 +84,7 @@ def heard(line, *sayings):
     ids=str,
 )
 def test_late_answers_are_dropped(line, late):
-    assert heard(line, late, late, {}).tokens.tolist() == [[1, 2], [3, 2]]
+    assert heard(line, late, late, {}).tokens == [[1, 2], [3, 2]]
     line.session.close()
     assert not line.killed
 
@@ -95,14 +95,14 @@ def test_late_answers_are_dropped(line, late):
         ({"round_": 3}, "expected SPECULATION of session 5, round 2"),
         ({"kind": Kind.PROBABILITIES, "payload": torch.ones(36)}, "received PROBABILITIES of session 5"),
         ({"change": (0, 1234)}, "does not come from hf_ssd"),
-        ({"change": (1, messages.VERSION + 1)}, f"this side speaks version {messages.VERSION}"),
+        ({"change": (1, wire.VERSION + 1)}, f"this side speaks version {wire.VERSION}"),
         ({"change": (2, 99)}, "kind 99"),
         ({"change": (6, 121)}, "announces 121 elements"),
-        ({"payload": torch.arange(6)}, "a speculation of 6 integers does not fit 2 rows"),
-        ({"payload": torch.zeros(23, dtype=torch.int64)}, "does not fit 2 rows"),
-        ({"payload": speculation([[1, 2], [3, 4]], passes=-1)}, "a speculation cannot have mode"),
-        ({"payload": speculation([[1, 2], [3, 4]], lookahead=65)}, "a speculation cannot have mode"),
-        ({"payload": speculation([[1, 2], [3, 9]])}, "1 to 9 are not tokens of the vocabulary of 9"),
+        ({"payload": torch.arange(6)}, "expected 22 integers or more, found 6"),
+        ({"payload": torch.zeros(23, dtype=torch.int64)}, "a speculation of 1 tokens cannot have .0, 0. of each row"),
+        ({"payload": speculation([[1, 2], [3, 4]], passes=-1)}, "-1 cannot be the passes of a speculation"),
+        ({"payload": speculation([[1, 2], [3, 4]], lookahead=65)}, "65 cannot be the lookahead of a speculation"),
+        ({"payload": speculation([[1, 2], [3, 9]])}, "1 to 9 are not tokens of a vocabulary of 9"),
         ({"payload": speculation([[1, 2], [-3, 8]])}, "-3 to 8 are not tokens"),
     ],
     ids=str,

@@ -10,11 +10,11 @@ from scipy import stats
 from transformers.generation import CandidateGenerator, PromptLookupCandidateGenerator
 
 from hf_ssd.drafting.custom_fallback import CustomFallback, is_proposer
-from hf_ssd.drafting.fallbacks import Fallback, NGramFallback, RandomFallback, dense_probabilities, join
+from hf_ssd.drafting.fallbacks import Fallback, NGramFallback, RandomFallback, join, padded, point_masses
 from hf_ssd.generation.verification import acceptance_probabilities, residual_distribution
 from hf_ssd.rounds import NOTHING, PREPARED, RoundRecord, Speculation
 
-VOCAB = 6
+VOCAB, CPU = 6, torch.device("cpu")
 
 # ---------------------------------------------------------------- n-grams
 
@@ -26,7 +26,7 @@ class SlowNGramFallback(Fallback):
         self.max_ngram, self.rank, self.follow_unknown = max_ngram, rank, follow_unknown
 
     def propose(self, ids, lengths, rows, lookahead):
-        tokens, counts = [], []
+        tokens = []
         for row in rows:
             known = ids[row, : lengths[row]].tolist()
             matches = []
@@ -39,10 +39,8 @@ class SlowNGramFallback(Fallback):
             start = max(matches, key=lambda match: self.rank(*match))[1] + 1 if matches else len(known)
             if self.follow_unknown and matches:
                 known = ids[row].tolist()
-            proposed = known[start : start + lookahead]
-            tokens.append(proposed + [0] * (lookahead - len(proposed)))
-            counts.append(len(proposed))
-        return Speculation(torch.tensor(tokens, dtype=torch.long).view(len(rows), lookahead), known=counts)
+            tokens.append(known[start : start + lookahead])
+        return Speculation(tokens)
 
 
 @st.composite
@@ -65,9 +63,7 @@ def check_ngram(make, phases=tuple(Phase), examples=400):
         before = ids.clone()
         found = make(max_ngram).propose(ids, lengths, rows, lookahead)
         expected = SlowNGramFallback(max_ngram).propose(ids, lengths, rows, lookahead)
-        assert found.known == expected.known
-        assert found.tokens.dtype == torch.long and found.tokens.tolist() == expected.tokens.tolist()
-        assert found.probabilities is None
+        assert found.tokens == expected.tokens and found.probabilities is None
         assert torch.equal(ids, before)
 
     check()
@@ -103,9 +99,8 @@ def test_ngram_by_hand():
     lengths = [len(row) for row in rows]
     ids = torch.tensor([row + [2] * (14 - len(row)) for row in rows])
     proposal = NGramFallback().propose(ids, lengths, [2, 0, 1], 4)
-    assert proposal.known == [1, 4, 0]
-    assert proposal.tokens.tolist() == [[7, 0, 0, 0], [9, 4, 2, 3], [0, 0, 0, 0]]
-    assert NGramFallback(2).propose(ids, lengths, [0], 4).tokens.tolist() == [[5, 6, 1, 2]]  # the later one
+    assert proposal.tokens == [[7], [9, 4, 2, 3], []]
+    assert NGramFallback(2).propose(ids, lengths, [0], 4).tokens == [[5, 6, 1, 2]]  # the later one
 
 
 # ---------------------------------------------------------------- random
@@ -115,7 +110,7 @@ def random_tokens(fallback, starts, rows=4, lookahead=3):
     """Proposals behind these starts of a text that counts up to the vocabulary again and again, `(starts, rows, n)`."""
     ids = torch.arange(max(starts) + rows).repeat(rows, 1) % fallback.vocab_size
     asked = [fallback.propose(ids, [start] * rows, list(range(rows)), lookahead) for start in starts]
-    return torch.stack([proposal.tokens for proposal in asked])
+    return torch.tensor([proposal.tokens for proposal in asked])
 
 
 def whole_texts(vocab_size, count=2000):
@@ -141,8 +136,8 @@ def test_random_tokens_are_uniform_and_independent(vocab_size):
 
 class NotTheLast(RandomFallback):
     def propose(self, *request):
-        proposal = super().propose(*request)
-        return Speculation(proposal.tokens * (self.vocab_size - 1) // self.vocab_size, known=proposal.known)
+        tokens = torch.tensor(super().propose(*request).tokens)
+        return Speculation((tokens * (self.vocab_size - 1) // self.vocab_size).tolist())
 
 
 class FirstBytes(RandomFallback):
@@ -160,7 +155,7 @@ class RowAndPositionAdded(RandomFallback):
 
     def propose(self, ids, lengths, rows, lookahead):
         tokens = [super(RowAndPositionAdded, self).propose(ids, [lengths[r] + r], [0], lookahead).tokens for r in rows]
-        return Speculation(torch.cat(tokens), known=[lookahead] * len(rows))
+        return Speculation([of_row for (of_row,) in tokens])
 
 
 @pytest.mark.parametrize("mutant", [NotTheLast, FirstBytes, SameForEachRow])
@@ -186,7 +181,7 @@ def check_shares(fallback):
     for _ in range(3000):
         fallback.seed += 1
         proposal = fallback.propose(ids, lengths, [1, 0], 2)
-        drawn += torch.nn.functional.one_hot(proposal.tokens, 11).sum(1)
+        drawn += torch.nn.functional.one_hot(torch.tensor(proposal.tokens), 11).sum(1)
     expected = torch.zeros(2, 11)
     expected[0, [7, 8]] = torch.tensor([1 / 3, 2 / 3])
     expected[1, [3, 5]] = torch.tensor([3 / 4, 1 / 4])
@@ -216,11 +211,11 @@ def test_random_depends_on_text_seed_and_row_alone():
     first = fallback.propose(ids, lengths, [0, 1, 3], 5)
     changed = torch.where(torch.arange(30) < torch.tensor(lengths)[:, None], ids, 0)  # what is behind it is no text
     again = fallback.propose(changed, [1, 9, 1, 9], [3, 1], 5)
-    assert again.tokens.tolist() == first.tokens[[2, 1]].tolist()
-    assert fallback.propose(ids, lengths, [3], 2).tokens.tolist() == first.tokens[2:, :2].tolist()
-    assert first.known == [5, 5, 5]
-    assert first.tokens.unique(dim=0).shape[0] == 3
-    assert not torch.equal(RandomFallback(97, 0).propose(ids, lengths, [0, 1, 3], 5).tokens, first.tokens)
+    assert again.tokens == [first.tokens[2], first.tokens[1]]
+    assert fallback.propose(ids, lengths, [3], 2).tokens == [first.tokens[2][:2]]
+    assert [len(tokens) for tokens in first.tokens] == [5, 5, 5]
+    assert len(set(map(tuple, first.tokens))) == 3
+    assert RandomFallback(97, 0).propose(ids, lengths, [0, 1, 3], 5).tokens != first.tokens
     assert first.probabilities.shape == (3, 5, 97) and first.probabilities.dtype == torch.float32
 
 
@@ -263,8 +258,7 @@ def test_custom_rows_of_both_kinds(lead):
     before = IDS.clone()
     proposal = ask(proposer, rows=[2, 1])
     assert proposer.asked == [([[1, 1, 1]], 3), ([[5, 4]], 3)] and torch.equal(IDS, before)
-    assert proposal.known == [2, 1]
-    assert proposal.tokens.dtype == torch.long and proposal.tokens.tolist() == [[3, 5, 0], [4, 0, 0]]
+    assert proposal.tokens == [[3, 5], [4]]
     assert proposal.probabilities.dtype == torch.float32
     certain = torch.eye(VOCAB)
     torch.testing.assert_close(proposal.probabilities[0], torch.cat([q.float(), certain[:1]]))
@@ -274,10 +268,10 @@ def test_custom_rows_of_both_kinds(lead):
 def test_custom_proposals_are_cut_and_may_be_empty():
     q = torch.full((5, VOCAB), 1 / VOCAB)
     proposal = ask(Scripted((torch.arange(5), q), (torch.zeros(1, 0), None)), rows=[0, 1])
-    assert proposal.tokens.tolist() == [[0, 1, 2], [0, 0, 0]] and proposal.known == [3, 0]
+    assert proposal.tokens == [[0, 1, 2], []]
     proposal = ask(Scripted((torch.tensor([]), q[None, :0]), (torch.tensor([4]), None)), rows=[0, 1])
-    assert proposal.known == [0, 1] and proposal.probabilities is None
-    assert ask(Scripted(), rows=[]).tokens.shape == (0, 3)
+    assert proposal.tokens == [[], [4]] and proposal.probabilities is None
+    assert ask(Scripted(), rows=[]).tokens == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -297,10 +291,7 @@ def test_custom_prompt_lookup(rows):
     ids = torch.tensor([[1, 2, 3, 4, 1, 2], [1, 2, 3, 4, 0, 0], [3, 5, 1, 3, 0, 0]])
     proposal = CustomFallback(proposer, VOCAB).propose(ids, [6, 4, 4], rows, 3)
     # A match, no match (it returns its input), and a match that is followed by the end-of-sequence token.
-    expected = {0: ([3, 4, 1], 3), 1: ([0, 0, 0], 0), 2: ([0, 0, 0], 0)}
-    assert [(tokens, count) for tokens, count in zip(proposal.tokens.tolist(), proposal.known)] == [
-        expected[row] for row in rows
-    ]
+    assert proposal.tokens == [{0: [3, 4, 1], 1: [], 2: []}[row] for row in rows]
     assert proposal.probabilities is None
 
 
@@ -308,14 +299,15 @@ def test_custom_prompt_lookup_looks_as_far_as_its_max_length():
     """transformers takes `max_length`, 20 by default, for the last position that it may copy from."""
     ids = torch.tensor([[*range(30), 25, 26]])
     generators = {length: PromptLookupCandidateGenerator(max_length=length) for length in (20, 28, 33, 100)}
-    counts = {length: CustomFallback(g, 30).propose(ids, [32], [0], 4).known for length, g in generators.items()}
-    assert counts == {20: [0], 28: [1], 33: [0], 100: [4]}  # 33 leaves room for the bonus token alone
+    proposals = {length: CustomFallback(g, 30).propose(ids, [32], [0], 4) for length, g in generators.items()}
+    counts = {length: len(proposal.tokens[0]) for length, proposal in proposals.items()}
+    assert counts == {20: 0, 28: 1, 33: 0, 100: 4}  # 33 leaves room for the bonus token alone
 
 
 def test_custom_candidate_logits_become_probabilities():
     logits = torch.randn(1, 2, VOCAB, generator=torch.Generator().manual_seed(0))
     proposal = ask(ScriptedCandidates(torch.tensor([[1, 2, 3, 4, 5, 0]]), logits), lookahead=2)
-    assert proposal.tokens.tolist() == [[5, 0]] and proposal.known == [2]
+    assert proposal.tokens == [[5, 0]]
     torch.testing.assert_close(proposal.probabilities, logits.softmax(-1))
 
 
@@ -398,44 +390,42 @@ def test_is_proposer():
 
 def prepared(tokens: list[list[int]], hits: list[bool]) -> Speculation:
     """What is ready after a look-up; its tokens were certain."""
-    tokens, sources = torch.tensor(tokens), [PREPARED if hit else NOTHING for hit in hits]
-    known = [tokens.shape[1] * hit for hit in hits]
-    return Speculation(tokens, torch.eye(VOCAB)[tokens], RoundRecord(sources=sources), known)
+    record = RoundRecord(sources=[PREPARED if hit else NOTHING for hit in hits])
+    return Speculation([row * hit for row, hit in zip(tokens, hits)], torch.eye(VOCAB)[torch.tensor(tokens)], record)
 
 
 def test_rows_that_hit_keep_what_is_ready():
     ready = prepared([[1, 2], [3, 4], [5, 3]], [True, False, True])
-    joined = join(ready, [1], Speculation(torch.tensor([[4, 5, 0]]), known=[2]), VOCAB, sampled=True)
-    assert joined.tokens.tolist() == [[1, 2, 0], [4, 5, 0], [5, 3, 0]] and joined.known == [2, 3, 2]
-    assert torch.equal(joined.probabilities, torch.eye(VOCAB)[joined.tokens])
+    joined = join(ready, [1], Speculation([[4, 5]]), 3, VOCAB, CPU)
+    assert joined.tokens == [[1, 2], [4, 5, 0], [5, 3]]
+    assert torch.equal(joined.probabilities, torch.eye(VOCAB)[torch.tensor(padded(joined.tokens, 3))])
 
 
 def test_what_another_draft_prepared_with_an_earlier_plan_is_cut():
     ready = prepared([[1, 2, 3], [0, 0, 0]], [True, False])
-    joined = join(ready, [1], Speculation(torch.tensor([[4, 5]]), known=[2]), VOCAB, sampled=True)
-    assert joined.tokens.tolist() == [[1, 2], [4, 5]] and joined.known == [2, 2]
-    assert torch.equal(joined.probabilities, torch.eye(VOCAB)[joined.tokens])
+    joined = join(ready, [1], Speculation([[4, 5]]), 2, VOCAB, CPU)
+    assert joined.tokens == [[1, 2], [4, 5]]
+    assert torch.equal(joined.probabilities, torch.eye(VOCAB)[torch.tensor(joined.tokens)])
 
 
 def test_if_no_row_hit_it_is_as_wide_as_the_longest_proposal():
     ready = prepared([[1, 2], [3, 4], [5, 3]], [False, False, False])
     uniform = torch.full((2, 3, VOCAB), 1 / VOCAB)
-    proposal = Speculation(torch.tensor([[4, 0, 0], [5, 2, 0]]), uniform, known=[1, 2])
-    joined = join(ready, [0, 2], proposal, VOCAB, sampled=True)  # the row between is finished
-    assert joined.tokens.tolist() == [[4, 0], [0, 0], [5, 2]]
+    proposal = Speculation([[4], [5, 2]], uniform)
+    joined = join(ready, [0, 2], proposal, 3, VOCAB, CPU)  # the row between is finished
+    assert joined.tokens == [[4, 0], [], [5, 2]]
     assert torch.equal(joined.probabilities[[0, 2]], uniform[:, :2])
-    assert torch.equal(joined.probabilities[1], torch.eye(VOCAB)[[0, 0]])
-    assert join(ready, [0, 2], proposal, VOCAB, sampled=False).probabilities is None
+    assert torch.equal(joined.probabilities[1], torch.eye(VOCAB)[torch.tensor([0, 0])])
+    assert join(ready, [0, 2], proposal, 3, VOCAB).probabilities is None
 
 
 # ---------------------------------------------------------------- what all share
 
 
-def test_dense_probabilities():
-    proposal = Speculation(torch.tensor([[2, 0], [1, 5]]))
-    dense = dense_probabilities(proposal, VOCAB)
-    assert dense.dtype == torch.float32 and torch.equal(dense, torch.eye(VOCAB)[proposal.tokens])
-    assert dense_probabilities(Speculation(proposal.tokens, dense), VOCAB) is dense
+def test_point_masses():
+    tokens = torch.tensor([[2, 0], [1, 5]])
+    dense = point_masses(tokens, VOCAB)
+    assert dense.dtype == torch.float32 and torch.equal(dense, torch.eye(VOCAB)[tokens])
 
 
 def output_distribution(p, drafts, claimed, lookahead):
@@ -508,7 +498,7 @@ def test_point_masses_leave_the_target_as_it_is(drafts, seed):
     assert largest_error(drafts, lambda draft: None, seed=seed) < 1e-12
 
     def dense(draft):
-        return dense_probabilities(Speculation(torch.tensor([draft])), 4).double()
+        return point_masses(torch.tensor([draft]), 4).double()
 
     assert largest_error(drafts, dense, seed=seed) < 1e-12
     if len(drafts) == 1:
@@ -524,7 +514,7 @@ def test_custom_rows_of_both_kinds_leave_the_target_as_it_is(seed):
         def of(draft):
             proposer = Scripted((torch.tensor(draft[:1]), q), (torch.tensor(draft), None))
             proposal = CustomFallback(proposer, 4).propose(IDS, LENGTHS, [0, 1], 2)
-            assert proposal.tokens[row].tolist() == list(draft)
+            assert proposal.tokens[row] == list(draft)[: len(proposal.tokens[row])]
             return proposal.probabilities[row, None].double()
 
         return of

@@ -11,15 +11,16 @@ from transformers.generation.logits_process import TemperatureLogitsWarper, TopK
 import hf_ssd
 from hf_ssd import SSDConfig
 from hf_ssd.drafting.cache_shapes import shape_for
-from hf_ssd.drafting.parallel_drafter import ParallelDrafter, drafter_for
+from hf_ssd.drafting.drafters import drafter_for
+from hf_ssd.drafting.parallel_drafter import ParallelDrafter
 from hf_ssd.drafting.speculator import Speculator
 from hf_ssd.drafting.verified_prefix import VerifiedPrefix
 from hf_ssd.generation import verification
-from hf_ssd.rounds import AHEAD, FINISHED, NGRAM, Outcome, Plan
+from hf_ssd.rounds import AHEAD, FINISHED, NGRAM, Plan
 
 from ..conftest import padded_batch, tiny_model
 from ..generation.test_verification import add_continuations, plain_distribution, random_tree
-from .test_speculator import interrupted_after, outcome, passes_from_now_on
+from .test_speculator import interrupted_after, outcome, passes_from_now_on, prepared
 
 MASK, VOCAB, LOOKAHEAD = 4, 5, 3
 PLAN = Plan(AHEAD, LOOKAHEAD, LOOKAHEAD, budget=6)
@@ -47,12 +48,17 @@ def marginals(speculator, text, count):
 
 def prepared_outcomes(speculator, texts, drafted):
     """Each outcome that is prepared: the text up to its bonus token, and its tokens and distributions."""
-    prepared = speculator.prepared
-    tokens, told = torch.cat(prepared.tokens, dim=2), torch.cat(prepared.probabilities, dim=2)
+    cache = speculator.prepared
+    told = torch.cat(cache.probabilities, dim=2)
     for row, text in enumerate(texts):
-        for place, (k, bonus) in enumerate(zip(prepared.accepted[row].tolist(), prepared.bonus[row].tolist())):
+        for place, (k, bonus) in enumerate(zip(cache.accepted[row], cache.bonus[row])):
             if k >= 0:
-                yield [*text, *drafted[row, :k].tolist(), bonus], tokens[row, place], told[row, place]
+                yield [*text, *drafted[row][:k], bonus], torch.tensor(cache.tokens[row][place]), told[row, place]
+
+
+def behind(cache, accepted):
+    """The bonus tokens that were prepared for an accepted count of the first row."""
+    return [token for k, token in zip(cache.accepted[0], cache.bonus[0]) if k == accepted]
 
 
 @pytest.mark.parametrize("feeds_first", [False, True])
@@ -60,7 +66,7 @@ def prepared_outcomes(speculator, texts, drafted):
 @torch.inference_mode()
 def test_what_is_proposed_is_what_the_model_gives_for_its_text(family, feeds_first):
     speculator, plan = new_speculator(family), dataclasses.replace(PLAN, feeds_first=feeds_first)
-    texts, drafted = [list(prompt) for prompt in PROMPTS], torch.zeros(2, 0, dtype=torch.long)
+    texts, drafted = [list(prompt) for prompt in PROMPTS], [[], []]
     for turn in range(5):
         speculator.prepare(plan)
         count = 0
@@ -70,12 +76,12 @@ def test_what_is_proposed_is_what_the_model_gives_for_its_text(family, feeds_fir
             count += 1
         assert count >= 8
         place = 0 if turn % 2 else -1
-        one = Outcome(speculator.prepared.accepted[:, place].clone(), speculator.prepared.bonus[:, place].clone())
+        one = prepared(speculator, place)
         if turn == 2:  # a miss of the first row
-            hits = speculator.prepared.bonus[0][speculator.prepared.accepted[0] == 0].tolist()
+            hits = behind(speculator.prepared, 0)
             one.accepted[0], one.bonus[0] = 0, next(token for token in range(VOCAB) if token not in hits)
-        for row, k in enumerate(one.accepted.tolist()):
-            texts[row] += [*drafted[row, :k].tolist(), int(one.bonus[row])]
+        for row, k in enumerate(one.accepted):
+            texts[row] += [*drafted[row][:k], one.bonus[row]]
         answer = speculator.answer(one, plan)
         for row, text in enumerate(texts):
             expected = marginals(speculator, text, LOOKAHEAD)
@@ -131,7 +137,7 @@ def largest_error():
     speculator.prepare(PLAN)
     p = random_tree(LOOKAHEAD, seed=3)
     expected = plain_distribution(p, LOOKAHEAD + 1)
-    nothing = torch.zeros(2, 0, dtype=torch.long)
+    nothing = [[], []]
     for text, _, told in itertools.islice(prepared_outcomes(speculator, PROMPTS, nothing), 3):
         drawn_from = marginals(speculator, text, LOOKAHEAD).double()
         errors.append((output_distribution(p, drawn_from, told.double()) - expected).abs().max())
@@ -154,10 +160,9 @@ def test_one_forward_pass_a_round_and_one_more_on_a_miss(feeds_first, monkeypatc
     speculator.prepare(plan)
     passes = passes_from_now_on(speculator, monkeypatch)
     for turn in range(6):
-        prepared = speculator.prepared
-        hit = Outcome(prepared.accepted[:, turn % 3].clone(), prepared.bonus[:, turn % 3].clone())
+        hit = prepared(speculator, turn % 3)
         if turn % 2:
-            used = prepared.bonus[0][prepared.accepted[0] == hit.accepted[0]].tolist()
+            used = behind(speculator.prepared, hit.accepted[0])
             hit.bonus[0] = next(token for token in range(VOCAB) if token not in used)
         answer = speculator.answer(hit, plan)
         assert answer.record.steps == turn % 2 == len(passes)
@@ -172,10 +177,10 @@ def test_what_is_not_known_of_a_speculation_is_read_before_outcomes_are_chosen(m
     speculator = new_speculator(prompts=[[2, 3, 1, 0] * 3], sampled=False)
     plan = dataclasses.replace(PLAN, fallback=NGRAM)
     speculator.prepare(plan)
-    used = speculator.prepared.bonus[0].tolist()
+    used = speculator.prepared.bonus[0]
     passes = passes_from_now_on(speculator, monkeypatch)
     bonus = next(token for token in range(VOCAB) if token not in [*used, 4]) if len(set(used)) < VOCAB else 4
-    speculator.prepared.bonus[:] = 9  # nothing hits
+    speculator.prepared.branches = [{}]  # nothing hits
     assert speculator.answer(outcome([0], [bonus]), plan).record.sources == [NGRAM] and not passes
     speculator.prepare(plan)
     assert len(passes) == 2
@@ -195,7 +200,7 @@ def test_finished_rows_are_left_out_and_an_early_outcome_is_served_in_one_pass(m
     speculator.prepare(PLAN)
     alone.answer(outcome([0], [2]), PLAN)
     alone.prepare(PLAN)
-    assert torch.equal(speculator.prepared.bonus[0], alone.prepared.bonus[0])
+    assert speculator.prepared.bonus[0] == alone.prepared.bonus[0]
     for ours, theirs in zip(speculator.prepared.probabilities, alone.prepared.probabilities):
         torch.testing.assert_close(ours[0], theirs[0], atol=1e-5, rtol=0)
 

@@ -10,7 +10,7 @@ from transformers import GenerationConfig
 from hf_ssd import SSDConfig
 from hf_ssd.drafting import sampling
 from hf_ssd.drafting.cache_shapes import shape_for
-from hf_ssd.drafting.parallel_drafter import drafter_for
+from hf_ssd.drafting.drafters import drafter_for
 from hf_ssd.drafting.speculator import ROUNDS_PER_COMPARISON, Speculator, answer_width
 from hf_ssd.drafting.verified_prefix import VerifiedPrefix
 from hf_ssd.rounds import AHEAD, FINISHED, IN_TURN, PRIMARY, RANDOM, Outcome, Plan
@@ -38,7 +38,13 @@ def new_speculator(options="greedy", prompts=PROMPTS, family="llama", pard_token
 
 
 def outcome(accepted, bonus):
-    return Outcome(torch.as_tensor(accepted), torch.as_tensor(bonus))
+    return Outcome(list(accepted), list(bonus))
+
+
+def prepared(speculator, place):
+    """The outcome that a place of the cache was prepared for, in each row."""
+    cache = speculator.prepared
+    return outcome([row[place] for row in cache.accepted], [row[place] for row in cache.bonus])
 
 
 def interrupted_after(steps):
@@ -47,8 +53,9 @@ def interrupted_after(steps):
     return lambda: next(left, None) is None
 
 
-def assert_same(first, second, rows=slice(None)):
-    assert torch.equal(first.tokens[rows], second.tokens[rows])
+def assert_same(first, second, rows=None):
+    rows = range(len(first.tokens)) if rows is None else list(rows)
+    assert [first.tokens[row] for row in rows] == [second.tokens[row] for row in rows]
     if second.probabilities is not None:
         torch.testing.assert_close(first.probabilities[rows], second.probabilities[rows], atol=1e-5, rtol=1e-4)
 
@@ -62,30 +69,33 @@ def test_answers_are_the_same_prepared_or_just_in_time(options, family, pard_tok
     ahead, in_time = (new_speculator(options, family=family, pard_token=pard_token) for _ in range(2))
     ahead.prepare(PREPARES)
     generator, texts, hits = torch.Generator().manual_seed(6), [list(prompt) for prompt in PROMPTS], []
-    drafted = torch.zeros(3, 0, dtype=torch.long)
+    drafted = [[]] * 3
+
+    def drawn(first, last):
+        return torch.randint(first, last, (3,), generator=generator).tolist()
+
     for turn in range(12):
-        bonus = torch.randint(2, VOCAB, (3,), generator=generator)
-        accepted = torch.randint(0, drafted.shape[1] + 1, (3,), generator=generator)
+        told = outcome(drawn(0, len(drafted[0]) + 1), drawn(2, VOCAB))
         if turn % 2 and turn < 10:  # an outcome that was prepared, in some rows
-            index, rows = torch.randint(0, 12, (3,), generator=generator), torch.arange(3) != turn % 3
-            accepted = torch.where(rows, ahead.prepared.accepted[torch.arange(3), index], accepted)
-            bonus = torch.where(rows, ahead.prepared.bonus[torch.arange(3), index], bonus)
-        told = Outcome(accepted, bonus)
+            for row, place in enumerate(drawn(0, 12)):
+                if row != turn % 3:
+                    told.accepted[row] = ahead.prepared.accepted[row][place]
+                    told.bonus[row] = ahead.prepared.bonus[row][place]
         rounds = [(told, drafted)]
         for _ in range(turn if turn % 4 == 2 else 0):  # the draft was not asked, and something else proposed tokens
-            count, bonus = (torch.randint(2, most, (3,), generator=generator) for most in (5, VOCAB))
-            rounds.append((Outcome(count - 2, bonus), torch.randint(2, VOCAB, (3, 2), generator=generator)))
+            proposed = torch.randint(2, VOCAB, (3, 2), generator=generator).tolist()
+            rounds.append((outcome(drawn(0, 3), drawn(2, VOCAB)), proposed))
         for number, (one, proposed) in enumerate(rounds):
             if turn > 10 or (turn == 10 and number > 4):
                 one.accepted[1] = FINISHED
-            for row, k in enumerate(one.accepted.tolist()):
-                texts[row] += [] if k == FINISHED else [*proposed[row, :k].tolist(), int(one.bonus[row])]
+            for row, k in enumerate(one.accepted):
+                texts[row] += [] if k == FINISHED else [*proposed[row][:k], one.bonus[row]]
             told = told.followed_by(one, proposed) if number else one
-        used = one.accepted != FINISHED
+        used = [row for row, k in enumerate(one.accepted) if k != FINISHED]
         first, second = ahead.answer(told, PREPARES), in_time.answer(told, IN_TIME)
         assert_same(first, second, used)
         assert not any(second.record.hits)
-        hits += [hit for hit, counts in zip(first.record.hits, used) if counts]
+        hits += [first.record.hits[row] for row in used]
         if turn in (2, 5, 11):
             fresh = new_speculator(options, [text[:-1] for text in texts], family, pard_token)
             assert_same(first, fresh.answer(outcome([0] * 3, [text[-1] for text in texts]), IN_TIME), used)
@@ -118,10 +128,10 @@ def test_a_branch_that_is_half_grown_is_finished_alone(steps, monkeypatch):
     speculator, expected = (new_speculator("sampled", PROMPTS[:1], fan_out="uniform") for _ in range(2))
     speculator.prepare(PREPARES, interrupted_after(steps))
     grown, passes = min(4, steps), passes_from_now_on(speculator, monkeypatch)
-    prepared = Outcome(speculator.prepared.accepted[:, 1], speculator.prepared.bonus[:, 1])
-    answer = speculator.answer(prepared, PREPARES)
+    told = prepared(speculator, 1)
+    answer = speculator.answer(told, PREPARES)
     assert answer.record.hits == [True] and answer.record.passes == grown
-    assert_same(answer, expected.answer(prepared, IN_TIME))
+    assert_same(answer, expected.answer(told, IN_TIME))
     # What is ready is fed together, and the rest one by one: never more forward passes than tokens are missing.
     assert len(passes) == answer.record.steps == 4 - grown and all(shape[0] == 1 for shape in passes)
 
@@ -138,7 +148,7 @@ def test_rows_that_hit_keep_their_tokens_when_a_fallback_serves_the_others():
     plan = dataclasses.replace(PREPARES, fallback=RANDOM)
     speculator, in_time = (new_speculator("sampled", fan_out="uniform") for _ in range(2))
     speculator.prepare(plan)
-    bonus = speculator.prepared.bonus[:, 0].clone()
+    bonus = prepared(speculator, 0).bonus
     bonus[1] = next(t for t in range(2, VOCAB) if t not in speculator.prepared.bonus[1])
     answer = speculator.answer(outcome([0] * 3, bonus), plan)
     assert answer.record.sources == ["prepared", "random", "prepared"]
@@ -147,7 +157,18 @@ def test_rows_that_hit_keep_their_tokens_when_a_fallback_serves_the_others():
     share = torch.bincount(text, minlength=VOCAB) / len(text)
     torch.testing.assert_close(answer.probabilities[1], share.expand(4, -1))
     speculator.prepare(plan)
-    assert (speculator.prepared.accepted[1] == 0).sum() >= 10  # the likely outcome of a random proposal
+    assert speculator.prepared.accepted[1].count(0) >= 10  # the likely outcome of a random proposal
+
+
+@torch.inference_mode()
+def test_a_row_whose_branch_has_not_grown_is_drafted_when_a_fallback_serves_the_others():
+    plan, speculator = dataclasses.replace(PREPARES, fallback=RANDOM), new_speculator("sampled", fan_out="uniform")
+    speculator.prepare(plan, interrupted_after(0))
+    bonus = prepared(speculator, 0).bonus
+    bonus[1] = next(t for t in range(2, VOCAB) if t not in speculator.prepared.bonus[1])
+    answer = speculator.answer(outcome([0] * 3, bonus), plan)
+    assert answer.record.sources == ["prepared", "random", "prepared"] and answer.record.steps == 4
+    assert (answer.probabilities.gather(2, torch.tensor(answer.tokens)[:, :, None]) > 0).all()
 
 
 @pytest.mark.parametrize("fallback, steps", [(RANDOM, 0), (PRIMARY, 4)])
@@ -158,11 +179,12 @@ def test_a_finished_row_makes_no_one_draft(options, fallback, steps, monkeypatch
     plan, speculator = dataclasses.replace(PREPARES, fallback=fallback), new_speculator(options, fan_out="uniform")
     speculator.answer(outcome([0, 0, 0], [5, 6, 7]), plan)
     speculator.prepare(plan, interrupted_after(1))  # one token of each branch
-    prepared = speculator.prepared.bonus[speculator.prepared.accepted == 0].tolist()
-    unprepared = next(token for token in range(2, VOCAB) if token not in prepared)
+    cache = speculator.prepared
+    known = {token for row in zip(cache.accepted, cache.bonus) for k, token in zip(*row) if k == 0}
+    unprepared = next(token for token in range(2, VOCAB) if token not in known)
     passes = passes_from_now_on(speculator, monkeypatch)
     answer = speculator.answer(outcome([0, FINISHED, 0], [unprepared] * 3), plan)
-    assert not any(answer.record.hits) and answer.tokens.shape[1] == 4 and len(passes) == steps
+    assert not any(answer.record.hits) and answer.width == 4 and len(passes) == steps
 
 
 @torch.inference_mode()
@@ -170,13 +192,13 @@ def test_a_row_answers_as_if_it_were_alone():
     together, alone = new_speculator(), [new_speculator(prompts=[prompt]) for prompt in PROMPTS]
     generator = torch.Generator().manual_seed(7)
     for turn in range(6):
-        accepted = torch.randint(0, 5, (3,), generator=generator) * (turn > 0)  # the first outcome is a first token
-        bonus = torch.randint(2, VOCAB, (3,), generator=generator)
-        tokens = together.answer(Outcome(accepted, bonus), PREPARES).tokens
+        # The first outcome is a first token.
+        accepted = (torch.randint(0, 5, (3,), generator=generator) * (turn > 0)).tolist()
+        bonus = torch.randint(2, VOCAB, (3,), generator=generator).tolist()
+        tokens = together.answer(outcome(accepted, bonus), PREPARES).tokens
         together.prepare(PREPARES)
         for row, speculator in enumerate(alone):
-            one = Outcome(accepted[row : row + 1], bonus[row : row + 1])
-            assert torch.equal(tokens[row], speculator.answer(one, IN_TIME).tokens[0])
+            assert tokens[row] == speculator.answer(outcome([accepted[row]], [bonus[row]]), IN_TIME).tokens[0]
 
 
 @pytest.mark.parametrize(
@@ -198,10 +220,9 @@ def test_answer_width(known, width):
 def test_after_a_miss_all_rows_have_as_many_tokens_as_are_worth_it():
     plan, speculator = dataclasses.replace(PREPARES, after_miss=2), new_speculator(fan_out="uniform")
     speculator.prepare(plan)
-    bonus = speculator.prepared.bonus[:, 0].clone()
-    assert speculator.answer(outcome([0] * 3, bonus), plan).tokens.shape[1] == 4
+    assert speculator.answer(outcome([0] * 3, prepared(speculator, 0).bonus), plan).width == 4
     speculator.prepare(plan)
-    assert speculator.answer(outcome([0] * 3, [2, 3, 4]), plan).tokens.shape[1] == 2
+    assert speculator.answer(outcome([0] * 3, [2, 3, 4]), plan).width == 2
 
 
 @torch.inference_mode()
@@ -224,7 +245,7 @@ def test_what_the_ngram_fallback_would_have_given_is_counted_in_some_rounds():
     for turn in range(1, 2 * ROUNDS_PER_COMPARISON + 2):
         # It would have gone on with 2, 3, 4, 5: all that the row gains, or in the last comparison less.
         is_last = turn == 2 * ROUNDS_PER_COMPARISON
-        speculator.verify(torch.tensor([[2, 3, 4, 9 if is_last else 6], [6] * 4]), [PRIMARY, PRIMARY])
+        speculator.verify([[2, 3, 4, 9 if is_last else 6], [6] * 4], [PRIMARY, PRIMARY])
         record = speculator.answer(outcome([4 if is_last else 3, 0], [5, 10 + turn]), IN_TIME).record
         assert record.ngram_matches == expected
         speculator.prepare(IN_TIME)  # where there is time to compare, and the next answer tells

@@ -14,6 +14,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 import hf_ssd
 from hf_ssd.cache.trial import check_supported
 from hf_ssd.distributed.assistant import DraftAssistant
+from hf_ssd.drafting.needs import DraftInfo
 from hf_ssd.drafting.sampling import DraftSampler
 from hf_ssd.generation.draft import FaultTolerantDraft
 
@@ -68,7 +69,7 @@ class Late(DraftAssistant):
     def __init__(self, draft, **options):
         self.gate = threading.Event()
         super().__init__([lambda: LateWorker(draft, self.gate)], wait=False, **options)
-        self.vocab_size = VOCAB
+        self.info = DraftInfo(VOCAB)
 
     def let_in(self):
         self.gate.set()
@@ -166,7 +167,7 @@ def test_a_worker_that_cannot_start_is_told_of_once(target, draft, warnings):
 
     for raises in (False, True):
         with DraftAssistant([fails], wait=False) as assistant:
-            assistant.vocab_size = VOCAB
+            assistant.info = DraftInfo(VOCAB)
             assistant._wait(60)
             if raises:
                 with pytest.raises(hf_ssd.DraftError, match="could not be started: no such device"):

@@ -15,18 +15,17 @@ import torch
 import torch.distributed as dist
 
 import hf_ssd
-from hf_ssd.distributed import connection, launch, meeting, payloads
+from hf_ssd.distributed import connection, launch, meeting, wire
 from hf_ssd.distributed.channel import Channel, PeerLost
 from hf_ssd.distributed.draft_server import DraftServer
 from hf_ssd.distributed.meeting import prove
-from hf_ssd.distributed.messages import Kind, Message, ProtocolError
+from hf_ssd.distributed.wire import Kind, Message, ProtocolError
 
 from ..conftest import padded_batch, tiny_draft
 
 CONFIG = {"lookahead": 3, "budget": 8}
 INFO = {
-    "vocab_size": 97,
-    "pard_token": None,
+    "draft": {"vocab_size": 97, "mask_token": None, "positions": None},
     "device": "cpu",
     "gpu": None,
     "pid": 1,
@@ -190,7 +189,7 @@ class Stranger:
             self.channel = Channel(store, is_target=False)
             with contextlib.suppress(AttributeError, ProtocolError):
                 prove(self.channel)
-            self.channel.send(Message(Kind.READY, payload=payloads.json_to_payload(INFO)))
+            self.channel.send(Message(Kind.READY, payload=wire.write_json(INFO)))
             while not self.ended:
                 with contextlib.suppress(TimeoutError):
                     message = self.channel.receive(1.0)
@@ -261,7 +260,7 @@ def test_a_stranger_in_the_place_of_a_worker_gets_no_prompt(target, draft, monke
         channel = Channel(store, is_target=False, secret=b"guess")
         with contextlib.suppress(ProtocolError):
             prove(channel)
-        channel.send(Message(Kind.READY, payload=payloads.json_to_payload(INFO)))
+        channel.send(Message(Kind.READY, payload=wire.write_json(INFO)))
         with contextlib.suppress(PeerLost, RuntimeError):
             Spy(channel, draft).serve()
 

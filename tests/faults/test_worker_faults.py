@@ -103,7 +103,7 @@ def test_a_worker_that_raises_shows_its_traceback_and_stays(target, assistant, w
 
     def nonsense(self, outcome, plan):
         if self.round == 2:
-            outcome = Outcome(outcome.accepted, outcome.bonus + 10**6)
+            outcome = Outcome(outcome.accepted, [token + 10**6 for token in outcome.bonus])
         return original(self, outcome, plan)
 
     WorkerSession.send_outcome = nonsense

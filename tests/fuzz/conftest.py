@@ -10,7 +10,7 @@ import torch
 import hf_ssd
 from hf_ssd.distributed import channel
 from hf_ssd.distributed.assistant import DraftAssistant
-from hf_ssd.distributed.messages import PAYLOAD_TYPES, Message
+from hf_ssd.distributed.wire import PAYLOAD_TYPES, Message
 
 from ..conftest import VOCAB, padded_batch, tiny_draft, tiny_model
 from ..stand_ins.thread_worker import ThreadWorker
@@ -82,6 +82,7 @@ def recorded():
 
 def damaged(payload: torch.Tensor, chance: random.Random) -> torch.Tensor:
     """What may arrive instead: with flipped bytes, other numbers, cut off, longer, or of another type."""
+    payload = torch.tensor(payload, dtype=torch.int64) if isinstance(payload, list) else payload
     data, dtype = bytearray(payload.contiguous().numpy().tobytes()), payload.dtype
     for _ in range(chance.randint(1, 3)):
         what = chance.randrange(6)

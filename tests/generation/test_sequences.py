@@ -9,12 +9,12 @@ from hf_ssd.generation.sequences import Sequences
 
 def test_there_is_room_for_the_bonus_token_of_a_row_that_ends_with_the_storage():
     sequences = Sequences(torch.ones(2, 4, dtype=torch.long), StoppingCriteriaList([MaxLengthCriteria(10**6)]), 0)
-    drafted = torch.tensor([[2, 3, 4], [5, 6, 7]])
-    sequences.accept([0, 0], torch.tensor([1, 1]))  # so that the 64th round ends exactly where the storage does
+    drafted = [[2, 3, 4], [5, 6, 7]]
+    sequences.accept([0, 0], [1, 1])  # so that the 64th round ends exactly where the storage does
     expected = [[1] * 5, [1] * 5]
     for _ in range(200):
         sequences.propose(drafted)
-        sequences.accept([3, 1], torch.tensor([8, 9]))
+        sequences.accept([3, 1], [8, 9])
         expected = [expected[0] + [2, 3, 4, 8], expected[1] + [5, 9]]
     for row in range(2):
         assert sequences.ids[row, : sequences.lengths[row]].tolist() == expected[row]
@@ -24,8 +24,8 @@ def test_a_finished_row_stays_as_it_is_and_the_last_tokens_are_known():
     sequences = Sequences(torch.ones(2, 4, dtype=torch.long), StoppingCriteriaList([MaxLengthCriteria(100)]), 0)
     assert sequences.last.tolist() == [1, 1]
     for drafted, accepted, bonus in (([2, 5], [0, 0], [3, 6]), ([2, 5], [1, -1], [8, 9]), ([4, 4], [0, -1], [7, 9])):
-        sequences.propose(torch.tensor(drafted)[:, None])
-        sequences.accept(accepted, torch.tensor(bonus))
+        sequences.propose([[token] for token in drafted])
+        sequences.accept(accepted, bonus)
         assert sequences.last.tolist() == [sequences.ids[row, n - 1] for row, n in enumerate(sequences.lengths)]
     rows = [sequences.ids[row, :n].tolist() for row, n in enumerate(sequences.lengths)]
     assert rows == [[1, 1, 1, 1, 3, 2, 8, 7], [1, 1, 1, 1, 6]]
@@ -74,19 +74,19 @@ def in_rounds(texts, criteria, chance):
     """The same from rounds in which rows grow by different amounts, with rejected drafts behind them."""
     sequences = Sequences(torch.ones(len(texts), PROMPT, dtype=torch.long), criteria, PAD)
     streamed = [[] for _ in texts]
-    drafted = torch.zeros(len(texts), 0, dtype=torch.long)
+    drafted = [[] for _ in texts]
     while any(sequences.unfinished):
-        accepted = [chance.randint(0, drafted.shape[1]) if unfinished else -1 for unfinished in sequences.unfinished]
+        accepted = [chance.randint(0, len(drafted[0])) if unfinished else -1 for unfinished in sequences.unfinished]
         for row, count in enumerate(accepted):
             start = sequences.lengths[row]
-            drafted[row, : max(count, 0)] = torch.tensor(texts[row][start : start + max(count, 0)], dtype=torch.long)
+            drafted[row][: max(count, 0)] = texts[row][start : start + max(count, 0)]
         sequences.propose(drafted)
         bonus = [text[length + max(count, 0)] for text, length, count in zip(texts, sequences.lengths, accepted)]
-        new = sequences.accept(accepted, torch.tensor(bonus))
+        new = sequences.accept(accepted, bonus)
         sequences.stop_where_plain_generation_would(new, lambda _: None)
         for row, tokens in enumerate(streamed):
             tokens += sequences.ids[row, PROMPT + len(tokens) : sequences.settled(row)].tolist()
-        drafted = torch.randint(1, 10, (len(texts), 4))  # among them what the criteria wait for
+        drafted = torch.randint(1, 10, (len(texts), 4)).tolist()  # among them what the criteria wait for
     return sequences.finish(), streamed
 
 

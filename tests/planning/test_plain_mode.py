@@ -9,9 +9,9 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList, set_seed
 
 import hf_ssd
-from hf_ssd.distributed import payloads
+from hf_ssd.distributed import wire
 from hf_ssd.distributed.assistant import DraftAssistant
-from hf_ssd.distributed.messages import Kind
+from hf_ssd.distributed.wire import Kind
 from hf_ssd.distributed.worker_session import WorkerSession
 from hf_ssd.generation import loop
 from hf_ssd.rounds import AHEAD, IN_TURN, PLAIN, Plan
@@ -76,7 +76,7 @@ def generate(monkeypatch, target, assistant, planner, rows=2, **options):
 def rounds_told(worker, rows):
     """How many rounds each of the messages tells of: in each but the first of them a row gained one token."""
     told = [message.payload for message in worker.sent if message.kind == Kind.OUTCOME]
-    later = [payloads.payload_to_outcome(payload, rows)[0].later for payload in told]
+    later = [wire.read_outcome(payload, rows)[0].later for payload in told]
     return [1 if tokens is None else 1 + max(map(len, tokens)) for tokens in later]
 
 
@@ -164,6 +164,6 @@ def test_a_draft_that_is_ready_late_reads_what_was_generated_with_the_prompts(ta
         stats, (worker,) = output.ssd_stats, assistant.workers
         prompts = next(message.payload for message in worker.sent if message.kind == Kind.PROMPTS)
     assert stats.acceptance_rate == 1 and stats.draft_joined_at >= 2 * PLAIN_ROUNDS - 1
-    for row, prompt in enumerate(payloads.payload_to_prompts(prompts)):
+    for row, prompt in enumerate(wire.read_prompts(prompts)):
         text = output.sequences[row, 3 * row :]  # without padding
         assert torch.equal(prompt, text[: len(prompt)]) and len(prompt) > length - 3 * row

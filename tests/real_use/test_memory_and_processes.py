@@ -15,6 +15,7 @@ import hf_ssd
 from hf_ssd.distributed import connection, launch, meeting, process
 from hf_ssd.distributed.assistant import DraftAssistant
 from hf_ssd.distributed.session import DraftError
+from hf_ssd.drafting.needs import DraftInfo
 
 from ..conftest import padded_batch, ready, tiny_draft, tiny_model
 from ..stand_ins.thread_worker import ThreadWorker
@@ -99,7 +100,7 @@ def test_the_memory_of_a_call_whose_draft_cannot_start_is_free_when_it_returns(t
     def call():
         broken = DraftAssistant([fail], wait=False)
         broken.slots[0].thread.join()
-        broken.vocab_size = 97
+        broken.info = DraftInfo(97)
         assert generate(target, broken, FIXED, return_dict_in_generate=True).ssd_stats.draft_failure == "no"
 
     assert tensors_left(call) == 0
@@ -262,7 +263,7 @@ def test_a_worker_that_meets_an_error_of_the_protocol_ends_at_once():
     program = (
         "import os, threading\n"
         "from hf_ssd.distributed import worker\n"
-        "from hf_ssd.distributed.messages import ProtocolError\n"
+        "from hf_ssd.distributed.wire import ProtocolError\n"
         "def run():\n"
         "    threading.Thread(target=threading.Event().wait).start()\n"  # as gloo's, which an orderly exit waits for
         "    raise ProtocolError('nonsense')\n"

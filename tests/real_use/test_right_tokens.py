@@ -12,7 +12,7 @@ from transformers import LogitsProcessorList, TextStreamer
 
 import hf_ssd
 from hf_ssd.cache import cached_model
-from hf_ssd.distributed import messages
+from hf_ssd.distributed import wire
 from hf_ssd.distributed.assistant import DraftAssistant
 from hf_ssd.distributed.session import DraftError
 from hf_ssd.distributed.target_ranks import TargetRanks
@@ -147,7 +147,7 @@ class RanksInThreads(TargetRanks):
         self.group, self.size, self.is_leader, self.line = "two ranks", 2, is_leader, line
 
     def _send(self, message):
-        for tensor in messages.pack(message):
+        for tensor in wire.pack(message):
             self.line.put(tensor)
 
     def _receive(self, tensor, deadline):
@@ -166,7 +166,7 @@ def test_ranks_stay_in_step_where_the_worker_dies_between_its_tokens_and_what_th
         return proposed[-1]
 
     def dies(session):
-        if len(proposed) > 2 and (not is_unsound or UNSOUND in proposed[-1].tokens):
+        if len(proposed) > 2 and (not is_unsound or any(UNSOUND in row for row in proposed[-1].tokens)):
             raise DraftError("The draft worker has ended.")
         return probabilities(session)
 
@@ -191,7 +191,7 @@ def test_ranks_stay_in_step_where_the_worker_dies_between_its_tokens_and_what_th
     torch.manual_seed(4)
     with DraftAssistant([functools.partial(ThreadWorker, draft)]) as leaders, DraftAssistant([], wait=False) as other:
         leaders.ranks, other.ranks = RanksInThreads(True, line), RanksInThreads(False, line)
-        other.vocab_size = leaders.vocab_size
+        other.info = leaders.info
         threads = [threading.Thread(target=one_rank, args=pair) for pair in enumerate((leaders, other))]
         for thread in threads:
             thread.start()

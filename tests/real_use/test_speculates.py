@@ -139,7 +139,7 @@ def test_the_fallback_of_the_recipe_is_used(monkeypatch):
     names = vars(fallbacks).copy()
     exec("\n".join(line[len(code[1]) :] for line in code[0].split("\n")), names)
     from hf_ssd import rounds
-    from hf_ssd.distributed import drafts, payloads, session
+    from hf_ssd.distributed import drafts, wire
     from hf_ssd.planning import cost_model, planner
 
     built_in = fallbacks.fallbacks_for
@@ -149,7 +149,10 @@ def test_the_fallback_of_the_recipe_is_used(monkeypatch):
 
     # What the recipe's second step says.
     monkeypatch.setattr(config_module, "FALLBACKS", (*config_module.FALLBACKS, "repeat"))
-    for module in (rounds, payloads, session, cost_model, planner, drafts, speculator):
+    source = wire.one_of((*rounds.SOURCES, "repeat"))
+    monkeypatch.setitem(wire.PLAN, "fallback", source)
+    monkeypatch.setitem(wire.RECORD_OF_ROWS, "sources", source)
+    for module in (rounds, cost_model, planner, drafts, speculator):
         for name in ("FALLBACKS", "SOURCES"):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, (*getattr(module, name), "repeat"))

@@ -62,11 +62,13 @@ class StandInGPU(TorchFunctionMode):
 
     Attributes:
         visits (`list[tuple[str, Counter[Wait]]]`): Each phase that was told to begin, and the waits in it.
+        operations (`int`): What the device was asked to do.
     """
 
     def __init__(self):
         super().__init__()
         self.visits: list[tuple[str, Counter]] = []
+        self.operations = 0
         self.begin("")
 
     def __enter__(self):
@@ -102,6 +104,8 @@ class StandInGPU(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         tensors = list(_tensors((args, kwargs)))
         any_here = any(isinstance(tensor, OnGPU) for tensor in tensors)
+        asks = func.__name__ != "__get__"  # a shape is known
+        self.operations += asks and (any_here or torch.device(kwargs.get("device") or "cpu").type == "cuda")
         if func in (Tensor.numpy, Tensor.__array__) and any_here:
             raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy it first.")
         if func not in ANY_DEVICE and any_here and not all(isinstance(t, OnGPU) or not t.dim() for t in tensors):

@@ -5,10 +5,10 @@ from collections import deque
 import torch
 
 from hf_ssd.distributed.draft_server import DraftServer
-from hf_ssd.distributed.messages import Message, pack, unpack
 from hf_ssd.distributed.target_ranks import TargetRanks
+from hf_ssd.distributed.wire import Message, pack, unpack
 from hf_ssd.distributed.worker_session import WorkerSession
-from hf_ssd.drafting.parallel_drafter import mask_token
+from hf_ssd.drafting.needs import DraftInfo
 
 
 class End:
@@ -64,7 +64,7 @@ class Loopback:
         self.channel.other, theirs.other = theirs, self.channel
         self.server, self.during_work = DraftServer(theirs, model), during_work
         self.channel.before_receive = self.work
-        self.worker_info = {"vocab_size": model.config.vocab_size, "pard_token": mask_token(model.config)}
+        self.worker_info = {}
 
     def work(self) -> None:
         with self.during_work():
@@ -85,7 +85,7 @@ class LoopbackAssistant:
 
     def __init__(self, model, during_work):
         self.model, self.during_work, self.ranks, self.workers = model, during_work, TargetRanks(), [None]
-        self.pard_token = mask_token(model.config)
+        self.info = DraftInfo.of(model.config)
 
     def begin_call(self, turn, timeout, patience) -> None:
         pass

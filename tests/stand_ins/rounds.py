@@ -25,11 +25,14 @@ LOOKAHEAD = 3
 SAMPLED = {"do_sample": True, "temperature": 0.3, "top_k": 5}
 
 
-def generate(monkeypatch, rows: int, do_sample: bool, family: str = "llama", calls: int = 1, watch=None, **options):
+def generate(
+    monkeypatch, rows: int, do_sample: bool, family: str = "llama", gpu=None, calls: int = 1, watch=None, **options
+):
     """
     Generates with target and draft on the stand-in, the draft in a worker without a process of its own.
 
     Args:
+        gpu ([`~tests.stand_ins.gpu.StandInGPU`], *optional*): The stand-in; a new one by default.
         calls (`int`, *optional*): How many times, of which the last one counts.
         watch (context manager, *optional*): Is entered for the last one.
         options: Settings of `SSDConfig` and of `generate()`.
@@ -37,7 +40,7 @@ def generate(monkeypatch, rows: int, do_sample: bool, family: str = "llama", cal
     Returns:
         The output, and the [`~tests.stand_ins.gpu.StandInGPU`] with what waited in each phase.
     """
-    gpu = StandInGPU()
+    gpu = StandInGPU() if gpu is None else gpu
     _mark_phases(monkeypatch, gpu)
     names = [name for name in options if name in {field.name for field in dataclasses.fields(hf_ssd.SSDConfig)}]
     settings = {"lookahead": LOOKAHEAD, "budget": 8, "cuda_graphs": False}  # it has none, except where there are tapes
@@ -106,5 +109,6 @@ def _mark_phases(monkeypatch, gpu: StandInGPU) -> None:
 
 
 def _completion(speculator: Speculator, found, *_) -> str:
-    done = min(found.known) >= speculator.plan.lookahead
+    known = [len(tokens) for tokens, finished in zip(found.tokens, speculator.finished) if not finished]
+    done = min(known, default=0) >= speculator.plan.lookahead
     return "draft: complete on a hit" if done else "draft: complete on a miss"

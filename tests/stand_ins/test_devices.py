@@ -48,10 +48,8 @@ WAITS = {  # in hf_ssd; what waits in transformers, its processors for example, 
     "boolean index | target.py prompts_without_padding": "once a call: the draft gets prompts without padding",
     "__bool__ | cached_model.py __init__": "once a call: whether a prompt is padded",
     "__bool__ | support.py are_close": "once for each model: whether it obeys",
-    "tolist | speculation_cache.py lookup": "which rows hit decides what is drafted",
     "copy to host | outcome_candidates.py of": "the cache shape works on the host",
     "tolist | fallbacks.py propose": "how many tokens are proposed decides how long the speculation is",
-    "tolist | sequences.py accept": "streams and stopping criteria work on the host; the device is idle then",
     "multinomial | verification.py verify_sampled": "it raises, as plain generation, where there are no probabilities",
 }
 
@@ -126,10 +124,10 @@ def windows(place):
 
 
 def look_up(place):
-    cache = SpeculationCache(place.tokens(4) % 3, place.tokens(4))
+    cache = SpeculationCache([[0, 1, 2, 3]] * place.rows, [[4, 5, 6, 7]] * place.rows)
     for _ in range(2):
-        cache.append(place.tokens(4)[:, :, None], place.scores(4).softmax(-1)[:, :, None])
-    return cache.lookup(cache.accepted[:, 1], cache.bonus[:, 1])[:2]
+        cache.append([[[8]] * 4] * place.rows, place.scores(4).softmax(-1)[:, :, None], [[[9]] * 4] * place.rows)
+    return cache.distributions(cache.lookup([1] * place.rows, [5] * place.rows), 2)
 
 
 def verify(place):
@@ -145,7 +143,7 @@ def fork(place):
     scores, fan_outs = place.scores(4), [[3, 0, 1, 2 + row] for row in range(place.rows)]
     scores, logits = scores.masked_fill(scores < -4, -torch.inf), scores
     candidates = OutcomeCandidates.of(scores, logits, place.tokens(3), [False] * place.rows, 8)
-    return *candidates.outcomes(fan_outs, fewest=2), torch.tensor(candidates.probabilities)
+    return *map(torch.tensor, candidates.outcomes(fan_outs, fewest=2)), torch.tensor(candidates.probabilities)
 
 
 def prefix(place):
@@ -154,19 +152,19 @@ def prefix(place):
     prefix.feed(0, wanted=1)
     prefix.write(place.tokens(3))
     logits = prefix.feed(3, wanted=4)
-    prefix.grow([FINISHED if row == 1 else 2 for row in range(place.rows)], place.tokens())
+    prefix.grow([FINISHED if row == 1 else 2 for row in range(place.rows)], [5] * place.rows)
     return logits, prefix.ids, prefix.feed(0, wanted=2)
 
 
 def fall_back(place):
     ids, lengths, rows = place.tokens(30) % 4, place.lengths(15), list(range(place.rows))[-2:]
     record = RoundRecord(sources=[NOTHING if row in rows else PREPARED for row in range(place.rows)])
-    known = [0 if row in rows else 3 for row in range(place.rows)]
-    ready = Speculation(place.tokens(3), place.scores(3).softmax(-1), record, known)
+    tokens = [[] if row in rows else [5, 6, 7] for row in range(place.rows)]
+    ready = Speculation(tokens, place.scores(3).softmax(-1), record)
     results = []
     for fallback in (NGramFallback(), RandomFallback(VOCAB, seed=1)):
-        joined = join(ready, rows, fallback.propose(ids, lengths, rows, 3), VOCAB, sampled=True)
-        results += [joined.tokens, joined.probabilities]
+        joined = join(ready, rows, fallback.propose(ids, lengths, rows, 3), 3, VOCAB, place.device)
+        results += [torch.tensor(joined.tokens), joined.probabilities]
     return results
 
 
@@ -195,8 +193,8 @@ def process_prefixes(place):
 def sequences(place):
     rows = Sequences(place.tokens(6), StoppingCriteriaList([MaxLengthCriteria(30)]), 0)
     for accepted in (range(place.rows), [1] * place.rows, [-1] + [2] * (place.rows - 1)):
-        rows.propose(place.tokens(place.rows + 1))
-        rows.stop_where_plain_generation_would(rows.accept(list(accepted), place.tokens()), lambda _: None)
+        rows.propose([[6, 7, 8, 9, 5]] * place.rows)
+        rows.stop_where_plain_generation_would(rows.accept(list(accepted), [4] * place.rows), lambda _: None)
     return rows.ids, rows.last
 
 

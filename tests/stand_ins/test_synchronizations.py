@@ -5,9 +5,14 @@ import torch
 
 from hf_ssd.cache import cached_model
 from hf_ssd.cache.branches import Branches
+from hf_ssd.distributed.draft_server import DraftServer
+from hf_ssd.distributed.wire import Kind
+from hf_ssd.drafting.speculator import Speculator
 from hf_ssd.generation.sequences import Sequences
 
 from ..conftest import padded_batch, tiny_model
+from .gpu import StandInGPU
+from .loopback import End
 from .rounds import generate
 
 BUDGET = {  # greedy, sampled
@@ -15,21 +20,19 @@ BUDGET = {  # greedy, sampled
     # whether it was given probabilities, and raises as plain generation does.
     "target: decide": (1, 3),
     "target: send outcome": (0, 0),
-    # The new tokens of each row; the device has nothing else to do by then.
-    "target: bookkeeping": (1, 1),
+    "target: bookkeeping": (0, 0),
     "target: receive": (0, 0),
     "target: feed": (0, 0),
     "target: receive q": (0, 0),
-    # Which rows hit.
-    "draft: look up": (1, 1),
+    "draft: look up": (0, 0),
     "draft: complete on a hit": (0, 0),
-    # The draft measures what its steps take, all of them together.
+    # The tokens. When sampling, how many tokens have a probability comes with them.
     "draft: complete on a miss": (1, 1),
-    # The tokens. When sampling also how many tokens have a probability, and the probabilities.
-    "draft: answer": (1, 2),
+    # The probabilities, behind the tokens.
+    "draft: answer": (0, 1),
     # The probabilities that the cache shape looks at.
     "draft: choose outcomes": (1, 1),
-    # A forward pass ends before the next one begins, so that an outcome that has come is noticed in time.
+    # The tokens of each pass, with which it ends before the next one begins: an outcome that has come is noticed.
     "draft: grow": (1, 1),
     "draft: learn": (0, 0),
 }
@@ -66,8 +69,50 @@ def test_no_phase_of_a_round_waits_more_often(rows, do_sample, monkeypatch):
         assert torch.equal(output.sequences.cpu(), expected)
 
 
+def work_until_a_hit_has_left(monkeypatch, do_sample: bool) -> list[int]:
+    """What the draft asks its device to do between an outcome that hits and the tokens that answer it."""
+    gpu, handle, send, came, counts = StandInGPU(), DraftServer._handle, End.send, [0], []
+
+    def handles(server, message):
+        came[0] = gpu.operations
+        handle(server, message)
+
+    def sends(end, message):
+        if message.kind == Kind.SPECULATION:
+            counts.append(gpu.operations - came[0])
+        send(end, message)
+
+    monkeypatch.setattr(DraftServer, "_handle", handles)
+    monkeypatch.setattr(End, "send", sends)
+    output, _ = generate(monkeypatch, 1, do_sample, gpu=gpu)
+    records = output.ssd_stats.records
+    assert len(counts) == len(records)
+    assert min(count for count, record in zip(counts, records) if not record.hits[0]) > 50  # work is noticed
+    hits = [count for count, record in zip(counts, records) if record.hits[0]]
+    assert len(hits) > 3
+    return hits
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_a_hit_leaves_before_the_draft_asks_its_device_for_anything(do_sample, monkeypatch):
+    """Tokens are on the host. What they were drawn from, and the draft's own bookkeeping, come after them."""
+    assert max(work_until_a_hit_has_left(monkeypatch, do_sample)) == 0
+
+
+def test_a_draft_that_takes_in_the_outcome_first_is_noticed(monkeypatch):
+    """The mutant."""
+    look_up = Speculator.look_up
+    monkeypatch.setattr(Speculator, "look_up", lambda self, *a: (look_up(self, *a), self.catch_up())[0])
+    assert max(work_until_a_hit_has_left(monkeypatch, False)) > 5
+
+
 def with_item(original):
-    return lambda self, tokens: (tokens.sum().item(), original(self, tokens))[1]
+    def mutant(self, tokens):
+        result = original(self, tokens)
+        result.sum().item()
+        return result
+
+    return mutant
 
 
 @pytest.mark.parametrize("owner, name", [(Sequences, "propose"), (Branches, "grow")])

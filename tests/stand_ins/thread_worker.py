@@ -1,6 +1,7 @@
 """A draft worker in a thread of this process, behind a real channel, which a test can watch and change."""
 
 import contextlib
+import dataclasses
 import threading
 
 import torch.distributed as dist
@@ -8,7 +9,8 @@ import torch.distributed as dist
 from hf_ssd.distributed.channel import Channel, PeerLost
 from hf_ssd.distributed.connection import Connection
 from hf_ssd.distributed.draft_server import DraftServer
-from hf_ssd.distributed.messages import Kind, Message, ProtocolError
+from hf_ssd.distributed.wire import Kind, Message, ProtocolError
+from hf_ssd.drafting.needs import DraftInfo
 
 from ..conftest import VOCAB
 
@@ -33,7 +35,8 @@ class ThreadWorker(Connection):
         self.channel = Channel(store, is_target=True)
         joining.join()
         self.other_end = made["end"]
-        self.worker_info = {"vocab_size": VOCAB, "pard_token": None, "device": "cpu"}
+        info = dataclasses.asdict(DraftInfo(VOCAB))
+        self.worker_info = {"draft": info, "device": "cpu"}
         send = self.channel.send
         self.channel.send = lambda message: (self.sent.append(message), send(message))
         self.thread = threading.Thread(target=DraftServer(self.other_end, self.draft).serve, daemon=True)

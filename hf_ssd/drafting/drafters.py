@@ -1,0 +1,22 @@
+"""The kinds of drafters by their names in [`SSDConfig`]."""
+
+from ..config import SSDConfig
+from .drafter import AutoregressiveDrafter, Drafter
+from .needs import DraftInfo
+from .parallel_drafter import ParallelDrafter
+
+DRAFTERS: dict[str, type[Drafter]] = {  # "auto" is the first one that fits the model
+    "parallel": ParallelDrafter,
+    "autoregressive": AutoregressiveDrafter,
+}
+
+
+def drafter_kind(config: SSDConfig, info: DraftInfo) -> type[Drafter]:
+    """Returns the kind of drafter that the config asks for, which may need what the model lacks."""
+    fitting = (kind for kind in DRAFTERS.values() if kind.needs.fits(info))
+    return next(fitting) if config.drafter == "auto" else DRAFTERS[config.drafter]
+
+
+def drafter_for(model, config: SSDConfig, *others, **options) -> Drafter:
+    """Returns the drafter that the config asks for. For the arguments see [`Drafter`]."""
+    return drafter_kind(config, DraftInfo.of(model.config))(model, config, *others, **options)
