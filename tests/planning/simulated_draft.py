@@ -2,8 +2,6 @@
 
 from types import SimpleNamespace
 
-import torch
-
 from hf_ssd import SSDConfig
 from hf_ssd.distributed.several_drafts import SeveralDrafts
 from hf_ssd.planning.planners import planner_for
@@ -42,7 +40,7 @@ class SimulatedSession(SeveralDrafts):
     def __init__(self, draft, request):
         self.config, self.rows, self.sampled = request.config, len(request.prompts), False
         self.custom, self.fallbacks = None, {}
-        self.texts, self.verified = [prompt.tolist() for prompt in request.prompts], torch.zeros(self.rows, 0)
+        self.texts, self.verified = [prompt.tolist() for prompt in request.prompts], [[]] * self.rows
         self.draft, self.world, self.profiles = draft, draft.world, request.profile
         self.sessions, self.on_close = [Worker(self, index) for index in range(len(draft.workers))], lambda: None
         self.preparing, self.is_misled, self.is_behind = Plan(PLAIN), False, False
@@ -115,15 +113,15 @@ class Worker:
         elif session.profiles:
             slowness = session.draft.slowness
             costs = 0.0, session.measured(slowness * session.world.step), slowness * session.world.per_branch
-        tokens = torch.zeros(session.rows, session.grown * any(mine), dtype=torch.long)
+        tokens = [[0] * (session.grown * hit) for hit in mine]
         return Speculation(tokens, None, record, costs=costs)
 
     def completed(self):
-        session, (known, width) = self.session, (self.incomplete.known, self.incomplete.record.lookahead)
-        steps = width - min(known)
+        session, width = self.session, self.incomplete.record.lookahead
+        steps = width - min(map(len, self.incomplete.tokens))
         fed = session.rows
         if session.world.is_parallel:
             steps, fed = 1, session.rows * (width + 1)
         seconds = sum(session.measured(session.draft.drafting(fed)) for _ in range(steps))
         record = RoundRecord(steps=steps, answer_seconds=seconds)
-        return Speculation(torch.zeros(session.rows, width, dtype=torch.long), None, record)
+        return Speculation([[0] * width] * session.rows, None, record)

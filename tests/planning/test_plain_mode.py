@@ -13,6 +13,7 @@ from hf_ssd.distributed import wire
 from hf_ssd.distributed.assistant import DraftAssistant
 from hf_ssd.distributed.wire import Kind
 from hf_ssd.distributed.worker_session import WorkerSession
+from hf_ssd.drafting.needs import DraftInfo
 from hf_ssd.generation import loop
 from hf_ssd.rounds import AHEAD, IN_TURN, PLAIN, Plan
 
@@ -158,7 +159,7 @@ def test_a_draft_that_is_ready_late_reads_what_was_generated_with_the_prompts(ta
 
     planner, length = InAndOut(), padded_batch(2)["input_ids"].shape[1] + 2 * PLAIN_ROUNDS
     with DraftAssistant([lambda: LateWorker(tiny_model())], wait=False) as assistant:
-        assistant.vocab_size = target.config.vocab_size
+        assistant.info = DraftInfo.of(target.config)
         processor = LogitsProcessorList([At(length, let_in)])
         output = generate(monkeypatch, target, assistant, planner, logits_processor=processor)
         stats, (worker,) = output.ssd_stats, assistant.workers

@@ -120,7 +120,7 @@ class World:
                 clock += elapsed
 
                 # 2. The outcome leaves with the plan.
-                ours.send_outcome(Outcome(torch.tensor(accepted), last))
+                ours.send_outcome(Outcome(accepted, last.tolist()))
                 text.lengths = [length + k + 1 for length, k in zip(text.lengths, accepted)]
                 now.accepted, now.verify_seconds = accepted, seconds
                 if number > 1:
@@ -130,7 +130,7 @@ class World:
                 # 3. The draft answers.
                 speculation = ours.receive_speculation(text)
                 before, now = now, speculation.record
-                now.lookahead = speculation.tokens.shape[1]
+                now.lookahead = speculation.width
                 if ours.is_asked:
                     now.wait_seconds = now.answer_seconds + self.reading * session.is_behind
                     session.is_misled |= [len(ids) for ids in session.texts] != text.lengths
