@@ -21,6 +21,7 @@ from transformers.utils import logging
 
 from ..devices import from_host
 from .cached_model import CachedModel
+from .model_runner import Runner
 from .ragged import RaggedCache, RaggedLayer
 
 # A refeed costs a little in each of many rounds; a pass of its own costs once as much as a plain step. Where n tokens
@@ -128,11 +129,11 @@ class RecurrentModel(CachedModel):
 
     def __init__(self, model: PreTrainedModel, cache: RecurrentCache, *args, **kwargs):
         super().__init__(model, cache, *args, **kwargs)
-        if self.is_compiled:  # and has no static storage for states
+        if type(self.runner) is not Runner:  # the other kinds have no static storage for states
             logger.warning_once(
-                f"{type(model).__name__} has recurrent layers, so steps of several tokens run uncompiled."
+                f"{type(model).__name__} has recurrent layers, so its steps run uncompiled and uncaptured."
             )
-            self.is_compiled, self.fewest_tokens = False, 1
+            self.runner, self.fewest_tokens = Runner(model, cache), Runner.fewest_tokens
         for layer in cache.recurrent:
             layer.keep_all()
         names = ("time_step_limit", "chunk_size")
