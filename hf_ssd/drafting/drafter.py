@@ -162,7 +162,9 @@ class Drafter(ABC):
         """
         if probabilities is None or not self.sampler.truncates:
             return devices.to_host(tokens)[0].tolist(), None
-        tokens, supports = devices.to_host(tokens, (probabilities != 0).sum(-1))  # what is not a number counts
+        # What is not a number counts. On a CPU torch compares into float32 four times as fast as into booleans.
+        has_chance = torch.ne(probabilities, 0, out=torch.empty_like(probabilities))
+        tokens, supports = devices.to_host(tokens, has_chance.sum(-1).long())
         return tokens.tolist(), supports.tolist()
 
     def _histories(self, count: int, behind: int) -> torch.LongTensor | None:

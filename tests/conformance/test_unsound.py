@@ -49,9 +49,7 @@ def outputs(name, rows, monkeypatch, **options):
     target, draft = PAIRS[name]()
     target = hf_ssd.enable(target)
     proposed, accept = [], loop.Sequences.propose
-    monkeypatch.setattr(
-        loop.Sequences, "propose", lambda self, tokens: proposed.append(tokens.tolist()) or accept(self, tokens)
-    )
+    monkeypatch.setattr(loop.Sequences, "propose", lambda self, tokens: proposed.append(tokens) or accept(self, tokens))
     options = {"max_new_tokens": 30, **padded_batch(rows), "return_dict_in_generate": True, **options}
     fallback = "primary" if "draft" in name else Proposes()
     config = hf_ssd.SSDConfig(lookahead=4, budget=4, fallback=fallback, asynchronous=False)
