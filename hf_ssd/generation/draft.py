@@ -56,6 +56,7 @@ class FaultTolerantDraft:
         self.positions = None if model is None else last_position_limit(model)  # which looks at all layers
         self.lengths = [len(prompt) for prompt in request.prompts]  # of the rows, as tokens of the target
         self.rounds = 0
+        self.is_over: DraftError | None = None  # to be raised where all ranks are told
         self.joined_at: int | None = None
         self.failure: str | None = None
 
@@ -128,6 +129,9 @@ class FaultTolerantDraft:
         Returns:
             [`~hf_ssd.rounds.Outcome`]: On every rank.
         """
+        if self.is_over is not None:
+            error, self.is_over = self.is_over, None  # nothing holds it then
+            raise error
         if self.decides:
             plan, self.is_asked, self.filler = self.planner.plan, False, None
             self.lengths = [n + max(0, k + 1) for n, k in zip(self.lengths, outcome.accepted)]
@@ -189,8 +193,17 @@ class FaultTolerantDraft:
         return Speculation(tokens, None, RoundRecord(PLAIN, self.filler, sources=[FILLER] * len(tokens)))
 
     def receive_probabilities(self) -> torch.FloatTensor | None:
-        """Where outcomes are decided, what the tokens were drawn from, or `None` if that is lost."""
-        return self._attempt(lambda: self.session.receive_probabilities()) if self.session is not None else None
+        """
+        Where outcomes are decided, what the tokens were drawn from, or `None` if that is lost. Several ranks end the
+        call together, with the next outcome.
+        """
+        try:
+            return self._attempt(lambda: self.session.receive_probabilities()) if self.session is not None else None
+        except DraftError as error:
+            if self.ranks.size == 1:
+                raise
+            self.is_over = error
+            return None
 
     def finish(self, device: torch.device, sampled: bool) -> None:
         """Lets all ranks end the call with the same figures and the same random state."""

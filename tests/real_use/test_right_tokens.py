@@ -11,7 +11,7 @@ import torch
 from transformers import LogitsProcessorList, TextStreamer
 
 import hf_ssd
-from hf_ssd.cache import cached_model
+from hf_ssd.cache import model_runner
 from hf_ssd.distributed import wire
 from hf_ssd.distributed.assistant import DraftAssistant
 from hf_ssd.distributed.session import DraftError
@@ -123,8 +123,8 @@ def test_a_sound_row_beside_one_that_is_verified_again_keeps_its_accepted_tokens
     plain = target.generate(**options, return_dict_in_generate=True)
     texts = [row[mask.argmax() :] for row, mask in zip(plain.sequences, inputs["attention_mask"])]
     if compiled:
-        monkeypatch.setattr(cached_model, "is_compiled", lambda model: model is target)
-        monkeypatch.setattr(cached_model, "call_compiled", lambda model, *_, **inputs: model(**inputs))
+        monkeypatch.setattr(model_runner, "is_compiled", lambda model: model is target)
+        monkeypatch.setattr(model_runner, "call_compiled", lambda model, *_, **inputs: model(**inputs))
     with preparing():
         output = target.generate(
             **options, return_dict_in_generate=True, assistant_model=spoilt(tiny_draft(disagreement=1.0)),
@@ -156,8 +156,9 @@ class RanksInThreads(TargetRanks):
 
 @pytest.mark.parametrize("processor", [None, lambda ids, scores: scores + 0], ids=["", "own processor"])
 @pytest.mark.parametrize("is_unsound", [False, True])
+@pytest.mark.parametrize("on_draft_failure", ["continue", "raise"])
 def test_ranks_stay_in_step_where_the_worker_dies_between_its_tokens_and_what_they_were_drawn_from(
-    monkeypatch, processor, is_unsound
+    monkeypatch, processor, is_unsound, on_draft_failure
 ):
     proposed, receive = [], WorkerSession.receive_speculation
 
@@ -176,14 +177,16 @@ def test_ranks_stay_in_step_where_the_worker_dies_between_its_tokens_and_what_th
     line, passes, outputs, failures = queue.Queue(), ([], []), {}, []
     draft = spoilt(tiny_draft(disagreement=0.0), value=0.1, is_drafted=is_unsound)
 
+    processors = LogitsProcessorList([] if processor is None else [processor])
+
     def one_rank(rank, assistant):
         target = hf_ssd.enable(spoilt(tiny_model()))
         target.register_forward_hook(lambda *_: passes[rank].append(1))
         try:
             outputs[rank] = target.generate(
                 **padded_batch(2), max_new_tokens=30, do_sample=True, temperature=0.05, assistant_model=assistant,
-                ssd_config=hf_ssd.SSDConfig(lookahead=3, budget=4), return_dict_in_generate=True,
-                logits_processor=LogitsProcessorList([] if processor is None else [processor]),
+                ssd_config=hf_ssd.SSDConfig(lookahead=3, budget=4, on_draft_failure=on_draft_failure),
+                return_dict_in_generate=True, logits_processor=processors,
             )  # fmt: skip
         except Exception as error:
             failures.append(error)
@@ -197,9 +200,12 @@ def test_ranks_stay_in_step_where_the_worker_dies_between_its_tokens_and_what_th
             thread.start()
         for thread in threads:
             thread.join(60)
+    assert len(passes[0]) == len(passes[1])  # a pass of a divided model waits for all ranks
+    if on_draft_failure == "raise":
+        assert len(failures) == 2 and all("has ended" in str(failure) for failure in failures)
+        return
     assert not failures and len(proposed) < outputs[0].ssd_stats.rounds
     assert torch.equal(outputs[0].sequences, outputs[1].sequences) and outputs[0].sequences.shape == (2, 39)
-    assert len(passes[0]) == len(passes[1])  # a pass of a divided model waits for all ranks
     assert outputs[0].ssd_stats.column("accepted") == outputs[1].ssd_stats.column("accepted")
     assert "has ended" in outputs[0].ssd_stats.draft_failure
 
