@@ -145,7 +145,8 @@ class CachedModel:
             sliding = masks.additive(allowed, self.dtype)
         if not self.layout.mixed:
             return sliding
-        return {"full_attention": full, "sliding_attention": sliding, "linear_attention": None, "conv": None}
+        hidden = {"full_attention": full, "sliding_attention": sliding}
+        return hidden | {"linear_attention": None, "conv": None} if self.layout.recurrent else hidden
 
     def forward(self, tokens, positions, mask, logits_to_keep=None) -> torch.Tensor:
         """Takes inputs of the rows that are computed, and returns logits of all rows."""

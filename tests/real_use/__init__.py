@@ -16,6 +16,7 @@ Models
     gradient checkpointing in training mode             test_models.py::test_gradient_checkpointing_left_on_in_training_mode_is_refused
     int8 activations, one scale for a whole pass        test_models.py::test_a_target_whose_logits_depend_on_the_rest_of_the_pass_is_refused
     a config with use_cache=False                       test_models.py::test_a_config_without_a_cache_is_named
+    hybrid models refused                               test_hybrids.py::test_greedy_tokens_are_those_of_plain_generate
     any other family                                    test_every_family.py::test_a_family_gives_the_tokens_of_plain_generate_or_is_refused
     compiled with a backend of the user's               test_compiled.py::test_a_target_is_compiled_by_the_users_backend
     no C++ compiler                                     test_compiled.py::test_what_cannot_be_compiled_runs_uncompiled_and_says_so_once
@@ -42,6 +43,8 @@ Whether it speculates
     a fallback object                                   test_speculates.py::test_a_fallback_object_is_asked_and_drafts_ahead
     the recipe for a fallback                           test_speculates.py::test_the_fallback_of_the_recipe_is_used
     costs measured again for each temperature           test_speculates.py::test_a_new_temperature_measures_no_costs_again
+    probes that read the whole text again               planning/test_what_pays.py::test_probes_of_a_draft_that_has_much_to_read_are_rarer
+    a draft measured once, on a busy machine            planning/test_what_pays.py::test_the_plan_in_the_end_is_the_one_that_pays
     plain rounds replayed one by one                    planning/test_plain_mode.py::test_nothing_is_sent_in_plain_mode_and_one_message_carries_what_went_by
 
 Memory and processes

@@ -284,7 +284,7 @@ def test_every_option_with_a_number_has_limits():
         (["chat", "--system", "Be brief."], "--system needs a chat template"),
         (["bench", "--output", "{file}"], "Nothing can be written to "),
         (["bench", "--trace", "{file}/trace.json"], "Nothing can be written to "),
-        (["bench", "{mamba}", "{mamba}"], "recurrent or compressed state"),
+        (["bench", "{mamba}", "{mamba}"], "recurrent layers alone"),
     ],
 )
 def test_commands_that_cannot_work_are_refused_before_models_load(words, sentence, nothing_loads, tmp_path, capsys):
