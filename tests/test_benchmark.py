@@ -25,6 +25,7 @@ def run(*arguments):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_embedded_pair_with_everything_written(tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("def main(", "import os\n")))
