@@ -23,7 +23,7 @@ from .support import is_flash_attention, rope_that_changes
 # Storage is made for the longest text of a call, but for no more than so many columns or twice those in use.
 COLUMNS_AHEAD = 4096
 BRANCH_COLUMNS = 512  # behind the text
-COMPARED = 8  # replays of a model that are compared with eager passes, which a Python number that changes would alter
+COMPARED = 2  # replays of each pass that are compared with eager ones, which a Python number that changes would alter
 
 
 def rounded(size: int, step: int = 1) -> int:
@@ -68,18 +68,20 @@ CAPTURES: dict[str, Callable] = {"cuda": CudaCapture}
 """How passes are captured on each kind of device."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class CapturedPass:
     """
     Args:
         inputs (`dict`): The tensors that the pass reads.
         logits (`torch.Tensor` of shape `(rows, tokens, vocab_size)`): The tensor in which it leaves its result.
         replay (`Callable`): Repeats the pass.
+        to_compare (`int`, *optional*): How many more replays are compared with eager passes.
     """
 
     inputs: dict
     logits: torch.Tensor
     replay: Callable[[], None]
+    to_compare: int = COMPARED
 
     def __call__(self, inputs: dict) -> torch.Tensor:
         """Repeats the pass with other inputs and returns a copy of their logits, which the next replay leaves alone."""
@@ -98,7 +100,6 @@ class Graphs:
     Attributes:
         passes (`dict[tuple, CapturedPass]`): By rows, tokens, columns and number of inputs.
         failure (`str`, *optional*): Why a pass could not be captured; all passes run eagerly from then on.
-        to_compare (`int`): How many more replays are compared with eager passes.
     """
 
     def __init__(self, model: PreTrainedModel):
@@ -109,7 +110,6 @@ class Graphs:
         self.user: Callable[[], RaggedCache | None] = lambda: None
         self.lock = threading.Lock()
         self.failure: str | None = None
-        self.to_compare = COMPARED
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "Graphs":

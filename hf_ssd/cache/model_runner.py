@@ -118,17 +118,17 @@ class GraphRunner(Runner):
         key = rows, rounded(tokens), cache.window, len(inputs)
         columns = pad(cache.placement[0], (0, key[1] - tokens), value=cache.window - 1)
         moving = {**inputs, "columns": columns}
-        is_known = key in graphs.passes
+        captured = graphs.passes.get(key)
         try:
-            if not is_known:
+            if captured is None:
                 graphs.passes[key] = self._capture(static_copy(moving, key[1]))
                 self.preparations += 1
             logits = graphs.passes[key](moving)
         except Exception as error:  # whatever a model does that a graph cannot repeat
             self._give_up(error)
             return super().run(inputs, logits_to_keep)
-        if is_known and graphs.to_compare:
-            logits, replayed, graphs.to_compare = super().run(inputs), logits, graphs.to_compare - 1
+        if captured is not None and captured.to_compare:
+            logits, replayed, captured.to_compare = super().run(inputs), logits, captured.to_compare - 1
             if not are_close(replayed, logits):
                 self._give_up("a replay gives other logits")
         return logits if logits_to_keep is None else logits[:, logits_to_keep]
