@@ -23,10 +23,10 @@ from .compiled import uncompiled
 from .support import are_close
 
 GROUPED = "hf_ssd_grouped"  # the implementation's name in transformers
-MOST_QUERIES = 128  # beyond them the mask, which is repeated in place of the keys, may be the larger of the two
-THEIRS = ("position_bias", "softcap")  # arguments of layers that ask for more than masked attention
+MOST_QUERIES = 128  # with more queries, the repeated mask may be larger than repeated keys would be
+THEIRS = ("position_bias", "softcap")  # arguments of layers that need more than masked attention
 
-_of_thread = threading.local()  # whether this thread has folded heads, for the trial
+_of_thread = threading.local()  # `has_folded`: whether this thread has folded heads, for the trial
 _obeys: "weakref.WeakKeyDictionary[PreTrainedModel, bool]" = weakref.WeakKeyDictionary()
 
 
@@ -36,8 +36,8 @@ def grouped_attention(module, query, key, value, attention_mask, dropout=0.0, sc
     and values, or where a single query needs no mask.
 
     Args:
-        query (`torch.Tensor` of shape `(batch_size, heads, queries, head_dim)`): Of the new tokens.
-        key, value (`torch.Tensor` of shape `(batch_size, key_value_heads, columns, head_dim)`): Of the cache.
+        query (`torch.Tensor` of shape `(batch_size, heads, queries, head_dim)`): Queries of the new tokens.
+        key, value (`torch.Tensor` of shape `(batch_size, key_value_heads, columns, head_dim)`): The cache's contents.
         attention_mask (`torch.Tensor` of shape `(batch_size, 1, queries, columns)`, *optional*): Is added to scores.
         module, dropout, scaling, kwargs: As in transformers.
 
@@ -72,7 +72,7 @@ AttentionMaskInterface.register(GROUPED, sdpa_mask)
 
 class GroupedHeads:
     """
-    Lets forward passes of one model use [`grouped_attention`], where its layers use the `sdpa` of transformers.
+    Lets forward passes of a model use [`grouped_attention`] in the layers that use the `sdpa` of transformers.
 
     Args:
         model (`PreTrainedModel`): A model that [`~hf_ssd.cache.trial.check_supported`] accepts.
@@ -89,7 +89,7 @@ class GroupedHeads:
     def in_use(self) -> Iterator[None]:
         """Returns a context in which the model's layers use [`grouped_attention`]."""
         for config in self.configs:
-            config._attn_implementation = {"": GROUPED}  # as a string it would be set in configs within this one too
+            config._attn_implementation = {"": GROUPED}  # a string would be set in its sub-configs too
         try:
             yield
         finally:
@@ -99,8 +99,8 @@ class GroupedHeads:
     @torch.inference_mode()
     def _is_obeyed_by(self, model: PreTrainedModel) -> bool:
         """
-        Tries three tokens with both functions. A model may know implementations by name, so that it does something else
-        for a name that it does not know.
+        Compares the logits of three tokens with both functions. A model may choose its computation by the name of the
+        implementation, and compute something else for a name that it does not know.
         """
         device, vocab_size = devices.of_model(model), model.config.get_text_config(decoder=True).vocab_size
         sees = from_host([[[True, False, False], [True, True, False], [True, False, True]]], device)

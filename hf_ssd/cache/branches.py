@@ -1,4 +1,4 @@
-"""The verified prefix and many branches of each row in one cache, which grow by a token in each pass or all at once."""
+"""Branches of each row, in the same cache as its verified prefix. They grow token by token or in a single pass."""
 
 import torch
 
@@ -11,7 +11,7 @@ class Branches:
     """
     Continuations that fork from different places of a row's verified prefix. Branch `i` of row `r` sees the first
     `forks[r, i]` columns of the prefix and its own tokens. The tokens of depth `d` stand in columns `base + d * N + i`,
-    behind the prefix of every row, so that writing them moves nothing; to drop all branches is to forget them.
+    after the prefix of every row, so writing them moves no other columns, and dropping all branches takes no work.
 
     Args:
         decoder (`CachedModel`): The draft model and its cache, which holds the verified prefix.
@@ -24,7 +24,7 @@ class Branches:
         forks = decoder.computed(forks)
         self.decoder, self.forks, self.base, self.depth = decoder, forks, base, 0
         self.count = forks.shape[1]
-        # A branch at depth d sees what it saw at depth d - 1 and its own new column: the mask is filled as it grows.
+        # A branch at depth d sees its columns of depth d - 1 and its own new column: the mask is filled as it grows.
         width = decoder.columns_seen(base + depth * self.count, self.count)
         self.allowed = masks.visible_up_to(forks - 1, width)
         self.additive = masks.additive(self.allowed, decoder.dtype)
@@ -60,16 +60,17 @@ def extend_with_branches(
     base: int,
 ) -> torch.Tensor:
     """
-    Feeds the next tokens of each row and whole branches in one pass. A branch sees the first columns of its row, those
-    of this pass among them, and itself.
+    Feeds the next tokens of each row and whole branches in the same pass. A branch sees the first columns of its row,
+    including columns that this pass writes, and its own tokens.
 
     Args:
         decoder (`CachedModel`): The draft model and its cache.
         tokens (`torch.LongTensor` of shape `(batch_size, M)`): They stand in the columns from `starts` on.
-        starts (`list[int]`): One column of each row.
-        forks (`torch.LongTensor` of shape `(batch_size, N)`): Columns that each branch sees besides its own.
+        starts (`list[int]`): Column of the first of these tokens in each row.
+        forks (`torch.LongTensor` of shape `(batch_size, N)`): How many of its row's columns each branch sees besides
+            its own.
         branches (`torch.LongTensor` of shape `(batch_size, N, T)`): Tokens of the branches.
-        base (`int`): First column that no row uses. The branches stand there, one behind the other.
+        base (`int`): First column that no row uses. The branches of a row stand there in sequence.
 
     Returns:
         `torch.FloatTensor` of shape `(batch_size, N, T, vocab_size)`: Raw logits of the branches.

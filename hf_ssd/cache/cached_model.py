@@ -1,4 +1,4 @@
-"""A model together with its ragged cache: one forward pass over new tokens of each row."""
+"""A model together with its ragged cache: forward passes over new tokens of each row."""
 
 import inspect
 
@@ -26,14 +26,14 @@ class CachedModel:
         first_positions (`list[int]`, *optional*): Position of column 0 for each row, negative if the row is padded on
             the left. 0 by default.
         column_limit (`int`, *optional*): Tokens from this column on are never used. They are fed with the position of
-            the column before it, because the model may have none beyond.
-        token_type_ids (`torch.LongTensor` of shape `(batch_size, columns)`, *optional*): Of the prompt. As in plain
-            generation, each new token has the type of the last one.
+            the column before it, because the model may have no further positions.
+        token_type_ids (`torch.LongTensor` of shape `(batch_size, columns)`, *optional*): Token types of the prompt. As
+            in plain generation, each new token has the type of the prompt's last token.
         cuda_graphs (`bool` or `str`, *optional*): See [`SSDConfig`]. `False` by default.
 
     Attributes:
         runner (`Runner`): Runs the forward passes.
-        fewest_tokens (`int`): Tokens that are fed to each row at least.
+        fewest_tokens (`int`): The smallest number of tokens that a pass feeds to each row.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class CachedModel:
         self.device, self.dtype = devices.of_model(model), model.dtype
         self.layout = attention_layout(model)
         self.reads_2d_masks = is_flash_attention(model)
-        # sdpa takes half the time without a mask. Eager attention would ask transformers to make one.
+        # sdpa takes half the time without a mask. For eager attention, transformers would make a mask.
         is_sdpa = model.config.get_text_config(decoder=True)._attn_implementation == "sdpa"
         self.attention = GroupedHeads(model)
         self.needs_no_mask_for_one = self.valid is None and self.layout.window is None and is_sdpa
@@ -68,15 +68,15 @@ class CachedModel:
         return self.runner.preparations
 
     def close(self) -> None:
-        """Ends the use of the cache, so that the next call can have its place."""
+        """Ends the use of the cache, so that the next call can use its storage."""
         self.runner.close()
 
     def leave_out(self, finished: list[bool]) -> None:
-        """Computes these rows no more: what is fed to them is ignored from now on, and their logits are zeros."""
+        """Stops computing finished rows: tokens fed to them are ignored from now on, and their logits are zeros."""
         self.cache.leave_out(finished, self.runner.rows(finished.count(False)))
 
     def computed(self, of_rows):
-        """Returns the rows of a tensor or the elements of a list that are computed."""
+        """Returns the rows of a tensor, or the elements of a list, that belong to rows that are computed."""
         rows = self.cache.rows
         if rows is None or of_rows is None:
             return of_rows
@@ -99,15 +99,15 @@ class CachedModel:
 
         Args:
             tokens (`torch.LongTensor` of shape `(batch_size, new_tokens)`): They follow the first `lengths` columns of
-                each row; what a row has beyond is overwritten.
-            logits_to_keep (`torch.LongTensor`, *optional*): Which of the new positions to return logits for, the same
-                for all rows. All by default, which after a long prompt can fill the memory.
+                each row. Columns after these are overwritten.
+            logits_to_keep (`torch.LongTensor`, *optional*): The indices of the new tokens to return logits for, the
+                same for all rows. All by default, which can fill the memory if the prompt is long.
 
         Returns:
             `torch.FloatTensor` of shape `(batch_size, positions, vocab_size)`: Raw logits, in the model's dtype.
         """
         missing = self.fewest_tokens - tokens.shape[1] if self.cache.layers else 0
-        if missing > 0:  # the last one again, which is overwritten as what was drafted in vain is
+        if missing > 0:  # feed the last token again; the next pass overwrites it like a rejected token
             logits = self.extend(torch.cat([tokens, tokens[:, -missing:]], dim=1), lengths, logits_to_keep)
             return logits[:, :-missing] if logits_to_keep is None else logits
         tokens, lengths, count = self.computed(tokens), self.computed(lengths), tokens.shape[1]
@@ -118,7 +118,7 @@ class CachedModel:
         sees_all = count == 1 and is_even and self.needs_no_mask_for_one and self.cache.window is None
         is_prefill = not self.cache.layers and self.valid is None
         if self.reads_2d_masks or is_prefill or sees_all:
-            mask = None  # nothing is hidden, and the attention function is causal by itself
+            mask = None  # no column is hidden, and the attention function is causal by itself
         else:
             allowed = masks.visible_up_to(columns, width, self.computed(self.valid))
             mask = self.mask(allowed, columns, torch.arange(width, device=self.device))
@@ -135,8 +135,8 @@ class CachedModel:
 
     def mask(self, allowed: torch.BoolTensor, query_positions: torch.LongTensor, key_positions: torch.LongTensor):
         """
-        Returns what the model takes as `attention_mask`: a mask, or one for each kind of layer. For the arguments see
-        [`~hf_ssd.cache.masks.within_window`]; of positions only differences count.
+        Returns the model's `attention_mask`: a single mask, or a dictionary with a mask for each kind of layer. For the
+        arguments see [`~hf_ssd.cache.masks.within_window`]. Only differences between positions matter.
         """
         full = sliding = masks.additive(allowed, self.dtype)
         window = self.layout.window
@@ -149,7 +149,7 @@ class CachedModel:
         return hidden | {"linear_attention": None, "conv": None} if self.layout.recurrent else hidden
 
     def forward(self, tokens, positions, mask, logits_to_keep=None) -> torch.Tensor:
-        """Takes inputs of the rows that are computed, and returns logits of all rows."""
+        """Feeds tokens to the rows that are computed, and returns logits of all rows, zeros for rows left out."""
         inputs = {
             "input_ids": tokens,
             "position_ids": positions.clamp(min=0),
@@ -168,7 +168,7 @@ class CachedModel:
         return of_all
 
     def _lengths_for_flash_attention(self, count: int) -> dict:
-        """Returns the lengths of one row, which transformers would otherwise read, and wait for, in each layer."""
+        """Returns the lengths of the only row. Without them each layer would read them from the device and wait."""
         lengths = {}
         for name, end in (("q", count), ("k", self.cache.get_seq_length() + count)):
             lengths[f"max_length_{name}"] = end
@@ -177,5 +177,5 @@ class CachedModel:
 
 
 def _takes_other_arguments(model: PreTrainedModel) -> bool:
-    """Whether the model passes arguments that it does not know on to its attention."""
+    """Whether the model takes any further arguments, which it passes on to its attention."""
     return any(p.kind == p.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values())

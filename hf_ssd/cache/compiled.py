@@ -1,9 +1,9 @@
 """Models whose forward pass is compiled by torch.compile.
 
-Whatever differs from one call to the next must be a tensor's values or a size that was compiled as dynamic: a number
-that changes would be compiled again each time. So a compiled forward pass sees a *window* of its cache, a view that
-stays the same for many steps, and masks hide the columns that are not in use. A prefill runs uncompiled. Backend, mode
-and options are those that the user has compiled the model with.
+Anything that changes between calls must be tensor data or a dynamic size; `torch.compile` recompiles when a Python
+number changes. So a compiled forward pass sees a *window* of its cache, a view that stays the same for many steps, and
+masks hide the columns that are not in use. A prefill runs uncompiled. Backend, mode and options are taken from the
+user's own compilation of the model.
 """
 
 import contextlib
@@ -18,10 +18,10 @@ from torch.fx.experimental import _config
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-FEWEST_TOKENS = 2  # that are fed to each row: torch.compile treats a size of 1 as a case of its own
+FEWEST_TOKENS = 2  # tokens of each row in a pass: torch.compile treats a size of 1 as a separate case
 
 logger = logging.get_logger(__name__)
-_calls: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of models, each with its backend
+_calls: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # for each model, its backend and its compiled call
 _failures: "weakref.WeakKeyDictionary[PreTrainedModel, str]" = weakref.WeakKeyDictionary()
 
 
@@ -38,9 +38,9 @@ def uncompiled(model: PreTrainedModel) -> contextlib.AbstractContextManager:
 
 def call_compiled(model: PreTrainedModel, noticed: Callable[[], None], **inputs):
     """
-    Calls a model as compiled for this purpose alone: plain generation compiles it for other shapes, and torch.compile
-    gives up on a function that has been compiled for too many. Where something has to be compiled, `noticed` is called
-    and a progress bar shows it.
+    Calls a model that is compiled for these passes alone: plain generation compiles it for other shapes, and
+    `torch.compile` gives up on a function that has been compiled for too many shapes. When a compilation begins,
+    `noticed` is called and a progress bar is shown. If compiling fails, the model runs uncompiled.
     """
     if why_not_compiled(model) is None:
         try:
@@ -58,7 +58,7 @@ def call_compiled(model: PreTrainedModel, noticed: Callable[[], None], **inputs)
 
 
 def why_not_compiled(model: PreTrainedModel) -> str | None:
-    """Returns the error that a forward pass of the model could not be compiled for, or `None` if there was none."""
+    """Returns the error that kept a forward pass of the model from being compiled, or `None` if none did."""
     return _failures.get(model)
 
 
@@ -69,7 +69,7 @@ def _watching(noticed: Callable[[], None]):
     def begin(arguments) -> None:
         if threading.get_ident() == thread:
             noticed()
-            compiling.enter_context(_config.patch(use_duck_shape=False))  # sizes that are equal now need not stay so
+            compiling.enter_context(_config.patch(use_duck_shape=False))  # sizes that are equal now may differ later
             about = "compiling the model, once for each kind of batch"
             compiling.enter_context(logging.tqdm(desc=about, bar_format="{desc} ({elapsed})"))
 
@@ -77,12 +77,12 @@ def _watching(noticed: Callable[[], None]):
     try:
         yield
     finally:
-        with compiling, contextlib.suppress(ValueError):  # somebody has reset the compiler
+        with compiling, contextlib.suppress(ValueError):  # the callback is gone if the compiler was reset
             handler.remove_start_callback(begin)
 
 
 def _call_for(model: PreTrainedModel) -> Callable:
-    """Returns `_call` compiled as the user has compiled the model, but for the sizes, all of which are dynamic."""
+    """Returns `_call` compiled as the user has compiled the model, except that all sizes are dynamic."""
     backend = _backend_of(model)
     is_default = getattr(backend, "compiler_name", None) == "inductor" and not getattr(backend, "config", None)
     if backend is None or is_default:
@@ -95,7 +95,7 @@ def _call_for(model: PreTrainedModel) -> Callable:
 
 
 def _backend_of(model: PreTrainedModel) -> Callable | None:
-    """Returns what compiles the user's model, with its mode and options, from the end of dynamo's chain of wrappers."""
+    """Returns the backend of the user's compilation, with mode and options, from the end of dynamo's wrapper chain."""
     compiled = model._compiled_call_impl or model.__dict__["forward"]
     names = getattr(getattr(compiled, "__code__", None), "co_freevars", ())
     if "callback" not in names:

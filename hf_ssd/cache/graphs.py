@@ -1,10 +1,10 @@
 """
 Passes of a model that are captured once and replayed as CUDA graphs, and the storage that they read and write. Both are
-kept from one call to the next.
+kept between calls.
 
-A graph repeats kernels with the addresses that they were captured with. So everything that changes from one pass to the
-next is the contents of a tensor that stays where it is, and the sizes of a pass are rounded up. A padding token repeats
-the last token, and its keys and values go to the last column of the window, which the masks hide.
+A graph repeats kernels with the addresses that they were captured with. So all data that changes between passes are the
+contents of tensors that stay in place, and the sizes of a pass are rounded up. A padding token repeats the last token,
+and its keys and values go to the last column of the window, which the masks hide.
 """
 
 import threading
@@ -20,29 +20,30 @@ from .. import devices
 from .ragged import RaggedCache
 from .support import is_flash_attention, rope_that_changes
 
-# Storage is made for the longest text of a call, but for no more than so many columns or twice those in use.
+# Storage has columns for the longest text of a call, but at most COLUMNS_AHEAD, or twice the columns in use if that is
+# more.
 COLUMNS_AHEAD = 4096
-BRANCH_COLUMNS = 512  # behind the text
-COMPARED = 2  # replays of each pass that are compared with eager ones, which a Python number that changes would alter
+BRANCH_COLUMNS = 512  # columns for branches after the text
+COMPARED = 2  # replays of each pass that are compared with eager passes: they differ if a Python number has changed
 
 
 def rounded(size: int, step: int = 1) -> int:
-    """Rounds up to a multiple of `step`, and to one of four sizes between two powers of two."""
+    """Rounds up to a multiple of `step`, with at most four sizes between successive powers of two."""
     step = max(step, power_of_two(size) // 8)
     return -(-size // step) * step
 
 
 def power_of_two(size: int) -> int:
-    """Returns the smallest power of two that is not smaller."""
+    """Returns the smallest power of two that is at least `size`."""
     return 1 << (size - 1).bit_length()
 
 
 class CudaCapture:
     """
-    Captures CUDA graphs, which share one pool of memory.
+    Captures CUDA graphs, which share a pool of memory.
 
     Args:
-        device (`torch.device`): Of the model.
+        device (`torch.device`): Device of the model.
     """
 
     def __init__(self, device: torch.device):
@@ -51,7 +52,7 @@ class CudaCapture:
 
     def __call__(self, forward: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None]]:
         """Returns the tensor in which a pass leaves its result until the next replay, and a function for replays."""
-        # The outer stream is the current one again if a capture fails, after which torch would stay in the inner one.
+        # If a capture fails, torch would stay in the inner stream. This context restores the current stream.
         with torch.cuda.device(self.device), torch.cuda.stream(torch.cuda.current_stream(self.device)):
             self.stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self.stream):
@@ -65,7 +66,7 @@ class CudaCapture:
 
 
 CAPTURES: dict[str, Callable] = {"cuda": CudaCapture}
-"""How passes are captured on each kind of device."""
+"""The class that captures passes, for each kind of device."""
 
 
 @dataclass
@@ -73,7 +74,7 @@ class CapturedPass:
     """
     Args:
         inputs (`dict`): The tensors that the pass reads.
-        logits (`torch.Tensor` of shape `(rows, tokens, vocab_size)`): The tensor in which it leaves its result.
+        logits (`torch.Tensor` of shape `(rows, tokens, vocab_size)`): The tensor that the pass writes its result to.
         replay (`Callable`): Repeats the pass.
         to_compare (`int`, *optional*): How many more replays are compared with eager passes.
     """
@@ -84,7 +85,7 @@ class CapturedPass:
     to_compare: int = COMPARED
 
     def __call__(self, inputs: dict) -> torch.Tensor:
-        """Repeats the pass with other inputs and returns a copy of their logits, which the next replay leaves alone."""
+        """Repeats the pass with new inputs and returns a copy of their logits, which later replays do not change."""
         fill(self.inputs, inputs)
         self.replay()
         return self.logits[:, : inputs["input_ids"].shape[1]].clone()
@@ -92,13 +93,13 @@ class CapturedPass:
 
 class Graphs:
     """
-    Storage and captured passes of a model, which one cache uses at a time.
+    Storage and captured passes of a model, which a single cache uses at a time.
 
     Args:
         model (`PreTrainedModel`): The model, for which [`why_not_captured`] has no reason.
 
     Attributes:
-        passes (`dict[tuple, CapturedPass]`): By rows, tokens, columns and number of inputs.
+        passes (`dict[tuple, CapturedPass]`): Captured passes by their rows, tokens, columns and number of inputs.
         failure (`str`, *optional*): Why a pass could not be captured; all passes run eagerly from then on.
     """
 
@@ -106,14 +107,14 @@ class Graphs:
         device = devices.of_model(model)
         self.capture = CAPTURES[device.type](device)
         self.passes: dict[tuple, CapturedPass] = {}
-        self.storage: list[tuple[torch.Tensor, torch.Tensor]] = []  # of each layer: (rows, heads, columns, head_dim)
+        self.storage: list[tuple[torch.Tensor, torch.Tensor]] = []  # by layer: (rows, heads, columns, head_dim)
         self.user: Callable[[], RaggedCache | None] = lambda: None
         self.lock = threading.Lock()
         self.failure: str | None = None
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "Graphs":
-        """Returns the graphs of a model: new ones, if its weights are no longer where they were."""
+        """Returns a model's graphs: new graphs if its weights have moved or its attention implementation differs."""
         implementation = model.config.get_text_config(decoder=True)._attn_implementation
         state = implementation, *(tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers()))
         before, graphs = _graphs.get(model, (None, None))
@@ -163,7 +164,7 @@ class Graphs:
         return True
 
     def let_go(self, cache: RaggedCache) -> None:
-        """Lets another cache use the storage. This one must not be used any more."""
+        """Lets another cache use the storage. The given cache must not be used any more."""
         if self.user() is cache:
             self.user = lambda: None
 
@@ -176,7 +177,7 @@ _graphs: "weakref.WeakKeyDictionary[PreTrainedModel, tuple[tuple, Graphs]]" = we
 
 
 def why_not_captured(model: PreTrainedModel) -> str | None:
-    """Returns why passes of a model cannot be captured, or `None` if nothing is known against it."""
+    """Returns the known reason why passes of a model cannot be captured, or `None` if there is no such reason."""
     device = devices.of_model(model)
     tensors = [*model.parameters(), *model.buffers()]
     is_shared = any(tensor.device != device or hasattr(tensor, "device_mesh") for tensor in tensors)
@@ -194,7 +195,7 @@ def why_not_captured(model: PreTrainedModel) -> str | None:
 
 
 def static_copy(inputs: dict, tokens: int) -> dict:
-    """Returns new tensors for `inputs` that have been padded to so many tokens of each row."""
+    """Returns new tensors that contain `inputs`, padded to `tokens` tokens of each row."""
     with torch.inference_mode(False):
         static = tree_map(
             lambda one: one.new_empty([tokens if i == _axis(one) else n for i, n in enumerate(one.shape)]), inputs
@@ -204,7 +205,7 @@ def static_copy(inputs: dict, tokens: int) -> dict:
 
 
 def fill(static: dict, inputs: dict) -> None:
-    """Copies inputs into tensors of the same or more tokens, where the last token is repeated."""
+    """Copies inputs into tensors that have at least as many tokens. Further tokens repeat the last token."""
     for kept, one in zip(tree_leaves(static), tree_leaves(inputs), strict=True):
         axis = _axis(one)
         count, missing = one.shape[axis], kept.shape[axis] - one.shape[axis]
@@ -214,5 +215,5 @@ def fill(static: dict, inputs: dict) -> None:
 
 
 def _axis(tensor: torch.Tensor) -> int:
-    """Returns the axis of tokens: of a mask `(rows, 1, tokens, columns)` or of other inputs `(rows, tokens)`."""
+    """Returns the axis of tokens in a mask `(rows, 1, tokens, columns)` or in another input `(rows, tokens)`."""
     return 2 if tensor.dim() == 4 else 1

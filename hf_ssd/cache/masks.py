@@ -6,23 +6,23 @@ A mask says which cache columns a new token (a *query*) sees. It is a boolean te
 
 import torch
 
-ALIGNMENT = 8  # elements; CUDA kernels copy a mask in every layer if its rows begin elsewhere
+ALIGNMENT = 8  # elements; CUDA kernels copy a mask in every layer unless its rows begin at multiples of this
 
 
 def visible_up_to(last_columns: torch.LongTensor, width: int, valid: torch.BoolTensor | None = None):
     """
-    Lets each query see all of `width` columns up to one of its own.
+    Lets each query see all of `width` columns up to a last column, which may differ between queries.
 
     Args:
         last_columns (`torch.LongTensor` of shape `(batch_size, queries)`): The last column that each query sees.
         valid (`torch.BoolTensor` of shape `(batch_size, columns)`, *optional*): `False` where a column holds padding.
-            Columns beyond its own are valid.
+            Columns beyond the end of this tensor are valid.
     """
     allowed = torch.arange(width, device=last_columns.device) <= last_columns[:, :, None]
     if valid is not None:
         known = min(valid.shape[1], width)
         allowed[:, :, :known] &= valid[:, None, :known]
-        # A query that is padding sees itself: a softmax over nothing is not a number.
+        # A query that is padding sees itself: a softmax over no columns would give NaN.
         allowed.scatter_(2, last_columns[:, :, None], True)
     return allowed
 
@@ -32,7 +32,7 @@ def within_window(allowed: torch.BoolTensor, query_positions, key_positions, win
     Keeps only the columns less than `window` positions back, as sliding-window layers do.
 
     Args:
-        allowed (`torch.BoolTensor` of shape `(batch_size, queries, columns)`): What full attention sees.
+        allowed (`torch.BoolTensor` of shape `(batch_size, queries, columns)`): The mask of full attention.
         query_positions (`torch.LongTensor` of shape `(batch_size, queries)`): Position of each query.
         key_positions (`torch.LongTensor` that broadcasts to the shape of `allowed`): Position of each column.
     """
@@ -41,10 +41,10 @@ def within_window(allowed: torch.BoolTensor, query_positions, key_positions, win
 
 def chains(count: int, length: int, device: torch.device) -> torch.BoolTensor:
     """
-    Lets each token of several chains see itself and those before it in its chain.
+    Lets each token of several chains see itself and the tokens before it in its chain.
 
     Returns:
-        `torch.BoolTensor` of shape `(count * length, count * length)`: The tokens of one chain follow one another.
+        `torch.BoolTensor` of shape `(count * length, count * length)`: The tokens of a chain are adjacent.
     """
     place = torch.arange(count * length, device=device)
     chain = place.div(length, rounding_mode="floor")
@@ -58,13 +58,13 @@ def additive(allowed: torch.BoolTensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def for_groups(mask: torch.Tensor, groups: int) -> torch.Tensor:
-    """Repeats a mask of shape `(batch_size, 1, queries, columns)` for queries that `groups` heads are folded into."""
+    """Repeats a mask of shape `(batch_size, 1, queries, columns)` for queries into which `groups` heads are folded."""
     rows, _, queries, width = mask.shape
     repeated = aligned((rows, groups, queries, width), mask.dtype, mask.device).copy_(mask)
     return repeated.view(rows, 1, groups * queries, width)
 
 
 def aligned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Returns a tensor without contents whose rows begin at multiples of `ALIGNMENT` elements."""
+    """Returns an uninitialized tensor whose rows begin at multiples of `ALIGNMENT` elements."""
     width = shape[-1]
     return torch.empty(*shape[:-1], -(-width // ALIGNMENT) * ALIGNMENT, dtype=dtype, device=device)[..., :width]

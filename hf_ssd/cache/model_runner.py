@@ -14,7 +14,7 @@ from .graphs import CAPTURES, CapturedPass, Graphs, power_of_two, rounded, stati
 from .ragged import RaggedCache
 from .support import are_close, is_flash_attention
 
-LONGEST_STEP = 64  # tokens of each row; more than that is a prefill, which always runs eagerly
+LONGEST_STEP = 64  # tokens of each row; a longer pass is a prefill, which always runs eagerly
 WINDOW_STEP = 64  # columns by which a window grows
 
 logger = logging.get_logger(__name__)
@@ -26,10 +26,10 @@ class Runner:
 
     Args:
         model (`PreTrainedModel`): The model.
-        cache (`RaggedCache`): Its cache.
+        cache (`RaggedCache`): The model's cache.
 
     Attributes:
-        fewest_tokens (`int`): Tokens of each row that a pass has at least.
+        fewest_tokens (`int`): The smallest number of tokens of each row in a pass.
         preparations (`int`): How often a pass was compiled or captured.
     """
 
@@ -40,11 +40,11 @@ class Runner:
         self.takes_logits_to_keep = model._supports_logits_to_keep()
 
     def rows(self, unfinished: int) -> int:
-        """Returns how many rows a pass has if so many are not finished."""
+        """Returns how many rows a pass computes if `unfinished` rows are not finished."""
         return max(self.fewest_tokens, unfinished)
 
     def window(self, width: int) -> int | None:
-        """Returns the cache's window for steps that use `width` columns, `None` if they see exactly those."""
+        """Returns the cache's window for steps that use `width` columns, `None` if they see exactly these columns."""
         return None
 
     def run(self, inputs: dict, logits_to_keep: torch.LongTensor | None = None) -> torch.Tensor:
@@ -54,7 +54,7 @@ class Runner:
             logits_to_keep (`torch.LongTensor`, *optional*): The positions of `inputs` whose logits to return.
 
         Returns:
-            `torch.FloatTensor` of shape `(rows, positions, vocab_size)`: Logits, which later passes leave alone.
+            `torch.FloatTensor` of shape `(rows, positions, vocab_size)`: Logits, which later passes do not change.
         """
         if logits_to_keep is not None and self.takes_logits_to_keep:
             inputs, logits_to_keep = {**inputs, "logits_to_keep": logits_to_keep}, None
@@ -102,7 +102,7 @@ class GraphRunner(Runner):
         return power_of_two(max(1, unfinished))
 
     def window(self, width):
-        columns = max(rounded(width + 1, WINDOW_STEP), self.cache.window or 0)  # the last one is for padding
+        columns = max(rounded(width + 1, WINDOW_STEP), self.cache.window or 0)  # the last column is for padding
         try:
             is_here = self.graphs.failure is None and self.graphs.take_in(self.cache, columns + 1, self.limit)
         except torch.OutOfMemoryError as error:
@@ -124,7 +124,7 @@ class GraphRunner(Runner):
                 graphs.passes[key] = self._capture(static_copy(moving, key[1]))
                 self.preparations += 1
             logits = graphs.passes[key](moving)
-        except Exception as error:  # whatever a model does that a graph cannot repeat
+        except Exception as error:  # the model does something that a graph cannot repeat
             self._give_up(error)
             return super().run(inputs, logits_to_keep)
         if captured is not None and captured.to_compare:
@@ -155,14 +155,14 @@ class GraphRunner(Runner):
 
 def runner_for(model: PreTrainedModel, cache: RaggedCache, cuda_graphs: bool | str, limit: int | None) -> Runner:
     """
-    Returns what runs a model's passes in a call.
+    Returns the runner of a model's passes in a call.
 
     Args:
         model (`PreTrainedModel`), cache (`RaggedCache`): The model and its cache.
         cuda_graphs (`bool` or `str`): See [`SSDConfig`].
         limit (`int`, *optional*): The most tokens that a row can have.
     """
-    # Without masks nothing hides the columns of a window that are not in use.
+    # Flash attention takes no masks, and only a mask hides the columns of a window that are not in use.
     if is_compiled(model) and why_not_compiled(model) is None and not is_flash_attention(model):
         return CompiledRunner(model, cache)
     if not cuda_graphs or (cuda_graphs == "auto" and devices.of_model(model).type not in CAPTURES):

@@ -6,17 +6,17 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 
 from ..devices import from_host
 
-# Unused columns behind those in use: at least so many, and this share of them. They lie between the rows, and the
-# farther the rows are apart, the longer a processor takes to read them.
+# Storage has unused columns after the columns in use: when it grows, ROOM columns or ROOM_SHARE of the columns in use,
+# whichever is more. They lie between the rows, and the farther the rows are apart, the longer it takes to read them.
 ROOM, ROOM_SHARE = 32, 1 / 8
 
 
 class RaggedLayer(DynamicLayer):
     """
     One layer of a [`RaggedCache`]. Keys and values have the shape `(batch_size, num_heads, capacity, head_dim)`; the
-    model sees the first columns as a view. Unused columns hold zeros: a masked column must still be a finite number.
+    model sees the first columns as a view. Unused columns hold zeros, because masked values must be finite too.
 
-    A layer does not refer to its cache. Otherwise the memory of both would be kept until Python looks for cycles.
+    A layer does not refer to its cache. Otherwise the memory of both would be kept until Python collects cycles.
     """
 
     def __init__(self):
@@ -37,8 +37,8 @@ class RaggedLayer(DynamicLayer):
 
         Args:
             key_states, value_states (`torch.Tensor` of shape `(rows, num_heads, new_tokens, head_dim)`): The columns.
-            placement (`tuple[torch.LongTensor, int]`, *optional*): See [`RaggedCache.place`]. They are appended by
-                default.
+            placement (`tuple[torch.LongTensor, int]`, *optional*): See [`RaggedCache.place`]. The columns are appended
+                by default.
             rows (`int`, *optional*): How many rows the model sees, all of them by default.
         """
         if not self.is_initialized:
@@ -58,14 +58,14 @@ class RaggedLayer(DynamicLayer):
         return keys, values
 
     def open_window(self, width: int | None, rows: int | None) -> None:
-        """Lets forward passes see the first `width` columns, or, if it is `None`, as many as are in use."""
+        """Lets forward passes see the first `width` columns, or the columns in use if `width` is `None`."""
         self.window = None
         if width is not None:
-            self._reserve(width + 1)  # never all: to torch.compile, a view of everything is another kind of tensor
+            self._reserve(width + 1)  # never all columns: torch.compile treats a view of the whole differently
             self.window = self._view(width, rows)
 
     def move_rows(self, places: list[int], rows: list[int]) -> None:
-        """Puts the rows that stand in `rows` into `places`."""
+        """Copies the rows that stand at the places `rows` to the places `places`."""
         places, rows = from_host(places, self.device), from_host(rows, self.device)
         for storage in (self.keys, self.values):
             storage[places] = storage[rows]
@@ -87,20 +87,20 @@ class RaggedLayer(DynamicLayer):
 class RaggedCache(DynamicCache):
     """
     A `DynamicCache` in which each row has its own length. The tokens of a row stand in consecutive columns, so there
-    are no holes and nothing is ever compacted: the column of a rejected token is simply written again.
+    are no holes and columns are never compacted: the column of a rejected token is simply written again.
 
     A forward pass appends to all rows alike unless [`~RaggedCache.place`] says otherwise. Sliding-window layers keep
-    all their columns here, because rejected tokens must not push out old ones; their masks do the sliding.
+    all their columns here, because rejected tokens must not push out old tokens; their masks do the sliding.
 
-    Finished rows can be left out of further forward passes. They change places with others, so that the remaining rows
-    stand together and the model still sees a view.
+    Finished rows can be left out of further forward passes. They change places with unfinished rows, so that the
+    remaining rows stand together and the model still sees a view.
 
     Attributes:
         rows (`list[int]`, *optional*): The rows that forward passes compute, in the order in which they stand; all of
             them by default.
-        left_out (`list[int]`): The rows that stand behind those.
-        window (`int`, *optional*): How many columns forward passes see, if not those in use. Compiled and captured
-            passes need it, see [`~hf_ssd.cache.model_runner`].
+        left_out (`list[int]`): The other rows, which stand after the computed rows.
+        window (`int`, *optional*): How many columns forward passes see. `None` if they see the columns in use. Compiled
+            and captured passes need a window, see [`~hf_ssd.cache.model_runner`].
     """
 
     def __init__(self):
@@ -117,8 +117,8 @@ class RaggedCache(DynamicCache):
 
     def place(self, columns: slice | torch.LongTensor, width: int) -> None:
         """
-        Says where the next forward pass writes: one slice for all rows, or the columns `(batch_size, new_tokens)` of
-        each. It sees `width` columns, of which the mask hides those that a row does not use.
+        Sets the columns that the next forward pass writes: a slice for all rows, or the columns `(batch_size,
+        new_tokens)` of each row. The pass sees `width` columns, and the mask hides the columns that a row does not use.
         """
         if not isinstance(columns, slice):
             self.placement = columns, width
@@ -126,13 +126,16 @@ class RaggedCache(DynamicCache):
             storage = self.layers[0].window[0]
             columns = torch.arange(columns.start, columns.stop, device=storage.device).repeat(len(storage), 1)
             self.placement = columns, width
-        else:  # append, so that a model that asks for the cache's length gets the right one
+        else:  # append, so that the cache reports the right length to the model
             self.placement = None
             for layer in self.ragged:
                 layer.width = columns.start
 
     def leave_out(self, finished: list[bool], fewest: int = 1) -> None:
-        """Leaves finished rows out of the forward passes, but for `fewest` rows. `finished` is of all rows."""
+        """
+        Leaves finished rows out of the forward passes, which keep at least `fewest` rows. `finished` has an element for
+        every row.
+        """
         rows = list(range(len(finished))) if self.rows is None else self.rows
         count = max(fewest, sum(not finished[row] for row in rows))
         if count >= len(rows):
@@ -147,7 +150,7 @@ class RaggedCache(DynamicCache):
         self._reopen()
 
     def take_back(self) -> None:
-        """Puts all rows where they were, and leaves none of them out."""
+        """Moves all rows back to their original places, and leaves none of them out."""
         if self.rows is not None:
             before = self.rows + self.left_out
             self._arrange(before, sorted(before))
@@ -155,13 +158,13 @@ class RaggedCache(DynamicCache):
             self._reopen()
 
     def _arrange(self, before: list[int], order: list[int]) -> None:
-        """Moves rows that stand in the order `before` into `order`."""
+        """Moves rows from the order `before` into the order `order`."""
         moved = [place for place, row in enumerate(order) if before[place] != row]
         for layer in self.ragged if moved else ():
             layer.move_rows(moved, [before.index(order[place]) for place in moved])
 
     def clear_behind(self, rows: list[int], columns: list[int]) -> None:
-        """Puts zeros into these rows from a column of each on; `columns` has one of every row."""
+        """Sets the columns of `rows` to zero from `columns[row]` on. `columns` has an element for every row."""
         order = range(len(columns)) if self.rows is None else self.rows + self.left_out
         for row in rows:
             for layer in self.ragged:
@@ -169,7 +172,7 @@ class RaggedCache(DynamicCache):
                     storage[order.index(row), :, columns[row] :] = 0
 
     def set_window(self, width: int | None) -> None:
-        """Lets forward passes see the first `width` columns, or the columns in use if it is `None`."""
+        """Lets forward passes see the first `width` columns, or the columns in use if `width` is `None`."""
         if width != self.window:
             self.window = width
             self._reopen()
@@ -184,7 +187,7 @@ class RaggedCache(DynamicCache):
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):
         while len(self.layers) <= layer_idx:
             self.layers.append(RaggedLayer())
-        # A window has its rows; in a compiled forward pass a number that changes would be compiled again.
+        # A window already has the right rows. A compiled forward pass would be recompiled when the number changes.
         rows = self._rows_seen() if self.window is None else None
         return self.layers[layer_idx].update(key_states, value_states, self.placement, rows)
 
@@ -204,7 +207,7 @@ class RaggedCache(DynamicCache):
                 self.update(pad(layer.keys, missing), pad(layer.values, missing), index)
 
     def copy_to(self, cache: Cache, length: int) -> Cache:
-        """Makes `cache`, one of transformers, hold the first `length` columns of this one, and returns it."""
+        """Makes a cache of transformers hold exactly the first `length` columns of this cache, and returns it."""
         self.take_back()
         cache.reset()
         for index, layer in enumerate(self.layers):

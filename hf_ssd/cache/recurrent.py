@@ -1,12 +1,13 @@
-"""Models with recurrent layers, whose state sums up all tokens before, beside layers with attention.
+"""Models that have recurrent layers, whose state sums up all previous tokens, beside layers with attention.
 
-Such a state cannot be taken back to an earlier token. So each row has a *checkpoint*: its states behind one of its
-verified tokens. A forward pass starts from a copy of the checkpoint, and is fed the verified tokens behind it once more
-(the *refeed*) and then the new ones. If all of them turn out to be verified, the states that the pass left become the
-checkpoint; otherwise the checkpoint stays. When refeeds become long, a pass over verified tokens alone shortens them.
+A recurrent state cannot be rolled back to an earlier token. So each row has a *checkpoint*: its states after a verified
+token. A forward pass starts from a copy of the checkpoint. It is fed the verified tokens after the checkpoint again
+(the *refeed*) and then the new tokens. If all new tokens are verified later, the states at the end of the pass become
+the checkpoint; otherwise the checkpoint stays. When refeeds become long, a pass over verified tokens alone shortens
+them.
 
-A checkpoint has seen nothing but the tokens of its row. All rows of a pass are fed the same number of tokens: a row
-that has fewer is fed some more behind them, which nothing sees, and its checkpoint stays.
+A checkpoint has only read tokens of its row. All rows of a pass are fed the same number of tokens. A row that has fewer
+tokens is fed further tokens after its own, which its own tokens never see, and its checkpoint stays.
 """
 
 import contextlib
@@ -24,22 +25,23 @@ from .cached_model import CachedModel
 from .model_runner import Runner
 from .ragged import RaggedCache, RaggedLayer
 
-# A refeed costs a little in each of many rounds; a pass of its own costs once as much as a plain step. Where n tokens
-# take a + b * n seconds and every third round accepts all that it is fed, both cost the same at a / (2 b) tokens: 3
+# A refeed costs a little time in each of many rounds; a separate pass costs the time of a plain step, once. If n tokens
+# take a + b * n seconds and every third round accepts all tokens, both cost the same at a / (2 b) tokens: 3 tokens
 # where a / b is 5, as on a CPU, and 25 where it is 50, as on a GPU.
 LONGEST_REFEED = 16  # tokens
-SHORTEST_CHUNK = 16  # tokens, of which Mamba-2's kernels take a power of 2
-ROOM = 256  # columns that the rows' tokens have to spare
+SHORTEST_CHUNK = 16  # tokens; the chunks of Mamba-2's kernels are powers of 2
+ROOM = 256  # spare columns in the tensor of the rows' tokens
 
 logger = logging.get_logger(__name__)
 
 
 class RecurrentLayer(LinearAttentionLayer):
     """
-    The states of a layer. Forward passes change a copy, which stands where transformers looks for the states.
+    The states of a layer. Forward passes change a copy, which is stored in the attributes that transformers reads.
 
     Attributes:
-        kept (`list[torch.Tensor]`): The checkpoint: tensors of shape `(batch_size, ...)`, of rows in their own order.
+        kept (`list[torch.Tensor]`): The checkpoint: tensors of shape `(batch_size, ...)`, with the rows in their
+            original order.
     """
 
     def __init__(self, *args, **kwargs):
@@ -61,7 +63,7 @@ class RecurrentLayer(LinearAttentionLayer):
         self.kept = [states[index] for states, index in self._places()]
 
     def _places(self) -> list[tuple[dict[int, torch.Tensor], int]]:
-        """Returns where transformers looks for the states."""
+        """Returns the dictionaries and keys under which transformers looks for the states."""
         both = (self.conv_states, self.recurrent_states)
         return [(states, index) for states in both for index in states if states[index] is not None]
 
@@ -83,7 +85,7 @@ class RecurrentCache(RaggedCache):
     A [`RaggedCache`] with recurrent layers.
 
     Args:
-        theirs (`Cache`): A cache of transformers for the same model. What it holds is copied.
+        theirs (`Cache`): A cache of transformers for the same model. Its contents are copied.
     """
 
     def __init__(self, theirs: Cache):
@@ -93,7 +95,7 @@ class RecurrentCache(RaggedCache):
                 kind = RecurrentRaggedLayer if isinstance(layer, DynamicLayer) else RecurrentLayer
                 self.layers.append(kind(layer.number_of_states))
                 _copy_states(layer, self.layers[-1])
-            else:  # transformers' own where a layer has no cache
+            else:  # transformers' own class if the layer has no cache
                 self.layers.append(RaggedLayer() if isinstance(layer, DynamicLayer) else type(layer)())
         self.recurrent = [layer for layer in self.layers if isinstance(layer, RecurrentLayer)]
         self.copy_columns(theirs)
@@ -117,19 +119,19 @@ def _copy_states(source: LinearAttentionLayer, to: LinearAttentionLayer) -> None
 
 class RecurrentModel(CachedModel):
     """
-    A [`CachedModel`] with recurrent layers, behind the prefill. See [`CachedModel`] for the arguments.
+    A [`CachedModel`] with recurrent layers, used after the prefill. See [`CachedModel`] for the arguments.
 
     Attributes:
-        checkpoints (`list[int]`): The column of each row that its checkpoint stands before.
-        reached (`dict[int, int]`): The same of the states that the last pass left, for rows in whose states is nothing
-            but the row's own tokens.
+        checkpoints (`list[int]`): The first column of each row that its checkpoint has not read.
+        reached (`dict[int, int]`): The first column that the states at the end of the last pass have not read, for rows
+            whose states have read only the row's own tokens.
     """
 
     cache: RecurrentCache
 
     def __init__(self, model: PreTrainedModel, cache: RecurrentCache, *args, **kwargs):
         super().__init__(model, cache, *args, **kwargs)
-        if type(self.runner) is not Runner:  # the other kinds have no static storage for states
+        if type(self.runner) is not Runner:  # the other runners have no static storage for states
             logger.warning_once(
                 f"{type(model).__name__} has recurrent layers, so its steps run uncompiled and uncaptured."
             )
@@ -149,20 +151,21 @@ class RecurrentModel(CachedModel):
         self.tokens = torch.zeros(rows, columns + ROOM, dtype=torch.long, device=self.device)
 
     def extend(self, tokens: torch.LongTensor, lengths: list[int], logits_to_keep=None) -> torch.Tensor:
-        """As in [`CachedModel`]. The first `lengths` columns of each row are verified from now on."""
-        # 1. Take in the states of the last pass where all that was fed is verified.
+        """See [`CachedModel.extend`]. The first `lengths` columns of each row are verified from now on."""
+        # 1. Take in the states of the last pass for rows in which all tokens of that pass are verified.
         self._write(tokens, lengths)
         rows, count = self.computed(list(range(len(lengths)))), tokens.shape[1]
         self._take_in(rows, lengths)
 
-        # 2. Shorten refeeds that are too long by a pass over verified tokens alone: as many as save most.
+        # 2. If a refeed is too long, shorten refeeds by a pass over verified tokens alone, over the number of tokens
+        #    that saves the most.
         refeeds = [n - checkpoint for n, checkpoint in zip(lengths, self.checkpoints)]
         waiting = [refeeds[row] for row in rows]
         if max(waiting) >= LONGEST_REFEED:
             self._commit(rows, lengths, max(waiting, key=lambda n: n * sum(other >= n for other in waiting)))
             refeeds = [n - checkpoint for n, checkpoint in zip(lengths, self.checkpoints)]
 
-        # 3. Feed what is behind the checkpoints and the new tokens, whose logits stand at different places.
+        # 3. Feed the tokens after the checkpoints and the new tokens, whose logits stand at different places.
         wanted = torch.arange(count) if logits_to_keep is None else logits_to_keep.cpu()
         kept, places = (torch.tensor(refeeds)[:, None] + wanted)[rows].unique(return_inverse=True)
         logits = self._feed([n + count for n in lengths], max(refeeds[row] for row in rows) + count, kept)
@@ -172,16 +175,17 @@ class RecurrentModel(CachedModel):
         return logits[order, from_host(of_all, logits.device)]
 
     def remember_prefill(self) -> None:
-        """Keeps the checkpoints behind the prefill, for a call that may end at a token before the last checkpoint."""
+        """Keeps the checkpoints after the prefill, for a call that may end at a token before the last checkpoint."""
         self.first = [[state.clone() for state in layer.kept] for layer in self.cache.recurrent]
         self.prompt = list(self.checkpoints)
 
     def finish(self, output: torch.LongTensor, verified: list[int], columns_before: int) -> None:
         """
-        Brings the checkpoint of each row to the last token of the output, which nothing follows, so it is not fed.
+        Moves the checkpoint of each row to the last token of the output, which itself is not fed, because no token
+        follows it.
 
         Args:
-            output (`torch.LongTensor` of shape `(batch_size, length)`): What the call returns.
+            output (`torch.LongTensor` of shape `(batch_size, length)`): The tokens that the call returns.
             verified (`list[int]`): How many tokens of each row were fed before and are in the output.
             columns_before (`int`): Columns of the cache before the first token of the output.
         """
@@ -200,13 +204,13 @@ class RecurrentModel(CachedModel):
             self._commit(rows, [last] * len(rows), min(last - n for n in self.checkpoints if n < last))
 
     def _commit(self, rows: list[int], ends: list[int], count: int) -> None:
-        """Moves the checkpoints of the rows that have so many verified tokens before `ends` that far."""
+        """Moves checkpoints forward by `count` tokens, for the rows that have so many verified tokens before `ends`."""
         ends = [n + count if n + count <= end else n for n, end in zip(self.checkpoints, ends)]
         self._feed(ends, count, torch.zeros(1, dtype=torch.long))
         self._take_in(rows, ends)
 
     def _feed(self, ends: list[int], count: int, logits_to_keep: torch.LongTensor) -> torch.Tensor:
-        """Feeds each row the tokens behind its checkpoint, of which those before `ends` are its own."""
+        """Feeds `count` tokens after its checkpoint to each row. Only the tokens before `ends` are the row's own."""
         self._reserve(max(self.checkpoints) + count)
         columns = from_host(self.checkpoints, self.device)[:, None] + torch.arange(count, device=self.device)
         for layer in self.cache.recurrent:
@@ -221,8 +225,9 @@ class RecurrentModel(CachedModel):
     @contextlib.contextmanager
     def _like_single_steps(self, count: int) -> Iterator[None]:
         """
-        Lets Mamba-2 layers compute a few tokens as they compute one. Step sizes have no bounds, which transformers sets
-        for several tokens alone; and chunks, to which it pads the tokens, are short. They only group the arithmetic.
+        Lets Mamba-2 layers compute several tokens as they compute a single token. transformers bounds step sizes only
+        when there are several tokens; here they have no bounds. The chunks to which it pads the tokens are made short;
+        chunks only group the arithmetic.
         """
         before = [(layer, layer.time_step_limit, layer.chunk_size) for layer in self.mamba]
         for layer, _, chunk_size in before:
@@ -235,7 +240,7 @@ class RecurrentModel(CachedModel):
                 layer.time_step_limit, layer.chunk_size = limit, chunk_size
 
     def _take_in(self, rows: list[int], verified: list[int]) -> None:
-        """Makes the states of the last pass the checkpoint of those rows that are verified exactly up to them."""
+        """Makes the states of the last pass the checkpoint of rows whose verified tokens end where the states do."""
         taken = [row for row in rows if self.reached.get(row) == verified[row]]
         for layer in self.cache.recurrent if taken else ():
             if taken == self.passed == list(range(len(self.checkpoints))):
@@ -257,11 +262,11 @@ class RecurrentModel(CachedModel):
 
 
 def ragged_copy(theirs: Cache) -> RaggedCache:
-    """Returns a ragged cache for the model that a cache of transformers is for, with what it holds."""
+    """Returns a ragged cache with the contents of a cache of transformers, for the same model."""
     is_recurrent = any(isinstance(layer, LinearAttentionLayer) for layer in theirs.layers)
     return RecurrentCache(theirs) if is_recurrent else RaggedCache.from_cache(theirs)
 
 
 def cached_model(model: PreTrainedModel, cache: RaggedCache, **options) -> CachedModel:
-    """Returns the [`CachedModel`] for a cache that the prompts were read into."""
+    """Returns the [`CachedModel`] for a cache that holds the prompts."""
     return (RecurrentModel if isinstance(cache, RecurrentCache) else CachedModel)(model, cache, **options)

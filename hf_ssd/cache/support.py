@@ -1,4 +1,4 @@
-"""Which columns the layers of a model look at, and which models cannot take part by their kind."""
+"""Which columns the layers of a model look at, and which kinds of models are not supported."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from transformers.utils.generic import is_flash_attention_requested
 
 MASKED_ATTENTION = ("sdpa", "eager")
-MOST_OFFSET = 8  # rows that a table of positions may have in front of the first one
+MOST_OFFSET = 8  # rows that a table of positions may have before its first position
 LOW_PRECISION_TOLERANCE, FLOAT32_TOLERANCE = 5e-2, 1e-3  # of the largest logit
 
 
@@ -24,7 +24,7 @@ class AttentionLayout:
     """
     Args:
         window (`int`, *optional*): Positions that sliding layers look back. `None` if no layer slides.
-        mixed (`bool`): Whether some layers slide and others do not; such a model takes one mask for each kind.
+        mixed (`bool`): Whether some layers slide and others do not, so that the model takes a mask for each kind.
         recurrent (`bool`): Whether some layers keep a state that cannot be rolled back.
     """
 
@@ -35,10 +35,11 @@ class AttentionLayout:
 
 def without_wrapper(model):
     """
-    Returns the transformers model in a `PeftModel`, which has the adapters in its layers; anything else as it is.
+    Returns the transformers model in a `PeftModel`, whose layers contain the adapters. Any other model is returned as
+    it is.
 
     Raises:
-        `ValueError`: the adapter is no part of the model.
+        `ValueError`: the adapter is not in the model's layers.
     """
     if isinstance(model, PreTrainedModel) or not hasattr(model, "get_base_model"):
         return model
@@ -60,7 +61,7 @@ def attention_layout(model: PreTrainedModel) -> AttentionLayout:
     Returns which columns the layers of a model look at.
 
     Raises:
-        `ValueError`: a layer keeps something else than the keys and values of past tokens, so it cannot be rolled back.
+        `ValueError`: the model is not supported, for example because a layer's cache cannot be rolled back.
     """
     name, config = type(model).__name__, model.config.get_text_config(decoder=True)
     if model.config.is_encoder_decoder:
@@ -103,8 +104,9 @@ def check_branches(model: PreTrainedModel) -> None:
 
 def last_position_limit(model: PreTrainedModel) -> int | None:
     """
-    Returns how many positions a model has in a table, learned or computed when it was made. `None` if it computes them
-    as it goes, as most rotary embeddings and ALiBi do, or reads none.
+    Returns the number of positions in a model's table of positions, which is learned or computed when the model is
+    created. `None` if the model has no table: most rotary embeddings and ALiBi are computed in each forward pass, and
+    some models use no positions.
     """
     count = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if not isinstance(count, int):
@@ -117,8 +119,8 @@ def last_position_limit(model: PreTrainedModel) -> int | None:
 
 def rope_that_changes(model: PreTrainedModel) -> tuple[str, int] | None:
     """
-    Returns the kind of a rotary embedding whose frequencies depend on how long the text is, and the number of positions
-    up to which they do not; `None` if the model has no such embedding.
+    Returns the kind of a rotary embedding whose frequencies depend on the length of the text, and the number of
+    positions up to which they do not; `None` if the model's embedding does not depend on the length.
     """
     config = model.config.get_text_config(decoder=True)
     parameters = getattr(config, "rope_parameters", None) or {}

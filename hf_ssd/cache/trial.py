@@ -1,8 +1,8 @@
-"""A model is tried before its first call: a few small forward passes show whether its logits can be relied on.
+"""The trial of a model before its first call: a few small forward passes show whether its logits can be relied on.
 
-Verification feeds a token beside others, beside other rows of other lengths, and behind a cache that holds more columns
-than the token may see. Only a mask and positions say which columns those are. Plain generation feeds the same token
-alone. The logits must be the same.
+Verification feeds a token beside other tokens, beside rows of other lengths, and after a cache that holds more columns
+than the token may see. Only a mask and positions say which columns the token sees. Plain generation feeds the same
+token alone. Both must give the same logits.
 """
 
 import weakref
@@ -26,28 +26,29 @@ from .support import (
     is_flash_attention,
 )
 
-TOKENS = (7, 11, 13, 17, 19, 23, 29, 31)  # of the text that is read
-PROMPT, DRAFTED = 6, 2  # of them
-# Columns between the text and the end of the cache, if the config names no window. A model that counts a window of its
-# own from the end of the cache does not see the text any more, unless the window is larger.
+TOKENS = (7, 11, 13, 17, 19, 23, 29, 31)  # the text that is read
+PROMPT, DRAFTED = 6, 2  # how many of these tokens are the prompt, and how many are verified after it
+# FAR is the number of columns between the text and the end of the cache, if the config names no larger window. A model
+# that counts a window from the end of the cache does not see the text then, unless its window is larger. Windows above
+# FARTHEST columns are not tried.
 FAR, FARTHEST = 640, 4096
 
-_tried: "weakref.WeakKeyDictionary[PreTrainedModel, tuple]" = weakref.WeakKeyDictionary()  # and found to be sound
+_tried: "weakref.WeakKeyDictionary[PreTrainedModel, tuple]" = weakref.WeakKeyDictionary()  # passed in this state
 
 
 def check_supported(model: PreTrainedModel, drafts: bool = False) -> None:
     """
     Checks that a model can decode branches: its cache can be rolled back, and it obeys a 4D attention mask and explicit
-    positions. A few short forward passes try the latter, once for each attention implementation, dtype, mode and kind
-    of layers.
+    positions. A few short forward passes test the mask and positions. They run again when the model's attention
+    implementation, dtype, mode or kinds of layers have changed.
 
     Args:
         model (`PreTrainedModel`): The target or the draft.
-        drafts (`bool`, *optional*): Whether it is the draft, whose logits may depend on what else is in a forward pass:
-            that costs acceptance and never changes the output.
+        drafts (`bool`, *optional*): Whether the model is the draft. A draft's logits may depend on the other tokens and
+            rows of a forward pass, which lowers acceptance but never changes the output.
 
     Raises:
-        `ValueError`: it cannot.
+        `ValueError`: the model cannot decode branches.
     """
     name = type(model).__name__
     implementation = model.config.get_text_config(decoder=True)._attn_implementation
@@ -80,7 +81,7 @@ def check_supported(model: PreTrainedModel, drafts: bool = False) -> None:
 
 @torch.inference_mode()
 def _try(model: PreTrainedModel, drafts: bool) -> None:
-    """Compares the logits of a short text read by itself with those of the same text beside others."""
+    """Compares the logits of a short text that is read alone with its logits beside other tokens and rows."""
     name = type(model).__name__
     try:
         beside_others = _logits_behind_states if attention_layout(model).recurrent else _logits_beside_others
@@ -115,7 +116,7 @@ def _try(model: PreTrainedModel, drafts: bool) -> None:
 
 
 def _logits_alone(model: PreTrainedModel) -> torch.Tensor:
-    """Returns the logits of the text as plain generation reads it: first the prompt, then one token after the other."""
+    """Returns the logits of the text as plain generation reads it: first the prompt, then token by token."""
     text, cache = _text(model), DynamicCache(config=model.config.get_text_config(decoder=True))
     logits, start = [], 0
     for count in (PROMPT, *[1] * DRAFTED):
@@ -137,8 +138,8 @@ def _logits_alone(model: PreTrainedModel) -> torch.Tensor:
 
 def _logits_beside_others(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Returns the logits of the prompt beside another row, and those of the tokens behind it as they are verified, which
-    stand behind a column that is hidden, in a cache whose other row is much longer.
+    Returns the logits of the prompt beside another row, and the logits of the tokens after the prompt as they are
+    verified. These tokens stand after a hidden column, in a cache whose other row is much longer.
     """
     text = _text(model)
     device, far = text.device, _far(model)
@@ -162,8 +163,9 @@ def _logits_beside_others(model: PreTrainedModel) -> tuple[torch.Tensor, torch.T
 
 def _logits_behind_states(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    The same for a model with recurrent layers: the tokens are verified after others from a copy of the same states, and
-    the last one again after those before it.
+    Returns the logits of [`_logits_beside_others`] for a model with recurrent layers. From the states after the prompt,
+    other tokens are verified first and rejected, then the tokens after the prompt. Finally, the last of these tokens is
+    verified again, after the tokens before it.
     """
     text, far = _text(model), _far(model)
     cache = ragged_copy(DynamicCache(config=model.config.get_text_config(decoder=True)))
@@ -184,7 +186,10 @@ def _text(model: PreTrainedModel) -> torch.LongTensor:
 
 
 def _far(model: PreTrainedModel) -> int:
-    """Returns how many columns the longer row has: more than any window that the config names, and the model sees."""
+    """
+    Returns how many columns the longer row has: more than every window up to `FARTHEST` that the config names, as far
+    as the model's positions allow.
+    """
     config = model.config.get_text_config(decoder=True)
     named = [value for key, value in vars(config).items() if "window" in key and type(value) is int]
     far = PROMPT + max([FAR, *(window + DRAFTED + 1 for window in named if window <= FARTHEST)])
@@ -194,8 +199,8 @@ def _far(model: PreTrainedModel) -> int:
 
 def _are_same(model: PreTrainedModel, logits: torch.Tensor, others: torch.Tensor) -> bool:
     """
-    Whether logits `(positions, vocab_size)` differ by no more than rounding. In low precision most positions must be
-    the same: where two experts are nearly equal, rounding chooses the other one.
+    Whether logits `(positions, vocab_size)` differ by no more than rounding. In low precision only most positions must
+    be the same: if the scores of two experts are nearly equal, rounding may choose the other expert.
     """
     differ = (logits - others).abs().amax(dim=-1) / others.abs().amax(dim=-1)
     if _is_precise(model):

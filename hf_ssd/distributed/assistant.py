@@ -23,20 +23,20 @@ from .worker_slot import WorkerSlot
 
 logger = logging.get_logger(__name__)
 
-SHOWN_AFTER = 2.0  # seconds until a progress bar shows that workers are starting
-WAIT_SLICE = 0.1  # seconds; between two slices the bar moves
-TURN_POLL = 0.002  # seconds between two looks whether another call has ended
+SHOWN_AFTER = 2.0  # seconds until a progress bar appears
+WAIT_SLICE = 0.1  # seconds between two updates of the progress bar
+TURN_POLL = 0.002  # polling interval in seconds while another call has the turn
 
 
 class Turn:
     """
-    The right of one call to use the workers. It is made before it is taken, so that its maker can end it wherever an
-    interrupt has stopped the taking.
+    A lock token. The caller creates it before it acquires the lock, so that it can release the lock even if Ctrl-C
+    interrupts the acquisition.
     """
 
     def __init__(self):
         self.thread = threading.current_thread()
-        self.workers: list[Connection] = []  # those whose session is not closed
+        self.workers: list[Connection] = []  # workers whose session is not closed
 
 
 class DraftAssistant:
@@ -44,19 +44,20 @@ class DraftAssistant:
     One or several draft workers, to be passed as `assistant_model`. Made by [`~hf_ssd.launch_draft`].
 
     Args:
-        starts (`list[Callable]`): For each worker what starts it and returns a [`Connection`] that is to be connected.
+        starts (`list[Callable]`): For each worker a function that starts it and returns a [`Connection`], whose
+            `connect` has not been called yet.
         cores ([`CoreShare`], *optional*): How target and draft share the CPU cores, if the draft runs on the CPU.
         weights ([`SharedWeights`], *optional*): A copy of the draft's weights, if it was given as a model.
-        ranks ([`TargetRanks`], *optional*): The ranks of the target, if there are several. Only the first one starts
+        ranks ([`TargetRanks`], *optional*): The ranks of the target, if there are several. Only the first rank starts
             workers and talks to them.
         wait (`bool`, *optional*, defaults to `True`): Whether to wait until all workers are ready. Otherwise they start
             while calls are served by plain decoding.
 
     Attributes:
-        info ([`~hf_ssd.drafting.needs.DraftInfo`]): What is known of the draft model.
-        path (`str`, *optional*): The folder or hub id that it was loaded from.
-        device (`str`): Where the draft model is, or the first of several.
-        workers (`list[Connection]`): The workers.
+        info ([`~hf_ssd.drafting.needs.DraftInfo`]): Vocabulary size and other facts about the draft model.
+        path (`str`, *optional*): The folder or hub id that the draft was loaded from.
+        device (`str`): Device of the draft model, or of the first of several workers.
+        workers (`list[Connection]`): The workers; `None` in the place of a worker that was never started.
         restarts (`int`): How often a worker that had ended was started again.
     """
 
@@ -71,12 +72,12 @@ class DraftAssistant:
         self.slots = [WorkerSlot(start) for start in starts]
         self.cores, self.weights = cores, weights
         self.ranks = TargetRanks() if ranks is None else ranks
-        self.process = os.getpid()  # a process that is forked from it has no part in this
+        self.process = os.getpid()  # a forked child does not own the workers
         self.sessions = self.restarts = 0
-        # Calls take turns. A dictionary, because no interrupt divides its `setdefault`.
+        # Calls take turns. A dictionary, because an interrupt cannot divide its `setdefault`.
         self.turn: dict[str, Turn] = {}
         self.closed = False
-        # If no one closes this, its workers must still end before their channels are collected as garbage.
+        # If the user does not call `close`, the workers must still end before their channels are collected as garbage.
         self.finalizer = weakref.finalize(self, _end_all, self.process, self.slots, weights)
         self.info: DraftInfo | None = None
         self.device = self.path = None
@@ -90,7 +91,7 @@ class DraftAssistant:
 
     @property
     def config(self):
-        """What transformers asks a draft model for, where [`~hf_ssd.enable`] was forgotten."""
+        """Raises `ValueError`: transformers reads this if the target was not prepared by [`~hf_ssd.enable`]."""
         raise ValueError(
             "A DraftAssistant drafts for a model that hf_ssd.enable(model) has prepared: call that once, and then "
             "model.generate(..., assistant_model=assistant, ssd_config=hf_ssd.SSDConfig())."
@@ -102,7 +103,7 @@ class DraftAssistant:
 
     @property
     def positions(self) -> int | None:
-        """How many positions the draft has, if it is ready and has no more."""
+        """Number of positions that the draft supports, or `None` if it has no limit or no worker is ready."""
         infos = [slot.worker.worker_info for slot in self.slots if slot.is_ready]
         return infos[0]["draft"]["positions"] if infos else None
 
@@ -118,7 +119,7 @@ class DraftAssistant:
 
     @property
     def state(self) -> str:
-        """Whether there is a draft: `"ready"`, `"starting"`, or `"ended"` until a call starts it again."""
+        """State of the draft: `"ready"`, `"starting"`, or `"ended"` until a call starts it again."""
         if any(slot.is_ready for slot in self.slots):
             return "ready"
         return "starting" if any(slot.is_starting for slot in self.slots) else "ended"
@@ -129,12 +130,12 @@ class DraftAssistant:
         return f"DraftAssistant({self.path!r}, device={self.device!r}, state={state!r}, processes={pids})"
 
     def _launch(self) -> dict:
-        """Starts all workers, waits for them, and returns the `worker_info` of the first one."""
+        """Starts all workers, waits for them, and returns the `worker_info` of the first worker."""
         bar = {"total": len(self.slots), "desc": "starting the draft", "unit": "worker", "leave": False}
         try:
             for slot in self.slots:
                 slot.begin()
-            # Once a second: where there is no terminal, each time is a line of a log.
+            # Once a second, because each update is a line of the log where there is no terminal.
             with logging.tqdm(**bar, delay=SHOWN_AFTER, mininterval=1.0, miniters=0) as progress:
                 is_starting, shown = True, 0
                 while is_starting:
@@ -154,12 +155,12 @@ class DraftAssistant:
 
     def begin_call(self, turn: Turn, timeout: float, patience: float) -> None:
         """
-        Takes the turn, after calls of other threads, for which it waits `timeout` seconds. Starts workers that have
-        ended again, and waits `patience` seconds for them. Whatever happens, [`~DraftAssistant.end_call`] must follow.
+        Takes the turn, and waits up to `timeout` seconds for calls of other threads. Restarts workers that have ended,
+        and waits up to `patience` seconds for them. [`~DraftAssistant.end_call`] must follow, also after an exception.
 
         Raises:
-            `ValueError`: the assistant was closed, or this is called from within a call that it serves.
-            [`DraftError`]: the call of another thread takes too long.
+            `ValueError`: the assistant was closed, or this thread is already in a call that the assistant serves.
+            [`DraftError`]: the call of another thread does not end within `timeout` seconds.
         """
         holder, deadline = self.turn.get("now"), time.monotonic() + timeout
         if holder is not None and holder.thread is turn.thread:
@@ -178,16 +179,16 @@ class DraftAssistant:
         self, turn: Turn, request: Callable[[], SessionRequest], device: torch.device
     ) -> DraftSession | None:
         """
-        Opens a session with the workers that are ready. Returns `None` at once if there are none yet, or another call
-        uses them. Then it may be called again.
+        Opens a session with the workers that are ready. Returns `None` at once if no worker is ready yet, or if another
+        call uses the workers. Then it may be called again.
 
         Args:
-            turn ([`Turn`]): Of this call.
-            request (`Callable`): Gives the [`SessionRequest`]. Only called when a worker is ready.
+            turn ([`Turn`]): The turn of this call.
+            request (`Callable`): Returns the [`SessionRequest`]. Only called when a worker is ready.
             device (`torch.device`): The target's device.
 
         Raises:
-            [`DraftError`]: no worker starts, or the weights cannot be copied.
+            [`DraftError`]: no worker is ready or starting, or the weights cannot be copied.
         """
         if not self._take(turn):
             return None
@@ -196,7 +197,7 @@ class DraftAssistant:
             self.end_call(turn)
             return None
         self.sessions += 1
-        turn.workers = list(workers)  # each may have half a message from now on, until the session is closed
+        turn.workers = list(workers)  # until the session is closed, any of them may have half a message
         request = dataclasses.replace(request(), weights_version=self._current_weights())
         arguments = self.sessions, request, turn.workers.clear
         if any(worker.is_on(device) for worker in workers):
@@ -209,12 +210,12 @@ class DraftAssistant:
         return SeveralDrafts(workers, *arguments)
 
     def end_call(self, turn: Turn) -> None:
-        """Ends a turn, if it was taken and has not ended, and the workers whose session was not closed."""
+        """Ends `turn` if it is the current turn, and kills the workers whose session was not closed."""
         if self.turn.get("now") is not turn or os.getpid() != self.process:
             return
         for worker in turn.workers:
             worker.kill()
-        if self.closed:  # while the call was under way
+        if self.closed:  # during the call
             _end_all(self.process, self.slots, self.weights)
         del self.turn["now"]
 
@@ -222,7 +223,7 @@ class DraftAssistant:
         return self.turn.setdefault("now", turn) is turn
 
     def _look_at_layers(self) -> None:
-        """Ends the workers of a draft that has other layers, shapes or dtypes now, so that others are started."""
+        """Ends the workers if the draft's layers, shapes or dtypes have changed, so that new workers are started."""
         if self.weights is None or self.weights.fits():
             return
         for slot in self.slots:
@@ -231,21 +232,24 @@ class DraftAssistant:
         self.weights.lay_out()
 
     def _current_weights(self) -> int:
-        """Lets the workers have the draft's weights as they are now, and returns their version."""
+        """Copies the draft's current weights for the workers, and returns their version."""
         if self.weights is None:
             return 0
         if any(slot.is_starting for slot in self.slots):
-            return self.weights.version  # a worker that is being tried must not see them change
+            return self.weights.version  # the weights must not change while a starting worker tries its model
         try:
             return self.weights.fill()
         except Exception as error:
             raise DraftError(f"The draft's weights could not be copied for its worker: {error}") from error
 
     def _restart(self) -> None:
-        """Starts all workers that do not run, except those whose failure no call was told of yet."""
+        """
+        Restarts workers that have ended, unless their failure has not been reported yet, or a call went on without them
+        and other workers are left.
+        """
         ended = [slot for slot in self.slots if not (slot.is_starting or slot.is_ready or slot.error)]
         if len(ended) < len(self.slots):
-            ended = [slot for slot in ended if not slot.is_lost]  # the others can do without
+            ended = [slot for slot in ended if not slot.is_lost]  # the other workers suffice
         for slot in ended:
             if slot.worker is not None:
                 slot.worker.kill()
@@ -254,7 +258,7 @@ class DraftAssistant:
             slot.begin()
 
     def _wait(self, timeout: float) -> list[Connection]:
-        """Waits until no worker is starting, at most `timeout` seconds, and returns those that are ready."""
+        """Waits until no worker is starting, at most `timeout` seconds, and returns the workers that are ready."""
         deadline = time.monotonic() + timeout
         for slot in self.slots:
             if slot.is_starting:
@@ -262,8 +266,8 @@ class DraftAssistant:
         return [slot.worker for slot in self.slots if slot.is_ready]
 
     def _ready(self) -> list[Connection]:
-        """Returns the workers that are ready. Warns if others cannot start; if none can, raises [`DraftError`]."""
-        starting = [slot for slot in self.slots if slot.is_starting]  # asked first: one may be ready by now
+        """Returns the ready workers and warns of failed starts. If none is ready or starting, raises [`DraftError`]."""
+        starting = [slot for slot in self.slots if slot.is_starting]  # read first: a worker may become ready meanwhile
         ready, errors = self._wait(0.0), []
         for slot in self.slots:
             has_failed = slot.error is not None and slot not in starting
@@ -271,7 +275,7 @@ class DraftAssistant:
             if has_failed:
                 errors.append(slot.take_error())
         if not ready and not starting:
-            raise errors.pop(0) if errors else DraftError("The draft worker has ended.")  # no variable holds it then
+            raise errors.pop(0) if errors else DraftError("The draft worker has ended.")  # held by no variable
         for error in errors:
             logger.warning(f"Going on without a draft worker. {error}")
         return ready
@@ -280,7 +284,7 @@ class DraftAssistant:
 
     def close(self) -> None:
         """
-        Ends the workers. May be called more than once. A call that another thread has under way finishes by plain
+        Ends the workers. May be called more than once. If another thread is in a call, that call finishes by plain
         decoding.
         """
         self.closed = True
@@ -296,7 +300,7 @@ class DraftAssistant:
             elif self.finalizer.detach():
                 for slot in self.slots:
                     if slot.worker is not None:
-                        slot.worker.end()  # the call that uses it closes the rest
+                        slot.worker.end()  # the call that uses the worker closes its channel
         finally:
             self.end_call(turn)
 

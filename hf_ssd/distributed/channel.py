@@ -1,7 +1,7 @@
 """Messages between two processes over torch.distributed, with deadlines, and an error when the other side has ended.
 
-Each direction is a gloo group of two ranks, and a message is a broadcast from one to the other. Unlike a receive, an
-asynchronous broadcast can be polled, and a wait that timed out can be resumed without closing the connection.
+Each direction is a gloo group of two ranks, and a message is a broadcast from one rank to the other. Unlike a receive,
+an asynchronous broadcast can be polled, and a wait that timed out can be resumed without closing the connection.
 """
 
 import os
@@ -20,8 +20,8 @@ from .meeting import link_trial
 from .wire import FRAME_LENGTH, LARGEST_PAYLOAD, Message, ProtocolError, pack, unpack
 
 WAIT_SLICE = 0.1  # seconds; between two slices Python handles Ctrl-C
-# Seconds in which a wait spins before it sleeps: a processor that slept is slow for a while. This is long enough for a
-# round. Spinning slows the neighbouring cores, so where no message is expected soon, the wait sleeps at once.
+# Seconds in which a wait spins before it sleeps, because a core that slept is slow for a while. This is long enough for
+# a round. Spinning slows the neighbouring cores, so a wait for a message that is not expected soon sleeps at once.
 AWAKE = 0.1
 
 
@@ -35,31 +35,31 @@ class Channel:
 
     Args:
         store (`torch.distributed.Store`): Where the two processes find each other.
-        is_target (`bool`): Which end this is.
+        is_target (`bool`): Whether this is the target's end.
         hostname (`str`, *optional*, defaults to `"127.0.0.1"`): See [`~hf_ssd.distributed.groups.gloo_group`].
-        secret (`bytes`, *optional*): What only the two processes know. See [`~hf_ssd.distributed.meeting`].
+        secret (`bytes`, *optional*): Key that only the two processes know. See [`~hf_ssd.distributed.meeting`].
     """
 
     def __init__(self, store: dist.Store, is_target: bool, hostname: str | None = LOOPBACK, secret: bytes = b""):
-        self.secret, self.largest = secret, LARGEST_PAYLOAD  # elements that a message of the other side may have
+        self.secret, self.largest = secret, LARGEST_PAYLOAD  # elements that a received payload may have
         self.store, self.rank = store, TARGET if is_target else DRAFT
         keep_when_forked(self)
         to_draft, to_target = (gloo_group(store, name, self.rank, hostname) for name in ("to_draft", "to_target"))
         self.outgoing, self.incoming = (to_draft, to_target) if is_target else (to_target, to_draft)
         self.sent: deque[tuple[dist.Work, torch.Tensor]] = deque()
         self.expected: tuple[dist.Work, torch.Tensor] | None = None  # the next frame
-        self.payload: tuple[Message, dist.Work] | None = None  # of a message of which all else has arrived
-        self.announced: Message | None = None  # by the last message that came
-        self.promised: Message | None = None  # by the last message that left
+        self.payload: tuple[Message, dist.Work] | None = None  # of a message whose frame has arrived
+        self.announced: Message | None = None  # by the last message that was received
+        self.promised: Message | None = None  # by the last message that was sent
         self.link: DeviceLink | None = None  # from the draft's GPU to the target's, once it is open
 
     def open_link(self, device: torch.device) -> bool:
-        """Opens a link, while the other side does the same, and returns whether it works."""
+        """Opens a link between the GPUs while the other process does the same, and returns whether it works."""
         self.link = open_link(self.store, self.rank, device, link_trial(self.secret))
         return self.link is not None
 
     def make_room(self, rows: int, vocab_size: int) -> None:
-        """Lets messages be as large as what the longest speculation of so many rows is drawn from."""
+        """Allows payloads as large as the distributions of the longest speculation of this many rows."""
         self.largest = max(self.largest, rows * LONGEST_LOOKAHEAD * vocab_size)
 
     def close_link(self) -> None:
@@ -72,8 +72,7 @@ class Channel:
         Starts to send a message, and returns at once.
 
         Raises:
-            [`~hf_ssd.distributed.wire.ProtocolError`]: the other side waits for the payload that the last message
-                announced.
+            [`~hf_ssd.distributed.wire.ProtocolError`]: the payload that the last message announced was not sent yet.
         """
         if self.promised is not None:
             raise ProtocolError("a message cannot be sent in the place of the payload that was announced")
@@ -87,7 +86,7 @@ class Channel:
         _let_others_run()
 
     def send_announced(self, payload: torch.Tensor) -> None:
-        """Starts to send the payload of the message that the last one announced."""
+        """Starts to send the payload that the last message announced."""
         announced, self.promised = self.promised, None
         self._start(payload if announced.over_link else payload.cpu().contiguous(), announced.over_link)
         _let_others_run()
@@ -97,14 +96,14 @@ class Channel:
         self.sent.append((work, tensor))  # the tensor is kept until it has left
 
     def flush(self, timeout: float) -> None:
-        """Waits until everything has left, at most `timeout` seconds."""
+        """Waits until all messages have left, at most `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while self.sent:
             self.wait(self.sent[0][0], deadline)
             self.sent.popleft()
 
     def expect(self) -> None:
-        """Gets ready for the next message, so that it can arrive while this process computes."""
+        """Starts to receive the next message, so that it can arrive while this process computes."""
         if self.expected is not None or self.payload is not None:
             return
         if self.announced is not None:
@@ -140,9 +139,9 @@ class Channel:
             awake (`float`, *optional*): Seconds until the wait begins to sleep; 0 if no message is expected soon.
 
         Raises:
-            `TimeoutError`: nothing came in time. The next call goes on waiting for the same message.
+            `TimeoutError`: no message came in time. The next call continues to wait for the same message.
             [`PeerLost`]: the other process has ended.
-            [`~hf_ssd.distributed.wire.ProtocolError`]: what came is not a message of this protocol.
+            [`~hf_ssd.distributed.wire.ProtocolError`]: the received data is not a message of this protocol.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         self.expect()
@@ -165,7 +164,7 @@ class Channel:
 
     @staticmethod
     def _over_link(step: Callable, *arguments):
-        """A link that fails counts as a process that has ended."""
+        """Runs a step of the link. Its failure counts as the end of the other process and raises [`PeerLost`]."""
         try:
             return step(*arguments)
         except RuntimeError as error:
@@ -173,8 +172,8 @@ class Channel:
 
     def close(self) -> None:
         """
-        Gives up both directions; may be called more than once. The other side's waits end with [`PeerLost`]. If it may
-        no longer receive what was sent, it must have ended before, for gloo waits for that.
+        Closes both directions; may be called more than once. Waits of the other process end with [`PeerLost`]. If the
+        other process may not receive all sent messages, it must have ended before, because gloo waits for them.
         """
         self.close_link()
         groups = [group for group in (self.outgoing, self.incoming) if group is not None]
@@ -192,7 +191,7 @@ class Channel:
             _let_others_run()
         while True:
             left = WAIT_SLICE if deadline is None else min(WAIT_SLICE, deadline - time.monotonic())
-            # Asked before the wait: a message may come just as the wait times out.
+            # Read before the wait, because a message may come just as the wait times out.
             completed = work.is_completed()
             try:
                 work.wait(timedelta(seconds=max(left, 0.001)))
@@ -206,8 +205,8 @@ class Channel:
 
 def _let_others_run() -> None:
     """
-    Gives other threads and processes a turn on this core: what was handed to gloo leaves when its thread runs.
-    `time.sleep(0)` would put the core to sleep for a tenth of a millisecond.
+    Gives other threads and processes a turn on this core: a message that was handed to gloo leaves when gloo's thread
+    runs. `time.sleep(0)` would put the core to sleep for a tenth of a millisecond.
     """
     if hasattr(os, "sched_yield"):
         os.sched_yield()

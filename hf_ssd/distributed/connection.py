@@ -20,24 +20,24 @@ from .wire import Kind, Message, ProtocolError
 
 logger = logging.get_logger(__name__)
 
-# Keys of the store. The worker sets the first when its model is loaded, the target the second when it comes to fetch
-# it. Then both build their ends of the channel, which blocks until the other does the same.
+# Keys of the store. The worker sets the first key when its model is loaded or has failed to load. The target sets the
+# second key when it has seen the first. Then both build their ends of the channel, which blocks until both do so.
 DRAFT_IS_HERE, TARGET_IS_HERE = "draft", "target"
-POLL = 0.01  # seconds
+POLL = 0.01  # polling interval in seconds
 
 
 class Connection:
     """
     Args:
         process ([`WorkerProcess`] or [`SupervisedProcess`]): The process of the worker.
-        meeting (`dict`): Where the two find each other. See [`~hf_ssd.distributed.meeting.join`].
+        meeting (`dict`): The place where worker and target find each other. See [`~hf_ssd.distributed.meeting.join`].
         timeout (`float`): Seconds until the worker must be ready.
 
     Attributes:
-        channel ([`Channel`], *optional*): To the worker, while it is connected.
-        worker_info (`dict`): Of the worker's model what [`~hf_ssd.drafting.needs.DraftInfo`] is made of (`draft`) and
-            its `device`, the `identity` of that device, the worker's `pid`, whether the model `is_compiled`, and if
-            that failed, `uncompiled_because`.
+        channel ([`Channel`], *optional*): The channel to the worker, while it is connected.
+        worker_info (`dict`): The fields of [`~hf_ssd.drafting.needs.DraftInfo`] for the worker's model (`draft`), its
+            `device`, the `identity` of that device, the worker's `pid`, whether the model `is_compiled`, and the reason
+            if compiling failed (`uncompiled_because`).
     """
 
     def __init__(self, process, meeting: dict, timeout: float):
@@ -46,14 +46,14 @@ class Connection:
         self.channel: Channel | None = None
         self.worker_info: dict = {}
         self.link_was_tried = False
-        self.translation = None  # of the target's tokens into the draft's, that the worker was told last
+        self.translation = None  # the last token translation that was sent to the worker
 
     def connect(self) -> None:
         """
         Waits until the worker has loaded its model.
 
         Raises:
-            [`DraftError`]: it could not start. The worker's own message is in it.
+            [`DraftError`]: the worker could not start. The error contains the worker's own message.
         """
         try:
             self._connect()
@@ -89,7 +89,7 @@ class Connection:
             logger.warning(f"The draft runs without torch.compile: {self.worker_info['uncompiled_because']}")
 
     def _channel(self, store: dist.Store) -> Channel:
-        """Connects in a thread, which is left to itself when the worker ends: gloo goes on trying for minutes."""
+        """Connects in a thread, which is abandoned if the worker ends, because gloo keeps trying for minutes."""
         made = Future()
 
         def make(made: Future) -> None:
@@ -97,7 +97,7 @@ class Connection:
                 secret = bytes.fromhex(self.meeting["secret"])
                 made.set_result(Channel(store, is_target=True, hostname=self.meeting["hostname"], secret=secret))
             except Exception as error:
-                made.set_exception(error.with_traceback(None))  # which holds `made`
+                made.set_exception(error.with_traceback(None))  # the traceback holds `made`
 
         thread = threading.Thread(target=make, args=[made], daemon=True)
         thread.start()
@@ -107,7 +107,7 @@ class Connection:
         try:
             return made.result(0)
         finally:
-            del made  # an exception in it would be in a cycle with its traceback
+            del made  # an exception in `made` would be in a cycle with its traceback
 
     def _check_start(self) -> None:
         if not self.process.is_running:
@@ -117,7 +117,7 @@ class Connection:
 
     def _early_end(self) -> DraftError:
         written = self.stderr_tail()
-        cause = written.rpartition("\n")[2] or "it wrote nothing"  # an interpreter ends with the exception
+        cause = written.rpartition("\n")[2] or "it wrote nothing"  # the last line names an uncaught exception
         return DraftError(f"The draft worker ended while it started: {cause}\n{written}".strip())
 
     @property
@@ -126,16 +126,16 @@ class Connection:
         return self.channel is not None and self.process.is_running
 
     def stderr_tail(self) -> str:
-        """Returns the end of what the worker wrote to its standard error."""
+        """Returns the end of the worker's standard error."""
         return self.process.stderr_tail()
 
     def end(self) -> None:
-        """Ends the process at once, and leaves the channel to the call that uses it. May be called more than once."""
+        """Ends the process at once. The call that uses the channel must close it. May be called more than once."""
         self.process.end()
 
     def kill(self) -> None:
         """Ends the process and the channel at once. May be called more than once."""
-        self.end()  # first: a channel whose other end lives cannot be closed
+        self.end()  # first, because a channel to a live process cannot be closed
         if self.channel is not None:
             channel, self.channel = self.channel, None
             channel.close()
@@ -155,17 +155,17 @@ class Connection:
         return identity is not None and identity == self.worker_info["identity"]
 
     def link_gpus(self, device: torch.device) -> None:
-        """Opens a link between two different GPUs. This is tried once; without a link, host memory serves."""
+        """Opens a link between two different GPUs. Tried once; without a link, data travels through host memory."""
         both_are_gpus = device.type == torch.device(self.worker_info["device"]).type == "cuda"
         if both_are_gpus and not self.is_on(device) and not self.link_was_tried:
             self.open_link(device)
 
     def open_link(self, device: torch.device) -> bool:
         """
-        Opens a link from the worker's device to this one, and returns whether it works.
+        Opens a link from the worker's device to `device`, and returns whether it works.
 
         Raises:
-            [`DraftError`]: the worker does not answer.
+            [`DraftError`]: the worker does not answer, or its answer is invalid.
         """
         self.link_was_tried = True
         self.channel.send(Message(Kind.LINK))

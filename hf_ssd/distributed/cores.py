@@ -29,15 +29,15 @@ def available_cores() -> tuple[int, ...]:
 
 def divide_cores(draft_threads: int | None = None, drafts: int = 1) -> CoreShare:
     """
-    Gives the draft a quarter of the cores, at least one, and the target the rest. Where there are not enough cores,
-    they share them.
+    Gives each draft worker a quarter of the cores, at least 1, and the target the rest. If there are too few cores,
+    workers and target share them.
 
     Args:
         draft_threads (`int`, *optional*): Cores for each draft worker instead of a quarter.
-        drafts (`int`, *optional*): Number of draft workers. Each gets cores of its own, as far as there are enough.
+        drafts (`int`, *optional*): Number of draft workers. Each worker gets its own cores if there are enough.
 
     Raises:
-        `ValueError`: there are fewer cores.
+        `ValueError`: `draft_threads` is less than 1 or more than the number of available cores.
     """
     cores = available_cores()
     if draft_threads is None:
@@ -51,7 +51,7 @@ def divide_cores(draft_threads: int | None = None, drafts: int = 1) -> CoreShare
 
 
 def pin(cores: tuple[int, ...]) -> None:
-    """Keeps the calling thread, and the threads it starts from now on, on these cores."""
+    """Restricts the calling thread, and the threads that it starts from now on, to these cores."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)
 
@@ -59,8 +59,8 @@ def pin(cores: tuple[int, ...]) -> None:
 @contextlib.contextmanager
 def use_cores(cores: tuple[int, ...] | None):
     """
-    Runs the block with one torch thread for each of these cores and the calling thread pinned to them, and then
-    restores both. `None` changes nothing. Blocks of several threads may overlap.
+    Runs the block with a torch thread for each of these cores and the calling thread pinned to them, and then restores
+    both settings. `None` changes nothing. Blocks of several threads may overlap.
     """
     if cores is None:
         yield
@@ -77,8 +77,8 @@ def use_cores(cores: tuple[int, ...] | None):
 
 class _Blocks:
     """
-    The blocks of [`use_cores`] that have not ended. What belongs to the whole process is restored by the last of them:
-    torch's number of threads, and the cores of threads that were started within a block, as torch starts its own.
+    The blocks of [`use_cores`] that have not ended. The last block to end restores the settings of the whole process:
+    torch's number of threads, and the cores of threads that were started within a block, such as torch's own threads.
     """
 
     def __init__(self):
@@ -100,13 +100,13 @@ class _Blocks:
             num_threads, cores, threads = self.before
             torch.set_num_threads(num_threads)
             for thread in _threads() - threads:
-                with contextlib.suppress(OSError):  # it has ended
+                with contextlib.suppress(OSError):  # the thread has ended
                     if os.sched_getaffinity(thread) in self.pinned:
                         os.sched_setaffinity(thread, cores)
 
 
 def _threads() -> set[int]:
-    """Returns the numbers of this process's threads, where the system tells them."""
+    """Returns the ids of this process's threads, or an empty set where there is no `/proc`."""
     return set(map(int, os.listdir("/proc/self/task"))) if os.path.isdir("/proc/self/task") else set()
 
 

@@ -1,4 +1,4 @@
-"""Distributions that tokens were drawn from, straight from the draft's GPU to the target's."""
+"""Sends the distributions of drafted tokens straight from the draft's GPU to the target's."""
 
 import contextlib
 import threading
@@ -14,23 +14,23 @@ from .wire import Kind, Message
 logger = logging.get_logger(__name__)
 
 LINK_TIMEOUT = 60.0  # seconds to open a link
-POLL = 2e-5  # seconds between two looks at a transfer
+POLL = 2e-5  # polling interval in seconds
 
 
 class DeviceLink:
     """
-    A one-way connection with a communicator of its own, and on the target's side a stream of its own, so that what
-    arrives waits neither behind the target's all-reduces nor behind the forward pass that is queued already.
+    A one-way connection with its own communicator and, on the target's side, its own stream, so that a payload waits
+    neither for the target's all-reduces nor for the forward pass that is already queued.
 
-    A kernel on the draft's GPU waits until what was sent is received, so both sides must receive it or abort the link:
-    otherwise nothing else runs on that GPU again.
+    A kernel on the draft's GPU waits until a sent payload is received, so the payload must be received or the link
+    aborted. Otherwise no other kernel runs on that GPU again.
 
     Args:
         store (`torch.distributed.Store`): Where the two processes find each other.
         rank (`int`): `TARGET` or `DRAFT`.
         device (`torch.device`): The device of this side's model. On the CPU gloo takes NCCL's place.
-        trial (`torch.FloatTensor`): Numbers that only the two sides know. They are sent once, to see whether the link
-            works and whether it leads to the other side.
+        trial (`torch.FloatTensor`): Numbers that only the two sides know. They are sent once, to check that the link
+            works and that it leads to the other side.
     """
 
     def __init__(self, store: dist.Store, rank: int, device: torch.device, trial: torch.FloatTensor):
@@ -41,10 +41,10 @@ class DeviceLink:
 
     def open(self) -> None:
         """
-        Connects to the other side, which must do the same, and tries whether anything arrives.
+        Connects to the other side, which must do the same, and sends the trial numbers over the link.
 
         Raises:
-            `RuntimeError`, `TimeoutError`: it does not.
+            `RuntimeError`, `TimeoutError`: the connection fails, or the trial numbers do not arrive.
         """
         if self.device.type == "cuda":
             self.stream = torch.cuda.Stream(self.device) if self.rank == TARGET else None
@@ -52,7 +52,7 @@ class DeviceLink:
                 self.group = nccl_group(self.store, "link", self.rank)
         else:
             self.group = gloo_group(self.store, "link", self.rank)
-        if self.is_aborted:  # while it connected
+        if self.is_aborted:  # while this thread connected
             self.abort()
             raise RuntimeError("it took too long")
         self._try()
@@ -68,18 +68,18 @@ class DeviceLink:
             raise RuntimeError("what arrived is not what was sent")
 
     def abort(self) -> None:
-        """Ends what is under way on both devices, and the link. May be called more than once."""
+        """Aborts the link and its transfers. May be called more than once."""
         self.is_aborted = True
         groups, self.group = [self.group] if self.group is not None else [], None
         give_up(groups)
 
     def send(self, payload: torch.Tensor) -> dist.Work:
-        """Starts to send, when the current stream has computed it."""
+        """Starts to send `payload` when the current stream has computed it."""
         with self._on_device():
             return broadcast(self.group, payload, DRAFT)
 
     def receive(self, message: Message) -> dist.Work:
-        """Starts to receive the payload of a message, of which only the size is known."""
+        """Starts to receive the payload of a message into a new tensor on this device."""
         with self._on_device():
             message.payload = torch.empty_like(message.payload, device=self.device)
             work = broadcast(self.group, message.payload, DRAFT)
@@ -91,8 +91,9 @@ class DeviceLink:
     def wait(work: dist.Work, deadline: float | None) -> None:
         """
         Raises:
-            `TimeoutError`: it did not come by then (`time.monotonic()`). The next call goes on waiting.
-            `RuntimeError`: it cannot come any more.
+            `TimeoutError`: the transfer is not complete at `deadline` (`time.monotonic()`). The next call continues to
+                wait.
+            `RuntimeError`: the transfer has failed.
         """
         while not work.is_completed():
             if deadline is not None and time.monotonic() > deadline:
@@ -111,8 +112,8 @@ class DeviceLink:
 
 def open_link(store: dist.Store, rank: int, device: torch.device, trial: torch.FloatTensor) -> DeviceLink | None:
     """
-    Opens a link, while the other side does the same. If that fails, warns and returns `None`; host memory serves as
-    well. It is tried in a thread, because NCCL can wait for ever for a peer that it does not reach.
+    Opens a link while the other side does the same. If that fails, warns and returns `None`; the distributions then
+    travel through host memory. The link is opened in a thread, because NCCL can wait for ever for an unreachable peer.
     """
     link, failures = DeviceLink(store, rank, device, trial), ["it took too long"]
 

@@ -1,4 +1,4 @@
-"""What the draft does for one generate() call after another: receive, answer, prepare, and so on."""
+"""The loop in which the draft serves generate() calls: receive, answer, prepare, and so on."""
 
 import traceback
 
@@ -22,32 +22,37 @@ PROMPTS_TIMEOUT = 10.0  # seconds for the prompts to follow the request
 
 class DraftServer:
     """
-    Serves one generate() call after another over a channel.
+    Serves generate() calls in turn over a channel.
 
     Args:
-        channel (`Channel`): To the target.
+        channel (`Channel`): The channel to the target.
         model (`PreTrainedModel`): The draft model.
-        weights (`dict`, *optional*): The description of the [`SharedWeights`] that it was built from, if it was.
+        weights (`dict`, *optional*): The description of the [`SharedWeights`] that the model was built from, if any.
     """
 
     def __init__(self, channel: Channel, model: PreTrainedModel, weights: dict | None = None):
         self.channel, self.model, self.drafts = channel, model, Drafts()
-        self.prefix: VerifiedPrefix | None = None  # of the last call, which the next one may continue
+        self.prefix: VerifiedPrefix | None = None  # of the last call, which the next call may continue
         self.weights, self.weights_version = weights, None if weights is None else weights["version"]
         self.speculator: Speculator | None = None
         self.request: SessionRequest | None = None
         self.translation: Translation | None = None  # for calls whose tokenizers differ
-        self.costs: tuple[float, float, float] | None = None  # to be told with the next answer
+        self.costs: tuple[float, float, float] | None = None  # sent with the next answer
         self.session = self.round = 0
-        self.found: Speculation | None = None  # what was prepared, until it is known what is verified
+        self.found: Speculation | None = None  # until the target says which tokens it verifies
 
     @torch.inference_mode()
     def serve(self) -> None:
-        """Returns when the target says so, or raises [`PeerLost`] when its process has ended."""
+        """
+        Serves calls until the target sends `STOP`.
+
+        Raises:
+            [`PeerLost`]: the target's process has ended.
+        """
         while True:
-            message = Message(Kind.ERROR)  # of no call, as long as nothing could be read
+            message = Message(Kind.ERROR)  # errors belong to no call until a message was read
             try:
-                if self.speculator is None:  # nothing comes soon, so the wait sleeps
+                if self.speculator is None:  # between calls the wait sleeps
                     message = self.channel.receive(timeout=None, awake=0.0)
                 else:
                     message = self.channel.receive(timeout=None)
@@ -78,7 +83,7 @@ class DraftServer:
                 self._answer(message)
             elif message.kind == Kind.SPECULATION:
                 self._verify(message)
-        # What is left belongs to a call that failed or was broken off, and is dropped.
+        # Other messages belong to a call that failed or was interrupted, and are dropped.
 
     def _link(self) -> None:
         works = self.channel.open_link(self.model.device)
@@ -91,7 +96,7 @@ class DraftServer:
     def _start(self, message: Message) -> None:
         self.speculator = None
         prompts = self.channel.receive(timeout=PROMPTS_TIMEOUT)
-        while prompts.kind == Kind.START:  # a call that was broken off before its prompts left, or never was one
+        while prompts.kind == Kind.START:  # the previous call ended before it sent prompts, or was no call
             message, prompts = prompts, self.channel.receive(timeout=PROMPTS_TIMEOUT)
         wire.expect(prompts, Kind.PROMPTS, message.session, message.round)
         rows = wire.read_prompts(prompts.payload)
@@ -111,9 +116,9 @@ class DraftServer:
         self.speculator = speculator
 
     def _take_new_weights(self, version: int) -> None:
-        """Drops the keys and values that were computed with the weights before."""
+        """Drops the keys and values of the previous weights, and copies the new weights to an accelerator."""
         self.prefix, self.weights_version = None, version
-        if self.weights is not None and self.model.device.type != "cpu":  # on the CPU it works on the shared memory
+        if self.weights is not None and self.model.device.type != "cpu":  # a CPU model uses the shared memory itself
             copy_shared_weights(self.model, self.weights)
 
     def _end(self, message: Message) -> None:
@@ -137,13 +142,13 @@ class DraftServer:
             self.channel.expect()
 
     def _verify(self, message: Message) -> None:
-        """Moves on to what is verified, and drafts what is missing of it."""
+        """Moves on to the tokens that are verified next, and drafts the missing tokens."""
         wire.expect(message, Kind.SPECULATION, self.session, self.round)
         speculator, own = self.speculator, self.found
         verified = wire.read_speculation(message.payload, len(speculator.finished))
         width = verified.record.lookahead
         if min(map(len, verified.tokens)) < width:
-            if speculator.drafter.sampled:  # distributions of what others have are the target's
+            if speculator.drafter.sampled:  # the target has the distributions of other workers
                 shape = (len(verified.tokens), verified.width, speculator.drafter.vocab_size)
                 verified.probabilities = torch.zeros(shape, dtype=torch.float32, device=self.model.device)
                 q = speculator.distributions(own)
@@ -162,8 +167,9 @@ class DraftServer:
 
     def _send(self, speculation: Speculation) -> None:
         """
-        Sends tokens first: with them the target can start, and needs what they were drawn from only when it is done.
-        That is announced, so that it can arrive meanwhile, and packed only then, which may copy megabytes from a GPU.
+        Sends the tokens first, because the target can start with them and needs their distributions only at the end of
+        its forward pass. The distributions are announced, so that they can arrive meanwhile. They are packed after the
+        tokens have been sent, because packing may copy megabytes from a GPU.
         """
         speculation.costs, self.costs = self.costs, None
         drafter, announced = self.speculator.drafter, None

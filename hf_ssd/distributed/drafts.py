@@ -1,4 +1,4 @@
-"""The speculators of one draft model, call after call, and what their cache shapes have learned."""
+"""The speculators of a draft model for successive calls, and the cache shapes that learn over these calls."""
 
 from transformers import PreTrainedModel
 
@@ -13,35 +13,35 @@ from ..drafting.vocabulary import Vocabulary
 from ..rounds import CUSTOM, FALLBACKS
 from .session import SessionRequest
 
-SHAPES_KEPT = 32  # that have learned from earlier calls; a service may meet a new temperature in each
-SEED_STEP = 1_000_003  # between two calls with the same seed
+SHAPES_KEPT = 32  # cache shapes kept between calls; a service may see a new temperature in each call
+SEED_STEP = 1_000_003  # between the noise seeds of two successive calls
 
 
 def is_fixed(config: SSDConfig) -> bool:
-    """Whether no setting of a call depends on the clock, or on what calls before have taught the planner."""
+    """Whether no setting of a call depends on the clock, or on measurements that the planner made in earlier calls."""
     return "auto" not in (config.lookahead, config.budget)
 
 
 def has_fallback(request: SessionRequest) -> bool:
-    """Whether something else than the draft proposes after a miss, so that what was prepared decides on proposals."""
+    """Whether a fallback, not the draft, proposes after a miss, so that proposals depend on the prepared outcomes."""
     return request.config.fallback in FALLBACKS or request.asks_target
 
 
 def seed_of_call(request: SessionRequest, call: int) -> int:
     """
-    Returns the seed of the draft's noise. If earlier calls play a part in what is proposed, it is another one in each
-    call: what was learned in a call with the same seed must not meet the same noise again.
+    Returns the seed of the draft's noise. If proposals depend on earlier calls, each call gets a different seed: values
+    that were learned in a call with the same seed must not meet the same noise again.
 
     Args:
         request ([`SessionRequest`]): The call.
-        call (`int`): Its number, from 1.
+        call (`int`): Number of the call, from 1.
     """
     is_taught = request.config.lookahead == "auto" or (has_fallback(request) and not is_fixed(request.config))
     return request.seed + SEED_STEP * (call - 1) * is_taught
 
 
 class Drafts:
-    """Makes a speculator for each call of one draft model, and keeps what cache shapes have learned."""
+    """Makes a speculator for each call of a draft model, and keeps the cache shapes between calls."""
 
     def __init__(self):
         self.calls = 0
@@ -58,16 +58,16 @@ class Drafts:
         Args:
             model (`PreTrainedModel`): The draft model.
             request ([`SessionRequest`]): The call.
-            custom ([`Fallback`], *optional*): The user's own fallback, if it is asked here.
-            earlier ([`VerifiedPrefix`], *optional*): That of the last call, which this one may continue.
+            custom ([`Fallback`], *optional*): The user's own fallback, if it is asked in this process.
+            earlier ([`VerifiedPrefix`], *optional*): The prefix of the last call, which this call may continue.
         """
         config, generation = request.config, request.generation_config
         self.calls += 1
         key = (str(config.fan_out), generation.temperature if generation.do_sample else None)
         if has_fallback(request) and is_fixed(config) and generation.do_sample:
-            shape = shape_for(config)  # which rows miss decides what is proposed, so nothing learned before counts
+            shape = shape_for(config)  # misses decide on proposals, so they must not depend on earlier calls
         else:
-            shape = self.shapes[key] = self.shapes.pop(key, None) or shape_for(config)  # the last one now
+            shape = self.shapes[key] = self.shapes.pop(key, None) or shape_for(config)  # now last in order
         if len(self.shapes) > SHAPES_KEPT:
             del self.shapes[next(iter(self.shapes))]
         seed = seed_of_call(request, self.calls)

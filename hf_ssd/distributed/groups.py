@@ -1,4 +1,4 @@
-"""torch.distributed groups of two ranks: the draft's process and one of the target's."""
+"""torch.distributed groups of two ranks: a process of the draft and a process of the target."""
 
 import contextlib
 import ctypes
@@ -15,7 +15,7 @@ from accelerate.utils import patch_environment
 TARGET, DRAFT = 0, 1  # ranks
 LOOPBACK = "127.0.0.1"
 NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-CONNECT_TIMEOUT = timedelta(seconds=20)  # for the other process to join; each knows that the other is there
+CONNECT_TIMEOUT = timedelta(seconds=20)  # for the other process to join; both processes are known to be running
 # An idle worker waits as long as its program runs. Waits end by the caller's deadline, or with the other process.
 TRANSFER_TIMEOUT = timedelta(days=365)
 CLOSE_TIMEOUT = 5.0  # seconds
@@ -26,8 +26,8 @@ _kept: weakref.WeakSet = weakref.WeakSet()
 
 def keep_when_forked(thing):
     """
-    Returns `thing`, which a process forked from this one never collects as garbage: groups and stores wait for threads
-    that a forked process does not have, and would abort it.
+    Returns `thing`, and keeps it alive for ever in forked children. Destructors of groups and stores wait for threads
+    that do not exist there, which would abort the child.
     """
     _kept.add(thing)
     return thing
@@ -36,7 +36,7 @@ def keep_when_forked(thing):
 def _keep() -> None:
     for thing in list(_kept):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
-    if _kept:  # what was garbage already may hold transfers and devices, which nobody can name
+    if _kept:  # earlier garbage may hold transfers and devices, which have no name here
         gc.freeze()
 
 
@@ -46,10 +46,10 @@ if hasattr(os, "register_at_fork"):
 
 def gloo_group(store: dist.Store, name: str, rank: int, hostname: str | None = LOOPBACK) -> dist.ProcessGroup:
     """
-    Connects to the other process, which does the same. `hostname` is the address of this end; `None` lets gloo choose
-    by the name of the machine or by `GLOO_SOCKET_IFNAME`, so that other machines can reach it.
+    Connects to the other process, which does the same. `hostname` is the address of this end. With `None`, gloo chooses
+    an address that other machines can reach, by the name of the machine or by `GLOO_SOCKET_IFNAME`.
     """
-    options = keep_when_forked(dist.ProcessGroupGloo._Options())  # which hold a device with a thread
+    options = keep_when_forked(dist.ProcessGroupGloo._Options())  # the options hold a device with a thread
     options._timeout, options._threads = CONNECT_TIMEOUT, 1
     with _threads_that_let_compute():
         if hostname is None:
@@ -62,9 +62,9 @@ def gloo_group(store: dist.Store, name: str, rank: int, hostname: str | None = L
 @contextlib.contextmanager
 def _threads_that_let_compute():
     """
-    Where the process has a single core, threads that are created in this block do not interrupt the one that computes.
-    Otherwise gloo's receiving thread interrupts its sending one and spins until the scheduler's next tick, which takes
-    a tenth of a draft's time.
+    If the process has a single core, threads that are created in this block do not interrupt the thread that computes.
+    Otherwise gloo's receiving thread interrupts its sending thread and spins until the scheduler's next tick, which
+    takes a tenth of a draft's time.
     """
     if not hasattr(os, "SCHED_BATCH") or len(os.sched_getaffinity(0)) > 1 or os.sched_getscheduler(0) != os.SCHED_OTHER:
         yield
@@ -82,18 +82,18 @@ def _set_policy(policy: int) -> None:
 
 
 def nccl_group(store: dist.Store, name: str, rank: int) -> dist.ProcessGroup:
-    """The same between two GPUs. Each process must have set its own as the current one."""
+    """Connects two GPUs with NCCL. Each process must have set its own GPU as the current device."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout, options.config.max_ctas = TRANSFER_TIMEOUT, LINK_CTAS
-    # Read while the group is made. Unless it is "0", the death of the draft's process would end the target's.
+    # NCCL reads it while the group is made. Unless it is "0", the death of the draft's process would end the target's.
     with patch_environment(**{NCCL_ERRORS: "0"}):
         return dist.ProcessGroupNCCL(dist.PrefixStore(name, store), rank, 2, options)
 
 
 def give_up(groups: list[dist.ProcessGroup]) -> None:
     """
-    Aborts what is under way on these groups and empties the list, in a thread: a gloo group that is collected as
-    garbage waits for the other process, which may hang.
+    Aborts these groups with their transfers, and empties the list. This runs in a thread, because a gloo group that is
+    collected as garbage waits for the other process, which may hang.
     """
 
     def close():
@@ -109,7 +109,7 @@ def give_up(groups: list[dist.ProcessGroup]) -> None:
 
 
 def broadcast(group: dist.ProcessGroup, tensor: torch.Tensor, root: int) -> dist.Work:
-    """Starts to send `tensor`, or to receive into it."""
+    """Starts to send `tensor` if this rank is `root`, otherwise to receive into it."""
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor, options.timeout = root, 0, TRANSFER_TIMEOUT
     return group.broadcast([tensor], options)

@@ -41,8 +41,8 @@ def launch_draft(
     **load_options,
 ) -> DraftAssistant:
     """
-    Starts a draft worker: a process of its own that drafts while the target verifies. Or several of them, each of which
-    prepares a share of the outcomes.
+    Starts a draft worker, a separate process that drafts while the target verifies, or several draft workers, each of
+    which prepares a share of the outcomes.
 
     ```python
     with hf_ssd.launch_draft("Qwen/Qwen3-0.6B", device="cuda:1") as assistant:
@@ -51,27 +51,26 @@ def launch_draft(
 
     Args:
         model (`PreTrainedModel`, `str` or `os.PathLike`):
-            The draft: a folder or hub id, which only the worker loads, or a model, whose weights are copied. A call
-            that finds other weights in the model than the last one copies them again.
+            The draft: a folder or hub id, which only the worker loads, or a model, whose weights are copied. If the
+            weights have changed since the last call, the next call copies them again.
         device (`str` or `torch.device`, *optional*):
             Where the worker drafts. Defaults to the model's device; for a folder or hub id to the last accelerator on
             which this process holds nothing yet (so load the target first), or the CPU.
         num_threads (`int`, *optional*):
-            Cores for a draft on the CPU. Defaults to a quarter of the available ones, at least one; the target has the
-            rest for the length of each call. Several workers on the CPU have that many each.
+            Cores for each worker on the CPU. Defaults to a quarter of the available cores, at least 1; the target has
+            the rest for the length of each call.
         dtype (`str` or `torch.dtype`, *optional*):
-            Of a draft loaded from a folder or hub id. Defaults to what its config says.
+            Type of a draft that is loaded from a folder or hub id. Defaults to the type in its config.
         timeout (`float`, *optional*, defaults to 600):
             Seconds until the worker must be ready.
         devices (`list`, *optional*):
-            Instead of `device`, one for each of several workers, for example `["cuda:1", "cuda:2"]`. A `budget` is then
-            what each of them prepares.
+            Devices of several workers, instead of `device`, for example `["cuda:1", "cuda:2"]`. A `budget` then counts
+            the outcomes that each worker prepares.
         cores ([`~hf_ssd.distributed.cores.CoreShare`], *optional*):
-            Which CPU cores each side gets, instead of `num_threads` of them.
+            The CPU cores of each side, instead of `num_threads`.
         compile (`bool`, *optional*):
             Whether the worker compiles the draft with `torch.compile`, which takes up to a minute at its start.
-            Defaults to whether the model that was given is compiled. Where there is no compiler, the draft runs
-            without.
+            Defaults to whether `model` is compiled. Where there is no compiler, the draft runs uncompiled.
         load_options:
             Passed on to `AutoModelForCausalLM.from_pretrained`: a `quantization_config`, and plain values (they travel
             as JSON).
@@ -108,7 +107,7 @@ def launch_draft(
 def worker_settings(
     model: PreTrainedModel | str | os.PathLike, dtype, compile: bool | None, load_options: dict
 ) -> dict:
-    """Returns what a worker is told of the model, except where it is to be. See [`launch_draft`]."""
+    """Returns the settings that describe the model to a worker, without its device. See [`launch_draft`]."""
     is_loaded = isinstance(model, PreTrainedModel)
     if is_loaded and (load_options or dtype is not None):
         raise ValueError("`dtype` and load options are for a folder or hub id; this draft is already loaded.")
@@ -121,7 +120,7 @@ def worker_settings(
 
 
 def _as_json(name: str, value):
-    """Returns a load option as a worker is told of it."""
+    """Returns a load option as plain values that can be sent to a worker."""
     if name == "quantization_config" and hasattr(value, "to_dict"):
         value = value.to_dict()
     try:
@@ -136,14 +135,14 @@ def draft_config(path: str | os.PathLike, load_options: dict) -> PreTrainedConfi
     Reads the config of a draft that only the worker loads.
 
     Raises:
-        `ValueError`: there is no such model.
+        `ValueError`: transformers finds no model at `path`.
     """
     path = os.fspath(path)
     try:
         return AutoConfig.from_pretrained(path, **{"trust_remote_code": False, **load_options})
     except (OSError, ValueError) as error:
         adapter = find_adapter_config_file(path) if is_peft_available() else None
-        if adapter is not None:  # of the model that it names
+        if adapter is not None:  # read the config of the adapter's base model
             return draft_config(json.loads(Path(adapter).read_text())["base_model_name_or_path"], {})
         is_what = "is a folder without a model" if os.path.isdir(path) else "is no folder, and no model of the hub"
         if not os.path.exists(path) and not could_be_hub_id(path):
@@ -181,7 +180,7 @@ def _assistant(
 
 
 def start_worker(settings: dict, weights: SharedWeights | None = None) -> Connection:
-    """Starts a process of this one's own, and returns the worker, which is to be connected."""
+    """Starts a worker as a child of this process, and returns its connection, which is not connected yet."""
     meeting, descriptors = private_meeting()
     settings = {**settings, "meeting": meeting, "weights": None}
     if weights is not None:
@@ -192,10 +191,10 @@ def start_worker(settings: dict, weights: SharedWeights | None = None) -> Connec
 
 def assistant_for(draft: PreTrainedModel | str | os.PathLike) -> DraftAssistant | None:
     """
-    Returns the worker for a draft that was passed to generate() as a model, a folder or a hub id. Each process starts
-    one, does not wait for it, uses it again, and ends it with the model or the program. It is replaced when the model
-    has other layers, shapes or dtypes. For a model that a worker cannot rebuild it is `None`, and the reason is logged
-    once.
+    Returns the assistant for a draft that was passed to generate() as a model, a folder or a hub id. Each process makes
+    an assistant for each draft without waiting for its worker, uses it in later calls, and ends it with the model or
+    the program. The assistant is replaced when the model has other layers, shapes or dtypes. For a model that a worker
+    cannot rebuild, returns `None` and logs the reason once.
     """
     is_model = isinstance(draft, PreTrainedModel)
     known, key = (_assistants, draft) if is_model else (_assistants_of_paths, os.fspath(draft))
@@ -225,15 +224,15 @@ def assistant_for(draft: PreTrainedModel | str | os.PathLike) -> DraftAssistant 
 def close(assistant_model: PreTrainedModel | str | os.PathLike | None = None) -> None:
     """
     Ends the workers that calls of `generate()` have started for a draft that was passed as a model, a folder or a hub
-    id. Without it, they end with the model or the program. A later call starts another worker. What
-    [`~hf_ssd.launch_draft`] returns has a `close()` of its own.
+    id. Otherwise the workers end with the model or the program. A later call of `generate()` starts another worker. The
+    [`DraftAssistant`] that [`~hf_ssd.launch_draft`] returns has a `close()` of its own.
 
     Args:
         assistant_model (`PreTrainedModel`, `str` or `os.PathLike`, *optional*): The draft whose worker ends, as it was
             passed to `generate()`. By default the workers of all drafts end.
 
     Raises:
-        `TypeError`: it is no draft of this kind.
+        `TypeError`: `assistant_model` is not a model, folder or hub id.
     """
     draft = without_wrapper(assistant_model)
     with _starting:
@@ -255,7 +254,7 @@ def close(assistant_model: PreTrainedModel | str | os.PathLike | None = None) ->
 
 
 def info_of(draft: PreTrainedModel | DraftAssistant | str | os.PathLike) -> DraftInfo:
-    """Returns what is known of whatever can be passed as `assistant_model`, before any of it is loaded."""
+    """Returns the [`DraftInfo`] of any draft that can be passed as `assistant_model`, without loading it."""
     if isinstance(draft, (str, os.PathLike)):
         draft = _assistants_of_paths.get(os.fspath(draft)) or draft_config(draft, {})
     model = draft.weights.model() if isinstance(draft, DraftAssistant) and draft.weights is not None else None
@@ -267,5 +266,5 @@ def info_of(draft: PreTrainedModel | DraftAssistant | str | os.PathLike) -> Draf
 
 _assistants: "weakref.WeakKeyDictionary[PreTrainedModel, DraftAssistant]" = weakref.WeakKeyDictionary()
 _assistants_of_paths: dict[str, DraftAssistant] = {}
-_refused: "weakref.WeakKeyDictionary[PreTrainedModel, tuple]" = weakref.WeakKeyDictionary()  # and their structures
+_refused: "weakref.WeakKeyDictionary[PreTrainedModel, tuple]" = weakref.WeakKeyDictionary()  # with their structures
 _starting = threading.Lock()

@@ -16,7 +16,7 @@ from .session import DraftError, DraftSession, SessionRequest
 
 class LocalSession(DraftSession):
     """
-    Drafts when asked, in turn with the target. Nothing is prepared, so no row ever hits.
+    Drafts when asked, in turn with the target. No outcomes are prepared, so no row ever hits.
 
     Args:
         model (`PreTrainedModel`): The draft model.
@@ -36,7 +36,7 @@ class LocalSession(DraftSession):
     def receive_speculation(self) -> Speculation:
         with self._as_draft_errors():
             self.speculation = self.speculator.answer(self.outcome, self.plan)
-            self.speculator.prepare(self.plan)  # in turn there is no budget, and nothing to prepare
+            self.speculator.prepare(self.plan)  # in turn the budget is 0, so no outcome is prepared
         return self.speculation
 
     def receive_probabilities(self) -> torch.FloatTensor:
@@ -49,7 +49,7 @@ class LocalSession(DraftSession):
 
     @contextlib.contextmanager
     def _as_draft_errors(self) -> Iterator[None]:
-        """Whatever the draft raises is a [`DraftError`], as with a worker; what the user's fallback raises is not."""
+        """Turns the draft's exceptions into [`DraftError`], as a worker does, but not those of the user's fallback."""
         try:
             yield
         except Exception as error:

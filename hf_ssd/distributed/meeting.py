@@ -1,10 +1,10 @@
 """How target and draft find each other, and prove to each other who they are.
 
 A launched worker and its target meet in a file without a name, which only the two can open, and share a secret. gloo
-asks nobody who they are: whoever connects to a listening port first is taken for the peer. But of each pair of
-connected processes, one connects to the address in the store, which only the two can write, so a stranger cannot stand
-in the middle. Each side sends a fresh nonce in the direction in which it sends, and then the HMAC of both nonces. A
-proof that fits says that the process which knows the secret is at the far end of both directions.
+does not authenticate its peers: the first process that connects to a listening port is taken for the peer. But in each
+pair of connected processes, one side connects to the address in the store, which only worker and target can write, so
+another process cannot stand in the middle. Each side sends a fresh nonce over its outgoing direction, and then the HMAC
+of both nonces. A valid proof shows that both directions lead to the process that knows the secret.
 
 Under torchrun the secret is empty and proves nothing. See [`~hf_ssd.distributed.supervisor`].
 """
@@ -28,7 +28,7 @@ from .process import standard_streams_taken
 from .wire import LARGEST_PAYLOAD, Kind, Message, ProtocolError
 
 PROOF_TIMEOUT = 20.0  # seconds for the other side to prove itself, once both are connected
-LOOKS, POLL = 20, 0.005  # looks at the file, and seconds between them
+LOOKS, POLL = 20, 0.005  # checks of the file, and seconds between two checks
 SECRET_LENGTH = NONCE_LENGTH = 32  # bytes, as an HMAC-SHA256 has
 
 _folders: list[tempfile.TemporaryDirectory] = []  # removed when the program ends
@@ -36,7 +36,7 @@ _folders: list[tempfile.TemporaryDirectory] = []  # removed when the program end
 
 def private_meeting() -> tuple[dict, list[int]]:
     """
-    Returns a place for one worker and this process, with a secret, as objects that JSON can hold, and the file
+    Returns a meeting place for a worker and this process, with a secret, as objects that JSON can hold, and the file
     descriptors that the worker must inherit.
     """
     path, descriptors = _private_file()
@@ -49,7 +49,7 @@ def join(meeting: dict, timeout: float) -> dist.Store:
     Returns the store of a meeting.
 
     Args:
-        meeting (`dict`): What [`private_meeting`] returned, or a place in torchrun's store.
+        meeting (`dict`): The place that [`private_meeting`] returned, or a place in torchrun's store.
         timeout (`float`): Seconds that the store waits for a key.
     """
     if "path" in meeting:
@@ -63,9 +63,9 @@ def join(meeting: dict, timeout: float) -> dist.Store:
 
 def check_file(meeting: dict) -> None:
     """
-    Call this when a worker failed while it started, and has ended. If it has left half an entry in the file, for whose
-    rest every reader would wait, the next meeting is in another file. Other workers may be writing, so the file is
-    looked at several times.
+    Must be called when a worker failed to start and has ended. If the worker left half an entry in the file, every
+    reader would wait for the rest, so the next meeting uses another file. Other workers may be writing, so the file is
+    checked several times.
     """
     if meeting.get("path") != _private_file()[0]:
         return
@@ -88,8 +88,9 @@ def _has_whole_entries(file: Path) -> bool:
 @functools.cache
 def _private_file() -> tuple[str, list[int]]:
     """
-    One file for all meetings of this process. Its descriptor is never closed: torch opens the file by that number
-    whenever the last group that met there is collected, and another file could have the number by then.
+    Returns the path and the descriptors of the file for all meetings of this process. The descriptor is never closed:
+    torch opens the file by this number when the last group that met there is collected, and otherwise another file
+    could have the number by then.
     """
     if hasattr(os, "memfd_create"):
         with standard_streams_taken():
@@ -104,11 +105,11 @@ def prove(channel) -> None:
     Proves over a [`Channel`] that this side knows the secret, while the other side does the same.
 
     Raises:
-        [`~hf_ssd.distributed.wire.ProtocolError`]: the other side does not know it, does not say so in time, or has
-            ended.
+        [`~hf_ssd.distributed.wire.ProtocolError`]: the other side does not know the secret, does not answer in time,
+            or has ended.
     """
     deadline, own = time.monotonic() + PROOF_TIMEOUT, secrets.token_bytes(NONCE_LENGTH)
-    channel.largest = 0  # until it is known who is there, nothing is allocated for them
+    channel.largest = 0  # no memory is allocated for a peer that has not proved itself
     try:
         theirs = _exchange(channel, 0, own, deadline)
         answer = _exchange(channel, 1, _digest(channel.secret, channel.rank, own, theirs), deadline)
@@ -120,7 +121,7 @@ def prove(channel) -> None:
 
 
 def link_trial(secret: bytes) -> torch.FloatTensor:
-    """Returns the numbers that a draft sends first over a link between two GPUs. Only it and its target know them."""
+    """Returns the numbers that a draft sends first over a link between two GPUs. Only draft and target know them."""
     return torch.tensor(list(hmac.digest(secret, b"hf_ssd link", "sha256")), dtype=torch.float32)
 
 

@@ -9,27 +9,27 @@ import sys
 import tempfile
 import weakref
 
-STOP_TIMEOUT = 2.0  # seconds to end by itself before it is killed
-KILL_TIMEOUT = 10.0  # seconds for the system to end it; it cannot while a driver holds it
-STDERR_TAIL = 8000  # bytes that are shown of what a worker wrote
-STDERR_LIMIT = 2**20  # bytes after which the worker keeps no more than those
-# Variables of torchrun: the worker is not one of its ranks.
+STOP_TIMEOUT = 2.0  # seconds for a worker to end by itself before it is killed
+KILL_TIMEOUT = 10.0  # seconds for the system to end a killed worker; it cannot while a driver holds it
+STDERR_TAIL = 8000  # bytes of a worker's standard error that are shown
+STDERR_LIMIT = 2**20  # size in bytes at which a worker shortens its standard error to the tail
+# Variables of torchrun. They are removed because the worker is not a rank.
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
 
 
 class WorkerProcess:
     """
     A fresh interpreter, not a fork and not a `multiprocessing` child, so the user's script needs no `__main__` guard.
-    It takes its settings from its standard input, and ends when that closes: however this process ends, the worker
-    ends too.
+    The worker reads its settings from its standard input and ends when that closes, so it ends with this process,
+    however this process ends.
 
     Args:
-        settings (`dict`): What [`~hf_ssd.distributed.worker`] reads.
+        settings (`dict`): The settings that [`~hf_ssd.distributed.worker`] reads.
         descriptors (`list[int]`): File descriptors that the worker inherits.
 
     Attributes:
         popen (`subprocess.Popen`): The process.
-        end (`Callable`): Kills it. May be called more than once, and is called when the program ends.
+        end (`Callable`): Kills the process. May be called more than once, and is called when the program ends.
     """
 
     def __init__(self, settings: dict, descriptors: list[int]):
@@ -39,7 +39,7 @@ class WorkerProcess:
             environment["OMP_NUM_THREADS"] = str(len(settings["cores"]))
         with standard_streams_taken():
             self.stderr = tempfile.TemporaryFile()
-            # Both sides write at the end, wherever the other one has read.
+            # Every write goes to the end of the file, wherever its shared offset is.
             fcntl.fcntl(self.stderr, fcntl.F_SETFL, os.O_APPEND)
             self.popen = subprocess.Popen(
                 [sys.executable, "-m", "hf_ssd.distributed.worker"],
@@ -51,7 +51,7 @@ class WorkerProcess:
                 start_new_session=True,  # a Ctrl-C in the terminal is for the target
             )
         self.end = weakref.finalize(self, _end_process, os.getpid(), self.popen)
-        with contextlib.suppress(BrokenPipeError):  # it has ended already; its standard error tells why
+        with contextlib.suppress(BrokenPipeError):  # the worker has ended already; its standard error tells why
             self.popen.stdin.write(json.dumps(settings).encode() + b"\n")
             self.popen.stdin.flush()
 
@@ -60,21 +60,21 @@ class WorkerProcess:
         return self.popen.poll() is None
 
     def wait(self, timeout: float) -> bool:
-        """Waits until it has ended by itself, at most `timeout` seconds, and returns whether it has."""
+        """Waits up to `timeout` seconds until the process has ended by itself, and returns whether it has ended."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.popen.wait(timeout)
         return not self.is_running
 
     def stderr_tail(self) -> str:
-        """Returns the end of what it wrote to its standard error."""
+        """Returns the end of the worker's standard error."""
         return _tail(self.stderr.fileno()).decode("utf-8", errors="replace").strip()
 
 
 @contextlib.contextmanager
 def standard_streams_taken():
     """
-    Takes those of the descriptors 0, 1 and 2 that are closed, as in a daemon, for the length of this block, so that
-    nothing that is opened in it gets their numbers: in a child they are its standard streams.
+    Opens those of the descriptors 0, 1 and 2 that are closed, as in a daemon, for the length of this block, so that no
+    file that is opened in the block gets their numbers: in a child these are the standard streams.
     """
     taken = []
     try:
@@ -101,9 +101,9 @@ def _tail(descriptor: int) -> bytes:
 
 def _end_process(parent: int, process: subprocess.Popen) -> None:
     if os.getpid() != parent:
-        return  # this process was forked from it, and the worker is not its own
+        return  # this is a forked child of `parent`, which does not own the worker
     process.kill()
-    with contextlib.suppress(OSError):  # what it has not read is lost
+    with contextlib.suppress(OSError):  # settings that the worker has not read are lost
         process.stdin.close()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(KILL_TIMEOUT)

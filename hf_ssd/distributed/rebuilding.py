@@ -1,4 +1,4 @@
-"""A model that another process builds anew from its class and config, and whether the result is the same model."""
+"""Rebuilds a model in another process from its class and config, and checks that the result is the same model."""
 
 import contextlib
 import importlib
@@ -10,10 +10,10 @@ from transformers import PreTrainedModel
 
 def recipe_for(model: PreTrainedModel) -> dict:
     """
-    Returns what another process builds the model from, as objects that JSON can hold.
+    Returns the model's class, config and attention, from which another process builds it, as objects for JSON.
 
     Raises:
-        `ValueError`: the other process would not get the same model, or its weights cannot be copied.
+        `ValueError`: the other process would not get the same model, or the weights cannot be copied.
     """
     if any(type(module).__module__.partition(".")[0] == "peft" for module in model.modules()):
         raise ValueError(
@@ -90,10 +90,10 @@ def has_own_forward(module: torch.nn.Module) -> bool:
 
 
 def _difference(model: PreTrainedModel, recipe: dict) -> str | None:
-    """Returns in words where the model differs from the one that another process would build."""
+    """Describes a difference from the model that another process would build, or returns `None` if there is none."""
     try:
         other = without_weights(recipe)
-    except Exception as error:  # whatever the model's own code raises
+    except Exception as error:  # the model's own code may raise any exception
         return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     ours, theirs = (dict(one.named_modules(remove_duplicate=False)) for one in (model, other))
     for name in {**theirs, **ours}:
@@ -108,7 +108,7 @@ def _difference(model: PreTrainedModel, recipe: dict) -> str | None:
         is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
         if not is_plain or tensor.is_quantized:
             return f"`{name}` is no plain tensor, but a {_class_name(tensor)}"
-    for name in theirs:  # tensors that the model has beside these are shared too
+    for name in theirs:  # additional tensors of the model are shared too
         is_, would_be = (_tensor_kind(tensors.get(name)) for tensors in (ours, theirs))
         if is_ != would_be:
             return f"`{name}` is {is_} and would be {would_be}"
@@ -127,7 +127,7 @@ def _tensor_kind(tensor: torch.Tensor | None) -> str:
 
 
 def _importable_class(model: PreTrainedModel) -> list[str]:
-    kind = vars(type(model)).get("_ssd_kind", type(model))  # what hf_ssd.enable made its class from
+    kind = vars(type(model)).get("_ssd_kind", type(model))  # the class that hf_ssd.enable derived from
     place = [kind.__module__, kind.__qualname__]
     with contextlib.suppress(ImportError, AttributeError):
         if kind.__module__ != "__main__" and import_(place) is kind:

@@ -1,4 +1,4 @@
-"""Under torchrun: which ranks hold the target, which ones draft, and how the two find each other."""
+"""Under torchrun: which ranks hold the target, which ranks draft, and how target and draft find each other."""
 
 import atexit
 import functools
@@ -28,14 +28,14 @@ VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADD
 
 class Roles:
     """
-    The part of this process. Made by [`init_roles`].
+    The role of this process. Made by [`init_roles`].
 
     Attributes:
         is_draft (`bool`): Whether this rank drafts: the last ranks do.
-        is_leader (`bool`): Whether this is rank 0, which talks to the draft. It is where to print.
-        tp_size (`int`): Ranks that hold the target.
-        device (`torch.device`): Where to load the model. For a draft rank that is the CPU: the rank is a supervisor,
-            and its child takes the model to the rank's GPU.
+        is_leader (`bool`): Whether this is rank 0, which talks to the draft. Only this rank should print.
+        tp_size (`int`): Number of ranks that hold the target.
+        device (`torch.device`): Device on which to load the model. For a draft rank this is the CPU, because the rank
+            is a supervisor, whose child takes the model to the rank's GPU.
     """
 
     def __init__(self, num_draft_ranks: int):
@@ -43,7 +43,7 @@ class Roles:
         self.num_draft_ranks, self.tp_size = num_draft_ranks, world_size - num_draft_ranks
         self.is_draft, self.is_leader = self.rank >= self.tp_size, self.rank == 0
         usable = [device for device in devices.accelerators() if device.type != "mps"]  # which has no process groups
-        # A rank that is shown only its own accelerator sees it under number 0.
+        # A rank that sees only its own accelerator sees it under number 0.
         self.worker_device = usable[local_rank % len(usable)] if usable else torch.device("cpu")
         self.device = torch.device("cpu") if self.is_draft else self.worker_device
         self.store, _, _ = next(dist.rendezvous("env://"))  # kept: the first rank may be its server
@@ -52,14 +52,14 @@ class Roles:
         self.ranks: TargetRanks | None = None
         if self.is_draft:
             return
-        # transformers insists on a world of exactly tp_size ranks, so the target's ranks get one of their own.
+        # transformers insists on a world of exactly tp_size ranks, so the target's ranks get their own world.
         os.environ["WORLD_SIZE"] = str(self.tp_size)
         if self.device.type != "cpu":
             torch.accelerator.set_device_index(self.device)
-            os.environ["LOCAL_RANK"] = str(self.device.index)  # which transformers takes for the device's number
+            os.environ["LOCAL_RANK"] = str(self.device.index)  # transformers uses it as the device's number
         if self.tp_size > 1:
             kind = self.device.type
-            dist.init_process_group(  # outcomes are tensors of the CPU
+            dist.init_process_group(  # with gloo, because outcomes are CPU tensors
                 "gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}",
                 store=dist.PrefixStore("hf_ssd/target", self.store),
                 rank=self.rank,
@@ -75,15 +75,15 @@ class Roles:
         self, model: str | os.PathLike | PreTrainedConfig | None = None, **options
     ) -> DistributedConfig | None:
         """
-        Returns what `from_pretrained(..., distributed_config=...)` of the target takes, on each of its ranks.
+        Returns the `distributed_config` for the target's `from_pretrained`, to be passed on each of its ranks.
 
         Args:
-            model (`str`, `os.PathLike` or `PreTrainedConfig`, *optional*): The target, to see before it is loaded
-                whether it can be divided by so many ranks.
-            options: Of `DistributedConfig`, for example `tp_plan`.
+            model (`str`, `os.PathLike` or `PreTrainedConfig`, *optional*): The target, to check before it is
+                loaded that this many ranks can share it.
+            options: Options of `DistributedConfig`, for example `tp_plan`.
 
         Raises:
-            `ValueError`: the number of ranks does not divide its attention heads.
+            `ValueError`: the number of ranks does not divide the target's attention heads or key-value heads.
         """
         if model is not None:
             config = (
@@ -97,8 +97,8 @@ class Roles:
     @functools.cached_property
     def draft(self) -> DraftAssistant:
         """
-        The draft, to be passed as `assistant_model` on every rank of the target. The first time, on all of them, it
-        waits until the draft ranks are ready.
+        The draft, to be passed as `assistant_model` on every rank of the target. The first access, which
+        all ranks of the target must make, waits until the draft ranks are ready.
         """
         if self.is_draft:
             raise ValueError("This rank drafts, so it has no draft to talk to; call `roles.serve(model)`.")
@@ -117,8 +117,8 @@ class Roles:
         Drafts, until the target is done.
 
         Args:
-            model (`PreTrainedModel`, `str` or `os.PathLike`): The draft. Given a folder or hub id, only the worker
-                loads it, straight to its device.
+            model (`PreTrainedModel`, `str` or `os.PathLike`): The draft. A folder or hub id is loaded only by
+                the worker, straight to its device.
             dtype, compile, load_options: See [`~hf_ssd.launch_draft`].
             timeout (`float`, *optional*, defaults to 600): Seconds for the worker to reach the target.
 
@@ -133,7 +133,7 @@ class Roles:
             weights = SharedWeights(model)
             weights.fill()
             settings["weights"], descriptors = {**weights.description, "version": 0}, [weights.descriptor]
-        del model  # the child has the weights; memory that only this process holds is not needed
+        del model  # the child shares the copied weights, so this process frees the model
         try:
             supervise(self._place(self.rank - self.tp_size), settings, descriptors)
         finally:
@@ -143,7 +143,7 @@ class Roles:
     def shutdown(self) -> None:
         """
         Ends the draft ranks, whose `serve()` then returns, and takes this rank out of the target's group. May be called
-        more than once, and is when the program ends.
+        more than once. The leader calls it when the program ends.
         """
         if self._is_done or self.is_draft or os.getpid() != self._process:
             return
@@ -159,7 +159,7 @@ class Roles:
             dist.destroy_process_group()
 
     def _place(self, index: int) -> dict:
-        """Returns where the notes to and from a draft rank are."""
+        """Returns the place of the notes to and from a draft rank."""
         run, restart = os.environ.get("TORCHELASTIC_RUN_ID", ""), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         address = {"host": os.environ["MASTER_ADDR"], "port": int(os.environ["MASTER_PORT"]), "secret": ""}
         hostname = LOOPBACK if self.on_one_machine else None
@@ -168,7 +168,7 @@ class Roles:
 
 def init_roles(num_draft_ranks: int = 1) -> Roles:
     """
-    Divides the ranks that torchrun (or `accelerate launch`) started: the last ones draft, the others hold the target.
+    Divides the ranks that torchrun (or `accelerate launch`) started: the last ranks draft, the others hold the target.
 
     ```python
     roles = hf_ssd.distributed.init_roles(num_draft_ranks=1)
@@ -182,10 +182,11 @@ def init_roles(num_draft_ranks: int = 1) -> Roles:
     ```
 
     Args:
-        num_draft_ranks (`int`, *optional*, defaults to 1): How many ranks draft; each prepares a share of the outcomes.
+        num_draft_ranks (`int`, *optional*, defaults to 1): Number of ranks that draft; each prepares a share of the
+            outcomes.
 
     Returns:
-        [`Roles`]: The part of this process.
+        [`Roles`]: The role of this process.
 
     Raises:
         `RuntimeError`: the program was not started by torchrun, or torch.distributed was initialized before.
@@ -209,7 +210,7 @@ def init_roles(num_draft_ranks: int = 1) -> Roles:
 
 
 def _starter(place: dict) -> Callable[[], Connection]:
-    """Returns what asks a draft rank for its next child, and gives a worker that is to be connected."""
+    """Returns a function that asks a draft rank for its next child and returns a connection, not connected yet."""
     notes, numbers = join(place, STORE_TIMEOUT), itertools.count()
 
     def start() -> Connection:
@@ -222,7 +223,7 @@ def _starter(place: dict) -> Callable[[], Connection]:
 def check_heads(config: PreTrainedConfig, tp_size: int) -> None:
     """
     Raises:
-        `ValueError`: the number of ranks does not divide the attention heads.
+        `ValueError`: the number of ranks does not divide the attention heads or the key-value heads.
     """
     if tp_size == 1:
         return

@@ -14,7 +14,7 @@ from ..rounds import AHEAD, Outcome, Plan, Speculation
 from . import wire
 from .wire import FLAG, PLAN, Field, ProtocolError
 
-# Settings that shape no proposal; some of them are objects.
+# Settings that do not affect proposals; some of them are objects.
 NOT_FOR_THE_DRAFT = ("compile_config", "cache_config", "watermarking_config", "continuous_batching_config")
 MOST_WORKERS, MOST_TOKENS = 1024, 2**22
 REQUEST = {  # fields of a call that are numbers
@@ -36,24 +36,25 @@ class DraftError(RuntimeError):
 @dataclass
 class SessionRequest:
     """
-    What the draft needs to know of a generate() call.
+    The part of a generate() call that the draft needs to know.
 
     Args:
         config (`SSDConfig`): The user's settings.
-        generation_config (`GenerationConfig`): As transformers prepared it, `max_length` included.
+        generation_config (`GenerationConfig`): The config that transformers prepared, `max_length` included.
         prompts (`list[torch.LongTensor]`): The prompt of each row without padding.
         seed (`int`): Seed of the draft's randomness.
         vocab_size (`int`): Number of the target's tokens.
-        translation ([`~hf_ssd.drafting.vocabulary.Translation`], *optional*): Of its tokens into the draft's, if their
-            tokenizers differ.
+        translation ([`~hf_ssd.drafting.vocabulary.Translation`], *optional*): From the target's tokens to the
+            draft's, if their tokenizers differ.
         asks_target (`bool`, *optional*): Whether the fallback is an object in the target's process.
-        plan ([`~hf_ssd.rounds.Plan`]): What to prepare before the first outcome.
-        profile (`bool`, *optional*): Whether the draft is to time its passes instead.
-        worker_index, num_workers (`int`, *optional*): Which of how many workers is asked; each prepares its share.
-        prompt_length (`int`, *optional*): Of the longest row, without what was generated before the draft was there.
-            Defaults to that of the prompts.
-        weights_version (`int`, *optional*): Of a draft whose weights the worker shares with the target's process. What
-            the worker has computed with another version is dropped.
+        plan ([`~hf_ssd.rounds.Plan`]): The plan until the first outcome arrives.
+        profile (`bool`, *optional*): Whether the draft times its forward passes instead of preparing by `plan`.
+        worker_index, num_workers (`int`, *optional*): Index of this worker and the number of workers. Each worker
+            prepares its share of the outcomes.
+        prompt_length (`int`, *optional*): Length of the longest prompt, without tokens that were generated before
+            the draft was ready. Defaults to the length of the longest row of `prompts`.
+        weights_version (`int`, *optional*): Version of the draft's weights, if the worker shares them with the target's
+            process. The worker drops keys and values that it computed with another version.
     """
 
     config: SSDConfig
@@ -78,16 +79,16 @@ class SessionRequest:
 
     def to_dict(self) -> dict:
         """Returns everything except the prompts as plain Python objects that JSON can hold."""
-        # What transformers keeps under names with an underscore are tensors it derives anew on each side.
+        # Values under names with an underscore are tensors that transformers derives anew on each side.
         generation_config = copy.copy(self.generation_config)
         vars(generation_config).update(as_plain_objects(vars(generation_config)))
         settings = {k: v for k, v in generation_config.to_diff_dict().items() if not k.startswith("_")}
         for name in NOT_FOR_THE_DRAFT:
             settings.pop(name, None)
-        if isinstance(settings.get("sequence_bias"), dict):  # transformers takes it as pairs too, which JSON can hold
+        if isinstance(settings.get("sequence_bias"), dict):  # transformers also accepts pairs, which JSON can hold
             settings["sequence_bias"] = [[list(tokens), bias] for tokens, bias in settings["sequence_bias"].items()]
         config = self.config
-        if self.asks_target:  # an object does not travel: the draft is to ask for its proposals
+        if self.asks_target:  # an object cannot be sent: the target asks it for proposals
             config = dataclasses.replace(config, fallback="primary")
         return {
             "ssd_config": config.to_dict(),
@@ -104,16 +105,16 @@ class SessionRequest:
         """
         Args:
             values (`dict`), prompts: The call.
-            translation ([`~hf_ssd.drafting.vocabulary.Translation`], *optional*): The one that came last.
+            translation ([`~hf_ssd.drafting.vocabulary.Translation`], *optional*): The last translation that came.
 
         Raises:
-            [`~hf_ssd.distributed.wire.ProtocolError`]: it is not what [`~SessionRequest.to_dict`] gives.
+            [`~hf_ssd.distributed.wire.ProtocolError`]: the arguments do not describe a valid call.
         """
         try:
             generation_config = GenerationConfig.from_dict(values["generation_config"])
             config = SSDConfig.from_dict(values["ssd_config"])
             plan, numbers, is_translated = (values[name] for name in ("plan", "numbers", "is_translated"))
-        except Exception as error:  # transformers raises whatever a value of the wrong type leads to
+        except Exception as error:  # transformers may raise any exception for a value of the wrong type
             raise ProtocolError(f"a call cannot be read: {type(error).__name__}: {error}") from error
         plan, numbers = wire.read_plan(plan), wire.read_fields(REQUEST, numbers, "a call")
         vocab_size = numbers["vocab_size"]
@@ -128,12 +129,12 @@ class SessionRequest:
 
     @property
     def answers_alone(self) -> bool:
-        """Whether the worker completes its answers by itself, or the target says what is verified."""
+        """Whether the worker completes its answers by itself. Otherwise the target says which tokens are verified."""
         return self.num_workers == 1 and not self.asks_target
 
 
 def as_plain_objects(value):
-    """Returns the same with tensors and the arrays and numbers of numpy, which users give too, as plain Python."""
+    """Returns `value` with tensors, and numpy arrays and numbers, which users pass too, as plain Python objects."""
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, dict):
@@ -143,33 +144,33 @@ def as_plain_objects(value):
 
 class DraftSession(ABC):
     """
-    One generate() call's conversation with the draft. A round is `send_outcome`, `receive_speculation`, and when
-    sampling `receive_probabilities`, in this order. The outcome of round 0 is the first token after the prompt; rows
-    that are finished already are told as in any other round.
+    The conversation with the draft in a generate() call. A round is `send_outcome`, `receive_speculation`, and when
+    sampling `receive_probabilities`, in this order. The outcome of round 0 is the first token after the prompt. Rows
+    that are already finished are marked in it as in any other round.
 
-    Each method may raise [`DraftError`], and is not called again after it did.
+    Each method may raise [`DraftError`], and is not called again after an error.
     """
 
     @abstractmethod
     def send_outcome(self, outcome: Outcome, plan: Plan) -> None:
         """
-        Tells the draft what was decided since it was asked last, and what to do now. Returns at once.
+        Tells the draft which tokens were decided since its last answer, and the plan to follow now. Returns at once.
 
         Args:
-            outcome ([`~hf_ssd.rounds.Outcome`]): Of the last speculation, with the tokens of later rounds, if the draft
-                was not asked in them.
-            plan ([`~hf_ssd.rounds.Plan`]): How to answer, and what to prepare next.
+            outcome ([`~hf_ssd.rounds.Outcome`]): The outcome of the last speculation, with the tokens of later rounds
+                in which the draft was not asked.
+            plan ([`~hf_ssd.rounds.Plan`]): How to answer, and how to prepare afterwards.
         """
 
     @abstractmethod
     def receive_speculation(self) -> Speculation:
-        """Returns the next speculation, without probabilities. If it has no tokens, none follow."""
+        """Returns the next speculation, without probabilities. If it has no tokens, no probabilities follow."""
 
     @abstractmethod
     def receive_probabilities(self) -> torch.FloatTensor | None:
         """
         Returns the distributions `(batch_size, lookahead, vocab_size)` that the tokens were drawn from, or `None` if
-        they are lost. Then the tokens do not count.
+        they are lost. In that case none of the tokens may be accepted.
         """
 
     @abstractmethod

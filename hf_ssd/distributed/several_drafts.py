@@ -1,4 +1,4 @@
-"""One generate() call with several draft workers, or with a fallback that is an object of the user's."""
+"""A generate() call with several draft workers, or with a fallback that is the user's own object."""
 
 import dataclasses
 import math
@@ -19,16 +19,18 @@ from .worker_session import WorkerSession
 
 logger = logging.get_logger(__name__)
 
-POLL = 5e-5  # seconds between two looks at who has answered
+POLL = 5e-5  # polling interval in seconds
 
 
 class SeveralDrafts(DraftSession):
     """
-    Each worker prepares a share of the outcomes, and says in each round what it has prepared for the one that came. No
-    two prepare the same, so each row takes what one of them has, or what a fallback proposes. If something is missing
-    then, the first worker, the *primary*, completes it. All are told what is verified.
+    Each worker prepares a share of the outcomes, and in each round sends the speculation that it has prepared for the
+    outcome of the round. No two workers prepare the same outcome, so each row takes the speculation of the worker that
+    has it, or the proposal of a fallback. If tokens are still missing, the first worker, the *primary*, drafts them.
+    All workers are told which tokens are verified.
 
-    A worker that fails is left out from then on. Only when the last one fails is it an error.
+    A worker that fails is left out from then on. The failure is an error only if no worker is left, or if
+    `on_draft_failure` is `"raise"`.
 
     Args:
         workers (`list[Connection]`): The workers, at rest.
@@ -63,7 +65,7 @@ class SeveralDrafts(DraftSession):
             self._try(session, session.send_outcome, outcome, plan)
 
     def receive_speculation(self) -> Speculation:
-        # 1. Each row takes what a worker, or a fallback, has for it. If nothing was prepared the draft is asked.
+        # 1. Each row takes the tokens of a worker or a fallback. If no outcome was prepared, the draft is asked.
         found = self._merge(self._gather())
         if found.record.budget:
             found = self._ask_fallback(found)
@@ -72,7 +74,7 @@ class SeveralDrafts(DraftSession):
         if PREPARED not in sources and not {*FALLBACKS}.isdisjoint(sources):
             width = found.width
 
-        # 2. If something is missing, the primary completes it.
+        # 2. If tokens are missing, the primary drafts them.
         found.record.lookahead = width
         found.tokens = [row[:width] if live else [0] * width for live, row in zip(self.live, found.tokens)]
         while min(known) < width:
@@ -84,7 +86,7 @@ class SeveralDrafts(DraftSession):
         else:
             primary = None
 
-        # 3. All are told what is verified. Rows that are finished count as the primary's.
+        # 3. The other workers are told which tokens are verified. Rows that are finished count as the primary's.
         found.record.sources = [PRIMARY if source == NOTHING else source for source in found.record.sources]
         self.q = None if self.q is None else self.q[:, :width]
         self.verified = found.tokens
@@ -93,13 +95,13 @@ class SeveralDrafts(DraftSession):
         return found
 
     def _gather(self) -> dict[WorkerSession, Speculation]:
-        """Collects what the workers have prepared."""
+        """Collects the speculations that the workers have prepared."""
         found: dict[WorkerSession, Speculation] = {}
         deadline = time.monotonic() + self.config.timeout
         while waiting := [session for session in self.sessions if session not in found]:
             arrived = [session for session in waiting if session.has_arrived()]
             late = time.monotonic() > deadline
-            for session in waiting if late else arrived:  # one that is late now says so
+            for session in waiting if late else arrived:  # a late worker raises now
                 timeout = 0.0 if late and session not in arrived else None
                 one = self._try(session, self._receive_found, session, timeout)
                 if one is not None:
@@ -115,7 +117,7 @@ class SeveralDrafts(DraftSession):
         return found
 
     def _merge(self, found: dict[WorkerSession, Speculation]) -> Speculation:
-        """Returns what is there for each row, with the record of the worker that took longest."""
+        """Returns the prepared tokens of each row, with the record of the worker that took the longest time."""
         all_found = list(found.values())
         longest = max(all_found, key=lambda one: one.record.draft_seconds)
         width = max(one.width for one in all_found)
@@ -125,7 +127,7 @@ class SeveralDrafts(DraftSession):
             tokens=[[] for _ in range(self.rows)],
             probabilities=None,
             record=dataclasses.replace(longest.record, sources=[NOTHING] * self.rows),
-            costs=max(costs, key=sum, default=None),  # of the slowest worker, for which each round waits
+            costs=max(costs, key=sum, default=None),  # of the slowest worker, since each round waits for it
         )
         merged.record.budget = sum(one.record.budget for one in all_found)
         self.q = None
@@ -140,7 +142,7 @@ class SeveralDrafts(DraftSession):
         return merged
 
     def _certain(self, width: int, device) -> torch.FloatTensor:
-        """Returns distributions of rows that are finished: token 0 is certain."""
+        """Returns distributions in which token 0 is certain, as they are for rows that are finished."""
         q = torch.zeros(self.rows, width, self.vocab_size, dtype=torch.float32, device=device)
         q[..., 0] = 1.0
         return q
@@ -162,7 +164,7 @@ class SeveralDrafts(DraftSession):
         return joined
 
     def _complete(self, primary: WorkerSession, found: Speculation) -> Speculation:
-        """Lets the primary draft what is missing, and puts together what all tokens were drawn from."""
+        """Lets the primary draft the missing tokens, and joins the distributions of all tokens."""
         primary.send_speculation(found)
         completed = primary.receive_speculation()
         if self.sampled and completed.width:
@@ -182,7 +184,12 @@ class SeveralDrafts(DraftSession):
     # ---------------------------------------------------------------- failures and the end
 
     def _try(self, session: WorkerSession, step: Callable, *arguments):
-        """Returns what the step gives, or `None` if it fails, which is the end of this worker's part."""
+        """
+        Returns the result of the step, or `None` if it fails. Then this worker takes no further part in the call.
+
+        Raises:
+            [`DraftError`]: the step fails and no worker is left, or `on_draft_failure` is `"raise"`.
+        """
         try:
             return step(*arguments)
         except DraftError as error:

@@ -12,24 +12,24 @@ from .process import standard_streams_taken
 from .rebuilding import recipe_for, structure_of, tensors_of, without_weights
 
 ALIGNMENT = 64  # bytes
-SAMPLES = 4  # values of each tensor, at least, that are compared
+SAMPLES = 4  # least number of values of each tensor that are compared
 
 
 class SharedWeights:
     """
     A copy of the parameters and buffers of a model in one block of shared memory. The model is only read. The copy
-    follows it: [`~SharedWeights.fill`] copies again where the model has other values than at the last copy, and
-    [`~SharedWeights.lay_out`] starts anew where it has other layers.
+    follows the model: [`~SharedWeights.fill`] copies again if the values have changed since the last copy, and
+    [`~SharedWeights.lay_out`] starts anew if the layers have changed.
 
-    The memory has no name (`memfd_create`), so nothing is left behind however the processes end. Where the system has
-    no such thing it is an unlinked temporary file.
+    The memory has no name (`memfd_create`), so no file is left behind however the processes end. On systems without
+    `memfd_create` the memory is an unlinked temporary file.
 
     Args:
         model (`PreTrainedModel`): A model whose class can be imported by name. It is not kept alive.
 
     Attributes:
-        version (`int`): How often the weights were copied.
-        descriptor (`int`, *optional*): Of the memory, from the first copy on.
+        version (`int`): Number of times that the weights were copied.
+        descriptor (`int`, *optional*): File descriptor of the memory, from the first copy on.
 
     Raises:
         `ValueError`: another process cannot build the model anew.
@@ -42,13 +42,13 @@ class SharedWeights:
         self.lay_out()
 
     def fits(self) -> bool:
-        """Whether the model, if it is still there, has the layers, shapes and dtypes that were laid out."""
+        """Whether the model still has the layers, shapes and dtypes that were laid out, or was deleted."""
         model = self.model()
         return model is None or structure_of(model) == self.structure
 
     def lay_out(self) -> None:
         """
-        Prepares memory for the model as it is now. Workers that know the memory before must have ended.
+        Prepares the memory layout for the model as it is now. Workers that use the earlier memory must have ended.
 
         Raises:
             `ValueError`: another process cannot build the model anew.
@@ -57,7 +57,7 @@ class SharedWeights:
         recipe = recipe_for(model)
         places, entries, size = {}, [], 0
         for name, tensor in tensors_of(model).items():
-            if id(tensor) not in places:  # tied weights are one tensor under several names
+            if id(tensor) not in places:  # tied weights are a single tensor under several names
                 places[id(tensor)] = size
                 size += (tensor.nbytes // ALIGNMENT + 1) * ALIGNMENT
             dtype, is_parameter = str(tensor.dtype).removeprefix("torch."), isinstance(tensor, torch.nn.Parameter)
@@ -68,13 +68,13 @@ class SharedWeights:
 
     @property
     def description(self) -> dict:
-        """What the other process needs besides the inherited file descriptor, as objects that JSON can hold."""
+        """The data that the other process needs besides the inherited descriptor, as objects that JSON can hold."""
         return {**self.recipe, "descriptor": self.descriptor, "version": self.version}
 
     @torch.no_grad()
     def fill(self) -> int:
         """
-        Copies the weights if they are not the ones that were copied last. No worker may be in the middle of a call.
+        Copies the weights if they have changed since the last copy. No worker may be in the middle of a call.
 
         Returns:
             `int`: The version of the weights in the memory.
@@ -87,7 +87,7 @@ class SharedWeights:
                 self.memory = _map(self.descriptor, self.recipe["size"])
             model = self.model()
             if model is None or structure_of(model) != self.structure:
-                return self.version  # as it is until the next call, which lays out the model anew
+                return self.version  # unchanged until the next call, which lays out the model anew
             places = [place for _, _, _, place, _ in self.recipe["entries"]]
             tensors = dict(zip(places, tensors_of(model).values()))
             values = _values(tensors.values())
@@ -134,8 +134,8 @@ def copy_shared_weights(model: PreTrainedModel, description: dict) -> None:
 
 def _values(tensors) -> tuple:
     """
-    Returns what differs if tensors have other values than before: their addresses, their versions, and, because changes
-    through `.data` or numpy leave those as they are, a few of the values themselves.
+    Returns marks that change when the tensors' values change: their addresses, their versions, and a few of the values
+    themselves, because changes through `.data` or numpy leave addresses and versions as they are.
     """
     marks, some = [], {}
     for tensor in tensors:

@@ -1,13 +1,14 @@
-"""The draft ranks under torchrun: supervisors, each of whose children does the work.
+"""The draft ranks under torchrun: supervisors, whose children do the work.
 
-torchrun ends all ranks when one is killed, so a draft rank does nothing that could kill it. Its child is the draft
-worker, which holds the GPU, and may die and be started again alone. Target and supervisor leave each other notes in
-torchrun's store: which child is `asked` for, which one to `kill`, which has `ended` and what it wrote last, and whether
-the target is `done`.
+torchrun ends all ranks when any rank is killed, so a draft rank does nothing that could kill it. Its child is the draft
+worker, which holds the GPU, and may die and be restarted alone. Target and supervisor leave each other notes in
+torchrun's store: which child is `asked` for, which child to `kill`, which child has `ended` and the end of its standard
+error, and whether the target is `done`.
 
 There is no private pipe between ranks, so target and draft trust torchrun's store, and with it everyone who can reach
-MASTER_ADDR:MASTER_PORT or the ports on which gloo and NCCL listen: such a person can take a rank's place, be sent the
-prompts and answer with tokens. As torchrun itself, this is for networks and machines whose users trust each other.
+MASTER_ADDR:MASTER_PORT or the ports on which gloo and NCCL listen. An attacker who reaches them can take a rank's
+place, receive the prompts and answer with tokens. Like torchrun itself, this is for networks and machines whose users
+trust each other.
 """
 
 import time
@@ -17,20 +18,20 @@ import torch.distributed as dist
 from .meeting import join
 from .process import STOP_TIMEOUT, WorkerProcess
 
-POLL = 0.05  # seconds between two looks at the notes
+POLL = 0.05  # seconds between two checks of the notes
 SUPERVISOR_TIMEOUT = 3.0  # seconds for the supervisor to notice that its child has ended, or is to end
 STORE_TIMEOUT = 60.0  # seconds
 
 
 def meeting_of(place: dict, number: int) -> dict:
-    """Returns where the child of this number and the target meet. `place` is where the notes of its rank are."""
+    """Returns where the child of this number meets the target. `place` is the place of the notes of its rank."""
     return {**place, "prefix": f"{place['prefix']}/{number}"}
 
 
 class SupervisedProcess:
     """
     A supervisor's child as the target sees it, with the methods of [`WorkerProcess`]. Children are numbered from 0; the
-    first one is started without being asked for.
+    first child is started without being asked for.
     """
 
     def __init__(self, notes: dist.Store, number: int):
@@ -59,10 +60,11 @@ class SupervisedProcess:
 
 def supervise(place: dict, settings: dict, descriptors: list[int]) -> None:
     """
-    Keeps a worker running, and returns when the target says that it is done, or when its store is gone.
+    Starts a worker, and another worker whenever the target asks for it. Returns when the target is done or the store is
+    gone.
 
     Args:
-        place (`dict`): Where the notes are. See [`~hf_ssd.distributed.meeting.join`].
+        place (`dict`): The place of the notes. See [`~hf_ssd.distributed.meeting.join`].
         settings (`dict`), descriptors (`list[int]`): See [`WorkerProcess`]. The meeting with the target is added.
     """
 

@@ -1,4 +1,4 @@
-"""The processes that hold one target together. All of them do what the first one decides."""
+"""The processes that hold a target together. All of them follow the decisions of the first rank."""
 
 import contextlib
 import time
@@ -12,17 +12,18 @@ from .channel import Channel
 from .session import DraftError
 from .wire import Kind, Message
 
-LONGEST_SILENCE = 1800.0  # seconds; the leader may have to start a worker before it has something to say
+LONGEST_SILENCE = 1800.0  # seconds; the leader may have to start a worker before it sends a message
 
 
 class TargetRanks:
     """
     Under tensor parallelism every rank runs the same loop on the same tokens. Only rank 0, the *leader*, talks to the
-    draft and decides, and tells the others. Floating point and clocks may differ between ranks, the tokens may not.
+    draft and decides, and tells the others. Floating-point results and clocks may differ between ranks; tokens must
+    not.
 
     Args:
         group (`torch.distributed.ProcessGroup`, *optional*): A gloo group of all ranks of the target. `None` for a
-            target that is held by one process.
+            target that is held by a single process.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None):
@@ -37,11 +38,11 @@ class TargetRanks:
         Returns the leader's message on every rank.
 
         Args:
-            message (`Message`, *optional*): Only the leader's counts.
+            message (`Message`, *optional*): The leader's message; ignored on other ranks.
 
         Raises:
-            [`DraftError`], `RuntimeError`: the leader has broken off the call.
-            `TimeoutError`: the leader has said nothing for half an hour.
+            [`DraftError`], `RuntimeError`: the leader has failed in the call.
+            `TimeoutError`: the leader has sent no message for half an hour.
         """
         if self.group is None:
             return message
@@ -49,7 +50,7 @@ class TargetRanks:
             self._send(Message(message.kind, self.call, payload=message.payload))
             return message
         message, deadline = None, time.monotonic() + LONGEST_SILENCE
-        while message is None or message.session != self.call:  # older ones belong to a call that all have broken off
+        while message is None or message.session != self.call:  # older messages belong to a call that has failed
             frame = self._receive(torch.empty(wire.FRAME_LENGTH, dtype=torch.int64), deadline)
             message, payload = wire.unpack(frame)
             if payload is not None and len(payload):
@@ -66,7 +67,7 @@ class TargetRanks:
         return values if self.is_leader else wire.read_json(message.payload)
 
     def share_random_state(self, device: torch.device) -> None:
-        """Gives all ranks the leader's random state, as if all had decided."""
+        """Gives all ranks the leader's random state, as if all had made the leader's random draws."""
         if self.group is None:
             return
         on_device = [] if device.type == "cpu" else [device]
@@ -76,7 +77,7 @@ class TargetRanks:
 
     @contextlib.contextmanager
     def one_call(self):
-        """A block that all ranks run. If the leader fails in it, the others are told and fail as well."""
+        """A block that all ranks run. If the leader raises in it, the other ranks are told and raise as well."""
         self.call += 1
         try:
             yield

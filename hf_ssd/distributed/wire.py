@@ -1,12 +1,12 @@
-"""The wire: what travels between target and draft. Numbers and JSON, never pickles; what comes is checked here, once.
+"""The messages between target and draft. They hold numbers and JSON, never pickles, and are checked here, once.
 
-A message is one frame of 128 integers: a header of 12, and up to 116 integers of payload. A larger payload, or one of
-another type, follows in a transfer of its own, whose type and length the header tells, and whether it follows behind
-the frame or over the link between two GPUs. A message may announce the next one, of which only the payload follows: the
+A message is a frame of 128 integers: a header of 12, and up to 116 integers of payload. A larger payload, or a payload
+of another type, follows in its own transfer. The header tells its type and length, and whether it follows after the
+frame or over the link between two GPUs. A message may announce the next message, of which only the payload follows: the
 receiver gets ready for it at once, and the sender need not have it yet.
 
-A new message is a [`Kind`], a `write_...` and a `read_...` function. A new field of a plan, of a record or of a call is
-a line in its table, and nothing else here.
+A new message needs a [`Kind`], a `write_...` and a `read_...` function. A new field of a plan, a record or a call only
+needs a line in its table here.
 """
 
 import itertools
@@ -27,8 +27,8 @@ VERSION = 13
 HEADER_LENGTH = 12
 FRAME_LENGTH = 128
 PAYLOAD_TYPES = (torch.int64, torch.int32, torch.float32, torch.uint8)
-BEHIND, INLINE, OVER_LINK = range(3)  # where a payload is
-LARGEST_PAYLOAD = 2**26  # elements; a header that asks for more is not one of ours, unless more is expected
+BEHIND, INLINE, OVER_LINK = range(3)  # place of a payload
+LARGEST_PAYLOAD = 2**26  # elements; a header that asks for more is invalid, unless the receiver expects more
 
 
 class Kind(IntEnum):
@@ -36,20 +36,20 @@ class Kind(IntEnum):
     START = 2  # target -> draft: settings of one generate() call (JSON); PROMPTS follows
     PROMPTS = 3  # target -> draft: length of each row, then all tokens
     OUTCOME = 4  # target -> draft: the plan, the outcome of the last speculation, and the tokens of each row since
-    SPECULATION = 5  # draft -> target: tokens, and the draft's part of the record; target -> draft: what is verified,
-    # where the draft does not decide that alone
-    PROBABILITIES = 6  # behind SPECULATION: what the tokens were drawn from, when sampling
-    END = 7  # target -> draft: the call is over; draft -> target, over a link: nothing is on its way any more
+    SPECULATION = 5  # draft -> target: tokens, and the draft's part of the record; target -> draft: the tokens that are
+    # verified, if the draft does not decide them alone
+    PROBABILITIES = 6  # draft -> target, after SPECULATION: the distributions of its tokens, when sampling
+    END = 7  # target -> draft: the call is over; draft -> target, if there is a link: no payload is under way
     STOP = 8  # target -> draft: the worker is no longer needed
     ERROR = 9  # draft -> target: an exception with its traceback (text)
-    VALUES = 10  # rank 0 of the target -> its other ranks: something besides outcomes and speculations
+    VALUES = 10  # rank 0 of the target -> its other ranks: values besides outcomes and speculations
     LINK = 11  # target -> draft: open a link between the two GPUs; both then say whether it works (JSON)
-    PROOF = 12  # both ways, first of all: a nonce, and then what shows that the sender knows the secret of the two
-    VOCABULARY = 13  # target -> draft: what each of the target's tokens is in the draft's, for the calls that follow
+    PROOF = 12  # both ways, before other messages: a nonce, then a proof that the sender knows the shared secret
+    VOCABULARY = 13  # target -> draft: the translation of the target's tokens, for the calls that follow
 
 
 class ProtocolError(RuntimeError):
-    """A message that is not what the protocol says: truncated, foreign, stale or of another version."""
+    """A message that violates the protocol: truncated, foreign, stale or of another version."""
 
 
 # ---------------------------------------------------------------- frames
@@ -59,13 +59,13 @@ class ProtocolError(RuntimeError):
 class Message:
     """
     Args:
-        kind (`Kind`): What it is.
-        session (`int`): Number of the generate() call it belongs to; 0 for none.
+        kind (`Kind`): Kind of the message.
+        session (`int`): Number of the generate() call that the message belongs to; 0 for none.
         round (`int`): Number of the verification round, from 0.
-        payload (`list[int]` or `torch.Tensor`): Integers, or a one-dimensional tensor of one of `PAYLOAD_TYPES`.
+        payload (`list[int]` or `torch.Tensor`): Integers, or a one-dimensional tensor of a type in `PAYLOAD_TYPES`.
         over_link (`bool`, *optional*): Whether the payload goes from GPU to GPU.
-        announces (`Message`, *optional*): The next message, of the same session and round. Its payload follows by
-            [`~hf_ssd.distributed.channel.Channel.send_announced`]; until then it tells type and length only, so it may
+        announces (`Message`, *optional*): The next message, of the same session and round. Its payload is sent by
+            [`~hf_ssd.distributed.channel.Channel.send_announced`]. Until then only its type and length count, so it may
             be on the device "meta".
     """
 
@@ -78,7 +78,7 @@ class Message:
 
 
 def pack(message: Message) -> list[torch.Tensor]:
-    """Returns the frame, and behind it the payload if the frame does not hold it."""
+    """Returns the frame, followed by the payload if the frame does not hold it."""
     payload, dtype, place, inline, behind = message.payload, torch.int64, INLINE, [], []
     if isinstance(payload, torch.Tensor):
         dtype = payload.dtype
@@ -104,17 +104,17 @@ def pack(message: Message) -> list[torch.Tensor]:
 
 def unpack(frame: torch.Tensor, largest: int = LARGEST_PAYLOAD) -> tuple[Message, torch.Tensor | None]:
     """
-    Reads a frame, and makes room for what is to follow.
+    Reads a frame, and allocates the payload that follows it.
 
     Args:
-        frame (`torch.LongTensor` of shape `(FRAME_LENGTH,)`): What came.
-        largest (`int`, *optional*): Elements that may follow. A frame that announces more is refused.
+        frame (`torch.LongTensor` of shape `(FRAME_LENGTH,)`): The received frame.
+        largest (`int`, *optional*): Elements that a payload may have. A frame that announces more is refused.
 
     Returns:
-        The message, and `None` or its empty payload, which is to be received into.
+        The message, and its empty payload to receive into, or `None` if no payload follows.
 
     Raises:
-        [`ProtocolError`]: the frame is not one of ours.
+        [`ProtocolError`]: the frame is not a valid frame of this protocol.
     """
     numbers = frame.tolist()
     magic, version, kind, session, round_, dtype, length, place, *following = numbers[:HEADER_LENGTH]
@@ -165,11 +165,11 @@ def expect(message: Message, kind: Kind, session: int, round_: int, length: int 
 @dataclass(frozen=True)
 class Field:
     """
-    How a value travels as an integer.
+    The encoding of a value as an integer.
 
     Args:
-        first, last (`int`): The integers that can be.
-        write, read (`Callable`): From the value to the integer, and back.
+        first, last (`int`): The range of valid integers.
+        write, read (`Callable`): Convert the value to the integer, and back.
     """
 
     first: int = -(2**63)
@@ -188,7 +188,7 @@ def _bits(value: float) -> int:
 
 LENGTH, COUNT, FLAG, PLACE = Field(0, LONGEST_LOOKAHEAD), Field(0, LARGEST_PAYLOAD), Field(0, 1, int, bool), Field(-1)
 SECONDS = Field(write=lambda seconds: int(1e9 * seconds), read=lambda number: number / 1e9)
-# Bits of positive doubles have the order of the numbers.
+# As integers, the bits of positive doubles are in the same order as the numbers.
 SHARE = Field(0, _bits(1.0), _bits, lambda number: struct.unpack("<d", number.to_bytes(8, "little"))[0])
 
 PLAN = {
@@ -219,7 +219,7 @@ def read_fields(fields: dict[str, Field], numbers: list[int], of_what: str) -> d
     Returns the values of the fields by their names.
 
     Raises:
-        [`ProtocolError`]: one of them cannot be.
+        [`ProtocolError`]: a number is missing, superfluous, of the wrong type or out of range.
     """
     if type(numbers) is not list or len(numbers) != len(fields):
         raise ProtocolError(f"{of_what} has not the {len(fields)} numbers that it is made of")
@@ -238,13 +238,13 @@ def read_plan(numbers: list[int]) -> Plan:
     return plan
 
 
-# ---------------------------------------------------------------- what is in a round's messages
+# ---------------------------------------------------------------- the messages of a round
 
 
 def write_outcome(outcome: Outcome, plan: Plan) -> list[int]:
     """
-    The plan, and accepted count and bonus token of each row. If there were later rounds: how many tokens each row
-    gained in them, and these tokens.
+    Returns the plan, and the accepted count and bonus token of each row. If there were later rounds: how many tokens
+    each row gained in them, and these tokens.
     """
     later = [] if outcome.later is None else [*map(len, outcome.later), *itertools.chain(*outcome.later)]
     return [*write_fields(PLAN, plan), *outcome.accepted, *outcome.bonus, *later]
@@ -267,7 +267,7 @@ def read_outcome(payload, rows: int) -> tuple[Outcome, Plan]:
 
 
 def write_speculation(speculation: Speculation) -> list[int]:
-    """The draft's part of the record and its profile, and the tokens. Probabilities travel by themselves."""
+    """Returns the draft's part of the record, its profile, and the tokens. Probabilities are sent separately."""
     record, tokens = speculation.record, speculation.tokens
     costs = [-1] * 3 if speculation.costs is None else map(SECONDS.write, speculation.costs)
     by_row = ((of_row.write, getattr(record, name) or [-1] * len(tokens)) for name, of_row in RECORD_OF_ROWS.items())
@@ -296,7 +296,7 @@ def check_tokens(tokens: list[int], vocab_size: int = 2**63) -> list[int]:
     Returns the tokens.
 
     Raises:
-        [`ProtocolError`]: one is negative, or not in a vocabulary of that size.
+        [`ProtocolError`]: a token is negative, or not in a vocabulary of `vocab_size` tokens.
     """
     if tokens and (min(tokens) < 0 or max(tokens) >= vocab_size):
         raise ProtocolError(f"{min(tokens)} to {max(tokens)} are not tokens of a vocabulary of {vocab_size}")
@@ -304,7 +304,7 @@ def check_tokens(tokens: list[int], vocab_size: int = 2**63) -> list[int]:
 
 
 def integers(payload, at_least: int) -> list[int]:
-    """Returns the integers of a payload, of which there must be that many."""
+    """Returns the integers of a payload, which must have at least `at_least` elements."""
     is_tensor = isinstance(payload, torch.Tensor)
     if (is_tensor and payload.dtype != torch.int64) or len(payload) < at_least:
         kind = payload.dtype if is_tensor else torch.int64
@@ -317,7 +317,7 @@ def _parts(values: list, lengths: list[int]) -> list[list]:
     return [list(itertools.islice(left, length)) for length in lengths]
 
 
-# ---------------------------------------------------------------- what is in the other messages
+# ---------------------------------------------------------------- the other messages
 
 
 def write_text(text: str) -> torch.Tensor:
@@ -325,7 +325,7 @@ def write_text(text: str) -> torch.Tensor:
 
 
 def read_text(payload) -> str:
-    """Returns the text. It is for people, so bytes that are no UTF-8 are replaced."""
+    """Returns the text. Invalid UTF-8 is replaced, because the text is for people."""
     return _bytes(payload).decode("utf-8", errors="replace")
 
 
@@ -349,7 +349,7 @@ def _bytes(payload) -> bytes:
 
 
 def write_prompts(prompts: list[torch.LongTensor]) -> torch.Tensor:
-    """The prompt of each row: their number, their lengths, their tokens."""
+    """Returns the number of prompts, their lengths, and their tokens."""
     lengths = torch.tensor([len(prompts), *map(len, prompts)])
     return torch.cat([lengths, *(prompt.cpu().long() for prompt in prompts)])
 
@@ -363,7 +363,7 @@ def read_prompts(payload) -> list[torch.LongTensor]:
 
 
 def read_translation(payload, draft_size: int) -> Translation:
-    """Returns the translation into a vocabulary of so many tokens."""
+    """Returns the translation into a vocabulary of `draft_size` tokens."""
     try:
         return Translation.from_tensor(torch.tensor(integers(payload, 1)), draft_size)
     except (ValueError, RuntimeError) as error:
@@ -374,19 +374,19 @@ def read_translation(payload, draft_size: int) -> Translation:
 
 
 def largest_support(probabilities: torch.FloatTensor) -> torch.LongTensor:
-    """Returns, on the device, how many tokens have any chance in the broadest of distributions `(..., vocab_size)`."""
-    return (probabilities != 0).sum(-1).max()  # what is not a number counts, and arrives as it is
+    """Returns, on the device, the most tokens that have any chance in one of the distributions `(..., vocab_size)`."""
+    return (probabilities != 0).sum(-1).max()  # NaN counts too, so that it is sent as it is
 
 
 def write_probabilities(probabilities: torch.FloatTensor, support: int | None = None) -> torch.Tensor:
     """
     Packs distributions `(..., vocab_size)` exactly. If a warper truncated them, so that at most a quarter of the
-    vocabulary has any chance, only those tokens travel: as pairs of value and token, the value's bits as an integer.
+    vocabulary has any chance, only those tokens are sent: as pairs of value and token, the value's bits as an integer.
 
     Args:
-        probabilities (`torch.FloatTensor` of shape `(..., vocab_size)`): What tokens were drawn from.
+        probabilities (`torch.FloatTensor` of shape `(..., vocab_size)`): The distributions.
         support (`int`, *optional*): Their [`largest_support`] or more, or the size of the vocabulary to send all of it.
-            Asked of the device by default.
+            By default [`largest_support`] is computed, which waits for the device.
     """
     support = int(largest_support(probabilities)) if support is None else support
     if _all_travel(support, probabilities.shape[-1]):
@@ -396,7 +396,7 @@ def write_probabilities(probabilities: torch.FloatTensor, support: int | None = 
 
 
 def probabilities_to_come(shape: tuple[int, ...], support: int) -> torch.Tensor:
-    """Returns something of the type and length of what [`write_probabilities`] will pack, to announce it."""
+    """Returns a tensor on "meta" of the type and length that [`write_probabilities`] will return, to announce it."""
     count, vocab_size = torch.Size(shape[:-1]).numel(), shape[-1]
     if _all_travel(support, vocab_size):
         return torch.empty(count * vocab_size, dtype=torch.float32, device="meta")
@@ -408,14 +408,14 @@ def _all_travel(support: int, vocab_size: int) -> bool:
 
 
 def read_probabilities(payload, shape: tuple[int, ...]) -> torch.FloatTensor:
-    """Returns the distributions of shape `shape`, the last of which is the size of the vocabulary."""
+    """Returns the distributions in this shape, whose last dimension is the size of the vocabulary."""
     kind, rows = getattr(payload, "dtype", torch.int64), torch.Size(shape[:-1]).numel()
     if kind == torch.float32 and payload.numel() == rows * shape[-1]:
         return payload.view(shape)
     if kind != torch.int32 or not rows or len(payload) % (2 * rows):
         raise ProtocolError(f"{len(payload)} numbers of type {kind} are not probabilities of shape {tuple(shape)}")
     values, tokens = payload.view(2, *shape[:-1], -1)
-    if payload.device.type != "cpu":  # to look, one would have to wait for the GPU; a token too large would be its end
+    if payload.device.type != "cpu":  # a check would wait for the GPU, and a token too large would fail on it
         tokens = tokens.clamp(0, shape[-1] - 1)
     elif tokens.numel() and not 0 <= tokens.min() <= tokens.max() < shape[-1]:
         raise ProtocolError(f"there are probabilities of tokens that are not in the vocabulary of {shape[-1]}")

@@ -50,7 +50,7 @@ def main() -> None:
 def run() -> int:
     """Returns the exit status."""
     settings = json.loads(sys.stdin.buffer.readline())
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the target, which tells the worker what follows
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the target, which tells the worker how to go on
     threading.Thread(target=_end_with_parent, daemon=True).start()
     if settings["cores"]:
         pin(settings["cores"])
@@ -80,7 +80,7 @@ def run() -> int:
         print(error, file=sys.stderr)
         return 1
     channel.send(hello)
-    # 3. Serve it.
+    # 3. Serve the target.
     if hello.kind == Kind.ERROR:
         channel.flush(FLUSH_TIMEOUT)
         return 1
@@ -108,7 +108,7 @@ def load_model(settings: dict) -> PreTrainedModel:
 
 
 def use_device(device: torch.device) -> None:
-    """Makes an accelerator the default one, so that no memory is wasted on others."""
+    """Makes `device` the default accelerator, so that no memory is wasted on other accelerators."""
     if device.type != "cpu" and device.index is not None:
         torch.accelerator.set_device_index(device)
 
@@ -116,8 +116,8 @@ def use_device(device: torch.device) -> None:
 def _end_with_parent() -> None:
     """
     Ends this process with its parent. The parent holds the other end of the standard input, which closes however the
-    parent ends. Children that the parent forked may hold it open too, so the parent's number is looked at as well. And
-    so that standard error does not grow without bound, it is shortened here.
+    parent ends. Children that the parent forked may hold it open too, so the parent's process id is checked as well.
+    The loop also shortens standard error, so that it does not grow without bound.
     """
     parent = os.getppid()
     while os.getppid() == parent:

@@ -1,4 +1,4 @@
-"""One generate() call with one draft worker, as the target sees it."""
+"""A generate() call with a single draft worker, as the target sees it."""
 
 import time
 from collections.abc import Callable
@@ -15,11 +15,11 @@ from .wire import Kind, Message, ProtocolError
 
 class WorkerSession(DraftSession):
     """
-    Sends and receives with a deadline, drops what is late, and knows whether the worker can be used again.
+    Sends and receives with a deadline, drops late messages, and knows whether the worker can be used again.
 
     Args:
         worker ([`Connection`]): The worker, at rest.
-        number (`int`): Number of the session. Answers to other numbers are late ones, and dropped.
+        number (`int`): Number of the session. Answers with another number are late and are dropped.
         request ([`SessionRequest`]): The call.
         on_close (`Callable`, *optional*): Called once, when the worker is at rest again or has ended.
 
@@ -47,11 +47,11 @@ class WorkerSession(DraftSession):
         self._send(Kind.OUTCOME, wire.write_outcome(outcome, plan))
 
     def send_speculation(self, speculation: Speculation) -> None:
-        """Tells a worker that does not answer alone what is verified, or lets it complete that."""
+        """Tells a worker that does not answer alone which tokens are verified, or lets it draft the missing tokens."""
         self._send(Kind.SPECULATION, wire.write_speculation(speculation))
 
     def _send(self, kind: Kind, payload: torch.Tensor) -> None:
-        self.is_reusable = False  # until all is sent: an interrupt must not leave half a message
+        self.is_reusable = False  # until the message is sent: an interrupt may leave half of it
         self.worker.channel.send(Message(kind, self.number, self.round, payload))
         self.worker.channel.expect()
         self.is_reusable = True
@@ -79,24 +79,24 @@ class WorkerSession(DraftSession):
 
     def _receive(self, kind: Kind, read: Callable, timeout: float | None = None):
         """
-        Returns what `read` makes of the next message, which must be of this kind and of the current round. Older
-        messages are dropped.
+        Returns the result of `read` for the payload of the next message, which must be of this kind and of the current
+        round. Older messages are dropped.
 
         Raises:
-            [`DraftError`]: nothing came in time, the worker raised or has ended, or what came makes no sense.
+            [`DraftError`]: no message came in time, the worker raised or has ended, or the message is invalid.
         """
         deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
-        self.is_reusable = False  # until it has answered
+        self.is_reusable = False  # until the worker has answered
         try:
             while True:
                 message = self.worker.channel.receive(max(0.0, deadline - time.monotonic()))
                 if message.kind == Kind.ERROR and not message.session:
-                    break  # it could not read what was sent, and does not know which call that belongs to
+                    break  # the worker could not read a message, so it does not know the call
                 if message.session == self.number and (message.round >= self.round or message.kind == Kind.ERROR):
                     break
             if message.kind == Kind.ERROR:
                 traceback = wire.read_text(message.payload)
-                self.is_reusable = "CUDA error" not in traceback  # after one, nothing on that device works again
+                self.is_reusable = "CUDA error" not in traceback  # after a CUDA error, the device fails in that process
                 raise DraftError(f"The draft worker raised:\n{traceback}")
             wire.expect(message, kind, self.number, self.round)
             result = read(message.payload)
@@ -110,7 +110,7 @@ class WorkerSession(DraftSession):
         return result
 
     def close(self) -> None:
-        """Leaves the worker at rest, or ends it if it cannot be used again. Then the next call starts another one."""
+        """Leaves the worker at rest, or kills it if it cannot be used again; the next call then starts another."""
         if self.is_reusable and self.worker.is_alive:
             self.worker.channel.send(Message(Kind.END, self.number))
             if self.worker.channel.link is not None and not self._has_taken_all():
@@ -120,7 +120,10 @@ class WorkerSession(DraftSession):
         self.on_close()
 
     def _has_taken_all(self) -> bool:
-        """Takes what is still on its way, because over a link a kernel of the draft's GPU would wait with it."""
+        """
+        Receives messages until the worker's `END`, because a kernel on the draft's GPU waits until each payload that
+        was sent over the link is received. Returns whether `END` came in time.
+        """
         deadline = time.monotonic() + self.timeout
         try:
             while True:

@@ -1,4 +1,4 @@
-"""The place of one worker of an assistant."""
+"""The place of a worker in an assistant."""
 
 import threading
 from collections.abc import Callable
@@ -6,20 +6,20 @@ from collections.abc import Callable
 from .connection import Connection
 from .session import DraftError
 
-JOIN_TIMEOUT = 5.0  # seconds for a start to notice that its worker was ended
+JOIN_TIMEOUT = 5.0  # seconds for a starting thread to notice that its worker was ended
 
 
 class WorkerSlot:
     """
-    Holds one worker of an assistant, which starts in a thread of its own. When it ends, another one takes its place.
+    Holds a worker of an assistant, which starts in its own thread. When it ends, another worker takes its place.
 
     Args:
-        start (`Callable`): Starts a worker, and returns a [`Connection`] that is to be connected.
+        start (`Callable`): Starts a worker, and returns a [`Connection`] that is not connected yet.
 
     Attributes:
         worker ([`Connection`], *optional*): The last worker whose process was started.
-        error ([`DraftError`], *optional*): Why the last start failed, until a call was told.
-        is_lost (`bool`): Whether it failed, and a call was told.
+        error ([`DraftError`], *optional*): The error of the last start if it failed, until a call was told.
+        is_lost (`bool`): Whether the last start failed, and a call was told.
     """
 
     def __init__(self, start: Callable[[], Connection]):
@@ -37,8 +37,9 @@ class WorkerSlot:
 
     def take_error(self) -> DraftError | None:
         """
-        Returns why the last start failed, once. Where it is raised, no variable or attribute may hold it: such an
-        exception is in a cycle with its traceback, which keeps the memory of the call until Python looks for cycles.
+        Returns the error of the last start, and forgets it. Where the error is raised, no variable or attribute may
+        hold it: the exception would be in a cycle with its traceback, which keeps the memory of the call until Python
+        collects cycles.
         """
         error, self.error = self.error, None
         return error
@@ -61,11 +62,11 @@ class WorkerSlot:
             self.error.__cause__ = error
 
     def end(self) -> None:
-        """Ends the worker, also one that is starting. May be called more than once."""
+        """Ends the worker, even while it starts. May be called more than once."""
         self.is_cancelled = True
         if self.worker is not None:
             self.worker.end()
         if self.is_starting and self.thread is not threading.current_thread():
-            self.thread.join(JOIN_TIMEOUT)  # it may use the channel
+            self.thread.join(JOIN_TIMEOUT)  # the thread may use the channel
         if self.worker is not None:
             self.worker.kill()

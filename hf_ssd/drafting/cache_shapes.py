@@ -1,7 +1,7 @@
 """Cache shapes: which verification outcomes to prepare in a round.
 
-Whatever the shape, the guesses after one accepted count are the draft's most likely tokens there. A shape only decides
-how many there are: the *fan-out* F_k for each accepted count k and each row, which sum to the budget.
+With every shape, the guesses after an accepted count are the draft's most likely tokens there. A shape only decides how
+many guesses there are: the *fan-out* F_k for each accepted count k and each row. A row's fan-outs sum to the budget.
 """
 
 import functools
@@ -24,7 +24,7 @@ def allocate(weights: list[float], budget: int) -> list[int]:
 
     Args:
         weights (`list[float]`): Not negative, not all zero.
-        budget (`int`): What the result sums to, exactly.
+        budget (`int`): The exact sum of the result.
     """
     total = math.fsum(weights)
     shares = [budget * weight / total for weight in weights]
@@ -38,8 +38,8 @@ def allocate(weights: list[float], budget: int) -> list[int]:
 def chances_of_counts(acceptance: np.ndarray) -> np.ndarray:
     """
     Args:
-        acceptance (`np.ndarray` of shape `(..., lookahead)`): Chance that each token is accepted if those before it
-            were.
+        acceptance (`np.ndarray` of shape `(..., lookahead)`): Chance that each token is accepted if all tokens before
+            it were accepted.
 
     Returns:
         `np.ndarray` of shape `(..., lookahead + 1)`: Chance P(k) that exactly k tokens are accepted.
@@ -79,19 +79,19 @@ class CacheShape(ABC):
         Returns the probability mass of the outcomes that are prepared with each budget, for the planner.
 
         Args:
-            acceptance (`np.ndarray` of shape `(lookahead,)`): Mean chance of each drafted token to be accepted if those
-                before it were.
+            acceptance (`np.ndarray` of shape `(lookahead,)`): Mean chance of each drafted token to be accepted if all
+                tokens before it were accepted.
             after_rejection, at_the_end (`np.ndarray` of shape `(CANDIDATES,)`): Mean chance of each of the draft's
                 guesses to be the bonus token, the best guess first.
             budgets (`list[int]`): Outcomes of each row.
         """
 
     def learn(self, candidates: OutcomeCandidates, accepted: list[int], bonus: list[int]) -> None:
-        """Sees how a round ended: accepted count (negative for a finished row) and bonus token of each row."""
+        """Learns from the end of a round: accepted count (negative for a finished row) and bonus token of each row."""
 
 
 class RowByRow(CacheShape):
-    """A shape that depends on the drafted tokens alone, and looks at one row after the other."""
+    """A shape that depends on the drafted tokens alone, and chooses the fan-out of each row separately."""
 
     @abstractmethod
     def fan_out(self, acceptance: np.ndarray, budget: int) -> list[int]:
@@ -110,7 +110,10 @@ class RowByRow(CacheShape):
         return [self._after_fallback(row, budget) if fallback else self.fan_out(row, budget) for row, fallback in rows]
 
     def _after_fallback(self, acceptance: np.ndarray, budget: int) -> list[int]:
-        """A fallback's token is accepted with about the draft's probability of it, so k = 0 gets most of the budget."""
+        """
+        Returns the fan-out of a row whose tokens a fallback proposed. The target accepts these tokens with about the
+        probability that the draft gives them, so k = 0 gets most of the budget.
+        """
         chances = np.maximum(chances_of_counts(acceptance), 0).tolist()
         return allocate(fan_out_for(chances, budget, self.config.power_law_exponent), budget)
 
@@ -122,7 +125,7 @@ class RowByRow(CacheShape):
 
 
 class MostLikely(CacheShape):
-    """A shape that prepares the outcomes that it takes to be the most likely ones, wherever they fork."""
+    """A shape that estimates the chance of every outcome and prepares the most likely outcomes of each row."""
 
     @abstractmethod
     def chances(self, candidates: OutcomeCandidates) -> np.ndarray:
@@ -163,7 +166,7 @@ class Geometric(RowByRow):
 
 
 class Explicit(RowByRow):
-    """The user's own list, for speculations of the length it was made for; uniform for shorter ones."""
+    """The user's own list, for speculations of the length that it was made for; uniform for other lengths."""
 
     def fan_out(self, acceptance, budget):
         given = self.config.fan_out
@@ -172,9 +175,9 @@ class Explicit(RowByRow):
 
 class AllAccepted(RowByRow):
     """
-    What AMUSD and PEARL prepare: they go on drafting as if every token will be accepted, so the only outcomes are K
-    accepted tokens and a bonus token. Leaves out every rejection, after which they wait for a new speculation. (They
-    guess one bonus token; here the budget says how many.)
+    The outcomes of AMUSD and PEARL: both go on drafting as if every token will be accepted, so the only outcomes are K
+    accepted tokens and a bonus token. Rejections are not prepared; after a rejection, AMUSD and PEARL wait for a new
+    speculation. (They guess a single bonus token; here the number of guesses is the budget.)
     """
 
     def fan_out(self, acceptance, budget):
@@ -183,9 +186,9 @@ class AllAccepted(RowByRow):
 
 class SingleBranch(RowByRow):
     """
-    What SpecBranch prepares: one branching point, at the draft's least confident token, where the alternatives to it
-    are prepared. Leaves out every other accepted count, also that of complete acceptance. (SpecBranch chooses the point
-    by a learned predictor as well.)
+    The outcomes of SpecBranch: a single branching point at the draft's least confident token, where the alternatives to
+    that token are prepared. No other accepted count is prepared, complete acceptance included. (SpecBranch also uses a
+    learned predictor to choose the point.)
     """
 
     def fan_out(self, acceptance, budget):
@@ -195,9 +198,9 @@ class SingleBranch(RowByRow):
 
 class GreedyTree(MostLikely):
     """
-    What SwiftSpec prepares: a token tree grown from the current speculation, always by the node with the highest
-    product of draft probabilities along its path. Leaves out how often the draft is right when it says so (no
-    calibration), and that a bonus token before the end follows a rejection (no residual).
+    The outcomes of SwiftSpec: a token tree grown from the current speculation, always by the node with the highest
+    product of draft probabilities along its path. The probabilities are not calibrated, and they do not account for the
+    rejection that precedes a bonus token before the end of the speculation (no residual distribution).
     """
 
     def chances(self, candidates):
@@ -207,13 +210,15 @@ class GreedyTree(MostLikely):
 
 class Confidence(MostLikely):
     """
-    The budget goes to the outcomes that are most likely in this round: the chance of each accepted count, from the
-    draft's own probability of each drafted token, times the chance of each bonus token there, from its probability
-    among the tokens that remain and its rank. Logistic models make chances of these features: is a drafted token
-    accepted (one for a fallback's tokens), is a guess right after a rejection, is a guess right when everything was
-    accepted. They learn from the rounds. They start from a draft that is accepted more often the surer it is, and whose
-    guesses are right about as often as it says, the more likely the better they rank; this is better than Theorem 12's
-    allocation from the start.
+    The budget goes to the outcomes that are most likely in this round. The chance of an outcome is the chance of its
+    accepted count, estimated from the draft's probability of each drafted token, times the chance of its bonus token
+    there, estimated from the token's probability among the tokens that remain and from its rank.
+
+    Four logistic models turn these features into chances, and learn from every round: whether a token of the draft is
+    accepted, whether a token of a fallback is accepted, whether a guess is right after a rejection, and whether a guess
+    is right after complete acceptance. The initial weights assume that tokens are accepted more often the more likely
+    the draft finds them, and that guesses are right about as often as their probabilities say, more often for better
+    ranks. Already these weights give a better allocation than Theorem 12.
     """
 
     def __init__(self, config: SSDConfig):
@@ -234,7 +239,7 @@ class Confidence(MostLikely):
     def learn(self, candidates, accepted, bonus):
         lookahead, tokens = len(candidates.limits) - 1, candidates.guesses
         odds, guesses, ranks = candidates.drafted_log_odds, candidates.log_chances, _log_ranks(tokens.shape[2])
-        seen = {}  # by model: what happened, and its features, of each row that is not finished
+        seen = {}  # for each model, the events of the rows that are not finished: whether they happened, and features
         for row, (k, token) in enumerate(zip(accepted, bonus)):
             if k >= 0:
                 model = self.accepted_fallback if candidates.from_fallback[row] else self.accepted

@@ -1,15 +1,15 @@
-"""Probabilities that learn from what really happens: logistic regression, one observation at a time."""
+"""Online calibration of probabilities: logistic regression that learns from each observed event."""
 
 import numpy as np
 
 
 class OnlineLogistic:
     """
-    Estimates the chance of an event from features, and learns from each event with AdaGrad (Duchi et al., 2011). In
-    numpy, where a handful of numbers costs microseconds.
+    Estimates the chance of an event from features, and learns from each event with AdaGrad (Duchi et al., 2011). It
+    uses numpy, which processes so few numbers in microseconds.
 
     Args:
-        weights (`list[float]`): Where to start, the first one for the constant feature 1.
+        weights (`list[float]`): Initial weights. The first weight belongs to the constant feature 1.
         learning_rate (`float`, *optional*, defaults to 0.3): Largest first step of a weight.
     """
 
@@ -21,10 +21,10 @@ class OnlineLogistic:
     def __call__(self, *features: np.ndarray) -> np.ndarray:
         """Returns the estimated chance, of the shape of the features."""
         score = self.weights[0] + sum(w * x for w, x in zip(self.weights[1:], features))
-        return 0.5 + 0.5 * np.tanh(0.5 * score)  # the logistic function, which does not overflow this way
+        return 0.5 + 0.5 * np.tanh(0.5 * score)  # the logistic function in a form that does not overflow
 
     def learn(self, happened: np.ndarray, *features: np.ndarray) -> None:
-        """Takes one step for events with these features that did or did not happen, all of shape `(events,)`."""
+        """Takes a single step for all events. `happened` and each of the features have shape `(events,)`."""
         if len(happened):
             error = self(*features) - happened
             gradient = np.array([error.sum(), *(error @ x for x in features)])

@@ -10,25 +10,26 @@ from .cache_shapes import shape_for
 from .drafters import drafter_for
 from .speculator import Speculator
 
-PROMPT_LENGTH = 8  # tokens; any would do
+PROMPT_LENGTH = 8  # tokens, an arbitrary number
 
 
 @torch.inference_mode()
 def compile_draft(model: PreTrainedModel) -> str | None:
     """
-    Compiles the forward pass with `torch.compile`, and drafts a little, for one row and for several: sizes are compiled
-    as dynamic, but 1 is a case of its own.
+    Compiles the forward pass with `torch.compile` and drafts a few tokens, for a single row and for two rows: sizes are
+    compiled as dynamic, but `torch.compile` treats a size of 1 as a separate case.
 
     Args:
         model (`PreTrainedModel`): The draft model, which is changed.
 
     Returns:
-        `str`, *optional*: Why it is not compiled, for example for want of a compiler. Then the model is as before.
+        `str`, *optional*: Why the model is not compiled, for example because no compiler is installed. The model is
+        then as before. `None` if it is compiled.
     """
     config, generation_config = SSDConfig(lookahead=3, budget=4), GenerationConfig(max_length=2 * PROMPT_LENGTH)
     plan = Plan(AHEAD, 3, 3, 4)
     try:
-        model.forward = torch.compile(model.forward, dynamic=True)  # which says that it is to be compiled
+        model.forward = torch.compile(model.forward, dynamic=True)  # marks the model as compiled
         for rows in (1, 2):
             prompts = [torch.arange(PROMPT_LENGTH, device=model.device) for _ in range(rows)]
             drafter = drafter_for(model, config, generation_config, prompts, seed=0)
@@ -40,7 +41,7 @@ def compile_draft(model: PreTrainedModel) -> str | None:
                 speculator.answer(outcome, plan)
                 speculator.prepare(plan)
         reason = why_not_compiled(model)
-    except Exception as error:  # whatever a compiler can think of
+    except Exception as error:  # compilers raise errors of many types
         reason = f"{type(error).__name__}: {error}".strip().splitlines()[0]
     if reason is not None:
         del model.forward

@@ -1,4 +1,4 @@
-"""The user's own fallback, an object that proposes tokens after a miss."""
+"""The user's own fallback: an object that proposes tokens after a miss."""
 
 import inspect
 
@@ -11,23 +11,23 @@ from .fallbacks import Fallback, padded, point_masses
 
 class CustomFallback(Fallback):
     """
-    Asks an object of the user's, one row at a time.
+    Asks an object of the user for tokens, row by row.
 
     Args:
-        proposer: One of two kinds.
+        proposer: An object of either kind:
 
             - An object with `propose(input_ids, lookahead) -> (tokens, probabilities)`. `input_ids` has shape
-              `(1, length)`; `tokens` has shape `(n,)` or `(1, n)`, where n may be 0 and all beyond `lookahead` is cut;
-              `probabilities` has shape `(n, vocab_size)` or `(1, n, vocab_size)` and is the distribution each token was
-              drawn from, or `None` for point masses, which is always right.
+              `(1, length)`; `tokens` has shape `(n,)` or `(1, n)`, where n may be 0 and tokens beyond `lookahead` are
+              cut; `probabilities` has shape `(n, vocab_size)` or `(1, n, vocab_size)` and holds the distribution that
+              each token was drawn from, or is `None` for point masses, which is always right.
             - A transformers `CandidateGenerator` that needs no outputs of the target, such as
               `PromptLookupCandidateGenerator`, whose `max_length` (20 by default) bounds where it looks. If it returns
               logits, its tokens must have been drawn from their softmax.
-        vocab_size (`int`): Number of tokens.
+        vocab_size (`int`): Number of tokens in the target's vocabulary.
 
     Raises:
-        `TypeError`: `proposer` is neither, or it returns something of another type.
-        `ValueError`: it returns tokens or probabilities that cannot be.
+        `TypeError`: `proposer` is of neither kind, or it returns values of a wrong type.
+        `ValueError`: `proposer` returns invalid tokens or probabilities.
     """
 
     def __init__(self, proposer, vocab_size: int):
@@ -51,7 +51,7 @@ class CustomFallback(Fallback):
 
     def _ask(self, known: torch.LongTensor, lookahead: int) -> tuple[torch.LongTensor, torch.FloatTensor | None]:
         """Returns the tokens `(n,)` and probabilities `(n, vocab_size)` for one row of known tokens `(1, length)`."""
-        input_ids = known.clone()  # whatever the object does with it, the verified tokens stay as they are
+        input_ids = known.clone()  # the object may write to its argument, but not to the verified tokens
         if self.has_propose:
             tokens, probabilities = self._pair(self.proposer.propose(input_ids, lookahead))
             return self._checked(tokens.to(known.device), probabilities, lookahead)
@@ -69,7 +69,10 @@ class CustomFallback(Fallback):
         raise TypeError(f"{self.name} must return two things: a tensor of tokens, and a tensor or None.")
 
     def _checked(self, tokens: torch.Tensor, probabilities: torch.Tensor | None, lookahead: int):
-        """A mistake here would change what the target says, or surface far from the object that made it."""
+        """
+        Returns tokens `(n,)` and probabilities `(n, vocab_size)` after checking them. An unnoticed mistake would change
+        the output distribution, or raise an error far from the object that made it.
+        """
         count = tokens.shape[-1] if tokens.dim() else -1
         if tuple(tokens.shape) not in ((count,), (1, count)):
             raise ValueError(f"{self.name} returned tokens of shape {tuple(tokens.shape)}, not (n,) or (1, n).")
@@ -98,7 +101,7 @@ class CustomFallback(Fallback):
 
 
 def is_proposer(value) -> bool:
-    """Whether [`CustomFallback`] can ask this object."""
+    """Whether [`CustomFallback`] can use this object."""
     needs_target = getattr(value, "requires_model_outputs", False)
     return _has(value, "propose", None, 1) or (not needs_target and _has(value, "get_candidates", None))
 
@@ -106,7 +109,7 @@ def is_proposer(value) -> bool:
 def check_proposer(value) -> None:
     """
     Raises:
-        `TypeError`: [`CustomFallback`] cannot ask this object.
+        `TypeError`: [`CustomFallback`] cannot use this object.
     """
     if not is_proposer(value):
         raise TypeError(
@@ -116,10 +119,10 @@ def check_proposer(value) -> None:
 
 
 def _has(value, name: str, *arguments) -> bool:
-    """Whether the object has this method, and it takes these arguments."""
+    """Whether the object has a method of this name that takes these arguments."""
     try:
         inspect.signature(getattr(value, name, None)).bind(*arguments)
-    except TypeError:  # no such method, or not with these arguments
+    except TypeError:  # no method of this name, or it takes other arguments
         return False
     except ValueError:  # compiled, without a signature
         pass

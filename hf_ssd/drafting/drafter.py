@@ -1,4 +1,4 @@
-"""What proposes tokens: the interface of drafters, and the autoregressive one."""
+"""Drafters, which propose tokens: their interface, and the autoregressive drafter."""
 
 import dataclasses
 from abc import ABC, abstractmethod
@@ -22,28 +22,30 @@ from .vocabulary import Vocabulary
 
 class Drafter(ABC):
     """
-    Proposes tokens behind the verified prefix of each row. A round is `candidates` and `grow` while the target
-    verifies, then `commit`, `complete` for what had not grown, and `verify`. What is proposed after an outcome is a
-    function of the outcome and the seed alone, so it does not matter whether it was prepared.
+    Proposes tokens after the verified prefix of each row. In a round, `candidates` and `grow` are called while the
+    target verifies; then `commit`, and either `complete`, if tokens are missing, or `verify`. The tokens proposed after
+    an outcome depend on the outcome and the seed alone, and not on whether they were prepared.
 
     Args:
         model (`PreTrainedModel`): The draft model.
         config (`SSDConfig`): The user's settings.
-        generation_config (`GenerationConfig`): The target's. Its warpers and penalties shape the proposals too.
+        generation_config (`GenerationConfig`): The target's. Its warpers and penalties apply to the proposals too.
         prompts (`list[torch.LongTensor]`): The prompt of each row without padding, at least one token each.
         seed (`int`): Seed of the randomness.
-        earlier ([`VerifiedPrefix`], *optional*): That of the call before, whose cache serves again where this call
-            continues its text.
-        prompt_length (`int`, *optional*): Of the longest row, if some of its tokens were generated; all by default.
+        earlier ([`VerifiedPrefix`], *optional*): The prefix of the previous call, whose cache is used again if this
+            call continues its text.
+        prompt_length (`int`, *optional*): Length of the longest prompt, if the rows already contain generated tokens.
+            The length of the longest row by default.
         num_workers (`int`, *optional*): How many drafts prepare a budget each.
-        vocabulary ([`Vocabulary`], *optional*): Of target and draft; that of the draft by default.
+        vocabulary ([`Vocabulary`], *optional*): Maps between the tokens of target and draft. The target has the draft's
+            vocabulary by default.
 
     Attributes:
-        needs ([`~hf_ssd.drafting.needs.DrafterNeeds`]): Of the class: what it needs of a model.
+        needs ([`~hf_ssd.drafting.needs.DrafterNeeds`]): Class attribute: the properties that a draft model must have.
         prefix ([`VerifiedPrefix`]): The verified tokens of each row.
         drafted (`torch.LongTensor` of shape `(batch_size, lookahead)`): The speculation that is being verified.
-        vocab_size (`int`): Number of the target's tokens, which everything but the draft model works with.
-        sampled (`bool`): Whether tokens are drawn, so that distributions are told with them.
+        vocab_size (`int`): Size of the target's vocabulary, which all code outside the draft model uses.
+        sampled (`bool`): Whether tokens are drawn at random, so that their distributions are returned too.
     """
 
     needs = DrafterNeeds()
@@ -79,7 +81,7 @@ class Drafter(ABC):
         Ranks the bonus tokens after each accepted count of the speculation that is being verified.
 
         Args:
-            from_fallback (`list[bool]`): Which rows' speculations did not come from this drafter.
+            from_fallback (`list[bool]`): Whether the speculation of each row came from a fallback, not this drafter.
             count (`int`): How many tokens to rank.
             plan ([`~hf_ssd.rounds.Plan`]): Says whether to read the speculation first.
         """
@@ -87,21 +89,22 @@ class Drafter(ABC):
     @abstractmethod
     def grow(self, accepted: list[list[int]], bonus: list[list[int]], plan: Plan) -> Iterator[tuple]:
         """
-        Proposes tokens behind each outcome, all outcomes together, in one forward pass or more.
+        Proposes tokens after each outcome, for all outcomes together, in one or more forward passes.
 
         Args:
             accepted, bonus (`list` of shape `(batch_size, N)`): The outcomes. Accepted counts are negative for a place
                 that holds no outcome.
-            plan ([`~hf_ssd.rounds.Plan`]): Says how many tokens, and what they are drawn from.
+            plan ([`~hf_ssd.rounds.Plan`]): Says how many tokens to propose and how Saguaro sampling changes their
+                distributions.
 
         Yields:
-            After each pass what [`~hf_ssd.drafting.speculation_cache.SpeculationCache.append`] takes of the next
-            tokens `(batch_size, N, T)`.
+            After each pass, the arguments of [`~hf_ssd.drafting.speculation_cache.SpeculationCache.append`] for the
+            next T tokens of each outcome.
         """
 
     @abstractmethod
     def tokens_of_a_pass(self, lookahead: int, budget: int) -> int:
-        """Returns how many tokens of each row a pass of [`~Drafter.grow`] feeds."""
+        """Returns how many tokens of each row [`~Drafter.grow`] feeds in a pass."""
 
     def commit(
         self,
@@ -115,10 +118,10 @@ class Drafter(ABC):
 
         Args:
             accepted (`list[int]`): Accepted count of each row, `FINISHED` for a row that is left out from now on.
-            bonus (`list[int]`): Bonus tokens.
-            branches (`list[int]`): Which of the outcomes that had grown this is, -1 for none.
-            later (`list[list[int]]`, *optional*): Tokens of each row behind the bonus token, from rounds in which
-                nothing was proposed by this drafter.
+            bonus (`list[int]`): Bonus token of each row.
+            branches (`list[int]`): The branch that was prepared for the outcome of each row, -1 for a miss.
+            later (`list[list[int]]`, *optional*): Tokens of each row after the bonus token, from rounds in which this
+                drafter proposed nothing.
         """
         self.prefix.decoder.leave_out([k < 0 for k in accepted])
         self.prefix.grow(accepted, bonus)
@@ -129,27 +132,27 @@ class Drafter(ABC):
     @abstractmethod
     def complete(self, ready: Speculation, width: int, plan: Plan) -> tuple[Speculation, int]:
         """
-        Drafts just in time what is missing, everything for a row that missed, the rest for a row whose branch was half
-        grown, and takes in that the result is verified next.
+        Drafts the missing tokens just in time: all tokens of a row that missed, and the rest for a row whose branch was
+        only partly grown. The result becomes the speculation that is verified next.
 
         Args:
-            ready ([`~hf_ssd.rounds.Speculation`]): What is there, for a row any number of tokens.
-            width (`int`): Tokens of the result.
-            plan ([`~hf_ssd.rounds.Plan`]): What tokens are drawn from.
+            ready ([`~hf_ssd.rounds.Speculation`]): The tokens that are ready, any number for each row.
+            width (`int`): Tokens of each row in the result.
+            plan ([`~hf_ssd.rounds.Plan`]): Says how Saguaro sampling changes the distributions.
 
         Returns:
             The speculation, and how many forward passes it took.
         """
 
     def verify(self, tokens: list[list[int]]) -> None:
-        """Takes in which tokens, `lookahead` of each row, are verified next."""
+        """Takes in the tokens, `lookahead` of each row, that are verified next."""
         self.drafted = from_host(tokens, self.device)
         self.prefix.write(self.drafted)
 
     # ---------------------------------------------------------------- for all kinds
 
     def _process(self, logits: torch.Tensor, lengths: torch.LongTensor) -> torch.Tensor:
-        """Applies the warpers to logits `(batch_size, N, vocab_size)` behind so many tokens `(batch_size, N)`."""
+        """Applies the warpers to logits `(batch_size, N, vocab_size)` after `lengths` `(batch_size, N)` tokens."""
         histories = None
         if self.sampler.need_history:
             histories = self.prefix.ids[:, None].expand(-1, lengths.shape[1], -1)
@@ -157,18 +160,21 @@ class Drafter(ABC):
 
     def _to_host(self, tokens: torch.LongTensor, probabilities: torch.FloatTensor | None) -> tuple[list, list | None]:
         """
-        Returns tokens `(...)` as lists and, if warpers leave tokens without any chance, how many have one in what each
-        was drawn from. The device is waited for, once.
+        Returns tokens `(...)` as lists and, if warpers may set probabilities to 0, for each token the number of tokens
+        with a probability above 0 in its distribution. The host waits for the device once.
         """
         if probabilities is None or not self.sampler.truncates:
             return devices.to_host(tokens)[0].tolist(), None
-        # What is not a number counts. On a CPU torch compares into float32 four times as fast as into booleans.
+        # NaN counts as a chance. On a CPU torch compares into float32 four times as fast as into booleans.
         has_chance = torch.ne(probabilities, 0, out=torch.empty_like(probabilities))
         tokens, supports = devices.to_host(tokens, has_chance.sum(-1).long())
         return tokens.tolist(), supports.tolist()
 
     def _histories(self, count: int, behind: int) -> torch.LongTensor | None:
-        """Returns what the warpers read of `count` branches of each row, with room for `behind` tokens, if they do."""
+        """
+        Returns the verified tokens `(batch_size, count, columns)` for `count` branches of each row, with room for
+        `behind` more tokens; `None` if no warper reads them.
+        """
         if not self.sampler.need_history:
             return None
         room = torch.zeros(len(self.prefix.ids), behind, dtype=torch.long, device=self.device)
@@ -177,14 +183,14 @@ class Drafter(ABC):
 
 class Completion:
     """
-    A speculation that is completed token by token. Rows keep what is ready.
+    A speculation that is completed token by token. Rows keep the tokens that are ready.
 
     Args:
         drafter ([`Drafter`]): The drafter.
         ready ([`~hf_ssd.rounds.Speculation`]), width (`int`): See [`Drafter.complete`].
 
     Attributes:
-        first (`int`): The first token that some row lacks.
+        first (`int`): Index of the first token that is missing in any row.
     """
 
     def __init__(self, drafter: "Drafter", ready: Speculation, width: int):
@@ -196,7 +202,7 @@ class Completion:
         self.probabilities = [] if self.ahead is None else [self.ahead[:, : self.first]]
 
     def add(self, depth: int, token: torch.LongTensor, probability: torch.FloatTensor | None) -> None:
-        """Gives the rows without one a token `(batch_size, 1)`, drawn from `(batch_size, 1, vocab_size)`."""
+        """Gives each row that lacks token `depth` its `token` `(batch_size, 1)`, drawn from `probability`."""
         is_missing = self.own <= depth
         self.tokens[:, depth] = torch.where(is_missing, token[:, 0], self.tokens[:, depth])
         if probability is not None:
@@ -206,7 +212,7 @@ class Completion:
             self.probabilities.append(probability)
 
     def speculation(self) -> Speculation:
-        """Returns the result, which the device has computed by then."""
+        """Returns the result. The host waits until the device has computed it."""
         q = torch.cat(self.probabilities, dim=1) if self.probabilities else None
         tokens, supports = self.drafter._to_host(self.tokens, q)
         support = self.drafter.vocab_size if supports is None else max(map(max, supports))
@@ -214,11 +220,11 @@ class Completion:
 
 
 class AutoregressiveDrafter(Drafter):
-    """A causal language model, one forward pass for each token. For its arguments see [`Drafter`]."""
+    """A causal language model that takes a forward pass for each token. For the arguments see [`Drafter`]."""
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
-        self.known_logits: list[torch.Tensor] = []  # behind the first tokens of the speculation, if computed already
+        self.known_logits: list[torch.Tensor] = []  # after the first tokens of the speculation, if known
 
     def begin(self):
         self.known_logits = [self.prefix.feed(0, wanted=1)]
@@ -262,7 +268,7 @@ class AutoregressiveDrafter(Drafter):
         prefix, done = self.prefix, Completion(self, ready, width)
         prefix.write(done.tokens)
         starts = [[length - 1] for length in prefix.lengths]
-        for depth in range(done.first, width):  # rows that have their tokens feed them: the prefix needs them anyway
+        for depth in range(done.first, width):  # rows that already have tokens feed them: the cache needs them
             logits = prefix.feed(depth, wanted=1 if self.known_logits else depth + 1)
             self.known_logits.append(logits)
             scores = self._process(logits[:, -1:].float(), prefix.ends(depth))

@@ -5,14 +5,14 @@ from .drafter import AutoregressiveDrafter, Drafter
 from .needs import DraftInfo
 from .parallel_drafter import ParallelDrafter
 
-DRAFTERS: dict[str, type[Drafter]] = {  # "auto" is the first one that fits the model
+DRAFTERS: dict[str, type[Drafter]] = {  # "auto" is the first kind that fits the model
     "parallel": ParallelDrafter,
     "autoregressive": AutoregressiveDrafter,
 }
 
 
 def drafter_kind(config: SSDConfig, info: DraftInfo) -> type[Drafter]:
-    """Returns the kind of drafter that the config asks for, which may need what the model lacks."""
+    """Returns the kind of drafter that the config names. A kind that is named explicitly may not fit the model."""
     fitting = (kind for kind in DRAFTERS.values() if kind.needs.fits(info))
     return next(fitting) if config.drafter == "auto" else DRAFTERS[config.drafter]
 

@@ -1,6 +1,6 @@
-"""What takes the draft model's place after a miss: proposers that need no forward pass.
+"""Fallbacks, which propose tokens in the draft model's place after a miss, without a forward pass.
 
-Whatever a fallback proposes, the output stays the target's, because a proposal says which distribution its tokens were
+A fallback never changes the output distribution, because a proposal includes the distributions that its tokens were
 drawn from. The draft model itself (the paper's primary speculator) drafts just in time, see [`Drafter`].
 """
 
@@ -16,7 +16,7 @@ from .sampling import RANDOM_FALLBACK
 
 
 def padded(tokens: list[list[int]], width: int) -> list[list[int]]:
-    """Returns so many tokens of each row, with token 0 behind those that are too few."""
+    """Returns the first `width` tokens of each row. Shorter rows are filled with token 0."""
     return [row[:width] + [0] * (width - len(row)) for row in tokens]
 
 
@@ -40,18 +40,20 @@ class Fallback(ABC):
             lookahead (`int`): The largest number of tokens to propose.
 
         Returns:
-            [`~hf_ssd.rounds.Speculation`]: The tokens of each of these rows, and what they were drawn from `(rows,
-            width, vocab_size)`, `None` for point masses. Where a row has fewer than `width` tokens, token 0 is certain.
+            [`~hf_ssd.rounds.Speculation`]: The tokens of each of these rows, and the distributions `(rows, width,
+            vocab_size)` that they were drawn from, `None` for point masses. Where a row has fewer than `width` tokens,
+            token 0 is certain.
         """
 
 
 class NGramFallback(Fallback):
     """
-    Proposes what followed the last tokens when they occurred before, in the prompt or in the output (prompt lookup,
-    Saxena, 2023). The longest match wins, and of several the latest; without any nothing is proposed.
+    Finds an earlier occurrence of the last tokens in the prompt or the output, and proposes the tokens that followed it
+    (prompt lookup, Saxena, 2023). The longest match wins, and the latest of several longest matches. Without a match
+    nothing is proposed.
 
     Args:
-        max_ngram (`int`, *optional*, defaults to 8): The most tokens that are compared.
+        max_ngram (`int`, *optional*, defaults to 8): The largest number of tokens that are compared.
     """
 
     def __init__(self, max_ngram: int = 8):
@@ -65,8 +67,8 @@ class NGramFallback(Fallback):
         history = ids[:, :width].index_select(0, from_host(rows, ids.device)).int()
         positions = torch.arange(width, device=ids.device)
 
-        # 1. For each position, how many tokens up to and with it equal the last tokens of the row. All positions take
-        #    one more step back together, until no match is left. The last position itself is no earlier occurrence.
+        # 1. Count, for each position, the tokens up to and including it that equal the last tokens of the row. All
+        #    positions step back together, until no match is left. The last position itself is no earlier occurrence.
         #    Integers, not booleans: on a CPU torch compares 65,536 numbers into int32 in 4 us, into bool in 23 us.
         steps = torch.arange(min(self.max_ngram, width), device=ids.device)
         suffix = history.gather(1, (known - 1 - steps).clamp(min=0))
@@ -75,15 +77,15 @@ class NGramFallback(Fallback):
         for back in range(len(steps)):
             stepped = history[:, : width - back]
             alive = alive[:, min(back, 1) :] & torch.eq(stepped, suffix[:, back, None], out=torch.empty_like(stepped))
-            if ids.device.type == "cpu" and not alive.max():  # to look at it, one would have to wait for a GPU
+            if ids.device.type == "cpu" and not alive.max():  # on a GPU the check would synchronize
                 break
             matched[:, back:] += alive
 
-        # 2. Of the longest matches the latest: both at once in one number.
+        # 2. Find the latest of the longest matches. Length and position are combined into a single number.
         best = torch.add(positions, matched, alpha=width).amax(dim=1, keepdim=True)
         start = torch.where(best >= width, best % width + 1, known)
 
-        # 3. What followed it, as far as it is known.
+        # 3. Gather the known tokens that followed the match.
         columns = start + torch.arange(lookahead, device=ids.device)
         tokens, counts = history.gather(1, columns.clamp(max=width - 1)), (known - start).clamp(max=lookahead)
         return Speculation([row[1 : 1 + row[0]] for row in torch.cat([counts, tokens], dim=1).tolist()])
@@ -91,9 +93,9 @@ class NGramFallback(Fallback):
 
 class RandomFallback(Fallback):
     """
-    Proposes tokens drawn at random from the row's own text, each with the share that it has there. So it proposes none
-    that the tokenizer lacks, of which a model may have no sound embedding. They are a function of the text, the seed
-    and the row, so it does not matter which rows ask together, or how often.
+    Proposes tokens drawn at random from the row's own text, each with its relative frequency there. It therefore never
+    proposes ids that the tokenizer lacks, for which a model may have no sound embedding. The tokens depend on the text,
+    the seed and the row alone, so they are the same whichever rows ask together, and however often.
 
     Args:
         vocab_size (`int`): Number of tokens.
@@ -105,9 +107,9 @@ class RandomFallback(Fallback):
 
     def propose(self, ids: torch.LongTensor, lengths: list[int], rows: list[int], lookahead: int) -> Speculation:
         # numpy rather than torch: `torch.randint` takes 32 random bits modulo the length, which favours early places,
-        # and its CPU generator keeps 32 bits of a seed. Here the seed is a cipher's key, row and position are its
-        # counter, so no two places share numbers, nor does one with the draft's noise, which has the same key; and what
-        # does not divide evenly is drawn again.
+        # and its CPU generator keeps 32 bits of a seed. Here the seed is a cipher's key, and row and position are its
+        # counter, so no two places share numbers. They share none with the draft's noise either, whose counter differs
+        # in its second word. numpy draws integers without bias, by rejection.
         drawn = np.zeros((len(rows), lookahead), dtype=np.int64)
         for place, row in enumerate(rows):
             noise = np.random.Philox(key=self.seed, counter=[0, RANDOM_FALLBACK, row, lengths[row]])
@@ -125,19 +127,20 @@ def join(
     ready: Speculation, missed: list[int], proposal: Speculation, lookahead: int, vocab_size: int, device=None
 ) -> Speculation:
     """
-    Gives the rows that missed what a fallback proposes for them; the others keep what is ready.
+    Gives the rows that missed the tokens that a fallback proposes for them. Other rows keep their prepared tokens.
 
     Args:
-        ready ([`~hf_ssd.rounds.Speculation`]): What was prepared, and what it was drawn from.
-        missed (`list[int]`): The rows that the proposal is for, at least one.
-        proposal ([`~hf_ssd.rounds.Speculation`]): Of these rows.
-        lookahead (`int`): What was asked of the fallback.
-        vocab_size (`int`): Number of tokens.
-        device (`torch.device`, *optional*): Where to tell what tokens were drawn from, if that matters.
+        ready ([`~hf_ssd.rounds.Speculation`]): The prepared tokens and their distributions.
+        missed (`list[int]`): The rows that the proposal is for. Not empty.
+        proposal ([`~hf_ssd.rounds.Speculation`]): The proposal for these rows, in this order.
+        lookahead (`int`): The largest number of tokens that the fallback was asked for.
+        vocab_size (`int`): Number of the target's tokens.
+        device (`torch.device`, *optional*): Device of the resulting distributions. None are returned by default, as is
+            right when tokens are not sampled.
 
     Returns:
-        [`~hf_ssd.rounds.Speculation`]: At most `lookahead` tokens or, if no row hit, as many as the longest row of the
-        proposal. A row of the proposal that is shorter has token 0 behind.
+        [`~hf_ssd.rounds.Speculation`]: At most `lookahead` tokens of each row or, if no row hit, as many as the longest
+        row of the proposal. Shorter rows of the proposal are filled with token 0.
     """
     hit = any(ready.record.hits)
     width = lookahead if hit else proposal.width
@@ -148,8 +151,8 @@ def join(
     if device is not None:
         rows = from_host(missed, device)
         probabilities = torch.zeros(len(tokens), width, vocab_size, dtype=torch.float32, device=device)
-        probabilities[..., 0] = 1.0  # of rows that are finished
-        if hit and ready.probabilities is not None:  # otherwise no branch has grown yet
+        probabilities[..., 0] = 1.0  # for rows that are finished
+        if hit and ready.probabilities is not None:  # `None` if no branch has grown yet
             grown = min(width, ready.probabilities.shape[1])
             probabilities[:, :grown] = ready.probabilities[:, :grown]
         if proposal.probabilities is not None:
@@ -160,5 +163,5 @@ def join(
 
 
 def fallbacks_for(vocab_size: int, seed: int) -> dict[str, Fallback]:
-    """Returns the fallbacks that a plan can name."""
+    """Returns the fallbacks that a plan can name, by their names."""
     return {NGRAM: NGramFallback(), RANDOM: RandomFallback(vocab_size, seed)}

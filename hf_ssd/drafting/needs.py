@@ -1,4 +1,4 @@
-"""What a drafter needs of a draft model, and what is known of a model before it is loaded."""
+"""The properties that a drafter needs of a draft model, and the facts that are known of a model before it is loaded."""
 
 from dataclasses import dataclass
 
@@ -6,12 +6,12 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class DraftInfo:
     """
-    A draft model as the target's side knows it. A worker tells it as it is.
+    The facts about a draft model that the target's process knows. A worker sends the facts about the model it loaded.
 
     Args:
-        vocab_size (`int`): Number of its tokens.
-        mask_token (`int`, *optional*): Of a model that was trained to guess several tokens ahead.
-        positions (`int`, *optional*): How many it has, if it has no more and is loaded.
+        vocab_size (`int`): Size of the model's vocabulary.
+        mask_token (`int`, *optional*): The mask token of a model that was trained to guess several tokens ahead.
+        positions (`int`, *optional*): Number of positions, if the model is loaded and has a limited number of them.
     """
 
     vocab_size: int
@@ -20,7 +20,7 @@ class DraftInfo:
 
     @classmethod
     def of(cls, config, positions: int | None = None) -> "DraftInfo":
-        """Reads it from a model's config."""
+        """Reads the facts from a model's config."""
         vocab_size = config.get_text_config(decoder=True).vocab_size
         return cls(vocab_size, getattr(config, "pard_token", None), positions)
 
@@ -28,11 +28,11 @@ class DraftInfo:
 @dataclass(frozen=True)
 class DrafterNeeds:
     """
-    What a kind of drafter declares.
+    The properties that a kind of drafter declares.
 
     Args:
-        one_pass (`bool`): Whether all tokens of a speculation come from one forward pass, or one from each. The planner
-            counts passes by it.
+        one_pass (`bool`): Whether a single forward pass gives all tokens of a speculation, instead of a single token.
+            The planner computes the number of passes from it.
         mask_token (`bool`): Whether the model must have a mask token.
     """
 
@@ -40,13 +40,13 @@ class DrafterNeeds:
     mask_token: bool = False
 
     def fits(self, info: DraftInfo) -> bool:
-        """Whether the model has all of it, so that `drafter="auto"` may choose this kind."""
+        """Whether the model has all needed properties, so that `drafter="auto"` may choose this kind."""
         return info.mask_token is not None or not self.mask_token
 
     def check(self, info: DraftInfo) -> None:
         """
         Raises:
-            `ValueError`: the model lacks something, or has it wrong.
+            `ValueError`: the model has no mask token, or an invalid mask token, and the drafter needs it.
         """
         if not self.mask_token:
             return

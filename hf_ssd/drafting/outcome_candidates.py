@@ -1,4 +1,4 @@
-"""Where a speculation may be left, and with which tokens: the outcomes that can be prepared."""
+"""Candidate outcomes of a verification: the bonus tokens that the draft ranks after each accepted count."""
 
 import functools
 import math
@@ -9,23 +9,23 @@ import torch
 
 from .calibration import log_odds
 
-UNUSED = -2  # the accepted count of a place in the cache that no outcome can match
+UNUSED = -2  # an accepted count for unused places in the speculation cache, which no outcome matches
 
 
 @dataclass(frozen=True)
 class OutcomeCandidates:
     """
-    Where a speculation may be left, as the draft sees it while the target verifies it.
+    The possible outcomes of a speculation, as the draft ranks them while the target verifies it.
 
     Args:
         guesses (`np.ndarray` of shape `(batch_size, lookahead + 1, guesses)`): The draft's most likely bonus tokens
-            after each accepted count, the best one first. The drafted token itself is not among them: as a bonus token
-            it would have been accepted.
-        probabilities (`np.ndarray` of the same shape): The draft's probability of each.
+            after each accepted count, the best guess first. The drafted token itself is no guess: the target would have
+            accepted it.
+        probabilities (`np.ndarray` of the same shape): The draft's probability of each guess.
         drafted_probabilities (`np.ndarray` of shape `(batch_size, lookahead)`): The draft's probability of each drafted
             token.
-        from_fallback (`list[bool]`): Which rows' speculations did not come from the draft model.
-        limits (`list[int]`): How many bonus tokens there are after each accepted count.
+        from_fallback (`list[bool]`): Whether the speculation of each row came from a fallback, not the draft model.
+        limits (`list[int]`): How many bonus tokens can be guessed after each accepted count.
     """
 
     guesses: np.ndarray
@@ -42,8 +42,8 @@ class OutcomeCandidates:
     @functools.cached_property
     def log_chances(self) -> np.ndarray:
         """
-        The log of the probability of each guess among the tokens that remain, of shape `(batch_size, lookahead + 1,
-        guesses)`. After a rejection, the drafted token does not.
+        The log of the probability of each guess among the tokens that remain possible, of shape `(batch_size, lookahead
+        + 1, guesses)`. After a rejection, the drafted token is no longer possible.
         """
         remaining = self.probabilities.copy()
         remaining[:, :-1] /= np.maximum(1 - self.drafted_probabilities, 1e-6)[:, :, None]
@@ -57,12 +57,12 @@ class OutcomeCandidates:
         Args:
             scores (`torch.FloatTensor` of shape `(batch_size, lookahead + 1, vocab_size)`): The draft's scores after 0
                 to K accepted tokens, as its warpers left them.
-            logits (`torch.FloatTensor` of the same shape): Its raw logits, which rank what the warpers ruled out: when
-                a drafted token is rejected, the bonus token often comes from there.
+            logits (`torch.FloatTensor` of the same shape): The draft's raw logits, which rank the tokens that its
+                warpers ruled out: when a drafted token is rejected, the bonus token is often among these.
             drafted (`torch.LongTensor` of shape `(batch_size, lookahead)`): The speculation that is being verified.
             from_fallback (`list[bool]`): See above.
             guesses (`int`): How many bonus tokens to rank, at most.
-            possible (`int`, *optional*): How many tokens the draft can propose, all by default. Logits of the others
+            possible (`int`, *optional*): How many tokens the draft can propose, all by default. Logits of other tokens
                 are -inf.
         """
         lookahead, possible = drafted.shape[1], possible or scores.shape[2]
@@ -72,7 +72,7 @@ class OutcomeCandidates:
             ranking[:, :lookahead].scatter_(2, drafted[:, :, None], -math.inf)
         tokens = ranking.topk(min(guesses, possible), dim=2).indices
         asked = torch.cat([tokens, torch.nn.functional.pad(drafted, (0, 1))[:, :, None]], dim=2)
-        # All in one transfer, for which a GPU is waited for. Tokens are below 2^24, so float32 holds them.
+        # A single transfer, because the host waits for the GPU in each. Tokens are below 2^24, so float32 holds them.
         found = torch.stack([asked.float(), scores.softmax(dim=-1).gather(2, asked)]).cpu().numpy()
         ranked, probabilities = found[0, :, :, :-1].astype(np.int64), found[1]
         return cls(
@@ -84,7 +84,7 @@ class OutcomeCandidates:
         )
 
     def ranks(self, accepted: list[int], bonus: list[int]) -> list[int]:
-        """Returns which of the guesses the bonus token of each row was, from 0; -1 if none, or for a finished row."""
+        """Returns the rank of each row's bonus token among the guesses, from 0; -1 for no rank or a finished row."""
         ranks = []
         for row, (k, token) in enumerate(zip(accepted, bonus)):
             places = np.flatnonzero(self.guesses[row, k] == token) if 0 <= k < len(self.limits) else ()
@@ -99,13 +99,14 @@ class OutcomeCandidates:
 
         Args:
             fan_outs (`list[list[int]]`): Guesses after each accepted count, for each row.
-            worker_index, num_workers (`int`, *optional*): Which of how many equal shares to return. Outcomes are dealt
-                by the rank of their bonus token, so every share has some of the best.
-            fewest (`int`, *optional*): What N is at least.
+            worker_index, num_workers (`int`, *optional*): The outcomes are split into `num_workers` equal shares, and
+                share `worker_index` is returned. Outcomes are dealt by the rank of their bonus token, so every share
+                has some of the best guesses.
+            fewest (`int`, *optional*): Lower bound of N.
 
         Returns:
-            Accepted counts and bonus tokens of the outcomes, N of each row. A row with fewer outcomes than another has
-            `UNUSED` accepted counts behind its own.
+            Accepted counts and bonus tokens of the outcomes, both of shape `(batch_size, N)`. A row with fewer than N
+            outcomes is filled with `UNUSED` accepted counts.
         """
         rows = [
             [(k, rank) for k, count in enumerate(counts) for rank in range(min(count, self.limits[k]))]

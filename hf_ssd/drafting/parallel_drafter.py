@@ -11,11 +11,12 @@ from .outcome_candidates import OutcomeCandidates
 class ParallelDrafter(Drafter):
     """
     A causal language model that was trained to guess several tokens ahead: fed a bonus token and K mask tokens,
-    position i gives the i-th token of the speculation, and the last one the token behind. What a token is drawn from is
-    its marginal: it knows the outcome, but not the tokens that are drawn before it. The branches of all outcomes are
-    fed in one pass with the speculation that is being verified, or in one behind it.
+    position i gives the i-th token of the speculation, and the last position gives the token after it. Each token is
+    drawn from its marginal distribution, which depends on the outcome but not on the tokens drawn before it. The
+    branches of all outcomes are fed in a single pass, together with the speculation that is being verified unless an
+    earlier pass has read that.
 
-    Warpers that read the tokens before a position, such as repetition penalties, see those up to the bonus token.
+    Warpers that read the tokens before a position, such as repetition penalties, see the tokens up to the bonus token.
 
     Args:
         model (`PreTrainedModel`): The draft model, whose config has `pard_token`, the mask token.
@@ -27,10 +28,10 @@ class ParallelDrafter(Drafter):
     def __init__(self, model, *others, **options):
         super().__init__(model, *others, **options)
         self.mask_token = DraftInfo.of(model.config).mask_token
-        # Raw logits of the speculation's tokens and of the one behind, where they are known of a row.
+        # Raw logits of the speculation's tokens and of the token after it, valid for the rows in `is_known`.
         self.marginals: torch.Tensor | None = None
         self.is_known = [False] * len(self.prefix.lengths)
-        self.grown: torch.Tensor | None = None  # the same of all branches
+        self.grown: torch.Tensor | None = None  # the same logits for all branches
 
     def begin(self):
         self._know(self.prefix.feed(0, wanted=1))
@@ -91,8 +92,9 @@ class ParallelDrafter(Drafter):
 
     def _draw(self, logits: torch.Tensor, histories, starts: torch.LongTensor, depths: range, plan):
         """
-        Draws tokens of some depths from logits `(batch_size, N, T, vocab_size)` behind bonus tokens that stand in the
-        columns `starts` `(batch_size, N)`, on the CPU.
+        Draws the tokens of some depths from logits `(batch_size, N, T, vocab_size)`. The bonus tokens before them stand
+        at the positions `starts` `(batch_size, N)`, a tensor on the CPU. Yields the result of [`DraftSampler.draw`] for
+        each depth.
         """
         places = starts.tolist()
         for depth in depths:

@@ -1,4 +1,4 @@
-"""Draft-side sampling: what a token is drawn from, and randomness that depends on the place alone."""
+"""Draft-side sampling: the distributions of drafted tokens, and randomness that depends on a token's place alone."""
 
 import copy
 import functools
@@ -15,9 +15,10 @@ from ..rounds import Plan
 from ..theory import geometric_fan_out
 from .cache_shapes import allocate
 
-# The second word of the cipher's counter: what the numbers are for. The first one counts them, the others are a place.
+# The second word of the cipher's counter is the purpose of the numbers. The first word counts the numbers, and the last
+# two words are the place.
 NOISE, RANDOM_FALLBACK = 0, 1
-SCALED_BUDGET = 16  # outcomes that Saguaro sampling scales for where the clock chooses the budget but not the tokens
+SCALED_BUDGET = 16  # replaces an automatic budget in Saguaro sampling, so that tokens do not depend on measured times
 
 
 def saguaro(probabilities: torch.Tensor, fan_out: int, c: float) -> torch.Tensor:
@@ -32,8 +33,8 @@ def saguaro(probabilities: torch.Tensor, fan_out: int, c: float) -> torch.Tensor
         c (`float`): C between 0 and 1. 1 changes nothing.
 
     Returns:
-        `torch.FloatTensor` of the same shape: the distributions to draw from, and to verify with. A distribution of
-        which nothing would be left (C = 0 and no other tokens) stays as it is.
+        `torch.FloatTensor` of the same shape: the distributions to draw from, and to verify with. A distribution whose
+        probabilities would all become 0 (C = 0 and no other tokens) stays as it is.
     """
     if c == 1 or fan_out == 0:
         return probabilities
@@ -45,13 +46,13 @@ def saguaro(probabilities: torch.Tensor, fan_out: int, c: float) -> torch.Tensor
 
 class SpeculationNoise:
     """
-    Noise that is a function of (seed, row, start, depth), one number for each token of the vocabulary, where `start` is
+    Noise that is a function of (seed, row, start, depth), a number for each token of the vocabulary, where `start` is
     the position of the bonus token that a speculation follows. A speculation is therefore the same whether it was
     drafted ahead or just in time.
 
-    The noise of one start belongs to the one speculation that is verified there: a later speculation of the same
-    position starts elsewhere and draws anew. So what is decided by the outcome of a round, which speculation is
-    prepared, how long it is and where it comes from, never depends on the noise that it is drawn with.
+    The noise of a start is used by a single verified speculation: a later speculation of the same position starts
+    elsewhere and draws anew. The outcome of a round decides which speculation is prepared, how long it is and where it
+    comes from. These decisions therefore never depend on the noise that the speculation is drawn with.
 
     Args:
         seed (`int`): Drawn by the target, so that `set_seed` reproduces a run.
@@ -75,16 +76,16 @@ class SpeculationNoise:
         return known[depth]
 
     def _draw(self, row: int, start: int, depth: int) -> torch.DoubleTensor:
-        # In float32 the generators give exactly 0, or nothing below 6e-8, once in 2^23 numbers: each of 150,000 tokens
-        # would be drawn with a probability of 1e-7 that q does not know of, 2 % in all. In float64 it is once in 2^53.
+        # In float32 the generators give exactly 0 once in 2^23 numbers, or no number below 6e-8. Each of 150,000 tokens
+        # would be drawn with a further probability of 1e-7 that is not in q, 2 % in all. In float64 it is once in 2^53.
         if self.generator is None:
-            # numpy takes a fraction of torch's time on the CPU; with the place as the counter of a cipher no two
-            # places share numbers.
+            # numpy takes a fraction of torch's time on the CPU. The place is the counter of a cipher, so no two places
+            # share numbers.
             if (row, start) not in self.streams:
                 bits = np.random.Philox(key=self.seed % 2**64, counter=[0, NOISE, start, row])
                 self.streams[row, start] = np.random.Generator(bits)
             return torch.from_numpy(self.streams[row, start].standard_exponential(self.vocab_size))
-        # The generator itself mixes neighbouring seeds, and these are distinct for a million positions and 64 tokens.
+        # The generator itself mixes neighbouring seeds. The seeds are distinct for a million positions and 64 tokens.
         place = ((self.seed * 1_000_003 + row) * 1_048_583 + start) * 64 + depth
         self.generator.manual_seed(place & 0x7FFF_FFFF_FFFF_FFFF)
         numbers = torch.empty(self.vocab_size, dtype=torch.float64, device=self.device)
@@ -96,7 +97,7 @@ class SpeculationNoise:
         return noise.view(len(starts), -1, self.vocab_size)
 
     def forget_before(self, starts: list[int]) -> None:
-        """Drops what no later draft can need: speculations that start before the given position of each row."""
+        """Drops the noise of speculations that start before the given position of each row."""
         for past in [place for place in self.known if place[1] < starts[place[0]]]:
             del self.known[past]
             self.streams.pop(past, None)
@@ -104,12 +105,12 @@ class SpeculationNoise:
 
 def draw(probabilities: torch.Tensor, noise: torch.Tensor) -> torch.LongTensor:
     """
-    Draws one token from each distribution. The smallest of independent exponential variables with rates p is number i
-    with probability p_i, which is how `torch.multinomial` draws one sample too.
+    Draws a token from each distribution. The smallest of independent exponential variables with rates p is number i
+    with probability p_i. `torch.multinomial` draws a single sample in the same way.
 
     Args:
         probabilities (`torch.FloatTensor` of shape `(..., vocab_size)`): Each sums to 1.
-        noise (`torch.FloatTensor` that broadcasts to it): Exponential noise, see [`SpeculationNoise`].
+        noise (`torch.FloatTensor` that broadcasts to the same shape): Exponential noise, see [`SpeculationNoise`].
 
     Returns:
         `torch.LongTensor` of shape `(...)`.
@@ -125,7 +126,7 @@ class DraftSampler:
         model (`PreTrainedModel`): The draft model.
         config (`SSDConfig`): The user's settings.
         generation_config (`GenerationConfig`): The target's.
-        prompt_length (`int`): Of the longest row.
+        prompt_length (`int`): Length of the longest prompt.
         seed (`int`): Seed of the randomness.
         vocab_size (`int`): Number of the target's tokens.
         num_workers (`int`): How many drafts prepare a budget each.
@@ -155,9 +156,9 @@ class DraftSampler:
 
         Args:
             scores (`torch.FloatTensor` of shape `(batch_size, N, vocab_size)`): Raw scores.
-            histories (`torch.LongTensor` of shape `(batch_size, N, columns)`, *optional*): The tokens before each; not
-                needed if `need_history` is `False`.
-            lengths (`torch.LongTensor` of shape `(batch_size, N)`): How many of them count. On the CPU.
+            histories (`torch.LongTensor` of shape `(batch_size, N, columns)`, *optional*): The tokens before each
+                distribution; not needed if `need_history` is `False`.
+            lengths (`torch.LongTensor` of shape `(batch_size, N)`): How many of these tokens count. On the CPU.
         """
         if not self.processors:
             return scores
@@ -170,14 +171,14 @@ class DraftSampler:
         Draws tokens.
 
         Args:
-            scores (`torch.FloatTensor` of shape `(batch_size, N, vocab_size)`): After the warpers.
+            scores (`torch.FloatTensor` of shape `(batch_size, N, vocab_size)`): Scores after the warpers.
             starts (`list[list[int]]`): Position of the bonus token that each speculation follows.
-            depth (`int`): Which of its tokens this is.
-            plan ([`~hf_ssd.rounds.Plan`]): Says how Saguaro sampling is to scale.
+            depth (`int`): Index of the token within its speculation.
+            plan ([`~hf_ssd.rounds.Plan`]): Says how Saguaro sampling scales the distributions.
 
         Returns:
             Tokens `(batch_size, N)` and the distributions `(batch_size, N, vocab_size)` that they were drawn from, or
-            `None` if the most likely ones were taken.
+            `None` if the most likely tokens were taken.
         """
         if self.noise is None:
             return argmax(scores), None
@@ -187,8 +188,8 @@ class DraftSampler:
 
     def _fan_outs(self, plan: Plan) -> list[int]:
         """
-        For how many guesses after each accepted count Saguaro sampling scales (Theorem 12). With a fixed lookahead a
-        seed repeats the tokens, so a budget that the clock has chosen plays no part.
+        Returns the number of most likely tokens that Saguaro sampling scales after each accepted count (Theorem 12).
+        With a fixed lookahead, a seed reproduces the tokens, so a budget that depends on measured times is not used.
         """
         budget = plan.budget
         if self.config.lookahead != "auto":
@@ -197,7 +198,7 @@ class DraftSampler:
         return _planned_fan_outs(plan.lookahead, max(1, budget * self.num_workers), *priors)
 
     def forget_before(self, starts: list[int]) -> None:
-        """Drops what no later draft can need."""
+        """Drops the noise before these positions. See [`SpeculationNoise.forget_before`]."""
         if self.noise is not None:
             self.noise.forget_before(starts)
 
@@ -209,9 +210,9 @@ def _planned_fan_outs(lookahead: int, budget: int, acceptance_rate: float, power
 
 def draft_processors(model: PreTrainedModel, generation_config: GenerationConfig, prompt_length: int):
     """
-    Rebuilds the target's processors from its generation config with transformers' own code. Processors that the user
-    made are not among them, nor are those that read the prompts as an encoder's input: the draft proposes without,
-    which costs acceptance and nothing else.
+    Rebuilds the target's processors from its generation config with transformers' own code. Custom processors of the
+    user are left out, and so are processors that read the prompts as an encoder's input. The draft proposes without
+    these processors, which only lowers acceptance.
 
     Returns:
         `LogitsProcessorList`, empty when decoding greedily without penalties.

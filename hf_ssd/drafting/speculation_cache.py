@@ -7,15 +7,15 @@ from ..devices import from_host
 
 class SpeculationCache:
     """
-    The speculations prepared in one round, one for each of N outcomes of each row. They grow together, and may be
-    looked up at any length. Outcomes and tokens are on the host, so a lookup asks nothing of the device.
+    The speculations prepared in a round: a branch for each of N outcomes of each row. The branches grow together, and
+    may be looked up at any length. Outcomes and tokens are on the host, so a lookup does not use the device.
 
     Args:
         accepted, bonus (`list[list[int]]` of shape `(batch_size, N)`): Accepted count and bonus token of each outcome.
 
     Attributes:
-        branches (`list[dict]`): For each row which branch was prepared for an outcome `(k, token)`.
-        tokens (`list[list[list[int]]]`): For each row the tokens of each branch.
+        branches (`list[dict]`): For each row, the branch that was prepared for each outcome `(k, token)`.
+        tokens (`list[list[list[int]]]`): For each row, the tokens of each branch.
     """
 
     def __init__(self, accepted: list[list[int]], bonus: list[list[int]]):
@@ -29,7 +29,7 @@ class SpeculationCache:
 
     @property
     def grown(self) -> int:
-        """Tokens of each branch."""
+        """Number of tokens of each branch."""
         return len(self.tokens[0][0])
 
     def append(self, tokens: list, probabilities: torch.FloatTensor | None, supports: list | None) -> None:
@@ -38,9 +38,10 @@ class SpeculationCache:
 
         Args:
             tokens (`list` of shape `(batch_size, N, T)`): The tokens.
-            probabilities (`torch.FloatTensor` of shape `(batch_size, N, T, vocab_size)`, *optional*): What each was
-                drawn from.
-            supports (`list` of shape `(batch_size, N, T)`, *optional*): How many tokens have any chance in it.
+            probabilities (`torch.FloatTensor` of shape `(batch_size, N, T, vocab_size)`, *optional*): The distribution
+                that each token was drawn from.
+            supports (`list` of shape `(batch_size, N, T)`, *optional*): How many tokens have a probability above 0 in
+                each distribution.
         """
         for of_row, new_of_row in zip(self.tokens, tokens):
             for branch, new in zip(of_row, new_of_row):
@@ -51,18 +52,22 @@ class SpeculationCache:
             self.supports.append(supports)
 
     def lookup(self, accepted: list[int], bonus: list[int]) -> list[int]:
-        """Returns which branch was prepared for the outcome of each row, -1 for a miss."""
+        """Returns the branch that was prepared for the outcome of each row, -1 for a miss."""
         return [branches.get(outcome, -1) for branches, outcome in zip(self.branches, zip(accepted, bonus))]
 
     def support(self, branches: list[int]) -> int:
-        """Returns the most tokens that have any chance in one of the distributions of these branches, one a row."""
+        """
+        Counts the tokens with a probability above 0 in each distribution of each row's branch, and returns the largest
+        count. 0 if all rows missed.
+        """
         hits = [(row, branch) for row, branch in enumerate(branches) if branch >= 0]
         return max((n for part in self.supports for row, branch in hits for n in part[row][branch]), default=0)
 
     def distributions(self, branches: list[int], width: int) -> torch.FloatTensor | None:
         """
-        Returns what the tokens of these branches, one a row, were drawn from, `(batch_size, width, vocab_size)` at
-        most; `None` if they were certain. Rows that missed hold something that means nothing.
+        Returns the distributions that the tokens of each row's branch were drawn from, of shape `(batch_size, width,
+        vocab_size)`, or shorter if the branches are; `None` if the tokens were not drawn at random. Rows that missed
+        hold arbitrary values.
         """
         if not self.probabilities:
             return None

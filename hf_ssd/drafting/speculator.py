@@ -1,9 +1,9 @@
 """
-The draft's work in one call of generate(), without any communication: prepare, look up, complete.
+The draft's work in a call of generate(), without any communication: prepare, look up, complete.
 
-While the target verifies a speculation, a cache shape chooses likely outcomes of it (an accepted count and a bonus
-token each) by the draft's own distributions along it, and the drafter grows the next speculation behind each of them.
-When the outcome comes it is looked up among those, and what is missing is drafted just in time.
+While the target verifies a speculation, a cache shape chooses its likely outcomes (an accepted count and a bonus token
+each) by the draft's own distributions along the speculation, and the drafter grows the next speculation after each of
+these outcomes. When the real outcome arrives, it is looked up among them, and missing tokens are drafted just in time.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ from .outcome_candidates import OutcomeCandidates
 from .speculation_cache import SpeculationCache
 
 PROFILED_BUDGETS, PROFILED_PASSES = (8, 1, 16), 3  # the first pass of each size is not counted
-ROUNDS_PER_COMPARISON = 4  # for one of which it is seen what the n-gram fallback would have given
+ROUNDS_PER_COMPARISON = 4  # the n-gram fallback is evaluated once in so many rounds
 
 
 class Speculator:
@@ -49,11 +49,12 @@ class Speculator:
         drafter ([`Drafter`]): Proposes the tokens.
         config (`SSDConfig`): The user's settings.
         shape ([`CacheShape`]): Chooses outcomes, and learns from how rounds end.
-        seed (`int`): Of the random fallback.
-        limit (`int`, *optional*): Tokens that a row may have.
-        custom ([`Fallback`], *optional*): The user's own fallback, which takes the place of the plan's.
-        worker_index, num_workers (`int`, *optional*): Which of how many drafts this is. Each prepares its share of the
-            outcomes of all their budgets together.
+        seed (`int`): Seed of the random fallback.
+        limit (`int`, *optional*): The largest number of tokens that a row may have.
+        custom (`tuple[str, Fallback]`, *optional*): Source name and object of the user's own fallback, which replaces
+            the plan's fallback.
+        worker_index, num_workers (`int`, *optional*): Index of this draft, and number of drafts. The budgets of all
+            drafts are added up, and each draft prepares its share of the outcomes.
     """
 
     def __init__(
@@ -71,19 +72,19 @@ class Speculator:
         self.worker_index, self.num_workers = worker_index, num_workers
         self.fallbacks = fallbacks_for(drafter.vocab_size, seed)
         self.plan = Plan(PLAIN)
-        self.sources = [PREPARED] * len(drafter.prefix.lengths)  # of the speculation that is being verified
+        self.sources = [PREPARED] * len(drafter.prefix.lengths)  # sources of the speculation that is being verified
         self.finished = [False] * len(drafter.prefix.lengths)
         self.candidates: OutcomeCandidates | None = None
         self.prepared: SpeculationCache | None = None
         self.was_prepared = False
         self.lessons: list[tuple] = []  # candidates, accepted counts and bonus tokens of rounds not learned from yet
-        self.preparing = RoundRecord()  # what preparing took
-        self.uncommitted: tuple | None = None  # what the drafter has not taken in: the last outcome,
-        self.unwritten: list[list[int]] | None = None  # and the tokens that are verified next
+        self.preparing = RoundRecord()  # times and counts of the preparation
+        self.uncommitted: tuple | None = None  # the last outcome, until the drafter has taken it in
+        self.unwritten: list[list[int]] | None = None  # the tokens that are verified next, until it has written them
         self.found_in: tuple[SpeculationCache | None, list[int]] = None, []  # where the last outcome was looked up
         self.compares_ngrams = config.fallback == "auto" and config.lookahead == "auto"
         self.rounds, self.ngram_matches = 0, [-1] * len(self.finished)
-        self.uncompared: tuple | None = None  # verified lengths, accepted counts and sources of the round before
+        self.uncompared: tuple | None = None  # verified lengths, accepted counts and sources of the last round
 
     def begin(self) -> None:
         """Reads the prompts, while the target does the same."""
@@ -91,11 +92,11 @@ class Speculator:
 
     def profile(self, outcome_arrived: Callable[[], bool] = lambda: False) -> tuple[float, float, float]:
         """
-        Times passes of a few sizes behind the prompts, while the target decodes; of one size, if that takes so long
-        that the outcome arrives.
+        Times passes of a few sizes after the prompts, while the target decodes. Stops after a size if the outcome has
+        arrived by then.
 
         Returns:
-            Seconds to choose outcomes, of a forward pass, and of each token in it.
+            Seconds to choose outcomes, fixed seconds of a forward pass, and additional seconds for each token in it.
         """
         rows, chosen, sizes, taken = len(self.finished), [], [], []
         for budget in PROFILED_BUDGETS:
@@ -122,15 +123,16 @@ class Speculator:
 
     def prepare(self, plan: Plan, outcome_arrived: Callable[[], bool] = lambda: False) -> None:
         """
-        Drafts the next speculation for the likely outcomes of the one that is being verified.
+        Drafts the next speculation for the likely outcomes of the speculation that is being verified.
 
         Args:
-            plan ([`~hf_ssd.rounds.Plan`]): What to prepare.
-            outcome_arrived (`Callable[[], bool]`): Whether the outcome is there. Then the branches stay as they are.
+            plan ([`~hf_ssd.rounds.Plan`]): Says how many outcomes and tokens to prepare.
+            outcome_arrived (`Callable[[], bool]`): Returns whether the outcome has arrived. Branches stop growing then.
         """
         start, self.plan, self.preparing = time.perf_counter(), plan, RoundRecord()
         self.catch_up()
-        self._learn(keep=1)  # so the shape learns from each round one round late, whether there was time or not
+        # The shape has learned from all rounds but the last at each choice, whether there was time to spare or not.
+        self._learn(keep=1)
         if plan.budget:
             # 1. Choose the outcomes.
             accepted, bonus = self._choose(plan)
@@ -138,7 +140,7 @@ class Speculator:
             self.preparing.prepared_at, self.preparing.choose_seconds = start, since(start)
             self.preparing.budget = plan.budget
 
-            # 2. Grow all branches together, one token of each per forward pass.
+            # 2. Grow all branches together, pass by pass.
             start, growing = time.perf_counter(), self.drafter.grow(accepted, bonus, plan)
             while not outcome_arrived() and (grown := next(growing, None)) is not None:
                 self.prepared.append(*grown)
@@ -167,16 +169,17 @@ class Speculator:
 
     def look_up(self, outcome: Outcome, plan: Plan) -> Speculation:
         """
-        Returns what was prepared for an outcome, with the draft's part of the record. Nothing is asked of the device:
-        the tokens are on the host, and the outcome is taken in later. What is verified next is then settled by
-        [`~Speculator.complete`], or by [`~Speculator.verify`] if something else did it.
+        Returns the tokens that were prepared for an outcome, with the draft's part of the record. The lookup does not
+        wait for the device: the tokens are on the host, and the drafter takes in the outcome later. Afterwards,
+        [`~Speculator.complete`] settles the tokens that are verified next, or the caller settles them and calls
+        [`~Speculator.verify`].
 
         Args:
             outcome ([`~hf_ssd.rounds.Outcome`]): How many tokens of the last speculation each row accepted, and the
-                tokens that follow them. Nothing was prepared for tokens of later rounds.
-            plan ([`~hf_ssd.rounds.Plan`]): What to answer, and what to prepare next.
+                tokens that follow them. If it contains tokens of later rounds, nothing was prepared for it.
+            plan ([`~hf_ssd.rounds.Plan`]): The plan for this answer and for the next preparation.
         """
-        self.catch_up()  # with the round before, where nothing was prepared since
+        self.catch_up()  # takes in the previous round, if no preparation has done so
         start, self.plan, self.rounds = time.perf_counter(), plan, self.rounds + 1
         counts, tokens = outcome.accepted, outcome.bonus
         self.finished = [k == FINISHED for k in counts]
@@ -212,16 +215,17 @@ class Speculator:
 
     def complete(self, found: Speculation, width: int | None = None) -> Speculation:
         """
-        Returns what is verified next, after drafting just in time what is missing. If nothing is, the device is not
-        asked for anything.
+        Returns the speculation that is verified next, after drafting missing tokens just in time. If no tokens are
+        missing, the device is not used.
 
         Args:
-            found ([`~hf_ssd.rounds.Speculation`]): What is prepared, for a row any number of tokens.
-            width (`int`, *optional*): Tokens of the result, if others have settled it and no fallback is to be asked.
+            found ([`~hf_ssd.rounds.Speculation`]): The prepared tokens, any number for each row.
+            width (`int`, *optional*): Tokens of each row in the result, if the caller has settled the number. No
+                fallback is used then.
         """
         start, plan, sources, source = time.perf_counter(), self.plan, found.record.sources, PRIMARY
         missed = [row for row, one in enumerate(sources) if one == NOTHING and not self.finished[row]]
-        # If nothing was prepared the draft is asked, as in speculative decoding.
+        # If nothing was prepared, the draft model proposes the tokens, as in speculative decoding.
         if width is None and missed and self.was_prepared:
             source, fallback = self.custom or (plan.fallback, self.fallbacks.get(plan.fallback))
             if fallback is not None:
@@ -247,18 +251,18 @@ class Speculator:
         return found
 
     def distributions(self, speculation: Speculation) -> torch.FloatTensor | None:
-        """Returns what the tokens of the answer were drawn from, `(batch_size, tokens, vocab_size)`."""
+        """Returns the distributions `(batch_size, tokens, vocab_size)` that the answer's tokens were drawn from."""
         cache, branches = self.found_in
         if speculation.probabilities is not None or cache is None:
             return speculation.probabilities
         return cache.distributions(branches, speculation.width)
 
     def verify(self, tokens: list[list[int]], sources: list[str]) -> None:
-        """Moves on to verify these tokens, `lookahead` of each row, with these sources of the rows."""
+        """Makes these tokens, `lookahead` of each row, the speculation that is verified next, with its sources."""
         self.sources, self.unwritten = sources, tokens
 
     def catch_up(self) -> None:
-        """Lets the drafter take in the last outcome, and what is verified next, where it has not."""
+        """Lets the drafter take in the last outcome and the tokens that are verified next, unless it already has."""
         if self.uncommitted is not None:
             self.drafter.commit(*self.uncommitted)
         if self.unwritten is not None:
@@ -268,18 +272,18 @@ class Speculator:
     # ---------------------------------------------------------------- learning
 
     def end(self) -> None:
-        """The call is over: lets the cache shape learn what there was no time for."""
+        """Ends the call: lets the cache shape learn from the remaining rounds."""
         self._learn()
 
     def _learn(self, keep: int = 0) -> None:
-        """Lets the cache shape learn from all rounds but the last `keep`."""
+        """Lets the cache shape learn from all rounds that it has not learned from, except the last `keep` rounds."""
         while len(self.lessons) > keep:
             self.shape.learn(*self.lessons.pop(0))
 
     def _compare_ngrams(self) -> None:
         """
-        Sees in some rounds how many of the tokens that a row gained, the bonus token included, n-grams would have got
-        right, for the next record.
+        Counts, once in `ROUNDS_PER_COMPARISON` rounds, how many of a row's new tokens, the bonus token included, the
+        n-gram fallback would have proposed. The next record carries the counts.
         """
         if not self.compares_ngrams or self.uncompared is None or self.rounds % ROUNDS_PER_COMPARISON:
             return
@@ -295,7 +299,11 @@ class Speculator:
 
 def answer_width(plan: Plan, known: list[float]) -> int:
     """
-    Returns how many tokens the next speculation has: the planned ones if all rows have them, otherwise what all have,
-    or at least what is worth drafting just in time.
+    Returns how many tokens the next speculation has: as many as all rows have, but at least `plan.after_miss`, which is
+    the number worth drafting just in time, and at most `plan.lookahead`.
+
+    Args:
+        plan ([`~hf_ssd.rounds.Plan`]): The plan of the round.
+        known (`list[float]`): How many tokens of each row are ready, infinity for a finished row.
     """
     return int(min(plan.lookahead, max(plan.after_miss, min(known))))

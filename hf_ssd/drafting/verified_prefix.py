@@ -12,31 +12,32 @@ from ..devices import from_host
 from ..rounds import FINISHED
 from .vocabulary import Vocabulary
 
-WORTH_KEEPING = 64  # tokens that all rows share with an earlier call, before its cache is used again
+WORTH_KEEPING = 64  # tokens that each row must share with the previous call before its cache is used again
 
 
 class VerifiedPrefix:
     """
-    Rows of different lengths, without padding: column and position are one. Behind its prefix a row has the speculation
-    that is being verified. A row is kept twice: in the target's tokens, and in those that the draft is fed, which are
-    more where the draft needs several for one. A drafted token is always one.
+    Rows of different lengths, without padding, so a token's column is its position. The speculation that is being
+    verified stands after the prefix of each row. Each row is kept both in the target's tokens and in the draft's
+    tokens, of which several may make up a single token of the target. A drafted token is always a single token in both.
 
     Args:
         model (`PreTrainedModel`): The draft model.
         prompts (`list[torch.LongTensor]`): The prompt of each row, at least one token each.
         column_limit (`int`, *optional*): See [`~hf_ssd.cache.cached_model.CachedModel`].
-        earlier ([`VerifiedPrefix`], *optional*): Of the call before, with the same model. Where this one continues
-            its text, as in a chat, its cache is taken over.
-        vocabulary ([`~hf_ssd.drafting.vocabulary.Vocabulary`], *optional*): Of target and draft; the draft's by
-            default.
+        earlier ([`VerifiedPrefix`], *optional*): The prefix of the previous call with the same model. If this call
+            continues its text, as in a chat, its cache is taken over.
+        vocabulary ([`~hf_ssd.drafting.vocabulary.Vocabulary`], *optional*): Maps between the tokens of target and
+            draft. The target has the draft's vocabulary by default.
         cuda_graphs (`bool` or `str`, *optional*): See [`SSDConfig`].
 
     Attributes:
         ids (`torch.LongTensor` of shape `(batch_size, capacity)`): The target's tokens.
-        lengths (`list[int]`): Verified tokens of each row, with the one that the next outcome follows.
+        lengths (`list[int]`): Number of verified tokens of each row, including the bonus token that the speculation
+            follows.
         inputs (`torch.LongTensor` of shape `(batch_size, capacity)`): The draft's tokens.
-        columns (`list[int]`): How many of those each row's verified tokens are.
-        fed (`list[int]`): Columns of each row, speculation included, whose keys and values are in the cache.
+        columns (`list[int]`): How many of the draft's tokens each row's verified tokens are.
+        fed (`list[int]`): Number of columns of each row, speculation included, whose keys and values are in the cache.
         decoder (`CachedModel`): The draft model and its cache.
     """
 
@@ -57,7 +58,7 @@ class VerifiedPrefix:
         texts = [self.vocabulary.encode(prompt) for prompt in prompts]
         self.inputs, self.columns = _rows([text if len(text) else prompts[0].new_zeros(1) for text in texts])
         if self.vocabulary.translation is not None:
-            column_limit = None  # the limit is one of the target's tokens
+            column_limit = None  # the limit counts the target's tokens
         limits = [limit for limit in (column_limit, last_position_limit(model)) if limit is not None]
         column_limit = min(limits, default=None)  # branches look ahead beyond the text
         cache = RaggedCache()
@@ -71,7 +72,7 @@ class VerifiedPrefix:
         self.decoder = CachedModel(model, cache, column_limit=column_limit, cuda_graphs=cuda_graphs)
 
     def _shared(self, earlier: "VerifiedPrefix", row: int) -> int:
-        """Returns how many columns of an earlier prefix's cache hold what this one begins with; never all of it."""
+        """Returns how many first columns of this row an earlier prefix's cache holds, the last column excluded."""
         most = min(earlier.fed[row], self.columns[row] - 1)
         differ = (earlier.inputs[row, :most] != self.inputs[row, :most]).nonzero()
         return int(differ[0]) if len(differ) else most
@@ -82,11 +83,11 @@ class VerifiedPrefix:
         return list(range(len(self.lengths))) if self.decoder.cache.rows is None else self.decoder.cache.rows
 
     def ends(self, count: int = 0) -> torch.LongTensor:
-        """Returns the position behind each row's prefix and `count` more tokens: `(batch_size, 1)`, on the CPU."""
+        """Returns the position after each row's prefix and `count` more tokens: `(batch_size, 1)`, on the CPU."""
         return torch.tensor(self.lengths)[:, None] + count
 
     def forks(self, accepted: torch.LongTensor) -> torch.LongTensor:
-        """Returns the column behind each row's prefix and `accepted` `(batch_size, N)` drafted tokens, on the CPU."""
+        """Returns the column after each row's prefix and `accepted` `(batch_size, N)` drafted tokens, on the CPU."""
         return torch.tensor(self.columns)[:, None] + accepted
 
     def write(self, tokens: torch.LongTensor, behind: list[int] | int = 0) -> None:
@@ -96,25 +97,25 @@ class VerifiedPrefix:
         self.write_inputs(self.vocabulary.to_draft(tokens), behind)
 
     def write_inputs(self, tokens: torch.LongTensor, behind: list[int]) -> None:
-        """Writes tokens of the draft alone."""
+        """Writes the draft's tokens `(batch_size, M)` into `inputs` alone, `behind` columns after each row's prefix."""
         self.inputs = _written(self.inputs, tokens, [n + k for n, k in zip(self.columns, behind)])
 
     def grow(self, accepted: list[int], bonus: list[int]) -> None:
-        """Takes in the accepted tokens of each row, which stand in their places already, and its bonus token."""
+        """Adds the accepted tokens of each row, which already stand after its prefix, and its bonus token to it."""
         moved = [max(0, k) for k in accepted]
         self.write(from_host([[token] for token in bonus], self.device), moved)
         self.fed = [min(fed, n + k) for fed, n, k in zip(self.fed, self.columns, moved)]
         self._take_in([0 if k == FINISHED else k + 1 for k in accepted])
 
     def append(self, texts: list[list[int]]) -> None:
-        """Takes in tokens of each row, any number of them, that follow its prefix and were not drafted here."""
+        """Adds any number of tokens, which were not drafted here, to the prefix of each row."""
         width = max(map(len, texts))
         tokens = torch.tensor([text + [0] * (width - len(text)) for text in texts], dtype=torch.long)
         self.write(from_host(tokens, self.device))
         self._take_in([len(text) for text in texts])
 
     def _take_in(self, counts: list[int]) -> None:
-        """Makes so many tokens of each row, which stand in their places, part of its prefix."""
+        """Makes the next `counts` tokens of each row, which already stand after its prefix, part of the prefix."""
         if self.vocabulary.translation is not None:
             self._encode(counts)
         else:
@@ -122,11 +123,11 @@ class VerifiedPrefix:
         self.lengths = [n + count for n, count in zip(self.lengths, counts)]
 
     def _encode(self, counts: list[int]) -> None:
-        """Gives the draft the tokens of its own that make up the new tokens."""
+        """Writes the draft's tokens that make up the next `counts` tokens of each row."""
         is_common = self.vocabulary.translation.is_common
         for row in [row for row, count in enumerate(counts) if count]:
             new = self.ids[row, self.lengths[row] :][: counts[row]]
-            others = (~is_common[new[:-1].cpu()]).nonzero()  # of a fallback, and fed as something else
+            others = (~is_common[new[:-1].cpu()]).nonzero()  # proposed by a fallback, and fed as other tokens
             if len(others):
                 self.fed[row] = min(self.fed[row], self.columns[row] + int(others[0]))
             pieces, start = self.vocabulary.encode(new), self.columns[row]
@@ -135,14 +136,14 @@ class VerifiedPrefix:
             self.columns[row] += len(pieces)
 
     def lacks(self, count: int) -> int:
-        """Returns how many tokens [`~VerifiedPrefix.feed`] would feed to each row."""
+        """Returns how many tokens [`~VerifiedPrefix.feed`] must feed to the row that lacks the most."""
         return max(self.columns[row] + count - self.fed[row] for row in self.rows)
 
     def feed(self, count: int, wanted: int) -> torch.Tensor:
         """
-        Feeds each row up to `count` tokens behind its prefix. Rows that lack fewer columns than others feed some once
-        more, which changes nothing; rows too short for that write columns beyond their end, which are written again
-        before they are seen.
+        Feeds each row up to `count` tokens after its prefix. All rows feed the same number of tokens. A row that lacks
+        fewer columns feeds some cached tokens again, which changes nothing. A row that is too short for that writes
+        columns beyond its end; they are overwritten before any query sees them.
 
         Args:
             count (`int`): How many tokens of the speculation to feed.
@@ -166,13 +167,14 @@ class VerifiedPrefix:
 
     def feed_with_branches(self, count: int, forks: torch.LongTensor, branches: torch.LongTensor) -> torch.Tensor:
         """
-        Feeds each row up to `count` tokens behind its prefix as [`~VerifiedPrefix.feed`] does, and in the same pass
-        whole branches, which leave nothing behind.
+        Feeds each row up to `count` tokens after its prefix as [`~VerifiedPrefix.feed`] does, and in the same pass
+        whole branches, which later passes do not see.
 
         Args:
             count (`int`): How many tokens of the speculation to feed.
-            forks (`torch.LongTensor` of shape `(batch_size, N)`): Columns that each branch sees besides its own.
-            branches (`torch.LongTensor` of shape `(batch_size, N, T)`): Their tokens, of the draft.
+            forks (`torch.LongTensor` of shape `(batch_size, N)`): How many of its row's columns each branch sees
+                besides its own.
+            branches (`torch.LongTensor` of shape `(batch_size, N, T)`): The draft's tokens of the branches.
 
         Returns:
             `torch.FloatTensor` of shape `(batch_size, N, T, vocab_size)`: Raw logits of the branches.
@@ -184,11 +186,11 @@ class VerifiedPrefix:
         return self.vocabulary.to_target(logits)
 
     def forget_speculation(self) -> None:
-        """What was fed behind the prefix is written again before it is seen."""
+        """Marks the speculation's cache columns as stale, so that they are fed again."""
         self.fed = [min(fed, n) for fed, n in zip(self.fed, self.columns)]
 
     def _next(self, count: int, at_least: int) -> tuple[torch.LongTensor, list[int], int]:
-        """Returns the tokens to feed to each row, the column of the first one, and how many they are."""
+        """Returns the tokens to feed to each row, the column of its first token, and how many tokens each row feeds."""
         width = max(at_least, self.lacks(count), self.decoder.fewest_tokens)
         starts = [max(0, n + count - width) for n in self.columns]
         columns = from_host(starts, self.device)[:, None] + torch.arange(width, device=self.device)
@@ -200,7 +202,7 @@ class VerifiedPrefix:
 
 
 def _rows(texts: list[torch.LongTensor]) -> tuple[torch.LongTensor, list[int]]:
-    """Returns texts as rows with room behind them, and their lengths."""
+    """Returns texts as rows of a tensor with room for more tokens, and their lengths."""
     lengths = [len(text) for text in texts]
     rows = torch.zeros(len(texts), max(lengths) + 256, dtype=torch.long, device=texts[0].device)
     for row, text in enumerate(texts):
@@ -209,14 +211,14 @@ def _rows(texts: list[torch.LongTensor]) -> tuple[torch.LongTensor, list[int]]:
 
 
 def _reserved(rows: torch.LongTensor, width: int) -> torch.LongTensor:
-    """Returns rows that have room for so many tokens."""
+    """Returns rows that have room for at least `width` tokens."""
     if width <= rows.shape[1]:
         return rows
     return torch.cat([rows, rows.new_zeros(len(rows), max(256, width))], dim=1)
 
 
 def _written(rows: torch.LongTensor, tokens: torch.LongTensor, starts: list[int]) -> torch.LongTensor:
-    """Writes tokens `(batch_size, M)` from these columns on, and returns the rows."""
+    """Writes tokens `(batch_size, M)` into the rows, from column `starts` of each row on, and returns the rows."""
     rows = _reserved(rows, max(starts) + tokens.shape[1])
     columns = from_host(starts, rows.device)[:, None] + torch.arange(tokens.shape[1], device=rows.device)
     return rows.scatter_(1, columns, tokens)

@@ -1,4 +1,4 @@
-"""The map between the target's tokens and the draft's. All but the draft model itself works with the target's."""
+"""The map between the tokens of target and draft. All code outside the draft model works with the target's tokens."""
 
 import torch
 from torch.nn.functional import pad
@@ -7,11 +7,11 @@ from torch.nn.functional import pad
 class Vocabulary:
     """
     Args:
-        size (`int`): Tokens of the target.
-        draft_size (`int`): Tokens of the draft.
-        translation ([`Translation`], *optional*): Between different tokenizers. Without one, ids are the same, and the
-            longer vocabulary has ids that the other lacks.
-        device (`torch.device`, *optional*): Of the draft.
+        size (`int`): Number of the target's tokens.
+        draft_size (`int`): Number of the draft's tokens.
+        translation ([`Translation`], *optional*): Translates between different tokenizers. Without a translation both
+            use the same ids, and the larger vocabulary has ids that the other vocabulary lacks.
+        device (`torch.device`, *optional*): Device of the draft.
 
     Attributes:
         common (`int`): How many of the target's tokens the draft has, and may propose.
@@ -27,15 +27,16 @@ class Vocabulary:
             self.sources = torch.where(translation.is_common, first, draft_size).to(device)
 
     def to_draft(self, tokens: torch.LongTensor) -> torch.LongTensor:
-        """Returns one token of the draft for each of the target's; any, if the draft lacks it."""
+        """Returns a draft token for each target token. A token that the draft lacks is replaced by another token."""
         if self.translation is not None:
             return self.first_pieces[tokens]
         return tokens if self.size <= self.draft_size else torch.where(tokens < self.draft_size, tokens, 0)
 
     def to_target(self, logits: torch.Tensor) -> torch.Tensor:
         """
-        Returns the draft's logits `(..., draft_size)` of the target's tokens, `(..., size)`: -inf of tokens that the
-        draft lacks. What only the draft has is left out before anything is drawn, so distributions are exact.
+        Turns the draft's logits `(..., draft_size)` into logits of the target's tokens `(..., size)`, which are -inf
+        for tokens that the draft lacks. Tokens that only the draft has are dropped before any token is drawn, so
+        distributions are exact.
         """
         if self.translation is not None:
             return pad(logits, (0, 1), value=-torch.inf)[..., self.sources]
@@ -44,7 +45,10 @@ class Vocabulary:
         return pad(logits, (0, self.size - self.draft_size), value=-torch.inf)
 
     def encode(self, tokens: torch.LongTensor) -> torch.LongTensor:
-        """Returns the draft's tokens for a text of the target's, token by token: what grows is not read again."""
+        """
+        Returns the draft's tokens for a text in the target's tokens. Each token is translated separately, so a text
+        that grows keeps the tokens of its beginning.
+        """
         if self.translation is None:
             return self.to_draft(tokens)
         pieces = [piece for token in tokens.tolist() for piece in self.translation.pieces[token]]
@@ -53,18 +57,19 @@ class Vocabulary:
 
 class Translation:
     """
-    What each token of one tokenizer is in another.
+    Translates each token of the target's tokenizer into tokens of the draft's tokenizer.
 
     Args:
-        pieces (`list[list[int]]`): For each of the target's tokens those of the draft that make up the same text.
-        is_common (`torch.BoolTensor` of shape `(size,)`): Whether the draft has it as one token with the same string.
+        pieces (`list[list[int]]`): For each of the target's tokens, the draft's tokens that make up the same text.
+        is_common (`torch.BoolTensor` of shape `(size,)`): Whether the draft has each of the target's tokens as a single
+            token with the same string.
     """
 
     def __init__(self, pieces: list[list[int]], is_common: torch.BoolTensor):
         self.pieces, self.is_common = pieces, is_common
 
     def to_tensor(self) -> torch.LongTensor:
-        """Returns it as integers: the number of tokens, whether each is common, how many pieces it has, the pieces."""
+        """Returns integers: the number of tokens, `is_common` of all, how many pieces each has, and all pieces."""
         lengths = torch.tensor([len(pieces) for pieces in self.pieces])
         values = torch.tensor([piece for pieces in self.pieces for piece in pieces], dtype=torch.long)
         return torch.cat([torch.tensor([len(lengths)]), self.is_common.long(), lengths, values])
@@ -73,7 +78,7 @@ class Translation:
     def from_tensor(cls, tensor: torch.LongTensor, draft_size: int) -> "Translation":
         """
         Raises:
-            `ValueError`: the integers are not what [`~Translation.to_tensor`] gives for a draft of this size.
+            `ValueError`: [`~Translation.to_tensor`] cannot have returned these integers for a draft of this size.
         """
         size = int(tensor[0]) if len(tensor) else 0
         common, lengths, values = tensor[1 : 1 + size], tensor[1 + size : 1 + 2 * size], tensor[1 + 2 * size :]

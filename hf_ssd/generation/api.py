@@ -14,7 +14,7 @@ from .checks import check_arguments, check_assisted_options
 from .loop import speculative_speculative_decoding
 from .tokenizers import translation_for
 
-BOUND = "bound"  # the settings that a model was enabled with
+BOUND = "bound"  # default of `ssd_config`: the settings that the model was enabled with
 _bound = weakref.WeakKeyDictionary()  # drafts, settings and tokenizers of enabled models
 _tokenizer = contextvars.ContextVar("tokenizer", default=None)  # of the call that `heal_tokens` works for
 _is_healing = contextvars.ContextVar("is_healing", default=False)
@@ -38,23 +38,24 @@ class SSDGenerationMixin:
         **kwargs,
     ):
         """
-        `GenerationMixin.generate`, and with `ssd_config` speculative speculative decoding.
+        As `GenerationMixin.generate`, but with `ssd_config` by speculative speculative decoding.
 
         Args:
             assistant_model (`PreTrainedModel`, [`DraftAssistant`], `str` or `os.PathLike`, *optional*): The draft. A
-                model is handed to a worker process the first time, and the worker is reused. While it starts, the draft
-                works in turn here. A folder or hub id is loaded by the worker alone; while it starts, nothing drafts.
-            ssd_config ([`SSDConfig`] or `dict`, *optional*): Settings; by default, with the draft, those given to
-                [`enable`]. With none there, and with `ssd_config=None`, this is transformers' own method.
+                model is handed to a worker process in the first call, and later calls reuse the worker. Until the
+                worker is ready, the draft runs in this process, in turn with the target. A folder or hub id is loaded
+                only by the worker; until the worker is ready, decoding is plain.
+            ssd_config ([`SSDConfig`] or `dict`, *optional*): The settings. By default the settings and the draft that
+                were given to [`enable`]. Without those, and with `ssd_config=None`, this is transformers' own method.
             inputs, generation_config, logits_processor, stopping_criteria, streamer, kwargs: As in transformers. With
                 `tokenizer` and `assistant_tokenizer`, which may differ, the draft proposes the tokens that both have.
 
         Returns:
-            What transformers would return; with `return_dict_in_generate=True` and `ssd_config` a
-            [`SSDDecoderOnlyOutput`], which carries `ssd_stats`.
+            The return value of transformers' `generate()`. With `return_dict_in_generate=True` and `ssd_config` it is
+            an [`SSDDecoderOnlyOutput`], which carries `ssd_stats`.
 
         Raises:
-            `ValueError`, `TypeError`: the arguments cannot work, said before any work starts.
+            `ValueError`, `TypeError`: the arguments cannot work; raised before any work starts.
             [`DraftError`]: the draft did not start, or failed, and `on_draft_failure="raise"`.
         """
         kwargs |= {"inputs": inputs, "generation_config": generation_config, "logits_processor": logits_processor}
@@ -67,7 +68,7 @@ class SSDGenerationMixin:
         if ssd_config is not None and assistant_model is None:
             assistant_model = draft
             kwargs |= {name: one for name, one in tokenizers.items() if kwargs.get(name) is None}
-        if kwargs.get("custom_generate") is generate:  # the function below, which does what is done here
+        if kwargs.get("custom_generate") is generate:  # the function below, which does the same as this method
             kwargs["custom_generate"], ssd_config = None, ssd_config or SSDConfig()
         if ssd_config is not None and kwargs.get("custom_generate") is None:
             kwargs.pop("custom_generate", None)
@@ -79,17 +80,20 @@ class SSDGenerationMixin:
         return super().generate(assistant_model=assistant_model, **kwargs)
 
     def heal_tokens(self, input_ids, tokenizer=None):
-        """`GenerationMixin.heal_tokens`, to which transformers passes no tokenizer on with a custom decoding method."""
+        """
+        As `GenerationMixin.heal_tokens`, with the call's tokenizer, which transformers does not pass on if there is a
+        custom decoding method.
+        """
         if tokenizer is None and not _is_healing.get():
             tokenizer = _tokenizer.get()
-        before = _is_healing.set(True)  # in which the model is asked for one token of each row, without its draft
+        before = _is_healing.set(True)  # healing generates a token of each row without the draft
         try:
             return super().heal_tokens(input_ids, tokenizer)
         finally:
             _is_healing.reset(before)
 
     def __reduce_ex__(self, protocol):
-        """Names the class from before [`enable`], which another process can import, for `pickle` and `copy`."""
+        """Lets `pickle` and `copy` name the class from before [`enable`], which another process can import."""
         kind = vars(type(self)).get("_ssd_kind")
         if kind is None:  # a class that was written with this mixin
             return super().__reduce_ex__(protocol)
@@ -101,8 +105,9 @@ def generate(
     model: PreTrainedModel, inputs=None, *, assistant_model=None, ssd_config: SSDConfig | dict | None = None, **kwargs
 ):
     """
-    Speculative speculative decoding with a model that was not passed to [`enable`]; what `custom_generate` calls. The
-    arguments are those of [`SSDGenerationMixin.generate`]; `ssd_config` defaults to `SSDConfig()`.
+    Speculative speculative decoding with a model that was not passed to [`enable`]. The `generate()` of an enabled
+    model also takes this function as `custom_generate`. The arguments are those of [`SSDGenerationMixin.generate`];
+    `ssd_config` defaults to `SSDConfig()`.
     """
     if assistant_model is None:
         raise ValueError(
@@ -127,10 +132,10 @@ def enable(
     assistant_tokenizer=None,
 ) -> PreTrainedModel:
     """
-    Lets one model instance take `ssd_config` in `generate()`, and returns it. Nothing else about it changes: its class
-    keeps its name, and it saves and loads as before.
+    Adds the `ssd_config` argument to the `generate()` of a model instance, and returns the model. Nothing else about
+    the model changes: its class keeps its name, and it saves and loads as before.
 
-    With a draft, every call of `generate()` speculates, also those that a pipeline, a server or an evaluation makes.
+    With a draft, every call of `generate()` speculates, also the calls of a pipeline, a server or an evaluation.
     Arguments of a call win: another `assistant_model` or `ssd_config`, or `ssd_config=None` for a call without a draft.
 
     Args:
@@ -138,12 +143,13 @@ def enable(
         assistant_model (`PreTrainedModel`, [`DraftAssistant`], `str` or `os.PathLike`, *optional*): The draft of all
             calls. Without it, a draft that was given before is forgotten.
         ssd_config ([`SSDConfig`] or `dict`, *optional*): Settings of all calls, by default `SSDConfig()`.
-        tokenizer, assistant_tokenizer (`PreTrainedTokenizerBase`, *optional*): Those of the model and of the draft, for
-            all calls with this draft, if they differ. See [`SSDGenerationMixin.generate`].
+        tokenizer, assistant_tokenizer (`PreTrainedTokenizerBase`, *optional*): The tokenizers of the model and of the
+            draft, for all calls with this draft, if they differ. See [`SSDGenerationMixin.generate`].
 
     Raises:
-        `TypeError`: it is not a transformers model that generates.
-        `ValueError`: its adapter is no part of the model, as in prompt tuning, or the two models cannot work together.
+        `TypeError`: `model` is not a transformers model that generates.
+        `ValueError`: the model's adapter is not part of the model, as in prompt tuning, or the two models cannot work
+            together.
     """
     inner = without_wrapper(model)
     if not isinstance(inner, PreTrainedModel) or not isinstance(inner, GenerationMixin):

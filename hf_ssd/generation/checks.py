@@ -1,4 +1,4 @@
-"""Checks that raise one sentence about what cannot work, before any work starts."""
+"""Checks of the arguments and models of a call, made before any work starts."""
 
 import inspect
 import os
@@ -27,15 +27,15 @@ KNOWN_INPUTS = {"attention_mask", "position_ids", "cache_position", "inputs_embe
 KNOWN_INPUTS |= {"token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"}
 KNOWN_INPUTS |= set(getattr(generation_utils, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", ()))
 
-# Options that make transformers draft by itself, and what to do instead.
+# Options that make transformers draft by itself, and the alternative that the message names.
 LOOKUPS = {
     "prompt_lookup_num_tokens": '; SSDConfig(fallback="ngram") looks the prompt up where the draft missed',
     "assistant_early_exit": ": the draft is `assistant_model`",
 }
 ASSISTED_OPTIONS = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
 
-# transformers' processors whose result depends on earlier calls. `WatermarkLogitsProcessor` is none of them: it seeds
-# its generator in each call.
+# transformers' processors whose result depends on earlier calls. `WatermarkLogitsProcessor` is not in the list, because
+# it seeds its generator in each call.
 PROCESSORS_WITH_MEMORY = (
     SynthIDTextWatermarkLogitsProcessor,
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
@@ -87,7 +87,7 @@ def check_arguments(model, assistant_model, ssd_config, synced_gpus) -> None:
 
 
 def check_assisted_options(model, generation_config: GenerationConfig | None, kwargs: dict) -> None:
-    """Raises `ValueError` if a call asks for what only transformers' own assisted generation has."""
+    """Raises `ValueError` if a call sets an option of transformers' own assisted generation."""
     for name in ASSISTED_OPTIONS:
         of_config, of_model = (getattr(config, name, None) for config in (generation_config, model.generation_config))
         if kwargs.get(name) is not None or of_config not in (None, of_model):
@@ -159,22 +159,23 @@ def check_generation(
 
 
 def _where_from(model) -> str:
-    """Returns where `use_cache=False` comes from, if that is the model's own config."""
+    """Returns the part of the message for a `use_cache=False` in the model's own config, otherwise an empty string."""
     if model.generation_config.use_cache is not False:
         return ""
     return ", which is in the model's own config; pass `use_cache=True` to generate(), or set it in the config"
 
 
 def _is_synced(model) -> bool:
-    """Returns what transformers sets `synced_gpus` to where it is not given."""
+    """Returns the value that transformers gives `synced_gpus` if the call does not set it."""
     is_shared = generation_utils.is_deepspeed_zero3_enabled() or generation_utils.is_fsdp_managed_module(model)
     return is_shared and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _check_rope(model, input_ids, max_length: int | None, model_kwargs: dict) -> None:
     """
-    Refuses lengths at which the frequencies of a rotary embedding would change in the middle: plain generation then
-    computes keys anew, or each with the frequencies of its time, and rows would meet the change at different times.
+    Raises `ValueError` for lengths at which the frequencies of a rotary embedding would change during generation. Plain
+    generation then computes all keys anew, or keeps earlier keys with their old frequencies, and rows would reach the
+    change at different times.
     """
     changes, position_ids = rope_that_changes(model), model_kwargs.get("position_ids")
     if changes is None:

@@ -1,4 +1,4 @@
-"""From the target's logits to the outcome of a round: accepted count and bonus token of each row."""
+"""Turns the target's logits into the outcome of a round: accepted count and bonus token of each row."""
 
 from collections.abc import Callable
 
@@ -12,30 +12,31 @@ from .sequences import Sequences
 from .verification import uniform_numbers, verify_greedy, verify_sampled
 
 SLICE_BYTES = 2**28
-"""How much of the scores in float32 is processed and verified at a time, in whole rows: it bounds the memory taken."""
+"""Bytes of float32 scores that are processed and verified at a time, in whole rows. Bounds the memory use."""
 
 
 class Decider:
     """
-    Decides on all positions of a round at once, or on one position after the other if a processor may depend on what it
-    is shown.
+    Decides on all positions of a round at once, or in order of their places if a processor may depend on the tokens
+    that it is shown.
 
     Args:
         processors (`LogitsProcessorList`): As transformers prepared them.
         sequences ([`Sequences`]): The rows.
-        do_sample (`bool`): Whether tokens are drawn, or the most likely ones taken.
-        ranks ([`TargetRanks`]): The leader decides.
+        do_sample (`bool`): Whether tokens are drawn; otherwise the most likely tokens are taken.
+        ranks ([`TargetRanks`]): The ranks of the target, of which the leader decides.
         wants_scores (`bool`): Whether to return the processed scores too.
-        verify_alone (`Callable`): Returns logits `(batch_size, 1, vocab_size)` behind the last tokens, for given rows
-            as if nothing had been proposed.
+        verify_alone (`Callable`): Takes a list of rows. Returns the logits `(batch_size, 1, vocab_size)` that follow
+            the last token of each row, computed for the given rows as if no tokens had been proposed.
 
     Attributes:
-        by_step (`bool`): Whether there is a constraint or an unknown processor. These are asked for a position when all
-            tokens before it are sure, so that they see what plain generation shows them.
-        in_step (`bool`): Whether in addition all rows keep one length, so that the first rejection ends the round for
-            all. An unknown processor may compare rows or keep a state from one call to the next; and a constraint must
-            not be asked for what lies behind an end that depends on other rows.
-        unlikely_tokens (`int`): How many accepted tokens no honest draft would have proposed. See [`SSDStats`].
+        by_step (`bool`): Whether there is a constraint or an unknown processor. They are called for a position only
+            when all tokens before it are decided, so that they see the same tokens as in plain generation.
+        in_step (`bool`): Whether in addition all rows keep the same length, so that the first rejection ends the round
+            for all rows. An unknown processor may compare rows or keep a state between calls. A constraint must not see
+            tokens after the end of a row, and that end may depend on other rows.
+        unlikely_tokens (`int`): Accepted tokens that a correct draft would practically never have proposed. See
+            [`SSDStats`].
     """
 
     def __init__(
@@ -59,13 +60,14 @@ class Decider:
         Decides on all positions.
 
         Args:
-            logits (`torch.Tensor` of shape `(batch_size, lookahead + 1, vocab_size)`): The target's. A row whose logits
-                are not numbers is verified again without the drafted tokens, and its logits are replaced.
+            logits (`torch.Tensor` of shape `(batch_size, lookahead + 1, vocab_size)`): The target's logits. A row with
+                NaN logits is verified again without the drafted tokens, and its first logits are replaced.
             q, drafted: As in [`~hf_ssd.generation.verification.acceptance_probabilities`].
 
         Returns:
-            [`~hf_ssd.rounds.Outcome`], which only the leader has; the bonus tokens on the device `(batch_size,)`, if
-            they are there; and of each row the processed scores `(positions, vocab_size)`, if they are wanted.
+            [`~hf_ssd.rounds.Outcome`], valid only on the leader; the bonus tokens on the device `(batch_size,)`, or
+            `None` if a row was verified again or there are several ranks; and the processed scores `(positions,
+            vocab_size)` of each row, if they are wanted.
         """
         unfinished = self.sequences.unfinished
         decided, there, scores = self._decide_rows(list(range(len(drafted))), logits, q, drafted)
@@ -86,7 +88,7 @@ class Decider:
 
     def _decide_rows(self, rows: list[int], logits, q, drafted):
         """
-        Returns accepted counts, bonus tokens, unlikely tokens and whether logits are no numbers, as lists; the bonus
+        Returns lists of accepted counts, bonus tokens, numbers of unlikely tokens and whether logits are NaN; the bonus
         tokens on the device; and processed scores.
         """
         _, positions, vocab_size = logits.shape
@@ -100,18 +102,18 @@ class Decider:
                 scores_of_rows.extend(scores)
             if self.ranks.is_leader:
                 outcomes.append(self._verify(scores, q if q is None else q[part], drafted[part], uniform, part))
-        # Where a hidden state is not a number no logit is, so one logit of each position tells.
+        # If a hidden state is NaN, all logits of its position are NaN, so the first logit of each position is enough.
         unsound = logits[..., 0].isnan().any(dim=1).long().to(drafted.device)
         decided = torch.cat([torch.cat(outcomes, dim=1), unsound[None]])
-        return decided.cpu().tolist(), decided[1], scores_of_rows  # one copy, so one wait
+        return decided.cpu().tolist(), decided[1], scores_of_rows  # a single copy, so a single wait
 
     def decide_by_step(
         self, logits: torch.Tensor, q: torch.Tensor | None, drafted: torch.LongTensor, keep: Callable
     ) -> Outcome:
         """
-        Decides on one position after the other, as far as rows accept what was drafted for them, and returns the
-        outcome. `keep` is called at each position with its rows, accepted counts and tokens of all rows, and the scores
-        and logits `(1, vocab_size)` of its rows.
+        Decides on the positions in order, as long as rows accept their drafted tokens, and returns the outcome. `keep`
+        is called at each position with the rows that are decided there, the accepted counts and tokens of all rows, and
+        the scores and logits `(1, vocab_size)` of each decided row.
         """
         sequences, before, proposed = self.sequences, self.sequences.lengths, self.sequences.proposed
         last = [0] * len(before)
@@ -133,12 +135,12 @@ class Decider:
                 tokens = torch.cat([bonus[:, None], drafted_here], dim=1).gather(1, accepted[:, None])[:, 0].tolist()
             tokens = self.ranks.share_values(tokens)
 
-            # 2. Add it to the row, which may end there.
+            # 2. Add the token to the row, which may end there.
             for row, token in zip(going, tokens):
                 last[row] = token
             keep(going, [0 if row in going else FINISHED for row in range(len(before))], last, scores, here)
 
-            # 3. Go on with the rows whose token is the drafted one.
+            # 3. Go on with the rows whose token is the drafted token.
             if place == drafted.shape[1]:
                 break
             unfinished = sequences.unfinished
@@ -155,7 +157,7 @@ class Decider:
         return process_positions(self.processors, scores, input_ids, self.sequences.lengths, rows)
 
     def _verify(self, scores, q, drafted, uniform, part=slice(None)) -> torch.LongTensor:
-        """Returns accepted counts, bonus tokens, and how many accepted tokens are unlikely, `(3, rows)`."""
+        """Returns accepted counts, bonus tokens, and numbers of unlikely accepted tokens, `(3, rows)`."""
         if self.do_sample:
             return torch.stack(verify_sampled(scores, q, drafted, uniform[part]))
         accepted, bonus = verify_greedy(scores, drafted)

@@ -1,4 +1,4 @@
-"""The draft as the decoding loop uses it: it may come late, rest, or fail, and the loop goes on."""
+"""The draft as the decoding loop uses it: the loop goes on if the draft joins late, pauses or fails."""
 
 import dataclasses
 import functools
@@ -22,25 +22,26 @@ logger = logging.get_logger(__name__)
 
 class FaultTolerantDraft:
     """
-    The draft for one call, whose failure costs speed and not tokens: after it, every speculation is empty. So are they
-    while the plan is plain decoding; the draft is told of such rounds when it is asked again. A draft that was given as
-    a model drafts in this process where the plan is to draft in turn, and while its worker is starting; otherwise
-    speculations are empty until the worker is ready. Where several ranks hold the target, only the leader has a draft;
-    the others are told its decisions and answers.
+    The draft of a call. A failure of the draft costs speed but no tokens: after it, all speculations are empty. In
+    plain mode they are empty too; the outcomes of plain rounds are sent in one message when drafting resumes. A draft
+    that was given as a model runs in this process if the plan is to draft in turn, and while its worker is starting.
+    Any other draft gives empty speculations until its worker is ready. If several ranks hold the target, only the
+    leader has a draft, and shares its decisions and speculations with the other ranks.
 
     Args:
         assistant ([`DraftAssistant`], *optional*): The worker.
         model (`PreTrainedModel`, *optional*): The draft as a model to run in this process.
         request ([`SessionRequest`]): The call.
-        planner ([`Planner`]): Says what to ask for.
+        planner ([`Planner`]): Gives the plan of each round.
         device (`torch.device`): Where the target's tokens are.
         ranks ([`~hf_ssd.distributed.target_ranks.TargetRanks`]): The ranks of the target.
 
     Attributes:
         decides (`bool`): Whether this process decides on outcomes.
-        rounds (`int`): How many speculations there were.
-        joined_at (`int`, *optional*): How many of them before a draft was there, if it was asked for; `None` if it is
-            not there.
+        rounds (`int`): Number of speculations so far.
+        joined_at (`int`, *optional*): `None` until a session is open. Then 0 if the first attempt to open it succeeded,
+            otherwise the number of speculations until then. [`~FaultTolerantDraft.finish`] sets 0 if there was no
+            attempt.
         failure (`str`, *optional*): Why the draft was given up, if it was.
     """
 
@@ -49,11 +50,11 @@ class FaultTolerantDraft:
         self.device, self.ranks, self.decides = device, ranks, ranks.is_leader
         self.process, self.turn = os.getpid(), Turn()
         self.session: DraftSession | None = None
-        self.untold: Outcome | None = None  # since the session was asked last
-        self.unasked: list[list[int]] | None = None  # what is verified, if the session did not propose it
+        self.untold: Outcome | None = None  # of the rounds since the session was last asked
+        self.unasked: list[list[int]] | None = None  # tokens that are verified, if the session did not propose them
         self.is_local = self.is_asked = self.was_late = False
         self.filler: int | None = None
-        self.positions = None if model is None else last_position_limit(model)  # which looks at all layers
+        self.positions = None if model is None else last_position_limit(model)  # looks at all layers
         self.lengths = [len(prompt) for prompt in request.prompts]  # of the rows, as tokens of the target
         self.rounds = 0
         self.is_over: DraftError | None = None  # to be raised where all ranks are told
@@ -85,7 +86,7 @@ class FaultTolerantDraft:
     def _join(self, sequences: Sequences | None) -> None:
         """
         Opens the session that the plan asks for, if it is not open and its draft is ready. The draft reads the rows
-        while the target verifies one token of each, and answers to what comes out of that.
+        while the target verifies the last token of each row, and answers the outcome of that round.
         """
         is_right = self.session is not None and self.is_local != self._wants_worker
         is_plain = self.planner.plan.mode == PLAIN
@@ -109,7 +110,7 @@ class FaultTolerantDraft:
         self.was_late = self.was_late or self.session is None
 
     def _request_now(self, sequences: Sequences | None, profile: bool = False) -> SessionRequest:
-        """For a draft that joins late, what was generated before is part of the prompts."""
+        """Returns the request. For a draft that joins late, the tokens generated so far are part of the prompts."""
         prompts = self.request.prompts
         if sequences is not None:
             generated = zip(sequences.ids, sequences.lengths)
@@ -121,16 +122,16 @@ class FaultTolerantDraft:
 
     def send_outcome(self, outcome: Outcome | None) -> Outcome:
         """
-        Tells the draft, unless the plan is plain decoding, and the other ranks, what was decided.
+        Sends the outcome to the draft, unless the plan is plain decoding, and to the other ranks.
 
         Args:
-            outcome ([`~hf_ssd.rounds.Outcome`], *optional*): Where it was decided.
+            outcome ([`~hf_ssd.rounds.Outcome`], *optional*): The outcome. Not used on ranks that do not decide.
 
         Returns:
-            [`~hf_ssd.rounds.Outcome`]: On every rank.
+            [`~hf_ssd.rounds.Outcome`]: The same outcome on every rank.
         """
         if self.is_over is not None:
-            error, self.is_over = self.is_over, None  # nothing holds it then
+            error, self.is_over = self.is_over, None  # so that no reference to the error is left here
             raise error
         if self.decides:
             plan, self.is_asked, self.filler = self.planner.plan, False, None
@@ -138,7 +139,7 @@ class FaultTolerantDraft:
             if self.session is not None:
                 self.untold = outcome if self.untold is None else self.untold.followed_by(outcome, self.unasked)
                 self.filler = None if self.is_local else self.planner.next_filler()
-                # A worker that is to give way to this process is not asked any more.
+                # A worker that is about to be replaced by a session in this process is not asked any more.
                 is_right = self.is_local or self._wants_worker
                 self.is_asked = self.filler is None and plan.mode != PLAIN and is_right and not self._is_at_its_end()
             if self.is_asked:
@@ -154,7 +155,7 @@ class FaultTolerantDraft:
         return Outcome(numbers[:rows], numbers[rows:])
 
     def _is_at_its_end(self) -> bool:
-        """Whether the longest row has all positions that the draft has."""
+        """Whether the longest row has reached the number of positions that the draft has."""
         positions = getattr(self.assistant, "positions", None) if self.model is None else self.positions
         if positions is None or max(self.lengths) < positions:
             return False
@@ -163,10 +164,10 @@ class FaultTolerantDraft:
 
     def receive_speculation(self, sequences: Sequences) -> Speculation:
         """
-        Returns what to verify next.
+        Returns the speculation to verify next.
 
         Args:
-            sequences ([`Sequences`]): The rows, with what the last outcome gave.
+            sequences ([`Sequences`]): The rows, with the tokens of the last outcome.
         """
         self.rounds += 1
         speculation = None
@@ -188,14 +189,18 @@ class FaultTolerantDraft:
         return wire.read_speculation(message.payload, len(self.request.prompts))
 
     def _filler(self, last: torch.LongTensor) -> Speculation:
-        """Returns certain tokens that are hardly right: verifying them is a plain step whose pass is wider."""
+        """
+        Returns a speculation that repeats the last token of each row, as if it were certain. The tokens are hardly ever
+        right, so verifying them is a plain step with a wider pass.
+        """
         tokens = [[token] * self.filler for token in last.tolist()]
         return Speculation(tokens, None, RoundRecord(PLAIN, self.filler, sources=[FILLER] * len(tokens)))
 
     def receive_probabilities(self) -> torch.FloatTensor | None:
         """
-        Where outcomes are decided, what the tokens were drawn from, or `None` if that is lost. Several ranks end the
-        call together, with the next outcome.
+        Returns the distributions that the tokens were drawn from, or `None` if they are lost. Called only where
+        outcomes are decided. If there are several ranks, an error ends the call on all of them together, with the next
+        outcome.
         """
         try:
             return self._attempt(lambda: self.session.receive_probabilities()) if self.session is not None else None
@@ -206,18 +211,21 @@ class FaultTolerantDraft:
             return None
 
     def finish(self, device: torch.device, sampled: bool) -> None:
-        """Lets all ranks end the call with the same figures and the same random state."""
+        """Gives all ranks the leader's `failure` and `joined_at` and, if tokens were sampled, its random state."""
         if self.joined_at is None and not self.was_late:
-            self.joined_at = 0  # it was never asked
+            self.joined_at = 0  # no session was asked for
         self.failure, self.joined_at = self.ranks.share_values([self.failure, self.joined_at])
         if sampled:
             self.ranks.share_random_state(device)
 
     def close(self) -> None:
-        """May be called more than once, and must be after an interrupt. Workers that are left half told are ended."""
+        """
+        Ends the call. May be called more than once; after an interrupt it must be called again. Workers that may have
+        received only part of a message are ended.
+        """
         session, self.session = self.session, None
         if os.getpid() != self.process:
-            return  # it was forked in the middle of the call: the worker is its parent's
+            return  # forked in the middle of the call: the worker belongs to the parent process
         try:
             if session is not None:
                 session.close()

@@ -2,10 +2,10 @@
 The target's side of speculative speculative decoding: one loop, any batch size.
 
 A round verifies a few drafted tokens of each row, its *speculation*, in one forward pass. The *outcome* of a row is how
-many of them are accepted, and the bonus token that the target puts behind them. While the target verifies, the draft
-prepares speculations for likely outcomes. If the one that comes is among them, the next speculation is there at once (a
-*hit*); otherwise it is drafted just in time (a *miss*). The planner says for each round how much is drafted, and
-whether ahead, in turn with the target, or not at all.
+many of them are accepted, and the bonus token that the target adds after them. While the target verifies, the draft
+prepares speculations for likely outcomes. If the actual outcome is among them, the next speculation is available at
+once (a *hit*); otherwise it is drafted just in time (a *miss*). The planner says for each round how many tokens are
+drafted, and whether ahead, in turn with the target, or not at all.
 """
 
 import contextlib
@@ -69,18 +69,20 @@ def speculative_speculative_decoding(
         logits_processor, stopping_criteria, generation_config, streamer: As in `GenerationMixin._sample`.
         assistant_model (`PreTrainedModel`, [`DraftAssistant`], `str` or `os.PathLike`): The draft.
         ssd_config ([`SSDConfig`]): The settings.
-        translation ([`~hf_ssd.drafting.vocabulary.Translation`], *optional*): Of the target's tokens into the draft's.
-        model_kwargs: `past_key_values`, `attention_mask`, `position_ids` and what else the prefill takes.
+        translation ([`~hf_ssd.drafting.vocabulary.Translation`], *optional*): From the target's tokens
+            to the draft's.
+        model_kwargs: `past_key_values`, `attention_mask`, `position_ids` and other inputs of the prefill.
 
     Returns:
-        `torch.LongTensor` or [`SSDDecoderOnlyOutput`]: As plain `generate()` would, by `return_dict_in_generate`.
+        `torch.LongTensor` or [`SSDDecoderOnlyOutput`]: As in plain `generate()`, depending on
+        `return_dict_in_generate`.
     """
     max_length = longest_output(stopping_criteria)
     check_generation(
         model, input_ids, generation_config, logits_processor, max_length, model_kwargs, assistant_model, ssd_config
     )
     check_supported(model)
-    worker = draft_model = None  # the draft in a process of its own, and as a model to run in this one
+    worker = draft_model = None  # the draft in its own process, and as a model to run in this process
     if isinstance(assistant_model, DraftAssistant):
         worker = assistant_model
     elif isinstance(assistant_model, (str, os.PathLike)):
@@ -112,7 +114,7 @@ def speculative_speculative_decoding(
     ranks = worker.ranks if worker is not None else TargetRanks()
     with use_cores(worker.cores.target if divided else None), ranks.one_call():
         draft = FaultTolerantDraft(worker, draft_model, request, planner, input_ids.device, ranks)
-        with contextlib.closing(draft), contextlib.closing(draft):  # again, if the first time was interrupted
+        with contextlib.closing(draft), contextlib.closing(draft):  # again, in case of an interrupt
             draft.open(patience(ssd_config, generation_config, stopping_criteria))
             # 1. Prefill, while the draft does the same and prepares the likely first tokens.
             graphs = ssd_config.cuda_graphs
@@ -136,8 +138,8 @@ def speculative_speculative_decoding(
 
 def patience(ssd_config: SSDConfig, generation_config, stopping_criteria: StoppingCriteriaList) -> float:
     """
-    Returns how many seconds a call waits for a worker that is starting: none, unless it samples with a fixed lookahead.
-    A seed is to repeat its tokens, and rounds before the draft is there draw other random numbers.
+    Returns the seconds that a call waits for a worker that is starting: 0, unless the call samples with a fixed
+    lookahead. Then a seed must reproduce its tokens, but rounds before the draft is ready draw other random numbers.
     """
     if not generation_config.do_sample or ssd_config.lookahead == "auto":
         return 0.0
@@ -159,12 +161,13 @@ def decode(
     theirs: DynamicCache,
 ):
     """
-    The loop.
+    Runs the rounds until all rows are finished, and returns the output.
 
     Args:
-        decoder, logits: What [`prefill`] gives.
+        decoder, logits: The return values of [`prefill`].
         start (`float`): When the call began, by `time.perf_counter()`.
-        theirs (`DynamicCache`): The user's or transformers' own, which is to hold what was generated.
+        theirs (`DynamicCache`): The cache of the user or of transformers. The columns of the output are copied to it at
+            the end, if it is returned or belongs to the user.
         input_ids, logits_processor, stopping_criteria, generation_config, draft, planner, streamer: See
             [`speculative_speculative_decoding`].
     """
@@ -181,7 +184,7 @@ def decode(
     received = start
 
     def keep(rows, accepted, bonus, scores, logits, on_device=None):
-        """Takes in new tokens, and notices which rows have ended."""
+        """Adds the new tokens to the rows, and finds out which rows have ended."""
         new_tokens = sequences.accept(accepted, bonus, on_device)
         for record, values in ((scores_record, scores), (logits_record, logits)):
             for row, of_row in zip(rows, values) if record is not None else ():
@@ -189,7 +192,7 @@ def decode(
         sequences.stop_where_plain_generation_would(
             new_tokens, scores_record.up_to if scores_record else lambda _: None
         )
-        if not sequences.simple:  # a clock, for example, need not tell all ranks the same
+        if not sequences.simple:  # a time limit, for example, may pass earlier on some ranks
             sequences.stops = draft.ranks.share_values(sequences.stops)
 
     wants_cache = wants_dict or getattr(theirs, "_is_user_defined", False)
@@ -210,12 +213,12 @@ def decode(
 
     while True:
         # 2. Decide: accepted count and bonus token of each row, by comparison or by rejection sampling.
-        if decider.by_step:  # which takes in the tokens as well
+        if decider.by_step:  # which calls `keep` itself
             outcome = decider.decide_by_step(logits, probabilities, drafted, keep)
         else:
             outcome, bonus, scores = decider.decide(logits, probabilities, drafted)
 
-        # 3. The outcome leaves with the planner's plan before anything else is done. All ranks get the leader's.
+        # 3. Send the outcome with the planner's plan before anything else is done. All ranks get the leader's outcome.
         seconds = time.perf_counter() - received
         outcome = draft.send_outcome(outcome)
 
@@ -235,7 +238,7 @@ def decode(
             break
         decoder.leave_out(finished)
 
-        # 5. Receive the next speculation, as much of it as may still be needed.
+        # 5. Receive the next speculation, and cut it to the tokens that may still be needed.
         waiting = time.perf_counter()
         speculation = draft.receive_speculation(sequences)
         received = time.perf_counter()
@@ -251,20 +254,20 @@ def decode(
         record.prepared_at, record.answered_at = record.prepared_at - start, record.answered_at - start
         stats.records.append(record)
 
-        # 6. Verify: one forward pass over the last token and the drafted ones.
+        # 6. Verify: one forward pass over the last token and the drafted tokens of each row.
         drafted = sequences.propose(tokens)
         fed, before = torch.cat([sequences.last[:, None], drafted], dim=1).to(decoder.device), decoder.preparations
         logits = decoder.extend(fed, [length - 1 + columns_before_ids for length in sequences.lengths])
         record.compiles = decoder.preparations > before
 
-        # 7. What the tokens were drawn from is needed only now.
+        # 7. The distributions that the tokens were drawn from are needed only now.
         if not speculation.width or FILLER in record.sources:
-            probabilities = None  # nothing was proposed, or tokens that were certain
+            probabilities = None  # no tokens were proposed, or filler tokens, which count as certain
         elif do_sample and draft.decides:
             probabilities = draft.receive_probabilities()
             if probabilities is not None:
                 probabilities = from_host(probabilities[:, : drafted.shape[1]], input_ids.device)
-            else:  # they are lost: nothing can have been drawn, so nothing is accepted. All ranks keep their shapes.
+            else:  # they are lost: with zeros no token is accepted, and all ranks keep their shapes
                 nothing = torch.zeros(1, device=drafted.device)
                 probabilities = nothing.expand(*drafted.shape, draft.request.vocab_size)
 

@@ -9,7 +9,7 @@ BY_COUNTING = (MaxLengthCriteria, EosTokenCriteria)
 """Criteria that need not be called: their answer follows from a row's length and last token."""
 
 BY_ROW = (*BY_COUNTING, StopStringCriteria, MaxTimeCriteria)
-"""Criteria that look at each row by itself, and remember nothing."""
+"""Criteria that look at each row by itself, and keep no state."""
 
 
 def longest_output(stopping_criteria: StoppingCriteriaList) -> int | None:
@@ -25,7 +25,7 @@ class Sequences:
     Args:
         input_ids (`torch.LongTensor` of shape `(batch_size, prompt_length)`): The prompts, padded on the left.
         stopping_criteria (`StoppingCriteriaList`): As transformers prepared it.
-        pad_token (`int`): Fills what a finished row lacks.
+        pad_token (`int`): Fills the columns after the end of a finished row.
     """
 
     def __init__(self, input_ids: torch.LongTensor, stopping_criteria: StoppingCriteriaList, pad_token: int):
@@ -33,7 +33,7 @@ class Sequences:
         self.batch_size, self.prompt_length = input_ids.shape
         self.ids = torch.full((self.batch_size, self.prompt_length + 256), pad_token, device=input_ids.device)
         self.ids[:, : self.prompt_length] = input_ids
-        self.last = input_ids[:, -1]  # token of each row
+        self.last = input_ids[:, -1]  # the last token of each row
         self.proposed: list[list[int]] = [[]] * self.batch_size
         self.lengths = [self.prompt_length] * self.batch_size
         self.stops: list[int | None] = [None] * self.batch_size
@@ -54,8 +54,8 @@ class Sequences:
 
     def propose(self, tokens: list[list[int]]) -> torch.LongTensor:
         """
-        Writes so many tokens behind each row without making them part of it, and returns them on the device,
-        `(batch_size, count)`.
+        Writes the drafted tokens after each row, without making them part of the row, and returns them on the device,
+        `(batch_size, count)`. All rows have the same number of them.
         """
         self.proposed, count = tokens, len(tokens[0])
         if max(self.lengths) + count >= self.ids.shape[1]:  # room for the bonus token as well
@@ -73,10 +73,11 @@ class Sequences:
         tokens.
 
         Args:
-            accepted (`list[int]`): How many tokens each row accepts; negative for a row that gets none, nor a bonus.
+            accepted (`list[int]`): How many tokens each row accepts; negative for a row that gets neither
+                accepted tokens nor a bonus token.
             bonus (`list[int]`): The bonus tokens.
-            on_device (`torch.LongTensor` of shape `(batch_size,)`, *optional*): The same where the rows are, if they
-                were decided there.
+            on_device (`torch.LongTensor` of shape `(batch_size,)`, *optional*): The bonus tokens on the device of
+                the rows, if they were decided there.
         """
         bonus_there = from_host(bonus, self.ids.device) if on_device is None else on_device
         if min(accepted) < 0:
@@ -86,7 +87,7 @@ class Sequences:
         return [[*row[:k], token] if k >= 0 else [] for row, k, token in zip(self.proposed, accepted, bonus)]
 
     def _write(self, starts: list[int], tokens: torch.LongTensor) -> None:
-        """Writes tokens `(batch_size, count)` into each row, from a column of its own on."""
+        """Writes tokens `(batch_size, count)` into the rows; `starts` has the first column of each row."""
         columns = from_host(starts, tokens.device)[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
         self.ids.scatter_(1, columns, tokens)
 
@@ -109,8 +110,8 @@ class Sequences:
             for row in growing:
                 if stopped[row]:
                     self._stop(row, length)
-        # The other criteria may compare rows or remember what they saw. They see the batch as in plain generation, once
-        # for each length, as soon as all rows have it.
+        # The other criteria may compare rows or keep a state. They see the batch as in plain generation, once for each
+        # length, as soon as all rows have reached it.
         while self.by_batch and self.judged < self._sure_length:
             self.judged += 1
             stopped = self.by_batch(self.as_in_plain_generation(self.judged), scores(self.judged)).tolist()
@@ -123,18 +124,18 @@ class Sequences:
 
     @property
     def _common_length(self) -> int:
-        """How long all rows are that would still grow in plain generation."""
+        """Length that all rows have reached that would still grow in plain generation."""
         growing = [length for length, stop in zip(self.lengths, self.stops) if stop is None or not self.has_eos]
         return min(growing, default=max(self.lengths))
 
     @property
     def _sure_length(self) -> int:
-        """How long plain generation would make the output of the tokens that are there."""
+        """Length that the output of plain generation would have with the tokens that are known."""
         common, final = self._common_length, self.final_length
         return common if final is None else min(common, final)
 
     def as_in_plain_generation(self, length: int) -> torch.LongTensor:
-        """Returns the batch at this length, with rows that have stopped before padded."""
+        """Returns the batch at this length. Rows that stopped at a smaller length are padded."""
         ids = self.ids[:, :length]
         if self.has_eos and any(stop is not None and stop < length for stop in self.stops):
             ids = ids.clone()
@@ -150,8 +151,8 @@ class Sequences:
     @property
     def unfinished(self) -> list[bool]:
         """
-        Which rows still need tokens. Without an EOS token a row that has stopped needs them too, until it is as long as
-        the output or cannot grow.
+        Which rows still need tokens. Without an EOS token a row that has stopped needs tokens too, until it is as long
+        as the output or cannot grow.
         """
         if self.has_eos:
             return [stop is None for stop in self.stops]
@@ -159,27 +160,27 @@ class Sequences:
         return [final is None or length < final for length in self.lengths]
 
     def remaining(self, row: int) -> int | None:
-        """How many more tokens a row may have, `None` if there is no limit."""
+        """Returns how many more tokens a row may have, `None` if there is no limit."""
         return None if self.max_length is None else self.max_length - self.lengths[row]
 
     def kept(self, row: int) -> int:
-        """Length of a row in the output, padding behind it excluded."""
+        """Returns the length of a row in the output, without the padding after it."""
         stop = self.stops[row] if self.has_eos else self.final_length
         return self.lengths[row] if stop is None else stop
 
     def settled(self, row: int) -> int:
-        """How much of a row is sure to be in the output."""
+        """Returns how many tokens of a row are certain to be in the output."""
         reached = [length if stop is None else stop for length, stop in zip(self.lengths, self.stops)]
         length = reached[row] if self.has_eos else min(self.lengths[row], max(reached))
         return min(length, self.judged + 1) if self.by_batch else length
 
     @property
     def settled_columns(self) -> int:
-        """How many columns of the output are sure: those that plain generation would have by now."""
+        """How many columns of the output are certain: the columns that plain generation would have by now."""
         return min(self._sure_length, self.judged + 1) if self.by_batch else self._sure_length
 
     def finish(self) -> torch.LongTensor:
-        """Returns the output of shape `(batch_size, final length)`, rows that stopped earlier padded behind."""
+        """Returns the output of shape `(batch_size, final length)`, rows that stopped earlier padded on the right."""
         kept = [self.kept(row) for row in range(self.batch_size)]
         result = self.ids[:, : max(kept)].clone()
         for row, length in enumerate(kept):

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable
 
-NEXT_TO = "a"  # a token on both sides of the one that is decoded: decoders change the ends of a text
+NEXT_TO = "a"  # put on both sides of a token to decode it, because decoders change the ends of a text
 
 
 def spelled_tokens(tokenizer, size: int) -> dict[int, bytes | str]:
@@ -15,8 +15,8 @@ def spelled_tokens(tokenizer, size: int) -> dict[int, bytes | str]:
         size (`int`): Tokens with this id and above are left out.
 
     Returns:
-        `dict[int, bytes | str]`: By id. The single bytes that a tokenizer falls back on come last: where another token
-        stands for the same byte, the tokenizer writes that one.
+        `dict[int, bytes | str]`: By id. The single bytes that a tokenizer falls back on come last: if another token
+        stands for the same byte, the tokenizer writes that other token.
     """
     vocab, special = tokenizer.get_vocab(), set(tokenizer.all_special_tokens)
     special |= {str(t) for t in getattr(tokenizer, "added_tokens_decoder", {}).values() if getattr(t, "special", True)}
@@ -31,7 +31,7 @@ class Encoder:
 
     Args:
         tokenizer (`PreTrainedTokenizerBase`): The tokenizer.
-        spelled (`dict[int, bytes | str]`): What [`spelled_tokens`] returns for it.
+        spelled (`dict[int, bytes | str]`): Its tokens by id, from [`spelled_tokens`].
     """
 
     def __init__(self, tokenizer, spelled: dict[int, bytes | str]):
@@ -43,9 +43,9 @@ class Encoder:
 
     def encode(self, texts: list[bytes]) -> list[list[int]]:
         """
-        Returns the tokens of each text, without special tokens. Where the tokenizer writes another text, for example
-        one that begins with a blank, or the text ends within a character, they are the longest tokens that fit, and
-        bytes that the tokenizer lacks are left out.
+        Returns the tokens of each text, without special tokens. If the tokenizer's tokens spell another text, for
+        example with a blank before it, or if the text ends within a character, the longest tokens that fit are
+        returned, and bytes that the tokenizer lacks are left out.
         """
         readable = [text for text in texts if _is_utf8(text)]
         written = {}
@@ -78,7 +78,7 @@ class Encoder:
 
 
 def _spelling_of(tokenizer) -> tuple[Callable[[str], bytes], Callable[[str], bool]]:
-    """Returns how a tokenizer spells its tokens, and which of them are single bytes to fall back on."""
+    """Returns a function that spells a token, and a function that tells whether it is a single byte to fall back on."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     has_decoder = backend is None or backend.decoder is not None
     read = tokenizer.convert_tokens_to_string if has_decoder else _reader_of(backend)
@@ -121,14 +121,14 @@ def _reader_of(backend) -> Callable[[list[str]], str]:
 
 
 def _from_byte_level(token: str) -> bytes:
-    """As the byte-level decoder does: a token with a letter that is not in its alphabet stands for itself."""
+    """Spells as the byte-level decoder does: a token with a letter outside of its alphabet stands for itself."""
     table = _byte_of_letter()
     return bytes(table[letter] for letter in token) if table.keys() >= set(token) else token.encode()
 
 
 @functools.cache
 def _byte_of_letter() -> dict[str, int]:
-    """The alphabet of byte-level BPE."""
+    """Returns the alphabet of byte-level BPE."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     return {letter: byte for byte, letter in bytes_to_unicode().items()}

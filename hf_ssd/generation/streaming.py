@@ -1,4 +1,4 @@
-"""Streams tokens as they come: one of each row at a time, as in transformers, each row by itself, or by rounds."""
+"""Streams tokens as they come: by columns as in transformers, each row by itself, or with a report of each round."""
 
 from collections.abc import Callable
 
@@ -11,8 +11,8 @@ from .sequences import Sequences
 
 class BatchStreamer(BaseStreamer):
     """
-    A streamer for every row of a batch, where transformers' own take one row. Rows advance by different amounts, so
-    each is streamed by itself.
+    A streamer for all rows of a batch; transformers' own streamers take a single row. Rows advance by different
+    amounts, so each row is streamed by itself.
 
     ```python
     streamer = hf_ssd.BatchStreamer(lambda row, tokens: print(row, tokenizer.decode(tokens)))
@@ -21,8 +21,8 @@ class BatchStreamer(BaseStreamer):
 
     Args:
         on_tokens (`Callable`): Called with the number of a row and its new tokens, a `torch.LongTensor` of shape
-            `(count,)` on the CPU. The prompt is not streamed, nor what pads a finished row. (In plain `generate()`,
-            where this works too, the padding is.)
+            `(count,)` on the CPU. The prompt and the padding of finished rows are not streamed. (Plain `generate()`
+            takes this streamer too, and streams the padding.)
         on_end (`Callable`, *optional*): Called without arguments when all rows are done.
     """
 
@@ -30,7 +30,7 @@ class BatchStreamer(BaseStreamer):
         self.on_tokens, self.on_end = on_tokens, on_end
 
     def put(self, value: torch.LongTensor) -> None:
-        """Plain `generate()` calls this with the prompts first, and then with one token of each row."""
+        """Plain `generate()` calls this with the prompts first, and then with the next token of each row."""
         if value.dim() == 1:
             for row, token in enumerate(value):
                 self.on_tokens(row, token[None])
@@ -41,7 +41,7 @@ class BatchStreamer(BaseStreamer):
 
 class RoundStreamer(BaseStreamer):
     """
-    A streamer that is told of each round, for a display or for figures while a call is under way.
+    A streamer that reports each round, for a display or for statistics while a call is running.
 
     ```python
     streamer = hf_ssd.RoundStreamer(lambda stats: print(stats.records[-1:]), TextStreamer(tokenizer))
@@ -49,9 +49,9 @@ class RoundStreamer(BaseStreamer):
     ```
 
     Args:
-        on_round (`Callable`): Called with the [`SSDStats`] of the call when the tokens of a round were streamed. There
-            is no record yet after the prefill; afterwards the last one is of this round. Plain `generate()` does not
-            call it.
+        on_round (`Callable`): Called with the [`SSDStats`] of the call after the tokens of a round were streamed. There
+            is no record yet after the prefill; later the last record is of this round. Plain `generate()` does not call
+            it.
         streamer (`BaseStreamer`, *optional*): Where the tokens go.
     """
 
@@ -68,7 +68,7 @@ class RoundStreamer(BaseStreamer):
 
 
 class Stream:
-    """Feeds the user's streamer with the tokens of `sequences` that are sure, and knows how far it has come."""
+    """Gives the user's streamer the tokens of `sequences` that are certain, each of them once."""
 
     def __init__(self, streamer: BaseStreamer, sequences: Sequences):
         self.streamer, self.sequences = streamer, sequences
@@ -76,7 +76,7 @@ class Stream:
         self.columns = sequences.prompt_length
 
     def update(self, stats: SSDStats) -> None:
-        """Streams what is new."""
+        """Streams the new tokens."""
         if isinstance(self.streamer, BatchStreamer):
             for row, before in enumerate(self.lengths):
                 self.lengths[row] = length = self.sequences.settled(row)
@@ -85,7 +85,7 @@ class Stream:
             return
         before, self.columns = self.columns, self.sequences.settled_columns
         for tokens in self.sequences.as_in_plain_generation(self.columns)[:, before:].cpu().unbind(1):
-            self.streamer.put(tokens.clone())  # which is the streamer's own, whatever it does with it
+            self.streamer.put(tokens.clone())  # a copy, which the streamer may change
         if isinstance(self.streamer, RoundStreamer):
             self.streamer.on_round(stats)
 

@@ -1,4 +1,4 @@
-"""What the target computes besides the rounds: the prefill, a row verified alone, what its cache lacks at the end."""
+"""Forward passes outside the rounds: the prefill, a row verified alone, columns that the cache lacks at the end."""
 
 import torch
 from transformers import DynamicCache
@@ -20,11 +20,11 @@ def prefill(
     Args:
         model, input_ids, generation_config, model_kwargs: See
             [`~hf_ssd.generation.loop.speculative_speculative_decoding`].
-        max_length (`int`, *optional*): Of the output.
+        max_length (`int`, *optional*): Longest output, the prompt included.
         cuda_graphs (`bool` or `str`, *optional*): See [`SSDConfig`].
 
     Returns:
-        The target with its cache, and the logits of shape `(batch_size, 1, vocab_size)` behind the prompts.
+        The target with its cache, and the logits of shape `(batch_size, 1, vocab_size)` that follow the prompts.
     """
     theirs: DynamicCache = model_kwargs["past_key_values"]
     cache = ragged_copy(theirs)
@@ -48,12 +48,12 @@ def prefill(
 
 def verify_alone(decoder: CachedModel, sequences: Sequences, rows: list[int], columns_before_ids: int) -> torch.Tensor:
     """
-    Feeds the last tokens again, without what was drafted behind them. A drafted token whose keys or values are not
-    numbers spoils the positions before it too: its column is masked, but 0 times what is no number is none either.
-    The other rows keep what was drafted for them, also where a compiled pass feeds more than one token.
+    Feeds the last tokens again, without the drafted tokens after them. A drafted token whose keys or values are NaN
+    also corrupts earlier positions: its column is masked, but 0 * NaN is NaN. The other rows keep their drafted tokens,
+    also if a compiled pass feeds several tokens.
 
     Args:
-        rows (`list[int]`): The rows that are spoilt. Nothing remains of what was drafted for them.
+        rows (`list[int]`): The corrupted rows. Their drafted tokens are cleared from the cache.
         decoder, sequences, columns_before_ids: See [`feed_what_is_missing`].
 
     Returns:
@@ -63,7 +63,7 @@ def verify_alone(decoder: CachedModel, sequences: Sequences, rows: list[int], co
     decoder.cache.clear_behind(rows, starts)
     device, count = sequences.ids.device, decoder.fewest_tokens
     columns = from_host(sequences.lengths, device)[:, None] - 1 + torch.arange(count, device=device)
-    tokens = sequences.ids.gather(1, columns)  # the last token, and behind it those that were drafted
+    tokens = sequences.ids.gather(1, columns)  # the last token, and the drafted tokens after it
     tokens[rows] = tokens[rows, :1]
     return decoder.extend(tokens.to(decoder.device), starts)[:, :1]
 
@@ -72,15 +72,15 @@ def feed_what_is_missing(
     decoder: CachedModel, sequences: Sequences, output: torch.LongTensor, columns_before_ids: int
 ) -> None:
     """
-    Feeds the rows that ended before the others their last token and the padding behind it, as plain generation does.
+    Feeds the last token of rows that ended before others, and the padding after it, as plain generation does.
 
     Args:
         decoder ([`CachedModel`]): The target with its cache.
         sequences ([`Sequences`]): The rows, all of them finished.
-        output (`torch.LongTensor` of shape `(batch_size, length)`): What the call returns.
+        output (`torch.LongTensor` of shape `(batch_size, length)`): The output of the call.
         columns_before_ids (`int`): Columns of the cache before the first token of the output.
     """
-    last = output.shape[1] - 1  # which nothing follows, so it is not fed
+    last = output.shape[1] - 1  # the last token is not fed, because no token follows it
     fed = [min(sequences.kept(row), length - 1, last) for row, length in enumerate(sequences.lengths)]
     if isinstance(decoder, RecurrentModel):
         decoder.finish(output, fed, columns_before_ids)
@@ -93,12 +93,12 @@ def feed_what_is_missing(
     decoder.extend(
         output[:, start:last].to(decoder.device),
         [start + columns_before_ids] * len(fed),
-        logits_to_keep=torch.zeros(1, dtype=torch.long, device=decoder.device),  # of which none is needed
+        logits_to_keep=torch.zeros(1, dtype=torch.long, device=decoder.device),  # the logits are not needed
     )
 
 
 def prompts_without_padding(input_ids: torch.LongTensor, attention_mask) -> list[torch.LongTensor]:
-    """Returns the tokens of each row that count; at least the last one."""
+    """Returns the tokens of each row that its attention mask keeps; the last token is always kept."""
     if attention_mask is None:
         return list(input_ids)
     mask = attention_mask[:, -input_ids.shape[1] :].bool().clone()  # `bool()` of booleans is the user's own tensor

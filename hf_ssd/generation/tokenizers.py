@@ -1,4 +1,4 @@
-"""Whether target and draft mean the same by their tokens, and what to do if not."""
+"""Compares the tokens of target and draft, and translates between them if they differ."""
 
 import os
 import weakref
@@ -14,9 +14,9 @@ from .spelling import Encoder, spelled_tokens
 
 logger = logging.get_logger(__name__)
 
-MOST_PADDING = 128  # ids by which vocabularies may differ that no tokenizer tells anything about
-SHOWN = 5  # differences that are named
-LEAST_COVERAGE = 0.5  # of the tokens of a prompt that the draft must have
+MOST_PADDING = 128  # largest difference of vocabulary sizes that passes if there are no tokenizers to compare
+SHOWN = 5  # differing ids that a message names
+LEAST_COVERAGE = 0.5  # share of the prompts' tokens that the draft must have
 
 
 def translation_for(model, assistant_model, tokenizer=None, assistant_tokenizer=None) -> Translation | None:
@@ -26,13 +26,14 @@ def translation_for(model, assistant_model, tokenizer=None, assistant_tokenizer=
     Args:
         model (`PreTrainedModel`): The target.
         assistant_model (`PreTrainedModel` or [`~hf_ssd.DraftAssistant`]): The draft.
-        tokenizer, assistant_tokenizer (`PreTrainedTokenizerBase`, *optional*): Theirs, where they differ.
+        tokenizer, assistant_tokenizer (`PreTrainedTokenizerBase`, *optional*): Their tokenizers, if these differ.
 
     Returns:
-        [`~hf_ssd.drafting.vocabulary.Translation`], *optional*: If the tokenizers differ and both were given.
+        [`~hf_ssd.drafting.vocabulary.Translation`] if the tokenizers differ and both were given, otherwise `None`.
 
     Raises:
-        `ValueError`: the draft's tokens are not the target's.
+        `ValueError`: the draft's tokens are not the target's and no tokenizers were given, or `assistant_tokenizer` was
+            given without `tokenizer`.
     """
     if assistant_tokenizer is not None and tokenizer is None:
         raise ValueError("`assistant_tokenizer` needs the target's tokenizer too: pass `tokenizer=...` to generate().")
@@ -52,8 +53,10 @@ def translation_for(model, assistant_model, tokenizer=None, assistant_tokenizer=
 
 def check_coverage(translation: Translation, prompts: list[torch.LongTensor]) -> None:
     """
+    Checks that the draft has enough of the tokens of the prompts.
+
     Raises:
-        `ValueError`: the draft has less than half of the tokens that the prompts are made of.
+        `ValueError`: the draft has less than half of the tokens that occur in the prompts.
     """
     used = torch.cat(prompts).unique().cpu()
     covered = int(translation.is_common[used].sum())
@@ -94,19 +97,19 @@ def _compare(tokenizer, assistant_tokenizer, size: int, draft_size: int, may_dif
 
 def translation_between(tokenizer, assistant_tokenizer, size: int, draft_size: int) -> Translation:
     """
-    Finds for each token of a vocabulary the same one in another (token-level intersection; Timor et al., 2025), or the
-    tokens that make up its text.
+    Finds for each token of the target the same token of the draft (token-level intersection; Timor et al., 2025), or
+    the draft's tokens that make up its text.
 
     Args:
-        tokenizer, assistant_tokenizer (`PreTrainedTokenizerBase`): Of the target and of the draft.
-        size, draft_size (`int`): Of their vocabularies.
+        tokenizer, assistant_tokenizer (`PreTrainedTokenizerBase`): The tokenizers of the target and of the draft.
+        size, draft_size (`int`): The sizes of their vocabularies.
     """
     encoder = Encoder(assistant_tokenizer, spelled_tokens(assistant_tokenizer, draft_size))
     pieces, is_common = [[] for _ in range(size)], torch.zeros(size, dtype=torch.bool)
     seen, others = set(), {}
     for i, token in spelled_tokens(tokenizer, size).items():
         if token in encoder.known:
-            # Of two tokens that stand for the same bytes, the draft proposes the one that the target writes.
+            # Of two tokens that stand for the same bytes, the draft proposes the token that the target writes.
             pieces[i], is_common[i] = [encoder.known[token]], token not in seen
             seen.add(token)
         else:  # a special token is text to another tokenizer
@@ -124,7 +127,7 @@ def _name_of(model) -> str:
 
 
 def _are_one_file(*folders: str) -> bool:
-    """Whether these folders have the same tokenizer, which need not be read then."""
+    """Whether these folders have the same tokenizer file; then the tokenizers need not be loaded."""
     files = [Path(folder) / "tokenizer.json" for folder in folders if folder]
     return (
         len(files) == len(folders) and all(map(Path.is_file, files)) and files[0].read_bytes() == files[1].read_bytes()
@@ -137,7 +140,7 @@ def _tokenizer_of(path: str):
         return None
     try:
         return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except Exception:  # there is none, or it needs what is not installed
+    except Exception:  # there is no tokenizer, or it needs a package that is not installed
         return None
 
 

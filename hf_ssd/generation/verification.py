@@ -31,17 +31,17 @@ def verify_greedy(scores: torch.Tensor, drafted: torch.LongTensor) -> tuple[torc
 
 def acceptance_probabilities(p: torch.Tensor, q: torch.Tensor | None, drafted: torch.LongTensor) -> torch.Tensor:
     """
-    How likely each token is to be accepted.
+    Returns the probability that each drafted token is accepted.
 
     Args:
         p (`torch.FloatTensor` of shape `(batch_size, lookahead + 1, vocab_size)`): The target's probabilities.
-        q (`torch.FloatTensor` of shape `(batch_size, lookahead, vocab_size)`, *optional*): The draft's. `None`: each
-            token was certain, a point mass.
+        q (`torch.FloatTensor` of shape `(batch_size, lookahead, vocab_size)`, *optional*): The draft's
+            probabilities; `None` if each token was certain, a point mass.
         drafted (`torch.LongTensor` of shape `(batch_size, lookahead)`): The speculation, drawn from `q`.
 
     Returns:
-        `torch.FloatTensor` of shape `(batch_size, lookahead)`: p(x) / q(x), which may exceed 1. 0 where q(x) is no
-        positive finite number, because nothing is drawn with such a probability.
+        `torch.FloatTensor` of shape `(batch_size, lookahead)`: p(x) / q(x), which may exceed 1. 0 where q(x) is not
+        a positive finite number, because no token is drawn with such a probability.
     """
     ratio = p[:, :-1].gather(2, drafted[:, :, None]).squeeze(2)
     if q is None:
@@ -59,9 +59,9 @@ def residual_distribution(
     p: torch.Tensor, q: torch.Tensor | None, drafted: torch.LongTensor, accepted: torch.LongTensor
 ) -> torch.Tensor:
     """
-    Returns the distribution `(batch_size, vocab_size)` of the bonus token behind the `accepted` tokens of each row, not
-    normalized: max(p - q, 0) after a rejection, p where all were accepted or q(x) is no positive finite number. For the
-    other arguments see [`acceptance_probabilities`].
+    Returns the distribution `(batch_size, vocab_size)` of the bonus token after the `accepted` tokens of each row, not
+    normalized: max(p - q, 0) after a rejection, p if all tokens were accepted or q(x) is not a positive finite number.
+    For the other arguments see [`acceptance_probabilities`].
     """
     rows = torch.arange(len(accepted), device=p.device)
     bonus, lookahead = p[rows, accepted], drafted.shape[1]
@@ -74,15 +74,15 @@ def residual_distribution(
     else:
         q = q[rows, place]
         residual = torch.where(is_possible(q.gather(1, token)), (bonus - q).clamp(min=0), bonus)
-    # Where p equals q nothing is left: the rejection was a matter of rounding, and p is the right answer.
+    # Where p equals q the residual is 0: the rejection was a rounding error, and p is the right distribution.
     is_rejected = (accepted < lookahead)[:, None] & (residual.sum(1, keepdim=True) > 0)
     return torch.where(is_rejected, residual, bonus)
 
 
 def uniform_numbers(drafted: torch.LongTensor) -> torch.Tensor:
     """
-    Returns random numbers in [0, 1) of the shape of `drafted`, from torch's default generator. They are float64: one in
-    2^24 float32 numbers is 0, with which every possible token passes.
+    Returns random numbers in [0, 1) of the shape of `drafted`, from torch's default generator. They are drawn in
+    float64: a float32 number is 0 with probability 2^-24, and 0 accepts every possible token.
     """
     if has_float64(drafted.device):
         return torch.rand(drafted.shape, dtype=torch.float64, device=drafted.device)
@@ -107,7 +107,7 @@ def verify_sampled(
         how many of the accepted tokens are `UNLIKELY`.
     """
     p = scores.softmax(dim=-1)
-    if torch.finfo(p.dtype).bits < 32:  # a processor of the user's returned it; plain generation draws in proportion
+    if torch.finfo(p.dtype).bits < 32:  # returned by a processor of the user; plain generation draws in proportion
         p = p.float() / p.float().sum(dim=-1, keepdim=True)
     # `<`, not `<=`: the random number can be 0, and a token of probability 0 must never pass.
     ratios = acceptance_probabilities(p, q, drafted)
@@ -115,6 +115,6 @@ def verify_sampled(
     is_accepted = torch.arange(drafted.shape[1], device=drafted.device) < accepted[:, None]
     unlikely = (is_accepted & (ratios * UNLIKELY > 1)).sum(dim=1)
     residual = residual_distribution(p, q, drafted, accepted)
-    if drafted.shape[1]:  # where scores are not numbers the row is verified again, and what is drawn here is dropped
+    if drafted.shape[1]:  # a row with NaN scores is verified again, and the token drawn here is dropped
         residual = torch.where(residual.isnan().any(dim=1, keepdim=True), 1.0, residual)
     return accepted, torch.multinomial(residual, num_samples=1).squeeze(1), unlikely

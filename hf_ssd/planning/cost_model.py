@@ -1,4 +1,4 @@
-"""What a round of each plan is expected to give and to take (Theorem 7 and Corollary 16 with measured parts)."""
+"""Expected tokens and seconds of a round of each plan (Theorem 7 and Corollary 16 with measured parts)."""
 
 import math
 
@@ -11,29 +11,30 @@ from .experience import Durations, Experience
 
 LOOKAHEADS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)  # tokens
 BUDGETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)  # outcomes of each row
-PRIOR_TOKENS = 4.0  # drafted tokens that the config's acceptance rate counts for
-TOKENS_KEPT = 24.0  # drafted tokens that what is known of earlier texts counts for when a new call begins
+PRIOR_TOKENS = 4.0  # drafted tokens that the config's acceptance rate counts like
+TOKENS_KEPT = 24.0  # drafted tokens that the earlier texts count like, at most, when a call begins
 MEMORY_FOR_Q = 2**29  # bytes for the distributions of prepared tokens
 
 
 class CostModel:
     """
-    What one call expects of each plan. Durations start from the profile and follow what rounds take; acceptance and
-    hits are counted.
+    Estimates the speed of each plan in a call. Durations start from the profile and follow the measured rounds;
+    acceptance and hits are counted.
 
     Args:
         config (`SSDConfig`): Gives the priors and the cache shape.
         rows (`int`): Batch size.
-        vocab_size (`int`): Of both models.
+        vocab_size (`int`): Vocabulary size of both models.
         sampled (`bool`): Whether the distributions of prepared tokens are kept.
-        workers (`int`, *optional*, defaults to 1): Drafts that prepare a budget each.
+        workers (`int`, *optional*, defaults to 1): Number of drafts, each of which prepares a whole budget.
         is_parallel (`bool`, *optional*): Whether a forward pass of the draft gives all tokens of its branches.
-        durations ([`Durations`], *optional*), experience ([`Experience`], *optional*): What calls before have taught.
+        durations ([`Durations`], *optional*), experience ([`Experience`], *optional*): Measurements of earlier calls.
 
     Attributes:
-        feeds_first (`bool`): Whether a parallel draft reads the speculation in a pass of its own, and then chooses.
+        feeds_first (`bool`): Whether a draft reads the speculation in a separate pass before it chooses outcomes.
         live (`int`): Rows that are not finished.
-        reading (`float`): Seconds that the last round waited for a draft that read what had gone by.
+        reading (`float`): Seconds that the last round waited while the draft read the text or the tokens of plain
+            rounds, otherwise 0.
     """
 
     def __init__(
@@ -57,14 +58,14 @@ class CostModel:
         self.begin_call()
         self.most_q = MEMORY_FOR_Q // (4 * rows * vocab_size) if sampled else 10**9  # prepared tokens of a row
 
-    # ---------------------------------------------------------------- what rounds teach
+    # ---------------------------------------------------------------- learning from rounds
 
     @property
     def hit_rates(self) -> HitRates:
         return self.experience.hit_rates_if[self.feeds_first]
 
     def knows(self, mode: str) -> bool:
-        """Whether it is known what a round of this mode takes."""
+        """Whether the durations of a round of this mode were measured."""
         costs = self.durations
         lines = {PLAIN: (), IN_TURN: (costs.step[IN_TURN],), AHEAD: (costs.branches, costs.step[AHEAD])}[mode]
         return any(line.count for line in costs.verification.values()) and all(line.count for line in lines)
@@ -76,7 +77,14 @@ class CostModel:
             now.restart(ever.value, min(ever.weight, TOKENS_KEPT))
 
     def observe_profile(self, choose: float, fixed: float, per_token: float) -> None:
-        """Learns what the draft's passes took while the target was at work as well, in seconds."""
+        """
+        Learns the durations of the draft's passes, in seconds, measured while the target was working too.
+
+        Args:
+            choose (`float`): Of the choice of outcomes.
+            fixed (`float`): Of a pass, whatever its tokens.
+            per_token (`float`): Of each token in a pass.
+        """
         for tokens in (self.rows, 8 * self.rows, 16 * self.rows):
             for line in (self.durations.branches, *self.durations.step.values()):
                 line.observe(tokens, fixed + per_token * tokens)
@@ -88,16 +96,17 @@ class CostModel:
 
         Args:
             before ([`RoundRecord`]): The round before.
-            now ([`RoundRecord`]): The round, complete. The draft's part of it answers to the outcome before.
+            now ([`RoundRecord`]): The round, complete. The draft's part of the record is about its answer to the
+                outcome of `before`.
         """
         costs, seen = self.durations, self.experience
         costs.rounds, seen.rounds = costs.rounds + 1, seen.rounds + 1
         rows, lookahead, live = before.live, before.lookahead, len(before.live) or self.rows
-        budget = now.budget // self.workers  # of each; the record has that of all workers together
+        budget = now.budget // self.workers  # of each worker; the record has the sum over all workers
         self.live = len(now.live) or live
-        if now.verify_seconds:  # that of a call's first round is not learned: it is slow for reasons of its own
+        if now.verify_seconds:  # a call's first round never comes as `now`: it is slow for reasons of its own
             modes = {now.mode}
-            if FILLER in now.sources:  # verified while the draft timed its passes, as a round ahead is
+            if FILLER in now.sources:  # verified while the draft was working, as in a round ahead
                 modes = {AHEAD} if now.lookahead else {AHEAD, PLAIN}
             for mode in modes:
                 costs.verification[mode].observe(self.live * (now.lookahead + 1), now.verify_seconds)
@@ -109,7 +118,7 @@ class CostModel:
                 for place in range(min(accepted + 1, now.lookahead, len(self.accepted))):
                     self.accepted[place].observe(place < accepted)
                     seen.accepted[place].observe(place < accepted)
-        has_read = PLAIN in (before.mode, now.mode)  # then the draft has read the text, or what has gone by
+        has_read = PLAIN in (before.mode, now.mode)  # then the draft has read the text, or the tokens of plain rounds
         self.reading = now.wait_seconds if has_read else 0.0
         if now.mode == PLAIN or not rows:
             return
@@ -136,10 +145,10 @@ class CostModel:
             if matches >= 0:
                 seen.ngram_tokens.observe(1 + matches)
 
-    # ---------------------------------------------------------------- what is expected
+    # ---------------------------------------------------------------- expectations
 
     def acceptance(self, lookahead: int) -> list[float]:
-        """Returns the chance of each drafted token to be accepted if those before it were."""
+        """Returns the chance of each drafted token to be accepted if the tokens before it were."""
         prior = self.config.acceptance_rate
         tested = math.fsum(average.weight for average in self.accepted) + PRIOR_TOKENS
         mean = (math.fsum(average.total for average in self.accepted) + PRIOR_TOKENS * prior) / tested
@@ -149,7 +158,7 @@ class CostModel:
 
     @property
     def acceptance_seen(self) -> float:
-        """Returns the share of the drafted tokens put to the test in any call that were accepted, without priors."""
+        """Returns the share of accepted tokens among the drafted tokens tested in all calls, without priors."""
         tested = math.fsum(average.weight for average in self.experience.accepted)
         return math.fsum(average.total for average in self.experience.accepted) / tested if tested else 0.0
 
@@ -164,7 +173,7 @@ class CostModel:
         return max(1e-6, line(self.live * (lookahead + 1))) if line.count else math.nan
 
     def seconds_to_draft(self, mode: str, lookahead: int) -> float:
-        """Returns the seconds to draft so many tokens just in time, J in Corollary 16; not a number if not known."""
+        """Returns the seconds to draft `lookahead` tokens just in time, J in Corollary 16; NaN if unknown."""
         steps, tokens = (1, lookahead + 1) if self.is_parallel else (lookahead, 1)
         line = self.durations.step[mode]
         seconds = max(1e-6, line(self.live * tokens)) if line.count else math.nan
@@ -180,7 +189,7 @@ class CostModel:
         return self.durations.choosing.value + feeding + passes * self.seconds_of_a_pass(lookahead, budget)
 
     def largest_budget(self, lookahead: int) -> int:
-        """How many outcomes of each row fit the memory, at least one."""
+        """Returns how many outcomes of each row fit the memory, at least 1."""
         return max(1, self.most_q // max(1, lookahead))
 
     def plain(self) -> float:
@@ -188,12 +197,12 @@ class CostModel:
         return self.live / self.seconds_to_verify(PLAIN, 0)
 
     def in_turn(self, lookahead: int) -> float:
-        """Returns tokens per second of drafting so many tokens after each outcome."""
+        """Returns tokens per second of drafting `lookahead` tokens after each outcome."""
         seconds = self.seconds_to_verify(IN_TURN, lookahead) + self.seconds_to_draft(IN_TURN, lookahead)
         return self.live * self.tokens(lookahead)[-1] / (seconds + self.durations.unexplained[IN_TURN](0))
 
     def may_reach(self, speed: float) -> bool:
-        """Whether a draft that took no time would give so many tokens per second."""
+        """Whether drafting would exceed this number of tokens per second if the draft took no time."""
         verified = ((k, self.seconds_to_verify(IN_TURN, k)) for k in LOOKAHEADS)
         return any(self.live * self.tokens(k)[-1] / seconds > speed for k, seconds in verified)
 
@@ -208,8 +217,8 @@ class CostModel:
 
     def ahead(self, lookahead: int, budgets, after_miss: int | None = None) -> dict[int, float]:
         """
-        Returns tokens per second of drafting ahead by budget. Budgets but the first are left out whose last pass could
-        not begin before the outcome comes, because their branches would stay shorter.
+        Returns tokens per second of drafting ahead by budget. A budget, except the first, is left out if its last pass
+        could not begin before the outcome comes, because its branches would stay shorter.
 
         Args:
             lookahead (`int`): Tokens in each branch.
@@ -225,7 +234,7 @@ class CostModel:
             late = max(0.0, preparing - verify)
             if speeds and late > self.seconds_of_a_pass(lookahead, budget):
                 continue
-            all_hit = hit_rate**self.live  # one row that misses keeps all of them waiting
+            all_hit = hit_rate**self.live  # a single row that misses makes all rows wait
             gain = all_hit * tokens[lookahead] + (1 - all_hit) * tokens[missed]
             seconds = all_hit * verify + (1 - all_hit) * self._after_a_miss(missed)
             seconds += late + self.durations.unexplained[AHEAD](budget)
@@ -234,7 +243,7 @@ class CostModel:
 
     @property
     def contention(self) -> float:
-        """By which factor a verification takes longer while the draft works as well; 1 if that is not known."""
+        """Factor by which a verification takes longer while the draft is working; 1 if unknown."""
         alone, beside = self.durations.verification[IN_TURN], self.durations.verification[AHEAD]
         tokens = alone.units.value
         return beside(tokens) / alone(tokens) if min(alone.count, beside.count) >= 2 else 1.0

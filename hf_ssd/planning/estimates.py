@@ -1,21 +1,21 @@
-"""What is counted and measured from round to round: means, lines and hit rates that forget."""
+"""Running estimates from round to round: means, lines and hit rates that forget old observations."""
 
 import numpy as np
 
 from ..config import SSDConfig
 from ..drafting.cache_shapes import CANDIDATES, shape_for
 
-RELATIVE_SLOPE = 0.02  # of a cost of which one size is known: what a token more takes, in units of the fixed part
-LARGEST_SURPRISE = 3.0  # times what was expected, beyond which a duration is a hiccup of the machine
+RELATIVE_SLOPE = 0.02  # guess while all observations have the same size: cost of a token over the fixed part
+LARGEST_SURPRISE = 3.0  # times the expected duration, at which a longer duration is cut: the machine had a hiccup
 
 
 class Average:
     """
-    A mean that forgets.
+    A mean that forgets old observations.
 
     Args:
-        prior (`float`): Where it starts.
-        weight (`float`): How many observations the start counts for.
+        prior (`float`): Initial value.
+        weight (`float`): Number of observations that the initial value counts like.
         memory (`float`, *optional*, defaults to 0.99): Weight that an observation keeps with each one that follows.
     """
 
@@ -27,7 +27,7 @@ class Average:
         self.total = self.memory * self.total + value
 
     def restart(self, value: float, weight: float) -> None:
-        """Forgets everything and starts from there."""
+        """Forgets all observations and starts from this value."""
         self.weight, self.total = weight, value * weight
 
     @property
@@ -38,7 +38,8 @@ class Average:
 class Line:
     """
     Seconds = fixed + slope * units, by least squares. The level forgets within some 30 observations, because a machine
-    may be slower for a while; the slope within a thousand. Where all observations have one size the slope is a guess.
+    may be slower for a while; the slope within a thousand. While all observations have the same size, the slope is a
+    guess.
 
     Args:
         relative_slope (`float`): The guess, in units of the fixed part.
@@ -92,8 +93,8 @@ class Line:
 
 class HitRates:
     """
-    Hit rates by lookahead and budget: the probability mass that the cache shape covers with average chances, corrected
-    by how often outcomes were really prepared.
+    Hit rates by lookahead and budget: the probability mass that the cache shape covers at average chances, corrected by
+    the share of outcomes that were really prepared.
 
     Args:
         config (`SSDConfig`): Gives the shape and the priors.
@@ -107,7 +108,10 @@ class HitRates:
         self.misses_over_expected = Average(1.0, 8.0, memory=0.97)
 
     def observe_rank(self, is_rejection: bool, rank: int) -> None:
-        """Learns which of the draft's guesses a bonus token was, -1 for none, after a rejection or at the end."""
+        """
+        Learns the rank of a bonus token among the draft's guesses, -1 if it was not among them, after a rejection or
+        after a speculation that was accepted in full.
+        """
         weight = 0.99 * self.weights[is_rejection]
         hit = np.zeros(CANDIDATES)
         if 0 <= rank < CANDIDATES:
@@ -116,7 +120,7 @@ class HitRates:
         self.weights[is_rejection] = weight + 1
 
     def observe_hits(self, share: float, acceptance: list[float], budget: int) -> None:
-        """Learns which share of the rows hit, of which the shape was expected to cover some."""
+        """Learns the share of the rows that hit, in proportion to the share that the shape was expected to cover."""
         expected = self.covered(acceptance, [budget])[0]
         self.misses_over_expected.observe(min(3.0, (1 - share) / max(0.05, 1 - expected)))
 
@@ -124,6 +128,6 @@ class HitRates:
         return self.shape.covered(np.array(acceptance), self.ranks[True], self.ranks[False], budgets)
 
     def __call__(self, acceptance: list[float], budgets) -> list[float]:
-        """Returns the expected hit rate of one row for each budget, with these chances of acceptance."""
+        """Returns the expected hit rate of a row for each budget, at these chances of acceptance."""
         missed = min(3.0, max(0.5, self.misses_over_expected.value))
         return [max(0.0, 1 - (1 - mass) * missed) for mass in self.covered(acceptance, budgets)]

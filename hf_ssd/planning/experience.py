@@ -1,11 +1,11 @@
-"""What calls with a pair of models teach later calls: how long passes take, and how often drafts are right."""
+"""Measurements that calls with a pair of models leave to later calls: durations, and how often drafts are right."""
 
 from ..config import SSDConfig
 from ..rounds import AHEAD, IN_TURN, PLAIN
 from .estimates import Average, HitRates, Line
 from .trials import Trials
 
-SAGUARO_VALUES = (1.0, 0.7, 0.4, 0.1)  # of C, to be tried
+SAGUARO_VALUES = (1.0, 0.7, 0.4, 0.1)  # values of C to try
 FIRST_PROBE = 32  # rounds until other modes are probed; the distance doubles
 
 
@@ -14,11 +14,11 @@ class Durations:
     Seconds of the parts of a round, for calls of one pair, batch size and length of text, whatever their temperature.
 
     Attributes:
-        verification, step, unexplained (`dict[str, Line]`): By mode, what a verification takes, a pass of the draft
-            that drafts just in time, and what a round takes besides all measured parts (by budget).
-        branches ([`Line`]): What a pass takes that grows branches.
-        choosing ([`Average`]): What the choice of outcomes takes besides the pass that feeds the speculation.
-        fillers (`int`): Wide passes of filler tokens that were asked for.
+        verification, step, unexplained (`dict[str, Line]`): By mode, seconds of a verification, of a pass that drafts
+            just in time, and of a round besides all measured parts (by budget).
+        branches ([`Line`]): Seconds of a pass that grows branches.
+        choosing ([`Average`]): Seconds of the choice of outcomes, without the pass that feeds the speculation.
+        fillers (`int`): Wide passes of filler tokens that were requested.
         used (`dict[str, int]`): By mode, the last round in which the target followed it.
         rounds (`int`): Rounds that were observed.
     """
@@ -33,7 +33,7 @@ class Durations:
         self.fillers = self.rounds = 0
 
     def forget(self, modes: set[str]) -> None:
-        """Forgets what was measured in these modes of drafting, so that it is measured again."""
+        """Forgets the measurements of these modes of drafting, so that they are made again."""
         for line in (by_mode[mode] for by_mode in self._by_mode for mode in modes):
             line.forget()
         if AHEAD not in modes:
@@ -45,17 +45,19 @@ class Durations:
 
 class Experience:
     """
-    What is known of one kind of calls with a pair: those with the same settings, batch size and temperature.
+    Experience of calls with a pair that have the same settings, batch size, length of text and temperature.
 
     Args:
         config (`SSDConfig`): Gives the priors and the cache shape.
+        longest (`int`): Largest lookahead.
         sampled (`bool`): Whether tokens are sampled.
         is_parallel (`bool`): Whether the draft gives all tokens of its branches in one forward pass.
 
     Attributes:
-        accepted (`list[Average]`): By place in a speculation, how often its token was accepted if those before it were.
+        accepted (`list[Average]`): By place in a speculation, how often its token was accepted if the
+            tokens before it were.
         hit_rates_if (`dict[bool, HitRates]`): Hit rates if a parallel draft reads the speculation first, and if not.
-        ngram_tokens ([`Average`]): Tokens of a round that the n-gram fallback proposed.
+        ngram_tokens ([`Average`]): Tokens that a row gains by a proposal of the n-gram fallback, with the bonus token.
         saguaro, feeds_first ([`Trials`], *optional*): Settings that are tried.
         chosen (`tuple`, *optional*): Mode, lookahead and budget that were chosen last.
         fallback (`str`, *optional*): The fallback that was chosen last.
@@ -65,7 +67,7 @@ class Experience:
 
     def __init__(self, config: SSDConfig, longest: int, sampled: bool, is_parallel: bool):
         self.accepted = [Average(0.0, 0.0, memory=0.999) for _ in range(longest)]
-        # The guesses of a parallel draft are better where it has read the speculation.
+        # The guesses of a parallel draft are better if it has read the speculation.
         self.hit_rates_if = {feeds_first: HitRates(config) for feeds_first in (True, False)}
         self.ngram_tokens = Average(1.0, 1.0)
         is_planned = config.lookahead == "auto"

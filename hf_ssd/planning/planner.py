@@ -1,12 +1,12 @@
 """
-Which plan to follow next: the one that is expected to give the most tokens per second.
+Chooses the plan to follow next: the plan that is expected to give the most tokens per second.
 
 A plan has a mode: `ahead` prepares outcomes while the target verifies (SSD), `in_turn` drafts after each outcome
 (ordinary speculative decoding), `plain` does not draft. In the first rounds with a pair the target decodes plainly
 while the worker times its passes, its *profile*; one of these rounds verifies filler tokens in the place of drafted
-ones, which shows what a wider pass takes. From then on each round's record corrects the costs, acceptance and hit
-rates, and from time to time the best plan of a grid is chosen by them. A mode that is not in use has no records, so it
-is probed, and a pair that would pay with a quicker draft is profiled again.
+tokens, to time a wider pass. From then on each round's record corrects the costs, acceptance and hit rates, and from
+time to time the best plan of a grid is chosen by them. A mode that is not in use has no new records, so it is probed
+from time to time. If only a quicker draft would make drafting worthwhile, the pair is profiled again.
 """
 
 import dataclasses
@@ -25,38 +25,38 @@ from .profile import KNOWN, RUNNING, WANTED, Profile
 logger = logging.get_logger(__name__)
 
 FIRST = (2, 8)  # lookahead and budget until the draft's profile is known
-EPOCH_ROUNDS = 8  # until the plan is chosen anew; at first, when every round tells a lot, that is each round
-FIRST_EPOCHS = 24  # rounds
+EPOCH_ROUNDS = 8  # between choices of the plan; at first it is chosen in each round, because each teaches a lot
+FIRST_EPOCHS = 24  # rounds in each of which the plan is chosen
 HYSTERESIS = 1.03  # expected gain below which the plan stays as it is
-PROBE_ROUNDS = 6  # of a mode that was not used for long
+PROBE_ROUNDS = 6  # rounds of a mode that was not used for long
 LONGEST_BETWEEN_PROBES = 512  # rounds
-PROBE_SHARE = 0.02  # of the time, at most, a draft reads texts only to be probed
-PROBED_GAIN = 1.2  # a mode is probed if it would be the best one, were it faster than expected by this factor
-UNSEEN_GAIN = 1.4  # the same of plain decoding, if it was only timed beside the profiling draft
-CONTENTION = 1.25  # slowdown of a verification beside the draft that is worth a warning
+PROBE_SHARE = 0.02  # largest share of the time in which a draft reads texts only to be probed
+PROBED_GAIN = 1.2  # probe a mode if it would win with this factor on its estimated speed
+UNSEEN_GAIN = 1.4  # same, for plain decoding that was only timed while the draft was profiling
+CONTENTION = 1.25  # slowdown of a verification by the working draft above which a warning is logged
 MISSES_COMPARED = 16  # rows that missed before fallbacks are compared
 WORTH_A_FALLBACK = 1.1  # expected gain below which the fallback stays as it is
 
 
 class Planner:
     """
-    Chooses mode, lookahead, budget, fallback and C in one call.
+    Chooses mode, lookahead, budget, fallback and C for the rounds of a call.
 
     Args:
-        config (`SSDConfig`): Numbers in it stay as they are.
+        config (`SSDConfig`): The settings. Those given as numbers are not changed.
         rows (`int`): Batch size.
-        vocab_size (`int`): Of both models.
+        vocab_size (`int`): Vocabulary size of both models.
         sampled (`bool`): Whether tokens are sampled.
-        workers (`int`, *optional*, defaults to 1): Drafts that prepare a budget each.
+        workers (`int`, *optional*, defaults to 1): Number of drafts, each of which prepares a whole budget.
         is_parallel (`bool`, *optional*): Whether the draft gives all tokens of its branches in one forward pass.
-        durations ([`Durations`], *optional*), experience ([`Experience`], *optional*): What calls before have taught.
-        lock (`threading.Lock`, *optional*): Held while these are read and written, as calls of other threads do.
+        durations ([`Durations`], *optional*), experience ([`Experience`], *optional*): Measurements of earlier calls.
+        lock (`threading.Lock`, *optional*): Held while these two, which other threads share, are read and written.
 
     Attributes:
-        costs ([`CostModel`]): What is known of the pair.
-        profile ([`Profile`]): Whether the worker is to time its passes.
+        costs ([`CostModel`]): The estimates for the pair.
+        profile ([`Profile`]): Tells whether the worker is to time its passes.
         plan ([`Plan`]): The plan for the next round.
-        reason (`str`): Why this plan, in one sentence with its numbers.
+        reason (`str`): Why this plan was chosen, in a sentence with its numbers.
     """
 
     def __init__(
@@ -85,19 +85,19 @@ class Planner:
         if self.feeds_first is not None:
             self.costs.feeds_first = self.feeds_first.value
         self.due, self.live, self.has_warned = 0, rows, False
-        self.reasons: dict[str, str] = {}  # by mode, why it was planned last
+        self.reasons: dict[str, str] = {}  # by mode, why it was last chosen
         lookahead = FIRST[0] if self.chooses_lookahead else config.lookahead
         budget = min(FIRST[1], self.costs.largest_budget(lookahead)) if config.budget == "auto" else config.budget
         self.reason = "the settings are fixed" if self.is_fixed else "the pair is not known yet"
-        # The answer to the first outcome brings the draft's profile. Drafted in turn, it shows what a verification
-        # takes while the draft does not work.
+        # The answer to the first outcome brings the draft's profile. A round in turn times a verification while the
+        # draft is idle.
         is_ahead = config.asynchronous and not self.chooses_lookahead
         self.plan = self.first = self._plan_of(AHEAD if is_ahead else IN_TURN, lookahead, budget)
 
-    # ---------------------------------------------------------------- what the loop asks and tells
+    # ---------------------------------------------------------------- interface of the loop
 
     def begin_call(self) -> None:
-        """Begins the call, whose turn with the draft has come."""
+        """Begins the call, once it has its turn with the draft."""
         with self.lock:
             self.costs.begin_call()
             self.live = self.costs.rows
@@ -105,32 +105,32 @@ class Planner:
                 self._choose()
             is_known = self.profile.state == KNOWN
             if is_known and self.may_take_turns and not self.durations.verification[IN_TURN].count:
-                self.plan = self.first  # the call that brought the profile ended before, or this was forgotten
+                self.plan = self.first  # the profiling call ended before that round, or the durations were forgotten
 
     @property
     def profiles(self) -> bool:
-        """Whether a worker is to time its passes before it drafts, or does so."""
+        """Whether a worker still has to time its passes before it drafts, or is timing them."""
         return self.profile.state != KNOWN
 
     def begin_profile(self) -> None:
-        """A worker has joined and times its passes. The round after that is drafted in turn."""
+        """Notes that a worker has joined and times its passes. The round after that follows the first plan."""
         self.profile.begin()
         self.plan = self.first
 
     def next_filler(self) -> int | None:
         """
-        Returns how many filler tokens the next plain round verifies to be timed, while the worker times its passes;
-        `None` if no more are needed.
+        Returns how many filler tokens the next plain round verifies, to be timed while the worker times its passes;
+        `None` if no such round is left.
         """
         return self.profile.next_filler()
 
     def observe_profile(self, costs: tuple[float, float, float] | None) -> None:
         """
-        Takes in the answer of a worker.
+        Learns from the answer of a worker.
 
         Args:
-            costs (`tuple[float, float, float]`, *optional*): Its profile, in seconds: to choose outcomes, of a pass,
-                and of each token in it.
+            costs (`tuple[float, float, float]`, *optional*): Its profile: the seconds to choose outcomes, of a pass,
+                and of each token in a pass.
         """
         if self.profile.state != RUNNING:
             return
@@ -141,7 +141,7 @@ class Planner:
         self.due = self.experience.rounds
 
     def reason_of(self, records: list[RoundRecord]) -> str:
-        """Returns why the mode was chosen that most of these rounds had."""
+        """Returns why the most frequent mode of these rounds was chosen."""
         if self.is_fixed or not records:
             return self.reason
         (mode, _), *_ = Counter(record.mode for record in reversed(records)).most_common(1)
@@ -150,14 +150,14 @@ class Planner:
 
     @property
     def _may_choose(self) -> bool:
-        """Whether there is something to choose from. Without a profile that is plain decoding or drafting in turn."""
+        """Whether a plan can be chosen. Without a profile the choice is plain decoding or drafting in turn."""
         is_free = not self.is_fixed and self.profile.state != RUNNING
         return is_free and (self.chooses_lookahead or self.costs.knows(AHEAD))
 
     def observe(self, before: RoundRecord, now: RoundRecord) -> None:
         """
-        Learns from a round, as [`CostModel.observe`] does, and chooses the next plan when that is due. Where the
-        settings leave nothing to choose, nothing is learned.
+        Learns from a round, as [`CostModel.observe`] does, and chooses the next plan when a choice is due. Does nothing
+        if all settings are fixed.
         """
         if self.is_fixed:
             return
@@ -197,7 +197,7 @@ class Planner:
             best = seen.chosen
         chosen = self._probe(best, speeds) or best
         if chosen == best and best[0] == PLAIN:
-            self.due = seen.probe_at  # nothing new is learned meanwhile, and in plain decoding all of this takes time
+            self.due = seen.probe_at  # plain rounds teach nothing new, and choosing would slow them down
         seen.chosen = chosen
         self.plan = self._plan_of(*chosen)
         self._explain(chosen, speeds, best)
@@ -221,12 +221,13 @@ class Planner:
 
     def _probe(self, best: tuple, speeds: dict) -> tuple | None:
         """
-        Unused modes have no data, so one is probed from time to time for a few rounds while it may still be the best.
-        Plain decoding is probed first where it was only timed beside a draft at work. Where not even a draft that takes
-        a while can win, but a quick one would, the next call profiles the draft again: the machine may have been busy.
+        Returns the plan with which to probe another mode, if any. Unused modes have no new data, so from time to time a
+        mode that may still be the best is probed for a few rounds. Plain decoding is probed first if it was only timed
+        while the draft was profiling. If no other mode of drafting is worth a probe, but a draft that takes no time
+        would be, the next call measures these modes again: the machine may have been busy.
         """
         seen, used = self.experience, self.durations.used
-        of_mode = {plan[0]: plan for plan in sorted(speeds, key=speeds.get)}  # the best of each mode
+        of_mode = {plan[0]: plan for plan in sorted(speeds, key=speeds.get)}  # the best plan of each mode
         gains = dict.fromkeys(of_mode, PROBED_GAIN)
         if PLAIN not in used:
             gains[PLAIN] = UNSEEN_GAIN
@@ -251,7 +252,7 @@ class Planner:
         return of_mode[seen.probed]
 
     def _choose_fallback(self, lookahead: int) -> None:
-        """The n-gram fallback takes the primary's place where it is clearly better (Theorem 17)."""
+        """Switches between the primary and the n-gram fallback if the other is clearly better (Theorem 17)."""
         if self.experience.ngram_tokens.weight >= MISSES_COMPARED:
             primary, ngram = self.costs.after_ngram(lookahead)
             if self.fallback == PRIMARY and ngram > WORTH_A_FALLBACK * primary:

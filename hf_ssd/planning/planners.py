@@ -1,4 +1,4 @@
-"""What this process knows of each pair of models, from which each call's planner starts."""
+"""Measurements of each pair of models in this process, from which the planner of each call starts."""
 
 import dataclasses
 import threading
@@ -9,18 +9,18 @@ from .cost_model import LOOKAHEADS
 from .experience import Durations, Experience
 from .planner import Planner
 
-KINDS_KEPT = 32  # of calls with a pair; a service may meet a new temperature in each call
+KINDS_KEPT = 32  # kinds of calls that are kept for a pair; a service may meet a new temperature in each call
 
 
 class PairKnowledge:
     """
-    What calls with one pair have taught.
+    Measurements of the calls with a pair.
 
     Attributes:
-        durations (`dict`): [`Durations`] by batch size, length and whether there are graphs.
+        durations (`dict`): [`Durations`] by batch size, length, kind of draft and CUDA graphs.
         experience (`dict`): [`Experience`] by settings, batch size, length and temperature.
-        last ([`Planner`], *optional*): That of the last call.
-        lock (`threading.Lock`): Held while any of it is read or written.
+        last ([`Planner`], *optional*): The planner of the last call.
+        lock (`threading.Lock`): Held while any of these attributes is read or written.
     """
 
     def __init__(self):
@@ -45,15 +45,15 @@ def planner_for(
     is_parallel: bool = False,
 ) -> Planner:
     """
-    Returns a planner for one call, which knows what calls before have taught for as long as both models live.
+    Returns a planner for a call. It starts from the measurements of earlier calls, kept while both models live.
 
     Args:
         target (`PreTrainedModel`): The target.
         draft (`PreTrainedModel` or [`~hf_ssd.distributed.assistant.DraftAssistant`]): The draft.
-        config (`SSDConfig`), generation_config (`GenerationConfig`): The call's.
+        config (`SSDConfig`), generation_config (`GenerationConfig`): Settings of the call.
         rows (`int`): Batch size.
-        length (`int`): Tokens of the longest prompt; calls within a factor of 4 share what is known of them.
-        vocab_size (`int`): Of both models.
+        length (`int`): Tokens of the longest prompt. Measurements are shared within classes that span a factor of 4.
+        vocab_size (`int`): Vocabulary size of both models.
         is_parallel (`bool`, *optional*): Whether the draft gives all tokens of its branches in one forward pass.
     """
     with _lock:
@@ -79,7 +79,7 @@ def planner_for(
 
 
 def _kept(known: dict, key: tuple, make):
-    """Returns the value of this key, made if it is new, as the latest of those that are kept."""
+    """Returns the value of this key, made if it is new, as the latest entry; drops the oldest of too many entries."""
     known[key] = known.pop(key, None) or make()
     if len(known) > KINDS_KEPT:
         del known[next(iter(known))]
@@ -87,6 +87,6 @@ def _kept(known: dict, key: tuple, make):
 
 
 def last_planner(target, draft) -> Planner | None:
-    """Returns the planner of the last call with this pair, whose costs tell what was measured of it."""
+    """Returns the planner of the last call with this pair, whose `costs` hold the measurements."""
     known = _pairs.get(target, {}).get(draft)
     return None if known is None else known.last

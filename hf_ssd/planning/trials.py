@@ -1,13 +1,13 @@
-"""Values of which nothing is known but the speed that they give."""
+"""Chooses between a few values of a setting by trying each of them and comparing tokens per second."""
 
 from ..rounds import PLAIN, RoundRecord
 from .estimates import Average
 
-TRIAL_ROUNDS = 24  # in which one value is tried
+TRIAL_ROUNDS = 24  # in which a value is tried
 
 
 class Trials:
-    """Tries values in turn and stays with the one that gave the most tokens per second."""
+    """Tries values in turn and stays with the value that gave the most tokens per second."""
 
     def __init__(self, values: tuple[float, ...]):
         self.speeds = {value: Average(0.0, 0.0, memory=0.7) for value in values}
