@@ -228,7 +228,10 @@ def drafting(monkeypatch):
     monkeypatch.setattr(CostModel, "plain", lambda costs: 0.0)
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+LONG = ("random", "custom, certain", "custom, drawn")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in SETTINGS])
 def test_every_setting_leaves_the_targets_distribution(small, name, prepared_in_process, drafting):
     assert p_value(*small, calls=16, seed=10, **{"budget": 4, **SETTINGS[name]}) > 1e-3
     assert name == "auto" or 0.1 < sum(prepared_in_process) / len(prepared_in_process) < 0.95

@@ -234,7 +234,7 @@ def folder(tmp_path_factory):
     "how, end",
     [
         ("script without a guard", ""),
-        ("interactive", "raise SystemExit(3)"),
+        pytest.param("interactive", "raise SystemExit(3)", marks=pytest.mark.slow),
         ("python -c", "import os; os.kill(os.getpid(), 9)"),
     ],
 )
