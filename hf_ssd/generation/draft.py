@@ -212,7 +212,7 @@ class FaultTolerantDraft:
 
     def finish(self, device: torch.device, sampled: bool) -> None:
         """Gives all ranks the leader's `failure` and `joined_at` and, if tokens were sampled, its random state."""
-        if self.joined_at is None and not self.was_late:
+        if self.joined_at is None and not self.was_late and self.failure is None:
             self.joined_at = 0  # no session was asked for
         self.failure, self.joined_at = self.ranks.share_values([self.failure, self.joined_at])
         if sampled:

@@ -266,6 +266,7 @@ def test_a_call_waits_for_another_threads_call_no_longer_than_its_timeout(target
         output = call(target, assistant, config={"timeout": 0.5})
         assert time.monotonic() - start < 20
         assert output.ssd_stats.draft_failure == "The draft was busy with another call for 0.5 s."
+        assert output.ssd_stats.draft_joined_at is None
         assert torch.equal(output.sequences, target.generate(**padded_batch(3), do_sample=False, max_new_tokens=40))
         with pytest.raises(hf_ssd.DraftError, match="busy with another call"):
             call(target, assistant, config={"timeout": 0.5, "on_draft_failure": "raise"})
