@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # for readers of the source; a program imports what it uses, see `__getattr__`
+if TYPE_CHECKING:  # for readers of the source; at run time `__getattr__` imports each name when it is first used
     from . import distributed as distributed
     from . import theory as theory
     from .config import SSDConfig
@@ -53,7 +53,7 @@ _PLACES = {
 
 
 def __getattr__(name: str):
-    """Imports a public name, or a documented module, when it is first used: torch and transformers take seconds."""
+    """Imports a public name or a documented module when it is first used: importing torch takes seconds."""
     if name in _PLACES:
         found = getattr(importlib.import_module(_PLACES[name], __name__), name)
     elif name in ("distributed", "theory"):

@@ -1,21 +1,21 @@
-"""What the figures of a call say about the pair and the settings, in words."""
+"""Turns the figures of a call into advice about the pair and the settings."""
 
 import math
 
 from .generation.verification import UNLIKELY
 from .rounds import FILLER
 
-CHANCE = 1e-3  # of what is still put down to chance
-ENOUGH_ROUNDS = 24  # with drafted tokens. Of 24 tokens with acceptance 0.5, less than 0.3 are accepted in 1 of 30 calls
+CHANCE = 1e-3  # p-value below which unlikely tokens are reported
+ENOUGH_ROUNDS = 24  # with drafted tokens; at acceptance 0.5, less than 0.3 of 24 tokens are accepted in 1 of 30 calls
 LOW_ACCEPTANCE, HIGH_WAIT, LOW_HITS = 0.3, 0.15, 0.6
 
 
 def adjustable(config, do_sample: bool) -> list[str]:
     """
-    Returns which settings the user may choose otherwise: those that `"auto"` does not decide, and that matter here.
+    Returns the settings that advice may tell the user to change: those that are not `"auto"` and affect this call.
 
     Args:
-        config (`SSDConfig`): The call's.
+        config (`SSDConfig`): The settings of the call.
         do_sample (`bool`): Whether tokens are sampled.
     """
     names = ["lookahead", "budget", *(["saguaro_c"] if do_sample else [])]
@@ -24,11 +24,14 @@ def adjustable(config, do_sample: bool) -> list[str]:
 
 def advice(stats) -> list[str]:
     """
+    Comments on the pair and the settings of a call.
+
     Args:
-        stats ([`SSDStats`]): How the rounds of a call went.
+        stats ([`SSDStats`]): The statistics of a call.
 
     Returns:
-        `list[str]`: What was seen and what to do about it; empty if there is nothing to change, or too little was seen.
+        `list[str]`: Sentences with an observation and, if there is any, a remedy; empty if there is nothing to change,
+            or if too few rounds were drafted to tell.
     """
     if not stats.rounds:
         return []
@@ -53,7 +56,7 @@ def advice(stats) -> list[str]:
             f"acceptance {stats.acceptance_rate:.2f}: this draft does not pay; choose one that agrees more with the "
             "target, or generate without"
         ]
-    # The planner weighs waiting against everything else, so only a lookahead of the user's own can be a wrong one.
+    # The planner takes waiting into account, so only a lookahead that the user has fixed can be wrong.
     if stats.wait_share < HIGH_WAIT or "lookahead" not in stats.adjustable:
         return []
     wait = f"wait is {stats.wait_share:.0%} of a round"

@@ -1,15 +1,15 @@
-"""The most likely tokens."""
+"""Finds the most likely tokens, quickly on a CPU too."""
 
 import torch
 
 
 def argmax(scores: torch.FloatTensor) -> torch.LongTensor:
     """
-    `scores.argmax(dim=-1)`, of several equal ones the first. On a CPU by numpy, which takes a tenth of torch's time:
-    for 12 rows and a vocabulary of 150,000 it is 0.1 ms instead of 1.6.
+    Computes `scores.argmax(dim=-1)`, the first index if several scores are equal. On a CPU numpy does it in a tenth of
+    torch's time: 0.1 ms instead of 1.6 for 12 rows and a vocabulary of 150,000.
 
     Args:
-        scores (`torch.Tensor` of shape `(..., vocab_size)`): Of any type that has an order.
+        scores (`torch.Tensor` of shape `(..., vocab_size)`): Numbers of any type that has an order.
 
     Returns:
         `torch.LongTensor` of shape `(...)`.

@@ -1,4 +1,4 @@
-"""Every knob of speculative speculative decoding, in one dataclass."""
+"""The settings of speculative speculative decoding, as a dataclass."""
 
 import dataclasses
 import difflib
@@ -15,7 +15,7 @@ LONGEST_LOOKAHEAD = 64  # tokens
 
 
 def _names_settings(cls: type) -> type:
-    """Lets a keyword that is not a setting raise `ValueError` with the nearest one, which a dataclass does not name."""
+    """Makes the class raise `ValueError` for an unknown keyword and suggest the setting with the closest name."""
     init = cls.__init__
 
     @functools.wraps(init)
@@ -37,60 +37,62 @@ class SSDConfig:
     """
     Configuration of speculative speculative decoding (SSD), passed to `generate(..., ssd_config=SSDConfig())`.
 
-    None of these settings changes the distribution of the generated tokens: they change how fast they come.
+    The settings change the speed of generation, and never the distribution of the generated tokens.
 
     Args:
         lookahead (`int` or `str`, *optional*, defaults to `"auto"`):
-            Number of tokens in one speculation, K in the paper. At least 1 and at most 64. `"auto"` picks it while it
-            generates, by measured times, acceptance and hits, down to 0 where the draft does not pay. A call that
-            samples with a number waits for a worker that is starting, so that a seed repeats its tokens; in all
-            others a draft that was given as a model drafts in turn until then.
+            Number of drafted tokens in a speculation, K in the paper. At least 1 and at most 64. `"auto"` chooses it
+            during generation from measured times, acceptance and hits, down to 0 where the draft does not pay. A call
+            that samples with a fixed lookahead waits for a worker that is starting, so that a seed repeats its tokens.
+            Other calls do not wait: until the worker is ready, a draft that was given as a model runs in the target's
+            process, alternating with the target.
         budget (`int` or `str`, *optional*, defaults to `"auto"`):
             Number of verification outcomes prepared for each row in each round, B in the paper. At least 1. `"auto"`
-            picks it likewise.
+            chooses it in the same way as the lookahead.
         fan_out (`str` or `list[int]`, *optional*, defaults to `"confidence"`):
-            How the budget is shared between the accepted counts 0 to K, F_k in the paper: `"confidence"` (what is most
-            likely in this round), `"geometric"` (Theorem 12), `"uniform"`, or what other systems prepare:
-            `"all_accepted"`, `"single_branch"`, `"greedy_tree"`; or integers, one more than the lookahead, which then
-            take the place of `lookahead` and `budget`.
+            How the budget is shared between the accepted counts 0 to K, F_k in the paper: `"confidence"` (the most
+            likely outcomes of this round), `"geometric"` (Theorem 12), `"uniform"`, or the outcomes that other systems
+            prepare: `"all_accepted"`, `"single_branch"`, `"greedy_tree"`; or a list of lookahead + 1 integers, which
+            then also set `lookahead` and `budget`.
         saguaro_c (`float` or `str`, *optional*, defaults to 1.0):
             C in [0, 1] of Saguaro sampling (Definition 14): smaller values trade acceptance for hits, 1 is ordinary
-            sampling. `"auto"` tries some and stays with the fastest; with a number for `lookahead`, whose tokens a seed
-            is to repeat, it is 1. Makes no difference to greedy decoding.
+            sampling. `"auto"` tries several values and keeps the fastest; with a fixed `lookahead`, where a seed must
+            repeat its tokens, it is 1. Makes no difference to greedy decoding.
         fallback (`str` or object, *optional*, defaults to `"auto"`):
-            Where the speculation of a row comes from whose outcome was not prepared: `"primary"` (the draft model, just
-            in time), `"ngram"` (what followed the last tokens when they occurred before), `"random"` (any tokens of the
-            text), or `"auto"`, which picks the fastest (with a fixed lookahead, the primary). Or a transformers
+            The source of a row's speculation if its outcome was not prepared: `"primary"` (the draft model, just in
+            time), `"ngram"` (the tokens that followed the last tokens at an earlier occurrence), `"random"` (any tokens
+            of the text), or `"auto"`, which picks the fastest (with a fixed lookahead, the primary). Or a transformers
             `CandidateGenerator`, or an object whose `propose(input_ids, lookahead)` takes ids of shape `(1, length)`
-            and returns tokens and their probabilities `(1, n, vocab_size)`, or `None` for certain tokens. Either is
-            called in the target's process.
+            and returns tokens and their probabilities `(1, n, vocab_size)`, or `None` for certain tokens. Both kinds of
+            object are called in the target's process.
         drafter (`str`, *optional*, defaults to `"auto"`):
-            How the draft model proposes tokens: `"autoregressive"` (one forward pass for each), `"parallel"` (one for
-            all of them, as PARD models are trained to; their config has `pard_token`), or `"auto"`, which is parallel
-            where the model can. What a parallel draft proposes is drawn from marginals, and processors that read the
-            tokens before a position, such as repetition penalties, see those before the speculation only.
+            How the draft model proposes tokens: `"autoregressive"` (a forward pass for each token), `"parallel"` (a
+            single pass for all tokens, which PARD models are trained for; their config has `pard_token`), or `"auto"`,
+            which is parallel if the model supports it. A parallel draft draws its tokens from marginals, and processors
+            that read the tokens before a position, such as repetition penalties, see only the tokens before the
+            speculation.
         acceptance_rate (`float`, *optional*, defaults to 0.8):
-            Prior for the chance that one drafted token is accepted, a in Theorem 12. Between 0 and 1, both excluded.
+            Prior for the chance that a drafted token is accepted, a in Theorem 12. Between 0 and 1, both excluded.
         power_law_exponent (`float`, *optional*, defaults to 0.5):
             Prior for the exponent of the miss rate, r in Theorem 12: a fan-out of F misses the bonus token with
             probability F^-r. Positive.
         timeout (`float`, *optional*, defaults to 30.0):
-            Seconds to wait for one answer of the draft worker before it counts as failed, and for the calls of other
-            threads that use the same worker to end.
+            Seconds to wait for an answer of the draft worker before the worker counts as failed, and to wait until
+            other threads' calls with the same worker have ended.
         on_draft_failure (`str`, *optional*, defaults to `"continue"`):
             What happens when the draft dies, hangs, raises or does not start: `"continue"` warns once and finishes by
             plain decoding, `"raise"` raises [`~hf_ssd.DraftError`].
         asynchronous (`bool`, *optional*, defaults to `True`):
             `True` drafts in the worker while the target verifies. `False` drafts in turn with the target, in this
-            process or, if the draft was launched, in its worker. That is ordinary speculative decoding: the baseline,
-            and a way to debug. A fixed lookahead with the primary fallback gives the same tokens both ways, sampled
-            ones included.
+            process or, if the draft was launched, in its worker. This is ordinary speculative decoding, for baselines
+            and debugging. A fixed lookahead with the primary fallback gives the same tokens both ways, also when
+            sampling.
         cuda_graphs (`bool` or `str`, *optional*, defaults to `"auto"`):
             Whether forward passes over a few tokens are captured as CUDA graphs and replayed, so that the host launches
-            a whole pass and not each kernel. `"auto"` does so for a model that is on one CUDA device; `True` also warns
-            once where a model is on none. A model that is compiled, has hooks or adapters, is on several devices, uses
-            flash attention or has a rotary embedding that depends on the length of the text runs without. Graphs and
-            the storage that they read stay in the device's memory until the model is deleted.
+            a whole pass and not each kernel. `"auto"` does so for a model that is on a single CUDA device; `True` also
+            warns once if a model is not on CUDA. A model that is compiled, has hooks or adapters, is on several
+            devices, uses flash attention or has a rotary embedding that depends on the length of the text runs without
+            graphs. Graphs and the storage that they read stay in the device's memory until the model is deleted.
     """
 
     lookahead: int | str = "auto"
@@ -148,15 +150,15 @@ class SSDConfig:
     @classmethod
     def from_dict(cls, settings: dict) -> "SSDConfig":
         """
-        Returns the configuration that [`~SSDConfig.to_dict`] gave as `settings`. Missing keys take their default; a key
-        that is not a setting and a value that is not allowed raise `ValueError`.
+        Returns the configuration that [`~SSDConfig.to_dict`] gave as `settings`. Missing keys take their default; an
+        unknown key or a value that is not allowed raises `ValueError`.
         """
         if not isinstance(settings, dict):
             raise ValueError(f"The settings of SSDConfig are a {type(settings).__name__}, but must be a dict.")
         return cls(**{str(name): value for name, value in settings.items()})
 
     def save_pretrained(self, save_directory: str | os.PathLike) -> None:
-        """Writes `ssd_config.json` into `save_directory`, which is made if needed."""
+        """Writes `ssd_config.json` into `save_directory`, which is created if needed."""
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / CONFIG_NAME).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
@@ -172,8 +174,8 @@ class SSDConfig:
                 `revision`, `token` or `cache_dir`.
 
         Raises:
-            `ValueError`, `TypeError`: there is no such folder, or the file is missing or not JSON, or has a setting
-                that is not one, or that is not allowed.
+            `ValueError`, `TypeError`: there is no such folder, or the file is missing or not JSON, or has an unknown
+                setting or a value that is not allowed.
         """
         from transformers.utils import cached_file
 
@@ -207,7 +209,7 @@ _FALLBACK = ", ".join(f'"{name}"' for name in FALLBACKS) + (
 
 
 def could_be_hub_id(name: str) -> bool:
-    """Whether a repository on the hub could have this name, which is no path of the machine then."""
+    """Whether a repository on the hub could have this name. The caller has checked that it is not a local path."""
     return re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name) is not None
 
 

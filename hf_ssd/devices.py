@@ -1,4 +1,4 @@
-"""What the library asks of a device, whatever kind of accelerator it is: identity, waiting, copies that do not wait."""
+"""Functions for every kind of accelerator: identity, synchronization, and copies that do not block the host."""
 
 import torch
 from transformers import PreTrainedModel
@@ -27,7 +27,7 @@ def identity(device: torch.device) -> str | None:
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until what was queued is computed. On CUDA in the current stream only: a link uses another one."""
+    """Waits until the queued work is computed. On CUDA in the current stream only: a link uses another stream."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
     elif device.type != "cpu":
@@ -36,24 +36,24 @@ def synchronize(device: torch.device) -> None:
 
 def from_host(values, device: torch.device) -> torch.Tensor:
     """
-    Returns values as a tensor on a device, without the wait for all of a GPU's earlier work that
-    `torch.tensor(values, device=...)`, `.to(device)` and an index on the host cost.
+    Returns values as a tensor on a device. The host does not wait for earlier work of a GPU, as it does with
+    `torch.tensor(values, device=...)`, `.to(device)` or an index on the host.
 
     Args:
         values (`torch.Tensor` or nested `list`): Usually on the host. A tensor on the device is returned as it is.
-        device (`torch.device`): Where they are needed.
+        device (`torch.device`): The device of the result.
     """
     if not isinstance(values, torch.Tensor):
         values = torch.tensor(values)
         values = values if values.numel() else values.long()  # torch takes an empty list for floats
     if values.device.type != "cpu" or device.type != "cuda":
         return values.to(device)
-    # Only copies from pinned memory do not wait. torch keeps that memory until the copy is done.
+    # Only copies from pinned memory are asynchronous. torch keeps that memory until the copy is done.
     return values.pin_memory().to(device, non_blocking=True)
 
 
 def to_host(*tensors: torch.LongTensor) -> list[torch.LongTensor]:
-    """Copies integers to the host in one transfer, so that the host waits for the device once."""
+    """Copies integers to the host in a single transfer, so that the host waits for the device once."""
     if tensors[0].device.type == "cpu":
         return list(tensors)
     flat = torch.cat([tensor.flatten().long() for tensor in tensors]).cpu()
@@ -86,7 +86,7 @@ def existing(name: str | torch.device) -> torch.device:
     here = [torch.device("cpu"), *accelerators()]
     try:
         device = torch.device(name)
-    except RuntimeError:  # no kind of device
+    except RuntimeError:  # not the name of a device
         device = None
     if device is not None and any(device.type == one.type and device.index in (None, one.index or 0) for one in here):
         return device
@@ -101,8 +101,8 @@ def name(device: torch.device) -> str:
 
 def spare_accelerator() -> torch.device | None:
     """
-    Returns the last accelerator on which this process holds no tensors. If it holds some on each, that is the last one,
-    with a warning; where there is only the CPU, `None`.
+    Returns the last accelerator on which this process holds no tensors. If it holds tensors on each accelerator,
+    returns the last of all and warns; returns `None` if there is only the CPU.
     """
     found = accelerators()
     unused = [device for device in found if not torch.accelerator.memory_allocated(device.index)]
@@ -112,7 +112,7 @@ def spare_accelerator() -> torch.device | None:
 
 
 def warn_of_sharing(device: torch.device) -> None:
-    """Warns once that target and draft on one device take time from each other."""
+    """Warns once that target and draft slow each other down on the same device."""
     logger.warning_once(
         f"The draft shares {device} with the target. Each of its passes there takes time from a verification, so this "
         "can be slower than drafting in turn (`SSDConfig(asynchronous=False)`); give the draft a device of its own, as "

@@ -1,10 +1,10 @@
 """
 Applies transformers' logits processors to many positions of many rows at once.
 
-In plain generation a processor sees one position of each row, and all rows have one length. Here each row has several
-positions, and rows differ in length. One call suffices for the processors that read only the scores (`STATELESS`), only
-the number of tokens (`MINIMUM_LENGTHS`), or only which tokens occurred (repetition penalty). The others are called once
-for each length, with the batch that they would see in plain generation.
+In plain generation a processor sees a single position of each row, and all rows have the same length. Here each row has
+several positions, and rows differ in length. A single call suffices for processors that read only the scores
+(`STATELESS`), only the number of tokens (`MINIMUM_LENGTHS`), or only which tokens occurred (repetition penalty). Other
+processors are called once for each length, with the batch that they would see in plain generation.
 """
 
 import torch
@@ -20,7 +20,7 @@ from .devices import from_host
 
 
 def _existing(*names: str) -> tuple[type[LogitsProcessor], ...]:
-    """Returns the processors of these names that this version of transformers has."""
+    """Returns the processor classes with these names that this version of transformers has."""
     return tuple(getattr(logits_process, name) for name in names if hasattr(logits_process, name))
 
 
@@ -37,7 +37,7 @@ MINIMUM_LENGTHS = {
         processor.prompt_length_to_skip + processor.min_new_tokens
     ),
 }
-"""Processors that do nothing from a number of tokens on, whatever the tokens are, and that number."""
+"""Processors that do nothing once a row has a minimum number of tokens, with a function that returns that number."""
 
 BY_ROW = _existing(
     "RepetitionPenaltyLogitsProcessor", "EncoderRepetitionPenaltyLogitsProcessor", "NoRepeatNGramLogitsProcessor",
@@ -49,7 +49,7 @@ BY_ROW = _existing(
 
 
 def has_constraint(processors: LogitsProcessorList) -> bool:
-    """Whether there is a `prefix_allowed_tokens_fn`. It may know no prefixes but those that it allows itself."""
+    """Whether there is a `prefix_allowed_tokens_fn`. It may know only the prefixes that it allows itself."""
     return any(type(processor) is PrefixConstrainedLogitsProcessor for processor in processors)
 
 
@@ -75,13 +75,13 @@ def process_positions(
     Processes the scores of consecutive positions of some rows.
 
     Args:
-        processors (`LogitsProcessorList`): As transformers prepared them. If not all of them are [`are_by_row`], there
-            must be one position, at the same length in all of the rows.
+        processors (`LogitsProcessorList`): The processors as transformers prepared them. Unless [`are_by_row`] is true
+            of them, there must be a single position, at the same length in all of the rows.
         scores (`torch.FloatTensor` of shape `(len(rows), positions, vocab_size)`): Raw scores.
         input_ids (`torch.LongTensor` of shape `(batch_size, columns)`): All rows, the proposed tokens included.
         lengths (`list[int]`): For each row of the batch. Position `j` of row `r` follows
             `input_ids[r, : lengths[r] + j]`.
-        rows (`list[int]`): The rows that `scores` is of.
+        rows (`list[int]`): The rows of the batch to which the rows of `scores` belong.
 
     Returns:
         `torch.Tensor` of the shape of `scores`, in the type that the last processor returned.
@@ -97,7 +97,7 @@ def process_positions(
             scores = together.view_as(scores)
             continue
         processed = scores.clone()
-        if type(processor) is PrefixConstrainedLogitsProcessor:  # asked only for the rows and prefixes that are meant
+        if type(processor) is PrefixConstrainedLogitsProcessor:  # called only for these rows and prefixes
             for i, row in enumerate(rows):
                 one_row = PrefixConstrainedLogitsProcessor(
                     lambda _, prefix, of=processor, row=row: of._prefix_allowed_tokens_fn(row, prefix), num_beams=1
@@ -109,10 +109,10 @@ def process_positions(
                 places, steps = (ends == length).nonzero(as_tuple=True)
                 of_batch = torch.tensor(rows)[places]
                 places, steps, of_batch = (from_host(index, scores.device) for index in (places, steps, of_batch))
-                batch = scores.new_zeros(len(input_ids), vocab_size)  # a processor may depend on the number of a row
+                batch = scores.new_zeros(len(input_ids), vocab_size)  # a processor may depend on a row's index
                 batch[of_batch] = scores[places, steps]
                 answer = processor(input_ids[:, :length], batch)
-                processed = processed.to(answer.dtype)  # the user's own may return another type
+                processed = processed.to(answer.dtype)  # a user's processor may return another type
                 processed[places, steps] = answer[of_batch]
         scores = processed
     return scores
@@ -122,8 +122,8 @@ def process_branches(
     processors: LogitsProcessorList, scores: torch.Tensor, histories: torch.LongTensor | None, lengths: torch.LongTensor
 ) -> torch.Tensor:
     """
-    Processes the scores `(sequences, vocab_size)` of independent sequences. Those of [`needs_history`] read the tokens
-    before each position, of which `histories[i, : lengths[i]]` count. `lengths` is on the CPU.
+    Processes the scores `(sequences, vocab_size)` of independent sequences. Processors with [`needs_history`] read the
+    tokens before position `i`, which are `histories[i, : lengths[i]]`. `lengths` is on the CPU.
     """
     for processor in processors:
         together = _process_together(processor, scores, histories, lengths)
@@ -146,8 +146,9 @@ def _process_together(
     rows: list[int] | None = None,
 ) -> torch.Tensor | None:
     """
-    Processes the scores `(positions, vocab_size)` in one call, or returns `None` if the processor must be called for
-    each length. `histories` of shape `(..., columns)` and `lengths` of shape `(...)` are of the `rows` of the batch.
+    Processes the scores `(positions, vocab_size)` in a single call, or returns `None` if the processor must be called
+    for each length. `histories` of shape `(..., columns)` and `lengths` of shape `(...)` belong to the `rows` of the
+    batch.
     """
     kind = type(processor)
     if kind in STATELESS:
@@ -163,8 +164,8 @@ def _process_together(
         if padding is not None:
             padding = padding if rows is None else padding[from_host(rows, padding.device)]
             padding = padding.to(columns.device).view(-1, *[1] * (histories.dim() - 1))
-            histories = histories.masked_fill(columns < padding, scores.shape[-1])  # which is no token
-        # How often a token occurs, and where, makes no difference; so the last one can be repeated.
+            histories = histories.masked_fill(columns < padding, scores.shape[-1])  # not the id of a token
+        # The penalty does not depend on how often or where a token occurs, so the last token can be repeated.
         last = from_host(lengths, histories.device)[..., None] - 1
         repeated = torch.where(columns <= last, histories, histories.gather(-1, last))
         return RepetitionPenaltyLogitsProcessor(processor.penalty)(repeated.flatten(0, -2), scores)

@@ -1,4 +1,4 @@
-"""Pictures of how a call went."""
+"""Plots the timeline and the acceptance of a call."""
 
 from . import timeline
 
@@ -8,18 +8,18 @@ ROUNDS_SHOWN = 12
 
 def plot_timeline(stats, path, rounds: range | None = None) -> None:
     """
-    Draws the two sides below each other, like Figure 1 of the paper.
+    Draws the work of the target above the work of the draft, like Figure 1 of the paper.
 
     Args:
-        stats ([`SSDStats`]): How the rounds of a call went.
-        path (`str` or `os.PathLike`): Where to write the picture; the ending says the format.
-        rounds (`range`, *optional*): Which rounds. Defaults to twelve in the middle.
+        stats ([`SSDStats`]): The statistics of a call.
+        path (`str` or `os.PathLike`): Where to write the picture; the suffix determines the format.
+        rounds (`range`, *optional*): The rounds to draw. Defaults to twelve in the middle of the call.
 
     Raises:
         `ImportError`: matplotlib is not installed.
         `ValueError`: the call had no such rounds.
     """
-    from matplotlib.figure import Figure  # where it is asked for: the library does without
+    from matplotlib.figure import Figure  # imported here because only plots need it
     from matplotlib.patches import Patch
 
     if rounds is None:
@@ -38,7 +38,7 @@ def plot_timeline(stats, path, rounds: range | None = None) -> None:
             hits, rows = interval.details["rows that hit"], interval.details["rows"]
             text = "hit" if rows and hits == rows else "miss" if not hits else f"{hits} of {rows}"
             axes.text(place + width / 2, 0.36, text, ha="center", va="top", fontsize=7)
-    axes.set_ylim(1.6, -0.8)  # the target on top, with room for the words
+    axes.set_ylim(1.6, -0.8)  # the target on top, with room for the labels
     axes.set_yticks([0, 1], [timeline.TARGET, timeline.DRAFT])
     axes.set_xlabel("milliseconds")
     axes.spines[["top", "right"]].set_visible(False)
@@ -55,12 +55,12 @@ def plot_timeline(stats, path, rounds: range | None = None) -> None:
 
 def plot_acceptance(stats, path) -> None:
     """
-    Draws how often the token at each place of a speculation was accepted, if it was put to the test, and how many
-    tokens of a speculation were.
+    Draws the acceptance rate at each place of a speculation, over the tokens that the target tested, and the share of
+    speculations with each accepted count.
 
     Args:
-        stats ([`SSDStats`]): How the rounds of a call went.
-        path (`str` or `os.PathLike`): Where to write the picture; the ending says the format.
+        stats ([`SSDStats`]): The statistics of a call.
+        path (`str` or `os.PathLike`): Where to write the picture; the suffix determines the format.
 
     Raises:
         `ImportError`: matplotlib is not installed.

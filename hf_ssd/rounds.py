@@ -1,4 +1,4 @@
-"""One round as data: the four types that target and draft share."""
+"""The data of a round: four types that target and draft share."""
 
 import time
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ PLAIN, IN_TURN, AHEAD = MODES = ("plain", "in_turn", "ahead")
 _, PRIMARY, *BUILT_IN = config.FALLBACKS  # "primary": drafted just in time by the draft model
 NGRAM, RANDOM, CUSTOM = "ngram", "random", "custom"
 PREPARED = "prepared"  # the outcome was in the speculation cache: a hit
-FILLER = "filler"  # no draft has seen it: the target times a wider pass
+FILLER = "filler"  # tokens that no draft proposed: with them the target times a wider pass
 NOTHING = "nothing"  # the row has no speculation
 FALLBACKS = (*BUILT_IN, CUSTOM)
 SOURCES = (PREPARED, PRIMARY, *FALLBACKS, FILLER, NOTHING)  # where the speculation of a row comes from
@@ -23,17 +23,17 @@ FINISHED = -1  # accepted count of a row that needs no more tokens
 @dataclass(frozen=True)
 class Plan:
     """
-    What the draft is to do, decided by the target and sent with each outcome.
+    Instructions for the draft, decided by the target and sent with each outcome.
 
     Args:
         mode (`str`): `"plain"` (no draft), `"in_turn"` (draft after the outcome) or `"ahead"` (SSD).
         lookahead (`int`): Tokens in the next speculations, K in the paper.
         after_miss (`int`): Tokens to draft just in time after a miss, at most `lookahead`.
         budget (`int`): Outcomes to prepare for each row, B in the paper; 0 unless the mode is `"ahead"`.
-        fallback (`str`): Where the speculation of a row comes from after a miss.
+        fallback (`str`): The source of a row's speculation after a miss.
         saguaro_c (`float`): C of Definition 14.
         feeds_first (`bool`): Whether a parallel drafter reads the speculation before it chooses outcomes, which takes a
-            pass more and ranks bonus tokens better. Others always do.
+            pass more and ranks bonus tokens better. Other drafters always read it first.
     """
 
     mode: str
@@ -48,13 +48,13 @@ class Plan:
 @dataclass
 class Outcome:
     """
-    What a verification decided, as integers of the host.
+    The result of a verification, as integers on the host.
 
     Args:
         accepted (`list[int]`): Accepted count of each row, `FINISHED` for a row that is left out.
-        bonus (`list[int]`): The token of each row that follows the accepted ones.
-        later (`list[list[int]]`, *optional*): The tokens of each row that followed in later rounds, in which the draft
-            proposed nothing; none for a row that is left out. `None` if there was no such round.
+        bonus (`list[int]`): The token of each row that follows the accepted tokens.
+        later (`list[list[int]]`, *optional*): The tokens that each row gained in later rounds, in which the draft
+            proposed nothing; an empty list for a row that is left out. `None` if there was no such round.
     """
 
     accepted: list[int]
@@ -63,15 +63,15 @@ class Outcome:
 
     def followed_by(self, other: "Outcome", proposed: list[list[int]]) -> "Outcome":
         """
-        Returns the outcome that a draft is told after one more round, in which it had proposed nothing.
+        Returns the outcome to send to the draft after a further round, in which the draft had proposed nothing.
 
         Args:
             other ([`Outcome`]): The outcome of that round.
-            proposed (`list[list[int]]`): The tokens of each row that were verified in it.
+            proposed (`list[list[int]]`): The tokens of each row that were verified in that round.
         """
         later, accepted = self.later or [[] for _ in self.bonus], list(self.accepted)
         for row, (k, bonus) in enumerate(zip(other.accepted, other.bonus)):
-            if k == FINISHED:  # nothing of this row is drafted any more
+            if k == FINISHED:  # no more tokens are drafted for this row
                 later[row], accepted[row] = [], FINISHED
             else:
                 later[row] = [*later[row], *proposed[row][:k], bonus]
@@ -81,28 +81,32 @@ class Outcome:
 @dataclass
 class RoundRecord:
     """
-    What one round accepted, hit and took. A *round* is one verification of one speculation for each row. The draft
-    begins the record and the target completes it. Times are in seconds; moments are those of `time.perf_counter()` on
-    the way and seconds since the call's beginning in [`SSDStats`] (clocks of two machines differ).
+    The accepted counts, hits and times of a round. A *round* is a verification of one speculation for each row. The
+    draft begins the record and the target completes it. Durations are in seconds. Time stamps are `time.perf_counter()`
+    values during a round, and seconds since the start of the call once they are in [`SSDStats`] (clocks of two machines
+    differ).
 
     Args:
         mode (`str`): The plan's mode.
-        lookahead (`int`): Drafted tokens that were verified.
-        budget (`int`): Outcomes that had been prepared for each row before this speculation was asked for.
-        sources (`list[str]`): Where the speculation of each row came from, one of `SOURCES`.
-        ranks (`list[int]`): Which of the draft's guesses the bonus token before this speculation was, -1 if none.
-        ngram_matches (`list[int]`): How many tokens of an earlier round the n-gram fallback would have got right, -1 if
-            it was not tried.
+        lookahead (`int`): Number of drafted tokens, or filler tokens, that were verified in each row.
+        budget (`int`): Number of outcomes prepared for each row before this speculation was requested.
+        sources (`list[str]`): The source of each row's speculation, from `SOURCES`.
+        ranks (`list[int]`): For each row, the rank of the bonus token before this speculation among the draft's
+            guesses, from 0; -1 if it was not among them.
+        ngram_matches (`list[int]`): For each row, how many tokens of an earlier round the n-gram fallback would have
+            got right; -1 if that was not evaluated.
         accepted (`list[int]`): Accepted count of each row; empty until the target has decided.
-        grown (`int`): Tokens of each branch that had grown by then.
-        passes, steps (`int`): Forward passes that grew branches, and that drafted just in time.
-        choose_seconds, grow_seconds (`float`): What it took to choose outcomes and to grow their branches.
-        answer_seconds (`float`): What the draft worked after the outcome was known.
-        verify_seconds (`float`): From having the speculation to having decided on it.
-        wait_seconds (`float`): From having nothing left to do to having the speculation.
-        prepared_at, answered_at (`float`): When the draft began to prepare and to answer; 0 if it did not.
-        received_at (`float`): When the target had the speculation.
-        compiles (`bool`): Whether a forward pass was compiled in its verification, so that its time tells nothing.
+        grown (`int`): Number of tokens that each prepared branch had when its outcome was looked up.
+        passes, steps (`int`): Forward passes that grew branches, and forward passes that drafted just in time.
+        choose_seconds, grow_seconds (`float`): Time to choose outcomes, and time to grow their branches.
+        answer_seconds (`float`): Time that the draft worked after the outcome was known.
+        verify_seconds (`float`): Time from receiving the speculation to deciding its outcome.
+        wait_seconds (`float`): Time that the target waited for the speculation with no other work left.
+        prepared_at, answered_at (`float`): When the draft began to prepare and to answer; 0 if it did not, which
+            becomes a negative number in [`SSDStats`].
+        received_at (`float`): When the target received the speculation.
+        compiles (`bool`): Whether a forward pass was compiled or captured in the verification, so that
+            `verify_seconds` is not typical.
     """
 
     mode: str = PLAIN
@@ -127,12 +131,12 @@ class RoundRecord:
 
     @property
     def hits(self) -> list[bool]:
-        """Whether the outcome of each row was among those prepared for, however far its speculation had grown."""
+        """Whether the outcome of each row had been prepared, no matter how many tokens of it had been drafted."""
         return [source == PREPARED for source in self.sources]
 
     @property
     def draft_seconds(self) -> float:
-        """What the draft worked for this speculation, preparing and answering."""
+        """Time that the draft worked on this speculation, preparing and answering."""
         return self.choose_seconds + self.grow_seconds + self.answer_seconds
 
     @property
@@ -144,16 +148,17 @@ class RoundRecord:
 @dataclass
 class Speculation:
     """
-    What the target verifies next, or, in the draft, what there is of it: then rows differ in length.
+    The drafted tokens that the target verifies next. Within the draft it may be incomplete: then rows differ in length.
 
     Args:
         tokens (`list[list[int]]`): The drafted tokens of each row, on the host.
         probabilities (`torch.FloatTensor` of shape `(batch_size, lookahead, vocab_size)`, *optional*): The distribution
-            each was drawn from; `None` if each token was certain or the probabilities follow later.
+            each token was drawn from; `None` if each token was certain or the probabilities follow later.
         record ([`RoundRecord`]): The draft's part of the record.
         costs (`tuple[float, float, float]`, *optional*): The draft's profile: seconds to choose outcomes, seconds of a
-            forward pass, and seconds for each token in it.
-        support (`int`, *optional*): The most tokens that have any chance in one of the distributions, if it is known.
+            forward pass, and seconds for each token in the pass.
+        support (`int`, *optional*): The largest number of tokens with a nonzero probability in any of the
+            distributions, if it is known.
     """
 
     tokens: list[list[int]]
@@ -174,5 +179,5 @@ class Speculation:
 
 
 def since(start: float) -> float:
-    """Returns the seconds since a moment of `time.perf_counter()`."""
+    """Returns the seconds since `start`, a value of `time.perf_counter()`."""
     return time.perf_counter() - start

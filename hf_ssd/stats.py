@@ -1,4 +1,4 @@
-"""What generate() returns beside the tokens: how the rounds went."""
+"""Statistics of the rounds, which generate() returns beside the tokens."""
 
 import dataclasses
 from dataclasses import dataclass, field
@@ -10,24 +10,26 @@ from .advice import advice
 from .rounds import FILLER, RoundRecord
 
 
-@dataclass(repr=False)  # a page of records is nothing to see in a notebook
+@dataclass(repr=False)  # the default repr would fill a notebook with records
 class SSDStats:
     """
-    How the rounds of one generate() call went. A *round* is one verification by the target of one speculation for each
+    Statistics of the rounds of a generate() call. A *round* is a verification by the target of one speculation for each
     row; the token that follows the prompt comes from the prefill, before the first round.
 
     Args:
-        batch_size (`int`): Rows.
-        records (`list[RoundRecord]`): What each round accepted, hit and took.
-        reason (`str`): Why the mode that most rounds had was chosen, in one sentence with its numbers.
-        prefill_seconds (`float`): Until the target has read the prompt, with the draft's session opened.
-        total_seconds (`float`): From the same moment to the end.
+        batch_size (`int`): Number of rows.
+        records (`list[RoundRecord]`): The accepted counts, hits and times of each round.
+        reason (`str`): Why the most frequent mode was chosen, in a sentence with its numbers.
+        prefill_seconds (`float`): Seconds from the start of the call until the target has read the prompt. They include
+            the time to open the draft's session.
+        total_seconds (`float`): Seconds from the start to the end of the call.
         generated_tokens (`int`): New tokens in the output, all rows together, padding excluded.
-        unlikely_tokens (`int`): Accepted tokens whose probability in the draft was less than a millionth of that in the
-            target, when sampling. A draft that draws from what it says has one with a chance below a millionth a token.
+        unlikely_tokens (`int`): When sampling, the number of accepted tokens whose probability in the draft was less
+            than a millionth of their probability in the target. If a draft draws from the probabilities that it
+            reports, the chance of this is below a millionth for each token.
         draft_failure (`str`, *optional*): Why the draft was given up, if it was.
-        draft_joined_at (`int`, *optional*): The first round whose speculation the draft could be asked for; `None` if
-            it was not there, or not asked, during the whole call.
+        draft_joined_at (`int`, *optional*): The first round whose speculation the draft could be asked for; 0 if the
+            planner never asked for the draft, and `None` if the draft was not ready at first and did not join later.
         adjustable (`list[str]`): The settings that advice may name. See [`~hf_ssd.advice.adjustable`].
     """
 
@@ -51,7 +53,7 @@ class SSDStats:
         return [getattr(record, name) for record in self.records]
 
     def verified_rows(self) -> list[tuple[int, int, bool]]:
-        """Returns (lookahead, accepted, hit) of every row of every round in which the row was not finished."""
+        """Returns (lookahead, accepted, hit) of each unfinished row in each round; filler tokens have lookahead 0."""
         rows = []
         for record in self.records:
             lookahead = 0 if FILLER in record.sources else record.lookahead
@@ -60,19 +62,19 @@ class SSDStats:
 
     @property
     def hit_rate(self) -> float:
-        """Share of speculations whose outcome was among those prepared for."""
+        """Share of speculations whose outcome had been prepared."""
         drafted = [hit for k, _, hit in self.verified_rows() if k]
         return sum(drafted) / len(drafted) if drafted else 0.0
 
     @property
     def tokens_per_round(self) -> float:
-        """Tokens that one row gains in one round: accepted ones and the bonus token."""
+        """Mean number of tokens that a row gains in a round: accepted tokens and the bonus token."""
         rows = self.verified_rows()
         return sum(accepted + 1 for _, accepted, _ in rows) / len(rows) if rows else 0.0
 
     @property
     def acceptance_rate(self) -> float:
-        """Chance that one drafted token is accepted, of those that were put to the test."""
+        """Share of accepted tokens among the drafted tokens that the target tested."""
         rows = self.verified_rows()
         tested = sum(min(accepted + 1, k) for k, accepted, _ in rows)
         return sum(accepted for k, accepted, _ in rows if k) / tested if tested else 0.0
@@ -80,8 +82,8 @@ class SSDStats:
     @property
     def advice(self) -> list[str]:
         """
-        What the figures say about the pair and the settings, in sentences; empty if there is nothing to change, or if
-        too few rounds were drafted to tell.
+        Sentences that say how to improve the pair or the settings; empty if there is nothing to change, or if too few
+        rounds were drafted to tell.
         """
         return advice(self)
 
@@ -92,17 +94,17 @@ class SSDStats:
         return wait / (verify + wait) if verify + wait else 0.0
 
     def plot_timeline(self, path, rounds: range | None = None) -> None:
-        """Draws what target and draft did when. See [`~hf_ssd.plots.plot_timeline`]."""
+        """Draws the timeline of target and draft. See [`~hf_ssd.plots.plot_timeline`]."""
         plots.plot_timeline(self, path, rounds)
 
     def plot_acceptance(self, path) -> None:
-        """Draws how much of the speculations was accepted. See [`~hf_ssd.plots.plot_acceptance`]."""
+        """Draws the acceptance of the drafted tokens. See [`~hf_ssd.plots.plot_acceptance`]."""
         plots.plot_acceptance(self, path)
 
     def to_pandas(self):
         """
-        Returns a `pandas.DataFrame` with a line for each round. What is told of each row is summed up: how many rows
-        were unfinished and hit, and the mean accepted count of the unfinished ones.
+        Returns a `pandas.DataFrame` with a line for each round. Lists with a value for each row are replaced by the
+        number of unfinished rows, how many of these hit, and their mean accepted count.
 
         Raises:
             `ImportError`: pandas is not installed.
@@ -154,10 +156,10 @@ class SSDStats:
 @dataclass
 class SSDDecoderOnlyOutput(GenerateDecoderOnlyOutput):
     """
-    A `GenerateDecoderOnlyOutput` that says how the rounds went.
+    A `GenerateDecoderOnlyOutput` with statistics of the rounds.
 
     Args:
-        ssd_stats ([`SSDStats`]): The rounds of this call.
+        ssd_stats ([`SSDStats`]): The statistics of this call.
     """
 
     ssd_stats: SSDStats | None = None

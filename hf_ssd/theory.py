@@ -1,10 +1,10 @@
 """
-The paper's formulas as pure functions of plain numbers (Kumar, Dao, May, ICLR 2026). Every time T is in units of one
+The paper's formulas as pure functions of plain numbers (Kumar, Dao, May, ICLR 2026). Every time T is in units of a
 verification by the target, and every expectation E in tokens per round, the bonus token included. Arguments out of
 range raise `ValueError`.
 
-The symbols: `acceptance_rate` a, the chance that one drafted token is accepted, independent of the others; `lookahead`
-K, the drafted tokens of one speculation; `budget` B, the outcomes prepared; `power_law_exponent` r, where a fan-out of
+The symbols: `acceptance_rate` a, the chance that a drafted token is accepted, independent of the others; `lookahead`
+K, the drafted tokens of a speculation; `budget` B, the outcomes prepared; `power_law_exponent` r, where a fan-out of
 F misses the bonus token with probability F^-r; `hit_rate` p, the chance that a row's outcome was prepared;
 `expected_hit` E_hit and `expected_miss` E_miss, the tokens of a round whose speculation came from the cache and from
 the fallback; `primary_time` T_p, to prepare the cache, hidden up to 1; `backup_time` T_b, of the fallback after a miss;
@@ -30,7 +30,7 @@ def acceptance_rate(p: list[float], q: list[float]) -> float:
 
 
 def expected_tokens(acceptance_rate: float, lookahead: int) -> float:
-    """Tokens of one round with K drafted ones: E = (1 - a^(K+1)) / (1 - a)."""
+    """Expected tokens of a round with K drafted tokens: E = (1 - a^(K+1)) / (1 - a)."""
     _check(0, 1, acceptance_rate=acceptance_rate)
     _check(0, math.inf, lookahead=lookahead)
     if acceptance_rate == 1:
@@ -56,7 +56,7 @@ def ssd_speedup(
 ) -> float:
     """
     Speed of SSD over plain decoding (Theorem 7; Corollary 16 for a batch of b rows, which may be a mean): all rows wait
-    if one of them misses, so it is (p E_hit + (1-p) E_miss) / (p^b max(1, T_p) + (1 - p^b)(1 + T_b)).
+    if any row misses, so it is (p E_hit + (1-p) E_miss) / (p^b max(1, T_p) + (1 - p^b)(1 + T_b)).
     """
     _check(0, 1, hit_rate=hit_rate)
     _check(0, math.inf, primary_time=primary_time, backup_time=backup_time)
@@ -78,7 +78,7 @@ def overall_hit_rate(hit_rate_after_primary: float, hit_rate_after_backup: float
 
 def ssd_over_speculative_decoding(hit_rate: float, draft_time: float, primary_time: float = 1.0) -> float:
     """
-    Speed of SSD over synchronous speculative decoding where one draft serves as SD's draft, primary and backup, so
+    Speed of SSD over synchronous speculative decoding if the same draft serves as SD's draft, primary and backup, so
     E_hit = E_miss = E_SD and T_b = T_SD: (1 + T_SD) / (p max(1, T_p) + (1-p)(1 + T_SD)) (Corollary 8). It is never
     below 1 if T_p <= 1 + T_SD.
     """
@@ -104,9 +104,9 @@ def geometric_fan_out(lookahead: int, budget: float, acceptance_rate: float, pow
 
 def fan_out_for(probabilities: list[float], budget: float, power_law_exponent: float) -> list[float]:
     """
-    The same for any outcome probabilities P(k), of which only the ratios matter, as after a backup's speculation
-    (Theorem 18): sum_k P(k) (1 - F_k^-r) is largest where F_k is in proportion to P(k)^(1/(1+r)). An F_k may be below
-    1, where the power law has no meaning.
+    The fan-out F_0 ... F_K for any outcome probabilities P(k), of which only the ratios matter, for example after a
+    backup's speculation (Theorem 18): sum_k P(k) (1 - F_k^-r) is largest if F_k is in proportion to P(k)^(1/(1+r)). An
+    F_k may be below 1, where the power law has no meaning.
     """
     _check(0, math.inf, probabilities=probabilities, budget=budget)
     _check(0, math.inf, exclusive=True, sum_of_probabilities=sum(probabilities), power_law_exponent=power_law_exponent)
@@ -120,12 +120,12 @@ def critical_batch_size(hit_rate: float, primary_time: float, expected_hit: floa
     Batch size above which an instant backup (T_b = 0, E_miss after a miss) beats the primary used just in time
     (T_b = T_p, E_hit after a miss too): b* = log(1 + 1/T_p - E_hit / (T_p (p E_hit + (1-p) E_miss))) / log p
     (Theorem 17). It is infinite where the logarithm has no value, because the backup never wins there. A hit counts as
-    one unit of time, so the curves of `ssd_speedup` cross there only if T_p <= 1.
+    a single unit of time, so the curves of `ssd_speedup` cross at b* only if T_p <= 1.
     """
     _check(0, 1, exclusive=True, hit_rate=hit_rate)
     _check(0, math.inf, exclusive=True, primary_time=primary_time)
     _check(1, expected_hit, expected_miss=expected_miss)
-    # The logarithm is of 1 - loss. Written so, b* is exactly 0 if E_hit = E_miss, where 1 + 1/T_p - 1/T_p rounds.
+    # The logarithm is of 1 - loss. This form gives exactly 0 if E_hit = E_miss, where 1 + 1/T_p - 1/T_p would round.
     backup_tokens = hit_rate * expected_hit + (1 - hit_rate) * expected_miss
     loss = (1 - hit_rate) * (expected_hit - expected_miss) / (primary_time * backup_tokens)
     return math.log1p(-loss) / math.log(hit_rate) if loss < 1 else math.inf
@@ -148,10 +148,11 @@ def fit_power_law(fan_outs: list[float], miss_rates: list[float]) -> tuple[float
 
 def predict(stats) -> float:
     """
-    The tokens per second of all rows while decoding that Corollary 16 (Theorem 7 for one row) gives for the parts that
-    a call measured ([`SSDStats`]). The hit rate p, E_hit and E_miss are means over unfinished rows,
-    b is their mean number, and V the mean verification. The mean wait gives 1 + wait / V for max(1, T_p) where all rows
-    hit, and wait / V for T_b elsewhere. If one kind of row or round does not occur, the other's mean stands in.
+    Predicts the decoding speed of a call, in tokens per second of all rows together, by Corollary 16 (Theorem 7 for a
+    single row) from the parts that the call measured ([`SSDStats`]). The hit rate p, E_hit and E_miss are means over
+    unfinished rows, b is the mean number of unfinished rows, and V the mean time of a verification. The mean wait gives
+    1 + wait / V for max(1, T_p) in rounds where all rows hit, and wait / V for T_b in other rounds. If a kind of row or
+    round does not occur, the mean of the other kind is used.
     """
     rows, waits, verifications = [], [], []
     for record in stats.records:

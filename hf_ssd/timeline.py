@@ -1,4 +1,4 @@
-"""What target and draft did when, from the figures of a call, and the same for a trace viewer."""
+"""The timeline of target and draft in a call, as intervals and as a file for a trace viewer."""
 
 from dataclasses import dataclass
 
@@ -8,12 +8,14 @@ TARGET, DRAFT = "target", "draft"
 @dataclass(frozen=True)
 class Interval:
     """
+    A stretch of time that a side spent on a single task.
+
     Args:
         side (`str`): `"target"` or `"draft"`.
         what (`str`): `"prefill"`, `"verify"`, `"wait"`, `"prepare"` or `"answer"`.
         start, end (`float`): Seconds since the beginning of the call.
         round (`int`): Number of the round.
-        details (`dict`): What is to be known about it.
+        details (`dict`): Figures of the round that a trace viewer shows.
     """
 
     side: str
@@ -27,10 +29,10 @@ class Interval:
 def intervals(stats) -> list[Interval]:
     """
     Args:
-        stats ([`SSDStats`]): How the rounds of a call went.
+        stats ([`SSDStats`]): The statistics of a call.
 
     Returns:
-        `list[Interval]`: What each side did in each round, in the order of the rounds.
+        `list[Interval]`: The intervals of both sides, in the order of the rounds.
     """
     result = [Interval(TARGET, "prefill", 0.0, stats.prefill_seconds, 0, {})]
     for i, record in enumerate(stats.records):
@@ -50,7 +52,7 @@ def intervals(stats) -> list[Interval]:
 
 
 def perfetto(stats) -> dict:
-    """Returns a trace in the Chrome JSON format, which ui.perfetto.dev and chrome://tracing open; times in us."""
+    """Returns a trace in Chrome's JSON format for ui.perfetto.dev and chrome://tracing, with times in microseconds."""
     sides = {TARGET: 1, DRAFT: 2}
     names = [
         {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": side}} for side, pid in sides.items()

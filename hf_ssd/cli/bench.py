@@ -3,9 +3,10 @@
 example:
   hf-ssd bench Qwen/Qwen3-8B Qwen/Qwen3-0.6B --prompts prompts.jsonl --batch-size 4
 
-The target has the same device in every row, and SSD one more for its draft, as in the paper. A second table gives the
-others, on a CPU, all cores that SSD has. Methods take turns, again and again, so that what else the machine does falls
-on all of them alike; each is compared with plain generate() within one turn, and the median counts.
+The target has the same device in every row, and SSD has another device for its draft, as in the paper. On a CPU, a
+second table gives the other methods all cores that SSD has. Methods take turns, so that other work of the machine
+affects all of them alike. Each method is compared with plain generate() within a turn, and the median over the turns is
+reported.
 """
 
 import argparse
@@ -38,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_work(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments that say what is generated."""
+    """Adds the arguments for the prompts and the generated texts."""
     work = parser.add_argument_group("work")
     work.add_argument("--prompts", help="JSON lines; default: snippets of Python, or random tokens")
     work.add_argument("--prompt-field", default="prompt")
@@ -82,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check_pictures(args: argparse.Namespace) -> None:
-    """Makes the folders of pictures, and raises `ValueError` if they are asked for and cannot be written."""
+    """Creates the folders for pictures. Raises `ValueError` if pictures are asked for and cannot be written."""
     if (args.output or args.trace) and importlib.util.find_spec("matplotlib") is None:
         raise ValueError('pictures need matplotlib: pip install "hf_ssd[plot]"')
     for folder in filter(None, (args.output, args.trace and args.trace.parent)):
@@ -94,13 +95,13 @@ def check_pictures(args: argparse.Namespace) -> None:
 
 def compare(args: argparse.Namespace, target, draft, batches: list[dict], tokenizers: dict | None = None) -> None:
     """
-    Measures all methods, prints a table, and writes what the arguments ask for.
+    Measures all methods, prints tables, and writes the files that the arguments ask for.
 
     Args:
-        args (`argparse.Namespace`): With what [`add_work`] and [`add_methods`] add.
+        args (`argparse.Namespace`): The arguments of [`add_work`] and [`add_methods`].
         target (`PreTrainedModel`): An enabled model.
         draft (`PreTrainedModel`): The draft.
-        batches (`list[dict]`): Inputs of generate(), used one after the other.
+        batches (`list[dict]`): Inputs of generate(), used in turn.
         tokenizers (`dict`, *optional*): `tokenizer` and `assistant_tokenizer` of generate(), if the two differ.
     """
     cores, tables = cores_for(args, target, draft), {}
@@ -134,7 +135,7 @@ def compare(args: argparse.Namespace, target, draft, batches: list[dict], tokeni
 
 
 def cores_for(args: argparse.Namespace, target, draft) -> CoreShare | None:
-    """Returns which cores each side gets, where both models are on the CPU."""
+    """Returns the cores of each side if they are pinned or both models are on the CPU; otherwise `None`."""
     if args.pin:
         target_cores, draft_cores = args.pin
         return CoreShare(target_cores, (draft_cores,))
@@ -142,7 +143,7 @@ def cores_for(args: argparse.Namespace, target, draft) -> CoreShare | None:
 
 
 def about() -> dict:
-    """Returns what the figures were made with."""
+    """Returns the versions and the machine with which the figures were measured."""
     versions = {module.__name__: module.__version__ for module in (hf_ssd, torch, transformers)}
     gpus = [devices.name(device) for device in devices.accelerators()]
     return {

@@ -3,8 +3,8 @@
 example:
   hf-ssd chat Qwen/Qwen3-8B Qwen/Qwen3-0.6B --temperature 0.7 --stats
 
-The text so far stays in the caches of both models, so a turn costs what is new in it. A model without a chat template,
-such as the small pair that comes with hf_ssd, completes what you type.
+The text so far stays in the caches of both models, so in each turn they read only the new tokens. A model without a
+chat template, such as the small pair that comes with hf_ssd, completes the text that you type.
 
 Type /help for the commands.
 """
@@ -45,11 +45,11 @@ class Answer(hf_ssd.RoundStreamer):
     Prints an answer as it is generated, and keeps its tokens, so that they are known if the call is interrupted.
 
     Args:
-        tokenizer (`PreTrainedTokenizerBase`): The target's.
+        tokenizer (`PreTrainedTokenizerBase`): The target's tokenizer.
 
     Attributes:
         tokens (`list[int]`): The tokens streamed so far, those of the prompt first.
-        first_at (`float`, *optional*): The `time.perf_counter()` value at which the first new token was there.
+        first_at (`float`, *optional*): The `time.perf_counter()` value when the first new token arrived.
     """
 
     def __init__(self, tokenizer):
@@ -70,11 +70,11 @@ class Chat:
     A conversation.
 
     Args:
-        args (`argparse.Namespace`): Of the command line.
+        args (`argparse.Namespace`): The arguments of the command.
         target (`PreTrainedModel`): An enabled model.
         assistant ([`~hf_ssd.DraftAssistant`]): The draft.
-        tokenizer (`PreTrainedTokenizerBase`): The target's.
-        assistant_tokenizer (`PreTrainedTokenizerBase`, *optional*): The draft's, if it differs.
+        tokenizer (`PreTrainedTokenizerBase`): The target's tokenizer.
+        assistant_tokenizer (`PreTrainedTokenizerBase`, *optional*): The draft's tokenizer, if it differs.
     """
 
     def __init__(self, args, target, assistant, tokenizer, assistant_tokenizer=None):
@@ -86,11 +86,11 @@ class Chat:
     def clear(self) -> None:
         """Forgets everything but the system message."""
         self.messages = [{"role": "system", "content": self.args.system}] if self.args.system else []
-        self.text = ""  # of models without a chat template
+        self.text = ""  # the conversation, for models without a chat template
         self._forget_cache()
 
     def _forget_cache(self) -> None:
-        """The next call reads the whole text again."""
+        """Drops the cache, so that the next call reads the whole text again."""
         self.cache, self.cached = DynamicCache(config=self.target.config), []
 
     def tokens_after(self, words: str) -> list[int]:
@@ -102,8 +102,8 @@ class Chat:
 
     def answer(self, words: str) -> str:
         """
-        Prints the answer as it comes, and returns its figures. An interrupted answer stays in the conversation as far
-        as it was generated.
+        Prints the answer as it comes, and returns a line with its figures. An interrupted answer stays in the
+        conversation as far as it was generated.
 
         Raises:
             `ValueError`: the text is longer than the target has positions for. The conversation stays as it was.
@@ -136,7 +136,7 @@ class Chat:
                 )
                 self.cache, self.cached = output.past_key_values, output.sequences[0].tolist()[:-1]
             except KeyboardInterrupt:
-                answer.end()  # prints the words that it held back
+                answer.end()  # prints the words that the streamer held back
         seconds, new = time.perf_counter() - start, answer.tokens[len(tokens) :]
         text = self.tokenizer.decode(new, skip_special_tokens=True)
         self.messages += [{"role": "user", "content": words}, {"role": "assistant", "content": text}]
@@ -151,9 +151,9 @@ class Chat:
 
     def _take_cache(self, tokens: list[int]) -> DynamicCache:
         """
-        Returns the cache without what the text does not begin with, as a template may write an old answer another way.
-        The chat has an empty one until the call returns, because a call that ends in an error or by Ctrl-C leaves
-        tokens in it that were not verified.
+        Returns the cache, cropped to the tokens with which the text begins, because a template may write an old answer
+        differently. The chat holds an empty cache until the call returns, because a call that ends in an error or by
+        Ctrl-C leaves unverified tokens in its cache.
         """
         cache, cached = self.cache, self.cached
         self._forget_cache()
@@ -161,20 +161,20 @@ class Chat:
         if same < len(cached):
             try:
                 cache.crop(-(len(cached) - same))
-            except (RuntimeError, ValueError):  # a window that is full has dropped the tokens before it
+            except (RuntimeError, ValueError):  # a full sliding window has dropped earlier tokens
                 return self.cache
         return cache
 
 
 def drafting(stats: hf_ssd.SSDStats) -> str:
-    """Returns how the drafted tokens of a call fared, or why no token was drafted."""
+    """Returns the hit rate and acceptance of a call, or why no token was drafted."""
     if any(lookahead for lookahead, _, _ in stats.verified_rows()):
         return f"hit rate {stats.hit_rate:.2f}, acceptance {stats.acceptance_rate:.2f}"
     return f"decoded plainly: {stats.draft_failure or stats.reason}"
 
 
 def prepare_terminal() -> None:
-    """Lets lines be edited where Python has readline, and replaces typed bytes that stand for no character."""
+    """Enables line editing where Python has readline, and replaces typed bytes that are no valid characters."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (input() uses it from then on)
     if isinstance(sys.stdin, io.TextIOWrapper):
@@ -215,7 +215,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def obey(chat: Chat, words: str) -> None:
-    """Does what a line asks for: a command, or a message that is answered."""
+    """Runs the command in a line, or answers the message in it."""
     command = words.split()[0] if words.startswith("/") else ""
     if words == "/clear":
         chat.clear()

@@ -28,7 +28,7 @@ from .options import at_least
 from .table import rows_of
 from .verdict import Figures
 
-PROMPTS = [  # of about one length, so that one planner learns from all of them
+PROMPTS = [  # of about the same length, so that a single planner learns from all of them
     'class Node:\n    """A node of a tree."""\n\n    def __init__(self, name, parent=None):\n',
     'class Queue:\n    """A queue of tasks."""\n\n    def __init__(self, maxsize=0):\n',
     'class Logger:\n    """Write messages to a log."""\n\n    def __init__(self, name):\n',
@@ -73,8 +73,8 @@ def run(args: argparse.Namespace) -> int:
 
 def measure(args: argparse.Namespace, found: models.Models, texts: list[str], load: float) -> Figures:
     """
-    Loads both models, and runs prompts with each way to generate, in turns. The calls are cut so short that one turn
-    that warms up and one that counts fit into `args.seconds`.
+    Loads both models, and runs prompts with each method, in turns. The time of a call is limited, so that a turn that
+    warms up and a turn that counts fit into `args.seconds`.
     """
     tell("loading both models")
     (target, draft), tokenizer = found.load(), found.tokenizer
@@ -90,7 +90,7 @@ def measure(args: argparse.Namespace, found: models.Models, texts: list[str], lo
         del methods[f"{ASSISTED}, default"]
         deadline = time.perf_counter() + args.seconds
         bench.options["max_time"] = args.seconds / (len(batches) + 2 * len(methods))
-        first = []  # the planner gets to know the pair
+        first = []  # runs in which the planner measures the pair
         for turn in range(len(batches)):
             tell(f"getting to know the pair, call {turn + 1} of {len(batches)}")
             first.append(bench.run(methods[SSD], turn))
@@ -103,12 +103,12 @@ def measure(args: argparse.Namespace, found: models.Models, texts: list[str], lo
 
 
 def tell(what: str) -> None:
-    """Shows on stderr, also where it is no terminal, what is done now."""
+    """Prints the current step on stderr, also if stderr is no terminal."""
     print(f"hf-ssd check: {what}", file=sys.stderr, flush=True)
 
 
 def acceptance_of(runs: list[Run]) -> float | None:
-    """Returns the share of the drafted tokens put to the test in any of the runs that were accepted."""
+    """Returns the share of accepted tokens among the tested tokens of all runs, or `None` without drafted tokens."""
     stats = SSDStats(records=records_of(runs))
     return stats.acceptance_rate if any(k for k, _, _ in stats.verified_rows()) else None
 
@@ -124,7 +124,7 @@ def if_known(seconds: float) -> float | None:
 def conclude(
     methods: dict[str, Method], first: list[Run], planner: Planner, shares_memory: bool, load: float
 ) -> Figures:
-    """Returns what the turns of all methods come to. `first` are SSD's runs before these turns."""
+    """Returns the figures of the pair from the runs of all methods. `first` holds SSD's runs before these turns."""
     rows = {row["method"]: row for row in rows_of(methods)}
     assisted = next((name for name in rows if name.startswith(ASSISTED)), None)
     ssd, runs = rows[SSD], methods[SSD].runs

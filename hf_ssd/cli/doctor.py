@@ -1,4 +1,4 @@
-"""What can be said of a pair before its weights are loaded: from configs, tokenizers and devices."""
+"""Examines a pair before its weights are loaded, by its configs, tokenizers and devices."""
 
 import os
 
@@ -15,10 +15,10 @@ from .models import Models, check_exists, first_sentence
 
 def examine(models: Models) -> dict:
     """
-    Returns what is known of a pair: a description of each model, and `shares_memory`.
+    Returns a description of each model, and `shares_memory`.
 
     Raises:
-        `ValueError`: the two cannot work together.
+        `ValueError`: the two models cannot work together.
     """
     target, draft = (without_weights(name) for name in (models.target, models.draft))
     check_arguments(target, draft, SSDConfig(), synced_gpus=False)
@@ -41,24 +41,24 @@ def config_of(name: str) -> PreTrainedConfig:
 
 def without_weights(name: str) -> PreTrainedModel:
     """
-    Builds a model that computes nothing, to be asked what it is.
+    Builds a model on the meta device, to look at its structure.
 
     Raises:
-        `ValueError`: there is no such model, or it is not one that generates text by itself.
+        `ValueError`: there is no such model, or the model does not generate text by itself.
     """
     config = config_of(name)
     if not config.is_encoder_decoder:
         try:
             with torch.device("meta"):
                 return AutoModelForCausalLM.from_config(config)
-        except ValueError as error:  # transformers lists all the models that it knows
+        except ValueError as error:  # its message lists all models that transformers knows
             if "Unrecognized configuration class" not in str(error):
                 raise
     raise ValueError(f"{name} is a {config.model_type} model; only decoder-only models that generate text can be used.")
 
 
 def load() -> float:
-    """Returns how many programs run for each core, on average over the last minute, where the system tells."""
+    """Returns the mean number of running programs for each core over the last minute, or 0 if that is not known."""
     return os.getloadavg()[0] / len(available_cores()) if hasattr(os, "getloadavg") else 0.0
 
 
@@ -81,7 +81,7 @@ def describe(model: PreTrainedModel, name: str, device: torch.device) -> dict:
 
 
 def in_words(known: dict) -> str:
-    """Returns what [`examine`] found as lines of text."""
+    """Returns the result of [`examine`] as lines of text."""
     lines = []
     for side in ("target", "draft"):
         model = known[side]

@@ -1,4 +1,4 @@
-"""Warnings that wait until a text has been streamed."""
+"""Holds warnings back until a text has been streamed."""
 
 import contextlib
 import logging
@@ -8,7 +8,7 @@ from logging.handlers import MemoryHandler
 
 @contextlib.contextmanager
 def warnings_held() -> Iterator[None]:
-    """Shows what hf_ssd logs inside this context after it, so that no warning lands inside a text that is streamed."""
+    """Shows the warnings that hf_ssd logs inside this context after it, so that they do not interrupt a text."""
     logger = logging.getLogger("hf_ssd")
     held = MemoryHandler(capacity=1000, flushLevel=logging.CRITICAL + 1, target=logging.lastResort)
     logger.addHandler(held)
@@ -18,4 +18,4 @@ def warnings_held() -> Iterator[None]:
     finally:
         logger.propagate = True
         logger.removeHandler(held)
-        held.close()  # which shows them
+        held.close()  # shows the warnings

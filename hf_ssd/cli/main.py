@@ -1,4 +1,4 @@
-"""`hf-ssd`: its commands, and how they end."""
+"""The program `hf-ssd`: its commands and their exit codes."""
 
 import argparse
 import importlib
@@ -8,13 +8,13 @@ from collections.abc import Iterable
 
 import hf_ssd
 
-COMMANDS = {  # with the first lines of their modules, which import torch and transformers
+COMMANDS = {  # copies of the first lines of their modules, whose import takes seconds
     "check": "Does this draft pay for this target? Looks at both, measures them, and says why.",
     "chat": "A chat in the terminal, answered by speculative speculative decoding as it is generated.",
     "bench": "How fast is it? Plain and assisted generation, speculative decoding in turn and SSD, side by side.",
     "serve": "An OpenAI endpoint whose model speculates, with figures at /metrics and a page at /.",
 }
-REFUSED = 2  # the exit code of what cannot work, as argparse's
+REFUSED = 2  # the exit code for models or arguments that cannot work, as argparse's
 INTERRUPTED = 130  # the exit code after Ctrl-C, as a shell's
 
 
@@ -42,7 +42,7 @@ def build_parser(loaded: Iterable[str] = COMMANDS) -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> int:
     """
-    Runs one command.
+    Runs a command.
 
     Args:
         arguments (`list[str]`, *optional*): Words of the command line, by default this program's.

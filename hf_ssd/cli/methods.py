@@ -18,8 +18,8 @@ PLAIN, ASSISTED, SD, SSD = "plain generate", "assisted", "SSD, in turn", "SSD"
 
 class FirstToken(StoppingCriteria):
     """
-    Notes when the first token is there, and how long the text is then: assisted generation asks first after its first
-    round, which may give several tokens.
+    Records the time of the first token, and the length of the text at that time. Assisted generation calls stopping
+    criteria only after a round, which may give several tokens.
     """
 
     def __init__(self):
@@ -28,7 +28,7 @@ class FirstToken(StoppingCriteria):
 
     def __call__(self, input_ids, scores, **kwargs):
         if self.at is None:
-            input_ids[0, -1].item()  # a GPU may not have come that far
+            input_ids[0, -1].item()  # waits until a GPU has computed the token
             self.at, self.length = time.perf_counter(), input_ids.shape[1]
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
@@ -36,12 +36,14 @@ class FirstToken(StoppingCriteria):
 @dataclass
 class Method:
     """
+    A way to generate, and its measured runs.
+
     Args:
-        options (`dict`): For generate().
-        cores (`tuple[int, ...]`, *optional*): Of this process, if the target is on the CPU.
-        devices (`int`): How many it uses, counting cores on the CPU.
+        options (`dict`): Arguments of generate().
+        cores (`tuple[int, ...]`, *optional*): Cores of this process, if the target is on the CPU.
+        devices (`int`): Number of devices in use, counting cores on the CPU.
         settings (`dict`): Attributes of the draft's generation config, for transformers' own assistant.
-        runs (`list[Run]`): What was measured.
+        runs (`list[Run]`): The runs.
     """
 
     options: dict
@@ -54,11 +56,13 @@ class Method:
 @dataclass
 class Run:
     """
+    A measured call of generate().
+
     Args:
         tokens (`int`): New tokens of all rows.
-        first (`int`): Those of them that were there after `prefill`.
-        prefill, seconds (`float`): Until the first tokens, and in all.
-        stats ([`~hf_ssd.SSDStats`], *optional*): Of a method of ours.
+        first (`int`): How many of these tokens were there after `prefill`.
+        prefill, seconds (`float`): Seconds until the first tokens, and seconds of the whole call.
+        stats ([`~hf_ssd.SSDStats`], *optional*): The statistics, if the method has an `ssd_config`.
         sequences (`torch.LongTensor`): The output.
     """
 
@@ -77,8 +81,8 @@ class Run:
 
 class Bench:
     """
-    Runs methods of generation with a target, a draft, the draft's worker, and batches used one after the other. Methods
-    with a draft get the arguments in `tokenizers`, those of both models where they differ.
+    Runs methods of generation with a target, a draft, the draft's worker, and batches that are used in turn. Methods
+    with a draft get the arguments in `tokenizers`, which are given if the tokenizers of the two models differ.
     """
 
     def __init__(self, args, target, draft, assistant, batches: list[dict], tokenizers: dict | None = None):
@@ -90,7 +94,7 @@ class Bench:
             self.options["min_new_tokens"] = args.new_tokens
 
     def methods(self, cores: CoreShare | None, all_devices: bool) -> dict[str, Method]:
-        """Returns what is to be compared; with `all_devices` the others have all cores that SSD has."""
+        """Returns the methods to compare. With `all_devices` the other methods have all cores that SSD has."""
         target_cores = cores and cores.target
         both = cores and tuple(sorted({*cores.target, *sum(cores.drafts, ())}))
         theirs = both if all_devices else target_cores
@@ -115,7 +119,7 @@ class Bench:
         options, first = {**self.options, **method.options}, FirstToken()
         if "assistant_model" in options:
             options |= self.tokenizers
-        if "ssd_config" not in options:  # ours say it themselves
+        if "ssd_config" not in options:  # SSD reports the prefill in its statistics
             options["stopping_criteria"] = StoppingCriteriaList([first])
         set_seed(turn)
         kept = {name: getattr(self.draft.generation_config, name, None) for name in method.settings}
@@ -140,14 +144,14 @@ class Bench:
 
     def measure(self, methods: dict[str, Method], deadline: float = math.inf) -> dict[str, Method]:
         """
-        Adds the runs to the methods, and returns them, without assisted generation where transformers refuses the pair:
-        it takes no draft whose vocabulary has another size, or which has fewer positions than the text. A turn counts
-        if each answer in it went on after its first tokens.
+        Runs the methods in turns, adds the runs to them, and returns them. Assisted generation is left out if
+        transformers refuses the pair, because the draft's vocabulary has another size, or because the draft has fewer
+        positions than the text. A turn counts if each answer in it went on after its first tokens.
 
         Args:
-            methods (`dict[str, Method]`): By name.
-            deadline (`float`, *optional*): The `time.perf_counter()` value from which on no turn begins, except the one
-                that warms up and the first one after it.
+            methods (`dict[str, Method]`): The methods by name.
+            deadline (`float`, *optional*): The `time.perf_counter()` value after which no turn begins, except the turn
+                that warms up and the first turn after it.
 
         Raises:
             `ValueError`: no turn counts.
@@ -176,7 +180,7 @@ class Bench:
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until an accelerator has done what was launched on it. A CPU does so at once."""
+    """Waits until an accelerator has finished its work. On a CPU there is nothing to wait for."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 

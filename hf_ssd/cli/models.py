@@ -1,4 +1,4 @@
-"""The two models of a command: which, where, and loaded."""
+"""The two models of a command: their names and devices, and how they are loaded."""
 
 import argparse
 import functools
@@ -21,10 +21,12 @@ DTYPES = ("float32", "bfloat16", "float16")
 @dataclass(frozen=True)
 class Models:
     """
+    The target and the draft of a command.
+
     Args:
         target, draft (`str`): Hub ids or folders.
-        device, draft_device (`torch.device`): Where each of them goes.
-        dtype, draft_dtype (`torch.dtype`): Of each.
+        device, draft_device (`torch.device`): The device of each model.
+        dtype, draft_dtype (`torch.dtype`): The type of each model's weights.
     """
 
     target: str
@@ -36,7 +38,7 @@ class Models:
 
     @property
     def shares_memory(self) -> bool:
-        """Whether both are on one device."""
+        """Whether both models are on the same device."""
         one, other = ((device.type, device.index or 0) for device in (self.device, self.draft_device))
         return one == other
 
@@ -47,7 +49,7 @@ class Models:
 
     @functools.cached_property
     def tokenizers(self) -> dict:
-        """The arguments `tokenizer` and `assistant_tokenizer` of generate() if the two differ; otherwise none."""
+        """The arguments `tokenizer` and `assistant_tokenizer` of generate() if they differ; otherwise no arguments."""
         ours, theirs = self.tokenizer, load_tokenizer(self.draft)
         if ours is None or theirs is None:
             return {}
@@ -57,12 +59,12 @@ class Models:
         return {"tokenizer": ours, "assistant_tokenizer": theirs}
 
     def load(self) -> tuple[PreTrainedModel, PreTrainedModel]:
-        """Returns the target, which is enabled, and the draft."""
+        """Loads both models, enables the target, and returns target and draft."""
         target = hf_ssd.enable(load(self.target, self.dtype, self.device))
         return target, load(self.draft, self.draft_dtype, self.draft_device)
 
     def launch_draft(self) -> DraftAssistant:
-        """Returns the draft in its worker, which alone loads it."""
+        """Starts the draft's worker and returns it. Only the worker loads the draft."""
         return hf_ssd.launch_draft(self.draft, device=self.draft_device, dtype=self.draft_dtype)
 
 
@@ -79,10 +81,10 @@ def add_models(parser: argparse.ArgumentParser) -> None:
 
 def chosen(args: argparse.Namespace) -> Models:
     """
-    Returns what the arguments ask for.
+    Returns the models that the arguments ask for.
 
     Raises:
-        `ValueError`: there is no such device, or one model is missing.
+        `ValueError`: there is no such device, or the target has no draft.
     """
     if args.target is not None and args.draft is None:
         raise ValueError(f"Which draft is {args.target} to have? Name a DRAFT behind the TARGET.")
@@ -97,10 +99,10 @@ def chosen(args: argparse.Namespace) -> Models:
 
 def load(name: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """
-    Loads one model.
+    Loads a model.
 
     Raises:
-        `ValueError`: it does not load.
+        `ValueError`: the model does not load.
     """
     check_exists(name)
     try:
@@ -112,23 +114,23 @@ def load(name: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel
 
 
 def check_exists(name: str) -> None:
-    """Raises `ValueError` if a path is named that this machine does not have."""
+    """Raises `ValueError` if the name is no path of this machine and cannot be a hub id either."""
     if not os.path.exists(name) and not could_be_hub_id(name):
         raise ValueError(f"There is no folder {name!r}; give a folder with a model, or a hub id.")
 
 
 def load_tokenizer(name: str):
-    """Returns a tokenizer that pads on the left, or `None` for a random model, which has none."""
+    """Returns a tokenizer that pads on the left, or `None` for a model without a tokenizer, such as a random model."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left", trust_remote_code=False)
     except (OSError, ValueError):
         return None
-    if not tokenizer.vocab_size:  # transformers made it from the config alone, because the folder has none
+    if not tokenizer.vocab_size:  # made by transformers from the config alone, because the folder has no tokenizer
         return None
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     return tokenizer
 
 
 def first_sentence(error: Exception) -> str:
-    """Returns the first line of what a library says in several."""
+    """Returns the first line of an error's message, or the error's type if the message is empty."""
     return str(error).strip().split("\n")[0] or type(error).__name__

@@ -1,4 +1,4 @@
-"""Values of options: argparse refuses the others, before anything is loaded."""
+"""Types for options, by which argparse refuses wrong values before anything is loaded."""
 
 import argparse
 import math
@@ -7,17 +7,17 @@ from collections.abc import Callable
 
 def at_least(low: float, kind: type = int, below: float = math.inf) -> Callable[[str], float]:
     """
-    Returns an argparse type.
+    Returns an argparse type for numbers in a range.
 
     Args:
-        low (`float`): The smallest number that is taken.
+        low (`float`): The smallest number that is allowed.
         kind (`type`, *optional*, defaults to `int`): `int` or `float`.
-        below (`float`, *optional*): All numbers that are taken are smaller than this one.
+        below (`float`, *optional*): Upper limit, which is not allowed itself.
     """
 
     def number(text: str) -> float:
         value = kind(text)
-        if not low <= value < below:  # also where it is NaN
+        if not low <= value < below:  # also true of NaN
             end = "" if below == math.inf else f" and below {below}"
             raise argparse.ArgumentTypeError(f"must be a number of at least {low}{end}, but is {text}")
         return value

@@ -8,13 +8,13 @@ PLACES = (PACKAGE / "pair", PACKAGE.parent / "examples" / "pair")  # installed, 
 
 def folder(name: str) -> str:
     """
-    Returns the folder of one model of the pair.
+    Returns the folder of a model of the pair.
 
     Args:
         name (`str`): `"target"`, `"draft"` or `"parallel_draft"`.
 
     Raises:
-        `ValueError`: the package came without it.
+        `ValueError`: the package was installed without the pair.
     """
     for place in PLACES:
         if (place / name / "config.json").is_file():

@@ -18,10 +18,10 @@ SNIPPETS = [
 
 def read_objects(path) -> list[dict]:
     """
-    Reads a JSON list of objects, or one object a line. Not by pyarrow, which a line such as `null{` brings down.
+    Reads a JSON list of objects, or an object a line. pyarrow is not used, because a line such as `null{` crashes it.
 
     Raises:
-        `ValueError`: it holds something else.
+        `ValueError`: the file does not hold objects.
     """
     with open(path, encoding="utf-8") as file:
         text = file.read()
@@ -40,10 +40,10 @@ def prompts_from(path, field: str = "prompt") -> list[str]:
 
     Args:
         path (`str` or `os.PathLike`): The file.
-        field (`str`, *optional*, defaults to `"prompt"`): Where the prompt is in an object.
+        field (`str`, *optional*, defaults to `"prompt"`): The key of the prompt in each object.
 
     Raises:
-        `ValueError`: there are none.
+        `ValueError`: the file cannot be read, or has no prompts.
     """
     try:
         rows = read_objects(path)
@@ -71,10 +71,11 @@ def batches(
 
     Args:
         prompts (`list[str]`): The texts.
-        tokenizer (`PreTrainedTokenizerBase`): It pads on the left.
+        tokenizer (`PreTrainedTokenizerBase`): A tokenizer that pads on the left.
         size (`int`): Prompts in each batch.
-        device (`torch.device`): Where the target is.
-        add_special_tokens (`bool`, *optional*, defaults to `True`): A chat template has added them already.
+        device (`torch.device`): The target's device.
+        add_special_tokens (`bool`, *optional*, defaults to `True`): Whether the tokenizer adds special tokens. A chat
+            template has added them already.
     """
     options = {"return_tensors": "pt", "return_token_type_ids": False, "add_special_tokens": add_special_tokens}
     found = []

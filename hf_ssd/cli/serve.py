@@ -4,8 +4,8 @@ example:
   hf-ssd serve Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --draft-device cuda:1
 
 It is `transformers serve` with one model and a draft: chat completions, completions, responses, streaming and tool
-calls are as there, and clients name the TARGET as their model. Requests take turns. It listens to this machine alone
-unless --host says otherwise.
+calls work as there, and clients name the TARGET as their model. Requests take turns. The server accepts connections
+from this machine only, unless --host says otherwise.
 """
 
 import argparse
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     config = hf_ssd.SSDConfig(lookahead=args.lookahead or "auto", budget=args.budget or "auto")
     print(doctor.in_words(doctor.examine(found)), flush=True)
     address = f"http://{args.host}:{port} shows a page, and serves OpenAI's clients under /v1"
-    from ..serving.server import Server  # which needs what was looked for above
+    from ..serving.server import Server  # needs the packages that were looked for above
 
     with found.launch_draft() as assistant:
         server = Server(
@@ -73,10 +73,10 @@ def run(args: argparse.Namespace) -> int:
 
 def free_port(host: str, port: int) -> int:
     """
-    Returns the port, or if it is 0 one that is free.
+    Returns the port, or a free port if it is 0.
 
     Raises:
-        `ValueError`: it cannot be listened to.
+        `ValueError`: the server cannot listen on the port.
     """
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]

@@ -1,4 +1,4 @@
-"""What was measured, in figures, as a table and as a picture."""
+"""The results of a benchmark: as figures, as a table and as a picture."""
 
 import statistics
 from pathlib import Path
@@ -10,7 +10,7 @@ from .methods import ASSISTED, PLAIN, SD, SSD, Method, Run
 
 
 def rows_of(methods: dict[str, Method]) -> list[dict]:
-    """Returns a row for each method; of those that were tried with several settings, the best one."""
+    """Returns a row for each method. Of a method's several settings, the best and transformers' default have rows."""
     rows = [row_of(name, method, methods[PLAIN].runs) for name, method in methods.items()]
     families = f"{ASSISTED}, ", f"{SD}, "
     of_families = [[row for row in rows if row["method"].startswith(family)] for family in families]
@@ -25,7 +25,7 @@ def rows_of(methods: dict[str, Method]) -> list[dict]:
 
 
 def row_of(name: str, method: Method, plain: list[Run]) -> dict:
-    """Returns what the table says of a method, compared with plain generate() turn by turn."""
+    """Returns the row of a method, compared with plain generate() turn by turn."""
     speeds = [run.speed for run in method.runs]
     return {
         "method": name,
@@ -95,7 +95,7 @@ COLUMNS = {
 
 
 def table(rows: list[dict], sampled: bool) -> str:
-    """The rows as text; times in ms."""
+    """Returns the rows as text, with times in ms."""
     cells = [["", *COLUMNS, "" if sampled else "same tokens"]]
     for row in rows:
         line = [row["method"] + (" (best)" if row["best"] else "")]
@@ -111,7 +111,7 @@ def table(rows: list[dict], sampled: bool) -> str:
 
 
 def summary(rows: list[dict]) -> str:
-    """What the table says of SSD."""
+    """Returns lines that compare SSD with the other methods."""
     ssd = next(row for row in rows if row["method"] == SSD)
     assisted = [row for row in rows if row["method"].startswith(ASSISTED)]
     lines = [f"SSD over plain generate: {ssd['over plain']:.2f}"]
@@ -127,7 +127,7 @@ def summary(rows: list[dict]) -> str:
 
 
 def draw(tables: dict[str, list[dict]], path: Path) -> None:
-    """Speeds over plain generate(), a panel for each table."""
+    """Draws the speeds relative to plain generate(), with a panel for each table."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5.5 * len(tables), 3.2), layout="constrained")

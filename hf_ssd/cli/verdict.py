@@ -1,38 +1,40 @@
-"""Whether a draft pays, and if not, why and what would."""
+"""Says whether a draft pays, and if it does not, why and which change would help."""
 
 from dataclasses import dataclass
 
 from ..planning.planner import CONTENTION
 
-PAYS = 1.05  # speed over plain decoding; less is within what turns differ by
+PAYS = 1.05  # speed over plain decoding; smaller gains are within the differences between turns
 LOW_ACCEPTANCE = 0.3
-SLOW_DRAFT = 1.0  # verifications for two tokens
-BUSY = 0.5  # programs that run for each core
+SLOW_DRAFT = 1.0  # time for two draft tokens, in verifications
+BUSY = 0.5  # running programs for each core
 
 
 @dataclass
 class Figures:
     """
-    What was measured of a pair. Speeds are in tokens per second.
+    The measurements of a pair. Speeds are in tokens per second.
 
     Args:
-        acceptance (`float`, *optional*): Of all tokens that were drafted in any call; `None` if there were none.
-        hit_rate, tokens_per_round (`float`): Of the rounds.
-        verify_seconds (`float`): What a verification takes.
-        step_seconds, two_tokens_seconds (`float`, *optional*): What the draft takes for one token and for two; `None`
-            if no draft step was timed.
-        contention (`float`): By which factor a verification takes longer while the draft works.
+        acceptance (`float`, *optional*): Share of accepted tokens among all tested tokens of all calls; `None` if no
+            token was drafted.
+        hit_rate, tokens_per_round (`float`): Hit rate and tokens per round of SSD, as medians over its runs.
+        verify_seconds (`float`): Time of a verification.
+        step_seconds, two_tokens_seconds (`float`, *optional*): Time of the draft for a single token and for two tokens;
+            `None` if no draft step was timed.
+        contention (`float`): Factor by which a verification takes longer while the draft works.
         plan (`str`): Why the planner chose the mode that most rounds had.
         drafts (`bool`): Whether the planner drafted in most of the rounds.
-        predicted (`float`): The speed that theory expects of the parts.
-        speed, plain (`float`): Of SSD and of plain decoding.
-        over_plain (`float`, *optional*): The median over turns, so not just the ratio of the two; `None` if the planner
-            decoded plainly.
-        shares_memory (`bool`): Whether both models are on one device.
-        load (`float`): How busy the machine was before, in programs that run for each core.
-        assisted, over_assisted (`float`, *optional*): The same of transformers' assisted generation at its best; `None`
-            if it does not take this pair.
-        assistant_tokens (`int`, *optional*): With how many tokens it was at its best.
+        predicted (`float`): The speed that the theory predicts from the measured parts.
+        speed, plain (`float`): Speeds of SSD and of plain decoding.
+        over_plain (`float`, *optional*): Speed of SSD over plain decoding, the median over turns, so not just the ratio
+            of the two speeds; `None` if the planner decoded plainly.
+        shares_memory (`bool`): Whether both models are on the same device.
+        load (`float`): How busy the machine was before, in running programs for each core.
+        assisted (`float`, *optional*): Speed of transformers' assisted generation with its best setting; `None` if it
+            does not take this pair.
+        over_assisted (`float`, *optional*): Speed of SSD over `assisted`, the median over turns.
+        assistant_tokens (`int`, *optional*): The number of assistant tokens in this best setting.
         failure (`str`, *optional*): Why the draft was given up.
     """
 
@@ -61,7 +63,7 @@ class Figures:
         return self.failure is None and self.drafts and self.over_plain >= PAYS
 
     def verdict(self) -> str:
-        """Returns whether the draft pays, in one sentence that says what else would."""
+        """Returns a sentence that says whether the draft pays and, if it does not, which change would help."""
         two_tokens = (self.two_tokens_seconds or 0.0) / self.verify_seconds
         if self.pays:
             is_beaten = self.assisted is not None and self.over_assisted * PAYS < 1
@@ -80,7 +82,7 @@ class Figures:
                 "would pay sooner"
             )
         gain = f"{self.over_plain:.2f} times plain decoding" if self.drafts else "plain decoding is faster"
-        if self.load > BUSY:  # after the reasons that stay when the machine is quiet
+        if self.load > BUSY:  # checked after the reasons that hold on a quiet machine too
             return f"no: {gain}, but the machine is busy with other programs; measure again when it is not"
         if self.contention > CONTENTION:
             return (

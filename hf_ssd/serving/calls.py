@@ -1,4 +1,4 @@
-"""The calls of a server: checked, counted, one after the other."""
+"""Runs the calls of a server in turn, and checks and counts them."""
 
 import asyncio
 import contextlib
@@ -21,20 +21,20 @@ from .errors import Refusal
 from .metrics import CANCELLED, FAILED, FINISHED, REFUSED, Totals
 from .stops import StopCriteria
 
-END_TIMEOUT = 10.0  # seconds for the call under way to come to its next round
+END_TIMEOUT = 10.0  # seconds for a running call to reach its next round
 
 
 @dataclass(eq=False)
 class Call:
-    """One request on its way through the server."""
+    """A request on its way through the server."""
 
-    loop: asyncio.AbstractEventLoop  # that answers it
+    loop: asyncio.AbstractEventLoop  # the event loop that answers it
     seed: int | None = None
-    settings: dict = field(default_factory=dict)  # of its generation config, that transformers' handlers do not set
+    settings: dict = field(default_factory=dict)  # of its generation config, not set by transformers' handlers
     stop: list[str] = field(default_factory=list)  # strings before which its text ends
     has_left: threading.Event = field(default_factory=threading.Event)  # set when nobody waits for its answer any more
     is_prepared: bool = False  # whether its prompt is tokenized
-    error: Exception | None = None  # that its generation raised
+    error: Exception | None = None  # raised by its generation
 
 
 CALL: contextvars.ContextVar[Call] = contextvars.ContextVar("call")
@@ -42,7 +42,7 @@ CALL: contextvars.ContextVar[Call] = contextvars.ContextVar("call")
 
 @contextlib.contextmanager
 def seeded(seed: int | None, device: torch.device) -> Iterator[None]:
-    """Seeds torch's generators, of the CPU and the device, and puts their state back."""
+    """Seeds torch's generators of the CPU and the device, and restores their state afterwards."""
     devices = [device] if device.type in ("cuda", "xpu") else []
     with torch.random.fork_rng(devices, enabled=seed is not None, device_type=device.type if devices else "cuda"):
         if seed is not None:
@@ -52,7 +52,7 @@ def seeded(seed: int | None, device: torch.device) -> Iterator[None]:
 
 @types.coroutine
 def the_loop():
-    """Awaited where a coroutine that began in another thread goes on in the event loop; see `requests.begun_in`."""
+    """A coroutine that began in another thread awaits this to continue in the event loop. See `requests.begun_in`."""
     yield
 
 
@@ -86,20 +86,20 @@ class CountingStreamer(RoundStreamer):
 
 
 class TurnTaking(GenerateManager):
-    """transformers' manager, which lets calls take turns in one thread. Here they are checked first and counted."""
+    """transformers' manager, which runs calls in turn in a single thread. This class also checks and counts them."""
 
     def __init__(self, totals: Totals):
         super().__init__()
         self.totals, self.are_over = totals, False
 
     async def end(self) -> None:
-        """Ends all calls, and waits until their thread is at rest: a program that ends while it computes is aborted."""
+        """Ends all calls, and waits until their thread is idle: a process that ends while it computes is aborted."""
         self.are_over = True
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self.async_submit(lambda: None), END_TIMEOUT)
 
     def generate_streaming(self, model, processor, inputs, gen_config, *args, **kwargs):
-        """Called in the thread that prepares: the stream's queue is made in the event loop, to which it belongs."""
+        """Called in the thread that prepares. The stream's queue belongs to the event loop, so it is created there."""
         call = CALL.get()
         self.prepare(model, inputs, gen_config, call)
         begin = super().generate_streaming
@@ -117,15 +117,15 @@ class TurnTaking(GenerateManager):
         return await super().generate_non_streaming(counted, processor, inputs, gen_config, *args, **kwargs)
 
     def async_submit(self, fn, *args, **kwargs) -> asyncio.Future:
-        """As transformers', but a result that nobody waits for any more is dropped."""
+        """As in transformers, but a result that nobody waits for any more is dropped."""
         return asyncio.shield(asyncio.wrap_future(self.submit(fn, *args, **kwargs)))
 
     def counted(self, model: PreTrainedModel, call: Call) -> types.SimpleNamespace:
-        """Returns the model of a call, for those who ask for nothing but its `generate()`."""
+        """Returns a stand-in for the model of a call that has only `generate()`."""
         return types.SimpleNamespace(generate=functools.partial(self._generate, model, call))
 
     def _generate(self, model: PreTrainedModel, call: Call, streamer: BaseStreamer | None = None, **kwargs):
-        """`generate()` of the model: counted, seeded, and ended by stop strings and when nobody waits for it."""
+        """Runs `generate()` with the call's seed and stop strings, counts the call, and ends it if nobody waits."""
         end = FAILED
         try:
             counting = CountingStreamer(self, call, streamer)
@@ -152,12 +152,12 @@ class TurnTaking(GenerateManager):
 
     def prepare(self, model: PreTrainedModel, inputs: dict, gen_config: GenerationConfig, call: Call) -> None:
         """
-        Takes out of the inputs what the tokenizer gives and the model does not take, and lets the text end where the
-        model's positions do.
+        Removes `token_type_ids` if the model does not take them, sets the call's own settings, and limits the length of
+        the text to the model's positions.
 
         Raises:
-            `ValueError`: the prompt is empty, or fills all positions; or the request asks for several answers, or for
-                tokens that the model does not have.
+            `ValueError`: the prompt is empty or fills all positions, or the request asks for several answers, for a
+                dict, or for a bias on a token that the model does not have.
         """
         call.is_prepared = True
         if "token_type_ids" not in inspect.signature(model.forward).parameters:

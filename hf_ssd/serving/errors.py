@@ -1,4 +1,4 @@
-"""What a client is told when its request is not served, in the form that OpenAI's clients read."""
+"""Error responses in the form that OpenAI's clients read."""
 
 import http
 from typing import Any
@@ -11,19 +11,19 @@ from transformers.cli.serving.utils import _GenerationCancelled
 
 
 class Refusal(Exception):
-    """A request that is not served: one sentence for the client, and the parameter that is at fault, if one is."""
+    """Raised for a request that is not served, with a sentence for the client and the parameter at fault, if any."""
 
     def __init__(self, message: str, param: str | None = None, status: int = 400):
         super().__init__(message)
         self.param, self.status = param, status
 
 
-# What else is raised is a fault of the server: starlette answers it with status 500, and logs it.
+# Other exceptions are faults of the server: starlette answers them with status 500, and logs them.
 OF_THE_CLIENT = (Refusal, ValueError, TypeError, TemplateError, HTTPException, _GenerationCancelled)
 
 
 def described(error: BaseException) -> tuple[int, dict]:
-    """Returns the status of an answer, and its body."""
+    """Returns the status and the body of the response to an error."""
     message, param = str(error), getattr(error, "param", None)
     if isinstance(error, HTTPException):
         status = error.status_code
@@ -38,9 +38,9 @@ def described(error: BaseException) -> tuple[int, dict]:
 
 
 async def refuse(request, error: Exception) -> JSONResponse:
-    """Answers a request with an error; a handler of exceptions."""
+    """Answers a request with an error. A handler of exceptions for starlette."""
     status, body = described(error)
-    # uvicorn closes the connection after an error that it logs; a client that is not told would use it again.
+    # uvicorn closes the connection after an error that it logs; without this header a client would use it again.
     headers = {"connection": "close"} if status == 500 else getattr(error, "headers", None)
     return JSONResponse(body, status, headers)
 
@@ -50,7 +50,7 @@ def read(kind: type[BaseModel], body: bytes) -> Any:
     Returns the request that a body holds.
 
     Raises:
-        [`Refusal`]: The body is no JSON, or a parameter is not as `kind` has it.
+        [`Refusal`]: The body is no JSON, or a parameter is not allowed by `kind`.
     """
     try:
         return kind.model_validate_json(body)
@@ -64,7 +64,7 @@ def _in_words(kind: type[BaseModel], error: ValidationError) -> tuple[str, str |
     if not errors[0]["loc"]:
         return f"The body cannot be read: {errors[0]['msg']}.", None
     name = str(errors[0]["loc"][0])
-    # A value of several possible types has an error for each; the longest place belongs to the type that was meant.
+    # A value of several possible types has an error for each type; the longest location belongs to the intended type.
     found = max((one for one in errors if one["loc"][0] == errors[0]["loc"][0]), key=lambda one: len(one["loc"]))
     if name not in kind.model_fields:
         return f"Unknown parameter: `{name}`. Settings of transformers can stand in `generation_config`.", name

@@ -1,4 +1,4 @@
-"""What is checked before a request is read: the name it calls, the page that sent it, and how large it is."""
+"""Checks a request before it is read: the server's name in it, the page that sent it, and its size."""
 
 from fnmatch import fnmatchcase
 from urllib.parse import urlsplit
@@ -18,11 +18,11 @@ class Gate:
     Refuses a request that calls the server by another name, a `POST` that a page of another site sends, and a body
     above the limit while it arrives.
 
-    A page can have its own name lead to this machine, and a browser lets any page send a request here, even if it does
-    not let the page read the answer.
+    A page can let its own host name point to this machine, and a browser lets any page send a request here, even if the
+    browser does not let the page read the answer.
 
     Args:
-        app (`ASGIApp`): The application behind.
+        app (`ASGIApp`): The application that receives all other requests.
         hosts (`list[str]`): Patterns of the names by which clients may call the server, without a port.
         origins (`bool`): Whether pages of other sites may send requests.
     """
@@ -52,7 +52,7 @@ class Gate:
         host, origin = headers.get("host", "").lower(), headers.get("origin")
         try:
             name, site = urlsplit(f"//{host}").hostname or "", urlsplit(origin or "").netloc.lower()
-        except ValueError:  # brackets that hold no address
+        except ValueError:  # brackets without an address
             name = site = ""
         if not any(fnmatchcase(name, pattern) for pattern in self.hosts):
             return HTTPException(400, f"This server is not called {host}; --allowed-hosts can name it.")

@@ -1,4 +1,4 @@
-"""What the page shows: a text as it is generated, where each token came from, and what both sides did when."""
+"""Events for the page: a text as it is generated, the origin of each token, and the timeline of both sides."""
 
 import asyncio
 import copy
@@ -21,7 +21,7 @@ from .metrics import Totals
 
 
 class LiveRequest(BaseModel):
-    """`prompt` is a text to go on from, or a message for models with a chat template; `draft`, whether to speculate."""
+    """`prompt` is a text to continue, or a message for models with a chat template; `draft`, whether to speculate."""
 
     prompt: str = Field(min_length=1, max_length=20_000)
     max_new_tokens: int = Field(200, ge=1, le=4096)
@@ -30,7 +30,7 @@ class LiveRequest(BaseModel):
 
 
 class LiveStreamer(RoundStreamer):
-    """Turns rounds, or single tokens where nothing is drafted, into events for `send`."""
+    """Turns rounds, or single tokens if the request does not speculate, into events for `send`."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, send: Callable[[dict], None], speculates: bool):
         super().__init__(self._add_round)
@@ -68,15 +68,15 @@ class LiveStreamer(RoundStreamer):
 
 
 class Live:
-    """Answers the page. The calls are those of all addresses."""
+    """Answers the page. Its calls take turns with the calls of the other addresses."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, calls: TurnTaking):
         self.model, self.tokenizer, self.calls = model, tokenizer, calls
 
     async def events(self, request: LiveRequest) -> AsyncIterator[str]:
         """
-        Yields server-sent events: `{"chat": bool}`, whether the prompt is a message; one for each round; and then
-        `{"end": reason}` or `{"error": sentence}`.
+        Yields server-sent events: `{"chat": bool}`, whether the prompt is a message; an event for each round, or for
+        each token if the request does not speculate; and then `{"end": reason}` or `{"error": sentence}`.
         """
         loop, queue = asyncio.get_running_loop(), asyncio.Queue()
 
@@ -94,7 +94,7 @@ class Live:
                 if "end" in event or "error" in event:
                     return
         finally:
-            call.has_left.set()  # a call that goes on ends with its next round
+            call.has_left.set()  # a running call ends with its next round
 
     def _generate(self, request: LiveRequest, call: Call, streamer: LiveStreamer, send) -> None:
         config = copy.deepcopy(self.model.generation_config)

@@ -1,4 +1,4 @@
-"""What a server's calls have come to so far, in Prometheus' text form."""
+"""Counts the calls of a server, and gives the totals in Prometheus' text form."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
@@ -14,16 +14,16 @@ FINISHED, CANCELLED, REFUSED, FAILED = ENDS = ("finished", "cancelled", "refused
 
 
 def counter(about: str, start=0):
-    """Returns a field of [`Totals`] that a scraper sees, with its description."""
+    """Returns a field of [`Totals`] that Prometheus can read, with its description."""
     return field(default=start, metadata={"about": about})
 
 
 @dataclass
 class Totals:
-    """Sums over calls. The thread that generates writes them, except refusals, which the server counts."""
+    """Sums over calls. The thread that generates writes them; refusals are counted where requests are prepared."""
 
     requests: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ENDS, 0))
-    gained: int = 0  # tokens that verifications gave; the token that follows a prompt needs none
+    gained: int = 0  # tokens from verifications; the token that follows a prompt comes from the prefill
     tokens: int = counter("Generated tokens")
     rounds: int = counter("Verifications by the target")
     tested: int = counter("Drafted tokens that were put to the test")
@@ -66,7 +66,7 @@ GAUGES = {
 
 
 class Metrics(Collector):
-    """Gives [`Totals`], and the state of the draft, to a scraper."""
+    """Gives [`Totals`] and the state of the draft to Prometheus."""
 
     def __init__(self, assistant: DraftAssistant):
         self.assistant, self.totals = assistant, Totals()

@@ -1,4 +1,4 @@
-"""The parameters of OpenAI's requests: what each may be, and whether this server does it."""
+"""The parameters of OpenAI's requests: their allowed values, and whether this server supports them."""
 
 import json
 from typing import Annotated, Any, ClassVar, Literal
@@ -27,7 +27,7 @@ class Strict(BaseModel):
 
 
 class Open(BaseModel):
-    """Has fields beside those that are checked here; a chat template may read them."""
+    """Allows fields beside those that are checked here, because a chat template may read them."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
@@ -56,7 +56,7 @@ class ToolCall(Open):
 
 
 class Item(Open):
-    """Of the input of `/v1/responses`: a message, a part of one, or a tool's call or output."""
+    """An item in the input of `/v1/responses`: a message, a part of a message, or a tool's call or output."""
 
     type: str | None = None
     role: str | None = None
@@ -82,7 +82,7 @@ Penalty = Annotated[float, Field(gt=-1, le=2)]
 
 
 class Parameters(Strict):
-    """What all addresses take. `refused` has the value of each parameter that asks for nothing."""
+    """Parameters of all addresses. `refused` maps each unsupported parameter to the value that asks for nothing."""
 
     refused: ClassVar[dict[str, Any]] = {}
     no_effect: ClassVar[set[str]] = {"user"}
@@ -100,7 +100,7 @@ class Parameters(Strict):
     @model_validator(mode="before")
     @classmethod
     def without_what_is_not_done(cls, body):
-        """Takes out the parameters that are not done, or raises [`Refusal`]."""
+        """Removes unsupported parameters, and raises [`Refusal`] if the value of any of them asks for something."""
         if not isinstance(body, dict):
             return body
         for name, nothing in cls.refused.items():
@@ -110,7 +110,7 @@ class Parameters(Strict):
         return {name: value for name, value in body.items() if name not in {*cls.refused, *cls.no_effect}}
 
     def body(self) -> dict:
-        """Returns the request as transformers' handlers read it, without the parameters that they do not do."""
+        """Returns the request as transformers' handlers read it, without the parameters that they do not support."""
         body = self.model_dump(exclude_unset=True, exclude_none=True)
         if body.get("tool_choice") == "none":
             body.pop("tools", None)
@@ -132,11 +132,11 @@ class Parameters(Strict):
         return [stop] if isinstance(stop, str) else stop
 
     def characters(self) -> int:
-        """Returns how many characters there are to tokenize."""
+        """Returns the number of characters to tokenize."""
         return sum(_characters(getattr(self, name, None)) for name in ("prompt", "messages", "input", "instructions"))
 
     def media(self) -> set[str]:
-        """Returns the types of the messages' parts that are no text."""
+        """Returns the types of those parts of the messages that are not text."""
         kinds = set()
         for item in getattr(self, "messages", None) or getattr(self, "input", None) or ():
             if isinstance(item, Item) and isinstance(item.content, list):
@@ -147,7 +147,7 @@ class Parameters(Strict):
 
 
 class Generation(Parameters):
-    """What both addresses of completions take."""
+    """Parameters of both addresses of completions."""
 
     max_tokens: int | None = done("at least 1; a text ends where the model's positions do", ge=1, le=LARGEST)
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = done(

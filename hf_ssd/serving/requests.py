@@ -1,4 +1,4 @@
-"""A request of OpenAI's clients on its way: read and tokenized in a thread, generated in turn, and watched."""
+"""Serves requests of OpenAI's clients: reads and tokenizes them in a thread, and watches whether the client leaves."""
 
 import asyncio
 import contextvars
@@ -23,18 +23,18 @@ from .errors import Refusal, described, read
 from .parameters import Parameters
 from .stops import StreamCut, cut_answer
 
-POLL = 0.1  # seconds between two looks at whether the client is there
+POLL = 0.1  # polling interval in seconds, to notice that a client has left
 logger = logging.getLogger(__name__)
 
 
 class Limits:
     """
-    What requests may ask of the model: its name, how much text a prompt has at most, and of which kinds its parts are.
+    Limits of requests: the names of the model, the length of a prompt, and the types of its parts.
 
     Args:
         model (`PreTrainedModel`): The target.
-        processor: Its tokenizer or processor.
-        names (`list[str]`): By which clients may call it; the first is the name that they are told.
+        processor: The target's tokenizer or processor.
+        names (`list[str]`): Names by which clients may call the model; they are told the first name.
     """
 
     def __init__(self, model: PreTrainedModel, processor, names: list[str]):
@@ -43,11 +43,11 @@ class Limits:
         longest = max(map(len, getattr(processor, "tokenizer", processor).get_vocab()))
         self.positions, self.characters = positions, None if positions is None else positions * longest
         self.reads_text_only = ModelManager.get_model_modality(model, processor=processor) == Modality.LLM
-        # A template of the client's would be a program; what the method itself takes is not the client's to say.
+        # Clients may not set the method's own arguments: a `chat_template`, for example, would be a program of theirs.
         self.reserved = {*inspect.signature(processor.apply_chat_template).parameters} - {"documents"}
 
     def check(self, request: Parameters) -> None:
-        """Raises [`Refusal`] if the request cannot be served, as far as this is known before it is tokenized."""
+        """Raises [`Refusal`] if it is clear before tokenization that the request cannot be served."""
         if request.model not in (None, *self.names):
             raise Refusal(f"This server has one model, {self.names[0]}; the request names {request.model}.", "model")
         if self.characters is not None and (count := request.characters()) > self.characters:
@@ -63,7 +63,7 @@ class Limits:
 
 
 class Endpoint:
-    """One address of OpenAI's: an ASGI application, which reads and tokenizes in the thread of `preparing`."""
+    """An OpenAI address as an ASGI application, which reads and tokenizes in the thread of `preparing`."""
 
     def __init__(self, handler: BaseHandler, kind: type[BaseModel], limits: Limits, preparing: Executor):
         self.handler, self.kind, self.limits, self.preparing = handler, kind, limits, preparing
@@ -75,10 +75,10 @@ class Endpoint:
             response = await self._answer(request, call)
             await response(scope, receive, send)
         finally:
-            call.has_left.set()  # a call that goes on ends with its next round
+            call.has_left.set()  # a running call ends with its next round
 
     async def _answer(self, request: Request, call: Call) -> Response:
-        """Returns the response when it is there, or begins; meanwhile it watches whether the client leaves."""
+        """Returns the response when it is complete or its stream begins. Meanwhile watches for the client to leave."""
         name = request.headers.get(X_REQUEST_ID) or str(uuid.uuid4())
         handling = self._handle(await request.body(), name, call)
         task = asyncio.create_task(begun_in(self.preparing, handling))
@@ -110,7 +110,7 @@ class Endpoint:
 
 
 async def corrected(chunks: AsyncIterator, call: Call) -> AsyncIterator:
-    """Yields a stream's chunks without stop strings; an error that transformers puts as a text is OpenAI's object."""
+    """Yields a stream's chunks without stop strings. transformers' text of an error becomes OpenAI's error object."""
     cut = StreamCut(call.stop)
     async for chunk in chunks:
         if call.error is not None:
@@ -122,7 +122,7 @@ async def corrected(chunks: AsyncIterator, call: Call) -> AsyncIterator:
 
 
 async def begun_in(thread: Executor, coroutine: Coroutine) -> Any:
-    """Returns the result of a coroutine that runs in another thread as far as its first `await` that waits."""
+    """Runs a coroutine in another thread until it first waits, and then in the event loop. Returns its result."""
     context = contextvars.copy_context()
     has_ended, result = await asyncio.get_running_loop().run_in_executor(thread, context.run, _begin, coroutine)
     return result if has_ended else await asyncio.create_task(coroutine)

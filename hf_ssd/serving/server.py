@@ -1,4 +1,4 @@
-"""The server: transformers' own, whose model speculates, and a few addresses in front of it."""
+"""The server: transformers' own with a model that speculates, and a few addresses more."""
 
 import asyncio
 import contextlib
@@ -29,7 +29,7 @@ from .metrics import Metrics
 from .parameters import ChatRequest, CompletionRequest, ResponseRequest
 from .requests import Endpoint, Limits
 
-GRACE = 3  # seconds that answers which are under way get to end when the server is to
+GRACE = 3  # seconds that running answers get to end when the server shuts down
 
 
 class Server(Serve):
@@ -38,15 +38,16 @@ class Server(Serve):
 
     Args:
         target (`str`): Hub id or folder of the model.
-        assistant ([`~hf_ssd.DraftAssistant`]): Its draft.
+        assistant ([`~hf_ssd.DraftAssistant`]): The draft.
         ssd_config ([`~hf_ssd.SSDConfig`], *optional*): Settings of all calls.
-        allowed_hosts (`list[str]`, *optional*): Names by which clients may call it, beside `host`. By default those of
-            this machine if it listens on a loopback address, and otherwise any.
-        served_model_name (`str`, *optional*): By which clients know the model; by default `target`.
+        allowed_hosts (`list[str]`, *optional*): Names by which clients may call the server, beside `host`. By default
+            the names of this machine if the server listens on a loopback address, and otherwise any name.
+        served_model_name (`str`, *optional*): Name by which clients know the model; by default `target`.
         on_listening (`Callable`, *optional*): Called when the server listens.
-        enable_cors (`bool`, *optional*, defaults to `False`): Whether pages of other sites may use it.
-        assistant_tokenizer (`PreTrainedTokenizerBase`, *optional*): The draft's, if it differs from the target's.
-        options: As `transformers serve` takes them, for example `device`, `dtype`, `host` and `port`.
+        enable_cors (`bool`, *optional*, defaults to `False`): Whether pages of other sites may use the server.
+        assistant_tokenizer (`PreTrainedTokenizerBase`, *optional*): The draft's tokenizer, if it differs from the
+            target's.
+        options: Options of `transformers serve`, for example `device`, `dtype`, `host` and `port`.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class Server(Serve):
         super().__init__(force_model=target, non_blocking=True, **options)
 
     def start_server(self) -> None:
-        """Called when transformers has built its server: gives the model its draft, and the server our addresses."""
+        """Called when transformers has built its server. Gives the model its draft, and the server our addresses."""
         ((_, loaded),) = self._model_manager.loaded_models.items()
         tokenizers = {}
         if self.assistant_tokenizer is not None:
@@ -88,7 +89,7 @@ class Server(Serve):
         ]:
             handler._resolve_model = lambda body: (self.name, model, loaded.processor)
             app.add_route(path, Endpoint(handler, kind, limits, preparing), ["POST"])
-        if decisions := getattr(self, "_systemone_handler", None):  # which only newer versions of transformers have
+        if decisions := getattr(self, "_systemone_handler", None):  # only in newer versions of transformers
             app.add_route("/v1/systemone", deciding(decisions), ["POST"])
         for kind in (*OF_THE_CLIENT, Exception):
             app.add_exception_handler(kind, refuse)
@@ -108,7 +109,7 @@ class Server(Serve):
 
 
 class Uvicorn(uvicorn.Server):
-    """Calls `on_listening` when it listens, and ends `calls` before it waits for their answers."""
+    """Calls `on_listening` when it listens. At shutdown, ends the calls that still run after `GRACE` seconds."""
 
     def __init__(self, config: uvicorn.Config, calls: TurnTaking, on_listening: Callable[[], None]):
         super().__init__(config)
@@ -134,7 +135,7 @@ def hosts(host: str, allowed: Sequence[str]) -> list[str]:
 
 
 def deciding(handler: BaseHandler) -> Callable:
-    """Returns transformers' address of decisions, which generate no text."""
+    """Returns the address of transformers' handler of decisions, which generates no text."""
 
     async def decide(request: Request) -> Response:
         return await handler.handle_request(from_json(await request.body()), str(uuid.uuid4()))
@@ -143,7 +144,7 @@ def deciding(handler: BaseHandler) -> Callable:
 
 
 def application(names: list[str], assistant, metrics: Metrics, live: Live, calls: TurnTaking) -> FastAPI:
-    """Returns the addresses that `transformers serve` does not have."""
+    """Returns an application with all addresses that need no handler of transformers."""
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -184,7 +185,7 @@ def application(names: list[str], assistant, metrics: Metrics, live: Live, calls
     @app.post("/load_model")
     @app.post("/reset")
     @app.post("/v1/audio/transcriptions")
-    def pinned() -> None:  # another model, or this one loaded again, would have no draft
+    def pinned() -> None:  # another model, or a model loaded again, would have no draft
         raise HTTPException(403, f"This server has one model, {name}.")
 
     return app

@@ -1,4 +1,4 @@
-"""Stop strings: a text ends before the first of them, whole or streamed, wherever tokens begin and end."""
+"""Stop strings: cuts a text before the first stop string, whole or streamed, wherever tokens begin and end."""
 
 import json
 
@@ -7,7 +7,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 from transformers import StoppingCriteria
 
-FIELDS = ("text", "content", "reasoning_content")  # where an answer in OpenAI's form has its text
+FIELDS = ("text", "content", "reasoning_content")  # the fields with the text of an answer in OpenAI's form
 
 
 class Cut:
@@ -23,7 +23,7 @@ class Cut:
         self.strings, self.held, self.is_over = strings, "", False
 
     def add(self, piece: str) -> str:
-        """Returns the text that is new and certain."""
+        """Returns the new text that is certain to come before any stop string."""
         if self.is_over:
             return ""
         text, self.held = self.held + piece, ""
@@ -42,8 +42,9 @@ class Cut:
 
 class StopCriteria(StoppingCriteria):
     """
-    Ends one row with the token that completes a stop string in its generated text. `StopStringCriteria` compares the
-    names of tokens: it misses characters that are several tokens, and finds strings that begin in the prompt.
+    Ends a row with the token that completes a stop string in its generated text. transformers' `StopStringCriteria`
+    compares the names of tokens: it misses characters that are several tokens, and finds strings that begin in the
+    prompt.
 
     Args:
         strings (`list[str]`): The stop strings.
@@ -53,7 +54,7 @@ class StopCriteria(StoppingCriteria):
 
     def __init__(self, strings: list[str], tokenizer: Tokenizer, length: int):
         self.tokenizer, self.length = tokenizer, length
-        # Answers do not show special tokens, but a stop string may be the name of one.
+        # Answers do not show special tokens, but a stop string may be the name of a special token.
         self.texts = [(Cut(strings), DecodeStream([], skip_special_tokens=skips)) for skips in (True, False)]
 
     def __call__(self, input_ids: torch.LongTensor, scores, **kwargs) -> torch.BoolTensor:
@@ -65,13 +66,13 @@ class StopCriteria(StoppingCriteria):
 
 
 class StreamCut:
-    """Cuts the events of one streamed answer before the first stop string."""
+    """Cuts the events of a streamed answer before the first stop string."""
 
     def __init__(self, strings: list[str]):
         self.cut, self.last, self.field = Cut(strings), {}, None
 
     def events(self, chunk: str) -> str:
-        """Returns the events that take the place of those in a chunk."""
+        """Returns the events that replace the events of a chunk."""
         result = ""
         for line in filter(None, chunk.split("\n\n")):
             event = json.loads(line.removeprefix("data: "))
@@ -89,7 +90,7 @@ class StreamCut:
         return result
 
     def _event(self, text: str) -> str:
-        """Returns the last event with this text, if there is any."""
+        """Returns the last event with this text in it, or nothing if the text is empty."""
         if not text:
             return ""
         _parts(self.last)[1][self.field] = text
@@ -108,7 +109,7 @@ def cut_answer(answer: dict, strings: list[str]) -> dict:
 
 
 def _parts(event: dict) -> tuple[dict, dict]:
-    """Returns the choice of an answer or event, and the part of it that has the texts; an error has neither."""
+    """Returns the choice of an answer or event, and the part of the choice with the texts; an error has neither."""
     choice = next(iter(event.get("choices", ())), {})
     return choice, choice.get("delta") or choice.get("message") or choice
 
