@@ -31,6 +31,7 @@ def one_thread():
     torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 def test_tables_figures_and_numbers(tmp_path):
     command = ["examples/ablations.py", "--only", "shapes", "saguaro", "--new-tokens", "24", "--prompts", "2"]
     result = subprocess.run(
@@ -51,6 +52,7 @@ def test_tables_figures_and_numbers(tmp_path):
     assert 0 < numbers["saguaro"]["rows"][0]["hit_rate"] <= 1
 
 
+@pytest.mark.slow
 def test_without_matplotlib_one_sentence(fresh_python):
     code = "import sys, runpy; sys.modules['matplotlib'] = None; sys.path.insert(0, 'examples'); "
     code += "runpy.run_path('examples/ablations.py')"

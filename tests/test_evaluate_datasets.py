@@ -128,6 +128,7 @@ def test_what_it_writes_is_not_committed():
     assert not (ROOT / ".git").exists() or subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL).returncode == 0
 
 
+@pytest.mark.slow
 def test_a_hub_id_without_a_network(tmp_path):
     process = start(PROGRAM, "--dataset", "gsm8k", "--output", tmp_path / "out", HF_HOME=str(tmp_path))
     errors = finish(process, status=1).strip()

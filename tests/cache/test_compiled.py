@@ -75,7 +75,9 @@ def place_by_numbers(self, columns, width):
         layer.width = columns.start
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma"])  # without and with windows that slide, and both
+@pytest.mark.parametrize(
+    "family", ["llama", pytest.param("mistral", marks=pytest.mark.slow), "gemma"]
+)  # windows: none, all, some
 @pytest.mark.usefixtures("no_room")
 @torch.inference_mode()
 def test_logits_are_the_same_and_nothing_is_compiled_again(family, compilations, monkeypatch):

@@ -5,6 +5,7 @@ import signal
 import socket
 
 import psutil
+import pytest
 
 from hf_ssd.cli.main import main
 from hf_ssd.cli.serve import NEEDED
@@ -41,6 +42,7 @@ def test_ctrl_c_ends_it_with_its_worker():
     server.log.close()
 
 
+@pytest.mark.slow
 def test_sigterm_ends_it_although_clients_wait():
     """Eight answers of two thousand tokens take turns, which lasts far longer than the server gives them."""
     server = ServerProcess(str(PAIR / "target"))

@@ -265,7 +265,14 @@ def behind_the_end(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "mutant", [all_at_once, no_constraints, rows_by_themselves, cache_as_rounds_left_it, behind_the_end]
+    "mutant",
+    [
+        pytest.param(all_at_once, marks=pytest.mark.slow),
+        no_constraints,
+        rows_by_themselves,
+        cache_as_rounds_left_it,
+        behind_the_end,
+    ],
 )
 def test_mistakes_are_noticed(target, draft, tokenizer, mutant, monkeypatch):  # noqa: F811
     mutant(monkeypatch)

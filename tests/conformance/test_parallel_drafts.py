@@ -90,7 +90,11 @@ def small():
     return target, tiny_draft(seed=3, disagreement=0.12, pard_token=SMALL - 1, **sizes)
 
 
-@pytest.mark.parametrize("settings", [{}, {"saguaro_c": 0.3}, {"fallback": "random"}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [{}, *(pytest.param(one, marks=pytest.mark.slow) for one in ({"saguaro_c": 0.3}, {"fallback": "random"}))],
+    ids=str,
+)
 def test_three_token_strings_have_the_targets_distribution(small, settings, prepared_in_process):
     assert p_value(*small, calls=16, seed=10, **{"budget": 4, **settings}) > 1e-3
     assert 0.1 < sum(prepared_in_process) / len(prepared_in_process) < 0.95
@@ -103,6 +107,7 @@ def test_three_token_strings_have_the_targets_distribution_with_a_worker(small):
         assert p_value(target, assistant, calls=16, asynchronous=True, seed=1) > 1e-3
 
 
+@pytest.mark.slow
 def test_the_marginals_of_another_branch_fail_the_same_test(small, prepared_in_process, monkeypatch):
     grow = ParallelDrafter.grow
 

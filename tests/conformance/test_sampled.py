@@ -228,7 +228,7 @@ def drafting(monkeypatch):
     monkeypatch.setattr(CostModel, "plain", lambda costs: 0.0)
 
 
-LONG = ("random", "custom, certain", "custom, drawn")
+LONG = ("C = 0", "n-grams", "random", "custom, certain", "custom, drawn")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in SETTINGS])

@@ -108,9 +108,10 @@ SMALL_PAIRS = {
     "target padded": (SMALL - 1, {}),
     "another tokenizer": (SMALL, SMALL_BOTH),
 }
+LONG = ("draft padded", "target padded")
 
 
-@pytest.fixture(params=SMALL_PAIRS)
+@pytest.fixture(params=[*(pytest.param(name, marks=pytest.mark.slow) for name in LONG), "another tokenizer"])
 def small(request):
     size, options = SMALL_PAIRS[request.param]
     sizes = {"initializer_range": 0.12}

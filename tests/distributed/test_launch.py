@@ -46,6 +46,7 @@ def ends_within(pid, seconds):
     return False
 
 
+@pytest.mark.slow
 def test_a_draft_passed_as_an_object_gets_one_worker_that_ends_with_it(target, fresh_python):
     draft, inputs, before = tiny_draft(), padded_batch(1), children()
     options = {"max_new_tokens": 5, "do_sample": False, "assistant_model": draft, "ssd_config": CONFIG}
@@ -233,7 +234,7 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize(
     "how, end",
     [
-        ("script without a guard", ""),
+        pytest.param("script without a guard", "", marks=pytest.mark.slow),
         pytest.param("interactive", "raise SystemExit(3)", marks=pytest.mark.slow),
         ("python -c", "import os; os.kill(os.getpid(), 9)"),
     ],

@@ -196,6 +196,7 @@ class Stranger:
                     self.received.append(message.payload.numpy().tobytes())
 
 
+@pytest.mark.slow
 def test_a_stranger_that_gloo_takes_for_the_other_side_is_refused_by_both(monkeypatch):
     monkeypatch.setattr(meeting, "PROOF_TIMEOUT", 1.0)
     monkeypatch.setattr("hf_ssd.distributed.groups.CONNECT_TIMEOUT", timedelta(seconds=5))

@@ -119,6 +119,7 @@ def test_a_worker_drafts_ahead_for_a_hybrid_target(short_refeeds):
     assert sampled[0].ssd_stats.tokens_per_round > 1.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["eos", "string"])
 @pytest.mark.parametrize("family", QUICK[:3])
 def test_later_turns_are_those_of_plain_generation(family, kind, tokenizer, short_refeeds):  # noqa: F811
