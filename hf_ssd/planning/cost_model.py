@@ -156,12 +156,6 @@ class CostModel:
                  for average in self.accepted[:lookahead]]  # fmt: skip
         return rates + [mean] * (lookahead - len(rates))
 
-    @property
-    def acceptance_seen(self) -> float:
-        """Returns the share of accepted tokens among the drafted tokens tested in all calls, without priors."""
-        tested = math.fsum(average.weight for average in self.experience.accepted)
-        return math.fsum(average.total for average in self.experience.accepted) / tested if tested else 0.0
-
     def tokens(self, lookahead: int) -> list[float]:
         """Returns the tokens that a row is expected to gain in a round with 0 to `lookahead` drafted tokens."""
         reached = np.cumprod(self.acceptance(lookahead))
