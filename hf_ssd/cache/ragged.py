@@ -215,5 +215,7 @@ class RaggedCache(DynamicCache):
             if isinstance(kept, DynamicSlidingWindowLayer):
                 kept.record_past = False
             if isinstance(layer, RaggedLayer):
+                if kept is not None:
+                    kept.is_initialized = False  # in transformers 5.17, `reset` zeroes the columns and keeps them
                 cache.update(layer.keys[:, :, :length].contiguous(), layer.values[:, :, :length].contiguous(), index)
         return cache
