@@ -12,51 +12,27 @@ BUSY = 0.5  # running programs for each core
 
 @dataclass
 class Figures:
-    """
-    The measurements of a pair. Speeds are in tokens per second.
+    """The measurements of a pair. Speeds are in tokens per second, ratios of speeds are medians over turns."""
 
-    Args:
-        acceptance (`float`, *optional*): Share of accepted tokens among all tested tokens of all calls; `None` if no
-            token was drafted.
-        hit_rate, tokens_per_round (`float`): Hit rate and tokens per round of SSD, as medians over its runs.
-        verify_seconds (`float`): Time of a verification.
-        step_seconds, two_tokens_seconds (`float`, *optional*): Time of the draft for a single token and for two tokens;
-            `None` if no draft step was timed.
-        contention (`float`): Factor by which a verification takes longer while the draft works.
-        plan (`str`): Why the planner chose the mode that most rounds had.
-        drafts (`bool`): Whether the planner drafted in most of the rounds.
-        predicted (`float`): The speed that the theory predicts from the measured parts.
-        speed, plain (`float`): Speeds of SSD and of plain decoding.
-        over_plain (`float`, *optional*): Speed of SSD over plain decoding, the median over turns, so not just the ratio
-            of the two speeds; `None` if the planner decoded plainly.
-        shares_memory (`bool`): Whether both models are on the same device.
-        load (`float`): How busy the machine was before, in running programs for each core.
-        assisted (`float`, *optional*): Speed of transformers' assisted generation with its best setting; `None` if it
-            does not take this pair.
-        over_assisted (`float`, *optional*): Speed of SSD over `assisted`, the median over turns.
-        assistant_tokens (`int`, *optional*): The number of assistant tokens in this best setting.
-        failure (`str`, *optional*): Why the draft was given up.
-    """
-
-    acceptance: float | None
+    acceptance: float | None  # share of accepted tokens among all tested tokens; `None` if no token was drafted
     hit_rate: float
     tokens_per_round: float
     verify_seconds: float
-    step_seconds: float | None
+    step_seconds: float | None  # of the draft for a single token; `None` if no draft step was timed
     two_tokens_seconds: float | None
-    contention: float
-    plan: str
-    drafts: bool
-    predicted: float
+    contention: float  # factor by which a verification takes longer while the draft works
+    plan: str  # why the planner chose the mode that most rounds had
+    drafts: bool  # whether the planner drafted in most of the rounds
+    predicted: float  # the speed that the theory predicts from the measured parts
     speed: float
     plain: float
-    over_plain: float | None
-    shares_memory: bool
-    load: float
-    assisted: float | None = None
+    over_plain: float | None  # `None` if the planner decoded plainly
+    shares_memory: bool  # whether both models are on the same device
+    load: float  # how busy the machine was before, in running programs for each core
+    assisted: float | None = None  # by transformers with its best setting; `None` if it does not take this pair
     over_assisted: float | None = None
-    assistant_tokens: int | None = None
-    failure: str | None = None
+    assistant_tokens: int | None = None  # in this best setting
+    failure: str | None = None  # why the draft was given up
 
     @property
     def pays(self) -> bool:
@@ -121,4 +97,9 @@ class Figures:
             "speed": f"{speed}, {beside}",
             "pays": self.verdict(),
         }
-        return "\n".join(f"{name:<11} {line}" for name, line in lines.items())
+        return in_lines(lines)
+
+
+def in_lines(parts: dict[str, str]) -> str:
+    """Returns parts of an answer as lines, each after its name."""
+    return "\n".join(f"{name:<11} {line}" for name, line in parts.items())
