@@ -65,6 +65,8 @@ def run(args: argparse.Namespace) -> int:
     """Returns the exit code."""
     check_pictures(args)
     found = models.chosen(args)
+    if found.draft is None:
+        raise ValueError("This command compares ways to use a DRAFT; hf-ssd check TARGET measures n-grams.")
     texts = prompts.prompts_from(args.prompts, args.prompt_field) if args.prompts else prompts.SNIPPETS
     doctor.examine(found)
     target, draft = hf_ssd.enable(found.target.load()), found.draft.load()

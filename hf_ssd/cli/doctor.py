@@ -15,6 +15,8 @@ def examine(models: Models) -> dict:
     """Returns a description of each model and `shares_memory`, or raises `ValueError` if the two do not fit."""
     target = models.target.structure()
     if models.draft is None:
+        if models.config.drafter == "ngram":
+            check_arguments(target, None, models.config, synced_gpus=False)
         return {"target": describe(target, models.target)}
     draft = models.draft.structure()
     check_arguments(target, draft, models.config, synced_gpus=False)

@@ -116,7 +116,7 @@ class Models:
     @functools.cached_property
     def tokenizers(self) -> dict:
         """The arguments `tokenizer` and `assistant_tokenizer` of generate() if they differ; otherwise no arguments."""
-        ours, theirs = self.target.tokenizer, self.draft.tokenizer
+        ours, theirs = self.target.tokenizer, self.draft and self.draft.tokenizer
         if ours is None or theirs is None:
             return {}
         tokens = {i: token for token, i in ours.get_vocab().items()}
@@ -124,8 +124,10 @@ class Models:
             return {}
         return {"tokenizer": ours, "assistant_tokenizer": theirs}
 
-    def launch_draft(self) -> DraftAssistant:
-        """Starts the draft's worker and returns it. Only the worker loads the draft."""
+    def launch_draft(self) -> contextlib.AbstractContextManager[DraftAssistant | None]:
+        """Starts the draft's worker, if there is a draft, and returns it. Only the worker loads the draft."""
+        if self.draft is None:
+            return contextlib.nullcontext()
         options = {"device": self.draft.device, "dtype": self.draft.dtype, "num_threads": self.draft_threads}
         return hf_ssd.launch_draft(self.draft.name, **options, **self.draft.files)
 
@@ -140,9 +142,9 @@ def chosen(args: argparse.Namespace, needs_draft: bool = True) -> Models:
     if args.draft and args.draft_named:
         raise ValueError("There are two drafts; name one, after TARGET or with --draft.")
     target, draft = args.target or pair.folder("target"), args.draft or args.draft_named
-    if draft is None and args.target is None:
+    if draft is None and args.target is None and args.drafter != "ngram":
         draft = pair.folder("draft")
-    if draft is None and needs_draft:
+    if draft is None and needs_draft and args.drafter != "ngram":  # n-grams need no draft model
         raise ValueError(f"DRAFT is missing: hf-ssd {args.command} {args.target} DRAFT")
     if args.threads is not None:
         pin(available_cores()[: args.threads])

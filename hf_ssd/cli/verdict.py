@@ -73,23 +73,16 @@ class Figures:
 
     def in_words(self) -> str:
         """Returns the answer in five lines."""
-        accepted = "no token was drafted"
-        if self.acceptance is not None:
-            accepted = f"{self.acceptance:.2f} of the drafted tokens"
-        speed, beside = f"{self.plain:.1f} tokens/s, decoded plainly", "assisted generation does not take this pair"
-        if self.assisted is not None:
-            beside = f"{self.assisted:.1f} tokens/s by assisted generation with {self.assistant_tokens} tokens"
-        if self.drafts:
-            accepted += f", {self.tokens_per_round:.2f} tokens a round, hit rate {self.hit_rate:.2f}"
-            speed = f"{self.over_plain:.2f} times plain decoding ({self.predicted / self.plain:.2f} predicted)"
-        if self.drafts and self.assisted is not None:
-            beside = (
-                f"{self.over_assisted:.2f} times assisted generation with {self.assistant_tokens} tokens "
-                f"({self.predicted / self.assisted:.2f} predicted)"
-            )
-        step = "no draft step was timed"
+        accepted = "no token was drafted" if self.acceptance is None else f"{self.acceptance:.2f} of the drafted tokens"
+        speed, step = f"{self.plain:.1f} tokens/s, decoded plainly", "no draft step was timed"
         if self.step_seconds is not None:
             step = f"{1e3 * self.step_seconds:.1f} ms for a draft step"
+        if self.drafts:
+            accepted += f", {self.tokens_per_round:.2f} tokens a round, hit rate {self.hit_rate:.2f}"
+            speed = f"{self.speed:.1f} tokens/s ({self.predicted:.1f} predicted), {self.plain:.1f} decoded plainly"
+        beside = "assisted generation does not take this pair"
+        if self.assisted is not None:
+            beside = f"{self.assisted:.1f} by assisted generation with {self.assistant_tokens} tokens"
         lines = {
             "acceptance": accepted,
             "times": f"{1e3 * self.verify_seconds:.1f} ms for a verification, {step}",

@@ -37,7 +37,7 @@ class Server(Serve):
     Args:
         model (`PreTrainedModel`): A model that was passed to `hf_ssd.enable` with its draft.
         processor: Its tokenizer or processor.
-        assistant ([`~hf_ssd.DraftAssistant`]): The draft.
+        assistant ([`~hf_ssd.DraftAssistant`], *optional*): The draft, if the model has one.
         names (`list[str]`): Names by which clients may call the model. Answers have the first name.
         api_key (`str`, *optional*): The key that clients must send.
         max_tokens (`int`, *optional*): The largest number of tokens of an answer.
@@ -52,7 +52,7 @@ class Server(Serve):
         self,
         model: PreTrainedModel,
         processor,
-        assistant: hf_ssd.DraftAssistant,
+        assistant: hf_ssd.DraftAssistant | None,
         names: list[str],
         api_key: str | None = None,
         max_tokens: int | None = None,
@@ -148,7 +148,7 @@ def application(names: list[str], assistant, metrics: Metrics, live: Live, calls
 
     @app.get("/health")
     def health() -> dict:
-        return {"status": "ok", "draft": assistant.state}
+        return {"status": "ok", "draft": assistant.state if assistant else "none"}
 
     @app.get("/v1/models")
     def models() -> dict:

@@ -440,6 +440,7 @@ def test_a_server_gets_the_tokenizer_of_a_draft_that_has_its_own(different, monk
     from hf_ssd.serving.server import Server
 
     seen = []
-    monkeypatch.setattr(Server, "run", lambda server: seen.append(server.assistant_tokenizer))
+    monkeypatch.setattr(hf_ssd, "enable", lambda model, *_, assistant_tokenizer, **__: seen.append(assistant_tokenizer))
+    monkeypatch.setattr(Server, "run", lambda server: None)
     assert main(["serve", *different, "--port", "0"]) == 0
     assert [len(one) for one in seen] == [len(OTHER)]
