@@ -77,7 +77,7 @@ def measure(args: argparse.Namespace, found: models.Models, texts: list[str], lo
     warms up and a turn that counts fit into `args.seconds`.
     """
     tell("loading both models")
-    target, draft = hf_ssd.enable(found.target.load()), found.draft.load()
+    target, draft = found.load()
     batches = prompts.batches_for(target, found.target.tokenizer, texts)
     work = argparse.Namespace(**{**vars(args), **WORK})
     with hf_ssd.launch_draft(draft, num_threads=found.draft_threads) as assistant:
@@ -119,11 +119,11 @@ def conclude(
     step, two_tokens = (None if math.isnan(seconds) else seconds for seconds in steps)
     drafts = sum(record.mode == NO_DRAFT for record in records) < len(records) / 2
     failures = [run.stats.draft_failure for run in runs if run.stats.draft_failure]
-    at_its_best = {}
+    best = {}
     if assisted is not None:
         ratios = [ours.speed / theirs.speed for ours, theirs in zip(runs, methods[assisted].runs)]
-        at_its_best = {"assisted": rows[assisted]["speed"], "over_assisted": statistics.median(ratios)}
-        at_its_best["assistant_tokens"] = int(assisted.removeprefix(f"{ASSISTED}, "))
+        best = {"assisted": rows[assisted]["speed"], "over_assisted": statistics.median(ratios)}
+        best["assistant_tokens"] = int(assisted.removeprefix(f"{ASSISTED}, "))
     return Figures(
         acceptance=acceptance_of(first + runs),
         hit_rate=ssd["hit rate"],
@@ -141,7 +141,7 @@ def conclude(
         shares_memory=shares_memory,
         load=load,
         failure=failures[-1] if failures else None,
-        **at_its_best,
+        **best,
     )
 
 

@@ -51,10 +51,9 @@ class Forms:
 
     def in_words(self) -> str:
         """Returns the answer in lines."""
-        one, widest = self.seconds[1], max(self.seconds)
-        ratio = self.seconds[widest] / one
+        one, (widest, longest) = self.seconds[1], max(self.seconds.items())
         lines = {
-            "times": f"{1e3 * one:.1f} ms for a token, {ratio:.2f} times as long for {widest} tokens at once",
+            "times": f"{1e3 * one:.1f} ms for a token, {longest / one:.2f} times as long for {widest} tokens at once",
             "n-grams": f"{self.ngrams:.2f} times plain decoding, with {self.ngram_lookahead} tokens a round",
         }
         for layers, draft in self.trained.items():

@@ -124,6 +124,10 @@ class Models:
             return {}
         return {"tokenizer": ours, "assistant_tokenizer": theirs}
 
+    def load(self) -> tuple[PreTrainedModel, PreTrainedModel]:
+        """Loads both models, enables the target, and returns target and draft."""
+        return hf_ssd.enable(self.target.load()), self.draft.load()
+
     def launch_draft(self) -> contextlib.AbstractContextManager[DraftAssistant | None]:
         """Starts the draft's worker, if there is a draft, and returns it. Only the worker loads the draft."""
         if self.draft is None:

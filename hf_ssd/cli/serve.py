@@ -43,22 +43,18 @@ def run(args: argparse.Namespace) -> int:
     address = f"http://{args.host}:{port} shows a page, and serves OpenAI's clients under /v1"
     from ..serving.server import Server  # needs the packages that were looked for above
 
+    model, processor = found.target.load_for_requests()
     with found.launch_draft() as assistant:
-        model, processor = found.target.load_for_requests()
         hf_ssd.enable(model, assistant, found.config, **found.tokenizers)
         server = Server(
             model,
             processor,
             assistant,
             [args.served_model_name or found.target.name, found.target.name],
-            host=args.host,
             port=port,
-            api_key=args.api_key,
-            max_tokens=args.max_tokens,
             enable_cors=args.cors,
-            allowed_hosts=args.allowed_hosts,
-            log_level=args.log_level,
             on_listening=lambda: print(address, flush=True),
+            **{name: getattr(args, name) for name in ("host", "api_key", "max_tokens", "allowed_hosts", "log_level")},
         )
         server.run()
     print("The server has ended.", flush=True)

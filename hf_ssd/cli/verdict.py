@@ -66,10 +66,9 @@ class Figures:
                 "device with its own memory would not slow it down"
             )
         if self.shares_memory:
-            what = "both models share one memory, and a draft on a device of its own would not slow the target down"
-        else:
-            what = "a draft that agrees more or a smaller one would gain more"
-        return f"no: {gain}; {what}"
+            gain += "; both models share one memory, and a draft on a device of its own would not slow the target down"
+            return f"no: {gain}"
+        return f"no: {gain}; a draft that agrees more or a smaller one would gain more"
 
     def in_words(self) -> str:
         """Returns the answer in five lines."""

