@@ -73,7 +73,7 @@ def generate(pair, assistant, config: hf_ssd.SSDConfig, temperature: float, prom
     target, _, tokenizer = pair
     set_seed(seed)
     inputs = tokenizer(prompts, padding=True, return_tensors="pt", return_token_type_ids=False)
-    options = {"max_new_tokens": args.new_tokens, "return_dict_in_generate": True, **sampling(temperature)}
+    options = {"max_new_tokens": args.max_new_tokens, "return_dict_in_generate": True, **sampling(temperature)}
     return target.generate(**inputs, **options, assistant_model=assistant, ssd_config=config).ssd_stats
 
 
@@ -314,7 +314,7 @@ def report(name: str, table: list[dict], draw, args) -> None:
     figure.savefig(args.output / f"{name}.png", dpi=120)
     path = args.output / "ablations.json"
     numbers = json.loads(path.read_text()) if path.exists() else {}
-    settings = {"new_tokens": args.new_tokens, "prompts": args.prompts, "cores": len(available_cores())}
+    settings = {"new_tokens": args.max_new_tokens, "prompts": args.prompts, "cores": len(available_cores())}
     versions = {module.__name__: module.__version__ for module in (hf_ssd, torch, transformers)}
     rows = [{key: str(x) if str(x) in ("nan", "inf") else x for key, x in row.items()} for row in table]
     numbers[name] = settings | versions | {"rows": rows}
@@ -327,7 +327,7 @@ def main() -> None:
     ablations = {measure.__name__: (measure, draw) for measure, draw in drawings.items()}
     parser.add_argument("--only", nargs="+", choices=ablations, default=list(ablations), help="some of them")
     parser.add_argument("--output", type=Path, default=Path("docs/figures"), help="folder for figures and JSON")
-    parser.add_argument("--new-tokens", type=int, default=128, help="for each prompt")
+    parser.add_argument("--max-new-tokens", type=int, default=128, help="for each prompt")
     parser.add_argument("--prompts", type=int, default=len(PROMPTS), choices=range(2, len(PROMPTS) + 1), metavar="N")
     args = parser.parse_args()
     logging.set_verbosity_error()

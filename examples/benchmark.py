@@ -12,11 +12,13 @@ from transformers.utils import logging
 from workload import add_pair_and_work, batches_for, load_pair
 
 from hf_ssd.cli.bench import add_methods, check_pictures, compare
+from hf_ssd.cli.options import add_speculation
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add_pair_and_work(parser)
+    add_speculation(parser)
     add_methods(parser)
     args = parser.parse_args(arguments)
     try:

@@ -1,7 +1,7 @@
 """How fast is another engine with the same two models? hf_ssd and transformers beside openvino-genai, on the CPU.
 
 python examples/compare_engines.py
-python examples/compare_engines.py --layered 287m/39m --agreement 0.85 --new-tokens 64
+python examples/compare_engines.py --layered 287m/39m --agreement 0.85 --max-new-tokens 64
 
 The other engine gets an environment of its own below --environments, about 2 GB, and both models in its own format.
 Greedy, float32, batch size 1, the same prompt and the same number of tokens; methods and engines take turns, on the
@@ -82,7 +82,7 @@ def export(programs: Path, model, source: str, folder: Path) -> str:
 
 def measure_engine(programs: Path, folders: dict[str, str], inputs: dict, args, threads: int) -> dict:
     """Returns speed and tokens by method, see `engines/openvino_genai_runs.py`."""
-    job = {**folders, "threads": threads, "lookaheads": args.lookaheads, "new_tokens": args.new_tokens}
+    job = {**folders, "threads": threads, "lookaheads": args.lookaheads, "new_tokens": args.max_new_tokens}
     job["prompt"] = inputs["input_ids"][0].tolist()
     command = [str(programs / "python"), str(RUNS)]
     done = subprocess.run(command, input=json.dumps(job), stdout=subprocess.PIPE, text=True, check=True, timeout=600)

@@ -92,7 +92,7 @@ def main() -> None:
     parser.add_argument("--agreements", type=float, nargs="+", default=[0.93, 0.65, 0.1])
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="default: bfloat16 with matrix units")
     parser.add_argument("--processes", type=int, default=5)
-    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--output", type=Path, help="JSON file for the figures")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts of the first process")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
@@ -100,7 +100,7 @@ def main() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     if args.child:
-        print(json.dumps(measure(args.child, args.new_tokens, args.seed)))
+        print(json.dumps(measure(args.child, args.max_new_tokens, args.seed)))
         return
     dtype = args.dtype or ("bfloat16" if has_matrix_units() else "float32")
     figures = {}
@@ -111,7 +111,7 @@ def main() -> None:
                 model.save_pretrained(Path(folder) / name)
             acceptance = target.config.acceptance_rate
             del target, draft
-            command = [sys.executable, __file__, "--child", folder, "--new-tokens", str(args.new_tokens)]
+            command = [sys.executable, __file__, "--child", folder, "--max-new-tokens", str(args.max_new_tokens)]
             runs = []
             for process in tqdm(range(args.processes), desc=f"acceptance {acceptance:.2f}", unit="process"):
                 done = subprocess.run(

@@ -34,13 +34,13 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--target", help="hub id or folder; default: two random pairs, about 1B/0.1B and 8B/0.5B")
     parser.add_argument("--draft", help="hub id or folder")
     parser.add_argument("--target-ranks", type=int, help="GPUs that share the target; default: by their number")
-    parser.add_argument("--new-tokens", type=int, help="of each row in each call; default: 48")
+    parser.add_argument("--max-new-tokens", type=int, help="of each row in each call; default: 48")
     parser.add_argument("--turns", type=int, help="of each method at most; default: 5")
     parser.add_argument("--seconds", type=float, help="for each part; default: 110 tests, 270 speed, 80 profile")
     args = parser.parse_args(arguments)
     if (args.target is None) != (args.draft is None):
         parser.error("--target and --draft make a pair: name both or neither")
-    args.new_tokens = args.new_tokens or (12 if args.dry_run else 48)
+    args.max_new_tokens = args.max_new_tokens or (12 if args.dry_run else 48)
     args.turns = args.turns or (1 if args.dry_run else 5)
     return args
 

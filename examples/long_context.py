@@ -98,14 +98,14 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=15, help="passes of each kind")
     parser.add_argument("--speeds", action="store_true", help="decode behind a prompt of 4,096 tokens instead")
     parser.add_argument("--prompts", type=int, default=3, help="with --speeds")
-    parser.add_argument("--new-tokens", type=int, default=96, help="with --speeds")
+    parser.add_argument("--max-new-tokens", type=int, default=96, help="with --speeds")
     args = parser.parse_args()
     logging.set_verbosity_error()
     torch.set_num_threads(1)
     if args.speeds:
         pair = layered_pair(SIZE, 0.9, dtype=torch.float32)
         hf_ssd.enable(pair[0])
-        runs = [speeds(pair, 4096, args.new_tokens, seed) for seed in tqdm(range(args.prompts), unit="prompt")]
+        runs = [speeds(pair, 4096, args.max_new_tokens, seed) for seed in tqdm(range(args.prompts), unit="prompt")]
         for name in runs[0]:
             ratios = [run[name] / run["assisted"] for run in runs]
             median = statistics.median(run[name] for run in runs)

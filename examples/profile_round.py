@@ -102,7 +102,7 @@ def main() -> None:
         feed, branch = forward_ms(draft, prompt, k + 1), forward_ms(draft, prompt, args.budget)
         at_once = forward_ms(draft, prompt, (k + 1) * (args.budget + 1))
         answer, preparation = draft_ms(draft, prompt, config)
-    options = {"max_new_tokens": args.new_tokens, "do_sample": False, "return_dict_in_generate": True}
+    options = {"max_new_tokens": args.max_new_tokens, "do_sample": False, "return_dict_in_generate": True}
     with hf_ssd.launch_draft(draft, cores=cores) as assistant:
         for _ in range(2):  # the first call warms up
             output = target.generate(**inputs, **options, assistant_model=assistant, ssd_config=config)

@@ -30,7 +30,7 @@ CASES = {
     "random pair": ["--layered", "tiny", "--agreement", "0.85", "--lookahead", "4", "--budget", "8"],
 }
 FEWEST_TURNS = 5  # for a verdict
-OPTIONS = ["--new-tokens", "96", "--ignore-eos", "--assistant-tokens", "--in-turn-lookaheads", "4"]
+OPTIONS = ["--max-new-tokens", "96", "--ignore-eos", "--assistant-tokens", "--in-turn-lookaheads", "4"]
 
 
 def measure(arguments: list[str], repeats: int) -> dict[str, list[float]]:

@@ -1,6 +1,6 @@
 """Is the planner right? Measures fixed settings side by side with SSDConfig(), which plans by itself.
 
-    python examples/sweep.py --new-tokens 192 --repeats 5
+    python examples/sweep.py --max-new-tokens 192 --repeats 5
     python examples/sweep.py --target folder/target --draft folder/draft --dtype bfloat16 --temperature 1 --batch-size 8
 
 The target has the same device in all rows, SSD has one more for the draft. All settings are run in turn, again and
@@ -71,8 +71,8 @@ def order_of(settings: dict[str, dict | None], turn: int) -> list[tuple[str, dic
 
 def measure(args, target, draft, assistant, batches, settings, turns: range) -> dict[str, list[dict]]:
     """Returns what each setting did in each turn but the first ones of all, which warm up."""
-    options = {"max_new_tokens": args.new_tokens, "min_new_tokens": args.new_tokens, "return_dict_in_generate": True}
-    options |= sampling(args.temperature)
+    options = {"max_new_tokens": args.max_new_tokens, "min_new_tokens": args.max_new_tokens}
+    options |= {"return_dict_in_generate": True, **sampling(args.temperature)}
     runs = {name: [] for name in settings}
     for turn in tqdm(turns, desc="measuring", unit="turn"):
         inputs = batches[turn % len(batches)]
@@ -91,7 +91,7 @@ def measure(args, target, draft, assistant, batches, settings, turns: range) -> 
                 stats = getattr(output, "ssd_stats", None)
                 figures = stats.to_dict() if stats else {}
                 kept = ("tokens_per_round", "hit_rate", "acceptance_rate", "wait_share")
-                speed = args.new_tokens * args.batch_size / seconds
+                speed = args.max_new_tokens * args.batch_size / seconds
                 runs[name].append({"speed": speed, **{key: figures.get(key) for key in kept}})
     return runs
 
@@ -142,7 +142,7 @@ def main() -> None:
         turns = range(start, start + args.comparisons)
         compared = measure(args, target, draft, assistant, batches, chosen, turns)
     rows = table(runs)
-    print(f"temperature {args.temperature:g}, batch size {args.batch_size}, {args.new_tokens} new tokens")
+    print(f"temperature {args.temperature:g}, batch size {args.batch_size}, {args.max_new_tokens} new tokens")
     print(f"{'setting':<26} {'over planned':>12} {'tokens/s':>9} {'tokens/round':>13} {'hit rate':>9} {'wait':>6}")
     for row in rows:
         figures = (row.get("tokens_per_round"), row.get("hit_rate"), row.get("wait_share"))

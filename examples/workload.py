@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM
 
 import hf_ssd
 from hf_ssd import devices
+from hf_ssd.cli import prompts as texts
 from hf_ssd.cli.bench import add_work
-from hf_ssd.cli.models import load_tokenizer
-from hf_ssd.cli.prompts import SNIPPETS, batches, random_batches
+from hf_ssd.cli.models import Model
 
 PAIR = Path(__file__).parent / "pair"
 
@@ -52,7 +52,7 @@ def load_pair(args):
         target, draft = (
             AutoModelForCausalLM.from_pretrained(name, dtype=dtype).eval() for name in (args.target, args.draft)
         )
-        tokenizer = load_tokenizer(args.target)
+        tokenizer = Model(args.target).tokenizer
     target, draft = target.to(places[0]), draft.to(places[-1])
     if args.compile:
         target.compile(dynamic=True)
@@ -62,10 +62,8 @@ def load_pair(args):
 
 def batches_for(args, tokenizer, target) -> list[dict]:
     """Returns prompts in batches: the user's, snippets of Python, or random tokens where there is no tokenizer."""
-    if tokenizer is None:
-        return random_batches(target, args.batch_size, args.prompt_length)
-    prompts, size = SNIPPETS, args.batch_size
-    if args.prompts:
+    prompts, size = texts.SNIPPETS, args.batch_size
+    if tokenizer is not None and args.prompts:
         count = max(size, args.repeats + 1)
         if check_file(args.prompts):
             samples = load_samples(args.prompts, args.prompt_field, count, fits=lambda prompt: True)
@@ -74,7 +72,7 @@ def batches_for(args, tokenizer, target) -> list[dict]:
             from datasets import load_dataset
 
             prompts = next(iter(load_dataset(args.prompts).values()))[args.prompt_field][:count]
-    return batches(prompts, tokenizer, size, target.device)
+    return texts.batches_for(target, tokenizer, prompts, size, args.prompt_length)
 
 
 def say_how_busy(load: float, turns: list[list[float]]) -> None:

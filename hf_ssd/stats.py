@@ -144,7 +144,7 @@ class SSDStats:
         lines = [
             f"{self.generated_tokens} tokens in {n} rounds, {self.tokens_per_round:.2f} tokens per round and row",
             f"acceptance rate {self.acceptance_rate:.2f}, hit rate {self.hit_rate:.2f}",
-            f"per round: verification {verify:.1f} ms, wait for the draft {wait:.1f} ms, which worked {draft:.1f} ms",
+            f"per round: verification {verify:.1f} ms, wait for the draft {wait:.1f} ms (busy {draft:.1f} ms)",
             f"mean lookahead {sum(self.column('lookahead')) / n:.1f}, mean budget {sum(self.column('budget')) / n:.1f}",
             self.reason,
             f"prefill {1e3 * self.prefill_seconds:.1f} ms, in all {self.total_seconds:.2f} s",

@@ -33,7 +33,7 @@ def one_thread():
 
 @pytest.mark.slow
 def test_tables_figures_and_numbers(tmp_path):
-    command = ["examples/ablations.py", "--only", "shapes", "saguaro", "--new-tokens", "24", "--prompts", "2"]
+    command = ["examples/ablations.py", "--only", "shapes", "saguaro", "--max-new-tokens", "24", "--prompts", "2"]
     result = subprocess.run(
         [sys.executable, *command, "--output", str(tmp_path)], capture_output=True, text=True, timeout=240, cwd=ROOT
     )
@@ -63,7 +63,7 @@ def test_without_matplotlib_one_sentence(fresh_python):
 
 @pytest.mark.parametrize("fan_out", ["geometric", "confidence"])
 def test_a_replay_is_what_a_worker_does(pair, one_thread, fan_out):
-    args = Namespace(new_tokens=40, prompts=4)
+    args = Namespace(max_new_tokens=40, prompts=4)
     config = hf_ssd.SSDConfig(lookahead=4, budget=12, fan_out=fan_out, fallback="primary")
     (rounds,), _ = ablations.record(pair, config, 0.7, args)
     replayed = ablations.replay([rounds], config)
@@ -78,7 +78,7 @@ def test_a_replay_is_what_a_worker_does(pair, one_thread, fan_out):
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 def test_confidence_beats_geometric(pair, one_thread, temperature):
     """By more than two standard errors of the difference within a row, at an equal budget, on the same rounds."""
-    args = Namespace(new_tokens=160, prompts=len(ablations.PROMPTS))
+    args = Namespace(max_new_tokens=160, prompts=len(ablations.PROMPTS))
     recorded = hf_ssd.SSDConfig(lookahead=4, budget=12, fallback="primary")
     calls, _ = ablations.record(pair, recorded, temperature, args)
     confidence, geometric = (

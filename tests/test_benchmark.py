@@ -30,7 +30,7 @@ def test_the_embedded_pair_with_everything_written(tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("def main(", "import os\n")))
     output = run(
-        "--new-tokens", 16, "--repeats", 1, "--assistant-tokens", 3, "--in-turn-lookaheads", 3, "--lookahead", 3,
+        "--max-new-tokens", 16, "--repeats", 1, "--assistant-tokens", 3, "--in-turn-lookaheads", 3, "--lookahead", 3,
         "--budget", 6, "--prompts", prompts, "--prompt-field", "text",
         "--output", tmp_path, "--trace", tmp_path / "t.json",
     )  # fmt: skip
@@ -50,7 +50,7 @@ def test_the_embedded_pair_with_everything_written(tmp_path):
 @pytest.mark.slow
 def test_a_batch_of_a_random_pair_sampled():
     output = run(
-        "--layered", "tiny", "--agreement", 0.7, "--temperature", 1, "--batch-size", 3, "--new-tokens", 12,
+        "--layered", "tiny", "--agreement", 0.7, "--temperature", 1, "--batch-size", 3, "--max-new-tokens", 12,
         "--repeats", 1, "--in-turn-lookaheads", 2, "--dtype", "float32", "--pin", 0, 1,
     )  # fmt: skip
     assert "assisted" not in output and "batch size 3, temperature 1" in output and "SSD over plain" in output
@@ -108,7 +108,7 @@ def test_what_an_accelerator_was_given_is_waited_for(monkeypatch):
             queue.append(1.0)
             return SimpleNamespace(sequences=torch.ones(1, 6, dtype=torch.long))
 
-    args = SimpleNamespace(new_tokens=4, temperature=0, ignore_eos=False)
+    args = SimpleNamespace(max_new_tokens=4, temperature=0, ignore_eos=False)
     bench = ways.Bench(args, Target(), None, None, [{"input_ids": torch.ones(1, 2, dtype=torch.long)}])
     queue.append(5.0)  # of whatever ran before
     assert bench.run(ways.Method({}, None, 1), 0).seconds == 1.0
@@ -128,7 +128,7 @@ def test_tokens_of_the_first_round_are_not_counted_as_decoded_later(monkeypatch)
                 stopping_criteria(torch.ones(1, length, dtype=torch.long), None)
             return SimpleNamespace(sequences=torch.ones(1, 10, dtype=torch.long))
 
-    args = SimpleNamespace(new_tokens=8, temperature=0, ignore_eos=False)
+    args = SimpleNamespace(max_new_tokens=8, temperature=0, ignore_eos=False)
     bench = ways.Bench(args, Target(), None, None, [{"input_ids": torch.ones(1, 2, dtype=torch.long)}])
     run = bench.run(ways.Method({}, None, 1), 0)
     assert (run.first, run.prefill, run.speed) == (4, 1.0, 4.0)

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_ssd
 from hf_ssd.cli.main import build_parser
+from hf_ssd.cli.prompts import prompts_from
 
 ROOT = Path(__file__).parent.parent
 PAIR = ROOT / "examples" / "pair"
@@ -230,6 +231,33 @@ def test_the_readme_says_what_its_figures_are_of_and_which_paper_it_is_about():
     )
     paragraph = next(part for part in text.split("\n\n") if "287M target" in part)
     assert "weights are random" in paragraph and "AVX-512" in paragraph and "of a GPU yet" in text
+
+
+def test_the_check_of_the_project_runs_the_second_command_of_the_readme_as_it_stands_there():
+    setup = blocks_of(ROOT / "README.md", "bash")[0]
+    quickstart, tests = setup.strip().split("\n")
+    assert quickstart == "pip install -c constraints.txt -e . && python examples/quickstart.py"
+    # After "&&" bash does not end for a command that failed before it, so the line says so itself.
+    assert f"{tests} || exit" in (ROOT / ".ci" / "run").read_text().split("\n")
+
+
+def test_the_prompts_that_the_readme_makes_are_those_that_its_check_reads(tmp_path):
+    start = next(block for block in blocks_of(ROOT / "README.md", "bash") if "prompts.jsonl" in block)
+    made, check = start.split("\n")[:2]
+    subprocess.run(["bash", "-c", made], cwd=tmp_path, check=True, timeout=20)
+    args = build_parser().parse_args(check.split()[1:])
+    assert len(prompts_from(tmp_path / args.prompts, args.prompt_field)) == 2
+    assert all((ROOT / name / "config.json").exists() for name in (args.target, args.draft))
+
+
+def test_the_readme_names_the_versions_that_the_package_needs():
+    setup, text = (ROOT / "setup.cfg").read_text(), (ROOT / "README.md").read_text()
+    for name, asked in (
+        ("Python", "python_requires = >=(.*)"),
+        ("torch", "torch>=(.*)"),
+        ("transformers", "ers>=(.*)"),
+    ):
+        assert f"{name} >= {re.search(asked, setup)[1]}" in text
 
 
 # ---------------------------------------------------------------- what is wrong would be noticed

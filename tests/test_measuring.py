@@ -35,7 +35,7 @@ def program(name, monkeypatch):
 def test_sweep(tmp_path):
     figures = tmp_path / "sweep.json"
     done = run(
-        "sweep.py", "--new-tokens", 12, "--repeats", 1, "--comparisons", 2, "--finalists", 1, "--lookaheads", 2,
+        "sweep.py", "--max-new-tokens", 12, "--repeats", 1, "--comparisons", 2, "--finalists", 1, "--lookaheads", 2,
         "--budgets", 4, "--output", figures,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -93,7 +93,8 @@ def test_no_setting_always_comes_after_the_same_one(monkeypatch):
 @pytest.mark.slow
 def test_profile_round():
     done = run(
-        "profile_round.py", "--layered", "tiny", "--agreement", 0.8, "--lookahead", 2, "--budget", 4, "--new-tokens", 30
+        "profile_round.py", "--layered", "tiny", "--agreement", 0.8, "--lookahead", 2, "--budget", 4,
+        "--max-new-tokens", 30,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     parts = dict(re.findall(r"^((?:target|draft): .*?) +(-?[\d.]+|nan)$", done.stdout, re.MULTILINE))

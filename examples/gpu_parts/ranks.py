@@ -13,7 +13,7 @@ from transformers.utils import logging
 
 import hf_ssd
 from hf_ssd.cli.methods import PLAIN, SSD
-from hf_ssd.cli.models import load_tokenizer
+from hf_ssd.cli.models import Model
 
 from .clock import Clock, first_line, run_for
 from .devices import Layout
@@ -37,7 +37,7 @@ def measure(args, layout, report: Report, seconds: float) -> None:
                 with memory_is_freed():
                     target, draft = save(load(name, args, layout), Path(folder))
             settings = {"name": name, "target": target, "draft": draft, "output": str(args.output)}
-            settings |= {"new_tokens": args.new_tokens, "turns": args.turns, "dry_run": args.dry_run}
+            settings |= {"max_new_tokens": args.max_new_tokens, "turns": args.turns, "dry_run": args.dry_run}
             settings["seconds"] = share.left
             failure = run_ranks(layout.target_ranks + 1, settings, report.folder / "ranks.txt")
         report.data = Report(report.folder).data
@@ -84,7 +84,7 @@ def main() -> None:
     try:
         division = roles.target_config(args.target)
         target = AutoModelForCausalLM.from_pretrained(args.target, dtype=dtype, distributed_config=division)
-        target, tokenizer = target.to(roles.device).eval(), load_tokenizer(args.target)
+        target, tokenizer = target.to(roles.device).eval(), Model(args.target).tokenizer
         pair = Pair(args.name, target, roles.draft, tokenizer, roles.device, prompts_of())
         layout = Layout(roles.device, roles.device, roles.tp_size)
         measure_pair(pair, records, {SSD: roles.draft}, layout, args, report, clock, None)

@@ -141,8 +141,8 @@ def measure_pair(pair: Pair, records: dict, assistants: dict, layout: Layout, ar
 
 
 def bench_of(target, draft, assistant, batches, temperature: float, rows: int, args) -> Bench:
-    settings = {"new_tokens": args.new_tokens, "temperature": temperature, "batch_size": rows, "ignore_eos": False}
-    return Bench(argparse.Namespace(**settings), hf_ssd.enable(target), draft, assistant, batches)
+    settings = {"max_new_tokens": args.max_new_tokens, "temperature": temperature, "batch_size": rows}
+    return Bench(argparse.Namespace(**settings, ignore_eos=False), hf_ssd.enable(target), draft, assistant, batches)
 
 
 def cell_of(record: dict, pair: Pair, assistants: dict, layout: Layout) -> Cell:

@@ -10,6 +10,7 @@ reported.
 """
 
 import argparse
+import dataclasses
 import importlib.util
 import json
 import os
@@ -24,16 +25,13 @@ import hf_ssd
 from .. import devices, timeline
 from ..config import LONGEST_LOOKAHEAD
 from ..distributed.cores import CoreShare, divide_cores
-from . import doctor, models, prompts
+from . import doctor, models, options, prompts
 from .methods import ASSISTED, SSD, Bench
 from .options import at_least, core_numbers
 from .table import draw, rows_of, summary, table
 
-LOOKAHEAD = at_least(1, below=LONGEST_LOOKAHEAD + 1)
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    models.add_models(parser)
     add_work(parser)
     add_methods(parser)
 
@@ -41,22 +39,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_work(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments for the prompts and the generated texts."""
     work = parser.add_argument_group("work")
-    work.add_argument("--prompts", help="JSON lines; default: snippets of Python, or random tokens")
-    work.add_argument("--prompt-field", default="prompt")
+    options.add_prompts(work)
     work.add_argument("--prompt-length", type=at_least(1), default=32, help="of random tokens")
     work.add_argument("--batch-size", type=at_least(1), default=1)
-    work.add_argument("--temperature", type=at_least(0, float), default=0.0, help="0: greedy")
-    work.add_argument("--new-tokens", type=at_least(2), default=128)
-    work.add_argument("--ignore-eos", action="store_true", help="go on behind the end of the text")
+    options.add_answers(work, default=128, low=2)
+    work.add_argument("--ignore-eos", action="store_true", help="continue after EOS")
 
 
 def add_methods(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments that [`compare`] reads."""
-    method = parser.add_argument_group("methods")
-    method.add_argument("--lookahead", type=LOOKAHEAD, help="of SSD; default: planned")
-    method.add_argument("--budget", type=at_least(1), help="of SSD; default: planned")
+    """Adds the arguments that [`compare`] reads, beside those of `options.add_speculation`."""
+    method, lookahead = parser.add_argument_group("methods"), at_least(1, below=LONGEST_LOOKAHEAD + 1)
     several = {"nargs": "*", "default": [2, 3, 4, 6, 8]}
-    method.add_argument("--in-turn-lookaheads", type=LOOKAHEAD, **several)
+    method.add_argument("--in-turn-lookaheads", type=lookahead, **several)
     method.add_argument("--assistant-tokens", type=at_least(1), help="of assisted generation", **several)
     method.add_argument("--one-table", action="store_true", help="do not give the others all cores in a second table")
     method.add_argument("--repeats", type=at_least(1), default=5, help="turns; one more warms up")
@@ -71,13 +65,12 @@ def run(args: argparse.Namespace) -> int:
     """Returns the exit code."""
     check_pictures(args)
     found = models.chosen(args)
+    if found.draft is None:
+        raise ValueError("This command compares ways to use a DRAFT; hf-ssd check TARGET measures n-grams.")
     texts = prompts.prompts_from(args.prompts, args.prompt_field) if args.prompts else prompts.SNIPPETS
     doctor.examine(found)
     target, draft = found.load()
-    if found.tokenizer is None:
-        batches = prompts.random_batches(target, args.batch_size, args.prompt_length)
-    else:
-        batches = prompts.batches(texts, found.tokenizer, args.batch_size, found.device)
+    batches = prompts.batches_for(target, found.target.tokenizer, texts, args.batch_size, args.prompt_length)
     compare(args, target, draft, batches, found.tokenizers)
     return 0
 
@@ -95,14 +88,8 @@ def check_pictures(args: argparse.Namespace) -> None:
 
 def compare(args: argparse.Namespace, target, draft, batches: list[dict], tokenizers: dict | None = None) -> None:
     """
-    Measures all methods, prints tables, and writes the files that the arguments ask for.
-
-    Args:
-        args (`argparse.Namespace`): The arguments of [`add_work`] and [`add_methods`].
-        target (`PreTrainedModel`): An enabled model.
-        draft (`PreTrainedModel`): The draft.
-        batches (`list[dict]`): Inputs of generate(), used in turn.
-        tokenizers (`dict`, *optional*): `tokenizer` and `assistant_tokenizer` of generate(), if the two differ.
+    Measures all methods with the arguments of [`add_work`] and [`add_methods`], prints tables, and writes the files
+    that these ask for. `batches` are inputs of generate(), used in turn; `tokenizers` are given if the two differ.
     """
     cores, tables = cores_for(args, target, draft), {}
     with hf_ssd.launch_draft(draft, cores=cores) as assistant:
@@ -121,12 +108,7 @@ def compare(args: argparse.Namespace, target, draft, batches: list[dict], tokeni
             stats = methods[SSD].runs[-1].stats
     if args.output:
         arguments = {name: x for name, x in vars(args).items() if isinstance(x, (int, float, str, list, type(None)))}
-        report = {
-            "arguments": arguments,
-            **about(),
-            "cores": cores and {"target": cores.target, "drafts": cores.drafts},
-            "tables": tables,
-        }
+        report = {"arguments": arguments, **about(), "cores": cores and dataclasses.asdict(cores), "tables": tables}
         (args.output / "benchmark.json").write_text(json.dumps(report, indent=2) + "\n")
         draw(tables, args.output / "benchmark.png")
     if args.trace:
@@ -139,7 +121,8 @@ def cores_for(args: argparse.Namespace, target, draft) -> CoreShare | None:
     if args.pin:
         target_cores, draft_cores = args.pin
         return CoreShare(target_cores, (draft_cores,))
-    return divide_cores() if target.device.type == draft.device.type == "cpu" else None
+    on_cpu = target.device.type == draft.device.type == "cpu"
+    return divide_cores(getattr(args, "draft_threads", None)) if on_cpu else None
 
 
 def about() -> dict:

@@ -23,42 +23,27 @@ import hf_ssd
 
 from . import doctor, models
 from .held import warnings_held
-from .options import at_least
+from .options import add_answers, at_least
 
 HELP = """/clear  forgets the text so far
-/stats  turns the figures behind each answer on or off
+/stats  turns the figures after each answer on or off
 /help   shows this
 /quit   ends (so does Ctrl-D); Ctrl-C stops an answer, which is kept as far as it came"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    models.add_models(parser)
-    parser.add_argument("--max-new-tokens", type=at_least(1), default=256)
-    parser.add_argument("--temperature", type=at_least(0, float), default=0.0, help="0: greedy")
+    add_answers(parser, default=256)
     parser.add_argument("--system", help="a system message, for models with a chat template")
     parser.add_argument("--seed", type=at_least(0, below=2**32), default=0)
-    parser.add_argument("--stats", action="store_true", help="figures behind each answer")
+    parser.add_argument("--stats", action="store_true", help="figures after each answer")
 
 
-class Answer(hf_ssd.RoundStreamer):
-    """
-    Prints an answer as it is generated, and keeps its tokens, so that they are known if the call is interrupted.
-
-    Args:
-        tokenizer (`PreTrainedTokenizerBase`): The target's tokenizer.
-
-    Attributes:
-        tokens (`list[int]`): The tokens streamed so far, those of the prompt first.
-        first_at (`float`, *optional*): The `time.perf_counter()` value when the first new token arrived.
-    """
+class Answer(TextStreamer):
+    """Prints an answer as it is generated, and keeps its tokens, so that they are known if the call is interrupted."""
 
     def __init__(self, tokenizer):
-        super().__init__(self._note, TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True))
-        self.tokens: list[int] = []
-        self.first_at: float | None = None
-
-    def _note(self, stats: hf_ssd.SSDStats) -> None:
-        self.first_at = self.first_at or time.perf_counter()
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.tokens: list[int] = []  # those of the prompt first
 
     def put(self, value: torch.LongTensor) -> None:
         self.tokens += value.flatten().tolist()
@@ -66,21 +51,11 @@ class Answer(hf_ssd.RoundStreamer):
 
 
 class Chat:
-    """
-    A conversation.
+    """A conversation with an enabled target. `tokenizers` are those of generate(), if the draft has its own."""
 
-    Args:
-        args (`argparse.Namespace`): The arguments of the command.
-        target (`PreTrainedModel`): An enabled model.
-        assistant ([`~hf_ssd.DraftAssistant`]): The draft.
-        tokenizer (`PreTrainedTokenizerBase`): The target's tokenizer.
-        assistant_tokenizer (`PreTrainedTokenizerBase`, *optional*): The draft's tokenizer, if it differs.
-    """
-
-    def __init__(self, args, target, assistant, tokenizer, assistant_tokenizer=None):
-        self.args, self.target, self.assistant, self.tokenizer = args, target, assistant, tokenizer
-        both = {"tokenizer": tokenizer, "assistant_tokenizer": assistant_tokenizer}
-        self.tokenizers = both if assistant_tokenizer is not None else {}
+    def __init__(self, args, target, assistant, tokenizer, config=None, tokenizers=None):
+        self.args, self.target, self.tokenizer = args, target, tokenizer
+        self.options = {"assistant_model": assistant, "ssd_config": config or hf_ssd.SSDConfig(), **(tokenizers or {})}
         self.clear()
 
     def clear(self) -> None:
@@ -118,7 +93,7 @@ class Chat:
             )
         cache = self._take_cache(tokens)
         input_ids = torch.tensor([tokens], device=self.target.device)
-        sampled = {"do_sample": True, "temperature": self.args.temperature} if self.args.temperature else {}
+        sampled = {"temperature": self.args.temperature} if self.args.temperature else {}
         start, answer, output = time.perf_counter(), Answer(self.tokenizer), None
         with warnings_held():
             try:
@@ -127,10 +102,8 @@ class Chat:
                     attention_mask=torch.ones_like(input_ids),
                     past_key_values=cache,
                     max_new_tokens=room,
-                    **(sampled or {"do_sample": False}),
-                    **self.tokenizers,
-                    assistant_model=self.assistant,
-                    ssd_config=hf_ssd.SSDConfig(),
+                    **{"do_sample": bool(sampled), **sampled},
+                    **self.options,
                     streamer=answer,
                     return_dict_in_generate=True,
                 )
@@ -143,11 +116,8 @@ class Chat:
         self.text += f"{words}\n{text}"
         if output is None:
             return f"[stopped after {len(new)} tokens]"
-        to_first = answer.first_at - start
-        return (
-            f"[{len(new)} tokens, {len(new) / seconds:.1f} tokens/s, first after {1e3 * to_first:.0f} ms, "
-            f"{drafting(output.ssd_stats)}]"
-        )
+        speed, stats = f"{len(new) / seconds:.1f} tokens/s", output.ssd_stats
+        return f"[{len(new)} tokens, {speed}, first after {1e3 * stats.prefill_seconds:.0f} ms, {drafting(stats)}]"
 
     def _take_cache(self, tokens: list[int]) -> DynamicCache:
         """
@@ -185,15 +155,16 @@ def run(args: argparse.Namespace) -> int:
     """Returns the exit code."""
     found = models.chosen(args)
     doctor.examine(found)
-    if found.tokenizer is None:
-        raise ValueError(f"{found.target} has no tokenizer, which a chat needs; choose another TARGET.")
-    if args.system and found.tokenizer.chat_template is None:
-        raise ValueError(f"--system needs a chat template, which {found.target} does not have.")
+    tokenizer, name = found.target.tokenizer, found.target.name
+    if tokenizer is None:
+        raise ValueError(f"{name} has no tokenizer, which a chat needs: name one with --tokenizer.")
+    if args.system and tokenizer.chat_template is None:
+        raise ValueError(f"--system needs a chat template, which {name} does not have.")
     prepare_terminal()
     set_seed(args.seed)
-    target = hf_ssd.enable(models.load(found.target, found.dtype, found.device))
+    target = hf_ssd.enable(found.target.load())
     with found.launch_draft() as assistant:
-        chat = Chat(args, target, assistant, found.tokenizer, found.tokenizers.get("assistant_tokenizer"))
+        chat = Chat(args, target, assistant, tokenizer, found.config, found.tokenizers)
         print("Type a message, or /help.")
         while True:
             words = None

@@ -3,6 +3,8 @@
 example:
   hf-ssd check Qwen/Qwen3-8B Qwen/Qwen3-0.6B --draft-device cuda:1 --prompts prompts.jsonl
 
+Without a DRAFT it says which drafts would pay for the TARGET: n-grams of the text, or a trained draft of a few layers.
+
 The exit code is 0 if the draft pays, 1 if it does not, and 2 if the two cannot work together.
 """
 
@@ -19,10 +21,10 @@ import hf_ssd
 
 from ..planning.planner import Planner
 from ..planning.planners import last_planner
-from ..rounds import AHEAD, RoundRecord
+from ..rounds import AHEAD
 from ..rounds import PLAIN as NO_DRAFT
 from ..stats import SSDStats
-from . import doctor, models, prompts
+from . import doctor, forms, models, options, prompts
 from .methods import ASSISTED, PLAIN, SSD, Bench, Method, Run
 from .options import at_least
 from .table import rows_of
@@ -34,17 +36,15 @@ PROMPTS = [  # of about the same length, so that a single planner learns from al
     'class Logger:\n    """Write messages to a log."""\n\n    def __init__(self, name):\n',
     'class Writer:\n    """Write rows to a file."""\n\n    def __init__(self, path):\n',
 ]
-WORK = {"batch_size": 1, "temperature": 0.0, "ignore_eos": True, "lookahead": None, "budget": None}
-WORK |= {"assistant_tokens": [3, 5], "in_turn_lookaheads": []}
+WORK = {"batch_size": 1, "ignore_eos": True, "assistant_tokens": [3, 5], "in_turn_lookaheads": []}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    models.add_models(parser)
     work = parser.add_argument_group("work")
-    work.add_argument("--prompts", metavar="FILE", help='objects with a "prompt", one a line; default: some Python')
-    count, seconds = {"metavar": "N"}, {"metavar": "S", "type": at_least(1, float)}
-    work.add_argument("--new-tokens", type=at_least(8), default=64, help="of each answer (64)", **count)
-    work.add_argument("--repeats", type=at_least(1), default=5, help="turns at most (5); some more warm up", **count)
+    options.add_prompts(work)
+    options.add_answers(work, default=64, low=8)
+    count, seconds = {"type": at_least(1), "metavar": "N"}, {"type": at_least(1, float), "metavar": "S"}
+    work.add_argument("--repeats", default=5, help="turns at most (5); some more warm up", **count)
     work.add_argument("--seconds", default=60.0, help="for the measurement in all (60)", **seconds)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -52,12 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Returns the exit code."""
     try:
-        found = models.chosen(args)
-        texts = prompts.prompts_from(args.prompts)[: args.repeats + 1] if args.prompts else PROMPTS
+        found = models.chosen(args, needs_draft=False)
+        texts = prompts.prompts_from(args.prompts, args.prompt_field)[: args.repeats + 1] if args.prompts else PROMPTS
         known, load = doctor.examine(found), doctor.load()
         if not args.json:
             print(doctor.in_words(known), flush=True)
-        figures = measure(args, found, texts, load)
+        figures = measure(args, found, texts, load) if found.draft else forms.measure(args, found.target, texts, tell)
     except (ValueError, hf_ssd.DraftError) as error:
         if not args.json:
             raise
@@ -77,14 +77,10 @@ def measure(args: argparse.Namespace, found: models.Models, texts: list[str], lo
     warms up and a turn that counts fit into `args.seconds`.
     """
     tell("loading both models")
-    (target, draft), tokenizer = found.load(), found.tokenizer
-    if tokenizer is None:
-        batches = prompts.random_batches(target, 1, 16)
-    else:
-        texts, is_plain = prompts.as_messages(texts, tokenizer), tokenizer.chat_template is None
-        batches = prompts.batches(texts, tokenizer, 1, found.device, add_special_tokens=is_plain)
-    work = argparse.Namespace(**WORK, new_tokens=args.new_tokens, repeats=args.repeats)
-    with hf_ssd.launch_draft(draft) as assistant:
+    target, draft = found.load()
+    batches = prompts.batches_for(target, found.target.tokenizer, texts)
+    work = argparse.Namespace(**{**vars(args), **WORK})
+    with hf_ssd.launch_draft(draft, num_threads=found.draft_threads) as assistant:
         bench = Bench(work, target, draft, assistant, batches, found.tokenizers)
         methods = bench.methods(cores=None, all_devices=True)
         del methods[f"{ASSISTED}, default"]
@@ -95,9 +91,7 @@ def measure(args: argparse.Namespace, found: models.Models, texts: list[str], lo
             tell(f"getting to know the pair, call {turn + 1} of {len(batches)}")
             first.append(bench.run(methods[SSD], turn))
             if not first[-1].stats.rounds:
-                raise ValueError(
-                    f"--seconds {args.seconds:g} is too short: one call takes longer than its share of it."
-                )
+                raise ValueError(f"--seconds {args.seconds:g} is too short: a call takes longer than its share of it.")
         bench.measure(methods, deadline)
         return conclude(methods, first, last_planner(target, assistant), found.shares_memory, load)
 
@@ -109,16 +103,8 @@ def tell(what: str) -> None:
 
 def acceptance_of(runs: list[Run]) -> float | None:
     """Returns the share of accepted tokens among the tested tokens of all runs, or `None` without drafted tokens."""
-    stats = SSDStats(records=records_of(runs))
+    stats = SSDStats(records=[record for run in runs for record in run.stats.records])
     return stats.acceptance_rate if any(k for k, _, _ in stats.verified_rows()) else None
-
-
-def records_of(runs: list[Run]) -> list[RoundRecord]:
-    return [record for run in runs for record in run.stats.records]
-
-
-def if_known(seconds: float) -> float | None:
-    return None if math.isnan(seconds) else seconds
 
 
 def conclude(
@@ -128,21 +114,23 @@ def conclude(
     rows = {row["method"]: row for row in rows_of(methods)}
     assisted = next((name for name in rows if name.startswith(ASSISTED)), None)
     ssd, runs = rows[SSD], methods[SSD].runs
-    records = records_of(runs)
+    records = [record for run in runs for record in run.stats.records]
+    steps = [planner.costs.seconds_to_draft(AHEAD, count) for count in (1, 2)]
+    step, two_tokens = (None if math.isnan(seconds) else seconds for seconds in steps)
     drafts = sum(record.mode == NO_DRAFT for record in records) < len(records) / 2
     failures = [run.stats.draft_failure for run in runs if run.stats.draft_failure]
-    at_its_best = {}
+    best = {}
     if assisted is not None:
         ratios = [ours.speed / theirs.speed for ours, theirs in zip(runs, methods[assisted].runs)]
-        at_its_best = {"assisted": rows[assisted]["speed"], "over_assisted": statistics.median(ratios)}
-        at_its_best["assistant_tokens"] = int(assisted.removeprefix(f"{ASSISTED}, "))
+        best = {"assisted": rows[assisted]["speed"], "over_assisted": statistics.median(ratios)}
+        best["assistant_tokens"] = int(assisted.removeprefix(f"{ASSISTED}, "))
     return Figures(
         acceptance=acceptance_of(first + runs),
         hit_rate=ssd["hit rate"],
         tokens_per_round=ssd["tokens/round"],
         verify_seconds=ssd["verify ms"] / 1e3,
-        step_seconds=if_known(planner.costs.seconds_to_draft(AHEAD, 1)),
-        two_tokens_seconds=if_known(planner.costs.seconds_to_draft(AHEAD, 2)),
+        step_seconds=step,
+        two_tokens_seconds=two_tokens,
         contention=planner.costs.contention,
         plan=planner.reason_of(records),
         drafts=drafts,
@@ -153,7 +141,7 @@ def conclude(
         shares_memory=shares_memory,
         load=load,
         failure=failures[-1] if failures else None,
-        **at_its_best,
+        **best,
     )
 
 

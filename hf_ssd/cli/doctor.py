@@ -2,59 +2,30 @@
 
 import os
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ..cache.support import attention_layout
-from ..config import SSDConfig
 from ..distributed.cores import available_cores
 from ..generation.checks import check_arguments
 from ..generation.tokenizers import translation_for
-from .models import Models, check_exists, first_sentence
+from .models import Model, Models
 
 
 def examine(models: Models) -> dict:
-    """
-    Returns a description of each model, and `shares_memory`.
-
-    Raises:
-        `ValueError`: the two models cannot work together.
-    """
-    target, draft = (without_weights(name) for name in (models.target, models.draft))
-    check_arguments(target, draft, SSDConfig(), synced_gpus=False)
-    both = models.tokenizers
-    translation_for(target, draft, both.get("tokenizer"), both.get("assistant_tokenizer"))
+    """Returns a description of each model and `shares_memory`, or raises `ValueError` if the two do not fit."""
+    target = models.target.structure()
+    if models.draft is None:
+        if models.config.drafter == "ngram":
+            check_arguments(target, None, models.config, synced_gpus=False)
+        return {"target": describe(target, models.target)}
+    draft = models.draft.structure()
+    check_arguments(target, draft, models.config, synced_gpus=False)
+    translation_for(target, draft, **models.tokenizers)
     return {
-        "target": describe(target, models.target, models.device),
-        "draft": describe(draft, models.draft, models.draft_device),
+        "target": describe(target, models.target),
+        "draft": describe(draft, models.draft),
         "shares_memory": models.shares_memory,
     }
-
-
-def config_of(name: str) -> PreTrainedConfig:
-    check_exists(name)
-    try:
-        return AutoConfig.from_pretrained(name, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{name} is no folder or hub id of a model that loads: {first_sentence(error)}") from error
-
-
-def without_weights(name: str) -> PreTrainedModel:
-    """
-    Builds a model on the meta device, to look at its structure.
-
-    Raises:
-        `ValueError`: there is no such model, or the model does not generate text by itself.
-    """
-    config = config_of(name)
-    if not config.is_encoder_decoder:
-        try:
-            with torch.device("meta"):
-                return AutoModelForCausalLM.from_config(config)
-        except ValueError as error:  # its message lists all models that transformers knows
-            if "Unrecognized configuration class" not in str(error):
-                raise
-    raise ValueError(f"{name} is a {config.model_type} model; only decoder-only models that generate text can be used.")
 
 
 def load() -> float:
@@ -62,11 +33,11 @@ def load() -> float:
     return os.getloadavg()[0] / len(available_cores()) if hasattr(os, "getloadavg") else 0.0
 
 
-def describe(model: PreTrainedModel, name: str, device: torch.device) -> dict:
+def describe(model: PreTrainedModel, named: Model) -> dict:
     config, layout = model.config.get_text_config(decoder=True), attention_layout(model)
     window = layout.window and f"windows of {layout.window} tokens"
     described = {
-        "name": name,
+        "name": named.name,
         "family": config.model_type,
         "parameters": model.num_parameters(),
         "layers": config.num_hidden_layers,
@@ -74,7 +45,7 @@ def describe(model: PreTrainedModel, name: str, device: torch.device) -> dict:
             filter(None, [None if window and not layout.mixed else "full", window, layout.recurrent and "recurrent"])
         ),
         "vocabulary": config.vocab_size,
-        "device": str(device),
+        "device": str(named.device),
     }
     pard_token = getattr(config, "pard_token", None)
     return described if pard_token is None else {**described, "pard_token": pard_token}
@@ -83,7 +54,7 @@ def describe(model: PreTrainedModel, name: str, device: torch.device) -> dict:
 def in_words(known: dict) -> str:
     """Returns the result of [`examine`] as lines of text."""
     lines = []
-    for side in ("target", "draft"):
+    for side in [name for name in ("target", "draft") if name in known]:
         model = known[side]
         parallel = f", parallel (mask token {model['pard_token']})" if "pard_token" in model else ""
         lines.append(
@@ -91,5 +62,7 @@ def in_words(known: dict) -> str:
             f"{model['layers']} layers, attention {model['attention']}, {model['vocabulary']} tokens, "
             f"on {model['device']}{parallel}"
         )
-    memory = "one memory for both: they slow each other down" if known["shares_memory"] else "one for each"
-    return "\n".join([*lines, f"{'memory':<11} {memory}"])
+    if "shares_memory" in known:
+        both = "both models share one device's memory and slow each other down"
+        lines.append(f"{'memory':<11} {both if known['shares_memory'] else 'each model has a device of its own'}")
+    return "\n".join(lines)

@@ -8,6 +8,8 @@ from collections.abc import Iterable
 
 import hf_ssd
 
+from .options import shared
+
 COMMANDS = {  # copies of the first lines of their modules, whose import takes seconds
     "check": "Does this draft pay for this target? Looks at both, measures them, and says why.",
     "chat": "A chat in the terminal, answered by speculative speculative decoding as it is generated.",
@@ -19,19 +21,14 @@ INTERRUPTED = 130  # the exit code after Ctrl-C, as a shell's
 
 
 def build_parser(loaded: Iterable[str] = COMMANDS) -> argparse.ArgumentParser:
-    """
-    Returns the parser of the command line.
-
-    Args:
-        loaded (`Iterable[str]`, *optional*): The commands whose modules are imported, so that they have arguments and
-            can run. All of them by default.
-    """
+    """Returns the parser of the command line, in which only commands that are `loaded` have arguments and can run."""
     parser = argparse.ArgumentParser(prog="hf-ssd", description=hf_ssd.__doc__)
     parser.add_argument("--version", action="version", version=f"hf-ssd {hf_ssd.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, head in COMMANDS.items():
         form = argparse.RawDescriptionHelpFormatter
-        command = commands.add_parser(name, help=head, description=head, formatter_class=form)
+        parents = [shared()] if name in loaded else []
+        command = commands.add_parser(name, help=head, description=head, formatter_class=form, parents=parents)
         if name in loaded:
             module = importlib.import_module(f".{name}", __package__)
             command.epilog = module.__doc__.partition("\n\n")[2].strip()
@@ -42,13 +39,8 @@ def build_parser(loaded: Iterable[str] = COMMANDS) -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> int:
     """
-    Runs a command.
-
-    Args:
-        arguments (`list[str]`, *optional*): Words of the command line, by default this program's.
-
-    Returns:
-        `int`: The exit code: 2 if the models or arguments cannot work, 130 after Ctrl-C, otherwise the command's.
+    Runs a command with the words of a command line, by default this program's, and returns the exit code: 2 if the
+    models or arguments cannot work, 130 after Ctrl-C, otherwise the command's.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     if isinstance(sys.stdout, io.TextIOWrapper):

@@ -12,6 +12,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList, set_seed
 import hf_ssd
 
 from ..distributed.cores import CoreShare, use_cores
+from .options import settings
 
 PLAIN, ASSISTED, SD, SSD = "plain generate", "assisted", "SSD, in turn", "SSD"
 
@@ -35,43 +36,25 @@ class FirstToken(StoppingCriteria):
 
 @dataclass
 class Method:
-    """
-    A way to generate, and its measured runs.
+    """A way to generate, and its measured runs."""
 
-    Args:
-        options (`dict`): Arguments of generate().
-        cores (`tuple[int, ...]`, *optional*): Cores of this process, if the target is on the CPU.
-        devices (`int`): Number of devices in use, counting cores on the CPU.
-        settings (`dict`): Attributes of the draft's generation config, for transformers' own assistant.
-        runs (`list[Run]`): The runs.
-    """
-
-    options: dict
-    cores: tuple[int, ...] | None
-    devices: int
-    settings: dict = field(default_factory=dict)
+    options: dict  # of generate()
+    cores: tuple[int, ...] | None  # of this process, if the target is on the CPU
+    devices: int  # in use, counting cores on the CPU
+    settings: dict = field(default_factory=dict)  # of the draft's generation config, for transformers' own assistant
     runs: list["Run"] = field(default_factory=list)
 
 
 @dataclass
 class Run:
-    """
-    A measured call of generate().
+    """A measured call of generate()."""
 
-    Args:
-        tokens (`int`): New tokens of all rows.
-        first (`int`): How many of these tokens were there after `prefill`.
-        prefill, seconds (`float`): Seconds until the first tokens, and seconds of the whole call.
-        stats ([`~hf_ssd.SSDStats`], *optional*): The statistics, if the method has an `ssd_config`.
-        sequences (`torch.LongTensor`): The output.
-    """
-
-    tokens: int
-    first: int
-    prefill: float
-    seconds: float
-    stats: object
-    sequences: torch.LongTensor
+    tokens: int  # new tokens of all rows
+    first: int  # of them, those that were there after `prefill`
+    prefill: float  # seconds until the first tokens
+    seconds: float  # of the whole call
+    stats: object  # [`~hf_ssd.SSDStats`], if the method has an `ssd_config`
+    sequences: torch.LongTensor  # the output
 
     @property
     def speed(self) -> float:
@@ -88,10 +71,10 @@ class Bench:
     def __init__(self, args, target, draft, assistant, batches: list[dict], tokenizers: dict | None = None):
         self.tokenizers = tokenizers or {}
         self.args, self.target, self.draft, self.assistant, self.batches = args, target, draft, assistant, batches
-        self.options = {"max_new_tokens": args.new_tokens, "return_dict_in_generate": True}
+        self.options = {"max_new_tokens": args.max_new_tokens, "return_dict_in_generate": True}
         self.options |= sampling(args.temperature)
         if args.ignore_eos:
-            self.options["min_new_tokens"] = args.new_tokens
+            self.options["min_new_tokens"] = args.max_new_tokens
 
     def methods(self, cores: CoreShare | None, all_devices: bool) -> dict[str, Method]:
         """Returns the methods to compare. With `all_devices` the other methods have all cores that SSD has."""
@@ -109,8 +92,7 @@ class Bench:
         for k in self.args.in_turn_lookaheads:
             config = hf_ssd.SSDConfig(lookahead=k, asynchronous=False)
             methods[f"{SD}, {k}"] = Method({"assistant_model": self.draft, "ssd_config": config}, theirs, devices)
-        config = hf_ssd.SSDConfig(lookahead=self.args.lookahead or "auto", budget=self.args.budget or "auto")
-        ours = {"assistant_model": self.assistant, "ssd_config": config}
+        ours = {"assistant_model": self.assistant, "ssd_config": settings(self.args)}
         methods[SSD] = Method(ours, target_cores, len(both) if both else 2)
         return methods
 
@@ -146,15 +128,9 @@ class Bench:
         """
         Runs the methods in turns, adds the runs to them, and returns them. Assisted generation is left out if
         transformers refuses the pair, because the draft's vocabulary has another size, or because the draft has fewer
-        positions than the text. A turn counts if each answer in it went on after its first tokens.
-
-        Args:
-            methods (`dict[str, Method]`): The methods by name.
-            deadline (`float`, *optional*): The `time.perf_counter()` value after which no turn begins, except the turn
-                that warms up and the first turn after it.
-
-        Raises:
-            `ValueError`: no turn counts.
+        positions than the text. A turn counts if each answer in it went on after its first tokens; `ValueError` is
+        raised if none counts. After `deadline`, a `time.perf_counter()` value, no turn begins, except the turn that
+        warms up and the first turn after it.
         """
         turns = tqdm(range(self.args.repeats + 1), desc="measuring", unit="turn", disable=None)
         for turn in turns:

@@ -1,56 +1,122 @@
-"""The two models of a command: their names and devices, and how they are loaded."""
+"""The two models of a command: their names, places and files, and how they are loaded."""
 
 import argparse
+import contextlib
 import functools
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+import transformers
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    AutoProcessor,
+    AutoTokenizer,
+    PreTrainedModel,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES as MULTIMODAL
 
 import hf_ssd
 
 from .. import devices
 from ..config import could_be_hub_id
 from ..distributed.assistant import DraftAssistant
+from ..distributed.cores import available_cores, pin
 from . import pair
+from .options import settings
 
-DTYPES = ("float32", "bfloat16", "float16")
+
+@dataclass(frozen=True)
+class Model:
+    """A model of a command."""
+
+    name: str  # hub id or folder
+    device: torch.device = torch.device("cpu")
+    dtype: str = "float32"  # of its weights, or "auto"
+    files: dict = field(default_factory=dict)  # `revision`, `gguf_file` and `trust_remote_code` of `from_pretrained`
+    tokenizer_name: str | None = None  # hub id or folder of its tokenizer, if it has none of its own
+    attn_implementation: str | None = None
+
+    def _read(self, kind, **options):
+        """Returns what a class of transformers reads from the model's files, or raises `ValueError`."""
+        if not os.path.exists(self.name) and not could_be_hub_id(self.name):
+            raise ValueError(f"There is no folder {self.name!r}; give a folder with a model, or a hub id.")
+        try:
+            return kind.from_pretrained(self.name, **{"trust_remote_code": False, **self.files, **options})
+        except (OSError, ValueError, ImportError) as error:
+            sentence = str(error).strip().split("\n")[0] or type(error).__name__
+            if "trust_remote_code" in str(error):
+                sentence = "it brings code of its own, which runs with --trust-remote-code alone."
+            raise ValueError(f"Cannot load a model from {self.name}: {sentence}") from error
+
+    def structure(self) -> PreTrainedModel:
+        """Builds the model on the meta device, or raises `ValueError` if it does not generate text by itself."""
+        config = self._read(AutoConfig)
+        if not config.is_encoder_decoder:
+            try:
+                with torch.device("meta"):
+                    trusts = self.files.get("trust_remote_code", False)
+                    return AutoModelForCausalLM.from_config(config, trust_remote_code=trusts)
+            except ValueError as error:  # its message lists all models that transformers knows
+                if "Unrecognized configuration class" not in str(error):
+                    raise
+        kind = f"{self.name} is a {config.model_type} model"
+        raise ValueError(f"{kind}; only decoder-only models that generate text can be used.")
+
+    @functools.cached_property
+    def tokenizer(self):
+        """A tokenizer that pads on the left, or `None` for a model without a tokenizer, such as a random model."""
+        name, options = self.tokenizer_name or self.name, {} if self.tokenizer_name else self.files
+        options = {"trust_remote_code": self.files.get("trust_remote_code", False), **options}
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left", **options)
+        except (OSError, ValueError) as error:
+            if self.tokenizer_name:
+                raise ValueError(f"Cannot load a tokenizer from {name}; give a hub id or a folder with one.") from error
+            return None
+        if not tokenizer.vocab_size:  # made by transformers from the config alone, because the folder has no tokenizer
+            return None
+        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+        return tokenizer
+
+    def load(self, kind=AutoModelForCausalLM) -> PreTrainedModel:
+        """Loads the model, or raises `ValueError`."""
+        options = {"dtype": self.dtype, "device_map": {"": self.device}}
+        if self.attn_implementation is not None:
+            options["attn_implementation"] = self.attn_implementation
+        return self._read(kind, **options).eval()
+
+    def load_for_requests(self) -> tuple:
+        """Loads a model with all that it can read, such as images, and returns it with its processor or tokenizer."""
+        if self.tokenizer_name or self.files.get("gguf_file"):
+            return self.load(), self.tokenizer
+        processor, is_multimodal = self._read(AutoProcessor), self._read(AutoConfig).model_type in MULTIMODAL
+        with contextlib.suppress(AttributeError, ValueError):  # only in newer versions, and for few models
+            return self.load(transformers.AutoModelForDecision), processor
+        return self.load(AutoModelForMultimodalLM if is_multimodal else AutoModelForCausalLM), processor
 
 
 @dataclass(frozen=True)
 class Models:
-    """
-    The target and the draft of a command.
+    """The target and the draft of a command."""
 
-    Args:
-        target, draft (`str`): Hub ids or folders.
-        device, draft_device (`torch.device`): The device of each model.
-        dtype, draft_dtype (`torch.dtype`): The type of each model's weights.
-    """
-
-    target: str
-    draft: str
-    device: torch.device
-    draft_device: torch.device
-    dtype: torch.dtype
-    draft_dtype: torch.dtype
+    target: Model
+    draft: Model | None
+    config: hf_ssd.SSDConfig = field(default_factory=hf_ssd.SSDConfig)
+    draft_threads: int | None = None  # CPU cores of the draft's worker
 
     @property
     def shares_memory(self) -> bool:
         """Whether both models are on the same device."""
-        one, other = ((device.type, device.index or 0) for device in (self.device, self.draft_device))
+        one, other = ((model.device.type, model.device.index or 0) for model in (self.target, self.draft))
         return one == other
-
-    @functools.cached_property
-    def tokenizer(self):
-        """The target's tokenizer; `None` if it has none."""
-        return load_tokenizer(self.target)
 
     @functools.cached_property
     def tokenizers(self) -> dict:
         """The arguments `tokenizer` and `assistant_tokenizer` of generate() if they differ; otherwise no arguments."""
-        ours, theirs = self.tokenizer, load_tokenizer(self.draft)
+        ours, theirs = self.target.tokenizer, self.draft and self.draft.tokenizer
         if ours is None or theirs is None:
             return {}
         tokens = {i: token for token, i in ours.get_vocab().items()}
@@ -60,77 +126,42 @@ class Models:
 
     def load(self) -> tuple[PreTrainedModel, PreTrainedModel]:
         """Loads both models, enables the target, and returns target and draft."""
-        target = hf_ssd.enable(load(self.target, self.dtype, self.device))
-        return target, load(self.draft, self.draft_dtype, self.draft_device)
+        return hf_ssd.enable(self.target.load()), self.draft.load()
 
-    def launch_draft(self) -> DraftAssistant:
-        """Starts the draft's worker and returns it. Only the worker loads the draft."""
-        return hf_ssd.launch_draft(self.draft, device=self.draft_device, dtype=self.draft_dtype)
-
-
-def add_models(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments that [`chosen`] reads."""
-    group = parser.add_argument_group("models", "Without TARGET and DRAFT, the small pair that comes with hf_ssd.")
-    group.add_argument("target", nargs="?", metavar="TARGET", help="hub id or folder of the large model")
-    group.add_argument("draft", nargs="?", metavar="DRAFT", help="hub id or folder of the small model")
-    group.add_argument("--device", metavar="DEVICE", help="of the target; default: the first accelerator, or the CPU")
-    group.add_argument("--draft-device", metavar="DEVICE", help="default: the last accelerator, or the CPU")
-    usual = "bfloat16 on an accelerator, float32 on the CPU"
-    group.add_argument("--dtype", choices=DTYPES, metavar="DTYPE", help=f"default: {usual}")
+    def launch_draft(self) -> contextlib.AbstractContextManager[DraftAssistant | None]:
+        """Starts the draft's worker, if there is a draft, and returns it. Only the worker loads the draft."""
+        if self.draft is None:
+            return contextlib.nullcontext()
+        options = {"device": self.draft.device, "dtype": self.draft.dtype, "num_threads": self.draft_threads}
+        return hf_ssd.launch_draft(self.draft.name, **options, **self.draft.files)
 
 
-def chosen(args: argparse.Namespace) -> Models:
+def chosen(args: argparse.Namespace, needs_draft: bool = True) -> Models:
     """
-    Returns the models that the arguments ask for.
+    Returns the models that the arguments of `options.shared` ask for, and restricts this process to `--threads` cores.
 
     Raises:
-        `ValueError`: there is no such device, or the target has no draft.
+        `ValueError`: there is no such device, or not exactly one draft.
     """
-    if args.target is not None and args.draft is None:
-        raise ValueError(f"Which draft is {args.target} to have? Name a DRAFT behind the TARGET.")
+    if args.draft and args.draft_named:
+        raise ValueError("There are two drafts; name one, after TARGET or with --draft.")
+    target, draft = args.target or pair.folder("target"), args.draft or args.draft_named
+    if draft is None and args.target is None and args.drafter != "ngram":
+        draft = pair.folder("draft")
+    if draft is None and needs_draft and args.drafter != "ngram":  # n-grams need no draft model
+        raise ValueError(f"DRAFT is missing: hf-ssd {args.command} {args.target} DRAFT")
+    if args.threads is not None:
+        pin(available_cores()[: args.threads])
+        torch.set_num_threads(len(available_cores()))
     found = devices.accelerators() or [torch.device("cpu")]
-    device = found[0] if args.device is None else devices.existing(args.device)
-    draft_device = found[-1] if args.draft_device is None else devices.existing(args.draft_device)
-    usual = ("float32" if one.type == "cpu" else "bfloat16" for one in (device, draft_device))
-    dtypes = (getattr(torch, args.dtype or name) for name in usual)
-    names = (args.target or pair.folder("target"), args.draft or pair.folder("draft"))
-    return Models(*names, device, draft_device, *dtypes)
-
-
-def load(name: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """
-    Loads a model.
-
-    Raises:
-        `ValueError`: the model does not load.
-    """
-    check_exists(name)
-    try:
-        return AutoModelForCausalLM.from_pretrained(
-            name, dtype=dtype, device_map={"": device}, trust_remote_code=False
-        ).eval()
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{name} does not load: {first_sentence(error)}") from error
-
-
-def check_exists(name: str) -> None:
-    """Raises `ValueError` if the name is no path of this machine and cannot be a hub id either."""
-    if not os.path.exists(name) and not could_be_hub_id(name):
-        raise ValueError(f"There is no folder {name!r}; give a folder with a model, or a hub id.")
-
-
-def load_tokenizer(name: str):
-    """Returns a tokenizer that pads on the left, or `None` for a model without a tokenizer, such as a random model."""
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left", trust_remote_code=False)
-    except (OSError, ValueError):
-        return None
-    if not tokenizer.vocab_size:  # made by transformers from the config alone, because the folder has no tokenizer
-        return None
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    return tokenizer
-
-
-def first_sentence(error: Exception) -> str:
-    """Returns the first line of an error's message, or the error's type if the message is empty."""
-    return str(error).strip().split("\n")[0] or type(error).__name__
+    sides = []
+    for name, side, place in ((target, "", found[0]), (draft, "draft_", found[-1])):
+        of_side = {option: getattr(args, side + option) for option in ("device", "dtype", "revision", "gguf_file")}
+        device = place if of_side["device"] is None else devices.existing(of_side["device"])
+        dtype = of_side["dtype"] or args.dtype or ("float32" if device.type == "cpu" else "bfloat16")
+        files = {option: of_side[option] for option in ("revision", "gguf_file") if of_side[option] is not None}
+        if args.trust_remote_code:
+            files["trust_remote_code"] = True
+        attention = None if side else args.attn_implementation
+        sides.append(name and Model(name, device, dtype, files, getattr(args, f"{side}tokenizer"), attention))
+    return Models(*sides, settings(args), args.draft_threads)

@@ -7,15 +7,7 @@ PLACES = (PACKAGE / "pair", PACKAGE.parent / "examples" / "pair")  # installed, 
 
 
 def folder(name: str) -> str:
-    """
-    Returns the folder of a model of the pair.
-
-    Args:
-        name (`str`): `"target"`, `"draft"` or `"parallel_draft"`.
-
-    Raises:
-        `ValueError`: the package was installed without the pair.
-    """
+    """Returns the folder of the pair's `"target"`, `"draft"` or `"parallel_draft"`."""
     for place in PLACES:
         if (place / name / "config.json").is_file():
             return str(place / name)

@@ -18,10 +18,8 @@ SNIPPETS = [
 
 def read_objects(path) -> list[dict]:
     """
-    Reads a JSON list of objects, or an object a line. pyarrow is not used, because a line such as `null{` crashes it.
-
-    Raises:
-        `ValueError`: the file does not hold objects.
+    Reads a JSON list of objects, or an object a line, and raises `ValueError` if the file holds something else. pyarrow
+    is not used, because a line such as `null{` crashes it.
     """
     with open(path, encoding="utf-8") as file:
         text = file.read()
@@ -35,16 +33,7 @@ def read_objects(path) -> list[dict]:
 
 
 def prompts_from(path, field: str = "prompt") -> list[str]:
-    """
-    Returns the prompts of a file of JSON objects.
-
-    Args:
-        path (`str` or `os.PathLike`): The file.
-        field (`str`, *optional*, defaults to `"prompt"`): The key of the prompt in each object.
-
-    Raises:
-        `ValueError`: the file cannot be read, or has no prompts.
-    """
+    """Returns the prompts of a file of JSON objects, or raises `ValueError` if it cannot be read or has no prompts."""
     try:
         rows = read_objects(path)
     except (OSError, ValueError) as error:
@@ -55,39 +44,21 @@ def prompts_from(path, field: str = "prompt") -> list[str]:
     return prompts
 
 
-def as_messages(prompts: list[str], tokenizer) -> list[str]:
-    """Returns prompts as a user's messages to a model with a chat template; those of other models stay as they are."""
-    if tokenizer.chat_template is None:
-        return prompts
-    options = {"add_generation_prompt": True, "tokenize": False}
-    return [tokenizer.apply_chat_template([{"role": "user", "content": text}], **options) for text in prompts]
-
-
-def batches(
-    prompts: list[str], tokenizer, size: int, device: torch.device, add_special_tokens: bool = True
-) -> list[dict]:
+def batches_for(model, tokenizer, prompts: list[str], size: int = 1, length: int = 16) -> list[dict]:
     """
-    Returns prompts as inputs of generate(). The last batch is filled up with the first prompts.
-
-    Args:
-        prompts (`list[str]`): The texts.
-        tokenizer (`PreTrainedTokenizerBase`): A tokenizer that pads on the left.
-        size (`int`): Prompts in each batch.
-        device (`torch.device`): The target's device.
-        add_special_tokens (`bool`, *optional*, defaults to `True`): Whether the tokenizer adds special tokens. A chat
-            template has added them already.
+    Returns prompts as inputs of generate(), `size` in each batch. A model with a chat template gets them as a user's
+    messages, and a model without a tokenizer gets `length` random tokens in their place. The last batch is filled up
+    with the first prompts. The tokenizer pads on the left.
     """
-    options = {"return_tensors": "pt", "return_token_type_ids": False, "add_special_tokens": add_special_tokens}
-    found = []
-    for start in range(0, len(prompts), size):
-        batch = [prompts[i % len(prompts)] for i in range(start, start + size)]
-        found.append(tokenizer(batch, padding=size > 1, **options).to(device))
-    return found
-
-
-def random_batches(model, size: int, length: int) -> list[dict]:
-    """Returns random tokens in the place of prompts, for a model that has no tokenizer."""
-    vocab_size = model.config.get_text_config(decoder=True).vocab_size
-    tokens = torch.randint(1, vocab_size, (4, size, length), generator=torch.Generator().manual_seed(1))
-    tokens = tokens.to(model.device)
-    return [{"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in tokens]
+    if tokenizer is None:
+        vocab_size = model.config.get_text_config(decoder=True).vocab_size
+        tokens = torch.randint(1, vocab_size, (4, size, length), generator=torch.Generator().manual_seed(1))
+        return [{"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in tokens.to(model.device)]
+    is_chat = tokenizer.chat_template is not None  # the template adds special tokens already
+    if is_chat:
+        as_text = {"add_generation_prompt": True, "tokenize": False}
+        messages = [[{"role": "user", "content": text}] for text in prompts]
+        prompts = [tokenizer.apply_chat_template(message, **as_text) for message in messages]
+    options = {"return_tensors": "pt", "return_token_type_ids": False, "add_special_tokens": not is_chat}
+    batches = [[prompts[i % len(prompts)] for i in range(at, at + size)] for at in range(0, len(prompts), size)]
+    return [tokenizer(batch, padding=size > 1, **options).to(model.device) for batch in batches]

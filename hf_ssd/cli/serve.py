@@ -14,7 +14,6 @@ import socket
 
 import hf_ssd
 
-from ..config import LONGEST_LOOKAHEAD
 from . import doctor, models
 from .options import at_least
 
@@ -22,16 +21,14 @@ NEEDED = ("fastapi", "uvicorn", "openai", "prometheus_client")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    models.add_models(parser)
-    server, lookahead = parser.add_argument_group("server"), at_least(1, below=LONGEST_LOOKAHEAD + 1)
-    server.add_argument("--draft", dest="draft_named", metavar="DRAFT", help="another way to name the DRAFT")
+    server = parser.add_argument_group("server")
     server.add_argument("--served-model-name", metavar="NAME", help="by which clients name it; default: TARGET")
+    server.add_argument("--api-key", metavar="KEY", help="that clients must send; default: none")
+    server.add_argument("--max-tokens", type=at_least(1), metavar="N", help="most tokens of an answer")
     server.add_argument("--host", default="127.0.0.1", help="address to listen on; default: this machine alone")
     server.add_argument("--port", type=int, default=8000, help="8000; 0: any that is free")
     server.add_argument("--cors", action="store_true", help="allow cross-origin requests")
     server.add_argument("--allowed-hosts", nargs="+", default=(), metavar="NAME", help="names that clients call it by")
-    server.add_argument("--lookahead", type=lookahead, help="drafted tokens a round; default: planned")
-    server.add_argument("--budget", type=at_least(1), help="outcomes to prepare; default: planned")
     server.add_argument("--log-level", default="error", choices=("error", "warning", "info", "debug"))
 
 
@@ -40,31 +37,24 @@ def run(args: argparse.Namespace) -> int:
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise ValueError(f'serving needs {", ".join(missing)}: pip install "hf_ssd[serve]"')
-    if args.draft_named and args.draft:
-        raise ValueError("There are two drafts; name one, behind TARGET or with --draft.")
-    args.draft = args.draft or args.draft_named
     port = free_port(args.host, args.port)
     found = models.chosen(args)
-    config = hf_ssd.SSDConfig(lookahead=args.lookahead or "auto", budget=args.budget or "auto")
     print(doctor.in_words(doctor.examine(found)), flush=True)
     address = f"http://{args.host}:{port} shows a page, and serves OpenAI's clients under /v1"
     from ..serving.server import Server  # needs the packages that were looked for above
 
+    model, processor = found.target.load_for_requests()
     with found.launch_draft() as assistant:
+        hf_ssd.enable(model, assistant, found.config, **found.tokenizers)
         server = Server(
-            found.target,
+            model,
+            processor,
             assistant,
-            config,
-            assistant_tokenizer=found.tokenizers.get("assistant_tokenizer"),
-            device=str(found.device),
-            dtype=str(found.dtype).removeprefix("torch."),
-            host=args.host,
+            [args.served_model_name or found.target.name, found.target.name],
             port=port,
             enable_cors=args.cors,
-            allowed_hosts=args.allowed_hosts,
-            log_level=args.log_level,
-            served_model_name=args.served_model_name,
             on_listening=lambda: print(address, flush=True),
+            **{name: getattr(args, name) for name in ("host", "api_key", "max_tokens", "allowed_hosts", "log_level")},
         )
         server.run()
     print("The server has ended.", flush=True)
@@ -72,12 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def free_port(host: str, port: int) -> int:
-    """
-    Returns the port, or a free port if it is 0.
-
-    Raises:
-        `ValueError`: the server cannot listen on the port.
-    """
+    """Returns the port, or a free port if it is 0, or raises `ValueError` if the server cannot listen there."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         with socket.socket(family, socket.SOCK_STREAM) as probe:

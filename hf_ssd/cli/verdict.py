@@ -12,51 +12,27 @@ BUSY = 0.5  # running programs for each core
 
 @dataclass
 class Figures:
-    """
-    The measurements of a pair. Speeds are in tokens per second.
+    """The measurements of a pair. Speeds are in tokens per second, ratios of speeds are medians over turns."""
 
-    Args:
-        acceptance (`float`, *optional*): Share of accepted tokens among all tested tokens of all calls; `None` if no
-            token was drafted.
-        hit_rate, tokens_per_round (`float`): Hit rate and tokens per round of SSD, as medians over its runs.
-        verify_seconds (`float`): Time of a verification.
-        step_seconds, two_tokens_seconds (`float`, *optional*): Time of the draft for a single token and for two tokens;
-            `None` if no draft step was timed.
-        contention (`float`): Factor by which a verification takes longer while the draft works.
-        plan (`str`): Why the planner chose the mode that most rounds had.
-        drafts (`bool`): Whether the planner drafted in most of the rounds.
-        predicted (`float`): The speed that the theory predicts from the measured parts.
-        speed, plain (`float`): Speeds of SSD and of plain decoding.
-        over_plain (`float`, *optional*): Speed of SSD over plain decoding, the median over turns, so not just the ratio
-            of the two speeds; `None` if the planner decoded plainly.
-        shares_memory (`bool`): Whether both models are on the same device.
-        load (`float`): How busy the machine was before, in running programs for each core.
-        assisted (`float`, *optional*): Speed of transformers' assisted generation with its best setting; `None` if it
-            does not take this pair.
-        over_assisted (`float`, *optional*): Speed of SSD over `assisted`, the median over turns.
-        assistant_tokens (`int`, *optional*): The number of assistant tokens in this best setting.
-        failure (`str`, *optional*): Why the draft was given up.
-    """
-
-    acceptance: float | None
+    acceptance: float | None  # share of accepted tokens among all tested tokens; `None` if no token was drafted
     hit_rate: float
     tokens_per_round: float
     verify_seconds: float
-    step_seconds: float | None
+    step_seconds: float | None  # of the draft for a single token; `None` if no draft step was timed
     two_tokens_seconds: float | None
-    contention: float
-    plan: str
-    drafts: bool
-    predicted: float
+    contention: float  # factor by which a verification takes longer while the draft works
+    plan: str  # why the planner chose the mode that most rounds had
+    drafts: bool  # whether the planner drafted in most of the rounds
+    predicted: float  # the speed that the theory predicts from the measured parts
     speed: float
     plain: float
-    over_plain: float | None
-    shares_memory: bool
-    load: float
-    assisted: float | None = None
+    over_plain: float | None  # `None` if the planner decoded plainly
+    shares_memory: bool  # whether both models are on the same device
+    load: float  # how busy the machine was before, in running programs for each core
+    assisted: float | None = None  # by transformers with its best setting; `None` if it does not take this pair
     over_assisted: float | None = None
-    assistant_tokens: int | None = None
-    failure: str | None = None
+    assistant_tokens: int | None = None  # in this best setting
+    failure: str | None = None  # why the draft was given up
 
     @property
     def pays(self) -> bool:
@@ -90,30 +66,22 @@ class Figures:
                 "device with its own memory would not slow it down"
             )
         if self.shares_memory:
-            what = "both models share one memory, and a draft on a device of its own would not slow the target down"
-        else:
-            what = "a draft that agrees more or a smaller one would gain more"
-        return f"no: {gain}; {what}"
+            gain += "; both models share one memory, and a draft on a device of its own would not slow the target down"
+            return f"no: {gain}"
+        return f"no: {gain}; a draft that agrees more or a smaller one would gain more"
 
     def in_words(self) -> str:
         """Returns the answer in five lines."""
-        accepted = "no token was drafted"
-        if self.acceptance is not None:
-            accepted = f"{self.acceptance:.2f} of the drafted tokens"
-        speed, beside = f"{self.plain:.1f} tokens/s, decoded plainly", "assisted generation does not take this pair"
-        if self.assisted is not None:
-            beside = f"{self.assisted:.1f} tokens/s by assisted generation with {self.assistant_tokens} tokens"
-        if self.drafts:
-            accepted += f", {self.tokens_per_round:.2f} tokens a round, hit rate {self.hit_rate:.2f}"
-            speed = f"{self.over_plain:.2f} times plain decoding ({self.predicted / self.plain:.2f} predicted)"
-        if self.drafts and self.assisted is not None:
-            beside = (
-                f"{self.over_assisted:.2f} times assisted generation with {self.assistant_tokens} tokens "
-                f"({self.predicted / self.assisted:.2f} predicted)"
-            )
-        step = "no draft step was timed"
+        accepted = "no token was drafted" if self.acceptance is None else f"{self.acceptance:.2f} of the drafted tokens"
+        speed, step = f"{self.plain:.1f} tokens/s, decoded plainly", "no draft step was timed"
         if self.step_seconds is not None:
             step = f"{1e3 * self.step_seconds:.1f} ms for a draft step"
+        if self.drafts:
+            accepted += f", {self.tokens_per_round:.2f} tokens a round, hit rate {self.hit_rate:.2f}"
+            speed = f"{self.speed:.1f} tokens/s ({self.predicted:.1f} predicted), {self.plain:.1f} decoded plainly"
+        beside = "assisted generation does not take this pair"
+        if self.assisted is not None:
+            beside = f"{self.assisted:.1f} by assisted generation with {self.assistant_tokens} tokens"
         lines = {
             "acceptance": accepted,
             "times": f"{1e3 * self.verify_seconds:.1f} ms for a verification, {step}",
@@ -121,4 +89,9 @@ class Figures:
             "speed": f"{speed}, {beside}",
             "pays": self.verdict(),
         }
-        return "\n".join(f"{name:<11} {line}" for name, line in lines.items())
+        return in_lines(lines)
+
+
+def in_lines(parts: dict[str, str]) -> str:
+    """Returns parts of an answer as lines, each after its name."""
+    return "\n".join(f"{name:<11} {line}" for name, line in parts.items())

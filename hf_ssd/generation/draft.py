@@ -16,6 +16,7 @@ from ..distributed.wire import Kind, Message
 from ..planning.planner import Planner
 from ..rounds import AHEAD, FILLER, IN_TURN, PLAIN, Outcome, RoundRecord, Speculation
 from .sequences import Sequences
+from .tokenizers import check_coverage
 
 logger = logging.get_logger(__name__)
 
@@ -78,6 +79,8 @@ class FaultTolerantDraft:
         if self.assistant is not None:
             timeout = self.request.config.timeout
             self._attempt(lambda: self.assistant.begin_call(self.turn, timeout, patience))
+        if self.request.translation is not None:
+            self._attempt(lambda: check_coverage(self.request.translation, self.request.prompts))
         self.planner.begin_call()  # not before, because another thread's call may have measured the pair meanwhile
         self._join(None)
 

@@ -45,7 +45,6 @@ from .recording import StepRecord
 from .sequences import Sequences, longest_output
 from .streaming import Stream
 from .target import feed_what_is_missing, prefill, prompts_without_padding, verify_alone
-from .tokenizers import check_coverage
 
 
 def speculative_speculative_decoding(
@@ -95,8 +94,6 @@ def speculative_speculative_decoding(
     of_the_draft = copy.copy(generation_config)
     of_the_draft.max_length = max_length
     prompts = prompts_without_padding(input_ids, model_kwargs.get("attention_mask"))
-    if translation is not None:
-        check_coverage(translation, prompts)
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
     seed = int(torch.randint(2**31, ())) if generation_config.do_sample else 0  # greedy calls draw nothing
     request = SessionRequest(ssd_config, of_the_draft, prompts, seed, vocab_size, translation)

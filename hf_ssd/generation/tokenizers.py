@@ -9,6 +9,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
 from ..distributed.launch import info_of
+from ..distributed.session import DraftError
 from ..drafting.vocabulary import Translation
 from .spelling import Encoder, spelled_tokens
 
@@ -56,12 +57,12 @@ def check_coverage(translation: Translation, prompts: list[torch.LongTensor]) ->
     Checks that the draft has enough of the tokens of the prompts.
 
     Raises:
-        `ValueError`: the draft has less than half of the tokens that occur in the prompts.
+        [`DraftError`]: the draft has less than half of the tokens that occur in the prompts.
     """
     used = torch.cat(prompts).unique().cpu()
     covered = int(translation.is_common[used].sum())
     if covered < LEAST_COVERAGE * len(used):
-        raise ValueError(
+        raise DraftError(
             f"The draft's vocabulary has {covered} of the {len(used)} tokens that the prompts use, less than half, so "
             "it could hardly propose anything; choose a draft whose tokenizer is more like the target's."
         )

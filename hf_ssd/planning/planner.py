@@ -281,8 +281,8 @@ class Planner:
             verify, prepare = costs.seconds_to_verify(AHEAD, lookahead), costs.seconds_to_prepare(lookahead, budget)
             hit_rate = costs.hit_rates(costs.acceptance(lookahead), [budget * self.workers])[0]
             self.reason = (
-                f"draft needs {1e3 * prepare:.1f} of the {1e3 * verify:.1f} ms that verification takes, and is to hit "
-                f"{hit_rate:.2f} of the rounds: lookahead {lookahead}, budget {budget}"
+                f"preparing takes {1e3 * prepare:.1f} ms against {1e3 * verify:.1f} ms per verification, expected hit "
+                f"rate {hit_rate:.2f}: lookahead {lookahead}, budget {budget}"
             )
         elif mode == IN_TURN:
             draft, verify = costs.seconds_to_draft(IN_TURN, lookahead), costs.seconds_to_verify(IN_TURN, lookahead)
@@ -293,8 +293,8 @@ class Planner:
         else:
             drafting = max((speed for plan, speed in speeds.items() if plan[0] != PLAIN), default=0.0)
             self.reason = (
-                f"drafting is expected to give {drafting / speeds[chosen]:.2f} of plain decoding's speed "
-                f"(expected acceptance {costs.acceptance(1)[0]:.2f}): no draft"
+                f"not drafting: expected {drafting / speeds[chosen]:.2f} times plain decoding's speed "
+                f"(estimated acceptance {costs.acceptance(1)[0]:.2f})"
             )
         if chosen != best:
             self.reason = f"probe: {self.reason}"

@@ -88,9 +88,9 @@ class CountingStreamer(RoundStreamer):
 class TurnTaking(GenerateManager):
     """transformers' manager, which runs calls in turn in a single thread. This class also checks and counts them."""
 
-    def __init__(self, totals: Totals):
+    def __init__(self, totals: Totals, max_tokens: int | None = None):
         super().__init__()
-        self.totals, self.are_over = totals, False
+        self.totals, self.max_tokens, self.are_over = totals, max_tokens, False
 
     async def end(self) -> None:
         """Ends all calls, and waits until their thread is idle: a process that ends while it computes is aborted."""
@@ -112,13 +112,13 @@ class TurnTaking(GenerateManager):
     async def generate_non_streaming(self, model, processor, inputs, gen_config, *args, **kwargs):
         call = CALL.get()
         self.prepare(model, inputs, gen_config, call)
-        await the_loop()
         counted = self.counted(model, call)
         return await super().generate_non_streaming(counted, processor, inputs, gen_config, *args, **kwargs)
 
-    def async_submit(self, fn, *args, **kwargs) -> asyncio.Future:
+    async def async_submit(self, fn, *args, **kwargs):
         """As in transformers, but a result that nobody waits for any more is dropped."""
-        return asyncio.shield(asyncio.wrap_future(self.submit(fn, *args, **kwargs)))
+        await the_loop()
+        return await asyncio.shield(asyncio.wrap_future(self.submit(fn, *args, **kwargs)))
 
     def counted(self, model: PreTrainedModel, call: Call) -> types.SimpleNamespace:
         """Returns a stand-in for the model of a call that has only `generate()`."""
@@ -153,11 +153,8 @@ class TurnTaking(GenerateManager):
     def prepare(self, model: PreTrainedModel, inputs: dict, gen_config: GenerationConfig, call: Call) -> None:
         """
         Removes `token_type_ids` if the model does not take them, sets the call's own settings, and limits the length of
-        the text to the model's positions.
-
-        Raises:
-            `ValueError`: the prompt is empty or fills all positions, or the request asks for several answers, for a
-                dict, or for a bias on a token that the model does not have.
+        the text to the model's positions and of the answer to `max_tokens`. Raises `ValueError` for a request that the
+        model cannot answer.
         """
         call.is_prepared = True
         if "token_type_ids" not in inspect.signature(model.forward).parameters:
@@ -178,5 +175,5 @@ class TurnTaking(GenerateManager):
         except ValueError:
             self.totals.requests[REFUSED] += 1
             raise
-        if longest is not None:
-            gen_config.max_new_tokens = min(gen_config.max_new_tokens or longest, longest - length)
+        limits = [gen_config.max_new_tokens, longest and longest - length, self.max_tokens]
+        gen_config.max_new_tokens = min(filter(None, limits), default=None)

@@ -46,12 +46,7 @@ async def refuse(request, error: Exception) -> JSONResponse:
 
 
 def read(kind: type[BaseModel], body: bytes) -> Any:
-    """
-    Returns the request that a body holds.
-
-    Raises:
-        [`Refusal`]: The body is no JSON, or a parameter is not allowed by `kind`.
-    """
+    """Returns the request that a body holds. Raises [`Refusal`] if it is no JSON, or not allowed by `kind`."""
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:

@@ -1,5 +1,6 @@
-"""Checks a request before it is read: the server's name in it, the page that sent it, and its size."""
+"""Checks a request before it is read: the server's name in it, its key, the page that sent it, and its size."""
 
+import secrets
 from fnmatch import fnmatchcase
 from urllib.parse import urlsplit
 
@@ -10,30 +11,28 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from .errors import refuse
 
 BODY_LIMIT = 16 << 20  # bytes
+OPEN = ("/", "/health")  # need no key
 TOO_LARGE = 413, f"The body is larger than {BODY_LIMIT >> 20} MiB."
 
 
 class Gate:
     """
-    Refuses a request that calls the server by another name, a `POST` that a page of another site sends, and a body
-    above the limit while it arrives.
+    Refuses a request that calls the server by another name or lacks its key, a `POST` that a page of another site
+    sends, and a body above the limit while it arrives.
 
     A page can let its own host name point to this machine, and a browser lets any page send a request here, even if the
-    browser does not let the page read the answer.
-
-    Args:
-        app (`ASGIApp`): The application that receives all other requests.
-        hosts (`list[str]`): Patterns of the names by which clients may call the server, without a port.
-        origins (`bool`): Whether pages of other sites may send requests.
+    browser does not let the page read the answer. `hosts` are patterns of names without a port, and `origins` says
+    whether pages of other sites may send requests.
     """
 
-    def __init__(self, app: ASGIApp, hosts: list[str], origins: bool = False):
+    def __init__(self, app: ASGIApp, hosts: list[str], origins: bool = False, key: str | None = None):
         self.app, self.hosts, self.origins = app, [host.lower() for host in hosts], origins
+        self.token = key and f"Bearer {key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        error, size = self._refusal(scope["method"], Headers(scope=scope)), 0
+        error, size = self._refusal(scope["method"], scope["path"], Headers(scope=scope)), 0
         if error is not None:
             return await (await refuse(scope, error))(scope, receive, send)
 
@@ -47,7 +46,7 @@ class Gate:
 
         await self.app(scope, counted, send)
 
-    def _refusal(self, method: str, headers: Headers) -> HTTPException | None:
+    def _refusal(self, method: str, path: str, headers: Headers) -> HTTPException | None:
         """Returns the error of a request that is refused before its body is read."""
         host, origin = headers.get("host", "").lower(), headers.get("origin")
         try:
@@ -58,6 +57,9 @@ class Gate:
             return HTTPException(400, f"This server is not called {host}; --allowed-hosts can name it.")
         if method == "POST" and not self.origins and origin is not None and site != host:
             return HTTPException(403, f"A page of {origin} may not use this server, unless it has --cors.")
+        given = headers.get("authorization", "").encode("latin-1")
+        if self.token and path not in OPEN and method != "OPTIONS" and not secrets.compare_digest(given, self.token):
+            return HTTPException(401, "The request has not the key of this server, which --api-key has set.")
         if int(headers.get("content-length", 0)) > BODY_LIMIT:
             return HTTPException(*TOO_LARGE)
         return None

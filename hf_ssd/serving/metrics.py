@@ -68,7 +68,7 @@ GAUGES = {
 class Metrics(Collector):
     """Gives [`Totals`] and the state of the draft to Prometheus."""
 
-    def __init__(self, assistant: DraftAssistant):
+    def __init__(self, assistant: DraftAssistant | None):
         self.assistant, self.totals = assistant, Totals()
 
     def collect(self) -> Iterator[Metric]:
@@ -83,6 +83,8 @@ class Metrics(Collector):
                 yield CounterMetricFamily(f"hf_ssd_{one.name}", one.metadata["about"], value=value)
         for name, ratio in self.totals.ratios.items():
             yield GaugeMetricFamily(f"hf_ssd_{name}", GAUGES[name], value=ratio)
+        if self.assistant is None:
+            return
         restarts = self.assistant.restarts
         yield CounterMetricFamily("hf_ssd_draft_restarts", "Workers that had ended and were started again", restarts)
         yield GaugeMetricFamily("hf_ssd_draft_ready", "1 if the draft can be asked", self.assistant.state == "ready")

@@ -201,6 +201,15 @@ class ResponseRequest(Parameters):
     tool_choice: Literal["auto", "none"] | None = done('"auto", or "none", which leaves the tools out')
 
 
+class DecisionRequest(Parameters):
+    """`/v1/systemone`. transformers checks everything but the name of the model."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    def body(self) -> dict:
+        return self.model_dump(exclude_unset=True)
+
+
 def _characters(value) -> int:
     if value is None:
         return 0

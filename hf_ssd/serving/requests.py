@@ -28,14 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class Limits:
-    """
-    Limits of requests: the names of the model, the length of a prompt, and the types of its parts.
-
-    Args:
-        model (`PreTrainedModel`): The target.
-        processor: The target's tokenizer or processor.
-        names (`list[str]`): Names by which clients may call the model; they are told the first name.
-    """
+    """Limits of requests: the names of the model, the length of a prompt, and the types of its parts."""
 
     def __init__(self, model: PreTrainedModel, processor, names: list[str]):
         self.names = names
@@ -102,7 +95,7 @@ class Endpoint:
         self.limits.check(request)
         call.seed, call.settings, call.stop = request.seed, request.settings(), request.stops()
         try:
-            return await self.handler.handle_request(request.body(), name)
+            return await self.handler.handle_request({**request.body(), "model": self.limits.names[0]}, name)
         except (KeyError, IndexError, AttributeError) as error:
             if call.is_prepared:
                 raise

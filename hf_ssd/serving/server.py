@@ -5,7 +5,6 @@ import contextlib
 import importlib.resources
 import ipaddress
 import signal
-import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,10 +12,9 @@ import uvicorn
 from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.responses import HTMLResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
-from pydantic_core import from_json
 from starlette.middleware.cors import CORSMiddleware
+from transformers import PreTrainedModel
 from transformers.cli.serve import Serve
-from transformers.cli.serving.utils import BaseHandler
 from transformers.utils import logging
 
 import hf_ssd
@@ -26,7 +24,7 @@ from .errors import OF_THE_CLIENT, read, refuse
 from .gate import Gate
 from .live import Live, LiveRequest
 from .metrics import Metrics
-from .parameters import ChatRequest, CompletionRequest, ResponseRequest
+from .parameters import ChatRequest, CompletionRequest, DecisionRequest, ResponseRequest
 from .requests import Endpoint, Limits
 
 GRACE = 3  # seconds that running answers get to end when the server shuts down
@@ -37,69 +35,58 @@ class Server(Serve):
     `transformers serve` with one model and a draft. [`Server.run`] serves until it is interrupted.
 
     Args:
-        target (`str`): Hub id or folder of the model.
-        assistant ([`~hf_ssd.DraftAssistant`]): The draft.
-        ssd_config ([`~hf_ssd.SSDConfig`], *optional*): Settings of all calls.
+        model (`PreTrainedModel`): A model that was passed to `hf_ssd.enable` with its draft.
+        processor: Its tokenizer or processor.
+        assistant ([`~hf_ssd.DraftAssistant`], *optional*): The draft, if the model has one.
+        names (`list[str]`): Names by which clients may call the model. Answers have the first name.
+        api_key (`str`, *optional*): The key that clients must send.
+        max_tokens (`int`, *optional*): The largest number of tokens of an answer.
         allowed_hosts (`list[str]`, *optional*): Names by which clients may call the server, beside `host`. By default
             the names of this machine if the server listens on a loopback address, and otherwise any name.
-        served_model_name (`str`, *optional*): Name by which clients know the model; by default `target`.
         on_listening (`Callable`, *optional*): Called when the server listens.
         enable_cors (`bool`, *optional*, defaults to `False`): Whether pages of other sites may use the server.
-        assistant_tokenizer (`PreTrainedTokenizerBase`, *optional*): The draft's tokenizer, if it differs from the
-            target's.
-        options: Options of `transformers serve`, for example `device`, `dtype`, `host` and `port`.
+        options: Options of `transformers serve`, for example `host`, `port` and `log_level`.
     """
 
     def __init__(
         self,
-        target: str,
-        assistant: hf_ssd.DraftAssistant,
-        ssd_config=None,
-        allowed_hosts=(),
-        enable_cors=False,
-        assistant_tokenizer=None,
-        served_model_name: str | None = None,
+        model: PreTrainedModel,
+        processor,
+        assistant: hf_ssd.DraftAssistant | None,
+        names: list[str],
+        api_key: str | None = None,
+        max_tokens: int | None = None,
+        allowed_hosts: Sequence[str] = (),
+        enable_cors: bool = False,
         on_listening: Callable[[], None] = lambda: None,
         **options,
     ):
-        self.target, self.assistant, self.ssd_config = target, assistant, ssd_config
-        self.allowed_hosts, self.enable_cors = allowed_hosts, enable_cors
-        self.assistant_tokenizer = assistant_tokenizer
-        self.name, self.on_listening = served_model_name or target, on_listening
-        super().__init__(force_model=target, non_blocking=True, **options)
-
-    def start_server(self) -> None:
-        """Called when transformers has built its server. Gives the model its draft, and the server our addresses."""
-        ((_, loaded),) = self._model_manager.loaded_models.items()
-        tokenizers = {}
-        if self.assistant_tokenizer is not None:
-            tokenizer = getattr(loaded.processor, "tokenizer", loaded.processor)
-            tokenizers = {"tokenizer": tokenizer, "assistant_tokenizer": self.assistant_tokenizer}
-        model = hf_ssd.enable(loaded.model, self.assistant, self.ssd_config, **tokenizers)
-        metrics = Metrics(self.assistant)
-        calls = TurnTaking(metrics.totals)
+        super().__init__(device=str(model.device), non_blocking=True, **options)  # `start_server` starts nothing here
+        metrics, config = Metrics(assistant), self.server.config
+        calls = TurnTaking(metrics.totals, max_tokens)
         self._generation_state.get_manager = lambda *args, **kwargs: calls
-        names = [self.name, self.target, f"{self.target}@main"]
-        limits, preparing = Limits(model, loaded.processor, names), ThreadPoolExecutor(1, "hf_ssd prepares")
-        app = application(names, self.assistant, metrics, Live(model, loaded.processor, calls), calls)
+        limits, preparing = Limits(model, processor, names), ThreadPoolExecutor(1, "hf_ssd prepares")
+        app = application(names, assistant, metrics, Live(model, processor, calls), calls)
         for path, handler, kind in [
             ("/v1/chat/completions", self._chat_handler, ChatRequest),
             ("/v1/completions", self._completion_handler, CompletionRequest),
             ("/v1/responses", self._response_handler, ResponseRequest),
+            ("/v1/systemone", getattr(self, "_systemone_handler", None), DecisionRequest),  # only in newer versions
         ]:
-            handler._resolve_model = lambda body: (self.name, model, loaded.processor)
-            app.add_route(path, Endpoint(handler, kind, limits, preparing), ["POST"])
-        if decisions := getattr(self, "_systemone_handler", None):  # only in newer versions of transformers
-            app.add_route("/v1/systemone", deciding(decisions), ["POST"])
+            if handler is not None:
+                handler._resolve_model = lambda body: (names[0], model, processor)
+                app.add_route(path, Endpoint(handler, kind, limits, preparing), ["POST"])
         for kind in (*OF_THE_CLIENT, Exception):
             app.add_exception_handler(kind, refuse)
-        config = self.server.config
-        app.add_middleware(Gate, hosts(config.host, self.allowed_hosts), origins=self.enable_cors)
-        if self.enable_cors:
+        app.add_middleware(Gate, hosts(config.host, allowed_hosts), enable_cors, api_key)
+        if enable_cors:
             app.add_middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
         level, patience = logging.get_verbosity(), GRACE + int(END_TIMEOUT)
         options = {"log_level": level, "access_log": level <= logging.INFO, "timeout_graceful_shutdown": patience}
-        self.server = Uvicorn(uvicorn.Config(app, config.host, config.port, **options), calls, self.on_listening)
+        self.server = Uvicorn(uvicorn.Config(app, config.host, config.port, **options), calls, on_listening)
+
+    def start_server(self) -> None:
+        """Does nothing: transformers' server, for which this is called, is replaced."""
 
     def run(self) -> None:
         """Serves until an interrupt or SIGTERM."""
@@ -134,15 +121,6 @@ def hosts(host: str, allowed: Sequence[str]) -> list[str]:
     return ["localhost", "127.0.0.1", "::1", host, *allowed] if allowed or is_loopback else ["*"]
 
 
-def deciding(handler: BaseHandler) -> Callable:
-    """Returns the address of transformers' handler of decisions, which generates no text."""
-
-    async def decide(request: Request) -> Response:
-        return await handler.handle_request(from_json(await request.body()), str(uuid.uuid4()))
-
-    return decide
-
-
 def application(names: list[str], assistant, metrics: Metrics, live: Live, calls: TurnTaking) -> FastAPI:
     """Returns an application with all addresses that need no handler of transformers."""
 
@@ -170,7 +148,7 @@ def application(names: list[str], assistant, metrics: Metrics, live: Live, calls
 
     @app.get("/health")
     def health() -> dict:
-        return {"status": "ok", "draft": assistant.state}
+        return {"status": "ok", "draft": assistant.state if assistant else "none"}
 
     @app.get("/v1/models")
     def models() -> dict:

@@ -12,11 +12,8 @@ FIELDS = ("text", "content", "reasoning_content")  # the fields with the text of
 
 class Cut:
     """
-    Takes a text in pieces and returns the part before the first stop string. Text that may be the beginning of a stop
-    string is held back until more text decides.
-
-    Args:
-        strings (`list[str]`): The stop strings, none of them empty.
+    Takes a text in pieces and returns the part before the first of the stop strings, none of which is empty. Text that
+    may be the beginning of a stop string is held back until more text decides.
     """
 
     def __init__(self, strings: list[str]):
@@ -44,12 +41,7 @@ class StopCriteria(StoppingCriteria):
     """
     Ends a row with the token that completes a stop string in its generated text. transformers' `StopStringCriteria`
     compares the names of tokens: it misses characters that are several tokens, and finds strings that begin in the
-    prompt.
-
-    Args:
-        strings (`list[str]`): The stop strings.
-        tokenizer (`Tokenizer`): The backend of the model's tokenizer.
-        length (`int`): Length of the prompt in tokens.
+    prompt. `tokenizer` is the backend of the model's tokenizer, and `length` is that of the prompt in tokens.
     """
 
     def __init__(self, strings: list[str], tokenizer: Tokenizer, length: int):

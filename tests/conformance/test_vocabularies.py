@@ -273,14 +273,23 @@ def test_sizes_that_no_padding_explains_are_refused_and_others_warned_of():
         generate(target, tiny_draft(vocab_size=300), 1, {}, asynchronous=False)
 
 
-def test_a_draft_that_hardly_knows_the_prompts_tokens_is_refused():
+def test_a_prompt_of_which_the_draft_hardly_knows_a_token_is_decoded_plainly_with_a_warning(caplog):
     few = [token for token in DRAFT if token not in LETTERS_OF_THE_PROMPT]
     options = {**BOTH, "assistant_tokenizer": tokenizer(few)}
     target = hf_ssd.enable(tiny_model())
     prompt = torch.tensor([[TARGET.index(token) for token in (*LETTERS_OF_THE_PROMPT, "z")]])
-    with pytest.raises(ValueError, match="has 1 of the 5 tokens that the prompts use, less than half"):
-        target.generate(prompt, max_new_tokens=4, assistant_model=tiny_draft(vocab_size=len(few)), **options,
-                        ssd_config=hf_ssd.SSDConfig(asynchronous=False))  # fmt: skip
+    draft, said = tiny_draft(vocab_size=len(few)), "has 1 of the 5 tokens that the prompts use, less than half"
+    plain = target.generate(prompt, max_new_tokens=4, do_sample=False)
+    options |= {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True, "assistant_model": draft}
+    for is_ahead in (False, True):
+        config = hf_ssd.SSDConfig(lookahead=2, asynchronous=is_ahead)
+        output = target.generate(prompt, **options, ssd_config=config)
+        assert output.sequences.equal(plain) and said in output.ssd_stats.draft_failure and said in caplog.text
+        assert [record.lookahead for record in output.ssd_stats.records] == [0, 0, 0]
+        caplog.clear()
+    with pytest.raises(hf_ssd.DraftError, match=said):
+        target.generate(prompt, **options, ssd_config=hf_ssd.SSDConfig(asynchronous=False, on_draft_failure="raise"))
+    hf_ssd.close(draft)
 
 
 LETTERS_OF_THE_PROMPT = ["p", "q", "r", "s"]

@@ -179,8 +179,8 @@ def test_a_parallel_draft_prepares_in_one_pass_and_serves_a_miss_in_one():
 
 def test_the_reason_is_one_sentence_with_the_numbers_of_the_plan():
     for world, settings, words in [
-        (World(0.9), {}, ("draft needs", "ms that verification takes", "lookahead", "budget")),
-        (World(0.6, step=0.04), {}, ("drafting is expected to give 0.", "acceptance 0.", "no draft")),
+        (World(0.9), {}, ("preparing takes", "ms per verification", "lookahead", "budget")),
+        (World(0.6, step=0.04), {}, ("not drafting: expected 0.", "acceptance 0.")),
         (World(0.8), {"asynchronous": False}, ("drafting in turn", "lookahead")),
     ]:
         planner = new_planner(world, **settings)

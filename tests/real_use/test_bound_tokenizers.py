@@ -36,16 +36,17 @@ def test_a_pipeline_speculates_with_a_draft_of_another_tokenizer(other_draft):
 
 
 def test_a_server_speculates_with_a_draft_of_another_tokenizer(other_draft, tiny_folder):  # noqa: F811
-    tokenizer = vocabularies.tokenizer(DRAFT)
-    server = ServerThread(tiny_folder, other_draft, PLAN, assistant_tokenizer=tokenizer)
+    names = {"tokenizer": vocabularies.TARGET, "assistant_tokenizer": DRAFT}
+    tokenizers = {name: vocabularies.tokenizer(tokens) for name, tokens in names.items()}
+    server = ServerThread(tiny_folder, other_draft, PLAN, tokenizers)
     try:
         answers = [server.complete(PROMPT, COUNT), *server.complete(PROMPT, COUNT, stream=True)]
         texts = [answer.choices[0].text for answer in answers]
         figures = server.figures()
-        inputs = server.loaded.processor(PROMPT, return_tensors="pt", return_token_type_ids=False)
-        output = server.loaded.model.generate(**inputs, max_new_tokens=COUNT, do_sample=False, ssd_config=None)
+        inputs = server.processor(PROMPT, return_tensors="pt", return_token_type_ids=False)
+        output = server.loaded_model.generate(**inputs, max_new_tokens=COUNT, do_sample=False, ssd_config=None)
         new = output[0, inputs["input_ids"].shape[1] :]
-        expected = server.loaded.processor.decode(new, skip_special_tokens=True)
+        expected = server.processor.decode(new, skip_special_tokens=True)
     finally:
         server.stop()
     assert texts[0] == "".join(texts[1:]) == expected

@@ -62,7 +62,7 @@ def nothing_loads(monkeypatch):
     def refuse(*args, **kwargs):
         pytest.fail("the models were loaded first")
 
-    monkeypatch.setattr(models, "load", refuse)
+    monkeypatch.setattr(models.Model, "load", refuse)
     monkeypatch.setattr(hf_ssd, "launch_draft", refuse)
 
 
@@ -197,7 +197,7 @@ def test_ctrl_c_beside_the_call_stops_that_message_alone(place, monkeypatch, cap
 @pytest.mark.parametrize("command", COMMANDS)
 def test_ctrl_c_while_a_command_starts_ends_it_without_a_traceback(command, monkeypatch):
     pytest.importorskip("fastapi")
-    monkeypatch.setattr(models, "chosen", lambda args: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(models, "chosen", lambda args, **_: signal.raise_signal(signal.SIGINT))
     assert main([command] + ["--port", "0"] * (command == "serve")) == 130
 
 
@@ -255,11 +255,11 @@ def test_stats_say_why_nothing_was_drafted(chat):
     "command, words, wrong",
     [
         ("chat", "--max-new-tokens --temperature --seed", ["0", "nan", "-1"]),
-        ("check", "--new-tokens --repeats --seconds", ["7", "0", "inf"]),
-        ("bench", "--batch-size --prompt-length --new-tokens --temperature", ["0", "0", "1", "-1"]),
+        ("check", "--max-new-tokens --repeats --seconds", ["7", "0", "inf"]),
+        ("bench", "--batch-size --prompt-length --max-new-tokens --temperature", ["0", "0", "1", "-1"]),
         ("bench", "--lookahead --budget --in-turn-lookaheads", ["65", "0", "0"]),
         ("bench", "--assistant-tokens --repeats --pin", ["0", "0", "0 99999"]),
-        ("serve", "--lookahead --budget", ["0", "-2"]),
+        ("serve", "--lookahead --budget --max-tokens --threads --draft-threads", ["0", "-2", "0", "0", "-1"]),
     ],
 )
 def test_numbers_that_an_option_cannot_have_are_refused_before_models_load(
@@ -342,7 +342,7 @@ def test_a_check_is_bounded_by_its_clock_and_shows_what_it_does(monkeypatch, cap
     monkeypatch.setattr(Bench, "run", timed)
     monkeypatch.setattr("hf_ssd.cli.check.time", clock, raising=False)
     monkeypatch.setattr("hf_ssd.cli.methods.time", clock)
-    words = ["check", "--json", "--repeats", "5", "--new-tokens", "16"]
+    words = ["check", "--json", "--repeats", "5", "--max-new-tokens", "16"]
     main(words)
     output = capsys.readouterr()
     found = json.loads(output.out)
@@ -364,7 +364,7 @@ def test_answers_that_end_with_their_first_token_have_no_speed(command, monkeypa
 
     monkeypatch.setattr(Bench, "run", short)
     words = {"check": [], "bench": ["--in-turn-lookaheads", "3", "--assistant-tokens", "3", "--one-table"]}
-    assert main([command, "--repeats", "1", "--new-tokens", "8", *words[command]]) == 2
+    assert main([command, "--repeats", "1", "--max-new-tokens", "8", *words[command]]) == 2
     assert changed and "end with their first tokens, so no speed is known" in capsys.readouterr().err
 
 
@@ -377,10 +377,10 @@ def test_the_plan_of_a_check_is_that_of_most_rounds_whatever_was_planned_last(mo
         return conclude(methods, first, planner, *rest)
 
     monkeypatch.setattr(check, "conclude", probing)
-    main(["check", "--json", "--repeats", "1", "--new-tokens", "16"])
+    main(["check", "--json", "--repeats", "1", "--max-new-tokens", "16"])
     found = json.loads(capsys.readouterr().out)
     assert "probe: drafting in turn at acceptance" not in found["plan"]
-    assert found["drafts"] != found["plan"].endswith((": no draft", "decoded plainly"))
+    assert found["drafts"] != found["plan"].startswith(("not drafting", "decoded plainly"))
 
 
 def test_acceptance_is_one_figure_of_all_tokens_that_were_drafted():
@@ -412,14 +412,14 @@ def different(tmp_path_factory):
 
 
 def test_check_measures_a_pair_with_different_tokenizers(different, capsys):
-    code = main(["check", *different, "--json", "--repeats", "1", "--new-tokens", "24"])
+    code = main(["check", *different, "--json", "--repeats", "1", "--max-new-tokens", "24"])
     found = json.loads(capsys.readouterr().out)
     assert code in (0, 1) and found["verdict"].startswith(("yes: ", "no: ")), found
     assert found["acceptance"] > 0.9, found  # some rounds are drafted in any case, to know the pair
 
 
 def test_bench_measures_a_pair_with_different_tokenizers(different, capsys):
-    words = ["--new-tokens", "12", "--repeats", "1", "--assistant-tokens", "3", "--in-turn-lookaheads", "3"]
+    words = ["--max-new-tokens", "12", "--repeats", "1", "--assistant-tokens", "3", "--in-turn-lookaheads", "3"]
     assert main(["bench", *different, *words, "--one-table"]) == 0
     output = capsys.readouterr().out
     assert "SSD over plain generate" in output and "NO" not in output
@@ -440,6 +440,7 @@ def test_a_server_gets_the_tokenizer_of_a_draft_that_has_its_own(different, monk
     from hf_ssd.serving.server import Server
 
     seen = []
-    monkeypatch.setattr(Server, "run", lambda server: seen.append(server.assistant_tokenizer))
+    monkeypatch.setattr(hf_ssd, "enable", lambda model, *_, assistant_tokenizer, **__: seen.append(assistant_tokenizer))
+    monkeypatch.setattr(Server, "run", lambda server: None)
     assert main(["serve", *different, "--port", "0"]) == 0
     assert [len(one) for one in seen] == [len(OTHER)]

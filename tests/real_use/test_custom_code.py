@@ -44,7 +44,8 @@ def test_the_worker_and_the_command_line_do_not_ask(folder, asked):
     settings = {"weights": None, "dtype": None, "load_options": {}, "path": folder, "device": "cpu"}
     with pytest.raises(ValueError, match="trust_remote_code"):
         load_model(settings)
-    with pytest.raises(ValueError, match="does not load"):
-        models.load(folder, torch.float32, torch.device("cpu"))
-    assert models.load_tokenizer(folder) is None
+    model = models.Model(folder)
+    with pytest.raises(ValueError, match="it brings code of its own, .* --trust-remote-code"):
+        model.load()
+    assert model.tokenizer is None
     assert asked == []

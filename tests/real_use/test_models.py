@@ -160,7 +160,7 @@ def test_a_limit_is_that_of_a_table_of_positions():
 
 @pytest.mark.parametrize("command", ["check", "bench"])
 def test_the_command_line_measures_a_draft_with_fewer_positions(command, tmp_path, capsys):
-    options = {"check": ["--repeats", "1", "--new-tokens", "40"], "bench": ["--repeats", "1", "--new-tokens", "40"]}
+    options = {name: ["--repeats", "1", "--max-new-tokens", "40"] for name in ("check", "bench")}
     options["bench"] += ["--in-turn-lookaheads", "3", "--assistant-tokens", "3", "--one-table"]
     for name, positions in (("target", 256), ("draft", 32)):
         gpt2(positions).save_pretrained(tmp_path / name)

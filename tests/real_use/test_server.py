@@ -245,7 +245,7 @@ def test_what_asks_for_nothing_is_taken(server, path, request_):
 def test_a_logit_bias_of_whole_numbers_decides(server, ask):
     answer = getattr(server, ask)(PROMPT, 5, logit_bias={"5": 100}).choices[0]
     text = answer.text if ask == "complete" else answer.message.content
-    assert text == server.loaded.processor.decode([5] * 5)
+    assert text == server.processor.decode([5] * 5)
 
 
 @pytest.mark.parametrize("path", REQUESTS)
@@ -290,7 +290,7 @@ def test_an_error_inside_a_stream_reaches_openais_client_with_its_message(server
         streamer.put(torch.tensor([5]))
         raise RuntimeError('No "memory"\nis left.')
 
-    monkeypatch.setattr(server.loaded.model, "generate", fail)
+    monkeypatch.setattr(server.loaded_model, "generate", fail)
     with pytest.raises(openai.APIError) as caught:
         list(getattr(server, ask)(PROMPT, 5, stream=True))
     assert caught.value.message == 'No "memory"\nis left.' and caught.value.type == "server_error"
@@ -355,7 +355,7 @@ def test_a_prompt_that_no_positions_hold_is_refused_before_it_is_tokenized(short
 
     longest = 256 * len("<pad>")
     assert refused(short, COMPLETIONS, {"prompt": "a" * longest})[0] == 400, "this many may be tokens enough"
-    monkeypatch.setattr(type(short.loaded.processor), "_encode_plus", never)
+    monkeypatch.setattr(type(short.processor), "_encode_plus", never)
     for path, request_ in [
         (COMPLETIONS, {"prompt": "a" * (longest + 1)}),
         (CHAT, {"messages": [{"role": "user", "content": "a" * longest}, {"role": "user", "content": "a"}]}),
@@ -392,14 +392,14 @@ def test_a_body_above_the_limit_is_refused_while_it_arrives(server, path, is_tol
 def test_health_answers_while_a_prompt_is_tokenized(server, monkeypatch):
     """The tokenizer goes on only when the server has said that it is there."""
     is_there, begun = threading.Event(), threading.Event()
-    encode = type(server.loaded.processor)._encode_plus
+    encode = type(server.processor)._encode_plus
 
     def slow(*args, **kwargs):
         begun.set()
         assert is_there.wait(30), "the event loop stands while a prompt is tokenized"
         return encode(*args, **kwargs)
 
-    monkeypatch.setattr(type(server.loaded.processor), "_encode_plus", slow)
+    monkeypatch.setattr(type(server.processor), "_encode_plus", slow)
 
     def ask(i: int):
         if i == 0:

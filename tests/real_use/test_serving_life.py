@@ -88,7 +88,7 @@ def named(tiny_folder, assistant):  # noqa: F811
         listened.extend(one.laddr.port for one in connections if one.status == psutil.CONN_LISTEN)
 
     plan = hf_ssd.SSDConfig(lookahead=3, budget=4)
-    server = ServerThread(tiny_folder, assistant, plan, served_model_name="org/small", on_listening=note)
+    server = ServerThread(tiny_folder, assistant, plan, name="org/small", on_listening=note)
     server.listened = listened
     yield server
     server.stop()
@@ -100,7 +100,7 @@ def test_the_address_is_said_when_the_server_listens(named):
 
 def test_each_name_of_the_model_works_and_the_one_that_comes_back_too(named):
     assert [model.id for model in named.client.models.list()] == ["org/small"]
-    for name in ("org/small", named.model, f"{named.model}@main"):
+    for name in ("org/small", named.model):
         assert named.client.models.retrieve(name).id == "org/small"
         messages = [{"role": "user", "content": "abc"}]
         answers = [

@@ -34,10 +34,10 @@ def answer(server, ask: str, is_streamed: bool, **options) -> tuple[list[str], s
 @pytest.fixture
 def texts(server) -> list[str]:
     """Returns the greedy text after each of its tokens."""
-    inputs = server.loaded.processor(PROMPT, return_tensors="pt", return_token_type_ids=False)
-    output = server.loaded.model.generate(**inputs, max_new_tokens=COUNT, do_sample=False, ssd_config=None)
+    inputs = server.processor(PROMPT, return_tensors="pt", return_token_type_ids=False)
+    output = server.loaded_model.generate(**inputs, max_new_tokens=COUNT, do_sample=False, ssd_config=None)
     new = output[0, inputs["input_ids"].shape[1] :]
-    return [server.loaded.processor.decode(new[: i + 1], skip_special_tokens=True) for i in range(COUNT)]
+    return [server.processor.decode(new[: i + 1], skip_special_tokens=True) for i in range(COUNT)]
 
 
 @pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])

@@ -1,7 +1,6 @@
 """A folder or draft that does not exist is named, in one sentence that says what to do."""
 
 import pytest
-import torch
 
 import hf_ssd
 from hf_ssd.cli import models
@@ -9,13 +8,12 @@ from hf_ssd.cli import models
 
 @pytest.mark.parametrize("name", ["/nope", "./nope", "nope/it/is"])
 def test_a_folder_that_is_missing_is_named(name):
-    cpu = torch.device("cpu")
     calls = {
         r"; SSDConfig.save_pretrained\(\) writes one with ssd_config.json.": lambda: hf_ssd.SSDConfig.from_pretrained(
             name
         ),
         "; give the draft's folder or hub id.": lambda: hf_ssd.launch_draft(name),
-        "; give a folder with a model, or a hub id.": lambda: models.load(name, torch.float32, cpu),
+        "; give a folder with a model, or a hub id.": models.Model(name).load,
     }
     for advice, call in calls.items():
         with pytest.raises(ValueError, match=f"^There is no folder '{name}'{advice}$"):

@@ -19,6 +19,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import hf_ssd
+from hf_ssd.cli.models import Model
 from hf_ssd.cli.serve import free_port
 from hf_ssd.serving.server import Server
 
@@ -36,9 +37,10 @@ class Client:
 
     url: str
     model: str
+    key = "none"
 
     def connect(self) -> None:
-        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", timeout=100.0, max_retries=0)
+        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key=self.key, timeout=100.0, max_retries=0)
 
     def answers(self, url: str) -> bool:
         self.url = url
@@ -126,21 +128,14 @@ class ServerProcess(Client):
 class ServerThread(Client):
     """A server in this process, which starts in a moment and whose parts a test can reach."""
 
-    def __init__(self, model: str, assistant, ssd_config=None, **options):
-        self.model, port = model, free_port("127.0.0.1", 0)
+    def __init__(self, model: str, assistant, ssd_config=None, tokenizers=None, name=None, key="none", **options):
+        self.model, self.key, port = model, key, free_port("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{port}"
-        self.served = Server(
-            model,
-            assistant,
-            ssd_config,
-            host="127.0.0.1",
-            port=port,
-            device="cpu",
-            dtype="float32",
-            log_level="error",
-            **options,
-        )
-        ((_, self.loaded),) = self.served._model_manager.loaded_models.items()
+        self.loaded_model, self.processor = Model(model).load_for_requests()
+        hf_ssd.enable(self.loaded_model, assistant, ssd_config, **(tokenizers or {}))
+        place = {"host": "127.0.0.1", "port": port, "log_level": "error"}
+        names = [name or model, model]
+        self.served = Server(self.loaded_model, self.processor, assistant, names, **place, **options)
         self.thread = threading.Thread(target=self.served.server.run)
         self.thread.start()
         assert within(30, lambda: self.served.server.started)

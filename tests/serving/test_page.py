@@ -7,8 +7,12 @@ import pytest
 from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.expected_conditions import alert_is_present
 from selenium.webdriver.support.ui import WebDriverWait
 
+from hf_ssd import SSDConfig
+
+from .conftest import ServerThread
 from .test_server import plain  # noqa: F401
 
 BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
@@ -164,6 +168,21 @@ def test_the_keyboard_reaches_everything_and_nothing_is_fetched_from_elsewhere(p
     page.get(server.url)
     asked = re.findall(r'"url":"(https?://[^"/]+)', " ".join(entry["message"] for entry in page.get_log("performance")))
     assert asked and set(asked) == {server.url}
+
+
+def test_the_page_asks_for_the_key_of_a_server_that_has_one(browser, tiny_folder, assistant):
+    server = ServerThread(tiny_folder, assistant, SSDConfig(lookahead=3, budget=4), name="small", api_key="secret")
+    try:
+        browser.get(server.url)
+        for key in ("wrong", "secret"):
+            alert = WebDriverWait(browser, 20).until(alert_is_present())
+            alert.send_keys(key)
+            alert.accept()
+        WebDriverWait(browser, 20).until(lambda _: by_id(browser, "name").text == "small")
+        generate(browser, "abc", 5)
+        assert by_id(browser, "status").text.startswith("Done: 5 tokens")
+    finally:
+        server.stop()
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
