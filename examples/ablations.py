@@ -26,9 +26,8 @@ import hf_ssd
 from hf_ssd import theory
 from hf_ssd.cli.methods import sampling
 from hf_ssd.distributed.cores import available_cores
-from hf_ssd.distributed.local import LocalSession
+from hf_ssd.distributed.local import LocalWorker
 from hf_ssd.distributed.target_ranks import TargetRanks
-from hf_ssd.distributed.worker_slot import WorkerSlot
 from hf_ssd.drafting.cache_shapes import CacheShape, shape_for
 from hf_ssd.drafting.needs import DraftInfo
 
@@ -85,7 +84,7 @@ class Recorder(hf_ssd.DraftAssistant, CacheShape):
 
     def __init__(self, draft):
         self.draft, self.cores, self.info, self.rounds = draft, None, DraftInfo.of(draft.config), []
-        self.ranks, self.process, self.slots = TargetRanks(), os.getpid(), [WorkerSlot(None)]
+        self.ranks, self.process, self.workers = TargetRanks(), os.getpid(), [None]
         self.path = self.weights = None
         self.closed = False
 
@@ -96,10 +95,9 @@ class Recorder(hf_ssd.DraftAssistant, CacheShape):
         pass
 
     def open_session(self, turn, request, device):
-        request = request()
-        session = LocalSession(self.draft, request)
-        session.speculator.shape = self
-        session.speculator.prepare(request.plan)  # for the first token after the prompt
+        worker = LocalWorker(self.draft)
+        session = worker.session(request())  # which prepares for the first token after the prompt
+        worker.server.speculator.shape = self
         return session
 
     def fan_outs(self, candidates, budget):

@@ -9,7 +9,7 @@ if TYPE_CHECKING:  # for readers of the source; at run time `__getattr__` import
     from .config import SSDConfig
     from .distributed.assistant import DraftAssistant
     from .distributed.launch import close, launch_draft
-    from .distributed.session import DraftError
+    from .distributed.sessions import DraftError
     from .generation.api import SSDGenerationMixin, disable, enable, generate
     from .generation.streaming import BatchStreamer, RoundStreamer
     from .rounds import RoundRecord
@@ -37,7 +37,7 @@ __all__ = [
 _PLACES = {
     "BatchStreamer": ".generation.streaming",
     "DraftAssistant": ".distributed.assistant",
-    "DraftError": ".distributed.session",
+    "DraftError": ".distributed.sessions",
     "RoundRecord": ".rounds",
     "RoundStreamer": ".generation.streaming",
     "SSDConfig": ".config",

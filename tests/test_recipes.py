@@ -58,7 +58,7 @@ from tests.stand_ins.thread_worker import ThreadWorker
 
 target, inputs = hf_ssd.enable(tiny_model()), padded_batch(2)
 plain = target.generate(**inputs, do_sample=False, max_new_tokens=40)
-with hf_ssd.distributed.assistant.DraftAssistant([lambda: ThreadWorker(tiny_draft())]) as worker:
+with hf_ssd.distributed.assistant.DraftAssistant([ThreadWorker(tiny_draft())]) as worker:
     for settings in ({"fan_out": "ends"}, {"fallback": "repeat"}, {"drafter": "twice"}):
         output = target.generate(
             **inputs, do_sample=False, max_new_tokens=40, assistant_model=worker, return_dict_in_generate=True,

@@ -12,14 +12,12 @@ from transformers.utils import logging
 
 from .. import devices
 from ..drafting.needs import DraftInfo
-from .connection import Connection
 from .cores import CoreShare
-from .session import DraftError, DraftSession, SessionRequest
-from .several_drafts import SeveralDrafts
+from .sessions import DraftError, DraftSession, SessionRequest
+from .several_drafts import open_session
 from .shared_weights import SharedWeights
 from .target_ranks import TargetRanks
-from .worker_session import WorkerSession
-from .worker_slot import WorkerSlot
+from .worker_process import WorkerProcess
 
 logger = logging.get_logger(__name__)
 
@@ -36,7 +34,7 @@ class Turn:
 
     def __init__(self):
         self.thread = threading.current_thread()
-        self.workers: list[Connection] = []  # workers whose session is not closed
+        self.workers: list[WorkerProcess] = []  # workers whose session is not closed
 
 
 class DraftAssistant:
@@ -44,8 +42,7 @@ class DraftAssistant:
     One or several draft workers, to be passed as `assistant_model`. Made by [`~hf_ssd.launch_draft`].
 
     Args:
-        starts (`list[Callable]`): For each worker a function that starts it and returns a [`Connection`], whose
-            `connect` has not been called yet.
+        workers (`list[WorkerProcess]`): The workers, which are started here.
         cores ([`CoreShare`], *optional*): How target and draft share the CPU cores, if the draft runs on the CPU.
         weights ([`SharedWeights`], *optional*): A copy of the draft's weights, if it was given as a model.
         ranks ([`TargetRanks`], *optional*): The ranks of the target, if there are several. Only the first rank starts
@@ -57,20 +54,18 @@ class DraftAssistant:
         info ([`~hf_ssd.drafting.needs.DraftInfo`]): Vocabulary size and other facts about the draft model.
         path (`str`, *optional*): The folder or hub id that the draft was loaded from.
         device (`str`): Device of the draft model, or of the first of several workers.
-        workers (`list[Connection]`): The workers; `None` in the place of a worker that was never started.
         restarts (`int`): How often a worker that had ended was started again.
     """
 
     def __init__(
         self,
-        starts: list[Callable[[], Connection]],
+        workers: list[WorkerProcess],
         cores: CoreShare | None = None,
         weights: SharedWeights | None = None,
         ranks: TargetRanks | None = None,
         wait: bool = True,
     ):
-        self.slots = [WorkerSlot(start) for start in starts]
-        self.cores, self.weights = cores, weights
+        self.workers, self.cores, self.weights = workers, cores, weights
         self.ranks = TargetRanks() if ranks is None else ranks
         self.process = os.getpid()  # a forked child does not own the workers
         self.sessions = self.restarts = 0
@@ -78,12 +73,12 @@ class DraftAssistant:
         self.turn: dict[str, Turn] = {}
         self.closed = False
         # If the user does not call `close`, the workers must still end before their channels are collected as garbage.
-        self.finalizer = weakref.finalize(self, _end_all, self.process, self.slots, weights)
+        self.finalizer = weakref.finalize(self, _end_all, self.process, workers, weights)
         self.info: DraftInfo | None = None
         self.device = self.path = None
         if not wait:
-            for slot in self.slots:
-                slot.begin()
+            for worker in workers:
+                worker.begin()
             return
         with self.ranks.one_call():
             info = self.ranks.share_values(self._launch() if self.ranks.is_leader else None)
@@ -98,14 +93,9 @@ class DraftAssistant:
         )
 
     @property
-    def workers(self) -> list[Connection | None]:
-        return [slot.worker for slot in self.slots]
-
-    @property
     def positions(self) -> int | None:
         """Number of positions that the draft supports, or `None` if it has no limit or no worker is ready."""
-        infos = [slot.worker.worker_info for slot in self.slots if slot.is_ready]
-        return infos[0]["draft"]["positions"] if infos else None
+        return next((worker.worker_info["draft"]["positions"] for worker in self.workers if worker.is_ready), None)
 
     @property
     def vocab_size(self) -> int:
@@ -120,32 +110,32 @@ class DraftAssistant:
     @property
     def state(self) -> str:
         """State of the draft: `"ready"`, `"starting"`, or `"ended"` until a call starts it again."""
-        if any(slot.is_ready for slot in self.slots):
+        if any(worker.is_ready for worker in self.workers):
             return "ready"
-        return "starting" if any(slot.is_starting for slot in self.slots) else "ended"
+        return "starting" if any(worker.is_starting for worker in self.workers) else "ended"
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else self.state
-        pids = [slot.worker.worker_info.get("pid") for slot in self.slots if slot.is_ready]
+        pids = [worker.worker_info.get("pid") for worker in self.workers if worker.is_ready]
         return f"DraftAssistant({self.path!r}, device={self.device!r}, state={state!r}, processes={pids})"
 
     def _launch(self) -> dict:
         """Starts all workers, waits for them, and returns the `worker_info` of the first worker."""
-        bar = {"total": len(self.slots), "desc": "starting the draft", "unit": "worker", "leave": False}
+        bar = {"total": len(self.workers), "desc": "starting the draft", "unit": "worker", "leave": False}
         try:
-            for slot in self.slots:
-                slot.begin()
+            for worker in self.workers:
+                worker.begin()
             # Once a second, because each update is a line of the log where there is no terminal.
             with logging.tqdm(**bar, delay=SHOWN_AFTER, mininterval=1.0, miniters=0) as progress:
                 is_starting, shown = True, 0
                 while is_starting:
-                    is_starting = any(slot.is_starting for slot in self.slots)
+                    is_starting = any(worker.is_starting for worker in self.workers)
                     ready = len(self._wait(WAIT_SLICE))
-                    for slot in self.slots:
-                        if slot.error is not None:
-                            raise slot.take_error()
                     progress.update(ready - shown)
                     shown = ready
+                    for worker in self.workers:
+                        if worker.error is not None:
+                            raise worker.take_error()
         except BaseException:
             self.finalizer()
             raise
@@ -171,7 +161,11 @@ class DraftAssistant:
             time.sleep(TURN_POLL)
         if self.closed:
             raise ValueError("This draft assistant was closed; call hf_ssd.launch_draft() again.")
-        self._look_at_layers()
+        if self.weights is not None and not self.weights.fits():  # the draft's layers, shapes or dtypes have changed
+            for worker in self.workers:
+                worker.cancel()
+            self.workers[:] = [WorkerProcess(one.launch, one.timeout, one.target) for one in self.workers]
+            self.weights.lay_out()
         self._restart()
         self._wait(patience)
 
@@ -199,15 +193,12 @@ class DraftAssistant:
         self.sessions += 1
         turn.workers = list(workers)  # until the session is closed, any of them may have half a message
         request = dataclasses.replace(request(), weights_version=self._current_weights())
-        arguments = self.sessions, request, turn.workers.clear
         if any(worker.is_on(device) for worker in workers):
             devices.warn_of_sharing(device)
         if request.generation_config.do_sample:
             for worker in workers:
                 worker.link_gpus(device)
-        if len(workers) == 1 and request.answers_alone:
-            return WorkerSession(workers[0], *arguments)
-        return SeveralDrafts(workers, *arguments)
+        return open_session(workers, self.sessions, request, turn.workers.clear)
 
     def end_call(self, turn: Turn) -> None:
         """Ends `turn` if it is the current turn, and kills the workers whose session was not closed."""
@@ -216,26 +207,17 @@ class DraftAssistant:
         for worker in turn.workers:
             worker.kill()
         if self.closed:  # during the call
-            _end_all(self.process, self.slots, self.weights)
+            _end_all(self.process, self.workers, self.weights)
         del self.turn["now"]
 
     def _take(self, turn: Turn) -> bool:
         return self.turn.setdefault("now", turn) is turn
 
-    def _look_at_layers(self) -> None:
-        """Ends the workers if the draft's layers, shapes or dtypes have changed, so that new workers are started."""
-        if self.weights is None or self.weights.fits():
-            return
-        for slot in self.slots:
-            slot.end()
-        self.slots[:] = [WorkerSlot(slot.start) for slot in self.slots]
-        self.weights.lay_out()
-
     def _current_weights(self) -> int:
         """Copies the draft's current weights for the workers, and returns their version."""
         if self.weights is None:
             return 0
-        if any(slot.is_starting for slot in self.slots):
+        if any(worker.is_starting for worker in self.workers):
             return self.weights.version  # the weights must not change while a starting worker tries its model
         try:
             return self.weights.fill()
@@ -247,33 +229,31 @@ class DraftAssistant:
         Restarts workers that have ended, unless their failure has not been reported yet, or a call went on without them
         and other workers are left.
         """
-        ended = [slot for slot in self.slots if not (slot.is_starting or slot.is_ready or slot.error)]
-        if len(ended) < len(self.slots):
-            ended = [slot for slot in ended if not slot.is_lost]  # the other workers suffice
-        for slot in ended:
-            if slot.worker is not None:
-                slot.worker.kill()
+        ended = [worker for worker in self.workers if not (worker.is_starting or worker.is_alive or worker.error)]
+        if len(ended) < len(self.workers):
+            ended = [worker for worker in ended if not worker.is_lost]  # the other workers suffice
+        for worker in ended:
             logger.warning("The draft worker had ended; starting another one.")
             self.restarts += 1
-            slot.begin()
+            worker.begin()
 
-    def _wait(self, timeout: float) -> list[Connection]:
+    def _wait(self, timeout: float) -> list[WorkerProcess]:
         """Waits until no worker is starting, at most `timeout` seconds, and returns the workers that are ready."""
         deadline = time.monotonic() + timeout
-        for slot in self.slots:
-            if slot.is_starting:
-                slot.thread.join(min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX))
-        return [slot.worker for slot in self.slots if slot.is_ready]
+        for worker in self.workers:
+            if worker.is_starting:
+                worker.thread.join(min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX))
+        return [worker for worker in self.workers if worker.is_ready]
 
-    def _ready(self) -> list[Connection]:
+    def _ready(self) -> list[WorkerProcess]:
         """Returns the ready workers and warns of failed starts. If none is ready or starting, raises [`DraftError`]."""
-        starting = [slot for slot in self.slots if slot.is_starting]  # read first: a worker may become ready meanwhile
+        starting = [one for one in self.workers if one.is_starting]  # read first: a worker may become ready meanwhile
         ready, errors = self._wait(0.0), []
-        for slot in self.slots:
-            has_failed = slot.error is not None and slot not in starting
-            slot.is_lost = not slot.is_ready and (slot.is_lost or has_failed)
+        for worker in self.workers:
+            has_failed = worker.error is not None and worker not in starting
+            worker.is_lost = not worker.is_ready and (worker.is_lost or has_failed)
             if has_failed:
-                errors.append(slot.take_error())
+                errors.append(worker.take_error())
         if not ready and not starting:
             raise errors.pop(0) if errors else DraftError("The draft worker has ended.")  # held by no variable
         for error in errors:
@@ -293,14 +273,13 @@ class DraftAssistant:
         turn = Turn()
         try:
             if self._take(turn):
-                for slot in self.slots:
-                    if slot.is_ready:
-                        slot.worker.stop()
+                for worker in self.workers:
+                    if worker.is_ready:
+                        worker.stop()
                 self.finalizer()
             elif self.finalizer.detach():
-                for slot in self.slots:
-                    if slot.worker is not None:
-                        slot.worker.end()  # the call that uses the worker closes its channel
+                for worker in self.workers:
+                    worker.end()  # the call that uses the worker closes its channel
         finally:
             self.end_call(turn)
 
@@ -311,9 +290,9 @@ class DraftAssistant:
         self.close()
 
 
-def _end_all(process: int, slots: list[WorkerSlot], weights: SharedWeights | None) -> None:
+def _end_all(process: int, workers: list[WorkerProcess], weights: SharedWeights | None) -> None:
     if os.getpid() == process:
-        for slot in slots:
-            slot.end()
+        for worker in workers:
+            worker.cancel()
         if weights is not None:
             weights.close()

@@ -1,19 +1,23 @@
 """Sends the distributions of drafted tokens straight from the draft's GPU to the target's."""
 
 import contextlib
+import hmac
 import threading
 import time
 
 import torch
 import torch.distributed as dist
+from accelerate.utils import patch_environment
 from transformers.utils import logging
 
-from .groups import DRAFT, TARGET, broadcast, give_up, gloo_group, nccl_group
+from .transport import DRAFT, TARGET, TRANSFER_TIMEOUT, Channel, broadcast, give_up, gloo_group
 from .wire import Kind, Message
 
 logger = logging.get_logger(__name__)
 
 LINK_TIMEOUT = 60.0  # seconds to open a link
+LINK_CTAS = 2  # blocks of the GPU that one transfer may use; distributions are a few megabytes
+NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 POLL = 2e-5  # polling interval in seconds
 
 
@@ -26,15 +30,15 @@ class DeviceLink:
     aborted. Otherwise no other kernel runs on that GPU again.
 
     Args:
-        store (`torch.distributed.Store`): Where the two processes find each other.
-        rank (`int`): `TARGET` or `DRAFT`.
+        channel ([`Channel`]): The channel between the two processes.
         device (`torch.device`): The device of this side's model. On the CPU gloo takes NCCL's place.
-        trial (`torch.FloatTensor`): Numbers that only the two sides know. They are sent once, to check that the link
-            works and that it leads to the other side.
     """
 
-    def __init__(self, store: dist.Store, rank: int, device: torch.device, trial: torch.FloatTensor):
-        self.store, self.rank, self.device, self.trial = store, rank, device, trial
+    def __init__(self, channel: Channel, device: torch.device):
+        self.store, self.rank, self.device = channel.store, channel.rank, device
+        # Numbers that only the two sides know. They are sent once, to check that the link leads to the other side.
+        trial = hmac.digest(channel.secret, b"hf_ssd link", "sha256")
+        self.trial = torch.tensor(list(trial), dtype=torch.float32)
         self.stream: torch.cuda.Stream | None = None
         self.group: dist.ProcessGroup | None = None
         self.is_aborted = False
@@ -110,12 +114,22 @@ class DeviceLink:
                 yield
 
 
-def open_link(store: dist.Store, rank: int, device: torch.device, trial: torch.FloatTensor) -> DeviceLink | None:
+def nccl_group(store: dist.Store, name: str, rank: int) -> dist.ProcessGroup:
+    """Connects two GPUs with NCCL. Each process must have set its own GPU as the current device."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout, options.config.max_ctas = TRANSFER_TIMEOUT, LINK_CTAS
+    # NCCL reads it while the group is made. Unless it is "0", the death of the draft's process would end the target's.
+    with patch_environment(**{NCCL_ERRORS: "0"}):
+        return dist.ProcessGroupNCCL(dist.PrefixStore(name, store), rank, 2, options)
+
+
+def open_link(channel: Channel, device: torch.device) -> bool:
     """
-    Opens a link while the other side does the same. If that fails, warns and returns `None`; the distributions then
-    travel through host memory. The link is opened in a thread, because NCCL can wait for ever for an unreachable peer.
+    Opens a link between the GPUs while the other process does the same, and returns whether it works. If it does not,
+    distributions travel through host memory. The link is opened in a thread, because NCCL can wait for ever for an
+    unreachable peer.
     """
-    link, failures = DeviceLink(store, rank, device, trial), ["it took too long"]
+    link, failures = DeviceLink(channel, device), ["it took too long"]
 
     def attempt():
         try:
@@ -127,8 +141,9 @@ def open_link(store: dist.Store, rank: int, device: torch.device, trial: torch.F
     thread = threading.Thread(target=attempt, daemon=True)
     thread.start()
     thread.join(LINK_TIMEOUT)
-    if not failures:
-        return link
-    link.abort()
-    logger.warning(f"Probabilities travel through host memory, for {device} does not reach its peer: {failures[0]}")
-    return None
+    if failures:
+        link.abort()
+        logger.warning(f"Probabilities travel through host memory, for {device} does not reach its peer: {failures[0]}")
+    else:
+        channel.link = link
+    return not failures

@@ -5,19 +5,24 @@ import traceback
 import torch
 from transformers import PreTrainedModel
 
+from ..drafting.drafts import Drafts
 from ..drafting.speculator import Speculator
 from ..drafting.verified_prefix import VerifiedPrefix
 from ..drafting.vocabulary import Translation
 from ..rounds import Speculation
 from . import wire
-from .channel import Channel, PeerLost
-from .device_link import LINK_TIMEOUT
-from .drafts import Drafts
-from .session import SessionRequest
+from .device_link import LINK_TIMEOUT, open_link
+from .sessions import SessionRequest
 from .shared_weights import copy_shared_weights
+from .transport import AWAKE, Channel, PeerLost
 from .wire import Kind, Message
 
 PROMPTS_TIMEOUT = 10.0  # seconds for the prompts to follow the request
+
+
+HANDLERS = {Kind.START: "_start", Kind.END: "_end", Kind.LINK: "_link", Kind.VOCABULARY: "_translate"}
+# Messages of a call. Those of a call that failed or was interrupted are dropped.
+HANDLERS_IN_A_CALL = {Kind.OUTCOME: "_answer", Kind.SPECULATION: "_verify", Kind.COMPLETE: "_complete"}
 
 
 class DraftServer:
@@ -25,13 +30,16 @@ class DraftServer:
     Serves generate() calls in turn over a channel.
 
     Args:
-        channel (`Channel`): The channel to the target.
+        channel ([`Channel`] or [`LocalChannel`]): The channel to the target.
         model (`PreTrainedModel`): The draft model.
         weights (`dict`, *optional*): The description of the [`SharedWeights`] that the model was built from, if any.
+        drafts ([`Drafts`], *optional*): The model's speculators so far.
     """
 
-    def __init__(self, channel: Channel, model: PreTrainedModel, weights: dict | None = None):
-        self.channel, self.model, self.drafts = channel, model, Drafts()
+    def __init__(
+        self, channel: Channel, model: PreTrainedModel, weights: dict | None = None, drafts: Drafts | None = None
+    ):
+        self.channel, self.model, self.drafts = channel, model, Drafts() if drafts is None else drafts
         self.prefix: VerifiedPrefix | None = None  # of the last call, which the next call may continue
         self.weights, self.weights_version = weights, None if weights is None else weights["version"]
         self.speculator: Speculator | None = None
@@ -39,7 +47,6 @@ class DraftServer:
         self.translation: Translation | None = None  # for calls whose tokenizers differ
         self.costs: tuple[float, float, float] | None = None  # sent with the next answer
         self.session = self.round = 0
-        self.found: Speculation | None = None  # until the target says which tokens it verifies
 
     @torch.inference_mode()
     def serve(self) -> None:
@@ -52,13 +59,11 @@ class DraftServer:
         while True:
             message = Message(Kind.ERROR)  # errors belong to no call until a message was read
             try:
-                if self.speculator is None:  # between calls the wait sleeps
-                    message = self.channel.receive(timeout=None, awake=0.0)
-                else:
-                    message = self.channel.receive(timeout=None)
+                # Between calls the wait sleeps.
+                message = self.channel.receive(None, AWAKE if self.speculator is not None else 0.0)
                 if message.kind == Kind.STOP and not message.session:
                     return
-                self._handle(message)
+                self.handle(message)
             except PeerLost:
                 raise
             except Exception:
@@ -66,32 +71,26 @@ class DraftServer:
                 text = wire.write_text(traceback.format_exc())
                 self.channel.send(Message(Kind.ERROR, message.session, message.round, text))
 
-    def _handle(self, message: Message) -> None:
-        if message.kind == Kind.START:
-            self._start(message)
-        elif message.kind == Kind.END:
-            self._end(message)
-        elif message.kind == Kind.LINK:
-            wire.expect(message, Kind.LINK, 0, 0, length=0)
-            self._link()
-        elif message.kind == Kind.VOCABULARY:
-            wire.expect(message, Kind.VOCABULARY, 0, 0)
-            own = self.model.config.get_text_config(decoder=True).vocab_size
-            self.translation = wire.read_translation(message.payload, own)
-        elif message.session == self.session and self.speculator is not None:
-            if message.kind == Kind.OUTCOME:
-                self._answer(message)
-            elif message.kind == Kind.SPECULATION:
-                self._verify(message)
-        # Other messages belong to a call that failed or was interrupted, and are dropped.
+    def handle(self, message: Message) -> None:
+        is_current = message.session == self.session and self.speculator is not None
+        handler = {**HANDLERS, **(HANDLERS_IN_A_CALL if is_current else {})}.get(message.kind)
+        if handler is not None:
+            getattr(self, handler)(message)
 
-    def _link(self) -> None:
-        works = self.channel.open_link(self.model.device)
-        self.channel.send(Message(Kind.LINK, payload=wire.write_json(works)))
+    # ---------------------------------------------------------------- between calls
+
+    def _link(self, message: Message) -> None:
+        wire.expect(message, Kind.LINK, 0, 0)
+        self.channel.send(Message(Kind.LINK, payload=wire.write_json(open_link(self.channel, self.model.device))))
         verdict = self.channel.receive(2 * LINK_TIMEOUT)
         wire.expect(verdict, Kind.LINK, 0, 0)
         if not wire.read_json(verdict.payload):
             self.channel.close_link()
+
+    def _translate(self, message: Message) -> None:
+        wire.expect(message, Kind.VOCABULARY, 0, 0)
+        own = self.model.config.get_text_config(decoder=True).vocab_size
+        self.translation = wire.read_translation(message.payload, own)
 
     def _start(self, message: Message) -> None:
         self.speculator = None
@@ -105,7 +104,7 @@ class DraftServer:
         self.request, self.session, self.round = request, message.session, 0
         if request.weights_version != self.weights_version:
             self._take_new_weights(request.weights_version)
-        speculator = self.drafts.speculator(self.model, request, earlier=self.prefix)
+        speculator = self.drafts.speculator(self.model, request, self.prefix)
         self.prefix = speculator.drafter.prefix
         speculator.begin()
         self.channel.expect()
@@ -124,44 +123,44 @@ class DraftServer:
     def _end(self, message: Message) -> None:
         if self.speculator is not None and message.session == self.session:
             self.speculator.end()
-        self.speculator = self.found = None
+        self.speculator = None
         if self.channel.link is not None:
             self.channel.send(Message(Kind.END, message.session))
 
+    # ---------------------------------------------------------------- in a call
+
     def _answer(self, message: Message) -> None:
-        speculator = self.speculator
-        outcome, plan = wire.read_outcome(message.payload, len(speculator.finished))
+        outcome, plan = wire.read_outcome(message.payload, len(self.speculator.finished))
         wire.expect(message, Kind.OUTCOME, self.session, self.round)
-        found = speculator.look_up(outcome, plan)
+        found = self.speculator.look_up(outcome, plan)
         if self.request.answers_alone:
-            self._send(speculator.complete(found))
+            self._send(self.speculator.complete(found))
             self._prepare()
         else:
-            self.found = found
             self._send(found)
             self.channel.expect()
 
-    def _verify(self, message: Message) -> None:
-        """Moves on to the tokens that are verified next, and drafts the missing tokens."""
-        wire.expect(message, Kind.SPECULATION, self.session, self.round)
-        speculator, own = self.speculator, self.found
-        verified = wire.read_speculation(message.payload, len(speculator.finished))
-        width = verified.record.lookahead
-        if min(map(len, verified.tokens)) < width:
-            if speculator.drafter.sampled:  # the target has the distributions of other workers
-                shape = (len(verified.tokens), verified.width, speculator.drafter.vocab_size)
-                verified.probabilities = torch.zeros(shape, dtype=torch.float32, device=self.model.device)
-                q = speculator.distributions(own)
-                if q is not None:  # more tokens may be prepared than the new plan asks for
-                    grown = min(q.shape[1], verified.width)
-                    verified.probabilities[:, :grown] = q[:, :grown]
-            self._send(speculator.complete(verified, width))
-        else:
-            speculator.verify(verified.tokens, verified.record.sources)
+    def _complete(self, message: Message) -> None:
+        """Drafts the tokens that no worker has prepared. The target has the distributions of the others."""
+        found, drafter = self._read_speculation(message), self.speculator.drafter
+        if drafter.sampled:
+            shape = len(found.tokens), found.width, drafter.vocab_size
+            found.probabilities = torch.zeros(shape, dtype=torch.float32, device=self.model.device)
+        self._send(self.speculator.complete(found, found.record.lookahead or None))
         self._prepare()
 
+    def _verify(self, message: Message) -> None:
+        """Moves on to the tokens that are verified next."""
+        verified = self._read_speculation(message)
+        self.speculator.verify(verified.tokens, verified.record.sources)
+        self._prepare()
+
+    def _read_speculation(self, message: Message) -> Speculation:
+        wire.expect(message, message.kind, self.session, self.round)
+        return wire.read_speculation(message.payload, len(self.speculator.finished))
+
     def _prepare(self) -> None:
-        self.round, self.found = self.round + 1, None
+        self.round += 1
         self.channel.expect()
         self.speculator.prepare(self.speculator.plan, self.channel.has_arrived)
 
@@ -185,5 +184,5 @@ class DraftServer:
         payload = wire.write_speculation(speculation)
         self.channel.send(Message(Kind.SPECULATION, self.session, self.round, payload, announces=announced))
         if announced is not None:
-            q = self.speculator.distributions(speculation)
+            q = self.speculator.distributions(speculation)[:, : speculation.width]
             self.channel.send_announced(wire.write_probabilities(q, support))

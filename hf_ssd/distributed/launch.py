@@ -17,12 +17,11 @@ from ..cache.support import without_wrapper
 from ..config import could_be_hub_id
 from ..drafting.needs import DraftInfo
 from .assistant import DraftAssistant
-from .connection import Connection
 from .cores import CoreShare, divide_cores
 from .meeting import private_meeting
-from .process import WorkerProcess
 from .rebuilding import structure_of
 from .shared_weights import SharedWeights
+from .worker_process import Child, WorkerProcess
 
 logger = logging.get_logger(__name__)
 
@@ -38,6 +37,7 @@ def launch_draft(
     devices: list[str | torch.device] | None = None,
     cores: CoreShare | None = None,
     compile: bool | None = None,
+    target: PreTrainedModel | None = None,
     **load_options,
 ) -> DraftAssistant:
     """
@@ -71,6 +71,9 @@ def launch_draft(
         compile (`bool`, *optional*):
             Whether the worker compiles the draft with `torch.compile`, which takes up to a minute at its start.
             Defaults to whether `model` is compiled. Where there is no compiler, the draft runs uncompiled.
+        target (`PreTrainedModel`, *optional*):
+            The model that the draft is for. If both are on GPUs, the link between them is opened while the worker
+            starts, and otherwise in the first call that samples, which takes seconds.
         load_options:
             Passed on to `AutoModelForCausalLM.from_pretrained`: a `quantization_config`, and plain values (they travel
             as JSON).
@@ -101,7 +104,8 @@ def launch_draft(
     settings = {**worker_settings(model, dtype, compile, load_options), "timeout": timeout}
     if not isinstance(model, PreTrainedModel):
         draft_config(model, load_options)
-    return _assistant(model, weights, devices, cores, settings, wait=True)
+    place = None if target is None else accelerators.of_model(without_wrapper(target))
+    return _assistant(model, weights, devices, cores, settings, place, wait=True)
 
 
 def worker_settings(
@@ -165,36 +169,40 @@ def _assistant(
     devices: list[torch.device],
     cores: CoreShare | None,
     settings: dict,
+    target: torch.device | None,
     wait: bool,
 ) -> DraftAssistant:
     shares = iter(cores.drafts if cores else ())
-    starts = []
+    workers = []
     for device in devices:
         place = {"device": str(device), "cores": list(next(shares)) if device.type == "cpu" else None}
-        starts.append(functools.partial(start_worker, {**settings, **place}, weights))
-    assistant = DraftAssistant(starts, cores, weights, wait=wait)
+        launch = functools.partial(start_worker, {**settings, **place}, weights)
+        workers.append(WorkerProcess(launch, settings["timeout"], target))
+    assistant = DraftAssistant(workers, cores, weights, wait=wait)
     assistant.path = settings["path"] or model.config._name_or_path
     if cores is not None:
         logger.info(f"The draft has the CPU cores {cores.drafts}; a target on the CPU has {cores.target}.")
     return assistant
 
 
-def start_worker(settings: dict, weights: SharedWeights | None = None) -> Connection:
-    """Starts a worker as a child of this process, and returns its connection, which is not connected yet."""
+def start_worker(settings: dict, weights: SharedWeights | None = None) -> tuple[Child, dict]:
+    """Starts a worker as a child of this process, and returns the child and the place where it meets this process."""
     meeting, descriptors = private_meeting()
     settings = {**settings, "meeting": meeting, "weights": None}
     if weights is not None:
         weights.fill()
         settings["weights"], descriptors = weights.description, [*descriptors, weights.descriptor]
-    return Connection(WorkerProcess(settings, descriptors), meeting, settings["timeout"])
+    return Child(settings, descriptors), meeting
 
 
-def assistant_for(draft: PreTrainedModel | str | os.PathLike) -> DraftAssistant | None:
+def assistant_for(
+    draft: PreTrainedModel | str | os.PathLike, target: torch.device | None = None
+) -> DraftAssistant | None:
     """
     Returns the assistant for a draft that was passed to generate() as a model, a folder or a hub id. Each process makes
     an assistant for each draft without waiting for its worker, uses it in later calls, and ends it with the model or
     the program. The assistant is replaced when the model has other layers, shapes or dtypes. For a model that a worker
-    cannot rebuild, returns `None` and logs the reason once.
+    cannot rebuild, returns `None` and logs the reason once. `target` is the device of the target that starts it.
     """
     is_model = isinstance(draft, PreTrainedModel)
     known, key = (_assistants, draft) if is_model else (_assistants_of_paths, os.fspath(draft))
@@ -216,7 +224,7 @@ def assistant_for(draft: PreTrainedModel | str | os.PathLike) -> DraftAssistant 
         info, device = info_of(draft), _device_for(draft, None)
         cores = divide_cores() if device.type == "cpu" else None
         settings = {**worker_settings(draft, None, None, {}), "timeout": START_TIMEOUT}
-        assistant = known[key] = _assistant(draft, weights, [device], cores, settings, wait=False)
+        assistant = known[key] = _assistant(draft, weights, [device], cores, settings, target, wait=False)
         assistant.info, assistant.device = info, str(device)
         return assistant
 

@@ -1,62 +1,108 @@
-"""The draft in the target's own process: ordinary, synchronous speculative decoding."""
+"""The draft in the target's own process: a transport, a worker and a session without another process."""
 
-import contextlib
+import dataclasses
 import weakref
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable
 
 import torch
 from transformers import PreTrainedModel
 
-from ..drafting.custom_fallback import CustomFallback
-from ..drafting.speculator import Speculator
-from ..rounds import Outcome, Plan, Speculation
-from .drafts import Drafts
-from .session import DraftError, DraftSession, SessionRequest
+from ..drafting.drafts import Drafts
+from ..rounds import IN_TURN, Plan
+from .draft_server import DraftServer
+from .sessions import DraftError, DraftSession, SessionRequest
+from .several_drafts import open_session
+from .wire import Message
 
 
-class LocalSession(DraftSession):
+class LocalChannel:
     """
-    Drafts when asked, in turn with the target. No outcomes are prepared, so no row ever hits.
+    One end of a pair within a process, with the contract of [`~hf_ssd.distributed.transport.Channel`]. A message is
+    handed over as it is: its payload stays on its device, as over a link between GPUs.
+
+    Attributes:
+        other ([`LocalChannel`]): The other end.
+        while_waiting (`Callable`): Called when a message is waited for, so that the other side can work.
+    """
+
+    link = "memory"
+
+    def __init__(self, other: "LocalChannel | None" = None):
+        self.incoming: deque[Message] = deque()
+        self.other = type(self)(self) if other is None else other
+        self.promised: Message | None = None
+        self.while_waiting: Callable[[], None] = lambda: None
+
+    def send(self, message: Message) -> None:
+        self.promised = message.announces
+        self.other.incoming.append(message)
+
+    def send_announced(self, payload: torch.Tensor) -> None:
+        self.promised.payload = payload
+        self.other.incoming.append(self.promised)
+
+    def receive(self, timeout: float | None, awake: float = 0.0) -> Message:
+        if not self.incoming:
+            self.while_waiting()
+        if not self.incoming:
+            raise TimeoutError("no message came in time")
+        return self.incoming.popleft()
+
+    def has_arrived(self) -> bool:
+        return len(self.incoming) > 0
+
+    def expect(self) -> None:
+        """Does nothing: a message can arrive at any time."""
+
+    def make_room(self, rows: int, vocab_size: int) -> None:
+        """Does nothing: no memory is allocated for a message."""
+
+
+class LocalWorker:
+    """
+    A worker in this process, which works while the target waits for it, as
+    [`~hf_ssd.distributed.worker_process.WorkerProcess`] gives one to sessions.
 
     Args:
         model (`PreTrainedModel`): The draft model.
-        request ([`SessionRequest`]): The call.
+        channel ([`LocalChannel`], *optional*): The target's end of the channel.
     """
 
-    def __init__(self, model: PreTrainedModel, request: SessionRequest):
-        self.custom = CustomFallback(request.config.fallback, request.vocab_size) if request.asks_target else None
-        with self._as_draft_errors():
-            drafts = _drafts.setdefault(model, Drafts())
-            self.speculator: Speculator | None = drafts.speculator(model, request, self.custom)
-            self.speculator.begin()
+    is_alive, translation = True, None
 
-    def send_outcome(self, outcome: Outcome, plan: Plan) -> None:
-        self.outcome, self.plan = outcome, plan
+    def __init__(self, model: PreTrainedModel, channel: LocalChannel | None = None):
+        self.channel = LocalChannel() if channel is None else channel
+        self.server = DraftServer(self.channel.other, model, drafts=_drafts.setdefault(model, Drafts()))
+        self.channel.while_waiting = self.work
 
-    def receive_speculation(self) -> Speculation:
-        with self._as_draft_errors():
-            self.speculation = self.speculator.answer(self.outcome, self.plan)
-            self.speculator.prepare(self.plan)  # in turn the budget is 0, so no outcome is prepared
-        return self.speculation
-
-    def receive_probabilities(self) -> torch.FloatTensor:
-        return self.speculation.probabilities
-
-    def close(self) -> None:
-        if self.speculator is not None:
-            self.speculator.end()
-        self.speculator = None
-
-    @contextlib.contextmanager
-    def _as_draft_errors(self) -> Iterator[None]:
-        """Turns the draft's exceptions into [`DraftError`], as a worker does, but not those of the user's fallback."""
+    def work(self) -> None:
+        """Handles the messages that the target has sent. Raises the draft's exceptions as [`DraftError`]."""
         try:
-            yield
+            while self.server.channel.incoming:
+                self.server.handle(self.server.channel.receive(0.0))
         except Exception as error:
-            self.speculator = None
-            if self.custom is not None and self.custom.is_asked:
-                raise
             raise DraftError(f"The draft raised {type(error).__name__}: {error}") from error
+
+    def session(self, request: SessionRequest) -> DraftSession:
+        """Begins a call, and reads the prompts. The worker serves one call."""
+        self.server.translation = self.translation = request.translation  # nothing has to be sent
+        session = open_session([self], 1, request, self.kill)
+        self.work()
+        return session
+
+    def stderr_tail(self) -> str:
+        return ""
+
+    def kill(self) -> None:
+        """Drops what the draft keeps for the call, which the two ends would keep from being freed at once."""
+        self.channel.other.other = self.channel.while_waiting = self.server = None
+
+
+def local_session(model: PreTrainedModel, request: SessionRequest) -> DraftSession:
+    """Begins a call in which the draft works in turn with the target, in this process. No outcomes are prepared."""
+    plan = Plan(IN_TURN, request.plan.lookahead, request.plan.after_miss)
+    return LocalWorker(model).session(dataclasses.replace(request, plan=plan))
 
 
 _drafts: "weakref.WeakKeyDictionary[PreTrainedModel, Drafts]" = weakref.WeakKeyDictionary()

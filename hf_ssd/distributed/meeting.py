@@ -19,12 +19,11 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from . import wire
-from .groups import LOOPBACK
-from .process import standard_streams_taken
+from .files import anonymous_file
+from .transport import LOOPBACK, Channel
 from .wire import LARGEST_PAYLOAD, Kind, Message, ProtocolError
 
 PROOF_TIMEOUT = 20.0  # seconds for the other side to prove itself, once both are connected
@@ -93,14 +92,13 @@ def _private_file() -> tuple[str, list[int]]:
     could have the number by then.
     """
     if hasattr(os, "memfd_create"):
-        with standard_streams_taken():
-            descriptor = os.memfd_create("hf_ssd")
+        descriptor = anonymous_file()
         return f"/proc/self/fd/{descriptor}", [descriptor]
     _folders.append(tempfile.TemporaryDirectory(prefix="hf_ssd"))  # no other user can enter it
     return os.path.join(_folders[-1].name, "meeting"), []
 
 
-def prove(channel) -> None:
+def prove(channel: Channel) -> None:
     """
     Proves over a [`Channel`] that this side knows the secret, while the other side does the same.
 
@@ -120,16 +118,11 @@ def prove(channel) -> None:
     channel.largest = LARGEST_PAYLOAD
 
 
-def link_trial(secret: bytes) -> torch.FloatTensor:
-    """Returns the numbers that a draft sends first over a link between two GPUs. Only draft and target know them."""
-    return torch.tensor(list(hmac.digest(secret, b"hf_ssd link", "sha256")), dtype=torch.float32)
-
-
 def _digest(secret: bytes, sender: int, own: bytes, theirs: bytes) -> bytes:
     return hmac.digest(secret, bytes([sender]) + own + theirs, "sha256")
 
 
-def _exchange(channel, step: int, value: bytes, deadline: float) -> bytes:
+def _exchange(channel: Channel, step: int, value: bytes, deadline: float) -> bytes:
     channel.send(Message(Kind.PROOF, 0, step, list(value)))
     message = channel.receive(max(0.0, deadline - time.monotonic()))
     values = wire.integers(message.payload, 0)

@@ -2,9 +2,7 @@
 
 import atexit
 import functools
-import itertools
 import os
-from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -14,13 +12,12 @@ from transformers.distributed import DistributedConfig
 
 from .. import devices
 from .assistant import DraftAssistant
-from .connection import Connection
-from .groups import LOOPBACK
 from .launch import START_TIMEOUT, worker_settings
 from .meeting import join
 from .shared_weights import SharedWeights
-from .supervisor import STORE_TIMEOUT, SupervisedProcess, meeting_of, supervise
+from .supervisor import STORE_TIMEOUT, supervise, worker_of
 from .target_ranks import TargetRanks
+from .transport import LOOPBACK
 
 LOADING_TIMEOUT = timedelta(hours=2)  # transformers' own: ranks finish loading a large target far apart
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -102,8 +99,8 @@ class Roles:
         """
         if self.is_draft:
             raise ValueError("This rank drafts, so it has no draft to talk to; call `roles.serve(model)`.")
-        starts = [_starter(self._place(index)) for index in range(self.num_draft_ranks)] if self.is_leader else []
-        return DraftAssistant(starts, ranks=self.ranks)
+        places = [self._place(index) for index in range(self.num_draft_ranks)] if self.is_leader else []
+        return DraftAssistant([worker_of(place, START_TIMEOUT, self.device) for place in places], ranks=self.ranks)
 
     def serve(
         self,
@@ -207,17 +204,6 @@ def init_roles(num_draft_ranks: int = 1) -> Roles:
             "one hold the target; start more ranks with --nproc-per-node."
         )
     return Roles(num_draft_ranks)
-
-
-def _starter(place: dict) -> Callable[[], Connection]:
-    """Returns a function that asks a draft rank for its next child and returns a connection, not connected yet."""
-    notes, numbers = join(place, STORE_TIMEOUT), itertools.count()
-
-    def start() -> Connection:
-        number = next(numbers)
-        return Connection(SupervisedProcess(notes, number), meeting_of(place, number), START_TIMEOUT)
-
-    return start
 
 
 def check_heads(config: PreTrainedConfig, tp_size: int) -> None:

@@ -9,181 +9,137 @@ import torch
 from transformers.utils import logging
 
 from ..drafting.custom_fallback import CustomFallback
-from ..drafting.fallbacks import fallbacks_for, join
+from ..drafting.fallbacks import join
 from ..drafting.speculator import answer_width
-from ..rounds import CUSTOM, FALLBACKS, FINISHED, NOTHING, PREPARED, PRIMARY, Outcome, Plan, Speculation
-from .connection import Connection
-from .drafts import seed_of_call
-from .session import DraftError, DraftSession, SessionRequest
-from .worker_session import WorkerSession
+from ..rounds import CUSTOM, FINISHED, NOTHING, PREPARED, PRIMARY, Outcome, Plan, Speculation
+from .sessions import DraftError, DraftSession, SessionRequest, WorkerSession
+from .wire import Kind
 
 logger = logging.get_logger(__name__)
 
-POLL = 5e-5  # polling interval in seconds
+
+def open_session(workers: list, number: int, request: SessionRequest, on_close: Callable[[], None]) -> DraftSession:
+    """Begins a call with workers at rest. See [`WorkerSession`] and [`SeveralDrafts`]."""
+    if len(workers) == 1 and request.answers_alone:
+        return WorkerSession(workers[0], number, request, on_close)
+    return SeveralDrafts(workers, number, request, on_close)
 
 
 class SeveralDrafts(DraftSession):
     """
-    Each worker prepares a share of the outcomes, and in each round sends the speculation that it has prepared for the
-    outcome of the round. No two workers prepare the same outcome, so each row takes the speculation of the worker that
-    has it, or the proposal of a fallback. If tokens are still missing, the first worker, the *primary*, drafts them.
-    All workers are told which tokens are verified.
+    Each worker sends the speculation that it has prepared for the outcome of the round. No two workers prepare the same
+    outcome, so each row takes the speculation of the worker that has it, or the proposal of the user's fallback. If
+    tokens are still missing, the first worker, the *primary*, completes the speculation. The others are told the
+    result.
 
     A worker that fails is left out from then on. The failure is an error only if no worker is left, or if
-    `on_draft_failure` is `"raise"`.
-
-    Args:
-        workers (`list[Connection]`): The workers, at rest.
-        number (`int`): Number of the session.
-        request ([`SessionRequest`]): The call.
-        on_close (`Callable`): Called once, when the workers are at rest again or have ended.
+    `on_draft_failure` is `"raise"`. For the arguments see [`WorkerSession`].
     """
 
-    def __init__(self, workers: list[Connection], number: int, request: SessionRequest, on_close: Callable[[], None]):
-        self.config, self.on_close, self.rows = request.config, on_close, len(request.prompts)
+    def __init__(self, workers: list, number: int, request: SessionRequest, on_close: Callable[[], None]):
+        self.config, self.on_close, self.vocab_size = request.config, on_close, request.vocab_size
         self.sampled = bool(request.generation_config.do_sample)
-        self.custom, self.texts = None, [prompt.tolist() for prompt in request.prompts]
-        self.verified: list[list[int]] = [[]] * self.rows
-        self.sessions = []
-        for index, worker in enumerate(workers):
-            share = dataclasses.replace(request, worker_index=index, num_workers=len(workers))
-            self.sessions.append(WorkerSession(worker, number, share))
-        self.vocab_size = self.sessions[0].vocab_size
-        self.fallbacks = fallbacks_for(self.vocab_size, seed_of_call(request, number))
-        if request.asks_target:
-            self.custom = CUSTOM, CustomFallback(request.config.fallback, self.vocab_size)
-
-    # ---------------------------------------------------------------- a round
+        self.fallback = CustomFallback(request.config.fallback, request.vocab_size) if request.asks_target else None
+        self.texts = [prompt.tolist() for prompt in request.prompts]
+        self.verified: list[list[int]] = [[] for _ in self.texts]
+        shares = [dataclasses.replace(request, worker_index=i, num_workers=len(workers)) for i in range(len(workers))]
+        self.sessions = [WorkerSession(worker, number, share) for worker, share in zip(workers, shares)]
 
     def send_outcome(self, outcome: Outcome, plan: Plan) -> None:
         self.plan, self.live = plan, [k != FINISHED for k in outcome.accepted]
+        later = outcome.later or [[] for _ in self.texts]
         for row, (k, token) in enumerate(zip(outcome.accepted, outcome.bonus)):
             if k != FINISHED:
-                later = outcome.later[row] if outcome.later else []
-                self.texts[row] += [*self.verified[row][:k], token, *later]
-        for session in list(self.sessions):
-            self._try(session, session.send_outcome, outcome, plan)
+                self.texts[row] += [*self.verified[row][:k], token, *later[row]]
+        self._each(lambda session: session.send_outcome(outcome, plan))
 
     def receive_speculation(self) -> Speculation:
-        # 1. Each row takes the tokens of a worker or a fallback. If no outcome was prepared, the draft is asked.
-        found = self._merge(self._gather())
-        if found.record.budget:
-            found = self._ask_fallback(found)
-        known = [len(tokens) if live else math.inf for live, tokens in zip(self.live, found.tokens)]
-        sources, width = found.record.sources, answer_width(self.plan, known)
-        if PREPARED not in sources and not {*FALLBACKS}.isdisjoint(sources):
-            width = found.width
-
-        # 2. If tokens are missing, the primary drafts them.
-        found.record.lookahead = width
-        found.tokens = [row[:width] if live else [0] * width for live, row in zip(self.live, found.tokens)]
-        while min(known) < width:
-            primary = self.sessions[0]
-            completed = self._try(primary, self._complete, primary, found)
-            if completed is not None:
-                found = completed
-                break
-        else:
-            primary = None
-
-        # 3. The other workers are told which tokens are verified. Rows that are finished count as the primary's.
-        found.record.sources = [PRIMARY if source == NOTHING else source for source in found.record.sources]
-        self.q = None if self.q is None else self.q[:, :width]
-        self.verified = found.tokens
-        for session in [session for session in self.sessions if session is not primary]:
-            self._try(session, session.send_speculation, found)
-        return found
-
-    def _gather(self) -> dict[WorkerSession, Speculation]:
-        """Collects the speculations that the workers have prepared."""
-        found: dict[WorkerSession, Speculation] = {}
+        # 1. Each row takes the tokens of the worker that has prepared its outcome, or of the user's fallback.
         deadline = time.monotonic() + self.config.timeout
-        while waiting := [session for session in self.sessions if session not in found]:
-            arrived = [session for session in waiting if session.has_arrived()]
-            late = time.monotonic() > deadline
-            for session in waiting if late else arrived:  # a late worker raises now
-                timeout = 0.0 if late and session not in arrived else None
-                one = self._try(session, self._receive_found, session, timeout)
-                if one is not None:
-                    found[session] = one
-            if not arrived:
-                time.sleep(POLL)
-        return found
-
-    def _receive_found(self, session: WorkerSession, timeout: float | None) -> Speculation:
-        found = session.receive_speculation(timeout)
-        if self.sampled and found.width:
-            found.probabilities = session.receive_probabilities()
-        return found
-
-    def _merge(self, found: dict[WorkerSession, Speculation]) -> Speculation:
-        """Returns the prepared tokens of each row, with the record of the worker that took the longest time."""
-        all_found = list(found.values())
-        longest = max(all_found, key=lambda one: one.record.draft_seconds)
-        width = max(one.width for one in all_found)
-        costs = [one.costs for one in all_found if one.costs is not None]
-        merged = dataclasses.replace(
-            longest,
-            tokens=[[] for _ in range(self.rows)],
-            probabilities=None,
-            record=dataclasses.replace(longest.record, sources=[NOTHING] * self.rows),
-            costs=max(costs, key=sum, default=None),  # of the slowest worker, since each round waits for it
-        )
-        merged.record.budget = sum(one.record.budget for one in all_found)
-        self.q = None
-        for one in all_found:
-            for row in [row for row, hit in enumerate(one.record.hits) if hit and self.live[row]]:
-                grown = one.width
-                merged.record.sources[row], merged.tokens[row] = PREPARED, one.tokens[row]
-                if one.probabilities is not None:
-                    if self.q is None:
-                        self.q = self._certain(width, one.probabilities.device)
-                    self.q[row, :grown] = one.probabilities[row].to(self.q.device)
-        return merged
-
-    def _certain(self, width: int, device) -> torch.FloatTensor:
-        """Returns distributions in which token 0 is certain, as they are for rows that are finished."""
-        q = torch.zeros(self.rows, width, self.vocab_size, dtype=torch.float32, device=device)
-        q[..., 0] = 1.0
-        return q
-
-    def _ask_fallback(self, found: Speculation) -> Speculation:
+        found = self._merge(self._each(lambda session: self._receive(session, deadline)))
         missed = [row for row, live in enumerate(self.live) if live and found.record.sources[row] != PREPARED]
-        source, fallback = self.custom or (self.plan.fallback, self.fallbacks.get(self.plan.fallback))
-        if not missed or fallback is None:
-            return found
-        lengths = [len(text) for text in self.texts]
-        ids = torch.tensor([text + [0] * (max(lengths) - len(text)) for text in self.texts])
-        proposal = fallback.propose(ids, lengths, missed, self.plan.lookahead)
-        found.probabilities = self.q if self.q is None else self.q.cpu()
-        device = torch.device("cpu") if self.sampled else None
-        joined = join(found, missed, proposal, self.plan.lookahead, self.vocab_size, device)
-        self.q, joined.probabilities = joined.probabilities, None
-        for row in missed:
-            joined.record.sources[row] = source
-        return joined
+        if missed and self.fallback is not None and found.record.budget:
+            found, missed = self._ask_fallback(found, missed), []
+        known = [len(tokens) if live else math.inf for live, tokens in zip(self.live, found.tokens)]
+        width = answer_width(self.plan, known) if any(found.record.hits) else found.width
 
-    def _complete(self, primary: WorkerSession, found: Speculation) -> Speculation:
-        """Lets the primary draft the missing tokens, and joins the distributions of all tokens."""
-        primary.send_speculation(found)
-        completed = primary.receive_speculation()
-        if self.sampled and completed.width:
-            q = primary.receive_probabilities()
-            for row, tokens in enumerate(found.tokens):
-                depth = 0 if self.q is None else min(len(tokens), q.shape[1], self.q.shape[1])
-                if depth:
-                    q[row, :depth] = self.q[row, :depth].to(q.device)
-            self.q = q
-        record = dataclasses.replace(found.record, steps=completed.record.steps)
-        record.answer_seconds += completed.record.answer_seconds
-        return dataclasses.replace(found, tokens=completed.tokens, record=record)
+        # 2. The primary drafts missing tokens. If rows have missed, it asks the plan's fallback and settles the width.
+        primary, found.record.lookahead = None, 0 if missed else width
+        if missed or min(known) < width:
+            completed = None
+            while completed is None:
+                primary = self.sessions[0]
+                completed = self._try(primary, lambda session: self._complete(session, found))
+            found = completed
+        else:
+            found.tokens = [row[:width] if live else [0] * width for live, row in zip(self.live, found.tokens)]
+            found.record.sources = [PRIMARY if source == NOTHING else source for source in found.record.sources]
+            self.q = None if self.q is None else self.q[:, :width]
+
+        # 3. The other workers are told which tokens are verified.
+        self.verified = found.tokens
+        self._each(lambda session: None if session is primary else session.send_speculation(found))
+        return found
 
     def receive_probabilities(self) -> torch.FloatTensor | None:
         return self.q
 
+    def _receive(self, session: WorkerSession, deadline: float) -> Speculation:
+        found = session.receive_speculation(max(0.0, deadline - time.monotonic()))
+        if self.sampled and found.width:
+            found.probabilities = session.receive_probabilities()
+        return found
+
+    def _merge(self, all_found: list[Speculation]) -> Speculation:
+        """Returns the prepared tokens of each row, with the record of the worker that took the longest time."""
+        record = max((one.record for one in all_found), key=lambda record: record.draft_seconds)
+        budget, sources = sum(one.record.budget for one in all_found), [NOTHING] * len(self.texts)
+        costs = [one.costs for one in all_found if one.costs is not None]
+        merged = Speculation([[] for _ in sources], None, dataclasses.replace(record, budget=budget, sources=sources))
+        merged.costs, self.q = max(costs, key=sum, default=None), None  # each round waits for the slowest worker
+        for one in all_found:
+            for row in [row for row, hit in enumerate(one.record.hits) if hit and self.live[row]]:
+                sources[row], merged.tokens[row] = PREPARED, one.tokens[row]
+                if one.probabilities is not None:
+                    if self.q is None:
+                        width = max(one.width for one in all_found)
+                        self.q = one.probabilities.new_zeros(len(sources), width, self.vocab_size)
+                        self.q[..., 0] = 1.0  # for rows that are finished, whose tokens are 0
+                    self.q[row, : one.width] = one.probabilities[row].to(self.q.device)
+        return merged
+
+    def _ask_fallback(self, found: Speculation, missed: list[int]) -> Speculation:
+        lengths = [len(text) for text in self.texts]
+        ids = torch.tensor([text + [0] * (max(lengths) - len(text)) for text in self.texts])
+        proposal = self.fallback.propose(ids, lengths, missed, self.plan.lookahead)
+        found.probabilities, device = self.q if self.q is None else self.q.cpu(), ids.device if self.sampled else None
+        joined = join(found, missed, proposal, self.plan.lookahead, self.vocab_size, device)
+        self.q, joined.probabilities = joined.probabilities, None
+        for row in missed:
+            joined.record.sources[row] = CUSTOM
+        return joined
+
+    def _complete(self, primary: WorkerSession, found: Speculation) -> Speculation:
+        """Lets the primary draft the missing tokens, and joins the distributions of all tokens."""
+        primary.send_speculation(found, Kind.COMPLETE)
+        completed = primary.receive_speculation()
+        q = primary.receive_probabilities() if self.sampled and completed.width else None
+        for row, tokens in enumerate(found.tokens if q is not None and self.q is not None else ()):
+            depth = min(len(tokens), q.shape[1], self.q.shape[1])
+            q[row, :depth] = self.q[row, :depth].to(q.device)
+        self.q, new = q, completed.record
+        record = dataclasses.replace(found.record, sources=new.sources, lookahead=new.lookahead, steps=new.steps)
+        record.answer_seconds += new.answer_seconds
+        return dataclasses.replace(found, tokens=completed.tokens, record=record)
+
     # ---------------------------------------------------------------- failures and the end
 
-    def _try(self, session: WorkerSession, step: Callable, *arguments):
+    def _each(self, step: Callable[[WorkerSession], object]) -> list:
+        """Returns the results of a step for the workers with which it succeeds."""
+        results = [self._try(session, step) for session in list(self.sessions)]
+        return [result for result in results if result is not None]
+
+    def _try(self, session: WorkerSession, step: Callable[[WorkerSession], object]):
         """
         Returns the result of the step, or `None` if it fails. Then this worker takes no further part in the call.
 
@@ -191,7 +147,7 @@ class SeveralDrafts(DraftSession):
             [`DraftError`]: the step fails and no worker is left, or `on_draft_failure` is `"raise"`.
         """
         try:
-            return step(*arguments)
+            return step(session)
         except DraftError as error:
             self.sessions.remove(session)
             session.close()

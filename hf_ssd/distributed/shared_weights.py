@@ -1,14 +1,13 @@
 """A copy of a model's weights in memory that worker processes map."""
 
 import os
-import tempfile
 import threading
 import weakref
 
 import torch
 from transformers import PreTrainedModel
 
-from .process import standard_streams_taken
+from .files import anonymous_file
 from .rebuilding import recipe_for, structure_of, tensors_of, without_weights
 
 ALIGNMENT = 64  # bytes
@@ -83,7 +82,9 @@ class SharedWeights:
             if self.is_closed:
                 raise RuntimeError("the draft assistant was closed")
             if self.descriptor is None:
-                self.descriptor = _anonymous_file(self.recipe["size"])
+                self.descriptor = anonymous_file()
+                os.ftruncate(self.descriptor, self.recipe["size"])
+                os.set_inheritable(self.descriptor, True)
                 self.memory = _map(self.descriptor, self.recipe["size"])
             model = self.model()
             if model is None or structure_of(model) != self.structure:
@@ -144,18 +145,6 @@ def _values(tensors) -> tuple:
             few = tensor.detach().view(-1)[:: max(1, tensor.numel() // SAMPLES)]
             some.setdefault((tensor.device, tensor.dtype), []).append(few)
     return marks, [torch.cat(of_kind).view(torch.uint8).tolist() for of_kind in some.values()]
-
-
-def _anonymous_file(size: int) -> int:
-    with standard_streams_taken():
-        if hasattr(os, "memfd_create"):
-            descriptor = os.memfd_create("hf_ssd")
-        else:
-            descriptor, path = tempfile.mkstemp(prefix="hf_ssd")
-            os.unlink(path)
-    os.ftruncate(descriptor, size)
-    os.set_inheritable(descriptor, True)
-    return descriptor
 
 
 def _map(descriptor: int, size: int) -> torch.Tensor:

@@ -11,16 +11,29 @@ place, receive the prompts and answer with tokens. Like torchrun itself, this is
 trust each other.
 """
 
+import itertools
 import time
 
+import torch
 import torch.distributed as dist
 
 from .meeting import join
-from .process import STOP_TIMEOUT, WorkerProcess
+from .worker_process import STOP_TIMEOUT, Child, WorkerProcess
 
 POLL = 0.05  # seconds between two checks of the notes
 SUPERVISOR_TIMEOUT = 3.0  # seconds for the supervisor to notice that its child has ended, or is to end
 STORE_TIMEOUT = 60.0  # seconds
+
+
+def worker_of(place: dict, timeout: float, target: torch.device) -> WorkerProcess:
+    """Returns the worker of a draft rank: a child that is asked for by a note in `place`."""
+    notes, numbers = join(place, STORE_TIMEOUT), itertools.count()
+
+    def launch() -> tuple[SupervisedChild, dict]:
+        number = next(numbers)
+        return SupervisedChild(notes, number), meeting_of(place, number)
+
+    return WorkerProcess(launch, timeout, target)
 
 
 def meeting_of(place: dict, number: int) -> dict:
@@ -28,9 +41,9 @@ def meeting_of(place: dict, number: int) -> dict:
     return {**place, "prefix": f"{place['prefix']}/{number}"}
 
 
-class SupervisedProcess:
+class SupervisedChild:
     """
-    A supervisor's child as the target sees it, with the methods of [`WorkerProcess`]. Children are numbered from 0; the
+    A supervisor's child as the target sees it, with the methods of [`Child`]. Children are numbered from 0; the
     first child is started without being asked for.
     """
 
@@ -65,11 +78,11 @@ def supervise(place: dict, settings: dict, descriptors: list[int]) -> None:
 
     Args:
         place (`dict`): The place of the notes. See [`~hf_ssd.distributed.meeting.join`].
-        settings (`dict`), descriptors (`list[int]`): See [`WorkerProcess`]. The meeting with the target is added.
+        settings (`dict`), descriptors (`list[int]`): See [`Child`]. The meeting with the target is added.
     """
 
-    def start(number: int) -> WorkerProcess:
-        return WorkerProcess({**settings, "meeting": meeting_of(place, number)}, descriptors)
+    def start(number: int) -> Child:
+        return Child({**settings, "meeting": meeting_of(place, number)}, descriptors)
 
     notes, number, was_told = join(place, STORE_TIMEOUT), 0, False
     process = start(number)

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from . import wire
-from .channel import Channel
-from .session import DraftError
+from .sessions import DraftError
+from .transport import wait
 from .wire import Kind, Message
 
 LONGEST_SILENCE = 1800.0  # seconds; the leader may have to start a worker before it sends a message
@@ -52,9 +52,9 @@ class TargetRanks:
         message, deadline = None, time.monotonic() + LONGEST_SILENCE
         while message is None or message.session != self.call:  # older messages belong to a call that has failed
             frame = self._receive(torch.empty(wire.FRAME_LENGTH, dtype=torch.int64), deadline)
-            message, payload = wire.unpack(frame)
-            if payload is not None and len(payload):
-                self._receive(payload, deadline)
+            message = wire.unpack(frame)
+            if message.follows:
+                self._receive(message.payload, deadline)
         if message.kind == Kind.ERROR:
             error = wire.read_json(message.payload)
             kind = DraftError if error["is_draft_error"] else RuntimeError
@@ -94,5 +94,5 @@ class TargetRanks:
             self.sent.append((dist.broadcast(tensor, 0, group=self.group, async_op=True), tensor))
 
     def _receive(self, tensor: torch.Tensor, deadline: float) -> torch.Tensor:
-        Channel.wait(dist.broadcast(tensor, 0, group=self.group, async_op=True), deadline)
+        wait(dist.broadcast(tensor, 0, group=self.group, async_op=True), deadline)
         return tensor

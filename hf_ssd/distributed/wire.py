@@ -1,12 +1,11 @@
 """The messages between target and draft. They hold numbers and JSON, never pickles, and are checked here, once.
 
-A message is a frame of 128 integers: a header of 12, and up to 116 integers of payload. A larger payload, or a payload
-of another type, follows in its own transfer. The header tells its type and length, and whether it follows after the
-frame or over the link between two GPUs. A message may announce the next message, of which only the payload follows: the
-receiver gets ready for it at once, and the sender need not have it yet.
+A message is a frame of 128 integers: a header of 12, and up to 116 integers of payload. A longer payload, or a tensor,
+follows in its own transfer, after the frame or over the link between two GPUs. A message may announce the next message,
+of which only the payload follows: the receiver gets ready for it at once, and the sender need not have it yet.
 
 A new message needs a [`Kind`], a `write_...` and a `read_...` function. A new field of a plan, a record or a call only
-needs a line in its table here.
+needs a line in its table.
 """
 
 import itertools
@@ -22,10 +21,8 @@ from ..config import LONGEST_LOOKAHEAD
 from ..drafting.vocabulary import Translation
 from ..rounds import FINISHED, MODES, SOURCES, Outcome, Plan, RoundRecord, Speculation
 
-MAGIC = 0x6866_5F73_7364  # "hf_ssd"
-VERSION = 13
-HEADER_LENGTH = 12
-FRAME_LENGTH = 128
+MAGIC, VERSION = 0x6866_5F73_7364, 14  # "hf_ssd"
+HEADER_LENGTH, FRAME_LENGTH = 12, 128
 PAYLOAD_TYPES = (torch.int64, torch.int32, torch.float32, torch.uint8)
 BEHIND, INLINE, OVER_LINK = range(3)  # place of a payload
 LARGEST_PAYLOAD = 2**26  # elements; a header that asks for more is invalid, unless the receiver expects more
@@ -46,117 +43,11 @@ class Kind(IntEnum):
     LINK = 11  # target -> draft: open a link between the two GPUs; both then say whether it works (JSON)
     PROOF = 12  # both ways, before other messages: a nonce, then a proof that the sender knows the shared secret
     VOCABULARY = 13  # target -> draft: the translation of the target's tokens, for the calls that follow
+    COMPLETE = 14  # target -> draft: the tokens that several drafts have found; SPECULATION answers with the rest
 
 
 class ProtocolError(RuntimeError):
     """A message that violates the protocol: truncated, foreign, stale or of another version."""
-
-
-# ---------------------------------------------------------------- frames
-
-
-@dataclass
-class Message:
-    """
-    Args:
-        kind (`Kind`): Kind of the message.
-        session (`int`): Number of the generate() call that the message belongs to; 0 for none.
-        round (`int`): Number of the verification round, from 0.
-        payload (`list[int]` or `torch.Tensor`): Integers, or a one-dimensional tensor of a type in `PAYLOAD_TYPES`.
-        over_link (`bool`, *optional*): Whether the payload goes from GPU to GPU.
-        announces (`Message`, *optional*): The next message, of the same session and round. Its payload is sent by
-            [`~hf_ssd.distributed.channel.Channel.send_announced`]. Until then only its type and length count, so it may
-            be on the device "meta".
-    """
-
-    kind: Kind
-    session: int = 0
-    round: int = 0
-    payload: list[int] | torch.Tensor = field(default_factory=list)
-    over_link: bool = False
-    announces: "Message | None" = None
-
-
-def pack(message: Message) -> list[torch.Tensor]:
-    """Returns the frame, followed by the payload if the frame does not hold it."""
-    payload, dtype, place, inline, behind = message.payload, torch.int64, INLINE, [], []
-    if isinstance(payload, torch.Tensor):
-        dtype = payload.dtype
-    if message.over_link:
-        place, behind = OVER_LINK, [payload]
-    elif dtype == torch.int64 and len(payload) <= FRAME_LENGTH - HEADER_LENGTH:
-        inline = payload if isinstance(payload, list) else payload.tolist()
-    else:
-        place, behind = BEHIND, [torch.as_tensor(payload, device="cpu")]
-    header = [MAGIC, VERSION, message.kind, message.session, message.round]
-    header += [PAYLOAD_TYPES.index(dtype), len(payload), place]
-    if message.announces is None:
-        header += [0] * 4
-    else:
-        announced = message.announces.payload
-        if not len(announced):
-            raise ProtocolError("a message without a payload cannot be announced: nothing of it would arrive")
-        header += [message.announces.kind, PAYLOAD_TYPES.index(announced.dtype), len(announced)]
-        header += [OVER_LINK if message.announces.over_link else BEHIND]
-    frame = torch.tensor([*header, *inline, *[0] * (FRAME_LENGTH - HEADER_LENGTH - len(inline))])
-    return [frame, *(one.contiguous() for one in behind if len(one))]
-
-
-def unpack(frame: torch.Tensor, largest: int = LARGEST_PAYLOAD) -> tuple[Message, torch.Tensor | None]:
-    """
-    Reads a frame, and allocates the payload that follows it.
-
-    Args:
-        frame (`torch.LongTensor` of shape `(FRAME_LENGTH,)`): The received frame.
-        largest (`int`, *optional*): Elements that a payload may have. A frame that announces more is refused.
-
-    Returns:
-        The message, and its empty payload to receive into, or `None` if no payload follows.
-
-    Raises:
-        [`ProtocolError`]: the frame is not a valid frame of this protocol.
-    """
-    numbers = frame.tolist()
-    magic, version, kind, session, round_, dtype, length, place, *following = numbers[:HEADER_LENGTH]
-    next_kind, next_dtype, next_length, next_place = following
-    if magic != MAGIC:
-        raise ProtocolError(f"a message began with {magic:#x} instead of {MAGIC:#x}; it does not come from hf_ssd")
-    if version != VERSION:
-        raise ProtocolError(f"a message has protocol version {version}, this side speaks version {VERSION}")
-    room = FRAME_LENGTH - HEADER_LENGTH if place == INLINE else largest
-    is_known = {kind, next_kind or kind} <= _KINDS and BEHIND <= place <= OVER_LINK
-    is_known = is_known and next_place in (BEHIND, OVER_LINK)
-    is_known = is_known and 0 <= min(dtype, next_dtype) <= max(dtype, next_dtype) < len(PAYLOAD_TYPES)
-    if not is_known or not 0 <= length <= room or not bool(next_kind) <= next_length <= largest:
-        raise ProtocolError(
-            f"a message of kind {kind} announces {length} elements of type {dtype}, and announces another of kind "
-            f"{next_kind} with {next_length} elements of type {next_dtype}, which cannot be"
-        )
-    announces = None
-    if next_kind:
-        empty = torch.empty(next_length, dtype=PAYLOAD_TYPES[next_dtype])
-        announces = Message(Kind(next_kind), session, round_, empty, next_place == OVER_LINK)
-    if place == INLINE:
-        inline = numbers[HEADER_LENGTH : HEADER_LENGTH + length]
-        return Message(Kind(kind), session, round_, inline, announces=announces), None
-    payload = torch.empty(length, dtype=PAYLOAD_TYPES[dtype])
-    return Message(Kind(kind), session, round_, payload, place == OVER_LINK, announces), payload
-
-
-_KINDS = set(map(int, Kind))
-
-
-def expect(message: Message, kind: Kind, session: int, round_: int, length: int | None = None) -> None:
-    """
-    Raises:
-        [`ProtocolError`]: the message is of another kind, session, round or length.
-    """
-    found = (message.kind, message.session, message.round)
-    if found != (kind, session, round_) or (length is not None and len(message.payload) != length):
-        raise ProtocolError(
-            f"expected {kind.name} of session {session}, round {round_}, length {length}; received "
-            f"{message.kind.name} of session {message.session}, round {message.round}, length {len(message.payload)}"
-        )
 
 
 # ---------------------------------------------------------------- fields
@@ -191,6 +82,12 @@ SECONDS = Field(write=lambda seconds: int(1e9 * seconds), read=lambda number: nu
 # As integers, the bits of positive doubles are in the same order as the numbers.
 SHARE = Field(0, _bits(1.0), _bits, lambda number: struct.unpack("<d", number.to_bytes(8, "little"))[0])
 
+HEADER = {
+    "kind": Field(1, len(Kind), int, Kind),
+    "type": one_of(PAYLOAD_TYPES),
+    "length": Field(0),
+    "place": Field(0, OVER_LINK),
+}
 PLAN = {
     "mode": one_of(MODES),
     "lookahead": LENGTH,
@@ -238,6 +135,107 @@ def read_plan(numbers: list[int]) -> Plan:
     return plan
 
 
+# ---------------------------------------------------------------- frames
+
+
+@dataclass
+class Message:
+    """
+    Args:
+        kind (`Kind`): Kind of the message.
+        session (`int`): Number of the generate() call that the message belongs to; 0 for none.
+        round (`int`): Number of the verification round, from 0.
+        payload (`list[int]` or `torch.Tensor`): Integers, or a one-dimensional tensor of a type in `PAYLOAD_TYPES`.
+        over_link (`bool`, *optional*): Whether the payload goes from GPU to GPU.
+        announces (`Message`, *optional*): The next message, of the same session and round. Its payload is sent by
+            [`~hf_ssd.distributed.transport.Channel.send_announced`]. Until then only its type and length count, so it
+            may be on the device "meta".
+    """
+
+    kind: Kind
+    session: int = 0
+    round: int = 0
+    payload: list[int] | torch.Tensor = field(default_factory=list)
+    over_link: bool = False
+    announces: "Message | None" = None
+
+    @property
+    def place(self) -> int:
+        if self.over_link:
+            return OVER_LINK
+        is_short = isinstance(self.payload, list) and len(self.payload) <= FRAME_LENGTH - HEADER_LENGTH
+        return INLINE if is_short else BEHIND
+
+    @property
+    def follows(self) -> bool:
+        """Whether the payload has a transfer of its own."""
+        return len(self.payload) > 0 and self.place != INLINE
+
+    def header(self) -> list[int]:
+        dtype = getattr(self.payload, "dtype", torch.int64)
+        return [self.kind, PAYLOAD_TYPES.index(dtype), len(self.payload), self.place]
+
+
+def pack(message: Message) -> list[torch.Tensor]:
+    """Returns the frame, followed by the payload if the frame does not hold it."""
+    announced, payload = message.announces, message.payload
+    if announced is not None and not announced.follows:
+        raise ProtocolError("a message without a payload cannot be announced: nothing of it would arrive")
+    next_header = [0] * len(HEADER) if announced is None else announced.header()
+    kind, *header = message.header()
+    numbers = [MAGIC, VERSION, kind, message.session, message.round, *header, *next_header]
+    if message.place == INLINE:
+        numbers += payload
+    frame = torch.tensor([*numbers, *[0] * (FRAME_LENGTH - len(numbers))])
+    if not message.follows:
+        return [frame]
+    return [frame, (payload if message.over_link else torch.as_tensor(payload, device="cpu")).contiguous()]
+
+
+def unpack(frame: torch.Tensor, largest: int = LARGEST_PAYLOAD) -> Message:
+    """
+    Returns the message of a frame. A payload that follows is a new tensor, to be received into.
+
+    Args:
+        frame (`torch.LongTensor` of shape `(FRAME_LENGTH,)`): The received frame.
+        largest (`int`, *optional*): Elements that a payload may have. A frame that announces more is refused.
+
+    Raises:
+        [`ProtocolError`]: the frame is not a valid frame of this protocol.
+    """
+    magic, version, kind, session, round_, *numbers = frame.tolist()
+    if magic != MAGIC:
+        raise ProtocolError(f"a message began with {magic:#x} instead of {MAGIC:#x}; it does not come from hf_ssd")
+    if version != VERSION:
+        raise ProtocolError(f"a message has protocol version {version}, this side speaks version {VERSION}")
+    header, next_header, inline = [kind, *numbers[:3]], numbers[3:7], numbers[7:]
+
+    def read(header: list[int], inline: list[int], least: int) -> Message:
+        kind, dtype, length, place = read_fields(HEADER, header, "a message").values()
+        most = len(inline) if place == INLINE else largest
+        if not least <= length <= most:
+            raise ProtocolError(f"a message of kind {kind.name} announces {length} elements, not {least} to {most}")
+        payload = inline[:length] if place == INLINE else torch.empty(length, dtype=dtype)
+        return Message(kind, session, round_, payload, place == OVER_LINK)
+
+    message = read(header, inline, 0)
+    if any(next_header):
+        message.announces = read(next_header, [], 1)
+    return message
+
+
+def expect(message: Message, kind: Kind, session: int, round_: int) -> None:
+    """
+    Raises:
+        [`ProtocolError`]: the message is of another kind, session or round.
+    """
+    if (message.kind, message.session, message.round) != (kind, session, round_):
+        raise ProtocolError(
+            f"expected {kind.name} of session {session}, round {round_}; received {message.kind.name} of session "
+            f"{message.session}, round {message.round}, length {len(message.payload)}"
+        )
+
+
 # ---------------------------------------------------------------- the messages of a round
 
 
@@ -251,44 +249,41 @@ def write_outcome(outcome: Outcome, plan: Plan) -> list[int]:
 
 
 def read_outcome(payload, rows: int) -> tuple[Outcome, Plan]:
-    numbers, start = integers(payload, len(PLAN) + 2 * rows), len(PLAN)
-    plan = read_plan(numbers[:start])
-    accepted, bonus, rest = numbers[start:][:rows], numbers[start + rows :][:rows], numbers[start + 2 * rows :]
+    plan, accepted, bonus, rest = _parts(integers(payload, len(PLAN) + 2 * rows), [len(PLAN), rows, rows])
     if min(accepted) < FINISHED or max(accepted) > LONGEST_LOOKAHEAD:
         raise ProtocolError("an outcome cannot have accepted more tokens than a speculation has")
-    check_tokens(bonus)
-    if not rest:
-        return Outcome(accepted, bonus), plan
-    lengths, tokens = rest[:rows], check_tokens(rest[rows:])
-    fits = len(lengths) == rows and all(n >= 0 and (not n or k != FINISHED) for n, k in zip(lengths, accepted))
-    if not fits or sum(lengths) != len(tokens):
-        raise ProtocolError(f"{len(rest)} integers are not the tokens that {rows} rows gained in later rounds")
-    return Outcome(accepted, bonus, _parts(tokens, lengths)), plan
+    outcome, plan = Outcome(accepted, check_tokens(bonus)), read_plan(plan)
+    if rest:
+        lengths, tokens = rest[:rows], check_tokens(rest[rows:])
+        fits = len(lengths) == rows and all(n >= 0 and (not n or k != FINISHED) for n, k in zip(lengths, accepted))
+        if not fits or sum(lengths) != len(tokens):
+            raise ProtocolError(f"{len(rest)} integers are not the tokens that {rows} rows gained in later rounds")
+        *outcome.later, _ = _parts(tokens, lengths)
+    return outcome, plan
 
 
 def write_speculation(speculation: Speculation) -> list[int]:
     """Returns the draft's part of the record, its profile, and the tokens. Probabilities are sent separately."""
     record, tokens = speculation.record, speculation.tokens
-    costs = [-1] * 3 if speculation.costs is None else map(SECONDS.write, speculation.costs)
-    by_row = ((of_row.write, getattr(record, name) or [-1] * len(tokens)) for name, of_row in RECORD_OF_ROWS.items())
-    of_rows = itertools.chain.from_iterable(map(write, values) for write, values in by_row)
-    return [*write_fields(RECORD, record), *costs, *of_rows, *map(len, tokens), *itertools.chain(*tokens)]
+    numbers = write_fields(RECORD, record)
+    numbers += [-1] * 3 if speculation.costs is None else map(SECONDS.write, speculation.costs)
+    for name, of_row in RECORD_OF_ROWS.items():
+        numbers += map(of_row.write, getattr(record, name) or [-1] * len(tokens))
+    return [*numbers, *map(len, tokens), *itertools.chain(*tokens)]
 
 
 def read_speculation(payload, rows: int, vocab_size: int = 2**63) -> Speculation:
-    start = len(RECORD) + 3
-    numbers = integers(payload, start + (len(RECORD_OF_ROWS) + 1) * rows)
-    record = RoundRecord(**read_fields(RECORD, numbers[: len(RECORD)], "a speculation"))
-    costs = [SECONDS.read(number) for number in numbers[len(RECORD) : start]]
-    for name, of_row in RECORD_OF_ROWS.items():
-        values, start = numbers[start : start + rows], start + rows
+    parts = [len(RECORD), 3, *[rows] * len(RECORD_OF_ROWS), rows]
+    record, costs, *of_rows, lengths, tokens = _parts(integers(payload, sum(parts)), parts)
+    record = RoundRecord(**read_fields(RECORD, record, "a speculation"))
+    for (name, of_row), values in zip(RECORD_OF_ROWS.items(), of_rows):
         if min(values) < of_row.first or max(values) > of_row.last:
             raise ProtocolError(f"{values} cannot be the {name} of a speculation")
         setattr(record, name, list(map(of_row.read, values)))
-    lengths, tokens = numbers[start : start + rows], check_tokens(numbers[start + rows :], vocab_size)
     if min(lengths) < 0 or max(lengths) > LONGEST_LOOKAHEAD or sum(lengths) != len(tokens):
         raise ProtocolError(f"a speculation of {len(tokens)} tokens cannot have {lengths} of each row")
-    return Speculation(_parts(tokens, lengths), None, record, None if costs[0] < 0 else tuple(costs))
+    *tokens, _ = _parts(check_tokens(tokens, vocab_size), lengths)
+    return Speculation(tokens, None, record, None if costs[0] < 0 else tuple(map(SECONDS.read, costs)))
 
 
 def check_tokens(tokens: list[int], vocab_size: int = 2**63) -> list[int]:
@@ -305,28 +300,30 @@ def check_tokens(tokens: list[int], vocab_size: int = 2**63) -> list[int]:
 
 def integers(payload, at_least: int) -> list[int]:
     """Returns the integers of a payload, which must have at least `at_least` elements."""
-    is_tensor = isinstance(payload, torch.Tensor)
-    if (is_tensor and payload.dtype != torch.int64) or len(payload) < at_least:
-        kind = payload.dtype if is_tensor else torch.int64
+    kind = getattr(payload, "dtype", torch.int64)
+    if kind != torch.int64 or len(payload) < at_least:
         raise ProtocolError(f"expected {at_least} integers or more, found {len(payload)} of type {kind}")
-    return payload.tolist() if is_tensor else payload
+    return payload if isinstance(payload, list) else payload.tolist()
 
 
-def _parts(values: list, lengths: list[int]) -> list[list]:
+def _parts(values: list[int], lengths: list[int]) -> list[list[int]]:
+    """Returns successive parts of these lengths, and the rest."""
     left = iter(values)
-    return [list(itertools.islice(left, length)) for length in lengths]
+    return [*(list(itertools.islice(left, length)) for length in lengths), list(left)]
 
 
 # ---------------------------------------------------------------- the other messages
 
 
 def write_text(text: str) -> torch.Tensor:
-    return torch.tensor(list(text.encode("utf-8")), dtype=torch.uint8)
+    return torch.tensor(list(text.encode()), dtype=torch.uint8)
 
 
 def read_text(payload) -> str:
     """Returns the text. Invalid UTF-8 is replaced, because the text is for people."""
-    return _bytes(payload).decode("utf-8", errors="replace")
+    if len(payload) and getattr(payload, "dtype", torch.int64) != torch.uint8:
+        raise ProtocolError(f"{len(payload)} numbers of type {getattr(payload, 'dtype', torch.int64)} are not a text")
+    return bytes(payload.tolist() if len(payload) else []).decode(errors="replace")
 
 
 def write_json(value) -> torch.Tensor:
@@ -335,23 +332,14 @@ def write_json(value) -> torch.Tensor:
 
 def read_json(payload):
     try:
-        return json.loads(_bytes(payload).decode("utf-8"))
+        return json.loads(read_text(payload))
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"a message of {len(payload)} bytes is not JSON: {error}") from error
 
 
-def _bytes(payload) -> bytes:
-    if not len(payload):
-        return b""
-    if getattr(payload, "dtype", torch.int64) != torch.uint8:
-        raise ProtocolError(f"{len(payload)} numbers of type {getattr(payload, 'dtype', torch.int64)} are not a text")
-    return payload.numpy().tobytes()
-
-
-def write_prompts(prompts: list[torch.LongTensor]) -> torch.Tensor:
+def write_prompts(prompts: list[torch.LongTensor]) -> list[int]:
     """Returns the number of prompts, their lengths, and their tokens."""
-    lengths = torch.tensor([len(prompts), *map(len, prompts)])
-    return torch.cat([lengths, *(prompt.cpu().long() for prompt in prompts)])
+    return [len(prompts), *map(len, prompts), *torch.cat([prompt.cpu().long() for prompt in prompts]).tolist()]
 
 
 def read_prompts(payload) -> list[torch.LongTensor]:
@@ -397,10 +385,10 @@ def write_probabilities(probabilities: torch.FloatTensor, support: int | None = 
 
 def probabilities_to_come(shape: tuple[int, ...], support: int) -> torch.Tensor:
     """Returns a tensor on "meta" of the type and length that [`write_probabilities`] will return, to announce it."""
-    count, vocab_size = torch.Size(shape[:-1]).numel(), shape[-1]
+    *shape, vocab_size = shape
     if _all_travel(support, vocab_size):
-        return torch.empty(count * vocab_size, dtype=torch.float32, device="meta")
-    return torch.empty(2 * count * support, dtype=torch.int32, device="meta")
+        return torch.empty(*shape, vocab_size, dtype=torch.float32, device="meta").flatten()
+    return torch.empty(2, *shape, support, dtype=torch.int32, device="meta").flatten()
 
 
 def _all_travel(support: int, vocab_size: int) -> bool:

@@ -23,14 +23,14 @@ from ..cache.trial import check_supported
 from ..drafting.compiling import compile_draft
 from ..drafting.needs import DraftInfo
 from . import wire
-from .channel import Channel, PeerLost
-from .connection import DRAFT_IS_HERE, TARGET_IS_HERE
 from .cores import pin
 from .draft_server import DraftServer
+from .files import shorten_stderr
 from .meeting import join, prove
-from .process import shorten_stderr
 from .shared_weights import model_from_shared_weights
+from .transport import Channel, PeerLost
 from .wire import Kind, Message, ProtocolError
+from .worker_process import DRAFT_IS_HERE, TARGET_IS_HERE
 
 FLUSH_TIMEOUT = 10.0  # seconds for a last message to leave
 AS_LONG_AS_THE_PARENT_LIVES = timedelta(days=365)

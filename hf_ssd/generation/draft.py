@@ -10,8 +10,8 @@ from transformers.utils import logging
 from ..cache.support import last_position_limit
 from ..distributed import wire
 from ..distributed.assistant import Turn
-from ..distributed.local import LocalSession
-from ..distributed.session import DraftError, DraftSession, SessionRequest
+from ..distributed.local import local_session
+from ..distributed.sessions import DraftError, DraftSession, SessionRequest
 from ..distributed.wire import Kind, Message
 from ..planning.planner import Planner
 from ..rounds import AHEAD, FILLER, IN_TURN, PLAIN, Outcome, RoundRecord, Speculation
@@ -101,7 +101,7 @@ class FaultTolerantDraft:
             session = self._attempt(lambda: self.assistant.open_session(self.turn, request, self.device))
         is_local, may_draft_here = False, self.model is not None and not self.is_local and not is_plain
         if session is None and self.failure is None and may_draft_here:
-            session, is_local = self._attempt(lambda: LocalSession(self.model, self._request_now(sequences))), True
+            session, is_local = self._attempt(lambda: local_session(self.model, self._request_now(sequences))), True
         if session is not None:
             if self.session is not None:
                 self.session.close()

@@ -29,7 +29,7 @@ from ..devices import from_host
 from ..distributed.assistant import DraftAssistant
 from ..distributed.cores import use_cores
 from ..distributed.launch import assistant_for
-from ..distributed.session import SessionRequest
+from ..distributed.sessions import SessionRequest
 from ..distributed.target_ranks import TargetRanks
 from ..drafting.drafters import drafter_kind
 from ..drafting.needs import DraftInfo
@@ -85,10 +85,10 @@ def speculative_speculative_decoding(
     if isinstance(assistant_model, DraftAssistant):
         worker = assistant_model
     elif isinstance(assistant_model, (str, os.PathLike)):
-        worker = assistant_for(assistant_model)
+        worker = assistant_for(assistant_model, input_ids.device)
     else:
         check_supported(assistant_model, drafts=True)
-        worker = assistant_for(assistant_model) if ssd_config.asynchronous else None
+        worker = assistant_for(assistant_model, input_ids.device) if ssd_config.asynchronous else None
         draft_model = None if worker is not None and is_compiled(assistant_model) else assistant_model
     divided = worker is not None and worker.cores is not None and devices.of_model(model).type == "cpu"
     of_the_draft = copy.copy(generation_config)

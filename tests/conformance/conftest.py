@@ -5,9 +5,9 @@ import dataclasses
 
 import pytest
 
-from hf_ssd.distributed.local import LocalSession
-from hf_ssd.drafting.speculator import Speculator
-from hf_ssd.rounds import AHEAD, PLAIN
+from hf_ssd.distributed.local import LocalWorker
+from hf_ssd.generation import draft
+from hf_ssd.rounds import AHEAD
 
 
 def ahead(plan, config):
@@ -18,29 +18,32 @@ def ahead(plan, config):
 @contextlib.contextmanager
 def preparing(planned=ahead, outcome_arrived=lambda: False):
     """
-    Prepares ahead of time without a worker, in a moment, and collects the share of rows that hit in each round.
+    Prepares ahead of time in this process, where calls draft in turn otherwise, and collects the share of rows that hit
+    in each round.
 
     Args:
         planned (`Callable`): Makes the plan from that of the planner and the settings.
         outcome_arrived (`Callable`): See [`Speculator.prepare`].
     """
-    prepare, send, receive, hits = Speculator.prepare, LocalSession.send_outcome, LocalSession.receive_speculation, []
+    hits = []
 
-    def sends(self, outcome, plan):
-        plan = planned(plan, self.speculator.config)
-        if self.speculator.plan.mode == PLAIN:  # the first outcome, for which a worker would have prepared meanwhile
-            self.speculator.prepare(plan)
-        send(self, outcome, plan)
+    def local_session(model, request):
+        worker = LocalWorker(model)
+        worker.channel.other.has_arrived = outcome_arrived
+        session = worker.session(dataclasses.replace(request, plan=planned(request.plan, request.config)))
+        send, receive = session.send_outcome, session.receive_speculation
 
-    def receives(self):
-        speculation = receive(self)
-        hits.append(sum(speculation.record.hits) / len(speculation.tokens))
-        return speculation
+        def receives():
+            speculation = receive()
+            hits.append(sum(speculation.record.hits) / len(speculation.tokens))
+            return speculation
+
+        session.send_outcome = lambda outcome, plan: send(outcome, planned(plan, request.config))
+        session.receive_speculation = receives
+        return session
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LocalSession, "send_outcome", sends)
-        patch.setattr(LocalSession, "receive_speculation", receives)
-        patch.setattr(Speculator, "prepare", lambda self, plan, _=None: prepare(self, plan, outcome_arrived))
+        patch.setattr(draft, "local_session", local_session)
         yield hits
 
 

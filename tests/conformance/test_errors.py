@@ -45,7 +45,7 @@ def nothing_starts(monkeypatch):
     def started(*args, **kwargs):
         raise AssertionError("work was started")
 
-    monkeypatch.setattr("hf_ssd.distributed.launch.WorkerProcess.__init__", started)
+    monkeypatch.setattr("hf_ssd.distributed.launch.Child.__init__", started)
     monkeypatch.setattr("hf_ssd.generation.loop.prefill", started)
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_ssd.distributed import groups, wire
-from hf_ssd.distributed.channel import Channel, PeerLost
+from hf_ssd.distributed import transport, wire
+from hf_ssd.distributed.transport import Channel, PeerLost
 from hf_ssd.distributed.wire import Kind, Message, ProtocolError
 
 
@@ -83,12 +83,12 @@ def test_a_core_that_waits_for_a_message_does_not_sleep(monkeypatch):
     def naps():
         slept = []
         with monkeypatch.context() as patch:
-            patch.setattr("hf_ssd.distributed.channel.time.sleep", slept.append)
-            Channel.wait(Work(), None, awake=60)
+            patch.setattr("hf_ssd.distributed.transport.time.sleep", slept.append)
+            transport.wait(Work(), None, awake=60)
         return len(slept)
 
     assert naps() == 0
-    monkeypatch.setattr("hf_ssd.distributed.channel._let_others_run", lambda: time.sleep(0))  # the mutant
+    monkeypatch.setattr("hf_ssd.distributed.transport._let_others_run", lambda: time.sleep(0))  # the mutant
     assert naps() == 20
 
 
@@ -107,7 +107,7 @@ def test_an_announced_payload_arrives_while_no_one_looks(ends, announced):
         deadline = time.monotonic() + 5
         while not draft.has_arrived() and time.monotonic() < deadline:
             time.sleep(0.001)
-        assert (draft.payload is not None and torch.equal(draft.payload[0].payload, q)) == announced
+        assert (draft.pending is not None and torch.equal(draft.pending[1], q)) == announced
         received = draft.receive(10)
         assert (received.kind, received.session, received.round) == (Kind.PROBABILITIES, 1, round_)
         assert torch.equal(received.payload, q)
@@ -143,12 +143,12 @@ def test_what_has_no_payload_cannot_be_announced(ends):
 
 SINGLE_CORE = """
 import os, sys, torch.distributed as dist
-from hf_ssd.distributed import groups
+from hf_ssd.distributed import transport
 os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: int(sys.argv[1])])
 os.sched_setscheduler(0, int(sys.argv[2]), os.sched_param(0))
 before = set(os.listdir("/proc/self/task"))
-with groups._threads_that_let_compute():
-    device = dist.ProcessGroupGloo.create_device(hostname=groups.LOOPBACK, lazy_init=False)
+with transport._threads_that_let_compute():
+    device = dist.ProcessGroupGloo.create_device(hostname=transport.LOOPBACK, lazy_init=False)
 made = set(os.listdir("/proc/self/task")) - before
 print(sorted({os.sched_getscheduler(int(thread)) for thread in made}), os.sched_getscheduler(0))
 """
@@ -177,8 +177,8 @@ def test_a_scheduler_that_takes_no_orders_is_no_obstacle(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
     monkeypatch.setattr(os, "sched_setscheduler", refuse)
     made = []
-    with groups._threads_that_let_compute():
-        made.append(dist.ProcessGroupGloo.create_device(hostname=groups.LOOPBACK, lazy_init=False))
+    with transport._threads_that_let_compute():
+        made.append(dist.ProcessGroupGloo.create_device(hostname=transport.LOOPBACK, lazy_init=False))
     assert made and refused
 
 
@@ -193,7 +193,7 @@ def test_both_directions_at_once(ends):
 
 PEER = """
 import sys, time, datetime, torch.distributed as dist
-from hf_ssd.distributed.channel import Channel
+from hf_ssd.distributed.transport import Channel
 from hf_ssd.distributed.wire import Kind, Message
 store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), None, False, datetime.timedelta(seconds=60))
 channel = Channel(store, is_target=False)

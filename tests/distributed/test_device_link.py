@@ -15,10 +15,8 @@ import torch.distributed as dist
 from transformers import LogitsProcessorList, set_seed
 
 import hf_ssd
-from hf_ssd.distributed import groups
-from hf_ssd.distributed.channel import Channel
-from hf_ssd.distributed.device_link import DeviceLink
-from hf_ssd.distributed.groups import TARGET, gloo_group
+from hf_ssd.distributed.device_link import LINK_CTAS, DeviceLink, nccl_group, open_link
+from hf_ssd.distributed.transport import TARGET, Channel, gloo_group
 from hf_ssd.distributed.wire import Kind, Message, ProtocolError
 
 from ..conftest import padded_batch, tiny_draft
@@ -50,7 +48,7 @@ def ends():
 
 def test_both_ways_of_a_payload_keep_the_order_of_messages(ends):
     target, draft = ends
-    assert at_once(lambda: target.open_link(CPU), lambda: draft.open_link(CPU)) == [True, True]
+    assert at_once(lambda: open_link(target, CPU), lambda: open_link(draft, CPU)) == [True, True]
     for i in range(5):
         draft.send(Message(Kind.SPECULATION, 1, i, torch.arange(200)))
         draft.send(Message(Kind.PROBABILITIES, 1, i, torch.full((3000,), float(i)), over_link=True))
@@ -64,7 +62,7 @@ def test_both_ways_of_a_payload_keep_the_order_of_messages(ends):
 
 def test_a_wait_for_a_payload_can_be_taken_up_again(ends):
     target, draft = ends
-    at_once(lambda: target.open_link(CPU), lambda: draft.open_link(CPU))
+    at_once(lambda: open_link(target, CPU), lambda: open_link(draft, CPU))
     send, held = draft.link.send, []
     draft.link.send = lambda payload: held.append(payload) or _Done()  # the frame goes ahead alone
     draft.send(Message(Kind.PROBABILITIES, payload=torch.ones(500), over_link=True))
@@ -86,7 +84,7 @@ def test_a_payload_over_a_link_that_is_not_open_is_refused(ends):
 
 def test_what_is_announced_over_a_link_is_received_before_anyone_waits_for_it(ends):
     target, draft = ends
-    at_once(lambda: target.open_link(CPU), lambda: draft.open_link(CPU))
+    at_once(lambda: open_link(target, CPU), lambda: open_link(draft, CPU))
     q, received, receive = torch.rand(3000), [], target.link.receive
     target.link.receive = lambda message: received.append(message.kind) or receive(message)
     announced = Message(Kind.PROBABILITIES, payload=q.to("meta"), over_link=True)
@@ -126,7 +124,7 @@ def open_without_success(monkeypatch, ends):
     target, draft = ends
     monkeypatch.setattr("hf_ssd.distributed.device_link.LINK_TIMEOUT", 1.0)
     monkeypatch.setattr(DeviceLink, "_try", lambda link: _fails() if link.rank == TARGET else time.sleep(2))
-    assert at_once(lambda: target.open_link(CPU), lambda: draft.open_link(CPU)) == [False, False]
+    assert at_once(lambda: open_link(target, CPU), lambda: open_link(draft, CPU)) == [False, False]
 
 
 def test_a_link_whose_trial_fails_or_takes_too_long_is_aborted_on_both_sides(ends, made, monkeypatch):
@@ -142,7 +140,7 @@ def test_the_mutant_no_abort_is_noticed(ends, made, monkeypatch):
 
 def test_a_link_that_is_closed_is_aborted(ends, made):
     target, draft = ends
-    at_once(lambda: target.open_link(CPU), lambda: draft.open_link(CPU))
+    at_once(lambda: open_link(target, CPU), lambda: open_link(draft, CPU))
     target.close_link()
     draft.close()
     assert [group.aborts for group in made] == [1, 1]
@@ -165,9 +163,9 @@ def test_a_link_between_gpus_is_made_so_that_its_peer_s_death_ends_no_process(mo
             monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING")
         else:
             monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", before)
-        groups.nccl_group(dist.HashStore(), "link", TARGET)
+        nccl_group(dist.HashStore(), "link", TARGET)
         assert os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == before
-        assert seen == {"errors": "0", "ctas": groups.LINK_CTAS}
+        assert seen == {"errors": "0", "ctas": LINK_CTAS}
         seen.clear()
 
 
@@ -249,7 +247,7 @@ def test_a_worker_that_is_killed_takes_nothing_with_it(target, linked):
 def test_a_link_that_one_side_does_not_open_is_given_up(ends, monkeypatch):
     monkeypatch.setattr("hf_ssd.distributed.device_link.LINK_TIMEOUT", 0.5)
     target, _ = ends
-    assert not target.open_link(CPU) and target.link is None
+    assert not open_link(target, CPU) and target.link is None
 
 
 def test_a_worker_goes_on_without_the_link_that_its_target_cannot_open(target, monkeypatch):

@@ -19,10 +19,10 @@ from transformers import QuantoConfig
 from transformers.utils import logging
 
 import hf_ssd
-from hf_ssd.distributed import connection, launch
+from hf_ssd.distributed import launch, worker_process
 from hf_ssd.distributed.launch import assistant_for, draft_config, worker_settings
-from hf_ssd.distributed.process import WorkerProcess
 from hf_ssd.distributed.worker import load_model
+from hf_ssd.distributed.worker_process import Child
 from hf_ssd.rounds import IN_TURN
 
 from ..conftest import padded_batch, ready, tiny_draft, tiny_model
@@ -176,7 +176,7 @@ def test_a_worker_that_dies_while_it_connects_is_noticed_at_once(monkeypatch):
     """What gloo says of it comes later."""
     started, is_over = [], threading.Event()
 
-    class Noted(WorkerProcess):
+    class Noted(Child):
         def __init__(self, *args):
             super().__init__(*args)
             started.append(self.popen)
@@ -186,8 +186,8 @@ def test_a_worker_that_dies_while_it_connects_is_noticed_at_once(monkeypatch):
         is_over.wait(60)
         raise RuntimeError("gloo has given up")
 
-    monkeypatch.setattr(launch, "WorkerProcess", Noted)
-    monkeypatch.setattr(connection, "Channel", channel)
+    monkeypatch.setattr(launch, "Child", Noted)
+    monkeypatch.setattr(worker_process, "Channel", channel)
     with pytest.raises(hf_ssd.DraftError, match="ended while it started"):
         hf_ssd.launch_draft(tiny_draft(), num_threads=1)
     is_over.set()

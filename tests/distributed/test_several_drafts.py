@@ -1,6 +1,5 @@
 """Several draft workers that share the outcomes: real processes, and the answers of one."""
 
-import contextlib
 import dataclasses
 import os
 import signal
@@ -12,9 +11,9 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 from transformers.utils import logging
 
 import hf_ssd
-from hf_ssd.distributed.session import SessionRequest
+from hf_ssd.distributed.sessions import SessionRequest, WorkerSession
 from hf_ssd.distributed.several_drafts import SeveralDrafts
-from hf_ssd.distributed.worker_session import WorkerSession
+from hf_ssd.distributed.wire import Kind
 from hf_ssd.rounds import AHEAD, CUSTOM, Outcome, Plan
 
 from ..conftest import padded_batch, ready, tiny_draft
@@ -113,7 +112,7 @@ def test_both_workers_answer(target, two, monkeypatch):
     owners, merge = set(), SeveralDrafts._merge
 
     def watch(self, found):
-        owners.update(number for number, one in enumerate(found.values()) if any(one.record.hits))
+        owners.update(number for number, one in enumerate(found) if any(one.record.hits))
         return merge(self, found)
 
     monkeypatch.setattr(SeveralDrafts, "_merge", watch)
@@ -132,7 +131,7 @@ def test_a_worker_completes_less_than_it_has_prepared(draft):
     """As when the plan has become shorter, and another worker or a fallback has something for another row."""
     prompts, generation = [torch.arange(2, 8), torch.arange(3, 7)], GenerationConfig(do_sample=True, max_length=50)
     config, plan = hf_ssd.SSDConfig(lookahead=3, budget=BUDGET), Plan(AHEAD, 3, 3, BUDGET)
-    worker = Loopback(draft, contextlib.nullcontext)
+    worker = Loopback(draft)
     session = WorkerSession(worker, 1, SessionRequest(config, generation, prompts, 0, 97, plan=plan, num_workers=2))
     with torch.inference_mode():
         worker.work()
@@ -144,10 +143,10 @@ def test_a_worker_completes_less_than_it_has_prepared(draft):
         expected = [found.tokens[0][:2], [7, 8]]
         found.tokens = [found.tokens[0][:1], [7, 8]]
         found.record.sources[1], found.record.lookahead = CUSTOM, 2
-        session.send_speculation(found)
+        session.send_speculation(found, Kind.COMPLETE)
         completed = session.receive_speculation()
         assert completed.tokens == expected  # the second token of the first row, drafted once more
-        torch.testing.assert_close(session.receive_probabilities()[0], q[0, :2], atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(session.receive_probabilities()[0, 1], q[0, 1], atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "temperature": 0.3}], ids=str)
@@ -198,7 +197,7 @@ def test_one_that_does_not_start_again_is_left_out(target, two, warnings, monkey
         worker.process.popen.kill()
         worker.process.popen.wait()
     with monkeypatch.context() as patched:
-        patched.setattr(two.slots[0], "start", fails)
+        patched.setattr(two.workers[0], "launch", fails)
         for _ in range(3):
             output = generate(target, ready(two), do_sample=False)
             assert torch.equal(output.sequences, plain) and output.ssd_stats.draft_failure is None

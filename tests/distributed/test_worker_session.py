@@ -10,10 +10,9 @@ from transformers import GenerationConfig
 
 import hf_ssd
 from hf_ssd.distributed import wire
-from hf_ssd.distributed.channel import Channel
-from hf_ssd.distributed.session import SessionRequest
+from hf_ssd.distributed.sessions import SessionRequest, WorkerSession
+from hf_ssd.distributed.transport import Channel
 from hf_ssd.distributed.wire import Kind, Message
-from hf_ssd.distributed.worker_session import WorkerSession
 from hf_ssd.rounds import AHEAD, NOTHING, PREPARED, Outcome, Plan, RoundRecord, Speculation
 
 NUMBER, ROWS = 5, 2
@@ -96,7 +95,7 @@ def test_late_answers_are_dropped(line, late):
         ({"kind": Kind.PROBABILITIES, "payload": torch.ones(36)}, "received PROBABILITIES of session 5"),
         ({"change": (0, 1234)}, "does not come from hf_ssd"),
         ({"change": (1, wire.VERSION + 1)}, f"this side speaks version {wire.VERSION}"),
-        ({"change": (2, 99)}, "kind 99"),
+        ({"change": (2, 99)}, "99 cannot be the kind"),
         ({"change": (6, 121)}, "announces 121 elements"),
         ({"payload": torch.arange(6)}, "expected 22 integers or more, found 6"),
         ({"payload": torch.zeros(23, dtype=torch.int64)}, "a speculation of 1 tokens cannot have .0, 0. of each row"),

@@ -14,6 +14,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 import hf_ssd
 from hf_ssd.cache.trial import check_supported
 from hf_ssd.distributed.assistant import DraftAssistant
+from hf_ssd.distributed.worker_process import WorkerProcess
 from hf_ssd.drafting.needs import DraftInfo
 from hf_ssd.drafting.sampling import DraftSampler
 from hf_ssd.generation.draft import FaultTolerantDraft
@@ -58,9 +59,9 @@ class LateWorker(ThreadWorker):
         super().__init__(draft)
         self.gate = gate
 
-    def connect(self):
+    def _connect(self, meeting):
         assert self.gate.wait(60)
-        super().connect()
+        super()._connect(meeting)
 
 
 class Late(DraftAssistant):
@@ -68,12 +69,12 @@ class Late(DraftAssistant):
 
     def __init__(self, draft, **options):
         self.gate = threading.Event()
-        super().__init__([lambda: LateWorker(draft, self.gate)], wait=False, **options)
+        super().__init__([LateWorker(draft, self.gate)], wait=False, **options)
         self.info = DraftInfo(VOCAB)
 
     def let_in(self):
         self.gate.set()
-        self.slots[0].thread.join(60)
+        self.workers[0].thread.join(60)
 
 
 @pytest.mark.parametrize("rows, has_ended", [(1, False), (3, False), (3, True)])
@@ -166,7 +167,7 @@ def test_a_worker_that_cannot_start_is_told_of_once(target, draft, warnings):
         raise OSError("no such device")
 
     for raises in (False, True):
-        with DraftAssistant([fails], wait=False) as assistant:
+        with DraftAssistant([WorkerProcess(fails, 60.0)], wait=False) as assistant:
             assistant.info = DraftInfo(VOCAB)
             assistant._wait(60)
             if raises:
@@ -228,7 +229,7 @@ def interrupted_everywhere(target, assistant):
 
 @pytest.mark.slow
 def test_an_interrupt_at_any_line_leaves_an_assistant_that_works(target, draft):
-    with DraftAssistant([lambda: ThreadWorker(draft)]) as assistant:
+    with DraftAssistant([ThreadWorker(draft)]) as assistant:
         assert list(interrupted_everywhere(target, assistant)) == []
 
 
@@ -243,7 +244,7 @@ def test_closing_once_would_not_be_enough(target, draft, monkeypatch):
             original(self)
 
     monkeypatch.setattr(FaultTolerantDraft, "close", close)
-    with DraftAssistant([lambda: ThreadWorker(draft)]) as assistant:
+    with DraftAssistant([ThreadWorker(draft)]) as assistant:
         assert next(interrupted_everywhere(target, assistant))
 
 
@@ -368,11 +369,11 @@ def has_a_worker_of_its_own():
 
 # A start that failed is kept by its error, with its store.
 call(target, draft)
-(start,) = assistant_for(draft).slots
-while start.worker is None:
+(start,) = assistant_for(draft).workers
+while start.process is None:
     time.sleep(0.01)
 time.sleep(0.5)
-start.worker.process.popen.kill()
+start.process.popen.kill()
 start.thread.join(60)
 gc.disable()
 assert "ended while it started" in call(target, draft).ssd_stats.draft_failure

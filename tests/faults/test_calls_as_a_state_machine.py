@@ -30,7 +30,7 @@ from transformers import LogitsProcessorList
 import hf_ssd
 from hf_ssd.distributed import launch
 from hf_ssd.distributed.assistant import DraftAssistant
-from hf_ssd.distributed.process import WorkerProcess
+from hf_ssd.distributed.worker_process import Child
 from hf_ssd.generation import deciding
 from hf_ssd.generation.verification import verify_greedy
 
@@ -61,7 +61,7 @@ def plain(rows):
     return target().generate(**padded_batch(rows), do_sample=False, max_new_tokens=NEW_TOKENS)
 
 
-class Noted(WorkerProcess):
+class Noted(Child):
     """The workers of the calls here are noted."""
 
     started = []
@@ -264,7 +264,7 @@ def run(examples, steps):
     gc.collect()  # so that a forked process does not have to collect what other tests have left
     how = {"deadline": None, "derandomize": True, "database": None, "suppress_health_check": list(HealthCheck)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "WorkerProcess", Noted)
+        patch.setattr(launch, "Child", Noted)
         try:
             run_state_machine_as_test(
                 Calls,

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 import hf_ssd
-from hf_ssd.distributed import connection, launch, meeting, wire
-from hf_ssd.distributed.channel import Channel, PeerLost
+from hf_ssd.distributed import launch, meeting, wire, worker_process
 from hf_ssd.distributed.draft_server import DraftServer
 from hf_ssd.distributed.meeting import prove
+from hf_ssd.distributed.transport import Channel, PeerLost
 from hf_ssd.distributed.wire import Kind, Message, ProtocolError
 
 from ..conftest import padded_batch, tiny_draft
@@ -185,7 +185,7 @@ class Stranger:
         with contextlib.suppress(Exception):
             store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=2))
             store = dist.PrefixStore("", store)
-            store.set(connection.DRAFT_IS_HERE, "yes")
+            store.set(worker_process.DRAFT_IS_HERE, "yes")
             self.channel = Channel(store, is_target=False)
             with contextlib.suppress(AttributeError, ProtocolError):
                 prove(self.channel)
@@ -199,7 +199,7 @@ class Stranger:
 @pytest.mark.slow
 def test_a_stranger_that_gloo_takes_for_the_other_side_is_refused_by_both(monkeypatch):
     monkeypatch.setattr(meeting, "PROOF_TIMEOUT", 1.0)
-    monkeypatch.setattr("hf_ssd.distributed.groups.CONNECT_TIMEOUT", timedelta(seconds=5))
+    monkeypatch.setattr("hf_ssd.distributed.transport.CONNECT_TIMEOUT", timedelta(seconds=5))
     secret = b"s" * 32
 
     def meet(store, is_target):
@@ -226,7 +226,7 @@ def test_a_stranger_that_gloo_takes_for_the_other_side_is_refused_by_both(monkey
 @pytest.mark.parametrize("sends", ["gloo's words", "nonsense", "the draft's words"])
 def test_a_stranger_at_the_ports_gets_nothing(target, monkeypatch, sends):
     monkeypatch.setattr(meeting, "PROOF_TIMEOUT", 3.0)
-    monkeypatch.setattr("hf_ssd.distributed.groups.CONNECT_TIMEOUT", timedelta(seconds=10))
+    monkeypatch.setattr("hf_ssd.distributed.transport.CONNECT_TIMEOUT", timedelta(seconds=10))
     prompts, assistant = padded_batch(2), None
     plain = target.generate(**prompts, max_new_tokens=20, do_sample=False)
     with Stranger(sends) as stranger:
@@ -267,11 +267,11 @@ def test_a_stranger_in_the_place_of_a_worker_gets_no_prompt(target, draft, monke
 
     def join(place, timeout):
         store = dist.HashStore()
-        store.set(connection.DRAFT_IS_HERE, "yes")
+        store.set(worker_process.DRAFT_IS_HERE, "yes")
         threading.Thread(target=serve, args=[store], daemon=True).start()
         return store
 
-    monkeypatch.setattr(connection, "join", join)
+    monkeypatch.setattr(worker_process, "join", join)
     if not checked:
         monkeypatch.setattr(hmac, "compare_digest", lambda a, b: True)
         with hf_ssd.launch_draft(tiny_draft(), num_threads=1) as assistant:
@@ -279,9 +279,10 @@ def test_a_stranger_in_the_place_of_a_worker_gets_no_prompt(target, draft, monke
                             ssd_config=hf_ssd.SSDConfig(**CONFIG))  # fmt: skip
         assert prompts_seen
         return
-    with pytest.raises(hf_ssd.DraftError, match="does not know the secret"):
-        worker = launch.start_worker({"timeout": 60.0, "cores": None})
-        worker.connect()
+    worker = worker_process.WorkerProcess(lambda: launch.start_worker({"timeout": 60.0, "cores": None}), 60.0)
+    worker.begin()
+    worker.thread.join(60)
+    assert "does not know the secret" in str(worker.take_error())
     assert not prompts_seen and not worker.process.is_running and worker.channel is None
 
 

@@ -13,7 +13,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import hf_ssd
-from hf_ssd.distributed.worker_session import WorkerSession
+from hf_ssd.distributed.sessions import WorkerSession
 from hf_ssd.rounds import Outcome
 
 from ..conftest import padded_batch, ready, tiny_draft
@@ -245,7 +245,7 @@ def test_a_worker_that_cannot_be_started_again_costs_no_tokens(target, assistant
     assistant.workers[0].process.popen.kill()
     assistant.workers[0].process.popen.wait()
     with monkeypatch.context() as patched:
-        patched.setattr(assistant.slots[0], "start", fails)
+        patched.setattr(assistant.workers[0], "launch", fails)
         assert "could not be started: too many open files" in generate(target, ready(assistant)).draft_failure
         with pytest.raises(hf_ssd.DraftError, match="too many open files"):
             generate(target, ready(assistant), on_draft_failure="raise")

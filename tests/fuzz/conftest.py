@@ -1,6 +1,5 @@
 """Real messages, recorded from real calls, and what can happen to them on the way."""
 
-import functools
 import random
 from dataclasses import dataclass
 
@@ -8,7 +7,7 @@ import pytest
 import torch
 
 import hf_ssd
-from hf_ssd.distributed import channel
+from hf_ssd.distributed import transport
 from hf_ssd.distributed.assistant import DraftAssistant
 from hf_ssd.distributed.wire import PAYLOAD_TYPES, Message
 
@@ -41,7 +40,7 @@ class Last:
 @pytest.fixture(scope="session")
 def recorded():
     """Messages of calls that are greedy, planned, or sampled with q dense and sparse, with a user's fallback ..."""
-    found, patch, pack, send_announced = [], pytest.MonkeyPatch(), channel.pack, channel.Channel.send_announced
+    found, patch, pack, send_announced = [], pytest.MonkeyPatch(), transport.pack, transport.Channel.send_announced
 
     def record(message):
         tensors = pack(message)
@@ -54,8 +53,8 @@ def recorded():
         found.append(Recorded(message, pack(message)[0]))
         send_announced(channel, payload)
 
-    patch.setattr(channel, "pack", record)
-    patch.setattr(channel.Channel, "send_announced", record_announced)
+    patch.setattr(transport, "pack", record)
+    patch.setattr(transport.Channel, "send_announced", record_announced)
     target = hf_ssd.enable(tiny_model())
     settings = {"lookahead": 3, "budget": 4}
     calls = [
@@ -70,7 +69,7 @@ def recorded():
     with patch.context():
         for workers, options, more in calls:
             drafts = [tiny_draft(disagreement=0.3) for _ in range(workers)]  # not in the threads that start workers
-            with DraftAssistant([functools.partial(ThreadWorker, draft) for draft in drafts]) as assistant:
+            with DraftAssistant([ThreadWorker(draft) for draft in drafts]) as assistant:
                 output = target.generate(
                     **padded_batch(ROWS), max_new_tokens=12, assistant_model=assistant, return_dict_in_generate=True,
                     ssd_config=hf_ssd.SSDConfig(**{**settings, **more}), **options,

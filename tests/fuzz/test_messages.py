@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hf_ssd.config import LONGEST_LOOKAHEAD
 from hf_ssd.distributed import wire
-from hf_ssd.distributed.session import MOST_TOKENS, MOST_WORKERS, SessionRequest
+from hf_ssd.distributed.sessions import MOST_TOKENS, MOST_WORKERS, SessionRequest
 from hf_ssd.distributed.wire import FRAME_LENGTH, HEADER_LENGTH, LARGEST_PAYLOAD, Kind, ProtocolError
 from hf_ssd.drafting.vocabulary import Translation
 from hf_ssd.rounds import FINISHED, MODES, SOURCES
@@ -215,7 +215,7 @@ def test_the_mutant_a_header_that_is_believed_is_noticed(monkeypatch, recorded):
     [
         ("integers", lambda payload, at_least: torch.as_tensor(payload).tolist()),
         ("check_tokens", lambda tokens, vocab_size=None: tokens),
-        ("_bytes", lambda payload: bytes(torch.as_tensor(payload).tolist())),
+        ("read_text", lambda payload: bytes(torch.as_tensor(payload).tolist()).decode()),
     ],
 )
 def test_checks_that_are_left_out_are_noticed(monkeypatch, recorded, name, mutant):

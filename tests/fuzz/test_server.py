@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 
 from hf_ssd.distributed import wire
-from hf_ssd.distributed.channel import Channel, PeerLost
 from hf_ssd.distributed.draft_server import DraftServer
-from hf_ssd.distributed.groups import TARGET, broadcast
+from hf_ssd.distributed.transport import TARGET, Channel, PeerLost, broadcast
 from hf_ssd.distributed.wire import HEADER_LENGTH, Kind, Message, pack
 from hf_ssd.rounds import AHEAD, Outcome, Plan
 

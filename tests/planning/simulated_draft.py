@@ -38,8 +38,7 @@ class SimulatedDraft:
 
 class SimulatedSession(SeveralDrafts):
     def __init__(self, draft, request):
-        self.config, self.rows, self.sampled = request.config, len(request.prompts), False
-        self.custom, self.fallbacks = None, {}
+        self.config, self.rows, self.sampled, self.fallback = request.config, len(request.prompts), False, None
         self.texts, self.verified = [prompt.tolist() for prompt in request.prompts], [[]] * self.rows
         self.draft, self.world, self.profiles = draft, draft.world, request.profile
         self.sessions, self.on_close = [Worker(self, index) for index in range(len(draft.workers))], lambda: None
@@ -79,16 +78,13 @@ class Worker:
     def __init__(self, session, index):
         self.session, self.index = session, index
 
-    def has_arrived(self):
-        return True
-
     def close(self):
         pass
 
     def send_outcome(self, outcome, plan):
         self.plan, self.incomplete = plan, None
 
-    def send_speculation(self, found):
+    def send_speculation(self, found, kind=None):
         self.incomplete = found
 
     def receive_speculation(self, timeout=None):
@@ -117,11 +113,13 @@ class Worker:
         return Speculation(tokens, None, record, costs=costs)
 
     def completed(self):
-        session, width = self.session, self.incomplete.record.lookahead
+        session, width = self.session, self.incomplete.record.lookahead or self.plan.after_miss
         steps = width - min(map(len, self.incomplete.tokens))
         fed = session.rows
         if session.world.is_parallel:
             steps, fed = 1, session.rows * (width + 1)
         seconds = sum(session.measured(session.draft.drafting(fed)) for _ in range(steps))
-        record = RoundRecord(steps=steps, answer_seconds=seconds)
+        record = RoundRecord(
+            lookahead=width, sources=self.incomplete.record.sources, steps=steps, answer_seconds=seconds
+        )
         return Speculation([[0] * width] * session.rows, None, record)

@@ -1,7 +1,6 @@
 """While the plan is plain decoding the target sends nothing; when drafting resumes, one message says what went by."""
 
 import dataclasses
-import functools
 import threading
 
 import pytest
@@ -11,8 +10,8 @@ from transformers import LogitsProcessor, LogitsProcessorList, set_seed
 import hf_ssd
 from hf_ssd.distributed import wire
 from hf_ssd.distributed.assistant import DraftAssistant
+from hf_ssd.distributed.sessions import WorkerSession
 from hf_ssd.distributed.wire import Kind
-from hf_ssd.distributed.worker_session import WorkerSession
 from hf_ssd.drafting.needs import DraftInfo
 from hf_ssd.generation import loop
 from hf_ssd.rounds import AHEAD, IN_TURN, PLAIN, Plan
@@ -50,7 +49,7 @@ class InAndOut:
 
 def launched(workers):
     """Drafts that are the target itself, made here, because workers start in threads that share a random state."""
-    return DraftAssistant([functools.partial(ThreadWorker, tiny_model()) for _ in range(workers)])
+    return DraftAssistant([ThreadWorker(tiny_model()) for _ in range(workers)])
 
 
 @pytest.fixture
@@ -99,6 +98,7 @@ def test_nothing_is_sent_in_plain_mode_and_one_message_carries_what_went_by(
             assert rounds_told(worker, rows) == rounds_due(stats.records)
             assert PLAIN_ROUNDS + 1 in rounds_told(worker, rows)
             of_rounds = [message.kind for message in worker.sent if message.kind != Kind.OUTCOME]
+            of_rounds = [Kind.SPECULATION if kind == Kind.COMPLETE else kind for kind in of_rounds]
             verified = [Kind.SPECULATION] * sum(record.mode != PLAIN for record in stats.records)  # one knows by itself
             assert of_rounds == [Kind.START, Kind.PROMPTS, *(verified if workers > 1 else ()), Kind.END]
     assert stats.acceptance_rate == 1  # the draft is the target: it knows all tokens that went by
@@ -148,17 +148,17 @@ def test_a_draft_that_is_ready_late_reads_what_was_generated_with_the_prompts(ta
     gate = threading.Event()
 
     class LateWorker(ThreadWorker):
-        def connect(self):
+        def _connect(self, meeting):
             assert gate.wait(60)
-            super().connect()
+            super()._connect(meeting)
 
     def let_in():
         gate.set()
-        for slot in assistant.slots:
+        for slot in assistant.workers:
             slot.thread.join(60)
 
     planner, length = InAndOut(), padded_batch(2)["input_ids"].shape[1] + 2 * PLAIN_ROUNDS
-    with DraftAssistant([lambda: LateWorker(tiny_model())], wait=False) as assistant:
+    with DraftAssistant([LateWorker(tiny_model())], wait=False) as assistant:
         assistant.info = DraftInfo.of(target.config)
         processor = LogitsProcessorList([At(length, let_in)])
         output = generate(monkeypatch, target, assistant, planner, logits_processor=processor)

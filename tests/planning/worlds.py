@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import torch
 
 from hf_ssd import SSDConfig
-from hf_ssd.distributed.session import SessionRequest
+from hf_ssd.distributed.sessions import SessionRequest
 from hf_ssd.distributed.target_ranks import TargetRanks
 from hf_ssd.drafting.cache_shapes import allocate
 from hf_ssd.generation.draft import FaultTolerantDraft

@@ -12,9 +12,10 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import hf_ssd
-from hf_ssd.distributed import connection, launch, meeting, process
+from hf_ssd.distributed import files, launch, meeting, worker_process
 from hf_ssd.distributed.assistant import DraftAssistant
-from hf_ssd.distributed.session import DraftError
+from hf_ssd.distributed.sessions import DraftError
+from hf_ssd.distributed.worker_process import WorkerProcess
 from hf_ssd.drafting.needs import DraftInfo
 
 from ..conftest import padded_batch, ready, tiny_draft, tiny_model
@@ -27,7 +28,7 @@ IN_TURN = hf_ssd.SSDConfig(lookahead=3, asynchronous=False)
 def workers_are(monkeypatch, command: list[str]) -> None:
     """Starts another program in the place of each worker."""
     popen = subprocess.Popen
-    monkeypatch.setattr(process.subprocess, "Popen", lambda _, **options: popen(command, **options))
+    monkeypatch.setattr(worker_process.subprocess, "Popen", lambda _, **options: popen(command, **options))
 
 
 # ---------------------------------------------------------------- memory
@@ -89,7 +90,7 @@ def test_the_memory_of_a_call_is_free_when_it_returns(place, kind, target, draft
     if place == "in turn":
         assert tensors_left(lambda: CALLS[kind](target, draft, IN_TURN)) == 0
         return
-    with DraftAssistant([lambda: ThreadWorker(draft)]) as assistant:
+    with DraftAssistant([ThreadWorker(draft)]) as assistant:
         assert tensors_left(lambda: CALLS[kind](target, assistant, FIXED)) == 0
 
 
@@ -98,8 +99,8 @@ def test_the_memory_of_a_call_whose_draft_cannot_start_is_free_when_it_returns(t
         raise DraftError("no")
 
     def call():
-        broken = DraftAssistant([fail], wait=False)
-        broken.slots[0].thread.join()
+        broken = DraftAssistant([WorkerProcess(fail, 60.0)], wait=False)
+        broken.workers[0].thread.join()
         broken.info = DraftInfo(97)
         assert generate(target, broken, FIXED, return_dict_in_generate=True).ssd_stats.draft_failure == "no"
 
@@ -154,7 +155,7 @@ def kill_while_it_starts(monkeypatch, folder):
         started.kill()
         return started
 
-    monkeypatch.setattr(process.subprocess, "Popen", killed)
+    monkeypatch.setattr(worker_process.subprocess, "Popen", killed)
 
 
 def nothing_to_load(monkeypatch, folder):
@@ -166,7 +167,7 @@ FAILURES = {
     "exits at once": lambda monkeypatch, folder: workers_are(monkeypatch, ["/bin/false"]),
     "no program": lambda monkeypatch, folder: workers_are(monkeypatch, ["/nonexistent"]),
     "killed while it starts": kill_while_it_starts,
-    "no connection": lambda monkeypatch, folder: monkeypatch.setattr(connection, "Channel", None),
+    "no connection": lambda monkeypatch, folder: monkeypatch.setattr(worker_process, "Channel", None),
     "cannot load": nothing_to_load,
 }
 
@@ -248,15 +249,15 @@ def test_what_a_worker_writes_to_its_standard_error_is_bounded(assistant):
     (worker,) = assistant.workers
     line, pid = b"a warning of many\n", worker.process.popen.pid
     with open(f"/proc/{pid}/fd/2", "ab") as stderr:
-        stderr.write(line * (process.STDERR_LIMIT // len(line) + 1))
+        stderr.write(line * (files.STDERR_LIMIT // len(line) + 1))
         stderr.write("the last one, café\n".encode())
     deadline = time.monotonic() + 30
-    while os.fstat(worker.process.stderr.fileno()).st_size > process.STDERR_LIMIT and time.monotonic() < deadline:
+    while os.fstat(worker.process.stderr.fileno()).st_size > files.STDERR_LIMIT and time.monotonic() < deadline:
         worker.stderr_tail()  # moves no place at which the worker writes
         time.sleep(0.05)
-    assert os.fstat(worker.process.stderr.fileno()).st_size <= process.STDERR_LIMIT
+    assert os.fstat(worker.process.stderr.fileno()).st_size <= files.STDERR_LIMIT
     written = worker.stderr_tail()
-    assert written.endswith("a warning of many\nthe last one, café") and len(written) <= process.STDERR_TAIL
+    assert written.endswith("a warning of many\nthe last one, café") and len(written) <= files.STDERR_TAIL
 
 
 def test_a_worker_that_meets_an_error_of_the_protocol_ends_at_once():
@@ -282,13 +283,13 @@ def test_a_worker_that_a_call_started_can_be_closed(kind, tmp_path, target):
     tiny_draft().save_pretrained(tmp_path)
     draft = str(tmp_path) if kind == "folder" else tiny_draft()
     generate(target, draft, FIXED)
-    worker = ready(launch.assistant_for(draft)).workers[0]
-    assert worker.process.is_running
+    process = ready(launch.assistant_for(draft)).workers[0].process
+    assert process.is_running
     hf_ssd.close(*([] if kind == "all" else [draft]))
-    assert not worker.process.is_running
+    assert not process.is_running
     output = generate(target, draft, FIXED, return_dict_in_generate=True)  # which starts another one
     assert torch.equal(output.sequences, target.generate(**padded_batch(2), max_new_tokens=12))
-    assert ready(launch.assistant_for(draft)).workers[0] is not worker
+    assert ready(launch.assistant_for(draft)).workers[0].process is not process
     hf_ssd.close(draft)
     hf_ssd.close(draft)
 

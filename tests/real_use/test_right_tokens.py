@@ -14,9 +14,8 @@ import hf_ssd
 from hf_ssd.cache import model_runner
 from hf_ssd.distributed import wire
 from hf_ssd.distributed.assistant import DraftAssistant
-from hf_ssd.distributed.session import DraftError
+from hf_ssd.distributed.sessions import DraftError, WorkerSession
 from hf_ssd.distributed.target_ranks import TargetRanks
-from hf_ssd.distributed.worker_session import WorkerSession
 from hf_ssd.drafting.speculator import Speculator
 from hf_ssd.generation import loop
 from hf_ssd.rounds import AHEAD, FILLER, PLAIN, Plan
@@ -76,7 +75,7 @@ def test_the_draft_reads_the_targets_text_where_fillers_were_right_by_chance(tar
     options = {"input_ids": inputs, "attention_mask": torch.ones_like(inputs), "do_sample": False}
     options |= {"max_new_tokens": 30, "pad_token_id": 0, "eos_token_id": 59 if len(rows) > 1 else None}
     monkeypatch.setattr(loop, "planner_for", lambda *_: Fillers(fillers=4, plain=3))
-    drafts = [functools.partial(ThreadWorker, tiny_model()) for _ in range(workers)]
+    drafts = [ThreadWorker(tiny_model()) for _ in range(workers)]
     with DraftAssistant(drafts) as assistant:
         output = target.generate(
             **options, assistant_model=assistant, ssd_config=hf_ssd.SSDConfig(), return_dict_in_generate=True
@@ -192,7 +191,7 @@ def test_ranks_stay_in_step_where_the_worker_dies_between_its_tokens_and_what_th
             failures.append(error)
 
     torch.manual_seed(4)
-    with DraftAssistant([functools.partial(ThreadWorker, draft)]) as leaders, DraftAssistant([], wait=False) as other:
+    with DraftAssistant([ThreadWorker(draft)]) as leaders, DraftAssistant([], wait=False) as other:
         leaders.ranks, other.ranks = RanksInThreads(True, line), RanksInThreads(False, line)
         other.info = leaders.info
         threads = [threading.Thread(target=one_rank, args=pair) for pair in enumerate((leaders, other))]

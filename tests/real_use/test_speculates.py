@@ -85,7 +85,7 @@ def test_a_call_that_is_broken_off_while_the_draft_is_timed_does_not_switch_it_o
 
 
 def test_a_profile_that_is_lost_is_asked_for_again(assistant, monkeypatch):
-    from hf_ssd.distributed.worker_session import WorkerSession
+    from hf_ssd.distributed.sessions import WorkerSession
 
     target, receive, lost = slow_target(), WorkerSession.receive_speculation, []
 
@@ -139,7 +139,8 @@ def test_the_fallback_of_the_recipe_is_used(monkeypatch):
     names = vars(fallbacks).copy()
     exec("\n".join(line[len(code[1]) :] for line in code[0].split("\n")), names)
     from hf_ssd import rounds
-    from hf_ssd.distributed import drafts, wire
+    from hf_ssd.distributed import wire
+    from hf_ssd.drafting import drafts
     from hf_ssd.planning import cost_model, planner
 
     built_in = fallbacks.fallbacks_for
@@ -164,7 +165,7 @@ def test_the_fallback_of_the_recipe_is_used(monkeypatch):
     from ..stand_ins.thread_worker import ThreadWorker
 
     for settings in ({}, {"lookahead": 3, "budget": 2}):
-        with DraftAssistant([lambda: ThreadWorker(tiny_model())]) as worker:
+        with DraftAssistant([ThreadWorker(tiny_model())]) as worker:
             stats = call(slow_target(), worker, config=hf_ssd.SSDConfig(fallback="repeat", **settings), **WITH_MISSES)
         sources = [source for record in stats.records for source in record.sources]
         assert "repeat" in sources and AHEAD in stats.column("mode"), (settings, sources)

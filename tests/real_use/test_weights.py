@@ -82,7 +82,7 @@ def halve(draft):
 def test_weights_that_change_after_the_worker_copied_them_stay_changed(target, change):
     draft = tiny_draft()
     call(target, draft, new_tokens=2)  # which starts the worker
-    assistant_for(draft).slots[0].thread.join(60)
+    assistant_for(draft).workers[0].thread.join(60)
     change(draft)
     before = snapshot(draft)
     ready(assistant_for(draft))
@@ -94,7 +94,7 @@ def test_modules_that_draft_and_target_share_stay_the_target_s():
     target, draft = hf_ssd.enable(tiny_model()), tiny_draft()
     draft.model.embed_tokens, draft.lm_head = target.model.embed_tokens, target.lm_head
     call(target, draft, new_tokens=2)
-    assistant_for(draft).slots[0].thread.join(60)
+    assistant_for(draft).workers[0].thread.join(60)
     target.load_state_dict(tiny_model(seed=7).state_dict())
     before = snapshot(target)
     ready(assistant_for(draft))

@@ -19,7 +19,7 @@ from hf_ssd.generation.sequences import Sequences
 
 from ..conftest import padded_batch, tiny_draft, tiny_model
 from .gpu import StandInGPU, to_gpu
-from .loopback import LoopbackAssistant
+from .loopback import assistant_of
 
 LOOKAHEAD = 3
 SAMPLED = {"do_sample": True, "temperature": 0.3, "top_k": 5}
@@ -47,13 +47,13 @@ def generate(
     config = hf_ssd.SSDConfig(**{**settings, **{name: options.pop(name) for name in names}})
     if config.asynchronous:
         aside = functools.partial(_aside, gpu)
-        monkeypatch.setattr(loop, "assistant_for", lambda draft: LoopbackAssistant(draft, aside))
+        monkeypatch.setattr(loop, "assistant_for", lambda draft, device: assistant_of(draft, aside))
     model, draft = hf_ssd.enable(to_gpu(tiny_model(family))), to_gpu(tiny_draft(family))
     inputs = padded_batch(rows) if rows > 1 else {"input_ids": padded_batch(1)["input_ids"]}
     for call in range(calls):
         set_seed(3)
         gpu.visits.clear()
-        gc.collect()  # two ends of a loopback keep each other, and the draft's cache
+        gc.collect()  # the two sides of a loopback keep each other, and the draft's cache
         gpu.begin("")
         with torch.inference_mode(), gpu, watch if watch and call == calls - 1 else contextlib.nullcontext():
             output = model.generate(

@@ -12,7 +12,7 @@ from hf_ssd.generation.sequences import Sequences
 
 from ..conftest import padded_batch, tiny_model
 from .gpu import StandInGPU
-from .loopback import End
+from .loopback import PackingChannel
 from .rounds import generate
 
 BUDGET = {  # greedy, sampled
@@ -71,19 +71,19 @@ def test_no_phase_of_a_round_waits_more_often(rows, do_sample, monkeypatch):
 
 def work_until_a_hit_has_left(monkeypatch, do_sample: bool) -> list[int]:
     """What the draft asks its device to do between an outcome that hits and the tokens that answer it."""
-    gpu, handle, send, came, counts = StandInGPU(), DraftServer._handle, End.send, [0], []
+    gpu, answer, send, came, counts = StandInGPU(), DraftServer._answer, PackingChannel.send, [0], []
 
-    def handles(server, message):
+    def answers(server, message):
         came[0] = gpu.operations
-        handle(server, message)
+        answer(server, message)
 
     def sends(end, message):
         if message.kind == Kind.SPECULATION:
             counts.append(gpu.operations - came[0])
         send(end, message)
 
-    monkeypatch.setattr(DraftServer, "_handle", handles)
-    monkeypatch.setattr(End, "send", sends)
+    monkeypatch.setattr(DraftServer, "_answer", answers)
+    monkeypatch.setattr(PackingChannel, "send", sends)
     output, _ = generate(monkeypatch, 1, do_sample, gpu=gpu)
     records = output.ssd_stats.records
     assert len(counts) == len(records)

@@ -6,16 +6,16 @@ import threading
 
 import torch.distributed as dist
 
-from hf_ssd.distributed.channel import Channel, PeerLost
-from hf_ssd.distributed.connection import Connection
 from hf_ssd.distributed.draft_server import DraftServer
+from hf_ssd.distributed.transport import Channel, PeerLost
 from hf_ssd.distributed.wire import Kind, Message, ProtocolError
+from hf_ssd.distributed.worker_process import WorkerProcess
 from hf_ssd.drafting.needs import DraftInfo
 
 from ..conftest import VOCAB
 
 
-class ThreadWorker(Connection):
+class ThreadWorker(WorkerProcess):
     """
     Args:
         draft (`PreTrainedModel`): The draft model.
@@ -25,10 +25,10 @@ class ThreadWorker(Connection):
     """
 
     def __init__(self, draft):
-        super().__init__(process=None, meeting={}, timeout=60.0)
+        super().__init__(launch=lambda: (None, {}), timeout=60.0)
         self.draft, self.sent = draft, []
 
-    def connect(self):
+    def _connect(self, meeting):
         store, made = dist.HashStore(), {}
         joining = threading.Thread(target=lambda: made.update(end=Channel(store, is_target=False)))
         joining.start()
@@ -36,11 +36,11 @@ class ThreadWorker(Connection):
         joining.join()
         self.other_end = made["end"]
         info = dataclasses.asdict(DraftInfo(VOCAB))
-        self.worker_info = {"draft": info, "device": "cpu"}
+        self.worker_info = {"draft": info, "device": "cpu", "identity": None}
         send = self.channel.send
         self.channel.send = lambda message: (self.sent.append(message), send(message))
-        self.thread = threading.Thread(target=DraftServer(self.other_end, self.draft).serve, daemon=True)
-        self.thread.start()
+        self.server = threading.Thread(target=DraftServer(self.other_end, self.draft).serve, daemon=True)
+        self.server.start()
 
     is_alive = property(lambda self: self.channel is not None)
 
@@ -50,7 +50,7 @@ class ThreadWorker(Connection):
     def end(self):
         if self.channel is not None:
             self.channel.send(Message(Kind.STOP))
-            self.thread.join(10)
+            self.server.join(10)
             # Gloo waits for what is left, also when it is only collected as garbage, so the last answer is taken first.
             with contextlib.suppress(TimeoutError, PeerLost, ProtocolError):
                 while True:

@@ -4,14 +4,12 @@ from transformers import PreTrainedModel
 
 from .. import devices
 from ..config import SSDConfig
-from ..drafting.cache_shapes import CacheShape, shape_for
-from ..drafting.drafters import drafter_for
-from ..drafting.fallbacks import Fallback
-from ..drafting.speculator import Speculator
-from ..drafting.verified_prefix import VerifiedPrefix
-from ..drafting.vocabulary import Vocabulary
-from ..rounds import CUSTOM, FALLBACKS
-from .session import SessionRequest
+from ..rounds import FALLBACKS
+from .cache_shapes import CacheShape, shape_for
+from .drafters import drafter_for
+from .speculator import Speculator
+from .verified_prefix import VerifiedPrefix
+from .vocabulary import Vocabulary
 
 SHAPES_KEPT = 32  # cache shapes kept between calls; a service may see a new temperature in each call
 SEED_STEP = 1_000_003  # between the noise seeds of two successive calls
@@ -22,12 +20,12 @@ def is_fixed(config: SSDConfig) -> bool:
     return "auto" not in (config.lookahead, config.budget)
 
 
-def has_fallback(request: SessionRequest) -> bool:
+def has_fallback(request) -> bool:
     """Whether a fallback, not the draft, proposes after a miss, so that proposals depend on the prepared outcomes."""
     return request.config.fallback in FALLBACKS or request.asks_target
 
 
-def seed_of_call(request: SessionRequest, call: int) -> int:
+def seed_of_call(request, call: int) -> int:
     """
     Returns the seed of the draft's noise. If proposals depend on earlier calls, each call gets a different seed: values
     that were learned in a call with the same seed must not meet the same noise again.
@@ -47,18 +45,11 @@ class Drafts:
         self.calls = 0
         self.shapes: dict[tuple, CacheShape] = {}
 
-    def speculator(
-        self,
-        model: PreTrainedModel,
-        request: SessionRequest,
-        custom: Fallback | None = None,
-        earlier: VerifiedPrefix | None = None,
-    ) -> Speculator:
+    def speculator(self, model: PreTrainedModel, request, earlier: VerifiedPrefix | None = None) -> Speculator:
         """
         Args:
             model (`PreTrainedModel`): The draft model.
             request ([`SessionRequest`]): The call.
-            custom ([`Fallback`], *optional*): The user's own fallback, if it is asked in this process.
             earlier ([`VerifiedPrefix`], *optional*): The prefix of the last call, which this call may continue.
         """
         config, generation = request.config, request.generation_config
@@ -84,6 +75,5 @@ class Drafts:
             request.num_workers,
             vocabulary,
         )
-        named = None if custom is None else (CUSTOM, custom)
-        place = request.worker_index, request.num_workers
-        return Speculator(drafter, config, shape, seed, generation.max_length, named, *place)
+        place = {"worker_index": request.worker_index, "num_workers": request.num_workers}
+        return Speculator(drafter, config, shape, seed, generation.max_length, **place)

@@ -2,7 +2,9 @@
 
 import copy
 import dataclasses
+import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +14,8 @@ from ..config import SSDConfig
 from ..drafting.vocabulary import Translation
 from ..rounds import AHEAD, Outcome, Plan, Speculation
 from . import wire
-from .wire import FLAG, PLAN, Field, ProtocolError
+from .transport import PeerLost
+from .wire import FLAG, PLAN, Field, Kind, Message, ProtocolError
 
 # Settings that do not affect proposals; some of them are objects.
 NOT_FOR_THE_DRAFT = ("compile_config", "cache_config", "watermarking_config", "continuous_batching_config")
@@ -77,6 +80,11 @@ class SessionRequest:
         if self.asks_target is None:
             self.asks_target = not isinstance(self.config.fallback, str)
 
+    @property
+    def answers_alone(self) -> bool:
+        """Whether the worker completes its answers by itself. Otherwise the target says which tokens are verified."""
+        return self.num_workers == 1 and not self.asks_target
+
     def to_dict(self) -> dict:
         """Returns everything except the prompts as plain Python objects that JSON can hold."""
         # Values under names with an underscore are tensors that transformers derives anew on each side.
@@ -127,11 +135,6 @@ class SessionRequest:
         translation = translation if is_translated else None
         return cls(config, generation_config, prompts, translation=translation, plan=plan, **numbers)
 
-    @property
-    def answers_alone(self) -> bool:
-        """Whether the worker completes its answers by itself. Otherwise the target says which tokens are verified."""
-        return self.num_workers == 1 and not self.asks_target
-
 
 def as_plain_objects(value):
     """Returns `value` with tensors, and numpy arrays and numbers, which users pass too, as plain Python objects."""
@@ -176,3 +179,115 @@ class DraftSession(ABC):
     @abstractmethod
     def close(self) -> None:
         """Ends the conversation. Called once, whatever happened before."""
+
+
+class WorkerSession(DraftSession):
+    """
+    A call with a single worker. Sends and receives with a deadline, drops late messages, and knows whether the worker
+    can be used again.
+
+    Args:
+        worker ([`WorkerProcess`] or [`LocalWorker`]): The worker, at rest.
+        number (`int`): Number of the session. Answers with another number are late and are dropped.
+        request ([`SessionRequest`]): The call.
+        on_close (`Callable`, *optional*): Called once, when the worker is at rest again or has ended.
+    """
+
+    def __init__(self, worker, number: int, request: SessionRequest, on_close: Callable[[], None] = lambda: None):
+        self.worker, self.number, self.timeout, self.on_close = worker, number, request.config.timeout, on_close
+        self.rows, self.vocab_size, self.round = len(request.prompts), request.vocab_size, -1
+        self.is_reusable, self.answers_alone = True, request.answers_alone
+        worker.channel.make_room(self.rows, self.vocab_size)
+        send = worker.channel.send
+        if request.translation is not None and worker.translation is not request.translation:
+            send(Message(Kind.VOCABULARY, payload=request.translation.to_tensor()))
+            worker.translation = request.translation
+        send(Message(Kind.START, number, payload=wire.write_json(request.to_dict())))
+        send(Message(Kind.PROMPTS, number, payload=wire.write_prompts(request.prompts)))
+
+    def send_outcome(self, outcome: Outcome, plan: Plan) -> None:
+        self.round += 1
+        self._send(Kind.OUTCOME, wire.write_outcome(outcome, plan))
+
+    def send_speculation(self, speculation: Speculation, kind: Kind = Kind.SPECULATION) -> None:
+        """Tells a worker that does not answer alone which tokens are verified, or (`COMPLETE`) lets it draft others."""
+        self._send(kind, wire.write_speculation(speculation))
+
+    def _send(self, kind: Kind, payload: list[int]) -> None:
+        self.is_reusable = False  # until the message is sent: an interrupt may leave half of it
+        self.worker.channel.send(Message(kind, self.number, self.round, payload))
+        self.worker.channel.expect()
+        self.is_reusable = True
+
+    def receive_speculation(self, timeout: float | None = None) -> Speculation:
+        speculation = self._receive(Kind.SPECULATION, self._read_speculation, timeout)
+        self.shape = (self.rows, speculation.width, self.vocab_size)
+        self.is_reusable = False
+        self.worker.channel.expect()  # probabilities may arrive while the target computes
+        self.is_reusable = True
+        return speculation
+
+    def _read_speculation(self, payload) -> Speculation:
+        speculation = wire.read_speculation(payload, self.rows, self.vocab_size)
+        if self.answers_alone and len(set(map(len, speculation.tokens))) > 1:
+            raise ProtocolError("the rows of a speculation that is to be verified have different lengths")
+        return speculation
+
+    def receive_probabilities(self) -> torch.FloatTensor:
+        return self._receive(Kind.PROBABILITIES, lambda payload: wire.read_probabilities(payload, self.shape))
+
+    def _receive(self, kind: Kind, read: Callable, timeout: float | None = None):
+        """
+        Returns the result of `read` for the payload of the next message, which must be of this kind and of the current
+        round. Older messages are dropped.
+
+        Raises:
+            [`DraftError`]: no message came in time, the worker raised or has ended, or the message is invalid.
+        """
+        deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
+        self.is_reusable = False  # until the worker has answered
+        try:
+            while True:
+                message = self.worker.channel.receive(max(0.0, deadline - time.monotonic()))
+                if message.kind == Kind.ERROR and not message.session:
+                    break  # the worker could not read a message, so it does not know the call
+                if message.session == self.number and (message.round >= self.round or message.kind == Kind.ERROR):
+                    break
+            if message.kind == Kind.ERROR:
+                traceback = wire.read_text(message.payload)
+                self.is_reusable = "CUDA error" not in traceback  # after a CUDA error, the device fails in that process
+                raise DraftError(f"The draft worker raised:\n{traceback}")
+            wire.expect(message, kind, self.number, self.round)
+            result = read(message.payload)
+        except ProtocolError as error:
+            raise DraftError(f"The draft worker sent something unexpected: {error}") from error
+        except TimeoutError:
+            raise DraftError(f"The draft worker did not answer within {self.timeout:g} s.") from None
+        except PeerLost as error:
+            raise DraftError(f"The draft worker has ended. {self.worker.stderr_tail()}".strip()) from error
+        self.is_reusable = True
+        return result
+
+    def close(self) -> None:
+        """Leaves the worker at rest, or kills it if it cannot be used again; the next call then starts another."""
+        if self.is_reusable and self.worker.is_alive:
+            self.worker.channel.send(Message(Kind.END, self.number))
+            if self.worker.channel.link is not None and not self._has_taken_all():
+                self.worker.kill()
+        else:
+            self.worker.kill()
+        self.on_close()
+
+    def _has_taken_all(self) -> bool:
+        """
+        Receives messages until the worker's `END`, because a kernel on the draft's GPU waits until each payload that
+        was sent over the link is received. Returns whether `END` came in time.
+        """
+        deadline = time.monotonic() + self.timeout
+        try:
+            while True:
+                message = self.worker.channel.receive(max(0.0, deadline - time.monotonic()))
+                if (message.kind, message.session) == (Kind.END, self.number):
+                    return True
+        except (TimeoutError, PeerLost, ProtocolError):
+            return False

@@ -1,0 +1,296 @@
+"""Messages between two processes over torch.distributed, with deadlines, and an error when the other side has ended.
+
+Each direction is a gloo group of two ranks, and a message is a broadcast from one rank to the other. Unlike a receive,
+an asynchronous broadcast can be polled, and a wait that timed out can be resumed without closing the connection.
+"""
+
+import contextlib
+import ctypes
+import gc
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from ..config import LONGEST_LOOKAHEAD
+from .wire import FRAME_LENGTH, LARGEST_PAYLOAD, Message, ProtocolError, pack, unpack
+
+TARGET, DRAFT = 0, 1  # ranks
+LOOPBACK = "127.0.0.1"
+CONNECT_TIMEOUT = timedelta(seconds=20)  # for the other process to join; both processes are known to be running
+# An idle worker waits as long as its program runs. Waits end by the caller's deadline, or with the other process.
+TRANSFER_TIMEOUT = timedelta(days=365)
+CLOSE_TIMEOUT = 5.0  # seconds
+WAIT_SLICE = 0.1  # seconds; between two slices Python handles Ctrl-C
+# Seconds in which a wait spins before it sleeps, because a core that slept is slow for a while. This is long enough for
+# a round. Spinning slows the neighbouring cores, so a wait for a message that is not expected soon sleeps at once.
+AWAKE = 0.1
+
+
+class PeerLost(ConnectionError):
+    """The process at the other end of the channel has ended."""
+
+
+class Channel:
+    """
+    One end of a two-way connection.
+
+    Args:
+        store (`torch.distributed.Store`): Where the two processes find each other.
+        is_target (`bool`): Whether this is the target's end.
+        hostname (`str`, *optional*, defaults to `"127.0.0.1"`): See [`gloo_group`].
+        secret (`bytes`, *optional*): Key that only the two processes know. See [`~hf_ssd.distributed.meeting`].
+
+    Attributes:
+        link ([`~hf_ssd.distributed.device_link.DeviceLink`], *optional*): From the draft's GPU to the target's, once it
+            is open.
+    """
+
+    def __init__(self, store: dist.Store, is_target: bool, hostname: str | None = LOOPBACK, secret: bytes = b""):
+        self.secret, self.largest = secret, LARGEST_PAYLOAD  # elements that a received payload may have
+        self.store, self.rank, self.link = store, TARGET if is_target else DRAFT, None
+        keep_when_forked(self)
+        to_draft, to_target = (gloo_group(store, name, self.rank, hostname) for name in ("to_draft", "to_target"))
+        self.outgoing, self.incoming = (to_draft, to_target) if is_target else (to_target, to_draft)
+        self.sent: deque[tuple[dist.Work, torch.Tensor]] = deque()
+        # What is being received: the next frame, or the payload of a message.
+        self.pending: tuple[dist.Work, torch.Tensor, Message | None] | None = None
+        self.announced: Message | None = None  # by the last message that was received
+        self.promised: Message | None = None  # by the last message that was sent
+
+    def make_room(self, rows: int, vocab_size: int) -> None:
+        """Allows payloads as large as the distributions of the longest speculation of this many rows."""
+        self.largest = max(self.largest, rows * LONGEST_LOOKAHEAD * vocab_size)
+
+    def send(self, message: Message) -> None:
+        """
+        Starts to send a message, and returns at once.
+
+        Raises:
+            [`~hf_ssd.distributed.wire.ProtocolError`]: the payload that the last message announced was not sent yet.
+        """
+        if self.promised is not None:
+            raise ProtocolError("a message cannot be sent in the place of the payload that was announced")
+        while self.sent and self.sent[0][0].is_completed():
+            self.sent.popleft()
+        frame, *payload = pack(message)
+        self._start(frame, False)
+        for tensor in payload:
+            self._start(tensor, message.over_link)
+        self.promised = message.announces
+        _let_others_run()
+
+    def send_announced(self, payload: torch.Tensor) -> None:
+        """Starts to send the payload that the last message announced."""
+        announced, self.promised = self.promised, None
+        self._start(payload if announced.over_link else payload.cpu().contiguous(), announced.over_link)
+        _let_others_run()
+
+    def _start(self, tensor: torch.Tensor, over_link: bool) -> None:
+        work = self.link.send(tensor) if over_link else broadcast(self.outgoing, tensor, self.rank)
+        self.sent.append((work, tensor))  # the tensor is kept until it has left
+
+    def flush(self, timeout: float) -> None:
+        """Waits until all messages have left, at most `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        while self.sent:
+            wait(self.sent[0][0], deadline)
+            self.sent.popleft()
+
+    def expect(self) -> None:
+        """Starts to receive the next message, so that it can arrive while this process computes."""
+        if self.pending is None:
+            announced, self.announced = self.announced, None
+            self._expect(announced)
+        _let_others_run()
+
+    def _expect(self, message: Message | None) -> None:
+        """Starts to receive the payload of a message, or the next frame."""
+        if message is not None and message.over_link:
+            if self.link is None:
+                raise ProtocolError("a payload is to come over a link that was not opened")
+            self.pending = _over_link(self.link.receive, message), message.payload, message
+        else:
+            tensor = torch.empty(FRAME_LENGTH, dtype=torch.int64) if message is None else message.payload
+            self.pending = broadcast(self.incoming, tensor, 1 - self.rank), tensor, message
+
+    def has_arrived(self) -> bool:
+        """Whether the next message, which must be expected, has begun to arrive, or the other process has ended."""
+        _let_others_run()
+        return self.pending is not None and self.pending[0].is_completed()
+
+    def receive(self, timeout: float | None, awake: float = AWAKE) -> Message:
+        """
+        Returns the next message.
+
+        Args:
+            timeout (`float`, *optional*): Seconds. `None` waits as long as the other process lives.
+            awake (`float`, *optional*): Seconds until the wait begins to sleep; 0 if no message is expected soon.
+
+        Raises:
+            `TimeoutError`: no message came in time. The next call continues to wait for the same message.
+            [`PeerLost`]: the other process has ended.
+            [`~hf_ssd.distributed.wire.ProtocolError`]: the received data is not a message of this protocol.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        self.expect()
+        while True:
+            work, tensor, message = self.pending
+            if message is not None and message.over_link:
+                _over_link(self.link.wait, work, deadline)
+            else:
+                wait(work, deadline, awake)
+            self.pending = None
+            if message is not None:
+                return message
+            message = unpack(tensor, self.largest)
+            self.announced = message.announces
+            if not message.follows:
+                return message
+            self._expect(message)
+
+    def close_link(self) -> None:
+        if self.link is not None:
+            link, self.link = self.link, None
+            link.abort()
+
+    def close(self) -> None:
+        """
+        Closes both directions; may be called more than once. Waits of the other process end with [`PeerLost`]. If the
+        other process may not receive all sent messages, it must have ended before, because gloo waits for them.
+        """
+        self.close_link()
+        groups = [group for group in (self.outgoing, self.incoming) if group is not None]
+        self.outgoing = self.incoming = self.pending = None
+        self.sent.clear()
+        give_up(groups)
+
+
+def wait(work: dist.Work, deadline: float | None, awake: float = AWAKE) -> None:
+    """Waits until a transfer is complete. See [`Channel.receive`]."""
+    asleep_at = min(time.monotonic() + awake, float("inf") if deadline is None else deadline)
+    while not work.is_completed() and time.monotonic() < asleep_at:
+        _let_others_run()
+    while True:
+        left = WAIT_SLICE if deadline is None else min(WAIT_SLICE, deadline - time.monotonic())
+        completed = work.is_completed()  # read before the wait, because a message may come just as the wait times out
+        try:
+            work.wait(timedelta(seconds=max(left, 0.001)))
+            return
+        except RuntimeError as error:
+            if completed:
+                raise PeerLost(f"the connection was closed: {error}") from error
+            if deadline is not None and time.monotonic() >= deadline and not work.is_completed():
+                raise TimeoutError("no message came in time") from None
+
+
+def _over_link(step: Callable, *arguments):
+    """Runs a step of the link. Its failure counts as the end of the other process and raises [`PeerLost`]."""
+    try:
+        return step(*arguments)
+    except RuntimeError as error:
+        raise PeerLost(f"the link between the GPUs failed: {error}") from error
+
+
+def _let_others_run() -> None:
+    """
+    Gives other threads and processes a turn on this core: a message that was handed to gloo leaves when gloo's thread
+    runs. `time.sleep(0)` would put the core to sleep for a tenth of a millisecond.
+    """
+    if hasattr(os, "sched_yield"):
+        os.sched_yield()
+    else:
+        time.sleep(0)
+
+
+# ---------------------------------------------------------------- groups of two ranks: a process of each side
+
+_kept: weakref.WeakSet = weakref.WeakSet()
+
+
+def keep_when_forked(thing):
+    """
+    Returns `thing`, and keeps it alive for ever in forked children. Destructors of groups and stores wait for threads
+    that do not exist there, which would abort the child.
+    """
+    _kept.add(thing)
+    return thing
+
+
+def _keep() -> None:
+    for thing in list(_kept):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+    if _kept:  # earlier garbage may hold transfers and devices, which have no name here
+        gc.freeze()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_keep)
+
+
+def gloo_group(store: dist.Store, name: str, rank: int, hostname: str | None = LOOPBACK) -> dist.ProcessGroup:
+    """
+    Connects to the other process, which does the same. `hostname` is the address of this end. With `None`, gloo chooses
+    an address that other machines can reach, by the name of the machine or by `GLOO_SOCKET_IFNAME`.
+    """
+    gloo = dist.ProcessGroupGloo
+    options = keep_when_forked(gloo._Options())  # the options hold a device with a thread
+    options._timeout, options._threads = CONNECT_TIMEOUT, 1
+    with _threads_that_let_compute():
+        is_far = hostname is None
+        device = gloo.create_default_device() if is_far else gloo.create_device(hostname=hostname, lazy_init=False)
+        options._devices = [device]
+        return keep_when_forked(gloo(dist.PrefixStore(name, store), rank, 2, options))
+
+
+@contextlib.contextmanager
+def _threads_that_let_compute():
+    """
+    If the process has a single core, threads that are created in this block do not interrupt the thread that computes.
+    Otherwise gloo's receiving thread interrupts its sending thread and spins until the scheduler's next tick, which
+    takes a tenth of a draft's time.
+    """
+    is_alone = hasattr(os, "SCHED_BATCH") and len(os.sched_getaffinity(0)) == 1
+    is_alone = is_alone and os.sched_getscheduler(0) == os.SCHED_OTHER
+
+    def follow(policy: str) -> None:
+        with contextlib.suppress(OSError):  # some containers do not allow it
+            if is_alone:
+                os.sched_setscheduler(0, getattr(os, policy), os.sched_param(0))
+
+    follow("SCHED_BATCH")
+    try:
+        yield
+    finally:
+        follow("SCHED_OTHER")
+
+
+def give_up(groups: list[dist.ProcessGroup]) -> None:
+    """
+    Aborts these groups with their transfers, and empties the list. This runs in a thread, because a gloo group that is
+    collected as garbage waits for the other process, which may hang.
+    """
+
+    def close():
+        while groups:
+            groups.pop().abort()
+
+    closing = threading.Thread(target=close, daemon=True)
+    try:
+        closing.start()
+    except RuntimeError:  # the program ends, and early versions of Python 3.12 start no threads then
+        return close()
+    closing.join(CLOSE_TIMEOUT)
+
+
+def broadcast(group: dist.ProcessGroup, tensor: torch.Tensor, root: int) -> dist.Work:
+    """Starts to send `tensor` if this rank is `root`, otherwise to receive into it."""
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor, options.timeout = root, 0, TRANSFER_TIMEOUT
+    return group.broadcast([tensor], options)

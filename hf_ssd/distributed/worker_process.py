@@ -1,0 +1,311 @@
+"""The process of a draft worker as the target's process holds it: started, connected, and never left behind."""
+
+import contextlib
+import fcntl
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import torch
+from transformers.utils import logging
+
+from .. import devices
+from . import wire
+from .device_link import LINK_TIMEOUT, open_link
+from .files import standard_streams_taken, tail
+from .meeting import check_file, join, prove
+from .sessions import DraftError
+from .transport import Channel, PeerLost, keep_when_forked
+from .wire import Kind, Message, ProtocolError
+
+logger = logging.get_logger(__name__)
+
+STOP_TIMEOUT = 2.0  # seconds for a worker to end by itself before it is killed
+KILL_TIMEOUT = 10.0  # seconds for the system to end a killed worker; it cannot while a driver holds it
+CANCEL_TIMEOUT = 5.0  # seconds for a starting thread to notice that its worker was ended
+POLL = 0.01  # polling interval in seconds
+# Variables of torchrun. They are removed because the worker is not a rank.
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
+# Keys of the store. The worker sets the first key when its model is loaded or has failed to load. The target sets the
+# second key when it has seen the first. Then both build their ends of the channel, which blocks until both do so.
+DRAFT_IS_HERE, TARGET_IS_HERE = "draft", "target"
+
+
+class Child:
+    """
+    A fresh interpreter, not a fork and not a `multiprocessing` child, so the user's script needs no `__main__` guard.
+    The worker reads its settings from its standard input and ends when that closes, so it ends with this process,
+    however this process ends.
+
+    Args:
+        settings (`dict`): The settings that [`~hf_ssd.distributed.worker`] reads.
+        descriptors (`list[int]`): File descriptors that the worker inherits.
+
+    Attributes:
+        popen (`subprocess.Popen`): The process.
+        end (`Callable`): Kills the process. May be called more than once, and is called when the program ends.
+    """
+
+    def __init__(self, settings: dict, descriptors: list[int]):
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER)}
+        environment |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONSAFEPATH": "1"}
+        if settings["cores"]:
+            environment["OMP_NUM_THREADS"] = str(len(settings["cores"]))
+        with standard_streams_taken():
+            self.stderr = tempfile.TemporaryFile()
+            # Every write goes to the end of the file, wherever its shared offset is.
+            fcntl.fcntl(self.stderr, fcntl.F_SETFL, os.O_APPEND)
+            self.popen = subprocess.Popen(
+                [sys.executable, "-m", "hf_ssd.distributed.worker"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=self.stderr,
+                pass_fds=descriptors,
+                env=environment,
+                start_new_session=True,  # a Ctrl-C in the terminal is for the target
+            )
+        self.end = weakref.finalize(self, _end_process, os.getpid(), self.popen)
+        with contextlib.suppress(BrokenPipeError):  # the worker has ended already; its standard error tells why
+            self.popen.stdin.write(json.dumps(settings).encode() + b"\n")
+            self.popen.stdin.flush()
+
+    @property
+    def is_running(self) -> bool:
+        return self.popen.poll() is None
+
+    def wait(self, timeout: float) -> bool:
+        """Waits up to `timeout` seconds until the process has ended by itself, and returns whether it has ended."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.popen.wait(timeout)
+        return not self.is_running
+
+    def stderr_tail(self) -> str:
+        """Returns the end of the worker's standard error."""
+        return tail(self.stderr.fileno()).decode("utf-8", errors="replace").strip()
+
+
+def _end_process(parent: int, process: subprocess.Popen) -> None:
+    if os.getpid() != parent:
+        return  # this is a forked child of `parent`, which does not own the worker
+    process.kill()
+    with contextlib.suppress(OSError):  # settings that the worker has not read are lost
+        process.stdin.close()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(KILL_TIMEOUT)
+
+
+class WorkerProcess:
+    """
+    A draft worker. It starts in a thread of its own, and when its process has ended, another can take its place.
+
+    Args:
+        launch (`Callable`): Starts a process, and returns it ([`Child`] or
+            [`~hf_ssd.distributed.supervisor.SupervisedChild`]) and the place where it meets this process.
+        timeout (`float`): Seconds until the worker must be ready.
+        target (`torch.device`, *optional*): The target's device, if it is known. If the worker has another GPU, a link
+            between the two is opened while the worker starts.
+
+    Attributes:
+        process: The last process.
+        channel ([`Channel`], *optional*): The channel to the worker, while it is connected.
+        worker_info (`dict`): The fields of [`~hf_ssd.drafting.needs.DraftInfo`] for the worker's model (`draft`), its
+            `device`, the `identity` of that device, the worker's `pid`, whether the model `is_compiled`, and the reason
+            if compiling failed (`uncompiled_because`).
+        translation ([`~hf_ssd.drafting.vocabulary.Translation`], *optional*): The last one that was sent to the worker.
+        error ([`DraftError`], *optional*): The error of the last start if it failed, until a call was told.
+        is_lost (`bool`): Whether the last start failed, and a call was told.
+    """
+
+    def __init__(self, launch: Callable, timeout: float, target: torch.device | None = None):
+        self.launch, self.timeout, self.target = launch, timeout, target
+        self.process = self.channel = self.thread = self.error = self.translation = None
+        self.worker_info: dict = {}
+        self.is_lost = self.is_cancelled = self.link_was_tried = False
+
+    @property
+    def is_starting(self) -> bool:
+        return self.thread is not None and self.thread.is_alive()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the worker is connected and its process runs."""
+        return self.channel is not None and self.process.is_running
+
+    @property
+    def is_ready(self) -> bool:
+        return not self.is_starting and self.is_alive
+
+    def stderr_tail(self) -> str:
+        """Returns the end of the worker's standard error."""
+        return self.process.stderr_tail()
+
+    # ---------------------------------------------------------------- the start
+
+    def begin(self) -> None:
+        """Starts a process, and returns at once."""
+        self.kill()
+        self.translation, self.link_was_tried = None, False
+        self.thread = threading.Thread(target=self._start, daemon=True)
+        self.thread.start()
+
+    def take_error(self) -> DraftError | None:
+        """
+        Returns the error of the last start, and forgets it. Where the error is raised, no variable or attribute may
+        hold it: the exception would be in a cycle with its traceback, which keeps the memory of the call until Python
+        collects cycles.
+        """
+        error, self.error = self.error, None
+        return error
+
+    def _start(self) -> None:
+        try:
+            self.deadline = time.monotonic() + self.timeout
+            self.process, meeting = self.launch()
+            if self.is_cancelled:
+                self.process.end()
+            try:
+                self._connect(meeting)
+            except BaseException:
+                self.kill()
+                check_file(meeting)
+                raise
+        except DraftError as error:
+            self.error = error
+        except Exception as error:
+            self.error = DraftError(f"The draft worker could not be started: {error}")
+            self.error.__cause__ = error
+
+    def _connect(self, meeting: dict) -> None:
+        """
+        Waits until the worker has loaded its model.
+
+        Raises:
+            [`DraftError`]: the worker could not start. The error contains the worker's own message.
+        """
+        store = keep_when_forked(join(meeting, self.timeout))
+        while not store.check([DRAFT_IS_HERE]):
+            self._check_start()
+            time.sleep(POLL)
+        store.set(TARGET_IS_HERE, "yes")
+        try:
+            self.channel = self._channel(store, meeting)
+            prove(self.channel)
+        except RuntimeError as error:
+            raise DraftError(f"The draft worker did not connect: {error}\n{self.stderr_tail()}") from error
+        message = None
+        while message is None:
+            try:
+                message = self.channel.receive(timeout=0.2)
+            except TimeoutError:
+                self._check_start()
+            except PeerLost:
+                raise self._early_end() from None
+        if message.kind == Kind.ERROR:
+            raise DraftError(f"The draft worker could not load its model: {wire.read_text(message.payload)}")
+        wire.expect(message, Kind.READY, 0, 0)
+        self.worker_info = wire.read_json(message.payload)
+        if self.worker_info["uncompiled_because"]:
+            logger.warning(f"The draft runs without torch.compile: {self.worker_info['uncompiled_because']}")
+        if self.target is not None:
+            self.link_gpus(self.target)
+
+    def _channel(self, store, meeting: dict) -> Channel:
+        """Connects in a thread, which is abandoned if the worker ends, because gloo keeps trying for minutes."""
+        made = Future()
+
+        def make(made: Future) -> None:
+            try:
+                made.set_result(Channel(store, True, meeting["hostname"], bytes.fromhex(meeting["secret"])))
+            except Exception as error:
+                made.set_exception(error.with_traceback(None))  # the traceback holds `made`
+
+        thread = threading.Thread(target=make, args=[made], daemon=True)
+        thread.start()
+        while thread.is_alive():
+            self._check_start()
+            thread.join(POLL)
+        try:
+            return made.result(0)
+        finally:
+            del made  # an exception in `made` would be in a cycle with its traceback
+
+    def _check_start(self) -> None:
+        if not self.process.is_running:
+            raise self._early_end()
+        if time.monotonic() > self.deadline:
+            raise DraftError("The draft worker was not ready in time.")
+
+    def _early_end(self) -> DraftError:
+        written = self.stderr_tail()
+        cause = written.rpartition("\n")[2] or "it wrote nothing"  # the last line names an uncaught exception
+        return DraftError(f"The draft worker ended while it started: {cause}\n{written}".strip())
+
+    # ---------------------------------------------------------------- links between GPUs
+
+    def is_on(self, device: torch.device) -> bool:
+        """Whether the worker's model is on this accelerator."""
+        identity = devices.identity(device)
+        return identity is not None and identity == self.worker_info["identity"]
+
+    def link_gpus(self, device: torch.device) -> None:
+        """Opens a link between two different GPUs. Tried once; without a link, data travels through host memory."""
+        both_are_gpus = device.type == torch.device(self.worker_info["device"]).type == "cuda"
+        if both_are_gpus and not self.is_on(device) and not self.link_was_tried:
+            self.open_link(device)
+
+    def open_link(self, device: torch.device) -> bool:
+        """
+        Opens a link from the worker's device to `device`, and returns whether it works.
+
+        Raises:
+            [`DraftError`]: the worker does not answer, or its answer is invalid.
+        """
+        self.link_was_tried = True
+        self.channel.send(Message(Kind.LINK))
+        works, deadline = open_link(self.channel, device), time.monotonic() + LINK_TIMEOUT
+        try:
+            while (message := self.channel.receive(max(0.0, deadline - time.monotonic()))).kind != Kind.LINK:
+                pass  # late answers of an earlier call
+            works = works and wire.read_json(message.payload)
+        except (TimeoutError, PeerLost, ProtocolError) as error:
+            raise DraftError(f"The draft worker did not open its end of a link. {self.stderr_tail()}") from error
+        self.channel.send(Message(Kind.LINK, payload=wire.write_json(works)))
+        if not works:
+            self.channel.close_link()
+        return works
+
+    # ---------------------------------------------------------------- the end
+
+    def end(self) -> None:
+        """Ends the process at once. The call that uses the channel must close it. May be called more than once."""
+        if self.process is not None:
+            self.process.end()
+
+    def kill(self) -> None:
+        """Ends the process and the channel at once. May be called more than once."""
+        self.end()  # first, because a channel to a live process cannot be closed
+        if self.channel is not None:
+            channel, self.channel = self.channel, None
+            channel.close()
+
+    def stop(self) -> None:
+        """Lets the worker end by itself, or kills it if it does not."""
+        if self.is_alive:
+            self.channel.send(Message(Kind.STOP))
+            self.process.wait(STOP_TIMEOUT)
+        self.kill()
+
+    def cancel(self) -> None:
+        """Ends the worker for good, even while it starts. May be called more than once."""
+        self.is_cancelled = True
+        self.end()
+        if self.is_starting and self.thread is not threading.current_thread():
+            self.thread.join(CANCEL_TIMEOUT)  # the thread may use the channel
+        self.kill()
