@@ -100,7 +100,7 @@ class Drafter(ABC):
 
         Yields:
             After each pass, the arguments of [`~hf_ssd.drafting.speculation_cache.SpeculationCache.append`] for the
-            next T tokens of each outcome.
+            next T tokens of each outcome; `None` when asked while the tokens are still on their way to the host.
         """
 
     @abstractmethod
@@ -270,15 +270,24 @@ class AutoregressiveDrafter(Drafter):
         places, base = starts.tolist(), max(prefix.columns) + self.drafted.shape[1]
         branches = Branches(prefix.decoder, prefix.forks(taken), base, plan.lookahead)
         histories = self._histories(starts.shape[1], plan.lookahead + 1)
-        columns = None if histories is None else from_host(starts, self.device)
+        columns, coming = None if histories is None else from_host(starts, self.device), []
         for depth in range(plan.lookahead):
             if histories is not None:
                 histories.scatter_(2, (columns + depth)[:, :, None], tokens[:, :, None])
             choice = self._choice(places, depth, plan, histories, starts + depth + 1)
             tokens, probabilities = (*branches.grow(vocabulary.to_draft(tokens), choice), None)[:2]
             probabilities = None if probabilities is None else probabilities[:, :, None]
-            on_host, supports = self._to_host(tokens[:, :, None], probabilities)
-            yield on_host, probabilities, supports
+            supports = self.sampler.supports(probabilities)
+            copy = devices.HostCopy(tokens[:, :, None], *[] if supports is None else [supports])
+            coming.append((copy, probabilities))
+            # The device has a pass more than the host has seen, so it does not rest between two passes.
+            while coming and (len(coming) > 1 or depth + 1 == plan.lookahead or coming[0][0].has_arrived()):
+                if coming[0][0].has_arrived():
+                    copy, of_tokens = coming.pop(0)
+                    on_host, of_supports = (*copy.lists(), None)[:2]
+                    yield on_host, of_tokens, of_supports
+                else:
+                    yield None
 
     def tokens_of_a_pass(self, lookahead, budget):
         return budget

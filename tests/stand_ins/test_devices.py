@@ -50,7 +50,6 @@ WAITS = {  # in hf_ssd; what waits in transformers, its processors for example, 
     "__bool__ | support.py are_close": "once for each model: whether it obeys",
     "copy to host | outcome_candidates.py of": "the cache shape works on the host",
     "tolist | fallbacks.py propose": "how many tokens are proposed decides how long the speculation is",
-    "multinomial | verification.py verify_sampled": "it raises, as plain generation, where there are no probabilities",
 }
 
 
