@@ -16,15 +16,17 @@ class FixedPlan:
     Attributes:
         plan ([`Plan`]): The plan for the next round.
         profiles (`bool`): Whether a worker is to time its passes before it drafts.
+        reads_first (`bool`): Class attribute: whether parallel drafts read the speculation in a separate pass.
     """
 
-    profiles = False
+    profiles = reads_first = False
 
     def __init__(self, config: SSDConfig, is_parallel: bool = False):
         mode, budget = (AHEAD, config.budget) if config.asynchronous else (IN_TURN, 0)
         fallback = config.fallback if isinstance(config.fallback, str) and config.fallback != "auto" else PRIMARY
         c = 1.0 if config.saguaro_c == "auto" else config.saguaro_c
-        self.plan = Plan(mode, config.lookahead, config.lookahead, budget, fallback, c, feeds_first=not is_parallel)
+        feeds_first = not is_parallel or self.reads_first
+        self.plan = Plan(mode, config.lookahead, config.lookahead, budget, fallback, c, feeds_first)
 
     def begin_call(self) -> None:
         """Begins the call, once it has its turn with the draft."""
