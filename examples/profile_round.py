@@ -25,8 +25,7 @@ from hf_ssd.drafting.cache_shapes import shape_for
 from hf_ssd.drafting.drafters import drafter_for, drafter_kind
 from hf_ssd.drafting.needs import DraftInfo
 from hf_ssd.drafting.speculator import Speculator
-from hf_ssd.planning.planners import planner_for
-from hf_ssd.planning.trials import Trials
+from hf_ssd.planning.fixed_plan import FixedPlan
 from hf_ssd.rounds import AHEAD, Outcome, Plan
 
 REPEATS = 20
@@ -108,8 +107,7 @@ def main() -> None:
             output = target.generate(**inputs, **options, assistant_model=assistant, ssd_config=config)
         ways = {}
         for feeds_first in (False, True) if parallel else ():
-            arguments = target, assistant, config, target.generation_config, *prompt.shape, target.config.vocab_size
-            planner_for(*arguments, is_parallel=True).experience.feeds_first = Trials((feeds_first,))
+            FixedPlan.reads_first = feeds_first
             of_way = target.generate(**inputs, **options, assistant_model=assistant, ssd_config=config).ssd_stats
             ways["after reading it" if feeds_first else "by marginals"] = of_way
     stats = output.ssd_stats

@@ -121,7 +121,7 @@ class SSDConfig:
         rules = {
             "fan_out": (isinstance(self.fan_out, list) or self.fan_out in FAN_OUTS, _FAN_OUT),
             "lookahead": (
-                self.lookahead == "auto" or _is_integer(self.lookahead, 1, longest),
+                self.lookahead in LOOKAHEADS or _is_integer(self.lookahead, 1, longest),
                 f'"auto" or an integer between 1 and {longest}',
             ),
             "budget": (self.budget == "auto" or _is_integer(self.budget, 1), '"auto" or an integer of at least 1'),
@@ -200,6 +200,7 @@ class SSDConfig:
 
 
 FAN_OUTS = ("confidence", "geometric", "uniform", "all_accepted", "single_branch", "greedy_tree")
+LOOKAHEADS = ("auto",)
 FALLBACKS = ("auto", "primary", "ngram", "random")
 DRAFTERS = ("auto", "autoregressive", "parallel")
 _FAN_OUT = ", ".join(f'"{name}"' for name in FAN_OUTS) + " or lookahead + 1 integers of at least 0"

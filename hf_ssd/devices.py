@@ -61,6 +61,34 @@ def to_host(*tensors: torch.LongTensor) -> list[torch.LongTensor]:
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors)]
 
 
+class HostCopy:
+    """
+    A copy of integers on the host. On CUDA it arrives while the host goes on.
+
+    Args:
+        tensors (`torch.LongTensor`): The integers, on a device.
+    """
+
+    def __init__(self, *tensors: torch.LongTensor):
+        self.shapes, self.event = [tensor.shape for tensor in tensors], None
+        if tensors[0].device.type == "cuda":
+            flat = torch.cat([tensor.flatten() for tensor in tensors])
+            self.flat = flat.to("cpu", non_blocking=True)  # which is pinned memory
+            self.event = torch.cuda.Event()
+            self.event.record(torch.cuda.current_stream(flat.device))
+        else:
+            self.flat = torch.cat([tensor.flatten() for tensor in to_host(*tensors)])
+
+    def has_arrived(self) -> bool:
+        """Whether the integers can be read."""
+        return self.event is None or self.event.query()
+
+    def lists(self) -> list[list]:
+        """Returns the integers as nested lists."""
+        parts = self.flat.split([shape.numel() for shape in self.shapes])
+        return [part.view(shape).tolist() for part, shape in zip(parts, self.shapes)]
+
+
 def has_float64(device: torch.device) -> bool:
     """Whether the device computes in double precision."""
     if device.type == "xpu":

@@ -42,6 +42,18 @@ RECIPES = {  # the files that each recipe changes, and what is put in the place 
         ],
         "config.py": [("\nDRAFTERS = (", '\nDRAFTERS = ("twice", ')],
     },
+    "a planner": {
+        "planning/doubling.py": None,
+        "planning/planners.py": [
+            ("from .fixed_plan import", "from .doubling import Doubling\nfrom .fixed_plan import"),
+            (
+                '    if config.lookahead != "auto" and',
+                '    if config.lookahead == "doubling":\n        return Doubling(config, is_parallel)\n'
+                '    if config.lookahead != "auto" and',
+            ),
+        ],
+        "config.py": [("\nLOOKAHEADS = (", '\nLOOKAHEADS = ("doubling", ')],
+    },
     "a field of the record": {
         "rounds.py": [("    compiles: bool = False", "    compiles: bool = False\n    branches: int = 0")],
         "distributed/wire.py": [("\nRECORD = {", '\nRECORD = {\n    "branches": COUNT,')],
@@ -59,16 +71,17 @@ from tests.stand_ins.thread_worker import ThreadWorker
 target, inputs = hf_ssd.enable(tiny_model()), padded_batch(2)
 plain = target.generate(**inputs, do_sample=False, max_new_tokens=40)
 with hf_ssd.distributed.assistant.DraftAssistant([ThreadWorker(tiny_draft())]) as worker:
-    for settings in ({"fan_out": "ends"}, {"fallback": "repeat"}, {"drafter": "twice"}):
+    for settings in ({"fan_out": "ends"}, {"fallback": "repeat"}, {"drafter": "twice"}, {"lookahead": "doubling"}):
         output = target.generate(
             **inputs, do_sample=False, max_new_tokens=40, assistant_model=worker, return_dict_in_generate=True,
-            ssd_config=hf_ssd.SSDConfig(lookahead=3, budget=4, **settings),
+            ssd_config=hf_ssd.SSDConfig(**{"lookahead": 3, "budget": 4, **settings}),
         )
         stats = output.ssd_stats
         assert stats.draft_failure is None and {*stats.column("mode")} == {AHEAD}, stats.draft_failure
         assert torch.equal(output.sequences, plain) and any(map(any, stats.column("hits")))
         repeats = any("repeat" in sources for sources in stats.column("sources"))
         assert repeats == ("fallback" in settings)
+        assert ({4, 8} <= {*stats.column("lookahead")}) == ("lookahead" in settings)
 told = Speculation([[1]], None, RoundRecord(branches=7, sources=["ngram"]))
 told = wire.read_speculation(wire.write_speculation(told), 1)
 assert told.record.branches == 7
@@ -86,6 +99,7 @@ def test_what_the_recipes_make_is_used_in_calls(tmp_path, fresh_python):
     package = tmp_path / "hf_ssd"
     shutil.copytree(ROOT / "hf_ssd", package, ignore=shutil.ignore_patterns("__pycache__"))
     package.joinpath("drafting/twice_drafter.py").write_text(code_of("TwiceDrafter"))
+    package.joinpath("planning/doubling.py").write_text(code_of("Doubling"))
     for recipe in RECIPES.values():
         for file, edits in recipe.items():
             for before, after in edits or ():

@@ -1,10 +1,12 @@
 """Branches of each row, in the same cache as its verified prefix. They grow token by token or in a single pass."""
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ..devices import from_host
 from . import masks
 from .cached_model import CachedModel
+from .model_runner import TensorFunction
 
 
 class Branches:
@@ -15,40 +17,48 @@ class Branches:
 
     Args:
         decoder (`CachedModel`): The draft model and its cache, which holds the verified prefix.
-        forks (`torch.LongTensor` of shape `(batch_size, N)`): Columns of the prefix that each branch sees.
+        forks (`torch.LongTensor` of shape `(batch_size, N)`): Columns of the prefix that each branch sees. Usually on
+            the CPU.
         base (`int`): First column that no prefix uses.
         depth (`int`): How many tokens a branch may grow.
     """
 
     def __init__(self, decoder: CachedModel, forks: torch.LongTensor, base: int, depth: int):
         forks = decoder.computed(forks)
-        self.decoder, self.forks, self.base, self.depth = decoder, forks, base, 0
-        self.count = forks.shape[1]
-        # A branch at depth d sees its columns of depth d - 1 and its own new column: the mask is filled as it grows.
-        width = decoder.columns_seen(base + depth * self.count, self.count)
-        self.allowed = masks.visible_up_to(forks - 1, width)
-        self.additive = masks.additive(self.allowed, decoder.dtype)
-        self.positions_of_columns = None
-        if decoder.layout.window is not None:
-            columns = torch.arange(width, device=forks.device)
-            grown = forks.repeat(1, depth) + torch.arange(depth, device=forks.device).repeat_interleave(self.count)
-            self.positions_of_columns = columns.repeat(*forks.shape, 1)
-            self.positions_of_columns[:, :, base : base + grown.shape[1]] = grown[:, None]
+        self.decoder, self.base, self.depth, self.count = decoder, base, 0, forks.shape[1]
+        branches, depths = (torch.arange(n, device=forks.device) for n in (self.count, depth))
+        grown = forks + depths[:, None, None]
+        columns = (base + depths[:, None] * self.count + branches)[:, None].expand_as(grown)
+        positions = decoder.positions(grown.transpose(0, 1)).transpose(0, 1)
+        self.places = from_host(torch.stack([columns, positions], dim=1), decoder.device)
+        # A branch at depth d sees its columns of depth d - 1 and its own new column: the mask is changed as it grows.
+        width, window = decoder.columns_seen(base + depth * self.count, self.count), decoder.layout.window
+        ends = from_host(forks, decoder.device)
+        allowed = masks.visible_up_to(ends - 1, width)
+        self.mask = decoder.mask(allowed, ends, torch.arange(width, device=decoder.device))
+        self.sliding, self.hidden = None, None
+        if window is not None and width > window:
+            # The column that leaves the window at each depth, or the new column itself, which is shown after that.
+            before = torch.where(depths[:, None, None] < window, grown - window, columns - window * self.count)
+            self.hidden = from_host(torch.where(before < 0, columns, before)[:, :, None, :, None], decoder.device)
+            self.sliding = self.mask["sliding_attention"] if decoder.layout.mixed else self.mask
 
-    def grow(self, tokens: torch.LongTensor) -> torch.Tensor:
-        """Feeds the next token of each branch, `(batch_size, N)`, and returns logits `(batch_size, N, vocab_size)`."""
+    def grow(self, tokens: torch.LongTensor, finish: TensorFunction | None = None):
+        """
+        Feeds the next token of each branch, `(batch_size, N)`, and returns logits `(batch_size, N, vocab_size)`, or
+        what `finish` returns for them.
+        """
         start = self.base + self.depth * self.count
         stop = start + self.count
-        positions = self.forks + self.depth
-        self.additive[:, 0, :, start:stop].diagonal(dim1=-2, dim2=-1).zero_()
-        seen = self.decoder.cache.window or stop
-        mask = self.additive[..., :seen]
-        if self.positions_of_columns is not None:
-            self.allowed[:, :, start:stop].diagonal(dim1=-2, dim2=-1).fill_(True)
-            mask = self.decoder.mask(self.allowed[..., :seen], positions, self.positions_of_columns[..., :seen])
-        self.decoder.cache.place(slice(start, stop), stop)
+        if self.sliding is not None:
+            self.sliding.scatter_(3, self.hidden[self.depth], torch.finfo(self.sliding.dtype).min)
+        for mask in {id(one): one for one in tree_leaves(self.mask) if one is not None}.values():
+            mask[:, 0, :, start:stop].diagonal(dim1=-2, dim2=-1).zero_()
+        window, places = self.decoder.cache.window, self.places[self.depth]
+        mask = tree_map(lambda one: one if one is None else one[..., : window or stop], self.mask)
+        self.decoder.cache.place(slice(start, stop) if window is None else places[0], stop)
         self.depth += 1
-        return self.decoder.forward(self.decoder.computed(tokens), self.decoder.positions(positions), mask)
+        return self.decoder.forward(self.decoder.computed(tokens), places, mask, finish=finish)
 
 
 def extend_with_branches(
@@ -91,5 +101,5 @@ def extend_with_branches(
     decoder.cache.place(places, width)
     fed = torch.cat([tokens, branches.flatten(1)], dim=1)
     kept = torch.arange(tokens.shape[1], fed.shape[1], device=device)
-    logits = decoder.forward(fed, decoder.positions(of_queries), mask, kept)
+    logits = decoder.forward(fed, torch.stack([places, decoder.positions(of_queries)]), mask, kept)
     return logits.unflatten(1, (count, depth))

@@ -3,13 +3,15 @@
 import inspect
 
 import torch
+from torch.nn.functional import pad
+from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
 from .. import devices
 from ..devices import from_host
 from . import masks
 from .attention import GroupedHeads
-from .model_runner import LONGEST_STEP, runner_for
+from .model_runner import LONGEST_STEP, TensorFunction, runner_for
 from .ragged import RaggedCache
 from .support import attention_layout, is_flash_attention
 
@@ -85,26 +87,29 @@ class CachedModel:
         return [of_rows[row] for row in rows]
 
     def positions(self, columns: torch.LongTensor) -> torch.LongTensor:
-        """Returns the position of each column, both of shape `(computed_rows, ...)`."""
+        """Returns the position of each column, both of shape `(computed_rows, ...)`, at least 0."""
         if self.column_limit is not None:
             columns = columns.clamp(max=self.column_limit - 1)
         if self.first_positions is not None:
             first = from_host(self.computed(self.first_positions), columns.device)
             columns = columns + first.view(-1, *[1] * (columns.dim() - 1))
-        return columns
+        return columns.clamp(min=0)
 
-    def extend(self, tokens: torch.LongTensor, lengths: list[int], logits_to_keep=None) -> torch.Tensor:
+    def extend(self, tokens: torch.LongTensor, lengths: list[int], logits_to_keep=None, finish=None):
         """
         Feeds the next tokens of each row.
 
         Args:
             tokens (`torch.LongTensor` of shape `(batch_size, new_tokens)`): They follow the first `lengths` columns of
                 each row. Columns after these are overwritten.
-            logits_to_keep (`torch.LongTensor`, *optional*): The indices of the new tokens to return logits for, the
-                same for all rows. All by default, which can fill the memory if the prompt is long.
+            logits_to_keep (`torch.LongTensor` or `int`, *optional*): The indices of the new tokens to return logits
+                for, the same for all rows, or how many of the last tokens. All by default, which can fill the memory if
+                the prompt is long.
+            finish ([`TensorFunction`], *optional*): Is applied to the logits of the computed rows.
 
         Returns:
-            `torch.FloatTensor` of shape `(batch_size, positions, vocab_size)`: Raw logits, in the model's dtype.
+            `torch.FloatTensor` of shape `(batch_size, positions, vocab_size)`: Raw logits, in the model's dtype. Or the
+            results of `finish`.
         """
         missing = self.fewest_tokens - tokens.shape[1] if self.cache.layers else 0
         if missing > 0:  # feed the last token again; the next pass overwrites it like a rejected token
@@ -113,16 +118,29 @@ class CachedModel:
         tokens, lengths, count = self.computed(tokens), self.computed(lengths), tokens.shape[1]
         width = self.columns_seen(max(lengths) + count, count)
         start, is_even = lengths[0], min(lengths) == max(lengths)
-        columns = from_host(lengths, self.device)[:, None] + torch.arange(count, device=self.device)
-        self.cache.place(slice(start, start + count) if is_even else columns, width)
-        sees_all = count == 1 and is_even and self.needs_no_mask_for_one and self.cache.window is None
+        columns = torch.tensor(lengths)[:, None] + torch.arange(count)
+        places = from_host(torch.stack([columns, self.positions(columns)]), self.device)
+        is_slice = is_even and self.cache.window is None
+        self.cache.place(slice(start, start + count) if is_slice else places[0], width)
+        sees_all = count == 1 and is_slice and self.needs_no_mask_for_one
         is_prefill = not self.cache.layers and self.valid is None
         if self.reads_2d_masks or is_prefill or sees_all:
             mask = None  # no column is hidden, and the attention function is causal by itself
         else:
-            allowed = masks.visible_up_to(columns, width, self.computed(self.valid))
-            mask = self.mask(allowed, columns, torch.arange(width, device=self.device))
-        return self.forward(tokens, self.positions(columns), mask, logits_to_keep)
+            mask = self._mask_of_columns(width)
+        return self.forward(tokens, places, mask, logits_to_keep, finish)
+
+    def _mask_of_columns(self, width: int) -> TensorFunction:
+        """Returns a function that makes the mask of new tokens, each of which sees its row up to its own column."""
+
+        def mask(columns, valid=None):
+            allowed = masks.visible_up_to(columns, width, None if valid is None else valid[:, 0])
+            return self.mask(allowed, columns, torch.arange(width, device=columns.device))
+
+        if self.valid is None:
+            return TensorFunction(mask, key=())
+        valid = self.computed(self.valid)[:, None, None]
+        return TensorFunction(mask, (pad(valid, (0, width - valid.shape[3]), value=True),), key=())
 
     def columns_seen(self, width: int, tokens: int) -> int:
         """
@@ -148,23 +166,33 @@ class CachedModel:
         hidden = {"full_attention": full, "sliding_attention": sliding}
         return hidden | {"linear_attention": None, "conv": None} if self.layout.recurrent else hidden
 
-    def forward(self, tokens, positions, mask, logits_to_keep=None) -> torch.Tensor:
-        """Feeds tokens to the rows that are computed, and returns logits of all rows, zeros for rows left out."""
-        inputs = {
-            "input_ids": tokens,
-            "position_ids": positions.clamp(min=0),
-            "attention_mask": mask,
-        }
+    def forward(self, tokens, places, mask, logits_to_keep=None, finish=None):
+        """
+        Feeds tokens to the rows that are computed, in the columns where the cache was told to place them.
+
+        Args:
+            tokens (`torch.LongTensor` of shape `(computed_rows, new_tokens)`): The tokens.
+            places (`torch.LongTensor` of shape `(2, computed_rows, new_tokens)`): Their columns and positions.
+            mask (`torch.Tensor`, `dict` or [`TensorFunction`], *optional*): The model's `attention_mask`, or the
+                function that makes it of the columns.
+            logits_to_keep, finish: See [`~CachedModel.extend`].
+
+        Returns:
+            What [`~CachedModel.extend`] returns, with zeros for rows left out.
+        """
+        makes_mask = isinstance(mask, TensorFunction)
+        inputs = {"input_ids": tokens, "places": places} | ({} if makes_mask else {"attention_mask": mask})
         if self.token_types is not None:
             inputs["token_type_ids"] = self.computed(self.token_types).expand_as(tokens)
         if self.takes_lengths:
             inputs |= self._lengths_for_flash_attention(tokens.shape[1])
         with self.attention.in_use():
-            logits = self.runner.run(inputs, logits_to_keep)
-        if self.cache.rows is None:
-            return logits
-        of_all = logits.new_zeros(len(self.cache.rows) + len(self.cache.left_out), *logits.shape[1:])
-        of_all[from_host(self.cache.rows, logits.device)] = logits
+            found = self.runner.run(inputs, logits_to_keep, mask if makes_mask else None, finish)
+        return found if self.cache.rows is None else tree_map(self._of_all_rows, found)
+
+    def _of_all_rows(self, of_computed: torch.Tensor) -> torch.Tensor:
+        of_all = of_computed.new_zeros(len(self.cache.rows) + len(self.cache.left_out), *of_computed.shape[1:])
+        of_all[from_host(self.cache.rows, of_computed.device)] = of_computed
         return of_all
 
     def _lengths_for_flash_attention(self, count: int) -> dict:

@@ -3,8 +3,8 @@ Passes of a model that are captured once and replayed as CUDA graphs, and the st
 kept between calls.
 
 A graph repeats kernels with the addresses that they were captured with. So all data that changes between passes are the
-contents of tensors that stay in place, and the sizes of a pass are rounded up. A padding token repeats the last token,
-and its keys and values go to the last column of the window, which the masks hide.
+contents of tensors that stay in place, and the sizes of a pass are rounded up. A padding token repeats the last token
+in the same column, so it writes the same keys and values once more.
 """
 
 import threading
@@ -50,8 +50,8 @@ class CudaCapture:
         self.device, self.stream = device, torch.cuda.Stream(device)
         self.pool = torch.cuda.graph_pool_handle()
 
-    def __call__(self, forward: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None]]:
-        """Returns the tensor in which a pass leaves its result until the next replay, and a function for replays."""
+    def __call__(self, forward: Callable[[], tuple]) -> tuple[tuple, Callable[[], None]]:
+        """Returns the tensors in which a pass leaves its results until the next replay, and a function for replays."""
         # If a capture fails, torch would stay in the inner stream. This context restores the current stream.
         with torch.cuda.device(self.device), torch.cuda.stream(torch.cuda.current_stream(self.device)):
             self.stream.wait_stream(torch.cuda.current_stream())
@@ -73,22 +73,27 @@ CAPTURES: dict[str, Callable] = {"cuda": CudaCapture}
 class CapturedPass:
     """
     Args:
-        inputs (`dict`): The tensors that the pass reads.
-        logits (`torch.Tensor` of shape `(rows, tokens, vocab_size)`): The tensor that the pass writes its result to.
+        inputs (`tuple`): The tensors that the pass reads.
+        results (`tuple`): The tensors that the pass writes to: its logits `(rows, tokens, vocab_size)`, and what is
+            made of them.
         replay (`Callable`): Repeats the pass.
         to_compare (`int`, *optional*): How many more replays are compared with eager passes.
     """
 
-    inputs: dict
-    logits: torch.Tensor
+    inputs: tuple
+    results: tuple
     replay: Callable[[], None]
     to_compare: int = COMPARED
 
-    def __call__(self, inputs: dict) -> torch.Tensor:
-        """Repeats the pass with new inputs and returns a copy of their logits, which later replays do not change."""
+    def __call__(self, inputs: tuple, tokens: int) -> tuple:
+        """
+        Repeats the pass with new inputs. Returns its logits for the first `tokens` tokens, which the next replay
+        overwrites, and a copy of what is made of them.
+        """
         fill(self.inputs, inputs)
         self.replay()
-        return self.logits[:, : inputs["input_ids"].shape[1]].clone()
+        logits, made = self.results
+        return logits[:, :tokens], tree_map(lambda one: one[:, :tokens].clone(), made)
 
 
 class Graphs:
@@ -99,7 +104,8 @@ class Graphs:
         model (`PreTrainedModel`): The model, for which [`why_not_captured`] has no reason.
 
     Attributes:
-        passes (`dict[tuple, CapturedPass]`): Captured passes by their rows, tokens, columns and number of inputs.
+        passes (`dict[tuple, CapturedPass]`): Captured passes by their rows, tokens, columns, inputs and functions.
+        refused (`set[tuple]`): Keys of functions of logits that could not be captured.
         failure (`str`, *optional*): Why a pass could not be captured; all passes run eagerly from then on.
     """
 
@@ -107,6 +113,7 @@ class Graphs:
         device = devices.of_model(model)
         self.capture = CAPTURES[device.type](device)
         self.passes: dict[tuple, CapturedPass] = {}
+        self.refused: set[tuple] = set()
         self.storage: list[tuple[torch.Tensor, torch.Tensor]] = []  # by layer: (rows, heads, columns, head_dim)
         self.user: Callable[[], RaggedCache | None] = lambda: None
         self.lock = threading.Lock()
@@ -194,7 +201,7 @@ def why_not_captured(model: PreTrainedModel) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def static_copy(inputs: dict, tokens: int) -> dict:
+def static_copy(inputs: tuple, tokens: int) -> tuple:
     """Returns new tensors that contain `inputs`, padded to `tokens` tokens of each row."""
     with torch.inference_mode(False):
         static = tree_map(
@@ -204,7 +211,7 @@ def static_copy(inputs: dict, tokens: int) -> dict:
     return static
 
 
-def fill(static: dict, inputs: dict) -> None:
+def fill(static: tuple, inputs: tuple) -> None:
     """Copies inputs into tensors that have at least as many tokens. Further tokens repeat the last token."""
     for kept, one in zip(tree_leaves(static), tree_leaves(inputs), strict=True):
         axis = _axis(one)
@@ -215,5 +222,5 @@ def fill(static: dict, inputs: dict) -> None:
 
 
 def _axis(tensor: torch.Tensor) -> int:
-    """Returns the axis of tokens in a mask `(rows, 1, tokens, columns)` or in another input `(rows, tokens)`."""
-    return 2 if tensor.dim() == 4 else 1
+    """Returns the axis of tokens in an input `(rows, tokens)`, `(2, rows, tokens)` or `(rows, 1, tokens, ...)`."""
+    return min(2, tensor.dim() - 1)

@@ -15,13 +15,13 @@ def visible_up_to(last_columns: torch.LongTensor, width: int, valid: torch.BoolT
 
     Args:
         last_columns (`torch.LongTensor` of shape `(batch_size, queries)`): The last column that each query sees.
-        valid (`torch.BoolTensor` of shape `(batch_size, columns)`, *optional*): `False` where a column holds padding.
-            Columns beyond the end of this tensor are valid.
+        valid (`torch.BoolTensor` of shape `(batch_size, 1 or queries, columns)`, *optional*): `False` where a column
+            holds padding. Columns beyond the end of this tensor are valid.
     """
     allowed = torch.arange(width, device=last_columns.device) <= last_columns[:, :, None]
     if valid is not None:
-        known = min(valid.shape[1], width)
-        allowed[:, :, :known] &= valid[:, None, :known]
+        known = min(valid.shape[2], width)
+        allowed[:, :, :known] &= valid[:, :, :known]
         # A query that is padding sees itself: a softmax over no columns would give NaN.
         allowed.scatter_(2, last_columns[:, :, None], True)
     return allowed

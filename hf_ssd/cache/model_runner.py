@@ -3,8 +3,11 @@ How a model's passes over new tokens run: eagerly, compiled by torch.compile, or
 All three take the same inputs and return the same logits.
 """
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
-from torch.nn.functional import pad
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
@@ -18,6 +21,22 @@ LONGEST_STEP = 64  # tokens of each row; a longer pass is a prefill, which alway
 WINDOW_STEP = 64  # columns by which a window grows
 
 logger = logging.get_logger(__name__)
+
+
+class TensorFunction(NamedTuple):
+    """
+    A function of tensors that is computed before or after the model in a pass, and captured with it.
+
+    Args:
+        call (`Callable`): The function. It reads no numbers of the device, and returns tensors whose axis of tokens is
+            that of the model's inputs.
+        inputs (`tuple[torch.Tensor, ...]`, *optional*): Its inputs besides those that the pass gives it.
+        key (`tuple`, *optional*): Everything else that its result depends on. `None` if it cannot be captured.
+    """
+
+    call: Callable
+    inputs: tuple[torch.Tensor, ...] = ()
+    key: tuple | None = None
 
 
 class Runner:
@@ -37,7 +56,6 @@ class Runner:
 
     def __init__(self, model: PreTrainedModel, cache: RaggedCache):
         self.model, self.cache, self.preparations = model, cache, 0
-        self.takes_logits_to_keep = model._supports_logits_to_keep()
 
     def rows(self, unfinished: int) -> int:
         """Returns how many rows a pass computes if `unfinished` rows are not finished."""
@@ -47,20 +65,45 @@ class Runner:
         """Returns the cache's window for steps that use `width` columns, `None` if they see exactly these columns."""
         return None
 
-    def run(self, inputs: dict, logits_to_keep: torch.LongTensor | None = None) -> torch.Tensor:
+    def run(
+        self,
+        inputs: dict,
+        logits_to_keep: torch.LongTensor | int | None = None,
+        mask: TensorFunction | None = None,
+        finish: TensorFunction | None = None,
+    ):
         """
         Args:
-            inputs (`dict`): Arguments of the model besides its cache, which knows its window and the new columns.
-            logits_to_keep (`torch.LongTensor`, *optional*): The positions of `inputs` whose logits to return.
+            inputs (`dict`): Arguments of the model besides its cache, which knows its window and the new columns;
+                `places` in place of `position_ids`, see [`CachedModel.forward`].
+            logits_to_keep (`torch.LongTensor` or `int`, *optional*): The positions of `inputs` whose logits to return,
+                or how many of the last ones.
+            mask ([`TensorFunction`], *optional*): Makes the attention mask from the columns of `places`.
+            finish ([`TensorFunction`], *optional*): Is applied to the logits.
 
         Returns:
-            `torch.FloatTensor` of shape `(rows, positions, vocab_size)`: Logits, which later passes do not change.
+            `torch.FloatTensor` of shape `(rows, positions, vocab_size)`, or what `finish` returns for it. Later passes
+            do not change the result.
         """
-        if logits_to_keep is not None and self.takes_logits_to_keep:
+        columns, positions = inputs["places"].unbind()
+        inputs = {name: value for name, value in inputs.items() if name != "places"} | {"position_ids": positions}
+        if mask is not None:
+            inputs["attention_mask"] = mask.call(columns, *mask.inputs)
+        if logits_to_keep is not None and self._takes_logits_to_keep():
             inputs, logits_to_keep = {**inputs, "logits_to_keep": logits_to_keep}, None
+        logits = self._call({**inputs, "past_key_values": self.cache, "use_cache": True, "return_dict": True}).logits
+        if isinstance(logits_to_keep, int):
+            logits = logits[:, -logits_to_keep:]
+        elif logits_to_keep is not None:
+            logits = logits[:, logits_to_keep]
+        return logits if finish is None else finish.call(logits, *finish.inputs)
+
+    def _takes_logits_to_keep(self) -> bool:
+        return self.model._supports_logits_to_keep()
+
+    def _call(self, inputs: dict):
         with uncompiled(self.model):
-            logits = self.model(**inputs, past_key_values=self.cache, use_cache=True, return_dict=True).logits
-        return logits if logits_to_keep is None else logits[:, logits_to_keep]
+            return self.model(**inputs)
 
     def close(self) -> None:
         """Ends the use of the cache."""
@@ -74,12 +117,11 @@ class CompiledRunner(Runner):
     def window(self, width):
         return -(-width // WINDOW_STEP) * WINDOW_STEP
 
-    def run(self, inputs, logits_to_keep=None):
-        if self.cache.window is None:
-            return super().run(inputs, logits_to_keep)
-        others = {"past_key_values": self.cache, "use_cache": True, "return_dict": True}
-        logits = call_compiled(self.model, self._notice, **inputs, **others).logits
-        return logits if logits_to_keep is None else logits[:, logits_to_keep]
+    def _takes_logits_to_keep(self):
+        return self.cache.window is None and super()._takes_logits_to_keep()
+
+    def _call(self, inputs):
+        return super()._call(inputs) if self.cache.window is None else call_compiled(self.model, self._notice, **inputs)
 
     def _notice(self) -> None:
         self.preparations += 1
@@ -102,7 +144,7 @@ class GraphRunner(Runner):
         return power_of_two(max(1, unfinished))
 
     def window(self, width):
-        columns = max(rounded(width + 1, WINDOW_STEP), self.cache.window or 0)  # the last column is for padding
+        columns = max(rounded(width, WINDOW_STEP), self.cache.window or 0)
         try:
             is_here = self.graphs.failure is None and self.graphs.take_in(self.cache, columns + 1, self.limit)
         except torch.OutOfMemoryError as error:
@@ -110,38 +152,51 @@ class GraphRunner(Runner):
             is_here = False
         return columns if is_here else None
 
-    def run(self, inputs, logits_to_keep=None):
+    def run(self, inputs, logits_to_keep=None, mask=None, finish=None):
         cache, graphs = self.cache, self.graphs
         if cache.window is None or graphs.failure is not None:
-            return super().run(inputs, logits_to_keep)
+            return super().run(inputs, logits_to_keep, mask, finish)
+        if finish is not None and (finish.key is None or finish.key in graphs.refused):
+            return finish.call(self.run(inputs, logits_to_keep, mask), *finish.inputs)
+        kept, logits_to_keep = (logits_to_keep, None) if isinstance(logits_to_keep, int) else (None, logits_to_keep)
         rows, tokens = inputs["input_ids"].shape
-        key = rows, rounded(tokens), cache.window, len(inputs)
-        columns = pad(cache.placement[0], (0, key[1] - tokens), value=cache.window - 1)
-        moving = {**inputs, "columns": columns}
+        of_functions = tuple(None if one is None else (one.key, len(one.inputs)) for one in (mask, finish))
+        key = rows, rounded(tokens), cache.window, len(inputs), kept, *of_functions
+        moving = inputs, () if mask is None else mask.inputs, () if finish is None else finish.inputs
         captured = graphs.passes.get(key)
         try:
             if captured is None:
-                graphs.passes[key] = self._capture(static_copy(moving, key[1]))
+                graphs.passes[key] = self._capture(static_copy(moving, key[1]), kept, mask, finish)
                 self.preparations += 1
-            logits = graphs.passes[key](moving)
+            logits, found = graphs.passes[key](moving, tokens if kept is None else kept)
         except Exception as error:  # the model does something that a graph cannot repeat
+            if captured is None and finish is not None:  # or only the function does, which the next trial shows
+                graphs.refused.add(finish.key)
+                return self.run(inputs, kept or logits_to_keep, mask, finish)
             self._give_up(error)
-            return super().run(inputs, logits_to_keep)
+            return super().run(inputs, kept or logits_to_keep, mask, finish)
         if captured is not None and captured.to_compare:
-            logits, replayed, captured.to_compare = super().run(inputs), logits, captured.to_compare - 1
-            if not are_close(replayed, logits):
+            captured.to_compare -= 1
+            eager, again = super().run(inputs, kept, mask), found if finish is None else finish.call(logits, *moving[2])
+            if not are_close(logits, eager) or not all(map(are_close, tree_leaves(found), tree_leaves(again))):
                 self._give_up("a replay gives other logits")
-        return logits if logits_to_keep is None else logits[:, logits_to_keep]
+                found = eager if finish is None else finish.call(eager, *moving[2])
+        return found if logits_to_keep is None else found[:, logits_to_keep]
 
     def close(self):
         self.graphs.let_go(self.cache)
 
-    def _capture(self, static: dict) -> CapturedPass:
+    def _capture(self, static: tuple, kept: int | None, mask, finish) -> CapturedPass:
         cache, before = self.cache, self.cache.placement
-        inputs = {name: value for name, value in static.items() if name != "columns"}
-        cache.placement = static["columns"], cache.window
+        inputs, of_mask, of_finish = static
+
+        def forward():
+            logits = super(GraphRunner, self).run(inputs, kept, mask and mask._replace(inputs=of_mask))
+            return logits, logits if finish is None else finish.call(logits, *of_finish)
+
+        cache.placement = inputs["places"][0], cache.window
         try:
-            return CapturedPass(static, *self.graphs.capture(lambda: super(GraphRunner, self).run(inputs)))
+            return CapturedPass(static, *self.graphs.capture(forward))
         finally:
             cache.placement = before
 

@@ -117,14 +117,11 @@ class RaggedCache(DynamicCache):
 
     def place(self, columns: slice | torch.LongTensor, width: int) -> None:
         """
-        Sets the columns that the next forward pass writes: a slice for all rows, or the columns `(batch_size,
-        new_tokens)` of each row. The pass sees `width` columns, and the mask hides the columns that a row does not use.
+        Sets the columns that the next forward pass writes: a slice for all rows, if no window is open, or the columns
+        `(batch_size, new_tokens)` of each row. The pass sees `width` columns, and the mask hides the columns that a row
+        does not use.
         """
         if not isinstance(columns, slice):
-            self.placement = columns, width
-        elif self.window is not None:
-            storage = self.layers[0].window[0]
-            columns = torch.arange(columns.start, columns.stop, device=storage.device).repeat(len(storage), 1)
             self.placement = columns, width
         else:  # append, so that the cache reports the right length to the model
             self.placement = None

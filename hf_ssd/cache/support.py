@@ -14,7 +14,9 @@ LOW_PRECISION_TOLERANCE, FLOAT32_TOLERANCE = 5e-2, 1e-3  # of the largest logit
 
 
 def are_close(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """Whether logits differ by no more than rounding."""
+    """Whether logits differ by no more than rounding, or whether integers are equal."""
+    if not ours.is_floating_point():
+        return torch.equal(ours, theirs)
     tolerance = FLOAT32_TOLERANCE if ours.dtype in (torch.float32, torch.float64) else LOW_PRECISION_TOLERANCE
     return bool((ours - theirs).abs().max() <= tolerance * theirs.abs().max())
 

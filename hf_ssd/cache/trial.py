@@ -157,7 +157,8 @@ def _logits_beside_others(model: PreTrainedModel) -> tuple[torch.Tensor, torch.T
     allowed = masks.visible_up_to(columns, width)
     allowed[0, 1:, PROMPT] = False
     decoder.cache.place(columns, width)
-    masked = decoder.forward(fed, decoder.positions(of_tokens), decoder.mask(allowed, of_tokens, of_columns))[0, 1:]
+    places = torch.stack([columns, decoder.positions(of_tokens)])
+    masked = decoder.forward(fed, places, decoder.mask(allowed, of_tokens, of_columns))[0, 1:]
     return beside, masked
 
 

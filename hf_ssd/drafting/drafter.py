@@ -9,6 +9,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from .. import devices
 from ..cache.branches import Branches
+from ..cache.model_runner import TensorFunction
 from ..config import SSDConfig
 from ..devices import from_host
 from ..rounds import Plan, Speculation
@@ -99,7 +100,7 @@ class Drafter(ABC):
 
         Yields:
             After each pass, the arguments of [`~hf_ssd.drafting.speculation_cache.SpeculationCache.append`] for the
-            next T tokens of each outcome.
+            next T tokens of each outcome; `None` when asked while the tokens are still on their way to the host.
         """
 
     @abstractmethod
@@ -163,12 +164,36 @@ class Drafter(ABC):
         Returns tokens `(...)` as lists and, if warpers may set probabilities to 0, for each token the number of tokens
         with a probability above 0 in its distribution. The host waits for the device once.
         """
-        if probabilities is None or not self.sampler.truncates:
-            return devices.to_host(tokens)[0].tolist(), None
-        # NaN counts as a chance. On a CPU torch compares into float32 four times as fast as into booleans.
-        has_chance = torch.ne(probabilities, 0, out=torch.empty_like(probabilities))
-        tokens, supports = devices.to_host(tokens, has_chance.sum(-1).long())
-        return tokens.tolist(), supports.tolist()
+        supports = self.sampler.supports(probabilities)
+        on_host = devices.to_host(tokens, *[] if supports is None else [supports])
+        return on_host[0].tolist(), None if supports is None else on_host[1].tolist()
+
+    def _choice(self, starts: list[list[int]], depth: int, plan: Plan, histories, lengths, keeps_logits=False):
+        """
+        Returns the function that chooses the next token of each row's branches by the draft's last logits `(rows, ...,
+        N, draft_size)`, for the rows that are computed. It returns the raw logits of the target's tokens, if they are
+        to be kept, the tokens `(rows, N)` and, when sampling, the distributions `(rows, N, vocab_size)`.
+
+        Args:
+            starts, depth, plan, lengths: See [`DraftSampler.draw`] and [`DraftSampler.process`].
+            histories (`torch.LongTensor`, *optional*): The tokens before each token.
+            keeps_logits (`bool`, *optional*): Whether the logits are read later.
+        """
+        sampler, vocabulary, computed = self.sampler, self.vocabulary, self.prefix.decoder.computed
+        histories, lengths = computed(histories), computed(lengths)
+        noise = sampler.noise_at(self.prefix.rows, starts, depth)
+
+        def choose(logits, noise=None):
+            logits = vocabulary.to_target(logits)
+            last = logits[:, -lengths.shape[1] :].float()
+            scores = sampler.process(last, histories, lengths)
+            tokens, probabilities = sampler.draw(scores, None if noise is None else noise[:, 0], depth, plan)
+            kept = (logits,) if keeps_logits else ()
+            return (*kept, tokens) if probabilities is None else (*kept, tokens, probabilities)
+
+        key = None if vocabulary.translation is not None else sampler.captured_as(plan)
+        key = None if key is None else (vocabulary.size, keeps_logits, *key)
+        return TensorFunction(choose, () if noise is None else (noise[:, None],), key)
 
     def _histories(self, count: int, behind: int) -> torch.LongTensor | None:
         """
@@ -201,7 +226,7 @@ class Completion:
         self.ahead = ready.probabilities
         self.probabilities = [] if self.ahead is None else [self.ahead[:, : self.first]]
 
-    def add(self, depth: int, token: torch.LongTensor, probability: torch.FloatTensor | None) -> None:
+    def add(self, depth: int, token: torch.LongTensor, probability: torch.FloatTensor | None = None) -> None:
         """Gives each row that lacks token `depth` its `token` `(batch_size, 1)`, drawn from `probability`."""
         is_missing = self.own <= depth
         self.tokens[:, depth] = torch.where(is_missing, token[:, 0], self.tokens[:, depth])
@@ -242,20 +267,27 @@ class AutoregressiveDrafter(Drafter):
         prefix, tokens, vocabulary = self.prefix, from_host(bonus, self.device), self.vocabulary
         taken = torch.tensor(accepted).clamp(min=0)
         starts = prefix.ends() + taken
-        columns, places = from_host(starts, self.device), starts.tolist()
-        forks = from_host(prefix.forks(taken), self.device)
-        base = max(prefix.columns) + self.drafted.shape[1]
-        branches = Branches(prefix.decoder, forks, base, plan.lookahead)
+        places, base = starts.tolist(), max(prefix.columns) + self.drafted.shape[1]
+        branches = Branches(prefix.decoder, prefix.forks(taken), base, plan.lookahead)
         histories = self._histories(starts.shape[1], plan.lookahead + 1)
+        columns, coming = None if histories is None else from_host(starts, self.device), []
         for depth in range(plan.lookahead):
             if histories is not None:
                 histories.scatter_(2, (columns + depth)[:, :, None], tokens[:, :, None])
-            logits = vocabulary.to_target(branches.grow(vocabulary.to_draft(tokens)))
-            scores = self.sampler.process(logits.float(), histories, starts + depth + 1)
-            tokens, probabilities = self.sampler.draw(scores, places, depth, plan)
+            choice = self._choice(places, depth, plan, histories, starts + depth + 1)
+            tokens, probabilities = (*branches.grow(vocabulary.to_draft(tokens), choice), None)[:2]
             probabilities = None if probabilities is None else probabilities[:, :, None]
-            on_host, supports = self._to_host(tokens[:, :, None], probabilities)
-            yield on_host, probabilities, supports
+            supports = self.sampler.supports(probabilities)
+            copy = devices.HostCopy(tokens[:, :, None], *[] if supports is None else [supports])
+            coming.append((copy, probabilities))
+            # The device has a pass more than the host has seen, so it does not rest between two passes.
+            while coming and (len(coming) > 1 or depth + 1 == plan.lookahead or coming[0][0].has_arrived()):
+                if coming[0][0].has_arrived():
+                    copy, of_tokens = coming.pop(0)
+                    on_host, of_supports = (*copy.lists(), None)[:2]
+                    yield on_host, of_tokens, of_supports
+                else:
+                    yield None
 
     def tokens_of_a_pass(self, lookahead, budget):
         return budget
@@ -269,10 +301,10 @@ class AutoregressiveDrafter(Drafter):
         prefix.write(done.tokens)
         starts = [[length - 1] for length in prefix.lengths]
         for depth in range(done.first, width):  # rows that already have tokens feed them: the cache needs them
-            logits = prefix.feed(depth, wanted=1 if self.known_logits else depth + 1)
+            choice = self._choice(starts, depth, plan, self._histories(1, 0), prefix.ends(depth), keeps_logits=True)
+            logits, *chosen = prefix.feed(depth, 1 if self.known_logits else depth + 1, choice)
             self.known_logits.append(logits)
-            scores = self._process(logits[:, -1:].float(), prefix.ends(depth))
-            done.add(depth, *self.sampler.draw(scores, starts, depth, plan))
+            done.add(depth, *chosen)
             prefix.write(done.tokens[:, depth : depth + 1], depth)
         self.drafted = done.tokens
         return done.speculation(), width - done.first

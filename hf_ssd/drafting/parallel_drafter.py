@@ -100,4 +100,5 @@ class ParallelDrafter(Drafter):
         for depth in depths:
             lengths = starts + 1 + (depth if histories is None else 0)
             scores = self.sampler.process(logits[:, :, depth].float(), histories, lengths)
-            yield self.sampler.draw(scores, places, depth, plan)
+            noise = self.sampler.noise_at(range(len(places)), places, depth)
+            yield self.sampler.draw(scores, noise, depth, plan)

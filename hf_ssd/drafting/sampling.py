@@ -10,7 +10,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from .. import devices
 from ..argmax import argmax
 from ..config import SSDConfig
-from ..logits_processing import needs_history, process_branches
+from ..logits_processing import STATELESS, needs_history, process_branches
 from ..rounds import Plan
 from ..theory import geometric_fan_out
 from .cache_shapes import allocate
@@ -91,10 +91,10 @@ class SpeculationNoise:
         numbers = torch.empty(self.vocab_size, dtype=torch.float64, device=self.device)
         return numbers.exponential_(generator=self.generator)
 
-    def gather(self, starts: list[list[int]], depth: int) -> torch.Tensor:
-        """Returns the noise of shape `(batch_size, count, vocab_size)` for `count` starts of each row."""
-        noise = torch.stack([self.at(row, start, depth) for row, of_row in enumerate(starts) for start in of_row])
-        return noise.view(len(starts), -1, self.vocab_size)
+    def gather(self, rows: list[int], starts: list[list[int]], depth: int) -> torch.Tensor:
+        """Returns the noise of shape `(len(rows), count, vocab_size)` for `count` starts of each of these rows."""
+        noise = torch.stack([self.at(row, start, depth) for row in rows for start in starts[row]])
+        return noise.view(len(rows), -1, self.vocab_size)
 
     def forget_before(self, starts: list[int]) -> None:
         """Drops the noise of speculations that start before the given position of each row."""
@@ -166,13 +166,17 @@ class DraftSampler:
         histories = histories.flatten(0, 1) if self.need_history else None
         return process_branches(self.processors, flat, histories, lengths.flatten()).view_as(scores)
 
-    def draw(self, scores: torch.Tensor, starts: list[list[int]], depth: int, plan: Plan):
+    def noise_at(self, rows: list[int], starts: list[list[int]], depth: int) -> torch.Tensor | None:
+        """Returns the noise of [`SpeculationNoise.gather`]; `None` if no tokens are drawn at random."""
+        return None if self.noise is None else self.noise.gather(rows, starts, depth)
+
+    def draw(self, scores: torch.Tensor, noise: torch.Tensor | None, depth: int, plan: Plan):
         """
         Draws tokens.
 
         Args:
             scores (`torch.FloatTensor` of shape `(batch_size, N, vocab_size)`): Scores after the warpers.
-            starts (`list[list[int]]`): Position of the bonus token that each speculation follows.
+            noise (`torch.FloatTensor` of shape `(batch_size, N, vocab_size)`, *optional*): See `noise_at`.
             depth (`int`): Index of the token within its speculation.
             plan ([`~hf_ssd.rounds.Plan`]): Says how Saguaro sampling scales the distributions.
 
@@ -180,11 +184,11 @@ class DraftSampler:
             Tokens `(batch_size, N)` and the distributions `(batch_size, N, vocab_size)` that they were drawn from, or
             `None` if the most likely tokens were taken.
         """
-        if self.noise is None:
+        if noise is None:
             return argmax(scores), None
         fan_outs = self._fan_outs(plan)
         probabilities = saguaro(scores.softmax(-1), fan_outs[min(depth, len(fan_outs) - 1)], plan.saguaro_c)
-        return draw(probabilities, self.noise.gather(starts, depth)), probabilities
+        return draw(probabilities, noise), probabilities
 
     def _fan_outs(self, plan: Plan) -> list[int]:
         """
@@ -196,6 +200,24 @@ class DraftSampler:
             budget = SCALED_BUDGET if self.config.budget == "auto" else self.config.budget
         priors = self.config.acceptance_rate, self.config.power_law_exponent
         return _planned_fan_outs(plan.lookahead, max(1, budget * self.num_workers), *priors)
+
+    def captured_as(self, plan: Plan) -> tuple | None:
+        """
+        Returns all that a choice of tokens depends on besides logits and noise, so that it can be part of a captured
+        pass. `None` if it also depends on earlier tokens, on tensors of the processors, or on the depth.
+        """
+        states = [(type(one), repr(sorted(vars(one).items()))) for one in self.processors]
+        values = [value for one in self.processors for value in vars(one).values()]
+        is_pure = all(kind in STATELESS for kind, _ in states) and not any(map(torch.is_tensor, values))
+        is_scaled = self.noise is not None and plan.saguaro_c != 1
+        return (self.noise is None, *states) if is_pure and not is_scaled else None
+
+    def supports(self, probabilities: torch.FloatTensor | None) -> torch.LongTensor | None:
+        """Counts the tokens with a probability above 0 in each distribution. `None` if no warper sets any to 0."""
+        if probabilities is None or not self.truncates:
+            return None
+        # NaN counts as a chance. On a CPU torch compares into float32 four times as fast as into booleans.
+        return torch.ne(probabilities, 0, out=torch.empty_like(probabilities)).sum(-1).long()
 
     def forget_before(self, starts: list[int]) -> None:
         """Drops the noise before these positions. See [`SpeculationNoise.forget_before`]."""

@@ -37,6 +37,7 @@ from .outcome_candidates import OutcomeCandidates
 from .speculation_cache import SpeculationCache
 
 PROFILED_BUDGETS, PROFILED_PASSES = (8, 1, 16), 3  # the first pass of each size is not counted
+BETWEEN_LOOKS = 2e-5  # seconds
 ROUNDS_PER_COMPARISON = 4  # the n-gram fallback is evaluated once in so many rounds
 
 
@@ -108,7 +109,9 @@ class Speculator:
             chosen.append(since(start))
             start, seconds = time.perf_counter(), []
             while len(seconds) < PROFILED_PASSES:
-                for _ in self.drafter.grow(accepted, bonus, plan):
+                for grown in self.drafter.grow(accepted, bonus, plan):
+                    if grown is None:
+                        continue
                     seconds.append(since(start))
                     start = time.perf_counter()
             sizes.append(rows * self.drafter.tokens_of_a_pass(PROFILED_PASSES, len(accepted[0])))
@@ -142,7 +145,10 @@ class Speculator:
 
             # 2. Grow all branches together, pass by pass.
             start, growing = time.perf_counter(), self.drafter.grow(accepted, bonus, plan)
-            while not outcome_arrived() and (grown := next(growing, None)) is not None:
+            while not outcome_arrived() and (grown := next(growing, ())) != ():
+                if grown is None:
+                    time.sleep(BETWEEN_LOOKS)
+                    continue
                 self.prepared.append(*grown)
                 self.preparing.passes += 1
             self.preparing.grow_seconds = since(start)

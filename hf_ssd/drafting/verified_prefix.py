@@ -6,6 +6,7 @@ from transformers import PreTrainedModel
 from .. import devices
 from ..cache.branches import extend_with_branches
 from ..cache.cached_model import CachedModel
+from ..cache.model_runner import TensorFunction
 from ..cache.ragged import RaggedCache
 from ..cache.support import last_position_limit
 from ..devices import from_host
@@ -139,7 +140,7 @@ class VerifiedPrefix:
         """Returns how many tokens [`~VerifiedPrefix.feed`] must feed to the row that lacks the most."""
         return max(self.columns[row] + count - self.fed[row] for row in self.rows)
 
-    def feed(self, count: int, wanted: int) -> torch.Tensor:
+    def feed(self, count: int, wanted: int, finish: TensorFunction | None = None):
         """
         Feeds each row up to `count` tokens after its prefix. All rows feed the same number of tokens. A row that lacks
         fewer columns feeds some cached tokens again, which changes nothing. A row that is too short for that writes
@@ -148,22 +149,32 @@ class VerifiedPrefix:
         Args:
             count (`int`): How many tokens of the speculation to feed.
             wanted (`int`): How many of the last columns of each row to return logits for.
+            finish ([`TensorFunction`], *optional*): Is applied to the draft's logits of these columns.
 
         Returns:
-            `torch.FloatTensor` of shape `(batch_size, wanted, vocab_size)`: Raw logits, in the model's dtype.
+            `torch.FloatTensor` of shape `(batch_size, wanted, vocab_size)`: Raw logits of the target's tokens, in the
+            model's dtype. Or the results of `finish`.
         """
-        ends = [n + count for n in self.columns]
         tokens, starts, width = self._next(count, wanted)
-        places = [end - wanted - start for end, start in zip(ends, starts)]
-        if min(places) == max(places):
-            kept, place = torch.arange(places[0], places[0] + wanted, device=self.device), None
+        places = [self.columns[row] + count - wanted - starts[row] for row in self.rows]
+        is_last, place = wanted == 1 and {*places} == {width - 1}, None
+        if is_last:
+            kept = 1
+        elif min(places) == max(places):
+            kept = torch.arange(places[0], places[0] + wanted, device=self.device)
         else:
             kept, place = (torch.tensor(places)[:, None] + torch.arange(wanted)).unique(return_inverse=True)
             kept, place = from_host(kept, self.device), from_host(place, self.device)
-        logits = self.decoder.extend(tokens, starts, logits_to_keep=kept)
+
+        def finished(logits, *inputs):
+            if place is not None:
+                logits = logits[torch.arange(len(place), device=self.device)[:, None], place]
+            return self.vocabulary.to_target(logits) if finish is None else finish.call(logits, *inputs)
+
+        inputs, key = () if finish is None else finish.inputs, finish.key if finish is not None and is_last else None
+        found = self.decoder.extend(tokens, starts, kept, TensorFunction(finished, inputs, key))
         self._have_fed(count)
-        logits = logits if place is None else logits[torch.arange(len(ends), device=self.device)[:, None], place]
-        return self.vocabulary.to_target(logits)
+        return found
 
     def feed_with_branches(self, count: int, forks: torch.LongTensor, branches: torch.LongTensor) -> torch.Tensor:
         """

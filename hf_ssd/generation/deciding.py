@@ -15,6 +15,15 @@ SLICE_BYTES = 2**28
 """Bytes of float32 scores that are processed and verified at a time, in whole rows. Bounds the memory use."""
 
 
+def check_drawn(tokens: list[int]) -> None:
+    """
+    Raises:
+        `RuntimeError`: a row had no distribution to draw from. The message is that of `torch.multinomial`.
+    """
+    if min(tokens, default=0) < 0:
+        raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0, or sums to 0")
+
+
 class Decider:
     """
     Decides on all positions of a round at once, or in order of their places if a processor may depend on the tokens
@@ -105,7 +114,9 @@ class Decider:
         # If a hidden state is NaN, all logits of its position are NaN, so the first logit of each position is enough.
         unsound = logits[..., 0].isnan().any(dim=1).long().to(drafted.device)
         decided = torch.cat([torch.cat(outcomes, dim=1), unsound[None]])
-        return decided.cpu().tolist(), decided[1], scores_of_rows  # a single copy, so a single wait
+        numbers = decided.cpu().tolist()  # a single copy, so a single wait
+        check_drawn(numbers[1])
+        return numbers, decided[1], scores_of_rows
 
     def decide_by_step(
         self, logits: torch.Tensor, q: torch.Tensor | None, drafted: torch.LongTensor, keep: Callable
@@ -133,6 +144,7 @@ class Decider:
                 accepted, bonus, unlikely = self._verify(both, q_here, drafted_here, uniform)
                 self.unlikely_tokens += int(unlikely.sum())
                 tokens = torch.cat([bonus[:, None], drafted_here], dim=1).gather(1, accepted[:, None])[:, 0].tolist()
+                check_drawn(tokens)
             tokens = self.ranks.share_values(tokens)
 
             # 2. Add the token to the row, which may end there.

@@ -141,7 +141,7 @@ class FaultTolerantDraft:
             self.lengths = [n + max(0, k + 1) for n, k in zip(self.lengths, outcome.accepted)]
             if self.session is not None:
                 self.untold = outcome if self.untold is None else self.untold.followed_by(outcome, self.unasked)
-                self.filler = None if self.is_local else self.planner.next_filler()
+                self.filler = self.planner.next_filler() if self.planner.profiles and not self.is_local else None
                 # A worker that is about to be replaced by a session in this process is not asked any more.
                 is_right = self.is_local or self._wants_worker
                 self.is_asked = self.filler is None and plan.mode != PLAIN and is_right and not self._is_at_its_end()

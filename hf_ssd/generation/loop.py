@@ -34,6 +34,7 @@ from ..distributed.target_ranks import TargetRanks
 from ..drafting.drafters import drafter_kind
 from ..drafting.needs import DraftInfo
 from ..drafting.vocabulary import Translation
+from ..planning.fixed_plan import FixedPlan
 from ..planning.planner import Planner
 from ..planning.planners import planner_for
 from ..rounds import FILLER, RoundRecord
@@ -152,7 +153,7 @@ def decode(
     stopping_criteria,
     generation_config,
     draft: FaultTolerantDraft,
-    planner: Planner,
+    planner: Planner | FixedPlan,
     streamer,
     start: float,
     theirs: DynamicCache,

@@ -103,8 +103,8 @@ def verify_sampled(
         uniform (`torch.FloatTensor` of shape `(batch_size, lookahead)`): See [`uniform_numbers`].
 
     Returns:
-        Three `torch.LongTensor` of shape `(batch_size,)`: the outcome of each row, accepted count and bonus token; and
-        how many of the accepted tokens are `UNLIKELY`.
+        Three `torch.LongTensor` of shape `(batch_size,)`: the outcome of each row, accepted count and bonus token (-1
+        where there is no distribution to draw from); and how many of the accepted tokens are `UNLIKELY`.
     """
     p = scores.softmax(dim=-1)
     if torch.finfo(p.dtype).bits < 32:  # returned by a processor of the user; plain generation draws in proportion
@@ -117,4 +117,13 @@ def verify_sampled(
     residual = residual_distribution(p, q, drafted, accepted)
     if drafted.shape[1]:  # a row with NaN scores is verified again, and the token drawn here is dropped
         residual = torch.where(residual.isnan().any(dim=1, keepdim=True), 1.0, residual)
-    return accepted, torch.multinomial(residual, num_samples=1).squeeze(1), unlikely
+    return accepted, drawn(residual), unlikely
+
+
+def drawn(weights: torch.Tensor) -> torch.LongTensor:
+    """
+    Draws an index from each row of `weights` `(batch_size, vocab_size)` with the numbers of `torch.multinomial`, which
+    would let the host wait for the device. Where that would raise, the index is -1.
+    """
+    is_possible = (weights.amax(dim=1) < torch.inf) & (weights.amin(dim=1) >= 0) & (weights.sum(dim=1) > 0)
+    return torch.where(is_possible, argmax(weights / torch.empty_like(weights).exponential_()), -1)

@@ -21,6 +21,7 @@ from ..rounds import AHEAD, FILLER, IN_TURN, NGRAM, PLAIN, PRIMARY, Plan, RoundR
 from .cost_model import BUDGETS, LOOKAHEADS, CostModel
 from .experience import Durations, Experience
 from .profile import KNOWN, RUNNING, WANTED, Profile
+from .reasons import reason_for
 
 logger = logging.get_logger(__name__)
 
@@ -43,7 +44,7 @@ class Planner:
     Chooses mode, lookahead, budget, fallback and C for the rounds of a call.
 
     Args:
-        config (`SSDConfig`): The settings. Those given as numbers are not changed.
+        config (`SSDConfig`): The settings, of which lookahead, budget or both are `"auto"`. Others are not changed.
         rows (`int`): Batch size.
         vocab_size (`int`): Vocabulary size of both models.
         sampled (`bool`): Whether tokens are sampled.
@@ -75,9 +76,8 @@ class Planner:
         self.costs = CostModel(config, rows, vocab_size, sampled, workers, is_parallel, durations, experience)
         self.durations, self.experience = self.costs.durations, self.costs.experience
         self.chooses_lookahead = config.lookahead == "auto"
-        self.is_fixed = not self.chooses_lookahead and config.budget != "auto"
         self.may_take_turns = not config.asynchronous or (self.chooses_lookahead and config.budget == "auto")
-        self.profile = Profile(self.durations, config.asynchronous and not self.is_fixed, self.chooses_lookahead)
+        self.profile = Profile(self.durations, config.asynchronous, self.chooses_lookahead)
         is_named = isinstance(config.fallback, str) and config.fallback != "auto"
         self.fallback = config.fallback if is_named else self.experience.fallback or PRIMARY
         self.compares_fallbacks = self.chooses_lookahead and config.fallback == "auto" and config.asynchronous
@@ -88,7 +88,7 @@ class Planner:
         self.reasons: dict[str, str] = {}  # by mode, why it was last chosen
         lookahead = FIRST[0] if self.chooses_lookahead else config.lookahead
         budget = min(FIRST[1], self.costs.largest_budget(lookahead)) if config.budget == "auto" else config.budget
-        self.reason = "the settings are fixed" if self.is_fixed else "the pair is not known yet"
+        self.reason = "the pair is not known yet"
         # The answer to the first outcome brings the draft's profile. A round in turn times a verification while the
         # draft is idle.
         is_ahead = config.asynchronous and not self.chooses_lookahead
@@ -103,8 +103,7 @@ class Planner:
             self.live = self.costs.rows
             if self._may_choose:
                 self._choose()
-            is_known = self.profile.state == KNOWN
-            if is_known and self.may_take_turns and not self.durations.verification[IN_TURN].count:
+            if not self.profiles and self.may_take_turns and not self.durations.verification[IN_TURN].count:
                 self.plan = self.first  # the profiling call ended before that round, or the durations were forgotten
 
     @property
@@ -142,7 +141,7 @@ class Planner:
 
     def reason_of(self, records: list[RoundRecord]) -> str:
         """Returns why the most frequent mode of these rounds was chosen."""
-        if self.is_fixed or not records:
+        if not records:
             return self.reason
         (mode, _), *_ = Counter(record.mode for record in reversed(records)).most_common(1)
         unknown = {PLAIN: "decoded plainly", IN_TURN: "drafted in turn", AHEAD: "drafted ahead"}[mode]
@@ -151,37 +150,30 @@ class Planner:
     @property
     def _may_choose(self) -> bool:
         """Whether a plan can be chosen. Without a profile the choice is plain decoding or drafting in turn."""
-        is_free = not self.is_fixed and self.profile.state != RUNNING
-        return is_free and (self.chooses_lookahead or self.costs.knows(AHEAD))
+        return self.profile.state != RUNNING and (self.chooses_lookahead or self.costs.knows(AHEAD))
 
     def observe(self, before: RoundRecord, now: RoundRecord) -> None:
         """
-        Learns from a round, as [`CostModel.observe`] does, and chooses the next plan when a choice is due. Does nothing
-        if all settings are fixed.
+        Learns from a round, as [`CostModel.observe`] does, and chooses the next plan when a choice is due.
         """
-        if self.is_fixed:
-            return
         with self.lock:
-            self._observe(before, now)
-
-    def _observe(self, before: RoundRecord, now: RoundRecord) -> None:
-        seen = self.experience
-        self.costs.observe(before, now)
-        if self.profile.state != RUNNING:
-            self.durations.used[now.mode] = self.durations.rounds
-        if seen.rounds <= seen.probe_until and self.costs.knows(PLAIN):
-            seen.probe_at += math.ceil(self.costs.reading / (PROBE_SHARE * self.costs.seconds_to_verify(PLAIN, 0)))
-        if self.saguaro is not None and FILLER not in before.sources:
-            self.saguaro.observe(before, now)
-            self.plan = dataclasses.replace(self.plan, saguaro_c=self.saguaro.value)
-        if self.feeds_first is not None and seen.rounds > FIRST_EPOCHS and before.mode == now.mode == AHEAD:
-            self.feeds_first.observe(before, now)
-            self.costs.feeds_first = self.feeds_first.value
-            self.plan = dataclasses.replace(self.plan, feeds_first=self.feeds_first.value)
-        if self.costs.live != self.live and self.plan.mode != PLAIN:
-            self.due = seen.rounds
-        if seen.rounds >= self.due and self._may_choose:
-            self._choose()
+            seen = self.experience
+            self.costs.observe(before, now)
+            if self.profile.state != RUNNING:
+                self.durations.used[now.mode] = self.durations.rounds
+            if seen.rounds <= seen.probe_until and self.costs.knows(PLAIN):
+                seen.probe_at += math.ceil(self.costs.reading / (PROBE_SHARE * self.costs.seconds_to_verify(PLAIN, 0)))
+            if self.saguaro is not None and FILLER not in before.sources:
+                self.saguaro.observe(before, now)
+                self.plan = dataclasses.replace(self.plan, saguaro_c=self.saguaro.value)
+            if self.feeds_first is not None and seen.rounds > FIRST_EPOCHS and before.mode == now.mode == AHEAD:
+                self.feeds_first.observe(before, now)
+                self.costs.feeds_first = self.feeds_first.value
+                self.plan = dataclasses.replace(self.plan, feeds_first=self.feeds_first.value)
+            if self.costs.live != self.live and self.plan.mode != PLAIN:
+                self.due = seen.rounds
+            if seen.rounds >= self.due and self._may_choose:
+                self._choose()
 
     # ---------------------------------------------------------------- the choice
 
@@ -275,30 +267,11 @@ class Planner:
     # ---------------------------------------------------------------- the reason
 
     def _explain(self, chosen: tuple, speeds: dict, best: tuple) -> None:
-        mode, lookahead, budget = chosen
-        costs, before = self.costs, self.reason
-        if mode == AHEAD:
-            verify, prepare = costs.seconds_to_verify(AHEAD, lookahead), costs.seconds_to_prepare(lookahead, budget)
-            hit_rate = costs.hit_rates(costs.acceptance(lookahead), [budget * self.workers])[0]
-            self.reason = (
-                f"preparing takes {1e3 * prepare:.1f} ms against {1e3 * verify:.1f} ms per verification, expected hit "
-                f"rate {hit_rate:.2f}: lookahead {lookahead}, budget {budget}"
-            )
-        elif mode == IN_TURN:
-            draft, verify = costs.seconds_to_draft(IN_TURN, lookahead), costs.seconds_to_verify(IN_TURN, lookahead)
-            self.reason = (
-                f"drafting takes {1e3 * draft:.1f} ms and verification {1e3 * verify:.1f} ms: drafting in turn, "
-                f"lookahead {lookahead}"
-            )
-        else:
-            drafting = max((speed for plan, speed in speeds.items() if plan[0] != PLAIN), default=0.0)
-            self.reason = (
-                f"not drafting: expected {drafting / speeds[chosen]:.2f} times plain decoding's speed "
-                f"(estimated acceptance {costs.acceptance(1)[0]:.2f})"
-            )
+        before, costs = self.reason, self.costs
+        self.reason = reason_for(chosen, speeds, costs)
         if chosen != best:
             self.reason = f"probe: {self.reason}"
-        self.reasons[mode] = self.reason
+        self.reasons[chosen[0]] = self.reason
         if self.reason != before:
             logger.info(f"round {self.experience.rounds}: {self.reason}")
         if costs.contention > CONTENTION and not self.has_warned:

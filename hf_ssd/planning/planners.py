@@ -7,6 +7,7 @@ import weakref
 from ..config import SSDConfig
 from .cost_model import LOOKAHEADS
 from .experience import Durations, Experience
+from .fixed_plan import FixedPlan
 from .planner import Planner
 
 KINDS_KEPT = 32  # kinds of calls that are kept for a pair; a service may meet a new temperature in each call
@@ -19,7 +20,7 @@ class PairKnowledge:
     Attributes:
         durations (`dict`): [`Durations`] by batch size, length, kind of draft and CUDA graphs.
         experience (`dict`): [`Experience`] by settings, batch size, length and temperature.
-        last ([`Planner`], *optional*): The planner of the last call.
+        last ([`Planner`], *optional*): The planner of the last call whose plan was not fixed.
         lock (`threading.Lock`): Held while any of these attributes is read or written.
     """
 
@@ -43,9 +44,10 @@ def planner_for(
     length: int,
     vocab_size: int,
     is_parallel: bool = False,
-) -> Planner:
+) -> "Planner | FixedPlan":
     """
-    Returns a planner for a call. It starts from the measurements of earlier calls, kept while both models live.
+    Returns a planner for a call. It starts from the measurements of earlier calls, kept while both models live. If the
+    settings fix lookahead and budget, there is nothing to measure.
 
     Args:
         target (`PreTrainedModel`): The target.
@@ -56,6 +58,8 @@ def planner_for(
         vocab_size (`int`): Vocabulary size of both models.
         is_parallel (`bool`, *optional*): Whether the draft gives all tokens of its branches in one forward pass.
     """
+    if config.lookahead != "auto" and config.budget != "auto":
+        return FixedPlan(config, is_parallel)
     with _lock:
         known = _pairs.setdefault(target, weakref.WeakKeyDictionary()).setdefault(draft, PairKnowledge())
     sampled = bool(generation_config.do_sample)
@@ -87,6 +91,6 @@ def _kept(known: dict, key: tuple, make):
 
 
 def last_planner(target, draft) -> Planner | None:
-    """Returns the planner of the last call with this pair, whose `costs` hold the measurements."""
+    """Returns the planner of the last planned call with this pair, whose `costs` hold the measurements."""
     known = _pairs.get(target, {}).get(draft)
     return None if known is None else known.last

@@ -73,7 +73,7 @@ def test_a_mask_that_lets_branches_see_each_other_is_noticed(monkeypatch):
     original = Branches.grow
 
     def leaky(self, tokens):
-        self.additive[..., self.base :] = 0
+        self.mask[..., self.base :] = 0
         return original(self, tokens)
 
     monkeypatch.setattr(Branches, "grow", leaky)

@@ -70,9 +70,10 @@ def grow(model, steps=12):
 
 
 def place_by_numbers(self, columns, width):
-    self.placement = None if isinstance(columns, slice) else (columns, width)
-    for layer in self.layers if self.placement is None else ():
-        layer.width = columns.start
+    is_number = isinstance(columns, slice) or bool((columns == columns[0]).all())
+    self.placement = None if is_number else (columns, width)
+    for layer in self.layers if is_number else ():
+        layer.width = columns.start if isinstance(columns, slice) else int(columns[0, 0])
 
 
 @pytest.mark.parametrize(

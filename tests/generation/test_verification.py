@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from hf_ssd.generation import verification
+from hf_ssd.generation.deciding import check_drawn
 from hf_ssd.generation.verification import (
     acceptance_probabilities,
     accepted_counts,
+    drawn,
     residual_distribution,
     uniform_numbers,
     verify_greedy,
@@ -272,3 +274,27 @@ def test_random_numbers_for_a_device_without_double_precision_are_below_one(monk
     monkeypatch.setattr(torch, "rand", lambda *shape, **options: torch.full_like(rand(*shape, **options), largest))
     numbers = uniform_numbers(torch.zeros(2, 3, dtype=torch.long))
     assert numbers.dtype == torch.float32 and numbers.shape == (2, 3) and (numbers < 1).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_bonus_tokens_are_those_of_multinomial_without_its_waits(dtype):
+    weights = torch.rand(50, 97, generator=torch.Generator().manual_seed(0)).to(dtype)
+    weights[:, ::3] = 0
+    torch.manual_seed(1)
+    expected = torch.multinomial(weights, 1).squeeze(1)
+    torch.manual_seed(1)
+    assert torch.equal(drawn(weights), expected)
+    assert not torch.equal(drawn(weights), expected)  # other numbers
+
+
+@pytest.mark.parametrize("number", [torch.nan, torch.inf, -1.0, None])
+def test_a_row_without_a_distribution_is_refused_as_by_multinomial(number):
+    weights = torch.ones(2, 5)
+    weights[1, :] = 0 if number is None else 1
+    weights[1, 2] = 0 if number is None else number
+    with pytest.raises(RuntimeError):
+        torch.multinomial(weights, 1)
+    tokens = drawn(weights).tolist()
+    assert tokens[0] >= 0 > tokens[1]
+    with pytest.raises(RuntimeError, match="probability tensor"):
+        check_drawn(tokens)

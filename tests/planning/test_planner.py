@@ -10,6 +10,7 @@ from hf_ssd import SSDConfig
 from hf_ssd.planning import planner as planner_module
 from hf_ssd.planning.cost_model import CostModel
 from hf_ssd.planning.estimates import HitRates, Line
+from hf_ssd.planning.fixed_plan import FixedPlan
 from hf_ssd.planning.planner import EPOCH_ROUNDS, PROBE_ROUNDS, Planner
 from hf_ssd.planning.planners import planner_for
 from hf_ssd.planning.profile import FILLERS
@@ -128,10 +129,9 @@ def rounds_of(planner, count, accepted=2, **fields):
 
 def test_numbers_in_the_config_stay_as_they_are():
     world = World(0.8)
-    fixed = new_planner(world, lookahead=5, budget=7)
-    rounds_of(fixed, 40)
+    fixed = FixedPlan(SSDConfig(lookahead=5, budget=7))
     assert (fixed.plan.mode, fixed.plan.lookahead, fixed.plan.after_miss, fixed.plan.budget) == (AHEAD, 5, 5, 7)
-    assert fixed.next_filler() is None and not fixed.profiles
+    assert not fixed.profiles
     of_lookahead, of_budget, in_turn = (
         new_planner(world, **settings) for settings in ({"lookahead": 3}, {"budget": 5}, {"asynchronous": False})
     )
@@ -188,7 +188,7 @@ def test_the_reason_is_one_sentence_with_the_numbers_of_the_plan():
         planner.experience.probe_at = planner.experience.rounds + 100
         world.run(planner, rounds=2 * EPOCH_ROUNDS)
         assert all(word in planner.reason for word in words), planner.reason
-    assert "settings are fixed" in new_planner(World(0.9), lookahead=4, budget=8).reason
+    assert "settings are fixed" in FixedPlan(SSDConfig(lookahead=4, budget=8)).reason_of([])
 
 
 def test_a_shared_memory_is_named_once(monkeypatch):

@@ -56,6 +56,23 @@ class Wait:
     where: str
 
 
+class Event:
+    """Copies to the host arrive when it is asked for the second time."""
+
+    def __init__(self, gpu: "StandInGPU"):
+        self.gpu, self.asked, self.before = gpu, 0, []
+
+    def record(self, stream) -> None:
+        self.before, self.gpu.coming = self.gpu.coming, []
+
+    def query(self) -> bool:
+        self.asked += 1
+        while self.asked > 1 and self.before:
+            target, source = self.before.pop()
+            target.copy_(source)
+        return self.asked > 1
+
+
 class StandInGPU(TorchFunctionMode):
     """
     While it is active, tensors can be made on `cuda` and moved there.
@@ -69,11 +86,13 @@ class StandInGPU(TorchFunctionMode):
         super().__init__()
         self.visits: list[tuple[str, Counter]] = []
         self.operations = 0
+        self.coming: list[tuple[Tensor, Tensor]] = []  # copies to the host that have not arrived, with their source
         self.begin("")
 
     def __enter__(self):
         self.patches, generator = pytest.MonkeyPatch(), torch.Generator
         self.patches.setattr(torch, "Generator", lambda device="cpu": generator())
+        self.patches.setattr(torch.cuda, "Event", lambda: Event(self))
         for module in (torch.cuda, torch.accelerator):
             self.patches.setattr(module, "current_stream", lambda device=None: self)
             self.patches.setattr(module, "synchronize", lambda device=None: self.synchronize())
@@ -144,6 +163,10 @@ class StandInGPU(TorchFunctionMode):
             if here != isinstance(source, OnGPU):
                 result = result.clone()
         result = result.as_subclass(OnGPU if here else Tensor)
+        if kwargs.get("non_blocking") and isinstance(source, OnGPU) and not here:  # into memory that is pinned
+            self.coming.append((result, result.clone()))
+            result.fill_(0)
+            return result
         self._copy(result, source, kwargs.get("non_blocking"))
         return result
 

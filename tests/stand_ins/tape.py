@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from hf_ssd.cache import graphs
+from hf_ssd.drafting import sampling
 
 from .gpu import READS
 
@@ -37,7 +38,8 @@ class Tape(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         indices = tree_leaves(args[1]) if func.overloadpacket in (aten.index, aten.index_put, aten.index_put_) else ()
         is_mask = any(isinstance(one, Tensor) and one.dtype == torch.bool for one in indices)
-        if is_mask or func.overloadpacket in NEEDS_NUMBERS:
+        is_constant = func.overloadpacket is aten.lift_fresh and not args[0].dim()  # `tensor[...] = 0`
+        if is_mask or (func.overloadpacket in NEEDS_NUMBERS and not is_constant):
             raise NotCaptured(f"operation not permitted when stream is capturing: {func}")
         with torch._C.DisableTorchFunction():
             result = func(*args, **(kwargs or {}))
@@ -93,7 +95,7 @@ class TapeCapture:
     made: "list[TapeCapture]" = []
 
     def __init__(self, device: torch.device):
-        self.results: list[Tensor] = []
+        self.results: list[tuple] = []
         self.captured = self.replayed = self.recorded = 0
         TapeCapture.made.append(self)
 
@@ -107,8 +109,8 @@ class TapeCapture:
         def replay():
             self.replayed += 1
             with torch.inference_mode(), torch._C.DisableTorchFunction(), _disable_current_modes():
-                for one in self.results:
-                    one.fill_(torch.nan)
+                for one in tree_leaves(self.results):
+                    one.fill_(torch.nan if one.is_floating_point() else 0)
                 tape.replay()
 
         return result, replay
@@ -119,4 +121,5 @@ def use_tapes(monkeypatch, device: str = "cpu") -> type[TapeCapture]:
     monkeypatch.setitem(graphs.CAPTURES, device, TapeCapture)
     monkeypatch.setattr(TapeCapture, "made", [])
     monkeypatch.setattr(graphs, "_graphs", weakref.WeakKeyDictionary())
+    monkeypatch.setattr(sampling, "argmax", lambda scores: scores.argmax(dim=-1))  # on a CPU it is numpy's
     return TapeCapture

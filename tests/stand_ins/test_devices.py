@@ -50,7 +50,6 @@ WAITS = {  # in hf_ssd; what waits in transformers, its processors for example, 
     "__bool__ | support.py are_close": "once for each model: whether it obeys",
     "copy to host | outcome_candidates.py of": "the cache shape works on the host",
     "tolist | fallbacks.py propose": "how many tokens are proposed decides how long the speculation is",
-    "multinomial | verification.py verify_sampled": "it raises, as plain generation, where there are no probabilities",
 }
 
 
@@ -119,7 +118,7 @@ def caches(place):
 
 def windows(place):
     positions = torch.arange(place.rows * 3, device=place.device).view(place.rows, 3)
-    allowed = masks.visible_up_to(positions, 20, torch.ones(place.rows, 4, dtype=torch.bool, device=place.device))
+    allowed = masks.visible_up_to(positions, 20, torch.ones(place.rows, 1, 4, dtype=torch.bool, device=place.device))
     return masks.additive(masks.within_window(allowed, positions, positions.new_zeros(20), 5), torch.float32)
 
 
@@ -170,7 +169,7 @@ def fall_back(place):
 
 def draw_tokens(place):
     noise, q = SpeculationNoise(1, VOCAB, place.device), saguaro(place.scores(2).softmax(-1), 4, 0.5)
-    drawn = noise.gather([[n, n + 1] for n in place.lengths(3)], depth=2)
+    drawn = noise.gather(range(place.rows), [[n, n + 1] for n in place.lengths(3)], depth=2)
     noise.forget_before(place.lengths(4))
     assert draw(q, drawn).shape == (place.rows, 2)  # a GPU draws other numbers
     return q, draw(q, torch.ones_like(q))

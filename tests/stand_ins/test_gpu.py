@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from hf_ssd import devices
 from hf_ssd.devices import from_host
 
 from .gpu import OnGPU, StandInGPU, Wait
@@ -92,3 +93,13 @@ def test_what_does_not_wait_is_not_noted():
 def test_a_tensor_of_the_device_is_no_array():
     with StandInGPU(), pytest.raises(TypeError):
         torch.zeros(3, device="cuda").numpy()
+
+
+def test_a_copy_that_is_read_before_it_has_arrived_holds_nothing():
+    """The mutant: tokens of branches that are read at once."""
+    with StandInGPU() as gpu:
+        copy = devices.HostCopy(torch.full((2, 3), 7, device="cuda"), torch.tensor([[1], [2]]).to("cuda"))
+        waits = gpu.waits.total()
+        assert copy.lists() == [[[0] * 3] * 2, [[0], [0]]] and not copy.has_arrived() and copy.has_arrived()
+        assert copy.lists() == [[[7] * 3] * 2, [[1], [2]]] and gpu.waits.total() == waits
+    assert devices.HostCopy(torch.tensor([3])).lists() == [[3]]

@@ -1,0 +1,32 @@
+"""Why a plan was chosen, in a sentence with its numbers."""
+
+from ..rounds import AHEAD, IN_TURN, PLAIN
+from .cost_model import CostModel
+
+
+def reason_for(chosen: tuple[str, int, int], speeds: dict[tuple, float], costs: CostModel) -> str:
+    """
+    Args:
+        chosen (`tuple`): Mode, lookahead and budget of the plan.
+        speeds (`dict`): The expected tokens per second of all plans.
+        costs ([`CostModel`]): The estimates for the pair.
+    """
+    mode, lookahead, budget = chosen
+    if mode == AHEAD:
+        verify, prepare = costs.seconds_to_verify(AHEAD, lookahead), costs.seconds_to_prepare(lookahead, budget)
+        hit_rate = costs.hit_rates(costs.acceptance(lookahead), [budget * costs.workers])[0]
+        return (
+            f"preparing takes {1e3 * prepare:.1f} ms against {1e3 * verify:.1f} ms per verification, expected hit "
+            f"rate {hit_rate:.2f}: lookahead {lookahead}, budget {budget}"
+        )
+    if mode == IN_TURN:
+        draft, verify = costs.seconds_to_draft(IN_TURN, lookahead), costs.seconds_to_verify(IN_TURN, lookahead)
+        return (
+            f"drafting takes {1e3 * draft:.1f} ms and verification {1e3 * verify:.1f} ms: drafting in turn, "
+            f"lookahead {lookahead}"
+        )
+    drafting = max((speed for plan, speed in speeds.items() if plan[0] != PLAIN), default=0.0)
+    return (
+        f"not drafting: expected {drafting / speeds[chosen]:.2f} times plain decoding's speed "
+        f"(estimated acceptance {costs.acceptance(1)[0]:.2f})"
+    )
