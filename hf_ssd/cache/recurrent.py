@@ -10,10 +10,6 @@ A checkpoint has only read tokens of its row. All rows of a pass are fed the sam
 tokens is fed further tokens after its own, which its own tokens never see, and its checkpoint stays.
 """
 
-import contextlib
-import math
-from collections.abc import Iterator
-
 import torch
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
@@ -22,6 +18,7 @@ from transformers.utils import logging
 
 from ..devices import from_host
 from .cached_model import CachedModel
+from .mamba import RecurrentRunner
 from .model_runner import Runner
 from .ragged import RaggedCache, RaggedLayer
 
@@ -29,7 +26,6 @@ from .ragged import RaggedCache, RaggedLayer
 # take a + b * n seconds and every third round accepts all tokens, both cost the same at a / (2 b) tokens: 3 tokens
 # where a / b is 5, as on a CPU, and 25 where it is 50, as on a GPU.
 LONGEST_REFEED = 16  # tokens
-SHORTEST_CHUNK = 16  # tokens; the chunks of Mamba-2's kernels are powers of 2
 ROOM = 256  # spare columns in the tensor of the rows' tokens
 
 logger = logging.get_logger(__name__)
@@ -135,11 +131,9 @@ class RecurrentModel(CachedModel):
             logger.warning_once(
                 f"{type(model).__name__} has recurrent layers, so its steps run uncompiled and uncaptured."
             )
-            self.runner, self.fewest_tokens = Runner(model, cache), Runner.fewest_tokens
+        self.runner, self.fewest_tokens = RecurrentRunner(model, cache), RecurrentRunner.fewest_tokens
         for layer in cache.recurrent:
             layer.keep_all()
-        names = ("time_step_limit", "chunk_size")
-        self.mamba = [one for one in model.modules() if all(hasattr(one, name) for name in names)]
         kept = [state for layer in cache.recurrent for state in layer.kept]
         if not kept:
             raise RuntimeError("it keeps no recurrent state in its cache")
@@ -216,28 +210,10 @@ class RecurrentModel(CachedModel):
         for layer in self.cache.recurrent:
             layer.copy_checkpoint(self.cache.rows)
         kept = from_host(logits_to_keep, self.device)
-        with self._like_single_steps(count):
-            logits = super().extend(self.tokens.gather(1, columns), self.checkpoints, kept)
+        logits = super().extend(self.tokens.gather(1, columns), self.checkpoints, kept)
         self.passed = self.computed(list(range(len(ends))))
         self.reached = {row: ends[row] for row in self.passed if self.checkpoints[row] + count == ends[row]}
         return logits
-
-    @contextlib.contextmanager
-    def _like_single_steps(self, count: int) -> Iterator[None]:
-        """
-        Lets Mamba-2 layers compute several tokens as they compute a single token. transformers bounds step sizes only
-        when there are several tokens; here they have no bounds. The chunks to which it pads the tokens are made short;
-        chunks only group the arithmetic.
-        """
-        before = [(layer, layer.time_step_limit, layer.chunk_size) for layer in self.mamba]
-        for layer, _, chunk_size in before:
-            layer.time_step_limit = (0.0, math.inf)
-            layer.chunk_size = min(chunk_size, max(SHORTEST_CHUNK, 1 << (count - 1).bit_length()))
-        try:
-            yield
-        finally:
-            for layer, limit, chunk_size in before:
-                layer.time_step_limit, layer.chunk_size = limit, chunk_size
 
     def _take_in(self, rows: list[int], verified: list[int]) -> None:
         """Makes the states of the last pass the checkpoint of rows whose verified tokens end where the states do."""

@@ -1,9 +1,11 @@
 """Targets that keep a recurrent state between layers with attention: whole calls are those of plain generate()."""
 
 import dataclasses
+import threading
 
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
 
 import hf_ssd
 from hf_ssd.cache import recurrent
@@ -241,3 +243,32 @@ def test_the_trial_notices_a_state_that_is_not_copied(monkeypatch):
     with pytest.raises(ValueError, match="several tokens behind its recurrent state"):
         check_supported(sharp_model(tiny_config("qwen3_next")))
     check_supported(tiny_model())
+
+
+@pytest.mark.parametrize("hooked", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_thread_that_uses_the_model_during_a_pass_meets_its_own_settings(hooked, short_refeeds):
+    """The bounds of Mamba-2's step sizes and its chunks differ in our passes, and belong to these alone."""
+    config = tiny_config("bamba")
+    config.time_step_limit = (0.0, 0.3)  # bounds that change logits
+    target = sharp_model(config)
+    draft, mamba = likely_draft(target), target.model.layers[0].mamba
+    if hooked:  # as accelerate does for a model on several devices
+        for module in (target, target.model, mamba):
+            add_hook_to_module(module, ModelHook())
+    hf_ssd.enable(target)
+    alone, in_thread, entered = target.generate(**padded_batch(1), **GREEDY), [], []
+    check_supported(target)
+
+    def generate_in_a_thread(module, inputs, _):
+        if entered or inputs[0].shape[1] == 9 or threading.current_thread() is not threading.main_thread():
+            return
+        entered.append(True)
+        thread = threading.Thread(target=lambda: in_thread.append(target.generate(**padded_batch(1), **GREEDY)))
+        thread.start()
+        thread.join()
+
+    with mamba.in_proj.register_forward_hook(generate_in_a_thread):
+        output = target.generate(**padded_batch(1), **GREEDY, **in_turn(draft))
+    assert torch.equal(output.sequences, alone.sequences) and output.ssd_stats.tokens_per_round > 1.1
+    for ours, theirs in zip(in_thread[0].logits, alone.logits, strict=True):
+        torch.testing.assert_close(ours, theirs)
