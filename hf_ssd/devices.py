@@ -61,6 +61,19 @@ def to_host(*tensors: torch.LongTensor) -> list[torch.LongTensor]:
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors)]
 
 
+def free_memory(device: torch.device) -> int | None:
+    """Returns the bytes that new tensors on a device may take, if it is known."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    try:
+        with open("/proc/meminfo") as lines:
+            kilobytes = next(line.split()[1] for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return None
+    return 1024 * int(kilobytes) if device.type == "cpu" else None
+
+
 def has_float64(device: torch.device) -> bool:
     """Whether the device computes in double precision."""
     if device.type == "xpu":

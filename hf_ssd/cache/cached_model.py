@@ -116,7 +116,7 @@ class CachedModel:
         columns = from_host(lengths, self.device)[:, None] + torch.arange(count, device=self.device)
         self.cache.place(slice(start, start + count) if is_even else columns, width)
         sees_all = count == 1 and is_even and self.needs_no_mask_for_one and self.cache.window is None
-        is_prefill = not self.cache.layers and self.valid is None
+        is_prefill = self.cache.is_empty and self.valid is None
         if self.reads_2d_masks or is_prefill or sees_all:
             mask = None  # no column is hidden, and the attention function is causal by itself
         else:

@@ -284,6 +284,8 @@ class Planner:
                 f"draft needs {1e3 * prepare:.1f} of the {1e3 * verify:.1f} ms that verification takes, and is to hit "
                 f"{hit_rate:.2f} of the rounds: lookahead {lookahead}, budget {budget}"
             )
+            if 2 * budget > costs.most_states // lookahead:  # a larger budget may not fit
+                self.reason += f" (its memory has room for {costs.most_states} recurrent states of a row)"
         elif mode == IN_TURN:
             draft, verify = costs.seconds_to_draft(IN_TURN, lookahead), costs.seconds_to_verify(IN_TURN, lookahead)
             self.reason = (
