@@ -2,7 +2,8 @@
 
     python examples/layered_pair.py --size 287m/39m --agreement 0.9 --output folder
 
-The target is a random Llama, and the draft is its first layers with the same embeddings, final norm and head. The
+The target is a random Llama, or of the shape of Qwen3-Next (`--size 221m/42m`: three layers of the gated delta rule to
+one with attention), and the draft is its first layers with the same embeddings, final norm and head. The
 deeper layers write to the residual stream only `epsilon` times as loudly as the first ones, so they change the next
 token only sometimes: `epsilon` is found by bisection. The text means nothing, but the compute and the acceptance rate
 are real, which is what a measurement of speed needs. Unlike in a trained pair, each token is accepted independently of
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import torch
 from tqdm.auto import tqdm
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3NextConfig
 
 # Times the initialization at which queries and keys have variance 1. Sharper attention depends more on the context,
 # which keeps greedy text out of loops: distinct tokens among 128 greedy ones rose from 75 to 99 (size "tiny").
@@ -38,6 +39,7 @@ class Size:
     Args:
         hidden, layers, intermediate, heads, kv_heads, vocab (`int`): Those of the target.
         draft_layers (`int`): How many of the target's layers, from the first, make the draft.
+        hybrid (`bool`): Whether three of four layers keep a recurrent state, as in Qwen3-Next; the second does not.
     """
 
     hidden: int
@@ -47,14 +49,22 @@ class Size:
     heads: int
     kv_heads: int
     vocab: int = 8192
+    hybrid: bool = False
 
     def __post_init__(self):
         if not 1 <= self.draft_layers < self.layers:
             raise ValueError(f"draft_layers is {self.draft_layers}: use 1 to {self.layers - 1}")
 
-    def config(self, layers: int) -> LlamaConfig:
+    def config(self, layers: int) -> LlamaConfig | Qwen3NextConfig:
         """Returns the config of a model with `layers` layers. It has no end-of-text token, so runs have full length."""
-        return LlamaConfig(
+        kind, others = LlamaConfig, {}
+        if self.hybrid:
+            head, kind = self.hidden // self.heads, Qwen3NextConfig
+            others = {"head_dim": head, "linear_key_head_dim": head, "linear_value_head_dim": head}
+            others |= {"linear_num_key_heads": self.heads // 2, "linear_num_value_heads": self.heads}
+            others |= {"mlp_only_layers": list(range(layers))}
+            others["layer_types"] = ["full_attention" if i % 4 == 1 else "linear_attention" for i in range(layers)]
+        return kind(
             hidden_size=self.hidden,
             num_hidden_layers=layers,
             intermediate_size=self.intermediate,
@@ -68,12 +78,14 @@ class Size:
             bos_token_id=None,
             eos_token_id=None,
             pad_token_id=0,
+            **others,
         )
 
 
 SIZES = {
     "287m/39m": Size(hidden=1024, layers=24, draft_layers=2, intermediate=2816, heads=16, kv_heads=4),
     "101m/25m": Size(hidden=768, layers=14, draft_layers=2, intermediate=2048, heads=12, kv_heads=4),
+    "221m/42m": Size(hidden=1024, layers=16, draft_layers=2, intermediate=2816, heads=16, kv_heads=4, hybrid=True),
     # For GPUs: about 1B/0.1B and 8B/0.5B. A draft of two layers needs a small vocabulary to be that small.
     "1089m/120m": Size(hidden=1536, layers=30, draft_layers=2, intermediate=6144, heads=12, kv_heads=4, vocab=16384),
     "7852m/520m": Size(hidden=4096, layers=40, draft_layers=2, intermediate=12288, heads=32, kv_heads=8, vocab=16384),
@@ -82,7 +94,7 @@ SIZES = {
 
 
 @torch.no_grad()
-def new_target(size: Size, dtype: torch.dtype, device: str = "cpu") -> LlamaForCausalLM:
+def new_target(size: Size, dtype: torch.dtype, device: str = "cpu") -> PreTrainedModel:
     """Returns a random model of which every layer matters as much as the next. Draws from torch's default generator."""
     with torch.device(device):
         target = AutoModelForCausalLM.from_config(size.config(size.layers), dtype=dtype).eval()
@@ -90,13 +102,15 @@ def new_target(size: Size, dtype: torch.dtype, device: str = "cpu") -> LlamaForC
     target.get_input_embeddings().weight.mul_(size.hidden**0.5)
     target.lm_head.weight.mul_(SHARPNESS * math.sqrt(2 * math.log(size.vocab)))
     for layer in target.model.layers:
-        layer.self_attn.q_proj.weight.mul_(ATTENTION_GAIN)
-        layer.self_attn.k_proj.weight.mul_(ATTENTION_GAIN)
+        if hasattr(layer, "self_attn"):
+            attention = layer.self_attn
+            for matrix in (attention.q_norm, attention.k_norm) if size.hybrid else (attention.q_proj, attention.k_proj):
+                matrix.weight.add_(1.0 * size.hybrid).mul_(ATTENTION_GAIN).sub_(1.0 * size.hybrid)  # norms hold w - 1
         layer.mlp.down_proj.weight.mul_((size.hidden / size.intermediate) ** 0.5)
     return target
 
 
-def first_layers(target: LlamaForCausalLM, size: Size) -> LlamaForCausalLM:
+def first_layers(target: PreTrainedModel, size: Size) -> PreTrainedModel:
     """Returns the draft: a copy of the target without its deeper layers."""
     with torch.device(target.device):
         draft = AutoModelForCausalLM.from_config(size.config(size.draft_layers), dtype=target.dtype).eval()
@@ -108,9 +122,10 @@ def first_layers(target: LlamaForCausalLM, size: Size) -> LlamaForCausalLM:
 class DeeperLayers:
     """The layers of a target from [`new_target`] that the draft lacks. Keeps a copy of the matrices that it scales."""
 
-    def __init__(self, target: LlamaForCausalLM, draft_layers: int):
+    def __init__(self, target: PreTrainedModel, draft_layers: int):
         layers = target.model.layers[draft_layers:]
-        self.outputs = [p.weight for layer in layers for p in (layer.self_attn.o_proj, layer.mlp.down_proj)]
+        names = ("self_attn.o_proj.weight", "linear_attn.out_proj.weight", "mlp.down_proj.weight")
+        self.outputs = [weight for name, weight in layers.named_parameters() if name.endswith(names)]
         self.originals = [weight.detach().clone() for weight in self.outputs]
 
     @torch.no_grad()
@@ -122,8 +137,8 @@ class DeeperLayers:
 
 @torch.no_grad()
 def acceptance_rate(
-    target: LlamaForCausalLM,
-    draft: LlamaForCausalLM,
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
     temperature: float = 0.0,
     seed: int = 0,
     num_prompts: int = 32,
@@ -186,7 +201,7 @@ def layered_pair(
     dtype: torch.dtype = torch.bfloat16,
     seed: int = 0,
     device: str = "cpu",
-) -> tuple[LlamaForCausalLM, LlamaForCausalLM]:
+) -> tuple[PreTrainedModel, PreTrainedModel]:
     """
     Makes a target and a draft that agree as often as asked.
 
@@ -201,7 +216,7 @@ def layered_pair(
         device (`str`): Where to make, measure and leave both models.
 
     Returns:
-        Two `LlamaForCausalLM`: target and draft. Both configs hold `epsilon` and the `acceptance_rate` that the
+        Two models: target and draft. Both configs hold `epsilon` and the `acceptance_rate` that the
         bisection measured with it.
 
     Raises:

@@ -89,6 +89,19 @@ class HostCopy:
         return [part.view(shape).tolist() for part, shape in zip(parts, self.shapes)]
 
 
+def free_memory(device: torch.device) -> int | None:
+    """Returns the bytes that new tensors on a device may take, if it is known."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    try:
+        with open("/proc/meminfo") as lines:
+            kilobytes = next(line.split()[1] for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return None
+    return 1024 * int(kilobytes) if device.type == "cpu" else None
+
+
 def has_float64(device: torch.device) -> bool:
     """Whether the device computes in double precision."""
     if device.type == "xpu":

@@ -96,6 +96,8 @@ class RoundRecord:
         ngram_matches (`list[int]`): For each row, how many tokens of an earlier round the n-gram fallback would have
             got right; -1 if that was not evaluated.
         accepted (`list[int]`): Accepted count of each row; empty until the target has decided.
+        states (`int`): How many recurrent states of each row the draft's memory has room for, which bounds the budget:
+            each token of a branch has a state of its own. 0 if the draft has no recurrent states.
         grown (`int`): Number of tokens that each prepared branch had when its outcome was looked up.
         passes, steps (`int`): Forward passes that grew branches, and forward passes that drafted just in time.
         choose_seconds, grow_seconds (`float`): Time to choose outcomes, and time to grow their branches.
@@ -116,6 +118,7 @@ class RoundRecord:
     ranks: list[int] = field(default_factory=list)
     ngram_matches: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
+    states: int = 0
     grown: int = 0
     passes: int = 0
     steps: int = 0

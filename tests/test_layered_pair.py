@@ -23,6 +23,17 @@ def test_the_agreement_asked_for(temperature, agreement):
     assert abs(target.config.acceptance_rate - agreement) < 0.02 and 0 < target.config.epsilon < 1
 
 
+@pytest.mark.slow
+def test_a_hybrid_pair_agrees_as_often_as_asked():
+    size = Size(hidden=64, layers=6, draft_layers=2, intermediate=176, heads=4, kv_heads=2, vocab=512, hybrid=True)
+    target, draft = layered_pair(size, 0.85, dtype=torch.float32)
+    assert [hasattr(layer, "self_attn") for layer in draft.model.layers] == [False, True]
+    assert abs(acceptance_rate(target, draft, seed=7, new_tokens=128) - 0.85) < 0.06
+    torch.manual_seed(1)
+    output = target.generate(torch.randint(1, 512, (1, 8)), max_new_tokens=64, do_sample=False)
+    assert len(set(output[0, 8:].tolist())) > 30
+
+
 def test_the_draft_is_the_first_layers():
     target, draft = layered_pair("tiny", 0.8, dtype=torch.bfloat16, seed=3)
     assert len(draft.model.layers) == SIZES["tiny"].draft_layers < len(target.model.layers)

@@ -44,6 +44,12 @@ def grouped_attention(module, query, key, value, attention_mask, dropout=0.0, sc
     Returns:
         `tuple(torch.Tensor of shape (batch_size, queries, heads, head_dim), None)`.
     """
+    if len(query) > len(key):  # branches with a query each, which share the keys and values of their row
+        branches = len(query) // len(key)
+        of_rows = query.unflatten(0, (-1, branches)).squeeze(3).transpose(1, 2)
+        mask = attention_mask.unflatten(0, (-1, branches)).squeeze(3).transpose(1, 2)
+        output, _ = grouped_attention(module, of_rows, key, value, mask, dropout, scaling, **kwargs)
+        return output.flatten(0, 1).unsqueeze(1), None
     (rows, heads, queries, head_dim), key_value_heads = query.shape, key.shape[1]
     if attention_mask is None:
         is_foldable = queries == 1

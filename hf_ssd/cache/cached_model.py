@@ -123,7 +123,7 @@ class CachedModel:
         is_slice = is_even and self.cache.window is None
         self.cache.place(slice(start, start + count) if is_slice else places[0], width)
         sees_all = count == 1 and is_slice and self.needs_no_mask_for_one
-        is_prefill = not self.cache.layers and self.valid is None
+        is_prefill = self.cache.is_empty and self.valid is None
         if self.reads_2d_masks or is_prefill or sees_all:
             mask = None  # no column is hidden, and the attention function is causal by itself
         else:
@@ -188,6 +188,10 @@ class CachedModel:
             inputs |= self._lengths_for_flash_attention(tokens.shape[1])
         with self.attention.in_use():
             found = self.runner.run(inputs, logits_to_keep, mask if makes_mask else None, finish)
+        return self.of_all_rows(found)
+
+    def of_all_rows(self, found):
+        """Returns tensors of all rows, with zeros for rows left out, for tensors of the computed rows."""
         return found if self.cache.rows is None else tree_map(self._of_all_rows, found)
 
     def _of_all_rows(self, of_computed: torch.Tensor) -> torch.Tensor:

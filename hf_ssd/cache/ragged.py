@@ -115,6 +115,11 @@ class RaggedCache(DynamicCache):
         """The layers that have columns."""
         return [layer for layer in self.layers if isinstance(layer, RaggedLayer)]
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no forward pass has written columns yet."""
+        return not any(layer.is_initialized for layer in self.ragged)
+
     def place(self, columns: slice | torch.LongTensor, width: int) -> None:
         """
         Sets the columns that the next forward pass writes: a slice for all rows, if no window is open, or the columns

@@ -10,29 +10,18 @@ A checkpoint has only read tokens of its row. All rows of a pass are fed the sam
 tokens is fed further tokens after its own, which its own tokens never see, and its checkpoint stays.
 """
 
-import contextlib
-import math
-from collections.abc import Iterator
-
 import torch
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
-from transformers.utils import logging
 
 from ..devices import from_host
 from .cached_model import CachedModel
-from .model_runner import Runner
+from .mamba import RecurrentRunner
 from .ragged import RaggedCache, RaggedLayer
 
-# A refeed costs a little time in each of many rounds; a separate pass costs the time of a plain step, once. If n tokens
-# take a + b * n seconds and every third round accepts all tokens, both cost the same at a / (2 b) tokens: 3 tokens
-# where a / b is 5, as on a CPU, and 25 where it is 50, as on a GPU.
-LONGEST_REFEED = 16  # tokens
-SHORTEST_CHUNK = 16  # tokens; the chunks of Mamba-2's kernels are powers of 2
+LONGEST_REFEED = 16  # tokens; docs/design.md weighs the time of refeeds against that of separate passes
 ROOM = 256  # spare columns in the tensor of the rows' tokens
-
-logger = logging.get_logger(__name__)
 
 
 class RecurrentLayer(LinearAttentionLayer):
@@ -50,19 +39,19 @@ class RecurrentLayer(LinearAttentionLayer):
 
     def copy_checkpoint(self, rows: list[int] | None) -> None:
         """Lets the next forward pass start from a copy of the checkpoint of these rows, or of all of them."""
-        for (states, index), kept in zip(self._places(), self.kept):
+        for (states, index), kept in zip(self.places(), self.kept):
             states[index] = kept.clone() if rows is None else kept[from_host(rows, kept.device)]
 
     def keep(self, rows: list[int], places: list[int]) -> None:
         """Makes the states in these places, which the last forward pass left, the checkpoint of these rows."""
-        for (states, index), kept in zip(self._places(), self.kept):
+        for (states, index), kept in zip(self.places(), self.kept):
             kept[from_host(rows, kept.device)] = states[index][from_host(places, kept.device)]
 
     def keep_all(self) -> None:
         """Makes the states that the last forward pass left the checkpoint of all rows."""
-        self.kept = [states[index] for states, index in self._places()]
+        self.kept = [states[index] for states, index in self.places()]
 
-    def _places(self) -> list[tuple[dict[int, torch.Tensor], int]]:
+    def places(self) -> list[tuple[dict[int, torch.Tensor], int]]:
         """Returns the dictionaries and keys under which transformers looks for the states."""
         both = (self.conv_states, self.recurrent_states)
         return [(states, index) for states in both for index in states if states[index] is not None]
@@ -86,10 +75,16 @@ class RecurrentCache(RaggedCache):
 
     Args:
         theirs (`Cache`): A cache of transformers for the same model. Its contents are copied.
+
+    Attributes:
+        branches (`int`): How many rows of a pass's batch are branches of the same row. They write adjacent columns of
+            that row, and see all of its columns.
+        shares_columns (`bool`): Whether the model's attention takes keys and values of a row once for all its branches.
     """
 
     def __init__(self, theirs: Cache):
         super().__init__()
+        self.branches, self.shares_columns = 1, False
         for layer in theirs.layers:
             if isinstance(layer, LinearAttentionLayer):
                 kind = RecurrentRaggedLayer if isinstance(layer, DynamicLayer) else RecurrentLayer
@@ -99,6 +94,34 @@ class RecurrentCache(RaggedCache):
                 self.layers.append(RaggedLayer() if isinstance(layer, DynamicLayer) else type(layer)())
         self.recurrent = [layer for layer in self.layers if isinstance(layer, RecurrentLayer)]
         self.copy_columns(theirs)
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):
+        if self.branches == 1:
+            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        new = [
+            states.unflatten(0, (-1, self.branches)).squeeze(3).transpose(1, 2) for states in (key_states, value_states)
+        ]
+        seen = super().update(*new, layer_idx, *args, **kwargs)
+        if self.shares_columns:
+            return seen
+        return tuple(one[:, None].expand(-1, self.branches, -1, -1, -1).flatten(0, 1) for one in seen)
+
+    def current_states(self) -> list[torch.Tensor]:
+        """Returns the states of all layers that the last forward pass left; an empty list if there was none."""
+        return [states[index] for layer in self.recurrent for states, index in layer.places()]
+
+    def set_states(self, new: list[torch.Tensor]) -> None:
+        """Lets the next forward pass start from these states, which it changes."""
+        places = [place for layer in self.recurrent for place in layer.places()]
+        for (states, index), one in zip(places, new, strict=True):
+            states[index] = one
+
+    def copy_between_columns(self, places: list[int], source: list[list[int]], to: list[list[int]]) -> None:
+        """Copies columns within rows: for each row that stands at one of `places`, columns `source` to columns `to`."""
+        for layer in self.ragged:
+            rows, source_columns, columns = from_host([[[p] * len(to[0]) for p in places], source, to], layer.device)
+            for storage in (layer.keys, layer.values):
+                storage[rows, :, columns] = storage[rows, :, source_columns]
 
     def copy_to(self, cache: Cache, length: int) -> Cache:
         super().copy_to(cache, length)
@@ -131,15 +154,9 @@ class RecurrentModel(CachedModel):
 
     def __init__(self, model: PreTrainedModel, cache: RecurrentCache, *args, **kwargs):
         super().__init__(model, cache, *args, **kwargs)
-        if type(self.runner) is not Runner:  # the other runners have no static storage for states
-            logger.warning_once(
-                f"{type(model).__name__} has recurrent layers, so its steps run uncompiled and uncaptured."
-            )
-            self.runner, self.fewest_tokens = Runner(model, cache), Runner.fewest_tokens
+        self.runner, self.fewest_tokens = RecurrentRunner(self.runner), RecurrentRunner.fewest_tokens
         for layer in cache.recurrent:
             layer.keep_all()
-        names = ("time_step_limit", "chunk_size")
-        self.mamba = [one for one in model.modules() if all(hasattr(one, name) for name in names)]
         kept = [state for layer in cache.recurrent for state in layer.kept]
         if not kept:
             raise RuntimeError("it keeps no recurrent state in its cache")
@@ -216,28 +233,10 @@ class RecurrentModel(CachedModel):
         for layer in self.cache.recurrent:
             layer.copy_checkpoint(self.cache.rows)
         kept = from_host(logits_to_keep, self.device)
-        with self._like_single_steps(count):
-            logits = super().extend(self.tokens.gather(1, columns), self.checkpoints, kept)
+        logits = super().extend(self.tokens.gather(1, columns), self.checkpoints, kept)
         self.passed = self.computed(list(range(len(ends))))
         self.reached = {row: ends[row] for row in self.passed if self.checkpoints[row] + count == ends[row]}
         return logits
-
-    @contextlib.contextmanager
-    def _like_single_steps(self, count: int) -> Iterator[None]:
-        """
-        Lets Mamba-2 layers compute several tokens as they compute a single token. transformers bounds step sizes only
-        when there are several tokens; here they have no bounds. The chunks to which it pads the tokens are made short;
-        chunks only group the arithmetic.
-        """
-        before = [(layer, layer.time_step_limit, layer.chunk_size) for layer in self.mamba]
-        for layer, _, chunk_size in before:
-            layer.time_step_limit = (0.0, math.inf)
-            layer.chunk_size = min(chunk_size, max(SHORTEST_CHUNK, 1 << (count - 1).bit_length()))
-        try:
-            yield
-        finally:
-            for layer, limit, chunk_size in before:
-                layer.time_step_limit, layer.chunk_size = limit, chunk_size
 
     def _take_in(self, rows: list[int], verified: list[int]) -> None:
         """Makes the states of the last pass the checkpoint of rows whose verified tokens end where the states do."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 from transformers.utils.generic import is_flash_attention_requested
 
@@ -95,13 +95,10 @@ def attention_layout(model: PreTrainedModel) -> AttentionLayout:
     return AttentionLayout(next(iter(windows), None), mixed=len(slides) > 1, recurrent=bool(recurrent))
 
 
-def check_branches(model: PreTrainedModel) -> None:
-    """Raises `ValueError` if a model cannot be a draft, whose branches share the layers' caches."""
-    if attention_layout(model).recurrent:
-        raise ValueError(
-            f"{type(model).__name__} keeps a recurrent state, which cannot be rolled back to the fork of a branch, so "
-            "it can be a target but not a draft; use a draft whose layers have full or sliding-window attention."
-        )
+def is_recurrent(config: PreTrainedConfig) -> bool:
+    """Whether some layers of a model with this config keep a recurrent state."""
+    layers = DynamicCache(config=config.get_text_config(decoder=True)).layers
+    return any(isinstance(layer, LinearAttentionLayer) for layer in layers)
 
 
 def last_position_limit(model: PreTrainedModel) -> int | None:

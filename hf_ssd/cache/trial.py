@@ -17,17 +17,18 @@ from .cached_model import CachedModel
 from .compiled import uncompiled
 from .ragged import RaggedCache
 from .recurrent import cached_model, ragged_copy
+from .recurrent_draft import RecurrentBranches, RecurrentDraft
 from .support import (
     FLOAT32_TOLERANCE,
     LOW_PRECISION_TOLERANCE,
     MASKED_ATTENTION,
     attention_layout,
-    check_branches,
     is_flash_attention,
 )
 
 TOKENS = (7, 11, 13, 17, 19, 23, 29, 31)  # the text that is read
 PROMPT, DRAFTED = 6, 2  # how many of these tokens are the prompt, and how many are verified after it
+FIRST = 2  # how many tokens of the prompt a recurrent draft reads first
 # FAR is the number of columns between the text and the end of the cache, if the config names no larger window. A model
 # that counts a window from the end of the cache does not see the text then, unless its window is larger. Windows above
 # FARTHEST columns are not tried.
@@ -57,8 +58,6 @@ def check_supported(model: PreTrainedModel, drafts: bool = False) -> None:
     state = implementation, model.dtype, model.training, drops_cache, kinds, drafts
     if _tried.get(model) == state:
         return
-    if drafts:
-        check_branches(model)
     attention_layout(model)
     is_offloaded = any(hasattr(module, "_hf_hook") for module in model.modules())
     if not is_offloaded and any(parameter.device.type == "meta" for parameter in model.parameters()):
@@ -84,11 +83,13 @@ def _try(model: PreTrainedModel, drafts: bool) -> None:
     """Compares the logits of a short text that is read alone with its logits beside other tokens and rows."""
     name = type(model).__name__
     try:
-        beside_others = _logits_behind_states if attention_layout(model).recurrent else _logits_beside_others
-        alone, beside, masked = _logits_alone(model), *beside_others(model)
+        read, prompt = _logits_beside_others, PROMPT
+        if attention_layout(model).recurrent:
+            read, prompt = (_logits_of_branches, FIRST) if drafts else (_logits_behind_states, PROMPT)
+        alone, (beside, masked) = _logits_alone(model, prompt), read(model)
     except (TypeError, RuntimeError, ValueError, LookupError, AttributeError, AssertionError) as error:
         raise ValueError(f"{name} does not take a 4D attention mask and position ids: {error!r}.") from error
-    same_beside = _are_same(model, beside, alone[:PROMPT])
+    same_beside = _are_same(model, beside, alone[PROMPT - len(beside) : PROMPT])
     if same_beside and _are_same(model, masked, alone[PROMPT:]):
         return
     if model.training:
@@ -96,10 +97,10 @@ def _try(model: PreTrainedModel, drafts: bool) -> None:
             f"{name} is in training mode, in which dropout changes every forward pass; call model.eval() before "
             "generate()."
         )
-    if same_beside and attention_layout(model).recurrent:
+    if attention_layout(model).recurrent and (same_beside or drafts):
         raise ValueError(
             f"{name} gives other logits for several tokens behind its recurrent state than for one after the other, so "
-            "it cannot verify several tokens at once."
+            "it cannot verify or draft several tokens at once."
         )
     if same_beside:
         raise ValueError(
@@ -115,11 +116,11 @@ def _try(model: PreTrainedModel, drafts: bool) -> None:
         )
 
 
-def _logits_alone(model: PreTrainedModel) -> torch.Tensor:
-    """Returns the logits of the text as plain generation reads it: first the prompt, then token by token."""
+def _logits_alone(model: PreTrainedModel, prompt: int) -> torch.Tensor:
+    """Returns the logits of the text as plain generation reads it: first `prompt` tokens, then token by token."""
     text, cache = _text(model), DynamicCache(config=model.config.get_text_config(decoder=True))
     logits, start = [], 0
-    for count in (PROMPT, *[1] * DRAFTED):
+    for count in (prompt, *[1] * (len(text) - prompt)):
         stop = start + count
         outputs = model(
             input_ids=text[None, start:stop],
@@ -178,6 +179,24 @@ def _logits_behind_states(model: PreTrainedModel) -> tuple[torch.Tensor, torch.T
         verified = decoder.extend(torch.stack([tokens, tokens.flip(0)]), [PROMPT, far])[0]
     again = decoder.extend(torch.stack([tokens, tokens.flip(0)])[:, 1:], [PROMPT + 1, far + 1])[0]
     return beside, torch.cat([verified[:1], again])
+
+
+def _logits_of_branches(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Returns the logits of [`_logits_beside_others`] for a draft with recurrent layers, without those of the first tokens
+    of the prompt: a few tokens are fed together, then others behind their states. The tokens after the prompt are a
+    branch, which starts from a copy of the states after the prompt and stands beside another branch.
+    """
+    text = _text(model)
+    inputs = torch.stack([text, text.flip(0)])
+    decoder = RecurrentDraft(model, rows=2, column_limit=PROMPT + DRAFTED)
+    decoder.feed(inputs, [FIRST, FIRST], 0, wanted=1)
+    beside = decoder.feed(inputs, [PROMPT - 1, PROMPT - 1], 1, wanted=2)[0]
+    forks = torch.full((2, 2), PROMPT, device=text.device)
+    branches = RecurrentBranches(decoder, forks, max(PROMPT, _far(model)), DRAFTED)
+    tokens = torch.stack([text.flip(0), text])[:, PROMPT:]
+    masked = [branches.grow(tokens[:, depth].expand(2, 2))[0, 1] for depth in range(DRAFTED)]
+    return beside, torch.stack(masked)
 
 
 def _text(model: PreTrainedModel) -> torch.LongTensor:

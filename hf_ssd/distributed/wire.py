@@ -100,7 +100,7 @@ PLAN = {
 RECORD = {
     "mode": one_of(MODES),
     "lookahead": LENGTH,
-    **dict.fromkeys(("budget", "grown", "passes", "steps"), COUNT),
+    **dict.fromkeys(("budget", "states", "grown", "passes", "steps"), COUNT),
     **dict.fromkeys(("choose_seconds", "grow_seconds", "answer_seconds", "prepared_at", "answered_at"), SECONDS),
 }
 RECORD_OF_ROWS = {"sources": one_of(SOURCES), "ranks": PLACE, "ngram_matches": PLACE}

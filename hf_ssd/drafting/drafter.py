@@ -10,12 +10,14 @@ from transformers import GenerationConfig, PreTrainedModel
 from .. import devices
 from ..cache.branches import Branches
 from ..cache.model_runner import TensorFunction
+from ..cache.support import attention_layout
 from ..config import SSDConfig
 from ..devices import from_host
 from ..rounds import Plan, Speculation
 from .fallbacks import padded
 from .needs import DrafterNeeds
 from .outcome_candidates import OutcomeCandidates
+from .recurrent_prefix import RecurrentPrefix
 from .sampling import DraftSampler
 from .verified_prefix import VerifiedPrefix
 from .vocabulary import Vocabulary
@@ -65,7 +67,8 @@ class Drafter(ABC):
     ):
         self.device = devices.of_model(model)
         limit, graphs = generation_config.max_length, config.cuda_graphs
-        self.prefix = VerifiedPrefix(model, prompts, limit, earlier, vocabulary, graphs)
+        kind = RecurrentPrefix if attention_layout(model).recurrent else VerifiedPrefix
+        self.prefix = kind(model, prompts, limit, earlier, vocabulary, graphs)
         self.vocabulary, self.vocab_size = self.prefix.vocabulary, self.prefix.vocabulary.size
         longest = prompt_length or max(self.prefix.lengths)
         self.sampler = DraftSampler(model, config, generation_config, longest, seed, self.vocab_size, num_workers)
@@ -250,6 +253,7 @@ class AutoregressiveDrafter(Drafter):
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
         self.known_logits: list[torch.Tensor] = []  # after the first tokens of the speculation, if known
+        self.branches: Branches | None = None  # those that were grown for the next outcome
 
     def begin(self):
         self.known_logits = [self.prefix.feed(0, wanted=1)]
@@ -259,7 +263,7 @@ class AutoregressiveDrafter(Drafter):
         known = sum(logits.shape[1] for logits in self.known_logits)
         if known <= lookahead:
             self.known_logits.append(self.prefix.feed(lookahead, wanted=lookahead + 1 - known))
-        logits = torch.cat(self.known_logits, dim=1).float()
+        logits = torch.cat(self.known_logits, dim=1)[:, : lookahead + 1].float()
         scores = self._process(logits, self.prefix.ends() + torch.arange(lookahead + 1))
         return OutcomeCandidates.of(scores, logits, self.drafted, from_fallback, count, self.vocabulary.common)
 
@@ -267,8 +271,8 @@ class AutoregressiveDrafter(Drafter):
         prefix, tokens, vocabulary = self.prefix, from_host(bonus, self.device), self.vocabulary
         taken = torch.tensor(accepted).clamp(min=0)
         starts = prefix.ends() + taken
-        places, base = starts.tolist(), max(prefix.columns) + self.drafted.shape[1]
-        branches = Branches(prefix.decoder, prefix.forks(taken), base, plan.lookahead)
+        places = starts.tolist()
+        self.branches = branches = prefix.branches(taken, self.drafted.shape[1], plan.lookahead)
         histories = self._histories(starts.shape[1], plan.lookahead + 1)
         columns, coming = None if histories is None else from_host(starts, self.device), []
         for depth in range(plan.lookahead):
@@ -294,15 +298,20 @@ class AutoregressiveDrafter(Drafter):
 
     def commit(self, accepted, bonus, branches, later=None):
         super().commit(accepted, bonus, branches, later)
-        self.known_logits = []
+        grown, self.branches = self.branches, None
+        known = None if grown is None or later is not None else self.prefix.adopt(grown, branches)
+        self.known_logits = [] if known is None else [known]
 
     def complete(self, ready, width, plan):
         prefix, done = self.prefix, Completion(self, ready, width)
         prefix.write(done.tokens)
         starts = [[length - 1] for length in prefix.lengths]
+        if self.known_logits:
+            self.known_logits = [torch.cat(self.known_logits, dim=1)[:, : done.first]]
         for depth in range(done.first, width):  # rows that already have tokens feed them: the cache needs them
             choice = self._choice(starts, depth, plan, self._histories(1, 0), prefix.ends(depth), keeps_logits=True)
-            logits, *chosen = prefix.feed(depth, 1 if self.known_logits else depth + 1, choice)
+            known = sum(logits.shape[1] for logits in self.known_logits)
+            logits, *chosen = prefix.feed(depth, depth + 1 - known, choice)
             self.known_logits.append(logits)
             done.add(depth, *chosen)
             prefix.write(done.tokens[:, depth : depth + 1], depth)

@@ -141,7 +141,7 @@ class Speculator:
             accepted, bonus = self._choose(plan)
             self.prepared = SpeculationCache(accepted, bonus)
             self.preparing.prepared_at, self.preparing.choose_seconds = start, since(start)
-            self.preparing.budget = plan.budget
+            self.preparing.budget = self._budget(plan)
 
             # 2. Grow all branches together, pass by pass.
             start, growing = time.perf_counter(), self.drafter.grow(accepted, bonus, plan)
@@ -158,12 +158,17 @@ class Speculator:
 
     def _choose(self, plan: Plan) -> tuple[list[list[int]], list[list[int]]]:
         """Returns the outcomes to prepare. See [`OutcomeCandidates.outcomes`]."""
-        budget = plan.budget * self.num_workers
+        budget = self._budget(plan) * self.num_workers
         from_fallback = [source in FALLBACKS for source in self.sources]
         self.candidates = self.drafter.candidates(from_fallback, max(budget, CANDIDATES), plan)
         fan_outs = self.shape.fan_outs(self.candidates, budget)
         fewest = self.drafter.prefix.decoder.fewest_tokens
         return self.candidates.outcomes(fan_outs, self.worker_index, self.num_workers, fewest)
+
+    def _budget(self, plan: Plan) -> int:
+        """Returns the outcomes of each row to prepare: those of the plan, if there is memory for their states."""
+        states = self.drafter.prefix.states
+        return min(plan.budget, max(1, states // plan.lookahead)) if states else plan.budget
 
     # ---------------------------------------------------------------- the answer
 
@@ -200,6 +205,7 @@ class Speculator:
         record.sources = [NOTHING if branch < 0 else PREPARED for branch in branches]
         record.mode, record.budget, record.passes = plan.mode, preparing.budget, preparing.passes
         record.grown = cache.grown if cache is not None else 0
+        record.states = self.drafter.prefix.states
         record.choose_seconds, record.grow_seconds = preparing.choose_seconds, preparing.grow_seconds
         record.prepared_at, record.answered_at = preparing.prepared_at, start
         record.ngram_matches, self.ngram_matches = self.ngram_matches, [-1] * len(counts)

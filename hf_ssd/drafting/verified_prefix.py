@@ -4,7 +4,7 @@ import torch
 from transformers import PreTrainedModel
 
 from .. import devices
-from ..cache.branches import extend_with_branches
+from ..cache.branches import Branches, extend_with_branches
 from ..cache.cached_model import CachedModel
 from ..cache.model_runner import TensorFunction
 from ..cache.ragged import RaggedCache
@@ -33,6 +33,7 @@ class VerifiedPrefix:
         cuda_graphs (`bool` or `str`, *optional*): See [`SSDConfig`].
 
     Attributes:
+        branches_kind (`type[Branches]`): Class attribute: the kind of branches that fork from the prefix.
         ids (`torch.LongTensor` of shape `(batch_size, capacity)`): The target's tokens.
         lengths (`list[int]`): Number of verified tokens of each row, including the bonus token that the speculation
             follows.
@@ -41,6 +42,8 @@ class VerifiedPrefix:
         fed (`list[int]`): Number of columns of each row, speculation included, whose keys and values are in the cache.
         decoder (`CachedModel`): The draft model and its cache.
     """
+
+    branches_kind = Branches
 
     def __init__(
         self,
@@ -62,15 +65,41 @@ class VerifiedPrefix:
             column_limit = None  # the limit counts the target's tokens
         limits = [limit for limit in (column_limit, last_position_limit(model)) if limit is not None]
         column_limit = min(limits, default=None)  # branches look ahead beyond the text
-        cache = RaggedCache()
+        continues = None  # the earlier prefix, if this call continues its text
         if earlier is not None and len(earlier.lengths) == len(prompts):
             shared = [self._shared(earlier, row) for row in range(len(prompts))]
             if min(shared) >= WORTH_KEEPING:
-                self.fed, cache = shared, earlier.decoder.cache
-                cache.take_back()
-        if earlier is not None and cache is not earlier.decoder.cache:
+                self.fed, continues = shared, earlier
+                earlier.decoder.cache.take_back()
+        if earlier is not None and continues is None:
             earlier.decoder.close()
-        self.decoder = CachedModel(model, cache, column_limit=column_limit, cuda_graphs=cuda_graphs)
+        self.decoder = self._decoder(model, continues, column_limit=column_limit, cuda_graphs=cuda_graphs)
+
+    def _decoder(self, model: PreTrainedModel, continues: "VerifiedPrefix | None", **options) -> CachedModel:
+        cache = RaggedCache() if continues is None else continues.decoder.cache
+        return CachedModel(model, cache, **options)
+
+    def branches(self, accepted: torch.LongTensor, behind: int, depth: int) -> Branches:
+        """
+        Returns branches that fork after `accepted` `(batch_size, N)` drafted tokens of each row, on the CPU.
+
+        Args:
+            behind (`int`): How many tokens of a row may stand after its prefix.
+            depth (`int`): How many tokens a branch may grow.
+        """
+        return self.branches_kind(self.decoder, self.forks(accepted), max(self.columns) + behind, depth)
+
+    @property
+    def states(self) -> int:
+        """How many recurrent states of each row the memory has room for; 0 if the draft has no recurrent states."""
+        return 0
+
+    def adopt(self, branches: Branches, chosen: list[int]) -> torch.Tensor | None:
+        """
+        Takes in the tokens of the chosen branch of each row, if the branches can pass them on: returns the logits after
+        its tokens, `(batch_size, tokens, vocab_size)`, otherwise `None`.
+        """
+        return None
 
     def _shared(self, earlier: "VerifiedPrefix", row: int) -> int:
         """Returns how many first columns of this row an earlier prefix's cache holds, the last column excluded."""

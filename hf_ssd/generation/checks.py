@@ -14,7 +14,7 @@ from transformers.generation import (
 from transformers.generation import utils as generation_utils
 from transformers.generation.logits_process import DiaEOSDelayPatternLogitsProcessor
 
-from ..cache.support import attention_layout, check_branches, is_flash_attention, rope_that_changes
+from ..cache.support import attention_layout, is_flash_attention, rope_that_changes
 from ..config import SSDConfig
 from ..distributed.assistant import DraftAssistant
 from ..distributed.launch import info_of
@@ -81,7 +81,7 @@ def check_arguments(model, assistant_model, ssd_config, synced_gpus) -> None:
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise ValueError(f"{type(model).__name__} takes no `position_ids`, which verification needs.")
     if isinstance(assistant_model, PreTrainedModel):
-        check_branches(assistant_model)
+        attention_layout(assistant_model)
     info = info_of(assistant_model)
     drafter_kind(ssd_config, info).needs.check(info)
 

@@ -56,6 +56,7 @@ class CostModel:
             self.experience = Experience(config, max(LOOKAHEADS), sampled, is_parallel)
         self.accepted = [Average(0.0, 0.0) for _ in self.experience.accepted]
         self.begin_call()
+        self.most_states = 10**9  # of each row, each for a prepared token
         self.most_q = MEMORY_FOR_Q // (4 * rows * vocab_size) if sampled else 10**9  # prepared tokens of a row
 
     # ---------------------------------------------------------------- learning from rounds
@@ -120,6 +121,7 @@ class CostModel:
                     seen.accepted[place].observe(place < accepted)
         has_read = PLAIN in (before.mode, now.mode)  # then the draft has read the text, or the tokens of plain rounds
         self.reading = now.wait_seconds if has_read else 0.0
+        self.most_states = now.states or self.most_states
         if now.mode == PLAIN or not rows:
             return
         if now.passes:
@@ -184,7 +186,7 @@ class CostModel:
 
     def largest_budget(self, lookahead: int) -> int:
         """Returns how many outcomes of each row fit the memory, at least 1."""
-        return max(1, self.most_q // max(1, lookahead))
+        return max(1, min(self.most_q, self.most_states) // max(1, lookahead))
 
     def plain(self) -> float:
         """Returns tokens per second of plain decoding, all rows together."""

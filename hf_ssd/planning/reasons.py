@@ -15,10 +15,13 @@ def reason_for(chosen: tuple[str, int, int], speeds: dict[tuple, float], costs: 
     if mode == AHEAD:
         verify, prepare = costs.seconds_to_verify(AHEAD, lookahead), costs.seconds_to_prepare(lookahead, budget)
         hit_rate = costs.hit_rates(costs.acceptance(lookahead), [budget * costs.workers])[0]
-        return (
+        reason = (
             f"preparing takes {1e3 * prepare:.1f} ms against {1e3 * verify:.1f} ms per verification, expected hit "
             f"rate {hit_rate:.2f}: lookahead {lookahead}, budget {budget}"
         )
+        if 2 * budget > costs.most_states // lookahead:  # a larger budget may not fit
+            reason += f" (its memory has room for {costs.most_states} recurrent states of a row)"
+        return reason
     if mode == IN_TURN:
         draft, verify = costs.seconds_to_draft(IN_TURN, lookahead), costs.seconds_to_verify(IN_TURN, lookahead)
         return (

@@ -124,7 +124,7 @@ def test_refeeds_are_shortened_by_passes_of_their_own(model):
 
 def without_a_copy(monkeypatch):
     def shared(self, rows):
-        for (states, index), kept in zip(self._places(), self.kept):
+        for (states, index), kept in zip(self.places(), self.kept):
             states[index] = kept if rows is None else kept[rows]
 
     monkeypatch.setattr(RecurrentLayer, "copy_checkpoint", shared)

@@ -21,6 +21,7 @@ from hf_ssd.cli.verdict import Figures
 from hf_ssd.planning.planner import Planner
 
 from ..conftest import VOCAB, tiny_draft, tiny_model
+from ..real_use.families import sharp_model, tiny_config
 
 ROOT = Path(__file__).parents[2]
 QUICK = ["--repeats", "1", "--max-new-tokens", "24"]
@@ -100,6 +101,16 @@ def test_a_draft_that_does_not_pay(useless, capsys):
     found = json.loads(capsys.readouterr().out)
     assert code == 1 and not found["pays"] and found["verdict"].startswith("no: ")
     assert found["acceptance"] is None or found["acceptance"] < 0.3
+
+
+@pytest.mark.slow
+def test_a_hybrid_pair(tmp_path, capsys):
+    config = tiny_config("qwen3_next")
+    pair = [folder(tmp_path / str(noise), sharp_model(config, noise)) for noise in (0.0, 0.004)]
+    assert main(["check", *pair, "--json", *QUICK]) in (0, 1)
+    found = json.loads(capsys.readouterr().out)
+    assert found["failure"] is None and "recurrent" in found["draft"]["attention"] and found["assisted"] is None
+    assert 0.3 < found["acceptance"] <= 1 and found["verdict"]
 
 
 def test_a_chat_template_makes_prompts_messages(monkeypatch, tmp_path, capsys):

@@ -9,6 +9,8 @@ from transformers import LogitsProcessorList
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper
 
 import hf_ssd
+from hf_ssd.cache.recurrent import RecurrentLayer
+from hf_ssd.cache.trial import check_supported
 from hf_ssd.drafting import fallbacks, sampling
 from hf_ssd.drafting.drafter import AutoregressiveDrafter
 from hf_ssd.drafting.sampling import DraftSampler
@@ -17,6 +19,7 @@ from hf_ssd.planning.cost_model import CostModel
 from hf_ssd.rounds import AHEAD, Plan
 
 from ..conftest import padded_batch, tiny_draft, tiny_model
+from ..real_use.families import sharp_model, tiny_config
 from .conftest import preparing
 
 OPTIONS = {
@@ -194,6 +197,37 @@ def test_three_token_strings_have_the_targets_distribution_with_a_worker(small):
     target, draft = small
     with hf_ssd.launch_draft(draft, num_threads=1) as assistant:
         assert p_value(target, assistant, calls=16, asynchronous=True, seed=1) > 1e-3
+
+
+def small_hybrids(family):
+    config = tiny_config(family)
+    config.vocab_size = SMALL
+    pair = sharp_model(config), sharp_model(config, noise=0.02)
+    with torch.no_grad():
+        for model in pair:
+            model.get_output_embeddings().weight.mul_(0.4)
+    return hf_ssd.enable(pair[0]), pair[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_next", "bamba"])
+def test_a_hybrid_pair_leaves_the_targets_distribution(family, prepared_in_process):
+    assert p_value(*small_hybrids(family), calls=12, seed=4) > 1e-3
+    assert 0.1 < sum(prepared_in_process) / len(prepared_in_process) < 0.95
+
+
+@pytest.mark.slow
+def test_a_state_that_is_not_copied_changes_the_distribution(monkeypatch):
+    """The mutant for the test above: a verification changes the checkpoint of the target."""
+    pair = small_hybrids("qwen3_next")
+    check_supported(pair[0])
+
+    def shared(self, rows):
+        for (states, index), kept in zip(self.places(), self.kept):
+            states[index] = kept
+
+    monkeypatch.setattr(RecurrentLayer, "copy_checkpoint", shared)
+    assert p_value(*pair, calls=12, seed=4) < 1e-6
 
 
 class LatestTokens:

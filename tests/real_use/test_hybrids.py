@@ -1,15 +1,22 @@
-"""Targets that keep a recurrent state between layers with attention: whole calls are those of plain generate()."""
+"""Models that keep a recurrent state between layers with attention: whole calls are those of plain generate()."""
 
+import contextlib
 import dataclasses
+import itertools
+import threading
 
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
 
 import hf_ssd
 from hf_ssd.cache import recurrent
+from hf_ssd.cache.recurrent_draft import RecurrentDraft
 from hf_ssd.cache.trial import check_supported
+from hf_ssd.drafting import recurrent_prefix
 from hf_ssd.planning.cost_model import CostModel
-from hf_ssd.rounds import AHEAD
+from hf_ssd.planning.planner import Planner
+from hf_ssd.rounds import AHEAD, RoundRecord
 
 from ..conformance.conftest import preparing
 from ..conformance.test_options import tokenizer  # noqa: F401
@@ -98,8 +105,116 @@ def test_every_family_with_every_lookahead(family, rows):
     check_greedy(family, rows, lookaheads=[1, 4, 7])
 
 
+# ---------------------------------------------------------------- hybrid drafts
+
+
+def check_hybrid_draft(target, draft, rows, lookaheads, least, **options):
+    """Greedy tokens are plain's, drafted in turn and ahead; returns the hit rate of the last call."""
+    inputs = padded_batch(rows)
+    plain = target.generate(**inputs, **GREEDY)
+    assert len(set(plain.sequences[:, 9:].flatten().tolist())) > 4
+    for lookahead in lookaheads:
+        for prepares in (False, True):
+            with preparing() if prepares else contextlib.nullcontext():
+                output = target.generate(**inputs, **GREEDY, **in_turn(draft, lookahead, **options))
+            stats = output.ssd_stats
+            assert torch.equal(output.sequences, plain.sequences)
+            assert stats.draft_failure is None and (stats.hit_rate > 0) == prepares
+            assert set(stats.column("mode")) == {AHEAD if prepares else "in_turn"}
+            assert stats.tokens_per_round > least(lookahead)
+    return stats.hit_rate
+
+
+@pytest.mark.parametrize("family", QUICK)
+def test_a_hybrid_drafts_for_itself_and_is_always_right(family, short_refeeds):
+    """A wrong state of the draft, or a copy of the wrong columns, would lose acceptance."""
+    config = tiny_config(family)
+    target, draft = hf_ssd.enable(sharp_model(config)), sharp_model(config)
+    assert check_hybrid_draft(target, draft, 3, [4], least=lambda lookahead: 4.8) > 0.7
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_every_family_drafts_with_every_lookahead(family, rows):
+    config = tiny_config(family)
+    target, same, other = hf_ssd.enable(sharp_model(config)), sharp_model(config), sharp_model(config, 0.004)
+    check_hybrid_draft(target, same, rows, [1, 4, 7], least=lambda lookahead: 0.9 * (lookahead + 1))
+    check_hybrid_draft(target, other, rows, [1, 4, 7], least=lambda lookahead: 1.02)
+    sampled_like_the_oracle(target, other, rows)
+
+
+def sampled_like_the_oracle(target, draft, rows):
+    """Sampled tokens do not depend on whether the draft prepared them."""
+    outputs, options = [], {"max_new_tokens": 30, "do_sample": True, "temperature": 0.7, "top_k": 0}
+    for context in (preparing(), contextlib.nullcontext()):
+        torch.manual_seed(11)
+        with context:
+            outputs.append(
+                target.generate(**padded_batch(rows), **options, return_dict_in_generate=True, **in_turn(draft))
+            )
+    assert torch.equal(outputs[0].sequences, outputs[1].sequences)
+    assert outputs[0].ssd_stats.hit_rate > 0 and outputs[0].ssd_stats.tokens_per_round > 1.1
+
+
+def test_sampled_tokens_with_a_hybrid_draft_are_those_of_the_oracle(short_refeeds):
+    config = tiny_config("qwen3_next")
+    sampled_like_the_oracle(hf_ssd.enable(sharp_model(config)), sharp_model(config, 0.004), 3)
+
+
+@pytest.mark.parametrize("fallback", ["primary", pytest.param("ngram", marks=pytest.mark.slow)])
+def test_a_hybrid_drafts_for_a_target_with_attention(target, fallback):
+    """And a row that ends, a fallback and a penalty."""
+    hybrid = sharp_model(tiny_config("qwen3_next"))
+    inputs = padded_batch(3)
+    plain = target.generate(**inputs, **GREEDY)
+    options = {**GREEDY, "eos_token_id": [int(plain.sequences[0, 14]), int(plain.sequences[2, 16])]}
+    options |= {"repetition_penalty": 1.1, "max_new_tokens": 12}
+    expected = target.generate(**inputs, **options).sequences
+    with preparing():
+        output = target.generate(**inputs, **options, **in_turn(hybrid, fallback=fallback))
+    assert torch.equal(output.sequences, expected) and output.ssd_stats.draft_failure is None
+    assert set(output.ssd_stats.column("mode")) == {AHEAD}
+
+
+@pytest.mark.slow
+def test_a_branch_that_is_cut_short_goes_on_from_its_states(short_refeeds):
+    config, inputs = tiny_config("bamba"), padded_batch(2)
+    target, draft = hf_ssd.enable(sharp_model(config)), sharp_model(config)
+    plain, looks = target.generate(**inputs, **GREEDY), itertools.count()
+    with preparing(outcome_arrived=lambda: next(looks) % 4 == 3) as hits:
+        output = target.generate(**inputs, **GREEDY, **in_turn(draft))
+    assert torch.equal(output.sequences, plain.sequences) and output.ssd_stats.tokens_per_round > 4.8
+    assert any(hits) and {record.grown for record in output.ssd_stats.records} & {1, 2, 3}
+
+
+def test_the_budget_of_a_hybrid_draft_is_bounded_by_its_memory(short_refeeds, monkeypatch):
+    """A fixed budget in the draft, and an automatic one by the plan, which says so."""
+    config, inputs = tiny_config("lfm2"), padded_batch(2)
+    target, draft = hf_ssd.enable(sharp_model(config)), sharp_model(config)
+    monkeypatch.setattr(RecurrentDraft, "bytes_of_a_row", 100)
+    monkeypatch.setattr(recurrent_prefix.devices, "free_memory", lambda device: 2 * 2 * 100 * 9)
+    with preparing() as hits:
+        output = target.generate(**inputs, **GREEDY, **in_turn(draft))
+    assert any(hits) and {(record.budget, record.states) for record in output.ssd_stats.records} == {(2, 9)}
+
+    planner = Planner(hf_ssd.SSDConfig(), 2, 97, sampled=False)
+    planner.begin_profile()
+    planner.observe_profile((1e-4, 1e-4, 1e-6))
+    now, seconds = RoundRecord(AHEAD, 2, 2, ["prepared"] * 2, accepted=[2, 2], states=9), {"verify_seconds": 0.1}
+    for _ in range(9):
+        planner.observe(now, dataclasses.replace(now, **seconds))
+    assert planner.costs.largest_budget(4) == 2 and planner.plan.mode == AHEAD
+    assert planner.plan.budget <= planner.costs.largest_budget(planner.plan.lookahead)
+    assert "room for 9 recurrent states of a row" in planner.reason
+
+
+# ---------------------------------------------------------------- a worker
+
+
 def test_a_worker_drafts_ahead_for_a_hybrid_target(short_refeeds):
-    target, draft = pair_of("qwen3_next")
+    config = tiny_config("qwen3_next")
+    target, draft = hf_ssd.enable(sharp_model(config)), sharp_model(config, 0.004)
     inputs = padded_batch(3)
     plain = target.generate(**inputs, **GREEDY)
     with hf_ssd.launch_draft(draft, num_threads=1) as assistant:
@@ -197,11 +312,13 @@ def refusal(target, draft, **options):
     return str(error.value)
 
 
-def test_a_hybrid_draft_is_refused(target):
-    hybrid, _ = pair_of("qwen3_next")
-    assert "Qwen3NextForCausalLM keeps a recurrent state" in refusal(target, hybrid)
-    with pytest.raises(hf_ssd.DraftError, match="can be a target but not a draft"), hf_ssd.launch_draft(hybrid):
-        pass
+def test_a_hybrid_that_is_to_draft_in_parallel_is_refused(target):
+    hybrid = sharp_model(tiny_config("qwen3_next"))
+    hybrid.config.pard_token = 3
+    with pytest.raises(ValueError, match="cannot forget the mask tokens of parallel drafting"):
+        target.generate(**padded_batch(1), **GREEDY, **in_turn(hybrid, drafter="parallel"))
+    output = target.generate(**padded_batch(1), **GREEDY, **in_turn(hybrid))
+    assert output.ssd_stats.draft_failure is None and "in_turn" in output.ssd_stats.column("mode")
 
 
 @pytest.mark.parametrize("family", ["recurrent_gemma", "jamba"])
@@ -211,6 +328,8 @@ def test_a_family_whose_state_several_tokens_spoil_is_refused(family):
     assert "keeps no recurrent state in its cache" in (message := refusal(target, tiny_draft())) or (
         "other logits for several tokens behind its recurrent state" in message
     )
+    with pytest.raises(ValueError, match="recurrent state"):
+        check_supported(target, drafts=True)
 
 
 def test_models_that_are_shared_by_ranks_or_use_flash_attention_are_refused(monkeypatch):
@@ -228,16 +347,51 @@ def test_a_compiled_hybrid_runs_uncompiled(short_refeeds):
     output = target.generate(**inputs, **GREEDY, **in_turn(draft))
     assert torch.equal(output.sequences, plain.sequences)
     assert not any(record.compiles for record in output.ssd_stats.records)
+    draft = sharp_model(tiny_config("lfm2"))
+    draft.load_state_dict(target.state_dict())
+    draft.compile(backend="eager")
+    with preparing() as hits:
+        output = target.generate(**inputs, **GREEDY, **in_turn(draft))
+    assert torch.equal(output.sequences, plain.sequences) and any(hits) and output.ssd_stats.tokens_per_round > 4.8
 
 
 def test_the_trial_notices_a_state_that_is_not_copied(monkeypatch):
     """The mutant for the trial of a family."""
 
     def shared(self, rows):
-        for (states, index), kept in zip(self._places(), self.kept):
+        for (states, index), kept in zip(self.places(), self.kept):
             states[index] = kept
 
     monkeypatch.setattr(recurrent.RecurrentLayer, "copy_checkpoint", shared)
     with pytest.raises(ValueError, match="several tokens behind its recurrent state"):
         check_supported(sharp_model(tiny_config("qwen3_next")))
     check_supported(tiny_model())
+
+
+@pytest.mark.parametrize("hooked", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_thread_that_uses_the_model_during_a_pass_meets_its_own_settings(hooked, short_refeeds):
+    """The bounds of Mamba-2's step sizes and its chunks differ in our passes, and belong to these alone."""
+    config = tiny_config("bamba")
+    config.time_step_limit = (0.0, 0.3)  # bounds that change logits
+    target = sharp_model(config)
+    draft, mamba = likely_draft(target), target.model.layers[0].mamba
+    if hooked:  # as accelerate does for a model on several devices
+        for module in (target, target.model, mamba):
+            add_hook_to_module(module, ModelHook())
+    hf_ssd.enable(target)
+    alone, in_thread, entered = target.generate(**padded_batch(1), **GREEDY), [], []
+    check_supported(target)
+
+    def generate_in_a_thread(module, inputs, _):
+        if entered or inputs[0].shape[1] == 9 or threading.current_thread() is not threading.main_thread():
+            return
+        entered.append(True)
+        thread = threading.Thread(target=lambda: in_thread.append(target.generate(**padded_batch(1), **GREEDY)))
+        thread.start()
+        thread.join()
+
+    with mamba.in_proj.register_forward_hook(generate_in_a_thread):
+        output = target.generate(**padded_batch(1), **GREEDY, **in_turn(draft))
+    assert torch.equal(output.sequences, alone.sequences) and output.ssd_stats.tokens_per_round > 1.1
+    for ours, theirs in zip(in_thread[0].logits, alone.logits, strict=True):
+        torch.testing.assert_close(ours, theirs)

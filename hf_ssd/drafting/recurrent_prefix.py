@@ -1,0 +1,55 @@
+"""The verified tokens of each row for a draft model with recurrent layers."""
+
+import functools
+
+from .. import devices
+from ..cache.recurrent_draft import RecurrentBranches, RecurrentDraft
+from .verified_prefix import VerifiedPrefix
+
+MEMORY_FOR_STATES, LARGEST = 0.5, 10**9  # share of the memory that is free after the prompts were read; most states
+
+
+class RecurrentPrefix(VerifiedPrefix):
+    """A [`VerifiedPrefix`] whose decoder keeps the states of each row after each token that may become its last one."""
+
+    decoder: RecurrentDraft
+    branches_kind = RecurrentBranches
+
+    def _decoder(self, model, continues, **options):
+        if continues is None:
+            return RecurrentDraft(model, len(self.lengths), **options)
+        decoder = RecurrentDraft(model, len(self.lengths), continues.decoder.cache, **options)
+        decoder.states = [{fed: states[fed]} for fed, states in zip(self.fed, continues.decoder.states)]
+        return decoder
+
+    def _shared(self, earlier, row):
+        shared = super()._shared(earlier, row)
+        return max((column for column in earlier.decoder.states[row] if column <= shared), default=0)
+
+    def feed(self, count, wanted, finish=None):
+        decoder = self.decoder
+        logits = decoder.feed(self.inputs, self.columns, count, wanted)
+        self._have_fed(count)
+        if finish is None:
+            return self.vocabulary.to_target(logits)
+        return decoder.of_all_rows(finish.call(decoder.computed(logits), *finish.inputs))
+
+    @functools.cached_property
+    def states(self):
+        free, size = devices.free_memory(self.device), len(self.lengths) * self.decoder.bytes_of_a_row
+        return LARGEST if free is None else max(1, min(LARGEST, int(MEMORY_FOR_STATES * free / size)))
+
+    def adopt(self, branches, chosen):
+        adopted, logits = branches.adopt(chosen, [n - 1 for n in self.columns])
+        for row in adopted:
+            self.fed[row] = self.columns[row] - 1 + branches.depth
+        return self.vocabulary.to_target(logits) if adopted == self.rows else None
+
+    def _take_in(self, counts):
+        super()._take_in(counts)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Forgets the states of rejected tokens, and of tokens long before the last one."""
+        for row in self.rows:
+            self.decoder.forget(row, self.fed[row], self.columns[row] - 1)
