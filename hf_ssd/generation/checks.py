@@ -14,8 +14,14 @@ from transformers.generation import (
 from transformers.generation import utils as generation_utils
 from transformers.generation.logits_process import DiaEOSDelayPatternLogitsProcessor
 
-from ..cache.support import attention_layout, check_branches, is_flash_attention, rope_that_changes
-from ..config import SSDConfig
+from ..cache.support import (
+    attention_layout,
+    check_branches,
+    is_flash_attention,
+    last_column_limit,
+    rope_that_changes,
+)
+from ..config import LONGEST_LOOKAHEAD, SSDConfig
 from ..distributed.assistant import DraftAssistant
 from ..distributed.launch import info_of
 from ..distributed.roles import check_heads
@@ -145,6 +151,7 @@ def check_generation(
     if input_ids.shape[1] == 0:
         raise ValueError("`input_ids` is empty; give at least one token.")
     _check_rope(model, input_ids, max_length, model_kwargs)
+    _check_columns(model, max_length, model_kwargs)
     if is_flash_attention(model) and (len(input_ids) > 1 or model_kwargs.get("attention_mask") is not None):
         raise ValueError(
             "Flash attention reads no 4D masks, which batches and padding need; load the target with "
@@ -192,3 +199,14 @@ def _check_rope(model, input_ids, max_length: int | None, model_kwargs: dict) ->
         f"{unchanged} tokens, which `ssd_config` cannot follow; set `max_length={unchanged}` or less"
         + (", or give prompts that are longer than that." if kind == "longrope" else ".")
     )
+
+
+def _check_columns(model, max_length: int | None, model_kwargs: dict) -> None:
+    """Raises `ValueError` for lengths at which a model scales attention by the number of columns in its cache."""
+    limit, room = last_column_limit(model), 2 * LONGEST_LOOKAHEAD + 2  # for drafted tokens that are not accepted
+    before = model_kwargs["past_key_values"].get_seq_length()
+    if limit is not None and (max_length is None or before + max_length + room > limit):
+        raise ValueError(
+            f"{type(model).__name__} scales attention by the number of columns in its cache from {limit} columns on, "
+            f"which `ssd_config` cannot follow; set `max_length={limit - room}` or less, padding included."
+        )

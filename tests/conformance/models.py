@@ -121,8 +121,8 @@ lfm2                       supported      recurrent
 lfm2_moe                   supported      recurrent
 lfm3                       supported      recurrent
 llama                      supported      supported
-llama4                     chunked        chunked
-llama4_text                chunked        chunked
+llama4                     supported      supported
+llama4_text                supported      supported
 longcat_flash              supported      supported
 mamba                      no_attention   no_attention
 mamba2                     no_attention   no_attention
@@ -207,7 +207,6 @@ zaya                       supported      recurrent
 
 # The sentences that refuse a family, after the name of the model's class.
 REFUSED = {
-    "chunked": "uses chunked attention, which cannot be rolled back to a rejected token;",
     "compressed": "uses a compressed state (DeepseekV4HCACache), which cannot be rolled back to a rejected token;",
     "forgets": "gives other logits for several tokens behind its recurrent state than for one after the other,",
     "indexed": "uses a compressed state (DynamicIndexedLayer), which cannot be rolled back to a rejected token;",
@@ -242,11 +241,12 @@ QUICK = (
     "gemma2",  # capped logits
     "gemma3n_text",  # layers that use the keys of another layer
     "cohere2",  # full layers without positions
+    "llama4_text",  # chunks
     "mixtral",  # experts
     "deepseek_v3",  # latent attention
     "gpt_oss",  # sinks
 )
-POPULAR = ("llama", "qwen3", "gemma3_text", "mistral", "phi3", "gpt_oss", "qwen3_moe", "gemma4_text")
+POPULAR = ("llama", "qwen3", "gemma3_text", "mistral", "phi3", "gpt_oss", "qwen3_moe", "gemma4_text", "llama4_text")
 
 FAMILIES = {name: (target, draft) for name, target, draft in map(str.split, TABLE.strip().splitlines())}
 
@@ -298,10 +298,11 @@ def page() -> str:
         "`model_type` in its `config.json`, or in the `text_config` of a model that also reads images or audio.",
         "",
         "*Supported* means: a small model with random weights gives the greedy tokens of plain `generate()` in "
-        "float32, alone and in a batch of three with left padding, with lookaheads of 1, 4 and 7, past its sliding window, "
-        "and gains more than one token a round; and a draft with the same weights is accepted at every token. A refused "
-        "model raises `ValueError` with the sentence below, which begins with the name of the model's class, before "
-        "any work starts.",
+        "float32, alone and in a batch of three with left padding, with lookaheads of 1, 4 and 7, past its sliding "
+        "window, and gains more than one token a round; and a draft with the same weights is accepted at every token. "
+        "A refused model raises `ValueError` with the sentence below, which begins with the name of the model's "
+        "class, before any work starts.",
+        "",
         "",
         "## Pairs",
         "",

@@ -9,6 +9,8 @@ from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForCon
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import hf_ssd
+from hf_ssd.cache import masks
+from hf_ssd.cache.cached_model import CachedModel
 from hf_ssd.cache.ragged import RaggedCache
 from hf_ssd.rounds import AHEAD
 
@@ -169,6 +171,28 @@ def test_a_prompt_with_an_image(prepared_in_process):
     options |= {"assistant_model": draft, "ssd_config": config, "return_dict_in_generate": True}
     output = target.generate(**inputs, pixel_values=image, **options)
     assert torch.equal(output.sequences, plain) and output.ssd_stats.tokens_per_round > 1.05
+
+
+def test_a_text_so_long_that_llama_4_scales_its_attention_is_refused():
+    """It counts the columns of its cache, which differ between rows."""
+    config = tiny_config("llama4_text")
+    config.floor_scale = 200
+    target = hf_ssd.enable(sharp_model(config))
+    inputs, options = padded_batch(3), {**GREEDY, "max_new_tokens": 61}
+    plain = target.generate(**inputs, **options)
+    check_same(target.generate(**inputs, **options, **settings(tiny_model(), 4)), plain)
+    with pytest.raises(ValueError, match="scales attention by the number of columns .* `max_length=70` or less"):
+        target.generate(**inputs, **{**options, "max_new_tokens": 62}, **settings(tiny_model(), 4))
+
+
+@pytest.mark.parametrize("mutant", ["window", "padding"])
+def test_chunks_that_begin_elsewhere_are_noticed(mutant, monkeypatch):
+    if mutant == "window":
+        monkeypatch.setattr(masks, "within_chunk", masks.within_window)
+    else:
+        monkeypatch.setattr(CachedModel, "_left_padding", lambda self: torch.zeros(1, 1, dtype=torch.long))
+    with pytest.raises((AssertionError, ValueError)):
+        check_family("llama4_text", {3: [4]})
 
 
 def test_a_cache_that_is_longer_than_it_should_be_is_noticed(monkeypatch):

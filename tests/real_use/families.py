@@ -74,6 +74,7 @@ OTHERS = {
         "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
     },
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "llama4_text": {"no_rope_layer_interval": 2},
     "reformer": {"axial_pos_embds_dim": (16, 16), "axial_pos_shape": (16, 16)},
     "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"], "rope_parameters": ROTATIONS},
     "zamba": {**BLOCKS, "layers_block_type": ["linear_attention", "hybrid", "linear_attention"]},
