@@ -43,6 +43,8 @@ GROUPS = {"num_key_value_heads": HEADS, "n_group": 1, "topk_group": 1, "num_expe
 BLOCKS = {"num_hidden_layers": 3, "layers_block_type": ["mamba", "hybrid", "mamba"]}
 CONVOLUTION = {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}
 ROTATIONS = {kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in ("sliding_attention", "full_attention")}
+SHARED = {"num_hidden_layers": 4, "num_kv_shared_layers": 2}  # the last layers use the keys of the others
+SHARED |= {"layer_types": ["sliding_attention", "full_attention"] * 2}
 INDEXER = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8}
 INDEXER |= {"indexer_compress_ratio": 2}
 # Target families with a recurrent state or a convolution in some layers.
@@ -74,6 +76,7 @@ OTHERS = {
         "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
     },
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    **dict.fromkeys(("gemma3n_text", "gemma4_text", "gemma4_unified_text"), SHARED),
     "llama4_text": {"no_rope_layer_interval": 2},
     "reformer": {"axial_pos_embds_dim": (16, 16), "axial_pos_shape": (16, 16)},
     "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"], "rope_parameters": ROTATIONS},
