@@ -133,7 +133,7 @@ def check_generation(
         "output_attentions": generation_config.output_attentions,
         "output_hidden_states": generation_config.output_hidden_states,
         "inputs_embeds (the draft needs `input_ids`)": model_kwargs.get("inputs_embeds") is not None,
-        "a model whose tokens have several positions each": getattr(model_kwargs.get("position_ids"), "ndim", 2) > 2,
+        "tokens that have several different positions each, as those of images": _have_several_positions(model_kwargs),
     }
     for processor in logits_processor:
         name = f"{type(processor).__name__} (it remembers earlier calls, and counts on one for each token)"
@@ -172,6 +172,12 @@ def _where_from(model) -> str:
     return ", which is in the model's own config; pass `use_cache=True` to generate(), or set it in the config"
 
 
+def _have_several_positions(model_kwargs: dict) -> bool:
+    """Whether positions `(kinds, batch_size, columns)`, which multimodal models have, are not those of text alone."""
+    position_ids = model_kwargs.get("position_ids")
+    return position_ids is not None and position_ids.ndim > 2 and bool((position_ids != position_ids[:1]).any())
+
+
 def _is_synced(model) -> bool:
     """Returns the value that transformers gives `synced_gpus` if the call does not set it."""
     is_shared = generation_utils.is_deepspeed_zero3_enabled() or generation_utils.is_fsdp_managed_module(model)
@@ -189,7 +195,7 @@ def _check_rope(model, input_ids, max_length: int | None, model_kwargs: dict) ->
         return
     kind, unchanged = changes
     before, length = model_kwargs["past_key_values"].get_seq_length(), input_ids.shape[1]
-    last = torch.tensor([before + length - 1]) if position_ids is None else position_ids[:, -1]
+    last = torch.tensor([before + length - 1]) if position_ids is None else position_ids[..., -1]
     stays = max_length is not None and int(last.max()) + 1 + max_length - length <= unchanged
     has_changed = kind == "longrope" and int(last.min()) >= unchanged and not 0 < before <= unchanged
     if stays or has_changed:

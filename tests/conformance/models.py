@@ -248,6 +248,18 @@ QUICK = (
 )
 POPULAR = ("llama", "qwen3", "gemma3_text", "mistral", "phi3", "gpt_oss", "qwen3_moe", "gemma4_text", "llama4_text")
 
+# Models that also read images, with text alone: their state as a draft. All of them are supported as targets.
+MULTIMODAL = {
+    "gemma3": SUPPORTED,
+    "gemma4": SUPPORTED,
+    "llama4": SUPPORTED,
+    "llava": SUPPORTED,
+    "mistral3": SUPPORTED,
+    "qwen2_5_vl": SUPPORTED,
+    "qwen3_5": "recurrent",
+    "qwen3_vl": SUPPORTED,
+}
+
 FAMILIES = {name: (target, draft) for name, target, draft in map(str.split, TABLE.strip().splitlines())}
 
 # Pairs that people use: hub ids, form of the draft, vocabulary sizes of the models' logits, and "ours": what was done
@@ -324,6 +336,10 @@ def page() -> str:
         else:
             states = (SUPPORTED if state == SUPPORTED else f"refused: {state}" for state in (target, draft))
             lines.append(f"| `{name}` | " + " | ".join(states) + " |")
+    lines += ["", "## Models that also read images", ""]
+    lines += ["With text alone:", "", "| `model_type` | as a target | as a draft |", "| --- | --- | --- |"]
+    for name, state in MULTIMODAL.items():
+        lines.append(f"| `{name}` | {SUPPORTED} | {state if state == SUPPORTED else f'refused: {state}'} |")
     lines += ["", "## Why a family is refused", "", "| word | sentence |", "| --- | --- |"]
     lines += [f"| {word} | ... {sentence.rstrip(';:,')} |" for word, sentence in sorted(REFUSED.items())]
     return "\n".join(lines) + "\n"

@@ -5,7 +5,13 @@ import dataclasses
 import pytest
 import torch
 import transformers
-from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+from transformers import (
+    AutoModelForImageTextToText,
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import hf_ssd
@@ -18,7 +24,7 @@ from ..conftest import SIZES, padded_batch, tiny_model
 from ..real_use.families import WINDOW, sharp_model, tiny_config
 from ..real_use.test_hybrids import Knows
 from .conftest import ahead, preparing
-from .models import FAMILIES, LISTED_WITH, NOT_BUILT, PAGE, POPULAR, QUICK, REFUSED, SUPPORTED, page
+from .models import FAMILIES, LISTED_WITH, MULTIMODAL, NOT_BUILT, PAGE, POPULAR, QUICK, REFUSED, SUPPORTED, page
 
 GREEDY = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 GREEDY |= {"return_dict_in_generate": True, "output_logits": True}
@@ -126,6 +132,23 @@ def test_a_worker_samples_the_tokens_of_drafting_in_turn(name):
     assert outputs[0].ssd_stats.column("accepted") == outputs[1].ssd_stats.column("accepted")
     assert outputs[0].ssd_stats.draft_failure is None and outputs[0].ssd_stats.hit_rate > 0
     assert outputs[0].ssd_stats.tokens_per_round > 1.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MULTIMODAL)
+def test_text_alone_with_a_multimodal_target(name):
+    check_multimodal(name, {1: [4], 3: [1, 7]})
+
+
+def test_text_alone_with_a_target_whose_tokens_have_several_positions():
+    check_multimodal("qwen3_vl", {3: [4]})
+
+
+def check_multimodal(name, cases):
+    target = hf_ssd.enable(sharp_model(tiny_config(name), kind=AutoModelForImageTextToText))
+    is_draft = MULTIMODAL[name] == SUPPORTED
+    draft = sharp_model(tiny_config(name), noise=0.02, kind=AutoModelForImageTextToText) if is_draft else None
+    check_target(target, draft, cases)
 
 
 # ---------------------------------------------------------------- the list
