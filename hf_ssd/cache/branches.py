@@ -36,8 +36,12 @@ class Branches:
         ends = from_host(forks, decoder.device)
         allowed = masks.visible_up_to(ends - 1, width)
         self.mask = decoder.mask(allowed, ends, torch.arange(width, device=decoder.device))
-        self.sliding, self.hidden = None, None
-        if window is not None and width > window:
+        self.ends, self.sliding, self.hidden, self.chunks = ends, None, None, None
+        if decoder.layout.chunked and width > window:  # the chunks of the columns that each branch sees
+            column = torch.arange(width, device=decoder.device)
+            own = ends[:, :, None] + (column - base).div(self.count, rounding_mode="floor")
+            self.chunks = torch.where(column < base, column, own) // window
+        elif window is not None and width > window:
             # The column that leaves the window at each depth, or the new column itself, which is shown after that.
             before = torch.where(depths[:, None, None] < window, grown - window, columns - window * self.count)
             self.hidden = from_host(torch.where(before < 0, columns, before)[:, :, None, :, None], decoder.device)
@@ -54,6 +58,10 @@ class Branches:
             self.sliding.scatter_(3, self.hidden[self.depth], torch.finfo(self.sliding.dtype).min)
         for mask in {id(one): one for one in tree_leaves(self.mask) if one is not None}.values():
             mask[:, 0, :, start:stop].diagonal(dim1=-2, dim2=-1).zero_()
+        if self.chunks is not None:
+            full, size = self.mask["full_attention"], self.decoder.layout.window
+            is_other = self.chunks != ((self.ends + self.depth) // size)[:, :, None]
+            self.mask["chunked_attention"] = full.masked_fill(is_other[:, None], torch.finfo(full.dtype).min)
         window, places = self.decoder.cache.window, self.places[self.depth]
         mask = tree_map(lambda one: one if one is None else one[..., : window or stop], self.mask)
         self.decoder.cache.place(slice(start, stop) if window is None else places[0], stop)

@@ -137,10 +137,11 @@ class CachedModel:
             allowed = masks.visible_up_to(columns, width, None if valid is None else valid[:, 0])
             return self.mask(allowed, columns, torch.arange(width, device=columns.device))
 
+        key = None if self.layout.chunked else ()  # chunks begin after the padding, which differs from call to call
         if self.valid is None:
-            return TensorFunction(mask, key=())
+            return TensorFunction(mask, key=key)
         valid = self.computed(self.valid)[:, None, None]
-        return TensorFunction(mask, (pad(valid, (0, width - valid.shape[3]), value=True),), key=())
+        return TensorFunction(mask, (pad(valid, (0, width - valid.shape[3]), value=True),), key)
 
     def columns_seen(self, width: int, tokens: int) -> int:
         """
@@ -154,17 +155,31 @@ class CachedModel:
     def mask(self, allowed: torch.BoolTensor, query_positions: torch.LongTensor, key_positions: torch.LongTensor):
         """
         Returns the model's `attention_mask`: a single mask, or a dictionary with a mask for each kind of layer. For the
-        arguments see [`~hf_ssd.cache.masks.within_window`]. Only differences between positions matter.
+        arguments see [`~hf_ssd.cache.masks.within_window`]. Positions count from column 0: only their differences
+        matter, but for chunks, which begin after the padding.
         """
         full = sliding = masks.additive(allowed, self.dtype)
         window = self.layout.window
         if window is not None and allowed.shape[2] > window:
-            allowed = masks.within_window(allowed, query_positions, key_positions, window)
+            within = masks.within_window
+            if self.layout.chunked:
+                within = masks.within_chunk
+                padding = self._left_padding()
+                query_positions, key_positions = query_positions - padding, key_positions - padding[..., None]
+            allowed = within(allowed, query_positions, key_positions, window)
             sliding = masks.additive(allowed, self.dtype)
+        if self.layout.chunked:
+            return {"full_attention": full, "chunked_attention": sliding}
         if not self.layout.mixed:
             return sliding
         hidden = {"full_attention": full, "sliding_attention": sliding}
         return hidden | {"linear_attention": None, "conv": None} if self.layout.recurrent else hidden
+
+    def _left_padding(self) -> torch.LongTensor:
+        """Returns how many columns before the first token of each row are padding: `(computed_rows, 1)`."""
+        if self.valid is None:
+            return torch.zeros(1, 1, dtype=torch.long, device=self.device)
+        return self.computed((self.valid.cumsum(dim=-1) == 0).sum(dim=-1, keepdim=True))
 
     def forward(self, tokens, places, mask, logits_to_keep=None, finish=None):
         """

@@ -39,6 +39,14 @@ def within_window(allowed: torch.BoolTensor, query_positions, key_positions, win
     return allowed & (query_positions[:, :, None] - key_positions < window)
 
 
+def within_chunk(allowed: torch.BoolTensor, query_positions, key_positions, size: int) -> torch.BoolTensor:
+    """
+    Keeps only the columns of the query's own chunk of `size` positions, as layers with chunked attention do. For the
+    arguments see [`within_window`].
+    """
+    return allowed & (query_positions[:, :, None] // size == key_positions // size)
+
+
 def chains(count: int, length: int, device: torch.device) -> torch.BoolTensor:
     """
     Lets each token of several chains see itself and the tokens before it in its chain.

@@ -27,11 +27,14 @@ class AttentionLayout:
     Args:
         window (`int`, *optional*): Positions that sliding layers look back. `None` if no layer slides.
         mixed (`bool`): Whether some layers slide and others do not, so that the model takes a mask for each kind.
+        chunked (`bool`): Whether these layers do not slide, but see the columns of the chunk of `window` positions to
+            which the query belongs.
         recurrent (`bool`): Whether some layers keep a state that cannot be rolled back.
     """
 
     window: int | None = None
     mixed: bool = False
+    chunked: bool = False
     recurrent: bool = False
 
 
@@ -75,12 +78,10 @@ def attention_layout(model: PreTrainedModel) -> AttentionLayout:
     recurrent = [layer for layer in layers if isinstance(layer, LinearAttentionLayer)]
     kinds = {type(layer) for layer in layers if layer not in recurrent and type(layer).__name__ != "DummyLayer"}
     others = ", ".join(sorted(kind.__name__ for kind in kinds - {DynamicLayer, DynamicSlidingWindowLayer}))
-    is_chunked = "chunked_attention" in (getattr(config, "layer_types", None) or [])
-    if has_own or is_chunked or others:
-        what = "chunked attention" if is_chunked else f"a compressed state ({others or 'its own cache'})"
+    if has_own or others:
         raise ValueError(
-            f"{name} uses {what}, which cannot be rolled back to a rejected token; use a model whose layers have full "
-            "or sliding-window attention."
+            f"{name} uses a compressed state ({others or 'its own cache'}), which cannot be rolled back to a rejected "
+            "token; use a model whose layers have full or sliding-window attention."
         )
     attention = [layer for layer in layers if isinstance(layer, DynamicLayer)]
     if recurrent and not attention:
@@ -92,7 +93,8 @@ def attention_layout(model: PreTrainedModel) -> AttentionLayout:
     if len(windows) > 1:
         raise ValueError(f"{name} has sliding windows of several sizes {sorted(windows)}, which is not supported.")
     slides = {isinstance(layer, DynamicSlidingWindowLayer) for layer in attention}
-    return AttentionLayout(next(iter(windows), None), mixed=len(slides) > 1, recurrent=bool(recurrent))
+    is_chunked = "chunked_attention" in (getattr(config, "layer_types", None) or [])
+    return AttentionLayout(next(iter(windows), None), len(slides) > 1, is_chunked, bool(recurrent))
 
 
 def is_recurrent(config: PreTrainedConfig) -> bool:
@@ -114,6 +116,16 @@ def last_position_limit(model: PreTrainedModel) -> int | None:
     learned = [one.weight for one in model.modules() if isinstance(one, nn.Embedding) and one is not tokens]
     tables = [*learned, *(buffer for buffer in model.buffers() if buffer.dim() == 2)]
     return count if any(count <= len(table) <= count + MOST_OFFSET for table in tables) else None
+
+
+def last_column_limit(model: PreTrainedModel) -> int | None:
+    """
+    Returns the number of columns from which on a model scales attention by the number of columns in its cache, which
+    differs between rows of different lengths (Llama 4). `None` if the model does not.
+    """
+    config = model.config.get_text_config(decoder=True)
+    scales = getattr(config, "attn_temperature_tuning", False) and not all(getattr(config, "no_rope_layers", [1]))
+    return getattr(config, "floor_scale", None) if scales else None
 
 
 def rope_that_changes(model: PreTrainedModel) -> tuple[str, int] | None:

@@ -14,8 +14,8 @@ from transformers.generation import (
 from transformers.generation import utils as generation_utils
 from transformers.generation.logits_process import DiaEOSDelayPatternLogitsProcessor
 
-from ..cache.support import attention_layout, is_flash_attention, rope_that_changes
-from ..config import SSDConfig
+from ..cache.support import attention_layout, is_flash_attention, last_column_limit, rope_that_changes
+from ..config import LONGEST_LOOKAHEAD, SSDConfig
 from ..distributed.assistant import DraftAssistant
 from ..distributed.launch import info_of
 from ..distributed.roles import check_heads
@@ -127,7 +127,7 @@ def check_generation(
         "output_attentions": generation_config.output_attentions,
         "output_hidden_states": generation_config.output_hidden_states,
         "inputs_embeds (the draft needs `input_ids`)": model_kwargs.get("inputs_embeds") is not None,
-        "a model whose tokens have several positions each": getattr(model_kwargs.get("position_ids"), "ndim", 2) > 2,
+        "tokens that have several different positions each, as those of images": _have_several_positions(model_kwargs),
     }
     for processor in logits_processor:
         name = f"{type(processor).__name__} (it remembers earlier calls, and counts on one for each token)"
@@ -145,6 +145,7 @@ def check_generation(
     if input_ids.shape[1] == 0:
         raise ValueError("`input_ids` is empty; give at least one token.")
     _check_rope(model, input_ids, max_length, model_kwargs)
+    _check_columns(model, max_length, model_kwargs)
     if is_flash_attention(model) and (len(input_ids) > 1 or model_kwargs.get("attention_mask") is not None):
         raise ValueError(
             "Flash attention reads no 4D masks, which batches and padding need; load the target with "
@@ -165,6 +166,12 @@ def _where_from(model) -> str:
     return ", which is in the model's own config; pass `use_cache=True` to generate(), or set it in the config"
 
 
+def _have_several_positions(model_kwargs: dict) -> bool:
+    """Whether positions `(kinds, batch_size, columns)`, which multimodal models have, are not those of text alone."""
+    position_ids = model_kwargs.get("position_ids")
+    return position_ids is not None and position_ids.ndim > 2 and bool((position_ids != position_ids[:1]).any())
+
+
 def _is_synced(model) -> bool:
     """Returns the value that transformers gives `synced_gpus` if the call does not set it."""
     is_shared = generation_utils.is_deepspeed_zero3_enabled() or generation_utils.is_fsdp_managed_module(model)
@@ -182,7 +189,7 @@ def _check_rope(model, input_ids, max_length: int | None, model_kwargs: dict) ->
         return
     kind, unchanged = changes
     before, length = model_kwargs["past_key_values"].get_seq_length(), input_ids.shape[1]
-    last = torch.tensor([before + length - 1]) if position_ids is None else position_ids[:, -1]
+    last = torch.tensor([before + length - 1]) if position_ids is None else position_ids[..., -1]
     stays = max_length is not None and int(last.max()) + 1 + max_length - length <= unchanged
     has_changed = kind == "longrope" and int(last.min()) >= unchanged and not 0 < before <= unchanged
     if stays or has_changed:
@@ -192,3 +199,14 @@ def _check_rope(model, input_ids, max_length: int | None, model_kwargs: dict) ->
         f"{unchanged} tokens, which `ssd_config` cannot follow; set `max_length={unchanged}` or less"
         + (", or give prompts that are longer than that." if kind == "longrope" else ".")
     )
+
+
+def _check_columns(model, max_length: int | None, model_kwargs: dict) -> None:
+    """Raises `ValueError` for lengths at which a model scales attention by the number of columns in its cache."""
+    limit, room = last_column_limit(model), 2 * LONGEST_LOOKAHEAD + 2  # for drafted tokens that are not accepted
+    before = model_kwargs["past_key_values"].get_seq_length()
+    if limit is not None and (max_length is None or before + max_length + room > limit):
+        raise ValueError(
+            f"{type(model).__name__} scales attention by the number of columns in its cache from {limit} columns on, "
+            f"which `ssd_config` cannot follow; set `max_length={limit - room}` or less, padding included."
+        )

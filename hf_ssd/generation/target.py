@@ -29,6 +29,8 @@ def prefill(
     theirs: DynamicCache = model_kwargs["past_key_values"]
     cache = ragged_copy(theirs)
     position_ids = model_kwargs.get("position_ids")
+    if position_ids is not None and position_ids.ndim > 2:  # in text, all kinds of positions are the same
+        position_ids = position_ids[0]
     mask = model_kwargs.get("attention_mask")
     with uncompiled(model):
         outputs = model._prefill(input_ids, generation_config, {**model_kwargs, "past_key_values": cache})

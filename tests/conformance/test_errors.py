@@ -187,13 +187,16 @@ def test_an_attention_that_takes_no_masks(draft, monkeypatch):
         target.generate(**padded_batch(1), max_new_tokens=5, assistant_model=draft, ssd_config=CONFIG)
 
 
-def test_tokens_with_several_positions(draft):
+def test_tokens_with_several_different_positions(draft):
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32}
     config = Qwen2_5_VLConfig(text_config={**SIZES, "rope_parameters": rope}, vision_config=vision)
     target = hf_ssd.enable(Qwen2_5_VLForConditionalGeneration(config))
-    with pytest.raises(ValueError, match="a model whose tokens have several positions each"):
-        target.generate(**padded_batch(1), max_new_tokens=5, assistant_model=draft, ssd_config=CONFIG)
+    positions = torch.arange(9).repeat(4, 1, 1)
+    positions[1, 0, 3:5] = 3  # an image
+    options = {**padded_batch(1), "max_new_tokens": 5, "assistant_model": draft, "ssd_config": CONFIG}
+    with pytest.raises(ValueError, match="tokens that have several different positions each"):
+        target.generate(**options, position_ids=positions)
 
 
 def test_options_of_the_model_itself_are_not_of_this_call(draft):

@@ -17,7 +17,7 @@ Models
     int8 activations, one scale for a whole pass        test_models.py::test_a_target_whose_logits_depend_on_the_rest_of_the_pass_is_refused
     a config with use_cache=False                       test_models.py::test_a_config_without_a_cache_is_named
     hybrid models refused                               test_hybrids.py::test_greedy_tokens_are_those_of_plain_generate
-    any other family                                    test_every_family.py::test_a_family_gives_the_tokens_of_plain_generate_or_is_refused
+    any other family                                    conformance/test_families.py::test_a_family_gives_the_tokens_of_plain_generate_or_is_refused
     compiled with a backend of the user's               test_compiled.py::test_a_target_is_compiled_by_the_users_backend
     no C++ compiler                                     test_compiled.py::test_what_cannot_be_compiled_runs_uncompiled_and_says_so_once
 

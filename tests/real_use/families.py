@@ -42,6 +42,12 @@ RECURRENT = {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_a
 GROUPS = {"num_key_value_heads": HEADS, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
 BLOCKS = {"num_hidden_layers": 3, "layers_block_type": ["mamba", "hybrid", "mamba"]}
 CONVOLUTION = {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}
+ROTATIONS = {kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in ("sliding_attention", "full_attention")}
+PLANES = {"mrope_section": [1, 1, 2]}
+SHARED = {"num_hidden_layers": 4, "num_kv_shared_layers": 2}  # the last layers use the keys of the others
+SHARED |= {"layer_types": ["sliding_attention", "full_attention"] * 2}
+INDEXER = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8}
+INDEXER |= {"indexer_compress_ratio": 2}
 # Target families with a recurrent state or a convolution in some layers.
 HYBRIDS = {
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"), RECURRENT),
@@ -66,6 +72,20 @@ OTHERS = {
     "deepseek_v2": {**LATENT, "num_experts_per_tok": 2},
     "doge": {"keep_window_size": 2048},  # beyond it, tokens that occur twice have equal ranks
     "xmod": {"default_language": "en_XX"},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8},
+        "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    **dict.fromkeys(("gemma3n_text", "gemma4_text", "gemma4_unified_text"), SHARED),
+    **dict.fromkeys(
+        ("qwen2_vl_text", "qwen2_5_vl_text"), {"rope_parameters": {**ROTATIONS["full_attention"], **PLANES}}
+    ),
+    "llama4_text": {"no_rope_layer_interval": 2},
+    "reformer": {"axial_pos_embds_dim": (16, 16), "axial_pos_shape": (16, 16)},
+    "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"], "rope_parameters": ROTATIONS},
+    "zamba": {**BLOCKS, "layers_block_type": ["linear_attention", "hybrid", "linear_attention"]},
+    "qwen4_exp_text": {**RECURRENT, **INDEXER},
 }
 
 
@@ -77,7 +97,8 @@ def sizes_of(config: PreTrainedConfig) -> dict:
             sizes[name] = value
     for name in getattr(config, "sub_configs", {}):
         if getattr(config, name, None) is not None:
-            sizes[name] = sizes_of(getattr(config, name))
+            inner = getattr(config, name)
+            sizes[name] = {**sizes_of(inner), **OTHERS.get(inner.model_type, {})}
     return sizes
 
 
@@ -104,10 +125,10 @@ def likely_draft(target: PreTrainedModel, weight: float = 32.0) -> PreTrainedMod
     return draft
 
 
-def sharp_model(config: PreTrainedConfig, noise: float = 0.0) -> PreTrainedModel:
+def sharp_model(config: PreTrainedConfig, noise: float = 0.0, kind=AutoModelForCausalLM) -> PreTrainedModel:
     """Returns a model with clear favourites, the same each time but for noise on its weights."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).eval()
+    model = kind.from_config(config).eval()
     generator, of_noise = (torch.Generator().manual_seed(seed) for seed in (4, 5))
     with torch.no_grad():
         for weights in model.parameters():

@@ -1,0 +1,349 @@
+"""
+Every family of decoder-only models in transformers: whether it can be a target and a draft, and the sentence that
+refuses it otherwise. `test_families.py` tests each entry, and `docs/supported_models.md` is generated from this file:
+
+    python -m tests.conformance.models
+"""
+
+from pathlib import Path
+
+LISTED_WITH = (5, 23)  # the newest release of transformers whose families are all listed
+PAGE = Path(__file__).parents[2] / "docs" / "supported_models.md"
+SUPPORTED = "supported"
+
+# A line for each `model_type`: its state as a target and as a draft. Words other than `supported` are keys of
+# `REFUSED`; families that are `not_built` are in `NOT_BUILT`.
+TABLE = """
+afmoe                      supported      supported
+apertus                    supported      supported
+arcee                      supported      supported
+aria_text                  supported      supported
+axk1                       supported      supported
+axk2                       indexed        indexed
+bailing_hybrid             supported      recurrent
+bamba                      supported      recurrent
+bart                       no_positions   own_mask
+beam                       supported      supported
+bert                       supported      supported
+bert-generation            supported      supported
+big_bird                   supported      supported
+bigbird_pegasus            no_positions   own_mask
+biogpt                     supported      supported
+bitnet                     supported      supported
+blenderbot                 no_positions   own_mask
+blenderbot-small           no_positions   own_mask
+bloom                      no_positions   no_mask
+blt                        not_built      not_built
+camembert                  supported      supported
+codegen                    supported      supported
+cohere                     supported      supported
+cohere2                    supported      supported
+cohere2_moe                supported      supported
+cohere_compass_text        supported      supported
+cpmant                     no_positions   no_mask
+ctrl                       supported      supported
+cwm                        supported      supported
+data2vec-text              supported      supported
+dbrx                       supported      supported
+deepseek_v2                supported      supported
+deepseek_v3                supported      supported
+deepseek_v32               indexed        indexed
+deepseek_v4                compressed     compressed
+diffllama                  supported      supported
+doge                       supported      supported
+dots1                      supported      supported
+dots3_note                 not_built      not_built
+dots3_note_text            indexed        indexed
+electra                    supported      supported
+emu3                       supported      supported
+ernie                      supported      supported
+ernie4_5                   supported      supported
+ernie4_5_moe               supported      supported
+exaone4                    supported      supported
+exaone_moe                 supported      supported
+falcon                     supported      supported
+falcon_h1                  supported      recurrent
+falcon_mamba               no_attention   no_attention
+flex_olmo                  supported      supported
+flint                      supported      supported
+fuyu                       supported      supported
+gemma                      supported      supported
+gemma2                     supported      supported
+gemma3                     supported      supported
+gemma3_text                supported      supported
+gemma3n                    not_built      not_built
+gemma3n_text               supported      supported
+gemma4                     supported      supported
+gemma4_assistant           not_built      not_built
+gemma4_text                supported      supported
+gemma4_unified             supported      supported
+gemma4_unified_assistant   not_built      not_built
+gemma4_unified_text        supported      supported
+git                        not_built      not_built
+glm                        supported      supported
+glm4                       supported      supported
+glm4_moe                   supported      supported
+glm4_moe_lite              supported      supported
+glm_moe_dsa                indexed        indexed
+got_ocr2                   supported      supported
+gpt-sw3                    supported      supported
+gpt2                       supported      supported
+gpt_bigcode                supported      supported
+gpt_neo                    own_mask       own_mask
+gpt_neox                   supported      supported
+gpt_neox_japanese          supported      supported
+gpt_oss                    supported      supported
+gptj                       supported      supported
+granite                    supported      supported
+granite_swa                supported      supported
+granitemoe                 supported      supported
+granitemoe_swa             supported      supported
+granitemoehybrid           supported      recurrent
+granitemoeshared           supported      supported
+helium                     supported      supported
+hrm_text                   supported      supported
+hunyuan_v1_dense           supported      supported
+hunyuan_v1_moe             supported      supported
+hy_v3                      supported      supported
+hy_v4                      indexed        indexed
+hyperclovax                supported      supported
+inkling2_text              no_mask        recurrent
+inkling_text               no_mask        recurrent
+internlm3                  supported      supported
+iquestcoder                supported      supported
+jais2                      supported      supported
+jamba                      forgets        recurrent
+jetmoe                     supported      supported
+kimi_linear                supported      recurrent
+kolibri1                   supported      supported
+laguna                     supported      supported
+lfm2                       supported      recurrent
+lfm2_moe                   supported      recurrent
+lfm3                       supported      recurrent
+llama                      supported      supported
+llama4                     supported      supported
+llama4_text                supported      supported
+longcat_flash              supported      supported
+mamba                      no_attention   no_attention
+mamba2                     no_attention   no_attention
+marian                     no_positions   own_mask
+mbart                      no_positions   own_mask
+megatron-bert              supported      supported
+mellum                     supported      supported
+mimo_v2_flash              supported      supported
+minicpm3                   supported      supported
+minimax                    own_cache      own_cache
+minimax_m2                 supported      supported
+minimax_m3_vl_text         supported      supported
+ministral                  supported      supported
+ministral3                 supported      supported
+mistral                    supported      supported
+mixtral                    supported      supported
+mllama                     supported      supported
+modernbert-decoder         supported      supported
+moshi                      supported      supported
+moss_transcribe_diarize    no_positions   supported
+mpt                        no_positions   no_mask
+musicgen                   not_built      not_built
+musicgen_melody            not_built      not_built
+mvp                        no_positions   own_mask
+nanochat                   supported      supported
+nemotron                   supported      supported
+nemotron_h                 supported      recurrent
+olmo                       supported      supported
+olmo2                      supported      supported
+olmo3                      supported      supported
+olmo_hybrid                supported      recurrent
+olmoe                      supported      supported
+openai-gpt                 no_mask        no_mask
+opt                        supported      supported
+pegasus                    no_positions   own_mask
+persimmon                  supported      supported
+phi                        supported      supported
+phi3                       supported      supported
+phi4_multimodal            supported      supported
+phimoe                     supported      supported
+plbart                     no_positions   own_mask
+prophetnet                 no_positions   no_mask
+qwen2                      supported      supported
+qwen2_moe                  supported      supported
+qwen3                      supported      supported
+qwen3_5                    supported      recurrent
+qwen3_5_moe                supported      recurrent
+qwen3_5_moe_text           supported      recurrent
+qwen3_5_text               supported      recurrent
+qwen3_moe                  supported      supported
+qwen3_next                 supported      recurrent
+qwen4_exp                  indexed        indexed
+qwen4_exp_text             indexed        indexed
+recurrent_gemma            no_mask        recurrent
+reformer                   own_cache      own_cache
+rembert                    supported      supported
+roberta                    supported      supported
+roberta-prelayernorm       supported      supported
+roc_bert                   supported      supported
+roformer                   no_positions   own_mask
+rwkv                       own_cache      own_cache
+seed_oss                   supported      supported
+smollm3                    supported      supported
+solar_open                 supported      supported
+stablelm                   supported      supported
+starcoder2                 supported      supported
+trocr                      no_positions   own_mask
+vaultgemma                 supported      supported
+whisper                    no_positions   supported
+xglm                       supported      supported
+xlm                        no_mask        no_mask
+xlm-roberta                supported      supported
+xlm-roberta-xl             supported      supported
+xlnet                      own_cache      own_cache
+xlstm                      own_cache      own_cache
+xmod                       supported      supported
+youtu                      supported      supported
+zamba                      forgets        recurrent
+zamba2                     supported      recurrent
+zaya                       supported      recurrent
+"""
+
+# The sentences that refuse a family, after the name of the model's class.
+REFUSED = {
+    "compressed": "uses a compressed state (DeepseekV4HCACache), which cannot be rolled back to a rejected token;",
+    "forgets": "gives other logits for several tokens behind its recurrent state than for one after the other,",
+    "indexed": "uses a compressed state (DynamicIndexedLayer), which cannot be rolled back to a rejected token;",
+    "no_attention": "has recurrent layers alone, whose state cannot be rolled back to a rejected token;",
+    "no_mask": "does not take a 4D attention mask and position ids:",
+    "no_positions": "takes no `position_ids`, which verification needs.",
+    "own_cache": "uses a compressed state (its own cache), which cannot be rolled back to a rejected token;",
+    "own_mask": "does not obey a 4D attention mask with position ids, or makes a mask of its own",
+    "recurrent": "keeps a recurrent state, which cannot be rolled back to the fork of a branch, so it can be a target",
+}
+
+# Why no small model of a family is made.
+NOT_BUILT = {
+    "blt": "four models in one, whose sizes depend on each other",
+    "dots3_note": "its text model is `dots3_note_text`",
+    "gemma3n": "its vision tower needs timm; its text model is `gemma3n_text`",
+    "gemma4_assistant": "it reads hidden states of another model",
+    "gemma4_unified_assistant": "it reads hidden states of another model",
+    "git": "plain generate() with padding and without an image reads the padding",
+    "musicgen": "it generates audio",
+    "musicgen_melody": "it generates audio",
+}
+
+# Every way in which models attend and know positions is among the families of the quick tests.
+QUICK = (
+    "gpt2",  # learned positions
+    "opt",  # learned positions, counted from 2
+    "xglm",  # sinusoidal positions
+    "gptj",  # attention and feed-forward side by side
+    "gpt_bigcode",  # one key for all heads
+    "falcon",  # makes a mask where it is given none
+    "gemma2",  # capped logits
+    "gemma3n_text",  # layers that use the keys of another layer
+    "cohere2",  # full layers without positions
+    "llama4_text",  # chunks
+    "mixtral",  # experts
+    "deepseek_v3",  # latent attention
+    "gpt_oss",  # sinks
+)
+POPULAR = ("llama", "qwen3", "gemma3_text", "mistral", "phi3", "gpt_oss", "qwen3_moe", "gemma4_text", "llama4_text")
+
+# Models that also read images, with text alone: their state as a draft. All of them are supported as targets.
+MULTIMODAL = {
+    "gemma3": SUPPORTED,
+    "gemma4": SUPPORTED,
+    "llama4": SUPPORTED,
+    "llava": SUPPORTED,
+    "mistral3": SUPPORTED,
+    "qwen2_5_vl": SUPPORTED,
+    "qwen3_5": "recurrent",
+    "qwen3_vl": SUPPORTED,
+}
+
+FAMILIES = {name: (target, draft) for name, target, draft in map(str.split, TABLE.strip().splitlines())}
+
+# Pairs that people use: hub ids, form of the draft, vocabulary sizes of the models' logits, and "ours": what was done
+# with the pair here.
+RANDOM = "tested with random weights"
+PAIRS = (
+    ("`examples/pair/target`", "`examples/pair/draft`", "one token a pass", "2,048 each", "run; trained weights"),
+    ("`examples/pair/target`", "`examples/pair/parallel_draft`", "parallel", "2,048, 2,112", "run; trained weights"),
+    ("`Qwen/Qwen3-8B`, `-14B`, `-32B`", "`Qwen/Qwen3-0.6B`", "one token a pass", "151,936 each", RANDOM),
+    ("`Qwen/Qwen3-8B`", "`amd/PARD-Qwen3-0.6B`", "parallel", "151,936 each", RANDOM),
+    (
+        "`Qwen/Qwen2.5-7B-Instruct`, `-14B`, `-32B`, `-72B`",
+        "`Qwen/Qwen2.5-0.5B-Instruct`",
+        "one token a pass",
+        "152,064, 151,936",
+        RANDOM,
+    ),
+    (
+        "`meta-llama/Llama-3.1-8B-Instruct`, `-70B-Instruct`, `Llama-3.3-70B-Instruct`",
+        "`meta-llama/Llama-3.2-1B-Instruct`",
+        "one token a pass",
+        "128,256 each",
+        RANDOM,
+    ),
+    ("`Qwen/Qwen3-Next-80B-A3B-Instruct`", "`Qwen/Qwen3-0.6B`", "one token a pass", "151,936 each", RANDOM),
+    ("`meta-llama/Llama-3.1-8B-Instruct`", "`amd/PARD-Llama-3.2-1B`", "parallel", "128,256 each", RANDOM),
+    ("`google/gemma-2-27b-it`", "`google/gemma-2-2b-it`", "one token a pass", "256,000 each", RANDOM),
+    ("`google/gemma-3-12b-it`, `-27b-it`", "`google/gemma-3-1b-it`", "one token a pass", "262,208, 262,144", RANDOM),
+    (
+        "`HuggingFaceTB/SmolLM2-1.7B-Instruct`",
+        "`HuggingFaceTB/SmolLM2-135M-Instruct`",
+        "one token a pass",
+        "49,152 each",
+        RANDOM,
+    ),
+)
+
+
+def page() -> str:
+    """Returns the text of the document."""
+    supported = [sum(states[place] == SUPPORTED for states in FAMILIES.values()) for place in (0, 1)]
+    lines = [
+        "<!-- Written by `python -m tests.conformance.models`; change that file instead. -->",
+        "# Supported models",
+        "",
+        f"transformers {'.'.join(map(str, LISTED_WITH))} has {len(FAMILIES)} families of decoder-only models. "
+        f"{supported[0]} of them can be targets and {supported[1]} can be drafts. The family of a model is the "
+        "`model_type` in its `config.json`, or in the `text_config` of a model that also reads images or audio.",
+        "",
+        "*Supported* means: a small model with random weights gives the greedy tokens of plain `generate()` in "
+        "float32, alone and in a batch of three with left padding, with lookaheads of 1, 4 and 7, past its sliding "
+        "window, and gains more than one token a round; and a draft with the same weights is accepted at every token. "
+        "A refused model raises `ValueError` with the sentence below, which begins with the name of the model's "
+        "class, before any work starts.",
+        "",
+        "",
+        "## Pairs",
+        "",
+        "The column *ours* says what was done here. Nothing from the hub was run, because no hub could be reached; "
+        "`hf-ssd check TARGET DRAFT` tests a pair.",
+        "",
+        "| target | draft | form of the draft | vocabulary sizes | ours |",
+        "| --- | --- | --- | --- | --- |",
+        *("| " + " | ".join(pair) + " |" for pair in PAIRS),
+        "",
+        "## Families",
+        "",
+        "| `model_type` | as a target | as a draft |",
+        "| --- | --- | --- |",
+    ]
+    for name, (target, draft) in sorted(FAMILIES.items()):
+        if name in NOT_BUILT:
+            lines.append(f"| `{name}` | not tested: {NOT_BUILT[name]} | not tested |")
+        else:
+            states = (SUPPORTED if state == SUPPORTED else f"refused: {state}" for state in (target, draft))
+            lines.append(f"| `{name}` | " + " | ".join(states) + " |")
+    lines += ["", "## Models that also read images", ""]
+    lines += ["With text alone:", "", "| `model_type` | as a target | as a draft |", "| --- | --- | --- |"]
+    for name, state in MULTIMODAL.items():
+        lines.append(f"| `{name}` | {SUPPORTED} | {state if state == SUPPORTED else f'refused: {state}'} |")
+    lines += ["", "## Why a family is refused", "", "| word | sentence |", "| --- | --- |"]
+    lines += [f"| {word} | ... {sentence.rstrip(';:,')} |" for word, sentence in sorted(REFUSED.items())]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
