@@ -9,7 +9,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
 from ..distributed.launch import info_of
-from ..distributed.session import DraftError
+from ..distributed.sessions import DraftError
 from ..drafting.vocabulary import Translation
 from .spelling import Encoder, spelled_tokens
 

@@ -185,7 +185,7 @@ def test_a_worker_that_cannot_start_is_told_of_once(target, draft, warnings):
 class Interrupt:
     """Raises KeyboardInterrupt at the n-th line that is run in some files."""
 
-    FILES = ("distributed/assistant.py", "distributed/worker_session.py", "generation/draft.py")
+    FILES = ("distributed/assistant.py", "distributed/sessions.py", "generation/draft.py")
 
     def __init__(self, at):
         self.left, self.where = at, None
