@@ -84,7 +84,7 @@ def measure(args: argparse.Namespace, found: models.Models, texts: list[str], lo
         texts, is_plain = prompts.as_messages(texts, tokenizer), tokenizer.chat_template is None
         batches = prompts.batches(texts, tokenizer, 1, found.device, add_special_tokens=is_plain)
     work = argparse.Namespace(**WORK, new_tokens=args.new_tokens, repeats=args.repeats)
-    with hf_ssd.launch_draft(draft) as assistant:
+    with hf_ssd.launch_draft(draft, target=target) as assistant:
         bench = Bench(work, target, draft, assistant, batches, found.tokenizers)
         methods = bench.methods(cores=None, all_devices=True)
         del methods[f"{ASSISTED}, default"]

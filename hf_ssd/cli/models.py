@@ -63,9 +63,9 @@ class Models:
         target = hf_ssd.enable(load(self.target, self.dtype, self.device))
         return target, load(self.draft, self.draft_dtype, self.draft_device)
 
-    def launch_draft(self) -> DraftAssistant:
+    def launch_draft(self, target: PreTrainedModel | None = None) -> DraftAssistant:
         """Starts the draft's worker and returns it. Only the worker loads the draft."""
-        return hf_ssd.launch_draft(self.draft, device=self.draft_device, dtype=self.draft_dtype)
+        return hf_ssd.launch_draft(self.draft, device=self.draft_device, dtype=self.draft_dtype, target=target)
 
 
 def add_models(parser: argparse.ArgumentParser) -> None:
