@@ -53,7 +53,6 @@ RECIPES = {  # the files that each recipe changes, and what is put in the place 
         ],
         "distributed/draft_server.py": [
             ("\nHANDLERS = {", '\nHANDLERS = {Kind.HEAT: "_heat", '),
-            (
             ("    def _translate(", code_of("Heated").partition("\n")[2] + "\n    def _translate("),
         ],
     },
