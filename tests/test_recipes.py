@@ -58,12 +58,23 @@ RECIPES = {  # the files that each recipe changes, and what is put in the place 
         "rounds.py": [("    compiles: bool = False", "    compiles: bool = False\n    branches: int = 0")],
         "distributed/wire.py": [("\nRECORD = {", '\nRECORD = {\n    "branches": COUNT,')],
     },
+    "a message": {
+        "distributed/wire.py": [
+            ("\n\nclass ProtocolError", "    HEAT = 15\n\n\nclass ProtocolError"),
+            ("\nPLAN = {", '\nHEAT = {"degrees": Field(0, 200)}\nPLAN = {'),
+        ],
+        "distributed/draft_server.py": [
+            ("\nHANDLERS = {", '\nHANDLERS = {Kind.HEAT: "_heat", '),
+            ("    def _translate(", code_of("Heated").partition("\n")[2] + "\n    def _translate("),
+        ],
+    },
 }
 
 PROGRAM = """
 import torch
 import hf_ssd
 from hf_ssd.distributed import wire
+from hf_ssd.distributed.local import LocalWorker
 from hf_ssd.rounds import AHEAD, RoundRecord, Speculation
 from tests.conftest import padded_batch, tiny_draft, tiny_model
 from tests.stand_ins.thread_worker import ThreadWorker
@@ -85,6 +96,10 @@ with hf_ssd.distributed.assistant.DraftAssistant([ThreadWorker(tiny_draft())]) a
 told = Speculation([[1]], None, RoundRecord(branches=7, sources=["ngram"]))
 told = wire.read_speculation(wire.write_speculation(told), 1)
 assert told.record.branches == 7
+worker = LocalWorker(tiny_draft())
+worker.channel.send(wire.Message(wire.Kind.HEAT, payload=[70]))
+worker.work()
+assert worker.server.degrees == 70
 print(hf_ssd.__file__, "done")
 """
 

@@ -92,7 +92,7 @@ def compare(args: argparse.Namespace, target, draft, batches: list[dict], tokeni
     that these ask for. `batches` are inputs of generate(), used in turn; `tokenizers` are given if the two differ.
     """
     cores, tables = cores_for(args, target, draft), {}
-    with hf_ssd.launch_draft(draft, cores=cores) as assistant:
+    with hf_ssd.launch_draft(draft, cores=cores, target=target) as assistant:
         bench = Bench(args, target, draft, assistant, batches, tokenizers)
         views = {"the target on one device each": False}
         if cores is not None and not args.one_table:

@@ -163,7 +163,7 @@ def run(args: argparse.Namespace) -> int:
     prepare_terminal()
     set_seed(args.seed)
     target = hf_ssd.enable(found.target.load())
-    with found.launch_draft() as assistant:
+    with found.launch_draft(target) as assistant:
         chat = Chat(args, target, assistant, tokenizer, found.config, found.tokenizers)
         print("Type a message, or /help.")
         while True:

@@ -80,7 +80,7 @@ def measure(args: argparse.Namespace, found: models.Models, texts: list[str], lo
     target, draft = found.load()
     batches = prompts.batches_for(target, found.target.tokenizer, texts)
     work = argparse.Namespace(**{**vars(args), **WORK})
-    with hf_ssd.launch_draft(draft, num_threads=found.draft_threads) as assistant:
+    with hf_ssd.launch_draft(draft, num_threads=found.draft_threads, target=target) as assistant:
         bench = Bench(work, target, draft, assistant, batches, found.tokenizers)
         methods = bench.methods(cores=None, all_devices=True)
         del methods[f"{ASSISTED}, default"]

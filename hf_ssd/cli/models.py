@@ -128,11 +128,12 @@ class Models:
         """Loads both models, enables the target, and returns target and draft."""
         return hf_ssd.enable(self.target.load()), self.draft.load()
 
-    def launch_draft(self) -> contextlib.AbstractContextManager[DraftAssistant | None]:
+    def launch_draft(self, target: PreTrainedModel) -> contextlib.AbstractContextManager[DraftAssistant | None]:
         """Starts the draft's worker, if there is a draft, and returns it. Only the worker loads the draft."""
         if self.draft is None:
             return contextlib.nullcontext()
         options = {"device": self.draft.device, "dtype": self.draft.dtype, "num_threads": self.draft_threads}
+        options["target"] = target
         return hf_ssd.launch_draft(self.draft.name, **options, **self.draft.files)
 
 

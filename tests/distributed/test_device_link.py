@@ -16,10 +16,12 @@ from transformers import LogitsProcessorList, set_seed
 
 import hf_ssd
 from hf_ssd.distributed.device_link import LINK_CTAS, DeviceLink, nccl_group, open_link
+from hf_ssd.distributed.launch import assistant_for
 from hf_ssd.distributed.transport import TARGET, Channel, gloo_group
 from hf_ssd.distributed.wire import Kind, Message, ProtocolError
+from hf_ssd.distributed.worker_process import WorkerProcess
 
-from ..conftest import padded_batch, tiny_draft
+from ..conftest import padded_batch, ready, tiny_draft
 from ..faults.test_worker_faults import AtLength
 
 CPU = torch.device("cpu")
@@ -259,6 +261,38 @@ def test_a_worker_goes_on_without_the_link_that_its_target_cannot_open(target, m
         assert worker.channel.link is None
         oracle = sampled(target, tiny_draft(), asynchronous=False)
         assert torch.equal(sampled(target, assistant).sequences, oracle.sequences)
+
+
+@pytest.fixture
+def two_gpus(monkeypatch):
+    """The CPU counts as two GPUs, which links connect. Returns how often a link was opened."""
+    opened, open_link = [], WorkerProcess.open_link
+
+    def link_gpus(worker, device):
+        if not worker.link_was_tried:
+            opened.append(device)
+            open_link(worker, device)
+
+    monkeypatch.setattr(WorkerProcess, "link_gpus", link_gpus)
+    return opened
+
+
+@pytest.mark.parametrize("how", ["launched for a target", "started by a call", "launched for any target"])
+def test_a_link_opens_while_the_worker_starts_if_the_target_is_known(target, two_gpus, how):
+    draft = tiny_draft()
+    if how == "started by a call":
+        target.generate(**padded_batch(1), max_new_tokens=2, assistant_model=draft, ssd_config=hf_ssd.SSDConfig())
+        assistant = ready(assistant_for(draft))
+    else:
+        given = {"target": target} if how == "launched for a target" else {}
+        assistant = hf_ssd.launch_draft(draft, num_threads=1, **given)
+    with assistant:
+        assert len(two_gpus) == (how != "launched for any target")
+        assert (assistant.workers[0].channel.link is not None) == bool(two_gpus)
+        oracle = sampled(target, tiny_draft(), asynchronous=False)
+        output = sampled(target, assistant)
+        assert torch.equal(output.sequences, oracle.sequences) and output.ssd_stats.hit_rate > 0
+        assert two_gpus == [CPU] and assistant.workers[0].channel.link is not None
 
 
 class Broken:
