@@ -67,8 +67,9 @@ class SSDConfig:
             object are called in the target's process.
         drafter (`str`, *optional*, defaults to `"auto"`):
             How the draft model proposes tokens: `"autoregressive"` (a forward pass for each token), `"parallel"` (a
-            single pass for all tokens, which PARD models are trained for; their config has `pard_token`), or `"auto"`,
-            which is parallel if the model supports it. A parallel draft draws its tokens from marginals, and processors
+            single pass for all tokens, which PARD models are trained for; their config has `pard_token`), `"eagle3"` (a
+            head that reads the target's hidden states), or `"auto"`, which is the kind that the model was made for. A
+            parallel draft draws its tokens from marginals, and processors
             that read the tokens before a position, such as repetition penalties, see only the tokens before the
             speculation.
         acceptance_rate (`float`, *optional*, defaults to 0.8):
@@ -201,7 +202,7 @@ class SSDConfig:
 
 FAN_OUTS = ("confidence", "geometric", "uniform", "all_accepted", "single_branch", "greedy_tree")
 FALLBACKS = ("auto", "primary", "ngram", "random")
-DRAFTERS = ("auto", "autoregressive", "parallel")
+DRAFTERS = ("auto", "autoregressive", "parallel", "eagle3")
 _FAN_OUT = ", ".join(f'"{name}"' for name in FAN_OUTS) + " or lookahead + 1 integers of at least 0"
 _FALLBACK = ", ".join(f'"{name}"' for name in FALLBACKS) + (
     ", an object with propose(input_ids, lookahead), or a CandidateGenerator that needs no outputs of the target"

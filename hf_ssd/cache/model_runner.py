@@ -114,7 +114,7 @@ class GraphRunner(Runner):
         cache, graphs = self.cache, self.graphs
         if cache.window is None or graphs.failure is not None:
             return super().run(inputs, logits_to_keep)
-        rows, tokens = inputs["input_ids"].shape
+        rows, tokens = inputs["input_ids"].shape[:2]
         key = rows, rounded(tokens), cache.window, len(inputs)
         columns = pad(cache.placement[0], (0, key[1] - tokens), value=cache.window - 1)
         moving = {**inputs, "columns": columns}

@@ -58,9 +58,12 @@ class Channel:
         self.link = open_link(self.store, self.rank, device, link_trial(self.secret))
         return self.link is not None
 
-    def make_room(self, rows: int, vocab_size: int) -> None:
-        """Allows payloads as large as the distributions of the longest speculation of this many rows."""
-        self.largest = max(self.largest, rows * LONGEST_LOOKAHEAD * vocab_size)
+    def make_room(self, rows: int, vocab_size: int, features: int = 0) -> None:
+        """
+        Allows payloads as large as the distributions of the longest speculation of this many rows, and as so many
+        numbers of features.
+        """
+        self.largest = max(self.largest, rows * LONGEST_LOOKAHEAD * vocab_size, features)
 
     def close_link(self) -> None:
         if self.link is not None:

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from ..drafting.custom_fallback import CustomFallback
 from ..drafting.speculator import Speculator
 from ..rounds import Outcome, Plan, Speculation
+from . import wire
 from .drafts import Drafts
 from .session import DraftError, DraftSession, SessionRequest
 
@@ -30,14 +31,17 @@ class LocalSession(DraftSession):
             self.speculator: Speculator | None = drafts.speculator(model, request, self.custom)
             self.speculator.begin()
 
-    def send_outcome(self, outcome: Outcome, plan: Plan) -> None:
-        self.outcome, self.plan = outcome, plan
+    def send_outcome(self, outcome: Outcome, plan: Plan, features: torch.Tensor | None = None) -> None:
+        self.outcome, self.plan, self.features = outcome, plan, features
 
     def receive_speculation(self) -> Speculation:
         with self._as_draft_errors():
-            self.speculation = self.speculator.answer(self.outcome, self.plan)
+            self.speculation = self.speculator.answer(self.outcome, self.plan, self._read_features)
             self.speculator.prepare(self.plan)  # in turn the budget is 0, so no outcome is prepared
         return self.speculation
+
+    def _read_features(self, tokens: int, width: int) -> torch.Tensor:
+        return wire.read_features(self.features.flatten(), tokens, width)
 
     def receive_probabilities(self) -> torch.FloatTensor:
         return self.speculation.probabilities

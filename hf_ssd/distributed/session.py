@@ -152,7 +152,7 @@ class DraftSession(ABC):
     """
 
     @abstractmethod
-    def send_outcome(self, outcome: Outcome, plan: Plan) -> None:
+    def send_outcome(self, outcome: Outcome, plan: Plan, features: torch.Tensor | None = None) -> None:
         """
         Tells the draft which tokens were decided since its last answer, and the plan to follow now. Returns at once.
 
@@ -160,6 +160,8 @@ class DraftSession(ABC):
             outcome ([`~hf_ssd.rounds.Outcome`]): The outcome of the last speculation, with the tokens of later rounds
                 in which the draft was not asked.
             plan ([`~hf_ssd.rounds.Plan`]): How to answer, and how to prepare afterwards.
+            features (`torch.Tensor` of shape `(tokens, width)`, *optional*): The target's hidden states at the tokens
+                of each row that the draft has none for, row after row, if the draft reads them.
         """
 
     @abstractmethod

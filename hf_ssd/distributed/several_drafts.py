@@ -55,14 +55,14 @@ class SeveralDrafts(DraftSession):
 
     # ---------------------------------------------------------------- a round
 
-    def send_outcome(self, outcome: Outcome, plan: Plan) -> None:
+    def send_outcome(self, outcome: Outcome, plan: Plan, features: torch.Tensor | None = None) -> None:
         self.plan, self.live = plan, [k != FINISHED for k in outcome.accepted]
         for row, (k, token) in enumerate(zip(outcome.accepted, outcome.bonus)):
             if k != FINISHED:
                 later = outcome.later[row] if outcome.later else []
                 self.texts[row] += [*self.verified[row][:k], token, *later]
         for session in list(self.sessions):
-            self._try(session, session.send_outcome, outcome, plan)
+            self._try(session, session.send_outcome, outcome, plan, features)
 
     def receive_speculation(self) -> Speculation:
         # 1. Each row takes the tokens of a worker or a fallback. If no outcome was prepared, the draft is asked.

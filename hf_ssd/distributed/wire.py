@@ -23,10 +23,10 @@ from ..drafting.vocabulary import Translation
 from ..rounds import FINISHED, MODES, SOURCES, Outcome, Plan, RoundRecord, Speculation
 
 MAGIC = 0x6866_5F73_7364  # "hf_ssd"
-VERSION = 13
+VERSION = 14
 HEADER_LENGTH = 12
 FRAME_LENGTH = 128
-PAYLOAD_TYPES = (torch.int64, torch.int32, torch.float32, torch.uint8)
+PAYLOAD_TYPES = (torch.int64, torch.int32, torch.float32, torch.uint8, torch.bfloat16, torch.float16)
 BEHIND, INLINE, OVER_LINK = range(3)  # place of a payload
 LARGEST_PAYLOAD = 2**26  # elements; a header that asks for more is invalid, unless the receiver expects more
 
@@ -46,6 +46,7 @@ class Kind(IntEnum):
     LINK = 11  # target -> draft: open a link between the two GPUs; both then say whether it works (JSON)
     PROOF = 12  # both ways, before other messages: a nonce, then a proof that the sender knows the shared secret
     VOCABULARY = 13  # target -> draft: the translation of the target's tokens, for the calls that follow
+    FEATURES = 14  # target -> draft, after OUTCOME: hidden states of the target, for a draft that reads them
 
 
 class ProtocolError(RuntimeError):
@@ -315,6 +316,21 @@ def integers(payload, at_least: int) -> list[int]:
 def _parts(values: list, lengths: list[int]) -> list[list]:
     left = iter(values)
     return [list(itertools.islice(left, length)) for length in lengths]
+
+
+def read_features(payload, tokens: int, width: int) -> torch.Tensor:
+    """
+    Returns the hidden states `(tokens, width)` of the target at its new tokens.
+
+    Raises:
+        [`ProtocolError`]: there are more or fewer numbers, they are of another type, or not all are finite.
+    """
+    kind = getattr(payload, "dtype", torch.int64)
+    if not kind.is_floating_point or len(payload) != tokens * width:
+        raise ProtocolError(f"{len(payload)} numbers of type {kind} are not the {width} features of {tokens} tokens")
+    if payload.device.type == "cpu" and not bool(payload.isfinite().all()):
+        raise ProtocolError("not all of the features are finite numbers")
+    return payload.view(tokens, width)
 
 
 # ---------------------------------------------------------------- the other messages

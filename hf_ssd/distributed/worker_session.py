@@ -42,17 +42,23 @@ class WorkerSession(DraftSession):
         send(Message(Kind.START, number, payload=wire.write_json(request.to_dict())))
         send(Message(Kind.PROMPTS, number, payload=wire.write_prompts(request.prompts)))
 
-    def send_outcome(self, outcome: Outcome, plan: Plan) -> None:
+    def send_outcome(self, outcome: Outcome, plan: Plan, features: torch.Tensor | None = None) -> None:
         self.round += 1
-        self._send(Kind.OUTCOME, wire.write_outcome(outcome, plan))
+        self._send(Kind.OUTCOME, wire.write_outcome(outcome, plan), features)
 
     def send_speculation(self, speculation: Speculation) -> None:
         """Tells a worker that does not answer alone which tokens are verified, or lets it draft the missing tokens."""
         self._send(Kind.SPECULATION, wire.write_speculation(speculation))
 
-    def _send(self, kind: Kind, payload: torch.Tensor) -> None:
+    def _send(self, kind: Kind, payload: torch.Tensor, features: torch.Tensor | None = None) -> None:
         self.is_reusable = False  # until the message is sent: an interrupt may leave half of it
-        self.worker.channel.send(Message(kind, self.number, self.round, payload))
+        announced = None
+        if features is not None and len(features):  # the outcome leaves first, and the features are copied after it
+            features = features.float() if features.dtype == torch.float64 else features
+            announced = Message(Kind.FEATURES, self.number, self.round, features.flatten())
+        self.worker.channel.send(Message(kind, self.number, self.round, payload, announces=announced))
+        if announced is not None:
+            self.worker.channel.send_announced(announced.payload)
         self.worker.channel.expect()
         self.is_reusable = True
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
@@ -49,6 +49,7 @@ class Drafter(ABC):
     """
 
     needs = DrafterNeeds()
+    prefix_class = VerifiedPrefix
 
     def __init__(
         self,
@@ -64,7 +65,7 @@ class Drafter(ABC):
     ):
         self.device = devices.of_model(model)
         limit, graphs = generation_config.max_length, config.cuda_graphs
-        self.prefix = VerifiedPrefix(model, prompts, limit, earlier, vocabulary, graphs)
+        self.prefix = self.prefix_class(model, prompts, limit, earlier, vocabulary, graphs)
         self.vocabulary, self.vocab_size = self.prefix.vocabulary, self.prefix.vocabulary.size
         longest = prompt_length or max(self.prefix.lengths)
         self.sampler = DraftSampler(model, config, generation_config, longest, seed, self.vocab_size, num_workers)
@@ -128,6 +129,17 @@ class Drafter(ABC):
         if later is not None:
             self.prefix.append(later)
         self.sampler.forget_before([length - 1 for length in self.prefix.lengths])
+
+    def take_features(self, receive: Callable[[int, int], torch.Tensor]) -> None:
+        """
+        Takes in the target's hidden states at the tokens that have none, which come with an outcome. Called after
+        [`~Drafter.commit`], only if the drafter needs hidden states. The last token of a row has not been fed to the
+        target yet, so it has none.
+
+        Args:
+            receive (`Callable[[int, int], torch.Tensor]`): Takes the number of tokens of all rows together and the
+                width, and returns the hidden states `(tokens, width)`, row after row. Finished rows have no part.
+        """
 
     @abstractmethod
     def complete(self, ready: Speculation, width: int, plan: Plan) -> tuple[Speculation, int]:

@@ -2,10 +2,12 @@
 
 from ..config import SSDConfig
 from .drafter import AutoregressiveDrafter, Drafter
+from .eagle_drafter import Eagle3Drafter
 from .needs import DraftInfo
 from .parallel_drafter import ParallelDrafter
 
 DRAFTERS: dict[str, type[Drafter]] = {  # "auto" is the first kind that fits the model
+    "eagle3": Eagle3Drafter,
     "parallel": ParallelDrafter,
     "autoregressive": AutoregressiveDrafter,
 }

@@ -55,7 +55,7 @@ class VerifiedPrefix:
         self.fed = [0] * len(prompts)
         prompts = [prompt.to(self.device) for prompt in prompts]
         self.ids, self.lengths = _rows(prompts)
-        texts = [self.vocabulary.encode(prompt) for prompt in prompts]
+        texts = self._texts(prompts)
         self.inputs, self.columns = _rows([text if len(text) else prompts[0].new_zeros(1) for text in texts])
         if self.vocabulary.translation is not None:
             column_limit = None  # the limit counts the target's tokens
@@ -70,6 +70,10 @@ class VerifiedPrefix:
         if earlier is not None and cache is not earlier.decoder.cache:
             earlier.decoder.close()
         self.decoder = CachedModel(model, cache, column_limit=column_limit, cuda_graphs=cuda_graphs)
+
+    def _texts(self, prompts: list[torch.LongTensor]) -> list[torch.LongTensor]:
+        """Returns the draft's tokens of each prompt."""
+        return [self.vocabulary.encode(prompt) for prompt in prompts]
 
     def _shared(self, earlier: "VerifiedPrefix", row: int) -> int:
         """Returns how many first columns of this row an earlier prefix's cache holds, the last column excluded."""
@@ -163,6 +167,10 @@ class VerifiedPrefix:
         logits = self.decoder.extend(tokens, starts, logits_to_keep=kept)
         self._have_fed(count)
         logits = logits if place is None else logits[torch.arange(len(ends), device=self.device)[:, None], place]
+        return self._results(logits)
+
+    def _results(self, logits: torch.Tensor) -> torch.Tensor:
+        """Returns what [`~VerifiedPrefix.feed`] returns for the logits of a pass."""
         return self.vocabulary.to_target(logits)
 
     def feed_with_branches(self, count: int, forks: torch.LongTensor, branches: torch.LongTensor) -> torch.Tensor:
@@ -194,7 +202,11 @@ class VerifiedPrefix:
         width = max(at_least, self.lacks(count), self.decoder.fewest_tokens)
         starts = [max(0, n + count - width) for n in self.columns]
         columns = from_host(starts, self.device)[:, None] + torch.arange(width, device=self.device)
-        return self.inputs.gather(1, columns), starts, width
+        return self._at(columns), starts, width
+
+    def _at(self, columns: torch.LongTensor) -> torch.Tensor:
+        """Returns the model's inputs in these columns `(batch_size, count)` of each row."""
+        return self.inputs.gather(1, columns)
 
     def _have_fed(self, count: int) -> None:
         for row in self.rows:

@@ -14,7 +14,8 @@ from ..distributed.local import LocalSession
 from ..distributed.session import DraftError, DraftSession, SessionRequest
 from ..distributed.wire import Kind, Message
 from ..planning.planner import Planner
-from ..rounds import AHEAD, FILLER, IN_TURN, PLAIN, Outcome, RoundRecord, Speculation
+from ..rounds import AHEAD, FILLER, FINISHED, IN_TURN, PLAIN, Outcome, RoundRecord, Speculation
+from .features import Features
 from .sequences import Sequences
 
 logger = logging.get_logger(__name__)
@@ -56,6 +57,7 @@ class FaultTolerantDraft:
         self.filler: int | None = None
         self.positions = None if model is None else last_position_limit(model)  # looks at all layers
         self.lengths = [len(prompt) for prompt in request.prompts]  # of the rows, as tokens of the target
+        self.told = [0] * len(request.prompts)  # tokens of each row whose features the session has
         self.rounds = 0
         self.is_over: DraftError | None = None  # to be raised where all ranks are told
         self.joined_at: int | None = None
@@ -103,6 +105,7 @@ class FaultTolerantDraft:
             if self.session is not None:
                 self.session.close()
             self.session, self.is_local, self.untold, self.is_asked = session, is_local, None, False
+            self.told = [0] * len(self.told)
             if self.planner.profiles and not is_local:
                 self.planner.begin_profile()
             if self.joined_at is None:
@@ -120,12 +123,14 @@ class FaultTolerantDraft:
 
     # ---------------------------------------------------------------- a round
 
-    def send_outcome(self, outcome: Outcome | None) -> Outcome:
+    def send_outcome(self, outcome: Outcome | None, features: Features | None = None) -> Outcome:
         """
         Sends the outcome to the draft, unless the plan is plain decoding, and to the other ranks.
 
         Args:
             outcome ([`~hf_ssd.rounds.Outcome`], *optional*): The outcome. Not used on ranks that do not decide.
+            features ([`~hf_ssd.generation.features.Features`], *optional*): The features of all tokens but the last of
+                each row, for a draft that reads them.
 
         Returns:
             [`~hf_ssd.rounds.Outcome`]: The same outcome on every rank.
@@ -146,13 +151,23 @@ class FaultTolerantDraft:
                 if self.is_local:
                     plan = dataclasses.replace(plan, mode=IN_TURN, budget=0)
                 untold, self.untold = self.untold, None
-                self._attempt(lambda: self.session.send_outcome(untold, plan))
+                told = (untold, plan) if features is None else (untold, plan, self._untold(features, untold))
+                self._attempt(lambda: self.session.send_outcome(*told))
         if self.ranks.size == 1:
             return outcome
         payload = [*outcome.accepted, *outcome.bonus] if self.decides else None
         message = self.ranks.share(Message(Kind.OUTCOME, payload=payload) if self.decides else None)
         numbers, rows = wire.integers(message.payload, 2), len(self.request.prompts)
         return Outcome(numbers[:rows], numbers[rows:])
+
+    def _untold(self, features: Features, outcome: Outcome) -> torch.Tensor:
+        """Returns the features `(tokens, width)` that the session does not have, row after row."""
+        has_more = [k != FINISHED for k in outcome.accepted]
+        starts, self.told = (
+            self.told,
+            [n - 1 if more else told for n, more, told in zip(self.lengths, has_more, self.told)],
+        )
+        return features.between(starts, self.told)
 
     def _is_at_its_end(self) -> bool:
         """Whether the longest row has reached the number of positions that the draft has."""

@@ -22,6 +22,7 @@ from .. import devices
 from ..advice import adjustable
 from ..cache.cached_model import CachedModel
 from ..cache.compiled import is_compiled
+from ..cache.hidden_states import HiddenStates
 from ..cache.recurrent import RecurrentModel
 from ..cache.trial import check_supported
 from ..config import SSDConfig
@@ -41,6 +42,7 @@ from ..stats import SSDDecoderOnlyOutput, SSDStats
 from .checks import check_generation
 from .deciding import Decider
 from .draft import FaultTolerantDraft
+from .features import Features
 from .recording import StepRecord
 from .sequences import Sequences, longest_output
 from .streaming import Stream
@@ -102,6 +104,7 @@ def speculative_speculative_decoding(
     request = SessionRequest(ssd_config, of_the_draft, prompts, seed, vocab_size, translation)
     start = time.perf_counter()
     info = DraftInfo.of(draft_model.config) if worker is None else worker.info
+    needs = drafter_kind(ssd_config, info).needs
     planner = planner_for(
         model,
         worker or draft_model,
@@ -109,16 +112,23 @@ def speculative_speculative_decoding(
         generation_config,
         *input_ids.shape,
         vocab_size,
-        drafter_kind(ssd_config, info).needs.one_pass,
+        needs.one_pass,
     )
     ranks = worker.ranks if worker is not None else TargetRanks()
-    with use_cores(worker.cores.target if divided else None), ranks.one_call():
+    captured = HiddenStates(model, info.target_layers) if needs.hidden_states else None
+    cores, captures = worker.cores.target if divided else None, contextlib.nullcontext()
+    if captured is not None:
+        captures = contextlib.closing(captured)
+    with captures, use_cores(cores), ranks.one_call():
         draft = FaultTolerantDraft(worker, draft_model, request, planner, input_ids.device, ranks)
         with contextlib.closing(draft), contextlib.closing(draft):  # again, in case of an interrupt
             draft.open(patience(ssd_config, generation_config, stopping_criteria))
             # 1. Prefill, while the draft does the same and prepares the likely first tokens.
             graphs = ssd_config.cuda_graphs
-            decoder, logits = prefill(model, input_ids, generation_config, model_kwargs, max_length, graphs)
+            decoder, logits = prefill(model, input_ids, generation_config, model_kwargs, max_length, graphs, captured)
+            features = None
+            if captured is not None:
+                features = Features(decoder.features, model_kwargs.get("attention_mask"), input_ids.shape[1])
             # transformers' context changes how experts are computed.
             with contextlib.closing(decoder), model._optimize_model_for_decode():
                 return decode(
@@ -133,6 +143,7 @@ def speculative_speculative_decoding(
                     streamer,
                     start,
                     theirs=model_kwargs["past_key_values"],
+                    features=features,
                 )
 
 
@@ -159,6 +170,7 @@ def decode(
     streamer,
     start: float,
     theirs: DynamicCache,
+    features: Features | None = None,
 ):
     """
     Runs the rounds until all rows are finished, and returns the output.
@@ -168,6 +180,7 @@ def decode(
         start (`float`): When the call began, by `time.perf_counter()`.
         theirs (`DynamicCache`): The cache of the user or of transformers. The columns of the output are copied to it at
             the end, if it is returned or belongs to the user.
+        features ([`Features`], *optional*): Those of the prompts, for a draft that reads them.
         input_ids, logits_processor, stopping_criteria, generation_config, draft, planner, streamer: See
             [`speculative_speculative_decoding`].
     """
@@ -220,7 +233,9 @@ def decode(
 
         # 3. Send the outcome with the planner's plan before anything else is done. All ranks get the leader's outcome.
         seconds = time.perf_counter() - received
-        outcome = draft.send_outcome(outcome)
+        if features is not None and record is not None:
+            features.add(decoder.features, outcome.accepted)
+        outcome = draft.send_outcome(outcome, features)
 
         # 4. Bookkeeping, while the draft looks up its answer.
         if not decider.by_step:
