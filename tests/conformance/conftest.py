@@ -26,11 +26,11 @@ def preparing(planned=ahead, outcome_arrived=lambda: False):
     """
     prepare, send, receive, hits = Speculator.prepare, LocalSession.send_outcome, LocalSession.receive_speculation, []
 
-    def sends(self, outcome, plan):
+    def sends(self, outcome, plan, *features):
         plan = planned(plan, self.speculator.config)
         if self.speculator.plan.mode == PLAIN:  # the first outcome, for which a worker would have prepared meanwhile
             self.speculator.prepare(plan)
-        send(self, outcome, plan)
+        send(self, outcome, plan, *features)
 
     def receives(self):
         speculation = receive(self)
