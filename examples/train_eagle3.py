@@ -2,8 +2,8 @@
 
     python examples/train_eagle3.py --max-files 60 --output examples/pair/eagle3
 
-The head reads hidden states of three of the target's layers and learns the target's distribution on text that the target
-writes. It is trained as it is used (training-time test; Li et al., NeurIPS 2025): first each token is guessed from the
+The head reads hidden states of three of the target's layers and learns the target's distribution on text that the
+target writes. It is trained as it is used (training-time test; Li et al., NeurIPS 2025): first each token is guessed from the
 target's hidden states before it, then from the head's own state there, and so on, as many steps as a speculation has.
 """
 
@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 from torch.nn import functional as F
-from train_parallel_draft import all_logits, drop_mask_tokens
 from train_pair import prompts_of, read_text
+from train_parallel_draft import all_logits, drop_mask_tokens
 from training import acceptance_on_prompts, checkpoints_of, own_text, train, write_with
 from transformers import AutoTokenizer, DynamicCache, LlamaForCausalLM
 
@@ -88,7 +88,7 @@ def train_head(target: LlamaForCausalLM, head: Eagle3Head, windows: torch.Tensor
     texts = own_text(target, windows, args.steps_per_text, args.seed)
 
     def loss_of(step):
-        ids, target_logits = texts(step)
+        ids, target_logits = (of_rows[: args.rows] for of_rows in texts(step))
         features = features_of(target, head.config.target_layers, ids)
         teacher, loss = target_logits[:, 1:].log_softmax(-1), 0.0
         for i, logits in enumerate(chain_logits(head, ids, features, args.lookahead)):
@@ -123,8 +123,8 @@ def acceptance_by_position(target, head, draft, parallel, prompts, lookahead: in
             elif name == "draft":
                 ours = of_draft[:, starts + d]
             else:
-                is_here = (everything[1] == d) & (everything[0] >= first) & (everything[0] < ids.shape[1] - lookahead - 1)
-                ours = of_parallel[:, is_here]
+                is_start = torch.isin(everything[0], starts)
+                ours = of_parallel[:, is_start & (everything[1] == d)]
             if temperature:
                 accepted.append(torch.minimum(theirs.softmax(-1), ours.softmax(-1)).sum(-1))
             else:
@@ -144,8 +144,9 @@ def main() -> None:
     parser.add_argument("--parallel-draft", default=str(PAIR / "parallel_draft"), help="to compare with")
     parser.add_argument("--layers", type=int, nargs=3, default=[2, 6, 11], help="whose hidden states the head reads")
     parser.add_argument("--lookahead", type=int, default=5, help="steps that the head learns to guess ahead")
-    parser.add_argument("--steps", type=int, default=1600)
-    parser.add_argument("--steps-per-text", type=int, default=40, help="on one text of the target, 48 of 160 tokens")
+    parser.add_argument("--steps", type=int, default=900)
+    parser.add_argument("--rows", type=int, default=4, help="of a text in a step, at most 8")
+    parser.add_argument("--steps-per-text", type=int, default=60, help="on one text of the target, 48 of 160 tokens")
     parser.add_argument("--length", type=int, default=256, help="tokens of a window, which a text goes on from")
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--max-files", type=int, help="read no more files of a package than this")

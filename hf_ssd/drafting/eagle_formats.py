@@ -42,7 +42,9 @@ def head_config(values: dict, target: PreTrainedModel) -> PreTrainedConfig:
     text = target.config.get_text_config(decoder=True)
     nested = values.get("transformer_layer_config", values)
     if nested.get("num_hidden_layers", 1) != 1:
-        raise ValueError(f"The head has {nested['num_hidden_layers']} layers; EAGLE-3 heads of one layer are supported.")
+        raise ValueError(
+            f"The head has {nested['num_hidden_layers']} layers; EAGLE-3 heads of one layer are supported."
+        )
     own = {"draft_vocab_size": values["draft_vocab_size"]}
     for name in ("norm_before_residual", "norm_before_fc"):
         own[name] = bool(values.get(name, False))
@@ -118,7 +120,9 @@ def _read_weights(path: str) -> dict[str, torch.Tensor]:
     file = next((one for one in files if one is not None), None)
     if file is None:
         raise ValueError(f"The head {path!r} has neither {WEIGHTS[0]} nor {WEIGHTS[1]}.")
-    state = load_file(file) if file.endswith(".safetensors") else torch.load(file, weights_only=True, map_location="cpu")
+    state = (
+        load_file(file) if file.endswith(".safetensors") else torch.load(file, weights_only=True, map_location="cpu")
+    )
     names = {name: name.removeprefix("model.").replace("midlayer.", "layers.0.") for name in state}
     return {names[name]: tensor for name, tensor in state.items() if not names[name].startswith(NOT_LOADED)}
 
