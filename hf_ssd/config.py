@@ -68,7 +68,9 @@ class SSDConfig:
         drafter (`str`, *optional*, defaults to `"auto"`):
             How the draft model proposes tokens: `"autoregressive"` (a forward pass for each token), `"parallel"` (a
             single pass for all tokens, which PARD models are trained for; their config has `pard_token`), or `"auto"`,
-            which is parallel if the model supports it. A parallel draft draws its tokens from marginals, and processors
+            which is parallel if the model supports it. `"ngram"` needs no draft model: where the last tokens of a row
+            have occurred before in it, the tokens that followed them there are proposed (prompt lookup), in the
+            target's process. A parallel draft draws its tokens from marginals, and processors
             that read the tokens before a position, such as repetition penalties, see only the tokens before the
             speculation.
         acceptance_rate (`float`, *optional*, defaults to 0.8):
@@ -140,6 +142,11 @@ class SSDConfig:
         }
         for name, (is_allowed, allowed) in rules.items():
             _require(name, getattr(self, name), is_allowed, allowed)
+        if self.drafter == "ngram":  # in turn with the target, and a row without a match has no speculation
+            allowed = '"auto" with drafter="ngram", which prepares nothing ahead'
+            _require("budget", self.budget, self.budget == "auto", allowed)
+            has_misses = not has_named_fallback or self.fallback not in ("auto", "ngram")
+            _require("fallback", self.fallback, not has_misses, '"auto" with drafter="ngram", which has no misses')
 
     def to_dict(self) -> dict:
         """Returns the settings as plain objects for JSON. A `fallback` that is an object raises `ValueError`."""
@@ -201,7 +208,7 @@ class SSDConfig:
 
 FAN_OUTS = ("confidence", "geometric", "uniform", "all_accepted", "single_branch", "greedy_tree")
 FALLBACKS = ("auto", "primary", "ngram", "random")
-DRAFTERS = ("auto", "autoregressive", "parallel")
+DRAFTERS = ("auto", "autoregressive", "parallel", "ngram")
 _FAN_OUT = ", ".join(f'"{name}"' for name in FAN_OUTS) + " or lookahead + 1 integers of at least 0"
 _FALLBACK = ", ".join(f'"{name}"' for name in FALLBACKS) + (
     ", an object with propose(input_ids, lookahead), or a CandidateGenerator that needs no outputs of the target"

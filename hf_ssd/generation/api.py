@@ -44,7 +44,8 @@ class SSDGenerationMixin:
             assistant_model (`PreTrainedModel`, [`DraftAssistant`], `str` or `os.PathLike`, *optional*): The draft. A
                 model is handed to a worker process in the first call, and later calls reuse the worker. Until the
                 worker is ready, the draft runs in this process, in turn with the target. A folder or hub id is loaded
-                only by the worker; until the worker is ready, decoding is plain.
+                only by the worker; until the worker is ready, decoding is plain. `SSDConfig(drafter="ngram")` needs no
+                draft.
             ssd_config ([`SSDConfig`] or `dict`, *optional*): The settings. By default the settings and the draft that
                 were given to [`enable`]. Without those, and with `ssd_config=None`, this is transformers' own method.
             inputs, generation_config, logits_processor, stopping_criteria, streamer, kwargs: As in transformers. With
@@ -65,7 +66,7 @@ class SSDGenerationMixin:
         if isinstance(ssd_config, str) and ssd_config == BOUND:
             is_theirs = kwargs.get("custom_generate") not in (None, generate)  # another way to generate
             ssd_config = None if is_theirs or _is_healing.get() else settings
-        if ssd_config is not None and assistant_model is None:
+        if ssd_config is not None and assistant_model is None and not _looks_up(ssd_config):
             assistant_model = draft
             kwargs |= {name: one for name, one in tokenizers.items() if kwargs.get(name) is None}
         if kwargs.get("custom_generate") is generate:  # the function below, which does the same as this method
@@ -109,7 +110,7 @@ def generate(
     model also takes this function as `custom_generate`. The arguments are those of [`SSDGenerationMixin.generate`];
     `ssd_config` defaults to `SSDConfig()`.
     """
-    if assistant_model is None:
+    if assistant_model is None and not _looks_up(ssd_config):
         raise ValueError(
             "hf_ssd.generate needs an `assistant_model`, which transformers does not pass on to a function that is "
             "given as `custom_generate`: call hf_ssd.generate(model, **inputs, assistant_model=...) itself, or "
@@ -185,6 +186,11 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
     if isinstance(inner, PreTrainedModel):
         _bound.pop(inner, None)
     return model
+
+
+def _looks_up(ssd_config) -> bool:
+    """Whether the settings ask for prompt lookup, which needs no draft."""
+    return getattr(_settings(ssd_config), "drafter", None) == "ngram"
 
 
 def _settings(ssd_config: SSDConfig | dict) -> SSDConfig:

@@ -10,6 +10,7 @@ drafted, and whether ahead, in turn with the target, or not at all.
 
 import contextlib
 import copy
+import dataclasses
 import math
 import os
 import time
@@ -36,7 +37,7 @@ from ..drafting.needs import DraftInfo
 from ..drafting.vocabulary import Translation
 from ..planning.planner import Planner
 from ..planning.planners import planner_for
-from ..rounds import FILLER, RoundRecord
+from ..rounds import RoundRecord
 from ..stats import SSDDecoderOnlyOutput, SSDStats
 from .checks import check_generation
 from .deciding import Decider
@@ -67,7 +68,8 @@ def speculative_speculative_decoding(
         model (`PreTrainedModel`): The target.
         input_ids (`torch.LongTensor` of shape `(batch_size, sequence_length)`): The prompts.
         logits_processor, stopping_criteria, generation_config, streamer: As in `GenerationMixin._sample`.
-        assistant_model (`PreTrainedModel`, [`DraftAssistant`], `str` or `os.PathLike`): The draft.
+        assistant_model (`PreTrainedModel`, [`DraftAssistant`], `str` or `os.PathLike`, *optional*): The draft; `None`
+            if `ssd_config.drafter` is `"ngram"`.
         ssd_config ([`SSDConfig`]): The settings.
         translation ([`~hf_ssd.drafting.vocabulary.Translation`], *optional*): From the target's tokens
             to the draft's.
@@ -83,7 +85,9 @@ def speculative_speculative_decoding(
     )
     check_supported(model)
     worker = draft_model = None  # the draft in its own process, and as a model to run in this process
-    if isinstance(assistant_model, DraftAssistant):
+    if ssd_config.drafter == "ngram":
+        ssd_config = dataclasses.replace(ssd_config, asynchronous=False)  # looking the prompt up needs no worker
+    elif isinstance(assistant_model, DraftAssistant):
         worker = assistant_model
     elif isinstance(assistant_model, (str, os.PathLike)):
         worker = assistant_for(assistant_model)
@@ -101,15 +105,18 @@ def speculative_speculative_decoding(
     seed = int(torch.randint(2**31, ())) if generation_config.do_sample else 0  # greedy calls draw nothing
     request = SessionRequest(ssd_config, of_the_draft, prompts, seed, vocab_size, translation)
     start = time.perf_counter()
-    info = DraftInfo.of(draft_model.config) if worker is None else worker.info
+    is_parallel = False
+    if assistant_model is not None:
+        info = DraftInfo.of(draft_model.config) if worker is None else worker.info
+        is_parallel = drafter_kind(ssd_config, info).needs.one_pass
     planner = planner_for(
         model,
-        worker or draft_model,
+        worker or draft_model or model,
         ssd_config,
         generation_config,
         *input_ids.shape,
         vocab_size,
-        drafter_kind(ssd_config, info).needs.one_pass,
+        is_parallel,
     )
     ranks = worker.ranks if worker is not None else TargetRanks()
     with use_cores(worker.cores.target if divided else None), ranks.one_call():
@@ -261,8 +268,8 @@ def decode(
         record.compiles = decoder.preparations > before
 
         # 7. The distributions that the tokens were drawn from are needed only now.
-        if not speculation.width or FILLER in record.sources:
-            probabilities = None  # no tokens were proposed, or filler tokens, which count as certain
+        if not speculation.width or speculation.are_certain:
+            probabilities = None
         elif do_sample and draft.decides:
             probabilities = draft.receive_probabilities()
             if probabilities is not None:
