@@ -39,7 +39,7 @@ def seed_of_call(request: SessionRequest, call: int, reads_features: bool = Fals
         reads_features (`bool`, *optional*): Whether the draft reads the target's hidden states. Then a speculation that
             was prepared, without the features of the tokens under verification, differs from one after a miss.
     """
-    depends = reads_features or has_fallback(request)
+    depends = (reads_features and request.config.asynchronous) or has_fallback(request)
     is_taught = request.config.lookahead == "auto" or (depends and not is_fixed(request.config))
     return request.seed + SEED_STEP * (call - 1) * is_taught
 

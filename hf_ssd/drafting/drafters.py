@@ -8,6 +8,7 @@ from .parallel_drafter import ParallelDrafter
 
 DRAFTERS: dict[str, type[Drafter]] = {  # "auto" is the first kind that fits the model
     "eagle3": Eagle3Drafter,
+    "mtp": Eagle3Drafter,  # another head, drafted with in the same way
     "parallel": ParallelDrafter,
     "autoregressive": AutoregressiveDrafter,
 }

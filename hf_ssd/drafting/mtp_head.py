@@ -2,6 +2,7 @@
 
 import copy
 import re
+import weakref
 
 import torch
 from transformers import GenerationMixin, PreTrainedModel
@@ -20,6 +21,7 @@ QWEN = {
     r"^mtp\.pre_fc_norm_embedding\.": "layers.0.enorm.",
     r"^mtp\.pre_fc_norm_hidden\.": "layers.0.hnorm.",
 }
+_heads = weakref.WeakKeyDictionary()  # of targets
 QWEN_TYPES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 
 
@@ -115,6 +117,14 @@ class _QwenMtp(MtpModel):
     def get_weight_conversions(self, main_model: PreTrainedModel) -> list:
         renamed = [WeightRenaming(source_patterns=theirs, target_patterns=ours) for theirs, ours in QWEN.items()]
         return renamed + super().get_weight_conversions(main_model)
+
+
+def mtp_head_of(target: PreTrainedModel) -> MtpHead:
+    """Returns the MTP head of a target, which is loaded once. See [`load_mtp_head`]."""
+    head = _heads.get(target)
+    if head is None or devices.of_model(head) != devices.of_model(target):
+        head = _heads[target] = load_mtp_head(target)
+    return head
 
 
 def load_mtp_head(target: PreTrainedModel) -> MtpHead:

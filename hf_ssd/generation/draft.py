@@ -11,6 +11,7 @@ from ..cache.support import last_position_limit
 from ..distributed import wire
 from ..distributed.assistant import Turn
 from ..distributed.local import LocalSession
+from ..distributed.lookup_session import LookupSession
 from ..distributed.session import DraftError, DraftSession, SessionRequest
 from ..distributed.wire import Kind, Message
 from ..planning.planner import Planner
@@ -25,7 +26,8 @@ class FaultTolerantDraft:
     """
     The draft of a call. A failure of the draft costs speed but no tokens: after it, all speculations are empty. In
     plain mode they are empty too; the outcomes of plain rounds are sent in one message when drafting resumes. A draft
-    that was given as a model runs in this process if the plan is to draft in turn, and while its worker is starting.
+    that was given as a model runs in this process if the plan is to draft in turn, and while its worker is starting;
+    prompt lookup always does.
     Any other draft gives empty speculations until its worker is ready. If several ranks hold the target, only the
     leader has a draft, and shares its decisions and speculations with the other ranks.
 
@@ -54,6 +56,7 @@ class FaultTolerantDraft:
         self.untold: Outcome | None = None  # of the rounds since the session was last asked
         self.unasked: list[list[int]] | None = None  # tokens that are verified, if the session did not propose them
         self.is_local = self.is_asked = self.was_late = False
+        self.looks_up = request.config.drafter == "ngram"  # in this process, without a draft model
         self.filler: int | None = None
         self.positions = None if model is None else last_position_limit(model)  # looks at all layers
         self.lengths = [len(prompt) for prompt in request.prompts]  # of the rows, as tokens of the target
@@ -98,9 +101,10 @@ class FaultTolerantDraft:
         if self._wants_worker:
             request = functools.partial(self._request_now, sequences, self.planner.profiles)
             session = self._attempt(lambda: self.assistant.open_session(self.turn, request, self.device))
-        is_local, may_draft_here = False, self.model is not None and not self.is_local and not is_plain
+        is_local, may_draft_here = False, not self.is_local and not is_plain
+        may_draft_here = may_draft_here and (self.model is not None or self.looks_up)
         if session is None and self.failure is None and may_draft_here:
-            session, is_local = self._attempt(lambda: LocalSession(self.model, self._request_now(sequences))), True
+            session, is_local = self._attempt(lambda: self._session_here(sequences)), True
         if session is not None:
             if self.session is not None:
                 self.session.close()
@@ -111,6 +115,10 @@ class FaultTolerantDraft:
             if self.joined_at is None:
                 self.joined_at = self.rounds if self.was_late else 0
         self.was_late = self.was_late or self.session is None
+
+    def _session_here(self, sequences: Sequences | None) -> DraftSession:
+        request = self._request_now(sequences)
+        return LookupSession(request) if self.looks_up else LocalSession(self.model, request)
 
     def _request_now(self, sequences: Sequences | None, profile: bool = False) -> SessionRequest:
         """Returns the request. For a draft that joins late, the tokens generated so far are part of the prompts."""
@@ -209,7 +217,8 @@ class FaultTolerantDraft:
         right, so verifying them is a plain step with a wider pass.
         """
         tokens = [[token] * self.filler for token in last.tolist()]
-        return Speculation(tokens, None, RoundRecord(PLAIN, self.filler, sources=[FILLER] * len(tokens)))
+        record = RoundRecord(PLAIN, self.filler, sources=[FILLER] * len(tokens))
+        return Speculation(tokens, None, record, are_certain=True)
 
     def receive_probabilities(self) -> torch.FloatTensor | None:
         """

@@ -10,6 +10,7 @@ drafted, and whether ahead, in turn with the target, or not at all.
 
 import contextlib
 import copy
+import dataclasses
 import math
 import os
 import time
@@ -25,7 +26,7 @@ from ..cache.compiled import is_compiled
 from ..cache.hidden_states import HiddenStates
 from ..cache.recurrent import RecurrentModel
 from ..cache.trial import check_supported
-from ..config import SSDConfig
+from ..config import WITHOUT_DRAFT, SSDConfig
 from ..devices import from_host
 from ..distributed.assistant import DraftAssistant
 from ..distributed.cores import use_cores
@@ -33,11 +34,11 @@ from ..distributed.launch import assistant_for
 from ..distributed.session import SessionRequest
 from ..distributed.target_ranks import TargetRanks
 from ..drafting.drafters import drafter_kind
-from ..drafting.needs import DraftInfo
+from ..drafting.needs import DrafterNeeds, DraftInfo
 from ..drafting.vocabulary import Translation
 from ..planning.planner import Planner
 from ..planning.planners import planner_for
-from ..rounds import FILLER, RoundRecord
+from ..rounds import RoundRecord
 from ..stats import SSDDecoderOnlyOutput, SSDStats
 from .checks import check_generation
 from .deciding import Decider
@@ -69,7 +70,8 @@ def speculative_speculative_decoding(
         model (`PreTrainedModel`): The target.
         input_ids (`torch.LongTensor` of shape `(batch_size, sequence_length)`): The prompts.
         logits_processor, stopping_criteria, generation_config, streamer: As in `GenerationMixin._sample`.
-        assistant_model (`PreTrainedModel`, [`DraftAssistant`], `str` or `os.PathLike`): The draft.
+        assistant_model (`PreTrainedModel`, [`DraftAssistant`], `str` or `os.PathLike`, *optional*): The draft; `None`
+            if `ssd_config.drafter` is `"ngram"`.
         ssd_config ([`SSDConfig`]): The settings.
         translation ([`~hf_ssd.drafting.vocabulary.Translation`], *optional*): From the target's tokens
             to the draft's.
@@ -85,7 +87,11 @@ def speculative_speculative_decoding(
     )
     check_supported(model)
     worker = draft_model = None  # the draft in its own process, and as a model to run in this process
-    if isinstance(assistant_model, DraftAssistant):
+    if ssd_config.drafter in WITHOUT_DRAFT:
+        ssd_config = dataclasses.replace(ssd_config, asynchronous=False)  # these need no worker
+    if assistant_model is None:
+        pass
+    elif isinstance(assistant_model, DraftAssistant):
         worker = assistant_model
     elif isinstance(assistant_model, (str, os.PathLike)):
         worker = assistant_for(assistant_model)
@@ -103,11 +109,13 @@ def speculative_speculative_decoding(
     seed = int(torch.randint(2**31, ())) if generation_config.do_sample else 0  # greedy calls draw nothing
     request = SessionRequest(ssd_config, of_the_draft, prompts, seed, vocab_size, translation)
     start = time.perf_counter()
-    info = DraftInfo.of(draft_model.config) if worker is None else worker.info
-    needs = drafter_kind(ssd_config, info).needs
+    needs = DrafterNeeds()
+    if assistant_model is not None:
+        info = DraftInfo.of(draft_model.config) if worker is None else worker.info
+        needs = drafter_kind(ssd_config, info).needs
     planner = planner_for(
         model,
-        worker or draft_model,
+        worker or draft_model or model,
         ssd_config,
         generation_config,
         *input_ids.shape,
@@ -276,8 +284,8 @@ def decode(
         record.compiles = decoder.preparations > before
 
         # 7. The distributions that the tokens were drawn from are needed only now.
-        if not speculation.width or FILLER in record.sources:
-            probabilities = None  # no tokens were proposed, or filler tokens, which count as certain
+        if not speculation.width or speculation.are_certain:
+            probabilities = None
         elif do_sample and draft.decides:
             probabilities = draft.receive_probabilities()
             if probabilities is not None:
