@@ -3,8 +3,9 @@
     python examples/train_eagle3.py --max-files 60 --output examples/pair/eagle3
 
 The head reads hidden states of three of the target's layers and learns the target's distribution on text that the
-target writes. It is trained as it is used (training-time test; Li et al., NeurIPS 2025): first each token is guessed from the
-target's hidden states before it, then from the head's own state there, and so on, as many steps as a speculation has.
+target writes. It is trained as it is used (training-time test; Li et al., NeurIPS 2025): first each token is guessed
+from the target's hidden states before it, then from the head's own state there, and so on, as many steps as a
+speculation has.
 """
 
 import argparse

@@ -192,7 +192,7 @@ def run(args: argparse.Namespace) -> int:
     prepare_terminal()
     set_seed(args.seed)
     target = hf_ssd.enable(models.load(found.target, found.dtype, found.device))
-    with found.launch_draft() as assistant:
+    with found.launch_draft(target) as assistant:
         chat = Chat(args, target, assistant, found.tokenizer, found.tokenizers.get("assistant_tokenizer"))
         print("Type a message, or /help.")
         while True:

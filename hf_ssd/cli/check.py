@@ -84,10 +84,10 @@ def measure(args: argparse.Namespace, found: models.Models, texts: list[str], lo
         texts, is_plain = prompts.as_messages(texts, tokenizer), tokenizer.chat_template is None
         batches = prompts.batches(texts, tokenizer, 1, found.device, add_special_tokens=is_plain)
     work = argparse.Namespace(**WORK, new_tokens=args.new_tokens, repeats=args.repeats)
-    with hf_ssd.launch_draft(draft) as assistant:
+    with hf_ssd.launch_draft(draft, device=found.draft_device) as assistant:
         bench = Bench(work, target, draft, assistant, batches, found.tokenizers)
         methods = bench.methods(cores=None, all_devices=True)
-        del methods[f"{ASSISTED}, default"]
+        methods.pop(f"{ASSISTED}, default", None)  # an EAGLE-3 head has no such methods
         deadline = time.perf_counter() + args.seconds
         bench.options["max_time"] = args.seconds / (len(batches) + 2 * len(methods))
         first = []  # runs in which the planner measures the pair

@@ -8,6 +8,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from ..cache.support import attention_layout
 from ..config import SSDConfig
 from ..distributed.cores import available_cores
+from ..drafting.eagle_formats import head_config, head_values
+from ..drafting.eagle_head import Eagle3Head
 from ..generation.checks import check_arguments
 from ..generation.tokenizers import translation_for
 from .models import Models, check_exists, first_sentence
@@ -20,7 +22,12 @@ def examine(models: Models) -> dict:
     Raises:
         `ValueError`: the two models cannot work together.
     """
-    target, draft = (without_weights(name) for name in (models.target, models.draft))
+    target = without_weights(models.target)
+    if models.is_head:
+        with torch.device("meta"):
+            draft = Eagle3Head(head_config(head_values(models.draft), target))
+    else:
+        draft = without_weights(models.draft)
     check_arguments(target, draft, SSDConfig(), synced_gpus=False)
     both = models.tokenizers
     translation_for(target, draft, both.get("tokenizer"), both.get("assistant_tokenizer"))
@@ -76,6 +83,9 @@ def describe(model: PreTrainedModel, name: str, device: torch.device) -> dict:
         "vocabulary": config.vocab_size,
         "device": str(device),
     }
+    layers = getattr(config, "target_layers", None)
+    if layers:
+        described["target_layers"] = layers
     pard_token = getattr(config, "pard_token", None)
     return described if pard_token is None else {**described, "pard_token": pard_token}
 
@@ -86,6 +96,8 @@ def in_words(known: dict) -> str:
     for side in ("target", "draft"):
         model = known[side]
         parallel = f", parallel (mask token {model['pard_token']})" if "pard_token" in model else ""
+        if "target_layers" in model:
+            parallel = f", EAGLE-3 (reads hidden states {model['target_layers']})"
         lines.append(
             f"{side:<11} {model['name']}: {model['family']}, {model['parameters'] / 1e6:.1f}M parameters, "
             f"{model['layers']} layers, attention {model['attention']}, {model['vocabulary']} tokens, "

@@ -13,6 +13,7 @@ import hf_ssd
 from .. import devices
 from ..config import could_be_hub_id
 from ..distributed.assistant import DraftAssistant
+from ..drafting.eagle_formats import head_values, load_head
 from . import pair
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -61,11 +62,23 @@ class Models:
     def load(self) -> tuple[PreTrainedModel, PreTrainedModel]:
         """Loads both models, enables the target, and returns target and draft."""
         target = hf_ssd.enable(load(self.target, self.dtype, self.device))
+        if self.is_head:
+            return target, load_head(self.draft, target, self.draft_dtype)
         return target, load(self.draft, self.draft_dtype, self.draft_device)
 
-    def launch_draft(self) -> DraftAssistant:
-        """Starts the draft's worker and returns it. Only the worker loads the draft."""
-        return hf_ssd.launch_draft(self.draft, device=self.draft_device, dtype=self.draft_dtype)
+    @functools.cached_property
+    def is_head(self) -> bool:
+        """Whether the draft is an EAGLE-3 head, which is loaded for its target."""
+        return head_values(self.draft) is not None
+
+    def launch_draft(self, target: PreTrainedModel | None = None) -> DraftAssistant:
+        """Starts the draft's worker and returns it. Only the worker loads the draft, unless it is an EAGLE-3 head."""
+        if self.is_head and target is None:
+            raise ValueError(
+                f"{self.draft} is an EAGLE-3 head, which this command cannot use; try hf-ssd check or chat."
+            )
+        target = {"target": target} if self.is_head else {}
+        return hf_ssd.launch_draft(self.draft, device=self.draft_device, dtype=self.draft_dtype, **target)
 
 
 def add_models(parser: argparse.ArgumentParser) -> None:

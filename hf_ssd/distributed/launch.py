@@ -15,6 +15,7 @@ from .. import devices as accelerators
 from ..cache.compiled import is_compiled
 from ..cache.support import without_wrapper
 from ..config import could_be_hub_id
+from ..drafting.eagle_formats import head_values, load_head
 from ..drafting.needs import DraftInfo
 from .assistant import DraftAssistant
 from .connection import Connection
@@ -38,6 +39,7 @@ def launch_draft(
     devices: list[str | torch.device] | None = None,
     cores: CoreShare | None = None,
     compile: bool | None = None,
+    target: PreTrainedModel | None = None,
     **load_options,
 ) -> DraftAssistant:
     """
@@ -71,6 +73,9 @@ def launch_draft(
         compile (`bool`, *optional*):
             Whether the worker compiles the draft with `torch.compile`, which takes up to a minute at its start.
             Defaults to whether `model` is compiled. Where there is no compiler, the draft runs uncompiled.
+        target (`PreTrainedModel`, *optional*):
+            The target of a draft that is an EAGLE-3 head, which reads hidden states of the target and may use its
+            embedding. Only for the folder or hub id of such a head.
         load_options:
             Passed on to `AutoModelForCausalLM.from_pretrained`: a `quantization_config`, and plain values (they travel
             as JSON).
@@ -89,6 +94,13 @@ def launch_draft(
         raise TypeError(f"hf_ssd.launch_draft takes a transformers model, or a folder or hub id, not a {kind}.")
     if devices is not None and (device is not None or not devices):
         raise ValueError("`devices` takes the place of `device`, and lists one device for each worker.")
+    if target is not None and isinstance(model, PreTrainedModel):
+        raise ValueError("`target` is for the folder or hub id of an EAGLE-3 head; this draft is already loaded.")
+    if target is not None:
+        if devices is None:
+            devices = [_device_for(model, device)]
+        model = load_head(model, without_wrapper(target), None if dtype is None else _dtype(dtype))
+        dtype = None
     weights = SharedWeights(model) if isinstance(model, PreTrainedModel) else None
     devices = [_device_for(model, device)] if devices is None else [accelerators.existing(one) for one in devices]
     on_cpu = [one.type == "cpu" for one in devices]
@@ -102,6 +114,30 @@ def launch_draft(
     if not isinstance(model, PreTrainedModel):
         draft_config(model, load_options)
     return _assistant(model, weights, devices, cores, settings, wait=True)
+
+
+def head_for(draft, target: PreTrainedModel):
+    """
+    Returns the draft that was passed to generate(), or for the folder or hub id of an EAGLE-3 head the head. It is
+    loaded once for each target.
+
+    Raises:
+        `ValueError`: the head does not fit the target.
+    """
+    path = os.fspath(draft) if isinstance(draft, (str, os.PathLike)) else None
+    if path is None or path in _assistants_of_paths:
+        return draft
+    known = _heads.setdefault(target, {})
+    if path not in known:
+        values = head_values(path)
+        if values is None:
+            return draft
+        known[path] = load_head(path, target, values=values)
+    return known[path]
+
+
+def _dtype(dtype: str | torch.dtype) -> torch.dtype:
+    return getattr(torch, str(dtype).removeprefix("torch."))
 
 
 def worker_settings(
@@ -138,6 +174,11 @@ def draft_config(path: str | os.PathLike, load_options: dict) -> PreTrainedConfi
         `ValueError`: transformers finds no model at `path`.
     """
     path = os.fspath(path)
+    if head_values(path) is not None:
+        raise ValueError(
+            f"The draft {path!r} is an EAGLE-3 head, which reads hidden states of its target; pass `target=...` to "
+            "hf_ssd.launch_draft() as well."
+        )
     try:
         return AutoConfig.from_pretrained(path, **{"trust_remote_code": False, **load_options})
     except (OSError, ValueError) as error:
@@ -243,7 +284,9 @@ def close(assistant_model: PreTrainedModel | str | os.PathLike | None = None) ->
         elif isinstance(draft, PreTrainedModel):
             ended = [_assistants.pop(draft, None)]
         elif isinstance(draft, (str, os.PathLike)):
-            ended = [_assistants_of_paths.pop(os.fspath(draft), None)]
+            path = os.fspath(draft)
+            heads = [known.pop(path) for known in _heads.values() if path in known]
+            ended = [_assistants_of_paths.pop(path, None), *(_assistants.pop(head, None) for head in heads)]
         else:
             raise TypeError(
                 "hf_ssd.close takes the model, folder or hub id that was passed to generate() as `assistant_model`, "
@@ -266,5 +309,6 @@ def info_of(draft: PreTrainedModel | DraftAssistant | str | os.PathLike) -> Draf
 
 _assistants: "weakref.WeakKeyDictionary[PreTrainedModel, DraftAssistant]" = weakref.WeakKeyDictionary()
 _assistants_of_paths: dict[str, DraftAssistant] = {}
+_heads: "weakref.WeakKeyDictionary[PreTrainedModel, dict]" = weakref.WeakKeyDictionary()  # of each target, by path
 _refused: "weakref.WeakKeyDictionary[PreTrainedModel, tuple]" = weakref.WeakKeyDictionary()  # with their structures
 _starting = threading.Lock()

@@ -13,6 +13,7 @@ from ..cache.hidden_states import check_layers, decoder_parts
 from .eagle_head import Eagle3Head
 
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+MOST_PADDING = 128  # by which the vocabularies of a family differ
 NOT_LOADED = ("t2d", "verifier_", "rotary_emb")  # what the rest tells, or only training needs
 
 
@@ -88,6 +89,8 @@ def load_head(
     state = _read_weights(path)
     if "embed_tokens.weight" not in state:
         state["embed_tokens.weight"] = embedding.detach()
+    if abs(len(state["embed_tokens.weight"]) - config.vocab_size) <= MOST_PADDING:
+        config.vocab_size = len(state["embed_tokens.weight"])
     with torch.device("meta"):
         head = Eagle3Head(config)
     state.setdefault("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))

@@ -10,6 +10,7 @@ from transformers import GenerationMixin, PreTrainedModel, StoppingCriteriaList,
 from ..cache.support import without_wrapper
 from ..config import WITHOUT_DRAFT, SSDConfig
 from ..distributed.assistant import DraftAssistant
+from ..distributed.launch import head_for
 from ..drafting.mtp_head import mtp_head_of
 from .checks import check_arguments, check_assisted_options
 from .loop import speculative_speculative_decoding
@@ -45,8 +46,8 @@ class SSDGenerationMixin:
             assistant_model (`PreTrainedModel`, [`DraftAssistant`], `str` or `os.PathLike`, *optional*): The draft. A
                 model is handed to a worker process in the first call, and later calls reuse the worker. Until the
                 worker is ready, the draft runs in this process, in turn with the target. A folder or hub id is loaded
-                only by the worker; until the worker is ready, decoding is plain. `SSDConfig(drafter="ngram")` and
-                `"mtp"` take no draft.
+                only by the worker; until the worker is ready, decoding is plain. An EAGLE-3 head is loaded in this
+                process, for this target. `SSDConfig(drafter="ngram")` and `"mtp"` take no draft.
             ssd_config ([`SSDConfig`] or `dict`, *optional*): The settings. By default the settings and the draft that
                 were given to [`enable`]. Without those, and with `ssd_config=None`, this is transformers' own method.
             inputs, generation_config, logits_processor, stopping_criteria, streamer, kwargs: As in transformers. With
@@ -160,7 +161,7 @@ def enable(
         inner.__class__ = _enabled_class(type(inner))
     _bound.pop(inner, None)
     if assistant_model is not None or ssd_config is not None:
-        draft, config = without_wrapper(assistant_model), _settings(ssd_config or SSDConfig())
+        draft, config = head_for(without_wrapper(assistant_model), inner), _settings(ssd_config or SSDConfig())
         check_arguments(inner, draft, config, synced_gpus=None)
         tokenizers = {"tokenizer": tokenizer, "assistant_tokenizer": assistant_tokenizer}
         tokenizers = {name: one for name, one in tokenizers.items() if one is not None}
@@ -213,7 +214,7 @@ def _blank_model(kind: type) -> PreTrainedModel:
 
 def _generate(plain, model, assistant_model, ssd_config, streamer=None, synced_gpus=None, **kwargs):
     ssd_config = _settings(ssd_config)
-    assistant_model = without_wrapper(assistant_model)
+    assistant_model = head_for(without_wrapper(assistant_model), model)
     check_assisted_options(model, kwargs.get("generation_config"), kwargs)
     check_arguments(model, assistant_model, ssd_config, synced_gpus)
     if ssd_config.drafter == "mtp":

@@ -14,6 +14,7 @@ from transformers.generation import (
 from transformers.generation import utils as generation_utils
 from transformers.generation.logits_process import DiaEOSDelayPatternLogitsProcessor
 
+from ..cache.hidden_states import check_layers
 from ..cache.support import attention_layout, check_branches, is_flash_attention, rope_that_changes
 from ..config import WITHOUT_DRAFT, SSDConfig
 from ..distributed.assistant import DraftAssistant
@@ -21,6 +22,7 @@ from ..distributed.launch import info_of
 from ..distributed.roles import check_heads
 from ..drafting.custom_fallback import check_proposer
 from ..drafting.drafters import drafter_kind
+from ..drafting.needs import DraftInfo
 
 # Tensor inputs that transformers feeds to the model once, or that verification continues by itself.
 KNOWN_INPUTS = {"attention_mask", "position_ids", "cache_position", "inputs_embeds"}
@@ -96,6 +98,20 @@ def check_arguments(model, assistant_model, ssd_config, synced_gpus) -> None:
     if not takes_none:
         info = info_of(assistant_model)
         drafter_kind(ssd_config, info).needs.check(info)
+        check_features(model, info)
+
+
+def check_features(model, info: DraftInfo) -> None:
+    """Raises `ValueError` if the draft reads hidden states that the target does not have."""
+    if not info.target_layers:
+        return
+    check_layers(model, info.target_layers)
+    width = len(info.target_layers) * model.config.get_text_config(decoder=True).hidden_size
+    if info.target_width != width:
+        raise ValueError(
+            f"The draft reads {info.target_width} numbers of the target's hidden states, and these layers of "
+            f"{type(model).__name__} have {width}; the draft was made for another target."
+        )
 
 
 def check_assisted_options(model, generation_config: GenerationConfig | None, kwargs: dict) -> None:
