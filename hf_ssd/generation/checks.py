@@ -78,8 +78,8 @@ def check_arguments(model, assistant_model, ssd_config, synced_gpus) -> None:
     check_heads(model.config, tp_size)
     if tp_size > 1 and takes_none:
         raise ValueError(
-            f'SSDConfig(drafter="{ssd_config.drafter}") works for a target in one process, and {tp_size} ranks share this '
-            "target; pass the draft that hf_ssd.distributed.init_roles() gives instead."
+            f'SSDConfig(drafter="{ssd_config.drafter}") works for a target in one process, and {tp_size} ranks share '
+            "this target; pass the draft that hf_ssd.distributed.init_roles() gives instead."
         )
     if tp_size > 1 and not (isinstance(assistant_model, DraftAssistant) and assistant_model.ranks.size == tp_size):
         raise ValueError(
