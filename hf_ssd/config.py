@@ -147,7 +147,8 @@ class SSDConfig:
             allowed = f'"auto" with drafter="{self.drafter}", which prepares nothing ahead'
             _require("budget", self.budget, self.budget == "auto", allowed)
             has_misses = not has_named_fallback or self.fallback not in ("auto", "ngram")
-            _require("fallback", self.fallback, not has_misses, f'"auto" with drafter="{self.drafter}", without misses')
+            allowed = f'"auto" with drafter="{self.drafter}", which has no misses'
+            _require("fallback", self.fallback, not has_misses, allowed)
 
     def to_dict(self) -> dict:
         """Returns the settings as plain objects for JSON. A `fallback` that is an object raises `ValueError`."""
