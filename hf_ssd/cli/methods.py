@@ -12,7 +12,6 @@ from transformers import StoppingCriteria, StoppingCriteriaList, set_seed
 import hf_ssd
 
 from ..distributed.cores import CoreShare, use_cores
-from ..distributed.launch import info_of
 
 PLAIN, ASSISTED, SD, SSD = "plain generate", "assisted", "SSD, in turn", "SSD"
 
@@ -101,8 +100,9 @@ class Bench:
         theirs = both if all_devices else target_cores
         devices = len(theirs) if theirs else 1
         methods = {PLAIN: Method({}, theirs, devices)}
+        reads_features = getattr(getattr(self.draft, "config", None), "target_layers", ())
         # transformers' assisted generation takes no batches, and no heads that read hidden states.
-        if self.args.batch_size == 1 and not info_of(self.draft).target_layers:
+        if self.args.batch_size == 1 and not reads_features:
             methods[f"{ASSISTED}, default"] = Method({"assistant_model": self.draft}, theirs, devices)
             for n in self.args.assistant_tokens:
                 constant = {"num_assistant_tokens": n, "num_assistant_tokens_schedule": "constant"}

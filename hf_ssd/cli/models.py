@@ -74,9 +74,7 @@ class Models:
     def launch_draft(self, target: PreTrainedModel | None = None) -> DraftAssistant:
         """Starts the draft's worker and returns it. Only the worker loads the draft, unless it is an EAGLE-3 head."""
         if self.is_head and target is None:
-            raise ValueError(
-                f"{self.draft} is an EAGLE-3 head, which this command cannot use; try hf-ssd check or chat."
-            )
+            raise ValueError(f"hf-ssd serve takes no EAGLE-3 head such as {self.draft}; choose another DRAFT.")
         target = {"target": target} if self.is_head else {}
         return hf_ssd.launch_draft(self.draft, device=self.draft_device, dtype=self.draft_dtype, **target)
 

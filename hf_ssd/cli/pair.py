@@ -11,7 +11,7 @@ def folder(name: str) -> str:
     Returns the folder of a model of the pair.
 
     Args:
-        name (`str`): `"target"`, `"draft"` or `"parallel_draft"`.
+        name (`str`): `"target"`, `"draft"`, `"parallel_draft"` or `"eagle3"`.
 
     Raises:
         `ValueError`: the package was installed without the pair.

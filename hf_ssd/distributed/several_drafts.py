@@ -61,8 +61,9 @@ class SeveralDrafts(DraftSession):
             if k != FINISHED:
                 later = outcome.later[row] if outcome.later else []
                 self.texts[row] += [*self.verified[row][:k], token, *later]
+        told = (outcome, plan) if features is None else (outcome, plan, features)
         for session in list(self.sessions):
-            self._try(session, session.send_outcome, outcome, plan, features)
+            self._try(session, session.send_outcome, *told)
 
     def receive_speculation(self) -> Speculation:
         # 1. Each row takes the tokens of a worker or a fallback. If no outcome was prepared, the draft is asked.
