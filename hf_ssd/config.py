@@ -67,10 +67,13 @@ class SSDConfig:
             object are called in the target's process.
         drafter (`str`, *optional*, defaults to `"auto"`):
             How the draft model proposes tokens: `"autoregressive"` (a forward pass for each token), `"parallel"` (a
-            single pass for all tokens, which PARD models are trained for; their config has `pard_token`), or `"auto"`,
-            which is parallel if the model supports it. A parallel draft draws its tokens from marginals, and processors
-            that read the tokens before a position, such as repetition penalties, see only the tokens before the
-            speculation.
+            single pass for all tokens, which PARD models are trained for; their config has `pard_token`), `"eagle3"` (a
+            head that reads the target's hidden states), or `"auto"`, which is the kind that the model was made for. A
+            parallel draft draws its tokens from marginals, and processors that read the tokens before a position, such
+            as repetition penalties, see only the tokens before the speculation. Two kinds take no draft model and work
+            in the target's process: with `"ngram"`, where the last tokens of a row have occurred before in it, the
+            tokens that followed them there are proposed (prompt lookup); `"mtp"` drafts with the target's own layer for
+            multi-token prediction, loaded from the target's checkpoint.
         acceptance_rate (`float`, *optional*, defaults to 0.8):
             Prior for the chance that a drafted token is accepted, a in Theorem 12. Between 0 and 1, both excluded.
         power_law_exponent (`float`, *optional*, defaults to 0.5):
@@ -140,6 +143,12 @@ class SSDConfig:
         }
         for name, (is_allowed, allowed) in rules.items():
             _require(name, getattr(self, name), is_allowed, allowed)
+        if self.drafter in WITHOUT_DRAFT:  # in turn with the target, and a row without a match has no speculation
+            allowed = f'"auto" with drafter="{self.drafter}", which prepares nothing ahead'
+            _require("budget", self.budget, self.budget == "auto", allowed)
+            has_misses = not has_named_fallback or self.fallback not in ("auto", "ngram")
+            allowed = f'"auto" with drafter="{self.drafter}", which has no misses'
+            _require("fallback", self.fallback, not has_misses, allowed)
 
     def to_dict(self) -> dict:
         """Returns the settings as plain objects for JSON. A `fallback` that is an object raises `ValueError`."""
@@ -202,7 +211,8 @@ class SSDConfig:
 FAN_OUTS = ("confidence", "geometric", "uniform", "all_accepted", "single_branch", "greedy_tree")
 LOOKAHEADS = ("auto",)
 FALLBACKS = ("auto", "primary", "ngram", "random")
-DRAFTERS = ("auto", "autoregressive", "parallel")
+DRAFTERS = ("auto", "autoregressive", "parallel", "eagle3", "mtp", "ngram")
+WITHOUT_DRAFT = ("mtp", "ngram")  # drafters that take no draft model, and draft in the target's process
 _FAN_OUT = ", ".join(f'"{name}"' for name in FAN_OUTS) + " or lookahead + 1 integers of at least 0"
 _FALLBACK = ", ".join(f'"{name}"' for name in FALLBACKS) + (
     ", an object with propose(input_ids, lookahead), or a CandidateGenerator that needs no outputs of the target"

@@ -162,6 +162,8 @@ class Speculation:
             forward pass, and seconds for each token in the pass.
         support (`int`, *optional*): The largest number of tokens with a nonzero probability in any of the
             distributions, if it is known.
+        are_certain (`bool`, *optional*): Whether all tokens are certain, so that no probabilities follow. Only in the
+            target's process.
     """
 
     tokens: list[list[int]]
@@ -169,6 +171,7 @@ class Speculation:
     record: RoundRecord = field(default_factory=RoundRecord)
     costs: tuple[float, float, float] | None = None
     support: int | None = None
+    are_certain: bool = False
 
     @property
     def width(self) -> int:

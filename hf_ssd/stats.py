@@ -7,7 +7,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from . import plots
 from .advice import advice
-from .rounds import FILLER, RoundRecord
+from .rounds import FILLER, NOTHING, RoundRecord
 
 
 @dataclass(repr=False)  # the default repr would fill a notebook with records
@@ -53,11 +53,12 @@ class SSDStats:
         return [getattr(record, name) for record in self.records]
 
     def verified_rows(self) -> list[tuple[int, int, bool]]:
-        """Returns (lookahead, accepted, hit) of each unfinished row in each round; filler tokens have lookahead 0."""
+        """Returns (lookahead, accepted, hit) of each row in each round; lookahead is 0 without drafted tokens."""
         rows = []
         for record in self.records:
-            lookahead = 0 if FILLER in record.sources else record.lookahead
-            rows += [(lookahead, record.accepted[row], record.hits[row]) for row in record.live]
+            for row in record.live:
+                lookahead = 0 if record.sources[row] in (FILLER, NOTHING) else record.lookahead
+                rows.append((lookahead, record.accepted[row], record.hits[row]))
         return rows
 
     @property

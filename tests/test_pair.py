@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_ssd.cli import check, prompts
+from hf_ssd.drafting.eagle_formats import load_head
 
 from .conftest import tiny_model
 
@@ -39,6 +40,7 @@ def pair():
 
 def test_it_is_small_and_stored_in_bfloat16():
     assert sum(path.stat().st_size for path in PAIR.rglob("*") if path.is_file()) <= 16e6
+    assert sum(path.stat().st_size for path in (PAIR / "eagle3").iterdir()) <= 2e6
     for name in ("target", "draft", "parallel_draft"):
         assert AutoModelForCausalLM.from_pretrained(PAIR / name).dtype == torch.bfloat16
 
@@ -47,6 +49,12 @@ def test_it_is_small_and_stored_in_bfloat16():
 def test_drafts_agree_as_often_as_recorded(pair, name, report):
     recorded = json.loads((PAIR / report).read_text())["acceptance_rate_on_prompts"]
     assert training.acceptance_on_prompts(pair["target"], pair[name], pair["tokenizer"]) >= FLOOR * recorded > 0.2
+
+
+def test_the_eagle3_head_agrees_as_often_as_recorded(pair):
+    head, recorded = load_head(PAIR / "eagle3", pair["target"]), json.loads((PAIR / "eagle3/report.json").read_text())
+    rate = training.acceptance_on_prompts(pair["target"], head, pair["tokenizer"])
+    assert rate >= FLOOR * recorded["acceptance_rate_on_prompts"] > 0.2
 
 
 def test_a_worse_draft_falls_below_the_floor(pair):
@@ -149,6 +157,16 @@ def test_train_parallel_draft_trains_and_saves_a_draft_that_is_used_as_one(tmp_p
     )  # fmt: skip
     assert len(json.loads(output)["acceptance_by_position"]["parallel_temperature_1"]) == 3
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "draft").config.pard_token == 2048
+
+
+@pytest.mark.slow
+def test_train_eagle3_trains_and_saves_a_head_that_loads(pair, tmp_path):
+    output = run(
+        "examples/train_eagle3.py", "--output", tmp_path / "head", "--checkpoints", tmp_path / "now", "--steps", 2,
+        "--steps-per-text", 2, "--lookahead", 3, "--num-threads", 1, "--max-files", 2, "--rows", 2,
+    )  # fmt: skip
+    assert len(json.loads(output)["acceptance_by_position"]["eagle3_temperature_1"]) == 3
+    assert load_head(tmp_path / "head", pair["target"]).config.target_layers == [2, 6, 11]
 
 
 def test_what_repeats_is_found_and_made_unlikely():

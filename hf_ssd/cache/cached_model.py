@@ -11,7 +11,8 @@ from .. import devices
 from ..devices import from_host
 from . import masks
 from .attention import GroupedHeads
-from .model_runner import LONGEST_STEP, TensorFunction, runner_for
+from .hidden_states import HiddenStates
+from .model_runner import LONGEST_STEP, Runner, TensorFunction, runner_for
 from .ragged import RaggedCache
 from .support import attention_layout, is_flash_attention
 
@@ -32,9 +33,13 @@ class CachedModel:
         token_type_ids (`torch.LongTensor` of shape `(batch_size, columns)`, *optional*): Token types of the prompt. As
             in plain generation, each new token has the type of the prompt's last token.
         cuda_graphs (`bool` or `str`, *optional*): See [`SSDConfig`]. `False` by default.
+        hidden_states ([`~hf_ssd.cache.hidden_states.HiddenStates`], *optional*): Captures hidden states of the passes,
+            which then run uncompiled and uncaptured.
 
     Attributes:
         runner (`Runner`): Runs the forward passes.
+        features (`torch.Tensor` of shape `(batch_size, new_tokens, width)`, *optional*): The captured hidden states of
+            the tokens that [`~CachedModel.extend`] was given last; zeros for rows left out.
         fewest_tokens (`int`): The smallest number of tokens that a pass feeds to each row.
     """
 
@@ -47,8 +52,10 @@ class CachedModel:
         column_limit=None,
         token_type_ids=None,
         cuda_graphs=False,
+        hidden_states: HiddenStates | None = None,
     ):
         self.model, self.cache = model, cache
+        self.hidden_states, self.features = hidden_states, None
         self.valid = None if valid is None or valid.all() else valid
         self.device, self.dtype = devices.of_model(model), model.dtype
         self.layout = attention_layout(model)
@@ -60,7 +67,10 @@ class CachedModel:
         self.first_positions = first_positions
         self.column_limit = column_limit
         self.token_types = None if token_type_ids is None else token_type_ids[:, -1:].to(self.device)
-        self.runner = runner_for(model, cache, cuda_graphs, column_limit)
+        if hidden_states is None:
+            self.runner = runner_for(model, cache, cuda_graphs, column_limit)
+        else:  # hooks run in eager passes alone
+            self.runner = Runner(model, cache)
         self.fewest_tokens = self.runner.fewest_tokens
         self.takes_lengths = self.reads_2d_masks and _takes_other_arguments(model)
 
@@ -114,6 +124,7 @@ class CachedModel:
         missing = self.fewest_tokens - tokens.shape[1] if self.cache.layers else 0
         if missing > 0:  # feed the last token again; the next pass overwrites it like a rejected token
             logits = self.extend(torch.cat([tokens, tokens[:, -missing:]], dim=1), lengths, logits_to_keep)
+            self.features = None if self.features is None else self.features[:, :-missing]
             return logits[:, :-missing] if logits_to_keep is None else logits
         tokens, lengths, count = self.computed(tokens), self.computed(lengths), tokens.shape[1]
         width = self.columns_seen(max(lengths) + count, count)
@@ -203,6 +214,8 @@ class CachedModel:
             inputs |= self._lengths_for_flash_attention(tokens.shape[1])
         with self.attention.in_use():
             found = self.runner.run(inputs, logits_to_keep, mask if makes_mask else None, finish)
+        if self.hidden_states is not None:
+            self.features = self.of_all_rows(self.hidden_states.take())
         return self.of_all_rows(found)
 
     def of_all_rows(self, found):

@@ -159,7 +159,7 @@ class GraphRunner(Runner):
         if finish is not None and (finish.key is None or finish.key in graphs.refused):
             return finish.call(self.run(inputs, logits_to_keep, mask), *finish.inputs)
         kept, logits_to_keep = (logits_to_keep, None) if isinstance(logits_to_keep, int) else (None, logits_to_keep)
-        rows, tokens = inputs["input_ids"].shape
+        rows, tokens = inputs["input_ids"].shape[:2]
         of_functions = tuple(None if one is None else (one.key, len(one.inputs)) for one in (mask, finish))
         key = rows, rounded(tokens), cache.window, len(inputs), kept, *of_functions
         moving = inputs, () if mask is None else mask.inputs, () if finish is None else finish.inputs

@@ -189,6 +189,9 @@ class RecurrentModel(CachedModel):
         of_all = places.new_zeros(len(lengths), len(wanted))
         of_all[rows] = places
         order = torch.arange(len(lengths), device=logits.device)[:, None]
+        if self.features is not None:  # those of the new tokens, which follow the refeed
+            new = [[(n if row in rows else 0) + i for i in range(count)] for row, n in enumerate(refeeds)]
+            self.features = self.features[order, from_host(new, logits.device)]
         return logits[order, from_host(of_all, logits.device)]
 
     def remember_prefill(self) -> None:

@@ -80,10 +80,12 @@ def measure(args: argparse.Namespace, found: models.Models, texts: list[str], lo
     target, draft = found.load()
     batches = prompts.batches_for(target, found.target.tokenizer, texts)
     work = argparse.Namespace(**{**vars(args), **WORK})
-    with hf_ssd.launch_draft(draft, num_threads=found.draft_threads, target=target) as assistant:
+    with hf_ssd.launch_draft(
+        draft, device=found.draft.device, num_threads=found.draft_threads, target=target
+    ) as assistant:
         bench = Bench(work, target, draft, assistant, batches, found.tokenizers)
         methods = bench.methods(cores=None, all_devices=True)
-        del methods[f"{ASSISTED}, default"]
+        methods.pop(f"{ASSISTED}, default", None)  # an EAGLE-3 head has no such methods
         deadline = time.perf_counter() + args.seconds
         bench.options["max_time"] = args.seconds / (len(batches) + 2 * len(methods))
         first = []  # runs in which the planner measures the pair

@@ -2,10 +2,14 @@
 
 import os
 
+import torch
 from transformers import PreTrainedModel
 
 from ..cache.support import attention_layout
+from ..config import WITHOUT_DRAFT
 from ..distributed.cores import available_cores
+from ..drafting.eagle_formats import head_config, head_values
+from ..drafting.eagle_head import Eagle3Head
 from ..generation.checks import check_arguments
 from ..generation.tokenizers import translation_for
 from .models import Model, Models
@@ -15,10 +19,14 @@ def examine(models: Models) -> dict:
     """Returns a description of each model and `shares_memory`, or raises `ValueError` if the two do not fit."""
     target = models.target.structure()
     if models.draft is None:
-        if models.config.drafter == "ngram":
+        if models.config.drafter in WITHOUT_DRAFT:
             check_arguments(target, None, models.config, synced_gpus=False)
         return {"target": describe(target, models.target)}
-    draft = models.draft.structure()
+    if models.is_head:
+        with torch.device("meta"):
+            draft = Eagle3Head(head_config(head_values(models.draft.name), target))
+    else:
+        draft = models.draft.structure()
     check_arguments(target, draft, models.config, synced_gpus=False)
     translation_for(target, draft, **models.tokenizers)
     return {
@@ -47,6 +55,9 @@ def describe(model: PreTrainedModel, named: Model) -> dict:
         "vocabulary": config.vocab_size,
         "device": str(named.device),
     }
+    layers = getattr(config, "target_layers", None)
+    if layers:
+        described["target_layers"] = layers
     pard_token = getattr(config, "pard_token", None)
     return described if pard_token is None else {**described, "pard_token": pard_token}
 
@@ -57,6 +68,8 @@ def in_words(known: dict) -> str:
     for side in [name for name in ("target", "draft") if name in known]:
         model = known[side]
         parallel = f", parallel (mask token {model['pard_token']})" if "pard_token" in model else ""
+        if "target_layers" in model:
+            parallel = f", EAGLE-3 (reads hidden states {model['target_layers']})"
         lines.append(
             f"{side:<11} {model['name']}: {model['family']}, {model['parameters'] / 1e6:.1f}M parameters, "
             f"{model['layers']} layers, attention {model['attention']}, {model['vocabulary']} tokens, "

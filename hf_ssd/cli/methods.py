@@ -83,7 +83,9 @@ class Bench:
         theirs = both if all_devices else target_cores
         devices = len(theirs) if theirs else 1
         methods = {PLAIN: Method({}, theirs, devices)}
-        if self.args.batch_size == 1:  # transformers' assisted generation takes no batches
+        reads_features = getattr(getattr(self.draft, "config", None), "target_layers", ())
+        # transformers' assisted generation takes no batches, and no heads that read hidden states.
+        if self.args.batch_size == 1 and not reads_features:
             methods[f"{ASSISTED}, default"] = Method({"assistant_model": self.draft}, theirs, devices)
             for n in self.args.assistant_tokens:
                 constant = {"num_assistant_tokens": n, "num_assistant_tokens_schedule": "constant"}

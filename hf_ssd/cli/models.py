@@ -21,9 +21,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPI
 import hf_ssd
 
 from .. import devices
-from ..config import could_be_hub_id
+from ..config import WITHOUT_DRAFT, could_be_hub_id
 from ..distributed.assistant import DraftAssistant
 from ..distributed.cores import available_cores, pin
+from ..drafting.eagle_formats import head_values, load_head
 from . import pair
 from .options import settings
 
@@ -126,15 +127,25 @@ class Models:
 
     def load(self) -> tuple[PreTrainedModel, PreTrainedModel]:
         """Loads both models, enables the target, and returns target and draft."""
-        return hf_ssd.enable(self.target.load()), self.draft.load()
+        target = hf_ssd.enable(self.target.load())
+        if self.is_head:
+            dtype = None if self.draft.dtype == "auto" else getattr(torch, self.draft.dtype)
+            return target, load_head(self.draft.name, target, dtype)
+        return target, self.draft.load()
+
+    @functools.cached_property
+    def is_head(self) -> bool:
+        """Whether the draft is an EAGLE-3 head, which is loaded for its target."""
+        return self.draft is not None and head_values(self.draft.name) is not None
 
     def launch_draft(self, target: PreTrainedModel) -> contextlib.AbstractContextManager[DraftAssistant | None]:
-        """Starts the draft's worker, if there is a draft, and returns it. Only the worker loads the draft."""
+        """Starts the draft's worker, if there is a draft, and returns it. Only the worker loads it."""
         if self.draft is None:
             return contextlib.nullcontext()
         options = {"device": self.draft.device, "dtype": self.draft.dtype, "num_threads": self.draft_threads}
-        options["target"] = target
-        return hf_ssd.launch_draft(self.draft.name, **options, **self.draft.files)
+        if self.is_head and self.draft.dtype == "auto":
+            options["dtype"] = None
+        return hf_ssd.launch_draft(self.draft.name, target=target, **options, **self.draft.files)
 
 
 def chosen(args: argparse.Namespace, needs_draft: bool = True) -> Models:
@@ -147,9 +158,9 @@ def chosen(args: argparse.Namespace, needs_draft: bool = True) -> Models:
     if args.draft and args.draft_named:
         raise ValueError("There are two drafts; name one, after TARGET or with --draft.")
     target, draft = args.target or pair.folder("target"), args.draft or args.draft_named
-    if draft is None and args.target is None and args.drafter != "ngram":
+    if draft is None and args.target is None and args.drafter not in WITHOUT_DRAFT:
         draft = pair.folder("draft")
-    if draft is None and needs_draft and args.drafter != "ngram":  # n-grams need no draft model
+    if draft is None and needs_draft and args.drafter not in WITHOUT_DRAFT:
         raise ValueError(f"DRAFT is missing: hf-ssd {args.command} {args.target} DRAFT")
     if args.threads is not None:
         pin(available_cores()[: args.threads])

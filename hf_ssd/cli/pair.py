@@ -7,7 +7,7 @@ PLACES = (PACKAGE / "pair", PACKAGE.parent / "examples" / "pair")  # installed, 
 
 
 def folder(name: str) -> str:
-    """Returns the folder of the pair's `"target"`, `"draft"` or `"parallel_draft"`."""
+    """Returns the folder of the pair's `"target"`, `"draft"`, `"parallel_draft"` or `"eagle3"`."""
     for place in PLACES:
         if (place / name / "config.json").is_file():
             return str(place / name)

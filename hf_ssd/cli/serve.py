@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     from ..serving.server import Server  # needs the packages that were looked for above
 
     model, processor = found.target.load_for_requests()
-    with found.launch_draft() as assistant:
+    with found.launch_draft(model) as assistant:
         hf_ssd.enable(model, assistant, found.config, **found.tokenizers)
         server = Server(
             model,

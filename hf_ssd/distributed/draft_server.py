@@ -6,6 +6,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..drafting.drafts import Drafts
+from ..drafting.needs import DraftInfo
 from ..drafting.speculator import Speculator
 from ..drafting.verified_prefix import VerifiedPrefix
 from ..drafting.vocabulary import Translation
@@ -18,6 +19,7 @@ from .transport import AWAKE, Channel, PeerLost
 from .wire import Kind, Message
 
 PROMPTS_TIMEOUT = 10.0  # seconds for the prompts to follow the request
+FEATURES_TIMEOUT = 10.0  # seconds for the target's features to follow the outcome
 
 
 HANDLERS = {Kind.START: "_start", Kind.END: "_end", Kind.LINK: "_link", Kind.VOCABULARY: "_translate"}
@@ -100,7 +102,9 @@ class DraftServer:
         wire.expect(prompts, Kind.PROMPTS, message.session, message.round)
         rows = wire.read_prompts(prompts.payload)
         request = SessionRequest.from_dict(wire.read_json(message.payload), rows, self.translation)
-        self.channel.make_room(len(rows), request.vocab_size)
+        longest = request.generation_config.max_length or 0
+        features = len(rows) * longest * DraftInfo.of(self.model.config).target_width
+        self.channel.make_room(len(rows), request.vocab_size, features)
         self.request, self.session, self.round = request, message.session, 0
         if request.weights_version != self.weights_version:
             self._take_new_weights(request.weights_version)
@@ -132,13 +136,25 @@ class DraftServer:
     def _answer(self, message: Message) -> None:
         outcome, plan = wire.read_outcome(message.payload, len(self.speculator.finished))
         wire.expect(message, Kind.OUTCOME, self.session, self.round)
-        found = self.speculator.look_up(outcome, plan)
+        found = self.speculator.look_up(outcome, plan, self._receive_features)
         if self.request.answers_alone:
             self._send(self.speculator.complete(found))
+            self._take_in_features()
             self._prepare()
         else:
             self._send(found)
+            self._take_in_features()
             self.channel.expect()
+
+    def _receive_features(self, tokens: int, width: int) -> torch.Tensor:
+        message = self.channel.receive(FEATURES_TIMEOUT)
+        wire.expect(message, Kind.FEATURES, self.session, self.round)
+        return wire.read_features(message.payload, tokens, width)
+
+    def _take_in_features(self) -> None:
+        """Receives the features, unless the answer has needed them: they come before any other message."""
+        if self.speculator.drafter.needs.hidden_states:
+            self.speculator.catch_up()
 
     def _complete(self, message: Message) -> None:
         """Drafts the tokens that no worker has prepared. The target has the distributions of the others."""

@@ -15,6 +15,7 @@ from .. import devices as accelerators
 from ..cache.compiled import is_compiled
 from ..cache.support import without_wrapper
 from ..config import could_be_hub_id
+from ..drafting.eagle_formats import head_values, load_head
 from ..drafting.needs import DraftInfo
 from .assistant import DraftAssistant
 from .cores import CoreShare, divide_cores
@@ -73,7 +74,8 @@ def launch_draft(
             Defaults to whether `model` is compiled. Where there is no compiler, the draft runs uncompiled.
         target (`PreTrainedModel`, *optional*):
             The model that the draft is for. If both are on GPUs, the link between them is opened while the worker
-            starts, and otherwise in the first call that samples, which takes seconds.
+            starts, and otherwise in the first call that samples, which takes seconds. An EAGLE-3 head needs its target,
+            whose hidden states it reads and whose embedding it may use.
         load_options:
             Passed on to `AutoModelForCausalLM.from_pretrained`: a `quantization_config`, and plain values (they travel
             as JSON).
@@ -92,6 +94,11 @@ def launch_draft(
         raise TypeError(f"hf_ssd.launch_draft takes a transformers model, or a folder or hub id, not a {kind}.")
     if devices is not None and (device is not None or not devices):
         raise ValueError("`devices` takes the place of `device`, and lists one device for each worker.")
+    if target is not None and not isinstance(model, PreTrainedModel) and head_values(model) is not None:
+        if devices is None:
+            devices = [_device_for(model, device)]
+        model = load_head(model, without_wrapper(target), None if dtype is None else _dtype(dtype))
+        dtype = None
     weights = SharedWeights(model) if isinstance(model, PreTrainedModel) else None
     devices = [_device_for(model, device)] if devices is None else [accelerators.existing(one) for one in devices]
     on_cpu = [one.type == "cpu" for one in devices]
@@ -106,6 +113,30 @@ def launch_draft(
         draft_config(model, load_options)
     place = None if target is None else accelerators.of_model(without_wrapper(target))
     return _assistant(model, weights, devices, cores, settings, place, wait=True)
+
+
+def head_for(draft, target: PreTrainedModel):
+    """
+    Returns the draft that was passed to generate(), or for the folder or hub id of an EAGLE-3 head the head. It is
+    loaded once for each target.
+
+    Raises:
+        `ValueError`: the head does not fit the target.
+    """
+    path = os.fspath(draft) if isinstance(draft, (str, os.PathLike)) else None
+    if path is None or path in _assistants_of_paths:
+        return draft
+    known = _heads.setdefault(target, {})
+    if path not in known:
+        values = head_values(path)
+        if values is None:
+            return draft
+        known[path] = load_head(path, target, values=values)
+    return known[path]
+
+
+def _dtype(dtype: str | torch.dtype) -> torch.dtype:
+    return getattr(torch, str(dtype).removeprefix("torch."))
 
 
 def worker_settings(
@@ -142,6 +173,11 @@ def draft_config(path: str | os.PathLike, load_options: dict) -> PreTrainedConfi
         `ValueError`: transformers finds no model at `path`.
     """
     path = os.fspath(path)
+    if head_values(path) is not None:
+        raise ValueError(
+            f"The draft {path!r} is an EAGLE-3 head, which reads hidden states of its target; pass `target=...` to "
+            "hf_ssd.launch_draft() as well."
+        )
     try:
         return AutoConfig.from_pretrained(path, **{"trust_remote_code": False, **load_options})
     except (OSError, ValueError) as error:
@@ -251,7 +287,9 @@ def close(assistant_model: PreTrainedModel | str | os.PathLike | None = None) ->
         elif isinstance(draft, PreTrainedModel):
             ended = [_assistants.pop(draft, None)]
         elif isinstance(draft, (str, os.PathLike)):
-            ended = [_assistants_of_paths.pop(os.fspath(draft), None)]
+            path = os.fspath(draft)
+            heads = [known.pop(path) for known in _heads.values() if path in known]
+            ended = [_assistants_of_paths.pop(path, None), *(_assistants.pop(head, None) for head in heads)]
         else:
             raise TypeError(
                 "hf_ssd.close takes the model, folder or hub id that was passed to generate() as `assistant_model`, "
@@ -274,5 +312,6 @@ def info_of(draft: PreTrainedModel | DraftAssistant | str | os.PathLike) -> Draf
 
 _assistants: "weakref.WeakKeyDictionary[PreTrainedModel, DraftAssistant]" = weakref.WeakKeyDictionary()
 _assistants_of_paths: dict[str, DraftAssistant] = {}
+_heads: "weakref.WeakKeyDictionary[PreTrainedModel, dict]" = weakref.WeakKeyDictionary()  # of each target, by path
 _refused: "weakref.WeakKeyDictionary[PreTrainedModel, tuple]" = weakref.WeakKeyDictionary()  # with their structures
 _starting = threading.Lock()

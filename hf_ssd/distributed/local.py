@@ -55,7 +55,7 @@ class LocalChannel:
     def expect(self) -> None:
         """Does nothing: a message can arrive at any time."""
 
-    def make_room(self, rows: int, vocab_size: int) -> None:
+    def make_room(self, rows: int, vocab_size: int, features: int = 0) -> None:
         """Does nothing: no memory is allocated for a message."""
 
 

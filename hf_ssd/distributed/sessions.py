@@ -155,7 +155,7 @@ class DraftSession(ABC):
     """
 
     @abstractmethod
-    def send_outcome(self, outcome: Outcome, plan: Plan) -> None:
+    def send_outcome(self, outcome: Outcome, plan: Plan, features: torch.Tensor | None = None) -> None:
         """
         Tells the draft which tokens were decided since its last answer, and the plan to follow now. Returns at once.
 
@@ -163,6 +163,8 @@ class DraftSession(ABC):
             outcome ([`~hf_ssd.rounds.Outcome`]): The outcome of the last speculation, with the tokens of later rounds
                 in which the draft was not asked.
             plan ([`~hf_ssd.rounds.Plan`]): How to answer, and how to prepare afterwards.
+            features (`torch.Tensor` of shape `(tokens, width)`, *optional*): The target's hidden states at the tokens
+                of each row that the draft has none for, row after row, if the draft reads them.
         """
 
     @abstractmethod
@@ -205,17 +207,23 @@ class WorkerSession(DraftSession):
         send(Message(Kind.START, number, payload=wire.write_json(request.to_dict())))
         send(Message(Kind.PROMPTS, number, payload=wire.write_prompts(request.prompts)))
 
-    def send_outcome(self, outcome: Outcome, plan: Plan) -> None:
+    def send_outcome(self, outcome: Outcome, plan: Plan, features: torch.Tensor | None = None) -> None:
         self.round += 1
-        self._send(Kind.OUTCOME, wire.write_outcome(outcome, plan))
+        self._send(Kind.OUTCOME, wire.write_outcome(outcome, plan), features)
 
     def send_speculation(self, speculation: Speculation, kind: Kind = Kind.SPECULATION) -> None:
         """Tells a worker that does not answer alone which tokens are verified, or (`COMPLETE`) lets it draft others."""
         self._send(kind, wire.write_speculation(speculation))
 
-    def _send(self, kind: Kind, payload: list[int]) -> None:
+    def _send(self, kind: Kind, payload: list[int], features: torch.Tensor | None = None) -> None:
         self.is_reusable = False  # until the message is sent: an interrupt may leave half of it
-        self.worker.channel.send(Message(kind, self.number, self.round, payload))
+        announced = None
+        if features is not None and len(features):  # the outcome leaves first, and the features are copied after it
+            features = features.float() if features.dtype == torch.float64 else features
+            announced = Message(Kind.FEATURES, self.number, self.round, features.flatten())
+        self.worker.channel.send(Message(kind, self.number, self.round, payload, announces=announced))
+        if announced is not None:
+            self.worker.channel.send_announced(announced.payload)
         self.worker.channel.expect()
         self.is_reusable = True
 

@@ -45,13 +45,13 @@ class SeveralDrafts(DraftSession):
         shares = [dataclasses.replace(request, worker_index=i, num_workers=len(workers)) for i in range(len(workers))]
         self.sessions = [WorkerSession(worker, number, share) for worker, share in zip(workers, shares)]
 
-    def send_outcome(self, outcome: Outcome, plan: Plan) -> None:
+    def send_outcome(self, outcome: Outcome, plan: Plan, features: torch.Tensor | None = None) -> None:
         self.plan, self.live = plan, [k != FINISHED for k in outcome.accepted]
         later = outcome.later or [[] for _ in self.texts]
         for row, (k, token) in enumerate(zip(outcome.accepted, outcome.bonus)):
             if k != FINISHED:
                 self.texts[row] += [*self.verified[row][:k], token, *later[row]]
-        self._each(lambda session: session.send_outcome(outcome, plan))
+        self._each(lambda session: session.send_outcome(outcome, plan, features))
 
     def receive_speculation(self) -> Speculation:
         # 1. Each row takes the tokens of the worker that has prepared its outcome, or of the user's fallback.

@@ -64,9 +64,12 @@ class Channel:
         self.announced: Message | None = None  # by the last message that was received
         self.promised: Message | None = None  # by the last message that was sent
 
-    def make_room(self, rows: int, vocab_size: int) -> None:
-        """Allows payloads as large as the distributions of the longest speculation of this many rows."""
-        self.largest = max(self.largest, rows * LONGEST_LOOKAHEAD * vocab_size)
+    def make_room(self, rows: int, vocab_size: int, features: int = 0) -> None:
+        """
+        Allows payloads as large as the distributions of the longest speculation of this many rows, and as so many
+        numbers of features.
+        """
+        self.largest = max(self.largest, rows * LONGEST_LOOKAHEAD * vocab_size, features)
 
     def send(self, message: Message) -> None:
         """

@@ -21,9 +21,9 @@ from ..config import LONGEST_LOOKAHEAD
 from ..drafting.vocabulary import Translation
 from ..rounds import FINISHED, MODES, SOURCES, Outcome, Plan, RoundRecord, Speculation
 
-MAGIC, VERSION = 0x6866_5F73_7364, 14  # "hf_ssd"
+MAGIC, VERSION = 0x6866_5F73_7364, 15  # "hf_ssd"
 HEADER_LENGTH, FRAME_LENGTH = 12, 128
-PAYLOAD_TYPES = (torch.int64, torch.int32, torch.float32, torch.uint8)
+PAYLOAD_TYPES = (torch.int64, torch.int32, torch.float32, torch.uint8, torch.bfloat16, torch.float16)
 BEHIND, INLINE, OVER_LINK = range(3)  # place of a payload
 LARGEST_PAYLOAD = 2**26  # elements; a header that asks for more is invalid, unless the receiver expects more
 
@@ -44,6 +44,7 @@ class Kind(IntEnum):
     PROOF = 12  # both ways, before other messages: a nonce, then a proof that the sender knows the shared secret
     VOCABULARY = 13  # target -> draft: the translation of the target's tokens, for the calls that follow
     COMPLETE = 14  # target -> draft: the tokens that several drafts have found; SPECULATION answers with the rest
+    FEATURES = 15  # target -> draft, after OUTCOME: hidden states of the target, for a draft that reads them
 
 
 class ProtocolError(RuntimeError):
@@ -310,6 +311,21 @@ def _parts(values: list[int], lengths: list[int]) -> list[list[int]]:
     """Returns successive parts of these lengths, and the rest."""
     left = iter(values)
     return [*(list(itertools.islice(left, length)) for length in lengths), list(left)]
+
+
+def read_features(payload, tokens: int, width: int) -> torch.Tensor:
+    """
+    Returns the hidden states `(tokens, width)` of the target at its new tokens.
+
+    Raises:
+        [`ProtocolError`]: there are more or fewer numbers, they are of another type, or not all are finite.
+    """
+    kind = getattr(payload, "dtype", torch.int64)
+    if not kind.is_floating_point or len(payload) != tokens * width:
+        raise ProtocolError(f"{len(payload)} numbers of type {kind} are not the {width} features of {tokens} tokens")
+    if payload.device.type == "cpu" and not bool(payload.isfinite().all()):
+        raise ProtocolError("not all of the features are finite numbers")
+    return payload.view(tokens, width)
 
 
 # ---------------------------------------------------------------- the other messages

@@ -2,7 +2,7 @@
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
@@ -52,6 +52,7 @@ class Drafter(ABC):
     """
 
     needs = DrafterNeeds()
+    prefix_class = VerifiedPrefix
 
     def __init__(
         self,
@@ -67,7 +68,7 @@ class Drafter(ABC):
     ):
         self.device = devices.of_model(model)
         limit, graphs = generation_config.max_length, config.cuda_graphs
-        kind = RecurrentPrefix if attention_layout(model).recurrent else VerifiedPrefix
+        kind = RecurrentPrefix if attention_layout(model).recurrent else self.prefix_class
         self.prefix = kind(model, prompts, limit, earlier, vocabulary, graphs)
         self.vocabulary, self.vocab_size = self.prefix.vocabulary, self.prefix.vocabulary.size
         longest = prompt_length or max(self.prefix.lengths)
@@ -132,6 +133,17 @@ class Drafter(ABC):
         if later is not None:
             self.prefix.append(later)
         self.sampler.forget_before([length - 1 for length in self.prefix.lengths])
+
+    def take_features(self, receive: Callable[[int, int], torch.Tensor]) -> None:
+        """
+        Takes in the target's hidden states at the tokens that have none, which come with an outcome. Called after
+        [`~Drafter.commit`], only if the drafter needs hidden states. The last token of a row has not been fed to the
+        target yet, so it has none.
+
+        Args:
+            receive (`Callable[[int, int], torch.Tensor]`): Takes the number of tokens of all rows together and the
+                width, and returns the hidden states `(tokens, width)`, row after row. Finished rows have no part.
+        """
 
     @abstractmethod
     def complete(self, ready: Speculation, width: int, plan: Plan) -> tuple[Speculation, int]:

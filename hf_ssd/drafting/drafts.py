@@ -6,7 +6,8 @@ from .. import devices
 from ..config import SSDConfig
 from ..rounds import FALLBACKS
 from .cache_shapes import CacheShape, shape_for
-from .drafters import drafter_for
+from .drafters import drafter_for, drafter_kind
+from .needs import DraftInfo
 from .speculator import Speculator
 from .verified_prefix import VerifiedPrefix
 from .vocabulary import Vocabulary
@@ -25,7 +26,7 @@ def has_fallback(request) -> bool:
     return request.config.fallback in FALLBACKS or request.asks_target
 
 
-def seed_of_call(request, call: int) -> int:
+def seed_of_call(request, call: int, reads_features: bool = False) -> int:
     """
     Returns the seed of the draft's noise. If proposals depend on earlier calls, each call gets a different seed: values
     that were learned in a call with the same seed must not meet the same noise again.
@@ -33,8 +34,11 @@ def seed_of_call(request, call: int) -> int:
     Args:
         request ([`SessionRequest`]): The call.
         call (`int`): Number of the call, from 1.
+        reads_features (`bool`, *optional*): Whether the draft reads the target's hidden states. Then a speculation that
+            was prepared, without the features of the tokens under verification, differs from one after a miss.
     """
-    is_taught = request.config.lookahead == "auto" or (has_fallback(request) and not is_fixed(request.config))
+    depends = (reads_features and request.config.asynchronous) or has_fallback(request)
+    is_taught = request.config.lookahead == "auto" or (depends and not is_fixed(request.config))
     return request.seed + SEED_STEP * (call - 1) * is_taught
 
 
@@ -55,13 +59,15 @@ class Drafts:
         config, generation = request.config, request.generation_config
         self.calls += 1
         key = (str(config.fan_out), generation.temperature if generation.do_sample else None)
-        if has_fallback(request) and is_fixed(config) and generation.do_sample:
+        reads_features = drafter_kind(config, DraftInfo.of(model.config)).needs.hidden_states
+        depends = reads_features or has_fallback(request)
+        if depends and is_fixed(config) and generation.do_sample:
             shape = shape_for(config)  # misses decide on proposals, so they must not depend on earlier calls
         else:
             shape = self.shapes[key] = self.shapes.pop(key, None) or shape_for(config)  # now last in order
         if len(self.shapes) > SHAPES_KEPT:
             del self.shapes[next(iter(self.shapes))]
-        seed = seed_of_call(request, self.calls)
+        seed = seed_of_call(request, self.calls, reads_features)
         own = model.config.get_text_config(decoder=True).vocab_size
         vocabulary = Vocabulary(request.vocab_size, own, request.translation, devices.of_model(model))
         drafter = drafter_for(

@@ -15,18 +15,28 @@ class DraftInfo:
         mask_token (`int`, *optional*): The mask token of a model that was trained to guess several tokens ahead.
         positions (`int`, *optional*): Number of positions, if the model is loaded and has a limited number of them.
         recurrent (`bool`): Whether some layers keep a recurrent state.
+        target_layers (`tuple[int, ...]`, *optional*): The hidden states of the target that the model reads. See
+            [`~hf_ssd.cache.hidden_states.HiddenStates`]. None for a model that reads tokens alone.
+        target_width (`int`, *optional*): Size of these hidden states of a token together.
     """
 
     vocab_size: int
     mask_token: int | None = None
     positions: int | None = None
     recurrent: bool = False
+    target_layers: tuple[int, ...] = ()
+    target_width: int = 0
+
+    def __post_init__(self):
+        object.__setattr__(self, "target_layers", tuple(self.target_layers))  # a list where it came as JSON
 
     @classmethod
     def of(cls, config, positions: int | None = None) -> "DraftInfo":
         """Reads the facts from a model's config."""
         vocab_size = config.get_text_config(decoder=True).vocab_size
-        return cls(vocab_size, getattr(config, "pard_token", None), positions, is_recurrent(config))
+        layers, width = getattr(config, "target_layers", ()), getattr(config, "target_width", 0)
+        mask_token = getattr(config, "pard_token", None)
+        return cls(vocab_size, mask_token, positions, is_recurrent(config), layers, width)
 
 
 @dataclass(frozen=True)
@@ -38,21 +48,28 @@ class DrafterNeeds:
         one_pass (`bool`): Whether a single forward pass gives all tokens of a speculation, instead of a single token.
             The planner computes the number of passes from it.
         mask_token (`bool`): Whether the model must have a mask token.
+        hidden_states (`bool`): Whether the drafter reads the target's hidden states at the layers that the model names.
+            Such a model is made for one target, whose embedding it may use, and cannot draft from tokens alone.
     """
 
     one_pass: bool = False
     mask_token: bool = False
+    hidden_states: bool = False
 
     def fits(self, info: DraftInfo) -> bool:
         """Whether the model has all needed properties, so that `drafter="auto"` may choose this kind."""
-        return not self.mask_token or (info.mask_token is not None and not info.recurrent)
+        has_mask_token = not self.mask_token or (info.mask_token is not None and not info.recurrent)
+        return has_mask_token and self.hidden_states == bool(info.target_layers)
 
     def check(self, info: DraftInfo) -> None:
         """
         Raises:
             `ValueError`: the drafter needs a mask token, and the model has no mask token, or an invalid mask token, or
-                a recurrent state, which cannot forget mask tokens.
+                a recurrent state, which cannot forget mask tokens; or only one of them reads hidden states.
         """
+        if self.hidden_states != bool(info.target_layers):
+            other = "reads" if info.target_layers else "does not read"
+            raise ValueError(f"The draft {other} hidden states of the target; leave out `drafter`.")
         if not self.mask_token:
             return
         if info.mask_token is None:

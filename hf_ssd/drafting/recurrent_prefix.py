@@ -35,7 +35,7 @@ class RecurrentPrefix(VerifiedPrefix):
         return decoder.of_all_rows(finish.call(decoder.computed(logits), *finish.inputs))
 
     @functools.cached_property
-    def states(self):
+    def most_states(self):
         free, size = devices.free_memory(self.device), len(self.lengths) * self.decoder.bytes_of_a_row
         return LARGEST if free is None else max(1, min(LARGEST, int(MEMORY_FOR_STATES * free / size)))
 

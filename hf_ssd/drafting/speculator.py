@@ -81,6 +81,7 @@ class Speculator:
         self.lessons: list[tuple] = []  # candidates, accepted counts and bonus tokens of rounds not learned from yet
         self.preparing = RoundRecord()  # times and counts of the preparation
         self.uncommitted: tuple | None = None  # the last outcome, until the drafter has taken it in
+        self.features: Callable | None = None  # of that outcome
         self.unwritten: list[list[int]] | None = None  # the tokens that are verified next, until it has written them
         self.found_in: tuple[SpeculationCache | None, list[int]] = None, []  # where the last outcome was looked up
         self.compares_ngrams = config.fallback == "auto" and config.lookahead == "auto"
@@ -145,7 +146,10 @@ class Speculator:
 
             # 2. Grow all branches together, pass by pass.
             start, growing = time.perf_counter(), self.drafter.grow(accepted, bonus, plan)
-            while not outcome_arrived() and (grown := next(growing, ())) != ():
+            # A branch that read its own states is grown to its end: where it is cut, and goes on with the target's
+            # features, must not depend on time.
+            is_cut = (lambda: False) if self.drafter.needs.hidden_states else outcome_arrived
+            while not is_cut() and (grown := next(growing, ())) != ():
                 if grown is None:
                     time.sleep(BETWEEN_LOOKS)
                     continue
@@ -167,18 +171,18 @@ class Speculator:
 
     def _budget(self, plan: Plan) -> int:
         """Returns the outcomes of each row to prepare: those of the plan, if there is memory for their states."""
-        states = self.drafter.prefix.states
+        states = self.drafter.prefix.most_states
         return min(plan.budget, max(1, states // plan.lookahead)) if states else plan.budget
 
     # ---------------------------------------------------------------- the answer
 
-    def answer(self, outcome: Outcome, plan: Plan) -> Speculation:
-        """Returns the next speculation of each row."""
-        speculation = self.complete(self.look_up(outcome, plan))
+    def answer(self, outcome: Outcome, plan: Plan, features: Callable | None = None) -> Speculation:
+        """Returns the next speculation of each row. See [`~Speculator.look_up`]."""
+        speculation = self.complete(self.look_up(outcome, plan, features))
         speculation.probabilities = self.distributions(speculation)
         return speculation
 
-    def look_up(self, outcome: Outcome, plan: Plan) -> Speculation:
+    def look_up(self, outcome: Outcome, plan: Plan, features: Callable | None = None) -> Speculation:
         """
         Returns the tokens that were prepared for an outcome, with the draft's part of the record. The lookup does not
         wait for the device: the tokens are on the host, and the drafter takes in the outcome later. Afterwards,
@@ -189,6 +193,8 @@ class Speculator:
             outcome ([`~hf_ssd.rounds.Outcome`]): How many tokens of the last speculation each row accepted, and the
                 tokens that follow them. If it contains tokens of later rounds, nothing was prepared for it.
             plan ([`~hf_ssd.rounds.Plan`]): The plan for this answer and for the next preparation.
+            features (`Callable`, *optional*): Returns the features that come with the outcome. See
+                [`Drafter.take_features`]. Called when the drafter takes in the outcome.
         """
         self.catch_up()  # takes in the previous round, if no preparation has done so
         start, self.plan, self.rounds = time.perf_counter(), plan, self.rounds + 1
@@ -205,7 +211,7 @@ class Speculator:
         record.sources = [NOTHING if branch < 0 else PREPARED for branch in branches]
         record.mode, record.budget, record.passes = plan.mode, preparing.budget, preparing.passes
         record.grown = cache.grown if cache is not None else 0
-        record.states = self.drafter.prefix.states
+        record.states = self.drafter.prefix.most_states
         record.choose_seconds, record.grow_seconds = preparing.choose_seconds, preparing.grow_seconds
         record.prepared_at, record.answered_at = preparing.prepared_at, start
         record.ngram_matches, self.ngram_matches = self.ngram_matches, [-1] * len(counts)
@@ -220,6 +226,7 @@ class Speculator:
             self.lessons.append((self.candidates, counts, tokens))
         self.was_prepared = self.candidates is not None and is_latest
         self.uncommitted, self.found_in = (counts, tokens, branches, outcome.later), (cache, branches)
+        self.features = features
         self.candidates = self.prepared = None
         self.preparing = RoundRecord()
         record.answer_seconds = since(start)
@@ -276,7 +283,10 @@ class Speculator:
     def catch_up(self) -> None:
         """Lets the drafter take in the last outcome and the tokens that are verified next, unless it already has."""
         if self.uncommitted is not None:
-            self.drafter.commit(*self.uncommitted)
+            uncommitted, self.uncommitted = self.uncommitted, None
+            self.drafter.commit(*uncommitted)
+            if self.drafter.needs.hidden_states:
+                self.drafter.take_features(self.features)
         if self.unwritten is not None:
             self.drafter.verify(self.unwritten)
         self.uncommitted = self.unwritten = None

@@ -59,7 +59,7 @@ class VerifiedPrefix:
         self.fed = [0] * len(prompts)
         prompts = [prompt.to(self.device) for prompt in prompts]
         self.ids, self.lengths = _rows(prompts)
-        texts = [self.vocabulary.encode(prompt) for prompt in prompts]
+        texts = self._texts(prompts)
         self.inputs, self.columns = _rows([text if len(text) else prompts[0].new_zeros(1) for text in texts])
         if self.vocabulary.translation is not None:
             column_limit = None  # the limit counts the target's tokens
@@ -90,7 +90,7 @@ class VerifiedPrefix:
         return self.branches_kind(self.decoder, self.forks(accepted), max(self.columns) + behind, depth)
 
     @property
-    def states(self) -> int:
+    def most_states(self) -> int:
         """How many recurrent states of each row the memory has room for; 0 if the draft has no recurrent states."""
         return 0
 
@@ -100,6 +100,10 @@ class VerifiedPrefix:
         its tokens, `(batch_size, tokens, vocab_size)`, otherwise `None`.
         """
         return None
+
+    def _texts(self, prompts: list[torch.LongTensor]) -> list[torch.LongTensor]:
+        """Returns the draft's tokens of each prompt."""
+        return [self.vocabulary.encode(prompt) for prompt in prompts]
 
     def _shared(self, earlier: "VerifiedPrefix", row: int) -> int:
         """Returns how many first columns of this row an earlier prefix's cache holds, the last column excluded."""
@@ -198,12 +202,16 @@ class VerifiedPrefix:
         def finished(logits, *inputs):
             if place is not None:
                 logits = logits[torch.arange(len(place), device=self.device)[:, None], place]
-            return self.vocabulary.to_target(logits) if finish is None else finish.call(logits, *inputs)
+            return self._results(logits) if finish is None else finish.call(logits, *inputs)
 
         inputs, key = () if finish is None else finish.inputs, finish.key if finish is not None and is_last else None
         found = self.decoder.extend(tokens, starts, kept, TensorFunction(finished, inputs, key))
         self._have_fed(count)
         return found
+
+    def _results(self, logits: torch.Tensor) -> torch.Tensor:
+        """Returns what [`~VerifiedPrefix.feed`] returns for the logits of a pass."""
+        return self.vocabulary.to_target(logits)
 
     def feed_with_branches(self, count: int, forks: torch.LongTensor, branches: torch.LongTensor) -> torch.Tensor:
         """
@@ -234,7 +242,11 @@ class VerifiedPrefix:
         width = max(at_least, self.lacks(count), self.decoder.fewest_tokens)
         starts = [max(0, n + count - width) for n in self.columns]
         columns = from_host(starts, self.device)[:, None] + torch.arange(width, device=self.device)
-        return self.inputs.gather(1, columns), starts, width
+        return self._at(columns), starts, width
+
+    def _at(self, columns: torch.LongTensor) -> torch.Tensor:
+        """Returns the model's inputs in these columns `(batch_size, count)` of each row."""
+        return self.inputs.gather(1, columns)
 
     def _have_fed(self, count: int) -> None:
         for row in self.rows:

@@ -8,8 +8,10 @@ import weakref
 from transformers import GenerationMixin, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
 
 from ..cache.support import without_wrapper
-from ..config import SSDConfig
+from ..config import WITHOUT_DRAFT, SSDConfig
 from ..distributed.assistant import DraftAssistant
+from ..distributed.launch import head_for
+from ..drafting.mtp_head import mtp_head_of
 from .checks import check_arguments, check_assisted_options
 from .loop import speculative_speculative_decoding
 from .tokenizers import translation_for
@@ -44,7 +46,8 @@ class SSDGenerationMixin:
             assistant_model (`PreTrainedModel`, [`DraftAssistant`], `str` or `os.PathLike`, *optional*): The draft. A
                 model is handed to a worker process in the first call, and later calls reuse the worker. Until the
                 worker is ready, the draft runs in this process, in turn with the target. A folder or hub id is loaded
-                only by the worker; until the worker is ready, decoding is plain.
+                only by the worker; until the worker is ready, decoding is plain. An EAGLE-3 head is loaded in this
+                process, for this target. `SSDConfig(drafter="ngram")` and `"mtp"` take no draft.
             ssd_config ([`SSDConfig`] or `dict`, *optional*): The settings. By default the settings and the draft that
                 were given to [`enable`]. Without those, and with `ssd_config=None`, this is transformers' own method.
             inputs, generation_config, logits_processor, stopping_criteria, streamer, kwargs: As in transformers. With
@@ -65,7 +68,7 @@ class SSDGenerationMixin:
         if isinstance(ssd_config, str) and ssd_config == BOUND:
             is_theirs = kwargs.get("custom_generate") not in (None, generate)  # another way to generate
             ssd_config = None if is_theirs or _is_healing.get() else settings
-        if ssd_config is not None and assistant_model is None:
+        if ssd_config is not None and assistant_model is None and not _takes_no_draft(ssd_config):
             assistant_model = draft
             kwargs |= {name: one for name, one in tokenizers.items() if kwargs.get(name) is None}
         if kwargs.get("custom_generate") is generate:  # the function below, which does the same as this method
@@ -109,7 +112,7 @@ def generate(
     model also takes this function as `custom_generate`. The arguments are those of [`SSDGenerationMixin.generate`];
     `ssd_config` defaults to `SSDConfig()`.
     """
-    if assistant_model is None:
+    if assistant_model is None and not _takes_no_draft(ssd_config):
         raise ValueError(
             "hf_ssd.generate needs an `assistant_model`, which transformers does not pass on to a function that is "
             "given as `custom_generate`: call hf_ssd.generate(model, **inputs, assistant_model=...) itself, or "
@@ -158,7 +161,7 @@ def enable(
         inner.__class__ = _enabled_class(type(inner))
     _bound.pop(inner, None)
     if assistant_model is not None or ssd_config is not None:
-        draft, config = without_wrapper(assistant_model), _settings(ssd_config or SSDConfig())
+        draft, config = head_for(without_wrapper(assistant_model), inner), _settings(ssd_config or SSDConfig())
         check_arguments(inner, draft, config, synced_gpus=None)
         tokenizers = {"tokenizer": tokenizer, "assistant_tokenizer": assistant_tokenizer}
         tokenizers = {name: one for name, one in tokenizers.items() if one is not None}
@@ -187,6 +190,11 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
+def _takes_no_draft(ssd_config) -> bool:
+    """Whether the settings name a drafter that takes no draft model."""
+    return getattr(_settings(ssd_config), "drafter", None) in WITHOUT_DRAFT
+
+
 def _settings(ssd_config: SSDConfig | dict) -> SSDConfig:
     return SSDConfig.from_dict(ssd_config) if isinstance(ssd_config, dict) else ssd_config
 
@@ -206,9 +214,11 @@ def _blank_model(kind: type) -> PreTrainedModel:
 
 def _generate(plain, model, assistant_model, ssd_config, streamer=None, synced_gpus=None, **kwargs):
     ssd_config = _settings(ssd_config)
-    assistant_model = without_wrapper(assistant_model)
+    assistant_model = head_for(without_wrapper(assistant_model), model)
     check_assisted_options(model, kwargs.get("generation_config"), kwargs)
     check_arguments(model, assistant_model, ssd_config, synced_gpus)
+    if ssd_config.drafter == "mtp":
+        assistant_model = mtp_head_of(model)
     translation = translation_for(
         model, assistant_model, kwargs.get("tokenizer"), kwargs.pop("assistant_tokenizer", None)
     )

@@ -14,13 +14,15 @@ from transformers.generation import (
 from transformers.generation import utils as generation_utils
 from transformers.generation.logits_process import DiaEOSDelayPatternLogitsProcessor
 
+from ..cache.hidden_states import check_layers
 from ..cache.support import attention_layout, is_flash_attention, last_column_limit, rope_that_changes
-from ..config import LONGEST_LOOKAHEAD, SSDConfig
+from ..config import LONGEST_LOOKAHEAD, WITHOUT_DRAFT, SSDConfig
 from ..distributed.assistant import DraftAssistant
 from ..distributed.launch import info_of
 from ..distributed.roles import check_heads
 from ..drafting.custom_fallback import check_proposer
 from ..drafting.drafters import drafter_kind
+from ..drafting.needs import DraftInfo
 
 # Tensor inputs that transformers feeds to the model once, or that verification continues by itself.
 KNOWN_INPUTS = {"attention_mask", "position_ids", "cache_position", "inputs_embeds"}
@@ -29,7 +31,7 @@ KNOWN_INPUTS |= set(getattr(generation_utils, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE
 
 # Options that make transformers draft by itself, and the alternative that the message names.
 LOOKUPS = {
-    "prompt_lookup_num_tokens": '; SSDConfig(fallback="ngram") looks the prompt up where the draft missed',
+    "prompt_lookup_num_tokens": '; SSDConfig(drafter="ngram") looks the prompt up, without an `assistant_model`',
     "assistant_early_exit": ": the draft is `assistant_model`",
 }
 ASSISTED_OPTIONS = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
@@ -47,12 +49,18 @@ def check_arguments(model, assistant_model, ssd_config, synced_gpus) -> None:
     """Raises `TypeError` or `ValueError` if the arguments or the two models cannot work together."""
     if not isinstance(ssd_config, SSDConfig):
         raise TypeError(f"`ssd_config` must be an hf_ssd.SSDConfig or a dict, but is a {type(ssd_config).__name__}.")
-    if assistant_model is None:
+    takes_none = ssd_config.drafter in WITHOUT_DRAFT
+    if takes_none and assistant_model is not None:
+        raise ValueError(
+            f'SSDConfig(drafter="{ssd_config.drafter}") uses no draft model; leave out `assistant_model`, or '
+            f'`drafter="{ssd_config.drafter}"`.'
+        )
+    if assistant_model is None and not takes_none:
         raise ValueError(
             "`ssd_config` needs an `assistant_model`: the draft model, its folder or hub id, or what "
-            "hf_ssd.launch_draft() gives."
+            'hf_ssd.launch_draft() gives. Without a draft, SSDConfig(drafter="ngram") looks the prompt up.'
         )
-    if not isinstance(assistant_model, (PreTrainedModel, DraftAssistant, str, os.PathLike)):
+    if not takes_none and not isinstance(assistant_model, (PreTrainedModel, DraftAssistant, str, os.PathLike)):
         raise TypeError(
             "`assistant_model` must be a transformers model, a folder or hub id, or what hf_ssd.launch_draft() gives, "
             f"but is a {type(assistant_model).__name__}."
@@ -68,6 +76,11 @@ def check_arguments(model, assistant_model, ssd_config, synced_gpus) -> None:
         raise ValueError("`synced_gpus` (FSDP, DeepSpeed ZeRO-3) is not supported with `ssd_config`.")
     tp_size = getattr(model, "_tp_size", None) or 1
     check_heads(model.config, tp_size)
+    if tp_size > 1 and takes_none:
+        raise ValueError(
+            f'SSDConfig(drafter="{ssd_config.drafter}") works for a target in one process, and {tp_size} ranks share '
+            "this target; pass the draft that hf_ssd.distributed.init_roles() gives instead."
+        )
     if tp_size > 1 and not (isinstance(assistant_model, DraftAssistant) and assistant_model.ranks.size == tp_size):
         raise ValueError(
             f"The target is shared by {tp_size} ranks, and needs the draft that hf_ssd.distributed.init_roles() gives: "
@@ -82,8 +95,23 @@ def check_arguments(model, assistant_model, ssd_config, synced_gpus) -> None:
         raise ValueError(f"{type(model).__name__} takes no `position_ids`, which verification needs.")
     if isinstance(assistant_model, PreTrainedModel):
         attention_layout(assistant_model)
-    info = info_of(assistant_model)
-    drafter_kind(ssd_config, info).needs.check(info)
+    if not takes_none:
+        info = info_of(assistant_model)
+        drafter_kind(ssd_config, info).needs.check(info)
+        check_features(model, info)
+
+
+def check_features(model, info: DraftInfo) -> None:
+    """Raises `ValueError` if the draft reads hidden states that the target does not have."""
+    if not info.target_layers:
+        return
+    check_layers(model, info.target_layers)
+    width = len(info.target_layers) * model.config.get_text_config(decoder=True).hidden_size
+    if info.target_width != width:
+        raise ValueError(
+            f"The draft reads {info.target_width} numbers of the target's hidden states, and these layers of "
+            f"{type(model).__name__} have {width}; the draft was made for another target."
+        )
 
 
 def check_assisted_options(model, generation_config: GenerationConfig | None, kwargs: dict) -> None:

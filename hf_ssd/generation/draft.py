@@ -11,10 +11,12 @@ from ..cache.support import last_position_limit
 from ..distributed import wire
 from ..distributed.assistant import Turn
 from ..distributed.local import local_session
+from ..distributed.lookup_session import LookupSession
 from ..distributed.sessions import DraftError, DraftSession, SessionRequest
 from ..distributed.wire import Kind, Message
 from ..planning.planner import Planner
-from ..rounds import AHEAD, FILLER, IN_TURN, PLAIN, Outcome, RoundRecord, Speculation
+from ..rounds import AHEAD, FILLER, FINISHED, IN_TURN, PLAIN, Outcome, RoundRecord, Speculation
+from .features import Features
 from .sequences import Sequences
 from .tokenizers import check_coverage
 
@@ -25,7 +27,8 @@ class FaultTolerantDraft:
     """
     The draft of a call. A failure of the draft costs speed but no tokens: after it, all speculations are empty. In
     plain mode they are empty too; the outcomes of plain rounds are sent in one message when drafting resumes. A draft
-    that was given as a model runs in this process if the plan is to draft in turn, and while its worker is starting.
+    that was given as a model runs in this process if the plan is to draft in turn, and while its worker is starting;
+    prompt lookup always does.
     Any other draft gives empty speculations until its worker is ready. If several ranks hold the target, only the
     leader has a draft, and shares its decisions and speculations with the other ranks.
 
@@ -54,9 +57,11 @@ class FaultTolerantDraft:
         self.untold: Outcome | None = None  # of the rounds since the session was last asked
         self.unasked: list[list[int]] | None = None  # tokens that are verified, if the session did not propose them
         self.is_local = self.is_asked = self.was_late = False
+        self.looks_up = request.config.drafter == "ngram"  # in this process, without a draft model
         self.filler: int | None = None
         self.positions = None if model is None else last_position_limit(model)  # looks at all layers
         self.lengths = [len(prompt) for prompt in request.prompts]  # of the rows, as tokens of the target
+        self.told = [0] * len(request.prompts)  # tokens of each row whose features the session has
         self.rounds = 0
         self.is_over: DraftError | None = None  # to be raised where all ranks are told
         self.joined_at: int | None = None
@@ -99,18 +104,24 @@ class FaultTolerantDraft:
         if self._wants_worker:
             request = functools.partial(self._request_now, sequences, self.planner.profiles)
             session = self._attempt(lambda: self.assistant.open_session(self.turn, request, self.device))
-        is_local, may_draft_here = False, self.model is not None and not self.is_local and not is_plain
+        is_local, may_draft_here = False, not self.is_local and not is_plain
+        may_draft_here = may_draft_here and (self.model is not None or self.looks_up)
         if session is None and self.failure is None and may_draft_here:
-            session, is_local = self._attempt(lambda: local_session(self.model, self._request_now(sequences))), True
+            session, is_local = self._attempt(lambda: self._session_here(sequences)), True
         if session is not None:
             if self.session is not None:
                 self.session.close()
             self.session, self.is_local, self.untold, self.is_asked = session, is_local, None, False
+            self.told = [0] * len(self.told)
             if self.planner.profiles and not is_local:
                 self.planner.begin_profile()
             if self.joined_at is None:
                 self.joined_at = self.rounds if self.was_late else 0
         self.was_late = self.was_late or self.session is None
+
+    def _session_here(self, sequences: Sequences | None) -> DraftSession:
+        request = self._request_now(sequences)
+        return LookupSession(request) if self.looks_up else local_session(self.model, request)
 
     def _request_now(self, sequences: Sequences | None, profile: bool = False) -> SessionRequest:
         """Returns the request. For a draft that joins late, the tokens generated so far are part of the prompts."""
@@ -123,12 +134,14 @@ class FaultTolerantDraft:
 
     # ---------------------------------------------------------------- a round
 
-    def send_outcome(self, outcome: Outcome | None) -> Outcome:
+    def send_outcome(self, outcome: Outcome | None, features: Features | None = None) -> Outcome:
         """
         Sends the outcome to the draft, unless the plan is plain decoding, and to the other ranks.
 
         Args:
             outcome ([`~hf_ssd.rounds.Outcome`], *optional*): The outcome. Not used on ranks that do not decide.
+            features ([`~hf_ssd.generation.features.Features`], *optional*): The features of all tokens but the last of
+                each row, for a draft that reads them.
 
         Returns:
             [`~hf_ssd.rounds.Outcome`]: The same outcome on every rank.
@@ -149,13 +162,23 @@ class FaultTolerantDraft:
                 if self.is_local:
                     plan = dataclasses.replace(plan, mode=IN_TURN, budget=0)
                 untold, self.untold = self.untold, None
-                self._attempt(lambda: self.session.send_outcome(untold, plan))
+                told = (untold, plan) if features is None else (untold, plan, self._untold(features, untold))
+                self._attempt(lambda: self.session.send_outcome(*told))
         if self.ranks.size == 1:
             return outcome
         payload = [*outcome.accepted, *outcome.bonus] if self.decides else None
         message = self.ranks.share(Message(Kind.OUTCOME, payload=payload) if self.decides else None)
         numbers, rows = wire.integers(message.payload, 2), len(self.request.prompts)
         return Outcome(numbers[:rows], numbers[rows:])
+
+    def _untold(self, features: Features, outcome: Outcome) -> torch.Tensor:
+        """Returns the features `(tokens, width)` that the session does not have, row after row."""
+        has_more = [k != FINISHED for k in outcome.accepted]
+        starts, self.told = (
+            self.told,
+            [n - 1 if more else told for n, more, told in zip(self.lengths, has_more, self.told)],
+        )
+        return features.between(starts, self.told)
 
     def _is_at_its_end(self) -> bool:
         """Whether the longest row has reached the number of positions that the draft has."""
@@ -197,7 +220,8 @@ class FaultTolerantDraft:
         right, so verifying them is a plain step with a wider pass.
         """
         tokens = [[token] * self.filler for token in last.tolist()]
-        return Speculation(tokens, None, RoundRecord(PLAIN, self.filler, sources=[FILLER] * len(tokens)))
+        record = RoundRecord(PLAIN, self.filler, sources=[FILLER] * len(tokens))
+        return Speculation(tokens, None, record, are_certain=True)
 
     def receive_probabilities(self) -> torch.FloatTensor | None:
         """

@@ -10,6 +10,7 @@ drafted, and whether ahead, in turn with the target, or not at all.
 
 import contextlib
 import copy
+import dataclasses
 import math
 import os
 import time
@@ -22,9 +23,10 @@ from .. import devices
 from ..advice import adjustable
 from ..cache.cached_model import CachedModel
 from ..cache.compiled import is_compiled
+from ..cache.hidden_states import HiddenStates
 from ..cache.recurrent import RecurrentModel
 from ..cache.trial import check_supported
-from ..config import SSDConfig
+from ..config import WITHOUT_DRAFT, SSDConfig
 from ..devices import from_host
 from ..distributed.assistant import DraftAssistant
 from ..distributed.cores import use_cores
@@ -32,16 +34,17 @@ from ..distributed.launch import assistant_for
 from ..distributed.sessions import SessionRequest
 from ..distributed.target_ranks import TargetRanks
 from ..drafting.drafters import drafter_kind
-from ..drafting.needs import DraftInfo
+from ..drafting.needs import DrafterNeeds, DraftInfo
 from ..drafting.vocabulary import Translation
 from ..planning.fixed_plan import FixedPlan
 from ..planning.planner import Planner
 from ..planning.planners import planner_for
-from ..rounds import FILLER, RoundRecord
+from ..rounds import RoundRecord
 from ..stats import SSDDecoderOnlyOutput, SSDStats
 from .checks import check_generation
 from .deciding import Decider
 from .draft import FaultTolerantDraft
+from .features import Features
 from .recording import StepRecord
 from .sequences import Sequences, longest_output
 from .streaming import Stream
@@ -67,7 +70,8 @@ def speculative_speculative_decoding(
         model (`PreTrainedModel`): The target.
         input_ids (`torch.LongTensor` of shape `(batch_size, sequence_length)`): The prompts.
         logits_processor, stopping_criteria, generation_config, streamer: As in `GenerationMixin._sample`.
-        assistant_model (`PreTrainedModel`, [`DraftAssistant`], `str` or `os.PathLike`): The draft.
+        assistant_model (`PreTrainedModel`, [`DraftAssistant`], `str` or `os.PathLike`, *optional*): The draft; `None`
+            if `ssd_config.drafter` is `"ngram"`.
         ssd_config ([`SSDConfig`]): The settings.
         translation ([`~hf_ssd.drafting.vocabulary.Translation`], *optional*): From the target's tokens
             to the draft's.
@@ -83,7 +87,11 @@ def speculative_speculative_decoding(
     )
     check_supported(model)
     worker = draft_model = None  # the draft in its own process, and as a model to run in this process
-    if isinstance(assistant_model, DraftAssistant):
+    if ssd_config.drafter in WITHOUT_DRAFT:
+        ssd_config = dataclasses.replace(ssd_config, asynchronous=False)  # these need no worker
+    if assistant_model is None:
+        pass
+    elif isinstance(assistant_model, DraftAssistant):
         worker = assistant_model
     elif isinstance(assistant_model, (str, os.PathLike)):
         worker = assistant_for(assistant_model, input_ids.device)
@@ -99,24 +107,34 @@ def speculative_speculative_decoding(
     seed = int(torch.randint(2**31, ())) if generation_config.do_sample else 0  # greedy calls draw nothing
     request = SessionRequest(ssd_config, of_the_draft, prompts, seed, vocab_size, translation)
     start = time.perf_counter()
-    info = DraftInfo.of(draft_model.config) if worker is None else worker.info
+    needs = DrafterNeeds()
+    if assistant_model is not None:
+        info = DraftInfo.of(draft_model.config) if worker is None else worker.info
+        needs = drafter_kind(ssd_config, info).needs
     planner = planner_for(
         model,
-        worker or draft_model,
+        worker or draft_model or model,
         ssd_config,
         generation_config,
         *input_ids.shape,
         vocab_size,
-        drafter_kind(ssd_config, info).needs.one_pass,
+        needs.one_pass,
     )
     ranks = worker.ranks if worker is not None else TargetRanks()
-    with use_cores(worker.cores.target if divided else None), ranks.one_call():
+    captured = HiddenStates(model, info.target_layers) if needs.hidden_states else None
+    cores, captures = worker.cores.target if divided else None, contextlib.nullcontext()
+    if captured is not None:
+        captures = contextlib.closing(captured)
+    with captures, use_cores(cores), ranks.one_call():
         draft = FaultTolerantDraft(worker, draft_model, request, planner, input_ids.device, ranks)
         with contextlib.closing(draft), contextlib.closing(draft):  # again, in case of an interrupt
             draft.open(patience(ssd_config, generation_config, stopping_criteria))
             # 1. Prefill, while the draft does the same and prepares the likely first tokens.
             graphs = ssd_config.cuda_graphs
-            decoder, logits = prefill(model, input_ids, generation_config, model_kwargs, max_length, graphs)
+            decoder, logits = prefill(model, input_ids, generation_config, model_kwargs, max_length, graphs, captured)
+            features = None
+            if captured is not None:
+                features = Features(decoder.features, model_kwargs.get("attention_mask"), input_ids.shape[1])
             # transformers' context changes how experts are computed.
             with contextlib.closing(decoder), model._optimize_model_for_decode():
                 return decode(
@@ -131,6 +149,7 @@ def speculative_speculative_decoding(
                     streamer,
                     start,
                     theirs=model_kwargs["past_key_values"],
+                    features=features,
                 )
 
 
@@ -157,6 +176,7 @@ def decode(
     streamer,
     start: float,
     theirs: DynamicCache,
+    features: Features | None = None,
 ):
     """
     Runs the rounds until all rows are finished, and returns the output.
@@ -166,6 +186,7 @@ def decode(
         start (`float`): When the call began, by `time.perf_counter()`.
         theirs (`DynamicCache`): The cache of the user or of transformers. The columns of the output are copied to it at
             the end, if it is returned or belongs to the user.
+        features ([`Features`], *optional*): Those of the prompts, for a draft that reads them.
         input_ids, logits_processor, stopping_criteria, generation_config, draft, planner, streamer: See
             [`speculative_speculative_decoding`].
     """
@@ -218,7 +239,9 @@ def decode(
 
         # 3. Send the outcome with the planner's plan before anything else is done. All ranks get the leader's outcome.
         seconds = time.perf_counter() - received
-        outcome = draft.send_outcome(outcome)
+        if features is not None and record is not None:
+            features.add(decoder.features, outcome.accepted)
+        outcome = draft.send_outcome(outcome, features)
 
         # 4. Bookkeeping, while the draft looks up its answer.
         if not decider.by_step:
@@ -259,8 +282,8 @@ def decode(
         record.compiles = decoder.preparations > before
 
         # 7. The distributions that the tokens were drawn from are needed only now.
-        if not speculation.width or FILLER in record.sources:
-            probabilities = None  # no tokens were proposed, or filler tokens, which count as certain
+        if not speculation.width or speculation.are_certain:
+            probabilities = None
         elif do_sample and draft.decides:
             probabilities = draft.receive_probabilities()
             if probabilities is not None:

@@ -6,13 +6,20 @@ from transformers import DynamicCache
 from .. import devices
 from ..cache.cached_model import CachedModel
 from ..cache.compiled import uncompiled
+from ..cache.hidden_states import HiddenStates
 from ..cache.recurrent import RecurrentModel, cached_model, ragged_copy
 from ..devices import from_host
 from .sequences import Sequences
 
 
 def prefill(
-    model, input_ids, generation_config, model_kwargs, max_length: int | None, cuda_graphs: bool | str = False
+    model,
+    input_ids,
+    generation_config,
+    model_kwargs,
+    max_length: int | None,
+    cuda_graphs: bool | str = False,
+    hidden_states: HiddenStates | None = None,
 ) -> tuple[CachedModel, torch.Tensor]:
     """
     Runs transformers' own prefill into a ragged cache.
@@ -22,9 +29,11 @@ def prefill(
             [`~hf_ssd.generation.loop.speculative_speculative_decoding`].
         max_length (`int`, *optional*): Longest output, the prompt included.
         cuda_graphs (`bool` or `str`, *optional*): See [`SSDConfig`].
+        hidden_states ([`~hf_ssd.cache.hidden_states.HiddenStates`], *optional*): Captures hidden states for the draft.
 
     Returns:
-        The target with its cache, and the logits of shape `(batch_size, 1, vocab_size)` that follow the prompts.
+        The target with its cache, and the logits of shape `(batch_size, 1, vocab_size)` that follow the prompts. The
+        `features` of the target are those of the tokens that were fed.
     """
     theirs: DynamicCache = model_kwargs["past_key_values"]
     cache = ragged_copy(theirs)
@@ -44,7 +53,9 @@ def prefill(
         token_type_ids=model_kwargs.get("token_type_ids"),
         column_limit=None if max_length is None else columns - input_ids.shape[1] + max_length,
         cuda_graphs=cuda_graphs,
+        hidden_states=hidden_states,
     )
+    decoder.features = None if hidden_states is None else hidden_states.take()
     return decoder, outputs.logits[:, -1:]
 
 
@@ -67,7 +78,12 @@ def verify_alone(decoder: CachedModel, sequences: Sequences, rows: list[int], co
     columns = from_host(sequences.lengths, device)[:, None] - 1 + torch.arange(count, device=device)
     tokens = sequences.ids.gather(1, columns)  # the last token, and the drafted tokens after it
     tokens[rows] = tokens[rows, :1]
-    return decoder.extend(tokens.to(decoder.device), starts)[:, :1]
+    features = decoder.features
+    logits = decoder.extend(tokens.to(decoder.device), starts)[:, :1]
+    if features is not None:
+        features[rows, :1] = decoder.features[rows, :1]
+        decoder.features = features
+    return logits
 
 
 def feed_what_is_missing(

@@ -26,7 +26,7 @@ def translation_for(model, assistant_model, tokenizer=None, assistant_tokenizer=
 
     Args:
         model (`PreTrainedModel`): The target.
-        assistant_model (`PreTrainedModel` or [`~hf_ssd.DraftAssistant`]): The draft.
+        assistant_model (`PreTrainedModel` or [`~hf_ssd.DraftAssistant`], *optional*): The draft, if there is one.
         tokenizer, assistant_tokenizer (`PreTrainedTokenizerBase`, *optional*): Their tokenizers, if these differ.
 
     Returns:
@@ -34,8 +34,12 @@ def translation_for(model, assistant_model, tokenizer=None, assistant_tokenizer=
 
     Raises:
         `ValueError`: the draft's tokens are not the target's and no tokenizers were given, or `assistant_tokenizer` was
-            given without `tokenizer`.
+            given without `tokenizer` or without a draft.
     """
+    if assistant_model is None:
+        if assistant_tokenizer is not None:
+            raise ValueError("`assistant_tokenizer` is of a draft model, and there is none; leave it out.")
+        return None
     if assistant_tokenizer is not None and tokenizer is None:
         raise ValueError("`assistant_tokenizer` needs the target's tokenizer too: pass `tokenizer=...` to generate().")
     sizes = model.config.get_text_config(decoder=True).vocab_size, info_of(assistant_model).vocab_size

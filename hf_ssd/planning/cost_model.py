@@ -31,11 +31,15 @@ class CostModel:
         durations ([`Durations`], *optional*), experience ([`Experience`], *optional*): Measurements of earlier calls.
 
     Attributes:
+        seen_anyway (`tuple[str]`): Class attribute: the modes that need no probe, because rounds of other modes measure
+            them too.
         feeds_first (`bool`): Whether a draft reads the speculation in a separate pass before it chooses outcomes.
         live (`int`): Rows that are not finished.
         reading (`float`): Seconds that the last round waited while the draft read the text or the tokens of plain
             rounds, otherwise 0.
     """
+
+    seen_anyway: tuple[str, ...] = ()
 
     def __init__(
         self,

@@ -57,6 +57,7 @@ class Experience:
         accepted (`list[Average]`): By place in a speculation, how often its token was accepted if the
             tokens before it were.
         hit_rates_if (`dict[bool, HitRates]`): Hit rates if a parallel draft reads the speculation first, and if not.
+        matches ([`Average`]): With prompt lookup, how often a row has a match.
         ngram_tokens ([`Average`]): Tokens that a row gains by a proposal of the n-gram fallback, with the bonus token.
         saguaro, feeds_first ([`Trials`], *optional*): Settings that are tried.
         chosen (`tuple`, *optional*): Mode, lookahead and budget that were chosen last.
@@ -69,7 +70,7 @@ class Experience:
         self.accepted = [Average(0.0, 0.0, memory=0.999) for _ in range(longest)]
         # The guesses of a parallel draft are better if it has read the speculation.
         self.hit_rates_if = {feeds_first: HitRates(config) for feeds_first in (True, False)}
-        self.ngram_tokens = Average(1.0, 1.0)
+        self.ngram_tokens, self.matches = Average(1.0, 1.0), Average(0.5, 2.0)
         is_planned = config.lookahead == "auto"
         self.saguaro = Trials(SAGUARO_VALUES) if config.saguaro_c == "auto" and is_planned and sampled else None
         self.feeds_first = Trials((False, True)) if is_parallel and is_planned and config.asynchronous else None

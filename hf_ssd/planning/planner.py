@@ -20,6 +20,7 @@ from ..config import SSDConfig
 from ..rounds import AHEAD, FILLER, IN_TURN, NGRAM, PLAIN, PRIMARY, Plan, RoundRecord
 from .cost_model import BUDGETS, LOOKAHEADS, CostModel
 from .experience import Durations, Experience
+from .lookup_costs import LookupCosts
 from .profile import KNOWN, RUNNING, WANTED, Profile
 from .reasons import reason_for
 
@@ -73,7 +74,8 @@ class Planner:
         lock: "threading.Lock | None" = None,
     ):
         self.config, self.workers, self.lock = config, workers, lock or threading.Lock()
-        self.costs = CostModel(config, rows, vocab_size, sampled, workers, is_parallel, durations, experience)
+        kind = LookupCosts if config.drafter == "ngram" else CostModel
+        self.costs = kind(config, rows, vocab_size, sampled, workers, is_parallel, durations, experience)
         self.durations, self.experience = self.costs.durations, self.costs.experience
         self.chooses_lookahead = config.lookahead == "auto"
         self.may_take_turns = not config.asynchronous or (self.chooses_lookahead and config.budget == "auto")
@@ -224,6 +226,7 @@ class Planner:
         if PLAIN not in used:
             gains[PLAIN] = UNSEEN_GAIN
         hopeful = [mode for mode in of_mode if mode != best[0] and gains[mode] * speeds[of_mode[mode]] > speeds[best]]
+        hopeful = [mode for mode in hopeful if mode not in self.costs.seen_anyway]
         if seen.rounds < seen.probe_until:  # a probe is under way
             pass
         elif PLAIN in hopeful and PLAIN not in used:

@@ -95,6 +95,13 @@ def test_a_pair_that_only_we_take_is_measured_all_the_same(command, monkeypatch,
     assert "assisted generation does not take this pair" in capsys.readouterr().out
 
 
+def test_an_eagle3_head_is_measured_beside_its_target(capsys):
+    code = main(["check", pair.folder("target"), pair.folder("eagle3"), "--json", *QUICK])
+    found = json.loads(capsys.readouterr().out)
+    assert code in (0, 1) and found["failure"] is None and 0.3 < found["acceptance"] <= 1
+    assert found["draft"]["target_layers"] == [2, 6, 11] and found["draft"]["parameters"] < 2e6
+
+
 def test_a_draft_that_does_not_pay(useless, capsys):
     """Random models have no tokenizer, so random tokens are the prompts."""
     code = main(["check", *useless, "--json", *QUICK])

@@ -38,7 +38,7 @@ def preparing(planned=ahead, outcome_arrived=lambda: False):
             hits.append(sum(speculation.record.hits) / len(speculation.tokens))
             return speculation
 
-        session.send_outcome = lambda outcome, plan: send(outcome, planned(plan, request.config))
+        session.send_outcome = lambda outcome, plan, *told: send(outcome, planned(plan, request.config), *told)
         session.receive_speculation = receives
         return session
 

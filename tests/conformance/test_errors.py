@@ -63,7 +63,7 @@ def nothing_starts(monkeypatch):
         ({"guidance_scale": 1.5}, "guidance_scale"),
         ({"watermarking_config": SYNTH_ID}, "SynthIDTextWatermarkLogitsProcessor .it remembers earlier calls"),
         ({"synced_gpus": True}, "synced_gpus"),
-        ({"prompt_lookup_num_tokens": 3}, "`prompt_lookup_num_tokens`; remove it; SSDConfig.fallback=.ngram.. looks"),
+        ({"prompt_lookup_num_tokens": 3}, "`prompt_lookup_num_tokens`; remove it; SSDConfig.drafter=.ngram.. looks"),
         ({"assistant_early_exit": 1}, "`assistant_early_exit`; remove it: the draft is `assistant_model`"),
         ({"dola_layers": "high"}, "dola_generation"),
         ({"force_words_ids": [[5]], "num_beams": 2}, "constrained_beam_search"),

@@ -168,7 +168,7 @@ def p_value(target, draft, calls=24, seed=0, at_least=1.1, options=None, **setti
     for _ in range(calls):
         output = target.generate(
             PROMPT.repeat(ROWS, 1),
-            attention_mask=torch.ones(ROWS, 3, dtype=torch.long),
+            attention_mask=torch.ones(ROWS, PROMPT.shape[1], dtype=torch.long),
             max_new_tokens=5,
             do_sample=True,
             **WARPERS,
@@ -178,13 +178,14 @@ def p_value(target, draft, calls=24, seed=0, at_least=1.1, options=None, **setti
             return_dict_in_generate=True,
         )
         speculated.append(output.ssd_stats.tokens_per_round)
-        strings = output.sequences[:, 4:7] @ torch.tensor([SMALL**2, SMALL, 1])
+        strings = output.sequences[:, PROMPT.shape[1] + 1 :][:, :3] @ torch.tensor([SMALL**2, SMALL, 1])
         counts += torch.bincount(strings, minlength=SMALL**3)
     expected = exact_probabilities(target) * counts.sum()
     assert sum(speculated) / calls > at_least and counts[expected == 0].sum() == 0
     rare = expected < 5
     observed = torch.cat([counts[~rare].double(), counts[rare].double().sum()[None]])
     expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
+    observed, expected = observed[expected > 0], expected[expected > 0]
     return stats.chisquare(observed, expected * observed.sum() / expected.sum()).pvalue
 
 

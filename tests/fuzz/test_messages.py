@@ -74,6 +74,7 @@ READERS = {
     Kind.OUTCOME: read_outcome,
     Kind.SPECULATION: read_speculation,
     Kind.PROBABILITIES: read_probabilities,
+    Kind.FEATURES: lambda payload: wire.read_features(payload, 3, 4),
     Kind.ERROR: wire.read_text,
 }
 
@@ -122,7 +123,7 @@ def test_recorded_messages_of_all_kinds_are_understood(recorded):
         if one.message.kind in READERS and len(one.message.payload) and of_full_width(one):
             kinds.add(one.message.kind)
             assert not refused(READERS[one.message.kind], one.message.payload)
-    assert kinds == READERS.keys() - {Kind.READY, Kind.ERROR}
+    assert kinds == READERS.keys() - {Kind.READY, Kind.ERROR, Kind.FEATURES}
     outcomes = [read_outcome(one.message.payload) for one in recorded if one.message.kind == Kind.OUTCOME]
     assert {outcome.later is None for outcome in outcomes} == {True, False}
 

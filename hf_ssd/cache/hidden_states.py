@@ -1,0 +1,100 @@
+"""Captures hidden states of chosen layers in a model's own forward passes."""
+
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+
+class HiddenStates:
+    """
+    Keeps the hidden states of some layers of each forward pass until they are taken. Forward hooks do this for every
+    family of models alike; the meaning of `output_hidden_states=[...]` differs between versions of transformers.
+    Passes of other threads are not captured. [`~HiddenStates.close`] removes the hooks.
+
+    Args:
+        model (`PreTrainedModel`): The model.
+        layers (`Sequence[int]`): Indices as in `hidden_states` of transformers: 0 is the embedding, `i` the output of
+            the i-th layer, and the number of layers the output of the last normalization.
+
+    Raises:
+        `ValueError`: the model has no such layers.
+    """
+
+    def __init__(self, model: PreTrainedModel, layers: Sequence[int]):
+        self.thread = threading.get_ident()
+        self.captured: list[dict[int, torch.Tensor]] = []  # for each pass, the hidden states of the layers
+        self.handles, self.layers = [], tuple(layers)
+        blocks, norm = decoder_parts(model)
+        check_layers(model, layers)
+        for layer in sorted(set(layers)):
+            if layer == len(blocks):
+                self.handles.append(norm.register_forward_hook(self._keep(layer)))
+            elif layer:
+                self.handles.append(blocks[layer - 1].register_forward_hook(self._keep(layer)))
+            else:
+                self.handles.append(blocks[0].register_forward_pre_hook(self._keep_input, with_kwargs=True))
+
+    def _keep(self, layer: int) -> Callable:
+        def keep(module, arguments, output) -> None:
+            self._add(layer, output[0] if isinstance(output, (tuple, list)) else output)
+
+        return keep
+
+    def _keep_input(self, module, arguments, named) -> None:
+        self._add(0, arguments[0] if arguments else named["hidden_states"])
+
+    def _add(self, layer: int, states: torch.Tensor) -> None:
+        if threading.get_ident() != self.thread:
+            return
+        if not self.captured or layer in self.captured[-1]:
+            self.captured.append({})
+        self.captured[-1][layer] = states
+
+    def take(self) -> torch.Tensor:
+        """
+        Returns the hidden states of all passes since the last call, of shape `(rows, tokens, width)`: the passes one
+        after the other, and for each token its layers side by side. `width` is the sum of the layers' sizes.
+        """
+        captured, self.captured = self.captured, []
+        device = captured[0][self.layers[0]].device
+        passes = [torch.cat([of_pass[layer].to(device) for layer in self.layers], dim=-1) for of_pass in captured]
+        return passes[0] if len(passes) == 1 else torch.cat(passes, dim=1)
+
+    def close(self) -> None:
+        """Removes the hooks."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles, self.captured = [], []
+
+
+def decoder_parts(model: PreTrainedModel) -> tuple[nn.ModuleList, nn.Module | None]:
+    """
+    Returns the layers of a decoder, and the normalization after the last layer, if it has one.
+
+    Raises:
+        `ValueError`: the layers are not found.
+    """
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    lists = (getattr(decoder, name, None) for name in ("layers", "h", "blocks"))
+    blocks = next((one for one in lists if isinstance(one, nn.ModuleList)), None)
+    if blocks is None:
+        raise ValueError(
+            f"{type(model).__name__} has no list of layers whose hidden states a draft could read; use a draft that "
+            "reads tokens alone."
+        )
+    norms = (getattr(decoder, name, None) for name in ("norm", "final_layernorm", "ln_f", "norm_f"))
+    return blocks, next((norm for norm in norms if norm is not None), None)
+
+
+def check_layers(model: PreTrainedModel, layers: Sequence[int]) -> None:
+    """Raises `ValueError` if the model lacks one of these layers."""
+    blocks, norm = decoder_parts(model)
+    last = len(blocks) - (norm is None)
+    if not all(isinstance(layer, int) and 0 <= layer <= last for layer in layers):
+        raise ValueError(
+            f"The draft reads the hidden states {list(layers)}, and {type(model).__name__} has those of 0 to {last}; "
+            "the draft was made for another target."
+        )

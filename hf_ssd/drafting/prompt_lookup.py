@@ -1,0 +1,65 @@
+"""Prompt lookup: proposes the tokens that followed the last tokens of a row at an earlier occurrence (Saxena, 2023)."""
+
+LONGEST = 16  # tokens of a match; longer matches count as this long
+PLACES = 32  # earlier occurrences of the last two tokens that are compared, the latest first
+TOKENS_PER_MATCHED = 2  # proposed tokens for each token of the match: what has matched for long goes on for long
+
+
+class PromptLookup:
+    """
+    The tokens of a row, in which earlier occurrences of the last tokens are found. Each new token takes the same time
+    however long the text is: the positions after each pair of tokens are linked, the latest first.
+
+    Args:
+        tokens (`list[int]`): The prompt.
+    """
+
+    def __init__(self, tokens: list[int]):
+        self.tokens: list[int] = []
+        self.latest: dict[tuple[int, int], int] = {}  # the position after the latest occurrence of each pair
+        self.earlier: list[int] = []  # for the pair that ends in each token, the position after the one before it, or 0
+        self.source = 0  # the position that the last match continued at, moved on with the text
+        self.extend(tokens)
+
+    def extend(self, tokens: list[int]) -> None:
+        """Adds tokens to the row."""
+        for token in tokens:
+            pair = (self.tokens[-1] if self.tokens else -1), token
+            self.tokens.append(token)
+            self.earlier.append(self.latest.get(pair, 0))
+            self.latest[pair] = len(self.tokens)
+        self.source += len(tokens) if self.source else 0
+
+    def propose(self, count: int) -> list[int]:
+        """
+        Returns at most `count` tokens, none if the last two tokens have not occurred before. The longest match wins;
+        of equally long ones the occurrence that the last proposal came from, or else the latest. A match that reaches
+        into the end of the text is taken for a repetition, and goes on with the proposed tokens.
+        """
+        text, end = self.tokens, len(self.tokens)
+        place, best, longest = (self.earlier[-1] if text else 0), 0, 1
+        for candidate in (self.source, *self._occurrences(place)):
+            matched = self._matched(candidate) if candidate else 0
+            if matched > longest:
+                best, longest = candidate, matched
+            if longest == LONGEST:
+                break
+        self.source = best
+        if not best:
+            return []
+        period = end - best
+        return [text[best + i % period] for i in range(min(count, TOKENS_PER_MATCHED * longest))]
+
+    def _occurrences(self, place: int):
+        for _ in range(PLACES):
+            if not place:
+                return
+            yield place
+            place = self.earlier[place - 1]
+
+    def _matched(self, place: int) -> int:
+        """Returns how many tokens before a position equal the last tokens of the row, up to `LONGEST`."""
+        text, end, matched = self.tokens, len(self.tokens), 0
+        while matched < min(LONGEST, place) and text[place - 1 - matched] == text[end - 1 - matched]:
+            matched += 1
+        return matched

@@ -1,0 +1,53 @@
+"""Expected tokens and seconds of a round of prompt lookup, which needs no draft model."""
+
+from ..rounds import IN_TURN, NGRAM, PLAIN, RoundRecord
+from .cost_model import CostModel
+
+RARE = 0.05  # smallest share of rows with a match to expect
+
+
+class LookupCosts(CostModel):
+    """
+    Estimates the speed of prompt lookup. A round in which no row has a match is a plain step, so the share of rows with
+    a match is counted as well as the acceptance of their tokens. No draft is at work beside the target, so all rounds
+    tell how long a verification takes. For the arguments see [`CostModel`].
+    """
+
+    seen_anyway = (PLAIN,)
+
+    def knows(self, mode: str) -> bool:
+        return self.durations.verification[IN_TURN].count > 0
+
+    def observe(self, before: RoundRecord, now: RoundRecord) -> None:
+        costs, seen = self.durations, self.experience
+        costs.rounds, seen.rounds = costs.rounds + 1, seen.rounds + 1
+        self.live = len(now.live) or self.live
+        costs.verification[IN_TURN].observe(self.live * (now.lookahead + 1), now.verify_seconds)
+        if now.mode == PLAIN:
+            return
+        costs.step[IN_TURN].observe(self.live, now.answer_seconds)
+        for row in now.live:
+            has_match = now.sources[row] == NGRAM
+            seen.matches.observe(has_match)
+            for place in range(min(now.accepted[row] + 1, now.lookahead, len(self.accepted)) if has_match else 0):
+                for average in (self.accepted[place], seen.accepted[place]):
+                    average.observe(place < now.accepted[row])
+
+    def seconds_to_draft(self, mode: str, lookahead: int) -> float:
+        """Returns the seconds to look all rows up."""
+        return max(0.0, self.durations.step[IN_TURN](self.live))
+
+    def in_turn(self, lookahead: int) -> float:
+        """
+        Returns tokens per second of proposing up to `lookahead` tokens for each row that has a match. Where matches are
+        rare, lookups cost nothing, so they go on as long as the tokens of a match pay.
+        """
+        share = max(RARE, self.experience.matches.value)
+        none_matches = (1 - share) ** self.live
+        verify = none_matches * self.seconds_to_verify(IN_TURN, 0)
+        verify += (1 - none_matches) * self.seconds_to_verify(IN_TURN, lookahead)
+        gain = 1 + share * (self.tokens(lookahead)[-1] - 1)
+        return self.live * gain / (verify + self.seconds_to_draft(IN_TURN, lookahead))
+
+    def may_reach(self, speed: float) -> bool:
+        return False  # nothing but rounds would measure lookups again

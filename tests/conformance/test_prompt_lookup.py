@@ -1,0 +1,258 @@
+"""Calls without a draft model: prompt lookup gives the tokens of plain generate(), or samples of its distribution."""
+
+import pytest
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList
+from transformers.generation.streamers import BaseStreamer
+
+import hf_ssd
+from hf_ssd.distributed.lookup_session import LookupSession
+from hf_ssd.drafting.prompt_lookup import PromptLookup
+from hf_ssd.planning.lookup_costs import LookupCosts
+from hf_ssd.rounds import IN_TURN, NGRAM, NOTHING, PLAIN
+
+from ..conftest import padded_batch, tiny_draft, tiny_model
+from . import test_sampled
+from .test_sampled import SMALL, p_value, small  # noqa: F401
+
+FEW = 12  # tokens, so that texts repeat themselves
+
+
+@pytest.fixture(scope="module")
+def repeating():
+    return hf_ssd.enable(tiny_model(vocab_size=FEW))
+
+
+def prompts(rows):
+    batch = padded_batch(rows)
+    return {**batch, "input_ids": batch["input_ids"] % FEW}
+
+
+def look_up(target, rows=1, new_tokens=40, seed=3, options=None, accepts=True, **settings):
+    torch.manual_seed(seed)
+    output = target.generate(
+        **prompts(rows),
+        max_new_tokens=new_tokens,
+        **{"do_sample": False, **(options or {})},
+        ssd_config=hf_ssd.SSDConfig(drafter="ngram", **settings),
+        return_dict_in_generate=True,
+    )
+    check_speculated(output.ssd_stats, rows, accepts)
+    return output
+
+
+def check_speculated(stats, rows, accepts=True):
+    """Some rows had matches and others not, some proposed tokens were accepted, and nothing was prepared."""
+    sources = {source for record in stats.records for source in record.sources}
+    assert stats.draft_failure is None and stats.draft_joined_at == 0 and sources == {NGRAM, NOTHING}
+    accepted = [k for record in stats.records for k, one in zip(record.accepted, record.sources) if one == NGRAM]
+    assert (
+        (sum(accepted) > 0 or not accepts) and max(stats.column("lookahead")) > 1 and set(stats.column("budget")) == {0}
+    )
+    for record in stats.records:
+        assert len(record.sources) == rows and (NGRAM in record.sources or not record.lookahead)
+
+
+class NoTwoAlike(LogitsProcessor):
+    """A user's own processor, which sees whole rows: the last token is not written again."""
+
+    def __call__(self, input_ids, scores):
+        return scores.scatter(1, input_ids[:, -1:], -torch.inf)
+
+
+OPTIONS = {
+    "nothing": {},
+    "penalty": {"repetition_penalty": 1.2},
+    "no repeated n-grams": {"no_repeat_ngram_size": 6},
+    "a processor of one's own": {"logits_processor": LogitsProcessorList([NoTwoAlike()])},
+    "eos": {"eos_token_id": [5], "min_new_tokens": 12},
+    "scores": {"output_scores": True, "output_logits": True},
+}
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_greedy_equals_plain_generate(repeating, rows, name):
+    options = {"do_sample": False, "max_new_tokens": 40, "return_dict_in_generate": True, **OPTIONS[name]}
+    plain = repeating.generate(**prompts(rows), **options)
+    accepts = name != "a processor of one's own" or rows == 1  # such rows go on at one length, as far as all accept
+    output = look_up(repeating, rows, options=OPTIONS[name], accepts=accepts, lookahead=5)
+    assert torch.equal(output.sequences, plain.sequences)
+    assert set(output.ssd_stats.column("mode")) == {IN_TURN}
+    if name == "scores":
+        torch.testing.assert_close(torch.stack(output.scores), torch.stack(plain.scores))
+
+
+def test_a_lookup_in_turn_is_the_same_call(repeating):
+    """There is no worker, so `asynchronous` makes no difference, and a seed repeats the tokens."""
+    for rows in (1, 4):
+        options = {"do_sample": True, "top_k": 4}
+        outputs = [
+            look_up(repeating, rows, options=options, lookahead=6, asynchronous=asynchronous)
+            for asynchronous in (True, False, True)
+        ]
+        for output in outputs[1:]:
+            assert torch.equal(output.sequences, outputs[0].sequences)
+            assert output.ssd_stats.column("accepted") == outputs[0].ssd_stats.column("accepted")
+
+
+class Collected(BaseStreamer):
+    def __init__(self):
+        self.tokens, self.ended = [], 0
+
+    def put(self, value):
+        self.tokens += value.flatten().tolist()
+
+    def end(self):
+        self.ended += 1
+
+
+def test_a_streamer_sees_every_token_once(repeating):
+    streamer = Collected()
+    output = look_up(repeating, lookahead=5, options={"streamer": streamer})
+    assert streamer.tokens == output.sequences[0].tolist() and streamer.ended == 1
+
+
+def test_a_cache_goes_on_where_the_last_call_ended(repeating):
+    first = look_up(repeating, lookahead=5)
+    options = {"max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True}
+    options["attention_mask"] = torch.ones_like(first.sequences)
+    whole = repeating.generate(first.sequences, **options)
+    config = hf_ssd.SSDConfig(drafter="ngram", lookahead=5)
+    again = repeating.generate(first.sequences, past_key_values=first.past_key_values, ssd_config=config, **options)
+    assert torch.equal(again.sequences, whole.sequences) and again.ssd_stats.acceptance_rate > 0
+
+
+# ---------------------------------------------------------------- the plan
+
+
+def test_a_planned_call_proposes_longer_where_the_text_repeats_itself(repeating, monkeypatch):
+    monkeypatch.setattr(LookupCosts, "seconds_to_verify", lambda *_: 1.0)  # a wider pass costs no more
+    plain = repeating.generate(**prompts(4), max_new_tokens=60, do_sample=False)
+    output = look_up(repeating, 4, new_tokens=60)
+    stats = output.ssd_stats
+    assert torch.equal(output.sequences, plain)
+    assert set(stats.column("mode")) == {IN_TURN} and max(stats.column("lookahead")) > 5
+    assert "lookahead 16" in stats.reason
+
+
+def test_a_planned_call_decodes_plainly_where_matches_do_not_pay(repeating, monkeypatch):
+    monkeypatch.setattr(LookupCosts, "seconds_to_verify", lambda costs, mode, lookahead: 1.0 + 5 * lookahead)
+    plain = repeating.generate(**prompts(1), max_new_tokens=60, do_sample=False)
+    output = repeating.generate(
+        **prompts(1),
+        max_new_tokens=60,
+        do_sample=False,
+        ssd_config=hf_ssd.SSDConfig(drafter="ngram"),
+        return_dict_in_generate=True,
+    )
+    modes = output.ssd_stats.column("mode")
+    assert torch.equal(output.sequences, plain)
+    assert modes.count(PLAIN) > 40 and "not drafting" in output.ssd_stats.reason
+
+
+# ---------------------------------------------------------------- the distribution
+
+
+@pytest.fixture
+def every_pair(monkeypatch):
+    """A prompt in which each pair of tokens has occurred, so that every row has a match in every round."""
+    steps = [(a + step) % SMALL for step in range(SMALL) for a in range(SMALL)]
+    text, pairs = [0], set()
+    while len(pairs) < SMALL**2:  # from the latest token to the largest one that has not followed it
+        free = [b for b in range(SMALL) if (text[-1], b) not in pairs]
+        text.append(max(free) if free else (steps.pop() + 1) % SMALL)
+        pairs.add((text[-2], text[-1]))
+    monkeypatch.setattr(test_sampled, "PROMPT", torch.tensor([text]))
+
+
+LOOKUP = {"drafter": "ngram", "budget": "auto", "calls": 12}
+
+
+def test_three_token_strings_have_the_targets_distribution(small, every_pair):  # noqa: F811
+    target, _ = small
+    assert p_value(target, None, **LOOKUP, seed=2) > 1e-3
+
+
+def test_a_proposal_that_does_not_count_as_certain_is_noticed(small, every_pair, monkeypatch):  # noqa: F811
+    """The mutant for the test above: q is uniform instead of the point mass."""
+    target, _ = small
+    receive = LookupSession.receive_speculation
+
+    def uncertain(self):
+        speculation = receive(self)
+        speculation.are_certain, self.shape = False, (len(speculation.tokens), speculation.width, SMALL)
+        return speculation
+
+    monkeypatch.setattr(LookupSession, "receive_speculation", uncertain)
+    monkeypatch.setattr(LookupSession, "receive_probabilities", lambda self: torch.full(self.shape, 1 / SMALL))
+    assert p_value(target, None, **LOOKUP, seed=2) < 1e-6
+
+
+def test_a_match_one_position_off_is_noticed(repeating, monkeypatch):
+    """The mutant for the tests of equality: such tokens are hardly ever accepted, and the answer is the same."""
+    right = look_up(repeating, lookahead=5, new_tokens=80)
+    propose = PromptLookup.propose
+    monkeypatch.setattr(PromptLookup, "propose", lambda self, count: propose(self, count + 1)[1:])
+    wrong = look_up(repeating, lookahead=5, new_tokens=80)
+    assert torch.equal(wrong.sequences, right.sequences)
+    assert wrong.ssd_stats.acceptance_rate < 0.7 * right.ssd_stats.acceptance_rate
+
+
+# ---------------------------------------------------------------- what is refused, and who looks up
+
+
+def test_a_draft_model_beside_a_lookup_is_refused(repeating):
+    config = hf_ssd.SSDConfig(drafter="ngram")
+    with pytest.raises(ValueError, match="uses no draft model; leave out `assistant_model`"):
+        repeating.generate(**prompts(1), assistant_model=tiny_draft(vocab_size=FEW), ssd_config=config)
+    with pytest.raises(ValueError, match="uses no draft model"):
+        hf_ssd.enable(tiny_model(vocab_size=FEW), tiny_draft(vocab_size=FEW), config)
+
+
+@pytest.mark.parametrize("settings", [{"budget": 8}, {"fallback": "random"}, {"fan_out": [2, 1]}], ids=str)
+def test_settings_that_a_lookup_has_no_use_for_are_refused(settings):
+    with pytest.raises(ValueError, match="with drafter=.ngram., which"):
+        hf_ssd.SSDConfig(drafter="ngram", **settings)
+
+
+def test_a_tokenizer_of_a_draft_that_is_not_there_is_refused(repeating):
+    with pytest.raises(ValueError, match="`assistant_tokenizer` is of a draft model, and there is none"):
+        repeating.generate(
+            **prompts(1), ssd_config={"drafter": "ngram"}, tokenizer=object(), assistant_tokenizer=object()
+        )
+
+
+def test_a_model_can_be_enabled_with_a_lookup_for_all_its_calls():
+    target = hf_ssd.enable(tiny_model(vocab_size=FEW), ssd_config={"drafter": "ngram", "lookahead": 4})
+    stats = target.generate(**prompts(1), max_new_tokens=40, return_dict_in_generate=True, do_sample=False).ssd_stats
+    check_speculated(stats, 1)
+
+
+def test_a_lookup_leaves_the_draft_of_an_enabled_model_aside():
+    target = hf_ssd.enable(tiny_model(vocab_size=FEW), tiny_draft(vocab_size=FEW))
+    assert look_up(target, lookahead=4).ssd_stats.tokens_per_round > 1
+
+
+def test_hf_ssd_generate_looks_up_without_an_assistant_model():
+    config = hf_ssd.SSDConfig(drafter="ngram", lookahead=4)
+    model = tiny_model(vocab_size=FEW)
+    output = hf_ssd.generate(
+        model, **prompts(2), ssd_config=config, max_new_tokens=40, do_sample=False, return_dict_in_generate=True
+    )
+    check_speculated(output.ssd_stats, 2)
+    assert torch.equal(output.sequences, model.generate(**prompts(2), max_new_tokens=40, do_sample=False))
+
+
+def test_advice_for_a_text_that_hardly_repeats_itself_names_a_draft_model(repeating, monkeypatch):
+    propose = PromptLookup.propose
+    monkeypatch.setattr(PromptLookup, "propose", lambda self, count: [(t + 1) % FEW for t in propose(self, count)])
+    output = repeating.generate(
+        **prompts(1),
+        max_new_tokens=80,
+        do_sample=False,
+        ssd_config=hf_ssd.SSDConfig(drafter="ngram", lookahead=4),
+        return_dict_in_generate=True,
+    )
+    (advice,) = output.ssd_stats.advice
+    assert "the text hardly repeats itself; use a draft model" in advice

@@ -1,0 +1,246 @@
+"""EAGLE-3 heads: the formats they are published in, and what they propose, against passes without any cache."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import GenerationConfig
+
+import hf_ssd
+from hf_ssd import SSDConfig
+from hf_ssd.drafting.cache_shapes import shape_for
+from hf_ssd.drafting.drafters import drafter_for
+from hf_ssd.drafting.eagle_drafter import Eagle3Drafter, HeadPrefix
+from hf_ssd.drafting.eagle_formats import load_head, save_head
+from hf_ssd.drafting.speculator import Speculator
+from hf_ssd.rounds import AHEAD, Outcome, Plan
+
+from ..cache.test_hidden_states import expected_features
+from ..conftest import VOCAB, tiny_model
+from .heads import LAYERS, tiny_head
+
+PROMPTS = [[2, 3, 1], [3, 1, 2, 2, 5, 1, 7]]
+LOOKAHEAD = 3
+PLAN = Plan(AHEAD, LOOKAHEAD, LOOKAHEAD, budget=8)
+EXACT = {"atol": 1e-5, "rtol": 0}
+
+
+@pytest.fixture(scope="module")
+def pair():
+    target = tiny_model()
+    return target, tiny_head(target)
+
+
+# ---------------------------------------------------------------- proposals
+
+
+def features(target, texts, known):
+    """Returns what the target's process would send: features of all tokens but the last that the draft has none for."""
+    of_rows = [expected_features(target, torch.tensor(text))[:-1][n:] for text, n in zip(texts, known)]
+
+    def receive(tokens, width):
+        flat = torch.cat(of_rows)
+        assert flat.shape == (tokens, width)
+        return flat
+
+    return receive
+
+
+def reference(head, target, text, continuation):
+    """
+    Returns the distributions after `text` and each token of `continuation`. The head reads the target's features of all
+    tokens of the text but the last, and its own states from there on.
+    """
+    states = head.fuse(expected_features(target, torch.tensor(text))[:-1])
+    tokens, results = text[1:], []
+    for token in [*continuation, None]:
+        inputs = head.inputs(torch.tensor(tokens), states)[None]
+        output = head(inputs).logits[0]
+        results.append(head.logits(output[-1]).float().softmax(-1))
+        tokens, states = [*tokens, token], torch.cat([states, output[-1:]])
+    return torch.stack(results)
+
+
+def new_speculator(pair):
+    generation = GenerationConfig(max_length=80, eos_token_id=None, pad_token_id=0, do_sample=True, top_k=0)
+    prompts = [torch.tensor(prompt) for prompt in PROMPTS]
+    config = SSDConfig(lookahead=LOOKAHEAD, budget=8)
+    drafter = drafter_for(pair[1], config, generation, prompts, seed=5)
+    assert isinstance(drafter, Eagle3Drafter)
+    speculator = Speculator(drafter, config, shape_for(config), seed=5, limit=80)
+    speculator.begin()
+    return speculator
+
+
+@torch.inference_mode()
+def check_proposals(pair, rounds=4):
+    """In each round nothing hits; what is drafted just in time and what is prepared is what the head gives."""
+    target, head = pair
+    speculator, texts = new_speculator(pair), [list(prompt) for prompt in PROMPTS]
+    accepted, drafted, known = [0, 0], [[], []], [0, 0]
+    for turn in range(rounds):
+        used = speculator.prepared.branches if speculator.prepared else [{}, {}]
+        bonus = [next(t for t in range(2, VOCAB) if (k, t) not in of_row) for k, of_row in zip(accepted, used)]
+        for row, k in enumerate(accepted):
+            texts[row] += [*drafted[row][:k], bonus[row]]
+        answer = speculator.answer(Outcome(accepted, bonus), PLAN, features(target, texts, known))
+        known, drafted = [len(text) - 1 for text in texts], answer.tokens
+        for row, text in enumerate(texts):
+            q = reference(head, target, text, drafted[row])
+            torch.testing.assert_close(answer.probabilities[row], q[:LOOKAHEAD], **EXACT)
+        speculator.prepare(PLAN)
+        cache = speculator.prepared
+        told = torch.cat(cache.probabilities, dim=2)
+        for row, text in enumerate(texts):
+            for place, (k, token) in enumerate(zip(cache.accepted[row], cache.bonus[row])):
+                follow = [*drafted[row][:k], token, *cache.tokens[row][place]]
+                q = reference(head, target, text, follow)
+                torch.testing.assert_close(told[row, place], q[k + 1 : k + 1 + LOOKAHEAD], **EXACT)
+        accepted = [turn % (LOOKAHEAD + 1), (turn + 2) % (LOOKAHEAD + 1)]
+
+
+def test_what_is_proposed_is_what_the_head_gives_for_features_and_own_states(pair):
+    check_proposals(pair)
+
+
+def features_one_position_off(monkeypatch):
+    fuse = HeadPrefix.take_features
+    monkeypatch.setattr(
+        HeadPrefix,
+        "take_features",
+        lambda self, receive, goes_on: fuse(self, lambda *size: receive(*size).roll(1, 0), goes_on),
+    )
+
+
+def states_of_rejected_tokens_stay(monkeypatch):
+    take = HeadPrefix.take_features
+
+    def keeps(self, receive, goes_on):
+        fed = list(self.fed)
+        take(self, receive, goes_on)
+        self.fed = fed
+
+    monkeypatch.setattr(HeadPrefix, "take_features", keeps)
+
+
+def tokens_of_another_vocabulary(monkeypatch):
+    logits = Eagle3Drafter._logits
+    monkeypatch.setattr(Eagle3Drafter, "_logits", lambda self, states: logits(self, states).roll(1, -1))
+
+
+MUTANTS = [features_one_position_off, states_of_rejected_tokens_stay, tokens_of_another_vocabulary]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_mistakes_are_noticed(mutant, pair, monkeypatch):
+    mutant(monkeypatch)
+    with pytest.raises(AssertionError):
+        check_proposals(pair)
+
+
+@torch.inference_mode()
+def test_after_a_hit_the_prefix_has_the_targets_features(pair):
+    target, head = pair
+    speculator, texts, known = new_speculator(pair), [list(prompt) for prompt in PROMPTS], [0, 0]
+    outcome = Outcome([0, 0], [4, 6])
+    drafted = [[], []]
+    for _ in range(4):
+        for row, (k, token) in enumerate(zip(outcome.accepted, outcome.bonus)):
+            texts[row] += [*drafted[row][:k], token]
+        answer = speculator.answer(outcome, PLAN, features(target, texts, known))
+        known, drafted = [len(text) - 1 for text in texts], answer.tokens
+        speculator.prepare(PLAN)
+        for row, text in enumerate(texts):
+            fused = head.fuse(expected_features(target, torch.tensor(text)))[: len(text) - 1]
+            torch.testing.assert_close(speculator.drafter.prefix.states[row, : len(text) - 1], fused, **EXACT)
+        cache = speculator.prepared
+        outcome = Outcome([row[0] for row in cache.accepted], [row[0] for row in cache.bonus])
+    assert all(answer.record.hits)
+
+
+# ---------------------------------------------------------------- formats
+
+
+@torch.inference_mode()
+def check_loaded(target, head, folder):
+    loaded, text = load_head(folder, target), torch.arange(2, 9)
+    inputs = [one.inputs(text, one.fuse(expected_features(target, text)))[None] for one in (head, loaded)]
+    ours, theirs = (one.logits(one(given).logits) for one, given in zip((head, loaded), inputs))
+    torch.testing.assert_close(ours, theirs, **EXACT)
+    return loaded
+
+
+def test_a_head_in_the_format_of_safeailab(pair, tmp_path):
+    """Names and config as in yuhuili/EAGLE3-LLaMA3.1-Instruct-8B, without embeddings, as a file of torch too."""
+    target, head = pair
+    save_head(head, tmp_path)
+    loaded = check_loaded(target, head, tmp_path)
+    assert loaded.embed_tokens.weight.data_ptr() == target.get_input_embeddings().weight.data_ptr()
+    state = load_file(tmp_path / "model.safetensors")
+    assert {name.split(".")[0] for name in state} == {"fc", "midlayer", "norm", "lm_head", "d2t", "t2d"}
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(state, tmp_path / "pytorch_model.bin")
+    values = json.loads((tmp_path / "config.json").read_text())
+    for name in ("eagle_aux_hidden_state_layer_ids", "norm_before_fc", "norm_before_residual"):
+        del values[name]
+    (tmp_path / "config.json").write_text(json.dumps({**values, "architectures": ["LlamaForCausalLM"]}))
+    deep = tiny_model(num_hidden_layers=8)
+    assert load_head(tmp_path, deep).config.target_layers == [2, 4, 5]  # where the config names no layers
+
+
+@pytest.mark.parametrize("layer_type", ["llama", "qwen3"])
+def test_a_head_in_the_format_of_speculators(layer_type, pair, tmp_path):
+    """
+    Names and config as `Eagle3SpeculatorConfig` and `Eagle3DraftModel` of the package speculators write them, by their
+    public source; the package itself pins other versions and is not installed.
+    """
+    target = pair[0]
+    head = tiny_head(target, model_type=layer_type, norm_before_residual=True)
+    state = {name: one.clone() for name, one in head.state_dict().items()}
+    own = torch.arange(len(head.d2t)) + head.d2t
+    state["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, own, True)
+    save_file(state, tmp_path / "model.safetensors")
+    layer = {name: value for name, value in head.config.to_dict().items() if not name.startswith(("target", "norm_"))}
+    layer.pop("draft_vocab_size")
+    config = {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.3.0",
+        "speculators_config": {"algorithm": "eagle3", "verifier": {"name_or_path": "target", "architectures": []}},
+        "draft_vocab_size": len(head.d2t),
+        "norm_before_residual": True,
+        "target_hidden_size": None,
+        "eagle_aux_hidden_state_layer_ids": LAYERS,
+        "transformer_layer_config": layer,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config, default=str))
+    loaded = check_loaded(target, head, tmp_path)
+    assert loaded.config.model_type == layer_type and loaded.config.norm_before_residual
+    assert loaded.embed_tokens.weight.data_ptr() != target.get_input_embeddings().weight.data_ptr()
+
+
+def test_heads_that_do_not_fit_are_refused_in_a_sentence(pair, tmp_path):
+    target, head = pair
+    save_head(head, tmp_path)
+    with pytest.raises(ValueError, match="is an EAGLE-3 head, which reads hidden states of its target; pass `target="):
+        hf_ssd.launch_draft(tmp_path)
+    with pytest.raises(ValueError, match="have 64; it was made for another target"):
+        hf_ssd.launch_draft(tmp_path, target=tiny_model(hidden_size=64, head_dim=16))
+    with pytest.raises(ValueError, match="has those of 0 to 2; the draft was made for another target"):
+        hf_ssd.launch_draft(tmp_path, target=tiny_model(num_hidden_layers=2))
+    other = hf_ssd.enable(tiny_model(vocab_size=VOCAB + 200))
+    with pytest.raises(ValueError, match="`embed_tokens.weight` has the shape"):
+        other.generate(torch.tensor([[1, 2]]), assistant_model=tmp_path, ssd_config=SSDConfig())
+    with pytest.raises(ValueError, match="have 192; the draft was made for another target"):
+        wide = hf_ssd.enable(tiny_model(hidden_size=64, head_dim=16))
+        wide.generate(torch.tensor([[1, 2]]), assistant_model=head, ssd_config=SSDConfig())
+    for name in ("autoregressive", "parallel"):
+        with pytest.raises(ValueError, match="The draft reads hidden states of the target"):
+            hf_ssd.enable(target).generate(
+                torch.tensor([[1, 2]]), assistant_model=head, ssd_config=SSDConfig(drafter=name)
+            )
+    with pytest.raises(ValueError, match="does not read hidden states"):
+        hf_ssd.enable(target).generate(
+            torch.tensor([[1, 2]]), assistant_model=tiny_model(), ssd_config=SSDConfig(drafter="eagle3")
+        )

@@ -1,0 +1,131 @@
+"""What every drafter must pass. A new drafter is a line in `DRAFTERS`."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+import hf_ssd
+from hf_ssd import SSDConfig
+from hf_ssd.distributed.launch import info_of
+from hf_ssd.drafting.drafter import Completion
+from hf_ssd.drafting.drafters import DRAFTERS as KINDS
+from hf_ssd.drafting.drafters import drafter_kind
+
+from ..conformance.conftest import preparing
+from ..conformance.test_sampled import SMALL, p_value
+from ..conftest import tiny_draft, tiny_model
+from .heads import tiny_head
+
+SIZES = {"vocab_size": SMALL, "initializer_range": 0.12}
+PARALLEL = {**SIZES, "vocab_size": 8, "pard_token": 7}
+
+
+@dataclass(frozen=True)
+class Case:
+    """
+    Args:
+        draft (`Callable`): Takes the target, and how much a draft that is the target with noise differs from it.
+            Returns the draft.
+        settings (`dict`): Of [`SSDConfig`].
+        tokens_per_round (`float`): That the drafter gains at least, sampled.
+    """
+
+    draft: Callable
+    settings: dict = field(default_factory=dict)
+    tokens_per_round: float = 1.1
+
+
+DRAFTERS = {
+    "autoregressive": Case(lambda target, noise: tiny_draft(seed=3, disagreement=noise, **SIZES)),
+    "parallel": Case(lambda target, noise: tiny_draft(seed=3, disagreement=noise, **PARALLEL)),
+    "eagle3": Case(lambda target, noise: tiny_head(target, draft_vocab=SMALL - 1, initializer_range=0.12)),
+}
+
+
+@pytest.fixture(scope="module")
+def small():
+    return hf_ssd.enable(tiny_model(seed=3, **SIZES))
+
+
+@pytest.fixture(scope="module", params=DRAFTERS)
+def case(request, small):
+    return request.param, DRAFTERS[request.param], DRAFTERS[request.param].draft(small, 0.12)
+
+
+def test_the_list_is_complete(small):
+    assert set(DRAFTERS) == set(KINDS)
+    for name, case in DRAFTERS.items():
+        assert drafter_kind(SSDConfig(**case.settings), info_of(case.draft(small, 0.0))) is KINDS[name]
+
+
+PADDED = {
+    "input_ids": torch.tensor([[0, 0, 2, 3, 1], [3, 1, 2, 2, 4], [0, 0, 0, 0, 5]]),
+    "attention_mask": torch.tensor([[0, 0, 1, 1, 1], [1] * 5, [0, 0, 0, 0, 1]]),
+}
+OPTIONS = {
+    "greedy": {},
+    "penalty": {"repetition_penalty": 1.3},
+    "end": {"eos_token_id": [1], "min_new_tokens": 6},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_greedy_tokens_are_those_of_plain_generate(small, case, name):
+    """In turn, and ahead of time: three rows of different lengths, one of them a single token."""
+    options = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0, **OPTIONS[name]}
+    plain = small.generate(**PADDED, **options)
+    config = SSDConfig(lookahead=3, budget=8, asynchronous=False, on_draft_failure="raise", **case[1].settings)
+    ours = {
+        **options,
+        "assistant_model": case[1].draft(small, 0.02),
+        "ssd_config": config,
+        "return_dict_in_generate": True,
+    }
+    in_turn = small.generate(**PADDED, **ours)
+    with preparing() as hits:
+        ahead = small.generate(**PADDED, **ours)
+    for output in (in_turn, ahead):
+        assert torch.equal(output.sequences, plain)
+        assert output.ssd_stats.tokens_per_round > 1 or case[0] == "parallel"
+        assert {r.lookahead for r in output.ssd_stats.records} >= {3}
+    assert not any(hit for row in in_turn.ssd_stats.column("hits") for hit in row) and sum(hits)
+
+
+@pytest.mark.slow
+def test_sampled_tokens_have_the_targets_distribution(small, case):
+    assert p_value(small, case[2], calls=8, seed=21, at_least=case[1].tokens_per_round, **case[1].settings) > 1e-3
+
+
+@pytest.mark.slow
+def test_sampled_tokens_have_the_targets_distribution_ahead_of_time(small, case):
+    with preparing() as hits:
+        settings = {"budget": 4, "at_least": case[1].tokens_per_round, **case[1].settings}
+        assert p_value(small, case[2], calls=8, seed=22, **settings) > 1e-3
+    assert 0.1 < sum(hits) / len(hits) < 0.95
+
+
+@pytest.mark.slow
+def test_sampled_tokens_have_the_targets_distribution_with_a_worker(small, case):
+    with hf_ssd.launch_draft(case[2], num_threads=1) as assistant:
+        settings = {"asynchronous": True, "at_least": case[1].tokens_per_round, **case[1].settings}
+        assert p_value(small, assistant, calls=8, seed=23, **settings) > 1e-3
+
+
+def q_of_other_tokens(monkeypatch):
+    """As if the draft had told its distribution in another vocabulary."""
+    speculation = Completion.speculation
+
+    def told(self):
+        result = speculation(self)
+        result.probabilities = result.probabilities.roll(1, dims=-1)
+        return result
+
+    monkeypatch.setattr(Completion, "speculation", told)
+
+
+@pytest.mark.slow
+def test_q_of_another_vocabulary_is_noticed(small, case, monkeypatch):
+    q_of_other_tokens(monkeypatch)
+    assert p_value(small, case[2], calls=8, seed=21, at_least=1.0, **case[1].settings) < 1e-3
