@@ -335,11 +335,11 @@ def write_text(text: str) -> torch.Tensor:
     return torch.tensor(list(text.encode()), dtype=torch.uint8)
 
 
-def read_text(payload) -> str:
-    """Returns the text. Invalid UTF-8 is replaced, because the text is for people."""
+def read_text(payload, errors: str = "replace") -> str:
+    """Returns the text. Invalid UTF-8 is replaced by default, because the text is for people."""
     if len(payload) and getattr(payload, "dtype", torch.int64) != torch.uint8:
         raise ProtocolError(f"{len(payload)} numbers of type {getattr(payload, 'dtype', torch.int64)} are not a text")
-    return bytes(payload.tolist() if len(payload) else []).decode(errors="replace")
+    return (payload.numpy().tobytes() if len(payload) else b"").decode(errors=errors)
 
 
 def write_json(value) -> torch.Tensor:
@@ -348,7 +348,7 @@ def write_json(value) -> torch.Tensor:
 
 def read_json(payload):
     try:
-        return json.loads(read_text(payload))
+        return json.loads(read_text(payload, "strict"))
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"a message of {len(payload)} bytes is not JSON: {error}") from error
 

@@ -216,7 +216,7 @@ def test_the_mutant_a_header_that_is_believed_is_noticed(monkeypatch, recorded):
     [
         ("integers", lambda payload, at_least: torch.as_tensor(payload).tolist()),
         ("check_tokens", lambda tokens, vocab_size=None: tokens),
-        ("read_text", lambda payload: bytes(torch.as_tensor(payload).tolist()).decode()),
+        ("read_text", lambda payload, *_: bytes(torch.as_tensor(payload).tolist()).decode()),
     ],
 )
 def test_checks_that_are_left_out_are_noticed(monkeypatch, recorded, name, mutant):
