@@ -1,10 +1,14 @@
 """Tiny EAGLE-3 heads for the tiny models, and heads that know the target's text."""
 
+import copy
+
 import torch
+from transformers.modeling_layers import MtpModel
 
 from hf_ssd.drafting.drafter import Completion
 from hf_ssd.drafting.eagle_formats import head_config
 from hf_ssd.drafting.eagle_head import Eagle3Head
+from hf_ssd.drafting.mtp_head import MtpHead
 
 from ..conftest import SIZES
 
@@ -25,6 +29,15 @@ def tiny_head(target, seed: int = 3, draft_vocab: int | None = None, layers=LAYE
         own = torch.randperm(vocab_size)[:draft_vocab].sort().values
         head.d2t.copy_(own - torch.arange(draft_vocab))
     return head.eval()
+
+
+def tiny_mtp_head(target, seed: int = 3) -> MtpHead:
+    """A random MTP layer of a target that has none."""
+    torch.manual_seed(seed)
+    with_layer = copy.copy(target)
+    with_layer.config = copy.deepcopy(target.config)
+    with_layer.config.num_mtp_layers = 1
+    return MtpHead(MtpModel(with_layer, 1), target).eval()
 
 
 def knows(monkeypatch, texts: list[list[int]], wrong_every: int = 4) -> None:

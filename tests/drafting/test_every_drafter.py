@@ -16,7 +16,7 @@ from hf_ssd.drafting.drafters import drafter_kind
 from ..conformance.conftest import preparing
 from ..conformance.test_sampled import SMALL, p_value
 from ..conftest import tiny_draft, tiny_model
-from .heads import tiny_head
+from .heads import tiny_head, tiny_mtp_head
 
 SIZES = {"vocab_size": SMALL, "initializer_range": 0.12}
 PARALLEL = {**SIZES, "vocab_size": 8, "pard_token": 7}
@@ -30,17 +30,20 @@ class Case:
             Returns the draft.
         settings (`dict`): Of [`SSDConfig`].
         tokens_per_round (`float`): That the drafter gains at least, sampled.
+        takes_worker (`bool`): Whether a worker can draft. A target's own layer drafts in its process.
     """
 
     draft: Callable
     settings: dict = field(default_factory=dict)
     tokens_per_round: float = 1.1
+    takes_worker: bool = True
 
 
 DRAFTERS = {
     "autoregressive": Case(lambda target, noise: tiny_draft(seed=3, disagreement=noise, **SIZES)),
     "parallel": Case(lambda target, noise: tiny_draft(seed=3, disagreement=noise, **PARALLEL)),
     "eagle3": Case(lambda target, noise: tiny_head(target, draft_vocab=SMALL - 1, initializer_range=0.12)),
+    "mtp": Case(lambda target, noise: tiny_mtp_head(target), takes_worker=False),
 }
 
 
@@ -108,6 +111,8 @@ def test_sampled_tokens_have_the_targets_distribution_ahead_of_time(small, case)
 
 @pytest.mark.slow
 def test_sampled_tokens_have_the_targets_distribution_with_a_worker(small, case):
+    if not case[1].takes_worker:
+        pytest.skip("drafts in the target's process")
     with hf_ssd.launch_draft(case[2], num_threads=1) as assistant:
         settings = {"asynchronous": True, "at_least": case[1].tokens_per_round, **case[1].settings}
         assert p_value(small, assistant, calls=8, seed=23, **settings) > 1e-3
