@@ -194,7 +194,6 @@ def main() -> None:
 
     # 4. What it is worth.
     draft.float().eval()
-    target.float()
     written = sum(len(text["p"]) for text in texts)
     covered = sum(counts[i] for i in counts if translation.is_common[i]) / counts.total()
     report = {"parameters": draft.num_parameters(), "minutes": args.minutes, "texts": len(texts)}
