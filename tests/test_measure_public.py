@@ -35,7 +35,7 @@ def test_the_table_has_a_row_for_each_method_and_empty_cells_for_what_did_not_ru
 @pytest.mark.slow
 def test_measure_public_measures_every_method_on_another_pair(tmp_path):
     output = run(
-        "examples/measure_public.py", tmp_path, "--target", PAIR / "target", "--draft", PAIR / "draft",
+        "examples/measure_public.py", tmp_path, PAIR / "draft", "--target", PAIR / "target",
         "--kinds", "chat", "--temperatures", 0, "--repeats", 1, "--new-tokens", 24, "--assistant-tokens", 2, 3,
         "--output", tmp_path / "figures.json",
     )  # fmt: skip
