@@ -23,6 +23,7 @@ from training import (
     batch,
     checkpoints_of,
     distillation_loss,
+    initialize,
     own_text,
     repeats,
     save,
@@ -58,7 +59,6 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFas
 
 
 def new_model(layers: int, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """A model whose residual branches start smaller the deeper it is (GPT-2's rule)."""
     model = LlamaForCausalLM(
         LlamaConfig(
             **SHAPE,
@@ -72,10 +72,7 @@ def new_model(layers: int, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausal
             initializer_range=0.02,
         )
     )
-    for name, weight in model.named_parameters():
-        if weight.dim() > 1 and "embed" not in name:
-            is_last_of_branch = "o_proj" in name or "down_proj" in name
-            torch.nn.init.normal_(weight, std=0.06 / (2 * layers if is_last_of_branch else 1) ** 0.5)
+    initialize(model)
     return model
 
 

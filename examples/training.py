@@ -1,9 +1,11 @@
 """Training of small models that goes on where it was interrupted."""
 
 import argparse
+import itertools
 import json
 import math
 import os
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -11,13 +13,14 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 from tqdm.auto import tqdm
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, PreTrainedModel, set_seed
 
 import hf_ssd
+from hf_ssd.cli.methods import sampling
 from hf_ssd.cli.prompts import SNIPPETS
 
 
-def optimizers_of(model: LlamaForCausalLM, learning_rate: float) -> list[torch.optim.Optimizer]:
+def optimizers_of(model: PreTrainedModel, learning_rate: float) -> list[torch.optim.Optimizer]:
     """Returns Muon for the matrices of the layers and AdamW for everything else, of the same size of step."""
     matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.dim() != 2 or "embed" in name]
@@ -27,56 +30,82 @@ def optimizers_of(model: LlamaForCausalLM, learning_rate: float) -> list[torch.o
     ]
 
 
-def cosine(step: int, steps: int) -> float:
-    """Returns the share of the learning rate: up to 1 in the first fiftieth of the steps, and down to 0 in the rest."""
-    warmup = max(1, steps // 50)
-    return min(1.0, (step + 1) / warmup) * 0.5 * (1 + math.cos(math.pi * step / steps))
+def cosine(share: float, step_share: float) -> float:
+    """
+    Returns the share of the learning rate: up to 1 in the first fiftieth of a training, and down to 0 in the rest.
+
+    Args:
+        share (`float`): How much of the training is over.
+        step_share (`float`): How much of it one step is.
+    """
+    return min(1.0, (share + step_share) / max(0.02, step_share)) * 0.5 * (1 + math.cos(math.pi * min(share, 1.0)))
 
 
 def train(
-    model: LlamaForCausalLM,
+    model: PreTrainedModel,
     loss_of: Callable[[int], torch.Tensor],
     steps: int,
     learning_rate: float,
     checkpoint: Path,
     name: str,
     save_every: int = 200,
-) -> None:
+    seconds: float = math.inf,
+    measure: Callable[[], str] | None = None,
+) -> int:
     """
     Trains a model, from its checkpoint if there is one.
 
     Args:
-        model (`LlamaForCausalLM`): Ends with the weights of the last step.
+        model (`PreTrainedModel`): Ends with the weights of the last step.
         loss_of (`Callable[[int], torch.Tensor]`): The loss of a step. It depends on nothing but the weights and the
             number of the step, so that an interrupted run ends like one that was not.
-        steps (`int`): So many in all, those before the checkpoint included.
+        steps (`int`): The number of steps, those before the checkpoint included.
         learning_rate (`float`): The highest.
         checkpoint (`Path`): The file.
         name (`str`): What the progress bar shows.
         save_every (`int`, *optional*, defaults to 200): Steps between two checkpoints.
+        seconds (`float`, *optional*): Stops after so many seconds, those before the checkpoint included, if the steps
+            take longer. The learning rate falls by the clock too.
+        measure (`Callable[[], str]`, *optional*): Returns a figure of the model, which the progress bar shows.
+
+    Returns:
+        `int`: The number of steps, those before the checkpoint included.
     """
-    optimizers, done = optimizers_of(model, learning_rate), 0
+    optimizers, done, spent, figure = optimizers_of(model, learning_rate), 0, 0.0, {}
     if checkpoint.exists():
         state = torch.load(checkpoint)
         model.load_state_dict(state["model"])
         for optimizer, known in zip(optimizers, state["optimizers"]):
             optimizer.load_state_dict(known)
-        done = state["done"]
-    progress = tqdm(range(done, steps), name, total=steps, initial=done, unit="step", mininterval=1)
+        done, spent = state["done"], state.get("seconds", 0.0)
+    started = time.perf_counter() - spent
+    by_clock = seconds < math.inf
+    numbers = itertools.count(done) if by_clock else range(done, steps)
+    progress = tqdm(numbers, name, total=None if by_clock else steps, initial=done, unit="step", mininterval=1)
     for step in progress:
+        spent = time.perf_counter() - started
+        if spent >= seconds or step == steps:
+            break
+        share = max(step / steps, spent / seconds)
         loss = loss_of(step)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate * cosine(step, steps)
+                group["lr"] = learning_rate * cosine(share, 1 / steps)
             optimizer.step()
             optimizer.zero_grad()
-        if step % 20 == 0:
-            progress.set_postfix(loss=f"{loss.item():.3f}")
-        if (step + 1) % save_every == 0 or step + 1 == steps:
-            save(checkpoint, {"done": step + 1, "model": model.state_dict(),
+        done = step + 1
+        is_last = done == steps or time.perf_counter() - started >= seconds
+        if measure is not None and (done % save_every == 0 or is_last):
+            figure = {"held_out": measure()}
+        if step % 20 == 0 or is_last:
+            left = {"left": f"{max(0.0, seconds - spent) / 60:.0f} min"} if by_clock else {}
+            progress.set_postfix(loss=f"{loss.item():.3f}", **figure, **left)
+        if done % save_every == 0 or is_last:
+            save(checkpoint, {"done": done, "seconds": time.perf_counter() - started, "model": model.state_dict(),
                               "optimizers": [optimizer.state_dict() for optimizer in optimizers]})  # fmt: skip
+    return done
 
 
 def save(path: Path, state: dict) -> None:
@@ -139,6 +168,16 @@ def unlikelihood(logits: torch.Tensor, ids: torch.Tensor, unwanted: torch.Tensor
     return -((1 - p).clamp(min=1e-4).log() * unwanted).sum() / unwanted.sum().clamp(min=1)
 
 
+def initialize(model: PreTrainedModel) -> None:
+    """Draws the matrices of the layers, of the residual branches the smaller the deeper the model is (GPT-2's rule)."""
+    for name, weight in model.named_parameters():
+        if weight.dim() > 1 and "embed" not in name:
+            is_last_of_branch = "o_proj" in name or "down_proj" in name
+            torch.nn.init.normal_(
+                weight, std=0.06 / (2 * model.config.num_hidden_layers if is_last_of_branch else 1) ** 0.5
+            )
+
+
 @torch.no_grad()
 def write_with(target: LlamaForCausalLM, prompts: torch.Tensor, new_tokens: int, do_sample: bool) -> torch.Tensor:
     """Returns prompts with so many tokens behind them, greedy or drawn at temperature 1."""
@@ -176,13 +215,47 @@ def own_text(target: LlamaForCausalLM, windows: torch.Tensor, steps_per_text: in
 
 def acceptance_on_prompts(target: LlamaForCausalLM, draft: LlamaForCausalLM, tokenizer) -> float:
     """Returns the share of the tokens drafted after prompts, five at a time, greedy, that is accepted if tested."""
+    return acceptance(drafted_rows(target, draft, tokenizer, SNIPPETS))
+
+
+def drafted_rows(
+    target, draft, tokenizer, prompts: list[str], temperature: float = 0.0, assistant_tokenizer=None
+) -> list[tuple]:
+    """
+    Lets a draft propose five tokens at a time after prompts, until there are 64.
+
+    Args:
+        target, draft (`PreTrainedModel`): The models.
+        tokenizer (`PreTrainedTokenizerBase`): The target's tokenizer.
+        prompts (`list[str]`): The prompts, with their chat templates.
+        temperature (`float`, *optional*, defaults to 0.0): 0 is greedy.
+        assistant_tokenizer (`PreTrainedTokenizerBase`, *optional*): The draft's tokenizer, if it differs.
+
+    Returns:
+        `list[tuple]`: For each row of each round the lookahead, the number of tokens that were accepted, and the hit.
+    """
     rows, config = [], hf_ssd.SSDConfig(lookahead=5, asynchronous=False)
-    for prompt in SNIPPETS:
-        inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+    both = {"tokenizer": tokenizer, "assistant_tokenizer": assistant_tokenizer} if assistant_tokenizer else {}
+    for seed, prompt in enumerate(prompts):
+        inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False,
+                           add_special_tokens=tokenizer.chat_template is None).to(target.device)  # fmt: skip
+        set_seed(seed)
         output = hf_ssd.enable(target).generate(
-            **inputs, max_new_tokens=64, do_sample=False, assistant_model=draft, ssd_config=config,
-            return_dict_in_generate=True,
+            **inputs, max_new_tokens=64, **sampling(temperature), assistant_model=draft, ssd_config=config,
+            return_dict_in_generate=True, **both,
         )  # fmt: skip
         rows += output.ssd_stats.verified_rows()
+    return rows
+
+
+def acceptance(rows: list[tuple]) -> float:
+    """Returns the share of tested tokens that were accepted, from the rows of [`drafted_rows`]."""
     tested = sum(min(accepted + 1, k) for k, accepted, _ in rows)
-    return round(sum(accepted for _, accepted, _ in rows) / tested, 3)
+    return round(sum(accepted for k, accepted, _ in rows if k) / tested, 3)
+
+
+def acceptance_by_position(rows: list[tuple], lookahead: int = 5) -> list[float]:
+    """Returns the chance that each drafted token is accepted if those before it were, from [`drafted_rows`]."""
+    reached = [sum(k > place and accepted >= place for k, accepted, _ in rows) for place in range(lookahead)]
+    passed = [sum(k > place and accepted > place for k, accepted, _ in rows) for place in range(lookahead)]
+    return [round(both / max(1, tested), 3) for both, tested in zip(passed, reached)]

@@ -20,11 +20,6 @@ def recipe_for(model: PreTrainedModel) -> dict:
             "The draft has adapters in its layers, which a worker cannot rebuild: merge them with "
             "draft.merge_and_unload(), or draft in this process with SSDConfig(asynchronous=False)."
         )
-    if getattr(model, "hf_quantizer", None) is not None:
-        raise ValueError(
-            "The draft is quantized, and a worker cannot rebuild its layers from their weights: let the worker "
-            "load it, by hf_ssd.launch_draft(FOLDER_OR_HUB_ID, quantization_config=...)."
-        )
     recipe = {
         "model_class": _importable_class(model),
         "config_class": [type(model.config).__module__, type(model.config).__qualname__],
@@ -38,6 +33,12 @@ def recipe_for(model: PreTrainedModel) -> dict:
                 "cannot share them: pass the folder or hub id to hf_ssd.launch_draft() instead of the model."
             )
     difference = _difference(model, recipe)
+    # A model that transformers dequantized, such as one from a GGUF file on a CPU, still has its quantizer.
+    if difference is not None and getattr(model, "hf_quantizer", None) is not None:
+        raise ValueError(
+            "The draft is quantized, and a worker cannot rebuild its layers from their weights: let the worker "
+            "load it, by hf_ssd.launch_draft(FOLDER_OR_HUB_ID, quantization_config=...)."
+        )
     if difference is not None:
         raise ValueError(
             f"A worker cannot rebuild the draft from its class and config: {difference}. Save the draft with "

