@@ -10,6 +10,7 @@ reported.
 """
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
@@ -34,6 +35,7 @@ LOOKAHEAD = at_least(1, below=LONGEST_LOOKAHEAD + 1)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     models.add_models(parser)
+    models.add_drafter(parser)
     add_work(parser)
     add_methods(parser)
 
@@ -100,12 +102,13 @@ def compare(args: argparse.Namespace, target, draft, batches: list[dict], tokeni
     Args:
         args (`argparse.Namespace`): The arguments of [`add_work`] and [`add_methods`].
         target (`PreTrainedModel`): An enabled model.
-        draft (`PreTrainedModel`): The draft.
+        draft (`PreTrainedModel`, *optional*): The draft; `None` for prompt lookup.
         batches (`list[dict]`): Inputs of generate(), used in turn.
         tokenizers (`dict`, *optional*): `tokenizer` and `assistant_tokenizer` of generate(), if the two differ.
     """
     cores, tables = cores_for(args, target, draft), {}
-    with hf_ssd.launch_draft(draft, cores=cores) as assistant:
+    launched = contextlib.nullcontext() if draft is None else hf_ssd.launch_draft(draft, cores=cores)
+    with launched as assistant:
         bench = Bench(args, target, draft, assistant, batches, tokenizers)
         views = {"the target on one device each": False}
         if cores is not None and not args.one_table:
@@ -136,10 +139,10 @@ def compare(args: argparse.Namespace, target, draft, batches: list[dict], tokeni
 
 def cores_for(args: argparse.Namespace, target, draft) -> CoreShare | None:
     """Returns the cores of each side if they are pinned or both models are on the CPU; otherwise `None`."""
-    if args.pin:
+    if args.pin and draft is not None:
         target_cores, draft_cores = args.pin
         return CoreShare(target_cores, (draft_cores,))
-    return divide_cores() if target.device.type == draft.device.type == "cpu" else None
+    return divide_cores() if draft is not None and target.device.type == draft.device.type == "cpu" else None
 
 
 def about() -> dict:

@@ -33,6 +33,7 @@ HELP = """/clear  forgets the text so far
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     models.add_models(parser)
+    models.add_drafter(parser)
     parser.add_argument("--max-new-tokens", type=at_least(1), default=256)
     parser.add_argument("--temperature", type=at_least(0, float), default=0.0, help="0: greedy")
     parser.add_argument("--system", help="a system message, for models with a chat template")
@@ -72,12 +73,14 @@ class Chat:
     Args:
         args (`argparse.Namespace`): The arguments of the command.
         target (`PreTrainedModel`): An enabled model.
-        assistant ([`~hf_ssd.DraftAssistant`]): The draft.
+        assistant ([`~hf_ssd.DraftAssistant`], *optional*): The draft, if there is one.
         tokenizer (`PreTrainedTokenizerBase`): The target's tokenizer.
         assistant_tokenizer (`PreTrainedTokenizerBase`, *optional*): The draft's tokenizer, if it differs.
+        drafter (`str`, *optional*): See [`SSDConfig`].
     """
 
-    def __init__(self, args, target, assistant, tokenizer, assistant_tokenizer=None):
+    def __init__(self, args, target, assistant, tokenizer, assistant_tokenizer=None, drafter="auto"):
+        self.drafter = drafter
         self.args, self.target, self.assistant, self.tokenizer = args, target, assistant, tokenizer
         both = {"tokenizer": tokenizer, "assistant_tokenizer": assistant_tokenizer}
         self.tokenizers = both if assistant_tokenizer is not None else {}
@@ -130,7 +133,7 @@ class Chat:
                     **(sampled or {"do_sample": False}),
                     **self.tokenizers,
                     assistant_model=self.assistant,
-                    ssd_config=hf_ssd.SSDConfig(),
+                    ssd_config=hf_ssd.SSDConfig(drafter=self.drafter),
                     streamer=answer,
                     return_dict_in_generate=True,
                 )
@@ -193,7 +196,8 @@ def run(args: argparse.Namespace) -> int:
     set_seed(args.seed)
     target = hf_ssd.enable(models.load(found.target, found.dtype, found.device))
     with found.launch_draft() as assistant:
-        chat = Chat(args, target, assistant, found.tokenizer, found.tokenizers.get("assistant_tokenizer"))
+        theirs = found.tokenizers.get("assistant_tokenizer")
+        chat = Chat(args, target, assistant, found.tokenizer, theirs, found.drafter)
         print("Type a message, or /help.")
         while True:
             words = None

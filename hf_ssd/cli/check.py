@@ -7,6 +7,7 @@ The exit code is 0 if the draft pays, 1 if it does not, and 2 if the two cannot 
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import math
@@ -40,6 +41,7 @@ WORK |= {"assistant_tokens": [3, 5], "in_turn_lookaheads": []}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     models.add_models(parser)
+    models.add_drafter(parser)
     work = parser.add_argument_group("work")
     work.add_argument("--prompts", metavar="FILE", help='objects with a "prompt", one a line; default: some Python')
     count, seconds = {"metavar": "N"}, {"metavar": "S", "type": at_least(1, float)}
@@ -76,18 +78,18 @@ def measure(args: argparse.Namespace, found: models.Models, texts: list[str], lo
     Loads both models, and runs prompts with each method, in turns. The time of a call is limited, so that a turn that
     warms up and a turn that counts fit into `args.seconds`.
     """
-    tell("loading both models")
+    tell("loading the models")
     (target, draft), tokenizer = found.load(), found.tokenizer
     if tokenizer is None:
         batches = prompts.random_batches(target, 1, 16)
     else:
         texts, is_plain = prompts.as_messages(texts, tokenizer), tokenizer.chat_template is None
         batches = prompts.batches(texts, tokenizer, 1, found.device, add_special_tokens=is_plain)
-    work = argparse.Namespace(**WORK, new_tokens=args.new_tokens, repeats=args.repeats)
-    with hf_ssd.launch_draft(draft) as assistant:
+    work = argparse.Namespace(**WORK, new_tokens=args.new_tokens, repeats=args.repeats, drafter=found.drafter)
+    with contextlib.nullcontext() if draft is None else hf_ssd.launch_draft(draft) as assistant:
         bench = Bench(work, target, draft, assistant, batches, found.tokenizers)
         methods = bench.methods(cores=None, all_devices=True)
-        del methods[f"{ASSISTED}, default"]
+        methods.pop(f"{ASSISTED}, default", None)
         deadline = time.perf_counter() + args.seconds
         bench.options["max_time"] = args.seconds / (len(batches) + 2 * len(methods))
         first = []  # runs in which the planner measures the pair
@@ -99,7 +101,8 @@ def measure(args: argparse.Namespace, found: models.Models, texts: list[str], lo
                     f"--seconds {args.seconds:g} is too short: one call takes longer than its share of it."
                 )
         bench.measure(methods, deadline)
-        return conclude(methods, first, last_planner(target, assistant), found.shares_memory, load)
+        figures = conclude(methods, first, last_planner(target, assistant or target), found.shares_memory, load)
+        return dataclasses.replace(figures, looks_up=draft is None)
 
 
 def tell(what: str) -> None:

@@ -20,13 +20,14 @@ def examine(models: Models) -> dict:
     Raises:
         `ValueError`: the two models cannot work together.
     """
-    target, draft = (without_weights(name) for name in (models.target, models.draft))
-    check_arguments(target, draft, SSDConfig(), synced_gpus=False)
+    target = without_weights(models.target)
+    draft = None if models.draft is None else without_weights(models.draft)
+    check_arguments(target, draft, SSDConfig(drafter=models.drafter), synced_gpus=False)
     both = models.tokenizers
     translation_for(target, draft, both.get("tokenizer"), both.get("assistant_tokenizer"))
     return {
         "target": describe(target, models.target, models.device),
-        "draft": describe(draft, models.draft, models.draft_device),
+        "draft": None if draft is None else describe(draft, models.draft, models.draft_device),
         "shares_memory": models.shares_memory,
     }
 
@@ -83,7 +84,7 @@ def describe(model: PreTrainedModel, name: str, device: torch.device) -> dict:
 def in_words(known: dict) -> str:
     """Returns the result of [`examine`] as lines of text."""
     lines = []
-    for side in ("target", "draft"):
+    for side in ("target", "draft") if known["draft"] else ("target",):
         model = known[side]
         parallel = f", parallel (mask token {model['pard_token']})" if "pard_token" in model else ""
         lines.append(
@@ -91,5 +92,7 @@ def in_words(known: dict) -> str:
             f"{model['layers']} layers, attention {model['attention']}, {model['vocabulary']} tokens, "
             f"on {model['device']}{parallel}"
         )
+    if not known["draft"]:
+        return "\n".join([*lines, f"{'draft':<11} none: the last tokens are looked up in the text"])
     memory = "one memory for both: they slow each other down" if known["shares_memory"] else "one for each"
     return "\n".join([*lines, f"{'memory':<11} {memory}"])

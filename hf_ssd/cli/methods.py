@@ -81,8 +81,9 @@ class Run:
 
 class Bench:
     """
-    Runs methods of generation with a target, a draft, the draft's worker, and batches that are used in turn. Methods
-    with a draft get the arguments in `tokenizers`, which are given if the tokenizers of the two models differ.
+    Runs methods of generation with a target, a draft, the draft's worker, and batches that are used in turn. Without a
+    draft the prompt is looked up. Methods with a draft get the arguments in `tokenizers`, which are given if the
+    tokenizers of the two models differ.
     """
 
     def __init__(self, args, target, draft, assistant, batches: list[dict], tokenizers: dict | None = None):
@@ -100,6 +101,15 @@ class Bench:
         theirs = both if all_devices else target_cores
         devices = len(theirs) if theirs else 1
         methods = {PLAIN: Method({}, theirs, devices)}
+        config = hf_ssd.SSDConfig(
+            lookahead=self.args.lookahead or "auto",
+            budget=self.args.budget or "auto",
+            drafter=getattr(self.args, "drafter", "auto"),
+        )
+        if self.draft is None:  # prompt lookup, which transformers' assisted generation has for one row
+            for n in self.args.assistant_tokens if self.args.batch_size == 1 else ():
+                methods[f"{ASSISTED}, {n}"] = Method({"prompt_lookup_num_tokens": n}, theirs, devices)
+            return {**methods, SSD: Method({"ssd_config": config}, theirs, devices)}
         if self.args.batch_size == 1:  # transformers' assisted generation takes no batches
             methods[f"{ASSISTED}, default"] = Method({"assistant_model": self.draft}, theirs, devices)
             for n in self.args.assistant_tokens:
@@ -109,7 +119,6 @@ class Bench:
         for k in self.args.in_turn_lookaheads:
             config = hf_ssd.SSDConfig(lookahead=k, asynchronous=False)
             methods[f"{SD}, {k}"] = Method({"assistant_model": self.draft, "ssd_config": config}, theirs, devices)
-        config = hf_ssd.SSDConfig(lookahead=self.args.lookahead or "auto", budget=self.args.budget or "auto")
         ours = {"assistant_model": self.assistant, "ssd_config": config}
         methods[SSD] = Method(ours, target_cores, len(both) if both else 2)
         return methods

@@ -1,6 +1,7 @@
 """The two models of a command: their names and devices, and how they are loaded."""
 
 import argparse
+import contextlib
 import functools
 import os
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 import hf_ssd
 
 from .. import devices
-from ..config import could_be_hub_id
+from ..config import DRAFTERS, could_be_hub_id
 from ..distributed.assistant import DraftAssistant
 from . import pair
 
@@ -24,17 +25,19 @@ class Models:
     The target and the draft of a command.
 
     Args:
-        target, draft (`str`): Hub ids or folders.
+        target, draft (`str`): Hub ids or folders. The draft is `None` for prompt lookup, which needs none.
         device, draft_device (`torch.device`): The device of each model.
         dtype, draft_dtype (`torch.dtype`): The type of each model's weights.
+        drafter (`str`): See [`SSDConfig`].
     """
 
     target: str
-    draft: str
+    draft: str | None
     device: torch.device
     draft_device: torch.device
     dtype: torch.dtype
     draft_dtype: torch.dtype
+    drafter: str = "auto"
 
     @property
     def shares_memory(self) -> bool:
@@ -50,7 +53,7 @@ class Models:
     @functools.cached_property
     def tokenizers(self) -> dict:
         """The arguments `tokenizer` and `assistant_tokenizer` of generate() if they differ; otherwise no arguments."""
-        ours, theirs = self.tokenizer, load_tokenizer(self.draft)
+        ours, theirs = self.tokenizer, None if self.draft is None else load_tokenizer(self.draft)
         if ours is None or theirs is None:
             return {}
         tokens = {i: token for token, i in ours.get_vocab().items()}
@@ -58,13 +61,15 @@ class Models:
             return {}
         return {"tokenizer": ours, "assistant_tokenizer": theirs}
 
-    def load(self) -> tuple[PreTrainedModel, PreTrainedModel]:
-        """Loads both models, enables the target, and returns target and draft."""
+    def load(self) -> tuple[PreTrainedModel, PreTrainedModel | None]:
+        """Loads the models, enables the target, and returns target and draft."""
         target = hf_ssd.enable(load(self.target, self.dtype, self.device))
-        return target, load(self.draft, self.draft_dtype, self.draft_device)
+        return target, None if self.draft is None else load(self.draft, self.draft_dtype, self.draft_device)
 
-    def launch_draft(self) -> DraftAssistant:
-        """Starts the draft's worker and returns it. Only the worker loads the draft."""
+    def launch_draft(self) -> contextlib.AbstractContextManager[DraftAssistant | None]:
+        """Starts the draft's worker, if there is a draft, and returns it. Only the worker loads the draft."""
+        if self.draft is None:
+            return contextlib.nullcontext()
         return hf_ssd.launch_draft(self.draft, device=self.draft_device, dtype=self.draft_dtype)
 
 
@@ -79,6 +84,12 @@ def add_models(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--dtype", choices=DTYPES, metavar="DTYPE", help=f"default: {usual}")
 
 
+def add_drafter(parser: argparse.ArgumentParser) -> None:
+    """Adds the argument `--drafter`, which [`chosen`] reads."""
+    text = "how tokens are drafted; ngram looks the prompt up and needs no DRAFT"
+    parser.add_argument("--drafter", choices=DRAFTERS, default="auto", help=text)
+
+
 def chosen(args: argparse.Namespace) -> Models:
     """
     Returns the models that the arguments ask for.
@@ -86,15 +97,19 @@ def chosen(args: argparse.Namespace) -> Models:
     Raises:
         `ValueError`: there is no such device, or the target has no draft.
     """
-    if args.target is not None and args.draft is None:
+    drafter = getattr(args, "drafter", "auto")
+    looks_up = drafter == "ngram"
+    if looks_up and args.draft is not None:
+        raise ValueError(f"--drafter ngram looks the prompt up and uses no draft; leave out {args.draft}.")
+    if args.target is not None and args.draft is None and not looks_up:
         raise ValueError(f"Which draft is {args.target} to have? Name a DRAFT behind the TARGET.")
     found = devices.accelerators() or [torch.device("cpu")]
     device = found[0] if args.device is None else devices.existing(args.device)
     draft_device = found[-1] if args.draft_device is None else devices.existing(args.draft_device)
     usual = ("float32" if one.type == "cpu" else "bfloat16" for one in (device, draft_device))
     dtypes = (getattr(torch, args.dtype or name) for name in usual)
-    names = (args.target or pair.folder("target"), args.draft or pair.folder("draft"))
-    return Models(*names, device, draft_device, *dtypes)
+    names = args.target or pair.folder("target"), None if looks_up else args.draft or pair.folder("draft")
+    return Models(*names, device, device if looks_up else draft_device, *dtypes, drafter)
 
 
 def load(name: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:

@@ -36,6 +36,7 @@ class Figures:
         over_assisted (`float`, *optional*): Speed of SSD over `assisted`, the median over turns.
         assistant_tokens (`int`, *optional*): The number of assistant tokens in this best setting.
         failure (`str`, *optional*): Why the draft was given up.
+        looks_up (`bool`): Whether the prompt was looked up, without a draft.
     """
 
     acceptance: float | None
@@ -57,6 +58,7 @@ class Figures:
     over_assisted: float | None = None
     assistant_tokens: int | None = None
     failure: str | None = None
+    looks_up: bool = False
 
     @property
     def pays(self) -> bool:
@@ -71,6 +73,9 @@ class Figures:
             return f"yes: {self.over_plain:.2f} times plain decoding{also}"
         if self.failure is not None:
             return f"no: the draft was given up ({self.failure})"
+        if self.looks_up:
+            gain = f"{self.over_plain:.2f} times plain decoding" if self.drafts else "plain decoding is faster"
+            return f"no: {gain}; these answers hardly repeat their prompts or themselves, for which a draft model is"
         if self.acceptance is not None and self.acceptance < LOW_ACCEPTANCE:
             return (
                 f"no: the target accepts {self.acceptance:.0%} of the drafted tokens; a draft of the same family, or "
