@@ -80,6 +80,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument("--lookup-tokens", type=int, nargs="*", default=[3, 10], help="of transformers")
     parser.add_argument("--batch", type=int, default=4, help="prompts of the batch; 0: no batch")
+    parser.add_argument("--only", choices=[*prompts()], help="one kind of prompts")
     parser.add_argument("--seconds", type=float, default=300.0, help="no prompt is begun after these")
     args = parser.parse_args()
 
@@ -97,6 +98,8 @@ def main() -> None:
     target.generate(**encode(tokenizer, ["def f():"]), max_new_tokens=4, do_sample=False)
     print("| text | rows | method | over plain | range | tokens a round |\n| --- | --- | --- | --- | --- | --- |")
     for kind, texts in prompts().items():
+        if args.only not in (None, kind):
+            continue
         sizes = [1, args.batch] if args.batch else [1]
         for rows in sizes:
             turns = []
