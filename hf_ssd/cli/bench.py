@@ -10,6 +10,7 @@ reported.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import importlib.util
 import json
@@ -23,7 +24,7 @@ import transformers
 import hf_ssd
 
 from .. import devices, timeline
-from ..config import LONGEST_LOOKAHEAD
+from ..config import LONGEST_LOOKAHEAD, WITHOUT_DRAFT
 from ..distributed.cores import CoreShare, divide_cores
 from . import doctor, models, options, prompts
 from .methods import ASSISTED, SSD, Bench
@@ -65,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     """Returns the exit code."""
     check_pictures(args)
     found = models.chosen(args)
-    if found.draft is None:
+    if found.draft is None and args.drafter not in WITHOUT_DRAFT:
         raise ValueError("This command compares ways to use a DRAFT; hf-ssd check TARGET measures n-grams.")
     texts = prompts.prompts_from(args.prompts, args.prompt_field) if args.prompts else prompts.SNIPPETS
     doctor.examine(found)
@@ -89,10 +90,12 @@ def check_pictures(args: argparse.Namespace) -> None:
 def compare(args: argparse.Namespace, target, draft, batches: list[dict], tokenizers: dict | None = None) -> None:
     """
     Measures all methods with the arguments of [`add_work`] and [`add_methods`], prints tables, and writes the files
-    that these ask for. `batches` are inputs of generate(), used in turn; `tokenizers` are given if the two differ.
+    that these ask for. `draft` is `None` for a drafter without a draft model; `batches` are inputs of generate(), used
+    in turn; `tokenizers` are given if the two differ.
     """
     cores, tables = cores_for(args, target, draft), {}
-    with hf_ssd.launch_draft(draft, cores=cores, target=target) as assistant:
+    launched = contextlib.nullcontext() if draft is None else hf_ssd.launch_draft(draft, cores=cores, target=target)
+    with launched as assistant:
         bench = Bench(args, target, draft, assistant, batches, tokenizers)
         views = {"the target on one device each": False}
         if cores is not None and not args.one_table:
@@ -118,6 +121,8 @@ def compare(args: argparse.Namespace, target, draft, batches: list[dict], tokeni
 
 def cores_for(args: argparse.Namespace, target, draft) -> CoreShare | None:
     """Returns the cores of each side if they are pinned or both models are on the CPU; otherwise `None`."""
+    if draft is None:
+        return None
     if args.pin:
         target_cores, draft_cores = args.pin
         return CoreShare(target_cores, (draft_cores,))

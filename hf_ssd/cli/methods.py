@@ -83,6 +83,11 @@ class Bench:
         theirs = both if all_devices else target_cores
         devices = len(theirs) if theirs else 1
         methods = {PLAIN: Method({}, theirs, devices)}
+        ours = {"assistant_model": self.assistant, "ssd_config": settings(self.args)}
+        if self.draft is None:  # transformers looks prompts up too, for one row
+            lookups = self.args.assistant_tokens if self.args.batch_size == 1 and self.args.drafter == "ngram" else ()
+            named = {f"{ASSISTED}, {n}": Method({"prompt_lookup_num_tokens": n}, theirs, devices) for n in lookups}
+            return methods | named | {SSD: Method(ours, theirs, devices)}
         reads_features = getattr(getattr(self.draft, "config", None), "target_layers", ())
         # transformers' assisted generation takes no batches, and no heads that read hidden states.
         if self.args.batch_size == 1 and not reads_features:
@@ -94,9 +99,7 @@ class Bench:
         for k in self.args.in_turn_lookaheads:
             config = hf_ssd.SSDConfig(lookahead=k, asynchronous=False)
             methods[f"{SD}, {k}"] = Method({"assistant_model": self.draft, "ssd_config": config}, theirs, devices)
-        ours = {"assistant_model": self.assistant, "ssd_config": settings(self.args)}
-        methods[SSD] = Method(ours, target_cores, len(both) if both else 2)
-        return methods
+        return methods | {SSD: Method(ours, target_cores, len(both) if both else 2)}
 
     def run(self, method: Method, turn: int) -> Run:
         inputs = self.batches[turn % len(self.batches)]

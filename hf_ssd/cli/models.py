@@ -125,9 +125,11 @@ class Models:
             return {}
         return {"tokenizer": ours, "assistant_tokenizer": theirs}
 
-    def load(self) -> tuple[PreTrainedModel, PreTrainedModel]:
-        """Loads both models, enables the target, and returns target and draft."""
+    def load(self) -> tuple[PreTrainedModel, PreTrainedModel | None]:
+        """Loads the models, enables the target, and returns target and draft."""
         target = hf_ssd.enable(self.target.load())
+        if self.draft is None:
+            return target, None
         if self.is_head:
             dtype = None if self.draft.dtype == "auto" else getattr(torch, self.draft.dtype)
             return target, load_head(self.draft.name, target, dtype)

@@ -2,7 +2,7 @@
 
 LONGEST = 16  # tokens of a match; longer matches count as this long
 PLACES = 32  # earlier occurrences of the last two tokens that are compared, the latest first
-TOKENS_PER_MATCHED = 2  # proposed tokens for each token of the match: what has matched for long goes on for long
+TOKENS_PER_MATCHED = 4  # proposed tokens for each token of the match: what has matched for long goes on for long
 
 
 class PromptLookup:

@@ -12,6 +12,7 @@ from hf_ssd.planning.lookup_costs import LookupCosts
 from hf_ssd.rounds import IN_TURN, NGRAM, NOTHING, PLAIN
 
 from ..conftest import padded_batch, tiny_draft, tiny_model
+from ..real_use.families import sharp_model, tiny_config
 from . import test_sampled
 from .test_sampled import SMALL, p_value, small  # noqa: F401
 
@@ -94,6 +95,17 @@ def test_a_lookup_in_turn_is_the_same_call(repeating):
         for output in outputs[1:]:
             assert torch.equal(output.sequences, outputs[0].sequences)
             assert output.ssd_stats.column("accepted") == outputs[0].ssd_stats.column("accepted")
+
+
+@pytest.mark.slow
+def test_a_target_with_recurrent_layers_looks_up_too():
+    """The prompt says the same three times, so that tokens are proposed from the first round on."""
+    target = hf_ssd.enable(sharp_model(tiny_config("qwen3_next")))
+    options = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}
+    batch = {name: tensor.repeat(1, 3) for name, tensor in padded_batch(1).items()}
+    plain = target.generate(**batch, **options)
+    output = target.generate(**batch, **options, ssd_config=hf_ssd.SSDConfig(drafter="ngram", lookahead=5))
+    assert torch.equal(output.sequences, plain.sequences) and max(output.ssd_stats.column("lookahead")) == 5
 
 
 class Collected(BaseStreamer):
@@ -256,3 +268,10 @@ def test_advice_for_a_text_that_hardly_repeats_itself_names_a_draft_model(repeat
     )
     (advice,) = output.ssd_stats.advice
     assert "the text hardly repeats itself; use a draft model" in advice
+
+
+def test_a_target_that_several_ranks_share_is_refused():
+    target = hf_ssd.enable(tiny_model(vocab_size=FEW))
+    target._tp_size = 2
+    with pytest.raises(ValueError, match="works for a target in one process, and this one is shared by 2 ranks"):
+        target.generate(**prompts(1), ssd_config=hf_ssd.SSDConfig(drafter="ngram"))

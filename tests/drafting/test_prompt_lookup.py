@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_ssd.drafting import prompt_lookup
-from hf_ssd.drafting.prompt_lookup import LONGEST, PromptLookup
+from hf_ssd.drafting.prompt_lookup import LONGEST, TOKENS_PER_MATCHED, PromptLookup
 
 TEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=40)
 
@@ -20,7 +20,7 @@ def rule(text: list[int], count: int) -> list[int]:
         if matched >= max(2, longest):
             best, longest = place, matched
     period = len(text) - best
-    return [text[best + i % period] for i in range(min(count, 2 * longest))] if best else []
+    return [text[best + i % period] for i in range(min(count, TOKENS_PER_MATCHED * longest))] if best else []
 
 
 @given(TEXTS, st.integers(1, 20))

@@ -1,0 +1,30 @@
+"""`--drafter ngram`: commands without a draft model."""
+
+import pytest
+
+from hf_ssd.cli import pair
+from hf_ssd.cli.main import main
+
+QUICK = ["--drafter", "ngram", "--repeats", "1", "--max-new-tokens", "24"]
+
+
+@pytest.mark.slow
+def test_bench_compares_a_lookup_with_that_of_transformers(capsys):
+    assert main(["bench", *QUICK, "--assistant-tokens", "4"]) == 0
+    told = capsys.readouterr().out
+    assert "plain generate" in told and "assisted, 4" in told and "SSD" in told and "in turn" not in told
+
+
+@pytest.mark.slow
+def test_a_chat_looks_up_what_was_said(capsys, monkeypatch):
+    words = iter(["def f(x):\n    return x + 1\n\ndef f(x):\n    return x", "/quit"])
+    monkeypatch.setattr("builtins.input", lambda _: next(words))
+    assert main(["chat", "--drafter", "ngram", "--stats", "--max-new-tokens", "24"]) == 0
+    told = capsys.readouterr().out
+    assert "tokens/s" in told and ("acceptance" in told or "decoded plainly" in told)
+
+
+@pytest.mark.parametrize("command", ["check", "chat", "bench"])
+def test_a_draft_beside_a_lookup_is_refused(command, capsys):
+    assert main([command, pair.folder("target"), pair.folder("draft"), "--drafter", "ngram"]) == 2
+    assert 'SSDConfig(drafter="ngram") uses no draft model; leave out' in capsys.readouterr().err
