@@ -11,6 +11,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList, set_seed
 
 import hf_ssd
 
+from ..config import WITHOUT_DRAFT
 from ..distributed.cores import CoreShare, use_cores
 from .options import settings
 
@@ -83,9 +84,10 @@ class Bench:
         theirs = both if all_devices else target_cores
         devices = len(theirs) if theirs else 1
         methods = {PLAIN: Method({}, theirs, devices)}
-        ours = {"assistant_model": self.assistant, "ssd_config": settings(self.args)}
-        if self.draft is None:  # transformers looks prompts up too, for one row
-            lookups = self.args.assistant_tokens if self.args.batch_size == 1 and self.args.drafter == "ngram" else ()
+        config = settings(self.args)
+        ours = {"assistant_model": self.assistant, "ssd_config": config}
+        if config.drafter in WITHOUT_DRAFT:  # transformers looks prompts up too, for one row
+            lookups = self.args.assistant_tokens if self.args.batch_size == 1 else ()
             named = {f"{ASSISTED}, {n}": Method({"prompt_lookup_num_tokens": n}, theirs, devices) for n in lookups}
             return methods | named | {SSD: Method(ours, theirs, devices)}
         reads_features = getattr(getattr(self.draft, "config", None), "target_layers", ())

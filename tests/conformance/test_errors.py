@@ -12,8 +12,6 @@ from transformers import (
     GenerationConfig,
     GPT2Config,
     GPT2LMHeadModel,
-    Llama4ForCausalLM,
-    Llama4TextConfig,
     MambaConfig,
     MambaForCausalLM,
     Qwen2_5_VLConfig,
@@ -145,15 +143,9 @@ def encoder_decoder():
     return T5ForConditionalGeneration(T5Config(vocab_size=97, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2))
 
 
-def chunked():
-    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "intermediate_size_mlp": 64, "head_dim": 8}
-    counts = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 2}
-    return Llama4ForCausalLM(Llama4TextConfig(**sizes, **counts, layer_types=["chunked_attention"], pad_token_id=0))
-
-
 @pytest.mark.parametrize(
     "model, words",
-    [(recurrent, "recurrent"), (encoder_decoder, "encoder-decoder"), (chunked, "uses chunked attention")],
+    [(recurrent, "recurrent"), (encoder_decoder, "encoder-decoder")],
 )
 @pytest.mark.parametrize("side", ["target", "draft"])
 def test_models_that_cannot_take_part(model, words, side):

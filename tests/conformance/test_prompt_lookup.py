@@ -273,5 +273,5 @@ def test_advice_for_a_text_that_hardly_repeats_itself_names_a_draft_model(repeat
 def test_a_target_that_several_ranks_share_is_refused():
     target = hf_ssd.enable(tiny_model(vocab_size=FEW))
     target._tp_size = 2
-    with pytest.raises(ValueError, match="works for a target in one process, and this one is shared by 2 ranks"):
+    with pytest.raises(ValueError, match="works for a target in one process, and 2 ranks share this target"):
         target.generate(**prompts(1), ssd_config=hf_ssd.SSDConfig(drafter="ngram"))

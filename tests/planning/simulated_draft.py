@@ -62,7 +62,7 @@ class SimulatedSession(SeveralDrafts):
         self.grown = self.passes * tokens_of_a_pass
         return self.choice + self.passes * self.branch
 
-    def send_outcome(self, outcome, plan):
+    def send_outcome(self, outcome, plan, features=None):
         super().send_outcome(outcome, plan)
         self.is_behind = outcome.later is not None
 
@@ -81,7 +81,7 @@ class Worker:
     def close(self):
         pass
 
-    def send_outcome(self, outcome, plan):
+    def send_outcome(self, outcome, plan, features=None):
         self.plan, self.incomplete = plan, None
 
     def send_speculation(self, found, kind=None):

@@ -1,6 +1,5 @@
 """Plain generation's tokens, and a draft that knows them, in calls that the other tests do not make."""
 
-import functools
 import queue
 import threading
 import warnings
@@ -31,8 +30,6 @@ from ..stand_ins.thread_worker import ThreadWorker
 class Fillers:
     """A planner that times wider passes in the first rounds, decodes plainly for some, and then drafts."""
 
-    profiles = False
-
     def __init__(self, fillers: int, plain: int):
         self.left, self.plain, self.rounds = [3] * fillers, range(fillers, fillers + plain), 0
 
@@ -40,8 +37,14 @@ class Fillers:
     def plan(self):
         return Plan(PLAIN) if self.rounds in self.plain else Plan(AHEAD, 3, 3, 4)
 
+    @property
+    def profiles(self):
+        return bool(self.left)
+
     def begin_call(self):
         pass
+
+    begin_profile = begin_call
 
     def reason_of(self, records):
         return "the test says so"
@@ -318,7 +321,7 @@ class Repeats:
 
 @pytest.fixture(scope="module")
 def two_workers():
-    with DraftAssistant([functools.partial(ThreadWorker, tiny_draft(disagreement=0.3)) for _ in range(2)]) as assistant:
+    with DraftAssistant([ThreadWorker(tiny_draft(disagreement=0.3)) for _ in range(2)]) as assistant:
         yield assistant
 
 
