@@ -105,7 +105,7 @@ def test_the_options_of_the_draft_reach_its_worker(monkeypatch):
     )
     given = []
     monkeypatch.setattr(hf_ssd, "launch_draft", lambda name, **options: given.append((name, options)))
-    models.chosen(args).launch_draft()
+    models.chosen(args).launch_draft(None)
     cpu = torch.device("cpu")
-    options = {"device": cpu, "dtype": "bfloat16", "num_threads": 1, "revision": "v2"}
+    options = {"device": cpu, "dtype": "bfloat16", "num_threads": 1, "revision": "v2", "target": None}
     assert given == [(pair.folder("draft"), options)]
