@@ -32,7 +32,7 @@ from ..rounds import (
 )
 from .cache_shapes import CANDIDATES, CacheShape
 from .drafter import Drafter
-from .fallbacks import Fallback, fallbacks_for, join
+from .fallbacks import fallbacks_for, join
 from .outcome_candidates import OutcomeCandidates
 from .speculation_cache import SpeculationCache
 
@@ -52,8 +52,6 @@ class Speculator:
         shape ([`CacheShape`]): Chooses outcomes, and learns from how rounds end.
         seed (`int`): Seed of the random fallback.
         limit (`int`, *optional*): The largest number of tokens that a row may have.
-        custom (`tuple[str, Fallback]`, *optional*): Source name and object of the user's own fallback, which replaces
-            the plan's fallback.
         worker_index, num_workers (`int`, *optional*): Index of this draft, and number of drafts. The budgets of all
             drafts are added up, and each draft prepares its share of the outcomes.
     """
@@ -65,11 +63,10 @@ class Speculator:
         shape: CacheShape,
         seed: int,
         limit: int | None = None,
-        custom: tuple[str, Fallback] | None = None,
         worker_index: int = 0,
         num_workers: int = 1,
     ):
-        self.drafter, self.config, self.shape, self.limit, self.custom = drafter, config, shape, limit, custom
+        self.drafter, self.config, self.shape, self.limit = drafter, config, shape, limit
         self.worker_index, self.num_workers = worker_index, num_workers
         self.fallbacks = fallbacks_for(drafter.vocab_size, seed)
         self.plan = Plan(PLAIN)
@@ -246,7 +243,7 @@ class Speculator:
         missed = [row for row, one in enumerate(sources) if one == NOTHING and not self.finished[row]]
         # If nothing was prepared, the draft model proposes the tokens, as in speculative decoding.
         if width is None and missed and self.was_prepared:
-            source, fallback = self.custom or (plan.fallback, self.fallbacks.get(plan.fallback))
+            source, fallback = plan.fallback, self.fallbacks.get(plan.fallback)
             if fallback is not None:
                 self.catch_up()
                 prefix, found.probabilities = self.drafter.prefix, self.distributions(found)
