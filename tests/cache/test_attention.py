@@ -20,8 +20,9 @@ from hf_ssd.cache.attention import GroupedHeads, grouped_attention
 from hf_ssd.cache.cached_model import CachedModel
 from hf_ssd.cache.ragged import RaggedCache
 
-from ..conformance.test_families import MODELS, pair_of
+from ..conformance.models import QUICK
 from ..conftest import FAMILIES, SIZES, VOCAB, tiny_model
+from ..real_use.families import sharp_model, tiny_config
 
 
 class Layer(torch.nn.Module):
@@ -107,11 +108,11 @@ def test_a_verification_copies_no_keys(family):
     assert model.config._attn_implementation == "sdpa"
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", QUICK)
 @torch.inference_mode()
 def test_logits_equal_those_of_copied_keys(name):
     """Rows of different lengths, several tokens each, behind a cache."""
-    model, _ = pair_of(name)
+    model = sharp_model(tiny_config(name))
     ours, theirs = (CachedModel(model, RaggedCache()) for _ in range(2))
     theirs.attention.configs = []
     tokens = torch.randint(2, VOCAB, (2, 16), generator=torch.Generator().manual_seed(3))
@@ -124,7 +125,7 @@ def test_logits_equal_those_of_copied_keys(name):
 @torch.inference_mode()
 def test_models_that_know_attention_functions_by_name_keep_theirs():
     """Falcon asks whether its implementation is "sdpa", and otherwise computes attention itself."""
-    target, _ = pair_of("falcon")
+    target = sharp_model(tiny_config("falcon"))
     assert GroupedHeads(target).configs == []
     eager = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SIZES), attn_implementation="eager").eval()
     assert GroupedHeads(eager).configs == []

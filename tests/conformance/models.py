@@ -20,8 +20,8 @@ arcee                      supported      supported
 aria_text                  supported      supported
 axk1                       supported      supported
 axk2                       indexed        indexed
-bailing_hybrid             supported      recurrent
-bamba                      supported      recurrent
+bailing_hybrid             supported      supported
+bamba                      supported      supported
 bart                       no_positions   own_mask
 beam                       supported      supported
 bert                       supported      supported
@@ -62,7 +62,7 @@ ernie4_5_moe               supported      supported
 exaone4                    supported      supported
 exaone_moe                 supported      supported
 falcon                     supported      supported
-falcon_h1                  supported      recurrent
+falcon_h1                  supported      supported
 falcon_mamba               no_attention   no_attention
 flex_olmo                  supported      supported
 flint                      supported      supported
@@ -98,7 +98,7 @@ granite                    supported      supported
 granite_swa                supported      supported
 granitemoe                 supported      supported
 granitemoe_swa             supported      supported
-granitemoehybrid           supported      recurrent
+granitemoehybrid           supported      supported
 granitemoeshared           supported      supported
 helium                     supported      supported
 hrm_text                   supported      supported
@@ -107,19 +107,19 @@ hunyuan_v1_moe             supported      supported
 hy_v3                      supported      supported
 hy_v4                      indexed        indexed
 hyperclovax                supported      supported
-inkling2_text              no_mask        recurrent
-inkling_text               no_mask        recurrent
+inkling2_text              no_mask        no_mask
+inkling_text               no_mask        no_mask
 internlm3                  supported      supported
 iquestcoder                supported      supported
 jais2                      supported      supported
-jamba                      forgets        recurrent
+jamba                      forgets        forgets
 jetmoe                     supported      supported
-kimi_linear                supported      recurrent
+kimi_linear                supported      supported
 kolibri1                   supported      supported
 laguna                     supported      supported
-lfm2                       supported      recurrent
-lfm2_moe                   supported      recurrent
-lfm3                       supported      recurrent
+lfm2                       supported      supported
+lfm2_moe                   supported      supported
+lfm3                       supported      supported
 llama                      supported      supported
 llama4                     supported      supported
 llama4_text                supported      supported
@@ -149,11 +149,11 @@ musicgen_melody            not_built      not_built
 mvp                        no_positions   own_mask
 nanochat                   supported      supported
 nemotron                   supported      supported
-nemotron_h                 supported      recurrent
+nemotron_h                 supported      supported
 olmo                       supported      supported
 olmo2                      supported      supported
 olmo3                      supported      supported
-olmo_hybrid                supported      recurrent
+olmo_hybrid                supported      supported
 olmoe                      supported      supported
 openai-gpt                 no_mask        no_mask
 opt                        supported      supported
@@ -168,15 +168,15 @@ prophetnet                 no_positions   no_mask
 qwen2                      supported      supported
 qwen2_moe                  supported      supported
 qwen3                      supported      supported
-qwen3_5                    supported      recurrent
-qwen3_5_moe                supported      recurrent
-qwen3_5_moe_text           supported      recurrent
-qwen3_5_text               supported      recurrent
+qwen3_5                    supported      supported
+qwen3_5_moe                supported      supported
+qwen3_5_moe_text           supported      supported
+qwen3_5_text               supported      supported
 qwen3_moe                  supported      supported
-qwen3_next                 supported      recurrent
+qwen3_next                 supported      supported
 qwen4_exp                  indexed        indexed
 qwen4_exp_text             indexed        indexed
-recurrent_gemma            no_mask        recurrent
+recurrent_gemma            no_mask        forgets
 reformer                   own_cache      own_cache
 rembert                    supported      supported
 roberta                    supported      supported
@@ -200,9 +200,9 @@ xlnet                      own_cache      own_cache
 xlstm                      own_cache      own_cache
 xmod                       supported      supported
 youtu                      supported      supported
-zamba                      forgets        recurrent
-zamba2                     supported      recurrent
-zaya                       supported      recurrent
+zamba                      forgets        forgets
+zamba2                     supported      supported
+zaya                       supported      supported
 """
 
 # The sentences that refuse a family, after the name of the model's class.
@@ -215,7 +215,6 @@ REFUSED = {
     "no_positions": "takes no `position_ids`, which verification needs.",
     "own_cache": "uses a compressed state (its own cache), which cannot be rolled back to a rejected token;",
     "own_mask": "does not obey a 4D attention mask with position ids, or makes a mask of its own",
-    "recurrent": "keeps a recurrent state, which cannot be rolled back to the fork of a branch, so it can be a target",
 }
 
 # Why no small model of a family is made.
@@ -256,7 +255,7 @@ MULTIMODAL = {
     "llava": SUPPORTED,
     "mistral3": SUPPORTED,
     "qwen2_5_vl": SUPPORTED,
-    "qwen3_5": "recurrent",
+    "qwen3_5": SUPPORTED,
     "qwen3_vl": SUPPORTED,
 }
 

