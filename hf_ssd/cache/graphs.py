@@ -222,5 +222,8 @@ def fill(static: tuple, inputs: tuple) -> None:
 
 
 def _axis(tensor: torch.Tensor) -> int:
-    """Returns the axis of tokens in an input `(rows, tokens)`, `(2, rows, tokens)` or `(rows, 1, tokens, ...)`."""
-    return min(2, tensor.dim() - 1)
+    """
+    Returns the axis of tokens in an input: `(rows, tokens)`, `(2, rows, tokens)`, `(rows, 1, tokens, ...)`, or the
+    states `(rows, tokens, width)` that a head reads.
+    """
+    return 1 if tensor.dim() == 3 and tensor.is_floating_point() else min(2, tensor.dim() - 1)

@@ -19,6 +19,7 @@ from .support import are_close, is_flash_attention
 
 LONGEST_STEP = 64  # tokens of each row; a longer pass is a prefill, which always runs eagerly
 WINDOW_STEP = 64  # columns by which a window grows
+MOST_PASSES = 128  # captured passes that are kept; a service may see a new temperature in each call
 
 logger = logging.get_logger(__name__)
 
@@ -156,6 +157,8 @@ class GraphRunner(Runner):
         cache, graphs = self.cache, self.graphs
         if cache.window is None or graphs.failure is not None:
             return super().run(inputs, logits_to_keep, mask, finish)
+        if mask is not None and mask.key is None:  # it is made before the pass
+            inputs, mask = {**inputs, "attention_mask": mask.call(inputs["places"][0], *mask.inputs)}, None
         if finish is not None and (finish.key is None or finish.key in graphs.refused):
             return finish.call(self.run(inputs, logits_to_keep, mask), *finish.inputs)
         kept, logits_to_keep = (logits_to_keep, None) if isinstance(logits_to_keep, int) else (None, logits_to_keep)
@@ -166,6 +169,8 @@ class GraphRunner(Runner):
         captured = graphs.passes.get(key)
         try:
             if captured is None:
+                if len(graphs.passes) >= MOST_PASSES:
+                    del graphs.passes[next(iter(graphs.passes))]
                 graphs.passes[key] = self._capture(static_copy(moving, key[1]), kept, mask, finish)
                 self.preparations += 1
             logits, found = graphs.passes[key](moving, tokens if kept is None else kept)

@@ -13,7 +13,7 @@ from ..rounds import IN_TURN, Plan
 from .draft_server import DraftServer
 from .sessions import DraftError, DraftSession, SessionRequest
 from .several_drafts import open_session
-from .wire import Message
+from .wire import Kind, Message
 
 
 class LocalChannel:
@@ -78,8 +78,12 @@ class LocalWorker:
 
     def work(self) -> None:
         """Handles the messages that the target has sent. Raises the draft's exceptions as [`DraftError`]."""
+        waiting = self.server.channel.incoming
+        if waiting and waiting[-1].kind == Kind.END:  # the answer to an outcome before it would not be read
+            while len(waiting) > 1:
+                waiting.popleft()
         try:
-            while self.server.channel.incoming:
+            while waiting:
                 self.server.handle(self.server.channel.receive(0.0))
         except Exception as error:
             raise DraftError(f"The draft raised {type(error).__name__}: {error}") from error
@@ -88,7 +92,11 @@ class LocalWorker:
         """Begins a call, and reads the prompts. The worker serves one call."""
         self.server.translation = self.translation = request.translation  # nothing has to be sent
         session = open_session([self], 1, request, self.kill)
-        self.work()
+        try:
+            self.work()
+        except BaseException:
+            self.kill()
+            raise
         return session
 
     def stderr_tail(self) -> str:
@@ -96,6 +104,8 @@ class LocalWorker:
 
     def kill(self) -> None:
         """Drops what the draft keeps for the call, which the two ends would keep from being freed at once."""
+        if self.server is not None:
+            self.server.speculator = None  # it refers to a method of the server
         self.channel.other.other = self.channel.while_waiting = self.server = None
 
 

@@ -200,7 +200,7 @@ class Drafter(ABC):
 
         def choose(logits, noise=None):
             logits = vocabulary.to_target(logits)
-            last = logits[:, -lengths.shape[1] :].float()
+            last = (logits[:, -1:] if keeps_logits else logits).float()  # a captured pass has padded branches
             scores = sampler.process(last, histories, lengths)
             tokens, probabilities = sampler.draw(scores, None if noise is None else noise[:, 0], depth, plan)
             kept = (logits,) if keeps_logits else ()

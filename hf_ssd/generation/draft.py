@@ -212,7 +212,9 @@ class FaultTolerantDraft:
             return speculation
         payload = wire.write_speculation(speculation) if self.decides else None
         message = self.ranks.share(Message(Kind.SPECULATION, payload=payload) if self.decides else None)
-        return wire.read_speculation(message.payload, len(self.request.prompts))
+        shared = wire.read_speculation(message.payload, len(self.request.prompts))
+        shared.are_certain = self.decides and speculation.are_certain
+        return shared
 
     def _filler(self, last: torch.LongTensor) -> Speculation:
         """
