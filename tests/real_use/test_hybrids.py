@@ -134,14 +134,13 @@ def test_a_hybrid_drafts_for_itself_and_is_always_right(family, short_refeeds):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("family", HYBRIDS)
-def test_every_family_drafts_with_every_lookahead(family, rows):
+def test_every_family_drafts_with_every_lookahead(family):
     config = tiny_config(family)
     target, same, other = hf_ssd.enable(sharp_model(config)), sharp_model(config), sharp_model(config, 0.004)
-    check_hybrid_draft(target, same, rows, [1, 4, 7], least=lambda lookahead: 0.9 * (lookahead + 1))
-    check_hybrid_draft(target, other, rows, [1, 4, 7], least=lambda lookahead: 1.02)
-    sampled_like_the_oracle(target, other, rows)
+    check_hybrid_draft(target, same, 3, [1, 4, 7], least=lambda lookahead: 0.9 * (lookahead + 1))
+    check_hybrid_draft(target, other, 1, [4], least=lambda lookahead: 1.02)
+    sampled_like_the_oracle(target, other, 3)
 
 
 def sampled_like_the_oracle(target, draft, rows):
