@@ -1,0 +1,93 @@
+"""A draft that works in turn, in the target's process: it does nothing that nobody reads, and leaves nothing behind."""
+
+import functools
+import gc
+
+import pytest
+import torch
+
+import hf_ssd
+from hf_ssd.cache.ragged import RaggedCache
+from hf_ssd.distributed.assistant import DraftAssistant
+from hf_ssd.distributed.target_ranks import TargetRanks
+from hf_ssd.rounds import FILLER
+
+from ..conftest import tiny_draft
+from ..stand_ins.thread_worker import ThreadWorker
+
+IDS = torch.arange(2, 9)[None]
+CONFIG = hf_ssd.SSDConfig(lookahead=6, asynchronous=False)
+
+
+class Passes:
+    """Counts the passes of a draft, and raises after some of them."""
+
+    def __init__(self, draft):
+        self.forward, self.count, self.most = draft.forward, 0, None
+        draft.forward = functools.wraps(self.forward)(self)
+
+    def __call__(self, *arguments, **options):
+        self.count += 1
+        if self.most is not None and self.count > self.most:
+            raise RuntimeError("out of memory")
+        return self.forward(*arguments, **options)
+
+
+@pytest.fixture
+def draft(target):
+    draft = tiny_draft()
+    generate(target, draft, 1)  # the model is tried in its first call
+    return draft
+
+
+def generate(target, draft, count):
+    options = {"max_new_tokens": count, "do_sample": False, "return_dict_in_generate": True}
+    return target.generate(IDS, assistant_model=draft, ssd_config=CONFIG, **options)
+
+
+@pytest.mark.parametrize("count", [1, 2, 9])
+def test_the_draft_drafts_nothing_after_the_last_round(target, draft, count):
+    passes = Passes(draft)
+    stats = generate(target, draft, count).ssd_stats
+    assert passes.count == 1 + sum(record.steps for record in stats.records)  # and one that reads the prompt
+
+
+def test_a_draft_that_would_fail_after_the_last_token_fails_in_no_call(target, draft):
+    passes = Passes(draft)
+    generate(target, draft, 9)
+    passes.count, passes.most = 0, passes.count - 1
+    stats = generate(target, draft, 9).ssd_stats
+    assert "out of memory" in stats.draft_failure and stats.generated_tokens == 9
+
+
+@pytest.mark.parametrize("most", [0, 3], ids=["at the start", "in a round"])
+def test_a_draft_that_fails_leaves_no_cache_behind(target, draft, most):
+    passes = Passes(draft)
+    passes.most = most
+    gc.collect()
+    gc.disable()
+    try:
+        before = sum(isinstance(one, RaggedCache) for one in gc.get_objects())
+        assert "out of memory" in generate(target, draft, 9).ssd_stats.draft_failure
+        assert sum(isinstance(one, RaggedCache) for one in gc.get_objects()) == before
+    finally:
+        gc.enable()
+
+
+class TwoRanks(TargetRanks):
+    """A process that behaves as the leader of two."""
+
+    def __init__(self):
+        super().__init__()
+        self.size = 2
+
+    def share_random_state(self, device):
+        pass
+
+
+def test_no_rank_waits_for_the_probabilities_of_tokens_that_are_certain(target):
+    options = {"max_new_tokens": 40, "do_sample": True, "return_dict_in_generate": True}
+    with DraftAssistant([ThreadWorker(tiny_draft())], ranks=TwoRanks()) as assistant:
+        output = target.generate(IDS, assistant_model=assistant, ssd_config=hf_ssd.SSDConfig(timeout=10.0), **options)
+    stats = output.ssd_stats
+    assert stats.draft_failure is None and any(FILLER in record.sources for record in stats.records)
