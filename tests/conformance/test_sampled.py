@@ -225,10 +225,11 @@ def test_a_state_that_is_not_copied_changes_the_distribution(monkeypatch):
 
     def shared(self, rows):
         for (states, index), kept in zip(self.places(), self.kept):
-            states[index] = kept
+            states[index] = kept if rows is None else kept[torch.tensor(rows)]  # fewer rows are always copied
 
     monkeypatch.setattr(RecurrentLayer, "copy_checkpoint", shared)
-    assert p_value(*pair, calls=12, seed=4) < 1e-6
+    with pytest.raises(AssertionError):  # strings come up that the target cannot give
+        p_value(*pair, calls=12, seed=4)
 
 
 class LatestTokens:
