@@ -59,7 +59,7 @@ def measure(args, models, batches: list[dict], temperature: float) -> dict[str, 
     """Returns a row for each method by its name: `over plain`, `lowest`, `highest`, and what `hf-ssd bench` reports."""
     target, draft, assistant, cores, tokenizers = models
     work = argparse.Namespace(
-        new_tokens=args.new_tokens, max_new_tokens=args.new_tokens, temperature=temperature,
+        max_new_tokens=args.max_new_tokens, temperature=temperature,
         ignore_eos=False, repeats=args.repeats,
     )  # fmt: skip
     bench = Bench(work, target, draft, assistant, batches, tokenizers)
@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument("--target", help="hub id or folder of another target")
     parser.add_argument("--kinds", nargs="+", default=["chat", "edit", "summary"])
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 0.7])
-    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3, help="turns; one more warms up")
     parser.add_argument("--minutes", type=float, default=7.0, help="for all turns but the first two of each column")
     parser.add_argument("--assistant-tokens", nargs="*", type=int, default=[3, 6], help="of assisted generation")
@@ -142,7 +142,7 @@ def main() -> None:
     print(table(columns))
     plain = statistics.median(rows[PLAIN]["speed"] for rows in columns.values())
     print(f"\n{machine()}; plain generate() on {len(cores.target)} of them: {plain:.1f} tokens/s; float32, "
-          f"{args.new_tokens} tokens, {args.repeats} turns")  # fmt: skip
+          f"{args.max_new_tokens} tokens, {args.repeats} turns")  # fmt: skip
     turns = [[row["lowest"], row["highest"]] for rows in columns.values() for row in rows.values()]
     say_how_busy(load, turns)
     if args.output:

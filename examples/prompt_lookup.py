@@ -77,7 +77,7 @@ def main() -> None:
     parser.add_argument("--target", default=str(DOCS.parent / "examples" / "pair" / "target"))
     parser.add_argument("--gguf", help="file in the folder of the target, if its weights are in one")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--new-tokens", type=int, default=96)
+    parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--lookup-tokens", type=int, nargs="*", default=[3, 10], help="of transformers")
     parser.add_argument("--batch", type=int, default=4, help="prompts of the batch; 0: no batch")
     parser.add_argument("--only", choices=[*prompts()], help="one kind of prompts")
@@ -108,7 +108,7 @@ def main() -> None:
                     break
                 inputs = encode(tokenizer, texts[first : first + rows])
                 methods = {**plain, **ours, **theirs} if rows == 1 else {**plain, **ours}
-                turns.append(measure(target, inputs, methods, args.new_tokens))
+                turns.append(measure(target, inputs, methods, args.max_new_tokens))
             for name in turns[0] if turns else ():
                 ratios = [turn[name][0] / turn["plain"][0] for turn in turns]
                 gained = statistics.median(turn[name][1] for turn in turns)

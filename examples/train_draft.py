@@ -148,7 +148,7 @@ def main() -> None:
     parser.add_argument("--writing", type=float, default=0.5, help="share of the minutes in which the target writes")
     parser.add_argument("--prompts", help="JSON lines with your own prompts; default: prompts made of this repository")
     parser.add_argument("--prompt-field", default="prompt")
-    parser.add_argument("--new-tokens", type=int, default=128, help="most tokens of an answer")
+    parser.add_argument("--max-new-tokens", type=int, default=128, help="most tokens of an answer")
     parser.add_argument("--temperature", type=float, default=0.7, help="of the half of the answers that are drawn")
     parser.add_argument("--batch-size", type=int, default=64, help="answers that the target writes at once")
     parser.add_argument("--layers", type=int, default=3)
@@ -163,7 +163,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.num_threads)
     torch.manual_seed(args.seed)
-    checkpoints_of(args, ("target", "prompts", "new_tokens", "temperature", "batch_size", "seed"))
+    checkpoints_of(args, ("target", "prompts", "max_new_tokens", "temperature", "batch_size", "seed"))
 
     # 1. The target writes.
     tokenizer = load_tokenizer(args.target)

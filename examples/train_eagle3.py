@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional as F
 from train_pair import prompts_of, read_text
 from train_parallel_draft import all_logits, drop_mask_tokens
-from training import acceptance_on_prompts, checkpoints_of, own_text, train, write_with
+from training import acceptance_on_prompts, chance_by_position, checkpoints_of, own_text, train, write_with
 from transformers import AutoTokenizer, DynamicCache, LlamaForCausalLM
 
 from hf_ssd.cache.hidden_states import HiddenStates
@@ -116,7 +116,7 @@ def acceptance_by_position(target, head, draft, parallel, prompts, lookahead: in
     of_parallel, of_draft = all_logits(parallel, ids, *everything), draft(input_ids=ids, use_cache=False).logits
     rates = {}
     for name in ("eagle3", "draft", "parallel"):
-        accepted = []
+        pairs = []
         for d in range(lookahead):
             theirs = p[:, starts + d]
             if name == "eagle3":
@@ -126,13 +126,8 @@ def acceptance_by_position(target, head, draft, parallel, prompts, lookahead: in
             else:
                 is_start = torch.isin(everything[0], starts)
                 ours = of_parallel[:, is_start & (everything[1] == d)]
-            if temperature:
-                accepted.append(torch.minimum(theirs.softmax(-1), ours.softmax(-1)).sum(-1))
-            else:
-                accepted.append((theirs.argmax(-1) == ours.argmax(-1)).float())
-        reached = torch.stack(accepted).cumprod(0).mean((1, 2))
-        before = torch.cat([torch.ones(1), reached[:-1]])
-        rates[name] = [round(rate, 3) for rate in (reached / before.clamp(min=1e-9)).tolist()]
+            pairs.append((theirs, ours))
+        rates[name] = chance_by_position(pairs, temperature)
     return rates
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 from train_pair import prompts_of, read_text
-from training import acceptance_on_prompts, checkpoints_of, own_text, train, write_with
+from training import acceptance_on_prompts, chance_by_position, checkpoints_of, own_text, train, write_with
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 PAIR = Path(__file__).parent / "pair"
@@ -116,17 +116,12 @@ def acceptance_by_position(target, autoregressive, parallel, prompts, lookahead:
     of_autoregressive = autoregressive(input_ids=ids, use_cache=False).logits[:, everything[0] + everything[1]]
     rates = {}
     for name, q in (("parallel", of_parallel), ("autoregressive", of_autoregressive)):
-        accepted = []
+        pairs = []
         for d in range(lookahead):
             at = (everything[1] == d) & (everything[0] >= first) & (everything[0] < ids.shape[1] - lookahead - 1)
             theirs, ours = p[:, everything[0][at] + d], q[:, at]
-            if temperature:
-                accepted.append(torch.minimum(theirs.softmax(-1), ours.softmax(-1)).sum(-1))
-            else:
-                accepted.append((theirs.argmax(-1) == ours.argmax(-1)).float())
-        reached = torch.stack(accepted).cumprod(0).mean((1, 2))
-        before = torch.cat([torch.ones(1), reached[:-1]])
-        rates[name] = [round(rate, 3) for rate in (reached / before.clamp(min=1e-9)).tolist()]
+            pairs.append((theirs, ours))
+        rates[name] = chance_by_position(pairs, temperature)
     return rates
 
 

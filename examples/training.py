@@ -259,3 +259,21 @@ def acceptance_by_position(rows: list[tuple], lookahead: int = 5) -> list[float]
     reached = [sum(k > place and accepted >= place for k, accepted, _ in rows) for place in range(lookahead)]
     passed = [sum(k > place and accepted > place for k, accepted, _ in rows) for place in range(lookahead)]
     return [round(both / max(1, tested), 3) for both, tested in zip(passed, reached)]
+
+
+def chance_by_position(pairs: list[tuple[torch.Tensor, torch.Tensor]], temperature: int) -> list[float]:
+    """
+    Returns the chance that each token of a speculation is accepted if the tokens before it were.
+
+    Args:
+        pairs (`list[tuple[torch.Tensor, torch.Tensor]]`): For each token of a speculation, the target's and the draft's
+            logits of shape `(texts, places, vocab_size)`.
+        temperature (`int`): 1 for tokens that are drawn, 0 for the most likely ones.
+    """
+    if temperature:
+        accepted = [torch.minimum(theirs.softmax(-1), ours.softmax(-1)).sum(-1) for theirs, ours in pairs]
+    else:
+        accepted = [(theirs.argmax(-1) == ours.argmax(-1)).float() for theirs, ours in pairs]
+    reached = torch.stack(accepted).cumprod(0).mean((1, 2))
+    before = torch.cat([torch.ones(1), reached[:-1]])
+    return [round(rate, 3) for rate in (reached / before.clamp(min=1e-9)).tolist()]

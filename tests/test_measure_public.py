@@ -36,7 +36,7 @@ def test_the_table_has_a_row_for_each_method_and_empty_cells_for_what_did_not_ru
 def test_measure_public_measures_every_method_on_another_pair(tmp_path):
     output = run(
         "examples/measure_public.py", tmp_path, PAIR / "draft", "--target", PAIR / "target",
-        "--kinds", "chat", "--temperatures", 0, "--repeats", 1, "--new-tokens", 24, "--assistant-tokens", 2, 3,
+        "--kinds", "chat", "--temperatures", 0, "--repeats", 1, "--max-new-tokens", 24, "--assistant-tokens", 2, 3,
         "--output", tmp_path / "figures.json",
     )  # fmt: skip
     names = [measure_public.LOOKUP, measure_public.IN_TURN, measure_public.SSD, measure_public.ALL_CORES]

@@ -162,7 +162,7 @@ def test_acceptance_by_position_counts_tokens_whose_predecessors_were_accepted()
 
 # ---------------------------------------------------------------- the program
 
-QUICK = "--new-tokens 12 --width 64 --layers 1 --vocab-size 600 --rows 8 --batch-size 32 --num-threads 1".split()
+QUICK = "--max-new-tokens 12 --width 64 --layers 1 --vocab-size 600 --rows 8 --batch-size 32 --num-threads 1".split()
 
 
 @pytest.mark.slow

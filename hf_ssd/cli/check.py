@@ -53,6 +53,8 @@ def run(args: argparse.Namespace) -> int:
     """Returns the exit code."""
     try:
         found = models.chosen(args, needs_draft=False)
+        if found.config.drafter == "mtp":
+            raise ValueError("hf-ssd check measures no MTP layer; compare with hf-ssd bench TARGET --drafter mtp.")
         texts = prompts.prompts_from(args.prompts, args.prompt_field)[: args.repeats + 1] if args.prompts else PROMPTS
         known, load = doctor.examine(found), doctor.load()
         if not args.json:

@@ -87,7 +87,7 @@ class Bench:
         config = settings(self.args)
         ours = {"assistant_model": self.assistant, "ssd_config": config}
         if config.drafter in WITHOUT_DRAFT:  # transformers looks prompts up too, for one row
-            lookups = self.args.assistant_tokens if self.args.batch_size == 1 else ()
+            lookups = self.args.assistant_tokens if self.args.batch_size == 1 and config.drafter == "ngram" else ()
             named = {f"{ASSISTED}, {n}": Method({"prompt_lookup_num_tokens": n}, theirs, devices) for n in lookups}
             return methods | named | {SSD: Method(ours, theirs, devices)}
         reads_features = getattr(getattr(self.draft, "config", None), "target_layers", ())

@@ -90,9 +90,8 @@ class SessionRequest:
         # Values under names with an underscore are tensors that transformers derives anew on each side.
         generation_config = copy.copy(self.generation_config)
         vars(generation_config).update(as_plain_objects(vars(generation_config)))
-        settings = {k: v for k, v in generation_config.to_diff_dict().items() if not k.startswith("_")}
-        for name in NOT_FOR_THE_DRAFT:
-            settings.pop(name, None)
+        known = vars(GenerationConfig()).keys() - {*NOT_FOR_THE_DRAFT}  # attributes of the user's own can be anything
+        settings = {k: v for k, v in generation_config.to_diff_dict().items() if k in known and not k.startswith("_")}
         if isinstance(settings.get("sequence_bias"), dict):  # transformers also accepts pairs, which JSON can hold
             settings["sequence_bias"] = [[list(tokens), bias] for tokens, bias in settings["sequence_bias"].items()]
         config = self.config
@@ -297,5 +296,5 @@ class WorkerSession(DraftSession):
                 message = self.worker.channel.receive(max(0.0, deadline - time.monotonic()))
                 if (message.kind, message.session) == (Kind.END, self.number):
                     return True
-        except (TimeoutError, PeerLost, ProtocolError):
+        except (TimeoutError, PeerLost, ProtocolError, DraftError):
             return False

@@ -173,11 +173,8 @@ class FaultTolerantDraft:
 
     def _untold(self, features: Features, outcome: Outcome) -> torch.Tensor:
         """Returns the features `(tokens, width)` that the session does not have, row after row."""
-        has_more = [k != FINISHED for k in outcome.accepted]
-        starts, self.told = (
-            self.told,
-            [n - 1 if more else told for n, more, told in zip(self.lengths, has_more, self.told)],
-        )
+        starts, rows = self.told, zip(self.lengths, outcome.accepted, self.told)
+        self.told = [told if k == FINISHED else length - 1 for length, k, told in rows]
         return features.between(starts, self.told)
 
     def _is_at_its_end(self) -> bool:

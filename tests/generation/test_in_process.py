@@ -5,12 +5,14 @@ import gc
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
 import hf_ssd
 from hf_ssd.cache.ragged import RaggedCache
 from hf_ssd.distributed.assistant import DraftAssistant
 from hf_ssd.distributed.target_ranks import TargetRanks
-from hf_ssd.rounds import FILLER
+from hf_ssd.drafting.speculator import Speculator
+from hf_ssd.rounds import AHEAD, FILLER, IN_TURN
 
 from ..conftest import tiny_draft
 from ..stand_ins.thread_worker import ThreadWorker
@@ -72,6 +74,28 @@ def test_a_draft_that_fails_leaves_no_cache_behind(target, draft, most):
         assert sum(isinstance(one, RaggedCache) for one in gc.get_objects()) == before
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("is_apart", [False, True], ids=["in turn", "with a worker"])
+def test_an_attribute_of_the_users_own_in_a_generation_config_is_left_to_the_user(target, draft, is_apart):
+    """The draft's settings travel as JSON, which cannot hold it."""
+    generation = GenerationConfig(max_new_tokens=9, do_sample=False, pad_token_id=0)
+    generation.notes = {"of", "the", "user"}
+    with DraftAssistant([ThreadWorker(tiny_draft())]) as worker:
+        options = {"assistant_model": worker if is_apart else draft, "return_dict_in_generate": True}
+        config = hf_ssd.SSDConfig(lookahead=3, budget=6, asynchronous=is_apart)
+        output = target.generate(IDS, generation_config=generation, ssd_config=config, **options)
+    modes = {record.mode for record in output.ssd_stats.records}
+    assert output.ssd_stats.draft_failure is None and modes == {AHEAD if is_apart else IN_TURN}
+
+
+def test_a_draft_that_fails_when_the_call_ends_costs_nothing(target, draft, monkeypatch):
+    def fails(self):
+        raise RuntimeError("while it learned")
+
+    monkeypatch.setattr(Speculator, "end", fails)
+    stats = generate(target, draft, 9).ssd_stats
+    assert stats.draft_failure is None and stats.generated_tokens == 9
 
 
 class TwoRanks(TargetRanks):
