@@ -57,6 +57,7 @@ class Runner:
 
     def __init__(self, model: PreTrainedModel, cache: RaggedCache):
         self.model, self.cache, self.preparations = model, cache, 0
+        self.takes_logits_to_keep = model._supports_logits_to_keep()  # which takes time in each pass
 
     def rows(self, unfinished: int) -> int:
         """Returns how many rows a pass computes if `unfinished` rows are not finished."""
@@ -100,7 +101,7 @@ class Runner:
         return logits if finish is None else finish.call(logits, *finish.inputs)
 
     def _takes_logits_to_keep(self) -> bool:
-        return self.model._supports_logits_to_keep()
+        return self.takes_logits_to_keep
 
     def _call(self, inputs: dict):
         with uncompiled(self.model):

@@ -206,11 +206,15 @@ class DraftSampler:
         Returns all that a choice of tokens depends on besides logits and noise, so that it can be part of a captured
         pass. `None` if it also depends on earlier tokens, on tensors of the processors, or on the depth.
         """
-        states = [(type(one), repr(sorted(vars(one).items()))) for one in self.processors]
-        values = [value for one in self.processors for value in vars(one).values()]
-        is_pure = all(kind in STATELESS for kind, _ in states) and not any(map(torch.is_tensor, values))
         is_scaled = self.noise is not None and plan.saguaro_c != 1
-        return (self.noise is None, *states) if is_pure and not is_scaled else None
+        return None if is_scaled else self._captured_as
+
+    @functools.cached_property
+    def _captured_as(self) -> tuple | None:
+        values = [value for one in self.processors for value in vars(one).values()]
+        if any(type(one) not in STATELESS for one in self.processors) or any(map(torch.is_tensor, values)):
+            return None
+        return self.noise is None, *((type(one), repr(sorted(vars(one).items()))) for one in self.processors)
 
     def supports(self, probabilities: torch.FloatTensor | None) -> torch.LongTensor | None:
         """Counts the tokens with a probability above 0 in each distribution. `None` if no warper sets any to 0."""
