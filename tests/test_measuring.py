@@ -12,8 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from hf_ssd.distributed.cores import CoreShare
+import torch
 
 from .conftest import tiny_model
 
@@ -177,20 +176,25 @@ def test_a_program_starts_with_the_package_alone_and_needs_no_more_than_an_extra
     assert "from tqdm import" not in path.read_text()  # tqdm.auto, which notebooks draw
 
 
-def test_engines_are_compared_with_plain_decoding_in_the_same_turn(monkeypatch):
+def test_engines_have_a_row_of_their_fastest_ways_compared_with_plain_generate(monkeypatch):
     engines = program("compare_engines", monkeypatch)
-    plain = "transformers, 1 core: plain generate"
-    speeds = {plain: [10, 20], "other, 2 cores: plain generate": [20, 20], "other, 2 cores: draft, 3": [30, 40]}
-    speeds |= {"other, 2 cores: draft, 5": [20, 70], "hf_ssd, 2 cores: SSD": [5, 5]}
-    rows = engines.rows_of(speeds, plain)
-    assert rows == [
-        (plain, 15, 1, 1),
-        ("other, 2 cores: plain generate", 20, 1, 1.5),
-        ("other, 2 cores: draft, 5", 45, 2.25, 2.75),
-        ("hf_ssd, 2 cores: SSD", 5, 0.375, 0.375),
+    tokens = [1, 2, 3]
+    found = {
+        "transformers": {"plain": {"speeds": [20, 10, 30], "tokens": tokens}},
+        "other": {
+            "plain": {"speeds": [30], "tokens": tokens},
+            "prompt lookup, 3": {"speeds": [40], "tokens": [1, 5, 3]},
+            "prompt lookup, 6": {"speeds": [50], "tokens": tokens},
+            "draft, 3": {"error": "ValueError: no"},
+        },
+        "wrong": {"draft": {"speeds": [10], "tokens": [1, 2, 4]}},
+    }
+    rows = engines.as_table({name: engines.fastest(ways) for name, ways in found.items()}, tokens).splitlines()
+    assert rows[2:] == [
+        "| transformers | 20.0 (1.00) |  |  | all |",
+        "| other | 30.0 (1.50) | 50.0 (2.50) | failed | all |",
+        "| wrong |  |  | 10.0 (0.50) | the first 2 of 3 |",
     ]
-    table = engines.as_table(rows).splitlines()
-    assert len(table) == 6 and table[4] == "| other, 2 cores: draft, 5 | 45 | 2.25 | 2.75 |"
     with pytest.raises(SystemExit):
         engines.parse_arguments(["--temperature", "1"])
 
@@ -202,29 +206,79 @@ def test_the_tokens_of_an_engine_are_compared_up_to_the_first_difference(monkeyp
     assert engines.agreeing([1, 2], [1, 2, 3]) == 2
 
 
-def test_all_methods_are_compared_on_the_cores_of_the_target_and_on_those_of_both(monkeypatch):
-    engines = program("compare_engines", monkeypatch)
-    args = engines.parse_arguments(["--lookaheads", "3"])
-    cores = CoreShare((0, 1), ((2,),))
-    methods = engines.methods_of(engines.Bench(args, None, None, None, []), cores)
-    assert list(methods) == [
-        "transformers, 2 cores: plain generate", "transformers, 2 cores: assisted, 3", "hf_ssd, 3 cores: SSD",
-        "transformers, 3 cores: plain generate", "transformers, 3 cores: assisted, 3",
-    ]  # fmt: skip
-    assert methods["transformers, 3 cores: assisted, 3"].cores == (0, 1, 2)
-    assert methods["hf_ssd, 3 cores: SSD"].cores == (0, 1) and engines.counts(cores) == [2, 3]
-
-
-def test_an_engine_is_installed_and_models_are_exported_once(monkeypatch, tmp_path):
+def test_an_engine_is_installed_once_and_again_with_other_packages(monkeypatch, tmp_path):
     engines, commands = program("compare_engines", monkeypatch), []
-    monkeypatch.setattr(engines.subprocess, "run", lambda command, **options: commands.append(command))
-    (tmp_path / engines.ENGINE).mkdir()
-    programs = engines.installed(tmp_path)
-    assert commands[1][1:] == ["install", "--quiet", *engines.PINNED] and len(commands) == 3
-    assert engines.installed(tmp_path) == programs and len(commands) == 3
-    model = tiny_model()
-    folder = engines.export(programs, model, "random", tmp_path / "target")
-    assert (tmp_path / "target" / "source" / "config.json").exists()
-    assert commands[3][0].endswith("optimum-cli") and commands[4][1] == str(engines.PAIR / "target")
-    (tmp_path / "target" / "openvino_detokenizer.xml").touch()
-    assert engines.export(programs, model, "random", tmp_path / "target") == folder and len(commands) == 5
+    monkeypatch.setattr(engines, "run", commands.append)
+    (tmp_path / "flashspec").mkdir()
+    python = engines.installed("flashspec", tmp_path)
+    assert commands[1][1:] == ["install", "--quiet", *engines.ENGINES["flashspec"].packages] and len(commands) == 3
+    assert engines.installed("flashspec", tmp_path) == python and len(commands) == 3
+    (tmp_path / "flashspec" / "installed").write_text("flashspec==0.1.3\n")
+    engines.installed("flashspec", tmp_path)
+    assert len(commands) == 6 and str(engines.installed("transformers", tmp_path)) == sys.executable
+
+
+def test_a_way_that_an_engine_refuses_is_named_with_its_error_beside_the_others(monkeypatch, tmp_path):
+    engines = program("compare_engines", monkeypatch)
+    runner = tmp_path / "run_it.py"
+    monkeypatch.setitem(engines.ENGINES, "it", engines.Engine(str(runner)))
+    job = {"prompt": [7], "new_tokens": 3, "repeats": 2, "lookaheads": [5], "draft": "folder"}
+    runner.write_text(f"""
+import sys
+sys.path.insert(0, {str(engines.RUNNERS)!r})
+import job
+def refused(n):
+    raise ValueError("no draft")
+print('noise')
+job.do(lambda work: job.speculating(work, lambda n: lambda prompt, length: prompt * length, refused))
+""")
+    ways = engines.measure("it", Path(sys.executable), job)
+    assert len(ways["prompt lookup, 5"]["speeds"]) == 2 and ways["prompt lookup, 5"]["tokens"] == [7, 7, 7]
+    assert ways["draft, 5"] == {"error": "ValueError: no draft"} and len(ways) == 2
+    runner.write_text("import no_such_module")
+    assert engines.measure("it", Path(sys.executable), job) == {
+        "": {"error": "ModuleNotFoundError: No module named 'no_such_module'"}
+    }
+
+
+def test_a_draft_with_a_small_vocabulary_drafts_the_same_tokens_with_the_whole(monkeypatch):
+    engines = program("compare_engines", monkeypatch)
+    tokenizer, small = ({text: i for i, text in enumerate(texts)} for texts in ("abcdefgh", "hbe"))
+    tokenizer, small = SmallTokenizer(tokenizer), SmallTokenizer(small)
+    draft = tiny_model(vocab_size=3, tie_word_embeddings=True)
+    ids = torch.tensor([[1, 2, 1, 1, 2]])
+    expected = draft(ids).logits
+    kept = torch.tensor([7, 1, 4])  # h, b, e
+    logits = engines.whole_vocabulary(draft, small, tokenizer, 8)(kept[ids]).logits
+    assert logits.shape[-1] == 8
+    torch.testing.assert_close(logits[..., kept], expected)
+    assert torch.equal(logits.argmax(-1), kept[expected.argmax(-1)])
+
+
+class SmallTokenizer:
+    """The methods of a tokenizer that translate between tokens and their texts."""
+
+    bos_token_id, eos_token_id = 0, 0
+
+    def __init__(self, ids):
+        self.ids = ids
+
+    def __len__(self):
+        return len(self.ids)
+
+    def convert_ids_to_tokens(self, ids):
+        return [list(self.ids)[i] for i in ids]
+
+    def convert_tokens_to_ids(self, texts):
+        return [self.ids[text] for text in texts]
+
+
+@pytest.mark.slow
+def test_this_environment_is_a_row_of_the_comparison(tmp_path):
+    done = run(
+        "compare_engines.py", "--engines", "hf_ssd", "--environments", tmp_path, "--max-new-tokens", 12,
+        "--repeats", 1, "--lookaheads", 3,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = [re.findall(r"\(([\d.]+)\)", row) for row in done.stdout.splitlines() if row.endswith("| all |")]
+    assert len(rows) == 2 and len(rows[0]) == 3 and len(rows[1]) == 2, done.stdout

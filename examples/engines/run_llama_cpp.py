@@ -1,0 +1,88 @@
+"""Runs llama.cpp by xllamacpp: plainly, with prompt lookup (its n-grams) and with a draft. See `job.py`."""
+
+import json
+import re
+from pathlib import Path
+
+import gguf
+import job
+import xllamacpp
+from safetensors.numpy import load_file
+
+KINDS = xllamacpp.common_speculative_type
+
+
+def exported(folder: str) -> str:
+    """
+    Writes a Llama as GGUF in float32 beside its folder, unless it is there, and returns the file. Prompts are tokens,
+    so the file has placeholders for the tokens' texts.
+    """
+    made = Path(f"{folder}.gguf")
+    if made.exists():
+        return str(made)
+    config, weights = json.loads((Path(folder) / "config.json").read_text()), load_file(f"{folder}/model.safetensors")
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    writer = gguf.GGUFWriter(made.with_suffix(".part"), "llama")
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads["q_proj"])
+    writer.add_head_count_kv(heads["k_proj"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    writer.add_rope_dimension_count(config["hidden_size"] // heads["q_proj"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list([f"<{token}>" for token in range(config["vocab_size"])])
+    writer.add_token_types([gguf.TokenType.NORMAL] * config["vocab_size"])
+    writer.add_token_merges(["< 0"])
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
+    for name, weight in weights.items():
+        for kind, count in heads.items():
+            if f".{kind}." in name:  # llama.cpp rotates pairs of neighbours, transformers halves
+                halves = weight.reshape(count, 2, -1, weight.shape[1])
+                weight = halves.swapaxes(1, 2).reshape(weight.shape)
+        writer.add_tensor(names.get_name(name, (".weight",)), weight.astype("float32"))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    made.with_suffix(".part").rename(made)
+    return str(made)
+
+
+def ways(work: dict) -> dict:
+    def load(kind=KINDS.COMMON_SPECULATIVE_TYPE_NONE, n=0):
+        params = xllamacpp.CommonParams()
+        params.model.path, params.n_ctx, params.n_parallel = exported(work["target"]), 2048, 1
+        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = work["threads"]
+        params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+        speculation = params.speculative
+        speculation.types = [kind]
+        if kind == KINDS.COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE:
+            speculation.ngram_simple.size_n, speculation.ngram_simple.size_m = 3, n
+        if kind == KINDS.COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE:
+            draft = speculation.draft
+            draft.mparams.path, draft.n_max = exported(work["draft"]), n
+            draft.cpuparams.n_threads = draft.cpuparams_batch.n_threads = work["threads"]
+            draft.cache_type_k = draft.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+        server = xllamacpp.Server(params)
+
+        def generate(prompt, new_tokens):
+            request = {"prompt": prompt, "n_predict": new_tokens, "temperature": 0, "samplers": ["top_k"], "top_k": 1}
+            answer = server.handle_completions(request | {"ignore_eos": True, "cache_prompt": False})
+            return [int(token) for token in re.findall(r"<(\d+)>", answer["choices"][0]["text"])]
+
+        return generate
+
+    return {"plain": load} | job.speculating(
+        work,
+        lambda n: load(KINDS.COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE, n),
+        lambda n: load(KINDS.COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE, n),
+    )
+
+
+if __name__ == "__main__":
+    job.do(ways)
