@@ -17,11 +17,16 @@ def do(ways_of: Callable[[dict], dict[str, Callable]]) -> None:
     """
     job = json.load(sys.stdin)
     for name, load in ways_of(job).items():
-        try:
-            figures = measure(load(), job)
-        except Exception as error:
-            figures = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps({"way": name, **figures}), flush=True)
+        report(name, load, job)
+
+
+def report(name: str, load: Callable, job: dict) -> None:
+    """Prints the line of a way to generate."""
+    try:
+        figures = measure(load(), job)
+    except Exception as error:
+        figures = {"error": f"{type(error).__name__}: {error}"}
+    print(json.dumps({"way": name, **figures}), flush=True)
 
 
 def measure(generate: Callable[[list[int], int], list[int]], job: dict) -> dict:
