@@ -15,7 +15,6 @@ import os
 import statistics
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,7 +77,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--lookaheads", type=int, nargs="+", default=[3, 6], help="of all that draft, but hf_ssd")
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
-    parser.add_argument("--repeats", type=int, default=2, help="measured runs of each way; a short run goes before")
+    parser.add_argument("--repeats", type=int, default=2, help="measured runs of each way; one more goes before")
     parser.add_argument("--environments", type=Path, default=Path("engines"), help="for the engines and the models")
     args = parser.parse_args(arguments)
     if args.temperature or args.batch_size != 1 or args.dtype != "float32":
@@ -178,20 +177,20 @@ def fastest(ways: dict[str, dict]) -> dict[str, dict]:
     return found
 
 
-def as_table(engines: dict[str, dict[str, dict]], expected: list[int]) -> str:
-    """Returns tokens per second, the ratio to the first cell, and how many tokens are the expected ones."""
-    lines = ["| | " + " | ".join(COLUMNS) + " | same tokens |", "| --- |" + " --- |" * (len(COLUMNS) + 1)]
-    base = engines["transformers"][COLUMNS[0]]["speed"]
-    for name, ways in engines.items():
-        cells, equal = [], len(expected)
-        for column in COLUMNS:
-            speed = ways.get(column, {}).get("speed")
-            cells.append(f"{speed:.1f} ({speed / base:.2f})" if speed else "failed" if column in ways else "")
-            if speed:
-                equal = min(equal, agreeing(ways[column]["tokens"], expected))
-        same = "all" if equal == len(expected) else f"the first {equal} of {len(expected)}"
-        lines.append(f"| {name} | {' | '.join(cells)} | {same if any(cells) else ''} |")
-    return "\n".join(lines)
+def head() -> str:
+    return "\n".join(["| | " + " | ".join(COLUMNS) + " | same tokens |", "| --- |" + " --- |" * (len(COLUMNS) + 1)])
+
+
+def row(name: str, ways: dict[str, dict], base: float, expected: list[int]) -> str:
+    """Returns tokens per second, their ratio to `base`, and how many tokens are the expected ones."""
+    cells, equal = [], len(expected)
+    for column in COLUMNS:
+        speed = ways.get(column, {}).get("speed")
+        cells.append(f"{speed:.1f} ({speed / base:.2f})" if speed else "failed" if column in ways else "")
+        if speed:
+            equal = min(equal, agreeing(ways[column]["tokens"], expected))
+    same = "all" if equal == len(expected) else f"the first {equal} of {len(expected)}"
+    return f"| {name} | {' | '.join(cells)} | {same if any(cells) else 'failed'} |"
 
 
 def agreeing(tokens: list[int], expected: list[int]) -> int:
@@ -212,16 +211,14 @@ def main() -> None:
     )
     job, expected = write_models(args, args.environments / "models" / name.replace("/", "_"))
     found = {}
-    for engine in (turns := tqdm(dict.fromkeys(["transformers", *args.engines]), unit="engine", disable=None)):
-        turns.set_postfix_str(engine)
-        start = time.perf_counter()
+    print(head(), flush=True)
+    for engine in tqdm(dict.fromkeys(["transformers", *args.engines]), unit="engine", disable=None):
         try:
             ways = measure(engine, installed(engine, args.environments), job)
         except (subprocess.SubprocessError, OSError) as error:
             ways = {"": {"error": str(getattr(error, "stderr", None) or error).strip().splitlines()[-1]}}
         found[engine] = fastest(ways)
-        print(f"{engine}: {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
-    print(as_table(found, expected))
+        print(row(engine, found[engine], found["transformers"]["plain"]["speed"], expected), flush=True)
     print(f"\n{len(job['prompt'])} tokens of a prompt, {job['new_tokens']} of an answer, {job['threads']} cores")
     for engine, ways in found.items():
         for way in ways.values():

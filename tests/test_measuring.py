@@ -189,12 +189,13 @@ def test_engines_have_a_row_of_their_fastest_ways_compared_with_plain_generate(m
         },
         "wrong": {"draft": {"speeds": [10], "tokens": [1, 2, 4]}},
     }
-    rows = engines.as_table({name: engines.fastest(ways) for name, ways in found.items()}, tokens).splitlines()
-    assert rows[2:] == [
+    rows = [engines.row(name, engines.fastest(ways), 20, tokens) for name, ways in found.items()]
+    assert rows == [
         "| transformers | 20.0 (1.00) |  |  | all |",
         "| other | 30.0 (1.50) | 50.0 (2.50) | failed | all |",
         "| wrong |  |  | 10.0 (0.50) | the first 2 of 3 |",
     ]
+    assert {line.count("|") for line in [*rows, *engines.head().splitlines()]} == {6}
     with pytest.raises(SystemExit):
         engines.parse_arguments(["--temperature", "1"])
 
