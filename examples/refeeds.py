@@ -83,7 +83,7 @@ def replay(model, prompt: torch.LongTensor, accepted: list[int], lookahead: int,
         extend, rounds = timed(decoder.extend, "all"), []
         for count in accepted:
             spent.clear()
-            extend(torch.randint(1, 8192, (1, lookahead + 1)), [length])
+            extend(torch.randint(1, model.config.vocab_size, (1, lookahead + 1)), [length])
             rounds.append([*(spent.get(name, 0.0) for name in ("all", "commits", "copies")), length])
             rounds[-1][3] -= decoder.checkpoints[0]
             length += count + 1
@@ -109,7 +109,7 @@ def main() -> None:
     for name, make in (made if args.target else SHAPES).items():
         torch.manual_seed(0)
         model = make(dtype).eval()
-        prompt = torch.randint(1, 8192, (1, 64))
+        prompt = torch.randint(1, model.config.vocab_size, (1, 64))
         passes = {width: pass_ms(model, prompt, width, 3 * args.repeats) for width in (*WIDTHS, args.lookahead + 1)}
         print(f"\n{name}: ms of a pass by its tokens:", ", ".join(f"{n}: {ms:.1f}" for n, ms in passes.items()))
         runs = {limit: [] for limit in args.limits}
