@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from .conftest import tiny_model
+from .real_use.families import sharp_model, tiny_config
 
 ROOT = Path(__file__).parent.parent
 
@@ -100,6 +101,17 @@ def test_profile_round():
     assert (
         float(parts["target: forward of 3 tokens, alone"]) > 0 and float(parts["draft: to answer on a hit, alone"]) > 0
     )
+
+
+@pytest.mark.slow
+def test_refeeds(tmp_path):
+    sharp_model(tiny_config("qwen3_next")).save_pretrained(tmp_path)
+    arguments = "--dtype", "float32", "--acceptance", 0.0, "--rounds", 6, "--repeats", 1, "--limits", 1, 1000
+    done = run("refeeds.py", "--target", tmp_path, *arguments)
+    assert done.returncode == 0, done.stderr
+    rows = dict(re.findall(r"^ +(\d+) +[\d.]+ +[\d.]+ +([\d.]+) ", done.stdout, re.MULTILINE))
+    # A token is gained in each round: 0 to 5 are fed again, or 0, 1, and then none or one, after a commit.
+    assert rows == {"1": "0.5", "1000": "2.5"}
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from .. import devices
 from ..devices import from_host
 from . import masks
 from .compiled import uncompiled
-from .support import are_close
+from .support import are_close, attention_layout
 
 GROUPED = "hf_ssd_grouped"  # the implementation's name in transformers
 MOST_QUERIES = 128  # with more queries, the repeated mask may be larger than repeated keys would be
@@ -87,6 +87,8 @@ class GroupedHeads:
     def __init__(self, model: PreTrainedModel):
         configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
         self.configs = [one for one in configs.values() if getattr(one, "_attn_implementation", None) == "sdpa"]
+        # Sparse attention applies its indexer's choice only under the name `sdpa`; three tokens do not show that.
+        self.configs = [] if attention_layout(model).indexed else self.configs
         if self.configs and model not in _obeys:
             _obeys[model] = self._is_obeyed_by(model)
         self.configs = self.configs if _obeys.get(model) else []

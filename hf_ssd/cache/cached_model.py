@@ -183,7 +183,7 @@ class CachedModel:
             return {"full_attention": full, "chunked_attention": sliding}
         if not self.layout.mixed:
             return sliding
-        hidden = {"full_attention": full, "sliding_attention": sliding}
+        hidden = {"full_attention": full, "indexed_attention": full, "sliding_attention": sliding}
         return hidden | {"linear_attention": None, "conv": None} if self.layout.recurrent else hidden
 
     def _left_padding(self) -> torch.LongTensor:

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from .. import devices
 from .ragged import RaggedCache
-from .support import is_flash_attention, rope_that_changes
+from .support import attention_layout, is_flash_attention, rope_that_changes
 
 # Storage has columns for the longest text of a call, but at most COLUMNS_AHEAD, or twice the columns in use if that is
 # more.
@@ -195,6 +195,7 @@ def why_not_captured(model: PreTrainedModel) -> str | None:
         "has adapters": any(hasattr(module, "base_layer") for module in model.modules()),
         "is in training mode": model.training,
         "runs under autocast": torch.is_autocast_enabled(device.type),
+        "has sparse attention, whose indexer has keys of its own": attention_layout(model).indexed,
         "uses flash attention, which takes lengths in place of a mask": is_flash_attention(model),
         "has a rotary embedding that depends on the length of the text": rope_that_changes(model) is not None,
     }

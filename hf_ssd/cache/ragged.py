@@ -17,11 +17,16 @@ class RaggedLayer(DynamicLayer):
     model sees the first columns as a view. Unused columns hold zeros, because masked values must be finite too.
 
     A layer does not refer to its cache. Otherwise the memory of both would be kept until Python collects cycles.
+
+    Attributes:
+        indexer (`RaggedLayer`, *optional*): The keys by which sparse attention chooses the columns that a query sees,
+            stored as the keys of a single head, without values.
     """
 
     def __init__(self):
         super().__init__()
         self.width = 0
+        self.indexer: RaggedLayer | None = None
         self.window: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -56,6 +61,16 @@ class RaggedLayer(DynamicLayer):
                 rows = torch.arange(len(columns), device=storage.device)[:, None]
                 storage[rows, :, columns.to(storage.device)] = states.transpose(1, 2)
         return keys, values
+
+    def update_indexer(self, keys: torch.Tensor, placement=None, rows=None) -> torch.Tensor:
+        """
+        Writes new keys `(rows, new_tokens, head_dim)` of the indexer, and returns the keys of all columns that the
+        model sees. For the other arguments see [`~RaggedLayer.update`].
+        """
+        if self.indexer is None:
+            self.indexer = RaggedLayer()
+        keys = keys.unsqueeze(1)
+        return self.indexer.update(keys, keys[..., :0], placement, rows)[0].squeeze(1)
 
     def open_window(self, width: int | None, rows: int | None) -> None:
         """Lets forward passes see the first `width` columns, or the columns in use if `width` is `None`."""
@@ -112,8 +127,9 @@ class RaggedCache(DynamicCache):
 
     @property
     def ragged(self) -> list[RaggedLayer]:
-        """The layers that have columns."""
-        return [layer for layer in self.layers if isinstance(layer, RaggedLayer)]
+        """The layers that have columns, and their indexers."""
+        layers = [layer for layer in self.layers if isinstance(layer, RaggedLayer)]
+        return layers + [layer.indexer for layer in layers if layer.indexer is not None]
 
     @property
     def is_empty(self) -> bool:
@@ -187,11 +203,19 @@ class RaggedCache(DynamicCache):
         return None if self.rows is None else len(self.rows)
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):
-        while len(self.layers) <= layer_idx:
+        return self._layer(layer_idx).update(key_states, value_states, *self._place_and_rows())
+
+    def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
+        return self._layer(layer_idx).update_indexer(indexer_key_states, *self._place_and_rows())
+
+    def _layer(self, index: int) -> RaggedLayer:
+        while len(self.layers) <= index:
             self.layers.append(RaggedLayer())
+        return self.layers[index]
+
+    def _place_and_rows(self) -> tuple[tuple[torch.LongTensor, int] | None, int | None]:
         # A window already has the right rows. A compiled forward pass would be recompiled when the number changes.
-        rows = self._rows_seen() if self.window is None else None
-        return self.layers[layer_idx].update(key_states, value_states, self.placement, rows)
+        return self.placement, self._rows_seen() if self.window is None else None
 
     @classmethod
     def from_cache(cls, cache: Cache) -> "RaggedCache":
@@ -201,12 +225,14 @@ class RaggedCache(DynamicCache):
         return ragged
 
     def copy_columns(self, cache: Cache) -> None:
-        """Copies keys and values from a cache of transformers."""
+        """Copies keys and values, and the keys of indexers, from a cache of transformers."""
         length = cache.get_seq_length()
         for index, layer in enumerate(cache.layers):
             if length and isinstance(layer, DynamicLayer) and layer.is_initialized:
                 missing = (0, 0, length - layer.keys.shape[2], 0)
                 self.update(pad(layer.keys, missing), pad(layer.values, missing), index)
+                if getattr(layer, "indexer_keys", None) is not None:
+                    self.update_indexer(layer.indexer_keys, index)
 
     def copy_to(self, cache: Cache, length: int) -> Cache:
         """Makes a cache of transformers hold exactly the first `length` columns of this cache, and returns it."""
@@ -220,4 +246,6 @@ class RaggedCache(DynamicCache):
                 if kept is not None:
                     kept.is_initialized = False  # in transformers 5.17, `reset` zeroes the columns and keeps them
                 cache.update(layer.keys[:, :, :length].contiguous(), layer.values[:, :, :length].contiguous(), index)
+                if layer.indexer is not None:
+                    cache.update_indexer(layer.indexer.keys[:, 0, :length].contiguous(), index)
         return cache

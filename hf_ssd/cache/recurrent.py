@@ -3,11 +3,11 @@
 A recurrent state cannot be rolled back to an earlier token. So each row has a *checkpoint*: its states after a verified
 token. A forward pass starts from a copy of the checkpoint. It is fed the verified tokens after the checkpoint again
 (the *refeed*) and then the new tokens. If all new tokens are verified later, the states at the end of the pass become
-the checkpoint; otherwise the checkpoint stays. When refeeds become long, a pass over verified tokens alone shortens
-them.
+the checkpoint; otherwise the checkpoint stays. When refeeds have taken as long as a pass, a pass over verified tokens
+alone shortens them.
 
 A checkpoint has only read tokens of its row. All rows of a pass are fed the same number of tokens. A row that has fewer
-tokens is fed further tokens after its own, which its own tokens never see, and its checkpoint stays.
+tokens is fed its last token again, which its own tokens never see, and its checkpoint stays.
 """
 
 import torch
@@ -20,7 +20,8 @@ from .cached_model import CachedModel
 from .mamba import RecurrentRunner
 from .ragged import RaggedCache, RaggedLayer
 
-LONGEST_REFEED = 16  # tokens; docs/design.md weighs the time of refeeds against that of separate passes
+# Tokens fed again, of all rows together, that take about as long as a pass of their own; docs/design.md says more.
+WORTH_A_PASS = 128
 ROOM = 256  # spare columns in the tensor of the rows' tokens
 
 
@@ -148,6 +149,7 @@ class RecurrentModel(CachedModel):
         checkpoints (`list[int]`): The first column of each row that its checkpoint has not read.
         reached (`dict[int, int]`): The first column that the states at the end of the last pass have not read, for rows
             whose states have read only the row's own tokens.
+        refed (`int`): How many tokens, of all rows together, passes were fed again since refeeds were shortened last.
     """
 
     cache: RecurrentCache
@@ -163,6 +165,7 @@ class RecurrentModel(CachedModel):
         rows, columns = len(kept[0]), cache.get_seq_length()
         self.checkpoints = [columns] * rows
         self.reached: dict[int, int] = {}
+        self.refed = 0
         self.passed: list[int] = []  # the rows of the last pass, in the order in which they stood
         self.first: list[list[torch.Tensor]] | None = None
         self.tokens = torch.zeros(rows, columns + ROOM, dtype=torch.long, device=self.device)
@@ -174,18 +177,20 @@ class RecurrentModel(CachedModel):
         rows, count = self.computed(list(range(len(lengths)))), tokens.shape[1]
         self._take_in(rows, lengths)
 
-        # 2. If a refeed is too long, shorten refeeds by a pass over verified tokens alone, over the number of tokens
-        #    that saves the most.
+        # 2. If refeeds have cost as much as a pass, shorten them by a pass over verified tokens alone, over the number
+        #    of tokens that saves the most.
         refeeds = [n - checkpoint for n, checkpoint in zip(lengths, self.checkpoints)]
         waiting = [refeeds[row] for row in rows]
-        if max(waiting) >= LONGEST_REFEED:
+        if max(waiting) and self.refed >= WORTH_A_PASS:
             self._commit(rows, lengths, max(waiting, key=lambda n: n * sum(other >= n for other in waiting)))
-            refeeds = [n - checkpoint for n, checkpoint in zip(lengths, self.checkpoints)]
+            refeeds, self.refed = [n - checkpoint for n, checkpoint in zip(lengths, self.checkpoints)], 0
+        longest = max(refeeds[row] for row in rows)
+        self.refed = self.refed + longest * len(rows) if longest else 0
 
         # 3. Feed the tokens after the checkpoints and the new tokens, whose logits stand at different places.
         wanted = torch.arange(count) if logits_to_keep is None else logits_to_keep.cpu()
         kept, places = (torch.tensor(refeeds)[:, None] + wanted)[rows].unique(return_inverse=True)
-        logits = self._feed([n + count for n in lengths], max(refeeds[row] for row in rows) + count, kept)
+        logits = self._feed([n + count for n in lengths], longest + count, kept)
         of_all = places.new_zeros(len(lengths), len(wanted))
         of_all[rows] = places
         order = torch.arange(len(lengths), device=logits.device)[:, None]
@@ -230,9 +235,12 @@ class RecurrentModel(CachedModel):
         self._take_in(rows, ends)
 
     def _feed(self, ends: list[int], count: int, logits_to_keep: torch.LongTensor) -> torch.Tensor:
-        """Feeds `count` tokens after its checkpoint to each row. Only the tokens before `ends` are the row's own."""
-        self._reserve(max(self.checkpoints) + count)
+        """
+        Feeds `count` tokens after its checkpoint to each row. Only the tokens before `ends` are the row's own; the last
+        one is repeated after them. Any other token might have values that are not finite.
+        """
         columns = from_host(self.checkpoints, self.device)[:, None] + torch.arange(count, device=self.device)
+        columns = columns.minimum(from_host(ends, self.device)[:, None] - 1)
         for layer in self.cache.recurrent:
             layer.copy_checkpoint(self.cache.rows)
         kept = from_host(logits_to_keep, self.device)

@@ -5,7 +5,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
+from transformers.cache_utils import (
+    DynamicCache,
+    DynamicIndexedLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+)
 from transformers.utils.generic import is_flash_attention_requested
 
 MASKED_ATTENTION = ("sdpa", "eager")
@@ -31,12 +37,14 @@ class AttentionLayout:
         chunked (`bool`): Whether these layers do not slide, but see the columns of the chunk of `window` positions to
             which the query belongs.
         recurrent (`bool`): Whether some layers keep a state that cannot be rolled back.
+        indexed (`bool`): Whether some layers have sparse attention: an indexer chooses the columns that a query sees.
     """
 
     window: int | None = None
     mixed: bool = False
     chunked: bool = False
     recurrent: bool = False
+    indexed: bool = False
 
 
 def without_wrapper(model):
@@ -78,7 +86,8 @@ def attention_layout(model: PreTrainedModel) -> AttentionLayout:
     layers = [] if has_own else DynamicCache(config=config).layers
     recurrent = [layer for layer in layers if isinstance(layer, LinearAttentionLayer)]
     kinds = {type(layer) for layer in layers if layer not in recurrent and type(layer).__name__ != "DummyLayer"}
-    others = ", ".join(sorted(kind.__name__ for kind in kinds - {DynamicLayer, DynamicSlidingWindowLayer}))
+    is_indexed, known = DynamicIndexedLayer in kinds, {DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer}
+    others = ", ".join(sorted(kind.__name__ for kind in kinds - known))
     if has_own or others:
         raise ValueError(
             f"{name} uses a compressed state ({others or 'its own cache'}), which cannot be rolled back to a rejected "
@@ -90,12 +99,17 @@ def attention_layout(model: PreTrainedModel) -> AttentionLayout:
             f"{name} has recurrent layers alone, whose state cannot be rolled back to a rejected token; use a model "
             "that has layers with attention too."
         )
+    if recurrent and is_indexed:
+        raise ValueError(
+            f"{name} has sparse attention ({DynamicIndexedLayer.__name__}) beside recurrent layers; the indexers of "
+            "these models need rows that all grow by equally many tokens; use a model with only one of both."
+        )
     windows = {layer.sliding_window for layer in layers if isinstance(layer, DynamicSlidingWindowLayer)}
     if len(windows) > 1:
         raise ValueError(f"{name} has sliding windows of several sizes {sorted(windows)}, which is not supported.")
     slides = {isinstance(layer, DynamicSlidingWindowLayer) for layer in attention}
     is_chunked = "chunked_attention" in (getattr(config, "layer_types", None) or [])
-    return AttentionLayout(next(iter(windows), None), len(slides) > 1, is_chunked, bool(recurrent))
+    return AttentionLayout(next(iter(windows), None), len(slides) > 1, is_chunked, bool(recurrent), is_indexed)
 
 
 def is_recurrent(config: PreTrainedConfig) -> bool:

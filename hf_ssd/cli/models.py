@@ -77,7 +77,8 @@ class Model:
             if self.tokenizer_name:
                 raise ValueError(f"Cannot load a tokenizer from {name}; give a hub id or a folder with one.") from error
             return None
-        if not tokenizer.vocab_size:  # made by transformers from the config alone, because the folder has no tokenizer
+        # transformers makes a tokenizer from the config alone where the folder has none: it knows no text.
+        if not tokenizer.vocab_size or not tokenizer("a", add_special_tokens=False).input_ids:
             return None
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
         return tokenizer

@@ -86,9 +86,11 @@ def check_arguments(model, assistant_model, ssd_config, synced_gpus) -> None:
             f"The target is shared by {tp_size} ranks, and needs the draft that hf_ssd.distributed.init_roles() gives: "
             "pass `assistant_model=roles.draft` on every rank."
         )
-    if attention_layout(model).recurrent and (tp_size > 1 or is_flash_attention(model)):
+    layout = attention_layout(model)
+    if (layout.recurrent or layout.indexed) and (tp_size > 1 or is_flash_attention(model)):
+        layers = "recurrent layers" if layout.recurrent else "sparse attention"
         raise ValueError(
-            f"{type(model).__name__} has recurrent layers, which is not supported where several ranks hold the target "
+            f"{type(model).__name__} has {layers}, which is not supported where several ranks hold the target "
             'or with flash attention; load it in one process with attn_implementation="sdpa".'
         )
     if "position_ids" not in inspect.signature(model.forward).parameters:
@@ -170,6 +172,12 @@ def check_generation(
     if generation_config.cache_implementation not in (None, "dynamic") or type(cache) is not DynamicCache:
         kind = generation_config.cache_implementation or type(cache).__name__
         raise ValueError(f"`ssd_config` works with a DynamicCache, which can be rolled back; remove the {kind} cache.")
+    layout = attention_layout(model)
+    if (layout.recurrent or layout.indexed) and not cache.layers:
+        raise ValueError(
+            f"`DynamicCache()` has no layers of the kinds that {type(model).__name__} needs; use "
+            "`DynamicCache(config=model.config)`, or leave `past_key_values` out."
+        )
     if input_ids.shape[1] == 0:
         raise ValueError("`input_ids` is empty; give at least one token.")
     _check_rope(model, input_ids, max_length, model_kwargs)

@@ -142,6 +142,14 @@ def test_a_model_that_hides_nothing_under_another_name_keeps_its_own(monkeypatch
     assert GroupedHeads(model).configs == []
 
 
+def test_sparse_attention_keeps_its_name():
+    """Such models apply the choice of their indexer only under the names `sdpa` and `eager`."""
+    model = tiny_model()
+    assert GroupedHeads(model).configs
+    model.config.layer_types = ["indexed_attention"] * model.config.num_hidden_layers
+    assert GroupedHeads(model).configs == []
+
+
 def test_other_parts_of_a_model_keep_their_functions():
     eyes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     vision = CLIPVisionConfig(**eyes, image_size=28, patch_size=14)

@@ -84,7 +84,7 @@ def test_rows_that_are_left_out_and_a_prefill_in_chunks(monkeypatch):
 
 @pytest.mark.parametrize("kind", ["qwen3_next", "bamba"])
 def test_rows_that_are_fed_again_behind_a_recurrent_state(kind, monkeypatch):
-    monkeypatch.setattr(recurrent, "LONGEST_REFEED", 6)
+    monkeypatch.setattr(recurrent, "WORTH_A_PASS", 6)
     model = sharp_model(tiny_config(kind))
     with torch.no_grad():
         for weights in model.parameters():

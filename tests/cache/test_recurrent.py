@@ -15,7 +15,7 @@ from ..conftest import VOCAB, padded_batch
 from ..real_use.families import sharp_model, tiny_config
 
 KINDS = {"gated delta rule": "qwen3_next", "Mamba-2": "bamba", "convolution": "lfm2", "both in one layer": "falcon_h1"}
-ROWS, LONGEST = 3, 6
+ROWS, WORTH_A_PASS = 3, 6
 EXACT = {"atol": 1e-5, "rtol": 1e-5}
 
 
@@ -30,7 +30,7 @@ def model(request):
 
 @pytest.fixture(autouse=True)
 def short_refeeds(monkeypatch):
-    monkeypatch.setattr(recurrent, "LONGEST_REFEED", LONGEST)
+    monkeypatch.setattr(recurrent, "WORTH_A_PASS", WORTH_A_PASS)
 
 
 def prefilled(model, inputs):
@@ -180,3 +180,23 @@ def test_no_padding_of_a_prompt_enters_a_state(model):
             theirs.keep_all()
             for one, other in zip(ours.kept, theirs.kept):
                 torch.testing.assert_close(one[row], other[0], **EXACT)
+
+
+@torch.inference_mode()
+def test_a_rejected_token_whose_values_are_not_finite_leaves_no_trace(model, monkeypatch):
+    """A row that is fed fewer tokens than others is not fed this token in their place."""
+    monkeypatch.setattr(recurrent, "WORTH_A_PASS", 1000)
+    poison = VOCAB - 1
+    inputs, embeddings = padded_batch(ROWS), model.get_input_embeddings().weight
+    before, length = embeddings[poison].clone(), inputs["input_ids"].shape[1]
+    try:
+        embeddings[poison] = torch.nan
+        decoder = prefilled(model, inputs)
+        decoder.extend(torch.tensor([[5, 6, 7], [5, 6, 7], [5, 6, 7]]), [length] * ROWS)
+        decoder.extend(torch.tensor([[8, 9, 10, 11], [6, 7, 8, 9], [6, 7, 8, poison]]), [length + 2] * ROWS)
+        decoder.cache.clear_behind([2], [length + 2] * ROWS)
+        logits = decoder.extend(torch.tensor([[12], [8], [6]]), [length + 5, length + 3, length + 2])
+    finally:
+        embeddings[poison] = before
+    text = torch.cat([inputs["input_ids"][2][inputs["attention_mask"][2].bool()], torch.tensor([5, 6, 6])])
+    torch.testing.assert_close(logits[2, 0], model(text[None], use_cache=False).logits[0, -1], **EXACT)

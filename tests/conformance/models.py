@@ -19,7 +19,7 @@ apertus                    supported      supported
 arcee                      supported      supported
 aria_text                  supported      supported
 axk1                       supported      supported
-axk2                       indexed        indexed
+axk2                       supported      supported
 bailing_hybrid             supported      supported
 bamba                      supported      supported
 bart                       no_positions   own_mask
@@ -47,13 +47,13 @@ data2vec-text              supported      supported
 dbrx                       supported      supported
 deepseek_v2                supported      supported
 deepseek_v3                supported      supported
-deepseek_v32               indexed        indexed
+deepseek_v32               supported      supported
 deepseek_v4                compressed     compressed
 diffllama                  supported      supported
 doge                       supported      supported
 dots1                      supported      supported
 dots3_note                 not_built      not_built
-dots3_note_text            indexed        indexed
+dots3_note_text            supported      supported
 electra                    supported      supported
 emu3                       supported      supported
 ernie                      supported      supported
@@ -84,7 +84,7 @@ glm                        supported      supported
 glm4                       supported      supported
 glm4_moe                   supported      supported
 glm4_moe_lite              supported      supported
-glm_moe_dsa                indexed        indexed
+glm_moe_dsa                supported      supported
 got_ocr2                   supported      supported
 gpt-sw3                    supported      supported
 gpt2                       supported      supported
@@ -105,7 +105,7 @@ hrm_text                   supported      supported
 hunyuan_v1_dense           supported      supported
 hunyuan_v1_moe             supported      supported
 hy_v3                      supported      supported
-hy_v4                      indexed        indexed
+hy_v4                      supported      supported
 hyperclovax                supported      supported
 inkling2_text              no_mask        no_mask
 inkling_text               no_mask        no_mask
@@ -209,7 +209,7 @@ zaya                       supported      supported
 REFUSED = {
     "compressed": "uses a compressed state (DeepseekV4HCACache), which cannot be rolled back to a rejected token;",
     "forgets": "gives other logits for several tokens behind its recurrent state than for one after the other,",
-    "indexed": "uses a compressed state (DynamicIndexedLayer), which cannot be rolled back to a rejected token;",
+    "indexed": "has sparse attention (DynamicIndexedLayer) beside recurrent layers;",
     "no_attention": "has recurrent layers alone, whose state cannot be rolled back to a rejected token;",
     "no_mask": "does not take a 4D attention mask and position ids:",
     "no_positions": "takes no `position_ids`, which verification needs.",
@@ -243,6 +243,7 @@ QUICK = (
     "llama4_text",  # chunks
     "mixtral",  # experts
     "deepseek_v3",  # latent attention
+    "deepseek_v32",  # sparse attention
     "gpt_oss",  # sinks
 )
 POPULAR = ("llama", "qwen3", "gemma3_text", "mistral", "phi3", "gpt_oss", "qwen3_moe", "gemma4_text", "llama4_text")

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import (
+    AutoModelForCausalLM,
     BloomConfig,
     BloomForCausalLM,
+    DynamicCache,
     GenerationConfig,
     GPT2Config,
     GPT2LMHeadModel,
@@ -31,6 +33,7 @@ from hf_ssd.cache.trial import check_supported
 from hf_ssd.distributed.rebuilding import recipe_for
 
 from ..conftest import SIZES, padded_batch, tiny_draft, tiny_model
+from ..real_use.families import tiny_config
 
 CONFIG = hf_ssd.SSDConfig(lookahead=2, budget=4)
 IN_TURN = hf_ssd.SSDConfig(lookahead=2, budget=4, asynchronous=False)
@@ -300,3 +303,19 @@ def test_an_assistant_without_ssd_config(target, draft):
     assistant = object.__new__(hf_ssd.DraftAssistant)
     with pytest.raises(ValueError, match="pass `ssd_config=hf_ssd.SSDConfig"):
         target.generate(**padded_batch(1), max_new_tokens=5, assistant_model=assistant)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v32", "qwen3_next"])
+def test_a_cache_without_the_models_kinds_of_layers(family):
+    target = hf_ssd.enable(AutoModelForCausalLM.from_config(tiny_config(family)).eval())
+    with pytest.raises(ValueError, match="`DynamicCache\\(\\)` has no layers of the kinds .*config=model.config"):
+        target.generate(
+            **padded_batch(1), past_key_values=DynamicCache(), assistant_model=tiny_draft(), ssd_config=IN_TURN
+        )
+
+
+def test_sparse_attention_with_flash_attention():
+    target = hf_ssd.enable(AutoModelForCausalLM.from_config(tiny_config("deepseek_v32")).eval())
+    target.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(ValueError, match="has sparse attention, which is not supported"):
+        target.generate(**padded_batch(1), assistant_model=tiny_draft(), ssd_config=IN_TURN)

@@ -7,6 +7,7 @@ import hf_ssd
 from hf_ssd.generation import loop
 
 from ..conftest import VOCAB, padded_batch, tiny_draft, tiny_model
+from ..real_use.families import sharp_model, tiny_config
 from .conftest import preparing
 from .test_options import tokenizer  # noqa: F401
 
@@ -65,6 +66,14 @@ def test_later_turns_are_those_of_plain_generation(target, draft, tokenizer, kin
 
 def test_later_turns_with_a_sliding_window():
     target, draft = hf_ssd.enable(tiny_model("gemma")), tiny_draft("gemma")
+    assert not differences(target, draft, stops(target, "eos", None), mask_of_pads=True, padded=True)
+
+
+@pytest.mark.slow
+def test_later_turns_with_sparse_attention():
+    """The cache also holds the keys by which columns are chosen."""
+    config = tiny_config("deepseek_v32")
+    target, draft = hf_ssd.enable(sharp_model(config)), sharp_model(config, noise=0.02)
     assert not differences(target, draft, stops(target, "eos", None), mask_of_pads=True, padded=True)
 
 

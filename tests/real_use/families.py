@@ -18,7 +18,7 @@ NAMES = {
     FEED_FORWARD: "intermediate_size ffn_dim n_inner encoder_ffn_dim decoder_ffn_dim ffn_hidden_size dff dim_ff",
     LAYERS: "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_decoder_layers "
     "num_encoder_layers num_key_value_heads num_experts_per_tok moe_k moe_topk moe_top_k type_vocab_size "
-    "sliding_window_pattern index_n_heads linear_num_key_heads linear_num_value_heads",
+    "sliding_window_pattern linear_num_key_heads linear_num_value_heads",
     HEADS: "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads "
     "attention_heads num_decoder_attention_heads num_encoder_attention_heads num_experts num_local_experts "
     "n_routed_experts moe_num_experts rotary_dim",
@@ -35,6 +35,7 @@ NAMES = {
 SIZES = {name: size for size, names in NAMES.items() for name in names.split()}
 SIZES |= {"eos_token_id": None, "is_decoder": True, "add_cross_attention": False, "tie_word_embeddings": False}
 SIZES |= {"attention_types": [[["global", "local"], 1]], "index_topk": 4}
+SIZES |= {"index_n_heads": 16}  # with few heads, many scores are exactly 0, and any of these columns may be chosen
 GIVEN_ANYWAY = ("eos_token_id", "pad_token_id", "head_dim", "bos_token_id", "intermediate_size", "n_inner")
 LATENT = {"num_key_value_heads": HEADS}
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_chunk_size": 8}
@@ -48,6 +49,10 @@ SHARED = {"num_hidden_layers": 4, "num_kv_shared_layers": 2}  # the last layers 
 SHARED |= {"layer_types": ["sliding_attention", "full_attention"] * 2}
 INDEXER = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8}
 INDEXER |= {"indexer_compress_ratio": 2}
+SPARSE = {f"swa_{name}": HEADS for name in ("num_attention_heads", "num_key_value_heads")}
+SPARSE |= {f"swa_{name}": HEAD_DIM for name in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim")}
+SPARSE |= {"swa_head_dim": 2 * HEAD_DIM, "num_hidden_layers": 3}
+SPARSE |= {"layer_types": ["indexed_attention", "sliding_attention", "full_attention"]}
 # Target families with a recurrent state or a convolution in some layers.
 HYBRIDS = {
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"), RECURRENT),
@@ -62,7 +67,9 @@ HYBRIDS = {
 }
 OTHERS = {
     **dict.fromkeys(("axk1", "axk2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite"), LATENT),
-    **dict.fromkeys(("glm_moe_dsa", "minicpm3", "youtu", "dots3_note_text"), LATENT),
+    **dict.fromkeys(("minicpm3", "youtu"), LATENT),
+    "glm_moe_dsa": {**LATENT, "num_hidden_layers": 3, "indexer_types": ["full", "full", "shared"]},
+    "dots3_note_text": {**LATENT, **SPARSE},
     **HYBRIDS,
     "jamba": {"num_hidden_layers": 3, "attn_layer_period": 2, "attn_layer_offset": 1},
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},

@@ -56,7 +56,7 @@ class Knows:
 
 @pytest.fixture
 def short_refeeds(monkeypatch):
-    monkeypatch.setattr(recurrent, "LONGEST_REFEED", 6)
+    monkeypatch.setattr(recurrent, "WORTH_A_PASS", 6)
 
 
 def in_turn(draft, lookahead=4, **settings):

@@ -5,6 +5,8 @@ import pytest
 import hf_ssd
 from hf_ssd.cli import models
 
+from .families import tiny_config
+
 
 @pytest.mark.parametrize("name", ["/nope", "./nope", "nope/it/is"])
 def test_a_folder_that_is_missing_is_named(name):
@@ -32,3 +34,9 @@ def test_an_object_that_is_no_draft_is_named():
         hf_ssd.launch_draft(42)
     with pytest.raises(TypeError, match="SSDConfig.from_pretrained takes a folder or hub id, not a int"):
         hf_ssd.SSDConfig.from_pretrained(42)
+
+
+def test_a_folder_of_a_hybrid_without_a_tokenizer(tmp_path):
+    """transformers makes a tokenizer that knows no text from its config."""
+    tiny_config("qwen3_next").save_pretrained(tmp_path)
+    assert models.Model(str(tmp_path)).tokenizer is None
