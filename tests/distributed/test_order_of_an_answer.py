@@ -38,7 +38,7 @@ def server_with(channel, sampled=True):
 @pytest.mark.parametrize("support", [VOCAB, 4])
 def test_what_tokens_were_drawn_from_is_announced_with_them_and_packed_afterwards(link, support, monkeypatch):
     events, pack = [], payloads.write_probabilities
-    monkeypatch.setattr(wire, "write_probabilities", lambda *rest: events.append("packs") or pack(*rest))
+    monkeypatch.setattr(payloads, "write_probabilities", lambda *rest: events.append("packs") or pack(*rest))
     server = server_with(Recorder(link, events))
     q = torch.zeros(ROWS, LOOKAHEAD, VOCAB)
     q[..., :support] = torch.rand(ROWS, LOOKAHEAD, support)

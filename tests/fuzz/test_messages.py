@@ -220,7 +220,7 @@ def test_the_mutant_a_header_that_is_believed_is_noticed(monkeypatch, recorded):
     ],
 )
 def test_checks_that_are_left_out_are_noticed(monkeypatch, recorded, name, mutant):
-    monkeypatch.setattr(wire, name, mutant)
+    monkeypatch.setattr(payloads if name == "read_text" else wire, name, mutant)
     with pytest.raises(Exception) as error:
         test_damaged_payloads(recorded, 10 * QUICK)
     assert not isinstance(error.value, ProtocolError)
