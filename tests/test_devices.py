@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_ssd import devices
-from hf_ssd.distributed.launch import _device_for
+from hf_ssd.distributed.launch import device_for
 from hf_ssd.distributed.worker import use_device
 
 
@@ -31,17 +31,17 @@ def warnings(monkeypatch):
 @pytest.mark.parametrize("held, expected", [([0, 0], "xpu:1"), ([5, 0], "xpu:1"), ([0, 5], "xpu:0")])
 def test_a_draft_goes_where_this_process_holds_nothing(two_accelerators, warnings, held, expected):
     two_accelerators[:] = held
-    assert _device_for("hub/id", None) == torch.device(expected) and not warnings
+    assert device_for("hub/id", None) == torch.device(expected) and not warnings
 
 
 def test_if_there_is_none_it_says_so(two_accelerators, warnings):
     two_accelerators[:] = [5, 5]
-    assert _device_for("hub/id", None) == torch.device("xpu:1")
+    assert device_for("hub/id", None) == torch.device("xpu:1")
     assert "shares xpu:1 with the target" in warnings[0] and "asynchronous=False" in warnings[0]
 
 
 def test_without_accelerators_it_is_the_cpu():
-    assert _device_for("hub/id", None) == torch.device("cpu") and devices.identity(torch.device("cpu")) is None
+    assert device_for("hub/id", None) == torch.device("cpu") and devices.identity(torch.device("cpu")) is None
 
 
 def test_a_device_is_taken_by_its_name_if_it_is_there(two_accelerators):

@@ -11,7 +11,7 @@ from ..drafting.speculator import Speculator
 from ..drafting.verified_prefix import VerifiedPrefix
 from ..drafting.vocabulary import Translation
 from ..rounds import Speculation
-from . import wire
+from . import payloads, wire
 from .device_link import LINK_TIMEOUT, open_link
 from .sessions import SessionRequest
 from .shared_weights import copy_shared_weights
@@ -70,7 +70,7 @@ class DraftServer:
                 raise
             except Exception:
                 self.speculator = self.prefix = None
-                text = wire.write_text(traceback.format_exc())
+                text = payloads.write_text(traceback.format_exc())
                 self.channel.send(Message(Kind.ERROR, message.session, message.round, text))
 
     def handle(self, message: Message) -> None:
@@ -83,16 +83,16 @@ class DraftServer:
 
     def _link(self, message: Message) -> None:
         wire.expect(message, Kind.LINK, 0, 0)
-        self.channel.send(Message(Kind.LINK, payload=wire.write_json(open_link(self.channel, self.model.device))))
+        self.channel.send(Message(Kind.LINK, payload=payloads.write_json(open_link(self.channel, self.model.device))))
         verdict = self.channel.receive(2 * LINK_TIMEOUT)
         wire.expect(verdict, Kind.LINK, 0, 0)
-        if not wire.read_json(verdict.payload):
+        if not payloads.read_json(verdict.payload):
             self.channel.close_link()
 
     def _translate(self, message: Message) -> None:
         wire.expect(message, Kind.VOCABULARY, 0, 0)
         own = self.model.config.get_text_config(decoder=True).vocab_size
-        self.translation = wire.read_translation(message.payload, own)
+        self.translation = payloads.read_translation(message.payload, own)
 
     def _start(self, message: Message) -> None:
         self.speculator = None
@@ -100,8 +100,8 @@ class DraftServer:
         while prompts.kind == Kind.START:  # the previous call ended before it sent prompts, or was no call
             message, prompts = prompts, self.channel.receive(timeout=PROMPTS_TIMEOUT)
         wire.expect(prompts, Kind.PROMPTS, message.session, message.round)
-        rows = wire.read_prompts(prompts.payload)
-        request = SessionRequest.from_dict(wire.read_json(message.payload), rows, self.translation)
+        rows = payloads.read_prompts(prompts.payload)
+        request = SessionRequest.from_dict(payloads.read_json(message.payload), rows, self.translation)
         longest = request.generation_config.max_length or 0
         features = len(rows) * longest * DraftInfo.of(self.model.config).target_width
         self.channel.make_room(len(rows), request.vocab_size, features)
@@ -137,24 +137,19 @@ class DraftServer:
         outcome, plan = wire.read_outcome(message.payload, len(self.speculator.finished))
         wire.expect(message, Kind.OUTCOME, self.session, self.round)
         found = self.speculator.look_up(outcome, plan, self._receive_features)
-        if self.request.answers_alone:
-            self._send(self.speculator.complete(found))
-            self._take_in_features()
+        is_alone = self.request.answers_alone
+        self._send(self.speculator.complete(found) if is_alone else found)
+        if self.speculator.drafter.needs.hidden_states:  # they come before any other message
+            self.speculator.catch_up()
+        if is_alone:
             self._prepare()
         else:
-            self._send(found)
-            self._take_in_features()
             self.channel.expect()
 
     def _receive_features(self, tokens: int, width: int) -> torch.Tensor:
         message = self.channel.receive(FEATURES_TIMEOUT)
         wire.expect(message, Kind.FEATURES, self.session, self.round)
-        return wire.read_features(message.payload, tokens, width)
-
-    def _take_in_features(self) -> None:
-        """Receives the features, unless the answer has needed them: they come before any other message."""
-        if self.speculator.drafter.needs.hidden_states:
-            self.speculator.catch_up()
+        return payloads.read_features(message.payload, tokens, width)
 
     def _complete(self, message: Message) -> None:
         """Drafts the tokens that no worker has prepared. The target has the distributions of the others."""
@@ -193,12 +188,12 @@ class DraftServer:
             if over_link:
                 support = drafter.vocab_size
             elif support is None:
-                support = int(wire.largest_support(speculation.probabilities))
+                support = int(payloads.largest_support(speculation.probabilities))
             shape = (len(speculation.tokens), speculation.width, drafter.vocab_size)
-            to_come = wire.probabilities_to_come(shape, support)
+            to_come = payloads.probabilities_to_come(shape, support)
             announced = Message(Kind.PROBABILITIES, self.session, self.round, to_come, over_link)
         payload = wire.write_speculation(speculation)
         self.channel.send(Message(Kind.SPECULATION, self.session, self.round, payload, announces=announced))
         if announced is not None:
             q = self.speculator.distributions(speculation)[:, : speculation.width]
-            self.channel.send_announced(wire.write_probabilities(q, support))
+            self.channel.send_announced(payloads.write_probabilities(q, support))

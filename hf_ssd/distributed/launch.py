@@ -3,8 +3,6 @@
 import functools
 import json
 import os
-import threading
-import weakref
 from pathlib import Path
 
 import torch
@@ -16,13 +14,12 @@ from ..cache.compiled import is_compiled
 from ..cache.support import without_wrapper
 from ..config import could_be_hub_id
 from ..drafting.eagle_formats import head_values, load_head
-from ..drafting.needs import DraftInfo
 from .assistant import DraftAssistant
+from .child import Child
 from .cores import CoreShare, divide_cores
 from .meeting import private_meeting
-from .rebuilding import structure_of
 from .shared_weights import SharedWeights
-from .worker_process import Child, WorkerProcess
+from .worker_process import WorkerProcess
 
 logger = logging.get_logger(__name__)
 
@@ -96,11 +93,12 @@ def launch_draft(
         raise ValueError("`devices` takes the place of `device`, and lists one device for each worker.")
     if target is not None and not isinstance(model, PreTrainedModel) and head_values(model) is not None:
         if devices is None:
-            devices = [_device_for(model, device)]
-        model = load_head(model, without_wrapper(target), None if dtype is None else _dtype(dtype))
+            devices = [device_for(model, device)]
+        type_ = None if dtype is None else getattr(torch, str(dtype).removeprefix("torch."))
+        model = load_head(model, without_wrapper(target), type_)
         dtype = None
     weights = SharedWeights(model) if isinstance(model, PreTrainedModel) else None
-    devices = [_device_for(model, device)] if devices is None else [accelerators.existing(one) for one in devices]
+    devices = [device_for(model, device)] if devices is None else [accelerators.existing(one) for one in devices]
     on_cpu = [one.type == "cpu" for one in devices]
     if num_threads is not None and not all(on_cpu):
         raise ValueError(f"`num_threads` is for a draft on the CPU; this one is on {devices[on_cpu.index(False)]}.")
@@ -112,31 +110,7 @@ def launch_draft(
     if not isinstance(model, PreTrainedModel):
         draft_config(model, load_options)
     place = None if target is None else accelerators.of_model(without_wrapper(target))
-    return _assistant(model, weights, devices, cores, settings, place, wait=True)
-
-
-def head_for(draft, target: PreTrainedModel):
-    """
-    Returns the draft that was passed to generate(), or for the folder or hub id of an EAGLE-3 head the head. It is
-    loaded once for each target.
-
-    Raises:
-        `ValueError`: the head does not fit the target.
-    """
-    path = os.fspath(draft) if isinstance(draft, (str, os.PathLike)) else None
-    if path is None or path in _assistants_of_paths:
-        return draft
-    known = _heads.setdefault(target, {})
-    if path not in known:
-        values = head_values(path)
-        if values is None:
-            return draft
-        known[path] = load_head(path, target, values=values)
-    return known[path]
-
-
-def _dtype(dtype: str | torch.dtype) -> torch.dtype:
-    return getattr(torch, str(dtype).removeprefix("torch."))
+    return new_assistant(model, weights, devices, cores, settings, place, wait=True)
 
 
 def worker_settings(
@@ -191,7 +165,7 @@ def draft_config(path: str | os.PathLike, load_options: dict) -> PreTrainedConfi
         raise ValueError(f"The draft {path!r} {is_what} that transformers can load: {reason}") from error
 
 
-def _device_for(model: PreTrainedModel | str | os.PathLike, device: str | torch.device | None) -> torch.device:
+def device_for(model: PreTrainedModel | str | os.PathLike, device: str | torch.device | None) -> torch.device:
     if device is not None:
         return accelerators.existing(device)
     if isinstance(model, PreTrainedModel):
@@ -199,7 +173,7 @@ def _device_for(model: PreTrainedModel | str | os.PathLike, device: str | torch.
     return accelerators.spare_accelerator() or torch.device("cpu")
 
 
-def _assistant(
+def new_assistant(
     model: PreTrainedModel | str | os.PathLike,
     weights: SharedWeights | None,
     devices: list[torch.device],
@@ -229,89 +203,3 @@ def start_worker(settings: dict, weights: SharedWeights | None = None) -> tuple[
         weights.fill()
         settings["weights"], descriptors = weights.description, [*descriptors, weights.descriptor]
     return Child(settings, descriptors), meeting
-
-
-def assistant_for(
-    draft: PreTrainedModel | str | os.PathLike, target: torch.device | None = None
-) -> DraftAssistant | None:
-    """
-    Returns the assistant for a draft that was passed to generate() as a model, a folder or a hub id. Each process makes
-    an assistant for each draft without waiting for its worker, uses it in later calls, and ends it with the model or
-    the program. The assistant is replaced when the model has other layers, shapes or dtypes. For a model that a worker
-    cannot rebuild, returns `None` and logs the reason once. `target` is the device of the target that starts it.
-    """
-    is_model = isinstance(draft, PreTrainedModel)
-    known, key = (_assistants, draft) if is_model else (_assistants_of_paths, os.fspath(draft))
-    with _starting:
-        assistant = known.get(key)
-        if assistant is not None and assistant.process == os.getpid():
-            if not is_model or assistant.weights.fits():
-                return assistant
-            assistant.close()
-        if is_model and draft in _refused and _refused[draft] == structure_of(draft):
-            return None
-        try:
-            weights = SharedWeights(draft) if is_model else None
-        except ValueError as error:
-            logger.warning(f"The draft works in turn with the target, in this process. {error}")
-            known.pop(key, None)
-            _refused[draft] = structure_of(draft)
-            return None
-        info, device = info_of(draft), _device_for(draft, None)
-        cores = divide_cores() if device.type == "cpu" else None
-        settings = {**worker_settings(draft, None, None, {}), "timeout": START_TIMEOUT}
-        assistant = known[key] = _assistant(draft, weights, [device], cores, settings, target, wait=False)
-        assistant.info, assistant.device = info, str(device)
-        return assistant
-
-
-def close(assistant_model: PreTrainedModel | str | os.PathLike | None = None) -> None:
-    """
-    Ends the workers that calls of `generate()` have started for a draft that was passed as a model, a folder or a hub
-    id. Otherwise the workers end with the model or the program. A later call of `generate()` starts another worker. The
-    [`DraftAssistant`] that [`~hf_ssd.launch_draft`] returns has a `close()` of its own.
-
-    Args:
-        assistant_model (`PreTrainedModel`, `str` or `os.PathLike`, *optional*): The draft whose worker ends, as it was
-            passed to `generate()`. By default the workers of all drafts end.
-
-    Raises:
-        `TypeError`: `assistant_model` is not a model, folder or hub id.
-    """
-    draft = without_wrapper(assistant_model)
-    with _starting:
-        if draft is None:
-            ended = [*_assistants.values(), *_assistants_of_paths.values()]
-            _assistants.clear()
-            _assistants_of_paths.clear()
-        elif isinstance(draft, PreTrainedModel):
-            ended = [_assistants.pop(draft, None)]
-        elif isinstance(draft, (str, os.PathLike)):
-            path = os.fspath(draft)
-            heads = [known.pop(path) for known in _heads.values() if path in known]
-            ended = [_assistants_of_paths.pop(path, None), *(_assistants.pop(head, None) for head in heads)]
-        else:
-            raise TypeError(
-                "hf_ssd.close takes the model, folder or hub id that was passed to generate() as `assistant_model`, "
-                f"not a {type(draft).__name__}; a DraftAssistant has a close() of its own."
-            )
-    for assistant in filter(None, ended):
-        assistant.close()
-
-
-def info_of(draft: PreTrainedModel | DraftAssistant | str | os.PathLike) -> DraftInfo:
-    """Returns the [`DraftInfo`] of any draft that can be passed as `assistant_model`, without loading it."""
-    if isinstance(draft, (str, os.PathLike)):
-        draft = _assistants_of_paths.get(os.fspath(draft)) or draft_config(draft, {})
-    model = draft.weights.model() if isinstance(draft, DraftAssistant) and draft.weights is not None else None
-    if isinstance(draft, DraftAssistant) and model is None:
-        return draft.info
-    draft = model or draft
-    return DraftInfo.of(draft.config if isinstance(draft, PreTrainedModel) else draft)
-
-
-_assistants: "weakref.WeakKeyDictionary[PreTrainedModel, DraftAssistant]" = weakref.WeakKeyDictionary()
-_assistants_of_paths: dict[str, DraftAssistant] = {}
-_heads: "weakref.WeakKeyDictionary[PreTrainedModel, dict]" = weakref.WeakKeyDictionary()  # of each target, by path
-_refused: "weakref.WeakKeyDictionary[PreTrainedModel, tuple]" = weakref.WeakKeyDictionary()  # with their structures
-_starting = threading.Lock()

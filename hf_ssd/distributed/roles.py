@@ -82,13 +82,10 @@ class Roles:
         Raises:
             `ValueError`: the number of ranks does not divide the target's attention heads or key-value heads.
         """
+        if isinstance(model, (str, os.PathLike)):
+            model = AutoConfig.from_pretrained(model, trust_remote_code=False)
         if model is not None:
-            config = (
-                model
-                if isinstance(model, PreTrainedConfig)
-                else AutoConfig.from_pretrained(model, trust_remote_code=False)
-            )
-            check_heads(config, self.tp_size)
+            check_heads(model, self.tp_size)
         return DistributedConfig(tp_size=self.tp_size, **options) if self.tp_size > 1 else None
 
     @functools.cached_property

@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 from ..config import SSDConfig
 from ..drafting.vocabulary import Translation
 from ..rounds import AHEAD, Outcome, Plan, Speculation
-from . import wire
+from . import payloads, wire
 from .transport import PeerLost
 from .wire import FLAG, PLAN, Field, Kind, Message, ProtocolError
 
@@ -109,14 +109,7 @@ class SessionRequest:
     def from_dict(
         cls, values: dict, prompts: list[torch.LongTensor], translation: Translation | None = None
     ) -> "SessionRequest":
-        """
-        Args:
-            values (`dict`), prompts: The call.
-            translation ([`~hf_ssd.drafting.vocabulary.Translation`], *optional*): The last translation that came.
-
-        Raises:
-            [`~hf_ssd.distributed.wire.ProtocolError`]: the arguments do not describe a valid call.
-        """
+        """Reads a call, or raises [`ProtocolError`]. `translation` is the last translation that came, if any."""
         try:
             generation_config = GenerationConfig.from_dict(values["generation_config"])
             config = SSDConfig.from_dict(values["ssd_config"])
@@ -198,13 +191,14 @@ class WorkerSession(DraftSession):
         self.worker, self.number, self.timeout, self.on_close = worker, number, request.config.timeout, on_close
         self.rows, self.vocab_size, self.round = len(request.prompts), request.vocab_size, -1
         self.is_reusable, self.answers_alone = True, request.answers_alone
+        self.sampled = bool(request.generation_config.do_sample)
         worker.channel.make_room(self.rows, self.vocab_size)
         send = worker.channel.send
         if request.translation is not None and worker.translation is not request.translation:
             send(Message(Kind.VOCABULARY, payload=request.translation.to_tensor()))
             worker.translation = request.translation
-        send(Message(Kind.START, number, payload=wire.write_json(request.to_dict())))
-        send(Message(Kind.PROMPTS, number, payload=wire.write_prompts(request.prompts)))
+        send(Message(Kind.START, number, payload=payloads.write_json(request.to_dict())))
+        send(Message(Kind.PROMPTS, number, payload=payloads.write_prompts(request.prompts)))
 
     def send_outcome(self, outcome: Outcome, plan: Plan, features: torch.Tensor | None = None) -> None:
         self.round += 1
@@ -228,10 +222,11 @@ class WorkerSession(DraftSession):
 
     def receive_speculation(self, timeout: float | None = None) -> Speculation:
         speculation = self._receive(Kind.SPECULATION, self._read_speculation, timeout)
-        self.shape = (self.rows, speculation.width, self.vocab_size)
-        self.is_reusable = False
-        self.worker.channel.expect()  # probabilities may arrive while the target computes
-        self.is_reusable = True
+        self.speculation = speculation
+        if self.sampled:
+            self.is_reusable = False
+            self.worker.channel.expect()  # probabilities may arrive while the target computes
+            self.is_reusable = True
         return speculation
 
     def _read_speculation(self, payload) -> Speculation:
@@ -241,7 +236,8 @@ class WorkerSession(DraftSession):
         return speculation
 
     def receive_probabilities(self) -> torch.FloatTensor:
-        return self._receive(Kind.PROBABILITIES, lambda payload: wire.read_probabilities(payload, self.shape))
+        shape = self.rows, self.speculation.width, self.vocab_size
+        return self._receive(Kind.PROBABILITIES, lambda payload: payloads.read_probabilities(payload, shape))
 
     def _receive(self, kind: Kind, read: Callable, timeout: float | None = None):
         """
@@ -261,7 +257,7 @@ class WorkerSession(DraftSession):
                 if message.session == self.number and (message.round >= self.round or message.kind == Kind.ERROR):
                     break
             if message.kind == Kind.ERROR:
-                traceback = wire.read_text(message.payload)
+                traceback = payloads.read_text(message.payload)
                 self.is_reusable = "CUDA error" not in traceback  # after a CUDA error, the device fails in that process
                 raise DraftError(f"The draft worker raised:\n{traceback}")
             wire.expect(message, kind, self.number, self.round)

@@ -17,8 +17,9 @@ import time
 import torch
 import torch.distributed as dist
 
+from .child import Child
 from .meeting import join
-from .worker_process import STOP_TIMEOUT, Child, WorkerProcess
+from .worker_process import STOP_TIMEOUT, WorkerProcess
 
 POLL = 0.05  # seconds between two checks of the notes
 SUPERVISOR_TIMEOUT = 3.0  # seconds for the supervisor to notice that its child has ended, or is to end

@@ -7,7 +7,7 @@ from collections import deque
 import torch
 import torch.distributed as dist
 
-from . import wire
+from . import payloads, wire
 from .sessions import DraftError
 from .transport import wait
 from .wire import Kind, Message
@@ -53,18 +53,18 @@ class TargetRanks:
         while message is None or message.session != self.call:  # older messages belong to a call that has failed
             frame = self._receive(torch.empty(wire.FRAME_LENGTH, dtype=torch.int64), deadline)
             message = wire.unpack(frame)
-            if message.follows:
+            if message.place != wire.INLINE:
                 self._receive(message.payload, deadline)
         if message.kind == Kind.ERROR:
-            error = wire.read_json(message.payload)
+            error = payloads.read_json(message.payload)
             kind = DraftError if error["is_draft_error"] else RuntimeError
             raise kind(f"Rank 0 of the target has broken off: {error['text']}")
         return message
 
     def share_values(self, values):
         """Returns the leader's plain Python objects on every rank."""
-        message = self.share(Message(Kind.VALUES, payload=wire.write_json(values)) if self.is_leader else None)
-        return values if self.is_leader else wire.read_json(message.payload)
+        message = self.share(Message(Kind.VALUES, payload=payloads.write_json(values)) if self.is_leader else None)
+        return values if self.is_leader else payloads.read_json(message.payload)
 
     def share_random_state(self, device: torch.device) -> None:
         """Gives all ranks the leader's random state, as if all had made the leader's random draws."""
@@ -84,7 +84,7 @@ class TargetRanks:
         except BaseException as error:
             if self.is_leader and self.group is not None:
                 values = {"is_draft_error": isinstance(error, DraftError), "text": f"{type(error).__name__}: {error}"}
-                self._send(Message(Kind.ERROR, self.call, payload=wire.write_json(values)))
+                self._send(Message(Kind.ERROR, self.call, payload=payloads.write_json(values)))
             raise
 
     def _send(self, message: Message) -> None:

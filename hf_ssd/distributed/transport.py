@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ..config import LONGEST_LOOKAHEAD
-from .wire import FRAME_LENGTH, LARGEST_PAYLOAD, Message, ProtocolError, pack, unpack
+from .wire import FRAME_LENGTH, INLINE, LARGEST_PAYLOAD, Message, ProtocolError, pack, unpack
 
 TARGET, DRAFT = 0, 1  # ranks
 LOOPBACK = "127.0.0.1"
@@ -61,7 +61,7 @@ class Channel:
         self.sent: deque[tuple[dist.Work, torch.Tensor]] = deque()
         # What is being received: the next frame, or the payload of a message.
         self.pending: tuple[dist.Work, torch.Tensor, Message | None] | None = None
-        self.announced: Message | None = None  # by the last message that was received
+        self.announced: Message | None = None  # the message whose payload comes next, if its header has come
         self.promised: Message | None = None  # by the last message that was sent
 
     def make_room(self, rows: int, vocab_size: int, features: int = 0) -> None:
@@ -109,19 +109,15 @@ class Channel:
     def expect(self) -> None:
         """Starts to receive the next message, so that it can arrive while this process computes."""
         if self.pending is None:
-            announced, self.announced = self.announced, None
-            self._expect(announced)
+            message, self.announced = self.announced, None
+            if message is not None and message.over_link:
+                if self.link is None:
+                    raise ProtocolError("a payload is to come over a link that was not opened")
+                self.pending = _over_link(self.link.receive, message), message.payload, message
+            else:
+                tensor = torch.empty(FRAME_LENGTH, dtype=torch.int64) if message is None else message.payload
+                self.pending = broadcast(self.incoming, tensor, 1 - self.rank), tensor, message
         _let_others_run()
-
-    def _expect(self, message: Message | None) -> None:
-        """Starts to receive the payload of a message, or the next frame."""
-        if message is not None and message.over_link:
-            if self.link is None:
-                raise ProtocolError("a payload is to come over a link that was not opened")
-            self.pending = _over_link(self.link.receive, message), message.payload, message
-        else:
-            tensor = torch.empty(FRAME_LENGTH, dtype=torch.int64) if message is None else message.payload
-            self.pending = broadcast(self.incoming, tensor, 1 - self.rank), tensor, message
 
     def has_arrived(self) -> bool:
         """Whether the next message, which must be expected, has begun to arrive, or the other process has ended."""
@@ -142,21 +138,22 @@ class Channel:
             [`~hf_ssd.distributed.wire.ProtocolError`]: the received data is not a message of this protocol.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        self.expect()
         while True:
+            if self.pending is None:
+                self.expect()
             work, tensor, message = self.pending
             if message is not None and message.over_link:
                 _over_link(self.link.wait, work, deadline)
             else:
                 wait(work, deadline, awake)
             self.pending = None
-            if message is not None:
-                return message
-            message = unpack(tensor, self.largest)
+            if message is None:
+                message = unpack(tensor, self.largest)
+                if message.place != INLINE:
+                    self.announced = message
+                    continue
             self.announced = message.announces
-            if not message.follows:
-                return message
-            self._expect(message)
+            return message
 
     def close_link(self) -> None:
         if self.link is not None:

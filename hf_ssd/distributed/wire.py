@@ -4,12 +4,11 @@ A message is a frame of 128 integers: a header of 12, and up to 116 integers of 
 follows in its own transfer, after the frame or over the link between two GPUs. A message may announce the next message,
 of which only the payload follows: the receiver gets ready for it at once, and the sender need not have it yet.
 
-A new message needs a [`Kind`], a `write_...` and a `read_...` function. A new field of a plan, a record or a call only
-needs a line in its table.
+A new message needs a [`Kind`], and its payload a `write_...` and a `read_...` function, here or in
+[`~hf_ssd.distributed.payloads`]. A new field of a plan, a record or a call only needs a line in its table.
 """
 
 import itertools
-import json
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,7 +17,6 @@ from enum import IntEnum
 import torch
 
 from ..config import LONGEST_LOOKAHEAD
-from ..drafting.vocabulary import Translation
 from ..rounds import FINISHED, MODES, SOURCES, Outcome, Plan, RoundRecord, Speculation
 
 MAGIC, VERSION = 0x6866_5F73_7364, 15  # "hf_ssd"
@@ -113,12 +111,7 @@ def write_fields(fields: dict[str, Field], thing) -> list[int]:
 
 
 def read_fields(fields: dict[str, Field], numbers: list[int], of_what: str) -> dict:
-    """
-    Returns the values of the fields by their names.
-
-    Raises:
-        [`ProtocolError`]: a number is missing, superfluous, of the wrong type or out of range.
-    """
+    """Returns the values of the fields by their names, or raises [`ProtocolError`] for invalid numbers."""
     if type(numbers) is not list or len(numbers) != len(fields):
         raise ProtocolError(f"{of_what} has not the {len(fields)} numbers that it is made of")
     values = {}
@@ -162,15 +155,11 @@ class Message:
 
     @property
     def place(self) -> int:
-        if self.over_link:
-            return OVER_LINK
-        is_short = isinstance(self.payload, list) and len(self.payload) <= FRAME_LENGTH - HEADER_LENGTH
-        return INLINE if is_short else BEHIND
-
-    @property
-    def follows(self) -> bool:
-        """Whether the payload has a transfer of its own."""
-        return len(self.payload) > 0 and self.place != INLINE
+        """Place of the payload, which has a transfer of its own unless it is `INLINE`."""
+        length = len(self.payload)
+        if not length or (isinstance(self.payload, list) and length <= FRAME_LENGTH - HEADER_LENGTH):
+            return INLINE
+        return OVER_LINK if self.over_link else BEHIND
 
     def header(self) -> list[int]:
         dtype = getattr(self.payload, "dtype", torch.int64)
@@ -180,17 +169,17 @@ class Message:
 def pack(message: Message) -> list[torch.Tensor]:
     """Returns the frame, followed by the payload if the frame does not hold it."""
     announced, payload = message.announces, message.payload
-    if announced is not None and not announced.follows:
+    if announced is not None and announced.place == INLINE:
         raise ProtocolError("a message without a payload cannot be announced: nothing of it would arrive")
     next_header = [0] * len(HEADER) if announced is None else announced.header()
-    kind, *header = message.header()
-    numbers = [MAGIC, VERSION, kind, message.session, message.round, *header, *next_header]
-    if message.place == INLINE:
+    kind, dtype, length, place = message.header()
+    numbers = [MAGIC, VERSION, kind, message.session, message.round, dtype, length, place, *next_header]
+    if place == INLINE:
         numbers += payload
     frame = torch.tensor([*numbers, *[0] * (FRAME_LENGTH - len(numbers))])
-    if not message.follows:
+    if place == INLINE:
         return [frame]
-    return [frame, (payload if message.over_link else torch.as_tensor(payload, device="cpu")).contiguous()]
+    return [frame, (payload if place == OVER_LINK else torch.as_tensor(payload, device="cpu")).contiguous()]
 
 
 def unpack(frame: torch.Tensor, largest: int = LARGEST_PAYLOAD) -> Message:
@@ -226,10 +215,7 @@ def unpack(frame: torch.Tensor, largest: int = LARGEST_PAYLOAD) -> Message:
 
 
 def expect(message: Message, kind: Kind, session: int, round_: int) -> None:
-    """
-    Raises:
-        [`ProtocolError`]: the message is of another kind, session or round.
-    """
+    """Raises [`ProtocolError`] if the message is of another kind, session or round."""
     if (message.kind, message.session, message.round) != (kind, session, round_):
         raise ProtocolError(
             f"expected {kind.name} of session {session}, round {round_}; received {message.kind.name} of session "
@@ -288,12 +274,7 @@ def read_speculation(payload, rows: int, vocab_size: int = 2**63) -> Speculation
 
 
 def check_tokens(tokens: list[int], vocab_size: int = 2**63) -> list[int]:
-    """
-    Returns the tokens.
-
-    Raises:
-        [`ProtocolError`]: a token is negative, or not in a vocabulary of `vocab_size` tokens.
-    """
+    """Returns the tokens, or raises [`ProtocolError`] if any of them is not in a vocabulary of `vocab_size` tokens."""
     if tokens and (min(tokens) < 0 or max(tokens) >= vocab_size):
         raise ProtocolError(f"{min(tokens)} to {max(tokens)} are not tokens of a vocabulary of {vocab_size}")
     return tokens
@@ -311,117 +292,3 @@ def _parts(values: list[int], lengths: list[int]) -> list[list[int]]:
     """Returns successive parts of these lengths, and the rest."""
     left = iter(values)
     return [*(list(itertools.islice(left, length)) for length in lengths), list(left)]
-
-
-def read_features(payload, tokens: int, width: int) -> torch.Tensor:
-    """
-    Returns the hidden states `(tokens, width)` of the target at its new tokens.
-
-    Raises:
-        [`ProtocolError`]: there are more or fewer numbers, they are of another type, or not all are finite.
-    """
-    kind = getattr(payload, "dtype", torch.int64)
-    if not kind.is_floating_point or len(payload) != tokens * width:
-        raise ProtocolError(f"{len(payload)} numbers of type {kind} are not the {width} features of {tokens} tokens")
-    if payload.device.type == "cpu" and not bool(payload.isfinite().all()):
-        raise ProtocolError("not all of the features are finite numbers")
-    return payload.view(tokens, width)
-
-
-# ---------------------------------------------------------------- the other messages
-
-
-def write_text(text: str) -> torch.Tensor:
-    return torch.tensor(list(text.encode()), dtype=torch.uint8)
-
-
-def read_text(payload, errors: str = "replace") -> str:
-    """Returns the text. Invalid UTF-8 is replaced by default, because the text is for people."""
-    if len(payload) and getattr(payload, "dtype", torch.int64) != torch.uint8:
-        raise ProtocolError(f"{len(payload)} numbers of type {getattr(payload, 'dtype', torch.int64)} are not a text")
-    return (payload.numpy().tobytes() if len(payload) else b"").decode(errors=errors)
-
-
-def write_json(value) -> torch.Tensor:
-    return write_text(json.dumps(value))
-
-
-def read_json(payload):
-    try:
-        return json.loads(read_text(payload, "strict"))
-    except (ValueError, RecursionError) as error:
-        raise ProtocolError(f"a message of {len(payload)} bytes is not JSON: {error}") from error
-
-
-def write_prompts(prompts: list[torch.LongTensor]) -> list[int]:
-    """Returns the number of prompts, their lengths, and their tokens."""
-    return [len(prompts), *map(len, prompts), *torch.cat([prompt.cpu().long() for prompt in prompts]).tolist()]
-
-
-def read_prompts(payload) -> list[torch.LongTensor]:
-    count, *rest = integers(payload, 1)
-    lengths, tokens = rest[: max(0, count)], rest[max(0, count) :]
-    if count < 1 or len(lengths) != count or min(lengths) < 1 or sum(lengths) != len(tokens):
-        raise ProtocolError(f"a message of {len(payload)} integers does not hold the {count} prompts it announces")
-    return list(torch.tensor(check_tokens(tokens)).split(lengths))
-
-
-def read_translation(payload, draft_size: int) -> Translation:
-    """Returns the translation into a vocabulary of `draft_size` tokens."""
-    try:
-        return Translation.from_tensor(torch.tensor(integers(payload, 1)), draft_size)
-    except (ValueError, RuntimeError) as error:
-        raise ProtocolError(f"a message is no translation: {error}") from error
-
-
-# ---------------------------------------------------------------- distributions
-
-
-def largest_support(probabilities: torch.FloatTensor) -> torch.LongTensor:
-    """Returns, on the device, the most tokens that have any chance in one of the distributions `(..., vocab_size)`."""
-    return (probabilities != 0).sum(-1).max()  # NaN counts too, so that it is sent as it is
-
-
-def write_probabilities(probabilities: torch.FloatTensor, support: int | None = None) -> torch.Tensor:
-    """
-    Packs distributions `(..., vocab_size)` exactly. If a warper truncated them, so that at most a quarter of the
-    vocabulary has any chance, only those tokens are sent: as pairs of value and token, the value's bits as an integer.
-
-    Args:
-        probabilities (`torch.FloatTensor` of shape `(..., vocab_size)`): The distributions.
-        support (`int`, *optional*): Their [`largest_support`] or more, or the size of the vocabulary to send all of it.
-            By default [`largest_support`] is computed, which waits for the device.
-    """
-    support = int(largest_support(probabilities)) if support is None else support
-    if _all_travel(support, probabilities.shape[-1]):
-        return probabilities.float().flatten()
-    values, tokens = probabilities.float().topk(support, dim=-1)
-    return torch.stack([values.view(torch.int32), tokens.int()]).flatten()
-
-
-def probabilities_to_come(shape: tuple[int, ...], support: int) -> torch.Tensor:
-    """Returns a tensor on "meta" of the type and length that [`write_probabilities`] will return, to announce it."""
-    *shape, vocab_size = shape
-    if _all_travel(support, vocab_size):
-        return torch.empty(*shape, vocab_size, dtype=torch.float32, device="meta").flatten()
-    return torch.empty(2, *shape, support, dtype=torch.int32, device="meta").flatten()
-
-
-def _all_travel(support: int, vocab_size: int) -> bool:
-    return support * 4 > vocab_size
-
-
-def read_probabilities(payload, shape: tuple[int, ...]) -> torch.FloatTensor:
-    """Returns the distributions in this shape, whose last dimension is the size of the vocabulary."""
-    kind, rows = getattr(payload, "dtype", torch.int64), torch.Size(shape[:-1]).numel()
-    if kind == torch.float32 and payload.numel() == rows * shape[-1]:
-        return payload.view(shape)
-    if kind != torch.int32 or not rows or len(payload) % (2 * rows):
-        raise ProtocolError(f"{len(payload)} numbers of type {kind} are not probabilities of shape {tuple(shape)}")
-    values, tokens = payload.view(2, *shape[:-1], -1)
-    if payload.device.type != "cpu":  # a check would wait for the GPU, and a token too large would fail on it
-        tokens = tokens.clamp(0, shape[-1] - 1)
-    elif tokens.numel() and not 0 <= tokens.min() <= tokens.max() < shape[-1]:
-        raise ProtocolError(f"there are probabilities of tokens that are not in the vocabulary of {shape[-1]}")
-    zeros = torch.zeros(shape, dtype=torch.float32, device=payload.device)
-    return zeros.scatter_(-1, tokens.long(), values.contiguous().view(torch.float32))

@@ -22,7 +22,7 @@ from ..cache.support import MASKED_ATTENTION, last_position_limit
 from ..cache.trial import check_supported
 from ..drafting.compiling import compile_draft
 from ..drafting.needs import DraftInfo
-from . import wire
+from . import payloads
 from .cores import pin
 from .draft_server import DraftServer
 from .files import shorten_stderr
@@ -64,10 +64,10 @@ def run() -> int:
         place = {"device": str(model.device), "identity": devices.identity(model.device), "pid": os.getpid()}
         info = dataclasses.asdict(DraftInfo.of(model.config, last_position_limit(model)))
         compiled = {"is_compiled": is_compiled(model), "uncompiled_because": uncompiled_because}
-        hello = Message(Kind.READY, payload=wire.write_json({"draft": info, **place, **compiled}))
+        hello = Message(Kind.READY, payload=payloads.write_json({"draft": info, **place, **compiled}))
     except Exception as error:
         text = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
-        hello = Message(Kind.ERROR, payload=wire.write_text(text))
+        hello = Message(Kind.ERROR, payload=payloads.write_text(text))
     # 2. Meet the target.
     meeting = settings["meeting"]
     store = join(meeting, settings["timeout"])

@@ -1,15 +1,7 @@
 """The process of a draft worker as the target's process holds it: started, connected, and never left behind."""
 
-import contextlib
-import fcntl
-import json
-import os
-import subprocess
-import sys
-import tempfile
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 
@@ -17,9 +9,8 @@ import torch
 from transformers.utils import logging
 
 from .. import devices
-from . import wire
+from . import payloads, wire
 from .device_link import LINK_TIMEOUT, open_link
-from .files import standard_streams_taken, tail
 from .meeting import check_file, join, prove
 from .sessions import DraftError
 from .transport import Channel, PeerLost, keep_when_forked
@@ -28,77 +19,11 @@ from .wire import Kind, Message, ProtocolError
 logger = logging.get_logger(__name__)
 
 STOP_TIMEOUT = 2.0  # seconds for a worker to end by itself before it is killed
-KILL_TIMEOUT = 10.0  # seconds for the system to end a killed worker; it cannot while a driver holds it
 CANCEL_TIMEOUT = 5.0  # seconds for a starting thread to notice that its worker was ended
 POLL = 0.01  # polling interval in seconds
-# Variables of torchrun. They are removed because the worker is not a rank.
-LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
 # Keys of the store. The worker sets the first key when its model is loaded or has failed to load. The target sets the
 # second key when it has seen the first. Then both build their ends of the channel, which blocks until both do so.
 DRAFT_IS_HERE, TARGET_IS_HERE = "draft", "target"
-
-
-class Child:
-    """
-    A fresh interpreter, not a fork and not a `multiprocessing` child, so the user's script needs no `__main__` guard.
-    The worker reads its settings from its standard input and ends when that closes, so it ends with this process,
-    however this process ends.
-
-    Args:
-        settings (`dict`): The settings that [`~hf_ssd.distributed.worker`] reads.
-        descriptors (`list[int]`): File descriptors that the worker inherits.
-
-    Attributes:
-        popen (`subprocess.Popen`): The process.
-        end (`Callable`): Kills the process. May be called more than once, and is called when the program ends.
-    """
-
-    def __init__(self, settings: dict, descriptors: list[int]):
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER)}
-        environment |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONSAFEPATH": "1"}
-        if settings["cores"]:
-            environment["OMP_NUM_THREADS"] = str(len(settings["cores"]))
-        with standard_streams_taken():
-            self.stderr = tempfile.TemporaryFile()
-            # Every write goes to the end of the file, wherever its shared offset is.
-            fcntl.fcntl(self.stderr, fcntl.F_SETFL, os.O_APPEND)
-            self.popen = subprocess.Popen(
-                [sys.executable, "-m", "hf_ssd.distributed.worker"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=self.stderr,
-                pass_fds=descriptors,
-                env=environment,
-                start_new_session=True,  # a Ctrl-C in the terminal is for the target
-            )
-        self.end = weakref.finalize(self, _end_process, os.getpid(), self.popen)
-        with contextlib.suppress(BrokenPipeError):  # the worker has ended already; its standard error tells why
-            self.popen.stdin.write(json.dumps(settings).encode() + b"\n")
-            self.popen.stdin.flush()
-
-    @property
-    def is_running(self) -> bool:
-        return self.popen.poll() is None
-
-    def wait(self, timeout: float) -> bool:
-        """Waits up to `timeout` seconds until the process has ended by itself, and returns whether it has ended."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.popen.wait(timeout)
-        return not self.is_running
-
-    def stderr_tail(self) -> str:
-        """Returns the end of the worker's standard error."""
-        return tail(self.stderr.fileno()).decode("utf-8", errors="replace").strip()
-
-
-def _end_process(parent: int, process: subprocess.Popen) -> None:
-    if os.getpid() != parent:
-        return  # this is a forked child of `parent`, which does not own the worker
-    process.kill()
-    with contextlib.suppress(OSError):  # settings that the worker has not read are lost
-        process.stdin.close()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(KILL_TIMEOUT)
 
 
 class WorkerProcess:
@@ -106,7 +31,7 @@ class WorkerProcess:
     A draft worker. It starts in a thread of its own, and when its process has ended, another can take its place.
 
     Args:
-        launch (`Callable`): Starts a process, and returns it ([`Child`] or
+        launch (`Callable`): Starts a process, and returns it ([`~hf_ssd.distributed.child.Child`] or
             [`~hf_ssd.distributed.supervisor.SupervisedChild`]) and the place where it meets this process.
         timeout (`float`): Seconds until the worker must be ready.
         target (`torch.device`, *optional*): The target's device, if it is known. If the worker has another GPU, a link
@@ -208,9 +133,9 @@ class WorkerProcess:
             except PeerLost:
                 raise self._early_end() from None
         if message.kind == Kind.ERROR:
-            raise DraftError(f"The draft worker could not load its model: {wire.read_text(message.payload)}")
+            raise DraftError(f"The draft worker could not load its model: {payloads.read_text(message.payload)}")
         wire.expect(message, Kind.READY, 0, 0)
-        self.worker_info = wire.read_json(message.payload)
+        self.worker_info = payloads.read_json(message.payload)
         if self.worker_info["uncompiled_because"]:
             logger.warning(f"The draft runs without torch.compile: {self.worker_info['uncompiled_because']}")
         if self.target is not None:
@@ -273,10 +198,10 @@ class WorkerProcess:
         try:
             while (message := self.channel.receive(max(0.0, deadline - time.monotonic()))).kind != Kind.LINK:
                 pass  # late answers of an earlier call
-            works = works and wire.read_json(message.payload)
+            works = works and payloads.read_json(message.payload)
         except (TimeoutError, PeerLost, ProtocolError) as error:
             raise DraftError(f"The draft worker did not open its end of a link. {self.stderr_tail()}") from error
-        self.channel.send(Message(Kind.LINK, payload=wire.write_json(works)))
+        self.channel.send(Message(Kind.LINK, payload=payloads.write_json(works)))
         if not works:
             self.channel.close_link()
         return works

@@ -10,7 +10,7 @@ from transformers import GenerationMixin, PreTrainedModel, StoppingCriteriaList,
 from ..cache.support import without_wrapper
 from ..config import WITHOUT_DRAFT, SSDConfig
 from ..distributed.assistant import DraftAssistant
-from ..distributed.launch import head_for
+from ..distributed.passed_drafts import head_for
 from ..drafting.mtp_head import mtp_head_of
 from .checks import check_arguments, check_assisted_options
 from .loop import speculative_speculative_decoding

@@ -18,7 +18,7 @@ from ..cache.hidden_states import check_layers
 from ..cache.support import attention_layout, is_flash_attention, last_column_limit, rope_that_changes
 from ..config import LONGEST_LOOKAHEAD, WITHOUT_DRAFT, SSDConfig
 from ..distributed.assistant import DraftAssistant
-from ..distributed.launch import info_of
+from ..distributed.passed_drafts import info_of
 from ..distributed.roles import check_heads
 from ..drafting.custom_fallback import check_proposer
 from ..drafting.drafters import drafter_kind

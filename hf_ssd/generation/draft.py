@@ -112,6 +112,8 @@ class FaultTolerantDraft:
             if self.session is not None:
                 self.session.close()
             self.session, self.is_local, self.untold, self.is_asked = session, is_local, None, False
+            if self.model is None:
+                self.positions = getattr(self.assistant, "positions", None)
             self.told = [0] * len(self.told)
             if self.planner.profiles and not is_local:
                 self.planner.begin_profile()
@@ -179,10 +181,9 @@ class FaultTolerantDraft:
 
     def _is_at_its_end(self) -> bool:
         """Whether the longest row has reached the number of positions that the draft has."""
-        positions = getattr(self.assistant, "positions", None) if self.model is None else self.positions
-        if positions is None or max(self.lengths) < positions:
+        if self.positions is None or max(self.lengths) < self.positions:
             return False
-        logger.warning_once(f"The draft has {positions} positions; what is longer is decoded plainly.")
+        logger.warning_once(f"The draft has {self.positions} positions; what is longer is decoded plainly.")
         return True
 
     def receive_speculation(self, sequences: Sequences) -> Speculation:

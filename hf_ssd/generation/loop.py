@@ -30,7 +30,7 @@ from ..config import WITHOUT_DRAFT, SSDConfig
 from ..devices import from_host
 from ..distributed.assistant import DraftAssistant
 from ..distributed.cores import use_cores
-from ..distributed.launch import assistant_for
+from ..distributed.passed_drafts import assistant_for
 from ..distributed.sessions import SessionRequest
 from ..distributed.target_ranks import TargetRanks
 from ..drafting.drafters import drafter_kind

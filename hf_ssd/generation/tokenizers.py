@@ -8,7 +8,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
-from ..distributed.launch import info_of
+from ..distributed.passed_drafts import info_of
 from ..distributed.sessions import DraftError
 from ..drafting.vocabulary import Translation
 from .spelling import Encoder, spelled_tokens

@@ -16,7 +16,7 @@ from transformers import LogitsProcessorList, set_seed
 
 import hf_ssd
 from hf_ssd.distributed.device_link import LINK_CTAS, DeviceLink, nccl_group, open_link
-from hf_ssd.distributed.launch import assistant_for
+from hf_ssd.distributed.passed_drafts import assistant_for
 from hf_ssd.distributed.transport import TARGET, Channel, gloo_group
 from hf_ssd.distributed.wire import Kind, Message, ProtocolError
 from hf_ssd.distributed.worker_process import WorkerProcess

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_ssd.distributed import wire
+from hf_ssd.distributed import payloads, wire
 from hf_ssd.distributed.wire import FRAME_LENGTH, HEADER_LENGTH, Kind, Message, ProtocolError
 from hf_ssd.rounds import AHEAD, FINISHED, NGRAM, Outcome, Plan, RoundRecord, Speculation
 
@@ -14,7 +14,7 @@ integers = st.integers(-(2**63), 2**63 - 1)
 def through_the_wire(message):
     frame, *rest = wire.pack(message)
     received = wire.unpack(frame.clone())
-    if received.follows:
+    if received.place != wire.INLINE:
         received.payload.copy_(rest.pop(0))
     assert not rest
     return received
@@ -46,8 +46,8 @@ def test_an_announced_message_is_of_the_same_session_and_round(size, announced, 
 @settings(deadline=None)
 @given(st.text())
 def test_text_round_trips(text):
-    payload = wire.write_text(text)
-    assert wire.read_text(through_the_wire(Message(Kind.ERROR, payload=payload)).payload) == text
+    payload = payloads.write_text(text)
+    assert payloads.read_text(through_the_wire(Message(Kind.ERROR, payload=payload)).payload) == text
 
 
 def test_small_messages_travel_in_one_frame():
@@ -88,7 +88,7 @@ def test_stale_messages_are_named(kind, session, round_):
 
 def test_prompts_and_outcomes_round_trip():
     prompts = [torch.tensor([3, 1]), torch.tensor([4]), torch.tensor([1, 5, 9])]
-    unpacked = wire.read_prompts(wire.write_prompts(prompts))
+    unpacked = payloads.read_prompts(payloads.write_prompts(prompts))
     assert [p.tolist() for p in unpacked] == [p.tolist() for p in prompts]
     plan = Plan(AHEAD, 5, 2, 12, NGRAM, 0.3)
     for later in (None, [[7, 8, 9], []], [[], []]):
@@ -166,7 +166,7 @@ def test_outcomes_that_are_cut_off_or_too_long_are_refused(length):
 @pytest.mark.parametrize("payload", [[], [0], [2, 3], [1, 3, 5, 5], [1, 0], [2, 1, 1, 5]])
 def test_prompts_that_do_not_add_up_are_refused(payload):
     with pytest.raises(ProtocolError):
-        wire.read_prompts(torch.tensor(payload, dtype=torch.int64))
+        payloads.read_prompts(torch.tensor(payload, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("support", [1, 5, 40])
@@ -174,11 +174,11 @@ def test_probabilities_travel_exactly(support):
     scores = torch.randn(2, 3, 40)
     scores = scores.masked_fill(scores < scores.topk(support).values[..., -1:], -torch.inf)
     probabilities = scores.softmax(-1)
-    payload = wire.write_probabilities(probabilities)
-    assert torch.equal(wire.read_probabilities(payload, probabilities.shape), probabilities)
+    payload = payloads.write_probabilities(probabilities)
+    assert torch.equal(payloads.read_probabilities(payload, probabilities.shape), probabilities)
     assert len(payload) == (probabilities.numel() if support == 40 else 2 * 6 * support)
     with pytest.raises(ProtocolError):
-        wire.read_probabilities(payload[:-1], probabilities.shape)
+        payloads.read_probabilities(payload[:-1], probabilities.shape)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), -0.5])
@@ -186,17 +186,17 @@ def test_what_is_no_probability_arrives_as_it_is_or_as_nothing(value):
     """Beside a row that warpers truncated, so that without it the few tokens of that row alone would travel."""
     probabilities = torch.zeros(1, 2, 40)
     probabilities[0, 0, :3], probabilities[0, 1] = torch.tensor([0.5, 0.3, 0.2]), value
-    arrived = wire.read_probabilities(wire.write_probabilities(probabilities), (1, 2, 40))
+    arrived = payloads.read_probabilities(payloads.write_probabilities(probabilities), (1, 2, 40))
     torch.testing.assert_close(arrived, probabilities, equal_nan=True, rtol=0, atol=0)
     probabilities[0, 1, 5:] = 0.0
-    arrived = wire.read_probabilities(wire.write_probabilities(probabilities), (1, 2, 40))
+    arrived = payloads.read_probabilities(payloads.write_probabilities(probabilities), (1, 2, 40))
     same = (arrived == probabilities) | (arrived.isnan() & probabilities.isnan())
     assert torch.all(same | (arrived == 0) & ~(probabilities > 0))
 
 
 @pytest.mark.parametrize("token", [-1, 40, 2**31 - 1])
 def test_tokens_that_are_not_in_the_vocabulary_are_refused(token):
-    payload = wire.write_probabilities(torch.eye(40)[None, :6])
+    payload = payloads.write_probabilities(torch.eye(40)[None, :6])
     payload[-1] = token
     with pytest.raises(ProtocolError, match="not in the vocabulary of 40"):
-        wire.read_probabilities(payload, (1, 6, 40))
+        payloads.read_probabilities(payload, (1, 6, 40))

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hf_ssd.distributed import wire
+from hf_ssd.distributed import payloads, wire
 from hf_ssd.distributed.draft_server import DraftServer
 from hf_ssd.distributed.wire import Kind
 from hf_ssd.rounds import AHEAD, PREPARED, RoundRecord, Speculation
@@ -37,8 +37,8 @@ def server_with(channel, sampled=True):
 @pytest.mark.parametrize("link", [None, "a link"])
 @pytest.mark.parametrize("support", [VOCAB, 4])
 def test_what_tokens_were_drawn_from_is_announced_with_them_and_packed_afterwards(link, support, monkeypatch):
-    events, pack = [], wire.write_probabilities
-    monkeypatch.setattr(wire, "write_probabilities", lambda *rest: events.append("packs") or pack(*rest))
+    events, pack = [], payloads.write_probabilities
+    monkeypatch.setattr(payloads, "write_probabilities", lambda *rest: events.append("packs") or pack(*rest))
     server = server_with(Recorder(link, events))
     q = torch.zeros(ROWS, LOOKAHEAD, VOCAB)
     q[..., :support] = torch.rand(ROWS, LOOKAHEAD, support)
@@ -52,7 +52,7 @@ def test_what_tokens_were_drawn_from_is_announced_with_them_and_packed_afterward
     assert tokens.announces.over_link == bool(link)
     # Over a link nothing is asked of the device, so all of the vocabulary travels.
     assert len(payload) == ROWS * LOOKAHEAD * (VOCAB if link or support == VOCAB else 2 * support)
-    assert torch.equal(wire.read_probabilities(payload, tuple(q.shape)), q)
+    assert torch.equal(payloads.read_probabilities(payload, tuple(q.shape)), q)
     told = wire.read_speculation(tokens.payload, ROWS)
     assert told.tokens == speculation.tokens and told.record.hits == [True] * ROWS
     assert (told.record.budget, told.costs, server.costs) == (5, (0.5, 0.25, 0.125), None)  # costs are told once

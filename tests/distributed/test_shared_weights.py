@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import hf_ssd
-from hf_ssd.distributed.launch import assistant_for
+from hf_ssd.distributed.passed_drafts import assistant_for
 from hf_ssd.distributed.shared_weights import SharedWeights, model_from_shared_weights
 
 from ..conftest import FAMILIES, VOCAB, ready, tiny_draft, tiny_model

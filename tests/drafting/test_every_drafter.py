@@ -8,7 +8,7 @@ import torch
 
 import hf_ssd
 from hf_ssd import SSDConfig
-from hf_ssd.distributed.launch import info_of
+from hf_ssd.distributed.passed_drafts import info_of
 from hf_ssd.drafting.drafter import Completion
 from hf_ssd.drafting.drafters import DRAFTERS as KINDS
 from hf_ssd.drafting.drafters import drafter_kind

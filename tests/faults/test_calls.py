@@ -329,7 +329,7 @@ PROGRAM = """
 import gc, os, sys, time
 import torch
 import hf_ssd
-from hf_ssd.distributed.launch import assistant_for
+from hf_ssd.distributed.passed_drafts import assistant_for
 from tests.conftest import tiny_draft, tiny_model
 from tests.faults.test_calls import At, call
 target, draft = hf_ssd.enable(tiny_model()), tiny_draft()

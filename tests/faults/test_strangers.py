@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import hf_ssd
-from hf_ssd.distributed import launch, meeting, wire, worker_process
+from hf_ssd.distributed import launch, meeting, payloads, worker_process
 from hf_ssd.distributed.draft_server import DraftServer
 from hf_ssd.distributed.meeting import prove
 from hf_ssd.distributed.transport import Channel, PeerLost
@@ -189,7 +189,7 @@ class Stranger:
             self.channel = Channel(store, is_target=False)
             with contextlib.suppress(AttributeError, ProtocolError):
                 prove(self.channel)
-            self.channel.send(Message(Kind.READY, payload=wire.write_json(INFO)))
+            self.channel.send(Message(Kind.READY, payload=payloads.write_json(INFO)))
             while not self.ended:
                 with contextlib.suppress(TimeoutError):
                     message = self.channel.receive(1.0)
@@ -261,7 +261,7 @@ def test_a_stranger_in_the_place_of_a_worker_gets_no_prompt(target, draft, monke
         channel = Channel(store, is_target=False, secret=b"guess")
         with contextlib.suppress(ProtocolError):
             prove(channel)
-        channel.send(Message(Kind.READY, payload=wire.write_json(INFO)))
+        channel.send(Message(Kind.READY, payload=payloads.write_json(INFO)))
         with contextlib.suppress(PeerLost, RuntimeError):
             Spy(channel, draft).serve()
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_ssd.distributed import wire
+from hf_ssd.distributed import payloads, wire
 from hf_ssd.distributed.draft_server import DraftServer
 from hf_ssd.distributed.transport import TARGET, Channel, PeerLost, broadcast
 from hf_ssd.distributed.wire import HEADER_LENGTH, Kind, Message, pack
@@ -127,4 +127,4 @@ def test_a_frame_that_is_none_is_answered_with_an_error(server):
     server.sent.append((broadcast(server.outgoing, frame, TARGET), frame))
     message = server.receive(10)
     assert (message.kind, message.session) == (Kind.ERROR, 0)
-    assert "does not come from hf_ssd" in wire.read_text(message.payload)
+    assert "does not come from hf_ssd" in payloads.read_text(message.payload)

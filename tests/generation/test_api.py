@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import hf_ssd
-from hf_ssd.distributed.launch import assistant_for
+from hf_ssd.distributed.passed_drafts import assistant_for
 
 from ..conftest import padded_batch, ready, tiny_draft, tiny_model
 

@@ -12,7 +12,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import hf_ssd
-from hf_ssd.distributed import files, launch, meeting, worker_process
+from hf_ssd.distributed import child, files, launch, meeting, passed_drafts, worker_process
 from hf_ssd.distributed.assistant import DraftAssistant
 from hf_ssd.distributed.sessions import DraftError
 from hf_ssd.distributed.worker_process import WorkerProcess
@@ -28,7 +28,7 @@ IN_TURN = hf_ssd.SSDConfig(lookahead=3, asynchronous=False)
 def workers_are(monkeypatch, command: list[str]) -> None:
     """Starts another program in the place of each worker."""
     popen = subprocess.Popen
-    monkeypatch.setattr(worker_process.subprocess, "Popen", lambda _, **options: popen(command, **options))
+    monkeypatch.setattr(child.subprocess, "Popen", lambda _, **options: popen(command, **options))
 
 
 # ---------------------------------------------------------------- memory
@@ -155,7 +155,7 @@ def kill_while_it_starts(monkeypatch, folder):
         started.kill()
         return started
 
-    monkeypatch.setattr(worker_process.subprocess, "Popen", killed)
+    monkeypatch.setattr(child.subprocess, "Popen", killed)
 
 
 def nothing_to_load(monkeypatch, folder):
@@ -283,13 +283,13 @@ def test_a_worker_that_a_call_started_can_be_closed(kind, tmp_path, target):
     tiny_draft().save_pretrained(tmp_path)
     draft = str(tmp_path) if kind == "folder" else tiny_draft()
     generate(target, draft, FIXED)
-    process = ready(launch.assistant_for(draft)).workers[0].process
+    process = ready(passed_drafts.assistant_for(draft)).workers[0].process
     assert process.is_running
     hf_ssd.close(*([] if kind == "all" else [draft]))
     assert not process.is_running
     output = generate(target, draft, FIXED, return_dict_in_generate=True)  # which starts another one
     assert torch.equal(output.sequences, target.generate(**padded_batch(2), max_new_tokens=12))
-    assert ready(launch.assistant_for(draft)).workers[0].process is not process
+    assert ready(passed_drafts.assistant_for(draft)).workers[0].process is not process
     hf_ssd.close(draft)
     hf_ssd.close(draft)
 

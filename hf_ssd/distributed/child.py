@@ -1,0 +1,79 @@
+"""The process of a draft worker as a child of the target's process."""
+
+import contextlib
+import fcntl
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import weakref
+
+from .files import standard_streams_taken, tail
+
+KILL_TIMEOUT = 10.0  # seconds for the system to end a killed worker; it cannot while a driver holds it
+# Variables of torchrun. They are removed because the worker is not a rank.
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
+
+
+class Child:
+    """
+    A fresh interpreter, not a fork and not a `multiprocessing` child, so the user's script needs no `__main__` guard.
+    The worker reads its settings from its standard input and ends when that closes, so it ends with this process,
+    however this process ends.
+
+    Args:
+        settings (`dict`): The settings that [`~hf_ssd.distributed.worker`] reads.
+        descriptors (`list[int]`): File descriptors that the worker inherits.
+
+    Attributes:
+        popen (`subprocess.Popen`): The process.
+        end (`Callable`): Kills the process. May be called more than once, and is called when the program ends.
+    """
+
+    def __init__(self, settings: dict, descriptors: list[int]):
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER)}
+        environment |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONSAFEPATH": "1"}
+        if settings["cores"]:
+            environment["OMP_NUM_THREADS"] = str(len(settings["cores"]))
+        with standard_streams_taken():
+            self.stderr = tempfile.TemporaryFile()
+            # Every write goes to the end of the file, wherever its shared offset is.
+            fcntl.fcntl(self.stderr, fcntl.F_SETFL, os.O_APPEND)
+            self.popen = subprocess.Popen(
+                [sys.executable, "-m", "hf_ssd.distributed.worker"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=self.stderr,
+                pass_fds=descriptors,
+                env=environment,
+                start_new_session=True,  # a Ctrl-C in the terminal is for the target
+            )
+        self.end = weakref.finalize(self, _end_process, os.getpid(), self.popen)
+        with contextlib.suppress(BrokenPipeError):  # the worker has ended already; its standard error tells why
+            self.popen.stdin.write(json.dumps(settings).encode() + b"\n")
+            self.popen.stdin.flush()
+
+    @property
+    def is_running(self) -> bool:
+        return self.popen.poll() is None
+
+    def wait(self, timeout: float) -> bool:
+        """Waits up to `timeout` seconds until the process has ended by itself, and returns whether it has ended."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.popen.wait(timeout)
+        return not self.is_running
+
+    def stderr_tail(self) -> str:
+        """Returns the end of the worker's standard error."""
+        return tail(self.stderr.fileno()).decode("utf-8", errors="replace").strip()
+
+
+def _end_process(parent: int, process: subprocess.Popen) -> None:
+    if os.getpid() != parent:
+        return  # this is a forked child of `parent`, which does not own the worker
+    process.kill()
+    with contextlib.suppress(OSError):  # settings that the worker has not read are lost
+        process.stdin.close()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(KILL_TIMEOUT)

@@ -1,0 +1,53 @@
+"""How many functions of the package a round calls in the target's process."""
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import hf_ssd
+from hf_ssd.rounds import AHEAD
+
+from ..conftest import padded_batch
+
+PACKAGE = Path(hf_ssd.__file__).parent
+MOST = 90
+POLLS = ("_let_others_run",)
+OF_EACH_LAYER = ("update", "_reserve", "_view", "_rows_seen", "for_groups", "aligned")
+
+
+@pytest.fixture
+def rounds():
+    """Counts the calls of each round, from one outcome to the next. Comprehensions and lambdas are not counted."""
+    counted, before = [Counter()], sys.getprofile()
+
+    def count(frame, event, _):
+        code = frame.f_code
+        if event != "call" or not code.co_filename.startswith(str(PACKAGE)) or code.co_name.startswith("<"):
+            return
+        if code.co_name in (*POLLS, *OF_EACH_LAYER) or code.co_filename.endswith("attention.py"):
+            return
+        if code.co_name == "decide":
+            counted.append(Counter())
+        counted[-1][f"{Path(code.co_filename).stem}.{code.co_name}"] += 1
+
+    sys.setprofile(count)
+    yield counted
+    sys.setprofile(before)
+
+
+def test_a_greedy_round_with_a_fixed_plan_calls_at_most_ninety_functions(target, assistant, rounds):
+    inputs = {name: value[:1, -5:] for name, value in padded_batch(rows=1).items()}
+    output = target.generate(
+        **inputs,
+        max_new_tokens=40,
+        do_sample=False,
+        assistant_model=assistant,
+        ssd_config=hf_ssd.SSDConfig(lookahead=4, budget=6),
+        return_dict_in_generate=True,
+    )
+    records = output.ssd_stats.records
+    assert len(records) > 5 and {record.mode for record in records} == {AHEAD} and output.ssd_stats.hit_rate > 0
+    of_whole_rounds = rounds[2:-1]  # between the first outcome, of the prefill, and the last
+    assert len(of_whole_rounds) > 3 and max(map(Counter.total, of_whole_rounds)) <= MOST, of_whole_rounds[-1]
