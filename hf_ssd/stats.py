@@ -57,14 +57,19 @@ class SSDStats:
         rows = []
         for record in self.records:
             for row in record.live:
-                lookahead = 0 if record.sources[row] in (FILLER, NOTHING) else record.lookahead
+                lookahead = 0 if record.sources[row] in (FILLER, NOTHING) else record.proposed(row)
                 rows.append((lookahead, record.accepted[row], record.hits[row]))
         return rows
 
     @property
     def hit_rate(self) -> float:
-        """Share of speculations whose outcome had been prepared."""
-        drafted = [hit for k, _, hit in self.verified_rows() if k]
+        """Share of speculations whose outcome had been prepared. Rows that preferred an n-gram do not count."""
+        drafted = [
+            record.hits[row]
+            for record in self.records
+            for row in record.live
+            if record.proposed(row) and record.sources[row] not in (FILLER, NOTHING) and not record.competes(row)
+        ]
         return sum(drafted) / len(drafted) if drafted else 0.0
 
     @property
