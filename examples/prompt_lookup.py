@@ -27,6 +27,7 @@ from transformers.utils import logging
 import hf_ssd
 from hf_ssd import theory, timeline
 from hf_ssd.cache import masks
+from hf_ssd.generation import verification
 from hf_ssd.serving import stops
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -45,6 +46,8 @@ QUESTIONS = [
 FIRST = [  # seen by the planner before anything is measured
     (theory.expected_tokens, "Rename the argument `lookahead` to `tokens`"),
     (theory.outcome_probabilities, "Rename the argument `acceptance_rate` to `rate`"),
+    (theory.speculative_decoding_speedup, "Rename the function to `speedup`"),
+    (verification.acceptance_probabilities, "Rename the argument `drafted` to `tokens`"),
 ]
 PASSAGE = 900  # characters
 FIRST_KIND = "not measured"

@@ -7,6 +7,7 @@ import torch
 
 import hf_ssd
 from hf_ssd.drafting import ngrams, speculator
+from hf_ssd.drafting.drafter import Completion
 from hf_ssd.drafting.prompt_lookup import PromptLookup
 from hf_ssd.planning.cost_model import CostModel
 from hf_ssd.planning.fixed_plan import FixedPlan
@@ -145,11 +146,14 @@ def test_where_the_settings_name_who_proposes_no_ngram_competes(pair, wide_passe
 # ---------------------------------------------------------------- the distribution
 
 
+SOME_PAIRS = torch.tensor([[2, 3, 4, 2, 0, 3, 3, 5, 4, 4, 2, 3, 4]])
+
+
 @pytest.fixture
 def some_pairs(monkeypatch, competing):
     """A prompt in which some pairs of tokens have occurred, and n-grams after each pair: in a round some rows match."""
     monkeypatch.setattr(ngrams, "LEAST_MATCHED", 2)
-    monkeypatch.setattr(test_sampled, "PROMPT", torch.tensor([[2, 3, 4, 2, 0, 3, 3, 5, 4, 4, 2, 3, 4]]))
+    monkeypatch.setattr(test_sampled, "PROMPT", SOME_PAIRS)
 
 
 def sampled(small, calls=10, **settings):  # noqa: F811
@@ -186,17 +190,15 @@ def uniform_instead_of_certain(monkeypatch):
 
 
 def the_drafts_q(monkeypatch):
-    """The q of tokens that the draft would have drawn there."""
-    distributions = speculator.Speculator.distributions
+    """The q of the tokens that the draft would have drawn in the places of an n-gram."""
+    add = Completion.add
 
-    def of_the_draft(self, found):
-        q = distributions(self, found)
-        if found.probabilities is not None or q is None or self.drafted_rows is None:
-            return q
-        other = torch.full_like(q, 1 / q.shape[-1])
-        return torch.where(q == 1, 0.5, other) / (0.5 + (q.shape[-1] - 1) / q.shape[-1])
+    def of_the_draft(self, depth, *drawn):
+        ahead, self.ahead = self.ahead, None
+        add(self, depth, *drawn)
+        self.ahead = ahead
 
-    monkeypatch.setattr(speculator.Speculator, "distributions", of_the_draft)
+    monkeypatch.setattr(Completion, "add", of_the_draft)
 
 
 @pytest.mark.slow
