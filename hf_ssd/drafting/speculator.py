@@ -40,7 +40,10 @@ from .speculation_cache import SpeculationCache
 
 PROFILED_BUDGETS, PROFILED_PASSES = (8, 1, 16), 3  # the first pass of each size is not counted
 BETWEEN_LOOKS = 2e-5  # seconds
-ROUNDS_PER_COMPARISON = 4  # n-grams that do not compete are evaluated once in so many rounds
+FIRST_COMPARED, ROUNDS_PER_COMPARISON = (
+    8,
+    4,
+)  # n-grams that do not compete are evaluated in the first rounds, then rarely
 
 
 class Speculator:
@@ -162,7 +165,8 @@ class Speculator:
             self.preparing.grow_seconds = since(start)
         if not outcome_arrived():
             self._learn()
-            if self.compares_ngrams and not plan.lookup and self.rounds % ROUNDS_PER_COMPARISON == 0:
+            is_due = self.rounds < FIRST_COMPARED or self.rounds % ROUNDS_PER_COMPARISON == 0
+            if self.compares_ngrams and not plan.lookup and is_due:
                 self.ngrams.propose(self.finished)
 
     def _choose(self, plan: Plan) -> tuple[list[list[int]], list[list[int]]]:
