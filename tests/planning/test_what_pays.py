@@ -111,7 +111,10 @@ def speed(world, lookahead="auto", **settings):
     return world.run(new_planner(world, lookahead=lookahead, **settings), rounds=700, skip=40)
 
 
-@pytest.mark.parametrize("draft", DRAFTS)
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in DRAFTS if name != "a draft ahead"]
+
+
+@pytest.mark.parametrize("draft", ["a draft ahead", *SLOW])
 def test_texts_that_repeat_themselves_gain_by_ngrams(draft):
     world = dataclasses.replace(DRAFTS[draft], repeats=0.6)
     planner, lookups = new_planner(world), []
@@ -122,6 +125,7 @@ def test_texts_that_repeat_themselves_gain_by_ngrams(draft):
     assert speed(world) > 1.15 * speed(world, fallback="primary")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", [{"repeats": 0.0}, {"repeats": 0.01}, {"repeats": 0.5, "ngram_acceptance": 0.3}])
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_other_texts_lose_nothing_by_ngrams(draft, text):
@@ -129,6 +133,7 @@ def test_other_texts_lose_nothing_by_ngrams(draft, text):
     assert speed(world) > 0.98 * speed(world, fallback="primary")
 
 
+@pytest.mark.slow
 def test_ngrams_whose_acceptance_nobody_counts_cost_speed(monkeypatch):
     """The mutant for the test above: what is proposed counts as right."""
     observe = CostModel._observe_ngrams
