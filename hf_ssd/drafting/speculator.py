@@ -40,10 +40,8 @@ from .speculation_cache import SpeculationCache
 
 PROFILED_BUDGETS, PROFILED_PASSES = (8, 1, 16), 3  # the first pass of each size is not counted
 BETWEEN_LOOKS = 2e-5  # seconds
-FIRST_COMPARED, ROUNDS_PER_COMPARISON = (
-    8,
-    4,
-)  # n-grams that do not compete are evaluated in the first rounds, then rarely
+FIRST_COMPARED = 8  # first rounds, each of which evaluates n-grams while they do not compete
+ROUNDS_PER_COMPARISON = 4  # later, one of so many rounds does
 
 
 class Speculator:
