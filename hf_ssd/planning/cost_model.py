@@ -14,7 +14,7 @@ BUDGETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)  # outcomes of each row
 PRIOR_TOKENS = 4.0  # drafted tokens that the config's acceptance rate counts like
 TOKENS_KEPT = 24.0  # drafted tokens that the earlier texts count like, at most, when a call begins
 LOOKUPS = (8, 16)  # most tokens of an n-gram
-ROWS_COMPARED = 4.0  # rows that were looked up, the prior included, before n-grams are planned
+ROWS_COMPARED = 10.0  # rows that were looked up, the prior included, before n-grams are planned
 RARE = 0.02  # share of rows with an n-gram below which none is planned
 MEMORY_FOR_Q = 2**29  # bytes for the distributions of prepared tokens
 

@@ -111,7 +111,7 @@ def speed(world, lookahead="auto", **settings):
     return world.run(new_planner(world, lookahead=lookahead, **settings), rounds=700, skip=40)
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in DRAFTS if name != "a draft ahead"]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("a draft in turn", "a batch")]
 
 
 @pytest.mark.parametrize("draft", ["a draft ahead", *SLOW])
