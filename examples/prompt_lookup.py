@@ -1,12 +1,17 @@
-"""Answers that repeat their prompt: prompt lookup by hf_ssd, by transformers, and plain generate(), side by side.
+"""Answers that repeat their prompt: prompt lookup by hf_ssd and by transformers, and n-grams beside a draft.
 
-    python examples/prompt_lookup.py
-    python examples/prompt_lookup.py --target FOLDER --gguf SmolLM2-135M-Instruct.Q4_1.gguf --dtype bfloat16
+    python examples/prompt_lookup.py --draft examples/pair/draft
+    python examples/prompt_lookup.py --target FOLDER --gguf SmolLM2-135M-Instruct.Q4_1.gguf --dtype bfloat16 \
+        --draft DRAFT_FOLDER
 
-Needs no draft model. The prompts are made here: functions of hf_ssd to be written again with a change, and passages of
-its documents with a question. Methods take turns with each prompt; speeds are tokens per second of whole calls, the
-prefill included, and the ratios to plain generate() are compared over the prompts. transformers looks up for one prompt
-at a time, so a batch is compared with plain generate() alone. hf_ssd's planner starts anew in each process.
+The prompts are made here: functions of hf_ssd to be written again with a change, and passages of its documents with a
+question. No setting of hf_ssd was chosen on them. Methods take turns with each prompt; speeds are tokens per second of
+whole calls, the prefill included, and the ratios to plain generate() are compared over the prompts. transformers looks
+up for one prompt at a time, so a batch is compared without it. hf_ssd's planner starts anew in each process, and meets
+other prompts first, which are not in the table.
+
+With --draft there are two more methods: hf_ssd with this draft, whose n-grams compete with it, and with the draft alone
+(`fallback="primary"`).
 """
 
 import argparse
@@ -20,29 +25,39 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 import hf_ssd
-from hf_ssd import theory
+from hf_ssd import theory, timeline
+from hf_ssd.cache import masks
 from hf_ssd.generation import verification
+from hf_ssd.serving import stops
 
 DOCS = Path(__file__).parent.parent / "docs"
 EDITS = [
+    (masks.within_window, "Rename the argument `window` to `size`"),
+    (masks.chains, "Rename the argument `count` to `rows`"),
+    (stops.cut_answer, "Rename the function to `shortened`"),
+    (timeline.intervals, "Rename the argument `stats` to `statistics`"),
+]
+QUESTIONS = [
+    ("troubleshooting.md", "What is to be done about low acceptance? Quote the passage."),
+    ("statistics.md", "What is a round? Quote the passage."),
+    ("quickstart.md", "What does the first command do? Quote the passage."),
+    ("distributed.md", "How do target and draft start? Quote the passage."),
+]
+FIRST = [  # seen by the planner before anything is measured
     (theory.expected_tokens, "Rename the argument `lookahead` to `tokens`"),
     (theory.outcome_probabilities, "Rename the argument `acceptance_rate` to `rate`"),
     (theory.speculative_decoding_speedup, "Rename the function to `speedup`"),
     (verification.acceptance_probabilities, "Rename the argument `drafted` to `tokens`"),
 ]
-QUESTIONS = [
-    ("when_it_pays.md", "Where does it not pay? Quote the passage."),
-    ("reliability.md", "Which failures are tested? Quote the passage."),
-    ("gpu.md", "What does the passage say first? Quote it."),
-    ("serving.md", "How is a server started? Quote the passage."),
-]
 PASSAGE = 900  # characters
+FIRST_KIND = "not measured"
 
 
 def prompts() -> dict[str, list[str]]:
     code = "{}. Answer with the whole function.\n\n```python\n{}```\n"
     passages = [(question, (DOCS / name).read_text(encoding="utf-8")[:PASSAGE]) for name, question in QUESTIONS]
     return {
+        FIRST_KIND: [code.format(change, inspect.getsource(function)) for function, change in FIRST],
         "code edits": [code.format(change, inspect.getsource(function)) for function, change in EDITS],
         "questions": [f"{question}\n\n{passage}\n" for question, passage in passages],
     }
@@ -77,10 +92,11 @@ def main() -> None:
     parser.add_argument("--target", default=str(DOCS.parent / "examples" / "pair" / "target"))
     parser.add_argument("--gguf", help="file in the folder of the target, if its weights are in one")
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--draft", help="folder or hub id of a draft with which n-grams compete")
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--lookup-tokens", type=int, nargs="*", default=[3, 10], help="of transformers")
     parser.add_argument("--batch", type=int, default=4, help="prompts of the batch; 0: no batch")
-    parser.add_argument("--only", choices=[*prompts()], help="one kind of prompts")
+    parser.add_argument("--only", choices=[*prompts()][1:], help="one kind of prompts")
     parser.add_argument("--seconds", type=float, default=300.0, help="no prompt is begun after these")
     args = parser.parse_args()
 
@@ -93,12 +109,16 @@ def main() -> None:
     hf_ssd.enable(target)
     target.generation_config.pad_token_id = tokenizer.pad_token_id
     plain, ours = {"plain": {}}, {"hf_ssd": {"ssd_config": hf_ssd.SSDConfig(drafter="ngram")}}
+    if args.draft:
+        assistant = hf_ssd.launch_draft(args.draft, dtype=getattr(torch, args.dtype), target=target)
+        for name, settings in (("a draft and n-grams", {}), ("the draft alone", {"fallback": "primary"})):
+            ours[f"hf_ssd, {name}"] = {"assistant_model": assistant, "ssd_config": hf_ssd.SSDConfig(**settings)}
     theirs = {f"transformers, {n} tokens": {"prompt_lookup_num_tokens": n} for n in args.lookup_tokens}
     start = time.perf_counter()
     target.generate(**encode(tokenizer, ["def f():"]), max_new_tokens=4, do_sample=False)
     print("| text | rows | method | over plain | range | tokens a round |\n| --- | --- | --- | --- | --- | --- |")
     for kind, texts in prompts().items():
-        if args.only not in (None, kind):
+        if args.only not in (None, kind) and kind != FIRST_KIND:
             continue
         sizes = [1, args.batch] if args.batch else [1]
         for rows in sizes:
@@ -109,7 +129,7 @@ def main() -> None:
                 inputs = encode(tokenizer, texts[first : first + rows])
                 methods = {**plain, **ours, **theirs} if rows == 1 else {**plain, **ours}
                 turns.append(measure(target, inputs, methods, args.max_new_tokens))
-            for name in turns[0] if turns else ():
+            for name in turns[0] if turns and kind != FIRST_KIND else ():
                 ratios = [turn[name][0] / turn["plain"][0] for turn in turns]
                 gained = statistics.median(turn[name][1] for turn in turns)
                 spread = f"{min(ratios):.2f} to {max(ratios):.2f}" if len(ratios) > 1 else ""
@@ -119,6 +139,8 @@ def main() -> None:
                 else:
                     speeds = ", ".join(f"{turn[name][0]:.1f}" for turn in turns)
                     print(f"| {kind} | {rows} | plain | 1 | {speeds} tokens/s | |", flush=True)
+    if args.draft:
+        assistant.close()
 
 
 if __name__ == "__main__":

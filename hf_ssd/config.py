@@ -61,7 +61,8 @@ class SSDConfig:
         fallback (`str` or object, *optional*, defaults to `"auto"`):
             The source of a row's speculation if its outcome was not prepared: `"primary"` (the draft model, just in
             time), `"ngram"` (the tokens that followed the last tokens at an earlier occurrence), `"random"` (any tokens
-            of the text), or `"auto"`, which picks the fastest (with a fixed lookahead, the primary). Or a transformers
+            of the text), or `"auto"`: the primary, and with `lookahead="auto"` and a single draft n-grams compete with
+            it in every round, where the planner finds that the texts repeat themselves. Or a transformers
             `CandidateGenerator`, or an object whose `propose(input_ids, lookahead)` takes ids of shape `(1, length)`
             and returns tokens and their probabilities `(1, n, vocab_size)`, or `None` for certain tokens. Both kinds of
             object are called in the target's process.

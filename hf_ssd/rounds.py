@@ -34,6 +34,8 @@ class Plan:
         saguaro_c (`float`): C of Definition 14.
         feeds_first (`bool`): Whether a parallel drafter reads the speculation before it chooses outcomes, which takes a
             pass more and ranks bonus tokens better. Other drafters always read it first.
+        lookup (`int`): The most tokens of an n-gram, which a row verifies in the place of drafted tokens where its last
+            tokens have occurred before in its text. 0 if n-grams do not compete with the draft.
     """
 
     mode: str
@@ -43,6 +45,7 @@ class Plan:
     fallback: str = PRIMARY
     saguaro_c: float = 1.0
     feeds_first: bool = False
+    lookup: int = 0
 
 
 @dataclass
@@ -88,13 +91,16 @@ class RoundRecord:
 
     Args:
         mode (`str`): The plan's mode.
-        lookahead (`int`): Number of drafted tokens, or filler tokens, that were verified in each row.
+        lookahead (`int`): Number of drafted tokens, or filler tokens, that were verified in each row. Rows with fewer
+            tokens of their own are padded.
         budget (`int`): Number of outcomes prepared for each row before this speculation was requested.
         sources (`list[str]`): The source of each row's speculation, from `SOURCES`.
         ranks (`list[int]`): For each row, the rank of the bonus token before this speculation among the draft's
             guesses, from 0; -1 if it was not among them.
-        ngram_matches (`list[int]`): For each row, how many tokens of an earlier round the n-gram fallback would have
-            got right; -1 if that was not evaluated.
+        lengths (`list[int]`): For each row, how many of the tokens were proposed, the rest being padding; -1, or an
+            empty list, for all of them. See [`~RoundRecord.proposed`].
+        ngram_tokens (`list[int]`): For each row, how many tokens an n-gram would have given it in the round before this
+            speculation, the bonus token included; 0 if its text had no match, -1 if that was not evaluated.
         accepted (`list[int]`): Accepted count of each row; empty until the target has decided.
         states (`int`): How many recurrent states of each row the draft's memory has room for, which bounds the budget:
             each token of a branch has a state of its own. 0 if the draft has no recurrent states.
@@ -109,6 +115,8 @@ class RoundRecord:
         received_at (`float`): When the target received the speculation.
         compiles (`bool`): Whether a forward pass was compiled or captured in the verification, so that
             `verify_seconds` is not typical.
+        lookup (`int`): The plan's most tokens of an n-gram. If it is not 0, rows whose source is an n-gram have taken
+            it in the place of drafted tokens, whether their outcome had been prepared or not.
     """
 
     mode: str = PLAIN
@@ -116,7 +124,8 @@ class RoundRecord:
     budget: int = 0
     sources: list[str] = field(default_factory=list)
     ranks: list[int] = field(default_factory=list)
-    ngram_matches: list[int] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    ngram_tokens: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     states: int = 0
     grown: int = 0
@@ -131,11 +140,21 @@ class RoundRecord:
     answered_at: float = 0.0
     received_at: float = 0.0
     compiles: bool = False
+    lookup: int = 0
 
     @property
     def hits(self) -> list[bool]:
         """Whether the outcome of each row had been prepared, no matter how many tokens of it had been drafted."""
         return [source == PREPARED for source in self.sources]
+
+    def proposed(self, row: int) -> int:
+        """Returns how many tokens were proposed for a row, padding excluded."""
+        length = self.lengths[row] if self.lengths else -1
+        return self.lookahead if length < 0 else min(length, self.lookahead)
+
+    def competes(self, row: int) -> bool:
+        """Whether the row has taken an n-gram in the place of drafted tokens, not because its outcome was missed."""
+        return self.lookup > 0 and self.sources[row] == NGRAM
 
     @property
     def draft_seconds(self) -> float:

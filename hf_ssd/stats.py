@@ -52,19 +52,23 @@ class SSDStats:
         """Returns an attribute of each record, for example `"verify_seconds"`."""
         return [getattr(record, name) for record in self.records]
 
-    def verified_rows(self) -> list[tuple[int, int, bool]]:
-        """Returns (lookahead, accepted, hit) of each row in each round; lookahead is 0 without drafted tokens."""
+    def verified_rows(self) -> list[tuple[int, int, bool | None]]:
+        """
+        Returns (lookahead, accepted, hit) of each row in each round; lookahead is 0 without drafted tokens, and hit is
+        `None` if the row preferred an n-gram.
+        """
         rows = []
         for record in self.records:
             for row in record.live:
-                lookahead = 0 if record.sources[row] in (FILLER, NOTHING) else record.lookahead
-                rows.append((lookahead, record.accepted[row], record.hits[row]))
+                lookahead = 0 if record.sources[row] in (FILLER, NOTHING) else record.proposed(row)
+                hit = None if record.competes(row) else record.hits[row]
+                rows.append((lookahead, record.accepted[row], hit))
         return rows
 
     @property
     def hit_rate(self) -> float:
-        """Share of speculations whose outcome had been prepared."""
-        drafted = [hit for k, _, hit in self.verified_rows() if k]
+        """Share of speculations whose outcome had been prepared. Rows that preferred an n-gram do not count."""
+        drafted = [hit for k, _, hit in self.verified_rows() if k and hit is not None]
         return sum(drafted) / len(drafted) if drafted else 0.0
 
     @property

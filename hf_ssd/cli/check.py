@@ -4,11 +4,13 @@ example:
   hf-ssd check Qwen/Qwen3-8B Qwen/Qwen3-0.6B --draft-device cuda:1 --prompts prompts.jsonl
 
 Without a DRAFT it says which drafts would pay for the TARGET: n-grams of the text, or a trained draft of a few layers.
+With --drafter ngram it measures prompt lookup, which needs no DRAFT.
 
 The exit code is 0 if the draft pays, 1 if it does not, and 2 if the two cannot work together.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import math
@@ -59,7 +61,8 @@ def run(args: argparse.Namespace) -> int:
         known, load = doctor.examine(found), doctor.load()
         if not args.json:
             print(doctor.in_words(known), flush=True)
-        figures = measure(args, found, texts, load) if found.draft else forms.measure(args, found.target, texts, tell)
+        is_measured = found.draft or found.config.drafter == "ngram"
+        figures = measure(args, found, texts, load) if is_measured else forms.measure(args, found.target, texts, tell)
     except (ValueError, hf_ssd.DraftError) as error:
         if not args.json:
             raise
@@ -75,16 +78,17 @@ def run(args: argparse.Namespace) -> int:
 
 def measure(args: argparse.Namespace, found: models.Models, texts: list[str], load: float) -> Figures:
     """
-    Loads both models, and runs prompts with each method, in turns. The time of a call is limited, so that a turn that
-    warms up and a turn that counts fit into `args.seconds`.
+    Loads the models, and runs prompts with each method, in turns. The time of a call is limited, so that a turn that
+    warms up and a turn that counts fit into `args.seconds`. Prompt lookup is measured without a draft.
     """
-    tell("loading both models")
+    tell("loading both models" if found.draft else "loading the target")
     target, draft = found.load()
     batches = prompts.batches_for(target, found.target.tokenizer, texts)
     work = argparse.Namespace(**{**vars(args), **WORK})
-    with hf_ssd.launch_draft(
-        draft, device=found.draft.device, num_threads=found.draft_threads, target=target
-    ) as assistant:
+    launched = contextlib.nullcontext()
+    if draft is not None:
+        launched = hf_ssd.launch_draft(draft, device=found.draft.device, num_threads=found.draft_threads, target=target)
+    with launched as assistant:
         bench = Bench(work, target, draft, assistant, batches, found.tokenizers)
         methods = bench.methods(cores=None, all_devices=True)
         methods.pop(f"{ASSISTED}, default", None)  # an EAGLE-3 head has no such methods
@@ -97,7 +101,8 @@ def measure(args: argparse.Namespace, found: models.Models, texts: list[str], lo
             if not first[-1].stats.rounds:
                 raise ValueError(f"--seconds {args.seconds:g} is too short: a call takes longer than its share of it.")
         bench.measure(methods, deadline)
-        return conclude(methods, first, last_planner(target, assistant), found.shares_memory, load)
+        planner, is_alone = last_planner(target, assistant or target), draft is None
+        return conclude(methods, first, planner, not is_alone and found.shares_memory, load, is_alone)
 
 
 def tell(what: str) -> None:
@@ -112,15 +117,23 @@ def acceptance_of(runs: list[Run]) -> float | None:
 
 
 def conclude(
-    methods: dict[str, Method], first: list[Run], planner: Planner, shares_memory: bool, load: float
+    methods: dict[str, Method],
+    first: list[Run],
+    planner: Planner,
+    shares_memory: bool,
+    load: float,
+    looks_up: bool = False,
 ) -> Figures:
-    """Returns the figures of the pair from the runs of all methods. `first` holds SSD's runs before these turns."""
+    """
+    Returns the figures of the pair, or of prompt lookup if `looks_up`, from the runs of all methods. `first` holds
+    SSD's runs before these turns.
+    """
     rows = {row["method"]: row for row in rows_of(methods)}
     assisted = next((name for name in rows if name.startswith(ASSISTED)), None)
     ssd, runs = rows[SSD], methods[SSD].runs
     records = [record for run in runs for record in run.stats.records]
     steps = [planner.costs.seconds_to_draft(AHEAD, count) for count in (1, 2)]
-    step, two_tokens = (None if math.isnan(seconds) else seconds for seconds in steps)
+    step, two_tokens = (None if math.isnan(seconds) or looks_up else seconds for seconds in steps)
     drafts = sum(record.mode == NO_DRAFT for record in records) < len(records) / 2
     failures = [run.stats.draft_failure for run in runs if run.stats.draft_failure]
     best = {}
@@ -145,6 +158,7 @@ def conclude(
         shares_memory=shares_memory,
         load=load,
         failure=failures[-1] if failures else None,
+        looks_up=looks_up,
         **best,
     )
 

@@ -33,6 +33,7 @@ class Figures:
     over_assisted: float | None = None
     assistant_tokens: int | None = None  # in this best setting
     failure: str | None = None  # why the draft was given up
+    looks_up: bool = False  # whether prompt lookup was measured, without a draft
 
     @property
     def pays(self) -> bool:
@@ -47,6 +48,9 @@ class Figures:
             return f"yes: {self.over_plain:.2f} times plain decoding{also}"
         if self.failure is not None:
             return f"no: the draft was given up ({self.failure})"
+        if self.looks_up:
+            gain = f"{self.over_plain:.2f} times plain decoding" if self.drafts else "plain decoding is faster"
+            return f"no: {gain}; the answers to these prompts repeat themselves too rarely, so use a draft model"
         if self.acceptance is not None and self.acceptance < LOW_ACCEPTANCE:
             return (
                 f"no: the target accepts {self.acceptance:.0%} of the drafted tokens; a draft of the same family, or "
@@ -80,6 +84,9 @@ class Figures:
             accepted += f", {self.tokens_per_round:.2f} tokens a round, hit rate {self.hit_rate:.2f}"
             speed = f"{self.speed:.1f} tokens/s ({self.predicted:.1f} predicted), {self.plain:.1f} decoded plainly"
         beside = "assisted generation does not take this pair"
+        if self.looks_up:
+            step = "no draft"
+            beside = "transformers looks up for one prompt at a time"
         if self.assisted is not None:
             beside = f"{self.assisted:.1f} by assisted generation with {self.assistant_tokens} tokens"
         lines = {

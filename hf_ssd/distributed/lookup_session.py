@@ -36,6 +36,7 @@ class LookupSession(DraftSession):
         width = max(map(len, texts))
         self.proposed = padded(texts, width)
         record = RoundRecord(self.plan.mode, width, sources=[NGRAM if text else NOTHING for text in texts])
+        record.lengths = list(map(len, texts))
         record.answered_at, record.answer_seconds = start, since(start)
         return Speculation(self.proposed, None, record, are_certain=True)
 

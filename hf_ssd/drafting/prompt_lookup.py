@@ -30,14 +30,14 @@ class PromptLookup:
             self.latest[pair] = len(self.tokens)
         self.source += len(tokens) if self.source else 0
 
-    def propose(self, count: int) -> list[int]:
+    def propose(self, count: int, least: int = 2) -> list[int]:
         """
-        Returns at most `count` tokens, none if the last two tokens have not occurred before. The longest match wins;
-        of equally long ones the occurrence that the last proposal came from, or else the latest. A match that reaches
-        into the end of the text is taken for a repetition, and goes on with the proposed tokens.
+        Returns at most `count` tokens, none if the last `least` tokens, at least 2, have not occurred before. The
+        longest match wins; of equally long ones the occurrence that the last proposal came from, or else the latest. A
+        match that reaches into the end of the text is taken for a repetition, and goes on with the proposed tokens.
         """
         text, end = self.tokens, len(self.tokens)
-        place, best, longest = (self.earlier[-1] if text else 0), 0, 1
+        place, best, longest = (self.earlier[-1] if text else 0), 0, least - 1
         for candidate in (self.source, *self._occurrences(place)):
             matched = self._matched(candidate) if candidate else 0
             if matched > longest:

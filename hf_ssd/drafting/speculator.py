@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from ..config import SSDConfig
+from ..devices import from_host
 from ..rounds import (
     AHEAD,
     FALLBACKS,
@@ -32,13 +33,15 @@ from ..rounds import (
 )
 from .cache_shapes import CANDIDATES, CacheShape
 from .drafter import Drafter
-from .fallbacks import fallbacks_for, join
+from .fallbacks import fallbacks_for, join, padded, point_masses
+from .ngrams import Ngrams
 from .outcome_candidates import OutcomeCandidates
 from .speculation_cache import SpeculationCache
 
 PROFILED_BUDGETS, PROFILED_PASSES = (8, 1, 16), 3  # the first pass of each size is not counted
 BETWEEN_LOOKS = 2e-5  # seconds
-ROUNDS_PER_COMPARISON = 4  # the n-gram fallback is evaluated once in so many rounds
+FIRST_COMPARED = 8  # first rounds, each of which evaluates n-grams while they do not compete
+ROUNDS_PER_COMPARISON = 4  # later, one of so many rounds does
 
 
 class Speculator:
@@ -81,12 +84,17 @@ class Speculator:
         self.features: Callable | None = None  # of that outcome
         self.unwritten: list[list[int]] | None = None  # the tokens that are verified next, until it has written them
         self.found_in: tuple[SpeculationCache | None, list[int]] = None, []  # where the last outcome was looked up
-        self.compares_ngrams = config.fallback == "auto" and config.lookahead == "auto"
-        self.rounds, self.ngram_matches = 0, [-1] * len(self.finished)
-        self.uncompared: tuple | None = None  # verified lengths, accepted counts and sources of the last round
+        self.verified: list[list[int]] = [[] for _ in self.finished]  # the tokens that are being verified
+        self.compares_ngrams = config.fallback == "auto" and config.lookahead == "auto" and num_workers == 1
+        self.ngrams: Ngrams | None = None
+        self.rounds = 0
+        self.drafted_rows: list[int] | None = None  # rows without an n-gram, if any row of the answer has one
+        self.drafted_width = 0  # tokens of these rows, before padding
 
     def begin(self) -> None:
         """Reads the prompts, while the target does the same."""
+        if self.compares_ngrams:
+            self.ngrams = self._index_texts()
         self.drafter.begin()
 
     def profile(self, outcome_arrived: Callable[[], bool] = lambda: False) -> tuple[float, float, float]:
@@ -155,7 +163,9 @@ class Speculator:
             self.preparing.grow_seconds = since(start)
         if not outcome_arrived():
             self._learn()
-            self._compare_ngrams()
+            is_due = self.rounds < FIRST_COMPARED or self.rounds % ROUNDS_PER_COMPARISON == 0
+            if self.compares_ngrams and not plan.lookup and is_due:
+                self.ngrams.propose(self.finished)
 
     def _choose(self, plan: Plan) -> tuple[list[list[int]], list[list[int]]]:
         """Returns the outcomes to prepare. See [`OutcomeCandidates.outcomes`]."""
@@ -201,18 +211,24 @@ class Speculator:
         cache, preparing = (self.prepared, self.preparing) if is_latest else (None, RoundRecord())
         branches = [-1] * len(counts) if cache is None else cache.lookup(counts, tokens)
         found = Speculation.empty(len(counts))
+        record = found.record
+        ngrams, record.ngram_tokens = self._look_up_ngrams(outcome, plan)
+        branches = [-1 if ngram else branch for ngram, branch in zip(ngrams, branches)]  # the drafter need not adopt it
         if cache is not None:
             found.tokens = [[] if branch < 0 else of_row[branch] for of_row, branch in zip(cache.tokens, branches)]
-            found.support = cache.support(branches) if cache.supports else self.drafter.vocab_size
-        record = found.record
+            found.support = max(1, cache.support(branches)) if cache.supports else self.drafter.vocab_size
         record.sources = [NOTHING if branch < 0 else PREPARED for branch in branches]
-        record.mode, record.budget, record.passes = plan.mode, preparing.budget, preparing.passes
+        for row, ngram in enumerate(ngrams):
+            if ngram:
+                found.tokens[row], record.sources[row] = ngram, NGRAM
+        if all(ngram or ends for ngram, ends in zip(ngrams, self.finished)):
+            found.support = 1
+        record.mode, record.lookup = plan.mode, plan.lookup
+        record.budget, record.passes = preparing.budget, preparing.passes
         record.grown = cache.grown if cache is not None else 0
         record.states = self.drafter.prefix.most_states
         record.choose_seconds, record.grow_seconds = preparing.choose_seconds, preparing.grow_seconds
         record.prepared_at, record.answered_at = preparing.prepared_at, start
-        record.ngram_matches, self.ngram_matches = self.ngram_matches, [-1] * len(counts)
-        self.uncompared = list(self.drafter.prefix.lengths), counts, self.sources
         record.ranks = [-1] * len(counts)
         if self.candidates is not None and is_latest:
             record.ranks = self.candidates.ranks(counts, tokens)
@@ -223,16 +239,38 @@ class Speculator:
             self.lessons.append((self.candidates, counts, tokens))
         self.was_prepared = self.candidates is not None and is_latest
         self.uncommitted, self.found_in = (counts, tokens, branches, outcome.later), (cache, branches)
-        self.features = features
+        self.features, self.drafted_rows = features, None
         self.candidates = self.prepared = None
         self.preparing = RoundRecord()
         record.answer_seconds = since(start)
         return found
 
+    def _look_up_ngrams(self, outcome: Outcome, plan: Plan) -> tuple[list[list[int]], list[int]]:
+        """
+        Adds the tokens of an outcome to the texts in which n-grams are found. Returns the n-gram of each row, empty for
+        a row that is drafted for, and the record's `ngram_tokens`.
+        """
+        none, lookup = [[] for _ in self.finished], plan.lookup if self.num_workers == 1 else 0
+        if self.ngrams is None and lookup:
+            self.ngrams = self._index_texts()
+        if self.ngrams is None:
+            return none, []
+        later, new = outcome.later or none, []
+        for verified, k, bonus, more in zip(self.verified, outcome.accepted, outcome.bonus, later):
+            new.append([] if k == FINISHED else [*verified[:k], bonus, *more])
+        evaluated = self.ngrams.take_in(new)
+        ngrams = self.ngrams.propose(self.finished) if lookup else none
+        return [ngram[:lookup] for ngram in ngrams], evaluated
+
+    def _index_texts(self) -> Ngrams:
+        prefix = self.drafter.prefix
+        return Ngrams([ids[:length] for ids, length in zip(prefix.ids.tolist(), prefix.lengths)])
+
     def complete(self, found: Speculation, width: int | None = None) -> Speculation:
         """
         Returns the speculation that is verified next, after drafting missing tokens just in time. If no tokens are
-        missing, the device is not used.
+        missing, the device is not used. Rows with fewer tokens than others, beside a long n-gram for example, are
+        padded with token 0, which counts as certain.
 
         Args:
             found ([`~hf_ssd.rounds.Speculation`]): The prepared tokens, any number for each row.
@@ -241,8 +279,10 @@ class Speculator:
         """
         start, plan, sources, source = time.perf_counter(), self.plan, found.record.sources, PRIMARY
         missed = [row for row, one in enumerate(sources) if one == NOTHING and not self.finished[row]]
+        matched = [row for row, one in enumerate(sources) if one == NGRAM]
+        own = {row: len(found.tokens[row]) for row in matched}  # tokens of rows that may have fewer than others
         # If nothing was prepared, the draft model proposes the tokens, as in speculative decoding.
-        if width is None and missed and self.was_prepared:
+        if width is None and missed and self.was_prepared and not matched:
             source, fallback = plan.fallback, self.fallbacks.get(plan.fallback)
             if fallback is not None:
                 self.catch_up()
@@ -250,32 +290,59 @@ class Speculator:
                 proposal = fallback.propose(prefix.ids, prefix.lengths, missed, plan.lookahead)
                 device = self.drafter.device if self.drafter.sampled else None
                 found = join(found, missed, proposal, plan.lookahead, self.drafter.vocab_size, device)
+                own = {row: len(tokens) for row, tokens in zip(missed, proposal.tokens)}
                 width = None if PREPARED in sources else found.width
-        known = [math.inf if finished else len(tokens) for finished, tokens in zip(self.finished, found.tokens)]
-        width, steps = answer_width(plan, known) if width is None else width, 0
-        tokens = [[0] * width if finished else row[:width] for finished, row in zip(self.finished, found.tokens)]
+        drafted = [row for row, ends in enumerate(self.finished) if not ends and row not in matched]
+        known = [len(found.tokens[row]) if row in drafted else math.inf for row in range(len(sources))]
+        if width is None:
+            width = answer_width(plan, known) if drafted or not matched else 0
+        steps, widest = 0, max([width, *(own[row] for row in matched)])
+        tokens = [[0] * width if ends else row[:width] for ends, row in zip(self.finished, found.tokens)]
+        padding = [found.tokens[row][width:] if row in matched else [] for row in range(len(sources))]
+        padding = padded(padding, widest - width)
+        self.drafted_rows, self.drafted_width = drafted if matched else None, width
         found, record = dataclasses.replace(found, tokens=tokens), found.record
-        record.sources = self.sources = [source if one == NOTHING else one for one in sources]
+        sources = [source if one == NOTHING else one for one in sources]
         if min(known) < width:
             self.catch_up()
             found.probabilities = self.distributions(found)
             found, steps = self.drafter.complete(found, width, plan)
+            own |= {row: max(width, own[row]) for row in matched}  # the drafter has gone on after a short n-gram
+            found.tokens = [row + more for row, more in zip(found.tokens, padding)]
+            if widest > width:
+                if found.probabilities is not None:
+                    rest = point_masses(from_host(padding, self.drafter.device), self.drafter.vocab_size)
+                    found.probabilities = torch.cat([found.probabilities, rest], dim=1)
+                self.drafter.verify(found.tokens)
+            self.sources, self.verified = sources, found.tokens
         else:
-            self.verify(tokens, self.sources)
-        record.steps, record.lookahead = steps, width
+            found.tokens = [padded([row], width)[0] + more for row, more in zip(tokens, padding)]
+            self.verify(found.tokens, sources)
+        record.sources, record.steps, record.lookahead = sources, steps, widest
+        if own:
+            record.lengths = [min(own.get(row, width), widest) for row in range(len(sources))]
         record.answer_seconds += since(start)
         return found
 
     def distributions(self, speculation: Speculation) -> torch.FloatTensor | None:
         """Returns the distributions `(batch_size, tokens, vocab_size)` that the answer's tokens were drawn from."""
         cache, branches = self.found_in
-        if speculation.probabilities is not None or cache is None:
+        if speculation.probabilities is not None:
             return speculation.probabilities
-        return cache.distributions(branches, speculation.width)
+        q = None if cache is None else cache.distributions(branches, speculation.width)
+        if self.drafted_rows is None or not self.drafter.sampled:
+            return q
+        # N-grams and padding are certain.
+        tokens = from_host(padded(speculation.tokens, speculation.width), self.drafter.device)
+        certain = point_masses(tokens, self.drafter.vocab_size)
+        if q is not None and self.drafted_rows:
+            rows, q = from_host(self.drafted_rows, self.drafter.device), q[:, : self.drafted_width]
+            certain[rows, : q.shape[1]] = q[rows]
+        return certain
 
     def verify(self, tokens: list[list[int]], sources: list[str]) -> None:
         """Makes these tokens, `lookahead` of each row, the speculation that is verified next, with its sources."""
-        self.sources, self.unwritten = sources, tokens
+        self.sources, self.unwritten, self.verified = sources, tokens, tokens
 
     def catch_up(self) -> None:
         """Lets the drafter take in the last outcome and the tokens that are verified next, unless it already has."""
@@ -298,22 +365,6 @@ class Speculator:
         """Lets the cache shape learn from all rounds that it has not learned from, except the last `keep` rounds."""
         while len(self.lessons) > keep:
             self.shape.learn(*self.lessons.pop(0))
-
-    def _compare_ngrams(self) -> None:
-        """
-        Counts, once in `ROUNDS_PER_COMPARISON` rounds, how many of a row's new tokens, the bonus token included, the
-        n-gram fallback would have proposed. The next record carries the counts.
-        """
-        if not self.compares_ngrams or self.uncompared is None or self.rounds % ROUNDS_PER_COMPARISON:
-            return
-        (lengths, accepted, sources), self.uncompared = self.uncompared, None
-        rows = [row for row, k in enumerate(accepted) if k != FINISHED and sources[row] == PRIMARY]
-        if rows:
-            ids = self.drafter.prefix.ids
-            proposal = self.fallbacks[NGRAM].propose(ids, lengths, rows, max(accepted) + 1)
-            for tokens, row in zip(proposal.tokens, rows):
-                gained = ids[row, lengths[row] : lengths[row] + accepted[row] + 1].tolist()
-                self.ngram_matches[row] = ([a == b for a, b in zip(tokens, gained)] + [False]).index(False)
 
 
 def answer_width(plan: Plan, known: list[float]) -> int:

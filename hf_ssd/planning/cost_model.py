@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 from ..config import SSDConfig
-from ..rounds import AHEAD, FALLBACKS, FILLER, IN_TURN, NGRAM, PLAIN, RoundRecord
+from ..rounds import AHEAD, FALLBACKS, FILLER, IN_TURN, PLAIN, RoundRecord
 from .estimates import Average, HitRates
 from .experience import Durations, Experience
 
@@ -13,6 +13,9 @@ LOOKAHEADS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)  # tokens
 BUDGETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)  # outcomes of each row
 PRIOR_TOKENS = 4.0  # drafted tokens that the config's acceptance rate counts like
 TOKENS_KEPT = 24.0  # drafted tokens that the earlier texts count like, at most, when a call begins
+LOOKUPS = (8, 16)  # most tokens of an n-gram
+ROWS_COMPARED = 10.0  # rows that were looked up, the prior included, before n-grams are planned
+RARE = 0.02  # share of rows with an n-gram below which none is planned
 MEMORY_FOR_Q = 2**29  # bytes for the distributions of prepared tokens
 
 
@@ -59,6 +62,7 @@ class CostModel:
         if experience is None:
             self.experience = Experience(config, max(LOOKAHEADS), sampled, is_parallel)
         self.accepted = [Average(0.0, 0.0) for _ in self.experience.accepted]
+        self.ngrams, self.matches = [Average(0.0, 0.0) for _ in self.experience.ngrams], Average(0.0, 0.0)
         self.begin_call()
         self.most_states = 10**9  # of each row, each for a prepared token
         self.most_q = MEMORY_FOR_Q // (4 * rows * vocab_size) if sampled else 10**9  # prepared tokens of a row
@@ -78,7 +82,9 @@ class CostModel:
     def begin_call(self) -> None:
         """Starts a call: acceptance restarts from its long-run average, not from the end of the last text."""
         self.live = self.rows
-        for now, ever in zip(self.accepted, self.experience.accepted):
+        seen = self.experience
+        averages = (*self.accepted, *self.ngrams, self.matches)
+        for now, ever in zip(averages, (*seen.accepted, *seen.ngrams, seen.matches)):
             now.restart(ever.value, min(ever.weight, TOKENS_KEPT))
 
     def observe_profile(self, choose: float, fixed: float, per_token: float) -> None:
@@ -117,15 +123,15 @@ class CostModel:
                 costs.verification[mode].observe(self.live * (now.lookahead + 1), now.verify_seconds)
         for row in now.live:
             accepted, source = now.accepted[row], now.sources[row]
-            if source == NGRAM:
-                seen.ngram_tokens.observe(accepted + 1)
             if source not in (*FALLBACKS, FILLER):
-                for place in range(min(accepted + 1, now.lookahead, len(self.accepted))):
+                for place in range(min(accepted + 1, now.proposed(row), len(self.accepted))):
                     self.accepted[place].observe(place < accepted)
                     seen.accepted[place].observe(place < accepted)
         has_read = PLAIN in (before.mode, now.mode)  # then the draft has read the text, or the tokens of plain rounds
         self.reading = now.wait_seconds if has_read else 0.0
         self.most_states = now.states or self.most_states
+        if now.ngram_tokens and not has_read:
+            self._observe_ngrams(before, now)
         if now.mode == PLAIN or not rows:
             return
         if now.passes:
@@ -134,7 +140,7 @@ class CostModel:
             feeding = costs.branches(live * (lookahead + 1)) if self.feeds_first else 0.0
             costs.choosing.observe(max(0.0, now.choose_seconds - feeding))
         if now.steps and not has_read:
-            tokens = now.lookahead + 1 if self.is_parallel else 1
+            tokens = max(now.proposed(row) for row in now.live) + 1 if self.is_parallel else 1
             costs.step[now.mode].observe(live * tokens, now.answer_seconds / now.steps)
         elapsed = now.received_at - before.received_at
         explained = max(before.verify_seconds, now.choose_seconds + now.grow_seconds) + now.answer_seconds
@@ -143,29 +149,56 @@ class CostModel:
         if now.budget and now.ranks:
             drafted = [row for row in rows if before.sources[row] not in (*FALLBACKS, FILLER)]
             for row in drafted:
-                self.hit_rates.observe_rank(before.accepted[row] < lookahead, now.ranks[row])
-            if drafted:
-                share = sum(now.hits[row] for row in drafted) / len(drafted)
+                self.hit_rates.observe_rank(before.accepted[row] < before.proposed(row), now.ranks[row])
+            asked = [row for row in drafted if not now.competes(row)]
+            if asked:
+                share = sum(now.hits[row] for row in asked) / len(asked)
+                lookahead = max(before.proposed(row) for row in asked)
                 self.hit_rates.observe_hits(share, self.acceptance(lookahead), now.budget)
-        for matches in now.ngram_matches:
-            if matches >= 0:
-                seen.ngram_tokens.observe(1 + matches)
+
+    def _observe_ngrams(self, before: RoundRecord, now: RoundRecord) -> None:
+        """Learns how often rows have an n-gram, and how many of its tokens were right, verified or not."""
+        seen = self.experience
+        for row in before.live:
+            gained, given = before.accepted[row] + 1, now.ngram_tokens[row]
+            if given < 0:
+                continue
+            for matches in (self.matches, seen.matches):
+                matches.observe(given > 0)
+            for place in range(min(given, gained, len(self.ngrams))):  # the rest was not tested
+                self.ngrams[place].observe(place < given - 1)
+                seen.ngrams[place].observe(place < given - 1)
 
     # ---------------------------------------------------------------- expectations
 
     def acceptance(self, lookahead: int) -> list[float]:
         """Returns the chance of each drafted token to be accepted if the tokens before it were."""
+        return self._rates(self.accepted, lookahead)
+
+    def _rates(self, averages: list[Average], count: int) -> list[float]:
+        """Returns the first `count` rates of acceptance by place, where little was tested near the mean of all."""
         prior = self.config.acceptance_rate
-        tested = math.fsum(average.weight for average in self.accepted) + PRIOR_TOKENS
-        mean = (math.fsum(average.total for average in self.accepted) + PRIOR_TOKENS * prior) / tested
+        tested = math.fsum(average.weight for average in averages) + PRIOR_TOKENS
+        mean = (math.fsum(average.total for average in averages) + PRIOR_TOKENS * prior) / tested
         rates = [(average.total + 2 * PRIOR_TOKENS * mean) / (average.weight + 2 * PRIOR_TOKENS)
-                 for average in self.accepted[:lookahead]]  # fmt: skip
-        return rates + [mean] * (lookahead - len(rates))
+                 for average in averages[:count]]  # fmt: skip
+        return rates + [mean] * (count - len(rates))
 
     def tokens(self, lookahead: int) -> list[float]:
         """Returns the tokens that a row is expected to gain in a round with 0 to `lookahead` drafted tokens."""
         reached = np.cumprod(self.acceptance(lookahead))
         return [1.0, *(1.0 + np.cumsum(reached)).tolist()]
+
+    @property
+    def repeats(self) -> bool:
+        """Whether texts are known to repeat themselves so often that n-grams may pay."""
+        return self.experience.matches.weight >= ROWS_COMPARED and self.matches.value > RARE
+
+    def _share(self, lookup: int) -> tuple[float, float, float, float]:
+        """Returns the share of rows that verify an n-gram, how often none and how often all do, and its tokens."""
+        share = self.matches.value if lookup else 0.0
+        tokens = 1.0 + float(np.cumprod(self._rates(self.ngrams, lookup)).sum())
+        return share, (1 - share) ** self.live, share**self.live if lookup else 0.0, tokens
 
     def seconds_to_verify(self, mode: str, lookahead: int) -> float:
         lines = (self.durations.verification[mode], *self.durations.verification.values())
@@ -196,10 +229,17 @@ class CostModel:
         """Returns tokens per second of plain decoding, all rows together."""
         return self.live / self.seconds_to_verify(PLAIN, 0)
 
-    def in_turn(self, lookahead: int) -> float:
-        """Returns tokens per second of drafting `lookahead` tokens after each outcome."""
-        seconds = self.seconds_to_verify(IN_TURN, lookahead) + self.seconds_to_draft(IN_TURN, lookahead)
-        return self.live * self.tokens(lookahead)[-1] / (seconds + self.durations.unexplained[IN_TURN](0))
+    def in_turn(self, lookahead: int, lookup: int = 0) -> float:
+        """
+        Returns tokens per second of drafting `lookahead` tokens after each outcome, or of verifying up to `lookup`
+        tokens of an n-gram in the rows that have one.
+        """
+        share, none, every, ngram = self._share(lookup)
+        seconds = none * self.seconds_to_verify(IN_TURN, lookahead)
+        seconds += (1 - none) * self.seconds_to_verify(IN_TURN, max(lookahead, lookup)) if lookup else 0.0
+        seconds += (1 - every) * self.seconds_to_draft(IN_TURN, lookahead)
+        gain = share * ngram + (1 - share) * self.tokens(lookahead)[-1]
+        return self.live * gain / (seconds + self.durations.unexplained[IN_TURN](0))
 
     def may_reach(self, speed: float) -> bool:
         """Whether drafting would exceed this number of tokens per second if the draft took no time."""
@@ -215,7 +255,7 @@ class CostModel:
     def _after_a_miss(self, lookahead: int) -> float:
         return self.seconds_to_verify(AHEAD, lookahead) + self.seconds_to_draft(AHEAD, lookahead)
 
-    def ahead(self, lookahead: int, budgets, after_miss: int | None = None) -> dict[int, float]:
+    def ahead(self, lookahead: int, budgets, after_miss: int | None = None, lookup: int = 0) -> dict[int, float]:
         """
         Returns tokens per second of drafting ahead by budget. A budget, except the first, is left out if its last pass
         could not begin before the outcome comes, because its branches would stay shorter.
@@ -224,9 +264,15 @@ class CostModel:
             lookahead (`int`): Tokens in each branch.
             budgets (`Iterable[int]`): Outcomes of each row.
             after_miss (`int`, *optional*): Tokens after a miss; the best number by default.
+            lookup (`int`, *optional*): Most tokens of an n-gram, which the rows that have one verify instead.
         """
         tokens, verify = self.tokens(lookahead), self.seconds_to_verify(AHEAD, lookahead)
         missed = self.best_after_miss(lookahead) if after_miss is None else after_miss
+        after_hit, after_a_miss, (share, none, _, ngram) = verify, self._after_a_miss(missed), self._share(lookup)
+        if lookup:
+            wide = self.seconds_to_verify(AHEAD, max(lookahead, lookup))
+            after_hit += (1 - none) * (wide - verify)
+            after_a_miss += (1 - none) * (wide - self.seconds_to_verify(AHEAD, missed))
         prepared = [budget * self.workers for budget in budgets]
         speeds = {}
         for budget, hit_rate in zip(budgets, self.hit_rates(self.acceptance(lookahead), prepared)):
@@ -234,9 +280,11 @@ class CostModel:
             late = max(0.0, preparing - verify)
             if speeds and late > self.seconds_of_a_pass(lookahead, budget):
                 continue
-            all_hit = hit_rate**self.live  # a single row that misses makes all rows wait
+            # A single row that misses, and has no n-gram, makes all rows wait.
+            all_hit = (share + (1 - share) * hit_rate) ** self.live
             gain = all_hit * tokens[lookahead] + (1 - all_hit) * tokens[missed]
-            seconds = all_hit * verify + (1 - all_hit) * self._after_a_miss(missed)
+            gain = share * ngram + (1 - share) * gain
+            seconds = all_hit * after_hit + (1 - all_hit) * after_a_miss
             seconds += late + self.durations.unexplained[AHEAD](budget)
             speeds[budget] = self.live * gain / seconds
         return speeds
@@ -247,9 +295,3 @@ class CostModel:
         alone, beside = self.durations.verification[IN_TURN], self.durations.verification[AHEAD]
         tokens = alone.units.value
         return beside(tokens) / alone(tokens) if min(alone.count, beside.count) >= 2 else 1.0
-
-    def after_ngram(self, lookahead: int) -> tuple[float, float]:
-        """Returns tokens per second after a miss with the primary and with the n-gram fallback (Theorem 17)."""
-        missed = self.best_after_miss(lookahead)
-        ngram = self.seconds_to_verify(AHEAD, lookahead)
-        return self.tokens(missed)[-1] / self._after_a_miss(missed), self.experience.ngram_tokens.value / ngram

@@ -1,6 +1,7 @@
 """Measurements that calls with a pair of models leave to later calls: durations, and how often drafts are right."""
 
 from ..config import SSDConfig
+from ..drafting.ngrams import LONGEST_NGRAM
 from ..rounds import AHEAD, IN_TURN, PLAIN
 from .estimates import Average, HitRates, Line
 from .trials import Trials
@@ -57,11 +58,11 @@ class Experience:
         accepted (`list[Average]`): By place in a speculation, how often its token was accepted if the
             tokens before it were.
         hit_rates_if (`dict[bool, HitRates]`): Hit rates if a parallel draft reads the speculation first, and if not.
-        matches ([`Average`]): With prompt lookup, how often a row has a match.
-        ngram_tokens ([`Average`]): Tokens that a row gains by a proposal of the n-gram fallback, with the bonus token.
+        matches ([`Average`]): How often the text of a row gives an n-gram.
+        ngrams (`list[Average]`): By place in an n-gram that competes with a draft, how often its token is right if the
+            tokens before it are.
         saguaro, feeds_first ([`Trials`], *optional*): Settings that are tried.
         chosen (`tuple`, *optional*): Mode, lookahead and budget that were chosen last.
-        fallback (`str`, *optional*): The fallback that was chosen last.
         probed (`str`, *optional*): The mode that is probed until the round `probe_until`.
         rounds (`int`): Rounds that were observed.
     """
@@ -70,12 +71,12 @@ class Experience:
         self.accepted = [Average(0.0, 0.0, memory=0.999) for _ in range(longest)]
         # The guesses of a parallel draft are better if it has read the speculation.
         self.hit_rates_if = {feeds_first: HitRates(config) for feeds_first in (True, False)}
-        self.ngram_tokens, self.matches = Average(1.0, 1.0), Average(0.5, 2.0)
+        self.matches = Average(0.5, 2.0)
+        self.ngrams = [Average(0.0, 0.0, memory=0.999) for _ in range(LONGEST_NGRAM)]
         is_planned = config.lookahead == "auto"
         self.saguaro = Trials(SAGUARO_VALUES) if config.saguaro_c == "auto" and is_planned and sampled else None
         self.feeds_first = Trials((False, True)) if is_parallel and is_planned and config.asynchronous else None
         self.chosen: tuple[str, int, int] | None = None
-        self.fallback: str | None = None
         self.probed: str | None = None
         self.probe_at, self.probe_distance, self.probe_until = FIRST_PROBE, FIRST_PROBE, 0
         self.rounds = 0

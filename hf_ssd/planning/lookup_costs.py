@@ -29,7 +29,7 @@ class LookupCosts(CostModel):
         for row in now.live:
             has_match = now.sources[row] == NGRAM
             seen.matches.observe(has_match)
-            for place in range(min(now.accepted[row] + 1, now.lookahead, len(self.accepted)) if has_match else 0):
+            for place in range(min(now.accepted[row] + 1, now.proposed(row), len(self.accepted)) if has_match else 0):
                 for average in (self.accepted[place], seen.accepted[place]):
                     average.observe(place < now.accepted[row])
 
@@ -37,7 +37,7 @@ class LookupCosts(CostModel):
         """Returns the seconds to look all rows up."""
         return max(0.0, self.durations.step[IN_TURN](self.live))
 
-    def in_turn(self, lookahead: int) -> float:
+    def in_turn(self, lookahead: int, lookup: int = 0) -> float:
         """
         Returns tokens per second of proposing up to `lookahead` tokens for each row that has a match. Where matches are
         rare, lookups cost nothing, so they go on as long as the tokens of a match pay.

@@ -17,8 +17,8 @@ from collections import Counter
 from transformers.utils import logging
 
 from ..config import SSDConfig
-from ..rounds import AHEAD, FILLER, IN_TURN, NGRAM, PLAIN, PRIMARY, Plan, RoundRecord
-from .cost_model import BUDGETS, LOOKAHEADS, CostModel
+from ..rounds import AHEAD, FILLER, IN_TURN, PLAIN, PRIMARY, Plan, RoundRecord
+from .cost_model import BUDGETS, LOOKAHEADS, LOOKUPS, CostModel
 from .experience import Durations, Experience
 from .lookup_costs import LookupCosts
 from .profile import KNOWN, RUNNING, WANTED, Profile
@@ -36,13 +36,12 @@ PROBE_SHARE = 0.02  # largest share of the time in which a draft reads texts onl
 PROBED_GAIN = 1.2  # probe a mode if it would win with this factor on its estimated speed
 UNSEEN_GAIN = 1.4  # same, for plain decoding that was only timed while the draft was profiling
 CONTENTION = 1.25  # slowdown of a verification by the working draft above which a warning is logged
-MISSES_COMPARED = 16  # rows that missed before fallbacks are compared
-WORTH_A_FALLBACK = 1.1  # expected gain below which the fallback stays as it is
+WORTH_NGRAMS = 1.02  # expected gain below which n-grams do not compete with the draft
 
 
 class Planner:
     """
-    Chooses mode, lookahead, budget, fallback and C for the rounds of a call.
+    Chooses mode, lookahead, budget, n-grams and C for the rounds of a call.
 
     Args:
         config (`SSDConfig`): The settings, of which lookahead, budget or both are `"auto"`. Others are not changed.
@@ -81,8 +80,10 @@ class Planner:
         self.may_take_turns = not config.asynchronous or (self.chooses_lookahead and config.budget == "auto")
         self.profile = Profile(self.durations, config.asynchronous, self.chooses_lookahead)
         is_named = isinstance(config.fallback, str) and config.fallback != "auto"
-        self.fallback = config.fallback if is_named else self.experience.fallback or PRIMARY
-        self.compares_fallbacks = self.chooses_lookahead and config.fallback == "auto" and config.asynchronous
+        self.fallback = config.fallback if is_named else PRIMARY
+        has_competition = config.drafter != "ngram" and config.fallback == "auto" and workers == 1
+        self.may_look_up = self.chooses_lookahead and has_competition
+        self.lookups: dict[tuple, int] = {}  # most tokens of an n-gram, by mode, lookahead and budget; 0 if not there
         self.saguaro, self.feeds_first = self.experience.saguaro, self.experience.feeds_first
         if self.feeds_first is not None:
             self.costs.feeds_first = self.feeds_first.value
@@ -185,8 +186,6 @@ class Planner:
         if all(mode == PLAIN for mode, *_ in speeds):  # the draft is not known yet
             return
         best = max(speeds, key=speeds.get)
-        if self.compares_fallbacks and best[0] == AHEAD:
-            self._choose_fallback(best[1])
         if speeds[best] < HYSTERESIS * speeds.get(seen.chosen, 0.0) and seen.rounds > 2 * EPOCH_ROUNDS:
             best = seen.chosen
         chosen = self._probe(best, speeds) or best
@@ -197,20 +196,30 @@ class Planner:
         self._explain(chosen, speeds, best)
 
     def _speeds(self) -> dict[tuple[str, int, int], float]:
-        """Returns the expected tokens per second of all plans, by mode, lookahead and budget."""
+        """
+        Returns the expected tokens per second of all plans, by mode, lookahead and budget, each with the n-grams that
+        are best for it. Where texts repeat themselves, one of them drafts nothing and looks up n-grams alone.
+        """
         config, costs = self.config, self.costs
         lookaheads = LOOKAHEADS if self.chooses_lookahead else (config.lookahead,)
         speeds = {(PLAIN, 0, 0): costs.plain()} if self.chooses_lookahead and costs.knows(PLAIN) else {}
+        self.lookups, lookups = {}, LOOKUPS if self.may_look_up and costs.repeats else ()
+        takes_turns = self.may_take_turns and costs.knows(IN_TURN)
+        if takes_turns and lookups:
+            self.lookups[IN_TURN, 0, 0] = max(lookups, key=lambda lookup: costs.in_turn(0, lookup))
+            speeds[IN_TURN, 0, 0] = costs.in_turn(0, self.lookups[IN_TURN, 0, 0])
         for lookahead in lookaheads:
-            if self.may_take_turns and costs.knows(IN_TURN):
-                speeds[IN_TURN, lookahead, 0] = costs.in_turn(lookahead)
-            if not config.asynchronous or not costs.knows(AHEAD):
-                continue
-            most = costs.largest_budget(lookahead)
-            budgets = [b for b in BUDGETS if b <= most] if config.budget == "auto" else [config.budget]
-            after_miss = None if self.chooses_lookahead else lookahead
-            for budget, speed in costs.ahead(lookahead, budgets, after_miss).items():
-                speeds[AHEAD, lookahead, budget] = speed
+            for lookup in (0, *(one for one in lookups if one >= lookahead)):
+                found = {(IN_TURN, lookahead, 0): costs.in_turn(lookahead, lookup)} if takes_turns else {}
+                if config.asynchronous and costs.knows(AHEAD):
+                    most = costs.largest_budget(lookahead)
+                    budgets = [b for b in BUDGETS if b <= most] if config.budget == "auto" else [config.budget]
+                    after_miss = None if self.chooses_lookahead else lookahead
+                    ahead = costs.ahead(lookahead, budgets, after_miss, lookup)
+                    found |= {(AHEAD, lookahead, budget): speed for budget, speed in ahead.items()}
+                for plan, speed in found.items():
+                    if not lookup or speed > WORTH_NGRAMS * speeds[plan]:
+                        speeds[plan], self.lookups[plan] = speed, lookup
         return speeds
 
     def _probe(self, best: tuple, speeds: dict) -> tuple | None:
@@ -246,16 +255,6 @@ class Planner:
         self.due = seen.rounds + 1
         return of_mode[seen.probed]
 
-    def _choose_fallback(self, lookahead: int) -> None:
-        """Switches between the primary and the n-gram fallback if the other is clearly better (Theorem 17)."""
-        if self.experience.ngram_tokens.weight >= MISSES_COMPARED:
-            primary, ngram = self.costs.after_ngram(lookahead)
-            if self.fallback == PRIMARY and ngram > WORTH_A_FALLBACK * primary:
-                self.fallback = NGRAM
-            elif self.fallback == NGRAM and primary > WORTH_A_FALLBACK * ngram:
-                self.fallback = PRIMARY
-            self.experience.fallback = self.fallback
-
     def _plan_of(self, mode: str, lookahead: int, budget: int) -> Plan:
         if mode == PLAIN:
             return Plan(PLAIN)
@@ -265,13 +264,14 @@ class Planner:
         c = self.config.saguaro_c if self.saguaro is None else self.saguaro.value
         budget = budget if mode == AHEAD else 0
         c = 1.0 if c == "auto" else c
-        return Plan(mode, lookahead, after_miss, budget, self.fallback, c, self.costs.feeds_first)
+        lookup = self.lookups.get((mode, lookahead, budget), 0)
+        return Plan(mode, lookahead, after_miss, budget, self.fallback, c, self.costs.feeds_first, lookup)
 
     # ---------------------------------------------------------------- the reason
 
     def _explain(self, chosen: tuple, speeds: dict, best: tuple) -> None:
         before, costs = self.reason, self.costs
-        self.reason = reason_for(chosen, speeds, costs)
+        self.reason = reason_for(chosen, speeds, costs, self.lookups.get(chosen, 0))
         if chosen != best:
             self.reason = f"probe: {self.reason}"
         self.reasons[chosen[0]] = self.reason

@@ -4,14 +4,19 @@ from ..rounds import AHEAD, IN_TURN, PLAIN
 from .cost_model import CostModel
 
 
-def reason_for(chosen: tuple[str, int, int], speeds: dict[tuple, float], costs: CostModel) -> str:
+def reason_for(chosen: tuple[str, int, int], speeds: dict[tuple, float], costs: CostModel, lookup: int = 0) -> str:
     """
     Args:
         chosen (`tuple`): Mode, lookahead and budget of the plan.
         speeds (`dict`): The expected tokens per second of all plans.
         costs ([`CostModel`]): The estimates for the pair.
+        lookup (`int`, *optional*): The plan's most tokens of an n-gram.
     """
     mode, lookahead, budget = chosen
+    ngrams = f"n-grams of up to {lookup} tokens where the text repeats itself ({costs.matches.value:.2f} of the rounds)"
+    if mode == IN_TURN and not lookahead:
+        return f"not drafting, but {ngrams}"
+    also = f", and {ngrams}" if lookup else ""
     if mode == AHEAD:
         verify, prepare = costs.seconds_to_verify(AHEAD, lookahead), costs.seconds_to_prepare(lookahead, budget)
         hit_rate = costs.hit_rates(costs.acceptance(lookahead), [budget * costs.workers])[0]
@@ -21,12 +26,12 @@ def reason_for(chosen: tuple[str, int, int], speeds: dict[tuple, float], costs: 
         )
         if 2 * budget > costs.most_states // lookahead:  # a larger budget may not fit
             reason += f" (its memory has room for {costs.most_states} recurrent states of a row)"
-        return reason
+        return reason + also
     if mode == IN_TURN:
         draft, verify = costs.seconds_to_draft(IN_TURN, lookahead), costs.seconds_to_verify(IN_TURN, lookahead)
         return (
             f"drafting takes {1e3 * draft:.1f} ms and verification {1e3 * verify:.1f} ms: drafting in turn, "
-            f"lookahead {lookahead}"
+            f"lookahead {lookahead}{also}"
         )
     drafting = max((speed for plan, speed in speeds.items() if plan[0] != PLAIN), default=0.0)
     return (

@@ -28,7 +28,7 @@ class Totals:
     rounds: int = counter("Verifications by the target")
     tested: int = counter("Drafted tokens that were put to the test")
     accepted: int = counter("Drafted tokens that were accepted")
-    drafted: int = counter("Speculations that had tokens")
+    drafted: int = counter("Speculations of the draft that had tokens")
     hits: int = counter("Speculations that had been prepared when their outcome came")
     verify_seconds: float = counter("Seconds that the target spent verifying", 0.0)
     wait_seconds: float = counter("Seconds that the target waited for the draft", 0.0)
@@ -42,8 +42,8 @@ class Totals:
                 if lookahead:
                     self.tested += min(accepted + 1, lookahead)
                     self.accepted += accepted
-                    self.drafted += 1
-                    self.hits += is_hit
+                    self.drafted += is_hit is not None  # `None`: an n-gram was preferred
+                    self.hits += bool(is_hit)
             self.verify_seconds += record.verify_seconds
             self.wait_seconds += record.wait_seconds
 

@@ -1,5 +1,7 @@
 """`--drafter ngram`: commands without a draft model."""
 
+import json
+
 import pytest
 
 from hf_ssd.cli import pair
@@ -13,6 +15,21 @@ def test_bench_compares_a_lookup_with_that_of_transformers(capsys):
     assert main(["bench", *QUICK, "--assistant-tokens", "4"]) == 0
     told = capsys.readouterr().out
     assert "plain generate" in told and "assisted, 4" in told and "SSD" in told and "in turn" not in told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("as_json", [True, False])
+def test_check_measures_a_lookup_and_computes_no_draft(capsys, as_json):
+    assert main(["check", pair.folder("target"), *QUICK, *["--json"] * as_json]) in (0, 1)
+    told = capsys.readouterr().out
+    if as_json:
+        found = json.loads(told)
+        assert found["looks_up"] and found["speed"] > 0 and found["plain"] > 0 and found["assistant_tokens"] in (3, 5)
+        assert "trained" not in found and "draft" not in found and found["verdict"].startswith(("yes", "no"))
+    else:
+        lines = told.strip().split("\n")
+        assert [line.split()[0] for line in lines[-5:]] == ["acceptance", "times", "plan", "speed", "pays"]
+        assert "for a verification, no draft" in told and "layer" not in "".join(lines[-5:])
 
 
 @pytest.mark.slow

@@ -90,14 +90,14 @@ def test_prompts_and_outcomes_round_trip():
     prompts = [torch.tensor([3, 1]), torch.tensor([4]), torch.tensor([1, 5, 9])]
     unpacked = payloads.read_prompts(payloads.write_prompts(prompts))
     assert [p.tolist() for p in unpacked] == [p.tolist() for p in prompts]
-    plan = Plan(AHEAD, 5, 2, 12, NGRAM, 0.3)
+    plan = Plan(AHEAD, 5, 2, 12, NGRAM, 0.3, lookup=16)
     for later in (None, [[7, 8, 9], []], [[], []]):
         outcome = Outcome([2, FINISHED], [5, 6], later)
         payload = wire.write_outcome(outcome, plan)
         told, told_plan = wire.read_outcome(payload, 2)
         assert told_plan == plan and told.later == later
         assert told == outcome
-        assert len(payload) == 7 + 4 + (0 if later is None else 2 + sum(map(len, later)))
+        assert len(payload) == 8 + 4 + (0 if later is None else 2 + sum(map(len, later)))
 
 
 def test_later_rounds_are_told_as_tokens_and_of_a_finished_row_nothing_is_told():
@@ -115,7 +115,7 @@ def test_later_rounds_are_told_as_tokens_and_of_a_finished_row_nothing_is_told()
 @pytest.mark.parametrize("costs", [None, (0.5, 0.25, 0.125)])
 def test_speculations_round_trip_with_the_drafts_part_of_the_record(costs):
     record = RoundRecord(
-        AHEAD, 3, 9, ["prepared", "custom"], [2, -1], [-1, 4], passes=3, steps=1, choose_seconds=0.25,
+        AHEAD, 3, 9, ["prepared", "ngram"], [2, -1], [3, 1], [-1, 4], lookup=16, passes=3, steps=1, choose_seconds=0.25,
         grow_seconds=0.125, answer_seconds=0.5, prepared_at=7.5, answered_at=8.25,
     )  # fmt: skip
     speculation = Speculation([[1, 2, 3], [4]], None, record, costs)
@@ -136,13 +136,14 @@ def test_speculations_round_trip_with_the_drafts_part_of_the_record(costs):
         (4, 9, "9 cannot be the fallback of a plan"),
         (5, 2**62, "cannot be the saguaro_c of a plan"),  # C = 2.0, as the bits of a double
         (6, 2, "2 cannot be the feeds_first of a plan"),
-        (7, 65, "more tokens than a speculation has"),
-        (8, -2, "more tokens than a speculation has"),
-        (9, -1, "are not tokens"),
-        (11, 3, "are not the tokens that 2 rows gained"),  # more or fewer than there are
-        (11, -1, "are not the tokens that 2 rows gained"),
-        (12, 1, "are not the tokens that 2 rows gained"),  # of a finished row
-        (13, -1, "are not tokens"),
+        (7, 65, "65 cannot be the lookup of a plan"),
+        (8, 65, "more tokens than a speculation has"),
+        (9, -2, "more tokens than a speculation has"),
+        (10, -1, "are not tokens"),
+        (12, 3, "are not the tokens that 2 rows gained"),  # more or fewer than there are
+        (12, -1, "are not the tokens that 2 rows gained"),
+        (13, 1, "are not the tokens that 2 rows gained"),  # of a finished row
+        (14, -1, "are not tokens"),
     ],
 )
 def test_outcomes_that_cannot_be_are_refused(place, value, words):
@@ -154,11 +155,11 @@ def test_outcomes_that_cannot_be_are_refused(place, value, words):
         wire.read_outcome(payload, 2)
 
 
-@pytest.mark.parametrize("length", [0, 10, 12, 14, 16])
+@pytest.mark.parametrize("length", [0, 11, 13, 15, 17])
 def test_outcomes_that_are_cut_off_or_too_long_are_refused(length):
     outcome = Outcome([0, 1], [5, 6], [[7, 8], []])
     payload = [*wire.write_outcome(outcome, Plan(AHEAD, 5, 2, 12)), 9]
-    assert len(payload) == 16 and wire.read_outcome(payload[:15], 2)[0].later == [[7, 8], []]
+    assert len(payload) == 17 and wire.read_outcome(payload[:16], 2)[0].later == [[7, 8], []]
     with pytest.raises(ProtocolError, match="integers"):
         wire.read_outcome(payload[:length], 2)
 

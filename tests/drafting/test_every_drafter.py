@@ -9,11 +9,15 @@ import torch
 import hf_ssd
 from hf_ssd import SSDConfig
 from hf_ssd.distributed.passed_drafts import info_of
+from hf_ssd.drafting import ngrams
 from hf_ssd.drafting.drafter import Completion
 from hf_ssd.drafting.drafters import DRAFTERS as KINDS
 from hf_ssd.drafting.drafters import drafter_kind
+from hf_ssd.rounds import NGRAM
 
+from ..conformance import test_sampled
 from ..conformance.conftest import preparing
+from ..conformance.test_ngrams_beside_a_draft import SOME_PAIRS, competing  # noqa: F401
 from ..conformance.test_sampled import SMALL, p_value
 from ..conftest import tiny_draft, tiny_model
 from .heads import tiny_head, tiny_mtp_head
@@ -94,6 +98,34 @@ def test_greedy_tokens_are_those_of_plain_generate(small, case, name):
         assert output.ssd_stats.tokens_per_round > 1 or case[0] == "parallel"
         assert {r.lookahead for r in output.ssd_stats.records} >= {3}
     assert not any(hit for row in in_turn.ssd_stats.column("hits") for hit in row) and sum(hits)
+
+
+@pytest.mark.slow
+def test_ngrams_compete_with_every_drafter(small, case, competing):  # noqa: F811
+    """In turn, and ahead of time: rows that verify n-grams beside rows that are drafted for."""
+    options = {"max_new_tokens": 60, "do_sample": False, "pad_token_id": 0}
+    plain = small.generate(**PADDED, **options)
+    config = SSDConfig(lookahead=3, budget=8, asynchronous=False, on_draft_failure="raise", **case[1].settings)
+    ours = {"assistant_model": case[1].draft(small, 0.02), "ssd_config": config, "return_dict_in_generate": True}
+    in_turn = small.generate(**PADDED, **options, **ours)
+    with preparing() as hits:
+        ahead = small.generate(**PADDED, **options, **ours)
+    for output in (in_turn, ahead):
+        assert torch.equal(output.sequences, plain)
+        records = output.ssd_stats.records
+        assert sum(r.accepted[row] for r in records for row in r.live if r.sources[row] == NGRAM) > 0
+        assert any({NGRAM} < {r.sources[row] for row in r.live} for r in records)
+    assert sum(hits)
+
+
+@pytest.mark.slow
+def test_sampled_tokens_with_ngrams_have_the_targets_distribution(small, case, competing, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(ngrams, "LEAST_MATCHED", 2)
+    monkeypatch.setattr(test_sampled, "PROMPT", SOME_PAIRS)
+    with preparing() as hits:
+        settings = {"budget": 4, "at_least": 1.05, **case[1].settings}
+        assert p_value(small, case[2], calls=8, seed=24, **settings) > 1e-3
+    assert 0.05 < sum(hits) / len(hits) < 0.95
 
 
 @pytest.mark.slow

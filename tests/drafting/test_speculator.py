@@ -11,9 +11,9 @@ from hf_ssd import SSDConfig
 from hf_ssd.drafting import sampling
 from hf_ssd.drafting.cache_shapes import shape_for
 from hf_ssd.drafting.drafters import drafter_for
-from hf_ssd.drafting.speculator import ROUNDS_PER_COMPARISON, Speculator, answer_width
+from hf_ssd.drafting.speculator import FIRST_COMPARED, ROUNDS_PER_COMPARISON, Speculator, answer_width
 from hf_ssd.drafting.verified_prefix import VerifiedPrefix
-from hf_ssd.rounds import AHEAD, FINISHED, IN_TURN, PRIMARY, RANDOM, Outcome, Plan
+from hf_ssd.rounds import AHEAD, FINISHED, IN_TURN, NGRAM, PREPARED, PRIMARY, RANDOM, Outcome, Plan
 
 from ..conftest import VOCAB, tiny_model
 
@@ -239,14 +239,71 @@ def test_the_shape_learns_from_each_round_that_it_chose_outcomes_for(monkeypatch
 
 
 @torch.inference_mode()
-def test_what_the_ngram_fallback_would_have_given_is_counted_in_some_rounds():
+def test_what_an_ngram_would_have_given_is_counted_in_some_rounds():
+    """And nothing is counted for a row without a new token, or where the user has named what follows a miss."""
     speculator = new_speculator(prompts=[[2, 3, 4, 5] * 3, [9, 8, 7]], lookahead="auto")
-    expected = [-1, -1]
-    for turn in range(1, 2 * ROUNDS_PER_COMPARISON + 2):
-        # It would have gone on with 2, 3, 4, 5: all that the row gains, or in the last comparison less.
-        is_last = turn == 2 * ROUNDS_PER_COMPARISON
-        speculator.verify([[2, 3, 4, 9 if is_last else 6], [6] * 4], [PRIMARY, PRIMARY])
+    expected, last = [-1, -1], FIRST_COMPARED + ROUNDS_PER_COMPARISON + 1
+    for turn in range(1, last + 1):
+        # The n-gram would have gone on with 2, 3, 4, 5: all that the row gains, or in the last comparison less.
+        is_last = turn == last
+        speculator.verify([[2, 3, 4, 9 if is_last else 5], [6] * 4], [PRIMARY, PRIMARY])
         record = speculator.answer(outcome([4 if is_last else 3, 0], [5, 10 + turn]), IN_TIME).record
-        assert record.ngram_matches == expected
-        speculator.prepare(IN_TIME)  # where there is time to compare, and the next answer tells
-        expected = [3 if is_last else 4, 0] if turn % ROUNDS_PER_COMPARISON == 0 else [-1, -1]
+        assert record.ngram_tokens == expected and record.sources == [PRIMARY] * 2 and not record.lengths
+        speculator.prepare(IN_TIME)  # where there is time to look n-grams up, and the next answer tells
+        is_compared = turn < FIRST_COMPARED or turn % ROUNDS_PER_COMPARISON == 0
+        expected = [4 if turn + 1 == last else 5, 0] if is_compared else [-1, -1]
+    assert not new_speculator(lookahead="auto", fallback="primary").compares_ngrams
+
+
+REPEATED, NEW = [2, 3, 4, 5, 6, 7, 8] * 2, [9, 8, 7]
+COMPETES = dataclasses.replace(PREPARES, lookup=9)
+
+
+@pytest.mark.parametrize("options", ["greedy", "sampled"])
+@torch.inference_mode()
+def test_a_row_that_repeats_itself_verifies_an_ngram_beside_rows_that_are_drafted_for(options, monkeypatch):
+    """In turn and after a hit: the n-gram is longer than the drafted tokens, and the other row is padded."""
+    ahead, in_time = (new_speculator(options, [REPEATED, NEW], fan_out="uniform") for _ in range(2))
+    ahead.prepare(COMPETES)
+    told = outcome([0, 0], [2, ahead.prepared.bonus[1][0]])
+    drafted = in_time.answer(told, IN_TIME)
+    answers = [ahead.answer(told, COMPETES), new_speculator(options, [REPEATED, NEW]).answer(told, COMPETES)]
+    for answer, source in zip(answers, (PREPARED, PRIMARY)):
+        record = answer.record
+        assert record.sources == [NGRAM, source] and record.lengths == [9, 4] and record.lookahead == 9
+        assert answer.tokens == [[3, 4, 5, 6, 7, 8, 2, 3, 4], drafted.tokens[1] + [0] * 5]
+        assert record.steps == (0 if source == PREPARED else 4) and record.competes(0) and not record.competes(1)
+        if options == "sampled":
+            q, certain = answer.probabilities, torch.eye(VOCAB)
+            assert torch.equal(q[0], certain[answer.tokens[0]]) and torch.equal(q[1, 4:], certain[[0] * 5])
+            torch.testing.assert_close(q[1, :4], drafted.probabilities[1], atol=1e-5, rtol=1e-4)
+
+    # Outcomes behind the n-gram are prepared as behind any other speculation, at any of its tokens.
+    monkeypatch.setattr(ahead.shape, "fan_outs", lambda candidates, budget: [[2] * len(candidates.limits)] * 2)
+    ahead.prepare(COMPETES)
+    assert {k for k in ahead.prepared.accepted[0] if k >= 0} == {*range(10)}
+    place = ahead.prepared.accepted[0].index(5)
+    told = outcome([5, 0], [ahead.prepared.bonus[0][place], ahead.prepared.bonus[1][0]])
+    record = ahead.answer(told, COMPETES).record
+    assert record.ngram_tokens == [6, 0] and record.sources == [PREPARED, PREPARED] and not record.lengths
+
+
+@torch.inference_mode()
+def test_the_draft_goes_on_after_an_ngram_that_is_shorter_than_what_it_drafts():
+    plan, certain = dataclasses.replace(IN_TIME, lookup=2), torch.eye(VOCAB)
+    answer = new_speculator("sampled", [REPEATED, NEW]).answer(outcome([0, 0], [2, 5]), plan)
+    alone = new_speculator("sampled", [REPEATED]).answer(outcome([0], [2]), plan)
+    assert answer.record.sources == [NGRAM, PRIMARY] and answer.record.lengths == [4, 4]
+    assert answer.tokens[0][:2] == [3, 4] == alone.tokens[0] and torch.equal(answer.probabilities[0, :2], certain[3:5])
+    assert 0 < answer.probabilities[0, 2, answer.tokens[0][2]] < 1
+    assert alone.record.steps == 0 and torch.equal(alone.probabilities, answer.probabilities[:1, :2])
+
+
+@torch.inference_mode()
+def test_where_all_rows_have_an_ngram_the_draft_does_nothing(monkeypatch):
+    speculator = new_speculator("sampled", [REPEATED, NEW, REPEATED[1:]])
+    passes = passes_from_now_on(speculator, monkeypatch)
+    answer = speculator.answer(Outcome([0, FINISHED, 0], [2, 0, 2]), dataclasses.replace(IN_TIME, lookup=16))
+    assert answer.record.sources[::2] == [NGRAM, NGRAM] and answer.width == 16 and not passes and answer.support == 1
+    speculator.answer(Outcome([16, FINISHED, 3], [5, 0, 9]), IN_TIME)
+    assert passes  # the tokens that others proposed are read when the draft is needed again

@@ -27,7 +27,8 @@ def read_speculation(payload):
     speculation = wire.read_speculation(payload, ROWS)
     tokens, record = speculation.tokens, speculation.record
     assert len(tokens) == ROWS and speculation.width <= LONGEST_LOOKAHEAD
-    assert len(record.sources) == len(record.ranks) == len(record.ngram_matches) == ROWS
+    assert len(record.sources) == len(record.ranks) == len(record.ngram_tokens) == ROWS
+    assert len(record.lengths) == ROWS and all(0 <= record.proposed(row) <= record.lookahead for row in range(ROWS))
     assert record.mode in MODES and {*record.sources} <= {*SOURCES} and record.draft_seconds < math.inf
     assert min(record.lookahead, record.budget, record.passes, record.steps) >= 0
     assert all(0 <= token < 2**63 for of_row in tokens for token in of_row)
@@ -42,6 +43,7 @@ def read_outcome(payload):
     outcome, plan = wire.read_outcome(payload, ROWS)
     assert plan.mode in MODES and plan.fallback in SOURCES
     assert 0 <= plan.after_miss <= plan.lookahead <= LONGEST_LOOKAHEAD and plan.budget >= 0
+    assert 0 <= plan.lookup <= LONGEST_LOOKAHEAD
     assert 0 <= plan.saguaro_c <= 1
     assert len(outcome.accepted) == len(outcome.bonus) == ROWS and min(outcome.bonus) >= 0
     assert FINISHED <= min(outcome.accepted) <= max(outcome.accepted) <= LONGEST_LOOKAHEAD

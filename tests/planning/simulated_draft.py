@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from hf_ssd import SSDConfig
 from hf_ssd.distributed.several_drafts import SeveralDrafts
 from hf_ssd.planning.planners import planner_for
-from hf_ssd.rounds import AHEAD, NOTHING, PLAIN, PREPARED, Plan, RoundRecord, Speculation
+from hf_ssd.rounds import AHEAD, NGRAM, NOTHING, PLAIN, PREPARED, Plan, RoundRecord, Speculation
 
 
 class SimulatedDraft:
@@ -43,6 +43,17 @@ class SimulatedSession(SeveralDrafts):
         self.draft, self.world, self.profiles = draft, draft.world, request.profile
         self.sessions, self.on_close = [Worker(self, index) for index in range(len(draft.workers))], lambda: None
         self.preparing, self.is_misled, self.is_behind = Plan(PLAIN), False, False
+        self.matched, self.ngram_tokens = [False] * self.rows, []
+
+    def look_up(self, competed, accepted, chance):
+        """Counts how many tokens n-grams gave or would have given, and looks up which rows have one now."""
+        world, self.ngram_tokens = self.world, []
+        for matched, is_ngram, k in zip(self.matched, competed, accepted):
+            right = (
+                k if is_ngram else next((n for n in range(k + 1) if chance.random() > world.ngram_acceptance), k + 1)
+            )
+            self.ngram_tokens.append(1 + right if matched else 0)
+        self.matched = [chance.random() < world.repeats for _ in accepted] if world.repeats else [False] * self.rows
 
     def prepare(self, width, verification, ranks, hits, measured):
         """Prepares while the target verifies, and returns the seconds that this takes."""
@@ -67,8 +78,16 @@ class SimulatedSession(SeveralDrafts):
         self.is_behind = outcome.later is not None
 
     def receive_speculation(self):
-        speculation = super().receive_speculation()
+        speculation, lookup = super().receive_speculation(), self.plan.lookup
         self.preparing, self.profiles = self.plan, False
+        record, width = speculation.record, speculation.width
+        record.lookup, record.ngram_tokens = lookup, self.ngram_tokens
+        if lookup and any(self.matched):
+            if all(self.matched):
+                width = record.steps = record.answer_seconds = 0
+            record.sources = [NGRAM if one else source for one, source in zip(self.matched, record.sources)]
+            record.lengths = [lookup if one else width for one in self.matched]
+            speculation.tokens = self.verified = [[0] * max(width, lookup)] * self.rows
         return speculation
 
 

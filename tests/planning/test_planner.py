@@ -14,7 +14,7 @@ from hf_ssd.planning.fixed_plan import FixedPlan
 from hf_ssd.planning.planner import EPOCH_ROUNDS, PROBE_ROUNDS, Planner
 from hf_ssd.planning.planners import planner_for
 from hf_ssd.planning.profile import FILLERS
-from hf_ssd.rounds import AHEAD, FILLER, IN_TURN, NGRAM, PLAIN, PREPARED, PRIMARY, RoundRecord
+from hf_ssd.rounds import AHEAD, FILLER, IN_TURN, PLAIN, PREPARED, PRIMARY, RoundRecord
 
 from ..conftest import tiny_model
 from .worlds import WORLDS, FixedPlanner, World, new_planner
@@ -241,19 +241,6 @@ def test_hit_rates_know_the_cache_shape():
         measured.observe_hits(0.2, [0.7] * 5, 8)
     assert measured([0.7] * 5, [8])[0] == pytest.approx(0.2, abs=0.05)
     assert HitRates(SSDConfig())([0.7] * 5, [8])[0] > 0.3
-
-
-def test_the_ngram_fallback_is_taken_where_it_is_clearly_better():
-    def fallback_with(matches):
-        planner = new_planner(World(0.8, step=0.02))
-        World(0.8, step=0.02).run(planner, rounds=20)
-        for _ in range(30):
-            planner.experience.ngram_tokens.observe(1 + matches)
-        planner.plan = planner._plan_of(AHEAD, 3, 8)
-        planner._choose_fallback(3)
-        return planner.fallback
-
-    assert fallback_with(3) == NGRAM and fallback_with(0) == PRIMARY
 
 
 def test_budgets_fit_the_memory():

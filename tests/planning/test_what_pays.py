@@ -10,13 +10,14 @@ import pytest
 
 import hf_ssd
 from hf_ssd.distributed.several_drafts import SeveralDrafts
+from hf_ssd.planning.cost_model import CostModel
 from hf_ssd.planning.experience import Durations
 from hf_ssd.planning.planner import PROBE_SHARE, Planner
 from hf_ssd.planning.profile import FILLERS, KNOWN, WANTED, Profile
 from hf_ssd.rounds import AHEAD, IN_TURN, PLAIN, Outcome
 
 from .simulated_draft import SimulatedDraft
-from .worlds import FixedPlanner, World
+from .worlds import FixedPlanner, World, new_planner
 
 PAYING = {AHEAD: World(0.9), IN_TURN: World(0.8, contention=2.5, right=0.2), PLAIN: World(0.3, step=0.04)}
 HISTORIES = {
@@ -93,6 +94,53 @@ def test_probes_of_a_draft_that_has_much_to_read_are_rarer(monkeypatch):
     assert rounds_between_probes(world) * world.verification * PROBE_SHARE > world.reading
     monkeypatch.setattr(hf_ssd.planning.planner, "PROBE_SHARE", math.inf)  # the mutant
     assert rounds_between_probes(world) * world.verification * PROBE_SHARE < world.reading
+
+
+# ---------------------------------------------------------------- n-grams beside the draft
+
+DRAFTS = {
+    "a draft ahead": World(0.8),
+    "a draft in turn": World(0.7, step=0.008, contention=2.0, right=0.2),
+    "a batch": World(0.8, rows=4),
+    "a useless draft": World(0.1, step=0.04),
+}
+
+
+def speed(world, lookahead="auto", **settings):
+    """Tokens per second of a planned call, with n-grams beside the draft unless the settings name a fallback."""
+    return world.run(new_planner(world, lookahead=lookahead, **settings), rounds=700, skip=40)
+
+
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("a draft in turn", "a batch")]
+
+
+@pytest.mark.parametrize("draft", ["a draft ahead", *SLOW])
+def test_texts_that_repeat_themselves_gain_by_ngrams(draft):
+    world = dataclasses.replace(DRAFTS[draft], repeats=0.6)
+    planner, lookups = new_planner(world), []
+    with contextlib.closing(world.call(planner)) as call:
+        for _ in itertools.islice(call, 400):
+            lookups.append(planner.plan.lookup)
+    assert statistics.mode(lookups) == 16 and "n-grams of up to 16 tokens" in planner.reason
+    assert speed(world) > 1.15 * speed(world, fallback="primary")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", [{"repeats": 0.0}, {"repeats": 0.01}, {"repeats": 0.5, "ngram_acceptance": 0.3}])
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_other_texts_lose_nothing_by_ngrams(draft, text):
+    world = dataclasses.replace(DRAFTS[draft], **text)
+    assert speed(world) > 0.98 * speed(world, fallback="primary")
+
+
+@pytest.mark.slow
+def test_ngrams_whose_acceptance_nobody_counts_cost_speed(monkeypatch):
+    """The mutant for the test above: what is proposed counts as right."""
+    observe = CostModel._observe_ngrams
+    right = lambda record: dataclasses.replace(record, ngram_tokens=[17 * (n > 0) for n in record.ngram_tokens])  # noqa: E731
+    monkeypatch.setattr(CostModel, "_observe_ngrams", lambda self, before, now: observe(self, before, right(now)))
+    with pytest.raises(AssertionError):
+        test_other_texts_lose_nothing_by_ngrams("a draft ahead", {"repeats": 0.5, "ngram_acceptance": 0.3})
 
 
 # ---------------------------------------------------------------- mutants

@@ -65,6 +65,8 @@ class World:
     noise: float = 0.0  # standard deviation of the logarithm of each duration
     neighbours: float = 1.0  # how much slower everything is half of the time
     is_parallel: bool = False  # whether the draft gives all tokens in one pass
+    repeats: float = 0.0  # how often the text of a row gives an n-gram
+    ngram_acceptance: float = 0.97
     unread: float = 0.6  # how much less often a guess of a parallel draft is right that has not read the speculation
 
     workers: int = 1
@@ -107,8 +109,11 @@ class World:
                 outcomes = plan.budget * self.workers
                 shares = allocate(geometric_fan_out(width, outcomes, 0.8, 0.5), outcomes) if outcomes else [0] * 99
                 accepted, ranks, hits = [], [], []
-                for _ in range(self.rows):
-                    k = next((k for k in range(width) if is_filler or chance.random() > acceptance), width)
+                for row in range(self.rows):
+                    is_ngram, own = now.competes(row), now.proposed(row)
+                    right_token = self.ngram_acceptance if is_ngram else acceptance
+                    wrong = (k for k in range(width) if is_filler or k >= own or chance.random() > right_token)
+                    k = next(wrong, width)
                     k = width if is_filler and draft.fillers_are_right else k
                     rank = next((r for r in range(40) if chance.random() < right), 40)
                     accepted.append(k)
@@ -116,6 +121,7 @@ class World:
                     hits.append(rank < shares[k])
                 elapsed = seconds + self.unseen * (width > 0 and not is_filler) + self.unseen_per_branch * plan.budget
                 if session is not None:
+                    session.look_up([now.competes(row) for row in range(self.rows)], accepted, chance)
                     elapsed = max(elapsed, session.prepare(width, seconds, ranks, hits, measured))
                 clock += elapsed
 

@@ -1,0 +1,208 @@
+"""N-grams that compete with a draft, row by row: tokens of plain generate(), samples of its distribution."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import hf_ssd
+from hf_ssd.drafting import ngrams, speculator
+from hf_ssd.drafting.drafter import Completion
+from hf_ssd.drafting.prompt_lookup import PromptLookup
+from hf_ssd.planning.cost_model import CostModel
+from hf_ssd.planning.fixed_plan import FixedPlan
+from hf_ssd.rounds import IN_TURN, NGRAM, PREPARED, PRIMARY
+
+from ..conftest import padded_batch, tiny_draft, tiny_model
+from . import test_sampled
+from .conftest import preparing
+from .test_sampled import p_value, small  # noqa: F401
+
+FEW = 12  # tokens, so that texts repeat themselves
+
+
+@pytest.fixture
+def competing(monkeypatch):
+    """With a fixed lookahead too, which the planner's measurements of time do not reach."""
+    init = FixedPlan.__init__
+
+    def with_ngrams(self, *arguments, **options):
+        init(self, *arguments, **options)
+        self.plan = dataclasses.replace(self.plan, lookup=9)
+
+    monkeypatch.setattr(FixedPlan, "__init__", with_ngrams)
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return hf_ssd.enable(tiny_model(vocab_size=FEW)), tiny_draft(vocab_size=FEW)
+
+
+def call(target, draft, rows=4, vocab=FEW, seed=5, new_tokens=60, options=None, **settings):
+    torch.manual_seed(seed)
+    batch = padded_batch(rows)
+    batch = {"input_ids": batch["input_ids"] % vocab, "attention_mask": batch["attention_mask"]}
+    config = hf_ssd.SSDConfig(**{"lookahead": 3, "budget": 8, "on_draft_failure": "raise", **settings})
+    options = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0, **(options or {})}
+    plain = target.generate(**batch, **options) if not options["do_sample"] else None
+    output = target.generate(**batch, **options, assistant_model=draft, ssd_config=config, return_dict_in_generate=True)
+    return output, plain
+
+
+def accepted_of(stats, source):
+    """The accepted counts of all rows with this source, in rounds that were not cut at the end of the text."""
+    return [r.accepted[row] for r in stats.records for row in r.live if r.sources[row] == source]
+
+
+def check_competed(stats, others):
+    """Some rows verified n-grams and others drafted tokens in one round, and tokens of both were accepted."""
+    for source in (NGRAM, *others):
+        assert sum(accepted_of(stats, source)) > 0, source
+    mixed = [r for r in stats.records if len({r.sources[row] for row in r.live} & {NGRAM, *others}) > 1]
+    assert any(record.lengths and len({*record.lengths}) > 1 for record in mixed)
+    assert {NGRAM, *others} >= {r.sources[row] for r in stats.records for row in r.live}
+
+
+OPTIONS = {
+    "nothing": {},
+    "penalty": {"repetition_penalty": 1.05, "no_repeat_ngram_size": 12},
+    "end": {"eos_token_id": [5], "min_new_tokens": 40},
+}
+
+
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("penalty", "end")]
+
+
+@pytest.mark.parametrize("name", ["nothing", *SLOW])
+def test_greedy_tokens_are_those_of_plain_generate(pair, competing, name):
+    """In turn and ahead of time, in a padded batch; outcomes behind n-grams are prepared too, and hit."""
+    settings = {"asynchronous": False, "options": OPTIONS[name]}
+    output, plain = call(*pair, **settings)
+    with preparing() as hits:
+        ahead, _ = call(*pair, **settings)
+    for one, others in ((output, [PRIMARY]), (ahead, [PRIMARY, PREPARED])):
+        assert torch.equal(one.sequences, plain)
+        check_competed(one.ssd_stats, others)
+        assert {record.lookup for record in one.ssd_stats.records} == {9}
+    assert ahead.ssd_stats.column("accepted") == output.ssd_stats.column("accepted") and sum(hits)
+    records = ahead.ssd_stats.records
+    behind = [now.sources[row] for before, now in zip(records, records[1:]) for row in now.live
+              if before.sources[row] == NGRAM]  # fmt: skip
+    assert PREPARED in behind
+
+
+@pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.slow), 4])
+def test_a_worker_gives_the_tokens_of_drafting_in_turn(target, draft, assistant, competing, rows):
+    """Sampled: which rows verify n-grams depends on the verified text alone."""
+    options = {"do_sample": True, "temperature": 0.2, "suppress_tokens": [*range(5, 97)]}
+    common = {"rows": rows, "vocab": 97, "options": options}
+    in_turn, _ = call(target, draft, asynchronous=False, **common)
+    ahead, _ = call(target, assistant, **common)
+    assert torch.equal(ahead.sequences, in_turn.sequences)
+    assert ahead.ssd_stats.column("accepted") == in_turn.ssd_stats.column("accepted")
+    assert ahead.ssd_stats.column("lengths") == in_turn.ssd_stats.column("lengths")
+    sources = [source for record in ahead.ssd_stats.records for source in record.sources]
+    assert NGRAM in sources and PREPARED in sources and sum(accepted_of(ahead.ssd_stats, NGRAM)) > 0
+
+
+@pytest.mark.slow
+def test_a_match_one_position_off_is_noticed(pair, competing, monkeypatch):
+    """The mutant for the tests of equality: such tokens are hardly ever accepted, and the text is the same."""
+    right, plain = call(*pair, asynchronous=False, new_tokens=80)
+    propose = PromptLookup.propose
+    monkeypatch.setattr(PromptLookup, "propose", lambda self, count, least: propose(self, count + 1, least)[1:])
+    wrong, _ = call(*pair, asynchronous=False, new_tokens=80)
+    assert torch.equal(wrong.sequences, right.sequences) and torch.equal(right.sequences, plain)
+    means = [sum(k) / len(k) for k in (accepted_of(one.ssd_stats, NGRAM) for one in (right, wrong))]
+    assert means[1] < 0.6 * means[0]
+
+
+# ---------------------------------------------------------------- the plan
+
+
+@pytest.fixture
+def wide_passes_are_free(monkeypatch):
+    monkeypatch.setattr(CostModel, "seconds_to_verify", lambda *_: 1.0)
+    monkeypatch.setattr(CostModel, "seconds_to_draft", lambda costs, mode, lookahead: 0.1 * lookahead)
+
+
+def test_a_planned_call_lets_ngrams_compete_where_the_text_repeats_itself(pair, wide_passes_are_free):
+    output, plain = call(*pair, asynchronous=False, lookahead="auto", budget="auto", new_tokens=100)
+    stats = output.ssd_stats
+    assert torch.equal(output.sequences, plain) and "n-grams of up to" in stats.reason
+    assert sum(accepted_of(stats, NGRAM)) > 40 and stats.column("mode").count(IN_TURN) > 0.9 * stats.rounds
+    assert {record.lookup for record in stats.records} >= {0, 16}  # first it is seen that they would be right
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{"fallback": "primary"}, {"lookahead": 3}])
+def test_where_the_settings_name_who_proposes_no_ngram_competes(pair, wide_passes_are_free, settings):
+    output, plain = call(*pair, **{"asynchronous": False, "lookahead": "auto", "budget": "auto", **settings})
+    assert torch.equal(output.sequences, plain)
+    sources = {source for record in output.ssd_stats.records for source in record.sources}
+    assert PRIMARY in sources and NGRAM not in sources
+
+
+# ---------------------------------------------------------------- the distribution
+
+
+SOME_PAIRS = torch.tensor([[2, 3, 4, 2, 0, 3, 3, 5, 4, 4, 2, 3, 4]])
+
+
+@pytest.fixture
+def some_pairs(monkeypatch, competing):
+    """A prompt in which some pairs of tokens have occurred, and n-grams after each pair: in a round some rows match."""
+    monkeypatch.setattr(ngrams, "LEAST_MATCHED", 2)
+    monkeypatch.setattr(test_sampled, "PROMPT", SOME_PAIRS)
+
+
+def sampled(small, calls=10, **settings):  # noqa: F811
+    """The p-value, and how many rows verified n-grams and drafted tokens."""
+    counted, complete = {}, speculator.Speculator.complete
+
+    def counts(self, *arguments):
+        found = complete(self, *arguments)
+        for source in found.record.sources:
+            counted[source] = counted.get(source, 0) + 1
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(speculator.Speculator, "complete", counts)
+        value = p_value(*small, calls=calls, **settings)
+    assert counted[NGRAM] > 0.1 * sum(counted.values()) and counted[PRIMARY] > 0.1 * sum(counted.values())
+    return value
+
+
+@pytest.mark.slow
+def test_three_token_strings_have_the_targets_distribution(small, some_pairs):  # noqa: F811
+    assert sampled(small, seed=31) > 1e-3
+
+
+@pytest.mark.slow
+def test_three_token_strings_have_the_targets_distribution_ahead_of_time(small, some_pairs):  # noqa: F811
+    with preparing() as hits:
+        assert sampled(small, seed=32, budget=4) > 1e-3
+    assert 0.1 < sum(hits) / len(hits) < 0.95
+
+
+def uniform_instead_of_certain(monkeypatch):
+    monkeypatch.setattr(speculator, "point_masses", lambda tokens, size: torch.full((*tokens.shape, size), 1 / size))
+
+
+def the_drafts_q(monkeypatch):
+    """The q of the tokens that the draft would have drawn in the places of an n-gram."""
+    add = Completion.add
+
+    def of_the_draft(self, depth, *drawn):
+        ahead, self.ahead = self.ahead, None
+        add(self, depth, *drawn)
+        self.ahead = ahead
+
+    monkeypatch.setattr(Completion, "add", of_the_draft)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", [uniform_instead_of_certain, the_drafts_q])
+def test_an_ngram_that_does_not_count_as_certain_is_noticed(small, some_pairs, monkeypatch, mutant):  # noqa: F811
+    mutant(monkeypatch)
+    assert sampled(small, seed=31) < 1e-6
