@@ -15,6 +15,7 @@ from .. import devices as accelerators
 from ..cache.compiled import is_compiled
 from ..cache.support import without_wrapper
 from ..config import could_be_hub_id
+from ..drafting.assistants import head_of_assistant, is_assistant, refuse_dflash, refuse_worker
 from ..drafting.eagle_formats import head_values, load_head
 from ..drafting.needs import DraftInfo
 from .assistant import DraftAssistant
@@ -92,6 +93,8 @@ def launch_draft(
     if not isinstance(model, (PreTrainedModel, str, os.PathLike)):
         kind = type(model).__name__
         raise TypeError(f"hf_ssd.launch_draft takes a transformers model, or a folder or hub id, not a {kind}.")
+    if isinstance(model, PreTrainedModel):
+        refuse_worker(model, model.config)
     if devices is not None and (device is not None or not devices):
         raise ValueError("`devices` takes the place of `device`, and lists one device for each worker.")
     if target is not None and not isinstance(model, PreTrainedModel) and head_values(model) is not None:
@@ -117,12 +120,16 @@ def launch_draft(
 
 def head_for(draft, target: PreTrainedModel):
     """
-    Returns the draft that was passed to generate(), or for the folder or hub id of an EAGLE-3 head the head. It is
-    loaded once for each target.
+    Returns the draft that was passed to generate(), or for the folder or hub id of an EAGLE-3 head the head, and for an
+    assistant of transformers the head that it is. They are made once for each target.
 
     Raises:
         `ValueError`: the head does not fit the target.
     """
+    if isinstance(draft, PreTrainedModel):
+        refuse_dflash(draft.config)
+        if is_assistant(draft.config):
+            return head_of_assistant(draft, target)
     path = os.fspath(draft) if isinstance(draft, (str, os.PathLike)) else None
     if path is None or path in _assistants_of_paths:
         return draft
@@ -179,7 +186,7 @@ def draft_config(path: str | os.PathLike, load_options: dict) -> PreTrainedConfi
             "hf_ssd.launch_draft() as well."
         )
     try:
-        return AutoConfig.from_pretrained(path, **{"trust_remote_code": False, **load_options})
+        config = AutoConfig.from_pretrained(path, **{"trust_remote_code": False, **load_options})
     except (OSError, ValueError) as error:
         adapter = find_adapter_config_file(path) if is_peft_available() else None
         if adapter is not None:  # read the config of the adapter's base model
@@ -189,6 +196,8 @@ def draft_config(path: str | os.PathLike, load_options: dict) -> PreTrainedConfi
             raise ValueError(f"There is no folder {path!r}; give the draft's folder or hub id.") from error
         reason = str(error).strip().splitlines()[0]
         raise ValueError(f"The draft {path!r} {is_what} that transformers can load: {reason}") from error
+    refuse_worker(path, config)
+    return config
 
 
 def _device_for(model: PreTrainedModel | str | os.PathLike, device: str | torch.device | None) -> torch.device:
