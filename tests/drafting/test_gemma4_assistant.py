@@ -15,14 +15,17 @@ from hf_ssd.rounds import IN_TURN
 
 from ..conformance.test_sampled import PROMPT, SMALL, WARPERS, exact_probabilities, p_value
 from ..conftest import padded_batch
-from .assistants import gemma4_assistant, gemma4_target
+from .assistants import KINDS, gemma4_assistant, gemma4_target
 
 OPTIONS = {"max_new_tokens": 20, "pad_token_id": 0, "return_dict_in_generate": True}
-CALLS = 600
+CALLS = 250
 CONFIG = hf_ssd.SSDConfig(lookahead=3, on_draft_failure="raise")
 
 
-@pytest.fixture(scope="module", params=[{}, pytest.param({"num_kv_shared_layers": 0}, marks=pytest.mark.slow)])
+UNSHARED = {"num_kv_shared_layers": 0, "sliding_window": 64}
+
+
+@pytest.fixture(scope="module", params=[{}, pytest.param(UNSHARED, marks=pytest.mark.slow)])
 def pair(request):
     """A target whose last layers share keys, as in small Gemma 4, or do not, and its assistant."""
     target = hf_ssd.enable(gemma4_target(**request.param))
@@ -37,8 +40,9 @@ def drafted_by_transformers(target, assistant, text: torch.LongTensor, count: in
     generator = SinglePositionMultiTokenCandidateGenerator(assistant, target.get_input_embeddings(), config)
     with torch.no_grad():
         outputs = target(text[None, :-1], output_hidden_states=True, return_shared_kv_states=True)
-        if not outputs.shared_kv_states:
-            pytest.skip("transformers gives an assistant no keys of a target whose layers share none")
+        if not outputs.shared_kv_states:  # transformers gives none of a target whose layers share none
+            last = zip(KINDS, outputs.past_key_values.layers[-2:])
+            outputs.shared_kv_states = {kind: (layer.keys, layer.values) for kind, layer in last}
         tokens, _ = generator.get_candidates(text[None], {"attention_mask": None}, outputs, False, 0)
     return tokens[0, len(text) :].tolist()
 
@@ -147,5 +151,5 @@ def test_transformers_own_path_has_another_distribution():
     observed = torch.cat([counts[is_common], counts[~is_common].sum()[None]]).double()
     wanted = torch.cat([exact[is_common], exact[~is_common].sum()[None]]).double()
     wanted = wanted * observed.sum() / wanted.sum()
-    assert stats.chisquare(observed[wanted > 0], wanted[wanted > 0]).pvalue < 1e-6
+    assert stats.chisquare(observed[wanted > 0], wanted[wanted > 0]).pvalue < 1e-4
     assert p_value(target, assistant, calls=8, seed=21, at_least=1.05) > 1e-3
