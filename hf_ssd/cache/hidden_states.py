@@ -1,10 +1,12 @@
-"""Captures hidden states of chosen layers in a model's own forward passes."""
+"""Captures hidden states, keys and values of chosen layers in a model's own forward passes."""
 
+import sys
 import threading
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 
@@ -18,15 +20,18 @@ class HiddenStates:
         model (`PreTrainedModel`): The model.
         layers (`Sequence[int]`): Indices as in `hidden_states` of transformers: 0 is the embedding, `i` the output of
             the i-th layer, and the number of layers the output of the last normalization.
+        keys (`Sequence[int]`, *optional*): Layers, counted from 0, whose keys and values of the new tokens are kept
+            too. See [`layers_that_share_keys`].
 
     Raises:
         `ValueError`: the model has no such layers.
     """
 
-    def __init__(self, model: PreTrainedModel, layers: Sequence[int]):
+    def __init__(self, model: PreTrainedModel, layers: Sequence[int], keys: Sequence[int] = ()):
         self.thread = threading.get_ident()
-        self.captured: list[dict[int, torch.Tensor]] = []  # for each pass, the hidden states of the layers
-        self.handles, self.layers = [], tuple(layers)
+        self.captured: list[dict] = []  # for each pass, the hidden states of the layers
+        self.handles = []
+        self.layers = (*layers, *((kind, layer) for layer in keys for kind in ("key", "value")))
         blocks, norm = decoder_parts(model)
         check_layers(model, layers)
         for layer in sorted(set(layers)):
@@ -36,6 +41,11 @@ class HiddenStates:
                 self.handles.append(blocks[layer - 1].register_forward_hook(self._keep(layer)))
             else:
                 self.handles.append(blocks[0].register_forward_pre_hook(self._keep_input, with_kwargs=True))
+        for layer in keys:
+            attention = blocks[layer].self_attn
+            self.handles.append(attention.register_forward_pre_hook(self._keep_rotation, with_kwargs=True))
+            self.handles.append(attention.k_norm.register_forward_hook(self._keep_keys(layer, attention)))
+            self.handles.append(attention.v_norm.register_forward_hook(self._keep(("value", layer))))
 
     def _keep(self, layer: int) -> Callable:
         def keep(module, arguments, output) -> None:
@@ -46,21 +56,39 @@ class HiddenStates:
     def _keep_input(self, module, arguments, named) -> None:
         self._add(0, arguments[0] if arguments else named["hidden_states"])
 
-    def _add(self, layer: int, states: torch.Tensor) -> None:
+    def _keep_rotation(self, module, arguments, named) -> None:
+        if threading.get_ident() == self.thread:
+            self.rotation = named["position_embeddings"]
+
+    def _keep_keys(self, layer: int, attention: nn.Module) -> Callable:
+        rotate = sys.modules[type(attention).__module__].apply_rotary_pos_emb
+
+        def keep(module, arguments, output) -> None:
+            if threading.get_ident() == self.thread:
+                self._add(("key", layer), rotate(output, *self.rotation, unsqueeze_dim=2))
+
+        return keep
+
+    def _add(self, layer: int | tuple[str, int], states: torch.Tensor) -> None:
         if threading.get_ident() != self.thread:
             return
         if not self.captured or layer in self.captured[-1]:
             self.captured.append({})
-        self.captured[-1][layer] = states
+        self.captured[-1][layer] = states.flatten(2)
 
     def take(self) -> torch.Tensor:
         """
         Returns the hidden states of all passes since the last call, of shape `(rows, tokens, width)`: the passes one
-        after the other, and for each token its layers side by side. `width` is the sum of the layers' sizes.
+        after the other, and for each token its layers side by side. `width` is the sum of the layers' sizes. A prefill
+        may leave out all tokens but the last in layers that share keys; their hidden states are zeros.
         """
         captured, self.captured = self.captured, []
-        device = captured[0][self.layers[0]].device
-        passes = [torch.cat([of_pass[layer].to(device) for layer in self.layers], dim=-1) for of_pass in captured]
+        device, passes = captured[0][self.layers[0]].device, []
+        for of_pass in captured:
+            states = [of_pass[layer].to(device) for layer in self.layers]
+            longest = max(one.shape[1] for one in states)
+            states = [pad(one, (0, 0, longest - one.shape[1], 0)) for one in states]
+            passes.append(torch.cat(states, dim=-1))
         return passes[0] if len(passes) == 1 else torch.cat(passes, dim=1)
 
     def close(self) -> None:
@@ -98,3 +126,28 @@ def check_layers(model: PreTrainedModel, layers: Sequence[int]) -> None:
             f"The draft reads the hidden states {list(layers)}, and {type(model).__name__} has those of 0 to {last}; "
             "the draft was made for another target."
         )
+
+
+def layers_that_share_keys(model: PreTrainedModel) -> dict[str, int]:
+    """
+    Returns, for each kind of attention, the last layer of a Gemma 4 that computes keys and values of its own. Layers
+    after it, and assistants, read them.
+
+    Raises:
+        `ValueError`: the model is no Gemma 4.
+    """
+    blocks, shared = decoder_parts(model)[0], {}
+    for index, block in enumerate(blocks):
+        attention = getattr(block, "self_attn", None)
+        if (
+            hasattr(attention, "is_kv_shared_layer")
+            and hasattr(attention, "k_norm")
+            and not attention.is_kv_shared_layer
+        ):
+            shared[attention.layer_type] = index
+    if not shared:
+        raise ValueError(
+            f"A Gemma 4 assistant reads keys and values of Gemma 4 models, and {type(model).__name__} is none; use the "
+            "target that the assistant was published with."
+        )
+    return shared

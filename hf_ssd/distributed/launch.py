@@ -13,6 +13,7 @@ from .. import devices as accelerators
 from ..cache.compiled import is_compiled
 from ..cache.support import without_wrapper
 from ..config import could_be_hub_id
+from ..drafting.assistants import refuse_worker
 from ..drafting.eagle_formats import head_values, load_head
 from .assistant import DraftAssistant
 from .child import Child
@@ -89,6 +90,8 @@ def launch_draft(
     if not isinstance(model, (PreTrainedModel, str, os.PathLike)):
         kind = type(model).__name__
         raise TypeError(f"hf_ssd.launch_draft takes a transformers model, or a folder or hub id, not a {kind}.")
+    if isinstance(model, PreTrainedModel):
+        refuse_worker(model, model.config)
     if devices is not None and (device is not None or not devices):
         raise ValueError("`devices` takes the place of `device`, and lists one device for each worker.")
     if target is not None and not isinstance(model, PreTrainedModel) and head_values(model) is not None:
@@ -153,7 +156,7 @@ def draft_config(path: str | os.PathLike, load_options: dict) -> PreTrainedConfi
             "hf_ssd.launch_draft() as well."
         )
     try:
-        return AutoConfig.from_pretrained(path, **{"trust_remote_code": False, **load_options})
+        config = AutoConfig.from_pretrained(path, **{"trust_remote_code": False, **load_options})
     except (OSError, ValueError) as error:
         adapter = find_adapter_config_file(path) if is_peft_available() else None
         if adapter is not None:  # read the config of the adapter's base model
@@ -163,6 +166,8 @@ def draft_config(path: str | os.PathLike, load_options: dict) -> PreTrainedConfi
             raise ValueError(f"There is no folder {path!r}; give the draft's folder or hub id.") from error
         reason = str(error).strip().splitlines()[0]
         raise ValueError(f"The draft {path!r} {is_what} that transformers can load: {reason}") from error
+    refuse_worker(path, config)
+    return config
 
 
 def device_for(model: PreTrainedModel | str | os.PathLike, device: str | torch.device | None) -> torch.device:

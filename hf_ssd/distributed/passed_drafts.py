@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..cache.support import without_wrapper
+from ..drafting.assistants import head_of_assistant, is_assistant, refuse_dflash
 from ..drafting.eagle_formats import head_values, load_head
 from ..drafting.needs import DraftInfo
 from .assistant import DraftAssistant
@@ -28,12 +29,16 @@ _starting = threading.Lock()
 
 def head_for(draft, target: PreTrainedModel):
     """
-    Returns the draft that was passed to generate(), or for the folder or hub id of an EAGLE-3 head the head. It is
-    loaded once for each target.
+    Returns the draft that was passed to generate(), or for the folder or hub id of an EAGLE-3 head the head, and for an
+    assistant of transformers the head that it is. They are made once for each target.
 
     Raises:
         `ValueError`: the head does not fit the target.
     """
+    if isinstance(draft, PreTrainedModel):
+        refuse_dflash(draft.config)
+        if is_assistant(draft.config):
+            return head_of_assistant(draft, target)
     path = os.fspath(draft) if isinstance(draft, (str, os.PathLike)) else None
     if path is None or path in _assistants_of_paths:
         return draft

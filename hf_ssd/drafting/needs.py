@@ -17,7 +17,9 @@ class DraftInfo:
         recurrent (`bool`): Whether some layers keep a recurrent state.
         target_layers (`tuple[int, ...]`, *optional*): The hidden states of the target that the model reads. See
             [`~hf_ssd.cache.hidden_states.HiddenStates`]. None for a model that reads tokens alone.
-        target_width (`int`, *optional*): Size of these hidden states of a token together.
+        target_keys (`tuple[int, ...]`, *optional*): The layers of the target whose keys and values the model reads.
+        target_width (`int`, *optional*): Size of these hidden states, keys and values of a token together.
+        drafts_in_turn (`bool`, *optional*): Whether the model drafts in the target's process alone.
     """
 
     vocab_size: int
@@ -25,18 +27,22 @@ class DraftInfo:
     positions: int | None = None
     recurrent: bool = False
     target_layers: tuple[int, ...] = ()
+    target_keys: tuple[int, ...] = ()
     target_width: int = 0
+    drafts_in_turn: bool = False
 
     def __post_init__(self):
-        object.__setattr__(self, "target_layers", tuple(self.target_layers))  # a list where it came as JSON
+        for name in ("target_layers", "target_keys"):  # lists where they came as JSON
+            object.__setattr__(self, name, tuple(getattr(self, name)))
 
     @classmethod
     def of(cls, config, positions: int | None = None) -> "DraftInfo":
         """Reads the facts from a model's config."""
         vocab_size = config.get_text_config(decoder=True).vocab_size
-        layers, width = getattr(config, "target_layers", ()), getattr(config, "target_width", 0)
+        names = ("target_layers", "target_keys", "target_width", "drafts_in_turn")
+        of_heads = {name: getattr(config, name) for name in names if hasattr(config, name)}
         mask_token = getattr(config, "pard_token", None)
-        return cls(vocab_size, mask_token, positions, is_recurrent(config), layers, width)
+        return cls(vocab_size, mask_token, positions, is_recurrent(config), **of_heads)
 
 
 @dataclass(frozen=True)

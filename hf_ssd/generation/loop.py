@@ -87,7 +87,9 @@ def speculative_speculative_decoding(
     )
     check_supported(model)
     worker = draft_model = None  # the draft in its own process, and as a model to run in this process
-    if ssd_config.drafter in WITHOUT_DRAFT:
+    if ssd_config.drafter in WITHOUT_DRAFT or getattr(
+        getattr(assistant_model, "config", None), "drafts_in_turn", False
+    ):
         ssd_config = dataclasses.replace(ssd_config, asynchronous=False)  # these need no worker
     if assistant_model is None:
         pass
@@ -121,7 +123,7 @@ def speculative_speculative_decoding(
         needs.one_pass,
     )
     ranks = worker.ranks if worker is not None else TargetRanks()
-    captured = HiddenStates(model, info.target_layers) if needs.hidden_states else None
+    captured = HiddenStates(model, info.target_layers, info.target_keys) if needs.hidden_states else None
     cores, captures = worker.cores.target if divided else None, contextlib.nullcontext()
     if captured is not None:
         captures = contextlib.closing(captured)

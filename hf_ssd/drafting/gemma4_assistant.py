@@ -1,0 +1,147 @@
+"""Gemma 4 assistants: drafts that attend to the keys and values of their target, and have none of their own."""
+
+import torch
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from ..cache.hidden_states import decoder_parts, layers_that_share_keys
+
+KINDS = ("full_attention", "sliding_attention")
+
+
+class Gemma4AssistantHead(PreTrainedModel, GenerationMixin):
+    """
+    A Gemma 4 assistant in the form of a head, see [`~hf_ssd.drafting.eagle_head.Eagle3Head`], whose methods these are.
+    At each position the head reads a token and a state: the target's last hidden state at the token before, or its own
+    output. A state of the target also holds the keys and values of that token in two layers of the target, one for each
+    kind of attention. They become the head's cache. Tokens that the target has not read have no keys and values, so all
+    tokens of a speculation attend to those of the verified tokens, from the position of the last of these.
+
+    Args:
+        assistant (`Gemma4AssistantForCausalLM` or `Gemma4UnifiedAssistantForCausalLM`): The assistant.
+        target (`PreTrainedModel`): The target.
+
+    Raises:
+        `ValueError`: the assistant was made for another target.
+    """
+
+    config_class = PreTrainedConfig
+    base_model_prefix = ""
+    _supports_sdpa = True
+
+    def __init__(self, assistant: PreTrainedModel, target: PreTrainedModel):
+        own, text = assistant.config.get_text_config(), target.config.get_text_config(decoder=True)
+        shared = layers_that_share_keys(target)
+        heads = {kind: decoder_parts(target)[0][layer].self_attn for kind, layer in shared.items()}
+        fits = assistant.config.backbone_hidden_size == text.hidden_size and own.vocab_size <= text.vocab_size
+        of_assistant = {layer.self_attn.layer_type: layer.self_attn.head_dim for layer in assistant.model.layers}
+        if not fits or any(kind not in heads or heads[kind].head_dim != dim for kind, dim in of_assistant.items()):
+            raise ValueError(
+                f"The assistant does not fit {type(target).__name__}: their hidden sizes, heads, kinds of attention or "
+                "vocabularies differ; use the assistant that was published with the target."
+            )
+        # For each kind of attention the shape of its keys, and of its values, which are the same.
+        shapes = {
+            kind: (heads[kind].k_proj.out_features // heads[kind].head_dim, heads[kind].head_dim)
+            for kind in KINDS
+            if kind in heads
+        }
+        keys = [count * size for count, size in shapes.values() for _ in range(2)]
+        hidden = assistant.config.backbone_hidden_size
+        config = PreTrainedConfig(
+            vocab_size=own.vocab_size,
+            hidden_size=hidden + sum(keys) + 1 + own.hidden_size,
+            num_hidden_layers=len(shapes) + 1,
+            max_position_embeddings=own.max_position_embeddings,
+        )
+        config.target_layers = [len(decoder_parts(target)[0])]
+        config.target_keys = [shared[kind] for kind in shapes]
+        config.target_width, config.draft_vocab_size = hidden + sum(keys), own.vocab_size
+        config.drafts_in_turn = True
+        config._attn_implementation = own._attn_implementation
+        config.dtype = assistant.dtype
+        super().__init__(config)
+        self.assistant, self.embed_tokens = assistant, target.get_input_embeddings()
+        self.shapes, self.parts = shapes, [hidden, *keys, 1]
+
+    def get_input_embeddings(self):
+        return self.embed_tokens
+
+    def fuse(self, features: torch.Tensor) -> torch.Tensor:
+        """Returns the states of features: the features, then a 1 for a token whose keys are known, then zeros."""
+        features = features.to(self.dtype)
+        rest = features.new_zeros(*features.shape[:-1], self.config.hidden_size - features.shape[-1])
+        rest[..., 0] = 1
+        return torch.cat([features, rest], dim=-1)
+
+    def inputs(self, tokens: torch.LongTensor, states: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.embed_tokens(tokens).to(states), states[..., : sum(self.parts)]], dim=-1)
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        states = states[..., sum(self.parts) :]
+        if self.assistant.masked_embedding is not None:
+            return self.assistant.masked_embedding(states, self.assistant.lm_head.weight)
+        return self.assistant.lm_head(states)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values=None,
+        logits_to_keep: torch.LongTensor | int | None = None,
+        **kwargs,
+    ) -> CausalLMOutputWithPast:
+        if input_ids.dim() == 2:  # tokens alone, as the trial of a model feeds them, whose embeddings are all they have
+            features = self.embed_tokens(input_ids)
+            repeats = -(-self.config.target_width // features.shape[-1])
+            input_ids = self.inputs(
+                input_ids, self.fuse(features.repeat(1, 1, repeats)[..., : self.config.target_width])
+            )
+        embeddings, *read = input_ids.split([self.parts[0], *self.parts], dim=-1)
+        state, known, keys_and_values = read[0], read[-1][:, None], iter(read[1:-1])
+        shared = {}
+        for index, (kind, shape) in enumerate(self.shapes.items()):
+            keys, values = (next(keys_and_values).unflatten(-1, shape).transpose(1, 2) for _ in range(2))
+            shared[kind] = keys, values
+            if past_key_values is not None:
+                shared[kind] = past_key_values.update(keys, values, index)
+        if past_key_values is not None:
+            known, _ = past_key_values.update(known, known, len(self.shapes))
+        masks, positions = self._masks(known[:, :, :, 0] > 0, attention_mask, input_ids)
+        outputs = self.assistant.model(
+            inputs_embeds=self.assistant.pre_projection(torch.cat([embeddings, state], dim=-1)),
+            attention_mask=masks,
+            position_ids=positions,
+            shared_kv_states=shared,
+            use_cache=False,
+            logits_to_keep=None,  # all: a number would leave out tokens in layers that read keys of others
+        )
+        hidden = outputs.last_hidden_state
+        projected = self.assistant.post_projection(hidden)
+        zeros = hidden.new_zeros(*hidden.shape[:-1], sum(self.parts) - self.parts[0])
+        states = torch.cat([projected, zeros, hidden], dim=-1)
+        if logits_to_keep is not None:
+            states = states[:, slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep]
+        return CausalLMOutputWithPast(logits=states, past_key_values=past_key_values)
+
+    def _masks(self, known: torch.BoolTensor, mask: torch.Tensor | None, inputs: torch.Tensor):
+        """
+        Returns the mask of each kind of attention, and the position of each new token: the number of tokens before it
+        whose keys and values are known. `known` `(rows, 1, columns)` says which columns hold such keys.
+        """
+        count, columns = inputs.shape[1], known.shape[2]
+        if mask is None or mask.dim() == 2:  # a single row without padding: the last columns are those of the inputs
+            last = torch.arange(columns - count, columns, device=inputs.device)[:, None]
+            sees = torch.arange(columns, device=inputs.device)[None, None] <= last
+        else:
+            sees = mask[:, 0, :, :columns] >= 0
+        sees = sees & known
+        positions = sees.sum(dim=2)
+        window = self.assistant.config.get_text_config().sliding_window
+        near = sees & (positions[:, :, None] - sees.cumsum(dim=2) <= window)
+        lowest = torch.finfo(inputs.dtype).min
+        of_kinds = {"full_attention": sees, "sliding_attention": near}
+        return {
+            kind: torch.where(one, 0.0, lowest).to(inputs.dtype)[:, None] for kind, one in of_kinds.items()
+        }, positions

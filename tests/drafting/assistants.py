@@ -1,0 +1,44 @@
+"""Tiny assistants of transformers, and tiny targets that they fit."""
+
+from unittest.mock import patch
+
+import torch
+from transformers import AutoModelForCausalLM, Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemma4TextConfig
+
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES |= {"head_dim": 8, "max_position_embeddings": 256, "eos_token_id": None, "pad_token_id": 0, "bos_token_id": None}
+SIZES |= {"tie_word_embeddings": False, "sliding_window": 6}
+KINDS = ["sliding_attention", "full_attention"]
+
+
+def noisy(model, std: float, seed: int):
+    """Gives all matrices random values of this size: the defaults are so small that all texts look alike."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weights in model.parameters():
+            if weights.dim() > 1:
+                weights.copy_(std * torch.randn(weights.shape, generator=generator))
+    return model.eval()
+
+
+def gemma4_config(**changes) -> Gemma4TextConfig:
+    own = {"vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 2}
+    own |= {"num_hidden_layers": 4, "layer_types": KINDS * 2, "global_head_dim": 16, "vocab_size": 97}
+    return Gemma4TextConfig(**{**SIZES, **own, **changes})
+
+
+def gemma4_target(seed: int = 0, std: float = 0.25, **changes):
+    return noisy(AutoModelForCausalLM.from_config(gemma4_config(**changes)), std, seed)
+
+
+def gemma4_assistant(target, seed: int = 1, std: float = 0.25, **changes) -> Gemma4AssistantForCausalLM:
+    text = target.config.get_text_config(decoder=True)
+    own = {"vocab_size_per_layer_input": 0, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}
+    own |= {"num_hidden_layers": 2, "layer_types": KINDS, "hidden_size": 16, "vocab_size": text.vocab_size}
+    config = Gemma4AssistantConfig(
+        text_config=gemma4_config(**own).to_dict(), backbone_hidden_size=text.hidden_size, **changes
+    )
+    # transformers 5.23 raises while it makes an assistant: no layer computes the keys that all of its layers read.
+    modes = property(lambda self: ["reuse"] * self.num_hidden_layers)
+    with patch.object(Gemma4TextConfig, "kv_sharing_modes", modes):
+        return noisy(Gemma4AssistantForCausalLM(config), std, seed)

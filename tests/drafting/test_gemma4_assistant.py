@@ -1,0 +1,153 @@
+"""Gemma 4 assistants read their target's keys and values; they draft the tokens that transformers drafts."""
+
+import copy
+
+import pytest
+import torch
+from scipy import stats
+from transformers import LlamaConfig, LlamaForCausalLM, MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
+from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator
+
+import hf_ssd
+from hf_ssd.drafting.eagle_drafter import Eagle3Drafter
+from hf_ssd.generation.features import Features
+from hf_ssd.rounds import IN_TURN
+
+from ..conformance.test_sampled import PROMPT, SMALL, WARPERS, exact_probabilities, p_value
+from ..conftest import padded_batch
+from .assistants import KINDS, gemma4_assistant, gemma4_target
+
+OPTIONS = {"max_new_tokens": 20, "pad_token_id": 0, "return_dict_in_generate": True}
+CALLS = 80
+CONFIG = hf_ssd.SSDConfig(lookahead=3, on_draft_failure="raise")
+
+
+UNSHARED = {"num_kv_shared_layers": 0, "sliding_window": 64}
+
+
+@pytest.fixture(scope="module", params=[{}, pytest.param(UNSHARED, marks=pytest.mark.slow)])
+def pair(request):
+    """A target whose last layers share keys, as in small Gemma 4, or do not, and its assistant."""
+    target = hf_ssd.enable(gemma4_target(**request.param))
+    return target, gemma4_assistant(target)
+
+
+def drafted_by_transformers(target, assistant, text: torch.LongTensor, count: int) -> list[int]:
+    """Returns the tokens that transformers drafts after a text whose tokens but the last the target has read."""
+    config = copy.deepcopy(target.generation_config)
+    config.max_length = len(text) + count + 1
+    assistant.generation_config.num_assistant_tokens = count
+    generator = SinglePositionMultiTokenCandidateGenerator(assistant, target.get_input_embeddings(), config)
+    with torch.no_grad():
+        outputs = target(text[None, :-1], output_hidden_states=True, return_shared_kv_states=True)
+        if not outputs.shared_kv_states:  # transformers gives none of a target whose layers share none
+            last = zip(KINDS, outputs.past_key_values.layers[-2:])
+            outputs.shared_kv_states = {kind: (layer.keys, layer.values) for kind, layer in last}
+        tokens, _ = generator.get_candidates(text[None], {"attention_mask": None}, outputs, False, 0)
+    return tokens[0, len(text) :].tolist()
+
+
+def agreement(pair, monkeypatch) -> list[bool]:
+    """Decodes with the assistant, and returns for each round and row whether transformers drafts the same tokens."""
+    (target, assistant), drafted, complete = pair, [], Eagle3Drafter.complete
+
+    def spy(self, ready, width, plan):
+        lengths, (speculation, steps) = list(self.prefix.lengths), complete(self, ready, width, plan)
+        drafted.append((lengths, speculation.tokens))
+        return speculation, steps
+
+    monkeypatch.setattr(Eagle3Drafter, "complete", spy)
+    inputs = padded_batch(3)
+    plain = target.generate(**inputs, **OPTIONS, do_sample=False).sequences
+    output = target.generate(**inputs, **OPTIONS, do_sample=False, assistant_model=assistant, ssd_config=CONFIG)
+    assert torch.equal(output.sequences, plain)
+    records = output.ssd_stats.records
+    assert records and all(record.mode == IN_TURN for record in records) and {r.lookahead for r in records} >= {3}
+    texts = [row[mask.bool()] for row, mask in zip(inputs["input_ids"], inputs["attention_mask"])]
+    texts = [torch.cat([text, row[inputs["input_ids"].shape[1] :]]) for text, row in zip(texts, plain)]
+    return [
+        of_row == drafted_by_transformers(target, assistant, text[:length], len(of_row))
+        for lengths, tokens in drafted[::4]
+        for text, length, of_row in zip(texts, lengths, tokens)
+        if of_row and 1 < length < len(text)
+    ]
+
+
+def test_the_assistant_drafts_what_transformers_drafts(pair, monkeypatch):
+    agrees = agreement(pair, monkeypatch)
+    assert len(agrees) > 5 and all(agrees)
+
+
+def test_features_of_the_token_before_are_noticed(pair, monkeypatch):
+    """The mutant: hidden states, keys and values are those of the token before."""
+    between = Features.between
+
+    def before(self, starts, ends):
+        rows, self.rows = self.rows, self.rows.roll(1, dims=1)
+        found, self.rows = between(self, starts, ends), rows
+        return found
+
+    monkeypatch.setattr(Features, "between", before)
+    assert not all(agreement(pair, monkeypatch))
+
+
+def test_features_of_rejected_tokens_are_noticed(pair, monkeypatch):
+    """The mutant: the features of accepted tokens are those of the end of the speculation."""
+    add = Features.add
+    monkeypatch.setattr(Features, "add", lambda self, features, accepted: add(self, features.roll(1, dims=1), accepted))
+    assert not all(agreement(pair, monkeypatch))
+
+
+def test_an_assistant_for_another_target_is_refused(pair):
+    wider = hf_ssd.enable(gemma4_target(head_dim=16))
+    with pytest.raises(ValueError, match="does not fit"):
+        wider.generate(**padded_batch(1), assistant_model=pair[1], ssd_config=CONFIG)
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 32}
+    llama = hf_ssd.enable(LlamaForCausalLM(LlamaConfig(vocab_size=97, **sizes)).eval())
+    with pytest.raises(ValueError, match="is none; use the target"):
+        llama.generate(**padded_batch(1), assistant_model=pair[1], ssd_config=CONFIG)
+
+
+def test_a_worker_for_an_assistant_is_refused(pair):
+    with pytest.raises(ValueError, match="drafts in the target's process; load it"):
+        hf_ssd.launch_draft(pair[1])
+
+
+def test_dflash_drafts_are_refused(pair):
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    config = MuseGlimmerAssistantConfig(**sizes, intermediate_size=32, num_hidden_layers=1, target_layer_ids=[1])
+    draft = MuseGlimmerAssistantModel(config)
+    with pytest.raises(ValueError, match="DFlash drafts are not supported"):
+        pair[0].generate(**padded_batch(1), assistant_model=draft, ssd_config=CONFIG)
+    with pytest.raises(ValueError, match="DFlash drafts are not supported"):
+        hf_ssd.launch_draft(draft)
+
+
+def test_a_published_dflash_draft_is_refused(pair, tmp_path):
+    config = LlamaConfig(num_hidden_layers=1, dflash_config={"mask_token_id": 3, "target_layer_ids": [1]})
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="DFlash drafts are not supported"):
+        pair[0].generate(**padded_batch(1), assistant_model=str(tmp_path), ssd_config=CONFIG)
+
+
+# ---------------------------------------------------------------- the distribution of sampled tokens
+
+
+@pytest.mark.slow
+def test_transformers_own_path_has_another_distribution():
+    """
+    transformers drafts the likeliest token, and verifies it as if it had been drawn (docs/compared_with.md). The same
+    assistant in hf_ssd has the target's distribution.
+    """
+    target = hf_ssd.enable(gemma4_target(vocab_size=SMALL, vocab_size_per_layer_input=SMALL, std=0.15))
+    assistant = gemma4_assistant(target, std=0.1)
+    assistant.generation_config.num_assistant_tokens = 2
+    counts = torch.zeros(SMALL, dtype=torch.double)
+    for seed in range(CALLS):
+        torch.manual_seed(seed)
+        output = target.generate(PROMPT, max_new_tokens=3, do_sample=True, **WARPERS, assistant_model=assistant)
+        counts[output[0, PROMPT.shape[1] + 1]] += 1  # the first token that was drafted
+    expected = CALLS * exact_probabilities(target).view(SMALL, -1).sum(1)
+    possible = expected > 0
+    assert stats.chisquare(counts[possible], expected[possible] * counts[possible].sum() / CALLS).pvalue < 1e-4
+    assert p_value(target, assistant, calls=8, seed=21, at_least=1.05) > 1e-3
