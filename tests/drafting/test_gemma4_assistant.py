@@ -18,7 +18,7 @@ from ..conftest import padded_batch
 from .assistants import KINDS, gemma4_assistant, gemma4_target
 
 OPTIONS = {"max_new_tokens": 20, "pad_token_id": 0, "return_dict_in_generate": True}
-CALLS = 80
+CALLS = 250
 CONFIG = hf_ssd.SSDConfig(lookahead=3, on_draft_failure="raise")
 
 
