@@ -19,10 +19,11 @@ from pathlib import Path
 
 import prompt_kinds
 import torch
-from own_texts import as_messages, load_tokenizer, write_texts
+from cut_draft import cut_draft
+from own_texts import as_messages, block, load_tokenizer, write_texts
 from small_vocabulary import small_tokenizer
-from training import acceptance, acceptance_by_position, checkpoints_of, drafted_rows, initialize, train
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from training import acceptance, acceptance_by_position, checkpoints_of, drafted_rows, train
+from transformers import AutoModelForCausalLM
 
 from hf_ssd import devices
 from hf_ssd.cli.prompts import prompts_from
@@ -41,35 +42,6 @@ def read_prompts(args, tokenizer) -> tuple[list[str], dict[str, list[str]]]:
     else:
         prompts, held_out = prompt_kinds.to_learn_from(), prompt_kinds.held_out(HELD_OUT)
     return as_messages(prompts, tokenizer), {kind: as_messages(of, tokenizer) for kind, of in held_out.items()}
-
-
-def new_draft(target, tokenizer, small, args) -> LlamaForCausalLM:
-    """Returns a draft whose embeddings are the target's on their main axes."""
-    config = target.config.get_text_config(decoder=True)
-    draft = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(small),
-            hidden_size=args.width,
-            intermediate_size=args.width * 11 // 4,
-            num_hidden_layers=args.layers,
-            num_attention_heads=args.width // 64,
-            num_key_value_heads=args.width // 64,
-            max_position_embeddings=config.max_position_embeddings,
-            tie_word_embeddings=True,
-            bos_token_id=small.bos_token_id,
-            eos_token_id=small.eos_token_id,
-            pad_token_id=small.pad_token_id,
-        )
-    )
-    initialize(draft)
-    with torch.no_grad():
-        ids = tokenizer.convert_tokens_to_ids(small.convert_ids_to_tokens(range(len(small))))
-        known = target.get_input_embeddings().weight[ids].float().cpu()
-        _, _, axes = torch.pca_lowrank(known, q=min(args.width, *known.shape), center=False)
-        on_axes = known @ axes
-        draft.get_input_embeddings().weight.normal_(std=1e-3)[:, : axes.shape[1]] += on_axes
-        draft.get_input_embeddings().weight /= draft.get_input_embeddings().weight.std() * args.width**0.5
-    return draft
 
 
 class Lessons:
@@ -108,19 +80,20 @@ class Lessons:
 
 def logits_at(draft, ids: torch.LongTensor, places: torch.LongTensor) -> torch.Tensor:
     """Returns the draft's logits at the places, computed nowhere else."""
-    hidden = draft.model(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1)
-    return draft.lm_head(hidden[places]).float()
+    there = draft.get_output_embeddings().register_forward_pre_hook(lambda _, x: x[0].flatten(0, 1)[places][None])
+    with there:
+        return draft(input_ids=ids, use_cache=False).logits[0].float()
 
 
 def distil(draft, lessons: Lessons, held_out: Lessons, seconds: float, args) -> int:
     """The draft learns the distributions. Returns the number of steps."""
     size, device = min(args.rows, len(lessons.rows)), draft.device
     autocast = {"device_type": device.type, "dtype": torch.bfloat16, "enabled": args.bfloat16}
+    lengths = [len(ids) for ids, *_ in lessons.rows]
 
     def loss_of(step):
-        epoch, place = divmod(step, len(lessons.rows) // size)
-        order = torch.randperm(len(lessons.rows), generator=torch.Generator().manual_seed(args.seed + 1000 * epoch))
-        ids, places, likely, p = lessons.batch(order[place * size : (place + 1) * size].tolist(), device)
+        rows = block(list(range(len(lengths))), step, size, args.seed, key=lengths.__getitem__)
+        ids, places, likely, p = lessons.batch(rows, device)
         with torch.autocast(**autocast):
             logits = logits_at(draft, ids, places)
         return -(p * logits.log_softmax(-1).gather(1, likely)).sum(-1).mean()
@@ -135,7 +108,7 @@ def distil(draft, lessons: Lessons, held_out: Lessons, seconds: float, args) -> 
             same.append((best == likely[:, 0]) & (p[:, 0] > 0))
         return f"{torch.cat(same).float().mean().item():.3f}"
 
-    path = args.checkpoints / f"draft-{args.layers}-{args.width}-{args.vocab_size}.pt"
+    path = args.checkpoints / f"draft-{args.layers}-{args.vocab_size}.pt"
     return train(draft, loss_of, 10**6, args.learning_rate, path, "draft", 100, seconds, agreement)
 
 
@@ -152,7 +125,6 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.7, help="of the half of the answers that are drawn")
     parser.add_argument("--batch-size", type=int, default=64, help="answers that the target writes at once")
     parser.add_argument("--layers", type=int, default=3)
-    parser.add_argument("--width", type=int, default=256, help="a multiple of 64")
     parser.add_argument("--vocab-size", type=int, default=8192, help="most tokens of the draft")
     parser.add_argument("--rows", type=int, default=16, help="texts of a step")
     parser.add_argument("--length", type=int, default=512, help="most tokens of a text from which the draft learns")
@@ -186,7 +158,11 @@ def main() -> None:
     translation = translation_between(tokenizer, small, size, len(small))
 
     # 3. The draft learns.
-    draft = new_draft(target, tokenizer, small, args).to(device)
+    kept_ids = tokenizer.convert_tokens_to_ids(small.convert_ids_to_tokens(range(len(small))))
+    draft = cut_draft(target, args.layers, kept_ids, [text["ids"] for text in texts]).to(device)
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        setattr(draft.config, name, getattr(small, name))
+        setattr(draft.generation_config, name, getattr(small, name))
     lessons, unseen = (Lessons(of, translation, args.length) for of in (texts, unseen))
     steps = distil(draft, lessons, unseen, seconds["learning"], args)
     draft.to(torch.bfloat16).save_pretrained(args.output)
