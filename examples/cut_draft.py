@@ -13,15 +13,15 @@ TEXTS = 200  # of which hidden states are taken
 FIRST = 3  # tokens of a text whose hidden states are left out
 
 
-def cut_draft(target: PreTrainedModel, layers: int, kept: list[int], texts: list[torch.LongTensor]) -> PreTrainedModel:
+def last_layers(target: PreTrainedModel, layers: int, kept: list[int]) -> PreTrainedModel:
     """
-    Returns a model of the target's class, in float32, with the target's last layers.
+    Returns a model of the target's class, in float32, with the target's last layers. Its embeddings are the target's,
+    until they are replaced by [`mean_states`].
 
     Args:
         target (`PreTrainedModel`): The target.
         layers (`int`): The number of layers.
         kept (`list[int]`): The target's tokens that the model has, in the order of its own tokens.
-        texts (`list[torch.LongTensor]`): Texts in the target's tokens, of which the hidden states are taken.
 
     Raises:
         `ValueError`: the target has fewer layers, or layers that do not work without those before them.
@@ -33,10 +33,11 @@ def cut_draft(target: PreTrainedModel, layers: int, kept: list[int], texts: list
 
     # 1. The same model with fewer layers and tokens.
     for name, value in list(vars(config).items()):
-        if isinstance(value, (list, tuple)) and len(value) == count:  # such as `layer_types`
+        if isinstance(value, list) and len(value) == count:  # such as `layer_types`
             setattr(config, name, value[count - layers :])
     config.num_hidden_layers, config.vocab_size, config.tie_word_embeddings = layers, len(kept), False
-    config.pad_token_id = None
+    config.pad_token_id = None if config.pad_token_id is None else 0  # the caller knows it, as the other special tokens
+    config._name_or_path = ""
     kind = type(target).__name__
     try:
         draft = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -49,7 +50,8 @@ def cut_draft(target: PreTrainedModel, layers: int, kept: list[int], texts: list
             rest, is_layer = key.removeprefix(f"{name}."), key.startswith(f"{name}.")
             place, _, inner = rest.partition(".")
             theirs = known[f"{name}.{int(place) + count - layers}.{inner}" if is_layer else key]
-            weights[key] = theirs[kept] if len(theirs) == size and len(weight) == len(kept) else theirs
+            is_table = theirs.shape[:1] == (size,) and weight.shape[:1] == (len(kept),)
+            weights[key] = theirs[kept] if is_table else theirs
         part.load_state_dict(weights)
         head, their_head = draft.get_output_embeddings(), target.get_output_embeddings()
         head.load_state_dict({key: weight[kept] for key, weight in their_head.state_dict().items()})
@@ -58,23 +60,21 @@ def cut_draft(target: PreTrainedModel, layers: int, kept: list[int], texts: list
             f"No draft can be cut out of {kind}: its last {layers} layers do not work alone ({error}). Take a draft "
             "from another family; see docs/choosing_a_draft.md."
         ) from error
-
-    # 3. The table.
-    draft.get_input_embeddings().load_state_dict({"weight": mean_states(target, count - layers, kept, texts)})
     return draft
 
 
 @torch.no_grad()
 def mean_states(
-    target: PreTrainedModel, depth: int, kept: list[int], texts: list[torch.LongTensor]
+    target: PreTrainedModel, layers: int, kept: list[int], texts: list[torch.LongTensor]
 ) -> torch.FloatTensor:
     """
-    Returns for each of the tokens that are kept the mean of its hidden states after so many layers, as a table of
+    Returns for each of the tokens that are kept the mean of its hidden states before the last layers, as a table of
     embeddings `(tokens, hidden_size)`. A token is seen once after the beginning of a text, and wherever it is in the
     texts but in their first places, where hidden states are of another kind.
     """
     decoder, weight = target.get_decoder(), target.get_input_embeddings().weight
     size, width = weight.shape
+    depth = target.config.get_text_config(decoder=True).num_hidden_layers - layers
     chosen = torch.randperm(len(texts), generator=torch.Generator().manual_seed(0))[:TEXTS].tolist()
     start = texts[chosen[0]][:FIRST].long()
     parts = [torch.cat([start.expand(len(part), -1), part[:, None]], dim=1) for part in torch.tensor(kept).split(256)]

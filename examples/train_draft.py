@@ -1,4 +1,4 @@
-"""Make a draft for any causal model: a small Llama that learns the target's distributions on the target's own text.
+"""Make a draft for any causal model: its last layers learn the target's distributions on the target's own text.
 
     python examples/train_draft.py Qwen/Qwen3-8B --output DRAFT --minutes 240 --bfloat16
     python examples/train_draft.py TARGET --output DRAFT --prompts prompts.jsonl
@@ -6,7 +6,8 @@
 1. The target answers prompts, half of them greedily: those of a file, or prompts that are made of this repository.
 2. The most frequent tokens of that text become the draft's vocabulary. hf_ssd translates between the two tokenizers:
    pass both to generate(), as the commands of `hf-ssd` do by themselves.
-3. The draft learns the target's distributions there (on-policy distillation, Agarwal et al., ICLR 2024).
+3. The target's last layers become the draft, behind a table of the mean hidden state of each token, and learn the
+   target's distributions (on-policy distillation, Agarwal et al., ICLR 2024).
 4. The report has the acceptance after prompts that were held out.
 
 A run that was interrupted goes on with the same command, and `--minutes` counts the time of all of its runs.
@@ -19,7 +20,7 @@ from pathlib import Path
 
 import prompt_kinds
 import torch
-from cut_draft import cut_draft
+from cut_draft import last_layers, mean_states
 from own_texts import as_messages, block, load_tokenizer, write_texts
 from small_vocabulary import small_tokenizer
 from training import acceptance, acceptance_by_position, checkpoints_of, drafted_rows, train
@@ -124,11 +125,11 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=128, help="most tokens of an answer")
     parser.add_argument("--temperature", type=float, default=0.7, help="of the half of the answers that are drawn")
     parser.add_argument("--batch-size", type=int, default=64, help="answers that the target writes at once")
-    parser.add_argument("--layers", type=int, default=3)
-    parser.add_argument("--vocab-size", type=int, default=8192, help="most tokens of the draft")
-    parser.add_argument("--rows", type=int, default=16, help="texts of a step")
-    parser.add_argument("--length", type=int, default=512, help="most tokens of a text from which the draft learns")
-    parser.add_argument("--learning-rate", type=float, default=4e-3)
+    parser.add_argument("--layers", type=int, default=2, help="the target's last ones (2)")
+    parser.add_argument("--vocab-size", type=int, default=6144, help="most tokens of the draft (6144)")
+    parser.add_argument("--rows", type=int, default=8, help="texts of a step")
+    parser.add_argument("--length", type=int, default=384, help="most tokens of a text from which the draft learns")
+    parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--bfloat16", action="store_true", help="matrix products, for devices that have them")
     parser.add_argument("--num-threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--seed", type=int, default=0)
@@ -143,6 +144,8 @@ def main() -> None:
     device = (devices.accelerators() or [torch.device("cpu")])[0]
     dtype = torch.bfloat16 if args.bfloat16 else torch.float32
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=dtype).to(device).eval()
+    last_layers(target, args.layers, [0])  # raises before the target writes for an hour, as the next line does
+    small_tokenizer(tokenizer, Counter(), args.vocab_size)
     seconds = {"writing": 60 * args.minutes * args.writing, "learning": 60 * args.minutes * (1 - args.writing)}
     answered = [prompt for of in held_out.values() for prompt in of]
     folder = args.checkpoints / "texts"
@@ -159,10 +162,13 @@ def main() -> None:
 
     # 3. The draft learns.
     kept_ids = tokenizer.convert_tokens_to_ids(small.convert_ids_to_tokens(range(len(small))))
-    draft = cut_draft(target, args.layers, kept_ids, [text["ids"] for text in texts]).to(device)
+    draft = last_layers(target, args.layers, kept_ids)
+    table = mean_states(target, args.layers, kept_ids, [text["ids"] for text in texts])
+    draft.get_input_embeddings().load_state_dict({"weight": table})
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         setattr(draft.config, name, getattr(small, name))
         setattr(draft.generation_config, name, getattr(small, name))
+    draft.to(device)
     lessons, unseen = (Lessons(of, translation, args.length) for of in (texts, unseen))
     steps = distil(draft, lessons, unseen, seconds["learning"], args)
     draft.to(torch.bfloat16).save_pretrained(args.output)

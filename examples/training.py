@@ -25,7 +25,8 @@ def optimizers_of(model: PreTrainedModel, learning_rate: float) -> list[torch.op
     Returns Muon for the matrices of the layers and AdamW for everything else, of the same size of step. Embeddings of
     large entries have a `scale` by which their steps are larger.
     """
-    tables = [p for name, p in model.named_parameters() if "embed" in name or "lm_head" in name or name.endswith("wte")]
+    parts = ("embed", "lm_head", "wte", "wpe")
+    tables = [p for name, p in model.named_parameters() if any(part in name for part in parts)]
     known = {id(table) for table in tables}
     matrices = [p for p in model.parameters() if p.dim() == 2 and id(p) not in known]
     groups = [{"params": [p for p in model.parameters() if p.dim() != 2 and id(p) not in known]}]
