@@ -87,9 +87,7 @@ def speculative_speculative_decoding(
     )
     check_supported(model)
     worker = draft_model = None  # the draft in its own process, and as a model to run in this process
-    if ssd_config.drafter in WITHOUT_DRAFT or getattr(
-        getattr(assistant_model, "config", None), "drafts_in_turn", False
-    ):
+    if ssd_config.drafter in WITHOUT_DRAFT:
         ssd_config = dataclasses.replace(ssd_config, asynchronous=False)  # these need no worker
     if assistant_model is None:
         pass
@@ -99,6 +97,8 @@ def speculative_speculative_decoding(
         worker = assistant_for(assistant_model, input_ids.device)
     else:
         check_supported(assistant_model, drafts=True)
+        if DraftInfo.of(assistant_model.config).drafts_in_turn:
+            ssd_config = dataclasses.replace(ssd_config, asynchronous=False)
         worker = assistant_for(assistant_model, input_ids.device) if ssd_config.asynchronous else None
         draft_model = None if worker is not None and is_compiled(assistant_model) else assistant_model
     divided = worker is not None and worker.cores is not None and devices.of_model(model).type == "cpu"

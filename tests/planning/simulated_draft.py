@@ -49,10 +49,9 @@ class SimulatedSession(SeveralDrafts):
         """Counts how many tokens n-grams gave or would have given, and looks up which rows have one now."""
         world, self.ngram_tokens = self.world, []
         for matched, is_ngram, k in zip(self.matched, competed, accepted):
-            right = (
-                k if is_ngram else next((n for n in range(k + 1) if chance.random() > world.ngram_acceptance), k + 1)
-            )
-            self.ngram_tokens.append(1 + right if matched else 0)
+            if matched and not is_ngram:
+                k = next((n for n in range(k + 1) if chance.random() > world.ngram_acceptance), k + 1)
+            self.ngram_tokens.append(1 + k if matched else 0)
         self.matched = [chance.random() < world.repeats for _ in accepted] if world.repeats else [False] * self.rows
 
     def prepare(self, width, verification, ranks, hits, measured):
