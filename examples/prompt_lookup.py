@@ -111,8 +111,10 @@ def main() -> None:
     plain, ours = {"plain": {}}, {"hf_ssd": {"ssd_config": hf_ssd.SSDConfig(drafter="ngram")}}
     if args.draft:
         assistant = hf_ssd.launch_draft(args.draft, dtype=getattr(torch, args.dtype), target=target)
+        both = {"tokenizer": tokenizer, "assistant_tokenizer": AutoTokenizer.from_pretrained(args.draft)}
         for name, settings in (("a draft and n-grams", {}), ("the draft alone", {"fallback": "primary"})):
-            ours[f"hf_ssd, {name}"] = {"assistant_model": assistant, "ssd_config": hf_ssd.SSDConfig(**settings)}
+            config = hf_ssd.SSDConfig(**settings)
+            ours[f"hf_ssd, {name}"] = {"assistant_model": assistant, "ssd_config": config, **both}
     theirs = {f"transformers, {n} tokens": {"prompt_lookup_num_tokens": n} for n in args.lookup_tokens}
     start = time.perf_counter()
     target.generate(**encode(tokenizer, ["def f():"]), max_new_tokens=4, do_sample=False)

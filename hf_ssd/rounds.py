@@ -98,7 +98,7 @@ class RoundRecord:
         ranks (`list[int]`): For each row, the rank of the bonus token before this speculation among the draft's
             guesses, from 0; -1 if it was not among them.
         lengths (`list[int]`): For each row, how many of the tokens were proposed, the rest being padding; -1, or an
-            empty list, for all of them. See [`~RoundRecord.proposed`].
+            empty list, for all of them. See `proposed`.
         ngram_tokens (`list[int]`): For each row, how many tokens an n-gram would have given it in the round before this
             speculation, the bonus token included; 0 if its text had no match, -1 if that was not evaluated.
         accepted (`list[int]`): Accepted count of each row; empty until the target has decided.

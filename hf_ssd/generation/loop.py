@@ -284,9 +284,9 @@ def decode(
         record.compiles = decoder.preparations > before
 
         # 7. The distributions that the tokens were drawn from are needed only now.
-        if not speculation.width or speculation.are_certain:
+        if not do_sample or speculation.are_certain or not speculation.width:
             probabilities = None
-        elif do_sample and draft.decides:
+        elif draft.decides:
             probabilities = draft.receive_probabilities()
             if probabilities is not None:
                 probabilities = from_host(probabilities[:, : drafted.shape[1]], input_ids.device)

@@ -98,7 +98,7 @@ def test_late_answers_are_dropped(line, late):
         ({"change": (2, 99)}, "99 cannot be the kind"),
         ({"change": (6, 121)}, "announces 121 elements"),
         ({"payload": torch.arange(6)}, "expected 26 integers or more, found 6"),
-        ({"payload": torch.zeros(24, dtype=torch.int64)}, "a speculation of 1 tokens cannot have .0, 0. of each row"),
+        ({"payload": torch.zeros(27, dtype=torch.int64)}, "a speculation of 1 tokens cannot have .0, 0. of each row"),
         ({"payload": speculation([[1, 2], [3, 4]], passes=-1)}, "-1 cannot be the passes of a speculation"),
         ({"payload": speculation([[1, 2], [3, 4]], lookahead=65)}, "65 cannot be the lookahead of a speculation"),
         ({"payload": speculation([[1, 2], [3, 9]])}, "1 to 9 are not tokens of a vocabulary of 9"),

@@ -24,7 +24,7 @@ from hf_ssd.cli.chat import Chat, drafting
 from hf_ssd.cli.main import COMMANDS, build_parser, main
 from hf_ssd.cli.methods import Bench
 from hf_ssd.cli.verdict import Figures
-from hf_ssd.rounds import AHEAD, IN_TURN
+from hf_ssd.rounds import AHEAD, IN_TURN, RoundRecord
 from hf_ssd.stats import SSDStats
 
 from ..conftest import tiny_draft, tiny_model
@@ -385,9 +385,7 @@ def test_the_plan_of_a_check_is_that_of_most_rounds_whatever_was_planned_last(mo
 
 def test_acceptance_is_one_figure_of_all_tokens_that_were_drafted():
     def run(*rounds):
-        records = [
-            SimpleNamespace(sources=["primary"], lookahead=k, accepted=[n], hits=[True], live=[0]) for k, n in rounds
-        ]
+        records = [RoundRecord(sources=["primary"], lookahead=k, accepted=[n]) for k, n in rounds]
         return SimpleNamespace(stats=SSDStats(records=records))
 
     assert check.acceptance_of([run((4, 4), (4, 0)), run((0, 0), (0, 0))]) == 4 / 5
