@@ -14,6 +14,7 @@ from hf_ssd import devices
 from hf_ssd.cli import prompts as texts
 from hf_ssd.cli.bench import add_work
 from hf_ssd.cli.models import Model
+from hf_ssd.drafting.eagle_formats import head_values, load_head
 
 PAIR = Path(__file__).parent / "pair"
 
@@ -49,9 +50,11 @@ def load_pair(args):
         target, draft = layered_pair(args.layered, args.agreement, args.temperature, dtype, device=places[0])
         print(f"{args.layered}: acceptance {target.config.acceptance_rate:.3f} (asked for {args.agreement})")
     else:
-        target, draft = (
-            AutoModelForCausalLM.from_pretrained(name, dtype=dtype).eval() for name in (args.target, args.draft)
-        )
+        target = AutoModelForCausalLM.from_pretrained(args.target, dtype=dtype).eval()
+        if (values := head_values(args.draft)) is not None:
+            draft = load_head(args.draft, target, dtype, values).eval()
+        else:
+            draft = AutoModelForCausalLM.from_pretrained(args.draft, dtype=dtype).eval()
         tokenizer = Model(args.target).tokenizer
     target, draft = target.to(places[0]), draft.to(places[-1])
     if args.compile:

@@ -10,9 +10,12 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+
+from hf_ssd.drafting.eagle_head import Eagle3Head
 
 from .conftest import tiny_model
 from .real_use.families import sharp_model, tiny_config
@@ -29,6 +32,13 @@ def program(name, monkeypatch):
     """A program as a module: what it is made of."""
     monkeypatch.syspath_prepend(ROOT / "examples")
     return importlib.import_module(name)
+
+
+def test_a_head_is_loaded_for_its_target_and_not_as_a_model_of_random_weights(monkeypatch):
+    workload = program("workload", monkeypatch)
+    folders = {"target": workload.PAIR / "target", "draft": workload.PAIR / "eagle3"}
+    _, draft, _ = workload.load_pair(SimpleNamespace(**folders, dtype="float32", layered=None, compile=False))
+    assert isinstance(draft, Eagle3Head)
 
 
 @pytest.mark.slow

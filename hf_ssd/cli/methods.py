@@ -135,7 +135,7 @@ class Bench:
         """
         Runs the methods in turns, adds the runs to them, and returns them. Assisted generation is left out if
         transformers refuses the pair, because the draft's vocabulary has another size, or because the draft has fewer
-        positions than the text. A turn counts if each answer in it went on after its first tokens; `ValueError` is
+        positions than the text, or if transformers fails with the pair. A turn counts if each answer in it went on after its first tokens; `ValueError` is
         raised if none counts. After `deadline`, a `time.perf_counter()` value, no turn begins, except the turn that
         warms up and the first turn after it.
         """
@@ -150,7 +150,9 @@ class Bench:
                 turns.set_postfix_str(name)
                 try:
                     runs[name] = self.run(method, turn)
-                except (ValueError, IndexError):  # an IndexError if the draft has fewer positions than the text
+                # An IndexError if the draft has fewer positions than the text; an AttributeError of transformers if a
+                # draft with another tokenizer samples.
+                except (ValueError, IndexError, AttributeError):
                     if not name.startswith(ASSISTED):
                         raise
                     del methods[name]
