@@ -134,10 +134,10 @@ class Bench:
     def measure(self, methods: dict[str, Method], deadline: float = math.inf) -> dict[str, Method]:
         """
         Runs the methods in turns, adds the runs to them, and returns them. Assisted generation is left out if
-        transformers refuses the pair, because the draft's vocabulary has another size, or because the draft has fewer
-        positions than the text, or if transformers fails with the pair. A turn counts if each answer in it went on after its first tokens; `ValueError` is
-        raised if none counts. After `deadline`, a `time.perf_counter()` value, no turn begins, except the turn that
-        warms up and the first turn after it.
+        transformers refuses the pair, because the draft's vocabulary has another size, or because the draft has
+        fewer positions than the text, or if transformers fails with the pair. A turn counts if each answer in
+        it went on after its first tokens; `ValueError` is raised if none counts. After `deadline`, a
+        `time.perf_counter()` value, no turn begins, except the turn that warms up and the first turn after it.
         """
         turns = tqdm(range(self.args.repeats + 1), desc="measuring", unit="turn", disable=None)
         for turn in turns:
