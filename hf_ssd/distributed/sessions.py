@@ -191,7 +191,6 @@ class WorkerSession(DraftSession):
         self.worker, self.number, self.timeout, self.on_close = worker, number, request.config.timeout, on_close
         self.rows, self.vocab_size, self.round = len(request.prompts), request.vocab_size, -1
         self.is_reusable, self.answers_alone = True, request.answers_alone
-        self.sampled = bool(request.generation_config.do_sample)
         worker.channel.make_room(self.rows, self.vocab_size)
         send = worker.channel.send
         if request.translation is not None and worker.translation is not request.translation:
@@ -223,10 +222,9 @@ class WorkerSession(DraftSession):
     def receive_speculation(self, timeout: float | None = None) -> Speculation:
         speculation = self._receive(Kind.SPECULATION, self._read_speculation, timeout)
         self.speculation = speculation
-        if self.sampled:
-            self.is_reusable = False
-            self.worker.channel.expect()  # probabilities may arrive while the target computes
-            self.is_reusable = True
+        self.is_reusable = False
+        self.worker.channel.expect()  # the next message may arrive while the target computes
+        self.is_reusable = True
         return speculation
 
     def _read_speculation(self, payload) -> Speculation:
