@@ -58,6 +58,7 @@ class Runner:
     def __init__(self, model: PreTrainedModel, cache: RaggedCache):
         self.model, self.cache, self.preparations = model, cache, 0
         self.takes_logits_to_keep = model._supports_logits_to_keep()  # which takes time in each pass
+        self.is_compiled = is_compiled(model)
 
     def rows(self, unfinished: int) -> int:
         """Returns how many rows a pass computes if `unfinished` rows are not finished."""
@@ -104,8 +105,10 @@ class Runner:
         return self.takes_logits_to_keep
 
     def _call(self, inputs: dict):
-        with uncompiled(self.model):
-            return self.model(**inputs)
+        if self.is_compiled:
+            with uncompiled(self.model):
+                return self.model(**inputs)
+        return self.model(**inputs)
 
     def close(self) -> None:
         """Ends the use of the cache."""

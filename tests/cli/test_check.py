@@ -81,13 +81,17 @@ def test_five_lines_for_people(capsys, tmp_path):
 BENCH = ["bench", "--max-new-tokens", "8", "--repeats", "1", "--in-turn-lookaheads", "3", "--one-table"]
 
 
-@pytest.mark.parametrize("command", [["check", *QUICK], BENCH], ids=["check", "bench"])
-def test_a_pair_that_only_we_take_is_measured_all_the_same(command, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "command, error",
+    [(["check", *QUICK], ValueError), (BENCH, ValueError), (BENCH, AttributeError)],
+    ids=["check", "bench", "bench, a failure of transformers"],
+)
+def test_a_pair_that_only_we_take_is_measured_all_the_same(command, error, monkeypatch, capsys):
     run = Bench.run
 
     def run_ours(bench, method, turn):
         if "assistant_model" in method.options and "ssd_config" not in method.options:
-            raise ValueError("Make sure the main and assistant model use the same tokenizer")
+            raise error("Make sure the main and assistant model use the same tokenizer")
         return run(bench, method, turn)
 
     monkeypatch.setattr(Bench, "run", run_ours)
