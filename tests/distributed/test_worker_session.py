@@ -1,6 +1,7 @@
 """What the target makes of messages that are late, foreign, truncated or out of turn."""
 
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -111,6 +112,14 @@ def test_what_makes_no_sense_is_named_and_not_acted_on(line, saying, words):
         heard(line, saying)
     line.session.close()
     assert line.killed  # the next call has another worker
+
+
+def test_the_next_message_can_arrive_while_the_target_computes_also_in_greedy_calls(line):
+    heard(line, {})
+    threading.Thread(target=line.say, daemon=True).start()
+    deadline = time.monotonic() + 20
+    while not line.session.worker.channel.has_arrived():
+        assert time.monotonic() < deadline
 
 
 def test_silence_has_an_end(line):
