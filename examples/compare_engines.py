@@ -1,7 +1,6 @@
 """How fast are other engines with the same two models? Each runs in an environment of its own, on the CPU.
 
     python examples/compare_engines.py --target ~/.cache/hf_ssd/smollm2 --draft ~/.cache/hf_ssd/smollm2-draft
-    python examples/compare_engines.py --layered 287m/39m --agreement 0.85 --max-new-tokens 64
 
 The first run installs the engines below --environments, about 6 GB, and writes the models in their formats. Greedy,
 float32, batch size 1, the same prompt and the same number of tokens, on all cores that this process may use; `taskset`
