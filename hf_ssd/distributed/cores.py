@@ -12,7 +12,7 @@ import torch
 class CoreShare:
     """
     Args:
-        target (`tuple[int, ...]`): Cores of the target, for the length of a generate() call.
+        target (`tuple[int, ...]`): Cores of the target while a draft works beside it.
         drafts (`tuple[tuple[int, ...], ...]`): Cores of each draft worker.
     """
 
@@ -73,6 +73,34 @@ def use_cores(cores: tuple[int, ...] | None):
     finally:
         pin(before)
         _blocks.end()
+
+
+class TargetCores:
+    """
+    The cores on which the target of a call computes: its share while a draft works beside it, otherwise all that the
+    calling thread may use.
+
+    Args:
+        share (`tuple[int, ...]`, *optional*): Its share. `None` if the draft has another device.
+    """
+
+    def __init__(self, share: tuple[int, ...] | None):
+        self.share, self.block = share, contextlib.ExitStack()
+        self.is_divided = False
+
+    def divide(self, is_divided: bool) -> None:
+        """Keeps to the share from now on, or no longer."""
+        if self.share is None or is_divided == self.is_divided:
+            return
+        self.is_divided = is_divided
+        if is_divided:
+            self.block.enter_context(use_cores(self.share))
+        else:
+            self.block.close()
+
+    def close(self) -> None:
+        self.is_divided = False
+        self.block.close()
 
 
 class _Blocks:

@@ -39,6 +39,7 @@ class FaultTolerantDraft:
         planner ([`Planner`]): Gives the plan of each round.
         device (`torch.device`): Where the target's tokens are.
         ranks ([`~hf_ssd.distributed.target_ranks.TargetRanks`]): The ranks of the target.
+        cores ([`~hf_ssd.distributed.cores.TargetCores`]): The target's, divided while the worker works beside it.
 
     Attributes:
         decides (`bool`): Whether this process decides on outcomes.
@@ -49,7 +50,8 @@ class FaultTolerantDraft:
         failure (`str`, *optional*): Why the draft was given up, if it was.
     """
 
-    def __init__(self, assistant, model, request: SessionRequest, planner: Planner, device: torch.device, ranks):
+    def __init__(self, assistant, model, request: SessionRequest, planner: Planner, device: torch.device, ranks, cores):
+        self.cores = cores
         self.assistant, self.model, self.request, self.planner = assistant, model, request, planner
         self.device, self.ranks, self.decides = device, ranks, ranks.is_leader
         self.process, self.turn = os.getpid(), Turn()
@@ -88,6 +90,7 @@ class FaultTolerantDraft:
             self._attempt(lambda: check_coverage(self.request.translation, self.request.prompts))
         self.planner.begin_call()  # not before, because another thread's call may have measured the pair meanwhile
         self._join(None)
+        self.cores.divide(self._worker_is_busy or (self.session is not None and self.planner.profiles))
 
     # ---------------------------------------------------------------- sessions
 
@@ -120,6 +123,11 @@ class FaultTolerantDraft:
             if self.joined_at is None:
                 self.joined_at = self.rounds if self.was_late else 0
         self.was_late = self.was_late or self.session is None
+
+    @property
+    def _worker_is_busy(self) -> bool:
+        """Whether the worker is starting."""
+        return self.assistant is not None and self.assistant.state == "starting"
 
     def _session_here(self, sequences: Sequences | None) -> DraftSession:
         request = self._request_now(sequences)
@@ -206,13 +214,16 @@ class FaultTolerantDraft:
             if speculation is None:
                 speculation = Speculation.empty(len(self.request.prompts))
             self.unasked = None if self.is_asked else speculation.tokens
-        if self.ranks.size == 1:
-            return speculation
-        payload = wire.write_speculation(speculation) if self.decides else None
-        message = self.ranks.share(Message(Kind.SPECULATION, payload=payload) if self.decides else None)
-        shared = wire.read_speculation(message.payload, len(self.request.prompts))
-        shared.are_certain = self.decides and speculation.are_certain
-        return shared
+        if self.ranks.size > 1:
+            payload = wire.write_speculation(speculation) if self.decides else None
+            message = self.ranks.share(Message(Kind.SPECULATION, payload=payload) if self.decides else None)
+            shared = wire.read_speculation(message.payload, len(self.request.prompts))
+            shared.are_certain = self.decides and speculation.are_certain
+            speculation = shared
+        record = speculation.record
+        works_beside = record.mode == AHEAD or FILLER in record.sources
+        self.cores.divide(works_beside or self._worker_is_busy)
+        return speculation
 
     def _filler(self, last: torch.LongTensor) -> Speculation:
         """
@@ -251,6 +262,7 @@ class FaultTolerantDraft:
         received only part of a message are ended.
         """
         session, self.session = self.session, None
+        self.cores.close()
         if os.getpid() != self.process:
             return  # forked in the middle of the call: the worker belongs to the parent process
         try:

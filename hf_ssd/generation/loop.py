@@ -29,7 +29,7 @@ from ..cache.trial import check_supported
 from ..config import WITHOUT_DRAFT, SSDConfig
 from ..devices import from_host
 from ..distributed.assistant import DraftAssistant
-from ..distributed.cores import use_cores
+from ..distributed.cores import TargetCores
 from ..distributed.passed_drafts import assistant_for
 from ..distributed.sessions import SessionRequest
 from ..distributed.target_ranks import TargetRanks
@@ -124,11 +124,11 @@ def speculative_speculative_decoding(
     )
     ranks = worker.ranks if worker is not None else TargetRanks()
     captured = HiddenStates(model, info.target_layers, info.target_keys) if needs.hidden_states else None
-    cores, captures = worker.cores.target if divided else None, contextlib.nullcontext()
+    cores, captures = TargetCores(worker.cores.target if divided else None), contextlib.nullcontext()
     if captured is not None:
         captures = contextlib.closing(captured)
-    with captures, use_cores(cores), ranks.one_call():
-        draft = FaultTolerantDraft(worker, draft_model, request, planner, input_ids.device, ranks)
+    with captures, ranks.one_call():
+        draft = FaultTolerantDraft(worker, draft_model, request, planner, input_ids.device, ranks, cores)
         with contextlib.closing(draft), contextlib.closing(draft):  # again, in case of an interrupt
             draft.open(patience(ssd_config, generation_config, stopping_criteria))
             # 1. Prefill, while the draft does the same and prepares the likely first tokens.

@@ -116,11 +116,9 @@ class CostModel:
         budget = now.budget // self.workers  # of each worker; the record has the sum over all workers
         self.live = len(now.live) or live
         if now.verify_seconds:  # a call's first round never comes as `now`: it is slow for reasons of its own
-            modes = {now.mode}
-            if FILLER in now.sources:  # verified while the draft was working, as in a round ahead
-                modes = {AHEAD} if now.lookahead else {AHEAD, PLAIN}
-            for mode in modes:
-                costs.verification[mode].observe(self.live * (now.lookahead + 1), now.verify_seconds)
+            # Fillers are verified while the draft is working, as in a round ahead.
+            mode = AHEAD if FILLER in now.sources else now.mode
+            costs.verification[mode].observe(self.live * (now.lookahead + 1), now.verify_seconds)
         for row in now.live:
             accepted, source = now.accepted[row], now.sources[row]
             if source not in (*FALLBACKS, FILLER):
@@ -201,9 +199,9 @@ class CostModel:
         return share, (1 - share) ** self.live, share**self.live if lookup else 0.0, tokens
 
     def seconds_to_verify(self, mode: str, lookahead: int) -> float:
-        lines = (self.durations.verification[mode], *self.durations.verification.values())
-        line = next((one for one in lines if one.count), lines[0])
-        return max(1e-6, line(self.live * (lookahead + 1))) if line.count else math.nan
+        tokens, lines = self.live * (lookahead + 1), self.durations.verification
+        known = [lines[mode]] if lines[mode].count else [line for line in lines.values() if line.count]
+        return max(1e-6, min(line(tokens) for line in known)) if known else math.nan
 
     def seconds_to_draft(self, mode: str, lookahead: int) -> float:
         """Returns the seconds to draft `lookahead` tokens just in time, J in Corollary 16; NaN if unknown."""

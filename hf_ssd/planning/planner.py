@@ -280,6 +280,6 @@ class Planner:
         if costs.contention > CONTENTION and not self.has_warned:
             self.has_warned = True
             logger.warning_once(
-                f"Drafting slows verification by the factor {costs.contention:.1f}: target and draft share a device or "
-                "its memory bandwidth. Give the draft a device of its own."
+                f"Drafting slows verification by the factor {costs.contention:.1f}: target and draft share a device, "
+                "its cores or its memory bandwidth. Give the draft a device of its own."
             )

@@ -1,13 +1,19 @@
 import contextlib
 import os
 import queue
+import signal
 import threading
+import time
 
 import pytest
 import torch
 
+import hf_ssd
 from hf_ssd.distributed import cores
-from hf_ssd.distributed.cores import CoreShare, divide_cores, use_cores
+from hf_ssd.distributed.cores import CoreShare, available_cores, divide_cores, use_cores
+from hf_ssd.rounds import AHEAD, FILLER, IN_TURN, PLAIN
+
+from ..conftest import padded_batch, tiny_model
 
 
 @pytest.mark.parametrize(
@@ -89,3 +95,73 @@ def test_threads_do_not_keep_the_cores_of_the_call_they_were_made_in():
             with use_cores(tuple(other)):
                 made_deeper = threads.enter_context(a_thread())
         assert os.sched_getaffinity(made_deeper) == available
+
+
+@pytest.fixture
+def two_threads():
+    if len(available_cores()) < 2:
+        pytest.skip("needs two cores")
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def passes():
+    """The number of torch's threads and of cores in each pass of a target."""
+    return []
+
+
+@pytest.fixture
+def target(passes):
+    """Of which each pass takes so long that any draft pays."""
+    target = hf_ssd.enable(tiny_model())
+
+    def before_a_pass(*_):
+        passes.append((torch.get_num_threads(), len(available_cores())))
+        time.sleep(0.025)
+
+    target.register_forward_pre_hook(before_a_pass)
+    return target
+
+
+def test_the_target_leaves_cores_to_a_draft_only_while_that_works_beside_it(two_threads, target, passes):
+    """A call in plain mode, or in turn, is not slower than `generate()` because a worker is there."""
+    first, other = available_cores()[:2]
+    everything = 2, len(available_cores())
+    with hf_ssd.launch_draft(tiny_model(), cores=CoreShare((first,), ((other,),))) as assistant:
+        seen = set()
+        for _ in range(2):  # in the first one the draft is timed, beginning with the prefill
+            passes.clear()
+            output = target.generate(
+                **padded_batch(1), assistant_model=assistant, ssd_config=hf_ssd.SSDConfig(), max_new_tokens=40,
+                do_sample=False, return_dict_in_generate=True,
+            )  # fmt: skip
+            assert output.ssd_stats.draft_failure is None
+            records = output.ssd_stats.records
+            beside = [record.mode == AHEAD or FILLER in record.sources for record in records]
+            prefill, *rounds = passes[-len(records) - 1 :]  # the first call tries the model before
+            assert rounds == [(1, 1) if divided else everything for divided in beside]
+            assert prefill == (everything if seen else (1, 1))
+            seen |= {record.mode for record in records}
+        assert {AHEAD, IN_TURN, PLAIN} <= seen
+    assert (torch.get_num_threads(), len(available_cores())) == everything
+
+
+def test_a_target_whose_draft_has_ended_gets_its_cores_back(two_threads, target, passes):
+    first, other = available_cores()[:2]
+    with hf_ssd.launch_draft(tiny_model(), cores=CoreShare((first,), ((other,),))) as assistant:
+
+        def end_the_draft(input_ids, scores):
+            if input_ids.shape[1] > 20:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(assistant.workers[0].worker_info["pid"], signal.SIGKILL)
+            return torch.zeros(len(input_ids), dtype=torch.bool)
+
+        output = target.generate(
+            **padded_batch(1), assistant_model=assistant, ssd_config=hf_ssd.SSDConfig(lookahead=1, budget=4),
+            max_new_tokens=40, stopping_criteria=[end_the_draft], do_sample=False, return_dict_in_generate=True,
+        )  # fmt: skip
+    stats = output.ssd_stats
+    assert stats.draft_failure is not None and stats.records[0].mode == AHEAD
+    assert passes[-len(stats.records)] == (1, 1) and passes[-1] == (2, len(available_cores()))

@@ -11,7 +11,7 @@ from hf_ssd.rounds import AHEAD, NGRAM, NOTHING, PLAIN, PREPARED, Plan, RoundRec
 class SimulatedDraft:
     """The assistant of all calls with one pair."""
 
-    positions = None
+    positions, state = None, "ready"
 
     def __init__(self, world):
         self.world, self.workers = world, [None] * world.workers

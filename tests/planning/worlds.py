@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import torch
 
 from hf_ssd import SSDConfig
+from hf_ssd.distributed.cores import TargetCores
 from hf_ssd.distributed.sessions import SessionRequest
 from hf_ssd.distributed.target_ranks import TargetRanks
 from hf_ssd.drafting.cache_shapes import allocate
@@ -86,7 +87,7 @@ class World:
         """
         draft, chance, hiccups = draft or SimulatedDraft(self), random.Random(seed), random.Random(seed + 1)
         request = SessionRequest(SSDConfig(), None, [torch.zeros(1, dtype=torch.long)] * self.rows, 0, 1000)
-        ours = FaultTolerantDraft(draft, None, request, planner, torch.device("cpu"), TargetRanks())
+        ours = FaultTolerantDraft(draft, None, request, planner, torch.device("cpu"), TargetRanks(), TargetCores(None))
         last = torch.zeros(self.rows, dtype=torch.long)
         text = SimpleNamespace(ids=last[:, None].expand(-1, 10**6), lengths=[1] * self.rows, prompt_length=1, last=last)
         before, now, clock = None, RoundRecord(sources=[NOTHING] * self.rows), 0.0
