@@ -10,9 +10,11 @@ from ..cache.support import is_flash_attention
 from .dflash_head import DFlashHead
 from .gemma4_assistant import Gemma4AssistantHead
 
-DFLASH = ("muse_glimmer_assistant",)
-GEMMA4 = ("gemma4_assistant", "gemma4_unified_assistant")
-HEADS = dict.fromkeys(GEMMA4, Gemma4AssistantHead) | dict.fromkeys(DFLASH, DFlashHead)
+HEADS = {
+    "gemma4_assistant": Gemma4AssistantHead,
+    "gemma4_unified_assistant": Gemma4AssistantHead,
+    "muse_glimmer_assistant": DFlashHead,
+}
 _heads: "weakref.WeakKeyDictionary[PreTrainedModel, PreTrainedModel]" = weakref.WeakKeyDictionary()  # of targets
 
 
@@ -46,12 +48,11 @@ def head_of_assistant(assistant: PreTrainedModel, target: PreTrainedModel) -> Pr
 
 
 def refuse_dflash(config: PreTrainedConfig) -> None:
-    """Raises `ValueError` for a DFlash draft that is no assistant of transformers."""
-    is_dflash = hasattr(config, "target_layer_ids") and hasattr(config, "block_size")
-    if (is_dflash or getattr(config, "dflash_config", None) is not None) and not is_assistant(config):
+    """Raises `ValueError` for a DFlash draft as a model with code of its own, or for a worker."""
+    if getattr(config, "dflash_config", None) is not None:
         raise ValueError(
-            f"DFlash drafts of the type {config.model_type!r} are not supported; use a DFlash draft that transformers "
-            f"loads without remote code ({', '.join(DFLASH)}), an EAGLE-3 head or a small model of the target's family."
+            "A DFlash draft whose config has `dflash_config` drafts in the target's process, without code of its own; "
+            "pass its folder or hub id as `assistant_model` to generate()."
         )
 
 

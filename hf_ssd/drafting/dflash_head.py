@@ -59,12 +59,13 @@ class DFlashHead(PreTrainedModel, GenerationMixin):
 
     def inputs(self, tokens: torch.LongTensor, states: torch.Tensor) -> torch.Tensor:
         """Returns states, and for tokens whose states are zeros their embeddings."""
-        return torch.where(states[..., -1:] > 0, states, self._embedded(tokens).to(states))
+        return torch.where(states[..., -1:] > 0, states, self._embedded(tokens))
 
     def _embedded(self, tokens: torch.LongTensor) -> torch.Tensor:
         """Returns the embeddings without the normalization that some targets have, and a 0."""
         embed = self.embed_tokens
         embedded = nn.Embedding.forward(embed, tokens) if hasattr(embed, "embed_norm") else embed(tokens)
+        embedded = embedded.to(self.dtype)
         return torch.cat([embedded, torch.zeros_like(embedded[..., :1])], dim=-1)
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from transformers import LlamaConfig
 from transformers.generation.candidate_generator import DFlashTokenCandidateGenerator
 
 import hf_ssd
@@ -41,8 +40,8 @@ def drafted_by_transformers(target, draft, text: torch.LongTensor, count: int) -
     return tokens[0, len(text) :][:count].tolist()
 
 
-def agreement(pair, monkeypatch, length: int = 9, **settings) -> list[bool]:
-    """Decodes with the draft, and returns for each round and row whether transformers drafts the same tokens."""
+def agreement(pair, monkeypatch, length: int = 9, reference=drafted_by_transformers, **settings) -> list[bool]:
+    """Decodes with the draft, and returns for each round and row whether the reference drafts the same tokens."""
     (target, draft), drafted, complete = pair, [], DFlashDrafter.complete
 
     def spy(self, ready, width, plan):
@@ -63,7 +62,7 @@ def agreement(pair, monkeypatch, length: int = 9, **settings) -> list[bool]:
     texts = [row[mask.bool()] for row, mask in zip(inputs["input_ids"], inputs["attention_mask"])]
     texts = [torch.cat([text, row[inputs["input_ids"].shape[1] :]]) for text, row in zip(texts, plain)]
     return [
-        of_row == drafted_by_transformers(target, draft, text[:length], len(of_row))
+        of_row == reference(target, draft, text[:length], len(of_row))
         for lengths, tokens in drafted[::3]
         for text, length, of_row in zip(texts, lengths, tokens)
         if of_row and length < len(text)
@@ -189,6 +188,14 @@ def test_another_drafter_is_refused(pair, drafter):
         pair[0].generate(**padded_batch(1), assistant_model=pair[1], ssd_config=config)
 
 
+@pytest.mark.slow
+def test_a_draft_of_another_type_than_the_target_drafts(pair):
+    draft = copy.deepcopy(pair[1]).to(torch.bfloat16)
+    plain = pair[0].generate(**padded_batch(3), **OPTIONS).sequences
+    output = pair[0].generate(**padded_batch(3), **OPTIONS, assistant_model=draft, ssd_config=CONFIG)
+    assert torch.equal(output.sequences, plain) and {r.lookahead for r in output.ssd_stats.records} >= {4}
+
+
 def test_flash_attention_is_refused(pair):
     with_flash = copy.deepcopy(pair[1])
     with_flash.config._attn_implementation = "flash_attention_2"
@@ -201,11 +208,4 @@ def test_a_worker_for_the_draft_is_refused(pair, tmp_path):
         hf_ssd.launch_draft(pair[1])
     pair[1].save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="drafts in the target's process; load it"):
-        pair[0].generate(**padded_batch(1), assistant_model=str(tmp_path), ssd_config=CONFIG)
-
-
-def test_a_published_draft_with_code_of_its_own_is_refused(pair, tmp_path):
-    config = LlamaConfig(num_hidden_layers=1, dflash_config={"mask_token_id": 3, "target_layer_ids": [1]})
-    config.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="DFlash drafts of the type 'llama' are not supported"):
         pair[0].generate(**padded_batch(1), assistant_model=str(tmp_path), ssd_config=CONFIG)
