@@ -49,7 +49,7 @@ def gemma4_assistant(target, seed: int = 1, std: float = 0.25, **changes) -> Gem
     )
     # transformers 5.23 raises while it makes an assistant: no layer computes the keys that all of its layers read.
     modes = property(lambda self: ["reuse"] * self.num_hidden_layers)
-    with patch.object(Gemma4TextConfig, "kv_sharing_modes", modes):
+    with patch.object(Gemma4TextConfig, "kv_sharing_modes", modes, create=True):
         return noisy(Gemma4AssistantForCausalLM(config), std, seed)
 
 
