@@ -69,11 +69,12 @@ class SSDConfig:
         drafter (`str`, *optional*, defaults to `"auto"`):
             How the draft model proposes tokens: `"autoregressive"` (a forward pass for each token), `"parallel"` (a
             single pass for all tokens, which PARD models are trained for; their config has `pard_token`), `"eagle3"` (a
-            head that reads the target's hidden states), or `"auto"`, which is the kind that the model was made for. A
-            parallel draft draws its tokens from marginals, and processors that read the tokens before a position, such
-            as repetition penalties, see only the tokens before the speculation. Two kinds take no draft model and work
-            in the target's process: with `"ngram"`, where the last tokens of a row have occurred before in it, the
-            tokens that followed them there are proposed (prompt lookup); `"mtp"` drafts with the target's own layer for
+            head that reads the target's hidden states), `"dflash"` (a draft that reads them and fills a block of mask
+            tokens in a single pass), or `"auto"`, which is the kind that the model was made for. A draft that takes a
+            single pass draws its tokens from marginals, and processors that read the tokens before a position, such as
+            repetition penalties, see only the tokens before the speculation. Two kinds take no draft model and work in
+            the target's process: with `"ngram"`, where the last tokens of a row have occurred before in it, the tokens
+            that followed them there are proposed (prompt lookup); `"mtp"` drafts with the target's own layer for
             multi-token prediction, loaded from the target's checkpoint.
         acceptance_rate (`float`, *optional*, defaults to 0.8):
             Prior for the chance that a drafted token is accepted, a in Theorem 12. Between 0 and 1, both excluded.
@@ -212,7 +213,7 @@ class SSDConfig:
 FAN_OUTS = ("confidence", "geometric", "uniform", "all_accepted", "single_branch", "greedy_tree")
 LOOKAHEADS = ("auto",)
 FALLBACKS = ("auto", "primary", "ngram", "random")
-DRAFTERS = ("auto", "autoregressive", "parallel", "eagle3", "mtp", "ngram")
+DRAFTERS = ("auto", "autoregressive", "parallel", "eagle3", "dflash", "mtp", "ngram")
 WITHOUT_DRAFT = ("mtp", "ngram")  # drafters that take no draft model, and draft in the target's process
 _FAN_OUT = ", ".join(f'"{name}"' for name in FAN_OUTS) + " or lookahead + 1 integers of at least 0"
 _FALLBACK = ", ".join(f'"{name}"' for name in FALLBACKS) + (

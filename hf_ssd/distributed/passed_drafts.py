@@ -10,6 +10,7 @@ from transformers.utils import logging
 
 from ..cache.support import without_wrapper
 from ..drafting.assistants import head_of_assistant, is_assistant, refuse_dflash
+from ..drafting.dflash_formats import dflash_values, load_dflash
 from ..drafting.eagle_formats import head_values, load_head
 from ..drafting.needs import DraftInfo
 from .assistant import DraftAssistant
@@ -29,8 +30,8 @@ _starting = threading.Lock()
 
 def head_for(draft, target: PreTrainedModel):
     """
-    Returns the draft that was passed to generate(), or for the folder or hub id of an EAGLE-3 head the head, and for an
-    assistant of transformers the head that it is. They are made once for each target.
+    Returns the draft that was passed to generate(), or for the folder or hub id of an EAGLE-3 head or DFlash draft the
+    head, and for an assistant of transformers the head that it is. They are made once for each target.
 
     Raises:
         `ValueError`: the head does not fit the target.
@@ -44,10 +45,12 @@ def head_for(draft, target: PreTrainedModel):
         return draft
     known = _heads.setdefault(target, {})
     if path not in known:
-        values = head_values(path)
-        if values is None:
+        if (values := head_values(path)) is not None:
+            known[path] = load_head(path, target, values=values)
+        elif (values := dflash_values(path)) is not None:
+            known[path] = head_of_assistant(load_dflash(path, target, values), target)
+        else:
             return draft
-        known[path] = load_head(path, target, values=values)
     return known[path]
 
 

@@ -6,9 +6,15 @@ import weakref
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .. import devices
+from ..cache.support import is_flash_attention
+from .dflash_head import DFlashHead
 from .gemma4_assistant import Gemma4AssistantHead
 
-HEADS = {"gemma4_assistant": Gemma4AssistantHead, "gemma4_unified_assistant": Gemma4AssistantHead}
+HEADS = {
+    "gemma4_assistant": Gemma4AssistantHead,
+    "gemma4_unified_assistant": Gemma4AssistantHead,
+    "muse_glimmer_assistant": DFlashHead,
+}
 _heads: "weakref.WeakKeyDictionary[PreTrainedModel, PreTrainedModel]" = weakref.WeakKeyDictionary()  # of targets
 
 
@@ -22,13 +28,18 @@ def head_of_assistant(assistant: PreTrainedModel, target: PreTrainedModel) -> Pr
     Returns the assistant in the form in which it drafts for the target, which is kept for the next call.
 
     Raises:
-        `ValueError`: the assistant is on another device, or was made for another target.
+        `ValueError`: the assistant is on another device, uses flash attention, or was made for another target.
     """
     place = target.get_input_embeddings().weight.device
     if devices.of_model(assistant) != place:
         raise ValueError(
             f"The assistant is on {devices.of_model(assistant)}, and drafts where the target's embedding is; move it "
             f"with `assistant.to({str(place)!r})`."
+        )
+    if is_flash_attention(assistant):
+        raise ValueError(
+            "The assistant uses flash attention, which takes no 4D masks; call "
+            'assistant.set_attn_implementation("sdpa").'
         )
     head = _heads.get(target)
     if head is None or head.assistant is not assistant:
@@ -37,12 +48,11 @@ def head_of_assistant(assistant: PreTrainedModel, target: PreTrainedModel) -> Pr
 
 
 def refuse_dflash(config: PreTrainedConfig) -> None:
-    """Raises `ValueError` for a DFlash draft, whose layers read hidden states of the target as keys and values."""
-    is_dflash = hasattr(config, "target_layer_ids") and hasattr(config, "block_size")
-    if is_dflash or getattr(config, "dflash_config", None) is not None:
+    """Raises `ValueError` for a DFlash draft as a model with code of its own, or for a worker."""
+    if getattr(config, "dflash_config", None) is not None:
         raise ValueError(
-            "DFlash drafts are not supported; use an EAGLE-3 head or a small model of the target's family, or "
-            'transformers\' own `speculation_type="dflash"` without `ssd_config`.'
+            "A DFlash draft whose config has `dflash_config` drafts in the target's process, without code of its own; "
+            "pass its folder or hub id as `assistant_model` to generate()."
         )
 
 

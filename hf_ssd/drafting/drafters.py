@@ -1,12 +1,14 @@
 """The kinds of drafters by their names in [`SSDConfig`]."""
 
 from ..config import SSDConfig
+from .dflash_drafter import DFlashDrafter
 from .drafter import AutoregressiveDrafter, Drafter
 from .eagle_drafter import Eagle3Drafter
 from .needs import DraftInfo
 from .parallel_drafter import ParallelDrafter
 
 DRAFTERS: dict[str, type[Drafter]] = {  # "auto" is the first kind that fits the model
+    "dflash": DFlashDrafter,
     "eagle3": Eagle3Drafter,
     "mtp": Eagle3Drafter,  # another head, drafted with in the same way
     "parallel": ParallelDrafter,

@@ -76,6 +76,9 @@ class DrafterNeeds:
         if self.hidden_states != bool(info.target_layers):
             other = "reads" if info.target_layers else "does not read"
             raise ValueError(f"The draft {other} hidden states of the target; leave out `drafter`.")
+        if self.hidden_states and self.mask_token != (info.mask_token is not None):
+            kind = "no DFlash draft" if self.mask_token else "a DFlash draft"
+            raise ValueError(f"The draft is {kind}; leave out `drafter`.")
         if not self.mask_token:
             return
         if info.mask_token is None:

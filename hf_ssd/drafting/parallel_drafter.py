@@ -76,8 +76,7 @@ class ParallelDrafter(Drafter):
 
     def complete(self, ready, width, plan):
         prefix, done = self.prefix, Completion(self, ready, width)
-        prefix.write_inputs(torch.full_like(done.tokens, self.mask_token), [0] * len(done.tokens))
-        self._know(prefix.feed(width, wanted=width + 1))
+        self._know(self._guess(width))
         prefix.forget_speculation()  # mask tokens never stay in the cache
         starts, depths = prefix.ends() - 1, range(done.first, width)
         drawn = self._draw(self.marginals[:, None], self._histories(1, 0), starts, depths, plan)
@@ -86,6 +85,15 @@ class ParallelDrafter(Drafter):
         self.drafted = done.tokens
         prefix.write(self.drafted)
         return done.speculation(), 1
+
+    def _guess(self, width: int) -> torch.Tensor:
+        """Returns raw logits of at least the next `width` tokens of each row, from a pass over mask tokens."""
+        self._write_masks(width)
+        return self.prefix.feed(width, wanted=width + 1)
+
+    def _write_masks(self, count: int) -> None:
+        rows = len(self.prefix.lengths)
+        self.prefix.write_inputs(torch.full((rows, count), self.mask_token, device=self.device), [0] * rows)
 
     def _know(self, logits: torch.Tensor) -> None:
         self.marginals, self.is_known = logits, [True] * len(logits)

@@ -3,7 +3,16 @@
 from unittest.mock import patch
 
 import torch
-from transformers import AutoModelForCausalLM, Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemma4TextConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma4AssistantConfig,
+    Gemma4AssistantForCausalLM,
+    Gemma4TextConfig,
+    MuseGlimmerAssistantConfig,
+    MuseGlimmerAssistantModel,
+    MuseGlimmerConfig,
+    MuseGlimmerForConditionalGeneration,
+)
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
 SIZES |= {"head_dim": 8, "max_position_embeddings": 256, "eos_token_id": None, "pad_token_id": 0, "bos_token_id": None}
@@ -40,5 +49,23 @@ def gemma4_assistant(target, seed: int = 1, std: float = 0.25, **changes) -> Gem
     )
     # transformers 5.23 raises while it makes an assistant: no layer computes the keys that all of its layers read.
     modes = property(lambda self: ["reuse"] * self.num_hidden_layers)
-    with patch.object(Gemma4TextConfig, "kv_sharing_modes", modes):
+    with patch.object(Gemma4TextConfig, "kv_sharing_modes", modes, create=True):
         return noisy(Gemma4AssistantForCausalLM(config), std, seed)
+
+
+def muse_glimmer_target(seed: int = 0, std: float = 0.25, **changes) -> MuseGlimmerForConditionalGeneration:
+    """A target whose embedding has a normalization, which a DFlash draft leaves out."""
+    text = {**SIZES, "num_hidden_layers": 4, "vocab_size": 97, **changes}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"pos_emb_height": 4, "pos_emb_width": 4}
+    sizes = {"out_hidden_size": 64, "projector_hidden_size": 16}
+    config = MuseGlimmerConfig(text_config=text, vision_config=vision, **sizes)
+    return noisy(MuseGlimmerForConditionalGeneration(config), std, seed)
+
+
+def dflash_draft(target, seed: int = 1, std: float = 0.25, **changes) -> MuseGlimmerAssistantModel:
+    vocab_size = target.config.get_text_config(decoder=True).vocab_size
+    own = {"block_size": 5, "mask_token_id": vocab_size - 1, "target_layer_ids": [0, 2]}
+    own |= {"num_hidden_layers": 2, "layer_types": KINDS}
+    sizes = {name: size for name, size in SIZES.items() if name != "tie_word_embeddings"}
+    return noisy(MuseGlimmerAssistantModel(MuseGlimmerAssistantConfig(**{**sizes, **own, **changes})), std, seed)

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from scipy import stats
-from transformers import LlamaConfig, LlamaForCausalLM, MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator
 
 import hf_ssd
@@ -111,23 +111,6 @@ def test_an_assistant_for_another_target_is_refused(pair):
 def test_a_worker_for_an_assistant_is_refused(pair):
     with pytest.raises(ValueError, match="drafts in the target's process; load it"):
         hf_ssd.launch_draft(pair[1])
-
-
-def test_dflash_drafts_are_refused(pair):
-    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-    config = MuseGlimmerAssistantConfig(**sizes, intermediate_size=32, num_hidden_layers=1, target_layer_ids=[1])
-    draft = MuseGlimmerAssistantModel(config)
-    with pytest.raises(ValueError, match="DFlash drafts are not supported"):
-        pair[0].generate(**padded_batch(1), assistant_model=draft, ssd_config=CONFIG)
-    with pytest.raises(ValueError, match="DFlash drafts are not supported"):
-        hf_ssd.launch_draft(draft)
-
-
-def test_a_published_dflash_draft_is_refused(pair, tmp_path):
-    config = LlamaConfig(num_hidden_layers=1, dflash_config={"mask_token_id": 3, "target_layer_ids": [1]})
-    config.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="DFlash drafts are not supported"):
-        pair[0].generate(**padded_batch(1), assistant_model=str(tmp_path), ssd_config=CONFIG)
 
 
 # ---------------------------------------------------------------- the distribution of sampled tokens

@@ -1,0 +1,73 @@
+"""Drafting with a DFlash draft, in turn with its target."""
+
+import torch
+
+from ..devices import from_host
+from .dflash_head import DFlashHead
+from .eagle_drafter import HeadPrefix
+from .needs import DrafterNeeds
+from .parallel_drafter import ParallelDrafter
+from .verified_prefix import VerifiedPrefix
+
+
+class BlockPrefix(HeadPrefix):
+    """
+    The verified tokens as a DFlash draft reads them. Column `c` holds token `c` and its own state, which is zeros until
+    the target has read the token.
+
+    Attributes:
+        block (`int`): Number of columns, from that of the last verified token on, which see each other.
+    """
+
+    block = 1
+
+    def _texts(self, prompts):
+        self.skipped = [1] * len(prompts)  # a head has the state of a token in the next token's column
+        return VerifiedPrefix._texts(self, prompts)
+
+    def _decoder(self, model, continues, **options):
+        return super()._decoder(model, continues, **{**options, "column_limit": None})  # blocks go beyond the text
+
+    def _at(self, columns):
+        inputs, last = super()._at(columns), from_host(self.columns, self.device)[:, None] + self.block - 2
+        ahead = (last - columns).clamp(min=0)
+        return torch.cat([inputs, ahead[:, :, None].to(inputs)], dim=-1)
+
+
+class DFlashDrafter(ParallelDrafter):
+    """
+    A DFlash draft, which is fed the last verified token and mask tokens: position i gives token i after it, drawn from
+    its marginal distribution. The draft was trained on blocks of one size, so a block has at least this size.
+
+    Args:
+        model ([`~hf_ssd.drafting.dflash_head.DFlashHead`]): The draft.
+        others: See [`~hf_ssd.drafting.drafter.Drafter`].
+    """
+
+    needs = DrafterNeeds(one_pass=True, mask_token=True, hidden_states=True)
+    prefix_class = BlockPrefix
+
+    def __init__(self, model: DFlashHead, *others, **options):
+        super().__init__(model, *others, **options)
+        self.block = model.config.block_size
+        self.goes_on = [True] * len(self.prefix.lengths)
+
+    def begin(self):
+        """Reads nothing yet: the features of the prompts come with the first outcome."""
+
+    def candidates(self, from_fallback, count, plan):
+        raise NotImplementedError("A DFlash draft reads features of all tokens, so it prepares no outcomes.")
+
+    def commit(self, accepted, bonus, branches, later=None):
+        super().commit(accepted, bonus, branches, later)
+        self.goes_on = [k >= 0 for k in accepted]
+
+    def take_features(self, receive):
+        self.prefix.take_features(receive, self.goes_on)
+
+    def _guess(self, width):
+        prefix = self.prefix
+        prefix.block = max(self.block, width + 1)
+        self._write_masks(prefix.block - 1)
+        states = prefix.feed(prefix.block - 1, wanted=prefix.block)[:, 1 : width + 1]
+        return self.vocabulary.to_target(prefix.decoder.model.logits(states))
