@@ -22,6 +22,9 @@ def head_values(path: str | os.PathLike) -> dict | None:
     Returns the config of an EAGLE-3 head, or `None` if another kind of model, or nothing, is at `path`. There are two
     formats: the config of a model with `draft_vocab_size` (SafeAILab, AngelSlim and others), and that of the package
     speculators, which nests the config of the layer.
+
+    Raises:
+        `ValueError`: another kind of draft of the package speculators is at `path`.
     """
     try:
         values, _ = PreTrainedConfig.get_config_dict(os.fspath(path))
@@ -30,7 +33,9 @@ def head_values(path: str | os.PathLike) -> dict | None:
     kind = values.get("speculators_model_type")
     if kind is None:
         return values if "draft_vocab_size" in values else None
-    return {**values["transformer_layer_config"], **values} if kind == "eagle3" else None
+    if kind != "eagle3":
+        raise ValueError(f"{os.fspath(path)!r} is a speculator of the type {kind!r}; the type 'eagle3' is supported.")
+    return {**values["transformer_layer_config"], **values}
 
 
 def head_config(values: dict, target: PreTrainedModel) -> PreTrainedConfig:
@@ -47,12 +52,11 @@ def head_config(values: dict, target: PreTrainedModel) -> PreTrainedConfig:
             f"The head has {nested['num_hidden_layers']} layers; EAGLE-3 heads of one layer are supported."
         )
     own = {"draft_vocab_size": values["draft_vocab_size"]}
-    for name in ("norm_before_residual", "norm_before_fc"):
+    for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"):
         own[name] = bool(values.get(name, False))
-    name, count = "eagle_aux_hidden_state_layer_ids", len(decoder_parts(target)[0])
-    layers = values.get(name) or (values.get("eagle_config") or {}).get(name) or (2, count // 2, count - 3)
+    layers = _layers(values, len(decoder_parts(target)[0]))
     check_layers(target, layers)
-    own |= {"target_layers": list(layers), "target_width": len(layers) * text.hidden_size}
+    own |= {"target_layers": layers, "target_width": len(layers) * text.hidden_size}
     hidden = values.get("target_hidden_size") or nested["hidden_size"]
     if hidden != text.hidden_size:
         raise ValueError(
@@ -64,6 +68,16 @@ def head_config(values: dict, target: PreTrainedModel) -> PreTrainedConfig:
     config = AutoConfig.for_model(nested["model_type"], **{**layer, **own})
     config.tie_word_embeddings = False
     return config
+
+
+def _layers(values: dict, count: int) -> list[int]:
+    """Returns the indices of the hidden states that a head reads, of a target with `count` layers."""
+    name, nested = "eagle_aux_hidden_state_layer_ids", values.get("eagle_config") or {}
+    if values.get(name):
+        return list(values[name])
+    if nested.get(name):  # SpecForge and SGLang count layers from 0, and mean their outputs
+        return [layer + 1 for layer in nested[name]]
+    return [2, count // 2, count - 3]
 
 
 def load_head(

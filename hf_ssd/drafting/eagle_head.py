@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import create_sliding_window_causal_mask
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
@@ -17,7 +18,7 @@ class Eagle3Head(PreTrainedModel, GenerationMixin):
         config (`PreTrainedConfig`): The config of a model with the same kind of layers, such as `LlamaConfig`, and of
             the target's vocabulary. Further attributes are `target_layers` and `target_width`, see
             [`~hf_ssd.drafting.needs.DraftInfo`]; `draft_vocab_size`, the number of tokens that the head can propose;
-            and `norm_before_residual` and `norm_before_fc`, which are `False` by default.
+            and `norm_before_residual`, `norm_before_fc`, `fc_norm` and `norm_output`, which are `False` by default.
     """
 
     config_class = PreTrainedConfig
@@ -35,9 +36,13 @@ class Eagle3Head(PreTrainedModel, GenerationMixin):
             before = getattr(attention, name)
             setattr(attention, name, nn.Linear(2 * size, before.out_features, bias=before.bias is not None))
         self.layers[0].hidden_norm = kind(size, eps=config.rms_norm_eps)
-        self.input_norm = None
+        self.input_norm = self.fc_norm = None
         if getattr(config, "norm_before_fc", False):
             self.input_norm = kind(config.target_width, eps=config.rms_norm_eps)
+        if getattr(config, "fc_norm", False):
+            layers = len(config.target_layers)
+            norms = [kind(config.target_width // layers, eps=config.rms_norm_eps) for _ in range(layers)]
+            self.fc_norm = nn.ModuleList(norms)
         self.fc = nn.Linear(config.target_width, size, bias=False)
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
         # For each token of the head, the number that is added to it to give the target's token.
@@ -47,10 +52,19 @@ class Eagle3Head(PreTrainedModel, GenerationMixin):
     def get_input_embeddings(self) -> nn.Module:
         return self.embed_tokens
 
+    @property
+    def _returns_normed(self) -> bool:
+        return getattr(self.config, "norm_output", False)
+
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
         """Returns the states `(..., hidden_size)` of features `(..., target_width)`, the target's hidden states."""
         features = features.to(self.fc.weight)
-        return self.fc(features if self.input_norm is None else self.input_norm(features))
+        if self.input_norm is not None:
+            features = self.input_norm(features)
+        if self.fc_norm is not None:
+            of_layers = features.chunk(len(self.fc_norm), dim=-1)
+            features = torch.cat([norm(of_layer) for norm, of_layer in zip(self.fc_norm, of_layers)], dim=-1)
+        return self.fc(features)
 
     def inputs(self, tokens: torch.LongTensor, states: torch.Tensor) -> torch.Tensor:
         """Returns the inputs `(..., 2 * hidden_size)` for tokens `(...)` with a state each."""
@@ -58,7 +72,7 @@ class Eagle3Head(PreTrainedModel, GenerationMixin):
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """Returns logits of the target's tokens, -inf for a token that the head cannot propose."""
-        own = self.lm_head(self.norm(states))
+        own = self.lm_head(states if self._returns_normed else self.norm(states))
         if self.config.draft_vocab_size == self.config.vocab_size:
             return own
         of_all = own.new_full((*own.shape[:-1], self.config.vocab_size), -torch.inf)
@@ -95,6 +109,8 @@ class Eagle3Head(PreTrainedModel, GenerationMixin):
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
         if attention_mask is not None and attention_mask.dim() == 2:
             attention_mask = None  # of a single row without padding
+        if attention_mask is None and "sliding_attention" in (getattr(self.config, "layer_types", None) or []):
+            attention_mask = create_sliding_window_causal_mask(self.config, embeddings, None, past_key_values)
         output, _ = layer.self_attn(
             hidden_states=torch.cat([layer.input_layernorm(embeddings), normed], dim=-1),
             position_embeddings=self.rotary_emb(embeddings, position_ids),
@@ -104,6 +120,8 @@ class Eagle3Head(PreTrainedModel, GenerationMixin):
         )
         states = residual + output
         states = states + layer.mlp(layer.post_attention_layernorm(states))
+        if self._returns_normed:
+            states = self.norm(states)
         if logits_to_keep is not None:
             states = states[:, slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep]
         return CausalLMOutputWithPast(logits=states, past_key_values=past_key_values)

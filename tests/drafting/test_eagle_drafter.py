@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import GenerationConfig
 
 import hf_ssd
@@ -18,7 +18,7 @@ from hf_ssd.rounds import AHEAD, Outcome, Plan
 
 from ..cache.test_hidden_states import expected_features
 from ..conftest import VOCAB, tiny_model
-from .heads import LAYERS, tiny_head
+from .heads import tiny_head
 
 PROMPTS = [[2, 3, 1], [3, 1, 2, 2, 5, 1, 7]]
 LOOKAHEAD = 3
@@ -104,6 +104,14 @@ def test_what_is_proposed_is_what_the_head_gives_for_features_and_own_states(pai
     check_proposals(pair)
 
 
+@pytest.mark.slow
+def test_what_a_head_with_a_sliding_window_proposes(pair):
+    window = {"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}
+    head = tiny_head(pair[0], norm_output=True, fc_norm=True, norm_before_residual=True, **window)
+    assert head.config.layer_types == ["sliding_attention"]
+    check_proposals((pair[0], head))
+
+
 def features_one_position_off(monkeypatch):
     fuse = HeadPrefix.take_features
     monkeypatch.setattr(
@@ -187,37 +195,9 @@ def test_a_head_in_the_format_of_safeailab(pair, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({**values, "architectures": ["LlamaForCausalLM"]}))
     deep = tiny_model(num_hidden_layers=8)
     assert load_head(tmp_path, deep).config.target_layers == [2, 4, 5]  # where the config names no layers
-
-
-@pytest.mark.parametrize("layer_type", ["llama", "qwen3"])
-def test_a_head_in_the_format_of_speculators(layer_type, pair, tmp_path):
-    """
-    Names and config as `Eagle3SpeculatorConfig` and `Eagle3DraftModel` of the package speculators write them, by their
-    public source; the package itself pins other versions and is not installed.
-    """
-    target = pair[0]
-    head = tiny_head(target, model_type=layer_type, norm_before_residual=True)
-    state = {name: one.clone() for name, one in head.state_dict().items()}
-    own = torch.arange(len(head.d2t)) + head.d2t
-    state["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, own, True)
-    save_file(state, tmp_path / "model.safetensors")
-    layer = {name: value for name, value in head.config.to_dict().items() if not name.startswith(("target", "norm_"))}
-    layer.pop("draft_vocab_size")
-    config = {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
-        "speculators_version": "0.3.0",
-        "speculators_config": {"algorithm": "eagle3", "verifier": {"name_or_path": "target", "architectures": []}},
-        "draft_vocab_size": len(head.d2t),
-        "norm_before_residual": True,
-        "target_hidden_size": None,
-        "eagle_aux_hidden_state_layer_ids": LAYERS,
-        "transformer_layer_config": layer,
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config, default=str))
-    loaded = check_loaded(target, head, tmp_path)
-    assert loaded.config.model_type == layer_type and loaded.config.norm_before_residual
-    assert loaded.embed_tokens.weight.data_ptr() != target.get_input_embeddings().weight.data_ptr()
+    values["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [1, 4, 6]}  # as SpecForge writes them
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert load_head(tmp_path, deep).config.target_layers == [2, 5, 7]
 
 
 def test_heads_that_do_not_fit_are_refused_in_a_sentence(pair, tmp_path):

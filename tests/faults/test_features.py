@@ -4,11 +4,14 @@ import pytest
 import torch
 
 import hf_ssd
+from hf_ssd.distributed import draft_server
+from hf_ssd.distributed.assistant import DraftAssistant
 from hf_ssd.distributed.sessions import WorkerSession
 from hf_ssd.distributed.transport import Channel
 
 from ..conftest import padded_batch, ready
 from ..drafting.heads import tiny_head
+from ..stand_ins.thread_worker import ThreadWorker
 
 CONFIG = {"lookahead": 3, "budget": 12}
 
@@ -58,6 +61,40 @@ def test_damaged_features_cost_speed_and_no_tokens(target, assistant, name, monk
     assert message in stats.draft_failure and {record.mode for record in stats.records} == {"ahead", "plain"}
     stats = generate(target, ready(assistant))
     assert stats.draft_failure is None and {record.mode for record in stats.records} == {"ahead"}
+
+
+UNREFUSED = {
+    "huge": lambda features: features.sign() * 3e38,  # the head computes NaN from them
+    "of other tokens": lambda features: features.roll(1, 0),
+    "of another precision": lambda features: features.half(),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", UNREFUSED)
+def test_wrong_features_cost_no_tokens(target, head, name, monkeypatch):
+    original = WorkerSession.send_outcome
+    monkeypatch.setattr(
+        WorkerSession,
+        "send_outcome",
+        lambda self, outcome, plan, features: original(self, outcome, plan, UNREFUSED[name](features)),
+    )
+    with DraftAssistant([ThreadWorker(head)]) as assistant:
+        stats = generate(target, assistant)
+    assert stats.draft_failure is None and {record.mode for record in stats.records} == {"ahead"}
+
+
+@pytest.mark.slow
+def test_features_that_never_come_are_not_waited_for_for_ever(target, head, monkeypatch):
+    original = WorkerSession.send_outcome
+    monkeypatch.setattr(draft_server, "FEATURES_TIMEOUT", 0.2)
+    monkeypatch.setattr(
+        WorkerSession, "send_outcome", lambda self, outcome, plan, features: original(self, outcome, plan)
+    )
+    with DraftAssistant([ThreadWorker(head)]) as assistant:
+        stats = generate(target, assistant)
+    assert "no message came in time" in stats.draft_failure
+    assert {record.mode for record in stats.records} == {"plain"}
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from hf_ssd.distributed.assistant import DraftAssistant
 from hf_ssd.distributed.wire import PAYLOAD_TYPES, Message
 
 from ..conftest import VOCAB, padded_batch, tiny_draft, tiny_model
+from ..drafting.heads import tiny_head
 from ..stand_ins.thread_worker import ThreadWorker
 from ..vocabularies import DRAFT, TARGET, tokenizer
 
@@ -65,10 +66,12 @@ def recorded():
         (1, {"do_sample": True}, {"fallback": Last()}),
         (2, {"do_sample": True}, {}),
         (1, {"tokenizer": tokenizer(TARGET), "assistant_tokenizer": tokenizer(DRAFT)}, {}),
+        (1, {"do_sample": False}, {"drafter": "eagle3"}),
     ]
     with patch.context():
         for workers, options, more in calls:
             drafts = [tiny_draft(disagreement=0.3) for _ in range(workers)]  # not in the threads that start workers
+            drafts = [tiny_head(target)] if "drafter" in more else drafts
             with DraftAssistant([ThreadWorker(draft) for draft in drafts]) as assistant:
                 output = target.generate(
                     **padded_batch(ROWS), max_new_tokens=12, assistant_model=assistant, return_dict_in_generate=True,

@@ -16,10 +16,12 @@ from hf_ssd.distributed.wire import FRAME_LENGTH, HEADER_LENGTH, LARGEST_PAYLOAD
 from hf_ssd.drafting.vocabulary import Translation
 from hf_ssd.rounds import FINISHED, MODES, SOURCES
 
-from ..conftest import VOCAB
+from ..conftest import SIZES, VOCAB
+from ..drafting.heads import LAYERS
 from .conftest import ROWS, damaged
 
 PROMPTS, SHAPE = [torch.tensor([1])] * ROWS, (ROWS, 3, VOCAB)
+WIDTH = len(LAYERS) * SIZES["hidden_size"]  # of a token's features
 TRANSLATION = Translation([[token] for token in range(VOCAB)], torch.ones(VOCAB, dtype=torch.bool))
 
 
@@ -57,6 +59,12 @@ def read_prompts(payload):
     assert prompts and all(len(prompt) and prompt.min() >= 0 for prompt in prompts)
 
 
+def read_features(payload):
+    features = payloads.read_features(payload, len(payload) // WIDTH, WIDTH)
+    assert features.shape == (len(payload) // WIDTH, WIDTH)
+    assert features.dtype.is_floating_point and features.isfinite().all()
+
+
 def read_request(payload):
     read_values(payloads.read_json(payload))
 
@@ -76,7 +84,7 @@ READERS = {
     Kind.OUTCOME: read_outcome,
     Kind.SPECULATION: read_speculation,
     Kind.PROBABILITIES: read_probabilities,
-    Kind.FEATURES: lambda payload: payloads.read_features(payload, 3, 4),
+    Kind.FEATURES: read_features,
     Kind.ERROR: payloads.read_text,
 }
 
@@ -125,7 +133,7 @@ def test_recorded_messages_of_all_kinds_are_understood(recorded):
         if one.message.kind in READERS and len(one.message.payload) and of_full_width(one):
             kinds.add(one.message.kind)
             assert not refused(READERS[one.message.kind], one.message.payload)
-    assert kinds == READERS.keys() - {Kind.READY, Kind.ERROR, Kind.FEATURES}
+    assert kinds == READERS.keys() - {Kind.READY, Kind.ERROR}
     outcomes = [read_outcome(one.message.payload) for one in recorded if one.message.kind == Kind.OUTCOME]
     assert {outcome.later is None for outcome in outcomes} == {True, False}
 
@@ -219,10 +227,14 @@ def test_the_mutant_a_header_that_is_believed_is_noticed(monkeypatch, recorded):
         ("integers", lambda payload, at_least: torch.as_tensor(payload).tolist()),
         ("check_tokens", lambda tokens, vocab_size=None: tokens),
         ("read_text", lambda payload, *_: bytes(torch.as_tensor(payload).tolist()).decode()),
+        (
+            "read_features",
+            lambda payload, tokens, width: torch.as_tensor(payload)[: tokens * width].view(tokens, width),
+        ),
     ],
 )
 def test_checks_that_are_left_out_are_noticed(monkeypatch, recorded, name, mutant):
-    monkeypatch.setattr(payloads if name == "read_text" else wire, name, mutant)
+    monkeypatch.setattr(payloads if name.startswith("read_") else wire, name, mutant)
     with pytest.raises(Exception) as error:
         test_damaged_payloads(recorded, 10 * QUICK)
     assert not isinstance(error.value, ProtocolError)

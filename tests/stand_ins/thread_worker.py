@@ -12,8 +12,6 @@ from hf_ssd.distributed.wire import Kind, Message, ProtocolError
 from hf_ssd.distributed.worker_process import WorkerProcess
 from hf_ssd.drafting.needs import DraftInfo
 
-from ..conftest import VOCAB
-
 
 class ThreadWorker(WorkerProcess):
     """
@@ -35,7 +33,7 @@ class ThreadWorker(WorkerProcess):
         self.channel = Channel(store, is_target=True)
         joining.join()
         self.other_end = made["end"]
-        info = dataclasses.asdict(DraftInfo(VOCAB))
+        info = dataclasses.asdict(DraftInfo.of(self.draft.config))
         self.worker_info = {"draft": info, "device": "cpu", "identity": None}
         send = self.channel.send
         self.channel.send = lambda message: (self.sent.append(message), send(message))
