@@ -1,7 +1,8 @@
 """The kinds of drafters by their names in [`SSDConfig`]."""
 
 from ..config import SSDConfig
-from .drafter import AutoregressiveDrafter, Drafter
+from .autoregressive_drafter import AutoregressiveDrafter
+from .drafter import Drafter
 from .eagle_drafter import Eagle3Drafter
 from .needs import DraftInfo
 from .parallel_drafter import ParallelDrafter

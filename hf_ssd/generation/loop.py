@@ -269,11 +269,8 @@ def decode(
         if sequences.max_length is not None:
             room = max(sequences.remaining(row) for row, goes_on in enumerate(unfinished) if goes_on)
             tokens = [of_row[: room - 1] for of_row in tokens]
-        record.lookahead, record.wait_seconds, record.received_at = (
-            len(tokens[0]),
-            received - waiting,
-            received - start,
-        )
+        record.lookahead, record.wait_seconds = len(tokens[0]), received - waiting
+        record.received_at = received - start
         record.prepared_at, record.answered_at = record.prepared_at - start, record.answered_at - start
         stats.records.append(record)
 
@@ -304,11 +301,8 @@ def decode(
     stats.total_seconds = time.perf_counter() - start
     stats.generated_tokens = sum(sequences.kept(row) - prompt_length for row in range(batch_size))
     stats.unlikely_tokens = decider.unlikely_tokens
-    stats.draft_failure, stats.draft_joined_at, stats.reason = (
-        draft.failure,
-        draft.joined_at,
-        planner.reason_of(stats.records),
-    )
+    stats.draft_failure, stats.draft_joined_at = draft.failure, draft.joined_at
+    stats.reason = planner.reason_of(stats.records)
     if wants_cache:
         feed_what_is_missing(decoder, sequences, output, columns_before_ids)
         decoder.cache.copy_to(theirs, output.shape[1] - 1 + columns_before_ids)

@@ -14,7 +14,7 @@ from hf_ssd.cache.graphs import CapturedPass, Graphs
 from hf_ssd.cache.model_runner import Runner, TensorFunction
 from hf_ssd.cache.ragged import RaggedCache, RaggedLayer
 from hf_ssd.drafting import sampling
-from hf_ssd.drafting.drafter import AutoregressiveDrafter
+from hf_ssd.drafting.autoregressive_drafter import AutoregressiveDrafter
 from hf_ssd.drafting.sampling import DraftSampler
 from hf_ssd.drafting.verified_prefix import WORTH_KEEPING, VerifiedPrefix
 from hf_ssd.generation.deciding import Decider
