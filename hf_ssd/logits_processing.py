@@ -64,6 +64,17 @@ def needs_history(processors: LogitsProcessorList) -> bool:
     return any(type(processor) not in (*STATELESS, *MINIMUM_LENGTHS) for processor in processors)
 
 
+def captured_as(processors: LogitsProcessorList) -> tuple | None:
+    """
+    Returns all that the results of processors depend on besides scores, so that they can be part of a captured pass.
+    `None` if they also depend on earlier tokens or on tensors.
+    """
+    values = [value for one in processors for value in vars(one).values()]
+    if any(type(one) not in STATELESS for one in processors) or any(map(torch.is_tensor, values)):
+        return None
+    return tuple((type(one), repr(sorted(vars(one).items()))) for one in processors)
+
+
 def process_positions(
     processors: LogitsProcessorList,
     scores: torch.Tensor,
@@ -77,7 +88,7 @@ def process_positions(
     Args:
         processors (`LogitsProcessorList`): The processors as transformers prepared them. Unless [`are_by_row`] is true
             of them, there must be a single position, at the same length in all of the rows.
-        scores (`torch.FloatTensor` of shape `(len(rows), positions, vocab_size)`): Raw scores.
+        scores (`torch.Tensor` of shape `(len(rows), positions, vocab_size)`): Raw logits, in any type.
         input_ids (`torch.LongTensor` of shape `(batch_size, columns)`): All rows, the proposed tokens included.
         lengths (`list[int]`): For each row of the batch. Position `j` of row `r` follows
             `input_ids[r, : lengths[r] + j]`.
@@ -86,8 +97,9 @@ def process_positions(
     Returns:
         `torch.Tensor` of the shape of `scores`, in the type that the last processor returned.
     """
-    if not processors:
-        return scores
+    scores = scores.to(device=input_ids.device, dtype=torch.float32)
+    if all(type(processor) in STATELESS for processor in processors):
+        return processors(None, scores.flatten(0, 1)).view_as(scores)
     _, positions, vocab_size = scores.shape
     ends = torch.tensor([lengths[row] for row in rows])[:, None] + torch.arange(positions)  # on the CPU
     histories = input_ids[from_host(rows, input_ids.device), None, : int(ends.max())].expand(-1, positions, -1)

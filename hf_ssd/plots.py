@@ -35,8 +35,7 @@ def plot_timeline(stats, path, rounds: range | None = None) -> None:
         place, width = 1e3 * (interval.start - begin), 1e3 * (interval.end - interval.start)
         axes.barh(interval.side, width, left=place, height=0.6, color=COLORS[interval.what], linewidth=0)
         if interval.what == "verify":
-            hits, rows = interval.details["rows that hit"], interval.details["rows"]
-            text = "hit" if rows and hits == rows else "miss" if not hits else f"{hits} of {rows}"
+            text = timeline.label(stats.records[interval.round])
             axes.text(place + width / 2, 0.36, text, ha="center", va="top", fontsize=7)
     axes.set_ylim(1.6, -0.8)  # the target on top, with room for the labels
     axes.set_yticks([0, 1], [timeline.TARGET, timeline.DRAFT])

@@ -157,6 +157,12 @@ class RoundRecord:
         return self.lookup > 0 and self.sources[row] == NGRAM
 
     @property
+    def is_hit(self) -> bool:
+        """Whether no unfinished row missed, and not all of them preferred an n-gram."""
+        asked = [row for row in self.live if not self.competes(row)]
+        return bool(asked) and all(self.hits[row] for row in asked)
+
+    @property
     def draft_seconds(self) -> float:
         """Time that the draft worked on this speculation, preparing and answering."""
         return self.choose_seconds + self.grow_seconds + self.answer_seconds

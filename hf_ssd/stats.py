@@ -109,7 +109,8 @@ class SSDStats:
     def to_pandas(self):
         """
         Returns a `pandas.DataFrame` with a line for each round. Lists with a value for each row are replaced by the
-        number of unfinished rows, how many of these hit, and their mean accepted count.
+        number of unfinished rows, how many of these hit and how many preferred an n-gram, and their mean accepted
+        count.
 
         Raises:
             `ImportError`: pandas is not installed.
@@ -121,6 +122,7 @@ class SSDStats:
             line = {name: value for name, value in vars(record).items() if not isinstance(value, list)}
             counts = [record.accepted[row] for row in record.live]
             line |= {"rows": len(counts), "hits": sum(record.hits[row] for row in record.live)}
+            line["ngrams"] = sum(map(record.competes, record.live))
             line |= {"draft_seconds": record.draft_seconds, "accepted": sum(counts) / len(counts) if counts else None}
             lines.append(line)
         return pandas.DataFrame(lines).rename_axis("round")

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from .rounds import RoundRecord
+
 TARGET, DRAFT = "target", "draft"
 
 
@@ -36,8 +38,13 @@ def intervals(stats) -> list[Interval]:
     """
     result = [Interval(TARGET, "prefill", 0.0, stats.prefill_seconds, 0, {})]
     for i, record in enumerate(stats.records):
-        received, hits = record.received_at, sum(record.hits[row] for row in record.live)
-        about = {"lookahead": record.lookahead, "rows": len(record.live), "rows that hit": hits}
+        received, rows = record.received_at, record.live
+        about = {
+            "lookahead": record.lookahead,
+            "rows": len(rows),
+            "rows that hit": sum(record.hits[row] for row in rows),
+            "rows that preferred an n-gram": sum(map(record.competes, rows)),
+        }
         result.append(Interval(TARGET, "wait", received - record.wait_seconds, received, i, about))
         details = {**about, "accepted": record.accepted}
         result.append(Interval(TARGET, "verify", received, received + record.verify_seconds, i, details))
@@ -49,6 +56,15 @@ def intervals(stats) -> list[Interval]:
             end = record.answered_at + record.answer_seconds
             result.append(Interval(DRAFT, "answer", record.answered_at, end, i, about))
     return result
+
+
+def label(record: RoundRecord) -> str:
+    """Returns "hit", "miss", "n-gram" if all rows preferred one, or how many rows hit of those that did not."""
+    asked = [row for row in record.live if not record.competes(row)]
+    hits = sum(record.hits[row] for row in asked)
+    if record.live and not asked:
+        return "n-gram"
+    return "hit" if record.is_hit else f"{hits} of {len(asked)}" if hits else "miss"
 
 
 def perfetto(stats) -> dict:

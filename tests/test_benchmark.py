@@ -11,8 +11,8 @@ import torch
 
 from hf_ssd import SSDStats, theory
 from hf_ssd.cli import methods as ways
-from hf_ssd.cli.table import rows_of
-from hf_ssd.rounds import IN_TURN, PREPARED, RoundRecord
+from hf_ssd.cli.table import parts_of, rows_of
+from hf_ssd.rounds import AHEAD, IN_TURN, NGRAM, PREPARED, PRIMARY, RoundRecord
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
@@ -82,6 +82,16 @@ def test_the_best_setting_counts_and_ratios_are_of_one_turn():
     bound = theory.ssd_over_speculative_decoding_bound(0.5, 3, 3)
     assert rows["SSD"]["Corollary 9"] == pytest.approx(bound) == pytest.approx(1.5)
     assert rows["SSD"]["predicted"] == pytest.approx(theory.predict(stats))
+
+
+def test_a_wait_beside_a_row_that_preferred_an_ngram_is_one_of_a_hit():
+    rounds = [([PREPARED, NGRAM], 0.01), ([PRIMARY, NGRAM], 0.09), ([NGRAM, NGRAM], 0.09)]
+    records = [
+        RoundRecord(AHEAD, 2, 8, sources, accepted=[2, 2], verify_seconds=0.1, wait_seconds=wait, lookup=4)
+        for sources, wait in rounds
+    ]
+    parts = parts_of(SimpleNamespace(speed=1.0, stats=SSDStats(2, records)))
+    assert parts["wait on hits / verify"] == pytest.approx(0.1) and parts["hit rate"] == 0.5
 
 
 def test_tokens_are_counted_to_the_end_of_each_text():

@@ -59,7 +59,11 @@ def what_readers_have(tmp_path):
     return {**names, **pair(), "inputs": inputs}
 
 
-@pytest.mark.parametrize("document", WRITTEN, ids=lambda path: path.name)
+SLOW = ("settings.md",)  # its models are compiled
+PARAMETERS = [pytest.param(one, marks=[pytest.mark.slow] * (one.name in SLOW)) for one in WRITTEN]
+
+
+@pytest.mark.parametrize("document", PARAMETERS, ids=lambda path: path.name)
 def test_the_python_of_a_document_runs(document, what_readers_have, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     for block in blocks_of(document, "python"):

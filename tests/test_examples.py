@@ -27,7 +27,7 @@ def table(output):
     return {n: re.search(rf"^{re.escape(n)}  +(.*)$", output, re.MULTILINE).group(1).split() for n in names}
 
 
-def test_quickstart(fresh_python):
+def test_quickstart():
     output = run("examples/quickstart.py", "--max-new-tokens", "40", "--repeats", "1", "--lookahead=3", "--budget=12")
     assert "class Reader" in output
     rows = table(output)

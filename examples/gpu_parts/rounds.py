@@ -136,8 +136,7 @@ def projection(stats, times: dict) -> dict:
     verify, plain = times["verify"] / 1e3, times["plain"] / 1e3
     late = max(0.0, times["prepare"] - times["verify"]) / 1e3
     hit, miss = late + times["answer"] / 1e3, times["drafting"] / 1e3
-    all_hit = [all(record.hits[row] for row in record.live) for record in stats.records]
-    waits = [hit if good else miss for good in all_hit]
+    waits = [hit if record.is_hit else miss for record in stats.records]
     apart = [
         dataclasses.replace(record, verify_seconds=verify, wait_seconds=wait)
         for record, wait in zip(stats.records, waits)

@@ -123,9 +123,15 @@ class CachedModel:
         """
         missing = self.fewest_tokens - tokens.shape[1] if self.cache.layers else 0
         if missing > 0:  # feed the last token again; the next pass overwrites it like a rejected token
-            logits = self.extend(torch.cat([tokens, tokens[:, -missing:]], dim=1), lengths, logits_to_keep)
+            kept = slice(-missing) if logits_to_keep is None else slice(None)
+
+            def of_tokens(logits, *inputs):
+                return logits[:, kept] if finish is None else finish.call(logits[:, kept], *inputs)
+
+            finished = TensorFunction(of_tokens, () if finish is None else finish.inputs)
+            found = self.extend(torch.cat([tokens, tokens[:, -missing:]], dim=1), lengths, logits_to_keep, finished)
             self.features = None if self.features is None else self.features[:, :-missing]
-            return logits[:, :-missing] if logits_to_keep is None else logits
+            return found
         tokens, lengths, count = self.computed(tokens), self.computed(lengths), tokens.shape[1]
         width = self.columns_seen(max(lengths) + count, count)
         start, is_even = lengths[0], min(lengths) == max(lengths)

@@ -170,7 +170,7 @@ class RecurrentModel(CachedModel):
         self.first: list[list[torch.Tensor]] | None = None
         self.tokens = torch.zeros(rows, columns + ROOM, dtype=torch.long, device=self.device)
 
-    def extend(self, tokens: torch.LongTensor, lengths: list[int], logits_to_keep=None) -> torch.Tensor:
+    def extend(self, tokens: torch.LongTensor, lengths: list[int], logits_to_keep=None, finish=None):
         """See [`CachedModel.extend`]. The first `lengths` columns of each row are verified from now on."""
         # 1. Take in the states of the last pass for rows in which all tokens of that pass are verified.
         self._write(tokens, lengths)
@@ -197,7 +197,8 @@ class RecurrentModel(CachedModel):
         if self.features is not None:  # those of the new tokens, which follow the refeed
             new = [[(n if row in rows else 0) + i for i in range(count)] for row, n in enumerate(refeeds)]
             self.features = self.features[order, from_host(new, logits.device)]
-        return logits[order, from_host(of_all, logits.device)]
+        logits = logits[order, from_host(of_all, logits.device)]
+        return logits if finish is None else self.of_all_rows(finish.call(self.computed(logits), *finish.inputs))
 
     def remember_prefill(self) -> None:
         """Keeps the checkpoints after the prefill, for a call that may end at a token before the last checkpoint."""

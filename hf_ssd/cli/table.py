@@ -53,7 +53,7 @@ def parts_of(run: Run) -> dict:
     verify, wait, answer, draft = (
         sum(stats.column(f"{what}_seconds")) / n for what in ("verify", "wait", "answer", "draft")
     )
-    hits = [record for record in stats.records if all(record.hits[row] for row in record.live)]
+    hits = [record for record in stats.records if record.is_hit]
     verified = sum(record.verify_seconds for record in hits)
     predicted = theory.predict(stats)
     return {

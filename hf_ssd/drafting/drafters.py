@@ -1,8 +1,9 @@
 """The kinds of drafters by their names in [`SSDConfig`]."""
 
 from ..config import SSDConfig
+from .autoregressive_drafter import AutoregressiveDrafter
 from .dflash_drafter import DFlashDrafter
-from .drafter import AutoregressiveDrafter, Drafter
+from .drafter import Drafter
 from .eagle_drafter import Eagle3Drafter
 from .needs import DraftInfo
 from .parallel_drafter import ParallelDrafter

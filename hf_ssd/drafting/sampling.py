@@ -10,7 +10,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from .. import devices
 from ..argmax import argmax
 from ..config import SSDConfig
-from ..logits_processing import STATELESS, needs_history, process_branches
+from ..logits_processing import captured_as, needs_history, process_branches
 from ..rounds import Plan
 from ..theory import geometric_fan_out
 from .cache_shapes import allocate
@@ -145,6 +145,7 @@ class DraftSampler:
         self.config, self.num_workers, self.vocab_size = config, num_workers, vocab_size
         self.processors = draft_processors(model, generation_config, prompt_length)
         self.need_history = needs_history(self.processors)
+        self.key = captured_as(self.processors)
         self.truncates = any(type(processor) is not TemperatureLogitsWarper for processor in self.processors)
         self.noise = (
             SpeculationNoise(seed, self.vocab_size, devices.of_model(model)) if generation_config.do_sample else None
@@ -207,14 +208,7 @@ class DraftSampler:
         pass. `None` if it also depends on earlier tokens, on tensors of the processors, or on the depth.
         """
         is_scaled = self.noise is not None and plan.saguaro_c != 1
-        return None if is_scaled else self._captured_as
-
-    @functools.cached_property
-    def _captured_as(self) -> tuple | None:
-        values = [value for one in self.processors for value in vars(one).values()]
-        if any(type(one) not in STATELESS for one in self.processors) or any(map(torch.is_tensor, values)):
-            return None
-        return self.noise is None, *((type(one), repr(sorted(vars(one).items()))) for one in self.processors)
+        return None if is_scaled or self.key is None else (self.noise is None, *self.key)
 
     def supports(self, probabilities: torch.FloatTensor | None) -> torch.LongTensor | None:
         """Counts the tokens with a probability above 0 in each distribution. `None` if no warper sets any to 0."""

@@ -5,8 +5,10 @@ from collections.abc import Callable
 import torch
 from transformers import LogitsProcessorList
 
+from ..argmax import argmax
+from ..cache.model_runner import TensorFunction
 from ..distributed.target_ranks import TargetRanks
-from ..logits_processing import are_by_row, has_constraint, process_positions
+from ..logits_processing import are_by_row, captured_as, has_constraint, process_positions
 from ..rounds import FINISHED, Outcome
 from .sequences import Sequences
 from .verification import uniform_numbers, verify_greedy, verify_sampled
@@ -63,61 +65,82 @@ class Decider:
         self.unlikely_tokens = 0
         self.by_step = unknown or constrained
         self.in_step = unknown or (constrained and not sequences.ends_by_row)
+        # When sampling, distributions arrive after the pass that verifies their tokens.
+        self.key = None if do_sample or wants_scores or self.by_step else captured_as(processors)
 
-    def decide(self, logits: torch.Tensor, q: torch.Tensor | None, drafted: torch.LongTensor):
+    def in_pass(self, following: torch.LongTensor) -> TensorFunction | None:
+        """
+        Returns the function that decides by the target's logits within its pass. `None` if the decision needs more than
+        them, or if scores are wanted.
+
+        Args:
+            following (`torch.LongTensor` of shape `(computed_rows, lookahead + 1)`): See [`Sequences.propose`].
+        """
+        return None if self.key is None else TensorFunction(self._decide, (following,), ("decision", *self.key))
+
+    def decide(self, found: torch.Tensor, q: torch.Tensor | None, following: torch.LongTensor):
         """
         Decides on all positions.
 
         Args:
-            logits (`torch.Tensor` of shape `(batch_size, lookahead + 1, vocab_size)`): The target's logits. A row with
-                NaN logits is verified again without the drafted tokens, and its first logits are replaced.
-            q, drafted: As in [`~hf_ssd.generation.verification.acceptance_probabilities`].
+            found (`torch.Tensor`): The target's logits `(batch_size, lookahead + 1, vocab_size)`, or the results of
+                [`~Decider.in_pass`]. A row with NaN logits is verified again without the drafted tokens, and its first
+                logits are replaced.
+            q (`torch.FloatTensor` of shape `(batch_size, lookahead, vocab_size)`, *optional*): As in
+                [`~hf_ssd.generation.verification.acceptance_probabilities`].
+            following (`torch.LongTensor` of shape `(batch_size, lookahead + 1)`): See [`Sequences.propose`].
 
         Returns:
             [`~hf_ssd.rounds.Outcome`], valid only on the leader; the bonus tokens on the device `(batch_size,)`, or
             `None` if a row was verified again or there are several ranks; and the processed scores `(positions,
             vocab_size)` of each row, if they are wanted.
         """
-        unfinished = self.sequences.unfinished
-        decided, there, scores = self._decide_rows(list(range(len(drafted))), logits, q, drafted)
-        accepted, bonus, unlikely, unsound = decided
+        unfinished, has_logits, scores = self.sequences.unfinished, found.is_floating_point(), []
+        decided = self._decide(found, following, range(len(found)), q, scores) if has_logits else found
+        decided = decided[:, 0].T.to(following.device)
+        accepted, bonus, unlikely, unsound = decided.tolist()  # a single copy, so a single wait
+        there = decided[1] if self.ranks.size == 1 else None
         again = [row for row, is_unsound in enumerate(unsound) if is_unsound and unfinished[row]]
-        if again and drafted.shape[1]:
-            logits[again, :1] = self.verify_alone(again)[again]
-            decided, there, scores_again = self._decide_rows(again, logits[again, :1], None, drafted[again, :0])
-            for place, row in enumerate(again):
-                accepted[row], bonus[row], unlikely[row], _ = (numbers[place] for numbers in decided)
+        if again and following.shape[1] > 1:
+            alone, scores_again, there = self.verify_alone(again)[again], [], None
+            if has_logits:
+                found[again, :1] = alone
+            numbers = self._decide(alone, following[again, -1:], again, None, scores_again)[:, 0].tolist()
+            for row, of_row in zip(again, numbers):
+                accepted[row], bonus[row], unlikely[row], _ = of_row
             for row, of_row in zip(again, scores_again):
                 scores[row] = of_row
-            there = None
         if self.do_sample:
+            check_drawn(bonus)
             self.unlikely_tokens += sum(count for count, goes_on in zip(unlikely, unfinished) if goes_on)
         accepted = [k if goes_on else FINISHED for k, goes_on in zip(accepted, unfinished)]
-        return Outcome(accepted, bonus), there if self.ranks.size == 1 else None, scores
+        return Outcome(accepted, bonus), there, scores
 
-    def _decide_rows(self, rows: list[int], logits, q, drafted):
+    def _decide(self, logits, following, rows=None, q=None, kept: list | None = None) -> torch.LongTensor:
         """
-        Returns lists of accepted counts, bonus tokens, numbers of unlikely tokens and whether logits are NaN; the bonus
-        tokens on the device; and processed scores.
+        Returns the accepted count, the bonus token, the number of unlikely tokens and whether logits are NaN, for each
+        of these rows `(rows, 1, 4)`. Processed scores are added to `kept`, if they are wanted.
         """
-        _, positions, vocab_size = logits.shape
-        size = max(1, SLICE_BYTES // (4 * positions * vocab_size))
+        rows, drafted = rows or range(len(logits)), following[:, :-1]
+        size = max(1, SLICE_BYTES // (4 * logits[0].numel()))
         uniform = uniform_numbers(drafted) if self.do_sample and self.ranks.is_leader else None
-        outcomes, scores_of_rows = [drafted.new_zeros(3, 0 if self.ranks.is_leader else len(rows))], []
+        outcomes = [drafted.new_zeros(3, 0 if self.ranks.is_leader else len(rows))]
         for start in range(0, len(rows), size) if self.ranks.is_leader or self.wants_scores else ():
             part = slice(start, start + size)
-            scores = self._process(rows[part], logits[part], self.sequences.ids)
+            scores = process_positions(
+                self.processors, logits[part], self.sequences.ids, self.sequences.lengths, rows[part]
+            )
             if self.wants_scores:
-                scores_of_rows.extend(scores)
-            if self.ranks.is_leader:
-                outcomes.append(self._verify(scores, q if q is None else q[part], drafted[part], uniform, part))
+                kept.extend(scores)
+            if self.ranks.is_leader and self.do_sample:
+                q_of_part = None if q is None else q[part]
+                outcomes.append(torch.stack(verify_sampled(scores, q_of_part, drafted[part], uniform[part])))
+            elif self.ranks.is_leader:
+                accepted, bonus = verify_greedy(scores, drafted[part])
+                outcomes.append(torch.stack([accepted, bonus, torch.zeros_like(accepted)]))
         # If a hidden state is NaN, all logits of its position are NaN, so the first logit of each position is enough.
         unsound = logits[..., 0].isnan().any(dim=1).long().to(drafted.device)
-        decided = torch.cat([torch.cat(outcomes, dim=1), unsound[None]])
-        numbers = decided.cpu().tolist()  # a single copy, so a single wait
-        if self.do_sample:
-            check_drawn(numbers[1])
-        return numbers, decided[1], scores_of_rows
+        return torch.cat([torch.cat(outcomes, dim=1), unsound[None]]).T[:, None]
 
     def decide_by_step(
         self, logits: torch.Tensor, q: torch.Tensor | None, drafted: torch.LongTensor, keep: Callable
@@ -137,16 +160,18 @@ class Decider:
             # 1. Choose the next token of each row that goes on.
             here, drafted_here = logits[going, place : place + 1], drafted[going, place : place + 1]
             length, tokens = max(sequences.lengths[row] for row in going), None
-            scores = self._process(going, here, sequences.as_in_plain_generation(length))
-            if self.ranks.is_leader:
+            scores = process_positions(
+                self.processors, here, sequences.as_in_plain_generation(length), sequences.lengths, going
+            )
+            if self.ranks.is_leader and self.do_sample:
                 q_here = q[going, place : place + 1] if q is not None and drafted_here.shape[1] else None
-                uniform = uniform_numbers(drafted_here) if self.do_sample else None
                 both = scores.expand(-1, 1 + drafted_here.shape[1], -1)  # accepting looks no further than this position
-                accepted, bonus, unlikely = self._verify(both, q_here, drafted_here, uniform)
+                accepted, bonus, unlikely = verify_sampled(both, q_here, drafted_here, uniform_numbers(drafted_here))
                 self.unlikely_tokens += int(unlikely.sum())
                 tokens = torch.cat([bonus[:, None], drafted_here], dim=1).gather(1, accepted[:, None])[:, 0].tolist()
-                if self.do_sample:
-                    check_drawn(tokens)
+                check_drawn(tokens)
+            elif self.ranks.is_leader:
+                tokens = argmax(scores[:, 0]).tolist()
             tokens = self.ranks.share_values(tokens)
 
             # 2. Add the token to the row, which may end there.
@@ -165,14 +190,3 @@ class Decider:
                 break
         accepted = [after - length - 1 for after, length in zip(sequences.lengths, before)]
         return Outcome(accepted, last)
-
-    def _process(self, rows: list[int], logits: torch.Tensor, input_ids: torch.LongTensor) -> torch.Tensor:
-        scores = logits.to(device=input_ids.device, dtype=torch.float32)
-        return process_positions(self.processors, scores, input_ids, self.sequences.lengths, rows)
-
-    def _verify(self, scores, q, drafted, uniform, part=slice(None)) -> torch.LongTensor:
-        """Returns accepted counts, bonus tokens, and numbers of unlikely accepted tokens, `(3, rows)`."""
-        if self.do_sample:
-            return torch.stack(verify_sampled(scores, q, drafted, uniform[part]))
-        accepted, bonus = verify_greedy(scores, drafted)
-        return torch.stack([accepted, bonus, torch.zeros_like(accepted)])

@@ -228,16 +228,16 @@ def decode(
         scores_record is not None,
         lambda rows: verify_alone(decoder, sequences, rows, columns_before_ids),
     )
-    drafted, probabilities = input_ids.new_zeros(batch_size, 0), None
+    following, probabilities = input_ids.new_full((batch_size, 1), -1), None
     record: RoundRecord | None = None  # of the round that is being verified
     stats.prefill_seconds = time.perf_counter() - start
 
     while True:
         # 2. Decide: accepted count and bonus token of each row, by comparison or by rejection sampling.
         if decider.by_step:  # which calls `keep` itself
-            outcome = decider.decide_by_step(logits, probabilities, drafted, keep)
+            outcome = decider.decide_by_step(logits, probabilities, following[:, :-1], keep)
         else:
-            outcome, bonus, scores = decider.decide(logits, probabilities, drafted)
+            outcome, bonus, scores = decider.decide(logits, probabilities, following)
 
         # 3. Send the outcome with the planner's plan before anything else is done. All ranks get the leader's outcome.
         seconds = time.perf_counter() - received
@@ -269,18 +269,18 @@ def decode(
         if sequences.max_length is not None:
             room = max(sequences.remaining(row) for row, goes_on in enumerate(unfinished) if goes_on)
             tokens = [of_row[: room - 1] for of_row in tokens]
-        record.lookahead, record.wait_seconds, record.received_at = (
-            len(tokens[0]),
-            received - waiting,
-            received - start,
-        )
+        record.lookahead, record.wait_seconds = len(tokens[0]), received - waiting
+        record.received_at = received - start
         record.prepared_at, record.answered_at = record.prepared_at - start, record.answered_at - start
         stats.records.append(record)
 
         # 6. Verify: one forward pass over the last token and the drafted tokens of each row.
-        drafted = sequences.propose(tokens)
-        fed, before = torch.cat([sequences.last[:, None], drafted], dim=1).to(decoder.device), decoder.preparations
-        logits = decoder.extend(fed, [length - 1 + columns_before_ids for length in sequences.lengths])
+        following, before = sequences.propose(tokens), decoder.preparations
+        drafted = following[:, :-1]
+        fed = torch.cat([sequences.last[:, None], drafted], dim=1).to(decoder.device)
+        in_pass = decider.in_pass(decoder.computed(following).to(decoder.device)) if logits_record is None else None
+        starts = [length - 1 + columns_before_ids for length in sequences.lengths]
+        logits = decoder.extend(fed, starts, finish=in_pass)  # or the decision, if the pass contains it
         record.compiles = decoder.preparations > before
 
         # 7. The distributions that the tokens were drawn from are needed only now.
@@ -301,11 +301,8 @@ def decode(
     stats.total_seconds = time.perf_counter() - start
     stats.generated_tokens = sum(sequences.kept(row) - prompt_length for row in range(batch_size))
     stats.unlikely_tokens = decider.unlikely_tokens
-    stats.draft_failure, stats.draft_joined_at, stats.reason = (
-        draft.failure,
-        draft.joined_at,
-        planner.reason_of(stats.records),
-    )
+    stats.draft_failure, stats.draft_joined_at = draft.failure, draft.joined_at
+    stats.reason = planner.reason_of(stats.records)
     if wants_cache:
         feed_what_is_missing(decoder, sequences, output, columns_before_ids)
         decoder.cache.copy_to(theirs, output.shape[1] - 1 + columns_before_ids)

@@ -54,16 +54,16 @@ class Sequences:
 
     def propose(self, tokens: list[list[int]]) -> torch.LongTensor:
         """
-        Writes the drafted tokens after each row, without making them part of the row, and returns them on the device,
-        `(batch_size, count)`. All rows have the same number of them.
+        Writes the drafted tokens after each row, without making them part of the row, and returns them on the device
+        with -1 after them, `(batch_size, count + 1)`. All rows have the same number of them.
         """
         self.proposed, count = tokens, len(tokens[0])
         if max(self.lengths) + count >= self.ids.shape[1]:  # room for the bonus token as well
             room = self.ids.new_full((self.batch_size, max(count + 1, self.ids.shape[1] // 2)), self.pad_token)
             self.ids = torch.cat([self.ids, room], dim=1)
-        drafted = from_host(tokens, self.ids.device)
-        self._write(self.lengths, drafted)
-        return drafted
+        following = from_host([[*of_row, -1] for of_row in tokens], self.ids.device)
+        self._write(self.lengths, following[:, :-1])
+        return following
 
     def accept(
         self, accepted: list[int], bonus: list[int], on_device: torch.LongTensor | None = None

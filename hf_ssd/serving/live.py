@@ -58,7 +58,7 @@ class LiveStreamer(RoundStreamer):
             origins,
             **self.totals.ratios,
             intervals=[[one.side, one.what, one.start, one.end] for one in intervals],
-            hit=bool(record and record.hits[0]),
+            label=timeline.label(record) if record else "",
         )
 
     def _send(self, origins: list[str], **more) -> None:

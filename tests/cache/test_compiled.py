@@ -12,8 +12,8 @@ from hf_ssd.cache.cached_model import CachedModel
 from hf_ssd.cache.compiled import is_compiled
 from hf_ssd.cache.model_runner import WINDOW_STEP
 from hf_ssd.cache.ragged import RaggedCache
+from hf_ssd.drafting.autoregressive_drafter import AutoregressiveDrafter
 from hf_ssd.drafting.cache_shapes import shape_for
-from hf_ssd.drafting.drafter import AutoregressiveDrafter
 from hf_ssd.drafting.speculator import Speculator
 from hf_ssd.planning.cost_model import CostModel
 from hf_ssd.rounds import AHEAD, Outcome, Plan

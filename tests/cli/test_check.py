@@ -57,7 +57,7 @@ def test_the_embedded_pair_as_a_user_would(tmp_path):
     assert found["step_seconds"] is None or found["step_seconds"] > 0
 
 
-@pytest.mark.parametrize("as_json", [False, True])
+@pytest.mark.parametrize("as_json", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_draft_step_that_was_never_timed_is_said_to_be_unknown(monkeypatch, capsys, as_json):
     monkeypatch.setattr(check, "last_planner", lambda *_: Planner(SSDConfig(), 1, VOCAB, sampled=False))
     assert main(["check", *QUICK, *["--json"] * as_json]) in (0, 1)

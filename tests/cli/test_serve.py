@@ -4,13 +4,12 @@ import importlib.util
 import signal
 import socket
 
-import psutil
 import pytest
 
 from hf_ssd.cli.main import main
 from hf_ssd.cli.serve import NEEDED
 
-from ..serving.conftest import PAIR, ServerProcess, within
+from ..serving.conftest import PAIR, ServerProcess
 
 
 def refused(capsys, *words: str) -> str:
@@ -33,13 +32,10 @@ def test_what_cannot_be_served_is_said_before_anything_is_loaded(capsys, monkeyp
     assert 'serving needs uvicorn: pip install "hf_ssd[serve]"' in refused(capsys)
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_it_with_its_worker():
-    server = ServerProcess(str(PAIR / "target"))
-    worker = server.worker()
-    server.process.send_signal(signal.SIGINT)
-    assert server.process.wait(timeout=20) == 0
-    assert within(5, lambda: not psutil.pid_exists(worker.pid) or worker.status() == psutil.STATUS_ZOMBIE)
-    server.log.close()
+    """Also in each run of `tests/serving`, whose server ends so."""
+    assert ServerProcess(str(PAIR / "target")).ends_with_its_worker(signal.SIGINT)
 
 
 @pytest.mark.slow
@@ -48,8 +44,6 @@ def test_sigterm_ends_it_although_clients_wait():
     server = ServerProcess(str(PAIR / "target"))
     streams = [server.complete("def test_", 2000, stream=True) for _ in range(8)]
     next(iter(streams[0]))
-    worker = server.worker()
-    assert server.stop() == 0
-    assert within(5, lambda: not psutil.pid_exists(worker.pid) or worker.status() == psutil.STATUS_ZOMBIE)
+    assert server.ends_with_its_worker(signal.SIGTERM)
     for stream in streams:
         stream.close()

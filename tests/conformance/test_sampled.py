@@ -12,7 +12,7 @@ import hf_ssd
 from hf_ssd.cache.recurrent import RecurrentLayer
 from hf_ssd.cache.trial import check_supported
 from hf_ssd.drafting import fallbacks, ngrams, sampling
-from hf_ssd.drafting.drafter import AutoregressiveDrafter
+from hf_ssd.drafting.autoregressive_drafter import AutoregressiveDrafter
 from hf_ssd.drafting.sampling import DraftSampler
 from hf_ssd.generation import deciding, verification
 from hf_ssd.planning.cost_model import CostModel

@@ -27,7 +27,8 @@ PROGRAM = Path(__file__).parent / "programs" / "roles.py"
 BIN = Path(sys.executable).parent
 GOOD = ("greedy", "sampled", "sampled_plain_afterwards", "a_clock")
 BAD_FOR_TWO = ("killed", "stopped_between_calls")
-BAD = ("killed", "killed_between_calls", "stopped", "stopped_between_calls", "raising")
+BAD = (*BAD_FOR_TWO, "raising")
+WORSE = (*BAD, "killed_between_calls", "stopped")
 
 
 @pytest.fixture(scope="module")
@@ -56,12 +57,15 @@ def torchrun(ranks):
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
 
 
-@pytest.fixture(scope="module", params=[(2, 1), pytest.param((2, 2), marks=pytest.mark.slow)], ids=["2+1", "2+2"])
+LAYOUTS = {"2+1": (2, 1, BAD), "2+1, worse": (2, 1, WORSE), "2+2": (2, 2, BAD_FOR_TWO)}
+PARAMETERS = [pytest.param(name, marks=[pytest.mark.slow] * (name != "2+1")) for name in LAYOUTS]
+
+
+@pytest.fixture(scope="module", params=PARAMETERS)
 def layout(request, pair, tmp_path_factory):
     """Everything that the ranks of one layout saw."""
-    ranks, drafts = request.param
+    ranks, drafts, bad = LAYOUTS[request.param]
     folder = tmp_path_factory.mktemp("run")
-    bad = BAD if drafts == 1 else BAD_FOR_TWO
     code, output, seen = run(torchrun(ranks + drafts), pair, folder, drafts, GOOD + bad)
     assert code == 0, output
     assert len(list(folder.glob("served-*"))) == drafts

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from hf_ssd import SSDStats, timeline
-from hf_ssd.rounds import AHEAD, PREPARED, PRIMARY, RoundRecord
+from hf_ssd.rounds import AHEAD, NGRAM, NOTHING, PREPARED, PRIMARY, RoundRecord
 from hf_ssd.timeline import Interval
 
 
@@ -41,3 +41,23 @@ def test_a_trace_is_json_with_microseconds():
     answer = next(e for e in trace["traceEvents"] if e["name"] == "answer")
     assert answer["pid"] == names["draft"] and answer["ts"] == pytest.approx(850_000)
     assert answer["dur"] == pytest.approx(100_000)
+
+
+@pytest.mark.parametrize(
+    "sources, lookup, label, is_hit",
+    [
+        ([PREPARED, PREPARED], 4, "hit", True),
+        ([PREPARED, NGRAM], 4, "hit", True),
+        ([PREPARED, NGRAM], 0, "1 of 2", False),  # a fallback after a miss
+        ([PRIMARY, NGRAM], 4, "miss", False),
+        ([NGRAM, NGRAM], 4, "n-gram", False),
+        ([NOTHING, NOTHING], 4, "miss", False),
+    ],
+)
+def test_a_row_that_preferred_an_ngram_neither_hit_nor_missed(sources, lookup, label, is_hit):
+    record = RoundRecord(AHEAD, 4, 6, [*sources, PRIMARY], accepted=[2, 0, -1], lookup=lookup)
+    assert timeline.label(record) == label and record.is_hit == is_hit
+    details, preferred = timeline.intervals(SSDStats(3, [record]))[-1].details, sources.count(NGRAM) if lookup else 0
+    assert details["rows that hit"] == sources.count(PREPARED)
+    assert details["rows that preferred an n-gram"] == preferred
+    assert SSDStats(3, [record]).to_pandas()["ngrams"].tolist() == [preferred]

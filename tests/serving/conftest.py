@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -115,14 +116,21 @@ class ServerProcess(Client):
         children = psutil.Process(self.process.pid).children(recursive=True)
         return next(child for child in children if "hf_ssd.distributed.worker" in " ".join(child.cmdline()))
 
-    def stop(self) -> int:
+    def stop(self, number: int = signal.SIGTERM) -> int:
         """Interrupts it, and returns its exit code."""
-        self.process.terminate()
+        self.process.send_signal(number)
         try:
             return self.process.wait(timeout=20)
         finally:
             self.process.kill()
             self.log.close()
+
+    def ends_with_its_worker(self, number: int) -> bool:
+        """Interrupts it, and says whether it has ended well and its worker too."""
+        worker = self.worker()
+        code = self.stop(number)
+        gone = within(5, lambda: not psutil.pid_exists(worker.pid) or worker.status() == psutil.STATUS_ZOMBIE)
+        return code == 0 and gone
 
 
 class ServerThread(Client):
@@ -175,7 +183,7 @@ def server(chat_model):
     """A server whose plan is fixed, so that it speculates however busy the machine is."""
     server = ServerProcess(chat_model, "--lookahead", "3", "--budget", "4")
     yield server
-    assert server.stop() == 0
+    assert server.ends_with_its_worker(signal.SIGINT)  # as Ctrl-C does
 
 
 @pytest.fixture(scope="session")

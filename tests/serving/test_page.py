@@ -1,5 +1,6 @@
 """The page, in a browser without a screen."""
 
+import itertools
 import re
 import shutil
 
@@ -185,13 +186,16 @@ def test_the_page_asks_for_the_key_of_a_server_that_has_one(browser, tiny_folder
         server.stop()
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
-@pytest.mark.parametrize("size", [DESK, PHONE], ids=["desk", "phone"])
-def test_both_themes_at_both_sizes(page, theme, size, tmp_path):
-    page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    feature = {"name": "prefers-color-scheme", "value": theme}
-    page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
+def test_both_themes_at_both_sizes(page, tmp_path):
     generate(page, PROMPT, 100)
+    for theme, size in itertools.product(["light", "dark"], [DESK, PHONE]):
+        page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        feature = {"name": "prefers-color-scheme", "value": theme}
+        page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
+        check_page(page, theme, size, tmp_path)
+
+
+def check_page(page, theme: str, size: dict, tmp_path):
     assert page.execute_script("return document.documentElement.scrollWidth") <= size["width"]
     photograph = tmp_path / f"page-{theme}.png"
     assert page.save_screenshot(str(photograph)) and photograph.stat().st_size > 20_000

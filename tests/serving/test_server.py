@@ -132,9 +132,9 @@ def test_sixteen_clients_at_once(server, plain):
 
     def ask(prompt):
         if len(prompt) % 2:
-            texts[prompt] = server.complete(prompt, 20).choices[0].text
+            texts[prompt] = server.complete(prompt, 8).choices[0].text
         else:
-            chunks = server.complete(prompt, 20, stream=True)
+            chunks = server.complete(prompt, 8, stream=True)
             texts[prompt] = "".join(chunk.choices[0].text for chunk in chunks)
 
     threads = [threading.Thread(target=ask, args=(prompt,)) for prompt in prompts]
@@ -142,7 +142,7 @@ def test_sixteen_clients_at_once(server, plain):
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert texts == {prompt: plain(prompt, 20) for prompt in prompts}
+    assert texts == {prompt: plain(prompt, 8) for prompt in prompts}
 
 
 def test_a_client_that_hangs_up_ends_its_call(server, plain):

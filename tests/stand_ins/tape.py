@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from hf_ssd.cache import graphs
 from hf_ssd.drafting import sampling
+from hf_ssd.generation import verification
 
 from .gpu import READS
 
@@ -121,5 +122,6 @@ def use_tapes(monkeypatch, device: str = "cpu") -> type[TapeCapture]:
     monkeypatch.setitem(graphs.CAPTURES, device, TapeCapture)
     monkeypatch.setattr(TapeCapture, "made", [])
     monkeypatch.setattr(graphs, "_graphs", weakref.WeakKeyDictionary())
-    monkeypatch.setattr(sampling, "argmax", lambda scores: scores.argmax(dim=-1))  # on a CPU it is numpy's
+    for module in (sampling, verification):
+        monkeypatch.setattr(module, "argmax", lambda scores: scores.argmax(dim=-1))  # on a CPU it is numpy's
     return TapeCapture

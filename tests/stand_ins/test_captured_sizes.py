@@ -9,7 +9,7 @@ from hf_ssd.cache import model_runner
 from hf_ssd.cache.cached_model import CachedModel
 from hf_ssd.cache.graphs import Graphs
 from hf_ssd.cache.ragged import RaggedCache
-from hf_ssd.drafting.drafter import AutoregressiveDrafter
+from hf_ssd.drafting.autoregressive_drafter import AutoregressiveDrafter
 from hf_ssd.drafting.vocabulary import Vocabulary
 from hf_ssd.rounds import AHEAD, Plan, Speculation
 

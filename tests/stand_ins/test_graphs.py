@@ -4,19 +4,20 @@ import functools
 
 import pytest
 import torch
-from transformers import GenerationConfig, set_seed
+from transformers import GenerationConfig, LogitsProcessorList, TypicalLogitsWarper, set_seed
 
 import hf_ssd
 from hf_ssd.cache import graphs, model_runner
 from hf_ssd.cache.branches import Branches, extend_with_branches
 from hf_ssd.cache.cached_model import CachedModel
 from hf_ssd.cache.graphs import CapturedPass, Graphs
-from hf_ssd.cache.model_runner import Runner
+from hf_ssd.cache.model_runner import Runner, TensorFunction
 from hf_ssd.cache.ragged import RaggedCache, RaggedLayer
 from hf_ssd.drafting import sampling
-from hf_ssd.drafting.drafter import AutoregressiveDrafter
+from hf_ssd.drafting.autoregressive_drafter import AutoregressiveDrafter
 from hf_ssd.drafting.sampling import DraftSampler
 from hf_ssd.drafting.verified_prefix import WORTH_KEEPING, VerifiedPrefix
+from hf_ssd.generation.deciding import Decider
 from hf_ssd.rounds import AHEAD, Plan, Speculation
 
 from ..conftest import FAMILIES, VOCAB, padded_batch, tiny_draft, tiny_model
@@ -389,6 +390,46 @@ def test_a_call_in_turn_gives_the_same_tokens(rows, options, tapes):
     compiles = [any(output.ssd_stats.column("compiles")) for output in outputs]
     assert compiles == [False, True, False] and len(tapes.made) == 2  # of target and draft
     assert all(capture.replayed > 2 * capture.captured for capture in tapes.made)
+    inside = [key[-1] is not None and key[-1][0][0] == "decision" for key in Graphs.of(target).passes]
+    assert inside.count(False) <= 1 if not options else not any(inside)  # the pass at the end decides nothing
+
+
+def decided(cuda_graphs, target):
+    """The tokens of two greedy calls, of which the second has a processor that changes which token is chosen."""
+    tokens = []
+    for processors in ([], [TypicalLogitsWarper(0.3)]):
+        tokens.append(
+            target.generate(
+                **padded_batch(3),
+                do_sample=False,
+                logits_processor=LogitsProcessorList(processors),
+                max_new_tokens=12,
+                assistant_model=DRAFT,
+                ssd_config=hf_ssd.SSDConfig(lookahead=3, asynchronous=False, cuda_graphs=cuda_graphs),
+            )
+        )
+    return torch.stack(tokens)
+
+
+def of_any_processor(self, following):
+    return TensorFunction(self._decide, (following,), ("decision",))
+
+
+def of_the_first_tokens(self, following):
+    return TensorFunction(lambda logits: self._decide(logits, following), (), ("decision", *self.key))
+
+
+@pytest.mark.parametrize(
+    "mutant", [None, *(pytest.param(one, marks=pytest.mark.slow) for one in (of_any_processor, of_the_first_tokens))]
+)
+def test_a_captured_decision_is_made_anew_for_other_tokens_and_processors(mutant, tapes, monkeypatch):
+    target = hf_ssd.enable(tiny_model())
+    nothing_is_compared(monkeypatch)
+    expected = decided(False, target)
+    if mutant is not None:
+        monkeypatch.setattr(Decider, "in_pass", mutant)
+    assert torch.equal(decided("auto", target), expected) == (mutant is None)
+    assert Graphs.of(target).failure is None and tapes.made[0].replayed > tapes.made[0].captured
 
 
 @pytest.mark.slow
@@ -405,4 +446,4 @@ def test_a_call_on_the_stand_in_gives_the_same_tokens_and_waits_no_more_often(ro
     (tokens, waits, launched), (tokens_of_graphs, waits_of_graphs, launched_of_graphs) = found.values()
     assert torch.equal(tokens, tokens_of_graphs) and waits == waits_of_graphs
     assert len(tapes.made) == 2 and not any(output.ssd_stats.column("compiles"))
-    assert launched_of_graphs < launched / 2
+    assert launched_of_graphs < launched / (4 if not do_sample else 3)
