@@ -231,10 +231,14 @@ class FaultTolerantDraft:
                 speculation = speculation_of(ngrams, PLAIN, self.lookup)
             elif speculation is None:
                 speculation = Speculation.empty(len(self.request.prompts))
-            speculation.record.ngram_tokens, speculation.record.ngram_matched = self.counted
             self.verified = speculation.tokens
-        if self.ranks.size == 1:
-            return speculation
+        if self.ranks.size > 1:
+            speculation = self._shared(speculation)
+        speculation.record.ngram_tokens, speculation.record.ngram_matched = self.counted
+        return speculation
+
+    def _shared(self, speculation: Speculation | None) -> Speculation:
+        """Returns the leader's speculation, on every rank."""
         payload = wire.write_speculation(speculation) if self.decides else None
         message = self.ranks.share(Message(Kind.SPECULATION, payload=payload) if self.decides else None)
         shared = wire.read_speculation(message.payload, len(self.request.prompts))

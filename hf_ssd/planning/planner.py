@@ -86,7 +86,7 @@ class Planner:
         self.may_look_up = self.chooses_lookahead and config.drafter != "ngram" and config.fallback == "auto"
         self.may_compete = self.may_look_up and workers == 1
         self.lookups: dict[tuple, int] = {}  # most tokens of an n-gram, by mode, lookahead and budget; 0 if not there
-        self.plain_speed = math.inf  # expected when the plan was last chosen
+        self.plain_gain = 1.0  # of n-grams without a draft, expected when the plan was last chosen
         self.saguaro, self.feeds_first = self.experience.saguaro, self.experience.feeds_first
         if self.feeds_first is not None:
             self.costs.feeds_first = self.feeds_first.value
@@ -180,8 +180,8 @@ class Planner:
                 self.due = seen.rounds
             is_due = seen.rounds >= self.due
             if self.plan.mode == PLAIN and seen.rounds % EPOCH_ROUNDS == 0 and not is_due:
-                speed, _ = self._plain()  # n-grams are counted in plain rounds too
-                is_due = not self.plain_speed / HYSTERESIS < speed < self.plain_speed * HYSTERESIS
+                gain, _ = self._plain_gain()  # n-grams are counted in plain rounds too
+                is_due = not self.plain_gain / HYSTERESIS < gain < self.plain_gain * HYSTERESIS
             if is_due and self._may_choose:
                 self._choose()
 
@@ -214,8 +214,8 @@ class Planner:
         lookaheads = LOOKAHEADS if self.chooses_lookahead else (config.lookahead,)
         self.lookups = {}
         if self.chooses_lookahead and costs.knows(PLAIN):
-            speeds[PLAIN, 0, 0], self.lookups[PLAIN, 0, 0] = self._plain()
-            self.plain_speed = speeds[PLAIN, 0, 0]
+            self.plain_gain, self.lookups[PLAIN, 0, 0] = self._plain_gain()
+            speeds[PLAIN, 0, 0] = self.plain_gain * costs.plain()
         takes_turns = self.may_take_turns and costs.knows(IN_TURN)
         lookups = self._lookups
         for lookahead in lookaheads:
@@ -237,14 +237,14 @@ class Planner:
         """The numbers of tokens that n-grams may have beside a draft, 0 for none."""
         return (0, LONGEST_NGRAM) if self.may_compete and self.costs.repeats(self.costs.beside) else (0,)
 
-    def _plain(self) -> tuple[float, int]:
-        """Returns the expected tokens per second without a draft, and the most tokens of an n-gram, 0 for none."""
-        costs, speed = self.costs, self.costs.plain()
+    def _plain_gain(self) -> tuple[float, int]:
+        """Returns the expected gain by n-grams over plain decoding, and their most tokens; 1 and 0 for none."""
+        costs = self.costs
         if self.may_look_up and costs.repeats(costs.alone):
-            with_ngrams = costs.plain(LONGEST_NGRAM)
-            if with_ngrams > WORTH_NGRAMS * speed:
-                return with_ngrams, LONGEST_NGRAM
-        return speed, 0
+            gain = costs.plain(LONGEST_NGRAM) / costs.plain()
+            if gain > WORTH_NGRAMS:
+                return gain, LONGEST_NGRAM
+        return 1.0, 0
 
     def _probe(self, best: tuple, speeds: dict) -> tuple | None:
         """

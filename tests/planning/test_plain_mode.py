@@ -2,6 +2,7 @@
 
 import dataclasses
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,10 +11,11 @@ from transformers import LogitsProcessor, LogitsProcessorList, set_seed
 import hf_ssd
 from hf_ssd.distributed import payloads, wire
 from hf_ssd.distributed.assistant import DraftAssistant
-from hf_ssd.distributed.sessions import WorkerSession
+from hf_ssd.distributed.sessions import SessionRequest, WorkerSession
 from hf_ssd.distributed.wire import Kind
 from hf_ssd.drafting.needs import DraftInfo
 from hf_ssd.generation import loop
+from hf_ssd.generation.draft import FaultTolerantDraft
 from hf_ssd.rounds import AHEAD, IN_TURN, NGRAM, NOTHING, PLAIN, PREPARED, PRIMARY, Outcome, Plan
 
 from ..conftest import VOCAB, padded_batch, tiny_model
@@ -215,3 +217,19 @@ def test_a_draft_that_is_ready_late_reads_what_was_generated_with_the_prompts(ta
     for row, prompt in enumerate(payloads.read_prompts(prompts)):
         text = output.sequences[row, 3 * row :]  # without padding
         assert torch.equal(prompt, text[: len(prompt)]) and len(prompt) > length - 3 * row
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ngrams_are_verified_and_counted_where_several_ranks_hold_the_target(ranks):
+    leader = SimpleNamespace(is_leader=True, size=ranks, share=lambda message: message)
+    planner, text = InAndOut(plain=Plan(PLAIN, lookup=9)), [2, 3, 4, 5] * 3
+    request = SessionRequest(hf_ssd.SSDConfig(), None, [torch.tensor(text)], 0, 97)
+    draft = FaultTolerantDraft(None, None, request, planner, torch.device("cpu"), leader)
+    draft.open(0.0)
+    draft.send_outcome(Outcome([0], [2]))
+    first = draft.receive_speculation(None)
+    assert first.tokens == [[3, 4, 5, 2, 3, 4, 5, 2, 3]] and first.record.ngram_tokens == []
+    draft.send_outcome(Outcome([5], [9]))
+    second = draft.receive_speculation(None)
+    assert (second.record.ngram_tokens, second.record.ngram_matched) == ([6], [9])
+    assert (first.record.sources, second.record.sources) == ([NGRAM], [NOTHING]) and first.are_certain
