@@ -10,7 +10,7 @@ from . import config
 PLAIN, IN_TURN, AHEAD = MODES = ("plain", "in_turn", "ahead")
 
 _, PRIMARY, *BUILT_IN = config.FALLBACKS  # "primary": drafted just in time by the draft model
-NGRAM, RANDOM, CUSTOM = "ngram", "random", "custom"
+NGRAM, RANDOM, MTP, CUSTOM = "ngram", "random", "mtp", "custom"
 PREPARED = "prepared"  # the outcome was in the speculation cache: a hit
 FILLER = "filler"  # tokens that no draft proposed: with them the target times a wider pass
 NOTHING = "nothing"  # the row has no speculation

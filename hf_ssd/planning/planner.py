@@ -19,7 +19,7 @@ from transformers.utils import logging
 
 from ..config import SSDConfig
 from ..drafting.ngrams import LONGEST_NGRAM
-from ..rounds import AHEAD, FILLER, IN_TURN, PLAIN, PRIMARY, Plan, RoundRecord
+from ..rounds import AHEAD, FILLER, IN_TURN, MTP, PLAIN, PRIMARY, Plan, RoundRecord
 from .cost_model import BUDGETS, LOOKAHEADS, CostModel
 from .experience import Durations, Experience
 from .lookup_costs import LookupCosts
@@ -81,7 +81,7 @@ class Planner:
         self.chooses_lookahead = config.lookahead == "auto"
         self.may_take_turns = not config.asynchronous or (self.chooses_lookahead and config.budget == "auto")
         self.profile = Profile(self.durations, config.asynchronous, self.chooses_lookahead)
-        is_named = isinstance(config.fallback, str) and config.fallback != "auto"
+        is_named = isinstance(config.fallback, str) and config.fallback not in ("auto", MTP)
         self.fallback = config.fallback if is_named else PRIMARY
         self.may_look_up = self.chooses_lookahead and config.drafter != "ngram" and config.fallback == "auto"
         self.may_compete = self.may_look_up and workers == 1
