@@ -61,7 +61,8 @@ class SSDConfig:
         fallback (`str` or object, *optional*, defaults to `"auto"`):
             The source of a row's speculation if its outcome was not prepared: `"primary"` (the draft model, just in
             time), `"ngram"` (the tokens that followed the last tokens at an earlier occurrence), `"random"` (any tokens
-            of the text), or `"auto"`: the primary, and with `lookahead="auto"` and a single draft n-grams compete with
+            of the text), `"mtp"` (the target's own layer for multi-token prediction, in the target's process, see
+            `drafter`), or `"auto"`: the primary, and with `lookahead="auto"` and a single draft n-grams compete with
             it in every round, where the planner finds that the texts repeat themselves. Or a transformers
             `CandidateGenerator`, or an object whose `propose(input_ids, lookahead)` takes ids of shape `(1, length)`
             and returns tokens and their probabilities `(1, n, vocab_size)`, or `None` for certain tokens. Both kinds of
@@ -212,7 +213,7 @@ class SSDConfig:
 
 FAN_OUTS = ("confidence", "geometric", "uniform", "all_accepted", "single_branch", "greedy_tree")
 LOOKAHEADS = ("auto",)
-FALLBACKS = ("auto", "primary", "ngram", "random")
+FALLBACKS = ("auto", "primary", "mtp", "ngram", "random")
 DRAFTERS = ("auto", "autoregressive", "parallel", "eagle3", "dflash", "mtp", "ngram")
 WITHOUT_DRAFT = ("mtp", "ngram")  # drafters that take no draft model, and draft in the target's process
 _FAN_OUT = ", ".join(f'"{name}"' for name in FAN_OUTS) + " or lookahead + 1 integers of at least 0"

@@ -10,7 +10,7 @@ from . import config
 PLAIN, IN_TURN, AHEAD = MODES = ("plain", "in_turn", "ahead")
 
 _, PRIMARY, *BUILT_IN = config.FALLBACKS  # "primary": drafted just in time by the draft model
-NGRAM, RANDOM, CUSTOM = "ngram", "random", "custom"
+NGRAM, RANDOM, MTP, CUSTOM = "ngram", "random", "mtp", "custom"
 PREPARED = "prepared"  # the outcome was in the speculation cache: a hit
 FILLER = "filler"  # tokens that no draft proposed: with them the target times a wider pass
 NOTHING = "nothing"  # the row has no speculation
@@ -35,7 +35,8 @@ class Plan:
         feeds_first (`bool`): Whether a parallel drafter reads the speculation before it chooses outcomes, which takes a
             pass more and ranks bonus tokens better. Other drafters always read it first.
         lookup (`int`): The most tokens of an n-gram, which a row verifies in the place of drafted tokens where its last
-            tokens have occurred before in its text. 0 if n-grams do not compete with the draft.
+            tokens have occurred before in its text. 0 if n-grams do not compete with the draft. In mode `"plain"` the
+            target's process looks n-grams up, and nothing else is verified.
     """
 
     mode: str
@@ -64,6 +65,17 @@ class Outcome:
     bonus: list[int]
     later: list[list[int]] | None = None
 
+    def new_tokens(self, verified: list[list[int]]) -> list[list[int]]:
+        """
+        Returns the tokens that each row has gained, none for a row that is left out.
+
+        Args:
+            verified (`list[list[int]]`): The tokens of each row that were verified.
+        """
+        later = self.later or [[] for _ in verified]
+        rows = zip(self.accepted, self.bonus, verified, later)
+        return [[] if k == FINISHED else [*tokens[:k], bonus, *more] for k, bonus, tokens, more in rows]
+
     def followed_by(self, other: "Outcome", proposed: list[list[int]]) -> "Outcome":
         """
         Returns the outcome to send to the draft after a further round, in which the draft had proposed nothing.
@@ -73,11 +85,10 @@ class Outcome:
             proposed (`list[list[int]]`): The tokens of each row that were verified in that round.
         """
         later, accepted = self.later or [[] for _ in self.bonus], list(self.accepted)
-        for row, (k, bonus) in enumerate(zip(other.accepted, other.bonus)):
+        for row, (k, new) in enumerate(zip(other.accepted, other.new_tokens(proposed))):
+            later[row] = [*later[row], *new]
             if k == FINISHED:  # no more tokens are drafted for this row
                 later[row], accepted[row] = [], FINISHED
-            else:
-                later[row] = [*later[row], *proposed[row][:k], bonus]
         return Outcome(accepted, self.bonus, later)
 
 
@@ -100,7 +111,9 @@ class RoundRecord:
         lengths (`list[int]`): For each row, how many of the tokens were proposed, the rest being padding; -1, or an
             empty list, for all of them. See `proposed`.
         ngram_tokens (`list[int]`): For each row, how many tokens an n-gram would have given it in the round before this
-            speculation, the bonus token included; 0 if its text had no match, -1 if that was not evaluated.
+            speculation, the bonus token included; 0 if its text had no match, -1 if that was not evaluated. Empty if
+            no row was evaluated.
+        ngram_matched (`list[int]`): For each of these n-grams, how many last tokens of the row had occurred before.
         accepted (`list[int]`): Accepted count of each row; empty until the target has decided.
         states (`int`): How many recurrent states of each row the draft's memory has room for, which bounds the budget:
             each token of a branch has a state of its own. 0 if the draft has no recurrent states.
@@ -126,6 +139,7 @@ class RoundRecord:
     ranks: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     ngram_tokens: list[int] = field(default_factory=list)
+    ngram_matched: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     states: int = 0
     grown: int = 0

@@ -134,7 +134,7 @@ def conclude(
     records = [record for run in runs for record in run.stats.records]
     steps = [planner.costs.seconds_to_draft(AHEAD, count) for count in (1, 2)]
     step, two_tokens = (None if math.isnan(seconds) or looks_up else seconds for seconds in steps)
-    drafts = sum(record.mode == NO_DRAFT for record in records) < len(records) / 2
+    drafts = sum(record.mode == NO_DRAFT and not record.lookup for record in records) < len(records) / 2
     failures = [run.stats.draft_failure for run in runs if run.stats.draft_failure]
     best = {}
     if assisted is not None:

@@ -2,9 +2,8 @@
 
 import time
 
-from ..drafting.fallbacks import padded
-from ..drafting.prompt_lookup import PromptLookup
-from ..rounds import FINISHED, NGRAM, NOTHING, Outcome, Plan, RoundRecord, Speculation, since
+from ..drafting.ngrams import Ngrams, speculation_of
+from ..rounds import FINISHED, Outcome, Plan, Speculation, since
 from .sessions import DraftSession, SessionRequest
 
 
@@ -18,30 +17,22 @@ class LookupSession(DraftSession):
     """
 
     def __init__(self, request: SessionRequest):
-        self.rows = [PromptLookup(prompt.tolist()) for prompt in request.prompts]
-        self.proposed: list[list[int]] = [[] for _ in self.rows]
+        self.ngrams = Ngrams([prompt.tolist() for prompt in request.prompts])
+        self.verified: list[list[int]] = [[] for _ in request.prompts]
 
     def send_outcome(self, outcome: Outcome, plan: Plan, features=None) -> None:
         self.outcome, self.plan = outcome, plan
 
     def receive_speculation(self) -> Speculation:
-        start, outcome, texts = time.perf_counter(), self.outcome, []
-        later = outcome.later or [[] for _ in self.rows]
-        for row, k, bonus, proposed, more in zip(self.rows, outcome.accepted, outcome.bonus, self.proposed, later):
-            if k == FINISHED:
-                texts.append([])
-            else:
-                row.extend([*proposed[:k], bonus, *more])
-                texts.append(row.propose(self.plan.lookahead))
-        width = max(map(len, texts))
-        self.proposed = padded(texts, width)
-        record = RoundRecord(self.plan.mode, width, sources=[NGRAM if text else NOTHING for text in texts])
-        record.lengths = list(map(len, texts))
+        start, finished = time.perf_counter(), [k == FINISHED for k in self.outcome.accepted]
+        self.ngrams.take_in(self.outcome.new_tokens(self.verified))
+        speculation = speculation_of(self.ngrams.propose(finished, self.plan.lookahead, alone=True), self.plan.mode)
+        self.verified, record = speculation.tokens, speculation.record
         record.answered_at, record.answer_seconds = start, since(start)
-        return Speculation(self.proposed, None, record, are_certain=True)
+        return speculation
 
     def receive_probabilities(self) -> None:
         return None  # the loop does not ask for the probabilities of certain tokens
 
     def close(self) -> None:
-        self.rows = []
+        self.ngrams = None

@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 
 from ..config import SSDConfig
 from ..drafting.vocabulary import Translation
-from ..rounds import AHEAD, Outcome, Plan, Speculation
+from ..rounds import AHEAD, MTP, Outcome, Plan, Speculation
 from . import payloads, wire
 from .transport import PeerLost
 from .wire import FLAG, PLAN, Field, Kind, Message, ProtocolError
@@ -50,6 +50,7 @@ class SessionRequest:
         translation ([`~hf_ssd.drafting.vocabulary.Translation`], *optional*): From the target's tokens to the
             draft's, if their tokenizers differ.
         asks_target (`bool`, *optional*): Whether the fallback is an object in the target's process.
+        head ([`~hf_ssd.drafting.mtp_head.MtpHead`], *optional*): That object for `fallback="mtp"`. It is not sent.
         plan ([`~hf_ssd.rounds.Plan`]): The plan until the first outcome arrives.
         profile (`bool`, *optional*): Whether the draft times its forward passes instead of preparing by `plan`.
         worker_index, num_workers (`int`, *optional*): Index of this worker and the number of workers. Each worker
@@ -73,12 +74,13 @@ class SessionRequest:
     num_workers: int = 1
     prompt_length: int | None = None
     weights_version: int = 0
+    head: object = None
 
     def __post_init__(self):
         if self.prompt_length is None:
             self.prompt_length = max(map(len, self.prompts))
         if self.asks_target is None:
-            self.asks_target = not isinstance(self.config.fallback, str)
+            self.asks_target = not isinstance(self.config.fallback, str) or self.config.fallback == MTP
 
     @property
     def answers_alone(self) -> bool:

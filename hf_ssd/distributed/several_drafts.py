@@ -1,4 +1,4 @@
-"""A generate() call with several draft workers, or with a fallback that is the user's own object."""
+"""A generate() call with several draft workers, or with a fallback in the target's process."""
 
 import dataclasses
 import math
@@ -10,8 +10,9 @@ from transformers.utils import logging
 
 from ..drafting.custom_fallback import CustomFallback
 from ..drafting.fallbacks import join
+from ..drafting.mtp_fallback import MtpFallback
 from ..drafting.speculator import answer_width
-from ..rounds import CUSTOM, FINISHED, NOTHING, PREPARED, PRIMARY, Outcome, Plan, Speculation
+from ..rounds import FINISHED, NOTHING, PREPARED, PRIMARY, Outcome, Plan, Speculation
 from .sessions import DraftError, DraftSession, SessionRequest, WorkerSession
 from .wire import Kind
 
@@ -28,7 +29,7 @@ def open_session(workers: list, number: int, request: SessionRequest, on_close: 
 class SeveralDrafts(DraftSession):
     """
     Each worker sends the speculation that it has prepared for the outcome of the round. No two workers prepare the same
-    outcome, so each row takes the speculation of the worker that has it, or the proposal of the user's fallback. If
+    outcome, so each row takes the speculation of the worker that has it, or the proposal of the target's fallback. If
     tokens are still missing, the first worker, the *primary*, completes the speculation. The others are told the
     result.
 
@@ -39,7 +40,11 @@ class SeveralDrafts(DraftSession):
     def __init__(self, workers: list, number: int, request: SessionRequest, on_close: Callable[[], None]):
         self.config, self.on_close, self.vocab_size = request.config, on_close, request.vocab_size
         self.sampled = bool(request.generation_config.do_sample)
-        self.fallback = CustomFallback(request.config.fallback, request.vocab_size) if request.asks_target else None
+        self.fallback = None
+        if request.head is not None:
+            self.fallback = MtpFallback(request.head, request)
+        elif request.asks_target:
+            self.fallback = CustomFallback(request.config.fallback, request.vocab_size)
         self.texts = [prompt.tolist() for prompt in request.prompts]
         self.verified: list[list[int]] = [[] for _ in self.texts]
         shares = [dataclasses.replace(request, worker_index=i, num_workers=len(workers)) for i in range(len(workers))]
@@ -51,10 +56,13 @@ class SeveralDrafts(DraftSession):
         for row, (k, token) in enumerate(zip(outcome.accepted, outcome.bonus)):
             if k != FINISHED:
                 self.texts[row] += [*self.verified[row][:k], token, *later[row]]
-        self._each(lambda session: session.send_outcome(outcome, plan, features))
+        of_drafts = None if isinstance(self.fallback, MtpFallback) else features
+        self._each(lambda session: session.send_outcome(outcome, plan, of_drafts))
+        if self.fallback is not None:
+            self.fallback.take_in(outcome, plan, features)
 
     def receive_speculation(self) -> Speculation:
-        # 1. Each row takes the tokens of the worker that has prepared its outcome, or of the user's fallback.
+        # 1. Each row takes the tokens of the worker that has prepared its outcome, or of the target's fallback.
         deadline = time.monotonic() + self.config.timeout
         found = self._merge(self._each(lambda session: self._receive(session, deadline)))
         missed = [row for row, live in enumerate(self.live) if live and found.record.sources[row] != PREPARED]
@@ -79,6 +87,8 @@ class SeveralDrafts(DraftSession):
         # 3. The other workers are told which tokens are verified.
         self.verified = found.tokens
         self._each(lambda session: None if session is primary else session.send_speculation(found))
+        if self.fallback is not None:
+            self.fallback.verify(found.tokens, found.record.sources)
         return found
 
     def receive_probabilities(self) -> torch.FloatTensor | None:
@@ -112,11 +122,12 @@ class SeveralDrafts(DraftSession):
         lengths = [len(text) for text in self.texts]
         ids = torch.tensor([text + [0] * (max(lengths) - len(text)) for text in self.texts])
         proposal = self.fallback.propose(ids, lengths, missed, self.plan.lookahead)
-        found.probabilities, device = self.q if self.q is None else self.q.cpu(), ids.device if self.sampled else None
+        device = self.fallback.device
+        found.probabilities, device = self.q if self.q is None else self.q.to(device), device if self.sampled else None
         joined = join(found, missed, proposal, self.plan.lookahead, self.vocab_size, device)
         self.q, joined.probabilities = joined.probabilities, None
         for row in missed:
-            joined.record.sources[row] = CUSTOM
+            joined.record.sources[row] = self.fallback.source
         return joined
 
     def _complete(self, primary: WorkerSession, found: Speculation) -> Speculation:

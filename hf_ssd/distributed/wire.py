@@ -19,7 +19,7 @@ import torch
 from ..config import LONGEST_LOOKAHEAD
 from ..rounds import FINISHED, MODES, SOURCES, Outcome, Plan, RoundRecord, Speculation
 
-MAGIC, VERSION = 0x6866_5F73_7364, 16  # "hf_ssd"
+MAGIC, VERSION = 0x6866_5F73_7364, 17  # "hf_ssd"
 HEADER_LENGTH, FRAME_LENGTH = 12, 128
 PAYLOAD_TYPES = (torch.int64, torch.int32, torch.float32, torch.uint8, torch.bfloat16, torch.float16)
 BEHIND, INLINE, OVER_LINK = range(3)  # place of a payload
@@ -108,7 +108,6 @@ RECORD_OF_ROWS = {
     "sources": one_of(SOURCES),
     "ranks": PLACE,
     "lengths": Field(-1, LONGEST_LOOKAHEAD),
-    "ngram_tokens": Field(-1, LONGEST_LOOKAHEAD + 1),
 }
 
 

@@ -5,7 +5,7 @@ import inspect
 import torch
 
 from ..devices import from_host
-from ..rounds import Speculation
+from ..rounds import CUSTOM, Speculation
 from .fallbacks import Fallback, padded, point_masses
 
 
@@ -29,6 +29,8 @@ class CustomFallback(Fallback):
         `TypeError`: `proposer` is of neither kind, or it returns values of a wrong type.
         `ValueError`: `proposer` returns invalid tokens or probabilities.
     """
+
+    source, device = CUSTOM, torch.device("cpu")
 
     def __init__(self, proposer, vocab_size: int):
         check_proposer(proposer)

@@ -29,6 +29,12 @@ def point_masses(tokens: torch.LongTensor, vocab_size: int) -> torch.FloatTensor
 class Fallback(ABC):
     """Proposes the next tokens of rows whose outcome had not been prepared."""
 
+    def take_in(self, outcome, plan, features) -> None:
+        """Is told of each outcome, for fallbacks in the target's process. See [`DraftSession.send_outcome`]."""
+
+    def verify(self, tokens: list[list[int]], sources: list[str]) -> None:
+        """Is told which tokens are verified next, and the sources of the rows."""
+
     @abstractmethod
     def propose(self, ids: torch.LongTensor, lengths: list[int], rows: list[int], lookahead: int) -> Speculation:
         """

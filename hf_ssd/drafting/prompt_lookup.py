@@ -12,12 +12,16 @@ class PromptLookup:
 
     Args:
         tokens (`list[int]`): The prompt.
+
+    Attributes:
+        matched (`int`): How many last tokens had occurred before the last proposal, up to `LONGEST`.
     """
 
     def __init__(self, tokens: list[int]):
         self.tokens: list[int] = []
         self.latest: dict[tuple[int, int], int] = {}  # the position after the latest occurrence of each pair
         self.earlier: list[int] = []  # for the pair that ends in each token, the position after the one before it, or 0
+        self.matched = 0
         self.source = 0  # the position that the last match continued at, moved on with the text
         self.extend(tokens)
 
@@ -39,12 +43,12 @@ class PromptLookup:
         text, end = self.tokens, len(self.tokens)
         place, best, longest = (self.earlier[-1] if text else 0), 0, least - 1
         for candidate in (self.source, *self._occurrences(place)):
-            matched = self._matched(candidate) if candidate else 0
+            matched = self._length(candidate) if candidate else 0
             if matched > longest:
                 best, longest = candidate, matched
             if longest == LONGEST:
                 break
-        self.source = best
+        self.source, self.matched = best, longest
         if not best:
             return []
         period = end - best
@@ -57,7 +61,7 @@ class PromptLookup:
             yield place
             place = self.earlier[place - 1]
 
-    def _matched(self, place: int) -> int:
+    def _length(self, place: int) -> int:
         """Returns how many tokens before a position equal the last tokens of the row, up to `LONGEST`."""
         text, end, matched = self.tokens, len(self.tokens), 0
         while matched < min(LONGEST, place) and text[place - 1 - matched] == text[end - 1 - matched]:

@@ -40,8 +40,6 @@ from .speculation_cache import SpeculationCache
 
 PROFILED_BUDGETS, PROFILED_PASSES = (8, 1, 16), 3  # the first pass of each size is not counted
 BETWEEN_LOOKS = 2e-5  # seconds
-FIRST_COMPARED = 8  # first rounds, each of which evaluates n-grams while they do not compete
-ROUNDS_PER_COMPARISON = 4  # later, one of so many rounds does
 
 
 class Speculator:
@@ -85,16 +83,12 @@ class Speculator:
         self.unwritten: list[list[int]] | None = None  # the tokens that are verified next, until it has written them
         self.found_in: tuple[SpeculationCache | None, list[int]] = None, []  # where the last outcome was looked up
         self.verified: list[list[int]] = [[] for _ in self.finished]  # the tokens that are being verified
-        self.compares_ngrams = config.fallback == "auto" and config.lookahead == "auto" and num_workers == 1
-        self.ngrams: Ngrams | None = None
-        self.rounds = 0
+        self.ngrams: Ngrams | None = None  # once a plan has asked for n-grams
         self.drafted_rows: list[int] | None = None  # rows without an n-gram, if any row of the answer has one
         self.drafted_width = 0  # tokens of these rows, before padding
 
     def begin(self) -> None:
         """Reads the prompts, while the target does the same."""
-        if self.compares_ngrams:
-            self.ngrams = self._index_texts()
         self.drafter.begin()
 
     def profile(self, outcome_arrived: Callable[[], bool] = lambda: False) -> tuple[float, float, float]:
@@ -163,9 +157,6 @@ class Speculator:
             self.preparing.grow_seconds = since(start)
         if not outcome_arrived():
             self._learn()
-            is_due = self.rounds < FIRST_COMPARED or self.rounds % ROUNDS_PER_COMPARISON == 0
-            if self.compares_ngrams and not plan.lookup and is_due:
-                self.ngrams.propose(self.finished)
 
     def _choose(self, plan: Plan) -> tuple[list[list[int]], list[list[int]]]:
         """Returns the outcomes to prepare. See [`OutcomeCandidates.outcomes`]."""
@@ -204,7 +195,7 @@ class Speculator:
                 [`Drafter.take_features`]. Called when the drafter takes in the outcome.
         """
         self.catch_up()  # takes in the previous round, if no preparation has done so
-        start, self.plan, self.rounds = time.perf_counter(), plan, self.rounds + 1
+        start, self.plan = time.perf_counter(), plan
         counts, tokens = outcome.accepted, outcome.bonus
         self.finished = [k == FINISHED for k in counts]
         is_latest = outcome.later is None
@@ -212,7 +203,7 @@ class Speculator:
         branches = [-1] * len(counts) if cache is None else cache.lookup(counts, tokens)
         found = Speculation.empty(len(counts))
         record = found.record
-        ngrams, record.ngram_tokens = self._look_up_ngrams(outcome, plan)
+        ngrams = self._look_up_ngrams(outcome, plan)
         branches = [-1 if ngram else branch for ngram, branch in zip(ngrams, branches)]  # the drafter need not adopt it
         if cache is not None:
             found.tokens = [[] if branch < 0 else of_row[branch] for of_row, branch in zip(cache.tokens, branches)]
@@ -245,26 +236,19 @@ class Speculator:
         record.answer_seconds = since(start)
         return found
 
-    def _look_up_ngrams(self, outcome: Outcome, plan: Plan) -> tuple[list[list[int]], list[int]]:
+    def _look_up_ngrams(self, outcome: Outcome, plan: Plan) -> list[list[int]]:
         """
         Adds the tokens of an outcome to the texts in which n-grams are found. Returns the n-gram of each row, empty for
-        a row that is drafted for, and the record's `ngram_tokens`.
+        a row that is drafted for.
         """
-        none, lookup = [[] for _ in self.finished], plan.lookup if self.num_workers == 1 else 0
+        lookup, prefix = plan.lookup if self.num_workers == 1 else 0, self.drafter.prefix
         if self.ngrams is None and lookup:
-            self.ngrams = self._index_texts()
-        if self.ngrams is None:
-            return none, []
-        later, new = outcome.later or none, []
-        for verified, k, bonus, more in zip(self.verified, outcome.accepted, outcome.bonus, later):
-            new.append([] if k == FINISHED else [*verified[:k], bonus, *more])
-        evaluated = self.ngrams.take_in(new)
-        ngrams = self.ngrams.propose(self.finished) if lookup else none
-        return [ngram[:lookup] for ngram in ngrams], evaluated
-
-    def _index_texts(self) -> Ngrams:
-        prefix = self.drafter.prefix
-        return Ngrams([ids[:length] for ids, length in zip(prefix.ids.tolist(), prefix.lengths)])
+            self.ngrams = Ngrams([ids[:length] for ids, length in zip(prefix.ids.tolist(), prefix.lengths)])
+        if self.ngrams is not None:
+            self.ngrams.take_in(outcome.new_tokens(self.verified))
+        if not lookup:
+            return [[] for _ in self.finished]
+        return self.ngrams.propose(self.finished, lookup)
 
     def complete(self, found: Speculation, width: int | None = None) -> Speculation:
         """

@@ -220,6 +220,8 @@ def _generate(plain, model, assistant_model, ssd_config, streamer=None, synced_g
     check_arguments(model, assistant_model, ssd_config, synced_gpus)
     if ssd_config.drafter == "mtp":
         assistant_model = mtp_head_of(model)
+    elif ssd_config.fallback == "mtp":
+        mtp_head_of(model)  # loads it, or says why it cannot be loaded
     translation = translation_for(
         model, assistant_model, kwargs.get("tokenizer"), kwargs.pop("assistant_tokenizer", None)
     )

@@ -101,6 +101,9 @@ def check_arguments(model, assistant_model, ssd_config, synced_gpus) -> None:
         info = info_of(assistant_model)
         drafter_kind(ssd_config, info).needs.check(info)
         check_features(model, info)
+        if ssd_config.fallback == "mtp" and (info.target_layers or tp_size > 1):
+            why = "several ranks share this target" if tp_size > 1 else "this draft reads hidden states of its own"
+            raise ValueError(f'SSDConfig(fallback="mtp") reads hidden states of the target, and {why}; leave it out.')
 
 
 def check_features(model, info: DraftInfo) -> None:

@@ -14,13 +14,17 @@ from ..distributed.local import local_session
 from ..distributed.lookup_session import LookupSession
 from ..distributed.sessions import DraftError, DraftSession, SessionRequest
 from ..distributed.wire import Kind, Message
+from ..drafting.ngrams import Ngrams, speculation_of
 from ..planning.planner import Planner
-from ..rounds import AHEAD, FILLER, FINISHED, IN_TURN, PLAIN, Outcome, RoundRecord, Speculation
+from ..rounds import AHEAD, FILLER, FINISHED, IN_TURN, PLAIN, Outcome, Plan, RoundRecord, Speculation
 from .features import Features
 from .sequences import Sequences
 from .tokenizers import check_coverage
 
 logger = logging.get_logger(__name__)
+
+FIRST_COMPARED = 8  # first rounds, each of which evaluates n-grams though none is verified
+ROUNDS_PER_COMPARISON = 4  # later, one of so many rounds does
 
 
 class FaultTolerantDraft:
@@ -29,8 +33,9 @@ class FaultTolerantDraft:
     plain mode they are empty too; the outcomes of plain rounds are sent in one message when drafting resumes. A draft
     that was given as a model runs in this process if the plan is to draft in turn, and while its worker is starting;
     prompt lookup always does.
-    Any other draft gives empty speculations until its worker is ready. If several ranks hold the target, only the
-    leader has a draft, and shares its decisions and speculations with the other ranks.
+    Any other draft gives empty speculations until its worker is ready. Where the draft is not asked and the plan looks
+    n-grams up, this process does; it also counts the tokens that n-grams would have given. If several ranks hold the
+    target, only the leader has a draft, and shares its decisions and speculations with the other ranks.
 
     Args:
         assistant ([`DraftAssistant`], *optional*): The worker.
@@ -57,10 +62,15 @@ class FaultTolerantDraft:
         self.process, self.turn = os.getpid(), Turn()
         self.session: DraftSession | None = None
         self.untold: Outcome | None = None  # of the rounds since the session was last asked
-        self.unasked: list[list[int]] | None = None  # tokens that are verified, if the session did not propose them
+        self.verified: list[list[int]] = [[] for _ in request.prompts]  # the tokens that are being verified
         self.is_local = self.is_asked = self.was_late = False
         self.looks_up = request.config.drafter == "ngram"  # in this process, without a draft model
         self.filler: int | None = None
+        config = request.config
+        self.counts_ngrams = config.fallback == config.lookahead == "auto" and not self.looks_up
+        self.ngrams: Ngrams | None = None
+        self.lookup = 0  # most tokens of an n-gram in the next round
+        self.counted: tuple[list[int], list[int]] = [], []  # see `ngram_tokens` and `ngram_matched` of [`RoundRecord`]
         self.positions = None if model is None else last_position_limit(model)  # looks at all layers
         self.lengths = [len(prompt) for prompt in request.prompts]  # of the rows, as tokens of the target
         self.told = [0] * len(request.prompts)  # tokens of each row whose features the session has
@@ -114,6 +124,7 @@ class FaultTolerantDraft:
         if session is not None:
             if self.session is not None:
                 self.session.close()
+            self.lookup = 0  # the new session reads the rows, and knows of no tokens under verification
             self.session, self.is_local, self.untold, self.is_asked = session, is_local, None, False
             if self.model is None:
                 self.positions = getattr(self.assistant, "positions", None)
@@ -163,7 +174,7 @@ class FaultTolerantDraft:
             plan, self.is_asked, self.filler = self.planner.plan, False, None
             self.lengths = [n + max(0, k + 1) for n, k in zip(self.lengths, outcome.accepted)]
             if self.session is not None:
-                self.untold = outcome if self.untold is None else self.untold.followed_by(outcome, self.unasked)
+                self.untold = outcome if self.untold is None else self.untold.followed_by(outcome, self.verified)
                 self.filler = self.planner.next_filler() if self.planner.profiles and not self.is_local else None
                 # A worker that is about to be replaced by a session in this process is not asked any more.
                 is_right = self.is_local or self._wants_worker
@@ -174,12 +185,24 @@ class FaultTolerantDraft:
                 untold, self.untold = self.untold, None
                 told = (untold, plan) if features is None else (untold, plan, self._untold(features, untold))
                 self._attempt(lambda: self.session.send_outcome(*told))
+            if self.counts_ngrams:
+                self._look_up_ngrams(outcome, plan)
         if self.ranks.size == 1:
             return outcome
         payload = [*outcome.accepted, *outcome.bonus] if self.decides else None
         message = self.ranks.share(Message(Kind.OUTCOME, payload=payload) if self.decides else None)
         numbers, rows = wire.integers(message.payload, 2), len(self.request.prompts)
         return Outcome(numbers[:rows], numbers[rows:])
+
+    def _look_up_ngrams(self, outcome: Outcome, plan: Plan) -> None:
+        """Counts the tokens that the last n-grams gave or would have given, and looks up the next n-grams if due."""
+        if self.ngrams is None:
+            self.ngrams = Ngrams([prompt.tolist() for prompt in self.request.prompts])
+        matched = self.ngrams.matched
+        gave = self.ngrams.take_in(outcome.new_tokens(self.verified))
+        self.counted, self.lookup = (gave, matched) if max(gave) >= 0 else ([], []), plan.lookup
+        if plan.lookup or self.rounds < FIRST_COMPARED or self.rounds % ROUNDS_PER_COMPARISON == 0:
+            self.ngrams.propose([k == FINISHED for k in outcome.accepted], alone=True)
 
     def _untold(self, features: Features, outcome: Outcome) -> torch.Tensor:
         """Returns the features `(tokens, width)` that the session does not have, row after row."""
@@ -211,19 +234,27 @@ class FaultTolerantDraft:
                     self.planner.observe_profile(speculation.costs)
             elif self.filler is not None:
                 speculation = self._filler(sequences.last)
-            if speculation is None:
+            if speculation is None and self.lookup:
+                ngrams = [ngram[: self.lookup] for ngram in self.ngrams.proposed]
+                speculation = speculation_of(ngrams, PLAIN, self.lookup)
+            elif speculation is None:
                 speculation = Speculation.empty(len(self.request.prompts))
-            self.unasked = None if self.is_asked else speculation.tokens
+            self.verified = speculation.tokens
         if self.ranks.size > 1:
-            payload = wire.write_speculation(speculation) if self.decides else None
-            message = self.ranks.share(Message(Kind.SPECULATION, payload=payload) if self.decides else None)
-            shared = wire.read_speculation(message.payload, len(self.request.prompts))
-            shared.are_certain = self.decides and speculation.are_certain
-            speculation = shared
+            speculation = self._shared(speculation)
         record = speculation.record
+        record.ngram_tokens, record.ngram_matched = self.counted
         works_beside = record.mode == AHEAD or FILLER in record.sources
         self.cores.divide(works_beside or self._worker_is_busy)
         return speculation
+
+    def _shared(self, speculation: Speculation | None) -> Speculation:
+        """Returns the leader's speculation, on every rank."""
+        payload = wire.write_speculation(speculation) if self.decides else None
+        message = self.ranks.share(Message(Kind.SPECULATION, payload=payload) if self.decides else None)
+        shared = wire.read_speculation(message.payload, len(self.request.prompts))
+        shared.are_certain = self.decides and speculation.are_certain
+        return shared
 
     def _filler(self, last: torch.LongTensor) -> Speculation:
         """

@@ -34,12 +34,13 @@ from ..distributed.passed_drafts import assistant_for
 from ..distributed.sessions import SessionRequest
 from ..distributed.target_ranks import TargetRanks
 from ..drafting.drafters import drafter_kind
+from ..drafting.mtp_head import mtp_head_of
 from ..drafting.needs import DrafterNeeds, DraftInfo
 from ..drafting.vocabulary import Translation
 from ..planning.fixed_plan import FixedPlan
 from ..planning.planner import Planner
 from ..planning.planners import planner_for
-from ..rounds import RoundRecord
+from ..rounds import MTP, RoundRecord
 from ..stats import SSDDecoderOnlyOutput, SSDStats
 from .checks import check_generation
 from .deciding import Decider
@@ -107,7 +108,8 @@ def speculative_speculative_decoding(
     prompts = prompts_without_padding(input_ids, model_kwargs.get("attention_mask"))
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
     seed = int(torch.randint(2**31, ())) if generation_config.do_sample else 0  # greedy calls draw nothing
-    request = SessionRequest(ssd_config, of_the_draft, prompts, seed, vocab_size, translation)
+    head = mtp_head_of(model) if ssd_config.fallback == MTP else None
+    request = SessionRequest(ssd_config, of_the_draft, prompts, seed, vocab_size, translation, head=head)
     start = time.perf_counter()
     needs = DrafterNeeds()
     if assistant_model is not None:
@@ -123,7 +125,10 @@ def speculative_speculative_decoding(
         needs.one_pass,
     )
     ranks = worker.ranks if worker is not None else TargetRanks()
-    captured = HiddenStates(model, info.target_layers, info.target_keys) if needs.hidden_states else None
+    if head is not None:
+        info = DraftInfo.of(head.config)
+    reads_states = needs.hidden_states or head is not None
+    captured = HiddenStates(model, info.target_layers, info.target_keys) if reads_states else None
     cores, captures = TargetCores(worker.cores.target if divided else None), contextlib.nullcontext()
     if captured is not None:
         captures = contextlib.closing(captured)

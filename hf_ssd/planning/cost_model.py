@@ -5,15 +5,15 @@ import math
 import numpy as np
 
 from ..config import SSDConfig
+from ..drafting.ngrams import LEAST_MATCHED
 from ..rounds import AHEAD, FALLBACKS, FILLER, IN_TURN, PLAIN, RoundRecord
-from .estimates import Average, HitRates
+from .estimates import Average, HitRates, NgramRates
 from .experience import Durations, Experience
 
 LOOKAHEADS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)  # tokens
 BUDGETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)  # outcomes of each row
 PRIOR_TOKENS = 4.0  # drafted tokens that the config's acceptance rate counts like
 TOKENS_KEPT = 24.0  # drafted tokens that the earlier texts count like, at most, when a call begins
-LOOKUPS = (8, 16)  # most tokens of an n-gram
 ROWS_COMPARED = 10.0  # rows that were looked up, the prior included, before n-grams are planned
 RARE = 0.02  # share of rows with an n-gram below which none is planned
 MEMORY_FOR_Q = 2**29  # bytes for the distributions of prepared tokens
@@ -62,7 +62,7 @@ class CostModel:
         if experience is None:
             self.experience = Experience(config, max(LOOKAHEADS), sampled, is_parallel)
         self.accepted = [Average(0.0, 0.0) for _ in self.experience.accepted]
-        self.ngrams, self.matches = [Average(0.0, 0.0) for _ in self.experience.ngrams], Average(0.0, 0.0)
+        self.alone, self.beside = NgramRates(), NgramRates()
         self.begin_call()
         self.most_states = 10**9  # of each row, each for a prepared token
         self.most_q = MEMORY_FOR_Q // (4 * rows * vocab_size) if sampled else 10**9  # prepared tokens of a row
@@ -83,8 +83,8 @@ class CostModel:
         """Starts a call: acceptance restarts from its long-run average, not from the end of the last text."""
         self.live = self.rows
         seen = self.experience
-        averages = (*self.accepted, *self.ngrams, self.matches)
-        for now, ever in zip(averages, (*seen.accepted, *seen.ngrams, seen.matches)):
+        averages = (*self.accepted, *self.alone.averages, *self.beside.averages)
+        for now, ever in zip(averages, (*seen.accepted, *seen.alone.averages, *seen.beside.averages)):
             now.restart(ever.value, min(ever.weight, TOKENS_KEPT))
 
     def observe_profile(self, choose: float, fixed: float, per_token: float) -> None:
@@ -128,7 +128,7 @@ class CostModel:
         has_read = PLAIN in (before.mode, now.mode)  # then the draft has read the text, or the tokens of plain rounds
         self.reading = now.wait_seconds if has_read else 0.0
         self.most_states = now.states or self.most_states
-        if now.ngram_tokens and not has_read:
+        if now.ngram_tokens:
             self._observe_ngrams(before, now)
         if now.mode == PLAIN or not rows:
             return
@@ -156,16 +156,12 @@ class CostModel:
 
     def _observe_ngrams(self, before: RoundRecord, now: RoundRecord) -> None:
         """Learns how often rows have an n-gram, and how many of its tokens were right, verified or not."""
-        seen = self.experience
         for row in before.live:
             gained, given = before.accepted[row] + 1, now.ngram_tokens[row]
-            if given < 0:
-                continue
-            for matches in (self.matches, seen.matches):
-                matches.observe(given > 0)
-            for place in range(min(given, gained, len(self.ngrams))):  # the rest was not tested
-                self.ngrams[place].observe(place < given - 1)
-                seen.ngrams[place].observe(place < given - 1)
+            beside = given if now.ngram_matched[row] >= LEAST_MATCHED else 0
+            for known in (self, self.experience) if given >= 0 else ():
+                known.alone.observe(given, gained)
+                known.beside.observe(beside, gained)
 
     # ---------------------------------------------------------------- expectations
 
@@ -187,15 +183,15 @@ class CostModel:
         reached = np.cumprod(self.acceptance(lookahead))
         return [1.0, *(1.0 + np.cumsum(reached)).tolist()]
 
-    @property
-    def repeats(self) -> bool:
-        """Whether texts are known to repeat themselves so often that n-grams may pay."""
-        return self.experience.matches.weight >= ROWS_COMPARED and self.matches.value > RARE
+    def repeats(self, ngrams: NgramRates) -> bool:
+        """Whether texts are known to repeat themselves so often that these n-grams may pay."""
+        has_match = ngrams.places[0].weight > 0
+        return has_match and self.experience.alone.matches.weight >= ROWS_COMPARED and ngrams.matches.value > RARE
 
-    def _share(self, lookup: int) -> tuple[float, float, float, float]:
+    def _share(self, ngrams: NgramRates, lookup: int) -> tuple[float, float, float, float]:
         """Returns the share of rows that verify an n-gram, how often none and how often all do, and its tokens."""
-        share = self.matches.value if lookup else 0.0
-        tokens = 1.0 + float(np.cumprod(self._rates(self.ngrams, lookup)).sum())
+        share = ngrams.matches.value if lookup else 0.0
+        tokens = 1.0 + float(np.cumprod(self._rates(ngrams.places, lookup)).sum())
         return share, (1 - share) ** self.live, share**self.live if lookup else 0.0, tokens
 
     def seconds_to_verify(self, mode: str, lookahead: int) -> float:
@@ -223,26 +219,35 @@ class CostModel:
         """Returns how many outcomes of each row fit the memory, at least 1."""
         return max(1, min(self.most_q, self.most_states) // max(1, lookahead))
 
-    def plain(self) -> float:
-        """Returns tokens per second of plain decoding, all rows together."""
-        return self.live / self.seconds_to_verify(PLAIN, 0)
+    def plain(self, lookup: int = 0) -> float:
+        """
+        Returns tokens per second of plain decoding, all rows together, or of verifying up to `lookup` tokens of an
+        n-gram in the rows that have one.
+        """
+        share, none, _, ngram = self._share(self.alone, lookup)
+        seconds = none * self.seconds_to_verify(PLAIN, 0) + (1 - none) * self.seconds_to_verify(PLAIN, lookup)
+        return self.live * (1 + share * (ngram - 1)) / seconds
 
     def in_turn(self, lookahead: int, lookup: int = 0) -> float:
         """
         Returns tokens per second of drafting `lookahead` tokens after each outcome, or of verifying up to `lookup`
         tokens of an n-gram in the rows that have one.
         """
-        share, none, every, ngram = self._share(lookup)
-        seconds = none * self.seconds_to_verify(IN_TURN, lookahead)
-        seconds += (1 - none) * self.seconds_to_verify(IN_TURN, max(lookahead, lookup)) if lookup else 0.0
+        gain, seconds, every = self._verified_in_turn(lookahead, lookup)
         seconds += (1 - every) * self.seconds_to_draft(IN_TURN, lookahead)
-        gain = share * ngram + (1 - share) * self.tokens(lookahead)[-1]
         return self.live * gain / (seconds + self.durations.unexplained[IN_TURN](0))
 
-    def may_reach(self, speed: float) -> bool:
+    def _verified_in_turn(self, lookahead: int, lookup: int) -> tuple[float, float, float]:
+        """Returns the tokens of a row, the seconds of the verification, and how often all rows have an n-gram."""
+        share, none, every, ngram = self._share(self.beside, lookup)
+        seconds = none * self.seconds_to_verify(IN_TURN, lookahead)
+        seconds += (1 - none) * self.seconds_to_verify(IN_TURN, max(lookahead, lookup)) if lookup else 0.0
+        return share * ngram + (1 - share) * self.tokens(lookahead)[-1], seconds, every
+
+    def may_reach(self, speed: float, lookup: int = 0) -> bool:
         """Whether drafting would exceed this number of tokens per second if the draft took no time."""
-        verified = ((k, self.seconds_to_verify(IN_TURN, k)) for k in LOOKAHEADS)
-        return any(self.live * self.tokens(k)[-1] / seconds > speed for k, seconds in verified)
+        verified = (self._verified_in_turn(lookahead, lookup) for lookahead in LOOKAHEADS)
+        return any(self.live * gain / seconds > speed for gain, seconds, _ in verified)
 
     def best_after_miss(self, lookahead: int) -> int:
         """Returns how many tokens, up to `lookahead`, are worth drafting just in time."""
@@ -253,24 +258,25 @@ class CostModel:
     def _after_a_miss(self, lookahead: int) -> float:
         return self.seconds_to_verify(AHEAD, lookahead) + self.seconds_to_draft(AHEAD, lookahead)
 
-    def ahead(self, lookahead: int, budgets, after_miss: int | None = None, lookup: int = 0) -> dict[int, float]:
+    def ahead(self, lookahead: int, budgets, after_miss: int | None = None, lookups=(0,)) -> dict[tuple, float]:
         """
-        Returns tokens per second of drafting ahead by budget. A budget, except the first, is left out if its last pass
-        could not begin before the outcome comes, because its branches would stay shorter.
+        Returns tokens per second of drafting ahead by budget and lookup. A budget, except the first, is left out if its
+        last pass could not begin before the outcome comes, because its branches would stay shorter.
 
         Args:
             lookahead (`int`): Tokens in each branch.
             budgets (`Iterable[int]`): Outcomes of each row.
             after_miss (`int`, *optional*): Tokens after a miss; the best number by default.
-            lookup (`int`, *optional*): Most tokens of an n-gram, which the rows that have one verify instead.
+            lookups (`Iterable[int]`, *optional*): Most tokens of an n-gram, which the rows that have one verify
+                instead; 0 without n-grams.
         """
         tokens, verify = self.tokens(lookahead), self.seconds_to_verify(AHEAD, lookahead)
         missed = self.best_after_miss(lookahead) if after_miss is None else after_miss
-        after_hit, after_a_miss, (share, none, _, ngram) = verify, self._after_a_miss(missed), self._share(lookup)
-        if lookup:
+        after_a_miss, verify_missed, shares = self._after_a_miss(missed), self.seconds_to_verify(AHEAD, missed), {}
+        for lookup in lookups:
+            share, none, _, ngram = self._share(self.beside, lookup)
             wide = self.seconds_to_verify(AHEAD, max(lookahead, lookup))
-            after_hit += (1 - none) * (wide - verify)
-            after_a_miss += (1 - none) * (wide - self.seconds_to_verify(AHEAD, missed))
+            shares[lookup] = share, ngram, (1 - none) * (wide - verify), (1 - none) * (wide - verify_missed)
         prepared = [budget * self.workers for budget in budgets]
         speeds = {}
         for budget, hit_rate in zip(budgets, self.hit_rates(self.acceptance(lookahead), prepared)):
@@ -278,13 +284,14 @@ class CostModel:
             late = max(0.0, preparing - verify)
             if speeds and late > self.seconds_of_a_pass(lookahead, budget):
                 continue
-            # A single row that misses, and has no n-gram, makes all rows wait.
-            all_hit = (share + (1 - share) * hit_rate) ** self.live
-            gain = all_hit * tokens[lookahead] + (1 - all_hit) * tokens[missed]
-            gain = share * ngram + (1 - share) * gain
-            seconds = all_hit * after_hit + (1 - all_hit) * after_a_miss
-            seconds += late + self.durations.unexplained[AHEAD](budget)
-            speeds[budget] = self.live * gain / seconds
+            late += self.durations.unexplained[AHEAD](budget)
+            for lookup, (share, ngram, more_after_hit, more_after_a_miss) in shares.items():
+                # A single row that misses, and has no n-gram, makes all rows wait.
+                all_hit = (share + (1 - share) * hit_rate) ** self.live
+                gain = all_hit * tokens[lookahead] + (1 - all_hit) * tokens[missed]
+                gain = share * ngram + (1 - share) * gain
+                seconds = all_hit * (verify + more_after_hit) + (1 - all_hit) * (after_a_miss + more_after_a_miss)
+                speeds[budget, lookup] = self.live * gain / (seconds + late)
         return speeds
 
     @property

@@ -4,6 +4,7 @@ import numpy as np
 
 from ..config import SSDConfig
 from ..drafting.cache_shapes import CANDIDATES, shape_for
+from ..drafting.ngrams import LONGEST_NGRAM
 
 RELATIVE_SLOPE = 0.02  # guess while all observations have the same size: cost of a token over the fixed part
 LARGEST_SURPRISE = 3.0  # times the expected duration, at which a longer duration is cut: the machine had a hiccup
@@ -89,6 +90,36 @@ class Line:
     def __call__(self, units: float) -> float:
         """Returns the expected seconds, 0 before the first observation."""
         return self.fixed + self.slope * units
+
+
+class NgramRates:
+    """
+    How often n-grams are right.
+
+    Args:
+        memory (`float`, *optional*, defaults to 0.99): See [`Average`].
+
+    Attributes:
+        matches ([`Average`]): How often the text of a row gives an n-gram.
+        places (`list[Average]`): By place in an n-gram, how often its token is right if the tokens before it are.
+    """
+
+    def __init__(self, memory: float = 0.99):
+        self.matches = Average(0.5, 2.0)
+        self.places = [Average(0.0, 0.0, memory) for _ in range(LONGEST_NGRAM)]
+
+    @property
+    def averages(self) -> list[Average]:
+        return [self.matches, *self.places]
+
+    def observe(self, given: int, gained: int) -> None:
+        """
+        Learns from a row that has gained some tokens, of which an n-gram would have given `given`, the bonus token
+        included, or 0 without a match.
+        """
+        self.matches.observe(given > 0)
+        for place in range(min(given, gained, LONGEST_NGRAM)):  # the rest was not tested
+            self.places[place].observe(place < given - 1)
 
 
 class HitRates:

@@ -1,9 +1,8 @@
 """Measurements that calls with a pair of models leave to later calls: durations, and how often drafts are right."""
 
 from ..config import SSDConfig
-from ..drafting.ngrams import LONGEST_NGRAM
 from ..rounds import AHEAD, IN_TURN, PLAIN
-from .estimates import Average, HitRates, Line
+from .estimates import Average, HitRates, Line, NgramRates
 from .trials import Trials
 
 SAGUARO_VALUES = (1.0, 0.7, 0.4, 0.1)  # values of C to try
@@ -58,9 +57,8 @@ class Experience:
         accepted (`list[Average]`): By place in a speculation, how often its token was accepted if the
             tokens before it were.
         hit_rates_if (`dict[bool, HitRates]`): Hit rates if a parallel draft reads the speculation first, and if not.
-        matches ([`Average`]): How often the text of a row gives an n-gram.
-        ngrams (`list[Average]`): By place in an n-gram that competes with a draft, how often its token is right if the
-            tokens before it are.
+        alone, beside ([`NgramRates`]): Of n-grams that are verified without a draft, and of those that compete with a
+            draft, which need longer matches.
         saguaro, feeds_first ([`Trials`], *optional*): Settings that are tried.
         chosen (`tuple`, *optional*): Mode, lookahead and budget that were chosen last.
         probed (`str`, *optional*): The mode that is probed until the round `probe_until`.
@@ -71,8 +69,7 @@ class Experience:
         self.accepted = [Average(0.0, 0.0, memory=0.999) for _ in range(longest)]
         # The guesses of a parallel draft are better if it has read the speculation.
         self.hit_rates_if = {feeds_first: HitRates(config) for feeds_first in (True, False)}
-        self.matches = Average(0.5, 2.0)
-        self.ngrams = [Average(0.0, 0.0, memory=0.999) for _ in range(LONGEST_NGRAM)]
+        self.alone, self.beside = NgramRates(memory=0.999), NgramRates(memory=0.999)
         is_planned = config.lookahead == "auto"
         self.saguaro = Trials(SAGUARO_VALUES) if config.saguaro_c == "auto" and is_planned and sampled else None
         self.feeds_first = Trials((False, True)) if is_parallel and is_planned and config.asynchronous else None

@@ -1,7 +1,7 @@
 """A plan that the settings give, for calls in which nothing is measured and nothing is chosen."""
 
 from ..config import SSDConfig
-from ..rounds import AHEAD, IN_TURN, PRIMARY, Plan, RoundRecord
+from ..rounds import AHEAD, IN_TURN, MTP, PRIMARY, Plan, RoundRecord
 
 
 class FixedPlan:
@@ -23,7 +23,8 @@ class FixedPlan:
 
     def __init__(self, config: SSDConfig, is_parallel: bool = False):
         mode, budget = (AHEAD, config.budget) if config.asynchronous else (IN_TURN, 0)
-        fallback = config.fallback if isinstance(config.fallback, str) and config.fallback != "auto" else PRIMARY
+        is_named = isinstance(config.fallback, str) and config.fallback not in ("auto", MTP)
+        fallback = config.fallback if is_named else PRIMARY
         c = 1.0 if config.saguaro_c == "auto" else config.saguaro_c
         feeds_first = not is_parallel or self.reads_first
         self.plan = Plan(mode, config.lookahead, config.lookahead, budget, fallback, c, feeds_first)

@@ -28,7 +28,7 @@ class LookupCosts(CostModel):
         costs.step[IN_TURN].observe(self.live, now.answer_seconds)
         for row in now.live:
             has_match = now.sources[row] == NGRAM
-            seen.matches.observe(has_match)
+            seen.alone.matches.observe(has_match)
             for place in range(min(now.accepted[row] + 1, now.proposed(row), len(self.accepted)) if has_match else 0):
                 for average in (self.accepted[place], seen.accepted[place]):
                     average.observe(place < now.accepted[row])
@@ -42,12 +42,12 @@ class LookupCosts(CostModel):
         Returns tokens per second of proposing up to `lookahead` tokens for each row that has a match. Where matches are
         rare, lookups cost nothing, so they go on as long as the tokens of a match pay.
         """
-        share = max(RARE, self.experience.matches.value)
+        share = max(RARE, self.experience.alone.matches.value)
         none_matches = (1 - share) ** self.live
         verify = none_matches * self.seconds_to_verify(IN_TURN, 0)
         verify += (1 - none_matches) * self.seconds_to_verify(IN_TURN, lookahead)
         gain = 1 + share * (self.tokens(lookahead)[-1] - 1)
         return self.live * gain / (verify + self.seconds_to_draft(IN_TURN, lookahead))
 
-    def may_reach(self, speed: float) -> bool:
+    def may_reach(self, speed: float, lookup: int = 0) -> bool:
         return False  # nothing but rounds would measure lookups again

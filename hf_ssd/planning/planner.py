@@ -2,11 +2,12 @@
 Chooses the plan to follow next: the plan that is expected to give the most tokens per second.
 
 A plan has a mode: `ahead` prepares outcomes while the target verifies (SSD), `in_turn` drafts after each outcome
-(ordinary speculative decoding), `plain` does not draft. In the first rounds with a pair the target decodes plainly
-while the worker times its passes, its *profile*; one of these rounds verifies filler tokens in the place of drafted
-tokens, to time a wider pass. From then on each round's record corrects the costs, acceptance and hit rates, and from
-time to time the best plan of a grid is chosen by them. A mode that is not in use has no new records, so it is probed
-from time to time. If only a quicker draft would make drafting worthwhile, the pair is profiled again.
+(ordinary speculative decoding), `plain` does not draft, but may verify n-grams of the text. In the first rounds with a
+pair the target decodes plainly while the worker times its passes, its *profile*; one of these rounds verifies filler
+tokens in the place of drafted tokens, to time a wider pass. From then on each round's record corrects the costs,
+acceptance and hit rates, and from time to time the best plan of a grid is chosen by them. A mode that is not in use has
+no new records, so it is probed from time to time. If only a quicker draft would make drafting worthwhile, the pair is
+profiled again.
 """
 
 import dataclasses
@@ -17,8 +18,9 @@ from collections import Counter
 from transformers.utils import logging
 
 from ..config import SSDConfig
-from ..rounds import AHEAD, FILLER, IN_TURN, PLAIN, PRIMARY, Plan, RoundRecord
-from .cost_model import BUDGETS, LOOKAHEADS, LOOKUPS, CostModel
+from ..drafting.ngrams import LONGEST_NGRAM
+from ..rounds import AHEAD, FILLER, IN_TURN, MTP, PLAIN, PRIMARY, Plan, RoundRecord
+from .cost_model import BUDGETS, LOOKAHEADS, CostModel
 from .experience import Durations, Experience
 from .lookup_costs import LookupCosts
 from .profile import KNOWN, RUNNING, WANTED, Profile
@@ -79,11 +81,12 @@ class Planner:
         self.chooses_lookahead = config.lookahead == "auto"
         self.may_take_turns = not config.asynchronous or (self.chooses_lookahead and config.budget == "auto")
         self.profile = Profile(self.durations, config.asynchronous, self.chooses_lookahead)
-        is_named = isinstance(config.fallback, str) and config.fallback != "auto"
+        is_named = isinstance(config.fallback, str) and config.fallback not in ("auto", MTP)
         self.fallback = config.fallback if is_named else PRIMARY
-        has_competition = config.drafter != "ngram" and config.fallback == "auto" and workers == 1
-        self.may_look_up = self.chooses_lookahead and has_competition
+        self.may_look_up = self.chooses_lookahead and config.drafter != "ngram" and config.fallback == "auto"
+        self.may_compete = self.may_look_up and workers == 1
         self.lookups: dict[tuple, int] = {}  # most tokens of an n-gram, by mode, lookahead and budget; 0 if not there
+        self.plain_gain = 1.0  # of n-grams without a draft, expected when the plan was last chosen
         self.saguaro, self.feeds_first = self.experience.saguaro, self.experience.feeds_first
         if self.feeds_first is not None:
             self.costs.feeds_first = self.feeds_first.value
@@ -175,7 +178,11 @@ class Planner:
                 self.plan = dataclasses.replace(self.plan, feeds_first=self.feeds_first.value)
             if self.costs.live != self.live and self.plan.mode != PLAIN:
                 self.due = seen.rounds
-            if seen.rounds >= self.due and self._may_choose:
+            is_due = seen.rounds >= self.due
+            if self.plan.mode == PLAIN and seen.rounds % EPOCH_ROUNDS == 0 and not is_due:
+                gain, _ = self._plain_gain()  # n-grams are counted in plain rounds too
+                is_due = not self.plain_gain / HYSTERESIS < gain < self.plain_gain * HYSTERESIS
+            if is_due and self._may_choose:
                 self._choose()
 
     # ---------------------------------------------------------------- the choice
@@ -183,14 +190,17 @@ class Planner:
     def _choose(self) -> None:
         seen, speeds = self.experience, self._speeds()
         self.live, self.due = self.costs.live, seen.rounds + (EPOCH_ROUNDS if seen.rounds >= FIRST_EPOCHS else 1)
-        if all(mode == PLAIN for mode, *_ in speeds):  # the draft is not known yet
+        if all(mode == PLAIN for mode, *_ in speeds):  # the draft is not known yet, or its measurements are forgotten
+            if self.plan.mode == PLAIN and speeds:
+                self.plan = self._plan_of(PLAIN, 0, 0)
+                self._explain((PLAIN, 0, 0), speeds, (PLAIN, 0, 0))
             return
         best = max(speeds, key=speeds.get)
         if speeds[best] < HYSTERESIS * speeds.get(seen.chosen, 0.0) and seen.rounds > 2 * EPOCH_ROUNDS:
             best = seen.chosen
         chosen = self._probe(best, speeds) or best
         if chosen == best and best[0] == PLAIN:
-            self.due = seen.probe_at  # plain rounds teach nothing new, and choosing would slow them down
+            self.due = seen.probe_at  # plain rounds teach nothing new of drafts, and choosing would slow them down
         seen.chosen = chosen
         self.plan = self._plan_of(*chosen)
         self._explain(chosen, speeds, best)
@@ -198,29 +208,43 @@ class Planner:
     def _speeds(self) -> dict[tuple[str, int, int], float]:
         """
         Returns the expected tokens per second of all plans, by mode, lookahead and budget, each with the n-grams that
-        are best for it. Where texts repeat themselves, one of them drafts nothing and looks up n-grams alone.
+        are best for it. Plain decoding drafts nothing, and looks up n-grams alone where they pay.
         """
-        config, costs = self.config, self.costs
+        config, costs, speeds = self.config, self.costs, {}
         lookaheads = LOOKAHEADS if self.chooses_lookahead else (config.lookahead,)
-        speeds = {(PLAIN, 0, 0): costs.plain()} if self.chooses_lookahead and costs.knows(PLAIN) else {}
-        self.lookups, lookups = {}, LOOKUPS if self.may_look_up and costs.repeats else ()
+        self.lookups = {}
+        if self.chooses_lookahead and costs.knows(PLAIN):
+            self.plain_gain, self.lookups[PLAIN, 0, 0] = self._plain_gain()
+            speeds[PLAIN, 0, 0] = self.plain_gain * costs.plain()
         takes_turns = self.may_take_turns and costs.knows(IN_TURN)
-        if takes_turns and lookups:
-            self.lookups[IN_TURN, 0, 0] = max(lookups, key=lambda lookup: costs.in_turn(0, lookup))
-            speeds[IN_TURN, 0, 0] = costs.in_turn(0, self.lookups[IN_TURN, 0, 0])
+        lookups = self._lookups
         for lookahead in lookaheads:
-            for lookup in (0, *(one for one in lookups if one >= lookahead)):
-                found = {(IN_TURN, lookahead, 0): costs.in_turn(lookahead, lookup)} if takes_turns else {}
-                if config.asynchronous and costs.knows(AHEAD):
-                    most = costs.largest_budget(lookahead)
-                    budgets = [b for b in BUDGETS if b <= most] if config.budget == "auto" else [config.budget]
-                    after_miss = None if self.chooses_lookahead else lookahead
-                    ahead = costs.ahead(lookahead, budgets, after_miss, lookup)
-                    found |= {(AHEAD, lookahead, budget): speed for budget, speed in ahead.items()}
-                for plan, speed in found.items():
-                    if not lookup or speed > WORTH_NGRAMS * speeds[plan]:
-                        speeds[plan], self.lookups[plan] = speed, lookup
+            found = {(IN_TURN, 0, lookup): costs.in_turn(lookahead, lookup) for lookup in lookups if takes_turns}
+            if config.asynchronous and costs.knows(AHEAD):
+                most = costs.largest_budget(lookahead)
+                budgets = [b for b in BUDGETS if b <= most] if config.budget == "auto" else [config.budget]
+                after_miss = None if self.chooses_lookahead else lookahead
+                ahead = costs.ahead(lookahead, budgets, after_miss, lookups)
+                found |= {(AHEAD, *place): speed for place, speed in ahead.items()}
+            for (mode, budget, lookup), speed in found.items():
+                plan = mode, lookahead, budget
+                if not lookup or speed > WORTH_NGRAMS * speeds[plan]:
+                    speeds[plan], self.lookups[plan] = speed, lookup
         return speeds
+
+    @property
+    def _lookups(self) -> tuple[int, ...]:
+        """The numbers of tokens that n-grams may have beside a draft, 0 for none."""
+        return (0, LONGEST_NGRAM) if self.may_compete and self.costs.repeats(self.costs.beside) else (0,)
+
+    def _plain_gain(self) -> tuple[float, int]:
+        """Returns the expected gain by n-grams over plain decoding, and their most tokens; 1 and 0 for none."""
+        costs = self.costs
+        if self.may_look_up and costs.repeats(costs.alone):
+            gain = costs.plain(LONGEST_NGRAM) / costs.plain()
+            if gain > WORTH_NGRAMS:
+                return gain, LONGEST_NGRAM
+        return 1.0, 0
 
     def _probe(self, best: tuple, speeds: dict) -> tuple | None:
         """
@@ -245,7 +269,7 @@ class Planner:
             seen.probe_at, seen.probe_until = seen.rounds + seen.probe_distance, seen.rounds + PROBE_ROUNDS
             seen.probed = min(hopeful, key=lambda mode: used.get(mode, -1), default=None)
             is_hopeless = not {IN_TURN, AHEAD} & {*hopeful} and self.profile.state == KNOWN
-            if is_hopeless and self.costs.may_reach(PROBED_GAIN * speeds[best]):
+            if is_hopeless and self.costs.may_reach(PROBED_GAIN * speeds[best], self._lookups[-1]):
                 self.durations.forget({IN_TURN, AHEAD} - {best[0]})
         else:
             return None
@@ -256,15 +280,15 @@ class Planner:
         return of_mode[seen.probed]
 
     def _plan_of(self, mode: str, lookahead: int, budget: int) -> Plan:
+        lookup = self.lookups.get((mode, lookahead, budget), 0)
         if mode == PLAIN:
-            return Plan(PLAIN)
+            return Plan(PLAIN, lookup=lookup)
         after_miss = self.costs.best_after_miss(lookahead) if self.chooses_lookahead and mode == AHEAD else lookahead
         if not self.costs.knows(AHEAD):
             after_miss = lookahead
         c = self.config.saguaro_c if self.saguaro is None else self.saguaro.value
         budget = budget if mode == AHEAD else 0
         c = 1.0 if c == "auto" else c
-        lookup = self.lookups.get((mode, lookahead, budget), 0)
         return Plan(mode, lookahead, after_miss, budget, self.fallback, c, self.costs.feeds_first, lookup)
 
     # ---------------------------------------------------------------- the reason

@@ -13,8 +13,10 @@ def reason_for(chosen: tuple[str, int, int], speeds: dict[tuple, float], costs: 
         lookup (`int`, *optional*): The plan's most tokens of an n-gram.
     """
     mode, lookahead, budget = chosen
-    ngrams = f"n-grams of up to {lookup} tokens where the text repeats itself ({costs.matches.value:.2f} of the rounds)"
-    if mode == IN_TURN and not lookahead:
+    rates = costs.alone if mode == PLAIN else costs.beside
+    share = f"{rates.matches.value:.2f} of the rounds"
+    ngrams = f"n-grams of up to {lookup} tokens where the text repeats itself ({share})"
+    if mode == PLAIN and lookup:
         return f"not drafting, but {ngrams}"
     also = f", and {ngrams}" if lookup else ""
     if mode == AHEAD:
@@ -33,8 +35,6 @@ def reason_for(chosen: tuple[str, int, int], speeds: dict[tuple, float], costs: 
             f"drafting takes {1e3 * draft:.1f} ms and verification {1e3 * verify:.1f} ms: drafting in turn, "
             f"lookahead {lookahead}{also}"
         )
-    drafting = max((speed for plan, speed in speeds.items() if plan[0] != PLAIN), default=0.0)
-    return (
-        f"not drafting: expected {drafting / speeds[chosen]:.2f} times plain decoding's speed "
-        f"(estimated acceptance {costs.acceptance(1)[0]:.2f})"
-    )
+    drafting = [speed for plan, speed in speeds.items() if plan[0] != PLAIN]
+    expected = f": expected {max(drafting) / speeds[chosen]:.2f} times plain decoding's speed" if drafting else ""
+    return f"not drafting{expected} (estimated acceptance {costs.acceptance(1)[0]:.2f})"

@@ -9,13 +9,15 @@ import hf_ssd
 from hf_ssd.drafting import ngrams, speculator
 from hf_ssd.drafting.drafter import Completion
 from hf_ssd.drafting.prompt_lookup import PromptLookup
+from hf_ssd.generation import loop, verification
 from hf_ssd.planning.cost_model import CostModel
 from hf_ssd.planning.fixed_plan import FixedPlan
-from hf_ssd.rounds import IN_TURN, NGRAM, PREPARED, PRIMARY
+from hf_ssd.rounds import IN_TURN, NGRAM, NOTHING, PLAIN, PREPARED, PRIMARY, Plan
 
 from ..conftest import padded_batch, tiny_draft, tiny_model
 from . import test_sampled
 from .conftest import preparing
+from .test_prompt_lookup import every_pair  # noqa: F401
 from .test_sampled import p_value, small  # noqa: F401
 
 FEW = 12  # tokens, so that texts repeat themselves
@@ -123,15 +125,36 @@ def test_a_match_one_position_off_is_noticed(pair, competing, monkeypatch):
 @pytest.fixture
 def wide_passes_are_free(monkeypatch):
     monkeypatch.setattr(CostModel, "seconds_to_verify", lambda *_: 1.0)
-    monkeypatch.setattr(CostModel, "seconds_to_draft", lambda costs, mode, lookahead: 0.1 * lookahead)
+    monkeypatch.setattr(CostModel, "seconds_to_draft", lambda costs, mode, lookahead: 0.01 * lookahead)
 
 
 def test_a_planned_call_lets_ngrams_compete_where_the_text_repeats_itself(pair, wide_passes_are_free):
-    output, plain = call(*pair, asynchronous=False, lookahead="auto", budget="auto", new_tokens=100)
+    draft = tiny_draft(vocab_size=FEW, disagreement=0.005)
+    output, plain = call(pair[0], draft, asynchronous=False, lookahead="auto", budget="auto", new_tokens=100)
     stats = output.ssd_stats
     assert torch.equal(output.sequences, plain) and "n-grams of up to" in stats.reason
-    assert sum(accepted_of(stats, NGRAM)) > 40 and stats.column("mode").count(IN_TURN) > 0.9 * stats.rounds
+    assert sum(accepted_of(stats, NGRAM)) > 40 and stats.column("mode").count(IN_TURN) > 0.8 * stats.rounds
     assert {record.lookup for record in stats.records} >= {0, 16}  # first it is seen that they would be right
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_planned_call_with_a_draft_that_does_not_pay_verifies_ngrams_alone(
+    pair, assistant, wide_passes_are_free, monkeypatch, asynchronous
+):
+    """Most rounds ask no draft, and their n-grams are found after two tokens that have occurred before."""
+    monkeypatch.setattr(CostModel, "seconds_to_draft", lambda costs, mode, lookahead: 100.0 * lookahead)
+    monkeypatch.setattr(CostModel, "seconds_to_prepare", lambda *_: 100.0)
+    target, draft = pair
+    draft = assistant if asynchronous else draft
+    output, plain = call(target, draft, asynchronous=asynchronous, lookahead="auto", budget="auto", new_tokens=200)
+    stats = output.ssd_stats
+    assert torch.equal(output.sequences, plain) and stats.reason.startswith("not drafting, but n-grams of up to 16")
+    alone = [record for record in stats.records if record.mode == PLAIN and record.lookup]
+    assert len(alone) > 0.6 * stats.rounds and {record.lookup for record in alone} == {16}
+    assert {source for record in alone for source in record.sources} == {NGRAM, NOTHING}
+    given = [record for record in stats.records if any(n > 0 for n in record.ngram_tokens)]
+    assert min(m for r in given for m, n in zip(r.ngram_matched, r.ngram_tokens) if n > 0) < ngrams.LEAST_MATCHED
+    assert sum(record.accepted[row] for record in alone for row in record.live if record.sources[row] == NGRAM) > 100
 
 
 @pytest.mark.slow
@@ -206,3 +229,41 @@ def the_drafts_q(monkeypatch):
 def test_an_ngram_that_does_not_count_as_certain_is_noticed(small, some_pairs, monkeypatch, mutant):  # noqa: F811
     mutant(monkeypatch)
     assert sampled(small, seed=31) < 1e-6
+
+
+class Alone:
+    """A planner with which n-grams of the text are verified, and nothing is drafted."""
+
+    profiles, plan = False, Plan(PLAIN, lookup=7)
+
+    def begin_call(self):
+        pass
+
+    def observe(self, before, now):
+        pass
+
+    def reason_of(self, records):
+        assert any((record.mode, {*record.sources}) == (PLAIN, {NGRAM}) for record in records)
+        return ""
+
+
+def sampled_alone(small, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(loop, "planner_for", lambda *_: Alone())
+    return p_value(*small, calls=12, seed=2, lookahead="auto", budget="auto")
+
+
+@pytest.mark.slow
+def test_strings_of_ngrams_without_a_draft_have_the_targets_distribution(small, every_pair, monkeypatch):  # noqa: F811
+    assert sampled_alone(small, monkeypatch) > 1e-3
+
+
+@pytest.mark.slow
+def test_a_rejected_ngram_that_may_come_again_is_noticed(small, every_pair, monkeypatch):  # noqa: F811
+    """The mutant for the test above: the next token is drawn from p although the n-gram's token was rejected."""
+    residual = verification.residual_distribution
+
+    def as_drawn(p, q, drafted, accepted):
+        return residual(p, q, drafted, accepted) if q is not None else p[torch.arange(len(accepted)), accepted]
+
+    monkeypatch.setattr(verification, "residual_distribution", as_drawn)
+    assert sampled_alone(small, monkeypatch) < 1e-6

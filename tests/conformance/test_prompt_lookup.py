@@ -205,7 +205,7 @@ def test_a_match_one_position_off_is_noticed(repeating, monkeypatch):
     """The mutant for the tests of equality: such tokens are hardly ever accepted, and the answer is the same."""
     right = look_up(repeating, lookahead=5, new_tokens=80)
     propose = PromptLookup.propose
-    monkeypatch.setattr(PromptLookup, "propose", lambda self, count: propose(self, count + 1)[1:])
+    monkeypatch.setattr(PromptLookup, "propose", lambda self, count, least: propose(self, count + 1, least)[1:])
     wrong = look_up(repeating, lookahead=5, new_tokens=80)
     assert torch.equal(wrong.sequences, right.sequences)
     assert wrong.ssd_stats.acceptance_rate < 0.7 * right.ssd_stats.acceptance_rate
@@ -258,7 +258,7 @@ def test_hf_ssd_generate_looks_up_without_an_assistant_model():
 
 def test_advice_for_a_text_that_hardly_repeats_itself_names_a_draft_model(repeating, monkeypatch):
     propose = PromptLookup.propose
-    monkeypatch.setattr(PromptLookup, "propose", lambda self, count: [(t + 1) % FEW for t in propose(self, count)])
+    monkeypatch.setattr(PromptLookup, "propose", lambda *request: [(t + 1) % FEW for t in propose(*request)])
     output = repeating.generate(
         **prompts(1),
         max_new_tokens=80,

@@ -106,7 +106,7 @@ def sampled_with_a_seed(target, model, asynchronous):
 def budgets_by_chance(monkeypatch):
     """The planner chooses budgets by what things take; here that changes all the time."""
     chance = random.Random(1)
-    by_chance = lambda costs, lookahead, budgets, *_: {budget: chance.random() for budget in budgets}  # noqa: E731
+    by_chance = lambda costs, lookahead, budgets, *_: {(budget, 0): chance.random() for budget in budgets}  # noqa: E731
     monkeypatch.setattr(CostModel, "ahead", by_chance)
 
 
@@ -261,7 +261,7 @@ SETTINGS = {
 @pytest.fixture
 def drafting(monkeypatch):
     """The plan always drafts, although plain decoding of so small models is faster."""
-    monkeypatch.setattr(CostModel, "plain", lambda costs: 0.0)
+    monkeypatch.setattr(CostModel, "plain", lambda *_: 1e-9)
 
 
 LONG = ("C = 0", "n-grams", "random", "custom, certain", "custom, drawn")

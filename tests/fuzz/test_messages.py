@@ -29,7 +29,7 @@ def read_speculation(payload):
     speculation = wire.read_speculation(payload, ROWS)
     tokens, record = speculation.tokens, speculation.record
     assert len(tokens) == ROWS and speculation.width <= LONGEST_LOOKAHEAD
-    assert len(record.sources) == len(record.ranks) == len(record.ngram_tokens) == ROWS
+    assert len(record.sources) == len(record.ranks) == ROWS
     assert len(record.lengths) == ROWS and all(0 <= record.proposed(row) <= record.lookahead for row in range(ROWS))
     assert record.mode in MODES and {*record.sources} <= {*SOURCES} and record.draft_seconds < math.inf
     assert min(record.lookahead, record.budget, record.passes, record.steps) >= 0

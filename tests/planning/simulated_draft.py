@@ -43,16 +43,7 @@ class SimulatedSession(SeveralDrafts):
         self.draft, self.world, self.profiles = draft, draft.world, request.profile
         self.sessions, self.on_close = [Worker(self, index) for index in range(len(draft.workers))], lambda: None
         self.preparing, self.is_misled, self.is_behind = Plan(PLAIN), False, False
-        self.matched, self.ngram_tokens = [False] * self.rows, []
-
-    def look_up(self, competed, accepted, chance):
-        """Counts how many tokens n-grams gave or would have given, and looks up which rows have one now."""
-        world, self.ngram_tokens = self.world, []
-        for matched, is_ngram, k in zip(self.matched, competed, accepted):
-            if matched and not is_ngram:
-                k = next((n for n in range(k + 1) if chance.random() > world.ngram_acceptance), k + 1)
-            self.ngram_tokens.append(1 + k if matched else 0)
-        self.matched = [chance.random() < world.repeats for _ in accepted] if world.repeats else [False] * self.rows
+        self.matched = [False] * self.rows
 
     def prepare(self, width, verification, ranks, hits, measured):
         """Prepares while the target verifies, and returns the seconds that this takes."""
@@ -80,7 +71,7 @@ class SimulatedSession(SeveralDrafts):
         speculation, lookup = super().receive_speculation(), self.plan.lookup
         self.preparing, self.profiles = self.plan, False
         record, width = speculation.record, speculation.width
-        record.lookup, record.ngram_tokens = lookup, self.ngram_tokens
+        record.lookup = lookup
         if lookup and any(self.matched):
             if all(self.matched):
                 width = record.steps = record.answer_seconds = 0
@@ -88,6 +79,31 @@ class SimulatedSession(SeveralDrafts):
             record.lengths = [lookup if one else width for one in self.matched]
             speculation.tokens = self.verified = [[0] * max(width, lookup)] * self.rows
         return speculation
+
+
+class SimulatedNgrams:
+    """The n-grams of a call, in the place of [`~hf_ssd.drafting.ngrams.Ngrams`]."""
+
+    def __init__(self, world, chance):
+        self.world, self.chance, self.gave = world, chance, []
+        self.matches, self.proposed, self.matched = [False] * world.rows, None, [0] * world.rows
+
+    def look_up(self, verified, accepted):
+        """Decides how many tokens n-grams gave or would have given, and which rows have one now."""
+        world, self.gave = self.world, []
+        for has_match, is_ngram, k in zip(self.matches, verified, accepted):
+            if has_match and not is_ngram:
+                k = next((n for n in range(k + 1) if self.chance.random() > world.ngram_acceptance), k + 1)
+            self.gave.append(1 + k if has_match else 0)
+        self.matches = [bool(world.repeats) and self.chance.random() < world.repeats for _ in accepted]
+
+    def take_in(self, new):
+        proposed, self.proposed = self.proposed, None
+        return [-1] * len(new) if proposed is None else self.gave
+
+    def propose(self, finished, alone):
+        self.proposed, self.matched = [[0] * 16 * one for one in self.matches], [16 * one for one in self.matches]
+        return self.proposed
 
 
 class Worker:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,13 +11,14 @@ from transformers import LogitsProcessor, LogitsProcessorList, set_seed
 import hf_ssd
 from hf_ssd.distributed import payloads, wire
 from hf_ssd.distributed.assistant import DraftAssistant
-from hf_ssd.distributed.sessions import WorkerSession
+from hf_ssd.distributed.sessions import SessionRequest, WorkerSession
 from hf_ssd.distributed.wire import Kind
 from hf_ssd.drafting.needs import DraftInfo
 from hf_ssd.generation import loop
-from hf_ssd.rounds import AHEAD, IN_TURN, PLAIN, Plan
+from hf_ssd.generation.draft import FaultTolerantDraft
+from hf_ssd.rounds import AHEAD, IN_TURN, NGRAM, NOTHING, PLAIN, PREPARED, PRIMARY, Outcome, Plan
 
-from ..conftest import padded_batch, tiny_model
+from ..conftest import VOCAB, padded_batch, tiny_model
 from ..stand_ins.thread_worker import ThreadWorker
 
 PLAIN_ROUNDS, DRAFTING_ROUNDS, NEW_TOKENS = 6, 3, 70
@@ -27,12 +29,12 @@ class InAndOut:
 
     profiles = False
 
-    def __init__(self, drafting=Plan(AHEAD, 3, 3, 4)):  # noqa: B008
-        self.drafting, self.rounds = drafting, 0
+    def __init__(self, drafting=Plan(AHEAD, 3, 3, 4), plain=Plan(PLAIN)):  # noqa: B008
+        self.drafting, self.plain, self.rounds = drafting, plain, 0
 
     @property
     def plan(self):
-        return Plan(PLAIN) if self.rounds % (PLAIN_ROUNDS + DRAFTING_ROUNDS) < PLAIN_ROUNDS else self.drafting
+        return self.plain if self.rounds % (PLAIN_ROUNDS + DRAFTING_ROUNDS) < PLAIN_ROUNDS else self.drafting
 
     def begin_call(self):
         pass
@@ -58,18 +60,19 @@ def assistant():
         yield assistant
 
 
-def generate(monkeypatch, target, assistant, planner, rows=2, **options):
+def generate(monkeypatch, target, assistant, planner, rows=2, vocab=VOCAB, **options):
     """Returns the output, after it was seen that it is what plain decoding gives."""
     monkeypatch.setattr(loop, "planner_for", lambda *_: planner)
     options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, **options}
+    batch = padded_batch(rows)
+    batch["input_ids"] %= vocab
     output = target.generate(
-        **padded_batch(rows), assistant_model=assistant, ssd_config=hf_ssd.SSDConfig(), return_dict_in_generate=True,
-        **options,
+        **batch, assistant_model=assistant, ssd_config=hf_ssd.SSDConfig(), return_dict_in_generate=True, **options
     )  # fmt: skip
     assert output.ssd_stats.draft_failure is None
     if not options["do_sample"]:
         options.pop("logits_processor", None)
-        assert torch.equal(output.sequences, target.generate(**padded_batch(rows), **options))
+        assert torch.equal(output.sequences, target.generate(**batch, **options))
     return output
 
 
@@ -114,6 +117,52 @@ def test_what_went_by_and_is_not_told_is_noticed(target, assistant, monkeypatch)
 
     monkeypatch.setattr(WorkerSession, "send_outcome", forgetful)
     assert generate(monkeypatch, target, assistant, InAndOut()).ssd_stats.acceptance_rate < 1
+
+
+FEW = 12  # tokens, so that texts repeat themselves
+
+
+def accepted_after_ngrams(monkeypatch, drafting, rows, **options):
+    """
+    A call whose draft is the target, and whose plain rounds verify n-grams. Returns how many n-grams' and drafted
+    tokens were accepted and rejected.
+    """
+    target, counts = hf_ssd.enable(tiny_model(vocab_size=FEW)), {NGRAM: [0, 0], PRIMARY: [0, 0]}
+    with DraftAssistant([ThreadWorker(tiny_model(vocab_size=FEW))]) as assistant:
+        assistant.info = DraftInfo.of(target.config)
+        planner = InAndOut(drafting, Plan(PLAIN, lookup=9))
+        records = generate(monkeypatch, target, assistant, planner, rows, FEW, **options).ssd_stats.records
+        # One message tells of all plain rounds, whatever their number of tokens.
+        sent = [message for message in assistant.workers[0].sent if message.kind == Kind.OUTCOME]
+        assert len(sent) - sum(record.mode != PLAIN for record in records) in (0, 1)  # nobody waits for the last answer
+    for record in records:
+        assert {*record.sources} <= ({NGRAM, NOTHING} if record.mode == PLAIN else {PREPARED, PRIMARY})
+        assert record.lookup == (9 if NGRAM in record.sources else record.lookup)
+        for row in record.live:
+            source = NGRAM if record.mode == PLAIN else PRIMARY
+            counts[source][0] += record.accepted[row]
+            counts[source][1] += record.proposed(row) - record.accepted[row]
+    assert {record.mode for record in records} == {PLAIN, drafting.mode}
+    return counts
+
+
+@pytest.mark.parametrize("drafting", [Plan(AHEAD, 3, 3, 4), Plan(IN_TURN, 3, 3)], ids=lambda plan: plan.mode)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_plain_rounds_that_verify_ngrams_are_told_too(monkeypatch, drafting, rows):
+    counts = accepted_after_ngrams(monkeypatch, drafting, rows)
+    assert counts[NGRAM][0] > 5 and counts[PRIMARY][0] > 20
+    assert counts[PRIMARY][1] <= 2 * rows  # the draft knows all tokens; only the end of a text cuts its proposals
+
+
+def test_ngrams_that_are_not_told_are_noticed(monkeypatch):
+    """The mutant for the test above: plain rounds count as rounds of one token."""
+    followed_by = Outcome.followed_by
+    monkeypatch.setattr(
+        Outcome, "followed_by", lambda self, other, proposed: followed_by(
+            self, Outcome([min(k, 0) for k in other.accepted], other.bonus), proposed
+        )
+    )  # fmt: skip
+    assert accepted_after_ngrams(monkeypatch, Plan(IN_TURN, 3, 3), 1)[PRIMARY][1] > 2
 
 
 def test_a_seed_repeats_a_sampled_call_whose_plans_are_the_same(target, assistant, monkeypatch):
@@ -168,3 +217,19 @@ def test_a_draft_that_is_ready_late_reads_what_was_generated_with_the_prompts(ta
     for row, prompt in enumerate(payloads.read_prompts(prompts)):
         text = output.sequences[row, 3 * row :]  # without padding
         assert torch.equal(prompt, text[: len(prompt)]) and len(prompt) > length - 3 * row
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ngrams_are_verified_and_counted_where_several_ranks_hold_the_target(ranks):
+    leader = SimpleNamespace(is_leader=True, size=ranks, share=lambda message: message)
+    planner, text = InAndOut(plain=Plan(PLAIN, lookup=9)), [2, 3, 4, 5] * 3
+    request = SessionRequest(hf_ssd.SSDConfig(), None, [torch.tensor(text)], 0, 97)
+    draft = FaultTolerantDraft(None, None, request, planner, torch.device("cpu"), leader)
+    draft.open(0.0)
+    draft.send_outcome(Outcome([0], [2]))
+    first = draft.receive_speculation(None)
+    assert first.tokens == [[3, 4, 5, 2, 3, 4, 5, 2, 3]] and first.record.ngram_tokens == []
+    draft.send_outcome(Outcome([5], [9]))
+    second = draft.receive_speculation(None)
+    assert (second.record.ngram_tokens, second.record.ngram_matched) == ([6], [9])
+    assert (first.record.sources, second.record.sources) == ([NGRAM], [NOTHING]) and first.are_certain

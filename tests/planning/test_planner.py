@@ -198,7 +198,9 @@ def test_a_shared_memory_is_named_once(monkeypatch):
         messages.clear()
         world.run(new_planner(world), rounds=300)
         assert len(messages) == named
-        assert not named or "factor 1.7: target and draft share a device, its cores or its memory bandwidth" in messages[0]
+        assert (
+            not named or "factor 1.7: target and draft share a device, its cores or its memory bandwidth" in messages[0]
+        )
 
 
 def test_a_call_starts_from_what_is_known_of_texts_in_general():

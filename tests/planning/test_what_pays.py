@@ -10,6 +10,7 @@ import pytest
 
 import hf_ssd
 from hf_ssd.distributed.several_drafts import SeveralDrafts
+from hf_ssd.generation.draft import FaultTolerantDraft
 from hf_ssd.planning.cost_model import CostModel
 from hf_ssd.planning.experience import Durations
 from hf_ssd.planning.planner import PROBE_SHARE, Planner
@@ -114,15 +115,39 @@ def speed(world, lookahead="auto", **settings):
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("a draft in turn", "a batch")]
 
 
-@pytest.mark.parametrize("draft", ["a draft ahead", *SLOW])
+@pytest.mark.parametrize("draft", ["a draft ahead", "a useless draft", *SLOW])
 def test_texts_that_repeat_themselves_gain_by_ngrams(draft):
     world = dataclasses.replace(DRAFTS[draft], repeats=0.6)
-    planner, lookups = new_planner(world), []
+    planner, plans = new_planner(world), []
     with contextlib.closing(world.call(planner)) as call:
         for _ in itertools.islice(call, 400):
-            lookups.append(planner.plan.lookup)
-    assert statistics.mode(lookups) == 16 and "n-grams of up to 16 tokens" in planner.reason
+            plans.append((planner.plan.mode == PLAIN, planner.plan.lookup))
+    assert statistics.mode(plans) == (draft == "a useless draft", 16) and "n-grams of up to 16 tokens" in planner.reason
     assert speed(world) > 1.15 * speed(world, fallback="primary")
+
+
+def plain_rounds_until_ngrams(limit=200):
+    """Returns how many rounds after its text has begun to repeat itself a call without a draft verifies n-grams."""
+    world = dataclasses.replace(DRAFTS["a useless draft"], repeats=0.6, ngram_acceptance=0.0)
+    planner = new_planner(world)
+    with contextlib.closing(world.call(planner)) as call:
+        for _ in itertools.islice(call, 200):
+            pass
+        assert (planner.plan.mode, planner.plan.lookup) == (PLAIN, 0)
+        world.ngram_acceptance = 0.97
+        return next((n for n, _ in enumerate(itertools.islice(call, 2 * limit)) if planner.plan.lookup), 2 * limit) // 2
+
+
+def test_a_text_that_begins_to_repeat_itself_is_noticed_where_nothing_is_drafted(monkeypatch):
+    assert plain_rounds_until_ngrams() < 120
+    count = FaultTolerantDraft._look_up_ngrams
+
+    def of_drafted_rounds(self, outcome, plan):
+        if plan.mode != PLAIN:
+            count(self, outcome, plan)
+
+    monkeypatch.setattr(FaultTolerantDraft, "_look_up_ngrams", of_drafted_rounds)  # the mutant
+    assert plain_rounds_until_ngrams() == 200
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ from hf_ssd.planning.planner import Planner
 from hf_ssd.rounds import AHEAD, FILLER, IN_TURN, NOTHING, PLAIN, Outcome, Plan, RoundRecord
 from hf_ssd.theory import geometric_fan_out
 
-from .simulated_draft import SimulatedDraft
+from .simulated_draft import SimulatedDraft, SimulatedNgrams
 
 
 class FixedPlanner:
@@ -86,8 +86,10 @@ class World:
         when an outcome has left and when a speculation has come.
         """
         draft, chance, hiccups = draft or SimulatedDraft(self), random.Random(seed), random.Random(seed + 1)
-        request = SessionRequest(SSDConfig(), None, [torch.zeros(1, dtype=torch.long)] * self.rows, 0, 1000)
+        config = getattr(planner, "config", SSDConfig(lookahead=1))
+        request = SessionRequest(config, None, [torch.zeros(1, dtype=torch.long)] * self.rows, 0, 1000)
         ours = FaultTolerantDraft(draft, None, request, planner, torch.device("cpu"), TargetRanks(), TargetCores(None))
+        ours.ngrams = ngrams = SimulatedNgrams(self, chance)
         last = torch.zeros(self.rows, dtype=torch.long)
         text = SimpleNamespace(ids=last[:, None].expand(-1, 10**6), lengths=[1] * self.rows, prompt_length=1, last=last)
         before, now, clock = None, RoundRecord(sources=[NOTHING] * self.rows), 0.0
@@ -121,8 +123,9 @@ class World:
                     ranks.append(rank)
                     hits.append(rank < shares[k])
                 elapsed = seconds + self.unseen * (width > 0 and not is_filler) + self.unseen_per_branch * plan.budget
+                ngrams.look_up([now.competes(row) for row in range(self.rows)], accepted)
                 if session is not None:
-                    session.look_up([now.competes(row) for row in range(self.rows)], accepted, chance)
+                    session.matched = ngrams.matches
                     elapsed = max(elapsed, session.prepare(width, seconds, ranks, hits, measured))
                 clock += elapsed
 

@@ -1,0 +1,42 @@
+"""A fallback that drafts with the target's own MTP layer, in the target's process, where the hidden states are."""
+
+import dataclasses
+
+import torch
+
+from ..devices import from_host
+from ..rounds import MTP, Outcome, Plan, Speculation
+from .drafts import Drafts
+from .fallbacks import Fallback
+
+
+class MtpFallback(Fallback):
+    """
+    The head follows the text of all rows from round to round, whoever proposes, because it reads the target's hidden
+    states at every token. It drafts only in rounds in which a row misses. The noise of its tokens is not that of the
+    draft, whose tokens the outcome depends on.
+
+    Args:
+        head ([`~hf_ssd.drafting.mtp_head.MtpHead`]): The target's MTP layer.
+        request ([`SessionRequest`]): The call.
+    """
+
+    source = MTP
+
+    def __init__(self, head, request):
+        config = dataclasses.replace(request.config, fallback="primary", drafter="auto")
+        own = dataclasses.replace(request, config=config, seed=request.seed ^ 1, translation=None, asks_target=False)
+        self.speculator = Drafts().speculator(head, own)
+        self.speculator.begin()
+        self.device = self.speculator.drafter.device
+
+    def take_in(self, outcome: Outcome, plan: Plan, features: torch.Tensor) -> None:
+        self.found = self.speculator.look_up(outcome, plan, lambda *_: features)
+
+    def propose(self, ids, lengths, rows: list[int], lookahead: int) -> Speculation:
+        done = self.speculator.complete(self.found, lookahead)
+        q, tokens = self.speculator.distributions(done), [done.tokens[row] for row in rows]
+        return Speculation(tokens, None if q is None else q[from_host(rows, q.device)])
+
+    def verify(self, tokens: list[list[int]], sources: list[str]) -> None:
+        self.speculator.verify(tokens, sources)

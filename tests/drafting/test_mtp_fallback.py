@@ -1,0 +1,154 @@
+"""An MTP layer of the target that drafts where an outcome was not prepared, beside a draft that works ahead."""
+
+import pytest
+import torch
+
+import hf_ssd
+from hf_ssd.drafting import mtp_head
+from hf_ssd.drafting.eagle_drafter import Eagle3Drafter
+from hf_ssd.drafting.mtp_fallback import MtpFallback
+from hf_ssd.generation import loop
+from hf_ssd.rounds import AHEAD, IN_TURN, MTP, PLAIN, PREPARED, Plan
+
+from ..conformance.conftest import preparing
+from ..conformance.test_sampled import p_value, small  # noqa: F401
+from ..conftest import padded_batch
+from ..planning.test_plain_mode import InAndOut
+from .heads import tiny_head, tiny_mtp_head
+
+
+@pytest.fixture
+def head(target, monkeypatch):
+    """The MTP layer of the target, as if it had been loaded from the checkpoint."""
+    monkeypatch.setitem(mtp_head._heads, target, head := tiny_mtp_head(target))
+    return head
+
+
+def call(target, draft, rows=3, **options):
+    torch.manual_seed(4)
+    config = {"lookahead": 3, "budget": 3, "fallback": "mtp", "on_draft_failure": "raise", **options.pop("ssd", {})}
+    options = {"max_new_tokens": 40, "do_sample": False, "return_dict_in_generate": True, **options}
+    return target.generate(
+        **padded_batch(rows), assistant_model=draft, ssd_config=hf_ssd.SSDConfig(**config), **options
+    )
+
+
+def sources_of(stats) -> set[str]:
+    """The sources of all rows. Some rows hit beside rows that missed, and all rounds were drafted ahead."""
+    of_rounds = [{record.sources[row] for row in record.live} for record in stats.records]
+    assert {*stats.column("mode")} == {AHEAD} and {PREPARED, MTP} in of_rounds
+    return set().union(*of_rounds)
+
+
+def drafted_in(run) -> dict[tuple[int, int], list[int]]:
+    """The tokens that the head drafts in a call, by row and number of verified tokens."""
+    drafted, complete = {}, Eagle3Drafter.complete
+
+    def spy(self, ready, width, plan):
+        lengths = list(self.prefix.lengths)
+        speculation, steps = complete(self, ready, width, plan)
+        for row, (length, goes_on) in enumerate(zip(lengths, self.goes_on)):
+            if goes_on:
+                drafted[row, length] = speculation.tokens[row]
+        return speculation, steps
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Eagle3Drafter, "complete", spy)
+        run()
+    return drafted
+
+
+def check_drafts_as_in_turn(target, draft, monkeypatch, plans=None):
+    """After a miss the head drafts the tokens that it drafts after the same text as the only draft, in turn."""
+    outputs, alone = [], {"drafter": "mtp", "budget": "auto", "fallback": "auto"}
+    in_turn = drafted_in(lambda: outputs.append(call(target, None, ssd=alone)))
+    if plans is not None:
+        monkeypatch.setattr(loop, "planner_for", lambda *_: plans)
+    with preparing():
+        ours = drafted_in(lambda: outputs.append(call(target, draft, ssd={"asynchronous": False})))
+    assert torch.equal(*(output.sequences for output in outputs))
+    common = in_turn.keys() & ours.keys()
+    assert len(common) > 12 and all(in_turn[place] == ours[place] for place in common)
+    return outputs[1]
+
+
+def test_after_a_miss_the_head_drafts_as_in_turn_and_the_tokens_are_plain_generates(target, draft, head, monkeypatch):
+    output = check_drafts_as_in_turn(target, draft, monkeypatch)
+    assert sources_of(output.ssd_stats) == {PREPARED, MTP}
+    assert torch.equal(output.sequences, target.generate(**padded_batch(3), max_new_tokens=40, do_sample=False))
+
+
+@pytest.mark.slow
+def test_the_head_follows_the_text_through_plain_rounds(target, draft, head, monkeypatch):
+    stats = check_drafts_as_in_turn(target, draft, monkeypatch, InAndOut(Plan(IN_TURN, 3, 3))).ssd_stats
+    assert {record.mode for record in stats.records} == {PLAIN, AHEAD} and MTP in {*sum(stats.column("sources"), [])}
+
+
+def one_position_off(monkeypatch):
+    take_in = MtpFallback.take_in
+    monkeypatch.setattr(
+        MtpFallback, "take_in", lambda self, outcome, plan, f: take_in(self, outcome, plan, f.roll(1, 0))
+    )
+
+
+def own_tokens_in_the_text(monkeypatch):
+    """The head is not told which tokens are verified instead of its own."""
+    monkeypatch.setattr(MtpFallback, "verify", lambda self, tokens, sources: None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", [one_position_off, own_tokens_in_the_text])
+def test_a_head_that_reads_another_text_is_noticed(target, draft, head, monkeypatch, mutant):
+    mutant(monkeypatch)
+    with pytest.raises(AssertionError):
+        check_drafts_as_in_turn(target, draft, monkeypatch)
+
+
+@pytest.mark.slow
+def test_a_worker_that_misses_is_completed_by_the_head(target, assistant, head):
+    plain = target.generate(**padded_batch(3), max_new_tokens=40, do_sample=False)
+    output = call(target, assistant)
+    assert torch.equal(output.sequences, plain)
+    records = output.ssd_stats.records
+    assert {record.sources[row] for record in records for row in record.live} == {PREPARED, MTP}
+    assert {record.mode for record in records} == {AHEAD}
+    sampled = [call(target, assistant, do_sample=True).sequences for _ in range(2)]
+    assert torch.equal(*sampled)
+
+
+def sampled_strings(small, monkeypatch):  # noqa: F811
+    """The p-value of strings of which some begin with a hit and others with a token of the head."""
+    target, draft = small
+    monkeypatch.setitem(mtp_head._heads, target, tiny_mtp_head(target))
+    with preparing() as hits:
+        value = p_value(target, draft, calls=8, seed=5, budget=3, fallback="mtp", at_least=1.0)
+    assert 0.1 < sum(hits) / len(hits) < 0.9
+    return value
+
+
+@pytest.mark.slow
+def test_three_token_strings_have_the_targets_distribution(small, monkeypatch):  # noqa: F811
+    assert sampled_strings(small, monkeypatch) > 1e-3
+
+
+@pytest.mark.slow
+def test_the_q_of_another_row_is_noticed(small, monkeypatch):  # noqa: F811
+    """The mutant for the test above."""
+    propose = MtpFallback.propose
+
+    def rolled(self, *request):
+        speculation = propose(self, *request)
+        speculation.probabilities = speculation.probabilities.roll(1, 0)
+        return speculation
+
+    monkeypatch.setattr(MtpFallback, "propose", rolled)
+    assert sampled_strings(small, monkeypatch) < 1e-6
+
+
+def test_targets_and_drafts_that_do_not_fit_are_refused_in_one_sentence(target, draft):
+    with pytest.raises(ValueError, match="has no layer for multi-token prediction"):
+        call(target, draft)
+    with pytest.raises(ValueError, match="this draft reads hidden states of its own; leave it out"):
+        call(target, tiny_head(target))
+    with pytest.raises(ValueError, match='`fallback` is .mtp., but must be "auto" with drafter="ngram"'):
+        hf_ssd.SSDConfig(drafter="ngram", fallback="mtp")
