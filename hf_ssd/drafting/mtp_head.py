@@ -7,6 +7,7 @@ import weakref
 import torch
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.core_model_loading import WeightRenaming
+from transformers.masking_utils import create_sliding_window_causal_mask
 from transformers.modeling_layers import MtpModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -91,6 +92,8 @@ class MtpHead(PreTrainedModel, GenerationMixin):
             attention_mask = attention_mask[kinds[0]]
         if attention_mask is not None and attention_mask.dim() == 2:
             attention_mask = None  # of a single row without padding
+        if attention_mask is None and kinds[0] == "sliding_attention":
+            attention_mask = create_sliding_window_causal_mask(self.config, embeddings, None, past_key_values)
         of_kind = {"layer_type": kinds[0]} if getattr(self.mtp, "has_per_layer_rope", False) else {}
         states = self.mtp.layers[0](
             embeddings,

@@ -59,6 +59,31 @@ def per_expert(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     return {name: tensor.clone()}
 
 
+def test_a_layer_with_a_sliding_window_keeps_to_it_in_its_first_pass():
+    pytest.importorskip("transformers.models.mellum")
+    torch.manual_seed(0)
+    kinds = ["full_attention", "sliding_attention"]
+    few = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "sliding_window": 4}
+    config = AutoConfig.for_model("mellum", **SIZES, **few, num_mtp_layers=1, layer_types=kinds)
+    target = AutoModelForCausalLM.from_config(config).eval()
+    theirs = MtpModel(target, 1).eval()
+    for parameter in theirs.layers.parameters():
+        torch.nn.init.normal_(parameter, mean=float(parameter.dim() == 1), std=0.3)
+    head = mtp_head.MtpHead(theirs, target)
+    assert head.config.layer_types == ["sliding_attention"]
+    tokens, count = torch.arange(12)[None], 12
+    inputs = head.inputs(tokens, torch.randn(1, count, SIZES["hidden_size"]))
+    place = torch.arange(count)
+    distance = place[:, None] - place
+    with torch.no_grad():
+        full, windowed = (
+            head(inputs, attention_mask=torch.where((distance >= 0) & (distance < window), 0.0, -torch.inf)[None, None])
+            for window in (count, 4)
+        )
+        first = head(inputs).logits
+    assert torch.allclose(first, windowed.logits, atol=1e-5) and not torch.allclose(first, full.logits, atol=1e-3)
+
+
 @pytest.fixture(
     scope="module",
     params=["qwen3_5_text", *(pytest.param(kind, marks=pytest.mark.slow) for kind in FAMILIES if "3_5" not in kind)],
