@@ -36,11 +36,14 @@ from hf_ssd.distributed.cores import available_cores, divide_cores
 BEST = f"{ASSISTED}, "  # the best of these is a row
 LOOKUP, NGRAM = "transformers' prompt lookup", "hf_ssd, n-grams instead of a draft, one device"
 IN_TURN, SSD = "hf_ssd, one device", "hf_ssd, two devices"
-ALL_CORES = "plain generate on all cores"
+ALL_CORES, SHARED = "plain generate on all cores", "hf_ssd on all cores, which it divides itself"
 
 
-def methods_of(draft, assistant, cores, assistant_tokens: list[int]) -> dict[str, Method]:
-    """Returns the methods. All have the target's cores; the last but one also has the draft's, in a worker."""
+def methods_of(draft, assistants, cores, assistant_tokens: list[int]) -> dict[str, Method]:
+    """
+    Returns the methods. All have the target's cores; SSD also has the draft's, in a worker. The last two have all
+    cores, and there SSD has a worker of its own, so that what is timed on one core and on all is kept apart.
+    """
     one = cores.target
     both = tuple(sorted({*one, *sum(cores.drafts, ())}))
     methods = {PLAIN: Method({}, one, len(one))}
@@ -52,21 +55,23 @@ def methods_of(draft, assistant, cores, assistant_tokens: list[int]) -> dict[str
     methods[NGRAM] = Method({"ssd_config": hf_ssd.SSDConfig(drafter="ngram")}, one, len(one))
     in_turn = {"assistant_model": draft, "ssd_config": hf_ssd.SSDConfig(asynchronous=False)}
     methods[IN_TURN] = Method(in_turn, one, len(one))
-    methods[SSD] = Method({"assistant_model": assistant, "ssd_config": hf_ssd.SSDConfig()}, one, len(both))
+    ahead, shared = ({"assistant_model": worker, "ssd_config": hf_ssd.SSDConfig()} for worker in assistants)
+    methods[SSD] = Method(ahead, one, len(both))
     methods[ALL_CORES] = Method({}, both, len(both))
+    methods[SHARED] = Method(shared, both, len(both))
     return methods
 
 
 def measure(args, models, batches: list[dict], temperature: float) -> dict[str, dict]:
     """Returns a row for each method by its name: `over plain`, `lowest`, `highest`, and what `hf-ssd bench` reports."""
-    target, draft, assistant, cores, tokenizers = models
+    target, draft, assistants, cores, tokenizers = models
     work = argparse.Namespace(
         max_new_tokens=args.max_new_tokens, temperature=temperature,
         ignore_eos=False, repeats=args.repeats,
     )  # fmt: skip
-    bench = Bench(work, target, draft, assistant, batches, tokenizers)
+    bench = Bench(work, target, draft, assistants[0], batches, tokenizers)
     seconds = 60 * args.minutes / len(args.kinds) / len(args.temperatures)
-    methods = methods_of(draft, assistant, cores, args.assistant_tokens)
+    methods = methods_of(draft, assistants, cores, args.assistant_tokens)
     methods = bench.measure(methods, deadline=time.perf_counter() + seconds)
     rows = {}
     for name, method in methods.items():
@@ -128,8 +133,9 @@ def main() -> None:
     cores, columns = divide_cores(), {}
 
     # 2. Each kind of text at each temperature.
-    with hf_ssd.launch_draft(draft, cores=cores) as assistant:
-        models = hf_ssd.enable(target), draft, assistant, cores, tokenizers
+    launched = (hf_ssd.launch_draft(draft, cores=cores) for _ in range(2))
+    with next(launched) as ahead, next(launched) as shared:
+        models = hf_ssd.enable(target), draft, (ahead, shared), cores, tokenizers
         for kind, prompts in prompt_kinds.held_out(args.repeats + 1).items():
             options = {"return_tensors": "pt", "return_token_type_ids": False}
             options["add_special_tokens"] = tokenizer.chat_template is None
