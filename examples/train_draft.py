@@ -125,7 +125,7 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=128, help="most tokens of an answer")
     parser.add_argument("--temperature", type=float, default=0.7, help="of the half of the answers that are drawn")
     parser.add_argument("--batch-size", type=int, default=64, help="answers that the target writes at once")
-    parser.add_argument("--layers", type=int, default=2, help="the target's last ones (2)")
+    parser.add_argument("--layers", type=int, default=4, help="the target's last ones (4)")
     parser.add_argument("--vocab-size", type=int, default=6144, help="most tokens of the draft (6144)")
     parser.add_argument("--rows", type=int, default=8, help="texts of a step")
     parser.add_argument("--length", type=int, default=384, help="most tokens of a text from which the draft learns")
