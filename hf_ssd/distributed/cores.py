@@ -60,19 +60,23 @@ def pin(cores: tuple[int, ...]) -> None:
 def use_cores(cores: tuple[int, ...] | None):
     """
     Runs the block with a torch thread for each of these cores and the calling thread pinned to them, and then restores
-    both settings. `None` changes nothing. Blocks of several threads may overlap.
+    both settings. `None` changes nothing. Blocks may be nested, and those of several threads may overlap.
     """
     if cores is None:
         yield
         return
-    before = available_cores()
+    before, outer = available_cores(), getattr(_thread, "cores", None)
     _blocks.begin(cores, before)
     pin(cores)
+    _thread.cores = cores
     try:
         yield
     finally:
         pin(before)
         _blocks.end()
+        _thread.cores = outer
+        if outer is not None:
+            torch.set_num_threads(len(outer))
 
 
 class TargetCores:
@@ -138,4 +142,4 @@ def _threads() -> set[int]:
     return set(map(int, os.listdir("/proc/self/task"))) if os.path.isdir("/proc/self/task") else set()
 
 
-_blocks = _Blocks()
+_blocks, _thread = _Blocks(), threading.local()

@@ -106,6 +106,14 @@ def two_threads():
     torch.set_num_threads(1)
 
 
+def test_a_block_within_another_one_gives_its_threads_back(two_threads):
+    first, other = available_cores()[:2]
+    with use_cores((first, other)):
+        with use_cores((first,)):
+            assert torch.get_num_threads() == 1 and available_cores() == (first,)
+        assert torch.get_num_threads() == 2 and available_cores() == (first, other)
+
+
 @pytest.fixture
 def passes():
     """The number of torch's threads and of cores in each pass of a target."""
