@@ -14,6 +14,8 @@ from transformers import (
     MuseGlimmerForConditionalGeneration,
 )
 
+from hf_ssd.generation.features import Features
+
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
 SIZES |= {"head_dim": 8, "max_position_embeddings": 256, "eos_token_id": None, "pad_token_id": 0, "bos_token_id": None}
 SIZES |= {"tie_word_embeddings": False, "sliding_window": 6}
@@ -69,3 +71,21 @@ def dflash_draft(target, seed: int = 1, std: float = 0.25, **changes) -> MuseGli
     own |= {"num_hidden_layers": 2, "layer_types": KINDS}
     sizes = {name: size for name, size in SIZES.items() if name != "tie_word_embeddings"}
     return noisy(MuseGlimmerAssistantModel(MuseGlimmerAssistantConfig(**{**sizes, **own, **changes})), std, seed)
+
+
+def read_the_token_before(monkeypatch) -> None:
+    """The mutant: what a draft reads of the target at a token is that of the token before."""
+    between = Features.between
+
+    def before(self, starts, ends):
+        rows, self.rows = self.rows, self.rows.roll(1, dims=1)
+        found, self.rows = between(self, starts, ends), rows
+        return found
+
+    monkeypatch.setattr(Features, "between", before)
+
+
+def keep_rejected_tokens(monkeypatch) -> None:
+    """The mutant: the features of accepted tokens are those of the end of the speculation."""
+    add = Features.add
+    monkeypatch.setattr(Features, "add", lambda self, features, accepted: add(self, features.roll(1, dims=1), accepted))

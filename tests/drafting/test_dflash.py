@@ -8,12 +8,11 @@ from transformers.generation.candidate_generator import DFlashTokenCandidateGene
 
 import hf_ssd
 from hf_ssd.drafting.dflash_drafter import BlockPrefix, DFlashDrafter
-from hf_ssd.generation.features import Features
 from hf_ssd.rounds import IN_TURN
 
 from ..conftest import padded_batch, tiny_model
 from ..stand_ins.tape import use_tapes
-from .assistants import dflash_draft, gemma4_target, muse_glimmer_target
+from .assistants import dflash_draft, gemma4_target, keep_rejected_tokens, muse_glimmer_target, read_the_token_before
 
 OPTIONS = {"max_new_tokens": 12, "pad_token_id": 0, "return_dict_in_generate": True, "do_sample": False}
 CONFIG = hf_ssd.SSDConfig(lookahead=4, on_draft_failure="raise")
@@ -92,21 +91,13 @@ def test_more_tokens_than_the_block_has_are_drafted_with_a_larger_block(pair, mo
 
 def test_features_of_the_token_before_are_noticed(pair, monkeypatch):
     """The mutant: hidden states are those of the token before."""
-    between = Features.between
-
-    def before(self, starts, ends):
-        rows, self.rows = self.rows, self.rows.roll(1, dims=1)
-        found, self.rows = between(self, starts, ends), rows
-        return found
-
-    monkeypatch.setattr(Features, "between", before)
+    read_the_token_before(monkeypatch)
     assert not all(agreement(pair, monkeypatch))
 
 
 def test_features_of_rejected_tokens_are_noticed(pair, monkeypatch):
     """The mutant: the features of accepted tokens are those of the end of the speculation."""
-    add = Features.add
-    monkeypatch.setattr(Features, "add", lambda self, features, accepted: add(self, features.roll(1, dims=1), accepted))
+    keep_rejected_tokens(monkeypatch)
     assert not all(agreement(pair, monkeypatch))
 
 

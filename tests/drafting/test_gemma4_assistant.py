@@ -10,12 +10,11 @@ from transformers.generation.candidate_generator import SinglePositionMultiToken
 
 import hf_ssd
 from hf_ssd.drafting.eagle_drafter import Eagle3Drafter
-from hf_ssd.generation.features import Features
 from hf_ssd.rounds import IN_TURN
 
 from ..conformance.test_sampled import PROMPT, SMALL, WARPERS, exact_probabilities, p_value
 from ..conftest import padded_batch
-from .assistants import KINDS, gemma4_assistant, gemma4_target
+from .assistants import KINDS, gemma4_assistant, gemma4_target, keep_rejected_tokens, read_the_token_before
 
 OPTIONS = {"max_new_tokens": 20, "pad_token_id": 0, "return_dict_in_generate": True}
 CALLS = 250
@@ -80,21 +79,13 @@ def test_the_assistant_drafts_what_transformers_drafts(pair, monkeypatch):
 
 def test_features_of_the_token_before_are_noticed(pair, monkeypatch):
     """The mutant: hidden states, keys and values are those of the token before."""
-    between = Features.between
-
-    def before(self, starts, ends):
-        rows, self.rows = self.rows, self.rows.roll(1, dims=1)
-        found, self.rows = between(self, starts, ends), rows
-        return found
-
-    monkeypatch.setattr(Features, "between", before)
+    read_the_token_before(monkeypatch)
     assert not all(agreement(pair, monkeypatch))
 
 
 def test_features_of_rejected_tokens_are_noticed(pair, monkeypatch):
     """The mutant: the features of accepted tokens are those of the end of the speculation."""
-    add = Features.add
-    monkeypatch.setattr(Features, "add", lambda self, features, accepted: add(self, features.roll(1, dims=1), accepted))
+    keep_rejected_tokens(monkeypatch)
     assert not all(agreement(pair, monkeypatch))
 
 
