@@ -82,6 +82,8 @@ class Recorder(hf_ssd.DraftAssistant, CacheShape):
     lookahead neither depends on what is prepared, so one recording serves every shape and budget.
     """
 
+    state = "ready"
+
     def __init__(self, draft):
         self.draft, self.cores, self.info, self.rounds = draft, None, DraftInfo.of(draft.config), []
         self.ranks, self.process, self.workers = TargetRanks(), os.getpid(), [None]

@@ -92,9 +92,8 @@ def table(columns: dict[str, dict[str, dict]]) -> str:
         cells = [rows.get(name) for rows in columns.values()]
         texts = [c and f"{c['over plain']:.2f} ({c['lowest']:.2f}-{c['highest']:.2f})" or "" for c in cells]
         lines.append(f"| {name} | {' | '.join(texts)} |")
-    for title, name, key in (("acceptance", IN_TURN, "acceptance"), ("hit rate", SSD, "hit rate")):
-        cells = [rows[name].get(key) for rows in columns.values()]
-        lines.append(f"| {title} | {' | '.join('' if cell is None else f'{cell:.2f}' for cell in cells)} |")
+    cells = [rows[SSD].get("hit rate") for rows in columns.values()]
+    lines.append(f"| hit rate | {' | '.join('' if cell is None else f'{cell:.2f}' for cell in cells)} |")
     return "\n".join(lines)
 
 

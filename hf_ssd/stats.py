@@ -79,10 +79,13 @@ class SSDStats:
 
     @property
     def acceptance_rate(self) -> float:
-        """Share of accepted tokens among the drafted tokens that the target tested."""
-        rows = self.verified_rows()
-        tested = sum(min(accepted + 1, k) for k, accepted, _ in rows)
-        return sum(accepted for k, accepted, _ in rows if k) / tested if tested else 0.0
+        """
+        Share of accepted tokens among the drafted tokens that the target tested. N-grams that a row preferred do not
+        count.
+        """
+        rows = [(k, accepted) for k, accepted, hit in self.verified_rows() if k and hit is not None]
+        tested = sum(min(accepted + 1, k) for k, accepted in rows)
+        return sum(accepted for _, accepted in rows) / tested if tested else 0.0
 
     @property
     def advice(self) -> list[str]:

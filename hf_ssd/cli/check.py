@@ -113,7 +113,7 @@ def tell(what: str) -> None:
 def acceptance_of(runs: list[Run]) -> float | None:
     """Returns the share of accepted tokens among the tested tokens of all runs, or `None` without drafted tokens."""
     stats = SSDStats(records=[record for run in runs for record in run.stats.records])
-    return stats.acceptance_rate if any(k for k, _, _ in stats.verified_rows()) else None
+    return stats.acceptance_rate if any(k and hit is not None for k, _, hit in stats.verified_rows()) else None
 
 
 def conclude(

@@ -11,6 +11,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, set_seed
 import hf_ssd
 from hf_ssd.distributed import payloads, wire
 from hf_ssd.distributed.assistant import DraftAssistant
+from hf_ssd.distributed.cores import TargetCores
 from hf_ssd.distributed.sessions import SessionRequest, WorkerSession
 from hf_ssd.distributed.wire import Kind
 from hf_ssd.drafting.needs import DraftInfo
@@ -224,7 +225,7 @@ def test_ngrams_are_verified_and_counted_where_several_ranks_hold_the_target(ran
     leader = SimpleNamespace(is_leader=True, size=ranks, share=lambda message: message)
     planner, text = InAndOut(plain=Plan(PLAIN, lookup=9)), [2, 3, 4, 5] * 3
     request = SessionRequest(hf_ssd.SSDConfig(), None, [torch.tensor(text)], 0, 97)
-    draft = FaultTolerantDraft(None, None, request, planner, torch.device("cpu"), leader)
+    draft = FaultTolerantDraft(None, None, request, planner, torch.device("cpu"), leader, TargetCores(None))
     draft.open(0.0)
     draft.send_outcome(Outcome([0], [2]))
     first = draft.receive_speculation(None)
