@@ -81,11 +81,12 @@ class SSDStats:
     def acceptance_rate(self) -> float:
         """
         Share of accepted tokens among the drafted tokens that the target tested. N-grams that a row preferred do not
-        count.
+        count, unless nothing was drafted.
         """
-        rows = [(k, accepted) for k, accepted, hit in self.verified_rows() if k and hit is not None]
-        tested = sum(min(accepted + 1, k) for k, accepted in rows)
-        return sum(accepted for _, accepted in rows) / tested if tested else 0.0
+        rows = [row for row in self.verified_rows() if row[0]]
+        rows = [row for row in rows if row[2] is not None] or rows
+        tested = sum(min(accepted + 1, k) for k, accepted, _ in rows)
+        return sum(accepted for _, accepted, _ in rows) / tested if tested else 0.0
 
     @property
     def advice(self) -> list[str]:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_ssd import SSDConfig, SSDStats
-from hf_ssd.rounds import AHEAD, FILLER, PLAIN, PREPARED, PRIMARY, RoundRecord
+from hf_ssd.rounds import AHEAD, FILLER, NGRAM, PLAIN, PREPARED, PRIMARY, RoundRecord
 
 
 def records(count, accepted, lookahead=7, hit=True, budget=8, **fields):
@@ -43,6 +43,12 @@ def test_fillers_count_as_plain_decoding():
     filler = RoundRecord(PLAIN, 7, sources=[FILLER], accepted=[2])
     stats = SSDStats(records=[filler, *records(1, accepted=7)])
     assert stats.acceptance_rate == stats.hit_rate == 1.0 and stats.tokens_per_round == (3 + 8) / 2
+
+
+def test_ngrams_that_rows_preferred_are_no_tokens_of_the_draft():
+    ngram = RoundRecord(PLAIN, 4, sources=[NGRAM], accepted=[4], lookup=16)
+    assert SSDStats(records=[ngram, *records(1, accepted=0, hit=False)]).acceptance_rate == 0
+    assert SSDStats(records=[ngram]).acceptance_rate == 1  # nothing was drafted
 
 
 def stats_like(lookahead=7, accepted=5, hit=True, wait=0.0, budget=8, rounds=30, **fields):
