@@ -122,7 +122,10 @@ def test_texts_that_repeat_themselves_gain_by_ngrams(draft):
     with contextlib.closing(world.call(planner)) as call:
         for _ in itertools.islice(call, 400):
             plans.append((planner.plan.mode == PLAIN, planner.plan.lookup))
-    assert statistics.mode(plans) == (draft == "a useless draft", 16) and "n-grams of up to 16 tokens" in planner.reason
+    is_plain, lookup = statistics.mode(plans)
+    assert lookup == 16 and "n-grams of up to 16 tokens" in planner.reason
+    if draft != "a draft in turn":  # where n-grams beside the draft are as fast as n-grams alone
+        assert is_plain == (draft == "a useless draft")
     assert speed(world) > 1.15 * speed(world, fallback="primary")
 
 
