@@ -100,7 +100,7 @@ class FaultTolerantDraft:
             self._attempt(lambda: check_coverage(self.request.translation, self.request.prompts))
         self.planner.begin_call()  # not before, because another thread's call may have measured the pair meanwhile
         self._join(None)
-        self.cores.divide(self._worker_is_busy or (self.session is not None and self.planner.profiles))
+        self.cores.divide(self._worker_starts or (self.session is not None and self.planner.profiles))
 
     # ---------------------------------------------------------------- sessions
 
@@ -136,7 +136,7 @@ class FaultTolerantDraft:
         self.was_late = self.was_late or self.session is None
 
     @property
-    def _worker_is_busy(self) -> bool:
+    def _worker_starts(self) -> bool:
         """Whether the worker is starting."""
         return self.assistant is not None and self.assistant.state == "starting"
 
@@ -245,7 +245,7 @@ class FaultTolerantDraft:
         record = speculation.record
         record.ngram_tokens, record.ngram_matched = self.counted
         works_beside = record.mode == AHEAD or FILLER in record.sources
-        self.cores.divide(works_beside or self._worker_is_busy)
+        self.cores.divide(works_beside or self._worker_starts)
         return speculation
 
     def _shared(self, speculation: Speculation | None) -> Speculation:
