@@ -56,7 +56,7 @@ class SeveralDrafts(DraftSession):
         for row, (k, token) in enumerate(zip(outcome.accepted, outcome.bonus)):
             if k != FINISHED:
                 self.texts[row] += [*self.verified[row][:k], token, *later[row]]
-        of_drafts = None if isinstance(self.fallback, MtpFallback) else features
+        of_drafts = None if self.fallback is not None and self.fallback.reads_features else features
         self._each(lambda session: session.send_outcome(outcome, plan, of_drafts))
         if self.fallback is not None:
             self.fallback.take_in(outcome, plan, features)

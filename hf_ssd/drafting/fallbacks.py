@@ -27,7 +27,14 @@ def point_masses(tokens: torch.LongTensor, vocab_size: int) -> torch.FloatTensor
 
 
 class Fallback(ABC):
-    """Proposes the next tokens of rows whose outcome had not been prepared."""
+    """
+    Proposes the next tokens of rows whose outcome had not been prepared.
+
+    Attributes:
+        reads_features (`bool`): Class attribute: whether the target's features are for the fallback, not the draft.
+    """
+
+    reads_features = False
 
     def take_in(self, outcome, plan, features) -> None:
         """Is told of each outcome, for fallbacks in the target's process. See [`DraftSession.send_outcome`]."""

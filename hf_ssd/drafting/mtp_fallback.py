@@ -21,7 +21,7 @@ class MtpFallback(Fallback):
         request ([`SessionRequest`]): The call.
     """
 
-    source = MTP
+    source, reads_features = MTP, True
 
     def __init__(self, head, request):
         config = dataclasses.replace(request.config, fallback="primary", drafter="auto")
