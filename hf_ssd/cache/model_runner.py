@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from .. import devices
+from .cache_name import cache_argument
 from .compiled import FEWEST_TOKENS, call_compiled, is_compiled, uncompiled, why_not_compiled
 from .graphs import CAPTURES, CapturedPass, Graphs, power_of_two, rounded, static_copy, why_not_captured
 from .ragged import RaggedCache
@@ -58,6 +59,7 @@ class Runner:
     def __init__(self, model: PreTrainedModel, cache: RaggedCache):
         self.model, self.cache, self.preparations = model, cache, 0
         self.takes_logits_to_keep = model._supports_logits_to_keep()  # which takes time in each pass
+        self.cache_argument = cache_argument(model)
         self.is_compiled = is_compiled(model)
 
     def rows(self, unfinished: int) -> int:
@@ -94,7 +96,7 @@ class Runner:
             inputs["attention_mask"] = mask.call(columns, *mask.inputs)
         if logits_to_keep is not None and self._takes_logits_to_keep():
             inputs, logits_to_keep = {**inputs, "logits_to_keep": logits_to_keep}, None
-        logits = self._call({**inputs, "past_key_values": self.cache, "use_cache": True, "return_dict": True}).logits
+        logits = self._call({**inputs, self.cache_argument: self.cache, "use_cache": True, "return_dict": True}).logits
         if isinstance(logits_to_keep, int):
             logits = logits[:, -logits_to_keep:]
         elif logits_to_keep is not None:

@@ -13,6 +13,7 @@ from transformers.cache_utils import DynamicCache
 
 from .. import devices
 from . import masks
+from .cache_name import cache_argument
 from .cached_model import CachedModel
 from .compiled import uncompiled
 from .ragged import RaggedCache
@@ -126,9 +127,9 @@ def _logits_alone(model: PreTrainedModel, prompt: int) -> torch.Tensor:
             input_ids=text[None, start:stop],
             position_ids=torch.arange(start, stop, device=text.device)[None],
             attention_mask=torch.ones(1, stop, dtype=torch.long, device=text.device),
-            past_key_values=cache,
             use_cache=True,
             return_dict=True,
+            **{cache_argument(model): cache},
         )
         logits.append(outputs.logits[0])
         start = stop
@@ -171,7 +172,7 @@ def _logits_behind_states(model: PreTrainedModel) -> tuple[torch.Tensor, torch.T
     """
     text, far = _text(model), _far(model)
     cache = ragged_copy(DynamicCache(config=model.config.get_text_config(decoder=True)))
-    inputs = {"input_ids": torch.stack([text[:PROMPT], text[:PROMPT].flip(0)]), "past_key_values": cache}
+    inputs = {"input_ids": torch.stack([text[:PROMPT], text[:PROMPT].flip(0)]), cache_argument(model): cache}
     beside = model(**inputs, use_cache=True, return_dict=True).logits[0]
     decoder = cached_model(model, cache, column_limit=PROMPT + DRAFTED)
     decoder.checkpoints[1] = far

@@ -21,6 +21,7 @@ from transformers import DynamicCache, TextStreamer, set_seed
 
 import hf_ssd
 
+from ..cache.cache_name import CACHE
 from . import doctor, models
 from .held import warnings_held
 from .options import add_answers, at_least
@@ -100,14 +101,14 @@ class Chat:
                 output = self.target.generate(
                     input_ids=input_ids,
                     attention_mask=torch.ones_like(input_ids),
-                    past_key_values=cache,
                     max_new_tokens=room,
                     **{"do_sample": bool(sampled), **sampled},
+                    **{CACHE: cache},
                     **self.options,
                     streamer=answer,
                     return_dict_in_generate=True,
                 )
-                self.cache, self.cached = output.past_key_values, output.sequences[0].tolist()[:-1]
+                self.cache, self.cached = output[CACHE], output.sequences[0].tolist()[:-1]
             except KeyboardInterrupt:
                 answer.end()  # prints the words that the streamer held back
         seconds, new = time.perf_counter() - start, answer.tokens[len(tokens) :]

@@ -12,6 +12,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from .. import theory
+from ..cache.cache_name import cache_argument
 from ..drafting.fallbacks import NGramFallback
 from . import prompts
 from .methods import sampling, synchronize
@@ -94,11 +95,11 @@ def measure(args: argparse.Namespace, target: Model, texts: list[str], tell: Cal
 def time_of(model: PreTrainedModel, ids: torch.LongTensor, width: int) -> float:
     """Returns the median seconds of a forward pass over a few tokens after a text that is cached."""
     cache, times = DynamicCache(config=model.config), []
-    model(ids, past_key_values=cache)
+    model(ids, **{cache_argument(model): cache})
     for _ in range(TURNS):
         synchronize(model.device)
         start = time.perf_counter()
-        model(ids[:, -1:].expand(-1, width), past_key_values=cache)
+        model(ids[:, -1:].expand(-1, width), **{cache_argument(model): cache})
         synchronize(model.device)
         times.append(time.perf_counter() - start)
     return statistics.median(times)

@@ -5,6 +5,7 @@ from torch import nn
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from ..cache.cache_name import CACHE
 from ..cache.model_runner import LONGEST_STEP
 
 
@@ -77,7 +78,7 @@ class DFlashHead(PreTrainedModel, GenerationMixin):
         input_ids: torch.Tensor,
         position_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
-        past_key_values=None,
+        cache=None,
         logits_to_keep: torch.LongTensor | int | None = None,
         **kwargs,
     ) -> CausalLMOutputWithPast:
@@ -86,7 +87,7 @@ class DFlashHead(PreTrainedModel, GenerationMixin):
             input_ids (`torch.Tensor` of shape `(rows, tokens, hidden_size + 1)`): What [`~DFlashHead.inputs`] returns,
                 and for each token how many of the tokens after it, the rest of its block, it sees. Or tokens
                 `(rows, tokens)`, none of which sees tokens after it.
-            position_ids, attention_mask, past_key_values, logits_to_keep: As in models of transformers. Tokens before
+            position_ids, attention_mask, cache, logits_to_keep: As in models of transformers. Tokens before
                 the first one in `logits_to_keep` are not in a block.
 
         Returns:
@@ -102,7 +103,7 @@ class DFlashHead(PreTrainedModel, GenerationMixin):
         if logits_to_keep is not None and inputs.shape[1] > LONGEST_STEP:  # a prompt, whose tokens ask nothing
             is_count = isinstance(logits_to_keep, int)
             first = inputs.shape[1] - logits_to_keep if is_count else int(logits_to_keep[0])
-        seen = 0 if past_key_values is None else past_key_values.get_seq_length()
+        seen = 0 if cache is None else cache.get_seq_length()
         masks = self._masks(ahead[:, first:, 0].long(), first, attention_mask, seen, inputs)
         model = self.assistant
         positions = model.rotary_emb(inputs, position_ids)
@@ -113,7 +114,7 @@ class DFlashHead(PreTrainedModel, GenerationMixin):
                 context_hidden_states=inputs[:, :first],
                 position_embeddings=positions,
                 attention_mask=masks[kind],
-                past_key_values=past_key_values,
+                **{CACHE: cache},
             )
             hidden = hidden + output
             hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
@@ -122,7 +123,7 @@ class DFlashHead(PreTrainedModel, GenerationMixin):
             states = states[:, -logits_to_keep:]
         elif logits_to_keep is not None:
             states = states[:, logits_to_keep - first]
-        return CausalLMOutputWithPast(logits=states, past_key_values=past_key_values)
+        return CausalLMOutputWithPast(logits=states)
 
     def _masks(self, ahead: torch.LongTensor, first: int, mask: torch.Tensor | None, seen: int, inputs: torch.Tensor):
         """

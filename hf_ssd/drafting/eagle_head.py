@@ -7,6 +7,8 @@ from transformers.masking_utils import create_sliding_window_causal_mask
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
+from ..cache.cache_name import CACHE
+
 
 class Eagle3Head(PreTrainedModel, GenerationMixin):
     """
@@ -84,7 +86,7 @@ class Eagle3Head(PreTrainedModel, GenerationMixin):
         input_ids: torch.Tensor,
         position_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
-        past_key_values=None,
+        cache=None,
         logits_to_keep: torch.LongTensor | int | None = None,
         **kwargs,
     ) -> CausalLMOutputWithPast:
@@ -92,7 +94,7 @@ class Eagle3Head(PreTrainedModel, GenerationMixin):
         Args:
             input_ids (`torch.Tensor` of shape `(rows, tokens, 2 * hidden_size)`): What [`~Eagle3Head.inputs`] returns.
                 Or tokens `(rows, tokens)`, whose states are zeros.
-            position_ids, attention_mask, past_key_values, logits_to_keep: As in models of transformers.
+            position_ids, attention_mask, cache, logits_to_keep: As in models of transformers.
 
         Returns:
             `CausalLMOutputWithPast`: Its `logits` are states of shape `(rows, tokens, hidden_size)`.
@@ -110,13 +112,13 @@ class Eagle3Head(PreTrainedModel, GenerationMixin):
         if attention_mask is not None and attention_mask.dim() == 2:
             attention_mask = None  # of a single row without padding
         if attention_mask is None and "sliding_attention" in (getattr(self.config, "layer_types", None) or []):
-            attention_mask = create_sliding_window_causal_mask(self.config, embeddings, None, past_key_values)
+            attention_mask = create_sliding_window_causal_mask(self.config, embeddings, None, cache)
         output, _ = layer.self_attn(
             hidden_states=torch.cat([layer.input_layernorm(embeddings), normed], dim=-1),
             position_embeddings=self.rotary_emb(embeddings, position_ids),
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
+            **{CACHE: cache},
         )
         states = residual + output
         states = states + layer.mlp(layer.post_attention_layernorm(states))
@@ -124,4 +126,4 @@ class Eagle3Head(PreTrainedModel, GenerationMixin):
             states = self.norm(states)
         if logits_to_keep is not None:
             states = states[:, slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep]
-        return CausalLMOutputWithPast(logits=states, past_key_values=past_key_values)
+        return CausalLMOutputWithPast(logits=states)

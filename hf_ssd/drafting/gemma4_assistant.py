@@ -88,7 +88,7 @@ class Gemma4AssistantHead(PreTrainedModel, GenerationMixin):
         input_ids: torch.Tensor,
         position_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
-        past_key_values=None,
+        cache=None,
         logits_to_keep: torch.LongTensor | int | None = None,
         **kwargs,
     ) -> CausalLMOutputWithPast:
@@ -104,10 +104,10 @@ class Gemma4AssistantHead(PreTrainedModel, GenerationMixin):
         for index, (kind, shape) in enumerate(self.shapes.items()):
             keys, values = (next(keys_and_values).unflatten(-1, shape).transpose(1, 2) for _ in range(2))
             shared[kind] = keys, values
-            if past_key_values is not None:
-                shared[kind] = past_key_values.update(keys, values, index)
-        if past_key_values is not None:
-            known, _ = past_key_values.update(known, known, len(self.shapes))
+            if cache is not None:
+                shared[kind] = cache.update(keys, values, index)
+        if cache is not None:
+            known, _ = cache.update(known, known, len(self.shapes))
         masks, positions = self._masks(known[:, :, :, 0] > 0, attention_mask, input_ids)
         outputs = self.assistant.model(
             inputs_embeds=self.assistant.pre_projection(torch.cat([embeddings, state], dim=-1)),
@@ -123,7 +123,7 @@ class Gemma4AssistantHead(PreTrainedModel, GenerationMixin):
         states = torch.cat([projected, zeros, hidden], dim=-1)
         if logits_to_keep is not None:
             states = states[:, slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep]
-        return CausalLMOutputWithPast(logits=states, past_key_values=past_key_values)
+        return CausalLMOutputWithPast(logits=states)
 
     def _masks(self, known: torch.BoolTensor, mask: torch.Tensor | None, inputs: torch.Tensor):
         """

@@ -12,6 +12,7 @@ from transformers.modeling_layers import MtpModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .. import devices
+from ..cache.cache_name import CACHE
 from ..cache.hidden_states import decoder_parts
 
 # The names of Qwen3-Next and Qwen3.5, whose MTP weights transformers skips, and the names in transformers' MTP layers.
@@ -77,7 +78,7 @@ class MtpHead(PreTrainedModel, GenerationMixin):
         input_ids: torch.Tensor,
         position_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | dict | None = None,
-        past_key_values=None,
+        cache=None,
         logits_to_keep: torch.LongTensor | int | None = None,
         **kwargs,
     ) -> CausalLMOutputWithPast:
@@ -93,7 +94,7 @@ class MtpHead(PreTrainedModel, GenerationMixin):
         if attention_mask is not None and attention_mask.dim() == 2:
             attention_mask = None  # of a single row without padding
         if attention_mask is None and kinds[0] == "sliding_attention":
-            attention_mask = create_sliding_window_causal_mask(self.config, embeddings, None, past_key_values)
+            attention_mask = create_sliding_window_causal_mask(self.config, embeddings, None, cache)
         of_kind = {"layer_type": kinds[0]} if getattr(self.mtp, "has_per_layer_rope", False) else {}
         states = self.mtp.layers[0](
             embeddings,
@@ -101,13 +102,13 @@ class MtpHead(PreTrainedModel, GenerationMixin):
             position_embeddings=self.mtp.rotary_emb(embeddings, position_ids=position_ids, **of_kind),
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
+            **{CACHE: cache},
         )
         if getattr(self.mtp, "use_shared_post_norm", False):
             states = self.mtp.shared_post_norm(states)
         if logits_to_keep is not None:
             states = states[:, slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep]
-        return CausalLMOutputWithPast(logits=states, past_key_values=past_key_values)
+        return CausalLMOutputWithPast(logits=states)
 
 
 class _QwenMtp(MtpModel):

@@ -14,6 +14,7 @@ from transformers.generation import (
 from transformers.generation import utils as generation_utils
 from transformers.generation.logits_process import DiaEOSDelayPatternLogitsProcessor
 
+from ..cache.cache_name import CACHE
 from ..cache.hidden_states import check_layers
 from ..cache.support import attention_layout, is_flash_attention, last_column_limit, rope_that_changes
 from ..config import LONGEST_LOOKAHEAD, WITHOUT_DRAFT, SSDConfig
@@ -173,7 +174,7 @@ def check_generation(
     for name, is_found in refused.items():
         if is_found:
             raise ValueError(f"`ssd_config` cannot be combined with {name}.")
-    cache = model_kwargs.get("past_key_values")
+    cache = model_kwargs.get(CACHE)
     if generation_config.cache_implementation not in (None, "dynamic") or type(cache) is not DynamicCache:
         kind = generation_config.cache_implementation or type(cache).__name__
         raise ValueError(f"`ssd_config` works with a DynamicCache, which can be rolled back; remove the {kind} cache.")
@@ -181,7 +182,7 @@ def check_generation(
     if (layout.recurrent or layout.indexed) and not cache.layers:
         raise ValueError(
             f"`DynamicCache()` has no layers of the kinds that {type(model).__name__} needs; use "
-            "`DynamicCache(config=model.config)`, or leave `past_key_values` out."
+            f"`DynamicCache(config=model.config)`, or leave `{CACHE}` out."
         )
     if input_ids.shape[1] == 0:
         raise ValueError("`input_ids` is empty; give at least one token.")
@@ -229,7 +230,7 @@ def _check_rope(model, input_ids, max_length: int | None, model_kwargs: dict) ->
     if changes is None:
         return
     kind, unchanged = changes
-    before, length = model_kwargs["past_key_values"].get_seq_length(), input_ids.shape[1]
+    before, length = model_kwargs[CACHE].get_seq_length(), input_ids.shape[1]
     last = torch.tensor([before + length - 1]) if position_ids is None else position_ids[..., -1]
     stays = max_length is not None and int(last.max()) + 1 + max_length - length <= unchanged
     has_changed = kind == "longrope" and int(last.min()) >= unchanged and not 0 < before <= unchanged
@@ -245,7 +246,7 @@ def _check_rope(model, input_ids, max_length: int | None, model_kwargs: dict) ->
 def _check_columns(model, max_length: int | None, model_kwargs: dict) -> None:
     """Raises `ValueError` for lengths at which a model scales attention by the number of columns in its cache."""
     limit, room = last_column_limit(model), 2 * LONGEST_LOOKAHEAD + 2  # for drafted tokens that are not accepted
-    before = model_kwargs["past_key_values"].get_seq_length()
+    before = model_kwargs[CACHE].get_seq_length()
     if limit is not None and (max_length is None or before + max_length + room > limit):
         raise ValueError(
             f"{type(model).__name__} scales attention by the number of columns in its cache from {limit} columns on, "

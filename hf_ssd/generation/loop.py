@@ -21,6 +21,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from .. import devices
 from ..advice import adjustable
+from ..cache.cache_name import CACHE
 from ..cache.cached_model import CachedModel
 from ..cache.compiled import is_compiled
 from ..cache.hidden_states import HiddenStates
@@ -76,7 +77,7 @@ def speculative_speculative_decoding(
         ssd_config ([`SSDConfig`]): The settings.
         translation ([`~hf_ssd.drafting.vocabulary.Translation`], *optional*): From the target's tokens
             to the draft's.
-        model_kwargs: `past_key_values`, `attention_mask`, `position_ids` and other inputs of the prefill.
+        model_kwargs: The cache, `attention_mask`, `position_ids` and other inputs of the prefill.
 
     Returns:
         `torch.LongTensor` or [`SSDDecoderOnlyOutput`]: As in plain `generate()`, depending on
@@ -155,7 +156,7 @@ def speculative_speculative_decoding(
                     planner,
                     streamer,
                     start,
-                    theirs=model_kwargs["past_key_values"],
+                    theirs=model_kwargs[CACHE],
                     features=features,
                 )
 
@@ -317,6 +318,6 @@ def decode(
         sequences=output,
         scores=scores_record.up_to(output.shape[1]) if scores_record else None,
         logits=logits_record.up_to(output.shape[1]) if logits_record else None,
-        past_key_values=theirs,
         ssd_stats=stats,
+        **{CACHE: theirs},
     )

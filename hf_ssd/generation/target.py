@@ -4,6 +4,7 @@ import torch
 from transformers import DynamicCache
 
 from .. import devices
+from ..cache.cache_name import CACHE
 from ..cache.cached_model import CachedModel
 from ..cache.compiled import uncompiled
 from ..cache.hidden_states import HiddenStates
@@ -35,14 +36,14 @@ def prefill(
         The target with its cache, and the logits of shape `(batch_size, 1, vocab_size)` that follow the prompts. The
         `features` of the target are those of the tokens that were fed.
     """
-    theirs: DynamicCache = model_kwargs["past_key_values"]
+    theirs: DynamicCache = model_kwargs[CACHE]
     cache = ragged_copy(theirs)
     position_ids = model_kwargs.get("position_ids")
     if position_ids is not None and position_ids.ndim > 2:  # in text, all kinds of positions are the same
         position_ids = position_ids[0]
     mask = model_kwargs.get("attention_mask")
     with uncompiled(model):
-        outputs = model._prefill(input_ids, generation_config, {**model_kwargs, "past_key_values": cache})
+        outputs = model._prefill(input_ids, generation_config, {**model_kwargs, CACHE: cache})
     columns = cache.get_seq_length()
     last = [columns - 1] * len(input_ids) if position_ids is None else position_ids[:, -1].tolist()
     decoder = cached_model(
