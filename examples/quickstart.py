@@ -23,6 +23,8 @@ from hf_ssd import devices
 from hf_ssd.cli.held import warnings_held
 
 PAIR = Path(__file__).parent / "pair"
+UNSTEADY = 4 / 3  # highest over lowest speedup of a method in the turns
+FASTER = 1.05  # a speedup that is called one
 PROMPT = '''class Reader:
     """Read lines from a file."""
 
@@ -39,7 +41,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
     parser.add_argument("--lookahead", type=int, help="default: planned while it generates")
     parser.add_argument("--budget", type=int, help="default: planned while it generates")
-    parser.add_argument("--repeats", type=int, default=5, help="runs of each method; the median counts")
+    parser.add_argument("--repeats", type=int, default=5, help="most runs of each method; the median counts")
+    parser.add_argument("--seconds", type=float, default=30.0, help="no further runs after so many seconds")
     return parser.parse_args()
 
 
@@ -79,7 +82,10 @@ def main() -> None:
 
     # 2. Every method in turn, again and again, so that what else the machine does falls on all of them alike.
     speeds, outputs = {name: [] for name in methods}, {}
+    started = time.perf_counter()
     for repeat in tqdm(range(args.repeats + 1), desc="measuring", unit="round", leave=False):
+        if repeat > 1 and time.perf_counter() - started > args.seconds * repeat / (repeat + 1):
+            break  # another round would take longer
         for name, how in list(methods.items()):
             set_seed(0)
             start = time.perf_counter()
@@ -96,25 +102,46 @@ def main() -> None:
             if repeat:  # the first round warms up
                 speeds[name].append(new_tokens / seconds)
 
-    # 3. One table.
+    # 3. A sentence, and one table.
     plain = outputs["plain generate"].sequences
     ratios = {name: [x / base for x, base in zip(speeds[name], speeds["plain generate"])] for name in methods}
+    print("\n" + in_a_sentence(ratios["SSD"], torch.equal(outputs["SSD"].sequences, plain) or args.temperature > 0))
     where = f"{torch.get_num_threads()} CPU threads" if on_cpu else devices.name(target.device)
     print(f"\n{args.max_new_tokens} new tokens, lookahead {config.lookahead}, budget {config.budget}, {where}")
     print(
-        f"{'':<20} {'tokens/s':>9} {'speedup':>8} {'in the turns':>12} {'tokens/round':>13} {'hit rate':>9} "
+        f"{'':<20} {'tokens/s':>9} {'speedup':>9} {'in the turns':>12} {'tokens/round':>13} {'hit rate':>9} "
         f"{'same tokens as plain':>21}"
     )
     for name in methods:
         stats = getattr(outputs[name], "ssd_stats", None)
-        speed, ratio = statistics.median(speeds[name]), statistics.median(ratios[name])
-        turns = f"{min(ratios[name]):.2f}-{max(ratios[name]):.2f}"
+        speed, turns = statistics.median(speeds[name]), f"{min(ratios[name]):.2f}-{max(ratios[name]):.2f}"
+        ratio = "unsteady" if are_unsteady(ratios[name]) else f"{statistics.median(ratios[name]):.2f}x"
         per_round, hits = (f"{stats.tokens_per_round:.2f}", f"{stats.hit_rate:.2f}") if stats else ("", "")
         same = "sampled" if args.temperature else "yes" if torch.equal(outputs[name].sequences, plain) else "NO"
-        print(f"{name:<20} {speed:>9.1f} {ratio:>7.2f}x {turns:>12} {per_round:>13} {hits:>9} {same:>21}")
+        print(f"{name:<20} {speed:>9.1f} {ratio:>9} {turns:>12} {per_round:>13} {hits:>9} {same:>21}")
     print()
     say_how_busy(load, list(ratios.values()))
     print(f"\nThe last run of SSD: {outputs['SSD'].ssd_stats}")
+
+
+def are_unsteady(ratios: list[float]) -> bool:
+    """Whether the turns of a method differ by more than a third, so that their median says nothing."""
+    return max(ratios) > UNSTEADY * min(ratios)
+
+
+def in_a_sentence(ratios: list[float], is_same: bool) -> str:
+    """Returns what the measurement says, for a reader who knows none of its words."""
+    if not is_same:
+        return "hf_ssd wrote OTHER tokens than plain generate(). Please report this."
+    if are_unsteady(ratios):
+        return (
+            "It cannot be said whether hf_ssd is faster here: other programs use this machine, and the measurements "
+            f"differ by {max(ratios) / min(ratios) - 1:.0%}. Run it again when the machine is quiet."
+        )
+    ratio = statistics.median(ratios)
+    if ratio < FASTER:
+        return f"hf_ssd wrote the text at {ratio:.2f} times the speed of plain generate(): no gain with this pair here."
+    return f"hf_ssd wrote the text {ratio:.2f} times as fast as plain generate()."
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Make a draft for any causal model: its last layers learn the target's distributions on the target's own text.
 
-    python examples/train_draft.py Qwen/Qwen3-8B --output DRAFT --minutes 240 --bfloat16
+    python examples/train_draft.py Qwen/Qwen3-8B --output DRAFT --prompts prompts.jsonl --minutes 240 --bfloat16
     python examples/train_draft.py TARGET --output DRAFT --prompts prompts.jsonl
 
-1. The target answers prompts, half of them greedily: those of a file, or prompts that are made of this repository.
+1. The target answers prompts, half of them greedily. They should be like those of your users.
 2. The most frequent tokens of that text become the draft's vocabulary. hf_ssd translates between the two tokenizers:
    pass both to generate(), as the commands of `hf-ssd` do by themselves.
 3. The target's last layers become the draft, behind a table of the mean hidden state of each token, and learn the
@@ -120,7 +120,10 @@ def main() -> None:
     parser.add_argument("--checkpoints", type=Path, default=Path("checkpoints/draft"), help="to go on from")
     parser.add_argument("--minutes", type=float, default=120.0, help="of writing and learning, in all runs (120)")
     parser.add_argument("--writing", type=float, default=0.5, help="share of the minutes in which the target writes")
-    parser.add_argument("--prompts", help="JSON lines with your own prompts; default: prompts made of this repository")
+    prompts = parser.add_mutually_exclusive_group(required=True)
+    prompts.add_argument("--prompts", help="JSON lines with prompts as your users write them")
+    prompts.add_argument("--repository-prompts", action="store_true",
+                         help="questions, changes of code and summaries that are made of this repository")  # fmt: skip
     parser.add_argument("--prompt-field", default="prompt")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="most tokens of an answer")
     parser.add_argument("--temperature", type=float, default=0.7, help="of the half of the answers that are drawn")

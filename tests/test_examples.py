@@ -13,6 +13,9 @@ import hf_ssd
 from .conftest import tiny_draft, tiny_model
 
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "examples"))
+
+import quickstart  # noqa: E402
 
 
 def run(*command, timeout=240):
@@ -27,6 +30,15 @@ def table(output):
     return {n: re.search(rf"^{re.escape(n)}  +(.*)$", output, re.MULTILINE).group(1).split() for n in names}
 
 
+def test_quickstart_says_in_a_sentence_what_was_measured():
+    say = quickstart.in_a_sentence
+    assert say([1.5, 1.6, 1.7], True) == "hf_ssd wrote the text 1.60 times as fast as plain generate()."
+    assert "0.90 times the speed of plain generate(): no gain" in say([0.85, 0.9, 0.95], True)
+    assert "It cannot be said" in say([1.0, 7.99], True) and "differ by 699%" in say([1.0, 7.99], True)
+    assert "OTHER tokens" in say([2.0, 2.0], False)
+    assert not quickstart.are_unsteady([1.0, 1.3]) and quickstart.are_unsteady([1.0, 1.4])
+
+
 def test_quickstart():
     output = run("examples/quickstart.py", "--max-new-tokens", "40", "--repeats", "1", "--lookahead=3", "--budget=12")
     assert "class Reader" in output
@@ -34,7 +46,8 @@ def test_quickstart():
     assert all(row[-1] == "yes" for row in rows.values())
     assert float(rows["SSD"][3]) > 1.5 and float(rows["SSD"][4]) > 0.5  # tokens per round, hit rate
     speedup, lowest, highest = (float(x) for x in re.findall(r"[\d.]+", " ".join(rows["SSD"][1:3])))
-    assert lowest <= speedup <= highest and re.search(r"^Load before: [\d.]+ on \d+ cores\.", output, re.MULTILINE)
+    assert lowest <= speedup <= highest and re.search(r"^hf_ssd wrote the text [\d.]+ times", output, re.MULTILINE)
+    assert re.search(r"^Load before: [\d.]+ on \d+ cores\.", output, re.MULTILINE)
 
 
 def test_generate_tp():

@@ -1,7 +1,9 @@
 """A draft made for a target: its text, its vocabulary, what it learns, and the program as a user runs it."""
 
+import itertools
 import json
 import sys
+from argparse import Namespace
 from collections import Counter
 
 import pytest
@@ -67,6 +69,43 @@ def test_prompts_of_a_batch_are_of_like_length_and_all_come_once():
     batches = [own_texts.block(prompts, index, 8, seed=0) for index in range(16)]
     assert sorted(sum(batches[:8], [])) == sorted(sum(batches[8:], [])) == sorted(prompts)
     assert all(len(batch[-1]) - len(batch[0]) == 7 for batch in batches) and batches[:8] != batches[8:]
+
+
+def write_for(seconds, folder, new_tokens=30):
+    target, tokenizer = pair()
+    args = Namespace(max_new_tokens=new_tokens, temperature=0.0, batch_size=2, seed=0)
+    return own_texts.write_texts(target, tokenizer, ["x = ", "import os"], ["def f("], folder, seconds, args)
+
+
+def test_writing_ends_within_a_batch_and_goes_on_with_the_time_that_is_left(tmp_path, monkeypatch):
+    now = iter(range(10**6))
+    monkeypatch.setattr(own_texts.time, "perf_counter", lambda: next(now))  # a second passes at each look
+    texts, _ = write_for(20, tmp_path)
+    assert all(0 < len(text["p"]) < 30 for text in texts)  # cut, and used
+    assert sum(torch.load(path)["seconds"] for path in tmp_path.glob("*.pt")) < 40
+    more, _ = write_for(200, tmp_path)
+    assert len(more) > len(texts) and all(torch.equal(a["ids"], b["ids"]) for a, b in zip(texts, more))
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_no_text_is_lost_when_writing_is_interrupted(tmp_path, monkeypatch, is_killed):
+    """Ctrl-C after ten tokens; or a kill, which leaves what was kept by the clock."""
+    steps, record = itertools.count(), own_texts.Recorder.__call__
+
+    def interrupted(self, input_ids, scores):
+        if next(steps) == 40:
+            raise KeyboardInterrupt
+        return record(self, input_ids, scores)
+
+    monkeypatch.setattr(own_texts.Recorder, "__call__", interrupted)
+    if is_killed:
+        monkeypatch.setattr(own_texts, "KEEP_EVERY", 0)
+        monkeypatch.setattr(own_texts.BatchFile, "__exit__", lambda self, *error: None)
+    with pytest.raises(KeyboardInterrupt):
+        write_for(1000, tmp_path)
+    kept = torch.load(tmp_path / "00001.pt")["texts"]
+    assert [len(text["p"]) for text in kept] == [10, 10] and len(kept[0]["ids"]) > 10
+    assert all(torch.equal(text["ids"][-10:], text["likely"][:, 0]) for text in kept)
 
 
 # ---------------------------------------------------------------- the vocabulary
