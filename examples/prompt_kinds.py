@@ -1,4 +1,4 @@
-"""Prompts of three kinds, made of this repository: questions of a chat, changes of code, and texts to shorten."""
+"""Prompts: questions of a chat, functions to write, code of this repository to change, texts of it to shorten."""
 
 import ast
 import json
@@ -28,6 +28,15 @@ network; Python; a hash table; sorting a list; unit tests; version control; a we
 encryption; the ocean; bees; coffee; running a marathon; yoga; photography; a museum visit; friendship; reading books;
 board games; the weather; rainbows; earthquakes; dinosaurs; the Roman Empire; jazz; cooking pasta; a bicycle; trains;
 the brain; memory; mathematics; prime numbers; probability; a contract; democracy; recycling; forests; rivers; elephants
+""".replace("\n", " ").split(";")
+FUNCTIONS = """
+counts how often each word occurs in a text; merges two sorted lists; checks whether a string is a palindrome; reads a
+CSV file into a list of dictionaries; computes the moving average of a list; finds the longest common prefix of some
+strings; flattens a nested list; converts a number to a Roman numeral; groups words that are anagrams of each other;
+multiplies two matrices; validates an e-mail address; removes duplicates from a list and keeps the order; finds all
+prime numbers below n; parses a date like 2024-03-01; reverses the words of a sentence; computes the greatest common
+divisor; retries a call up to three times; searches a sorted list by bisection; formats a number of bytes for people;
+splits a list into chunks
 """.replace("\n", " ").split(";")
 CHANGES = [
     "Add a docstring to this function",
@@ -67,10 +76,11 @@ def paragraphs(least: int = 250, most: int = 1000) -> list[str]:
 
 
 def all_prompts() -> dict[str, list[list[str]]]:
-    """Returns the prompts of each kind, `"chat"`, `"edit"` and `"summary"`: a list for each subject, code or text."""
+    """Returns the prompts of each kind: a list for each subject, function, code or text."""
     codes, texts = functions(), paragraphs()
     return {
         "chat": [[question.format(subject.strip()) for question in QUESTIONS] for subject in SUBJECTS],
+        "code": [[f"Write a Python function that {what.strip()}."] for what in FUNCTIONS],
         "edit": [[f"{CHANGES[i % len(CHANGES)]}:\n\n```python\n{code}\n```"] for i, code in enumerate(codes)],
         "summary": [[f"{how}\n\n{text}" for how in SUMMARIES] for text in texts],
     }

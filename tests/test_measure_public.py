@@ -13,36 +13,37 @@ import measure_public  # noqa: E402
 
 
 def test_the_table_has_a_row_for_each_method_and_empty_cells_for_what_did_not_run():
-    def row(ratio, **more):
-        return {"over plain": ratio, "lowest": ratio - 0.1, "highest": ratio + 0.25, **more}
+    def row(ratio):
+        return {"over plain": ratio}
 
-    ours = {measure_public.IN_TURN: row(1.5), measure_public.SSD: row(2.0, **{"hit rate": 0.75})}
     columns = {
-        "chat, greedy": {measure_public.PLAIN: row(1.0), measure_public.LOOKUP: row(1.25), **ours},
-        "chat, T = 0.7": {measure_public.PLAIN: row(1.0), **ours},
+        "code, greedy": {
+            measure_public.PLAIN: row(1.0),
+            measure_public.LOOKUP: row(1.25),
+            measure_public.IN_TURN: row(2),
+        },
+        "batch of 4, greedy": {measure_public.PLAIN: row(1.0), measure_public.IN_TURN: row(1.5)},
     }
     assert measure_public.table(columns).split("\n") == [
-        "| speed over plain `generate()` | chat, greedy | chat, T = 0.7 |",
+        "| speed over plain `generate()` | code, greedy | batch of 4, greedy |",
         "| --- | --- | --- |",
-        "| transformers' prompt lookup | 1.25 (1.15-1.50) |  |",
-        "| hf_ssd, one device | 1.50 (1.40-1.75) | 1.50 (1.40-1.75) |",
-        "| hf_ssd, two devices | 2.00 (1.90-2.25) | 2.00 (1.90-2.25) |",
-        "| hit rate | 0.75 | 0.75 |",
+        "| transformers' prompt lookup | 1.25 |  |",
+        "| hf_ssd in turn | 2.00 | 1.50 |",
     ]
 
 
 @pytest.mark.slow
 def test_measure_public_measures_every_method_on_another_pair(tmp_path):
     output = run(
-        "examples/measure_public.py", tmp_path, PAIR / "draft", "--target", PAIR / "target",
-        "--kinds", "chat", "--temperatures", 0, "--repeats", 1, "--max-new-tokens", 24, "--assistant-tokens", 2, 3,
-        "--output", tmp_path / "figures.json",
+        "examples/measure_public.py", PAIR / "target", PAIR / "draft", "--kinds", "code", "edit", "--temperatures", 0,
+        "--repeats", 1, "--max-new-tokens", 24, "--assistant-tokens", 2, 3, "--output", tmp_path / "figures.json",
     )  # fmt: skip
-    names = [measure_public.LOOKUP, measure_public.NGRAM, measure_public.IN_TURN, measure_public.SSD]
-    names += [measure_public.ALL_CORES]
-    assert all(f"\n| {name} | " in output for name in ["transformers' assisted generation", *names])
-    assert "plain generate() on" in output and "Load before:" in output
-    rows = json.loads((tmp_path / "figures.json").read_text())["columns"]["chat, greedy"]
-    assert all(row["same tokens"] for row in rows.values())
-    # How often a plan that follows the clock speculates ahead in 24 tokens is not asserted, only that it is counted.
-    assert "hit rate" in rows[measure_public.SSD]
+    names = [measure_public.LOOKUP, measure_public.NGRAM, measure_public.IN_TURN, measure_public.AHEAD]
+    names += [measure_public.DEFAULT, "transformers' assisted generation at its best"]
+    assert all(f"\n| {name} | " in output for name in names)
+    assert "plain generate():" in output and "Load before:" in output
+    columns = json.loads((tmp_path / "figures.json").read_text())["columns"]
+    assert list(columns) == ["code, greedy", "edit, greedy", "batch of 2, greedy"]
+    assert all(row["same tokens"] for rows in columns.values() for row in rows.values())
+    assert columns["batch of 2, greedy"].keys() == {"plain generate", *names[2:5]}
+    assert all(rows[measure_public.AHEAD]["hit rate"] > 0 for rows in columns.values())
