@@ -37,8 +37,7 @@ class Decider:
         do_sample (`bool`): Whether tokens are drawn; otherwise the most likely tokens are taken.
         ranks ([`TargetRanks`]): The ranks of the target, of which the leader decides.
         wants_scores (`bool`): Whether to return the processed scores too.
-        verify_alone (`Callable`): Takes a list of rows. Returns the logits `(batch_size, 1, vocab_size)` that follow
-            the last token of each row, computed for the given rows as if no tokens had been proposed.
+        verify_alone (`Callable`): Feeds single tokens of rows again, see [`~hf_ssd.generation.target.verify_alone`].
 
     Attributes:
         by_step (`bool`): Whether there is a constraint or an unknown processor. They are called for a position only
@@ -57,7 +56,7 @@ class Decider:
         do_sample: bool,
         ranks: TargetRanks,
         wants_scores: bool,
-        verify_alone: Callable[[list[int]], torch.Tensor],
+        verify_alone: Callable[[list[int], int, list[int]], torch.Tensor],
     ):
         self.processors, self.sequences, self.do_sample = processors, sequences, do_sample
         self.ranks, self.wants_scores, self.verify_alone = ranks, wants_scores, verify_alone
@@ -84,8 +83,8 @@ class Decider:
 
         Args:
             found (`torch.Tensor`): The target's logits `(batch_size, lookahead + 1, vocab_size)`, or the results of
-                [`~Decider.in_pass`]. A row with NaN logits is verified again without the drafted tokens, and its first
-                logits are replaced.
+                [`~Decider.in_pass`]. A row with NaN logits is verified again token by token, and its logits are
+                replaced.
             q (`torch.FloatTensor` of shape `(batch_size, lookahead, vocab_size)`, *optional*): As in
                 [`~hf_ssd.generation.verification.acceptance_probabilities`].
             following (`torch.LongTensor` of shape `(batch_size, lookahead + 1)`): See [`Sequences.propose`].
@@ -96,32 +95,27 @@ class Decider:
             vocab_size)` of each row, if they are wanted.
         """
         unfinished, has_logits, scores = self.sequences.unfinished, found.is_floating_point(), []
-        decided = self._decide(found, following, range(len(found)), q, scores) if has_logits else found
+        decided = self._decide(found, following, q, scores) if has_logits else found
         decided = decided[:, 0].T.to(following.device)
         accepted, bonus, unlikely, unsound = decided.tolist()  # a single copy, so a single wait
         there = decided[1] if self.ranks.size == 1 else None
         again = [row for row, is_unsound in enumerate(unsound) if is_unsound and unfinished[row]]
         if again and following.shape[1] > 1:
-            alone, scores_again, there = self.verify_alone(again)[again], [], None
-            if has_logits:
-                found[again, :1] = alone
-            numbers = self._decide(alone, following[again, -1:], again, None, scores_again)[:, 0].tolist()
-            for row, of_row in zip(again, numbers):
-                accepted[row], bonus[row], unlikely[row], _ = of_row
-            for row, of_row in zip(again, scores_again):
-                scores[row] = of_row
+            there, logits = None, found if has_logits else None
+            for row, (tokens, unlikely[row]) in self._decide_alone(again, q, following, logits, scores).items():
+                accepted[row], bonus[row] = len(tokens) - 1, tokens[-1]
         if self.do_sample:
-            check_drawn(bonus)
+            check_drawn([token for token, goes_on in zip(bonus, unfinished) if goes_on])
             self.unlikely_tokens += sum(count for count, goes_on in zip(unlikely, unfinished) if goes_on)
         accepted = [k if goes_on else FINISHED for k, goes_on in zip(accepted, unfinished)]
         return Outcome(accepted, bonus), there, scores
 
-    def _decide(self, logits, following, rows=None, q=None, kept: list | None = None) -> torch.LongTensor:
+    def _decide(self, logits, following, q=None, kept: list | None = None) -> torch.LongTensor:
         """
         Returns the accepted count, the bonus token, the number of unlikely tokens and whether logits are NaN, for each
-        of these rows `(rows, 1, 4)`. Processed scores are added to `kept`, if they are wanted.
+        row `(batch_size, 1, 4)`. Processed scores are added to `kept`, if they are wanted.
         """
-        rows, drafted = rows or range(len(logits)), following[:, :-1]
+        rows, drafted = range(len(logits)), following[:, :-1]
         size = max(1, SLICE_BYTES // (4 * logits[0].numel()))
         uniform = uniform_numbers(drafted) if self.do_sample and self.ranks.is_leader else None
         outcomes = [drafted.new_zeros(3, 0 if self.ranks.is_leader else len(rows))]
@@ -142,6 +136,69 @@ class Decider:
         unsound = logits[..., 0].isnan().any(dim=1).long().to(drafted.device)
         return torch.cat([torch.cat(outcomes, dim=1), unsound[None]]).T[:, None]
 
+    def _decide_alone(self, rows, q, following, logits, scores) -> dict[int, tuple[list[int], int]]:
+        """
+        Verifies rows token by token, as plain generation feeds them. A drafted token is fed only after it was accepted,
+        so no other drafted token reaches the logits, and each is accepted or rejected by the same rule as in other
+        rows: whether a row needs this depends on its drafted tokens, and a different rule would be a bias. A row ends
+        before logits that are NaN: they follow from its own tokens.
+
+        Returns the new tokens of each row, and how many of them are unlikely. Replaces the rows in `logits`, if they
+        are given, and in `scores`, if they are wanted.
+        """
+        lengths, going, found = list(self.sequences.lengths), rows, {row: ([], 0) for row in rows}
+        for place in range(following.shape[1]):
+            alone = self.verify_alone(rows, place, lengths)
+            if place:
+                going = self._sound(going, alone[:, 0])
+            if not going:
+                break
+            if logits is not None:
+                logits[going, place] = alone[going, 0]
+            tokens, unlikely, processed = self._next_tokens(
+                alone[going], q, following[:, :-1], place, self.sequences.ids, lengths, going
+            )
+            for i, row in enumerate(going):
+                found[row] = [*found[row][0], tokens[i]], found[row][1] + unlikely[i]
+                if self.wants_scores:
+                    scores[row][place] = processed[i, 0]
+            proposed = following[going, place].tolist()
+            going = [row for row, token, drafted in zip(going, tokens, proposed) if token == drafted]
+            for row in going:
+                lengths[row] += 1
+        return found
+
+    def _sound(self, rows: list[int], logits: torch.Tensor) -> list[int]:
+        """Returns the rows whose logits `(batch_size, vocab_size)` are not NaN."""
+        is_nan = logits[:, 0].isnan().tolist()
+        return self.ranks.share_values([row for row in rows if not is_nan[row]])
+
+    def _next_tokens(self, logits, q, drafted, place: int, input_ids, lengths: list[int], rows: list[int]):
+        """
+        Decides on one position of some rows.
+
+        Args:
+            logits (`torch.Tensor` of shape `(len(rows), 1, vocab_size)`): The logits of this position.
+            q, drafted: Those of all rows and positions, see [`~hf_ssd.generation.verification.verify_sampled`].
+            place (`int`): The position. After the last drafted token it is that of a bonus token.
+            input_ids, lengths, rows: See [`~hf_ssd.logits_processing.process_positions`].
+
+        Returns:
+            The tokens, -1 where there is no distribution to draw from, and the number of unlikely tokens of each row,
+            which the leader gives to all ranks; and the processed scores `(len(rows), 1, vocab_size)`.
+        """
+        scores, decided = process_positions(self.processors, logits, input_ids, lengths, rows), None
+        if self.ranks.is_leader and self.do_sample:
+            here = drafted[rows, place : place + 1]
+            q_here = q[rows, place : place + 1] if q is not None and here.shape[1] else None
+            both = scores.expand(-1, 1 + here.shape[1], -1)  # accepting looks no further than this position
+            accepted, bonus, unlikely = verify_sampled(both, q_here, here, uniform_numbers(here))
+            tokens = torch.cat([bonus[:, None], here], dim=1).gather(1, accepted[:, None])[:, 0]
+            decided = torch.stack([tokens, unlikely]).tolist()
+        elif self.ranks.is_leader:
+            decided = argmax(scores[:, 0]).tolist(), [0] * len(rows)
+        return *self.ranks.share_values(decided), scores
+
     def decide_by_step(
         self, logits: torch.Tensor, q: torch.Tensor | None, drafted: torch.LongTensor, keep: Callable
     ) -> Outcome:
@@ -155,24 +212,15 @@ class Decider:
         going = [row for row, unfinished in enumerate(sequences.unfinished) if unfinished]
         unsound = [row for row in going if logits[row, :, 0].isnan().any()] if drafted.shape[1] else []
         if unsound:
-            logits[unsound, :1] = self.verify_alone(unsound)[unsound]
+            logits[unsound, :1] = self.verify_alone(unsound, 0, sequences.lengths)[unsound]
         for place in range(logits.shape[1]):
             # 1. Choose the next token of each row that goes on.
-            here, drafted_here = logits[going, place : place + 1], drafted[going, place : place + 1]
-            length, tokens = max(sequences.lengths[row] for row in going), None
-            scores = process_positions(
-                self.processors, here, sequences.as_in_plain_generation(length), sequences.lengths, going
-            )
-            if self.ranks.is_leader and self.do_sample:
-                q_here = q[going, place : place + 1] if q is not None and drafted_here.shape[1] else None
-                both = scores.expand(-1, 1 + drafted_here.shape[1], -1)  # accepting looks no further than this position
-                accepted, bonus, unlikely = verify_sampled(both, q_here, drafted_here, uniform_numbers(drafted_here))
-                self.unlikely_tokens += int(unlikely.sum())
-                tokens = torch.cat([bonus[:, None], drafted_here], dim=1).gather(1, accepted[:, None])[:, 0].tolist()
+            here = logits[going, place : place + 1]
+            ids = sequences.as_in_plain_generation(max(sequences.lengths[row] for row in going))
+            tokens, unlikely, scores = self._next_tokens(here, q, drafted, place, ids, sequences.lengths, going)
+            self.unlikely_tokens += sum(unlikely)
+            if self.do_sample:
                 check_drawn(tokens)
-            elif self.ranks.is_leader:
-                tokens = argmax(scores[:, 0]).tolist()
-            tokens = self.ranks.share_values(tokens)
 
             # 2. Add the token to the row, which may end there.
             for row, token in zip(going, tokens):
@@ -184,8 +232,14 @@ class Decider:
                 break
             unfinished = sequences.unfinished
             alive = [row for row in going if unfinished[row]]
-            matching = {row for row, token in zip(going, tokens) if token == proposed[row][place]}.difference(unsound)
+            matching = {row for row, token in zip(going, tokens) if token == proposed[row][place]}
             going = [row for row in alive if row in matching]
+            again = [row for row in going if row in unsound]
+            if again and not (self.in_step and going != alive):
+                alone = self.verify_alone(unsound, place + 1, sequences.lengths)
+                logits[again, place + 1] = alone[again, 0]
+                sound = self._sound(again, alone[:, 0])
+                going = [row for row in going if row in sound or row not in unsound]
             if not going or (self.in_step and going != alive):
                 break
         accepted = [after - length - 1 for after, length in zip(sequences.lengths, before)]

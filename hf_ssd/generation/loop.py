@@ -11,6 +11,7 @@ drafted, and whether ahead, in turn with the target, or not at all.
 import contextlib
 import copy
 import dataclasses
+import functools
 import math
 import os
 import time
@@ -232,7 +233,7 @@ def decode(
         do_sample,
         draft.ranks,
         scores_record is not None,
-        lambda rows: verify_alone(decoder, sequences, rows, columns_before_ids),
+        functools.partial(verify_alone, decoder, sequences, columns_before_ids),
     )
     following, probabilities = input_ids.new_full((batch_size, 1), -1), None
     record: RoundRecord | None = None  # of the round that is being verified

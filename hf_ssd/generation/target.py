@@ -60,29 +60,38 @@ def prefill(
     return decoder, outputs.logits[:, -1:]
 
 
-def verify_alone(decoder: CachedModel, sequences: Sequences, rows: list[int], columns_before_ids: int) -> torch.Tensor:
+def verify_alone(
+    decoder: CachedModel,
+    sequences: Sequences,
+    columns_before_ids: int,
+    rows: list[int],
+    place: int,
+    lengths: list[int],
+) -> torch.Tensor:
     """
-    Feeds the last tokens again, without the drafted tokens after them. A drafted token whose keys or values are NaN
+    Feeds a token of each row again, without the drafted tokens after it. A drafted token whose keys or values are NaN
     also corrupts earlier positions: its column is masked, but 0 * NaN is NaN. The other rows keep their drafted tokens,
     also if a compiled pass feeds several tokens.
 
     Args:
-        rows (`list[int]`): The corrupted rows. Their drafted tokens are cleared from the cache.
         decoder, sequences, columns_before_ids: See [`feed_what_is_missing`].
+        rows (`list[int]`): The corrupted rows. Their columns after the token are cleared.
+        place (`int`): How many drafted tokens the pass of the round fed before this token.
+        lengths (`list[int]`): Length of each row with the token to feed, all of whose tokens are verified.
 
     Returns:
         `torch.FloatTensor` of shape `(batch_size, 1, vocab_size)`: Raw logits, in the model's dtype.
     """
-    starts = [length - 1 + columns_before_ids for length in sequences.lengths]
+    starts = [length - 1 + columns_before_ids for length in lengths]
     decoder.cache.clear_behind(rows, starts)
     device, count = sequences.ids.device, decoder.fewest_tokens
-    columns = from_host(sequences.lengths, device)[:, None] - 1 + torch.arange(count, device=device)
-    tokens = sequences.ids.gather(1, columns)  # the last token, and the drafted tokens after it
+    columns = from_host(lengths, device)[:, None] - 1 + torch.arange(count, device=device)
+    tokens = sequences.ids.gather(1, columns)  # the token, and the drafted tokens after it
     tokens[rows] = tokens[rows, :1]
     features = decoder.features
     logits = decoder.extend(tokens.to(decoder.device), starts)[:, :1]
     if features is not None:
-        features[rows, :1] = decoder.features[rows, :1]
+        features[rows, place] = decoder.features[rows, 0]
         decoder.features = features
     return logits
 

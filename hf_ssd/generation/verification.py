@@ -114,10 +114,7 @@ def verify_sampled(
     accepted = accepted_counts(uniform < ratios)
     is_accepted = torch.arange(drafted.shape[1], device=drafted.device) < accepted[:, None]
     unlikely = (is_accepted & (ratios * UNLIKELY > 1)).sum(dim=1)
-    residual = residual_distribution(p, q, drafted, accepted)
-    if drafted.shape[1]:  # a row with NaN scores is verified again, and the token drawn here is dropped
-        residual = torch.where(residual.isnan().any(dim=1, keepdim=True), 1.0, residual)
-    return accepted, drawn(residual), unlikely
+    return accepted, drawn(residual_distribution(p, q, drafted, accepted)), unlikely
 
 
 def drawn(weights: torch.Tensor) -> torch.LongTensor:

@@ -1,0 +1,199 @@
+"""Sampling where drafted tokens have keys that are not finite: the distribution of the tokens is the target's own."""
+
+import copy
+
+import pytest
+import torch
+from scipy import stats
+from torch.nn.functional import pad
+from transformers import LogitsProcessor, LogitsProcessorList
+
+import hf_ssd
+from hf_ssd.cache.trial import check_supported
+from hf_ssd.generation import loop
+from hf_ssd.generation.deciding import Decider
+
+from ..conftest import tiny_draft, tiny_model
+
+SMALL, ROWS, UNSOUND = 6, 256, 5
+PROMPT = torch.tensor([[2, 3, 4]])
+
+
+def pair(value=torch.nan, ends=False):
+    """
+    A target with an embedding that is not finite, the same target with a finite one, and a draft that proposes its
+    token. The target never gives the token, or, if texts end with it, as often as others.
+    """
+    sizes = {"vocab_size": SMALL, "initializer_range": 0.12}
+    sound, draft = tiny_model(seed=3, **sizes), tiny_draft(seed=3, disagreement=0.12, **sizes)
+    with torch.no_grad():
+        draft.lm_head.weight[UNSOUND] = draft.lm_head.weight[:UNSOUND].mean(0)
+        if not ends:
+            sound.lm_head.bias = torch.nn.Parameter(torch.tensor([0.0] * UNSOUND + [-1e4]))
+        target = hf_ssd.enable(copy.deepcopy(sound))
+        check_supported(target)  # which feeds every token of so small a vocabulary
+        target.get_input_embeddings().weight[UNSOUND] = value
+    return target, sound, draft
+
+
+@torch.inference_mode()
+def exact_probabilities(sound, ends):
+    """Of the first three tokens, with padding after an end."""
+    joint, prefixes = torch.ones(1), PROMPT
+    for _ in range(3):
+        p = sound(prefixes).logits[:, -1].softmax(-1)
+        if ends:
+            is_over = (prefixes[:, PROMPT.shape[1] :] == UNSOUND).any(dim=1)
+            p[is_over] = torch.eye(SMALL)[0]
+        joint = (joint[:, None] * p).flatten()
+        tokens = torch.arange(SMALL).repeat(len(prefixes))[:, None]
+        prefixes = torch.cat([prefixes.repeat_interleave(SMALL, 0), tokens], dim=1)
+    return joint.double()
+
+
+@pytest.fixture
+def fed_again(monkeypatch):
+    """Collects, for each pass over rows that are verified alone, how many drafted tokens came before its token."""
+    places, original = [], loop.verify_alone
+
+    def noted(decoder, sequences, columns, rows, place, lengths):
+        places.append(place)
+        return original(decoder, sequences, columns, rows, place, lengths)
+
+    monkeypatch.setattr(loop, "verify_alone", noted)
+    return places
+
+
+def p_value(models, draft=None, calls=8, rows=ROWS, options=None, ends=False, **settings):
+    """Of the chi-square test of sampled three-token strings against the exact probabilities."""
+    target, sound, in_turn = models
+    counts, speculated = torch.zeros(SMALL**3), 0.0
+    torch.manual_seed(0)
+    config = hf_ssd.SSDConfig(**{"budget": 8, "asynchronous": draft is not None, **settings})
+    for _ in range(calls):
+        output = target.generate(
+            PROMPT.repeat(rows, 1),
+            attention_mask=torch.ones(rows, PROMPT.shape[1], dtype=torch.long),
+            max_new_tokens=6,
+            do_sample=True,
+            top_k=0,
+            eos_token_id=UNSOUND if ends else None,
+            **(options or {}),
+            assistant_model=draft or in_turn,
+            ssd_config=config,
+            return_dict_in_generate=True,
+        )
+        assert output.ssd_stats.draft_failure is None
+        speculated += output.ssd_stats.tokens_per_round
+        new = pad(output.sequences, (0, 3))[:, PROMPT.shape[1] :][:, :3]  # all rows may end earlier
+        strings = new @ torch.tensor([SMALL**2, SMALL, 1])
+        counts += torch.bincount(strings, minlength=SMALL**3)
+    expected = exact_probabilities(sound, ends) * counts.sum()
+    assert speculated / calls > 1.05 and counts[expected == 0].sum() == 0
+    rare = expected < 5
+    observed = torch.cat([counts[~rare].double(), counts[rare].double().sum()[None]])
+    expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
+    observed, expected = observed[expected > 0], expected[expected > 0]
+    return stats.chisquare(observed, expected * observed.sum() / expected.sum()).pvalue
+
+
+VALUES = {"NaN": torch.nan, "infinite": torch.inf}
+# lookahead, value of the embedding, whether texts end with its token
+CASES = [(1, "NaN", False), (2, "infinite", True), (3, "NaN", True), (4, "infinite", False)]
+
+
+@pytest.mark.parametrize("lookahead, value, ends", CASES)
+def test_strings_have_the_targets_distribution(lookahead, value, ends, fed_again):
+    assert p_value(pair(VALUES[value], ends), lookahead=lookahead, ends=ends) > 1e-3
+    assert fed_again.count(0) > 8 and (lookahead == 1 or fed_again.count(lookahead - 1) > 2)
+
+
+@pytest.fixture(scope="module")
+def worker():
+    with hf_ssd.launch_draft(pair()[2], num_threads=1) as assistant:
+        yield assistant
+
+
+@pytest.mark.parametrize("lookahead, value, ends", CASES)
+def test_strings_have_the_targets_distribution_with_a_worker(worker, lookahead, value, ends, fed_again):
+    assert p_value(pair(VALUES[value], ends), worker, calls=6, lookahead=lookahead, ends=ends) > 1e-3
+    assert fed_again.count(0) > 6
+
+
+class Unknown(LogitsProcessor):
+    """Changes nothing, but may be one that compares rows, so all rows keep the same length."""
+
+    def __call__(self, input_ids, scores):
+        return scores
+
+
+STEPS = {
+    "constraint": (64, lambda: {"prefix_allowed_tokens_fn": lambda *_: list(range(SMALL))}),
+    "unknown": (4, lambda: {"logits_processor": LogitsProcessorList([Unknown()])}),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_strings_have_the_targets_distribution_by_step(name, fed_again):
+    rows, options = STEPS[name]
+    calls = 1000 // rows
+    assert p_value(pair(ends=True), calls=calls, rows=rows, options=options(), lookahead=2, ends=True) > 1e-3
+    assert fed_again.count(0) > 8 and fed_again.count(1) > 2
+
+
+def without_the_rule(self, rows, q, following, logits, scores):
+    """Draws the next token, as if no token had been drafted."""
+    lengths, drafted = self.sequences.lengths, following[:, :0]
+    alone = self.verify_alone(rows, 0, lengths)
+    tokens, unlikely, _ = self._next_tokens(alone[rows], None, drafted, 0, self.sequences.ids, lengths, rows)
+    return {row: ([token], count) for row, token, count in zip(rows, tokens, unlikely)}
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_rows_without_the_rule_are_noticed(ends, monkeypatch):
+    """The mutant: a row that is verified alone draws from p, though its drafted tokens are the reason."""
+    monkeypatch.setattr(Decider, "_decide_alone", without_the_rule)
+    assert p_value(pair(ends=ends), lookahead=2, ends=ends) < 1e-3
+
+
+def test_rows_that_stop_at_the_first_token_are_noticed(monkeypatch):
+    """The mutant: the rule is applied to the first token alone, so the second depends on whether a later one is bad."""
+    monkeypatch.setattr(Decider, "_sound", lambda *_: [])
+    assert p_value(pair(ends=True), calls=16, lookahead=2, ends=True) < 1e-3
+
+
+@pytest.mark.parametrize("options", [{}, *[options() for _, options in STEPS.values()]], ids=["all at once", *STEPS])
+def test_a_target_that_gives_the_token_raises_as_plain_generation(options):
+    """After it there is no distribution to draw from."""
+    target, _, draft = pair()
+    with torch.no_grad():
+        target.lm_head.bias.neg_()
+    options = {"input_ids": PROMPT, "do_sample": True, "max_new_tokens": 6, **options}
+    config = hf_ssd.SSDConfig(lookahead=2, budget=4, asynchronous=False)
+    for speculating in ({}, {"assistant_model": draft, "ssd_config": config}):
+        with pytest.raises(RuntimeError, match="probability tensor contains either `inf`, `nan`"):
+            target.generate(**options, **speculating)
+        assert target.generate(**{**options, "max_new_tokens": 1}, **speculating)[0, -1] == UNSOUND
+
+
+@pytest.mark.parametrize("options", [{}, STEPS["constraint"][1]()], ids=["all at once", "by step"])
+def test_scores_are_those_of_the_tokens(options, fed_again):
+    target, sound, draft = pair()
+    torch.manual_seed(0)
+    output = target.generate(
+        PROMPT.repeat(16, 1),
+        do_sample=True,
+        max_new_tokens=12,
+        temperature=0.7,
+        **options,
+        output_scores=True,
+        output_logits=True,
+        return_dict_in_generate=True,
+        assistant_model=draft,
+        ssd_config=hf_ssd.SSDConfig(lookahead=4, budget=4, asynchronous=False),
+    )
+    with torch.inference_mode():
+        logits = sound(output.sequences).logits[:, PROMPT.shape[1] - 1 : -1]
+    torch.testing.assert_close(torch.stack(output.logits, 1), logits, atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(torch.stack(output.scores, 1), logits / 0.7, atol=1e-3, rtol=1e-3)
+    assert fed_again.count(0) > 2 and fed_again.count(1) > 2
