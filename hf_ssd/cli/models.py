@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 import torch
 import transformers
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForMultimodalLM,
     AutoProcessor,
@@ -25,6 +24,7 @@ from ..config import WITHOUT_DRAFT, could_be_hub_id
 from ..distributed.assistant import DraftAssistant
 from ..distributed.cores import available_cores, pin
 from ..drafting.eagle_formats import head_values, load_head
+from ..gguf_files import config_of, gguf_place
 from . import pair
 from .options import settings
 
@@ -33,28 +33,38 @@ from .options import settings
 class Model:
     """A model of a command."""
 
-    name: str  # hub id or folder
+    name: str  # hub id, folder or GGUF file
     device: torch.device = torch.device("cpu")
     dtype: str = "float32"  # of its weights, or "auto"
     files: dict = field(default_factory=dict)  # `revision`, `gguf_file` and `trust_remote_code` of `from_pretrained`
     tokenizer_name: str | None = None  # hub id or folder of its tokenizer, if it has none of its own
     attn_implementation: str | None = None
 
-    def _read(self, kind, **options):
-        """Returns what a class of transformers reads from the model's files, or raises `ValueError`."""
+    @functools.cached_property
+    def place(self) -> tuple[str, dict]:
+        """The folder or hub id of the model, and the options of `from_pretrained` that say which file is read there."""
+        return gguf_place(self.name, {"trust_remote_code": False, **self.files})
+
+    def _read(self, read, **options):
+        """Returns the result of a `from_pretrained` for the model's files, or raises `ValueError`."""
+        folder, files = self.place
         if not os.path.exists(self.name) and not could_be_hub_id(self.name):
             raise ValueError(f"There is no folder {self.name!r}; give a folder with a model, or a hub id.")
         try:
-            return kind.from_pretrained(self.name, **{"trust_remote_code": False, **self.files, **options})
+            return read(folder, **{**files, **options})
         except (OSError, ValueError, ImportError) as error:
             sentence = str(error).strip().split("\n")[0] or type(error).__name__
             if "trust_remote_code" in str(error):
                 sentence = "it brings code of its own, which runs with --trust-remote-code alone."
             raise ValueError(f"Cannot load a model from {self.name}: {sentence}") from error
 
+    @property
+    def _config(self):
+        return self._read(lambda folder, **options: config_of(folder, options))
+
     def structure(self) -> PreTrainedModel:
         """Builds the model on the meta device, or raises `ValueError` if it does not generate text by itself."""
-        config = self._read(AutoConfig)
+        config = self._config
         if not config.is_encoder_decoder:
             try:
                 with torch.device("meta"):
@@ -69,8 +79,9 @@ class Model:
     @functools.cached_property
     def tokenizer(self):
         """A tokenizer that pads on the left, or `None` for a model without a tokenizer, such as a random model."""
-        name, options = self.tokenizer_name or self.name, {} if self.tokenizer_name else self.files
-        options = {"trust_remote_code": self.files.get("trust_remote_code", False), **options}
+        name, options = self.place
+        if self.tokenizer_name:
+            name, options = self.tokenizer_name, {"trust_remote_code": options["trust_remote_code"]}
         try:
             tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left", **options)
         except (OSError, ValueError) as error:
@@ -88,13 +99,15 @@ class Model:
         options = {"dtype": self.dtype, "device_map": {"": self.device}}
         if self.attn_implementation is not None:
             options["attn_implementation"] = self.attn_implementation
-        return self._read(kind, **options).eval()
+        if "gguf_file" in self.place[1]:
+            options["config"] = self._config  # transformers would read the file's header once more
+        return self._read(kind.from_pretrained, **options).eval()
 
     def load_for_requests(self) -> tuple:
         """Loads a model with all that it can read, such as images, and returns it with its processor or tokenizer."""
-        if self.tokenizer_name or self.files.get("gguf_file"):
+        if self.tokenizer_name or "gguf_file" in self.place[1]:
             return self.load(), self.tokenizer
-        processor, is_multimodal = self._read(AutoProcessor), self._read(AutoConfig).model_type in MULTIMODAL
+        processor, is_multimodal = self._read(AutoProcessor.from_pretrained), self._config.model_type in MULTIMODAL
         with contextlib.suppress(AttributeError, ValueError):  # only in newer versions, and for few models
             return self.load(transformers.AutoModelForDecision), processor
         return self.load(AutoModelForMultimodalLM if is_multimodal else AutoModelForCausalLM), processor

@@ -14,8 +14,8 @@ def shared() -> argparse.ArgumentParser:
     """Returns a parent of the parsers of all commands, with the options that `models.chosen` reads."""
     parent = argparse.ArgumentParser(add_help=False)
     group = parent.add_argument_group("models", "Without TARGET and DRAFT, the small pair that comes with hf_ssd.")
-    group.add_argument("target", nargs="?", metavar="TARGET", help="hub id or folder of the large model")
-    group.add_argument("draft", nargs="?", metavar="DRAFT", help="hub id or folder of the small model")
+    group.add_argument("target", nargs="?", metavar="TARGET", help="hub id, folder or GGUF file of the large model")
+    group.add_argument("draft", nargs="?", metavar="DRAFT", help="hub id, folder or GGUF file of the small model")
     group.add_argument("--draft", dest="draft_named", metavar="DRAFT", help="another way to name the DRAFT")
     for side, of in (("", "of the target"), ("draft-", "of the draft")):
         place = "the last accelerator" if side else "the first accelerator"

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import find_adapter_config_file, is_peft_available, logging
 
 from .. import devices as accelerators
@@ -15,6 +15,7 @@ from ..cache.support import without_wrapper
 from ..config import could_be_hub_id
 from ..drafting.assistants import refuse_worker
 from ..drafting.eagle_formats import head_values, load_head
+from ..gguf_files import config_of, gguf_place
 from .assistant import DraftAssistant
 from .child import Child
 from .cores import CoreShare, divide_cores
@@ -50,8 +51,8 @@ def launch_draft(
 
     Args:
         model (`PreTrainedModel`, `str` or `os.PathLike`):
-            The draft: a folder or hub id, which only the worker loads, or a model, whose weights are copied. If the
-            weights have changed since the last call, the next call copies them again.
+            The draft: a folder, GGUF file or hub id, which only the worker loads, or a model, whose weights are copied.
+            If the weights have changed since the last call, the next call copies them again.
         device (`str` or `torch.device`, *optional*):
             Where the worker drafts. Defaults to the model's device; for a folder or hub id to the last accelerator on
             which this process holds nothing yet (so load the target first), or the CPU.
@@ -155,16 +156,19 @@ def draft_config(path: str | os.PathLike, load_options: dict) -> PreTrainedConfi
             f"The draft {path!r} is an EAGLE-3 head, which reads hidden states of its target; pass `target=...` to "
             "hf_ssd.launch_draft() as well."
         )
+    place, options = gguf_place(path, load_options)
     try:
-        config = AutoConfig.from_pretrained(path, **{"trust_remote_code": False, **load_options})
-    except (OSError, ValueError) as error:
+        config = config_of(place, {"trust_remote_code": False, **options})
+    except (OSError, ValueError, ImportError) as error:
+        reason = str(error).strip().splitlines()[0]
+        if "gguf_file" in options:
+            raise ValueError(f"The draft {path!r} is a GGUF file that transformers cannot load: {reason}") from error
         adapter = find_adapter_config_file(path) if is_peft_available() else None
         if adapter is not None:  # read the config of the adapter's base model
             return draft_config(json.loads(Path(adapter).read_text())["base_model_name_or_path"], {})
         is_what = "is a folder without a model" if os.path.isdir(path) else "is no folder, and no model of the hub"
         if not os.path.exists(path) and not could_be_hub_id(path):
             raise ValueError(f"There is no folder {path!r}; give the draft's folder or hub id.") from error
-        reason = str(error).strip().splitlines()[0]
         raise ValueError(f"The draft {path!r} {is_what} that transformers can load: {reason}") from error
     refuse_worker(path, config)
     return config

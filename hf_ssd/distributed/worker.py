@@ -22,6 +22,7 @@ from ..cache.support import MASKED_ATTENTION, last_position_limit
 from ..cache.trial import check_supported
 from ..drafting.compiling import compile_draft
 from ..drafting.needs import DraftInfo
+from ..gguf_files import gguf_place
 from . import payloads
 from .cores import pin
 from .draft_server import DraftServer
@@ -98,7 +99,8 @@ def load_model(settings: dict) -> PreTrainedModel:
         if "quantization_config" in options:
             options["quantization_config"] = AutoQuantizationConfig.from_dict(options["quantization_config"])
             options.setdefault("device_map", {"": settings["device"]})  # a quantized model may refuse to be moved
-        model = AutoModelForCausalLM.from_pretrained(settings["path"], **{"trust_remote_code": False, **options}).eval()
+        place, options = gguf_place(settings["path"], {"trust_remote_code": False, **options})
+        model = AutoModelForCausalLM.from_pretrained(place, **options).eval()
     if model.device != torch.device(settings["device"]):
         model = model.to(settings["device"])
     if model.config.get_text_config(decoder=True)._attn_implementation not in MASKED_ATTENTION:

@@ -10,6 +10,8 @@ from transformers import (
     Qwen3Config,
 )
 
+from ..gguf_files import is_gguf
+
 SETTINGS = ("block_size", "mask_token_id", "target_layer_ids")
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 LAYERS = (*SIZES, "head_dim", "rms_norm_eps", "hidden_act", "rope_parameters", "max_position_embeddings", "layer_types")
@@ -19,6 +21,8 @@ OF_TARGET = ("embed_tokens.", "lm_head.", "rotary_emb.")  # what a draft may hol
 
 def dflash_values(path: str | os.PathLike) -> dict | None:
     """Returns the config of a DFlash draft, or `None` if another kind of model, or nothing, is at `path`."""
+    if is_gguf(path):
+        return None
     try:
         values, _ = PreTrainedConfig.get_config_dict(os.fspath(path))
     except (OSError, ValueError):

@@ -10,6 +10,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import cached_file
 
 from ..cache.hidden_states import check_layers, decoder_parts
+from ..gguf_files import is_gguf
 from .eagle_head import Eagle3Head
 
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
@@ -26,6 +27,8 @@ def head_values(path: str | os.PathLike) -> dict | None:
     Raises:
         `ValueError`: another kind of draft of the package speculators is at `path`.
     """
+    if is_gguf(path):
+        return None
     try:
         values, _ = PreTrainedConfig.get_config_dict(os.fspath(path))
     except (OSError, ValueError):

@@ -11,6 +11,7 @@ from transformers.utils import logging
 from ..distributed.passed_drafts import info_of
 from ..distributed.sessions import DraftError
 from ..drafting.vocabulary import Translation
+from ..gguf_files import gguf_place
 from .spelling import Encoder, spelled_tokens
 
 logger = logging.get_logger(__name__)
@@ -141,10 +142,11 @@ def _are_one_file(*folders: str) -> bool:
 
 def _tokenizer_of(path: str):
     """Returns the tokenizer in the folder, or in the hub's cache, that a model was loaded from, or `None`."""
-    if not path or not (os.path.isdir(path) or path.count("/") == 1):
+    if not path or not (os.path.exists(path) or path.count("/") == 1):
         return None
     try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        place, options = gguf_place(path, {"local_files_only": True, "trust_remote_code": False})
+        return AutoTokenizer.from_pretrained(place, **options)
     except Exception:  # there is no tokenizer, or it needs a package that is not installed
         return None
 

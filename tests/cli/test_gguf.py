@@ -1,0 +1,100 @@
+"""GGUF files as models: a path to one, or a folder that has one, wherever a model is named."""
+
+import io
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import hf_ssd
+from hf_ssd.cli import pair
+from hf_ssd.cli.main import main
+from hf_ssd.cli.models import Model
+from hf_ssd.drafting import dflash_formats, eagle_formats
+
+from ..gguf_models import write_gguf
+
+FIXED = hf_ssd.SSDConfig(lookahead=3, budget=6)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> dict[str, str]:
+    """The small pair's target as a file among several, and its draft as the only file of a folder."""
+    place = tmp_path_factory.mktemp("gguf")
+    (place / "alone").mkdir()
+    target = write_gguf(pair.folder("target"), place / "target.gguf")
+    draft = write_gguf(pair.folder("draft"), place / "alone" / "draft.gguf")
+    write_gguf(pair.folder("draft"), place / "other.gguf")
+    return {"target": str(target), "draft": str(draft), "alone": str(draft.parent), "several": str(place)}
+
+
+def test_a_chat_with_files_on_both_sides(files, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("class Reader:\n/quit\n"))
+    words = ["--max-new-tokens", "12", "--stats", "--lookahead", "3", "--budget", "6"]
+    assert main(["chat", files["target"], files["draft"], *words]) == 0
+    assert float(re.search(r"acceptance ([\d.]+)\]", capsys.readouterr().out)[1]) > 0.3
+
+
+def test_a_check_names_the_files_as_the_user_does(files, capsys):
+    code = main(["check", files["target"], files["alone"], "--json", "--repeats", "1", "--max-new-tokens", "16"])
+    found = json.loads(capsys.readouterr().out)
+    assert code in (0, 1) and found["failure"] is None and found["acceptance"] > 0.3, found
+    assert found["target"]["name"] == files["target"] and found["draft"]["name"] == files["alone"]
+
+
+@pytest.mark.parametrize("name", ["draft", "alone"])
+def test_a_draft_in_a_file_drafts_for_calls(files, name):
+    target = AutoModelForCausalLM.from_pretrained(pair.folder("target"), dtype="float32")
+    ids = torch.tensor([[410, 2047, 542, 26, 199, 259, 313]])
+    plain = target.generate(ids, max_new_tokens=16, do_sample=False)
+    draft = files[name] if name == "alone" else Path(files[name])  # both kinds of path
+    hf_ssd.enable(target, draft, FIXED)
+    options = {"max_new_tokens": 16, "do_sample": False, "return_dict_in_generate": True}
+    target.generate(ids, **options)  # starts the worker
+    try:
+        with hf_ssd.launch_draft(draft, dtype="float32") as assistant:
+            outputs = [target.generate(ids, **options, assistant_model=one) for one in (assistant, None)]
+    finally:
+        hf_ssd.close(draft)
+    for output in outputs:
+        assert torch.equal(output.sequences, plain) and output.ssd_stats.draft_failure is None
+    assert outputs[0].ssd_stats.acceptance_rate > 0.3 and outputs[0].ssd_stats.hit_rate > 0.2
+
+
+def test_a_server_loads_a_file_with_its_tokenizer(files):
+    model, tokenizer = Model(files["target"]).load_for_requests()
+    assert model.config.num_hidden_layers == 12 and tokenizer("import os")["input_ids"] == [514, 649]
+
+
+def test_a_header_is_read_once_and_never_as_json(files, monkeypatch):
+    """Reading the header of a file with a large vocabulary takes seconds, and reading a file of gigabytes as text too."""
+    reads = []
+    for module in (eagle_formats, dflash_formats):
+        kind = module.PreTrainedConfig
+        monkeypatch.setattr(kind, "get_config_dict", lambda path, **_: reads.append(path) or ({}, {}))
+        assert module.__dict__[f"{'head' if module is eagle_formats else 'dflash'}_values"](files["draft"]) is None
+    assert not reads
+
+
+@pytest.mark.parametrize(
+    "name, sentence",
+    [
+        ("several", "has 2 GGUF files; name one of them, as in 'other.gguf'"),
+        ("missing.gguf", "There is no file '{}'"),
+        ("broken.gguf", "GGUF"),
+    ],
+)
+def test_what_is_no_file_that_can_be_read_is_refused_in_a_sentence(files, name, sentence, tmp_path, capsys):
+    (tmp_path / "broken.gguf").write_bytes(b"no model")
+    path = files.get(name, str(tmp_path / name))
+    for words in ([path, pair.folder("draft")], [pair.folder("target"), path]):
+        assert main(["chat", *words]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith("hf-ssd chat: ") and sentence.format(path) in said and len(said.splitlines()) == 1, said
+    with pytest.raises(ValueError) as raised:
+        hf_ssd.launch_draft(path)
+    assert sentence.format(path) in str(raised.value)
