@@ -137,7 +137,7 @@ def test_a_worker_samples_the_tokens_of_drafting_in_turn(name):
     assert outputs[0].ssd_stats.tokens_per_round > 1.1
 
 
-@pytest.mark.skipif("dory" not in REGISTERED, reason="this release of transformers has no model that repeats its layers")
+@pytest.mark.skipif("dory" not in REGISTERED, reason="this release of transformers has no Dory")
 def test_the_returned_cache_of_a_model_that_repeats_its_layers_has_those_of_each_repetition():
     target, draft = hf_ssd.enable(sharp_model(tiny_config("dory"))), sharp_model(tiny_config("dory"), noise=0.02)
     outputs = []
