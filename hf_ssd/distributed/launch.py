@@ -16,7 +16,7 @@ from ..config import could_be_hub_id
 from ..drafting.assistants import refuse_worker
 from ..drafting.eagle_formats import head_values, load_head
 from .assistant import DraftAssistant
-from .child import Child
+from .child import Child, check_system
 from .cores import CoreShare, divide_cores
 from .meeting import private_meeting
 from .shared_weights import SharedWeights
@@ -86,6 +86,7 @@ def launch_draft(
             cannot rebuild the model that was given.
         [`DraftError`]: a worker did not start, for example because the weights do not load.
     """
+    check_system()
     model = without_wrapper(model)
     if not isinstance(model, (PreTrainedModel, str, os.PathLike)):
         kind = type(model).__name__
