@@ -173,4 +173,4 @@ class SSDDecoderOnlyOutput(GenerateDecoderOnlyOutput):
         ssd_stats ([`SSDStats`]): The statistics of this call.
     """
 
-    ssd_stats: SSDStats | None = None
+    ssd_stats: SSDStats = None  # a default is needed after the fields of transformers' class

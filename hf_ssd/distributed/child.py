@@ -1,7 +1,6 @@
 """The process of a draft worker as a child of the target's process."""
 
 import contextlib
-import fcntl
 import json
 import os
 import subprocess
@@ -14,6 +13,15 @@ from .files import standard_streams_taken, tail
 KILL_TIMEOUT = 10.0  # seconds for the system to end a killed worker; it cannot while a driver holds it
 # Variables of torchrun. They are removed because the worker is not a rank.
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
+
+
+def check_system() -> None:
+    """Raises `ValueError` where no worker can be started."""
+    if not hasattr(os, "fork"):
+        raise ValueError(
+            "A draft worker needs Linux or macOS. On Windows run the program under WSL, or pass the draft as a loaded "
+            "model, which then drafts in turn with the target."
+        )
 
 
 class Child:
@@ -32,6 +40,8 @@ class Child:
     """
 
     def __init__(self, settings: dict, descriptors: list[int]):
+        import fcntl  # Windows has no such module; see `check_system`
+
         environment = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER)}
         environment |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONSAFEPATH": "1"}
         if settings["cores"]:

@@ -17,7 +17,7 @@ from ..drafting.assistants import refuse_worker
 from ..drafting.eagle_formats import head_values, load_head
 from ..gguf_files import config_of, gguf_place
 from .assistant import DraftAssistant
-from .child import Child
+from .child import Child, check_system
 from .cores import CoreShare, divide_cores
 from .meeting import private_meeting
 from .shared_weights import SharedWeights
@@ -87,6 +87,7 @@ def launch_draft(
             cannot rebuild the model that was given.
         [`DraftError`]: a worker did not start, for example because the weights do not load.
     """
+    check_system()
     model = without_wrapper(model)
     if not isinstance(model, (PreTrainedModel, str, os.PathLike)):
         kind = type(model).__name__

@@ -14,6 +14,7 @@ from ..drafting.dflash_formats import dflash_values, load_dflash
 from ..drafting.eagle_formats import head_values, load_head
 from ..drafting.needs import DraftInfo
 from .assistant import DraftAssistant
+from .child import check_system
 from .cores import divide_cores
 from .launch import START_TIMEOUT, device_for, draft_config, new_assistant, worker_settings
 from .rebuilding import structure_of
@@ -74,8 +75,11 @@ def assistant_for(
         if is_model and draft in _refused and _refused[draft] == structure_of(draft):
             return None
         try:
+            check_system()
             weights = SharedWeights(draft) if is_model else None
         except ValueError as error:
+            if not is_model:
+                raise
             logger.warning(f"The draft works in turn with the target, in this process. {error}")
             known.pop(key, None)
             _refused[draft] = structure_of(draft)

@@ -4,7 +4,9 @@ import contextvars
 import copy
 import functools
 import weakref
+from typing import TypeVar
 
+import torch
 from transformers import GenerationMixin, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
 
 from ..cache.support import without_wrapper
@@ -12,10 +14,12 @@ from ..config import WITHOUT_DRAFT, SSDConfig
 from ..distributed.assistant import DraftAssistant
 from ..distributed.passed_drafts import head_for
 from ..drafting.mtp_head import mtp_head_of
+from ..stats import SSDDecoderOnlyOutput
 from .checks import check_arguments, check_assisted_options
 from .loop import speculative_speculative_decoding
 from .tokenizers import translation_for
 
+Model = TypeVar("Model", bound=torch.nn.Module)  # a transformers model, or a `PeftModel` of one
 BOUND = "bound"  # default of `ssd_config`: the settings that the model was enabled with
 _bound = weakref.WeakKeyDictionary()  # drafts, settings and tokenizers of enabled models
 _tokenizer = contextvars.ContextVar("tokenizer", default=None)  # of the call that `heal_tokens` works for
@@ -106,8 +110,8 @@ class SSDGenerationMixin:
 
 
 def generate(
-    model: PreTrainedModel, inputs=None, *, assistant_model=None, ssd_config: SSDConfig | dict | None = None, **kwargs
-):
+    model: torch.nn.Module, inputs=None, *, assistant_model=None, ssd_config: SSDConfig | dict | None = None, **kwargs
+) -> SSDDecoderOnlyOutput | torch.LongTensor:
     """
     Speculative speculative decoding with a model that was not passed to [`enable`]. The `generate()` of an enabled
     model also takes this function as `custom_generate`. The arguments are those of [`SSDGenerationMixin.generate`];
@@ -129,12 +133,12 @@ def generate(
 
 
 def enable(
-    model: PreTrainedModel,
+    model: Model,
     assistant_model=None,
     ssd_config: SSDConfig | dict | None = None,
     tokenizer=None,
     assistant_tokenizer=None,
-) -> PreTrainedModel:
+) -> Model:
     """
     Adds the `ssd_config` argument to the `generate()` of a model instance, and returns the model. Nothing else about
     the model changes: its class keeps its name, and it saves and loads as before.
@@ -174,7 +178,7 @@ def enable(
     return model
 
 
-def disable(model: PreTrainedModel) -> PreTrainedModel:
+def disable(model: Model) -> Model:
     """
     Undoes [`enable`]: the model instance has its own class again, and its draft is forgotten. Returns the model. A
     worker that calls have started for the draft is ended by [`close`].

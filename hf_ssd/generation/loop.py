@@ -22,7 +22,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from .. import devices
 from ..advice import adjustable
-from ..cache.cache_name import CACHE
+from ..cache.cache_name import CACHE, cache_argument
 from ..cache.cached_model import CachedModel
 from ..cache.compiled import is_compiled
 from ..cache.hidden_states import HiddenStates
@@ -312,6 +312,9 @@ def decode(
     stats.reason = planner.reason_of(stats.records)
     if wants_cache:
         feed_what_is_missing(decoder, sequences, output, columns_before_ids)
+        if 0 < len(theirs.layers) < len(decoder.cache.layers):
+            # A model that repeats its layers (Dory) adds cache layers for the repetitions in its first pass.
+            decoder.model(output[:, -1:].to(decoder.device), use_cache=True, **{cache_argument(decoder.model): theirs})
         decoder.cache.copy_to(theirs, output.shape[1] - 1 + columns_before_ids)
     if not wants_dict:
         return output

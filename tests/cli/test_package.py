@@ -57,7 +57,13 @@ def test_every_package_of_the_clone_is_installed(installed, tmp_path):
     place = Path(run(str(installed / "python"), "-c", program, cwd=tmp_path).strip())
     assert place.is_relative_to(installed.parent)
     ours, theirs = (
-        {path.relative_to(folder) for path in folder.rglob("*.*") if path.suffix in (".py", ".html")}
+        {path.relative_to(folder) for path in folder.rglob("*.*") if path.suffix in (".py", ".html", ".typed")}
         for folder in (ROOT / "hf_ssd", place)
     )
-    assert ours == theirs and any(path.suffix == ".html" for path in ours)
+    assert ours == theirs and {path.suffix for path in ours} == {".py", ".html", ".typed"}
+
+
+def test_the_readme_is_rendered_as_the_description_of_a_package():
+    markdown = pytest.importorskip("readme_renderer.markdown")
+    rendered = markdown.render((ROOT / "README.md").read_text())  # `None` where a package index would show plain text
+    assert rendered is not None and "<table>" in rendered and "<pre" in rendered

@@ -7,7 +7,7 @@ refuses it otherwise. `test_families.py` tests each entry, and `docs/supported_m
 
 from pathlib import Path
 
-LISTED_WITH = (5, 23)  # the newest release of transformers whose families are all listed
+LISTED_WITH = (5, 24)  # the newest release of transformers whose families are all listed
 PAGE = Path(__file__).parents[2] / "docs" / "supported_models.md"
 SUPPORTED = "supported"
 
@@ -16,6 +16,7 @@ SUPPORTED = "supported"
 TABLE = """
 afmoe                      supported      supported
 apertus                    supported      supported
+apertus1p5_text            supported      supported
 arcee                      supported      supported
 aria_text                  supported      supported
 axk1                       supported      supported
@@ -51,6 +52,7 @@ deepseek_v32               supported      supported
 deepseek_v4                compressed     compressed
 diffllama                  supported      supported
 doge                       supported      supported
+dory                       supported      supported
 dots1                      supported      supported
 dots3_note                 not_built      not_built
 dots3_note_text            supported      supported
@@ -59,6 +61,7 @@ emu3                       supported      supported
 ernie                      supported      supported
 ernie4_5                   supported      supported
 ernie4_5_moe               supported      supported
+exaone                     supported      supported
 exaone4                    supported      supported
 exaone_moe                 supported      supported
 falcon                     supported      supported
@@ -107,6 +110,7 @@ hunyuan_v1_moe             supported      supported
 hy_v3                      supported      supported
 hy_v4                      supported      supported
 hyperclovax                supported      supported
+inkling2_loop_text         no_mask        no_mask
 inkling2_text              no_mask        no_mask
 inkling_text               no_mask        no_mask
 internlm3                  supported      supported
@@ -117,6 +121,7 @@ jetmoe                     supported      supported
 kimi_linear                supported      supported
 kolibri1                   supported      supported
 laguna                     supported      supported
+lara_mini                  supported      supported
 lfm2                       supported      supported
 lfm2_moe                   supported      supported
 lfm3                       supported      supported
@@ -184,6 +189,8 @@ roberta-prelayernorm       supported      supported
 roc_bert                   supported      supported
 roformer                   no_positions   own_mask
 rwkv                       own_cache      own_cache
+sarvam_mla                 supported      supported
+sarvam_moe                 supported      supported
 seed_oss                   supported      supported
 smollm3                    supported      supported
 solar_open                 supported      supported

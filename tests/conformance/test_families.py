@@ -16,6 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import hf_ssd
 from hf_ssd.cache import masks
+from hf_ssd.cache.cache_name import CACHE
 from hf_ssd.cache.cached_model import CachedModel
 from hf_ssd.cache.ragged import RaggedCache
 from hf_ssd.cache.support import is_recurrent
@@ -134,6 +135,17 @@ def test_a_worker_samples_the_tokens_of_drafting_in_turn(name):
     assert outputs[0].ssd_stats.column("accepted") == outputs[1].ssd_stats.column("accepted")
     assert outputs[0].ssd_stats.draft_failure is None and outputs[0].ssd_stats.hit_rate > 0
     assert outputs[0].ssd_stats.tokens_per_round > 1.1
+
+
+@pytest.mark.skipif("dory" not in REGISTERED, reason="this release of transformers has no Dory")
+def test_the_returned_cache_of_a_model_that_repeats_its_layers_has_those_of_each_repetition():
+    target, draft = hf_ssd.enable(sharp_model(tiny_config("dory"))), sharp_model(tiny_config("dory"), noise=0.02)
+    outputs = []
+    for speculates in (settings(draft, 4), {}):
+        begun = target.generate(**padded_batch(1), **GREEDY, **speculates)
+        assert not speculates or begun.ssd_stats.tokens_per_round > 1.05
+        outputs.append(target.generate(begun.sequences, **{CACHE: begun[CACHE]}, **GREEDY).sequences)
+    assert torch.equal(*outputs) and len(begun[CACHE].layers) > target.config.num_hidden_layers
 
 
 @pytest.mark.slow

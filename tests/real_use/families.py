@@ -67,7 +67,8 @@ HYBRIDS = {
 }
 OTHERS = {
     **dict.fromkeys(("axk1", "axk2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite"), LATENT),
-    **dict.fromkeys(("minicpm3", "youtu"), LATENT),
+    **dict.fromkeys(("minicpm3", "sarvam_mla", "youtu"), LATENT),
+    "dory": {"num_hidden_layers": 4, "n_input_layers": 1, "n_recurrent_layers": 2, "n_output_layers": 1},
     "glm_moe_dsa": {**LATENT, "num_hidden_layers": 3, "indexer_types": ["full", "full", "shared"]},
     "dots3_note_text": {**LATENT, **SPARSE},
     **HYBRIDS,
