@@ -13,11 +13,16 @@ class CoreShare:
     """
     Args:
         target (`tuple[int, ...]`): Cores of the target while a draft works beside it.
-        drafts (`tuple[tuple[int, ...], ...]`): Cores of each draft worker.
+        drafts (`tuple[tuple[int, ...], ...]`): Cores of each draft worker while it works beside the target.
     """
 
     target: tuple[int, ...]
     drafts: tuple[tuple[int, ...], ...]
+
+    @property
+    def all(self) -> tuple[int, ...]:
+        """The cores of both sides, which a draft has while the target waits for it."""
+        return tuple(sorted({*self.target, *(core for share in self.drafts for core in share)}))
 
 
 def available_cores() -> tuple[int, ...]:
@@ -105,6 +110,36 @@ class TargetCores:
     def close(self) -> None:
         self.is_divided = False
         self.block.close()
+
+
+class DraftCores:
+    """
+    The cores on which a draft worker computes: its share while the target works beside it, and those of both sides
+    while the target waits for it. Threads of this process follow, such as torch's own threads.
+
+    Args:
+        share (`list[int]`, *optional*): Its share. `None` if the draft has another device.
+        everything (`list[int]`, *optional*): The cores of both sides.
+        threads (`int`, *optional*): Torch threads on all these cores.
+    """
+
+    def __init__(self, share: list[int] | None = None, everything: list[int] | None = None, threads: int = 1):
+        self.share, self.everything = share, everything
+        self.threads = threads
+        self.is_divided = False
+        self.divide(True)
+
+    def divide(self, is_divided: bool) -> None:
+        """Keeps to the share from now on, or no longer."""
+        if self.share is None or is_divided == self.is_divided:
+            return
+        self.is_divided = is_divided
+        cores = self.share if is_divided else self.everything
+        pin(cores)
+        for thread in _threads():
+            with contextlib.suppress(OSError):  # the thread has ended
+                os.sched_setaffinity(thread, cores)
+        torch.set_num_threads(len(cores) if is_divided else max(len(self.share), min(self.threads, len(cores))))
 
 
 class _Blocks:

@@ -10,8 +10,9 @@ from ..drafting.needs import DraftInfo
 from ..drafting.speculator import Speculator
 from ..drafting.verified_prefix import VerifiedPrefix
 from ..drafting.vocabulary import Translation
-from ..rounds import Speculation
+from ..rounds import IN_TURN, Speculation
 from . import payloads, wire
+from .cores import DraftCores
 from .device_link import LINK_TIMEOUT, open_link
 from .sessions import SessionRequest
 from .shared_weights import copy_shared_weights
@@ -36,11 +37,18 @@ class DraftServer:
         model (`PreTrainedModel`): The draft model.
         weights (`dict`, *optional*): The description of the [`SharedWeights`] that the model was built from, if any.
         drafts ([`Drafts`], *optional*): The model's speculators so far.
+        cores ([`DraftCores`], *optional*): Divided unless the draft and the target take turns.
     """
 
     def __init__(
-        self, channel: Channel, model: PreTrainedModel, weights: dict | None = None, drafts: Drafts | None = None
+        self,
+        channel: Channel,
+        model: PreTrainedModel,
+        weights: dict | None = None,
+        drafts: Drafts | None = None,
+        cores: DraftCores | None = None,
     ):
+        self.cores = DraftCores() if cores is None else cores
         self.channel, self.model, self.drafts = channel, model, Drafts() if drafts is None else drafts
         self.prefix: VerifiedPrefix | None = None  # of the last call, which the next call may continue
         self.weights, self.weights_version = weights, None if weights is None else weights["version"]
@@ -96,6 +104,7 @@ class DraftServer:
 
     def _start(self, message: Message) -> None:
         self.speculator = None
+        self.cores.divide(True)  # the target reads the prompts too
         prompts = self.channel.receive(timeout=PROMPTS_TIMEOUT)
         while prompts.kind == Kind.START:  # the previous call ended before it sent prompts, or was no call
             message, prompts = prompts, self.channel.receive(timeout=PROMPTS_TIMEOUT)
@@ -127,6 +136,7 @@ class DraftServer:
     def _end(self, message: Message) -> None:
         if self.speculator is not None and message.session == self.session:
             self.speculator.end()
+            self.cores.divide(True)
         self.speculator = None
         if self.channel.link is not None:
             self.channel.send(Message(Kind.END, message.session))
@@ -136,6 +146,7 @@ class DraftServer:
     def _answer(self, message: Message) -> None:
         outcome, plan = wire.read_outcome(message.payload, len(self.speculator.finished))
         wire.expect(message, Kind.OUTCOME, self.session, self.round)
+        self.cores.divide(plan.mode != IN_TURN)
         found = self.speculator.look_up(outcome, plan, self._receive_features)
         is_alone = self.request.answers_alone
         self._send(self.speculator.complete(found) if is_alone else found)

@@ -57,8 +57,8 @@ def launch_draft(
             Where the worker drafts. Defaults to the model's device; for a folder or hub id to the last accelerator on
             which this process holds nothing yet (so load the target first), or the CPU.
         num_threads (`int`, *optional*):
-            Cores for each worker on the CPU. Defaults to a quarter of the available cores, at least 1; the target has
-            the rest for the length of each call.
+            Cores for each worker on the CPU while it works beside the target, which has the rest. Defaults to a quarter
+            of the available cores, at least 1. A worker that takes turns with the target has the cores of both.
         dtype (`str` or `torch.dtype`, *optional*):
             Type of a draft that is loaded from a folder or hub id. Defaults to the type in its config.
         timeout (`float`, *optional*, defaults to 600):
@@ -195,7 +195,9 @@ def new_assistant(
     shares = iter(cores.drafts if cores else ())
     workers = []
     for device in devices:
-        place = {"device": str(device), "cores": list(next(shares)) if device.type == "cpu" else None}
+        place = {"device": str(device), "cores": None}
+        if device.type == "cpu":
+            place |= {"cores": list(next(shares)), "all_cores": list(cores.all), "threads": torch.get_num_threads()}
         launch = functools.partial(start_worker, {**settings, **place}, weights)
         workers.append(WorkerProcess(launch, settings["timeout"], target))
     assistant = DraftAssistant(workers, cores, weights, wait=wait)

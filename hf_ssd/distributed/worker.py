@@ -24,7 +24,7 @@ from ..drafting.compiling import compile_draft
 from ..drafting.needs import DraftInfo
 from ..gguf_files import gguf_place
 from . import payloads
-from .cores import pin
+from .cores import DraftCores
 from .draft_server import DraftServer
 from .files import shorten_stderr
 from .meeting import join, prove
@@ -53,9 +53,7 @@ def run() -> int:
     settings = json.loads(sys.stdin.buffer.readline())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the target, which tells the worker how to go on
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    if settings["cores"]:
-        pin(settings["cores"])
-        torch.set_num_threads(len(settings["cores"]))
+    cores = DraftCores(settings["cores"], settings.get("all_cores"), settings.get("threads", 1))
     logging.disable_progress_bar()
     # 1. Load the model.
     try:
@@ -86,7 +84,7 @@ def run() -> int:
         channel.flush(FLUSH_TIMEOUT)
         return 1
     with contextlib.suppress(PeerLost):
-        DraftServer(channel, model, settings["weights"]).serve()
+        DraftServer(channel, model, settings["weights"], cores=cores).serve()
     return 0
 
 

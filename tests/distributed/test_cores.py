@@ -7,13 +7,16 @@ import time
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_ssd
 from hf_ssd.distributed import cores
 from hf_ssd.distributed.cores import CoreShare, available_cores, divide_cores, use_cores
-from hf_ssd.rounds import AHEAD, FILLER, IN_TURN, PLAIN
+from hf_ssd.generation import loop
+from hf_ssd.planning.fixed_plan import FixedPlan
+from hf_ssd.rounds import AHEAD, FILLER, IN_TURN, PLAIN, Plan
 
-from ..conftest import padded_batch, tiny_model
+from ..conftest import SIZES, padded_batch, tiny_model
 
 
 @pytest.mark.parametrize(
@@ -154,6 +157,88 @@ def test_the_target_leaves_cores_to_a_draft_only_while_that_works_beside_it(two_
             seen |= {record.mode for record in records}
         assert {AHEAD, IN_TURN, PLAIN} <= seen
     assert (torch.get_num_threads(), len(available_cores())) == everything
+
+
+class WatchedDraft(LlamaForCausalLM):
+    """Notes in a file how many threads and cores each pass has, and whether it is a prefill."""
+
+    def forward(self, input_ids, **inputs):
+        with open(self.config.notes, "a") as notes:
+            notes.write(f"{torch.get_num_threads()} {len(available_cores())} {input_ids.shape[1]}\n")
+        return super().forward(input_ids, **inputs)
+
+
+@pytest.fixture
+def watched(tmp_path):
+    """A draft, and a function that returns the threads and cores of its passes since the last time."""
+    notes, draft = tmp_path / "notes", WatchedDraft(LlamaConfig(**SIZES, notes=str(tmp_path / "notes"))).eval()
+    draft.load_state_dict(tiny_model().state_dict())
+
+    def passes():
+        lines = notes.read_text().splitlines() if notes.exists() else []
+        notes.unlink(missing_ok=True)
+        return [tuple(map(int, line.split()[:2])) for line in lines]
+
+    return draft, passes
+
+
+class OneAfterTheOther(FixedPlan):
+    """Five rounds of each mode."""
+
+    def __init__(self):
+        super().__init__(hf_ssd.SSDConfig(lookahead=2, budget=3))
+        self.plans = {AHEAD: self.plan, IN_TURN: Plan(IN_TURN, 2, 2), PLAIN: Plan(PLAIN)}
+        self.plan, self.rounds = self.plans[IN_TURN], 0
+
+    def observe(self, before, now):
+        self.rounds += 1
+        self.plan = self.plans[(IN_TURN, AHEAD, PLAIN)[self.rounds // 5 % 3]]
+
+
+def call(target, assistant, **options):
+    output = target.generate(
+        **padded_batch(1), assistant_model=assistant, ssd_config=hf_ssd.SSDConfig(), max_new_tokens=60,
+        do_sample=False, return_dict_in_generate=True, **options,
+    )  # fmt: skip
+    return output.ssd_stats
+
+
+def test_a_draft_has_all_cores_while_the_target_waits_for_it(two_threads, monkeypatch, watched):
+    """The number of passes in turn is known: each of them drafts a token."""
+    (first, other), (draft, passes) = available_cores()[:2], watched
+    monkeypatch.setattr(loop, "planner_for", lambda *_: OneAfterTheOther())
+    target = hf_ssd.enable(tiny_model())
+    with hf_ssd.launch_draft(draft, cores=CoreShare((first,), ((other,),))) as assistant:
+        for _ in range(2):
+            passes()
+            stats = call(target, assistant)
+            assert stats.draft_failure is None and {AHEAD, IN_TURN, PLAIN} <= {one.mode for one in stats.records}
+            seen = passes()
+            in_turn = sum(record.steps for record in stats.records if record.mode == IN_TURN)
+            assert seen[0] == (1, 1)  # the prefill
+            assert seen.count((2, 2)) in (in_turn, in_turn + 2) and in_turn > 5  # an answer that came too late
+            assert {*seen} == {(1, 1), (2, 2)} and seen.count((1, 1)) > 5
+    assert len(available_cores()) > 1
+
+
+def test_a_draft_that_is_killed_in_turn_leaves_its_cores_to_the_target(two_threads, target, passes, watched):
+    first, other = available_cores()[:2]
+    with hf_ssd.launch_draft(watched[0], cores=CoreShare((first,), ((other,),))) as assistant:
+
+        def end_the_draft(input_ids, scores):
+            if input_ids.shape[1] > 20:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(assistant.workers[0].worker_info["pid"], signal.SIGKILL)
+            return torch.zeros(len(input_ids), dtype=torch.bool)
+
+        output = target.generate(
+            **padded_batch(1), assistant_model=assistant, ssd_config=hf_ssd.SSDConfig(lookahead=2, asynchronous=False),
+            max_new_tokens=40, stopping_criteria=[end_the_draft], do_sample=False, return_dict_in_generate=True,
+        )  # fmt: skip
+    stats = output.ssd_stats
+    assert stats.draft_failure is not None and stats.records[0].mode == IN_TURN
+    assert {*watched[1]()} == {(1, 1), (2, 2)}
+    assert {*passes[-len(stats.records) :]} == {(2, len(available_cores()))}
 
 
 def test_a_target_whose_draft_has_ended_gets_its_cores_back(two_threads, target, passes):
