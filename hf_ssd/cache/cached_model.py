@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from .. import devices
 from ..devices import from_host
 from . import masks
+from .attached import attached_to
 from .attention import GroupedHeads
 from .hidden_states import HiddenStates
 from .model_runner import LONGEST_STEP, Runner, TensorFunction, runner_for
@@ -64,7 +65,7 @@ class CachedModel:
         is_sdpa = model.config.get_text_config(decoder=True)._attn_implementation == "sdpa"
         self.attention = GroupedHeads(model)
         self.needs_no_mask_for_one = self.valid is None and self.layout.window is None and is_sdpa
-        self.first_positions = first_positions
+        self.first_positions, self.keeps_rows = first_positions, None
         self.column_limit = column_limit
         self.token_types = None if token_type_ids is None else token_type_ids[:, -1:].to(self.device)
         if hidden_states is None:
@@ -84,7 +85,14 @@ class CachedModel:
         self.runner.close()
 
     def leave_out(self, finished: list[bool]) -> None:
-        """Stops computing finished rows: tokens fed to them are ignored from now on, and their logits are zeros."""
+        """
+        Stops computing finished rows: tokens fed to them are ignored from now on, and their logits are zeros. Hooks may
+        be made for the rows of the call, so a model that has hooks goes on with all of them.
+        """
+        if any(finished) and self.keeps_rows is None:
+            self.keeps_rows = attached_to(self.model).may_depend_on_rows
+        if self.keeps_rows:
+            return
         self.cache.leave_out(finished, self.runner.rows(finished.count(False)))
 
     def computed(self, of_rows):

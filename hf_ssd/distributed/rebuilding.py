@@ -7,6 +7,8 @@ import json
 import torch
 from transformers import PreTrainedModel
 
+from ..cache.attached import hooks_of
+
 
 def recipe_for(model: PreTrainedModel) -> dict:
     """
@@ -68,20 +70,12 @@ def tensors_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 def structure_of(model: PreTrainedModel) -> tuple:
     """Returns values that differ if a model has other layers, shapes, dtypes or ties than before."""
-    modules = [(type(module), has_hooks(module), has_own_forward(module)) for module in model.modules()]
+    modules = [(type(module), any(hooks_of(module)), has_own_forward(module)) for module in model.modules()]
     first: dict[int, str] = {}
     return modules, [
         (name, type(tensor), tensor.dtype, tensor.shape, first.setdefault(id(tensor), name))
         for name, tensor in tensors_of(model).items()
     ]
-
-
-def has_hooks(module: torch.nn.Module) -> bool:
-    """Whether forward passes call hooks. transformers leaves hooks behind that only capture outputs."""
-    if not module._forward_hooks and not module._forward_pre_hooks:
-        return False
-    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    return any(not str(getattr(hook, "__module__", "")).startswith("transformers.") for hook in hooks)
 
 
 def has_own_forward(module: torch.nn.Module) -> bool:
@@ -102,8 +96,9 @@ def _difference(model: PreTrainedModel, recipe: dict) -> str | None:
             is_, would_be = (_class_name(modules[name]) if name in modules else "missing" for modules in (ours, theirs))
             return f"`{name}` is {is_} and would be {would_be}"
     for name, module in ours.items():
-        if has_hooks(module) or has_own_forward(module):
-            return f"`{name or type(model).__name__}` has {'forward hooks' if has_hooks(module) else 'its own forward'}"
+        if any(hooks_of(module)) or has_own_forward(module):
+            kind = "forward hooks" if any(hooks_of(module)) else "its own forward"
+            return f"`{name or type(model).__name__}` has {kind}"
     ours, theirs = tensors_of(model), tensors_of(other)
     for name, tensor in ours.items():
         is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided

@@ -39,6 +39,7 @@ from ..drafting.drafters import drafter_kind
 from ..drafting.mtp_head import mtp_head_of
 from ..drafting.needs import DrafterNeeds, DraftInfo
 from ..drafting.vocabulary import Translation
+from ..planning.cost_model import LOOKAHEADS
 from ..planning.fixed_plan import FixedPlan
 from ..planning.planner import Planner
 from ..planning.planners import planner_for
@@ -88,7 +89,8 @@ def speculative_speculative_decoding(
     check_generation(
         model, input_ids, generation_config, logits_processor, max_length, model_kwargs, assistant_model, ssd_config
     )
-    check_supported(model)
+    longest = max(LOOKAHEADS) if ssd_config.lookahead == "auto" else ssd_config.lookahead
+    check_supported(model, rows=len(input_ids), lookahead=longest)
     worker = draft_model = None  # the draft in its own process, and as a model to run in this process
     if ssd_config.drafter in WITHOUT_DRAFT:
         ssd_config = dataclasses.replace(ssd_config, asynchronous=False)  # these need no worker

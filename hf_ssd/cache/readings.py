@@ -1,0 +1,207 @@
+"""A short text, read by a model as plain generation reads it and as verification and drafting do, for its trial."""
+
+from typing import NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.cache_utils import DynamicCache
+
+from .. import devices
+from . import masks
+from .cache_name import CACHE, cache_argument
+from .cached_model import CachedModel
+from .ragged import RaggedCache
+from .recurrent import cached_model, ragged_copy
+from .recurrent_draft import RecurrentBranches, RecurrentDraft
+
+TOKENS = (7, 11, 13, 17, 19, 23, 29, 31)  # of the text; tokens after these are the same in another order
+PROMPT = 6  # how many tokens of the text are the prompt
+FIRST = 2  # how many tokens of the prompt a recurrent draft reads first
+# FAR is the number of columns between the text and the end of the cache, if the config names no larger window. A model
+# that counts a window from the end of the cache does not see the text then, unless its window is larger. Windows above
+# FARTHEST columns are not tried.
+FAR, FARTHEST = 640, 4096
+
+
+class Texts(NamedTuple):
+    """
+    The texts of a trial.
+
+    Args:
+        tokens (`torch.LongTensor` of shape `(rows, length)`): A prompt and the tokens to verify, in each row.
+        columns (`list[int]`): The first column of each row that is written after the prompt.
+        width (`int`): The number of columns before the end of the cache.
+        compared (`int`): How many rows have logits that are compared; other rows only stand beside them.
+    """
+
+    tokens: torch.LongTensor
+    columns: list[int]
+    width: int
+    compared: int
+
+    @property
+    def drafted(self) -> int:
+        """How many tokens are verified after the prompt."""
+        return self.tokens.shape[1] - PROMPT
+
+
+def texts_for(model: PreTrainedModel, drafted: int, rows: int | None) -> Texts:
+    """
+    Returns the texts of a trial.
+
+    Args:
+        drafted (`int`): How many tokens are verified, as far as the model's positions allow.
+        rows (`int`, *optional*): The only number of rows that the model can be tried with. Otherwise one row is
+            compared, and verified beside another one that is much longer.
+    """
+    config = model.config.get_text_config(decoder=True)
+    named = [value for key, value in vars(config).items() if "window" in key and type(value) is int]
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None:
+        drafted = min(drafted, max(2, positions - PROMPT - 1))
+    windows = [window + drafted + 1 for window in named if window <= FARTHEST and (rows is None or rows <= 2)]
+    far = PROMPT + max([FAR, *windows])  # more rows would need much memory
+    far = far if positions is None else max(PROMPT, min(far, positions - drafted - 1))
+    text = [TOKENS[(i + i // len(TOKENS)) % len(TOKENS)] % config.vocab_size for i in range(PROMPT + drafted)]
+    text = torch.tensor(text, device=devices.of_model(model))
+    tokens = torch.stack([text.roll(-row) for row in range(rows or 2)])
+    return Texts(tokens, [PROMPT] * rows if rows else [PROMPT, far], far, rows or 1)
+
+
+class LowPrecision(TorchDispatchMode):
+    """
+    A context that sees whether matrices are multiplied in a precision below float32, which the dtypes of weights and
+    logits do not show: autocast within a model's `forward` casts both ways.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.is_used = False
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        outputs = function(*args, **(kwargs or {}))
+        name = function.overloadpacket.__name__
+        if "mm" in name or "linear" in name or "matmul" in name:
+            low = (torch.float16, torch.bfloat16)
+            self.is_used |= any(isinstance(one, torch.Tensor) and one.dtype in low for one in tree_leaves(outputs))
+        return outputs
+
+
+def logits_of_plain_generation(model: PreTrainedModel, texts: Texts) -> torch.Tensor:
+    """
+    Returns logits `(compared, drafted, vocab_size)` of the tokens after the prompts as plain generation reads them:
+    token by token, with inputs that the model's own methods prepare.
+    """
+    tokens, cache = texts.tokens[: texts.compared], _empty_cache(model)
+    model_kwargs = {"attention_mask": torch.ones_like(tokens[:, :PROMPT]), "use_cache": True, CACHE: cache}
+    model_kwargs["position_ids"] = model._prepare_position_ids_for_generation(tokens[:, :PROMPT], model_kwargs)
+    outputs = model._prefill(tokens[:, :PROMPT], GenerationConfig(), model_kwargs)
+    logits = []
+    for stop in range(PROMPT + 1, tokens.shape[1] + 1):
+        model_kwargs = model._update_model_kwargs_for_generation(outputs, model_kwargs, is_encoder_decoder=False)
+        inputs = model.prepare_inputs_for_generation(tokens[:, :stop], next_sequence_length=1, **model_kwargs)
+        outputs = model(**inputs, return_dict=True)
+        logits.append(outputs.logits)
+    return _checked(logits, cache, tokens)
+
+
+def logits_alone(model: PreTrainedModel, texts: Texts, prompt: int = PROMPT) -> torch.Tensor:
+    """
+    Returns logits `(compared, length, vocab_size)` of the texts, read without the methods that prepare inputs: first
+    `prompt` tokens, then token by token.
+    """
+    tokens, cache = texts.tokens[: texts.compared], _empty_cache(model)
+    logits, start = [], 0
+    for count in (prompt, *[1] * (tokens.shape[1] - prompt)):
+        stop = start + count
+        outputs = model(
+            input_ids=tokens[:, start:stop],
+            position_ids=torch.arange(start, stop, device=tokens.device).expand(len(tokens), -1),
+            attention_mask=torch.ones_like(tokens[:, :stop]),
+            use_cache=True,
+            return_dict=True,
+            **{cache_argument(model): cache},
+        )
+        logits.append(outputs.logits)
+        start = stop
+    return _checked(logits, cache, tokens)
+
+
+def logits_beside_others(model: PreTrainedModel, texts: Texts) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Returns the logits of the prompts beside other rows, and the logits of the tokens after the prompts as they are
+    verified, both of shape `(rows, tokens, vocab_size)`. These tokens stand after a hidden column, in a cache that is
+    much longer.
+    """
+    tokens, device = texts.tokens, texts.tokens.device
+    decoder = CachedModel(model, RaggedCache(), column_limit=tokens.shape[1])
+    beside = decoder.extend(tokens[:, :PROMPT], [0] * len(tokens))
+    fed = torch.cat([tokens[:, :1], tokens[:, PROMPT:]], dim=1)
+    count = fed.shape[1]
+    columns = torch.tensor(texts.columns, device=device)[:, None] + torch.arange(count, device=device)
+    width = decoder.columns_seen(texts.width + count, count)
+    of_columns = torch.arange(width, device=device)
+    of_columns = of_columns - (of_columns > PROMPT).long()
+    of_tokens = columns - (torch.arange(count, device=device) > 0).long()
+    allowed = masks.visible_up_to(columns, width)
+    allowed[: texts.compared, 1:, PROMPT] = False
+    decoder.cache.place(columns, width)
+    places = torch.stack([columns, decoder.positions(of_tokens)])
+    return beside, decoder.forward(fed, places, decoder.mask(allowed, of_tokens, of_columns))[:, 1:]
+
+
+def logits_without_masks(model: PreTrainedModel, texts: Texts) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the logits of [`logits_beside_others`] for flash attention: of one row, after tokens that are rejected."""
+    tokens = texts.tokens[:1]
+    decoder = CachedModel(model, RaggedCache(), column_limit=tokens.shape[1])
+    beside = decoder.extend(tokens[:, :PROMPT], [0])
+    decoder.extend(tokens[:, : texts.drafted], [PROMPT])
+    return beside, decoder.extend(tokens[:, PROMPT:], [PROMPT])
+
+
+def logits_behind_states(model: PreTrainedModel, texts: Texts) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Returns the logits of [`logits_beside_others`] for a model with recurrent layers. From the states after the prompt,
+    other tokens are verified first and rejected, then the tokens after the prompt. Finally, all of these tokens but the
+    first are verified again, after the first.
+    """
+    cache = ragged_copy(_empty_cache(model))
+    inputs = {"input_ids": texts.tokens[:, :PROMPT], cache_argument(model): cache}
+    beside = model(**inputs, use_cache=True, return_dict=True).logits
+    decoder = cached_model(model, cache, column_limit=texts.tokens.shape[1])
+    decoder.checkpoints = list(texts.columns)
+    for tokens in (texts.tokens[:, : texts.drafted], texts.tokens[:, PROMPT:]):
+        verified = decoder.extend(tokens, texts.columns)
+    again = decoder.extend(tokens[:, 1:], [column + 1 for column in texts.columns])
+    return beside, torch.cat([verified[:, :1], again], dim=1)
+
+
+def logits_of_branches(model: PreTrainedModel, texts: Texts) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Returns the logits of [`logits_beside_others`] for a draft with recurrent layers, without those of the first tokens
+    of the prompt: a few tokens are fed together, then others behind their states. The tokens after the prompt are a
+    branch, which starts from a copy of the states after the prompt and stands beside another branch.
+    """
+    tokens, device = texts.tokens, texts.tokens.device
+    decoder = RecurrentDraft(model, rows=2, column_limit=tokens.shape[1])
+    decoder.feed(tokens, [FIRST, FIRST], 0, wanted=1)
+    beside = decoder.feed(tokens, [PROMPT - 1, PROMPT - 1], 1, wanted=2)
+    forks = torch.full((2, 2), PROMPT, device=device)
+    branches = RecurrentBranches(decoder, forks, max(PROMPT, texts.width), texts.drafted)
+    grown = tokens.flip(0)[:, PROMPT:]  # the other row's tokens are branch 0, and its own are branch 1
+    masked = [branches.grow(grown[:, depth].expand(2, 2))[:, 1] for depth in range(texts.drafted)]
+    return beside, torch.stack(masked, dim=1)
+
+
+def _empty_cache(model: PreTrainedModel) -> DynamicCache:
+    return DynamicCache(config=model.config.get_text_config(decoder=True))
+
+
+def _checked(logits: list[torch.Tensor], cache: DynamicCache, tokens: torch.LongTensor) -> torch.Tensor:
+    if cache.get_seq_length() != tokens.shape[1]:
+        raise RuntimeError("it keeps no keys and values in its cache")
+    if any(len(one) != len(tokens) for one in logits):
+        raise RuntimeError("it returns logits of other rows than those of its inputs")
+    return torch.cat(logits, dim=1)
