@@ -22,6 +22,7 @@ from transformers.utils import logging
 import hf_ssd
 from hf_ssd.cache.cached_model import CachedModel
 from hf_ssd.cache.ragged import RaggedCache
+from hf_ssd.cache.view import view_of
 
 SIZE = Size(hidden=1024, layers=8, draft_layers=1, intermediate=2816, heads=16, kv_heads=4)
 VERIFIED = 7  # the last token and six drafted ones
@@ -41,8 +42,8 @@ def filled(config, context: int) -> DynamicCache:
 def milliseconds(model, context: int, turns: int) -> dict[str, float]:
     """Returns what a plain step and a verification take behind a context, medians of interleaved turns."""
     theirs = filled(model.config, context)
-    without, ours = (CachedModel(model, RaggedCache.from_cache(theirs)) for _ in range(2))
-    without.attention.configs = []  # so that the layers use the function of transformers
+    views = view_of(model)[0], None  # the layers of the first one use the function of transformers
+    without, ours = (CachedModel(model, RaggedCache.from_cache(theirs), view=view) for view in views)
     tokens = torch.arange(1, VERIFIED + 1)[None]
 
     def plain():

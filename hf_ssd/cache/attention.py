@@ -8,11 +8,10 @@ this package use the function; a model's own `generate()` keeps the function of 
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterator
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -21,6 +20,7 @@ from ..devices import from_host
 from . import masks
 from .compiled import uncompiled
 from .support import are_close, attention_layout
+from .view import view_of
 
 GROUPED = "hf_ssd_grouped"  # the implementation's name in transformers
 MOST_QUERIES = 128  # with more queries, the repeated mask may be larger than repeated keys would be
@@ -76,52 +76,48 @@ AttentionInterface.register(GROUPED, grouped_attention)
 AttentionMaskInterface.register(GROUPED, sdpa_mask)
 
 
-class GroupedHeads:
+def use_grouped_heads(model: PreTrainedModel, configs: list[PreTrainedConfig]) -> None:
     """
-    Lets forward passes of a model use [`grouped_attention`] in the layers that use the `sdpa` of transformers.
+    Lets a view of a model use [`grouped_attention`] in the layers that use the `sdpa` of transformers.
 
     Args:
         model (`PreTrainedModel`): A model that [`~hf_ssd.cache.trial.check_supported`] accepts.
+        configs (`list[PreTrainedConfig]`): The configs of the view, which are changed.
     """
+    configs = [config for config in configs if getattr(config, "_attn_implementation", None) == "sdpa"]
+    # Sparse attention applies its indexer's choice only under the name `sdpa`; three tokens do not show that.
+    if not configs or attention_layout(model).indexed:
+        return
+    if model not in _obeys:
+        _obeys[model] = _is_obeyed_by(model)
+    if _obeys[model]:
+        _name(configs)
 
-    def __init__(self, model: PreTrainedModel):
-        configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
-        self.configs = [one for one in configs.values() if getattr(one, "_attn_implementation", None) == "sdpa"]
-        # Sparse attention applies its indexer's choice only under the name `sdpa`; three tokens do not show that.
-        self.configs = [] if attention_layout(model).indexed else self.configs
-        if self.configs and model not in _obeys:
-            _obeys[model] = self._is_obeyed_by(model)
-        self.configs = self.configs if _obeys.get(model) else []
 
-    @contextlib.contextmanager
-    def in_use(self) -> Iterator[None]:
-        """Returns a context in which the model's layers use [`grouped_attention`]."""
-        for config in self.configs:
-            config._attn_implementation = {"": GROUPED}  # a string would be set in its sub-configs too
-        try:
-            yield
-        finally:
-            for config in self.configs:
-                config._attn_implementation = {"": "sdpa"}
+def _name(configs: list[PreTrainedConfig]) -> None:
+    for config in configs:
+        config._attn_implementation = {"": GROUPED}  # a string would be set in its sub-configs too
 
-    @torch.inference_mode()
-    def _is_obeyed_by(self, model: PreTrainedModel) -> bool:
-        """
-        Compares the logits of three tokens with both functions. A model may choose its computation by the name of the
-        implementation, and compute something else for a name that it does not know.
-        """
-        device, vocab_size = devices.of_model(model), model.config.get_text_config(decoder=True).vocab_size
-        sees = from_host([[[True, False, False], [True, True, False], [True, False, True]]], device)
-        inputs = {
-            "input_ids": from_host([[token % vocab_size for token in (7, 11, 13)]], device),
-            "position_ids": from_host([[0, 1, 1]], device),
-            "attention_mask": masks.additive(sees, model.dtype),
-            "use_cache": False,
-        }
-        _of_thread.has_folded = False
-        with uncompiled(model):
-            theirs = model(**inputs).logits
-            with self.in_use(), contextlib.suppress(Exception):
-                ours = model(**inputs).logits
-                return _of_thread.has_folded and are_close(ours, theirs)
-        return False
+
+@torch.inference_mode()
+def _is_obeyed_by(model: PreTrainedModel) -> bool:
+    """
+    Compares the logits of three tokens with both functions. A model may choose its computation by the name of the
+    implementation, and compute something else for a name that it does not know.
+    """
+    device, vocab_size = devices.of_model(model), model.config.get_text_config(decoder=True).vocab_size
+    sees = from_host([[[True, False, False], [True, True, False], [True, False, True]]], device)
+    inputs = {
+        "input_ids": from_host([[token % vocab_size for token in (7, 11, 13)]], device),
+        "position_ids": from_host([[0, 1, 1]], device),
+        "attention_mask": masks.additive(sees, model.dtype),
+        "use_cache": False,
+    }
+    (theirs, _), (ours, configs) = view_of(model), view_of(model)
+    _name([config for config in configs if getattr(config, "_attn_implementation", None) == "sdpa"])
+    _of_thread.has_folded = False
+    with uncompiled(model):
+        expected = theirs(**inputs).logits
+        with contextlib.suppress(Exception):
+            return are_close(ours(**inputs).logits, expected) and _of_thread.has_folded
+    return False

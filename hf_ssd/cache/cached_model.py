@@ -1,8 +1,10 @@
 """A model together with its ragged cache: forward passes over new tokens of each row."""
 
 import inspect
+from collections.abc import Collection
 
 import torch
+from torch import nn
 from torch.nn.functional import pad
 from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
@@ -11,11 +13,13 @@ from .. import devices
 from ..devices import from_host
 from . import masks
 from .attached import attached_to
-from .attention import GroupedHeads
+from .attention import GROUPED, use_grouped_heads
 from .hidden_states import HiddenStates
+from .mamba import is_mamba
 from .model_runner import LONGEST_STEP, Runner, TensorFunction, runner_for
 from .ragged import RaggedCache
 from .support import attention_layout, is_flash_attention
+from .view import view_of
 
 
 class CachedModel:
@@ -36,6 +40,8 @@ class CachedModel:
         cuda_graphs (`bool` or `str`, *optional*): See [`SSDConfig`]. `False` by default.
         hidden_states ([`~hf_ssd.cache.hidden_states.HiddenStates`], *optional*): Captures hidden states of the passes,
             which then run uncompiled and uncaptured.
+        view (`PreTrainedModel`, *optional*): The view of the model that computes the passes, see [`view_for_passes`]. A
+            new view by default.
 
     Attributes:
         runner (`Runner`): Runs the forward passes.
@@ -54,8 +60,10 @@ class CachedModel:
         token_type_ids=None,
         cuda_graphs=False,
         hidden_states: HiddenStates | None = None,
+        view: PreTrainedModel | None = None,
     ):
         self.model, self.cache = model, cache
+        self.view = view_for_passes(model) if view is None else view
         self.hidden_states, self.features = hidden_states, None
         self.valid = None if valid is None or valid.all() else valid
         self.device, self.dtype = devices.of_model(model), model.dtype
@@ -63,15 +71,15 @@ class CachedModel:
         self.reads_2d_masks = is_flash_attention(model)
         # sdpa takes half the time without a mask. For eager attention, transformers would make a mask.
         is_sdpa = model.config.get_text_config(decoder=True)._attn_implementation == "sdpa"
-        self.attention = GroupedHeads(model)
+        self.has_grouped_heads = self.view.config.get_text_config(decoder=True)._attn_implementation == GROUPED
         self.needs_no_mask_for_one = self.valid is None and self.layout.window is None and is_sdpa
         self.first_positions, self.keeps_rows = first_positions, None
         self.column_limit = column_limit
         self.token_types = None if token_type_ids is None else token_type_ids[:, -1:].to(self.device)
         if hidden_states is None:
-            self.runner = runner_for(model, cache, cuda_graphs, column_limit)
+            self.runner = runner_for(model, cache, cuda_graphs, column_limit, self.view)
         else:  # hooks run in eager passes alone
-            self.runner = Runner(model, cache)
+            self.runner = Runner(model, cache, self.view)
         self.fewest_tokens = self.runner.fewest_tokens
         self.takes_lengths = self.reads_2d_masks and _takes_other_arguments(model)
 
@@ -226,8 +234,7 @@ class CachedModel:
             inputs["token_type_ids"] = self.computed(self.token_types).expand_as(tokens)
         if self.takes_lengths:
             inputs |= self._lengths_for_flash_attention(tokens.shape[1])
-        with self.attention.in_use():
-            found = self.runner.run(inputs, logits_to_keep, mask if makes_mask else None, finish)
+        found = self.runner.run(inputs, logits_to_keep, mask if makes_mask else None, finish)
         if self.hidden_states is not None:
             self.features = self.of_all_rows(self.hidden_states.take())
         return self.of_all_rows(found)
@@ -248,6 +255,18 @@ class CachedModel:
             lengths[f"max_length_{name}"] = end
             lengths[f"cu_seq_lens_{name}"] = torch.arange(0, 2 * end, end, dtype=torch.int32, device=self.device)
         return lengths
+
+
+def view_for_passes(model: PreTrainedModel, hooked: Collection[nn.Module] = ()) -> PreTrainedModel:
+    """
+    Returns the view of a model that computes the passes of a call.
+
+    Args:
+        hooked (`Collection[nn.Module]`, *optional*): Modules whose copies in the view get hooks.
+    """
+    view, configs = view_of(model, is_mamba, hooked)
+    use_grouped_heads(model, configs)
+    return view
 
 
 def _takes_other_arguments(model: PreTrainedModel) -> bool:

@@ -36,16 +36,16 @@ def uncompiled(model: PreTrainedModel) -> contextlib.AbstractContextManager:
     return torch.compiler.set_stance("force_eager") if is_compiled(model) else contextlib.nullcontext()
 
 
-def call_compiled(model: PreTrainedModel, noticed: Callable[[], None], **inputs):
+def call_compiled(model: PreTrainedModel, view: PreTrainedModel, noticed: Callable[[], None], inputs: dict):
     """
-    Calls a model that is compiled for these passes alone: plain generation compiles it for other shapes, and
-    `torch.compile` gives up on a function that has been compiled for too many shapes. When a compilation begins,
-    `noticed` is called and a progress bar is shown. If compiling fails, the model runs uncompiled.
+    Calls the view of a compiled model, compiled for these passes alone: plain generation compiles the model for other
+    shapes, and `torch.compile` gives up on a function that has been compiled for too many shapes. When a compilation
+    begins, `noticed` is called and a progress bar is shown. If compiling fails, the view runs uncompiled.
     """
     if why_not_compiled(model) is None:
         try:
             with _watching(noticed):
-                return _call_for(model)(model, inputs)
+                return _call_for(model)(view, inputs)
         except exc.TorchDynamoException as error:
             cause = getattr(error, "inner_exception", error)
             _failures[model] = f"{type(cause).__name__}: {cause}".strip().splitlines()[0]
@@ -54,7 +54,7 @@ def call_compiled(model: PreTrainedModel, noticed: Callable[[], None], **inputs)
                 f"{_failures[model]}"
             )
     with uncompiled(model):
-        return model(**inputs)
+        return view(**inputs)
 
 
 def why_not_compiled(model: PreTrainedModel) -> str | None:

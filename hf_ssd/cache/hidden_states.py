@@ -1,7 +1,6 @@
 """Captures hidden states, keys and values of chosen layers in a model's own forward passes."""
 
 import sys
-import threading
 from collections.abc import Callable, Sequence
 
 import torch
@@ -14,10 +13,10 @@ class HiddenStates:
     """
     Keeps the hidden states of some layers of each forward pass until they are taken. Forward hooks do this for every
     family of models alike; the meaning of `output_hidden_states=[...]` differs between versions of transformers.
-    Passes of other threads are not captured. [`~HiddenStates.close`] removes the hooks.
+    [`~HiddenStates.close`] removes the hooks.
 
     Args:
-        model (`PreTrainedModel`): The model.
+        model (`PreTrainedModel`): The model, or a view of it that has hooks of its own in its [`hooked_modules`].
         layers (`Sequence[int]`): Indices as in `hidden_states` of transformers: 0 is the embedding, `i` the output of
             the i-th layer, and the number of layers the output of the last normalization.
         keys (`Sequence[int]`, *optional*): Layers, counted from 0, whose keys and values of the new tokens are kept
@@ -28,7 +27,6 @@ class HiddenStates:
     """
 
     def __init__(self, model: PreTrainedModel, layers: Sequence[int], keys: Sequence[int] = ()):
-        self.thread = threading.get_ident()
         self.captured: list[dict] = []  # for each pass, the hidden states of the layers
         self.handles = []
         self.layers = (*layers, *((kind, layer) for layer in keys for kind in ("key", "value")))
@@ -47,7 +45,7 @@ class HiddenStates:
             self.handles.append(attention.k_norm.register_forward_hook(self._keep_keys(layer, attention)))
             self.handles.append(attention.v_norm.register_forward_hook(self._keep(("value", layer))))
 
-    def _keep(self, layer: int) -> Callable:
+    def _keep(self, layer: int | tuple[str, int]) -> Callable:
         def keep(module, arguments, output) -> None:
             self._add(layer, output[0] if isinstance(output, (tuple, list)) else output)
 
@@ -57,21 +55,17 @@ class HiddenStates:
         self._add(0, arguments[0] if arguments else named["hidden_states"])
 
     def _keep_rotation(self, module, arguments, named) -> None:
-        if threading.get_ident() == self.thread:
-            self.rotation = named["position_embeddings"]
+        self.rotation = named["position_embeddings"]
 
     def _keep_keys(self, layer: int, attention: nn.Module) -> Callable:
         rotate = sys.modules[type(attention).__module__].apply_rotary_pos_emb
 
         def keep(module, arguments, output) -> None:
-            if threading.get_ident() == self.thread:
-                self._add(("key", layer), rotate(output, *self.rotation, unsqueeze_dim=2))
+            self._add(("key", layer), rotate(output, *self.rotation, unsqueeze_dim=2))
 
         return keep
 
     def _add(self, layer: int | tuple[str, int], states: torch.Tensor) -> None:
-        if threading.get_ident() != self.thread:
-            return
         if not self.captured or layer in self.captured[-1]:
             self.captured.append({})
         self.captured[-1][layer] = states.flatten(2)
@@ -96,6 +90,15 @@ class HiddenStates:
         for handle in self.handles:
             handle.remove()
         self.handles, self.captured = [], []
+
+
+def hooked_modules(model: PreTrainedModel, layers: Sequence[int], keys: Sequence[int] = ()) -> list[nn.Module]:
+    """Returns the modules that get hooks of [`HiddenStates`]."""
+    check_layers(model, layers)
+    blocks, norm = decoder_parts(model)
+    found = [norm if layer == len(blocks) else blocks[max(0, layer - 1)] for layer in layers]
+    attention = [blocks[layer].self_attn for layer in keys]
+    return found + [part for one in attention for part in (one, one.k_norm, one.v_norm)]
 
 
 def decoder_parts(model: PreTrainedModel) -> tuple[nn.ModuleList, nn.Module | None]:

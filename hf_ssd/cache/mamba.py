@@ -1,8 +1,6 @@
 """Passes in which Mamba-2 layers compute several tokens as they compute a single token."""
 
-import functools
 import math
-from types import MethodType
 
 from torch import nn
 from transformers.utils import logging
@@ -20,8 +18,7 @@ class RecurrentRunner(Runner):
     passes have no bounds, except the first one, which reads the prompts. The chunks to which transformers pads the
     tokens are short; chunks only group the arithmetic.
 
-    A thread that uses the model at the same time meets none of these changes: they are made in a view of the model,
-    which belongs to this runner.
+    A thread that uses the model at the same time meets none of these changes: they are made in the view.
 
     Args:
         other ([`Runner`]): The runner for a model without recurrent layers, whose place this one takes.
@@ -31,11 +28,9 @@ class RecurrentRunner(Runner):
         if type(other) is not Runner:  # the others have no static storage for states
             name = type(other.model).__name__
             logger.warning_once(f"{name} has recurrent layers, so its steps run uncompiled and uncaptured.")
-        views: dict[nn.Module, nn.Module] = {}
-        super().__init__(_view(other.model, views), other.cache)
-        self.of_model = {
-            layer: (layer.chunk_size, layer.time_step_limit) for layer in views.values() if _is_mamba(layer)
-        }
+        super().__init__(other.model, other.cache, other.view)
+        layers = [layer for layer in self.view.modules() if is_mamba(layer)]
+        self.of_model = {layer: (layer.chunk_size, layer.time_step_limit) for layer in layers}
 
     def run(self, inputs, logits_to_keep=None, mask=None, finish=None):
         branches = self.cache.branches
@@ -59,31 +54,6 @@ def _of_branches(value, branches: int):
     return value.transpose(1, 2).flatten(0, 1).unsqueeze(1)
 
 
-def _is_mamba(module: nn.Module) -> bool:
-    return hasattr(module, "time_step_limit") and hasattr(module, "chunk_size")
-
-
-def _view(module: nn.Module, views: dict[nn.Module, nn.Module]) -> nn.Module:
-    """
-    Returns a module with the same weights, hooks and children, except that the Mamba-2 layers in it, and the modules
-    that contain them, are copies. A module without Mamba-2 layers is returned as it is. `views` collects the copies.
-    """
-    if module in views:  # some models use a layer in several places
-        return views[module]
-    children = {name: child and _view(child, views) for name, child in module._modules.items()}
-    if not _is_mamba(module) and all(children[name] is child for name, child in module._modules.items()):
-        return module
-    view = views[module] = object.__new__(type(module))
-    attributes = {name: _rebound(value, module, view) for name, value in vars(module).items()}
-    view.__dict__.update(attributes, _modules=children, _compiled_call_impl=None)
-    return view
-
-
-def _rebound(value, module: nn.Module, view: nn.Module):
-    """Returns an attribute as the view has it: accelerate and torch.compile store functions that hold the module."""
-    value = getattr(value, "_torchdynamo_orig_callable", value)
-    if isinstance(value, MethodType) and value.__self__ is module:
-        return MethodType(value.__func__, view)
-    if isinstance(value, functools.partial) and any(one is module for one in value.args):
-        return functools.partial(value.func, *[view if one is module else one for one in value.args], **value.keywords)
-    return value
+def is_mamba(module: nn.Module) -> bool:
+    """Whether a module is a Mamba-2 layer, whose settings these passes change."""
+    return "time_step_limit" in vars(module) and "chunk_size" in vars(module)

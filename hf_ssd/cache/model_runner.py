@@ -48,6 +48,7 @@ class Runner:
     Args:
         model (`PreTrainedModel`): The model.
         cache (`RaggedCache`): The model's cache.
+        view (`PreTrainedModel`): The view of the model that computes the passes.
 
     Attributes:
         fewest_tokens (`int`): The smallest number of tokens of each row in a pass.
@@ -56,8 +57,8 @@ class Runner:
 
     fewest_tokens = 1
 
-    def __init__(self, model: PreTrainedModel, cache: RaggedCache):
-        self.model, self.cache, self.preparations = model, cache, 0
+    def __init__(self, model: PreTrainedModel, cache: RaggedCache, view: PreTrainedModel):
+        self.model, self.cache, self.view, self.preparations = model, cache, view, 0
         self.takes_logits_to_keep = model._supports_logits_to_keep()  # which takes time in each pass
         self.cache_argument = cache_argument(model)
         self.is_compiled = is_compiled(model)
@@ -109,8 +110,8 @@ class Runner:
     def _call(self, inputs: dict):
         if self.is_compiled:
             with uncompiled(self.model):
-                return self.model(**inputs)
-        return self.model(**inputs)
+                return self.view(**inputs)
+        return self.view(**inputs)
 
     def close(self) -> None:
         """Ends the use of the cache."""
@@ -128,7 +129,9 @@ class CompiledRunner(Runner):
         return self.cache.window is None and super()._takes_logits_to_keep()
 
     def _call(self, inputs):
-        return super()._call(inputs) if self.cache.window is None else call_compiled(self.model, self._notice, **inputs)
+        if self.cache.window is None:
+            return super()._call(inputs)
+        return call_compiled(self.model, self.view, self._notice, inputs)
 
     def _notice(self) -> None:
         self.preparations += 1
@@ -139,12 +142,12 @@ class GraphRunner(Runner):
     Replays steps as CUDA graphs. A pass of new sizes is captured; if that fails, all passes run eagerly.
 
     Args:
-        model, cache: See [`Runner`].
+        model, cache, view: See [`Runner`].
         limit (`int`, *optional*): The most tokens that a row can have.
     """
 
-    def __init__(self, model: PreTrainedModel, cache: RaggedCache, limit: int | None):
-        super().__init__(model, cache)
+    def __init__(self, model: PreTrainedModel, cache: RaggedCache, view: PreTrainedModel, limit: int | None):
+        super().__init__(model, cache, view)
         self.limit, self.graphs = limit, Graphs.of(model)
 
     def rows(self, unfinished):
@@ -154,7 +157,7 @@ class GraphRunner(Runner):
         columns = max(rounded(width, WINDOW_STEP), self.cache.window or 0)
         try:
             is_here = self.graphs.failure is None and self.graphs.take_in(self.cache, columns + 1, self.limit)
-        except torch.OutOfMemoryError as error:
+        except Exception as error:  # the memory is full, or the device is in trouble
             self._give_up(error)
             is_here = False
         return columns if is_here else None
@@ -180,22 +183,26 @@ class GraphRunner(Runner):
                 graphs.passes[key] = self._capture(static_copy(moving, key[1]), kept, mask, finish)
                 self.preparations += 1
             logits, found = graphs.passes[key](moving, tokens if kept is None else kept)
+            if captured is not None and captured.to_compare:
+                captured.to_compare -= 1
+                eager = super().run(inputs, kept, mask)
+                again = found if finish is None else finish.call(logits, *moving[2])
+                if not are_close(logits, eager) or not all(map(are_close, tree_leaves(found), tree_leaves(again))):
+                    self._give_up("a replay gives other logits")
+                    found = eager if finish is None else finish.call(eager, *moving[2])
         except Exception as error:  # the model does something that a graph cannot repeat
             if captured is None and finish is not None:  # or only the function does, which the next trial shows
                 graphs.refused.add(finish.key)
                 return self.run(inputs, kept or logits_to_keep, mask, finish)
             self._give_up(error)
             return super().run(inputs, kept or logits_to_keep, mask, finish)
-        if captured is not None and captured.to_compare:
-            captured.to_compare -= 1
-            eager, again = super().run(inputs, kept, mask), found if finish is None else finish.call(logits, *moving[2])
-            if not are_close(logits, eager) or not all(map(are_close, tree_leaves(found), tree_leaves(again))):
-                self._give_up("a replay gives other logits")
-                found = eager if finish is None else finish.call(eager, *moving[2])
         return found if logits_to_keep is None else found[:, logits_to_keep]
 
     def close(self):
-        self.graphs.let_go(self.cache)
+        try:
+            self.graphs.let_go(self.cache)
+        except Exception as error:
+            self._give_up(error)
 
     def _capture(self, static: tuple, kept: int | None, mask, finish) -> CapturedPass:
         cache, before = self.cache, self.cache.placement
@@ -212,14 +219,15 @@ class GraphRunner(Runner):
             cache.placement = before
 
     def _give_up(self, error: Exception | str) -> None:
-        text = str(error).strip() or type(error).__name__
-        self.graphs.failure = text.splitlines()[0]
+        self.graphs.failure = _line(error)
         self.graphs.passes.clear()
         self.graphs.storage.clear()
         logger.warning(f"{type(self.model).__name__} runs without CUDA graphs: {self.graphs.failure}")
 
 
-def runner_for(model: PreTrainedModel, cache: RaggedCache, cuda_graphs: bool | str, limit: int | None) -> Runner:
+def runner_for(
+    model: PreTrainedModel, cache: RaggedCache, cuda_graphs: bool | str, limit: int | None, view: PreTrainedModel
+) -> Runner:
     """
     Returns the runner of a model's passes in a call.
 
@@ -227,14 +235,23 @@ def runner_for(model: PreTrainedModel, cache: RaggedCache, cuda_graphs: bool | s
         model (`PreTrainedModel`), cache (`RaggedCache`): The model and its cache.
         cuda_graphs (`bool` or `str`): See [`SSDConfig`].
         limit (`int`, *optional*): The most tokens that a row can have.
+        view (`PreTrainedModel`): The view of the model that computes the passes.
     """
     # Flash attention takes no masks, and only a mask hides the columns of a window that are not in use.
     if is_compiled(model) and why_not_compiled(model) is None and not is_flash_attention(model):
-        return CompiledRunner(model, cache)
+        return CompiledRunner(model, cache, view)
     if not cuda_graphs or (cuda_graphs == "auto" and devices.of_model(model).type not in CAPTURES):
-        return Runner(model, cache)
+        return Runner(model, cache, view)
     reason = why_not_captured(model)
     if reason is not None:
         logger.warning_once(f"{type(model).__name__} runs without CUDA graphs: it {reason}.")
-        return Runner(model, cache)
-    return GraphRunner(model, cache, limit)
+        return Runner(model, cache, view)
+    try:
+        return GraphRunner(model, cache, view, limit)
+    except Exception as error:  # the device gives no stream or memory for captures
+        logger.warning_once(f"{type(model).__name__} runs without CUDA graphs: {_line(error)}")
+        return Runner(model, cache, view)
+
+
+def _line(error: Exception | str) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

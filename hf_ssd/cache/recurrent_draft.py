@@ -40,7 +40,7 @@ class RecurrentDraft(CachedModel):
         empty = DynamicCache(config=model.config.get_text_config(decoder=True))
         super().__init__(model, cache or RecurrentCache(empty), **options)
         self.runner, self.fewest_tokens = RecurrentRunner(self.runner), RecurrentRunner.fewest_tokens
-        self.cache.shares_columns = bool(self.attention.configs)
+        self.cache.shares_columns = self.has_grouped_heads
         self.states: list[dict[int, States | None]] = [{0: None} for _ in range(rows)]
 
     @property

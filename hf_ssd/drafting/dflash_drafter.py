@@ -70,4 +70,4 @@ class DFlashDrafter(ParallelDrafter):
         prefix.block = max(self.block, width + 1)
         self._write_masks(prefix.block - 1)
         states = prefix.feed(prefix.block - 1, wanted=prefix.block)[:, 1 : width + 1]
-        return self.vocabulary.to_target(prefix.decoder.model.logits(states))
+        return self.vocabulary.to_target(prefix.decoder.view.logits(states))

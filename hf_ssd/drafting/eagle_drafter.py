@@ -47,7 +47,7 @@ class HeadPrefix(VerifiedPrefix):
     def _at(self, columns):
         self._reserve()
         order = torch.arange(len(columns), device=self.device)[:, None]
-        return self.decoder.model.inputs(self.inputs.gather(1, columns), self.states[order, columns])
+        return self.decoder.view.inputs(self.inputs.gather(1, columns), self.states[order, columns])
 
     def _results(self, states):
         return states
@@ -67,7 +67,7 @@ class HeadPrefix(VerifiedPrefix):
     def take_features(self, receive: Callable[[int, int], torch.Tensor], goes_on: list[bool]) -> None:
         """See [`Drafter.take_features`]. All columns of a row that goes on have features afterwards."""
         counts = [n - 1 - known if more else 0 for n, known, more in zip(self.lengths, self.known, goes_on)]
-        model = self.decoder.model
+        model = self.decoder.view
         fused = model.fuse(receive(sum(counts), model.config.target_width).to(self.device))
         self._reserve()
         for row, of_row in enumerate(fused.split(counts)):
@@ -128,7 +128,7 @@ class Eagle3Drafter(Drafter):
         for depth in range(plan.lookahead):
             if histories is not None:
                 histories.scatter_(2, (columns + depth)[:, :, None], tokens[:, :, None])
-            inputs = prefix.decoder.model.inputs(self.vocabulary.to_draft(tokens), states)
+            inputs = prefix.decoder.view.inputs(self.vocabulary.to_draft(tokens), states)
             states = branches.grow(inputs)
             self.grown.append(states)
             scores = self.sampler.process(self._logits(states), histories, starts + depth + 1)
@@ -178,4 +178,4 @@ class Eagle3Drafter(Drafter):
 
     def _logits(self, states: torch.Tensor) -> torch.Tensor:
         """Returns logits of the target's tokens."""
-        return Vocabulary.to_target(self.vocabulary, self.prefix.decoder.model.logits(states).float())
+        return Vocabulary.to_target(self.vocabulary, self.prefix.decoder.view.logits(states).float())

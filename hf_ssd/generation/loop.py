@@ -23,9 +23,9 @@ from transformers.generation.streamers import BaseStreamer
 from .. import devices
 from ..advice import adjustable
 from ..cache.cache_name import CACHE, cache_argument
-from ..cache.cached_model import CachedModel
+from ..cache.cached_model import CachedModel, view_for_passes
 from ..cache.compiled import is_compiled
-from ..cache.hidden_states import HiddenStates
+from ..cache.hidden_states import HiddenStates, hooked_modules
 from ..cache.recurrent import RecurrentModel
 from ..cache.trial import check_supported
 from ..config import WITHOUT_DRAFT, SSDConfig
@@ -132,22 +132,23 @@ def speculative_speculative_decoding(
     if head is not None:
         info = DraftInfo.of(head.config)
     reads_states = needs.hidden_states or head is not None
-    captured = HiddenStates(model, info.target_layers, info.target_keys) if reads_states else None
-    cores, captures = TargetCores(worker.cores.target if divided else None), contextlib.nullcontext()
-    if captured is not None:
-        captures = contextlib.closing(captured)
-    with captures, ranks.one_call():
+    captured, hooked = None, hooked_modules(model, info.target_layers, info.target_keys) if reads_states else ()
+    view = view_for_passes(model, hooked)
+    if reads_states:
+        captured = HiddenStates(view, info.target_layers, info.target_keys)
+    cores = TargetCores(worker.cores.target if divided else None)
+    with ranks.one_call():
         draft = FaultTolerantDraft(worker, draft_model, request, planner, input_ids.device, ranks, cores)
         with contextlib.closing(draft), contextlib.closing(draft):  # again, in case of an interrupt
             draft.open(patience(ssd_config, generation_config, stopping_criteria))
             # 1. Prefill, while the draft does the same and prepares the likely first tokens.
-            graphs = ssd_config.cuda_graphs
-            decoder, logits = prefill(model, input_ids, generation_config, model_kwargs, max_length, graphs, captured)
+            options = {"cuda_graphs": ssd_config.cuda_graphs, "view": view, "hidden_states": captured}
+            decoder, logits = prefill(model, input_ids, generation_config, model_kwargs, max_length, **options)
             features = None
             if captured is not None:
                 features = Features(decoder.features, model_kwargs.get("attention_mask"), input_ids.shape[1])
             # transformers' context changes how experts are computed.
-            with contextlib.closing(decoder), model._optimize_model_for_decode():
+            with contextlib.closing(decoder), view._optimize_model_for_decode():
                 return decode(
                     decoder,
                     logits,

@@ -1,11 +1,11 @@
 """Forward passes outside the rounds: the prefill, a row verified alone, columns that the cache lacks at the end."""
 
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 
 from .. import devices
 from ..cache.cache_name import CACHE
-from ..cache.cached_model import CachedModel
+from ..cache.cached_model import CachedModel, view_for_passes
 from ..cache.compiled import uncompiled
 from ..cache.hidden_states import HiddenStates
 from ..cache.recurrent import RecurrentModel, cached_model, ragged_copy
@@ -20,6 +20,7 @@ def prefill(
     model_kwargs,
     max_length: int | None,
     cuda_graphs: bool | str = False,
+    view: PreTrainedModel | None = None,
     hidden_states: HiddenStates | None = None,
 ) -> tuple[CachedModel, torch.Tensor]:
     """
@@ -30,7 +31,7 @@ def prefill(
             [`~hf_ssd.generation.loop.speculative_speculative_decoding`].
         max_length (`int`, *optional*): Longest output, the prompt included.
         cuda_graphs (`bool` or `str`, *optional*): See [`SSDConfig`].
-        hidden_states ([`~hf_ssd.cache.hidden_states.HiddenStates`], *optional*): Captures hidden states for the draft.
+        view (`PreTrainedModel`, *optional*), hidden_states: See [`~hf_ssd.cache.cached_model.CachedModel`].
 
     Returns:
         The target with its cache, and the logits of shape `(batch_size, 1, vocab_size)` that follow the prompts. The
@@ -42,8 +43,9 @@ def prefill(
     if position_ids is not None and position_ids.ndim > 2:  # in text, all kinds of positions are the same
         position_ids = position_ids[0]
     mask = model_kwargs.get("attention_mask")
+    view = view_for_passes(model) if view is None else view
     with uncompiled(model):
-        outputs = model._prefill(input_ids, generation_config, {**model_kwargs, CACHE: cache})
+        outputs = view._prefill(input_ids, generation_config, {**model_kwargs, CACHE: cache})
     columns = cache.get_seq_length()
     last = [columns - 1] * len(input_ids) if position_ids is None else position_ids[:, -1].tolist()
     decoder = cached_model(
@@ -55,6 +57,7 @@ def prefill(
         column_limit=None if max_length is None else columns - input_ids.shape[1] + max_length,
         cuda_graphs=cuda_graphs,
         hidden_states=hidden_states,
+        view=view,
     )
     decoder.features = None if hidden_states is None else hidden_states.take()
     return decoder, outputs.logits[:, -1:]

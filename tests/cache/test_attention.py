@@ -1,7 +1,5 @@
 """Grouped heads folded into the queries: the same attention, without a copy of keys and values."""
 
-import threading
-
 import pytest
 import torch
 from transformers import (
@@ -16,9 +14,10 @@ from transformers.integrations import sdpa_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_ssd.cache import attention, masks
-from hf_ssd.cache.attention import GroupedHeads, grouped_attention
-from hf_ssd.cache.cached_model import CachedModel
+from hf_ssd.cache.attention import grouped_attention
+from hf_ssd.cache.cached_model import CachedModel, view_for_passes
 from hf_ssd.cache.ragged import RaggedCache
+from hf_ssd.cache.view import view_of
 
 from ..conformance.models import QUICK
 from ..conftest import FAMILIES, SIZES, VOCAB, tiny_model
@@ -96,14 +95,17 @@ def repeated_keys(decoder):
     return len(calls)
 
 
+def has_grouped_heads(model) -> bool:
+    return CachedModel(model, RaggedCache()).has_grouped_heads
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.inference_mode()
 def test_a_verification_copies_no_keys(family):
     model = tiny_model(family)
     decoder = CachedModel(model, RaggedCache())
     assert repeated_keys(decoder) == 0
-    without = CachedModel(model, RaggedCache())
-    without.attention.configs = []
+    without = CachedModel(model, RaggedCache(), view=view_of(model)[0])
     assert repeated_keys(without) > 0  # what the test would see if the function were not used
     assert model.config._attn_implementation == "sdpa"
 
@@ -113,8 +115,7 @@ def test_a_verification_copies_no_keys(family):
 def test_logits_equal_those_of_copied_keys(name):
     """Rows of different lengths, several tokens each, behind a cache."""
     model = sharp_model(tiny_config(name))
-    ours, theirs = (CachedModel(model, RaggedCache()) for _ in range(2))
-    theirs.attention.configs = []
+    ours, theirs = (CachedModel(model, RaggedCache(), view=view) for view in (None, view_of(model)[0]))
     tokens = torch.randint(2, VOCAB, (2, 16), generator=torch.Generator().manual_seed(3))
     for start, count in (([0, 0], 9), ([9, 5], 4), ([10, 9], 1), ([11, 10], 5)):
         fed = torch.stack([row[first : first + count] for row, first in zip(tokens, start)])
@@ -126,9 +127,9 @@ def test_logits_equal_those_of_copied_keys(name):
 def test_models_that_know_attention_functions_by_name_keep_theirs():
     """Falcon asks whether its implementation is "sdpa", and otherwise computes attention itself."""
     target = sharp_model(tiny_config("falcon"))
-    assert GroupedHeads(target).configs == []
+    assert not has_grouped_heads(target)
     eager = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SIZES), attn_implementation="eager").eval()
-    assert GroupedHeads(eager).configs == []
+    assert not has_grouped_heads(eager)
 
 
 @torch.inference_mode()
@@ -139,15 +140,15 @@ def test_a_model_that_hides_nothing_under_another_name_keeps_its_own(monkeypatch
         return forward(module, query, key, value, torch.zeros_like(mask), *args, **kwargs)
 
     monkeypatch.setitem(attention.AttentionInterface._global_mapping, attention.GROUPED, ignores_the_mask)
-    assert GroupedHeads(model).configs == []
+    assert not has_grouped_heads(model)
 
 
 def test_sparse_attention_keeps_its_name():
     """Such models apply the choice of their indexer only under the names `sdpa` and `eager`."""
     model = tiny_model()
-    assert GroupedHeads(model).configs
+    assert has_grouped_heads(model)
     model.config.layer_types = ["indexed_attention"] * model.config.num_hidden_layers
-    assert GroupedHeads(model).configs == []
+    assert not has_grouped_heads(model)
 
 
 def test_other_parts_of_a_model_keep_their_functions():
@@ -158,27 +159,11 @@ def test_other_parts_of_a_model_keep_their_functions():
     model.set_attn_implementation({"vision_config": "eager", "text_config": "sdpa"})
     before = [module.config._attn_implementation for module in model.modules() if hasattr(module, "config")]
     assert {"eager", "sdpa"} <= set(before)
-    with GroupedHeads(model).in_use():
-        assert model.model.language_model.config._attn_implementation == attention.GROUPED
-        assert model.config.vision_config._attn_implementation == "eager"
+    view = view_for_passes(model)
+    assert view.model.language_model.config._attn_implementation == attention.GROUPED
+    assert view.config.vision_config._attn_implementation == "eager"
     after = [module.config._attn_implementation for module in model.modules() if hasattr(module, "config")]
     assert after == before
-
-
-def test_two_threads_leave_the_name_as_it_was():
-    model = tiny_model()
-    heads, errors = GroupedHeads(model), []
-
-    def run():
-        for _ in range(20):
-            with heads.in_use(), torch.inference_mode():
-                model(torch.tensor([[1, 2, 3]]))
-        errors.append(model.config._attn_implementation)
-
-    threads = [threading.Thread(target=run) for _ in range(2)]
-    [thread.start() for thread in threads]
-    [thread.join() for thread in threads]
-    assert model.config._attn_implementation == "sdpa" and len(errors) == 2
 
 
 @pytest.mark.parametrize("width", [8, 13])

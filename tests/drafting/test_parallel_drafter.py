@@ -40,7 +40,7 @@ def new_speculator(family="llama", prompts=PROMPTS, sampled=True, **settings):
 
 def marginals(speculator, text, count):
     """From one pass of the model over the text, mask tokens behind it, without any cache."""
-    model = speculator.drafter.prefix.decoder.model
+    model = speculator.drafter.prefix.decoder.view
     ids = torch.tensor([[*text, *[MASK] * (count - 1)]])
     warpers = LogitsProcessorList([TemperatureLogitsWarper(0.8), TopKLogitsWarper(4)])
     return warpers(None, model(ids, use_cache=False).logits[0, -count:]).softmax(-1)

@@ -7,7 +7,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, TypicalLogitsWarper, set_seed
 
 import hf_ssd
-from hf_ssd.cache import graphs, model_runner
+from hf_ssd.cache import cached_model, graphs, model_runner
 from hf_ssd.cache.branches import Branches, extend_with_branches
 from hf_ssd.cache.cached_model import CachedModel
 from hf_ssd.cache.graphs import CapturedPass, Graphs
@@ -157,16 +157,16 @@ def test_a_model_that_cannot_be_captured_runs_eagerly_and_says_so(reason, tapes,
     said, model = [], tiny_model()
     monkeypatch.setattr(model_runner.logger, "warning_once", said.append)
     IMPOSSIBLE[reason](model)
-    assert type(model_runner.runner_for(model, RaggedCache(), "auto", None)) is Runner
+    assert type(model_runner.runner_for(model, RaggedCache(), "auto", None, model)) is Runner
     assert len(said) == 1 and f"runs without CUDA graphs: it {reason}" in said[0]
-    assert type(model_runner.runner_for(model, RaggedCache(), False, None)) is Runner and len(said) == 1
+    assert type(model_runner.runner_for(model, RaggedCache(), False, None, model)) is Runner and len(said) == 1
 
 
 def test_without_a_gpu_only_a_call_that_asks_for_graphs_is_told(monkeypatch):
-    said = []
+    said, model = [], tiny_model()
     monkeypatch.setattr(model_runner.logger, "warning_once", said.append)
     for cuda_graphs, count in (("auto", 0), (False, 0), (True, 1)):
-        assert type(model_runner.runner_for(tiny_model(), RaggedCache(), cuda_graphs, None)) is Runner
+        assert type(model_runner.runner_for(model, RaggedCache(), cuda_graphs, None, model)) is Runner
         assert len(said) == count
     assert "it is on cpu" in said[0]
 
@@ -447,3 +447,64 @@ def test_a_call_on_the_stand_in_gives_the_same_tokens_and_waits_no_more_often(ro
     assert torch.equal(tokens, tokens_of_graphs) and waits == waits_of_graphs
     assert len(tapes.made) == 2 and not any(output.ssd_stats.column("compiles"))
     assert launched_of_graphs < launched / (4 if not do_sample else 3)
+
+
+# ---------------------------------------------------------------- errors
+
+
+def broken(of, name: str, calls: int):
+    """Lets a method raise an error after some calls."""
+
+    def breaks(monkeypatch):
+        method, left = getattr(of, name), [calls]
+
+        def failing(*arguments, **options):
+            left[0] -= 1
+            if left[0] < 0:
+                raise RuntimeError("CUDA error: an illegal memory access")
+            return method(*arguments, **options)
+
+        monkeypatch.setattr(of, name, failing)
+
+    return breaks
+
+
+ERRORS = {
+    "the first storage": broken(Graphs, "take_in", 0),
+    "more storage": broken(Graphs, "take_in", 3),
+    "a capture": broken(model_runner, "static_copy", 1),
+    "a replay": broken(CapturedPass, "__call__", 6),
+    "a comparison": broken(model_runner, "are_close", 2),
+    "the end": broken(Graphs, "let_go", 0),
+}
+
+
+@pytest.mark.parametrize("place", ERRORS)
+def test_an_error_of_a_graph_loses_no_token_and_is_said_once(place, tapes, monkeypatch):
+    expected, said = decided(False, hf_ssd.enable(tiny_model())), []
+    target = hf_ssd.enable(tiny_model())
+    capture_alone(target, monkeypatch)
+    monkeypatch.setattr(model_runner.logger, "warning", said.append)
+    ERRORS[place](monkeypatch)
+    assert torch.equal(decided("auto", target), expected)
+    assert Graphs.of(target).failure == "CUDA error: an illegal memory access"
+    assert [f"{type(target).__name__} runs without CUDA graphs: {Graphs.of(target).failure}"] == said
+
+
+def capture_alone(target, monkeypatch):
+    """Passes of other models run eagerly, so that an error is that of the target."""
+    monkeypatch.setattr(
+        cached_model,
+        "runner_for",
+        lambda model, cache, graphs, *others: model_runner.runner_for(
+            model, cache, graphs if model is target else False, *others
+        ),
+    )
+
+
+def test_without_a_stream_for_captures_passes_run_eagerly(tapes, monkeypatch):
+    expected, said = decided(False, hf_ssd.enable(tiny_model())), []
+    monkeypatch.setattr(model_runner.logger, "warning_once", said.append)
+    broken(Graphs, "__init__", 0)(monkeypatch)
+    assert torch.equal(decided("auto", hf_ssd.enable(tiny_model())), expected)
+    assert "illegal memory access" in said[0] and len(set(said)) == 1

@@ -1,0 +1,131 @@
+"""
+Views of a model: its weights in modules of our own, so that our passes can differ while the model stays as it is.
+
+Another thread may be computing with the user's model, and any line may be interrupted. So everything that our passes
+do differently belongs to a view: the names of attention functions in its configs, hooks, the settings of Mamba layers.
+"""
+
+import copy
+import functools
+from collections.abc import Callable, Collection
+from types import CellType, FunctionType, MethodType
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+OF_TORCH = frozenset(vars(nn.Module()))  # attributes that every module has
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
+
+
+def view_of(
+    model: PreTrainedModel,
+    is_changed: Callable[[nn.Module], bool] = lambda module: False,
+    hooked: Collection[nn.Module] = (),
+) -> tuple[PreTrainedModel, list[PreTrainedConfig]]:
+    """
+    Returns a view of a model, and the configs of the view. Modules that have a config, and those that contain other
+    copies, are copies with the same weights, buffers and hooks, and with configs of their own. Other modules are those
+    of the model. The view is not compiled.
+
+    Args:
+        model (`PreTrainedModel`): The model. The view sees later changes of weights and hooks, but not of modules.
+        is_changed (`Callable`, *optional*): Whether a module is one of which the view needs a copy.
+        hooked (`Collection[nn.Module]`, *optional*): Modules whose copies have hooks of their own beside the model's.
+    """
+    needed: dict[nn.Module, bool] = {}
+    configs: dict[int, PreTrainedConfig] = {}
+
+    def is_needed(module: nn.Module) -> bool:
+        if module in needed:  # some models use a layer in several places
+            return needed[module]
+        attributes = vars(module)
+        own = [one for one in map(attributes.get, attributes.keys() - OF_TORCH) if isinstance(one, PreTrainedConfig)]
+        # A rotary embedding changes its buffers and attributes together, so it stays one.
+        is_own = module is model or module in hooked or is_changed(module)
+        needed[module] = is_own
+        if is_own or module._compiled_call_impl is None:  # a part that is compiled by itself stays compiled
+            for config in own:
+                _add(config, configs)
+            inner = [is_needed(child) for child in module._modules.values() if child is not None]
+            needed[module] |= any(inner) or bool(own and (module._modules or not module._buffers))
+        return needed[module]
+
+    is_needed(model)
+    modules = [module for module, is_copied in needed.items() if is_copied]
+    of_view = [copy.copy(config) for config in configs.values()]
+    copies: dict[int, object] = dict(zip(configs, of_view))
+    copies |= {id(module): object.__new__(type(module)) for module in modules}
+    for one in (*configs.values(), *modules):
+        attributes, view = vars(one), vars(copies[id(one)])
+        view.update(attributes)
+        for name in attributes.keys() - OF_TORCH:
+            view[name] = _seen(attributes[name], copies)
+    for module in modules:
+        children = {name: copies.get(id(child), child) for name, child in module._modules.items()}
+        own = {name: vars(module)[name].copy() for name in HOOKS} if module in hooked else {}
+        vars(copies[id(module)]).update(own, _modules=children, _compiled_call_impl=None)
+    return copies[id(model)], of_view
+
+
+def _add(config: PreTrainedConfig, configs: dict[int, PreTrainedConfig]) -> None:
+    """Adds a config, and the configs within it."""
+    if id(config) not in configs:
+        configs[id(config)] = config
+        for one in vars(config).values():
+            if isinstance(one, PreTrainedConfig):
+                _add(one, configs)
+
+
+def _seen(value, copies: dict[int, object], within: tuple = ()):
+    """
+    Returns a value as the view has it: with copies in the place of modules and configs, also in lists, and in what
+    wraps a `forward`, as accelerate, torch.compile and users do.
+    """
+    if id(value) in copies:
+        return copies[id(value)]
+    kind = type(value)
+    if kind in (list, tuple, dict):
+        before = list(value.values() if kind is dict else value)
+        after = [copies.get(id(one), one) for one in before]
+        is_same = all(new is old for new, old in zip(after, before))
+        return value if is_same else kind(zip(value, after)) if kind is dict else kind(after)
+    if not callable(value) or any(value is one for one in within) or isinstance(value, nn.Module):
+        return value
+    within = (*within, value)
+    compiled = getattr(value, "_torchdynamo_orig_callable", None)
+    if compiled is not None:
+        seen = _seen(compiled, copies, within)
+        return value if seen is compiled else seen
+    if kind is MethodType:
+        function, owner = _seen(value.__func__, copies, within), copies.get(id(value.__self__), value.__self__)
+        is_same = function is value.__func__ and owner is value.__self__
+        return value if is_same else MethodType(function, owner)
+    if kind is functools.partial:
+        before = (value.func, *value.args)
+        after = [_seen(one, copies, within) for one in before]
+        if any(new is not old for new, old in zip(after, before)):
+            other = functools.partial(*after, **value.keywords)
+            other.__dict__.update(vars(value))
+            return other
+    if kind is FunctionType and value.__closure__:
+        return _closed_over(value, copies, within)
+    return value
+
+
+def _closed_over(function: FunctionType, copies: dict[int, object], within: tuple) -> FunctionType:
+    """Returns a function whose closure has copies in the place of modules. It shares all its other variables."""
+    cells = []
+    for cell in function.__closure__:
+        try:
+            before = cell.cell_contents
+            after = _seen(before, copies, within)
+            cells.append(cell if after is before else CellType(after))
+        except ValueError:  # a variable without a value
+            cells.append(cell)
+    if all(new is old for new, old in zip(cells, function.__closure__)):
+        return function
+    other = FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(cells)
+    )
+    other.__kwdefaults__, other.__dict__ = function.__kwdefaults__, function.__dict__
+    return other
