@@ -19,6 +19,7 @@ from transformers.masking_utils import sdpa_mask
 from .. import devices
 from ..devices import from_host
 from . import masks
+from .attached import attached_to
 from .compiled import uncompiled
 from .support import are_close, attention_layout
 
@@ -89,7 +90,8 @@ class GroupedHeads:
         self.configs = [one for one in configs.values() if getattr(one, "_attn_implementation", None) == "sdpa"]
         # Sparse attention applies its indexer's choice only under the name `sdpa`; three tokens do not show that.
         self.configs = [] if attention_layout(model).indexed else self.configs
-        if self.configs and model not in _obeys:
+        # Hooks may be made for the rows of a call, so a model that has hooks is tried when they are gone.
+        if self.configs and model not in _obeys and not attached_to(model).may_depend_on_rows:
             _obeys[model] = self._is_obeyed_by(model)
         self.configs = self.configs if _obeys.get(model) else []
 
