@@ -128,9 +128,9 @@ def generate(
     heals = [kwargs.get("token_healing"), *(config.token_healing for config in configs)]
     if not isinstance(model, SSDGenerationMixin) and next((one for one in heals if one is not None), False):
         raise ValueError("`token_healing` needs a model that was passed to hf_ssd.enable(); call its own generate().")
-    # The model's own method, unless it has begun already: transformers calls a function of a custom_generate folder
-    # with all of its own arguments, and any other function with a config that it has prepared.
-    is_called_by_it = "negative_prompt_ids" in kwargs or hasattr(kwargs.get("generation_config"), "_pad_token_tensor")
+    # The model's own method. It has begun already where transformers calls this function of a custom_generate folder,
+    # with all of its own arguments.
+    is_called_by_it = "negative_prompt_ids" in kwargs
     method, its = (GenerationMixin, model) if is_called_by_it else (type(wrapper), wrapper)
     plain = functools.partial(method.generate, its, *(() if inputs is None else (inputs,)))
     return _generate(plain, model, assistant_model, ssd_config or SSDConfig(), **kwargs)
