@@ -23,17 +23,19 @@ class Attached:
         forwards (`list[weakref.ref]`): What takes the place of a module's `forward`.
         adapters (`set[tuple]`): Names of active adapters in a module, whether they are disabled, and names of those
             that are merged into its weights.
+        has_own_forward (`bool`): Whether a forward is not that of torch.compile or accelerate.
     """
 
     kinds: dict[type, weakref.ref] = field(default_factory=dict)
     hooks: list[int] = field(default_factory=list)
     forwards: list[weakref.ref] = field(default_factory=list)
     adapters: set[tuple] = field(default_factory=set)
+    has_own_forward: bool = False
 
     @property
     def may_depend_on_rows(self) -> bool:
         """Whether hooks or forwards, of which only their author knows what they do, may depend on a pass's rows."""
-        return bool(self.hooks or self.forwards)
+        return bool(self.hooks) or self.has_own_forward
 
     @property
     def may_depend_on_tokens(self) -> bool:
@@ -57,8 +59,9 @@ def attached_to(model: PreTrainedModel) -> Attached:
         own = module.__dict__
         if own["_forward_hooks"] or own["_forward_pre_hooks"]:
             found.hooks += [key for key, _ in hooks_of(module)]
-        if "forward" in own and forward_of(module) is not None:
+        if "forward" in own:
             found.forwards.append(weakref.ref(own["forward"]))
+            found.has_own_forward |= forward_of(module) is not None
         if "_active_adapter" in own or "_disable_adapters" in own:
             found.adapters.add(_adapters_of(module))
         waiting += own["_modules"].values()

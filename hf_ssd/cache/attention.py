@@ -18,6 +18,7 @@ from transformers.masking_utils import sdpa_mask
 from .. import devices
 from ..devices import from_host
 from . import masks
+from .attached import attached_to
 from .compiled import uncompiled
 from .support import are_close, attention_layout
 from .view import view_of
@@ -88,9 +89,10 @@ def use_grouped_heads(model: PreTrainedModel, configs: list[PreTrainedConfig]) -
     # Sparse attention applies its indexer's choice only under the name `sdpa`; three tokens do not show that.
     if not configs or attention_layout(model).indexed:
         return
-    if model not in _obeys:
+    # Hooks may be made for the rows of a call, so a model that has hooks is tried when they are gone.
+    if model not in _obeys and not attached_to(model).may_depend_on_rows:
         _obeys[model] = _is_obeyed_by(model)
-    if _obeys[model]:
+    if _obeys.get(model):
         _name(configs)
 
 

@@ -153,7 +153,7 @@ def logits_beside_others(model: PreTrainedModel, texts: Texts) -> tuple[torch.Te
 
 
 def logits_without_masks(model: PreTrainedModel, texts: Texts) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the logits of [`logits_beside_others`] for flash attention: of one row, after tokens that are rejected."""
+    """Returns the logits of [`logits_beside_others`] for flash attention, of one row, behind rejected tokens."""
     tokens = texts.tokens[:1]
     decoder = CachedModel(model, RaggedCache(), column_limit=tokens.shape[1])
     beside = decoder.extend(tokens[:, :PROMPT], [0])

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import (
     DynamicCache,
     DynamicIndexedLayer,
@@ -13,6 +13,8 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 from transformers.utils.generic import is_flash_attention_requested
+
+from .attached import activated_loras
 
 MASKED_ATTENTION = ("sdpa", "eager")
 MOST_OFFSET = 8  # rows that a table of positions may have before its first position
@@ -63,6 +65,23 @@ def without_wrapper(model):
             "changes layers, such as LoRA."
         )
     return model.get_base_model()
+
+
+def check_own_decoding(model: PreTrainedModel) -> None:
+    """Raises `ValueError` if plain decoding of a model is not transformers' loop over forward passes of that model."""
+    for name in ("_sample", "_has_unfinished_sequences"):
+        if getattr(type(model), name) is not getattr(GenerationMixin, name):
+            raise ValueError(
+                f"{type(model).__name__} decodes by a `{name}` of its own, which speculative decoding does not call; "
+                "generate without `ssd_config`."
+            )
+    activated = activated_loras(model)
+    if activated:
+        raise ValueError(
+            f"The adapter {activated[0]!r} is an activated LoRA (`alora_invocation_tokens`). peft counts from the end "
+            "of each forward pass where such an adapter begins to act, so several tokens cannot be verified at once; "
+            "disable the adapter, or generate without `ssd_config`."
+        )
 
 
 def is_flash_attention(model: PreTrainedModel) -> bool:

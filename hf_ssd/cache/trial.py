@@ -40,9 +40,7 @@ DRAFTED = 2  # tokens that are verified after the prompt, in a model without par
 NEIGHBORS, MORE = 6, 3
 KEPT = 8  # states in which a model has passed that are remembered
 
-_tried: "weakref.WeakKeyDictionary[PreTrainedModel, list[tuple]]" = (
-    weakref.WeakKeyDictionary()
-)  # passed in these states
+_tried: "weakref.WeakKeyDictionary[PreTrainedModel, list[tuple]]" = weakref.WeakKeyDictionary()
 
 
 def check_supported(model: PreTrainedModel, drafts: bool = False, rows: int = 1, lookahead: int = DRAFTED) -> None:

@@ -123,12 +123,16 @@ def generate(
             "given as `custom_generate`: call hf_ssd.generate(model, **inputs, assistant_model=...) itself, or "
             "hf_ssd.enable(model) before."
         )
-    model = without_wrapper(model)
+    wrapper, model = model, without_wrapper(model)
     configs = (kwargs.get("generation_config") or model.generation_config, model.generation_config)
     heals = [kwargs.get("token_healing"), *(config.token_healing for config in configs)]
     if not isinstance(model, SSDGenerationMixin) and next((one for one in heals if one is not None), False):
         raise ValueError("`token_healing` needs a model that was passed to hf_ssd.enable(); call its own generate().")
-    plain = functools.partial(GenerationMixin.generate, model, inputs)
+    # The model's own method. It has begun already where transformers calls this function of a custom_generate folder,
+    # with all of its own arguments.
+    is_called_by_it = "negative_prompt_ids" in kwargs
+    method, its = (GenerationMixin, model) if is_called_by_it else (type(wrapper), wrapper)
+    plain = functools.partial(method.generate, its, *(() if inputs is None else (inputs,)))
     return _generate(plain, model, assistant_model, ssd_config or SSDConfig(), **kwargs)
 
 

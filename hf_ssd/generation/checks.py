@@ -16,7 +16,13 @@ from transformers.generation.logits_process import DiaEOSDelayPatternLogitsProce
 
 from ..cache.cache_name import CACHE
 from ..cache.hidden_states import check_layers
-from ..cache.support import attention_layout, is_flash_attention, last_column_limit, rope_that_changes
+from ..cache.support import (
+    attention_layout,
+    check_own_decoding,
+    is_flash_attention,
+    last_column_limit,
+    rope_that_changes,
+)
 from ..config import LONGEST_LOOKAHEAD, WITHOUT_DRAFT, SSDConfig
 from ..distributed.assistant import DraftAssistant
 from ..distributed.passed_drafts import info_of
@@ -87,6 +93,7 @@ def check_arguments(model, assistant_model, ssd_config, synced_gpus) -> None:
             f"The target is shared by {tp_size} ranks, and needs the draft that hf_ssd.distributed.init_roles() gives: "
             "pass `assistant_model=roles.draft` on every rank."
         )
+    check_own_decoding(model)
     layout = attention_layout(model)
     if (layout.recurrent or layout.indexed) and (tp_size > 1 or is_flash_attention(model)):
         layers = "recurrent layers" if layout.recurrent else "sparse attention"

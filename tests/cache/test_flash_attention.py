@@ -7,6 +7,7 @@ from transformers import modeling_flash_attention_utils
 from hf_ssd.cache import cached_model
 from hf_ssd.cache.cached_model import CachedModel
 from hf_ssd.cache.ragged import RaggedCache
+from hf_ssd.cache.trial import check_supported
 
 from ..conftest import VOCAB, tiny_model
 
@@ -72,3 +73,20 @@ def test_the_mutant_other_lengths_is_noticed(asked, monkeypatch):
     monkeypatch.setattr(CachedModel, "_lengths_for_flash_attention", lambda self, count: lengths(self, count + 1))
     with pytest.raises(AssertionError):
         verifications()
+
+
+@pytest.mark.parametrize("acts_on", [slice(None), slice(-1, None)])
+def test_a_model_with_a_hook_is_tried_with_flash_attention_too(acts_on, asked):
+    model = tiny_model()
+    model.config._attn_implementation = "flash_attention_2"
+
+    def add_one(module, inputs, output):
+        output[:, acts_on] += 1.0
+        return output
+
+    model.model.layers[1].register_forward_hook(add_one)
+    if acts_on == slice(None):
+        check_supported(model, lookahead=4)
+    else:
+        with pytest.raises(ValueError, match=r"forward hook `.*add_one` on `model.layers.1`"):
+            check_supported(model, lookahead=4)

@@ -1,11 +1,30 @@
 """Models that differ from the usual ones: their tokens are those of plain generate(), or one sentence says why."""
 
+import functools
+import importlib
+from pathlib import Path
+
 import pytest
 import torch
-from transformers import AutoConfig, GPT2Config, GPT2LMHeadModel, GPTNeoConfig
+import transformers
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from peft import LoraConfig
+from transformers import (
+    AutoConfig,
+    GenerationMixin,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoConfig,
+    GraniteConfig,
+    GraniteSpeechConfig,
+    GraniteSpeechForConditionalGeneration,
+    LlamaForCausalLM,
+)
 
 import hf_ssd
-from hf_ssd.cache.support import last_position_limit
+from hf_ssd.cache import trial
+from hf_ssd.cache.support import check_own_decoding, last_position_limit
 from hf_ssd.cache.trial import check_supported
 from hf_ssd.cli.main import main
 from hf_ssd.generation import draft as draft_of_a_call
@@ -15,6 +34,7 @@ from .families import sharp_model, tiny_config
 
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 ENDS = {"bos_token_id": None, "eos_token_id": None}
+CUSTOM_GENERATE = Path(__file__).parents[2] / "custom_generate"
 IN_TURN = hf_ssd.SSDConfig(lookahead=3, asynchronous=False)
 
 
@@ -168,3 +188,182 @@ def test_the_command_line_measures_a_draft_with_fewer_positions(command, tmp_pat
     said = capsys.readouterr()
     assert "assisted generation does not take this pair" in said.out and "Traceback" not in said.err
     assert ("pays        " in said.out) if command == "check" else "SSD over plain generate" in said.out
+
+
+# ---------------------------------------------------------------- classes with methods of their own
+
+
+class WithSystemPrompt(LlamaForCausalLM):
+    """A class whose generate() puts a system prompt before every text."""
+
+    def generate(self, inputs=None, **kwargs):
+        inputs = kwargs.pop("input_ids", inputs)
+        return super().generate(torch.cat([torch.tensor([[5, 6, 7, 8]]).expand(len(inputs), -1), inputs], 1), **kwargs)
+
+
+WAYS = {
+    "hf_ssd.generate": lambda model: functools.partial(hf_ssd.generate, model),
+    "enabled": lambda model: hf_ssd.enable(model).generate,
+    "hf_ssd.generate, enabled": lambda model: functools.partial(hf_ssd.generate, hf_ssd.enable(model)),
+    "custom_generate": lambda model: functools.partial(
+        model.generate, custom_generate=str(CUSTOM_GENERATE), trust_remote_code=True
+    ),
+    "a function": lambda model: functools.partial(hf_ssd.enable(model).generate, custom_generate=hf_ssd.generate),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_class_with_a_generate_of_its_own_is_called_by_it(way, draft):
+    model, ids = tiny_model(), padded_batch(2)["input_ids"]
+    model.__class__ = WithSystemPrompt
+    plain = model.generate(ids, **GREEDY, max_new_tokens=20)
+    settings = {"assistant_model": draft, "ssd_config": IN_TURN, "return_dict_in_generate": True}
+    output = WAYS[way](model)(ids, **GREEDY, max_new_tokens=20, **settings)
+    assert torch.equal(output.sequences, plain) and output.ssd_stats.tokens_per_round > 1.2
+    assert not torch.equal(plain[:, 4:], LlamaForCausalLM.generate(model, ids, **GREEDY, max_new_tokens=20))
+
+
+@pytest.fixture
+def granite_speech(monkeypatch):
+    """Its LoRA adapter is for sound, so its generate() switches the adapter on and off."""
+    # transformers 5.24 asks for a release of peft that is newer than the newest one.
+    monkeypatch.setattr(transformers.integrations.peft, "check_peft_version", lambda min_version: None)
+    text = GraniteConfig(**{**SIZES, "num_key_value_heads": 4})
+    encoder = {"input_dim": 8, "num_layers": 1, "hidden_dim": 16, "num_heads": 2, "context_size": 15, "max_pos_emb": 16}
+    projector = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    config = GraniteSpeechConfig(
+        text_config=text, encoder_config=encoder, projector_config={**projector, "encoder_hidden_size": 16},
+        audio_token_index=96, initializer_range=0.25,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = GraniteSpeechForConditionalGeneration(config).eval()
+    model.add_adapter(LoraConfig(target_modules=["q_proj", "v_proj"], r=4, init_lora_weights=False))
+    return model.eval()
+
+
+@pytest.mark.parametrize("has_sound", [False, True])
+def test_granite_speech_switches_its_adapter(has_sound, granite_speech, draft):
+    model, sound = granite_speech, {}
+    ids = torch.randint(2, 90, (1, 12), generator=torch.Generator().manual_seed(0))
+    if has_sound:
+        ids[:, 2:5] = 96
+        sound["input_features"] = torch.randn(1, 15, 8, generator=torch.Generator().manual_seed(0))
+    options = {**GREEDY, "max_new_tokens": 16}
+    plain = model.generate(input_ids=ids, **sound, **options)
+    model.disable_adapters() if has_sound else model.enable_adapters()
+    assert not torch.equal(GenerationMixin.generate(model, input_ids=ids, **sound, **options), plain)
+    model.disable_adapters() if has_sound else model.enable_adapters()
+    settings = {
+        "assistant_model": model if has_sound else draft,
+        "ssd_config": IN_TURN,
+        "return_dict_in_generate": True,
+    }
+    output = hf_ssd.generate(model, input_ids=ids, **sound, **options, **settings)
+    assert torch.equal(output.sequences, plain) and output.ssd_stats.tokens_per_round >= 1
+    assert output.ssd_stats.draft_failure is None and len(output.ssd_stats.records) > 1
+
+
+OWN = {
+    "_sample": lambda self, ids, *_, **__: ids,
+    "_has_unfinished_sequences": lambda self, *_, **__: False,
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_class_that_decodes_by_itself_is_refused(name, draft):
+    model = tiny_model()
+    model.__class__ = type("Own", (type(model),), {name: OWN[name]})
+    for generate in (functools.partial(hf_ssd.generate, model), hf_ssd.enable(model).generate):
+        with pytest.raises(ValueError, match=f"Own decodes by a `{name}` of its own"):
+            generate(**padded_batch(1), **GREEDY, assistant_model=draft, ssd_config=IN_TURN)
+    assert model.generate(**padded_batch(1), **GREEDY).shape[0] == 1
+
+
+@pytest.mark.parametrize("module", ["csm", "higgs_audio_v2", "pocket_tts", "vibevoice"])
+def test_classes_of_transformers_that_decode_by_themselves_are_refused(module):
+    if importlib.util.find_spec(f"transformers.models.{module}") is None:
+        pytest.skip("this release of transformers does not have the family")
+    modeling = importlib.import_module(f"transformers.models.{module}.modeling_{module}")
+    kind = next(one for name, one in vars(modeling).items() if name.endswith("ForConditionalGeneration"))
+    with pytest.raises(ValueError, match=f"{kind.__name__} decodes by a `_sample` of its own"):
+        check_own_decoding(kind.__new__(kind))
+
+
+def test_other_classes_of_transformers_do_not_decode_by_themselves():
+    for name in ("LlamaForCausalLM", "Gemma3ForConditionalGeneration", "GraniteSpeechForConditionalGeneration"):
+        kind = getattr(transformers, name)
+        model = kind.__new__(kind)
+        check_own_decoding(model)
+
+
+class OtherPositions(LlamaForCausalLM):
+    """A class that changes the inputs of each step."""
+
+    def prepare_inputs_for_generation(self, *args, is_first_iteration=False, **kwargs):
+        inputs = super().prepare_inputs_for_generation(*args, is_first_iteration=is_first_iteration, **kwargs)
+        if not is_first_iteration:
+            inputs["position_ids"] = 2 * inputs["position_ids"]
+        return inputs
+
+
+class OtherKwargs(LlamaForCausalLM):
+    def _update_model_kwargs_for_generation(self, *args, **kwargs):
+        kwargs = super()._update_model_kwargs_for_generation(*args, **kwargs)
+        kwargs["position_ids"][:, -1] += 1
+        return kwargs
+
+
+@pytest.mark.parametrize("kind", [OtherPositions, OtherKwargs])
+def test_a_class_that_changes_the_inputs_of_each_step_is_refused(kind):
+    model = tiny_model()
+    model.__class__ = kind
+    with pytest.raises(ValueError, match=f"{kind.__name__} changes its inputs in each step of generate()"):
+        check_supported(model)
+
+
+def test_a_class_that_prepares_its_inputs_as_transformers_does_takes_part():
+    class Same(LlamaForCausalLM):
+        def prepare_inputs_for_generation(self, *args, **kwargs):
+            return super().prepare_inputs_for_generation(*args, **kwargs)
+
+    model = tiny_model()
+    model.__class__ = Same
+    check_supported(model)
+
+
+# ---------------------------------------------------------------- accelerate
+
+
+@pytest.fixture
+def accelerator():
+    yield Accelerator(mixed_precision="bf16", cpu=True)
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.parametrize("is_bound_before", [True, False])
+def test_a_model_prepared_for_mixed_precision_speculates(is_bound_before, accelerator, draft):
+    model, inputs, options = tiny_model(), padded_batch(3), {**GREEDY, "max_new_tokens": 18}
+    if is_bound_before:
+        hf_ssd.enable(model, draft, IN_TURN)
+    model = accelerator.prepare(model)
+    if not is_bound_before:
+        hf_ssd.enable(model, draft, IN_TURN)
+    output = model.generate(**inputs, **options, return_dict_in_generate=True, output_logits=True)
+    assert torch.equal(output.sequences, model.generate(**inputs, **options, ssd_config=None))
+    assert output.logits[0].dtype == torch.float32 and output.ssd_stats.tokens_per_round > 1.2
+
+
+def test_the_tolerance_is_that_of_the_precision_in_which_matrices_are_multiplied(accelerator, monkeypatch):
+    """Float32 without autocast keeps its own tolerance: what it is given is not looser than before."""
+    used, same = [], trial._are_same
+    monkeypatch.setattr(
+        trial, "_are_same", lambda ours, theirs, precise: used.append(precise) or same(ours, theirs, precise)
+    )
+    model = tiny_model()
+    check_supported(model)
+    assert all(used) and used
+    check_supported(accelerator.prepare(model))
+    assert not used[-1]
+    monkeypatch.setattr(trial.LowPrecision, "is_used", property(lambda self: False, lambda self, value: None), False)
+    with pytest.raises(ValueError, match="does not obey a 4D attention mask"):
+        check_supported(accelerator.prepare(tiny_model()))
