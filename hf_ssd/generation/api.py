@@ -15,6 +15,7 @@ from ..distributed.assistant import DraftAssistant
 from ..distributed.passed_drafts import head_for
 from ..drafting.mtp_head import mtp_head_of
 from ..stats import SSDDecoderOnlyOutput
+from ..versions import warn_if_untested
 from .checks import check_arguments, check_assisted_options
 from .loop import speculative_speculative_decoding
 from .tokenizers import translation_for
@@ -219,6 +220,7 @@ def _blank_model(kind: type) -> PreTrainedModel:
 
 
 def _generate(plain, model, assistant_model, ssd_config, streamer=None, synced_gpus=None, is_bound=False, **kwargs):
+    warn_if_untested()
     ssd_config = _settings(ssd_config)
     assistant_model = head_for(without_wrapper(assistant_model), model)
     check_assisted_options(model, kwargs.get("generation_config"), kwargs)

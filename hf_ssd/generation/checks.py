@@ -24,6 +24,7 @@ from ..distributed.roles import check_heads
 from ..drafting.custom_fallback import check_proposer
 from ..drafting.drafters import drafter_kind
 from ..drafting.needs import DraftInfo
+from ..versions import check_internals
 
 # Tensor inputs that transformers feeds to the model once or never, or that verification continues by itself.
 KNOWN_INPUTS = {"labels"}
@@ -183,6 +184,7 @@ def check_generation(
     for name, is_found in refused.items():
         if is_found:
             raise ValueError(f"`ssd_config` cannot be combined with {name}{without}.")
+    check_internals(model, CACHE, model_kwargs)
     cache = model_kwargs.get(CACHE)
     if generation_config.cache_implementation not in (None, "dynamic") or type(cache) is not DynamicCache:
         kind = generation_config.cache_implementation or type(cache).__name__
