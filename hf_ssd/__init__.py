@@ -56,7 +56,11 @@ _PLACES = {
 def __getattr__(name: str):
     """Imports a public name or a documented module when it is first used: importing torch takes seconds."""
     if name in _PLACES:
-        found = getattr(importlib.import_module(_PLACES[name], __name__), name)
+        try:
+            found = getattr(importlib.import_module(_PLACES[name], __name__), name)
+        except ImportError as error:
+            importlib.import_module(".versions", __name__).explain(error)
+            raise
     elif name in ("distributed", "theory"):
         found = importlib.import_module(f".{name}", __name__)
     else:

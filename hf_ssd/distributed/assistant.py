@@ -143,18 +143,21 @@ class DraftAssistant:
 
     # ---------------------------------------------------------------- a call
 
+    def serves(self, thread: threading.Thread) -> bool:
+        """Whether a call of this thread has the turn, so that another call within it cannot get it."""
+        holder = self.turn.get("now")
+        return holder is not None and holder.thread is thread
+
     def begin_call(self, turn: Turn, timeout: float, patience: float) -> None:
         """
         Takes the turn, and waits up to `timeout` seconds for calls of other threads. Restarts workers that have ended,
         and waits up to `patience` seconds for them. [`~DraftAssistant.end_call`] must follow, also after an exception.
 
         Raises:
-            `ValueError`: the assistant was closed, or this thread is already in a call that the assistant serves.
+            `ValueError`: the assistant was closed.
             [`DraftError`]: the call of another thread does not end within `timeout` seconds.
         """
-        holder, deadline = self.turn.get("now"), time.monotonic() + timeout
-        if holder is not None and holder.thread is turn.thread:
-            raise ValueError("This draft assistant serves a call that has not ended; use another one within it.")
+        deadline = time.monotonic() + timeout
         while not self._take(turn):
             if time.monotonic() >= deadline:
                 raise DraftError(f"The draft was busy with another call for {timeout:g} s.")

@@ -15,6 +15,7 @@ from ..distributed.assistant import DraftAssistant
 from ..distributed.passed_drafts import head_for
 from ..drafting.mtp_head import mtp_head_of
 from ..stats import SSDDecoderOnlyOutput
+from ..versions import warn_if_untested
 from .checks import check_arguments, check_assisted_options
 from .loop import speculative_speculative_decoding
 from .tokenizers import translation_for
@@ -70,7 +71,8 @@ class SSDGenerationMixin:
         kwargs |= {"stopping_criteria": stopping_criteria, "prefix_allowed_tokens_fn": prefix_allowed_tokens_fn}
         kwargs |= {"synced_gpus": synced_gpus, "streamer": streamer}
         draft, settings, tokenizers = _bound.get(self, (None, None, {}))
-        if isinstance(ssd_config, str) and ssd_config == BOUND:
+        is_bound = isinstance(ssd_config, str) and ssd_config == BOUND
+        if is_bound:
             is_theirs = kwargs.get("custom_generate") not in (None, generate)  # another way to generate
             ssd_config = None if is_theirs or _is_healing.get() else settings
         if ssd_config is not None and assistant_model is None and not _takes_no_draft(ssd_config):
@@ -80,7 +82,7 @@ class SSDGenerationMixin:
             kwargs["custom_generate"], ssd_config = None, ssd_config or SSDConfig()
         if ssd_config is not None and kwargs.get("custom_generate") is None:
             kwargs.pop("custom_generate", None)
-            return _generate(super().generate, self, assistant_model, ssd_config, **kwargs)
+            return _generate(super().generate, self, assistant_model, ssd_config, is_bound=is_bound, **kwargs)
         if ssd_config is not None:
             kwargs["ssd_config"] = ssd_config  # for the user's own decoding method
         elif isinstance(assistant_model, DraftAssistant):
@@ -221,7 +223,8 @@ def _blank_model(kind: type) -> PreTrainedModel:
     return enabled.__new__(enabled)
 
 
-def _generate(plain, model, assistant_model, ssd_config, streamer=None, synced_gpus=None, **kwargs):
+def _generate(plain, model, assistant_model, ssd_config, streamer=None, synced_gpus=None, is_bound=False, **kwargs):
+    warn_if_untested()
     ssd_config = _settings(ssd_config)
     assistant_model = head_for(without_wrapper(assistant_model), model)
     check_assisted_options(model, kwargs.get("generation_config"), kwargs)
@@ -242,6 +245,7 @@ def _generate(plain, model, assistant_model, ssd_config, streamer=None, synced_g
         ssd_config=ssd_config,
         streamer=streamer,
         translation=translation,
+        is_bound=is_bound,
     )
     before = _tokenizer.set(tokenizer)
     try:

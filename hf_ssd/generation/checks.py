@@ -30,9 +30,11 @@ from ..distributed.roles import check_heads
 from ..drafting.custom_fallback import check_proposer
 from ..drafting.drafters import drafter_kind
 from ..drafting.needs import DraftInfo
+from ..versions import check_internals
 
-# Tensor inputs that transformers feeds to the model once, or that verification continues by itself.
-KNOWN_INPUTS = {"attention_mask", "position_ids", "cache_position", "inputs_embeds"}
+# Tensor inputs that transformers feeds to the model once or never, or that verification continues by itself.
+KNOWN_INPUTS = {"labels"}
+KNOWN_INPUTS |= {"attention_mask", "position_ids", "cache_position", "inputs_embeds"}
 KNOWN_INPUTS |= {"token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"}
 KNOWN_INPUTS |= set(getattr(generation_utils, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", ()))
 
@@ -149,18 +151,26 @@ def check_generation(
     model_kwargs: dict,
     assistant_model,
     ssd_config: SSDConfig,
+    is_bound: bool = False,
 ) -> None:
-    """Raises `ValueError` if an option or input that transformers has prepared cannot be combined with `ssd_config`."""
+    """
+    Raises `ValueError` if an option or input that transformers has prepared cannot be combined with `ssd_config`.
+    `is_bound` says that the call has its settings from [`~hf_ssd.enable`], so that its user has not written them.
+    """
+    without, hint = "", "leave `ssd_config` out"
+    if is_bound:
+        hint = "pass `ssd_config=None` in this call"
+        without = f"; {hint} to decode without the draft"
     if len(input_ids) == 0:
         raise ValueError("`input_ids` has no rows; give at least one prompt.")
     for name, advice in LOOKUPS.items():
         if getattr(generation_config, name, None) is not None:
-            raise ValueError(f"`ssd_config` cannot be combined with `{name}`; remove it{advice}.")
+            raise ValueError(f"`ssd_config` cannot be combined with `{name}`; remove it{advice}{without}.")
     mode = generation_config.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         raise ValueError(
             f"`ssd_config` works with greedy decoding and sampling, but these options ask for {mode.value}; remove "
-            "`num_beams`, `penalty_alpha`, `constraints` and the like, or `ssd_config`."
+            f"`num_beams`, `penalty_alpha`, `constraints` and the like, or {hint}."
         )
     ensemble_weight = getattr(generation_config, "assistant_ensemble_weight", None)
     refused = {
@@ -180,11 +190,14 @@ def check_generation(
         refused[f"{name} (an input that plain generation feeds with every token)"] = is_unknown
     for name, is_found in refused.items():
         if is_found:
-            raise ValueError(f"`ssd_config` cannot be combined with {name}.")
+            raise ValueError(f"`ssd_config` cannot be combined with {name}{without}.")
+    check_internals(model, CACHE, model_kwargs)
     cache = model_kwargs.get(CACHE)
     if generation_config.cache_implementation not in (None, "dynamic") or type(cache) is not DynamicCache:
         kind = generation_config.cache_implementation or type(cache).__name__
-        raise ValueError(f"`ssd_config` works with a DynamicCache, which can be rolled back; remove the {kind} cache.")
+        raise ValueError(
+            f"`ssd_config` works with a DynamicCache, which can be rolled back; remove the {kind} cache{without}."
+        )
     layout = attention_layout(model)
     if (layout.recurrent or layout.indexed) and not cache.layers:
         raise ValueError(

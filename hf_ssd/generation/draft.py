@@ -93,6 +93,8 @@ class FaultTolerantDraft:
         """
         if not self.decides:
             return
+        if self.assistant is not None and self.assistant.serves(self.turn.thread):
+            self.assistant = None  # within a call that it serves: drafts in turn, or decodes plainly
         if self.assistant is not None:
             timeout = self.request.config.timeout
             self._attempt(lambda: self.assistant.begin_call(self.turn, timeout, patience))

@@ -65,6 +65,7 @@ def speculative_speculative_decoding(
     ssd_config: SSDConfig | None = None,
     streamer: BaseStreamer | None = None,
     translation: Translation | None = None,
+    is_bound: bool = False,
     **model_kwargs,
 ):
     """
@@ -79,6 +80,7 @@ def speculative_speculative_decoding(
         ssd_config ([`SSDConfig`]): The settings.
         translation ([`~hf_ssd.drafting.vocabulary.Translation`], *optional*): From the target's tokens
             to the draft's.
+        is_bound (`bool`, *optional*): Whether the settings are those of [`~hf_ssd.enable`], not of the call.
         model_kwargs: The cache, `attention_mask`, `position_ids` and other inputs of the prefill.
 
     Returns:
@@ -86,9 +88,8 @@ def speculative_speculative_decoding(
         `return_dict_in_generate`.
     """
     max_length = longest_output(stopping_criteria)
-    check_generation(
-        model, input_ids, generation_config, logits_processor, max_length, model_kwargs, assistant_model, ssd_config
-    )
+    options = generation_config, logits_processor, max_length, model_kwargs
+    check_generation(model, input_ids, *options, assistant_model, ssd_config, is_bound)
     longest = max(LOOKAHEADS) if ssd_config.lookahead == "auto" else ssd_config.lookahead
     check_supported(model, rows=len(input_ids), lookahead=longest)
     worker = draft_model = None  # the draft in its own process, and as a model to run in this process

@@ -18,11 +18,26 @@ def spelled_tokens(tokenizer, size: int) -> dict[int, bytes | str]:
         `dict[int, bytes | str]`: By id. The single bytes that a tokenizer falls back on come last: if another token
         stands for the same byte, the tokenizer writes that other token.
     """
+    if callable(getattr(tokenizer, "added_tokens_decoder", None)):  # that of mistral-common, a method that raises
+        return _spelled_by_decode(tokenizer, size)
     vocab, special = tokenizer.get_vocab(), set(tokenizer.all_special_tokens)
     special |= {str(t) for t in getattr(tokenizer, "added_tokens_decoder", {}).values() if getattr(t, "special", True)}
     spell, is_byte = _spelling_of(tokenizer)
     ids = sorted((is_byte(token), i, token) for token, i in vocab.items() if i < size)
     return {i: token if token in special else spell(token) for _, i, token in ids}
+
+
+def _spelled_by_decode(tokenizer, size: int) -> dict[int, bytes | str]:
+    """
+    Spells the tokens of a tokenizer of another library, which has no decoder for names of tokens. Tokens that are part
+    of a character are left out, because `decode` writes all of them as the same sign.
+    """
+    (next_to,) = tokenizer([NEXT_TO], add_special_tokens=False, return_attention_mask=False)["input_ids"]
+    head = tokenizer.decode(next_to)
+    tail, special = tokenizer.decode([*next_to, *next_to]).removeprefix(head), set(tokenizer.all_special_ids)
+    texts = tokenizer.batch_decode([[*next_to, i, *next_to] for i in range(min(size, len(tokenizer)))])
+    texts = {i: text.removeprefix(head).removesuffix(tail) for i, text in enumerate(texts) if "\ufffd" not in text}
+    return {i: text if i in special else text.encode() for i, text in texts.items()}
 
 
 class Encoder:

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -129,6 +130,62 @@ def test_a_tokenizer_without_a_decoder_is_read_as_it_writes():
 
 def spelled_tokens_by_name(tokenizer, spelled: dict) -> dict:
     return {token: spelled[i] for token, i in tokenizer.get_vocab().items()}
+
+
+class Foreign:
+    """A tokenizer of another library, with the interface that transformers gives to mistral-common's."""
+
+    def __init__(self, inner):
+        self.inner, self.all_special_ids = inner, inner.all_special_ids
+
+    def __len__(self):
+        return len(self.inner)
+
+    def __call__(self, text, **options):
+        return self.inner(text, **options)
+
+    def decode(self, ids):
+        return self.inner.decode(ids, clean_up_tokenization_spaces=False)
+
+    def batch_decode(self, rows):
+        return [self.decode(ids) for ids in rows]
+
+    def get_vocab(self):
+        """Is lossy: the parts of characters have one name."""
+        return {self.decode([i]): i for i in reversed(range(len(self)))}
+
+    def added_tokens_decoder(self):
+        raise NotImplementedError
+
+    def convert_tokens_to_string(self, tokens):
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("make", [byte_level, sentencepiece], ids=["byte-level", "SentencePiece"])
+def test_a_tokenizer_of_another_library_is_read_through_decode(make):
+    inner = make()
+    known, found = spelled_tokens(inner, len(inner)), spelled_tokens(Foreign(inner), len(inner))
+    assert all(known[i] == token for i, token in found.items() if i not in inner.all_special_ids)
+    parts = {i for i, token in known.items() if isinstance(token, bytes) and not is_text(token)}
+    assert len(found) > 100 and parts.isdisjoint(found) and parts | found.keys() == known.keys()
+    check_a_tiny_pair(Foreign(byte_level()), sentencepiece(), TEXT)
+    check_a_tiny_pair(sentencepiece(), Foreign(byte_level()), TEXT)
+
+
+def is_text(token: bytes) -> bool:
+    return token.decode(errors="replace").encode() == token
+
+
+def test_a_tokenizer_of_mistral_common_is_read_through_decode():
+    mistral_common = pytest.importorskip("mistral_common")
+    from transformers.tokenization_mistral_common import MistralCommonBackend
+
+    file = Path(mistral_common.__file__).parent / "data/tekken_240718.json"
+    theirs = MistralCommonBackend(file)
+    found, core = spelled_tokens(theirs, 20_000), theirs.tokenizer.instruct_tokenizer.tokenizer
+    ids = [i for i in range(1000, 20_000) if i in found]
+    assert len(ids) > 18_000 and all(core.id_to_byte_piece(i) == found[i] for i in ids)
+    assert found[1] == "<s>" and found[3] == "[INST]"
 
 
 # ---------------------------------------------------------------- tokenizers of calls that are over
