@@ -19,13 +19,15 @@ from transformers.utils import logging
 
 import hf_ssd
 
+from .answers import lenient
 from .calls import END_TIMEOUT, TurnTaking
 from .errors import OF_THE_CLIENT, read, refuse
 from .gate import Gate
+from .limits import Limits
 from .live import Live, LiveRequest
 from .metrics import Metrics
 from .parameters import ChatRequest, CompletionRequest, DecisionRequest, ResponseRequest
-from .requests import Endpoint, Limits
+from .requests import Endpoint
 
 GRACE = 3  # seconds that running answers get to end when the server shuts down
 
@@ -66,6 +68,7 @@ class Server(Serve):
         calls = TurnTaking(metrics.totals, max_tokens)
         self._generation_state.get_manager = lambda *args, **kwargs: calls
         limits, preparing = Limits(model, processor, names), ThreadPoolExecutor(1, "hf_ssd prepares")
+        reader = lenient(processor)
         app = application(names, assistant, metrics, Live(model, processor, calls), calls)
         for path, handler, kind in [
             ("/v1/chat/completions", self._chat_handler, ChatRequest),
@@ -74,8 +77,8 @@ class Server(Serve):
             ("/v1/systemone", getattr(self, "_systemone_handler", None), DecisionRequest),  # only in newer versions
         ]:
             if handler is not None:
-                handler._resolve_model = lambda body: (names[0], model, processor)
-                app.add_route(path, Endpoint(handler, kind, limits, preparing), ["POST"])
+                handler._resolve_model = lambda body: (names[0], model, reader)
+                app.add_route(path, Endpoint(handler, kind, limits, calls, preparing), ["POST"])
         for kind in (*OF_THE_CLIENT, Exception):
             app.add_exception_handler(kind, refuse)
         app.add_middleware(Gate, hosts(config.host, allowed_hosts), enable_cors, api_key)
