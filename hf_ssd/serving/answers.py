@@ -4,6 +4,7 @@ import bisect
 import copy
 import re
 
+from tokenizers.decoders import DecodeStream
 from transformers.utils.chat_parsing import ResponseParser
 
 from .parameters import ToolCall
@@ -91,8 +92,9 @@ def lenient(processor):
         except Exception:  # as above
             parser = LenientParser(ResponseParser(template, prefix=prefix, **options), tokenizer.all_special_tokens)
         events = list(parser.initial_events)
-        for character in tokenizer.decode(response):
-            events += parser.feed(character)
+        pieces = DecodeStream([], skip_special_tokens=False)  # as a stream is decoded
+        for token in response.tolist():
+            events += parser.feed(pieces.step(tokenizer.backend_tokenizer, token) or "")
         events += parser.finalize()[1]
         message = {"tool_calls": calls(events)}
         for field, text in texts(events):

@@ -6,6 +6,7 @@ import contextvars
 import functools
 import inspect
 import threading
+import time
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from .answers import LenientParser
 from .errors import Refusal
 from .limits import check_prompt, check_settings, positions_of
 from .metrics import CANCELLED, FAILED, FINISHED, REFUSED, Totals
+from .request_log import TALLY, Tally
 from .stops import StopCriteria
 
 END_TIMEOUT = 10.0  # seconds for a running call to reach its next round
@@ -40,6 +42,7 @@ class Call:
     is_prepared: bool = False  # whether its prompt is tokenized
     has_begun: bool = False  # whether a token of its answer was generated
     error: Exception | None = None  # raised by its generation
+    tally: Tally = field(default_factory=lambda: TALLY.get(None) or Tally())  # of its request, for the log
 
     def blamed(self, error: Exception) -> Exception:
         """Returns an error as the client is to see it: one of its own settings, or of the server once there is text."""
@@ -93,6 +96,7 @@ class CountingStreamer(RoundStreamer):
         if value.dim() == 1:  # the prompt comes first, with two dimensions
             self.call.has_begun = True
             self.calls.totals.tokens += len(value)
+            self.call.tally.tokens += len(value)
         super().put(value)
 
     def end(self) -> None:
@@ -143,7 +147,7 @@ class TurnTaking(GenerateManager):
 
     def _generate(self, model: PreTrainedModel, call: Call, streamer: BaseStreamer | None = None, **kwargs):
         """Runs `generate()` with the call's seed and stop strings, counts the call, and ends it if nobody waits."""
-        end = FAILED
+        end, start = FAILED, time.perf_counter()
         try:
             counting = CountingStreamer(self, call, streamer)
             counting.check()
@@ -163,6 +167,7 @@ class TurnTaking(GenerateManager):
             raise
         finally:
             self.totals.requests[end] += 1
+            call.tally.seconds += time.perf_counter() - start
         if streamer is not None:
             streamer.end()
         return output

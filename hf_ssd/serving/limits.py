@@ -89,7 +89,7 @@ def check_settings(model: PreTrainedModel, config: GenerationConfig, names: dict
     if (config.num_beams or 1) > 1:
         raise Refusal("`num_beams` is not supported here; leave it out.", "num_beams")
     for setting, value in vars(config).items():
-        if value == getattr(model.generation_config, setting, None):
+        if value is None or value == getattr(model.generation_config, setting, None):
             continue
         name, has_biases = names.get(setting, setting), setting == "sequence_bias"
         parts = list(_parts([*value.items()] if has_biases and isinstance(value, dict) else value))

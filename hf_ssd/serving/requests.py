@@ -21,7 +21,7 @@ from .errors import Refusal, described, read
 from .limits import Limits, check_prompt
 from .stops import StreamCut, cut_answer
 
-POLL = 0.1  # polling interval in seconds, to notice that a client has left
+POLL = 0.1  # polling interval in seconds, to notice that a client has left or the server is to end
 logger = logging.getLogger(__name__)
 
 
