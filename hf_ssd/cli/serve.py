@@ -4,13 +4,17 @@ example:
   hf-ssd serve Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --draft-device cuda:1
 
 It is `transformers serve` with one model and a draft: chat completions, completions, responses, streaming and tool
-calls work as there, and clients name the TARGET as their model. Requests take turns. The server accepts connections
-from this machine only, unless --host says otherwise.
+calls work as there. Requests are processed one at a time. The server accepts connections from this machine only,
+unless --host says otherwise.
 """
 
 import argparse
 import importlib.util
+import logging
+import os
 import socket
+import sys
+from pathlib import Path
 
 import hf_ssd
 
@@ -22,7 +26,7 @@ NEEDED = ("fastapi", "uvicorn", "openai", "prometheus_client")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     server = parser.add_argument_group("server")
-    server.add_argument("--served-model-name", metavar="NAME", help="by which clients name it; default: TARGET")
+    server.add_argument("--served-model-name", metavar="NAME", help="default: hub id, or name of the folder or file")
     server.add_argument("--api-key", metavar="KEY", help="that clients must send; default: none")
     server.add_argument("--max-tokens", type=at_least(1), metavar="N", help="most tokens of an answer")
     server.add_argument("--host", default="127.0.0.1", help="address to listen on; default: this machine alone")
@@ -43,6 +47,7 @@ def run(args: argparse.Namespace) -> int:
     address = f"http://{args.host}:{port} shows a page, and serves OpenAI's clients under /v1"
     from ..serving.server import Server  # needs the packages that were looked for above
 
+    show_requests()
     model, processor = found.target.load_for_requests()
     with found.launch_draft(model) as assistant:
         hf_ssd.enable(model, assistant, found.config, **found.tokenizers)
@@ -50,15 +55,31 @@ def run(args: argparse.Namespace) -> int:
             model,
             processor,
             assistant,
-            [args.served_model_name or found.target.name, found.target.name],
+            [args.served_model_name or public_name(found.target), public_name(found.target), found.target.name],
             port=port,
             enable_cors=args.cors,
             on_listening=lambda: print(address, flush=True),
             **{name: getattr(args, name) for name in ("host", "api_key", "max_tokens", "allowed_hosts", "log_level")},
         )
+        print("warming up ...", flush=True)
         server.run()
     print("The server has ended.", flush=True)
     return 0
+
+
+def show_requests() -> None:
+    """Prints the line of each request to standard output, whatever the level of other messages is."""
+    logger, handler = logging.getLogger("hf_ssd.serving.request_log"), logging.StreamHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+    logger.handlers, logger.propagate = [handler], False
+    logger.setLevel(logging.INFO)
+
+
+def public_name(model: models.Model) -> str:
+    """Returns a name that tells clients nothing about the server's disk: a hub id, or the name of a folder or file."""
+    if file := model.files.get("gguf_file"):
+        return Path(file).stem
+    return Path(model.name).resolve().name if os.path.exists(model.name) else model.name
 
 
 def free_port(host: str, port: int) -> int:

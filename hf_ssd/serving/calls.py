@@ -6,6 +6,7 @@ import contextvars
 import functools
 import inspect
 import threading
+import time
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,8 +18,11 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..generation.streaming import RoundStreamer
 from ..stats import SSDStats
+from .answers import LenientParser
 from .errors import Refusal
+from .limits import check_prompt, check_settings, positions_of
 from .metrics import CANCELLED, FAILED, FINISHED, REFUSED, Totals
+from .request_log import TALLY, Tally
 from .stops import StopCriteria
 
 END_TIMEOUT = 10.0  # seconds for a running call to reach its next round
@@ -32,9 +36,21 @@ class Call:
     seed: int | None = None
     settings: dict = field(default_factory=dict)  # of its generation config, not set by transformers' handlers
     stop: list[str] = field(default_factory=list)  # strings before which its text ends
+    prompt: list[int] | None = None  # tokens that take the place of those that transformers' handler has made
     has_left: threading.Event = field(default_factory=threading.Event)  # set when nobody waits for its answer any more
+    has_own_config: bool = False  # whether it brings a generation config
     is_prepared: bool = False  # whether its prompt is tokenized
+    has_begun: bool = False  # whether a token of its answer was generated
     error: Exception | None = None  # raised by its generation
+    tally: Tally = field(default_factory=lambda: TALLY.get(None) or Tally())  # of its request, for the log
+
+    def blamed(self, error: Exception) -> Exception:
+        """Returns an error as the client is to see it: one of its own settings, or of the server once there is text."""
+        if self.has_own_config and not self.has_begun and isinstance(error, LookupError):
+            return Refusal(f"`generation_config` cannot be used: {error!r}.", "generation_config")
+        if self.has_begun and not isinstance(error, (Refusal, _GenerationCancelled)):
+            return RuntimeError(str(error) or type(error).__name__)
+        return error
 
 
 CALL: contextvars.ContextVar[Call] = contextvars.ContextVar("call")
@@ -78,7 +94,9 @@ class CountingStreamer(RoundStreamer):
     def put(self, value: torch.LongTensor) -> None:
         self.check()
         if value.dim() == 1:  # the prompt comes first, with two dimensions
+            self.call.has_begun = True
             self.calls.totals.tokens += len(value)
+            self.call.tally.tokens += len(value)
         super().put(value)
 
     def end(self) -> None:
@@ -100,9 +118,12 @@ class TurnTaking(GenerateManager):
 
     def generate_streaming(self, model, processor, inputs, gen_config, *args, **kwargs):
         """Called in the thread that prepares. The stream's queue belongs to the event loop, so it is created there."""
-        call = CALL.get()
+        call, parser = CALL.get(), kwargs.get("response_parser")
         self.prepare(model, inputs, gen_config, call)
         begin = super().generate_streaming
+        if parser is not None:
+            special_tokens = getattr(processor, "tokenizer", processor).all_special_tokens
+            kwargs["response_parser"] = LenientParser(parser, special_tokens)
 
         async def in_the_loop():
             return begin(self.counted(model, call), processor, inputs, gen_config, *args, **kwargs)
@@ -126,7 +147,7 @@ class TurnTaking(GenerateManager):
 
     def _generate(self, model: PreTrainedModel, call: Call, streamer: BaseStreamer | None = None, **kwargs):
         """Runs `generate()` with the call's seed and stop strings, counts the call, and ends it if nobody waits."""
-        end = FAILED
+        end, start = FAILED, time.perf_counter()
         try:
             counting = CountingStreamer(self, call, streamer)
             counting.check()
@@ -146,34 +167,38 @@ class TurnTaking(GenerateManager):
             raise
         finally:
             self.totals.requests[end] += 1
+            call.tally.seconds += time.perf_counter() - start
         if streamer is not None:
             streamer.end()
         return output
 
+    @contextlib.contextmanager
+    def counting_refusals(self) -> Iterator[None]:
+        try:
+            yield
+        except Refusal:
+            self.totals.requests[REFUSED] += 1
+            raise
+
     def prepare(self, model: PreTrainedModel, inputs: dict, gen_config: GenerationConfig, call: Call) -> None:
         """
-        Removes `token_type_ids` if the model does not take them, sets the call's own settings, and limits the length of
-        the text to the model's positions and of the answer to `max_tokens`. Raises `ValueError` for a request that the
-        model cannot answer.
+        Puts the call's own prompt and settings in place, removes `token_type_ids` if the model does not take them, and
+        limits the length of the text to the model's positions and of the answer to `max_tokens`. Raises [`Refusal`] for
+        a request that the model cannot answer.
         """
-        call.is_prepared = True
+        call.is_prepared, call.has_begun = True, False
+        if call.prompt is not None:
+            inputs.clear()
+            inputs["input_ids"] = torch.tensor([call.prompt], device=model.device)
+            inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
         if "token_type_ids" not in inspect.signature(model.forward).parameters:
             inputs.pop("token_type_ids", None)
         for name, value in call.settings.items():
             setattr(gen_config, name, value)
-        config = model.config.get_text_config(decoder=True)
-        longest, length = getattr(config, "max_position_embeddings", None), inputs["input_ids"].shape[-1]
-        try:
-            if not length:
-                raise ValueError("The prompt is empty; it must have at least one token.")
-            if longest is not None and length >= longest:
-                raise ValueError(f"The prompt has {length} tokens; the model takes fewer than {longest}.")
-            if (gen_config.num_return_sequences or 1) > 1 or gen_config.return_dict_in_generate:
-                raise ValueError("`num_return_sequences` and `return_dict_in_generate` are not supported here.")
-            if wrong := [token for (token,) in call.settings.get("sequence_bias", ()) if token >= config.vocab_size]:
-                raise ValueError(f"`logit_bias` names token {wrong[0]}; the model has {config.vocab_size}.")
-        except ValueError:
-            self.totals.requests[REFUSED] += 1
-            raise
+        known_as = {"sequence_bias": "logit_bias"} if "sequence_bias" in call.settings else {}
+        longest, length = positions_of(model), inputs["input_ids"].shape[-1]
+        with self.counting_refusals():
+            check_prompt(model, inputs["input_ids"].flatten().tolist())
+            check_settings(model, gen_config, known_as)
         limits = [gen_config.max_new_tokens, longest and longest - length, self.max_tokens]
         gen_config.max_new_tokens = min(filter(None, limits), default=None)

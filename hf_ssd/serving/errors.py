@@ -7,6 +7,7 @@ from fastapi.responses import JSONResponse
 from jinja2 import TemplateError
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from transformers.cli.serving.utils import _GenerationCancelled
 
 
@@ -19,7 +20,7 @@ class Refusal(Exception):
 
 
 # Other exceptions are faults of the server: starlette answers them with status 500, and logs them.
-OF_THE_CLIENT = (Refusal, ValueError, TypeError, TemplateError, HTTPException, _GenerationCancelled)
+OF_THE_CLIENT = (Refusal, ValueError, TypeError, TemplateError, HTTPException, _GenerationCancelled, ClientDisconnect)
 
 
 def described(error: BaseException) -> tuple[int, dict]:

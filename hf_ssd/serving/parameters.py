@@ -68,6 +68,14 @@ class Message(Item):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def without_what_is_empty(cls, message):
+        """Removes empty lists: to some versions of transformers a message with `tool_calls` has no text."""
+        if not isinstance(message, dict):
+            return message
+        return {name: value for name, value in message.items() if value != []}
+
 
 class FlatTool(Open):
     type: Literal["function"]
@@ -79,6 +87,8 @@ class Tool(FlatTool):
 
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
 Penalty = Annotated[float, Field(gt=-1, le=2)]
+Ids = Annotated[list[int], Field(min_length=1)]
+Prompts = Annotated[list[str] | list[Ids], Field(min_length=1, max_length=2048)]
 
 
 class Parameters(Strict):
@@ -111,7 +121,7 @@ class Parameters(Strict):
 
     def body(self) -> dict:
         """Returns the request as transformers' handlers read it, without the parameters that they do not support."""
-        body = self.model_dump(exclude_unset=True, exclude_none=True)
+        body = {"stream": False, **self.model_dump(exclude_unset=True, exclude_none=True)}
         if body.get("tool_choice") == "none":
             body.pop("tools", None)
         ours = ("seed", "logit_bias", "stop", "tool_choice")
@@ -131,9 +141,14 @@ class Parameters(Strict):
         stop = getattr(self, "stop", None) or []
         return [stop] if isinstance(stop, str) else stop
 
+    def prompts(self) -> list[str | list[int]]:
+        """Returns the prompts, each a text or its tokens, of a request that is not a chat."""
+        return []
+
     def characters(self) -> int:
-        """Returns the number of characters to tokenize."""
-        return sum(_characters(getattr(self, name, None)) for name in ("prompt", "messages", "input", "instructions"))
+        """Returns the number of characters to tokenize, of the longest prompt if there are several."""
+        parts = [getattr(self, name, None) for name in ("messages", "input", "instructions")]
+        return sum(map(_characters, parts)) + max(map(_characters, self.prompts()), default=0)
 
     def media(self) -> set[str]:
         """Returns the types of those parts of the messages that are not text."""
@@ -181,7 +196,16 @@ class CompletionRequest(Generation):
     """`/v1/completions`"""
 
     refused = {"n": 1, "presence_penalty": 0, "best_of": 1, "echo": False, "logprobs": None, "suffix": None}
-    prompt: str = Field(description="one text")
+    prompt: str | Ids | Prompts = Field(
+        description="a text or the ids of its tokens, or up to 2,048 of either, answered in turn as choices"
+    )
+
+    def body(self) -> dict:
+        return {**super().body(), "prompt": ""}
+
+    def prompts(self) -> list[str | list[int]]:
+        several = isinstance(self.prompt, list) and not isinstance(self.prompt[0], int)
+        return self.prompt if several else [self.prompt]
 
 
 class ResponseRequest(Parameters):

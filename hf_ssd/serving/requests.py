@@ -2,7 +2,6 @@
 
 import asyncio
 import contextvars
-import inspect
 import json
 import logging
 import uuid
@@ -14,52 +13,25 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
-from transformers import PreTrainedModel
-from transformers.cli.serving.model_manager import ModelManager
-from transformers.cli.serving.utils import X_REQUEST_ID, BaseHandler, Modality
+from transformers.cli.serving.utils import X_REQUEST_ID, BaseHandler
 
-from .calls import CALL, Call
+from .calls import CALL, Call, TurnTaking
+from .choices import Choices
 from .errors import Refusal, described, read
-from .parameters import Parameters
+from .limits import Limits, check_prompt
 from .stops import StreamCut, cut_answer
 
-POLL = 0.1  # polling interval in seconds, to notice that a client has left
+POLL = 0.1  # polling interval in seconds, to notice that a client has left or the server is to end
 logger = logging.getLogger(__name__)
-
-
-class Limits:
-    """Limits of requests: the names of the model, the length of a prompt, and the types of its parts."""
-
-    def __init__(self, model: PreTrainedModel, processor, names: list[str]):
-        self.names = names
-        positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        longest = max(map(len, getattr(processor, "tokenizer", processor).get_vocab()))
-        self.positions, self.characters = positions, None if positions is None else positions * longest
-        self.reads_text_only = ModelManager.get_model_modality(model, processor=processor) == Modality.LLM
-        # Clients may not set the method's own arguments: a `chat_template`, for example, would be a program of theirs.
-        self.reserved = {*inspect.signature(processor.apply_chat_template).parameters} - {"documents"}
-
-    def check(self, request: Parameters) -> None:
-        """Raises [`Refusal`] if it is clear before tokenization that the request cannot be served."""
-        if request.model not in (None, *self.names):
-            raise Refusal(f"This server has one model, {self.names[0]}; the request names {request.model}.", "model")
-        if self.characters is not None and (count := request.characters()) > self.characters:
-            raise Refusal(
-                f"The prompt has {count} characters; the model's {self.positions} positions hold at most "
-                f"{self.characters}.",
-                status=413,
-            )
-        if self.reads_text_only and (kinds := request.media()):
-            raise Refusal(f"The model reads text only; the messages have {', '.join(sorted(kinds))}.", "messages")
-        if names := self.reserved.intersection(getattr(request, "chat_template_kwargs", None) or ()):
-            raise Refusal(f"`chat_template_kwargs` may not name {', '.join(sorted(names))}.", "chat_template_kwargs")
 
 
 class Endpoint:
     """An OpenAI address as an ASGI application, which reads and tokenizes in the thread of `preparing`."""
 
-    def __init__(self, handler: BaseHandler, kind: type[BaseModel], limits: Limits, preparing: Executor):
-        self.handler, self.kind, self.limits, self.preparing = handler, kind, limits, preparing
+    def __init__(
+        self, handler: BaseHandler, kind: type[BaseModel], limits: Limits, calls: TurnTaking, preparing: Executor
+    ):
+        self.handler, self.kind, self.limits, self.calls, self.preparing = handler, kind, limits, calls, preparing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request, call = Request(scope, receive), Call(asyncio.get_running_loop())
@@ -71,10 +43,25 @@ class Endpoint:
             call.has_left.set()  # a running call ends with its next round
 
     async def _answer(self, request: Request, call: Call) -> Response:
-        """Returns the response when it is complete or its stream begins. Meanwhile watches for the client to leave."""
+        """Returns the response when it is complete or its stream begins."""
         name = request.headers.get(X_REQUEST_ID) or str(uuid.uuid4())
-        handling = self._handle(await request.body(), name, call)
-        task = asyncio.create_task(begun_in(self.preparing, handling))
+        body, prompts = await self._watching(request, self._read(await request.body(), call), call)
+        choices, answers = Choices(len(prompts)), []
+        for prompt in prompts:
+            response = await self._watching(request, self._handle(body, prompt, name, call), call)
+            if isinstance(response, StreamingResponse):
+                response.body_iterator = self._stream(response.body_iterator, choices, body, prompts, name, call)
+                break
+            answers.append(response)
+        if answers and (call.stop or len(answers) > 1):
+            answers = [cut_answer(json.loads(answer.body), call.stop) for answer in answers]
+            response = JSONResponse(choices.joined(answers) if len(answers) > 1 else answers[0])
+        response.headers[X_REQUEST_ID] = name
+        return response
+
+    async def _watching(self, request: Request, coroutine: Coroutine, call: Call) -> Any:
+        """Runs a coroutine, whose first part may take long, and meanwhile watches for the client to leave."""
+        task = asyncio.create_task(begun_in(self.preparing, coroutine))
         try:
             while not task.done():
                 await asyncio.wait({task}, timeout=POLL)
@@ -82,24 +69,42 @@ class Endpoint:
                     call.has_left.set()
         finally:
             task.cancel()  # does nothing to a task that is done
-        response = task.result()
-        if isinstance(response, StreamingResponse):
-            response.body_iterator = corrected(response.body_iterator, call)
-        elif call.stop:
-            response = JSONResponse(cut_answer(json.loads(response.body), call.stop))
-        response.headers[X_REQUEST_ID] = name
-        return response
+        return task.result()
 
-    async def _handle(self, body: bytes, name: str, call: Call) -> Response:
+    async def _read(self, body: bytes, call: Call) -> tuple[dict, list[list[int] | None]]:
+        """Returns a request for transformers' handler, and the tokens of its prompts, or `[None]` for a chat."""
         request = read(self.kind, body)
         self.limits.check(request)
         call.seed, call.settings, call.stop = request.seed, request.settings(), request.stops()
+        call.has_own_config = request.generation_config is not None
+        prompts = [self.limits.tokens(prompt) for prompt in request.prompts()]
+        with self.calls.counting_refusals():
+            for tokens in prompts:
+                check_prompt(self.limits.model, tokens)
+        return {**request.body(), "model": self.limits.names[0]}, prompts or [None]
+
+    async def _handle(self, body: dict, prompt: list[int] | None, name: str, call: Call) -> Response:
+        """Returns the response of transformers' handler to one prompt."""
+        call.prompt, call.is_prepared, call.has_begun = prompt, False, False
         try:
-            return await self.handler.handle_request({**request.body(), "model": self.limits.names[0]}, name)
-        except (KeyError, IndexError, AttributeError) as error:
-            if call.is_prepared:
-                raise
-            raise Refusal(f"The request cannot be read: {error!r}.") from error
+            return await self.handler.handle_request(dict(body), name)
+        except Exception as error:
+            if isinstance(error, (KeyError, IndexError, AttributeError)) and not call.is_prepared:
+                raise Refusal(f"The request cannot be read: {error!r}.") from error
+            raise call.blamed(error) from error
+
+    async def _stream(
+        self, chunks: AsyncIterator, choices: Choices, body: dict, prompts: list, name: str, call: Call
+    ) -> AsyncIterator[str]:
+        """Yields the chunks of the stream that has begun, and then those of the other prompts."""
+        for index, prompt in enumerate(prompts):
+            if index:
+                response = await begun_in(self.preparing, self._handle(body, prompt, name, call))
+                chunks = response.body_iterator
+            async for chunk in corrected(chunks, call):
+                yield chunk if len(prompts) == 1 else choices.events(chunk, index)
+            if call.error is not None:
+                return
 
 
 async def corrected(chunks: AsyncIterator, call: Call) -> AsyncIterator:
@@ -107,7 +112,7 @@ async def corrected(chunks: AsyncIterator, call: Call) -> AsyncIterator:
     cut = StreamCut(call.stop)
     async for chunk in chunks:
         if call.error is not None:
-            status, body = described(call.error)
+            status, body = described(call.blamed(call.error))
             if status == 500:
                 logger.error("A call failed.", exc_info=call.error)
             chunk = chunk.replace(f'data: {{"error": "{call.error}"}}\n\n', f"data: {json.dumps(body)}\n\n")

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import importlib.resources
 import ipaddress
 import signal
@@ -15,17 +16,22 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.middleware.cors import CORSMiddleware
 from transformers import PreTrainedModel
 from transformers.cli.serve import Serve
+from transformers.cli.serving.utils import _GenerationCancelled
 from transformers.utils import logging
 
 import hf_ssd
 
-from .calls import END_TIMEOUT, TurnTaking
+from .answers import lenient
+from .calls import END_TIMEOUT, Call, TurnTaking
 from .errors import OF_THE_CLIENT, read, refuse
 from .gate import Gate
+from .limits import Limits
 from .live import Live, LiveRequest
 from .metrics import Metrics
 from .parameters import ChatRequest, CompletionRequest, DecisionRequest, ResponseRequest
-from .requests import Endpoint, Limits
+from .request_log import RequestLog
+from .requests import POLL, Endpoint
+from .warm_up import warm_up
 
 GRACE = 3  # seconds that running answers get to end when the server shuts down
 
@@ -66,6 +72,7 @@ class Server(Serve):
         calls = TurnTaking(metrics.totals, max_tokens)
         self._generation_state.get_manager = lambda *args, **kwargs: calls
         limits, preparing = Limits(model, processor, names), ThreadPoolExecutor(1, "hf_ssd prepares")
+        reader = lenient(processor)
         app = application(names, assistant, metrics, Live(model, processor, calls), calls)
         for path, handler, kind in [
             ("/v1/chat/completions", self._chat_handler, ChatRequest),
@@ -74,16 +81,18 @@ class Server(Serve):
             ("/v1/systemone", getattr(self, "_systemone_handler", None), DecisionRequest),  # only in newer versions
         ]:
             if handler is not None:
-                handler._resolve_model = lambda body: (names[0], model, processor)
-                app.add_route(path, Endpoint(handler, kind, limits, preparing), ["POST"])
+                handler._resolve_model = lambda body: (names[0], model, reader)
+                app.add_route(path, Endpoint(handler, kind, limits, calls, preparing), ["POST"])
         for kind in (*OF_THE_CLIENT, Exception):
             app.add_exception_handler(kind, refuse)
         app.add_middleware(Gate, hosts(config.host, allowed_hosts), enable_cors, api_key)
+        app.add_middleware(RequestLog)
         if enable_cors:
             app.add_middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
         level, patience = logging.get_verbosity(), GRACE + int(END_TIMEOUT)
-        options = {"log_level": level, "access_log": level <= logging.INFO, "timeout_graceful_shutdown": patience}
-        self.server = Uvicorn(uvicorn.Config(app, config.host, config.port, **options), calls, on_listening)
+        options = {"log_level": level, "access_log": False, "timeout_graceful_shutdown": patience}
+        warming = functools.partial(warm_up, calls, model, limits.tokenizer, assistant)
+        self.server = Uvicorn(uvicorn.Config(app, config.host, config.port, **options), calls, warming, on_listening)
 
     def start_server(self) -> None:
         """Does nothing: transformers' server, for which this is called, is replaced."""
@@ -96,13 +105,32 @@ class Server(Serve):
 
 
 class Uvicorn(uvicorn.Server):
-    """Calls `on_listening` when it listens. At shutdown, ends the calls that still run after `GRACE` seconds."""
+    """
+    Warms up before it listens, and calls `on_listening` when it listens. At shutdown, ends the calls that still run
+    after `GRACE` seconds.
+    """
 
-    def __init__(self, config: uvicorn.Config, calls: TurnTaking, on_listening: Callable[[], None]):
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        calls: TurnTaking,
+        warming: Callable[[Call], None],
+        on_listening: Callable[[], None],
+    ):
         super().__init__(config)
-        self.calls, self.on_listening = calls, on_listening
+        self.calls, self.warming, self.on_listening = calls, warming, on_listening
 
     async def startup(self, *args, **kwargs) -> None:
+        call = Call(asyncio.get_running_loop())
+        warming = asyncio.wrap_future(self.calls.submit(self.warming, call))
+        while not warming.done():
+            await asyncio.wait({warming}, timeout=POLL)
+            if self.should_exit:
+                call.has_left.set()
+        with contextlib.suppress(_GenerationCancelled):
+            warming.result()
+        if self.should_exit:
+            return
         await super().startup(*args, **kwargs)
         if self.started:
             self.on_listening()

@@ -191,7 +191,7 @@ NOT_DONE = [
     (COMPLETIONS, {"n": 2}, "n"),
     (COMPLETIONS, {"echo": True}, "echo"),
     (COMPLETIONS, {"suffix": "b"}, "suffix"),
-    (COMPLETIONS, {"prompt": [1, 2, 3]}, "prompt"),
+    (COMPLETIONS, {"prompt": [1, "a"]}, "prompt"),
     (COMPLETIONS, {"logit_bias": {"97": 1}}, "logit_bias"),
     (COMPLETIONS, {"temperature": -1}, "temperature"),
     (COMPLETIONS, {"temperature": 2.5}, "temperature"),

@@ -142,7 +142,7 @@ class ServerThread(Client):
         self.loaded_model, self.processor = Model(model).load_for_requests()
         hf_ssd.enable(self.loaded_model, assistant, ssd_config, **(tokenizers or {}))
         place = {"host": "127.0.0.1", "port": port, "log_level": "error"}
-        names = [name or model, model]
+        names = [name or Path(model).name, model]
         self.served = Server(self.loaded_model, self.processor, assistant, names, **place, **options)
         self.thread = threading.Thread(target=self.served.server.run)
         self.thread.start()

@@ -1,0 +1,105 @@
+"""Reads tool calls and reasoning in an answer. The raw text of a tool call that cannot be read becomes content."""
+
+import bisect
+import copy
+import re
+
+from tokenizers.decoders import DecodeStream
+from transformers.utils.chat_parsing import ResponseParser
+
+from .parameters import ToolCall
+
+
+class LenientParser:
+    """
+    A `ResponseParser` for any answer. From the first tool call on that was cut or is not valid JSON, the answer's raw
+    text is content, without the special tokens.
+
+    Args:
+        parser (`ResponseParser`): A parser that was given no text of the answer yet.
+        special_tokens (`list[str]`): Names of tokens that answers do not show.
+    """
+
+    def __init__(self, parser: ResponseParser, special_tokens: list[str]):
+        self.parser, self.unused, self.initial_events = parser, copy.deepcopy(parser), parser.initial_events
+        self.special = re.compile("|".join(map(re.escape, special_tokens)) or "(?!)")
+        self.text, self.shown, self.is_raw = "", 0, False
+
+    def feed(self, text: str) -> list[dict]:
+        """Returns the events of the next piece of the answer."""
+        self.text += text
+        return self._content(text) if self.is_raw else self._tried(lambda: self.parser.feed(text))
+
+    def finalize(self) -> tuple[dict, list[dict]]:
+        """Returns an empty message, which no streamer reads, and the last events."""
+        return {}, [] if self.is_raw else self._tried(lambda: self.parser.finalize()[1])
+
+    def _tried(self, step) -> list[dict]:
+        try:
+            events = step()
+            for call in calls(events):
+                ToolCall.model_validate(call)
+        except Exception:  # whatever a model writes must not end its answer
+            self.is_raw = True
+            # The shortest beginning of the answer that shows what was shown ends before the tool call's own mark.
+            end = bisect.bisect_left(range(len(self.text) + 1), self.shown, key=self._shown_by)
+            return self._content(self.text[end:])
+        self.shown += shown(events)
+        return events
+
+    def _shown_by(self, length: int) -> float:
+        try:
+            return shown(copy.deepcopy(self.unused).feed(self.text[:length]))
+        except Exception:  # the tool call that cannot be read is part of it
+            return float("inf")
+
+    def _content(self, text: str) -> list[dict]:
+        text = self.special.sub("", text)
+        return [{"type": "region_chunk", "field": "content", "text": text, "dirty": False}] if text else []
+
+
+def calls(events: list[dict]) -> list:
+    """Returns the tool calls that are complete."""
+    return [event["value"] for event in events if event["type"] == "region_close" and event["field"] == "tool_calls"]
+
+
+def texts(events: list[dict]) -> list[tuple[str, str]]:
+    """Returns the texts that clients are shown, each after the name of its field."""
+    return [
+        (event["field"], event["text"]) for event in events if event["type"] == "region_chunk" and not event["dirty"]
+    ]
+
+
+def shown(events: list[dict]) -> int:
+    """Returns a measure of what clients are shown, which grows with the answer."""
+    return sum(len(text) for _, text in texts(events)) + len(calls(events))
+
+
+def lenient(processor):
+    """Returns a copy of a processor or tokenizer whose `parse_response` reads any answer."""
+    processor = copy.copy(processor)
+    if hasattr(processor, "tokenizer"):
+        processor.tokenizer = copy.copy(processor.tokenizer)
+    tokenizer = getattr(processor, "tokenizer", processor)
+    strict = tokenizer.parse_response
+
+    def parse_response(response, template, prefix, **options) -> dict:
+        try:
+            message = strict(response, template, prefix=prefix, **options)
+            for call in message.get("tool_calls") or ():
+                ToolCall.model_validate(call)
+            return message
+        except Exception:  # as above
+            parser = LenientParser(ResponseParser(template, prefix=prefix, **options), tokenizer.all_special_tokens)
+        events = list(parser.initial_events)
+        pieces = DecodeStream([], skip_special_tokens=False)  # as a stream is decoded
+        for token in response.tolist():
+            events += parser.feed(pieces.step(tokenizer.backend_tokenizer, token) or "")
+        events += parser.finalize()[1]
+        message = {"tool_calls": calls(events)}
+        for field, text in texts(events):
+            message[field] = message.get(field, "") + text
+        return message
+
+    tokenizer.parse_response = parse_response
+    return processor

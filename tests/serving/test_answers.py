@@ -1,0 +1,137 @@
+"""An answer with a tool call that was cut, or that cannot be read, is its raw text, whole and streamed."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers.cli.serving.utils import _RESPONSE_TEMPLATE_FALLBACKS as KNOWN
+
+import hf_ssd
+
+from .conftest import PAIR, ServerThread
+
+QWEN = next(template for types, template in KNOWN.items() if "qwen2" in types)
+CHAT = (
+    "{% if tools %}{{ tools }}{% endif %}{% for message in messages %}{{ message.content }}{% endfor %}"
+    "{{ '<|im_start|>assistant\\n' }}"
+)
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+MESSAGES = [{"role": "user", "content": "import os"}]
+ASK = {"messages": MESSAGES, "tools": TOOLS, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """A server whose model calls tools as Qwen's models do."""
+    folder = tmp_path_factory.mktemp("models") / "caller"
+    shutil.copytree(PAIR / "target", folder)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config |= {"chat_template": CHAT, "response_template": QWEN}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    server = ServerThread(str(folder), None, hf_ssd.SSDConfig(drafter="ngram"))
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def says(server, monkeypatch):
+    """Lets the model write a text, and returns its tokens."""
+
+    def says(text: str) -> list[int]:
+        tokens = server.processor(text, add_special_tokens=False)["input_ids"]
+
+        def generate(input_ids, streamer, generation_config, stopping_criteria=(), **kwargs):
+            streamer.put(input_ids)
+            for token in [*tokens, server.processor.eos_token_id][: generation_config.max_new_tokens]:
+                input_ids = torch.cat([input_ids, torch.tensor([[token]])], dim=1)
+                streamer.put(torch.tensor([token]))
+                if any(criterion(input_ids, None).all() for criterion in stopping_criteria):
+                    break
+            streamer.end()
+            return input_ids
+
+        monkeypatch.setattr(server.loaded_model, "generate", generate)
+        return tokens
+
+    return says
+
+
+def answers(server, **options) -> list[tuple]:
+    """Returns content, reasoning, names of called tools, and why the answer ended: whole, and streamed."""
+    create = server.client.chat.completions.create
+    whole = create(model=server.model, **ASK, **options).choices[0]
+    chunks = [chunk.choices[0] for chunk in create(model=server.model, **ASK, stream=True, **options)]
+    found = []
+    for texts, reason in (
+        ([whole.message], whole.finish_reason),
+        ([chunk.delta for chunk in chunks], chunks[-1].finish_reason),
+    ):
+        content = "".join(text.content or "" for text in texts)
+        reasoning = "".join(getattr(text, "reasoning_content", None) or "" for text in texts)
+        found.append(
+            (content, reasoning, [one.function.name for text in texts for one in text.tool_calls or ()], reason)
+        )
+    return found
+
+
+def test_a_tool_call_that_is_complete_is_a_tool_call(server, says):
+    says(f"Sure.\n{CALL}")
+    assert answers(server, max_tokens=200) == [("Sure.", "", ["f"], "tool_calls")] * 2
+
+
+def test_an_answer_that_ends_within_a_tool_call_is_its_text(server, says):
+    tokens = says(f"Sure.\n{CALL}")
+    first = next(i for i in range(len(tokens)) if "<tool_call>" in server.processor.decode(tokens[:i]))
+    for count in range(first, len(tokens) - 1, 3):
+        text = server.processor.decode(tokens[:count])
+        assert answers(server, max_tokens=count) == [(text, "", [], "length")] * 2
+        body = {"input": MESSAGES, "max_output_tokens": count, "temperature": 0}
+        response = server.client.responses.create(model=server.model, **body)
+        events = list(server.client.responses.create(model=server.model, **body, stream=True))
+        assert response.output_text == events[-1].response.output_text == text
+        assert not events[-1].response.error
+
+
+@pytest.mark.parametrize("inside", ['{"name": f}', "", "5", "[]", '{"name": "f"}', '{"name": 5, "arguments": {}}'])
+def test_a_tool_call_that_cannot_be_read_is_its_text(server, says, inside):
+    text = f"Sure.\n<tool_call>\n{inside}\n</tool_call>\nDone."
+    says(text)
+    assert answers(server, max_tokens=200) == [(text, "", [], "stop")] * 2
+
+
+@pytest.mark.parametrize("stop", ["<tool_call>", "tool_c", '"arguments"', '{"a'])
+def test_a_stop_string_within_a_tool_call_ends_the_text(server, says, stop):
+    text = f"Sure.\n{CALL}"
+    says(text)
+    assert answers(server, max_tokens=200, stop=[stop]) == [(text[: text.index(stop)], "", [], "stop")] * 2
+
+
+def test_what_comes_before_the_tool_call_that_cannot_be_read_stays_as_it_is(server, says):
+    says(f"<think>So.</think>Sure.\n{CALL}\n<tool_call>\n{{")
+    for content, reasoning, names, reason in answers(server, max_tokens=200):
+        assert (content, reasoning, names, reason) == ("Sure.\n<tool_call>\n{", "So.", ["f"], "tool_calls")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_error_once_the_answer_has_begun_is_the_servers(server, monkeypatch, stream):
+    def fail(input_ids, streamer, **kwargs):
+        streamer.put(input_ids)
+        streamer.put(torch.tensor([5]))
+        raise ValueError("Some part of the model fails.")
+
+    monkeypatch.setattr(server.loaded_model, "generate", fail)
+    body = json.dumps({**ASK, "stream": stream, "max_tokens": 4}).encode()
+    if stream:
+        with pytest.raises(Exception, match="Some part") as error:
+            list(server.client.chat.completions.create(model=server.model, **ASK, stream=True))
+        assert error.value.type == "server_error"
+    else:
+        status, answer = server.post("/v1/chat/completions", body)
+        assert (status, answer["error"]["type"]) == (500, "server_error")
+
+
+def test_the_name_of_the_model_is_not_its_folder(server):
+    assert [model.id for model in server.client.models.list()] == [Path(server.model).name]
