@@ -49,12 +49,12 @@ def say(page, text: str, count: int, seconds: float = 1.0) -> None:
 
 
 def test_the_status_says_what_happens_in_words_and_seconds(stage):
-    wait_for(stage, "status", "Waiting for other requests to end … ")
+    wait_for(stage, "status", "Waiting for other requests to end …")
     play(stage, reading=1234)
-    wait_for(stage, "status", "Reading the prompt, 1234 tokens … ")
-    wait_for(stage, "status", "1 s")
+    wait_for(stage, "status", "Reading the prompt, 1234 tokens …")
+    wait_for(stage, "clock", "1 s")
     say(stage, "Hello **you**", 3, 55.414)
-    wait_for(stage, "status", "Writing … ")
+    wait_for(stage, "status", "Writing …")
     assert by_id(stage, "log").get_attribute("aria-busy") == "true"
     WebDriverWait(stage, 20).until(lambda _: texts(stage, ".speed") == ["3 tokens in 55.4 s, 0.1 tokens/s"])
     say(stage, ".", 1024, 60)
