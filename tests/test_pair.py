@@ -78,7 +78,7 @@ def all_prompts() -> list[str]:
     ]
     return [
         quickstart.PROMPT,
-        re.search(r"<textarea[^>]*>(.*?)</textarea>", page, re.DOTALL)[1],
+        re.search(r'<textarea id="prompt"[^>]*>(.*?)</textarea>', page, re.DOTALL)[1],
         *check.PROMPTS,
         *prompts.SNIPPETS,
         *written,

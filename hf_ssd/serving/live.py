@@ -5,6 +5,7 @@ import copy
 import json
 import time
 from collections.abc import AsyncIterator, Callable
+from typing import Literal
 
 import torch
 from pydantic import BaseModel, Field
@@ -19,13 +20,28 @@ from .calls import Call, TurnTaking
 from .errors import described
 from .metrics import Totals
 
+LONGEST = 200_000  # characters of a text
+
+
+class Turn(BaseModel):
+    """A message of a chat."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str = Field(max_length=LONGEST)
+
 
 class LiveRequest(BaseModel):
-    """`prompt` is a text to continue, or a message for models with a chat template; `draft`, whether to speculate."""
+    """
+    `prompt` is a text to continue, or for models with a chat template a message, which follows those of `history`;
+    `draft`, whether to speculate.
+    """
 
-    prompt: str = Field(min_length=1, max_length=20_000)
+    prompt: str = Field(min_length=1, max_length=LONGEST)
+    history: list[Turn] = Field([], max_length=1000)
     max_new_tokens: int = Field(200, ge=1, le=4096)
     temperature: float = Field(0.0, ge=0.0, le=2.0)
+    top_p: float | None = Field(None, gt=0.0, le=1.0)
+    seed: int | None = Field(None, ge=0, lt=2**64)
     draft: bool = True
 
 
@@ -37,6 +53,10 @@ class LiveStreamer(RoundStreamer):
         self.tokenizer, self.send, self.speculates = tokenizer._tokenizer, send, speculates
         self.decoder, self.waiting = DecodeStream([], skip_special_tokens=True), []
         self.totals, self.start = Totals(), time.perf_counter()
+
+    def follow(self, ids: torch.LongTensor) -> None:
+        """Makes the text go on where these tokens end: some tokenizers drop the space in front of a text."""
+        self.decoder = DecodeStream(ids.tolist(), skip_special_tokens=True)
 
     def put(self, value: torch.LongTensor) -> None:
         if value.dim() > 1:  # the prompt
@@ -75,8 +95,9 @@ class Live:
 
     async def events(self, request: LiveRequest) -> AsyncIterator[str]:
         """
-        Yields server-sent events: `{"chat": bool}`, whether the prompt is a message; an event for each round, or for
-        each token if the request does not speculate; and then `{"end": reason}` or `{"error": sentence}`.
+        Yields server-sent events: `{"reading": tokens}`, when the request has its turn and its prompt is read; an event
+        for each round, or for each token if the request does not speculate; and then `{"end": reason}` or
+        `{"error": sentence}`.
         """
         loop, queue = asyncio.get_running_loop(), asyncio.Queue()
 
@@ -84,8 +105,7 @@ class Live:
             loop.call_soon_threadsafe(queue.put_nowait, event)
 
         streamer = LiveStreamer(self.tokenizer, send, request.draft)
-        call = Call(loop)
-        yield f"data: {json.dumps({'chat': self.tokenizer.chat_template is not None})}\n\n"
+        call = Call(loop, seed=request.seed)
         self.calls.submit(self._generate, request, call, streamer, send)
         try:
             while True:
@@ -102,14 +122,17 @@ class Live:
             max_new_tokens=request.max_new_tokens,
             do_sample=request.temperature > 0,
             temperature=request.temperature or 1.0,
+            top_p=config.top_p if request.top_p is None else request.top_p,
         )
         without_draft = {} if request.draft else {"ssd_config": None}
         try:
             if self.tokenizer.chat_template is None:
                 inputs = self.tokenizer(request.prompt, return_tensors="pt")
+                streamer.follow(inputs["input_ids"][0])
             else:
+                message = {"role": "user", "content": request.prompt}
                 inputs = self.tokenizer.apply_chat_template(
-                    [{"role": "user", "content": request.prompt}],
+                    [*(turn.model_dump() for turn in request.history), message],
                     add_generation_prompt=True,
                     return_dict=True,
                     return_tensors="pt",
@@ -117,6 +140,7 @@ class Live:
             inputs = inputs.to(self.model.device)
             self.calls.prepare(self.model, inputs, config, call)
             model = self.calls.counted(self.model, call)
+            send({"reading": inputs["input_ids"].shape[1]})
             model.generate(**inputs, generation_config=config, streamer=streamer, **without_draft)
             send({"end": "finished"})
         except Exception as error:

@@ -159,6 +159,7 @@ def application(names: list[str], assistant, metrics: Metrics, live: Live, calls
 
     name = names[0]
     entry = {"id": name, "object": "model", "created": 0, "owned_by": "hf_ssd"}
+    entry["has_chat_template"] = live.tokenizer.chat_template is not None  # for the page
     app = FastAPI(title="hf_ssd", version=hf_ssd.__version__, lifespan=lifespan)
 
     @app.get("/", response_class=HTMLResponse)

@@ -1,8 +1,10 @@
 """The page, in a browser without a screen."""
 
 import itertools
+import json
 import re
 import shutil
+import urllib.request
 
 import pytest
 from selenium import webdriver
@@ -17,10 +19,11 @@ from .conftest import ServerThread
 from .test_server import plain  # noqa: F401
 
 BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-pytestmark = pytest.mark.skipif(not (BROWSER and DRIVER), reason="needs chromium and chromium-driver")
+pytestmark = needs_browser = pytest.mark.skipif(not (BROWSER and DRIVER), reason="needs chromium and chromium-driver")
 QUIET = "gpu quic background-networking component-update sync extensions".split()
 PHONE = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
 DESK = {"width": 1100, "height": 1000, "deviceScaleFactor": 1, "mobile": False}
+PROMPT = "import os\n\ndef main("
 
 
 @pytest.fixture(scope="module")
@@ -39,45 +42,54 @@ def browser(tmp_path_factory):
 @pytest.fixture
 def page(browser, server):
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", DESK)
-    browser.get(server.url)
+    visit(browser, server)
     browser.get_log("browser")
     return browser
+
+
+def visit(page, server) -> None:
+    page.get(server.url)
+    WebDriverWait(page, 20).until(lambda _: by_id(page, "name").get_attribute("textContent"))
 
 
 def by_id(page, name: str):
     return page.find_element(By.ID, name)
 
 
-def fill(page, name: str, text: str) -> None:
-    by_id(page, name).clear()
-    by_id(page, name).send_keys(text)
+def wait_for(page, name: str, text: str) -> None:
+    WebDriverWait(page, 60).until(lambda _: text in by_id(page, name).text)
 
 
-def generate(page, prompt: str, tokens: int) -> None:
-    """Types a prompt, and waits until its answer is there."""
-    fill(page, "prompt", prompt)
-    fill(page, "count", str(tokens))
-    by_id(page, "prompt").send_keys(Keys.CONTROL, Keys.ENTER)
-    WebDriverWait(page, 60).until(lambda _: by_id(page, "status").text.startswith("Done"))
+def enter(page, name: str, value) -> None:
+    page.execute_script("document.getElementById(arguments[0]).value = arguments[1]", name, str(value))
 
 
-def figure(page, name: str) -> float:
-    return float(by_id(page, name).text)
+def ask(page, prompt: str, tokens: int, until: str = "Done") -> None:
+    """Types a message, and waits until its answer is complete."""
+    enter(page, "count", tokens)
+    enter(page, "prompt", prompt)
+    by_id(page, "prompt").send_keys(Keys.ENTER)
+    wait_for(page, "status", until)
 
 
-PROMPT = "import os\n\ndef main("
+def texts(page, selector: str) -> list[str]:
+    return [one.get_attribute("textContent") for one in page.find_elements(By.CSS_SELECTOR, selector)]
+
+
+def press(page, what: str) -> None:
+    """Presses a button below the last answer."""
+    page.find_elements(By.CSS_SELECTOR, f".answer > footer [data-do={what}]")[-1].click()
 
 
 def test_an_answer_has_three_colours_and_the_figures_of_metrics(page, server, plain):  # noqa: F811
     before = server.figures()
-    generate(page, PROMPT, 120)
-    kinds = {
-        name: page.find_elements(By.CSS_SELECTOR, f"#text .{name}") for name in ("prepared", "drafted", "of-target")
-    }
-    assert all(kinds.values())
-    colours = {found[0].value_of_css_property("background-color") for found in kinds.values()}
-    assert len(colours) == 3
-    assert by_id(page, "text").get_attribute("textContent") == PROMPT + plain(PROMPT, 120)
+    ask(page, PROMPT, 120)
+    assert not page.find_element(By.CSS_SELECTOR, ".tokens").is_displayed()
+    press(page, "open")
+    kinds = {name: page.find_elements(By.CSS_SELECTOR, f".tokens .{name}") for name in CLASSES}
+    assert all(kinds.values()) and kinds["prepared"][0].is_displayed()
+    assert len({found[0].value_of_css_property("background-color") for found in kinds.values()}) == 3
+    assert texts(page, ".question") == [PROMPT] and texts(page, ".tokens") == [plain(PROMPT, 120)]
     after = server.figures()
     gained = {name: after[name] - before[name] for name in before}
     assert gained["tokens_total"] == 120 and gained["finished"] == 1
@@ -88,106 +100,175 @@ def test_an_answer_has_three_colours_and_the_figures_of_metrics(page, server, pl
     ]:
         # A round gives its accepted tokens and one more; the last one may give some that are not wanted.
         expected = gained[part] / gained[whole] if name != "per-round" else 1 + gained["accepted_total"] / gained[whole]
-        assert figure(page, name) == pytest.approx(expected, abs=0.006)
+        assert float(texts(page, f"dd.{name}")[0]) == pytest.approx(expected, abs=0.006)
     drafted = len(kinds["prepared"]) + len(kinds["drafted"])
     assert gained["accepted_total"] - 3 <= drafted <= gained["accepted_total"]
-    bars = page.find_elements(By.CSS_SELECTOR, "#timeline rect")
+    bars = page.find_elements(By.CSS_SELECTOR, "svg rect")
     assert {bar.get_attribute("data-what") for bar in bars} == {"verify", "wait", "prepare", "answer"}
+    assert re.fullmatch(r"the last 12 rounds: \d+\.\d+ s", texts(page, "svg text")[-1])
+    assert re.fullmatch(r"120 tokens in \d+\.\d+ s, \d+\.\d tokens/s", texts(page, ".speed")[0])
     assert not [entry for entry in page.get_log("browser") if entry["level"] == "SEVERE"]
 
 
-def test_without_draft_gives_the_same_text_and_a_speed_beside_the_other(page, server):
-    generate(page, PROMPT, 40)
-    text = by_id(page, "text").get_attribute("textContent")
-    rounds = server.figures()["rounds_total"]
-    by_id(page, "plain").click()
-    generate(page, PROMPT, 40)
-    assert by_id(page, "text").get_attribute("textContent") == text
-    assert not page.find_elements(By.CSS_SELECTOR, "#text .prepared, #text .drafted")
-    assert server.figures()["rounds_total"] == rounds
-    assert figure(page, "speed") > 0 and figure(page, "speed-plain") > 0
+CLASSES = ("prepared", "drafted", "of-target")
 
 
-def test_an_answer_of_a_chat_model_stands_below_its_prompt(page):
-    generate(page, PROMPT, 20)
-    prompt, answer = (page.find_element(By.CSS_SELECTOR, f"#text .{name}").rect for name in ("prompt", "answer"))
-    assert answer["y"] >= prompt["y"] + prompt["height"]
+def test_a_button_compares_an_answer_with_plain_decoding(page, server):
+    ask(page, PROMPT, 40)
+    before = server.figures()
+    press(page, "compare")
+    WebDriverWait(page, 60).until(lambda _: texts(page, ".verdict")[0])
+    after = server.figures()
+    assert after["rounds_total"] == before["rounds_total"] and after["tokens_total"] == before["tokens_total"] + 40
+    speeds = [float(texts(page, f".{name}-speed")[0].removesuffix(" tokens/s")) for name in ("drafting", "plain")]
+    ratio, verdict = texts(page, ".verdict")[0].split(" ", 1)
+    assert float(ratio) == pytest.approx(speeds[0] / speeds[1], abs=0.1)
+    assert verdict == "times as fast as plain decoding. The text is the same."
+
+
+def test_a_conversation_has_a_history_and_a_system_prompt_until_a_new_one_begins(page, plain):  # noqa: F811
+    enter(page, "system", "# A module.")
+    said = "# A module."
+    for question in ("import os\n\n\ndef a(", "\n\n\ndef b("):
+        ask(page, question, 20)
+        said += question
+        answer = plain(said, 20)
+        assert texts(page, ".tokens")[-1] == answer
+        said += answer
+    assert len(texts(page, ".question")) == 2
+    by_id(page, "new").click()
+    assert texts(page, ".question") == [] and by_id(page, "welcome").is_displayed()
+    ask(page, PROMPT, 20)
+    assert texts(page, ".tokens") == [plain("# A module." + PROMPT, 20)]
+
+
+def test_settings_are_those_of_the_next_answer(page):
+    by_id(page, "settings-button").click()
+    for name, value in {"count": "25", "temperature": "1.5", "seed": "7", "top-p": "0.95"}.items():
+        by_id(page, name).clear()
+        by_id(page, name).send_keys(value)
+    page.switch_to.active_element.send_keys(Keys.ESCAPE)
+    assert not by_id(page, "settings").is_displayed()
+    answers = []
+    for seed in (7, 7, 8):
+        enter(page, "seed", seed)
+        ask(page, PROMPT, 25)
+        answers += texts(page, ".tokens")
+        by_id(page, "new").click()
+    assert answers[0] == answers[1] != answers[2]
+    enter(page, "seed", -1)
+    by_id(page, "prompt").send_keys(PROMPT, Keys.ENTER)
+    assert by_id(page, "settings").is_displayed() and texts(page, ".question") == []
+
+
+def test_the_keyboard_sends_breaks_lines_stops_and_reaches_everything(page, server):
+    before = server.figures()["cancelled"]
+    enter(page, "count", 1500)
+    by_id(page, "prompt").send_keys("import os", Keys.SHIFT, Keys.ENTER, Keys.NULL, "import re", Keys.ENTER)
+    assert texts(page, ".question") == ["import os\nimport re"] and by_id(page, "prompt").get_property("value") == ""
+    WebDriverWait(page, 30).until(lambda _: texts(page, ".tokens span"))
+    assert by_id(page, "stop").is_displayed() and not by_id(page, "send").is_displayed()
+    page.switch_to.active_element.send_keys(Keys.ESCAPE)
+    wait_for(page, "status", "Stopped.")
+    assert by_id(page, "send").is_displayed() and len(texts(page, ".tokens span")) < 1400
+    WebDriverWait(page, 30).until(lambda _: server.figures()["cancelled"] == before + 1)
+    by_id(page, "prompt").click()
+    reached = []
+    for _ in range(14):
+        page.switch_to.active_element.send_keys(Keys.TAB)
+        one = page.switch_to.active_element
+        reached.append(one.get_attribute("id") or one.get_attribute("data-do"))
+    assert {"prompt", "send", "new", "settings-button", "copy", "open", "compare"} <= {*reached}
+    nameless = "return [...document.querySelectorAll('button, input, textarea')].filter(one => " + (
+        "!(one.textContent || one.labels.length || one.ariaLabel)).map(one => one.id)"
+    )
+    assert page.execute_script(nameless) == []
+
+
+def test_a_question_waits_for_other_requests_and_says_so(page, server):
+    other = server.complete(PROMPT, 2000, stream=True)
+    next(iter(other))
+    ask(page, PROMPT, 5, until="Waiting for other requests to end")
+    other.close()
+    wait_for(page, "status", "Done")
 
 
 def test_tokens_that_are_part_of_a_character_are_counted(page, server):
     before = server.figures()["tokens_total"]
-    page.execute_script(
-        "document.getElementById('prompt').value = arguments[0]",
-        "# \U0001f600\U0001f600\U0001f600\U0001f600 = '\U0001f600\U0001f600",
-    )
-    fill(page, "count", "40")
-    page.execute_script("document.getElementById('form').requestSubmit()")
-    WebDriverWait(page, 60).until(lambda _: by_id(page, "status").text.startswith("Done"))
+    ask(page, "# \U0001f600\U0001f600\U0001f600\U0001f600 = '\U0001f600\U0001f600", 40)
     count = server.figures()["tokens_total"] - before
-    assert by_id(page, "status").text.startswith(f"Done: {count:.0f} tokens in ")
-    assert len(page.find_elements(By.CSS_SELECTOR, "#text .answer span")) <= count
+    assert texts(page, ".speed")[0].startswith(f"{count:.0f} tokens in ")
+    assert len(texts(page, ".tokens span")) <= count
 
 
-def test_figures_are_of_this_prompt_only(page):
-    def ask(prompt: str, is_plain: bool) -> dict[str, str]:
-        if by_id(page, "plain").is_selected() != is_plain:
-            by_id(page, "plain").click()
-        generate(page, prompt, 20)
-        return {name: by_id(page, name).text for name in ("speed", "speed-plain", "per-round", "hits", "acceptance")}
-
-    plain_first = ask("def first(", True)
-    assert plain_first["speed-plain"] != "–" and plain_first["speed"] == "–"
-    assert ask("def first(", False)["speed-plain"] == plain_first["speed-plain"]
-    drafted = ask("def other(", False)
-    assert drafted["speed-plain"] == "–" and drafted["speed"] != "–" and drafted["per-round"] != "–"
-    assert ask("def third(", True) | {"speed-plain": "–"} == dict.fromkeys(drafted, "–")
-    assert page.find_elements(By.CSS_SELECTOR, "#timeline rect") == []
+def test_a_refused_question_can_be_changed_and_sent_again(page):
+    ask(page, PROMPT, 5)
+    enter(page, "prompt", "a b " * 1500)
+    by_id(page, "send").click()
+    wait_for(page, "error", "tokens; the model takes fewer than 2048.")
+    assert by_id(page, "prompt").get_property("value") == "a b " * 1500 and len(texts(page, ".question")) == 1
+    ask(page, "\nimport re", 5)
+    assert len(texts(page, ".tokens")) == 2 and not by_id(page, "error").is_displayed()
 
 
-def test_an_answer_can_be_stopped_and_a_refusal_is_shown(page, server):
-    before = server.figures()["cancelled"]
-    fill(page, "count", "1500")
-    by_id(page, "run").click()
-    WebDriverWait(page, 30).until(lambda _: page.find_elements(By.CSS_SELECTOR, "#text .prepared"))
-    page.switch_to.active_element.send_keys(Keys.ESCAPE)
-    WebDriverWait(page, 30).until(lambda _: by_id(page, "status").text == "Stopped.")
-    WebDriverWait(page, 30).until(lambda _: server.figures()["cancelled"] == before + 1)
-    fill(page, "count", "5")
-    page.execute_script("document.getElementById('prompt').value = 'a b '.repeat(1500)")
-    by_id(page, "run").click()
-    WebDriverWait(page, 30).until(lambda _: "The prompt has 3001 tokens" in by_id(page, "error").text)
-
-
-def test_the_keyboard_reaches_everything_and_nothing_is_fetched_from_elsewhere(page, server):
-    by_id(page, "prompt").click()
-    reached = []
-    for _ in range(6):
-        page.switch_to.active_element.send_keys(Keys.TAB)
-        reached.append(page.switch_to.active_element.get_attribute("id"))
-    assert reached[:4] == ["count", "temperature", "plain", "run"] and "text" in reached
+def test_nothing_is_fetched_from_elsewhere(page, server):
     page.get_log("performance")  # the browser's own start page is in it
-    page.get(server.url)
+    visit(page, server)
     asked = re.findall(r'"url":"(https?://[^"/]+)', " ".join(entry["message"] for entry in page.get_log("performance")))
     assert asked and set(asked) == {server.url}
+    elsewhere = server.url.replace("127.0.0.1", "localhost") + "/health"
+    fetched = (
+        "const done = arguments[1]; fetch(arguments[0], {mode: 'no-cors'}).then(() => done(true), () => done(false))"
+    )
+    assert page.execute_async_script(fetched, server.url + "/health") is True
+    assert page.execute_async_script(fetched, elsewhere) is False
 
 
-def test_the_page_asks_for_the_key_of_a_server_that_has_one(browser, tiny_folder, assistant):
-    server = ServerThread(tiny_folder, assistant, SSDConfig(lookahead=3, budget=4), name="small", api_key="secret")
-    try:
-        browser.get(server.url)
-        for key in ("wrong", "secret"):
-            alert = WebDriverWait(browser, 20).until(alert_is_present())
-            alert.send_keys(key)
-            alert.accept()
-        WebDriverWait(browser, 20).until(lambda _: by_id(browser, "name").text == "small")
-        generate(browser, "abc", 5)
-        assert by_id(browser, "status").text.startswith("Done: 5 tokens")
-    finally:
-        server.stop()
+def test_a_request_with_a_history_says_how_much_it_reads(server, plain):  # noqa: F811
+    body = {"prompt": " = 1", "history": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    request = urllib.request.Request(server.url + "/live", json.dumps({**body, "max_new_tokens": 10}).encode())
+    with urllib.request.urlopen(request, timeout=60) as response:
+        events = [json.loads(line.removeprefix(b"data: ")) for line in response if line.strip()]
+    assert events[0].keys() == {"reading"} and 0 < events[0]["reading"] <= 6 and events[-1] == {"end": "finished"}
+    assert "".join(text for event in events[1:-1] for text, _ in event["tokens"]) == plain("ab = 1", 10)
+
+
+@pytest.fixture(scope="module")
+def bare(tiny_folder, tmp_path_factory, assistant):
+    """A server with a key, whose model has no chat template."""
+    folder = tmp_path_factory.mktemp("models") / "bare"
+    shutil.copytree(tiny_folder, folder, ignore=shutil.ignore_patterns("chat_template*"))
+    plan = SSDConfig(lookahead=3, budget=4)
+    server = ServerThread(str(folder), assistant, plan, name="small", key="secret", api_key="secret")
+    yield server
+    server.stop()
+
+
+def test_the_page_asks_for_a_key_and_continues_the_texts_of_a_model_without_a_chat_template(browser, bare):
+    browser.get(bare.url)
+    for key in ("wrong", "secret"):
+        alert = WebDriverWait(browser, 20).until(alert_is_present())
+        alert.send_keys(key)
+        alert.accept()
+    wait_for(browser, "model", "small")
+    assert by_id(browser, "prompt").get_property("value").startswith("class Queue:")
+    assert not by_id(browser, "system").is_displayed()
+    for prompt in ("abc", "", "d"):  # without a text it goes on
+        ask(browser, prompt, 5, until="Done")
+    first, second, third = texts(browser, ".tokens")
+    assert (
+        browser.find_elements(By.CSS_SELECTOR, ".tokens")[2].is_displayed() and texts(browser, ".markdown") == [""] * 3
+    )
+    answers = [
+        bare.complete(prompt, tokens).choices[0].text for prompt, tokens in [("abc", 10), (first + second + "d", 5)]
+    ]
+    assert first.startswith("abc") and third == f"d {answers[1]}"
+    assert first + second == f"abc {answers[0]}"  # this tokenizer has a space between two tokens
 
 
 def test_both_themes_at_both_sizes(page, tmp_path):
-    generate(page, PROMPT, 100)
+    ask(page, PROMPT, 100)
+    press(page, "open")
     for theme, size in itertools.product(["light", "dark"], [DESK, PHONE]):
         page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
         feature = {"name": "prefers-color-scheme", "value": theme}
@@ -196,19 +277,24 @@ def test_both_themes_at_both_sizes(page, tmp_path):
 
 
 def check_page(page, theme: str, size: dict, tmp_path):
-    assert page.execute_script("return document.documentElement.scrollWidth") <= size["width"]
     photograph = tmp_path / f"page-{theme}.png"
     assert page.save_screenshot(str(photograph)) and photograph.stat().st_size > 20_000
+    for name in ("prompt", "send", "new", "settings-button", "settings"):
+        page.execute_script("document.getElementById('settings').togglePopover(arguments[0] === 'settings')", name)
+        place = by_id(page, name).rect
+        assert place["x"] >= 0 and place["x"] + place["width"] <= size["width"]
+        assert place["y"] >= 0 and place["y"] + place["height"] <= size["height"]
+    page.execute_script("document.getElementById('settings').hidePopover()")
+    assert page.execute_script("return document.documentElement.scrollWidth") <= size["width"]
     text, back = (
         luminance(page.find_element(By.TAG_NAME, "body").value_of_css_property(name))
         for name in ("color", "background-color")
     )
     assert (back > text) == (theme == "light")
-    for name in ("prepared", "drafted"):
-        under = luminance(
-            page.find_element(By.CSS_SELECTOR, f"#text .{name}").value_of_css_property("background-color")
-        )
-        brighter, darker = max(text, under), min(text, under)
+    for selector in (".tokens .prepared", ".tokens .drafted", "#send"):
+        one = page.find_element(By.CSS_SELECTOR, selector)
+        inks = (luminance(one.value_of_css_property(name)) for name in ("color", "background-color"))
+        darker, brighter = sorted(inks)
         assert (brighter + 0.05) / (darker + 0.05) > 4.5, "hard to read, by WCAG's measure"
 
 
