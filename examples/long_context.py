@@ -20,6 +20,7 @@ from transformers import DynamicCache, StoppingCriteriaList
 from transformers.utils import logging
 
 import hf_ssd
+from hf_ssd.cache.cache_name import CACHE
 from hf_ssd.cache.cached_model import CachedModel
 from hf_ssd.cache.ragged import RaggedCache
 from hf_ssd.cache.view import view_of
@@ -47,7 +48,7 @@ def milliseconds(model, context: int, turns: int) -> dict[str, float]:
     tokens = torch.arange(1, VERIFIED + 1)[None]
 
     def plain():
-        model(tokens[:, :1], past_key_values=theirs)
+        model(tokens[:, :1], **{CACHE: theirs})
         theirs.crop(-1)
 
     passes = {"plain step": plain, "verification, copied keys": lambda: without.extend(tokens, [context])}

@@ -17,6 +17,7 @@ from transformers.utils import logging
 from workload import add_pair_and_work, batches_for, load_pair
 
 import hf_ssd
+from hf_ssd.cache.cache_name import CACHE
 from hf_ssd.cli.bench import cores_for
 from hf_ssd.cli.methods import synchronize
 from hf_ssd.cli.options import core_numbers
@@ -44,11 +45,11 @@ def duration_of(step, device: torch.device) -> float:
 def forward_ms(model, prompt: torch.LongTensor, tokens: int) -> float:
     """A forward pass over so many tokens behind a prompt, with transformers' own cache."""
     cache = DynamicCache(config=model.config)
-    model(prompt, past_key_values=cache)
+    model(prompt, **{CACHE: cache})
     new = prompt[:, :1].expand(-1, tokens).contiguous()
 
     def step():
-        model(new, past_key_values=cache)
+        model(new, **{CACHE: cache})
         cache.crop(-tokens)
 
     return 1e3 * statistics.median(duration_of(step, model.device) for _ in range(REPEATS))

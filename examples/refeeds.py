@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, BambaConfig, DynamicCache, Lfm2Co
 from transformers.utils import logging
 
 from hf_ssd.cache import recurrent
+from hf_ssd.cache.cache_name import CACHE
 from hf_ssd.cache.recurrent import RecurrentLayer, RecurrentModel, cached_model, ragged_copy
 
 WIDTHS = (1, 2, 5, 9, 17, 33, 65)
@@ -40,7 +41,7 @@ SHAPES = {
 
 def prefilled(model, prompt: torch.LongTensor) -> RecurrentModel:
     cache = ragged_copy(DynamicCache(config=model.config.get_text_config(decoder=True)))
-    model(prompt, past_key_values=cache, use_cache=True)
+    model(prompt, **{CACHE: cache}, use_cache=True)
     return cached_model(model, cache)
 
 

@@ -3,6 +3,7 @@ import torch
 from transformers import DynamicCache
 
 from hf_ssd.cache.branches import Branches
+from hf_ssd.cache.cache_name import CACHE
 from hf_ssd.cache.cached_model import CachedModel
 from hf_ssd.cache.ragged import RaggedCache
 
@@ -110,7 +111,7 @@ def test_a_cache_of_transformers_goes_in_and_out(family):
     model = tiny_model(family)
     tokens = torch.randint(2, VOCAB, (1, 15), generator=torch.Generator().manual_seed(3))
     theirs = DynamicCache(config=model.config)
-    model(input_ids=tokens[:, :10], past_key_values=theirs)
+    model(input_ids=tokens[:, :10], **{CACHE: theirs})
     ragged = RaggedCache.from_cache(theirs)
     assert ragged.get_seq_length() == 10
     logits = CachedModel(model, ragged).extend(tokens[:, 10:14], [10])
@@ -118,5 +119,5 @@ def test_a_cache_of_transformers_goes_in_and_out(family):
 
     ragged.copy_to(theirs, 13)
     assert theirs.get_seq_length() == 13
-    logits = model(input_ids=tokens[:, 13:], past_key_values=theirs).logits
+    logits = model(input_ids=tokens[:, 13:], **{CACHE: theirs}).logits
     torch.testing.assert_close(logits[0], fresh_logits(model, tokens[0])[13:], **EXACT)

@@ -6,6 +6,7 @@ from transformers import DynamicCache
 
 import hf_ssd
 from hf_ssd.cache import recurrent
+from hf_ssd.cache.cache_name import CACHE
 from hf_ssd.cache.cached_model import CachedModel
 from hf_ssd.cache.hidden_states import HiddenStates
 from hf_ssd.drafting.eagle_drafter import HeadPrefix
@@ -134,8 +135,8 @@ def test_the_last_hidden_states_and_the_embedding_are_those_of_transformers():
     model, text = tiny_model("qwen3"), torch.arange(2, 12)
     captured = HiddenStates(model, [0, 3, 1])
     cache = DynamicCache(config=model.config)
-    model(input_ids=text[None, :6], past_key_values=cache)
-    model(input_ids=text[None, 6:], past_key_values=cache)
+    model(input_ids=text[None, :6], **{CACHE: cache})
+    model(input_ids=text[None, 6:], **{CACHE: cache})
     states = captured.take()[0]
     captured.close()
     torch.testing.assert_close(states, expected_features(model, text, [0, 3, 1]), atol=1e-5, rtol=1e-5)

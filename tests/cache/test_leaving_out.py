@@ -6,6 +6,7 @@ from transformers import DynamicCache
 
 import hf_ssd
 from hf_ssd.cache.branches import Branches
+from hf_ssd.cache.cache_name import CACHE
 from hf_ssd.cache.cached_model import CachedModel
 from hf_ssd.cache.ragged import RaggedCache, RaggedLayer
 from hf_ssd.cache.trial import check_supported
@@ -48,7 +49,7 @@ def test_what_remains_equals_fresh_forward_passes(family):
     assert decoder.cache.rows is None
     for i, row in enumerate(rows):
         alone = DynamicCache()
-        model(input_ids=row[None, :9], past_key_values=alone)
+        model(input_ids=row[None, :9], **{CACHE: alone})
         for layer, expected in zip(theirs.layers, alone.layers):
             torch.testing.assert_close(layer.keys[i], expected.keys[0], **EXACT)
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from transformers import DynamicCache
 
 from hf_ssd.cache import recurrent
+from hf_ssd.cache.cache_name import CACHE
 from hf_ssd.cache.recurrent import RecurrentLayer, RecurrentModel, cached_model, ragged_copy
 
 from ..conftest import VOCAB, padded_batch
@@ -38,7 +39,7 @@ def prefilled(model, inputs):
     mask = inputs["attention_mask"]
     cache = ragged_copy(DynamicCache(config=model.config))
     positions = (mask.cumsum(1) - 1).clamp(min=0)
-    model(**inputs, position_ids=positions, past_key_values=cache, use_cache=True)
+    model(**inputs, position_ids=positions, **{CACHE: cache}, use_cache=True)
     last = mask.shape[1] - 1
     first = [int(position) - last for position in positions[:, -1]]
     return cached_model(model, cache, valid=mask.bool(), first_positions=first)
@@ -83,7 +84,7 @@ def check_states(model, decoder, texts, before):
     theirs = decoder.cache.copy_to(DynamicCache(config=model.config), length - 1)
     for row, padding in enumerate(before):
         fresh = DynamicCache(config=model.config)
-        model(output[row : row + 1, padding : length - 1], past_key_values=fresh, use_cache=True)
+        model(output[row : row + 1, padding : length - 1], **{CACHE: fresh}, use_cache=True)
         for ours, expected in zip(theirs.layers, fresh.layers):
             for name in ("conv_states", "recurrent_states"):
                 for index, state in getattr(expected, name, {}).items():
@@ -174,7 +175,7 @@ def test_no_padding_of_a_prompt_enters_a_state(model):
     decoder = prefilled(model, inputs)
     for row, kept in enumerate(inputs["attention_mask"].bool()):
         alone = DynamicCache(config=model.config)
-        model(inputs["input_ids"][row : row + 1, kept], past_key_values=alone, use_cache=True)
+        model(inputs["input_ids"][row : row + 1, kept], **{CACHE: alone}, use_cache=True)
         expected = [layer for layer in ragged_copy(alone).layers if isinstance(layer, RecurrentLayer)]
         for ours, theirs in zip(decoder.cache.recurrent, expected):
             theirs.keep_all()

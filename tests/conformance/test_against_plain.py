@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 import hf_ssd
+from hf_ssd.cache.cache_name import CACHE
 from hf_ssd.generation import deciding, loop
 from hf_ssd.generation.sequences import Sequences
 
@@ -148,21 +149,21 @@ def turns(target, dialogue, ssd, tokenizer):  # noqa: F811
             output = target.generate(
                 ids,
                 attention_mask=mask,
-                past_key_values=cache,
+                **{CACHE: cache},
                 return_dict_in_generate=True,
                 output_scores=True,
                 **given,
                 **ssd,
             )
         assert torch.equal(ids, before[0]) and torch.equal(mask, before[1])
-        assert output.past_key_values.get_seq_length() == output.sequences.shape[1] - 1
+        assert output[CACHE].get_seq_length() == output.sequences.shape[1] - 1
         played.append((output, *notes))
         if question is not None:
             answer = output.sequences[:, ids.shape[1] :]
             said = torch.tensor([question]).expand(len(ids), -1)
             of_answer = (answer != 0).long() if masks_pads else torch.ones_like(answer)
             mask = torch.cat([mask, of_answer, torch.ones_like(said)], dim=1)
-            ids, cache = torch.cat([output.sequences, said], dim=1), output.past_key_values
+            ids, cache = torch.cat([output.sequences, said], dim=1), output[CACHE]
     return played
 
 

@@ -29,6 +29,7 @@ from transformers.generation import utils as generation_utils
 from transformers.generation.logits_process import DiaEOSDelayPatternLogitsProcessor
 
 import hf_ssd
+from hf_ssd.cache.cache_name import CACHE
 from hf_ssd.cache.trial import check_supported
 from hf_ssd.distributed.rebuilding import recipe_for
 
@@ -96,9 +97,7 @@ def test_embeddings_instead_of_tokens(target, draft):
 def test_static_cache_objects(target, draft):
     cache = StaticCache(config=target.config, max_cache_len=64)
     with pytest.raises(ValueError, match="remove the StaticCache cache"):
-        target.generate(
-            **padded_batch(1), max_new_tokens=5, past_key_values=cache, assistant_model=draft, ssd_config=CONFIG
-        )
+        target.generate(**padded_batch(1), max_new_tokens=5, **{CACHE: cache}, assistant_model=draft, ssd_config=CONFIG)
 
 
 @pytest.mark.parametrize(
@@ -309,9 +308,7 @@ def test_an_assistant_without_ssd_config(target, draft):
 def test_a_cache_without_the_models_kinds_of_layers(family):
     target = hf_ssd.enable(AutoModelForCausalLM.from_config(tiny_config(family)).eval())
     with pytest.raises(ValueError, match="`DynamicCache\\(\\)` has no layers of the kinds .*config=model.config"):
-        target.generate(
-            **padded_batch(1), past_key_values=DynamicCache(), assistant_model=tiny_draft(), ssd_config=IN_TURN
-        )
+        target.generate(**padded_batch(1), **{CACHE: DynamicCache()}, assistant_model=tiny_draft(), ssd_config=IN_TURN)
 
 
 def test_sparse_attention_with_flash_attention():

@@ -13,6 +13,7 @@ from transformers import (
 )
 
 import hf_ssd
+from hf_ssd.cache.cache_name import CACHE
 from hf_ssd.cache.cached_model import CachedModel
 
 from ..conftest import SIZES, padded_batch, tiny_draft, tiny_model
@@ -34,10 +35,10 @@ def ignoring_the_limit(monkeypatch):
 def continued(target, **ssd):
     """Goes on from a cache with nothing but new tokens, in plain generation or not."""
     inputs, cache = padded_batch(1, length=24), DynamicCache(config=target.config)
-    options = {"max_new_tokens": 20, "past_key_values": cache, **GREEDY}
+    options = {"max_new_tokens": 20, CACHE: cache, **GREEDY}
     first = target.generate(**inputs, **{**options, "max_new_tokens": 8})
     new = torch.tensor([[5, 6, 7, 8, 9]])
-    mask = torch.ones(1, first.past_key_values.get_seq_length() + new.shape[1], dtype=torch.long)
+    mask = torch.ones(1, first[CACHE].get_seq_length() + new.shape[1], dtype=torch.long)
     return target.generate(new, attention_mask=mask, **options, **ssd).sequences
 
 
@@ -146,7 +147,7 @@ def test_a_cache_from_before_the_change_is_refused():
     with pytest.raises(ValueError, match="changes when the text becomes longer than 24 tokens"):
         target.generate(
             longer,
-            past_key_values=first.past_key_values,
+            **{CACHE: first[CACHE]},
             max_length=40,
             assistant_model=longrope(),
             **GREEDY,

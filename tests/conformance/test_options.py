@@ -14,6 +14,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 import hf_ssd
+from hf_ssd.cache.cache_name import CACHE
 from hf_ssd.generation import deciding
 
 from ..conftest import VOCAB, padded_batch
@@ -245,8 +246,8 @@ def test_output_type(target, assistant):
     assert both(target, assistant, padded_batch(2))[1].shape == plain.sequences.shape
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma"])
-def test_continuing_from_past_key_values(family, target, assistant):
+@pytest.mark.parametrize("family, name", [("llama", CACHE), ("llama", "past_key_values"), ("gemma", CACHE)])
+def test_continuing_from_a_cache(family, name, target, assistant):
     if family == "gemma":
         from ..conftest import tiny_draft, tiny_model
 
@@ -258,17 +259,17 @@ def test_continuing_from_past_key_values(family, target, assistant):
     whole = target.generate(**inputs, max_new_tokens=30, **options)
     for first, second in [(ssd, ssd), (ssd, {}), ({}, ssd)]:  # both directions between plain and SSD
         half = target.generate(**inputs, max_new_tokens=13, **options, **first)
-        assert half.past_key_values.get_seq_length() == 9 + 13 - 1
+        assert half[CACHE].get_seq_length() == 9 + 13 - 1
         rest = target.generate(
             half.sequences,
             attention_mask=torch.ones_like(half.sequences),
-            past_key_values=half.past_key_values,
+            **{name: half[CACHE]},
             max_new_tokens=17,
             **options,
             **second,
         )
         assert torch.equal(rest.sequences, whole.sequences)
-        assert rest.past_key_values.get_seq_length() == 9 + 30 - 1
+        assert rest[CACHE].get_seq_length() == 9 + 30 - 1
 
 
 def test_num_return_sequences_and_set_seed(target, assistant):

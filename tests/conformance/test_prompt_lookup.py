@@ -6,6 +6,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation.streamers import BaseStreamer
 
 import hf_ssd
+from hf_ssd.cache.cache_name import CACHE
 from hf_ssd.distributed.lookup_session import LookupSession
 from hf_ssd.drafting.prompt_lookup import PromptLookup
 from hf_ssd.planning.lookup_costs import LookupCosts
@@ -131,7 +132,7 @@ def test_a_cache_goes_on_where_the_last_call_ended(repeating):
     options["attention_mask"] = torch.ones_like(first.sequences)
     whole = repeating.generate(first.sequences, **options)
     config = hf_ssd.SSDConfig(drafter="ngram", lookahead=5)
-    again = repeating.generate(first.sequences, past_key_values=first.past_key_values, ssd_config=config, **options)
+    again = repeating.generate(first.sequences, **{CACHE: first[CACHE]}, ssd_config=config, **options)
     assert torch.equal(again.sequences, whole.sequences) and again.ssd_stats.acceptance_rate > 0
 
 

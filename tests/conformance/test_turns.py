@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import hf_ssd
+from hf_ssd.cache.cache_name import CACHE
 from hf_ssd.generation import loop
 
 from ..conftest import VOCAB, padded_batch, tiny_draft, tiny_model
@@ -21,14 +22,14 @@ def turns(target, options, of_turn, mask_of_pads, padded, count=3):
     ids, mask = inputs["input_ids"], inputs.get("attention_mask", torch.ones(4, 9, dtype=torch.long))
     cache, outputs, uneven = None, [], False
     for turn in range(count):
-        output = target.generate(ids, attention_mask=mask, past_key_values=cache, **WANTED, **options, **of_turn(turn))
+        output = target.generate(ids, attention_mask=mask, **{CACHE: cache}, **WANTED, **options, **of_turn(turn))
         new = output.sequences[:, ids.shape[1] :]
         lengths = (new != 0).sum(1)
         uneven |= len(set(lengths.tolist())) > 1
         question = torch.randint(2, VOCAB, (4, 5), generator=torch.Generator().manual_seed(turn))
         of_answer = torch.ones_like(new) if mask_of_pads else (new != 0).long()
         mask = torch.cat([mask, of_answer, torch.ones_like(question)], dim=1)
-        ids, cache = torch.cat([output.sequences, question], dim=1), output.past_key_values
+        ids, cache = torch.cat([output.sequences, question], dim=1), output[CACHE]
         assert cache.get_seq_length() == output.sequences.shape[1] - 1
         outputs.append(output.sequences)
     return outputs, uneven
@@ -79,8 +80,8 @@ def test_later_turns_with_sparse_attention():
 
 def test_the_columns_are_those_of_plain_generation(target, draft):
     options = {**padded_batch(4), **stops(target, "eos", None), **WANTED}
-    plain = target.generate(**options).past_key_values
-    ssd = target.generate(**options, assistant_model=draft, ssd_config=CONFIG).past_key_values
+    plain = target.generate(**options)[CACHE]
+    ssd = target.generate(**options, assistant_model=draft, ssd_config=CONFIG)[CACHE]
     for ours, theirs in zip(ssd.layers, plain.layers):
         seen = options["attention_mask"].bool()[:, None, :, None]
         for one, other in ((ours.keys, theirs.keys), (ours.values, theirs.values)):

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import hf_ssd
+from hf_ssd.cache.cache_name import CACHE
 from hf_ssd.cache.ragged import RaggedCache
 from hf_ssd.generation import loop
 
@@ -74,7 +75,7 @@ def test_tokens_are_those_of_plain_generation(name, rows, monkeypatch):
     assert torch.equal(plain.sequences, ssd.sequences)
     for ours, theirs in ((ssd.scores, plain.scores), (ssd.logits, plain.logits)):
         torch.testing.assert_close(torch.stack(ours), torch.stack(theirs), atol=1e-3, rtol=1e-3)
-    for ours, theirs in zip(ssd.past_key_values.layers, plain.past_key_values.layers):
+    for ours, theirs in zip(ssd[CACHE].layers, plain[CACHE].layers):
         if not hasattr(ours, "keys"):  # a recurrent layer
             continue
         assert ours.keys.isfinite().all() and ours.values.isfinite().all()

@@ -9,6 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator
 
 import hf_ssd
+from hf_ssd.cache.cache_name import CACHE
 from hf_ssd.drafting.eagle_drafter import Eagle3Drafter
 from hf_ssd.rounds import IN_TURN
 
@@ -40,7 +41,7 @@ def drafted_by_transformers(target, assistant, text: torch.LongTensor, count: in
     with torch.no_grad():
         outputs = target(text[None, :-1], output_hidden_states=True, return_shared_kv_states=True)
         if not outputs.shared_kv_states:  # transformers gives none of a target whose layers share none
-            last = zip(KINDS, outputs.past_key_values.layers[-2:])
+            last = zip(KINDS, outputs[CACHE].layers[-2:])
             outputs.shared_kv_states = {kind: (layer.keys, layer.values) for kind, layer in last}
         tokens, _ = generator.get_candidates(text[None], {"attention_mask": None}, outputs, False, 0)
     return tokens[0, len(text) :].tolist()

@@ -11,6 +11,7 @@ from accelerate.hooks import ModelHook, add_hook_to_module
 
 import hf_ssd
 from hf_ssd.cache import recurrent
+from hf_ssd.cache.cache_name import CACHE
 from hf_ssd.cache.recurrent_draft import RecurrentDraft
 from hf_ssd.cache.trial import check_supported
 from hf_ssd.drafting import recurrent_prefix
@@ -81,7 +82,7 @@ def check_greedy(family, rows, lookaheads):
         assert output.ssd_stats.draft_failure is None and 1.3 < output.ssd_stats.tokens_per_round < lookahead + 1
         for ours, theirs in zip(output.logits, plain.logits, strict=True):
             assert (ours - theirs).abs().max() <= 1e-4 * theirs.abs().max()
-        check_cache(output.past_key_values, plain.past_key_values)
+        check_cache(output[CACHE], plain[CACHE])
 
 
 def check_cache(ours, theirs):
@@ -258,7 +259,7 @@ def test_a_call_that_ends_before_what_some_rows_have(short_refeeds):
     plain = target.generate(**options)
     output = target.generate(**options, **in_turn(draft, 7))
     assert torch.equal(output.sequences, plain.sequences) and plain.sequences.shape[1] == 9 + 17
-    check_cache(output.past_key_values, plain.past_key_values)
+    check_cache(output[CACHE], plain[CACHE])
 
 
 def test_streaming_scores_and_several_sequences(short_refeeds):

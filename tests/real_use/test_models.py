@@ -24,6 +24,7 @@ from transformers import (
 
 import hf_ssd
 from hf_ssd.cache import trial
+from hf_ssd.cache.cache_name import CACHE
 from hf_ssd.cache.support import check_own_decoding, last_position_limit
 from hf_ssd.cache.trial import check_supported
 from hf_ssd.cli.main import main
@@ -66,7 +67,8 @@ def test_gradient_checkpointing_left_on_in_training_mode_is_refused(draft):
 
 def test_a_model_that_keeps_nothing_in_its_cache_is_refused():
     class Forgetful(type(tiny_model())):
-        def forward(self, *args, past_key_values=None, use_cache=None, **kwargs):
+        def forward(self, *args, use_cache=None, **kwargs):
+            kwargs.pop(CACHE, None)
             return super().forward(*args, **kwargs, use_cache=False)
 
     model = tiny_model()

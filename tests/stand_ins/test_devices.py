@@ -21,6 +21,7 @@ from transformers import (
 
 from hf_ssd.cache import masks
 from hf_ssd.cache.branches import Branches
+from hf_ssd.cache.cache_name import CACHE
 from hf_ssd.cache.cached_model import CachedModel
 from hf_ssd.cache.ragged import RaggedCache, RaggedLayer
 from hf_ssd.drafting.fallbacks import NGramFallback, RandomFallback, join
@@ -110,7 +111,7 @@ def grow(place, family):
 def caches(place):
     model, ids = place.model(), place.tokens(9)
     theirs = DynamicCache(config=model.config)
-    model(input_ids=ids, past_key_values=theirs)
+    model(input_ids=ids, **{CACHE: theirs})
     cache = RaggedCache.from_cache(theirs)
     CachedModel(model, cache).extend(place.tokens(3), place.lengths(5))
     return [layer.keys for layer in cache.copy_to(theirs, 8).layers]

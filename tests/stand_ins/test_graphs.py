@@ -9,6 +9,7 @@ from transformers import GenerationConfig, LogitsProcessorList, TypicalLogitsWar
 import hf_ssd
 from hf_ssd.cache import cached_model, graphs, model_runner
 from hf_ssd.cache.branches import Branches, extend_with_branches
+from hf_ssd.cache.cache_name import CACHE
 from hf_ssd.cache.cached_model import CachedModel
 from hf_ssd.cache.graphs import CapturedPass, Graphs
 from hf_ssd.cache.model_runner import Runner, TensorFunction
@@ -386,7 +387,7 @@ def test_a_call_in_turn_gives_the_same_tokens(rows, options, tapes):
     for output in captured:
         assert torch.equal(output.sequences, eager.sequences)
         assert output.ssd_stats.column("accepted") == eager.ssd_stats.column("accepted")
-        assert torch.allclose(output.past_key_values.layers[0].keys, eager.past_key_values.layers[0].keys, atol=1e-5)
+        assert torch.allclose(output[CACHE].layers[0].keys, eager[CACHE].layers[0].keys, atol=1e-5)
     compiles = [any(output.ssd_stats.column("compiles")) for output in outputs]
     assert compiles == [False, True, False] and len(tapes.made) == 2  # of target and draft
     assert all(capture.replayed > 2 * capture.captured for capture in tapes.made)
