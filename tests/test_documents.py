@@ -7,6 +7,7 @@ import os
 import re
 import runpy
 import shlex
+import shutil
 import subprocess
 import sys
 import urllib.parse
@@ -54,7 +55,10 @@ def what_readers_have(tmp_path):
     inputs = AutoTokenizer.from_pretrained(PAIR / "target")(
         "import os", return_tensors="pt", return_token_type_ids=False
     )
-    names = {"TARGET": str(PAIR / "target"), "DRAFT": str(PAIR / "draft"), "FOLDER": str(tmp_path)}
+    target = tmp_path / "target"  # a reader's model has a chat template
+    shutil.copytree(PAIR / "target", target)
+    (target / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    names = {"TARGET": str(target), "DRAFT": str(PAIR / "draft"), "FOLDER": str(tmp_path)}
     names |= {"PARALLEL_DRAFT": str(PAIR / "parallel_draft"), "REPOSITORY": str(ROOT / "custom_generate")}
     return {**names, **pair(), "inputs": inputs}
 
@@ -233,8 +237,17 @@ def test_the_readme_says_what_its_figures_are_of_and_which_paper_it_is_about():
     assert f"https://arxiv.org/abs/{number}" in text and f"arXiv:{number}" in "".join(
         blocks_of(ROOT / "README.md", "bibtex")
     )
-    paragraph = next(part for part in text.split("\n\n") if part.startswith("SmolLM2-135M-Instruct with a draft"))
-    assert "measure_public.py" in paragraph and "with two cores" in paragraph and "of a GPU yet" in text
+    paragraph = next(part for part in text.split("\n\n") if part.startswith("Qwen2.5-Coder-1.5B-Instruct with"))
+    assert "measure_public.py" in paragraph and "two cores" in paragraph and "of a GPU yet" in text
+
+
+def test_the_first_program_of_the_readme_prints_text_within_ten_lines(tmp_path):
+    program = blocks_of(ROOT / "README.md", "python")[0]
+    assert len(program.split("\n")) <= 11 and "examples/pair/draft" in program
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stdout.startswith("class Config:\n    def __init__(self, name):"), done.stderr
+    assert len(done.stdout) > 100
 
 
 def test_the_check_of_the_project_runs_the_second_command_of_the_readme_as_it_stands_there():
