@@ -1,8 +1,19 @@
 """Functions for every kind of accelerator: identity, synchronization, and copies that do not block the host."""
 
+import contextlib
+from pathlib import Path
+
 import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging
+
+PROCESSES = Path("/proc")
+GROUPS = Path("/sys/fs/cgroup")
+# By the name in /proc/self/cgroup: the folder, and the files with the limit, the bytes in use, and those of files.
+FILES_OF_GROUPS = {
+    "": ("", "memory.max", "memory.current", "inactive_file"),
+    "memory": ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
 
 logger = logging.get_logger(__name__)
 
@@ -90,16 +101,35 @@ class HostCopy:
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Returns the bytes that new tensors on a device may take, if it is known."""
+    """Returns the bytes that new tensors on a device may take, if it is known. A container may have less memory."""
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused
     try:
-        with open("/proc/meminfo") as lines:
-            kilobytes = next(line.split()[1] for line in lines if line.startswith("MemAvailable"))
+        lines = (PROCESSES / "meminfo").read_text().splitlines()
+        kilobytes = next(line.split()[1] for line in lines if line.startswith("MemAvailable"))
     except (OSError, StopIteration):
         return None
-    return 1024 * int(kilobytes) if device.type == "cpu" else None
+    return min([1024 * int(kilobytes), *_free_in_groups()]) if device.type == "cpu" else None
+
+
+def _free_in_groups() -> list[int]:
+    """Returns the bytes that each control group of this process, version 1 or 2, has left. Files in memory can go."""
+    found: list[int] = []
+    try:
+        lines = (PROCESSES / "self/cgroup").read_text().splitlines()
+    except OSError:
+        return found
+    for kinds, name in (line.split(":", 2)[1:] for line in lines):
+        folder, limit, used, files = FILES_OF_GROUPS.get(kinds, (None,) * 4)
+        path = GROUPS if folder is None else GROUPS / folder / name.lstrip("/")
+        groups = [] if folder is None else [one for one in (path, *path.parents) if one.is_relative_to(GROUPS)]
+        for group in groups:
+            with contextlib.suppress(OSError, ValueError):  # no such group, or "max", which is no limit
+                counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+                in_use = int((group / used).read_text()) - int(counts.get(files, 0))
+                found.append(int((group / limit).read_text()) - in_use)
+    return found
 
 
 def has_float64(device: torch.device) -> bool:

@@ -62,6 +62,8 @@ def test_a_fallback_of_ones_own_is_taken_and_not_saved():
         ("asynchronous", 1),
         ("cuda_graphs", 1),
         ("cuda_graphs", "always"),
+        ("pack_weights", 1),
+        ("pack_weights", "always"),
     ],
 )
 def test_invalid_values_name_the_field_the_value_and_what_is_allowed(field, value):

@@ -17,6 +17,7 @@ from .attention import GROUPED, use_grouped_heads
 from .hidden_states import HiddenStates
 from .mamba import is_mamba
 from .model_runner import LONGEST_STEP, Runner, TensorFunction, runner_for
+from .packed import packed_forwards
 from .ragged import RaggedCache
 from .support import attention_layout, is_flash_attention
 from .view import view_of
@@ -42,6 +43,7 @@ class CachedModel:
             which then run uncompiled and uncaptured.
         view (`PreTrainedModel`, *optional*): The view of the model that computes the passes, see [`view_for_passes`]. A
             new view by default.
+        pack_weights (`bool` or `str`, *optional*): For a new view, see [`SSDConfig`]. `False` by default.
 
     Attributes:
         runner (`Runner`): Runs the forward passes.
@@ -61,9 +63,10 @@ class CachedModel:
         cuda_graphs=False,
         hidden_states: HiddenStates | None = None,
         view: PreTrainedModel | None = None,
+        pack_weights: bool | str = False,
     ):
         self.model, self.cache = model, cache
-        self.view = view_for_passes(model) if view is None else view
+        self.view = view_for_passes(model, pack_weights=pack_weights) if view is None else view
         self.hidden_states, self.features = hidden_states, None
         self.valid = None if valid is None or valid.all() else valid
         self.device, self.dtype = devices.of_model(model), model.dtype
@@ -257,14 +260,17 @@ class CachedModel:
         return lengths
 
 
-def view_for_passes(model: PreTrainedModel, hooked: Collection[nn.Module] = ()) -> PreTrainedModel:
+def view_for_passes(
+    model: PreTrainedModel, hooked: Collection[nn.Module] = (), pack_weights: bool | str = False
+) -> PreTrainedModel:
     """
     Returns the view of a model that computes the passes of a call.
 
     Args:
         hooked (`Collection[nn.Module]`, *optional*): Modules whose copies in the view get hooks.
+        pack_weights (`bool` or `str`, *optional*): See [`SSDConfig`].
     """
-    view, configs = view_of(model, is_mamba, hooked)
+    view, configs = view_of(model, is_mamba, hooked, packed_forwards(model, pack_weights))
     use_grouped_heads(model, configs)
     return view
 

@@ -219,10 +219,12 @@ class GraphRunner(Runner):
             cache.placement = before
 
     def _give_up(self, error: Exception | str) -> None:
-        self.graphs.failure = _line(error)
-        self.graphs.passes.clear()
-        self.graphs.storage.clear()
-        logger.warning(f"{type(self.model).__name__} runs without CUDA graphs: {self.graphs.failure}")
+        graphs = self.graphs
+        if graphs.failure is None:
+            graphs.failure = _line(error)
+            logger.warning(f"{type(self.model).__name__} runs without CUDA graphs: {graphs.failure}")
+        graphs.passes.clear()
+        graphs.storage.clear()
 
 
 def runner_for(

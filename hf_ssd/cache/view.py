@@ -7,7 +7,7 @@ do differently belongs to a view: the names of attention functions in its config
 
 import copy
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from types import CellType, FunctionType, MethodType
 
 from torch import nn
@@ -21,6 +21,7 @@ def view_of(
     model: PreTrainedModel,
     is_changed: Callable[[nn.Module], bool] = lambda module: False,
     hooked: Collection[nn.Module] = (),
+    forwards: Mapping[nn.Module, Callable] = {},
 ) -> tuple[PreTrainedModel, list[PreTrainedConfig]]:
     """
     Returns a view of a model, and the configs of the view. Modules that have a config, and those that contain other
@@ -31,6 +32,7 @@ def view_of(
         model (`PreTrainedModel`): The model. The view sees later changes of weights and hooks, but not of modules.
         is_changed (`Callable`, *optional*): Whether a module is one of which the view needs a copy.
         hooked (`Collection[nn.Module]`, *optional*): Modules whose copies have hooks of their own beside the model's.
+        forwards (`Mapping[nn.Module, Callable]`, *optional*): The `forward` of the copies of some modules.
     """
     needed: dict[nn.Module, bool] = {}
     configs: dict[int, PreTrainedConfig] = {}
@@ -41,7 +43,7 @@ def view_of(
         attributes = vars(module)
         own = [one for one in map(attributes.get, attributes.keys() - OF_TORCH) if isinstance(one, PreTrainedConfig)]
         # A rotary embedding changes its buffers and attributes together, so it stays one.
-        is_own = module is model or module in hooked or is_changed(module)
+        is_own = module is model or module in hooked or module in forwards or is_changed(module)
         needed[module] = is_own
         if is_own or module._compiled_call_impl is None:  # a part that is compiled by itself stays compiled
             for config in own:
@@ -63,6 +65,7 @@ def view_of(
     for module in modules:
         children = {name: copies.get(id(child), child) for name, child in module._modules.items()}
         own = {name: vars(module)[name].copy() for name in HOOKS} if module in hooked else {}
+        own |= {"forward": forwards[module]} if module in forwards else {}
         vars(copies[id(module)]).update(own, _modules=children, _compiled_call_impl=None)
     return copies[id(model)], of_view
 

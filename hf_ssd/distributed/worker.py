@@ -17,6 +17,7 @@ from transformers.quantizers import AutoQuantizationConfig
 from transformers.utils import logging
 
 from .. import devices
+from ..cache import packed
 from ..cache.compiled import is_compiled
 from ..cache.support import MASKED_ATTENTION, last_position_limit
 from ..cache.trial import check_supported
@@ -104,6 +105,8 @@ def load_model(settings: dict) -> PreTrainedModel:
     if model.config.get_text_config(decoder=True)._attn_implementation not in MASKED_ATTENTION:
         model.set_attn_implementation("sdpa")  # branches need 4D masks
     check_supported(model, drafts=True)
+    if settings["weights"] is None:
+        packed.own(model)
     return model
 
 

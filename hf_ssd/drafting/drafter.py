@@ -66,9 +66,10 @@ class Drafter(ABC):
         vocabulary: Vocabulary | None = None,
     ):
         self.device = devices.of_model(model)
-        limit, graphs = generation_config.max_length, config.cuda_graphs
+        limit = generation_config.max_length
+        options = {"cuda_graphs": config.cuda_graphs, "pack_weights": config.pack_weights}
         kind = RecurrentPrefix if attention_layout(model).recurrent else self.prefix_class
-        self.prefix = kind(model, prompts, limit, earlier, vocabulary, graphs)
+        self.prefix = kind(model, prompts, limit, earlier, vocabulary, **options)
         self.vocabulary, self.vocab_size = self.prefix.vocabulary, self.prefix.vocabulary.size
         longest = prompt_length or max(self.prefix.lengths)
         self.sampler = DraftSampler(model, config, generation_config, longest, seed, self.vocab_size, num_workers)

@@ -28,8 +28,8 @@ class HeadPrefix(VerifiedPrefix):
         shared (`list[int]`): Number of first columns of each row that were fed in the previous call, with features.
     """
 
-    def __init__(self, model: Eagle3Head, prompts, column_limit, earlier=None, vocabulary=None, cuda_graphs=False):
-        super().__init__(model, prompts, column_limit, earlier, vocabulary, cuda_graphs)
+    def __init__(self, model: Eagle3Head, prompts, column_limit, earlier=None, vocabulary=None, **options):
+        super().__init__(model, prompts, column_limit, earlier, vocabulary, **options)
         self.known, self.shared = [0] * len(prompts), list(self.fed)
         size = model.config.hidden_size
         self.states = torch.zeros(*self.inputs.shape, size, dtype=model.dtype, device=self.device)

@@ -30,7 +30,7 @@ class VerifiedPrefix:
             continues its text, as in a chat, its cache is taken over.
         vocabulary ([`~hf_ssd.drafting.vocabulary.Vocabulary`], *optional*): Maps between the tokens of target and
             draft. The target has the draft's vocabulary by default.
-        cuda_graphs (`bool` or `str`, *optional*): See [`SSDConfig`].
+        options: `cuda_graphs` and `pack_weights`, see [`SSDConfig`].
 
     Attributes:
         branches_kind (`type[Branches]`): Class attribute: the kind of branches that fork from the prefix.
@@ -52,7 +52,7 @@ class VerifiedPrefix:
         column_limit: int | None,
         earlier: "VerifiedPrefix | None" = None,
         vocabulary: Vocabulary | None = None,
-        cuda_graphs: bool | str = False,
+        **options,
     ):
         own = model.config.get_text_config(decoder=True).vocab_size
         self.device, self.vocabulary = devices.of_model(model), vocabulary or Vocabulary(own, own)
@@ -73,7 +73,7 @@ class VerifiedPrefix:
                 earlier.decoder.cache.take_back()
         if earlier is not None and continues is None:
             earlier.decoder.close()
-        self.decoder = self._decoder(model, continues, column_limit=column_limit, cuda_graphs=cuda_graphs)
+        self.decoder = self._decoder(model, continues, column_limit=column_limit, **options)
 
     def _decoder(self, model: PreTrainedModel, continues: "VerifiedPrefix | None", **options) -> CachedModel:
         cache = RaggedCache() if continues is None else continues.decoder.cache

@@ -134,7 +134,7 @@ def speculative_speculative_decoding(
         info = DraftInfo.of(head.config)
     reads_states = needs.hidden_states or head is not None
     captured, hooked = None, hooked_modules(model, info.target_layers, info.target_keys) if reads_states else ()
-    view = view_for_passes(model, hooked)
+    view = view_for_passes(model, hooked, ssd_config.pack_weights)
     if reads_states:
         captured = HiddenStates(view, info.target_layers, info.target_keys)
     cores = TargetCores(worker.cores.target if divided else None)

@@ -68,7 +68,7 @@ def planner_for(
     settings = repr(dataclasses.replace(config, fallback="auto")), fallback, is_parallel
     size = rows, length.bit_length() // 2
     with known.lock:
-        durations = _kept(known.durations, (*size, is_parallel, config.cuda_graphs), Durations)
+        durations = _kept(known.durations, (*size, is_parallel, config.cuda_graphs, config.pack_weights), Durations)
         experience = _kept(
             known.experience,
             (*settings, *size, temperature),

@@ -1,0 +1,222 @@
+"""
+Weights of linear layers that are packed once, for passes over a few tokens on a CPU.
+
+torch packs a weight anew in each product with more than one token, which takes longer than the product. Here oneDNN's
+own operations, which torch.compile uses too, pack it once. A view of the model computes with the packed weights; the
+model keeps its layers as they are.
+"""
+
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.nn.functional import linear
+from torch.nn.modules import module as torch_modules
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from .. import devices
+from .compiled import is_compiled
+from .support import are_close
+from .view import view_of
+
+DTYPES = (torch.float32, torch.bfloat16)
+TRIED = (1, 5, 16)  # tokens of the passes that are timed
+FOR_TOKENS = 8  # for which oneDNN chooses the order; it serves any number
+FASTER = 0.95  # of the time of torch's own product, which a packed one must not exceed
+LEAST = 2**17  # values of a weight: smaller ones stay in the processor's cache and gain nothing
+SAMPLES = 32  # values that are compared: writing to `weight.data` changes neither address nor version
+EXACT = ("none", "ieee")  # torch's names of a precision that computes float32 in float32
+GIGABYTE = 2**30
+
+logger = logging.get_logger(__name__)
+_packed: "weakref.WeakKeyDictionary[nn.Linear, PackedWeight]" = weakref.WeakKeyDictionary()
+_owned: "weakref.WeakSet[PreTrainedModel]" = weakref.WeakSet()
+_verdicts: dict[tuple, tuple[bool, ...]] = {}  # for each number of tokens in `TRIED`; empty if torch cannot pack
+
+
+class PackedWeight:
+    """
+    The `forward` of a linear layer whose weight is packed.
+
+    Args:
+        layer (`nn.Linear`): The layer, for which [`is_eligible`] holds.
+        packed (`torch.Tensor`): Its packed weight.
+        is_faster (`tuple[bool, ...]`): Whether to use it for as many tokens as in `TRIED`.
+    """
+
+    def __init__(self, layer: nn.Linear, packed: torch.Tensor, is_faster: tuple[bool, ...]):
+        # torch's own dictionary of parameters follows the layer, and does not keep it alive.
+        self.parameters, self.packed, self.is_faster = layer._parameters, packed, is_faster
+        self.state, self.values = _state(layer.weight), _sample(layer.weight).clone()
+        self.is_alone = False  # whether the layer's own weight was given up
+
+    def is_current(self, weight: torch.Tensor) -> bool:
+        """Whether the layer's weight is the one that was packed."""
+        return self.is_alone or self.state == _state(weight) and torch.equal(self.values, _sample(weight))
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        weight, bias = self.parameters["weight"], self.parameters["bias"]
+        tokens = input.numel() // weight.shape[1]
+        is_faster = self.is_faster[0 if tokens <= 1 else 1 if tokens < TRIED[2] else 2]
+        is_other = input.dtype != weight.dtype or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
+        if is_other or not is_faster or not tokens:
+            return linear(input, weight, bias)
+        return torch.ops.mkldnn._linear_pointwise(input, self.packed, bias, "none", [], "")
+
+
+def packed_forwards(model: PreTrainedModel, pack_weights: bool | str) -> dict[nn.Module, PackedWeight]:
+    """
+    Packs weights of a model that are not packed, or have changed since then.
+
+    Args:
+        pack_weights (`bool` or `str`): See [`SSDConfig`].
+
+    Returns:
+        `dict[nn.Module, PackedWeight]`: For each layer that is packed, its `forward` in a view of the model.
+    """
+    if model in _owned:
+        found = {module: _packed[module] for module in model.modules() if module in _packed}
+        if any(forward.is_alone for forward in found.values()):
+            return found
+    has_hooks = torch_modules._global_forward_hooks or torch_modules._global_forward_pre_hooks
+    if not pack_weights or has_hooks or model.device.type != "cpu" or is_compiled(model) or not _can_pack():
+        return {}
+    is_auto = pack_weights == "auto"
+    layers = [one for one in model.modules() if type(one) is nn.Linear and is_eligible(one)]
+    layers = [layer for layer in layers if not is_auto or layer.weight.numel() >= LEAST]
+    found = {layer: _packed.get(layer) for layer in layers}
+    stale = [layer for layer, packed in found.items() if packed is None or not packed.is_current(layer.weight)]
+    for layer in stale:
+        _packed.pop(layer, None)  # a changed weight's memory is free for the new one
+    stale = [layer for layer in stale if _is_faster(layer, is_auto)]
+    if stale and (not is_auto or _has_room(model, stale)):
+        for layer in stale:
+            packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), FOR_TOKENS)
+            _packed[layer] = PackedWeight(layer, packed, _is_faster(layer, is_auto))
+    found = {layer: _packed[layer] for layer in layers if layer in _packed}
+    if stale and model in _owned:
+        _keep_packed_alone(model, found)
+    return found
+
+
+def own(model: PreTrainedModel) -> None:
+    """Says that nothing but our passes uses a model, as in a worker that loaded it, so that it keeps no second copy."""
+    _owned.add(model)
+
+
+@torch.no_grad()
+def _keep_packed_alone(model: PreTrainedModel, forwards: dict[nn.Linear, PackedWeight]) -> None:
+    """
+    Gives up the weights that are packed, except those that other modules use, such as an embedding. A pass shows
+    whether the model reads a weight by itself: it would read NaN. Then the model keeps its weights.
+    """
+    if getattr(model.config, "target_layers", None):  # heads compute outside of their passes
+        return
+    users = Counter(id(one) for module in model.modules() for one in module._parameters.values())
+    layers = {layer: forward for layer, forward in forwards.items() if users[id(layer.weight)] == 1}
+    kept = [layer.weight.data for layer in layers]
+    is_faster = [forward.is_faster for forward in layers.values()]
+    tokens = torch.arange(FOR_TOKENS, device=model.device)[None] % model.get_input_embeddings().weight.shape[0]
+    view, _ = view_of(model, forwards=forwards)
+    expected = view(input_ids=tokens, use_cache=False).logits
+    for layer, forward in layers.items():
+        forward.is_faster = (True,) * len(TRIED)
+        layer.weight.data = torch.full((), torch.nan, dtype=layer.weight.dtype).expand(layer.weight.shape)
+    found = view(input_ids=tokens, use_cache=False).logits
+    is_alone = not found.isnan().any() and are_close(found, expected)
+    for (layer, forward), weight, before in zip(layers.items(), kept, is_faster):
+        if is_alone:
+            forward.is_alone = True
+        else:
+            layer.weight.data, forward.is_faster = weight, before
+
+
+def is_eligible(layer: nn.Linear) -> bool:
+    """Whether a layer's result is the product with its weight and nothing else."""
+    weight = layer._parameters.get("weight")
+    return (
+        type(weight) is nn.Parameter
+        and weight.dtype in DTYPES
+        and weight.device.type == "cpu"
+        and weight.is_contiguous()
+        and not weight.is_inference()  # such a tensor does not count its changes
+        and not (layer._forward_hooks or layer._forward_pre_hooks)
+        and "forward" not in vars(layer)
+        and layer._compiled_call_impl is None
+    )
+
+
+def _can_pack() -> bool:
+    """Whether torch has the operations, and computes float32 products in float32."""
+    names = "_reorder_linear_weight", "_linear_pointwise"
+    is_here = torch.backends.mkldnn.is_available() and all(hasattr(torch.ops.mkldnn, name) for name in names)
+    # What the user has set for float32 products, by any of torch's functions. With less, torch's own product counts.
+    precision = getattr(getattr(torch.backends.mkldnn, "matmul", None), "fp32_precision", None)
+    return is_here and (torch.get_float32_matmul_precision() == "highest" if precision is None else precision in EXACT)
+
+
+def _is_faster(layer: nn.Linear, is_auto: bool) -> tuple[bool, ...]:
+    """
+    Returns whether to use a packed weight for each number of tokens in `TRIED`; nothing if torch cannot pack it, or if
+    `"auto"` finds no gain. A layer of each kind is tried.
+    """
+    kind = layer.weight.shape, layer.weight.dtype, layer.bias is not None, torch.get_num_threads()
+    if kind not in _verdicts:
+        _verdicts[kind] = _try(layer)
+    if not is_auto:
+        return (True,) * len(_verdicts[kind])
+    return _verdicts[kind] if any(_verdicts[kind]) else ()
+
+
+@torch.no_grad()
+def _try(layer: nn.Linear) -> tuple[bool, ...]:
+    found, weight, bias = [], layer.weight, layer.bias
+    try:
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), FOR_TOKENS)
+        for tokens in TRIED:
+            states = torch.ones(tokens, weight.shape[1], dtype=weight.dtype)
+            theirs, expected = _timed(linear, states, weight, bias)
+            ours, result = _timed(torch.ops.mkldnn._linear_pointwise, states, packed, bias, "none", [], "")
+            if not are_close(result, expected):
+                return ()
+            found.append(ours <= FASTER * theirs)
+    except RuntimeError:  # of a processor that lacks instructions
+        return ()
+    return tuple(found)
+
+
+def _timed(call: Callable, *arguments) -> tuple[float, torch.Tensor]:
+    """Returns the shortest of three times, after a call that is not timed, and the result."""
+    result, times = call(*arguments), []
+    for _ in range(3):
+        start = time.perf_counter()
+        call(*arguments)
+        times.append(time.perf_counter() - start)
+    return min(times), result
+
+
+def _has_room(model: PreTrainedModel, layers: list[nn.Linear]) -> bool:
+    """Whether free memory holds the packed weights twice. If it does not, this is said once."""
+    needed, free = sum(layer.weight.nbytes for layer in layers), devices.free_memory(model.device)
+    if free is None or free >= (1 if model in _owned else 2) * needed:
+        return True
+    logger.warning_once(
+        f"{type(model).__name__} runs with weights that are not packed, which is slower: {needed / GIGABYTE:.1f} GB "
+        f"would be packed, and {free / GIGABYTE:.1f} GB of memory are free. Free twice as much, load the model in "
+        "bfloat16, or set SSDConfig(pack_weights=True) to pack anyway, or False for silence."
+    )
+    return False
+
+
+def _state(weight: torch.Tensor) -> tuple:
+    return id(weight), weight.data_ptr(), weight._version
+
+
+def _sample(weight: torch.Tensor) -> torch.Tensor:
+    """Returns values from rows and columns all over a weight, without a copy."""
+    values = weight.detach().view(-1)
+    return values[:: max(1, values.numel() // SAMPLES) | 1]

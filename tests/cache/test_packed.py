@@ -1,0 +1,398 @@
+"""Packed weights: the same products to rounding, only where nothing else happens in a layer, and never in the model."""
+
+import gc
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+import hf_ssd
+from hf_ssd import devices
+from hf_ssd.cache import packed
+from hf_ssd.cache.cached_model import CachedModel
+from hf_ssd.cache.packed import packed_forwards
+from hf_ssd.cache.ragged import RaggedCache
+
+from ..conftest import VOCAB, padded_batch, tiny_draft, tiny_model
+from ..drafting.heads import tiny_head
+
+EXACT = {"atol": 1e-4, "rtol": 1e-4}
+LAYERS = 3 * 7 + 1  # of a tiny model
+SUITES = ("test_greedy.py", "test_sampled.py", "test_families.py", "test_combinations.py")
+
+
+@pytest.fixture
+def products(monkeypatch):
+    """Counts the products with packed weights, by their number of tokens."""
+    counted, call = [], packed.PackedWeight.__call__
+
+    def counting(self, states):
+        counted.append(states.numel() // states.shape[-1])
+        return call(self, states)
+
+    monkeypatch.setattr(packed.PackedWeight, "__call__", counting)
+    return counted
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(40,), (1, 40), (2, 3, 40), (0, 40), (2, 1, 33, 40)], ids=str)
+@torch.no_grad()
+def test_a_product_with_a_packed_weight_is_that_of_the_layer(shape, dtype, bias):
+    layer = nn.Linear(40, 56, bias).to(dtype)
+    model = SimpleNamespace(modules=lambda: [layer], device=torch.device("cpu"), _compiled_call_impl=None)
+    states, forward = torch.randn(shape).to(dtype), packed_forwards(model, True)[layer]
+    ours, theirs = forward(states), layer(states)
+    assert ours.shape == theirs.shape and ours.dtype == theirs.dtype
+    torch.testing.assert_close(ours, theirs, **(EXACT if dtype == torch.float32 else {"atol": 2e-2, "rtol": 2e-2}))
+    every_second = torch.randn(*shape[:-1], 80).to(dtype)[..., ::2]
+    torch.testing.assert_close(forward(every_second), layer(every_second), atol=2e-2, rtol=2e-2)
+
+
+def test_with_gradients_or_autocast_the_layer_computes_itself():
+    model = tiny_model()
+    layer = model.lm_head
+    forward = packed_forwards(model, True)[layer]
+    forward.packed = None  # is not read
+    states = torch.randn(2, 32, requires_grad=True)
+    forward(states).sum().backward()
+    assert states.grad is not None
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert forward(states).dtype == torch.bfloat16
+
+
+class OwnLinear(nn.Linear):
+    pass
+
+
+class Quantized(torch.Tensor):
+    pass
+
+
+def of_type(model):
+    model.lm_head.__class__ = OwnLinear
+
+
+def of_dtype(model):
+    model.lm_head.to(torch.float64)
+
+
+def with_a_hook(model):
+    model.lm_head.register_forward_hook(lambda module, inputs, output: output * 2)
+
+
+def with_a_hook_before(model):
+    model.lm_head.register_forward_pre_hook(lambda module, inputs: inputs)
+
+
+def with_a_parametrization(model):
+    parametrize.register_parametrization(model.lm_head, "weight", nn.Identity())
+
+
+def with_a_forward(model):
+    forward = model.lm_head.forward
+    model.lm_head.forward = lambda states: forward(states) * 2
+
+
+def with_another_kind_of_weight(model):
+    weight = model.lm_head.weight.detach().as_subclass(Quantized)
+    model.lm_head.weight = nn.Parameter(weight, requires_grad=False)
+
+
+def without_versions(model):
+    with torch.inference_mode():
+        model.lm_head.weight = nn.Parameter(torch.randn(VOCAB, 32), requires_grad=False)
+
+
+def compiled_alone(model):
+    model.lm_head.compile(backend="eager")
+
+
+EXCLUDED = (
+    of_type,
+    of_dtype,
+    with_a_hook,
+    with_a_hook_before,
+    with_a_parametrization,
+    with_a_forward,
+    with_another_kind_of_weight,
+    without_versions,
+    compiled_alone,
+)
+
+
+@pytest.mark.parametrize("change", EXCLUDED)
+def test_a_layer_that_is_more_than_a_product_is_not_packed(change):
+    model = tiny_model()
+    assert len(packed_forwards(model, True)) == LAYERS
+    change(model)
+    found = packed_forwards(model, True)
+    assert len(found) == LAYERS - 1 and model.lm_head not in found
+
+
+def test_nothing_is_packed_for_a_compiled_model_or_with_hooks_of_all_modules():
+    model = tiny_model()
+    with nn.modules.module.register_module_forward_hook(lambda module, inputs, output: None):
+        assert not packed_forwards(model, True)
+    assert packed_forwards(model, True) and not packed_forwards(model, False)
+    model.compile(backend="eager")
+    assert not packed_forwards(model, True)
+
+
+@pytest.mark.parametrize("setting", ["older", "matmul", "onednn", "all"])
+def test_the_precision_that_the_user_has_set_counts(setting):
+    model, backends = tiny_model(), torch.backends
+    places = {"matmul": backends.mkldnn.matmul, "onednn": backends.mkldnn, "all": backends}
+    try:
+        if setting == "older":
+            torch.set_float32_matmul_precision("medium")
+        else:
+            places[setting].fp32_precision = "bf16"
+        assert not packed_forwards(model, True)
+    finally:
+        torch.set_float32_matmul_precision("highest") if setting == "older" else None
+        for place in places.values():
+            place.fp32_precision = "none"
+    assert packed_forwards(model, True)
+
+
+def fails(*arguments):
+    raise RuntimeError("could not create a primitive")
+
+
+@pytest.mark.parametrize("missing", ["_reorder_linear_weight", "_linear_pointwise"])
+@pytest.mark.parametrize("raises", [False, True])
+def test_without_the_operations_nothing_happens_and_nothing_is_said(missing, raises, monkeypatch):
+    operations = {name: getattr(torch.ops.mkldnn, name) for name in ("_reorder_linear_weight", "_linear_pointwise")}
+    del operations[missing]
+    monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace(**operations, **({missing: fails} if raises else {})))
+    monkeypatch.setattr(packed, "_verdicts", {})
+    monkeypatch.setattr(packed.logger, "warning_once", lambda text: pytest.fail(text))
+    assert not packed_forwards(tiny_model(), True) and not packed_forwards(tiny_model(), "auto")
+
+
+def in_place(layer):
+    with torch.no_grad():
+        layer.weight.mul_(-1)
+
+
+def through_data(layer):
+    layer.weight.data.mul_(-1)
+
+
+def by_another_parameter(layer):
+    layer.weight = nn.Parameter(-layer.weight.detach())
+
+
+def by_a_state(layer):
+    layer.load_state_dict({"weight": -layer.weight.detach()})
+
+
+@pytest.mark.parametrize("change", [in_place, through_data, by_another_parameter, by_a_state])
+def test_a_weight_that_changed_is_packed_anew(change):
+    model, tokens = tiny_model(), torch.arange(2, 8)[None]
+    with torch.no_grad():
+        before = CachedModel(model, RaggedCache(), pack_weights=True).extend(tokens, [0])
+        change(model.lm_head)
+        after = CachedModel(model, RaggedCache(), pack_weights=True).extend(tokens, [0])
+    torch.testing.assert_close(after, -before, **EXACT)
+
+
+def test_unchanged_weights_are_packed_once_and_go_with_their_model():
+    gc.collect()
+    model = tiny_model()
+    first, second = (packed_forwards(model, True) for _ in range(2))
+    assert all(first[layer] is second[layer] for layer in first)
+    count = len(packed._packed)
+    del model, first, second
+    gc.collect()
+    assert len(packed._packed) == count - LAYERS
+
+
+def test_the_layer_in_an_adapter_and_a_head_that_shares_the_embedding_are_packed(products):
+    model = tiny_model(tie_word_embeddings=True)
+
+    class Adapter(nn.Module):
+        def __init__(self, base):
+            super().__init__()
+            self.base_layer = base
+
+        def forward(self, states):
+            return self.base_layer(states) + states.sum()
+
+    model.model.layers[0].mlp.up_proj = Adapter(model.model.layers[0].mlp.up_proj)
+    assert len(packed_forwards(model, True)) == LAYERS
+    with torch.no_grad():
+        logits = CachedModel(model, RaggedCache(), pack_weights=True).extend(torch.arange(2, 8)[None], [0])
+        assert len(products) == LAYERS
+        torch.testing.assert_close(logits, model(torch.arange(2, 8)[None]).logits, **EXACT)
+
+
+# ---------------------------------------------------------------- what "auto" chooses
+
+
+def times(monkeypatch, ours: list[float]):
+    """Timings of packed products, beside 1.0 for each of torch's own."""
+    monkeypatch.setattr(packed, "_verdicts", {})
+    monkeypatch.setattr(packed, "LEAST", 0)
+    left, timed = iter([]), packed._timed
+
+    def told(call, *arguments):
+        nonlocal left
+        _, result = timed(call, *arguments)
+        if call is packed.linear:
+            return 1.0, result
+        seconds = next(left, None)
+        if seconds is None:
+            left = iter(ours)
+            seconds = next(left)
+        return seconds, result
+
+    monkeypatch.setattr(packed, "_timed", told)
+
+
+def test_auto_packs_where_it_is_faster(monkeypatch):
+    model = tiny_model()
+    times(monkeypatch, [1.0, 0.5, 0.5])
+    found = packed_forwards(model, "auto")
+    assert len(found) == LAYERS and {forward.is_faster for forward in found.values()} == {(False, True, True)}
+    times(monkeypatch, [1.0, 1.0, 0.99])
+    assert not packed_forwards(tiny_model(seed=1), "auto")
+    assert len(packed_forwards(tiny_model(seed=1), True)) == LAYERS
+
+
+def test_auto_times_each_kind_of_layer_once_and_no_small_ones(monkeypatch):
+    tried, trial = [], packed._try
+    monkeypatch.setattr(packed, "_try", lambda layer: tried.append(layer.weight.shape) or trial(layer))
+    monkeypatch.setattr(packed, "_verdicts", {})
+    assert not packed_forwards(tiny_model(), "auto") and not tried
+    monkeypatch.setattr(packed, "LEAST", 0)
+    packed_forwards(tiny_model(), "auto")
+    packed_forwards(tiny_model(seed=1), "auto")
+    assert len(tried) == len(set(tried)) == 5
+
+
+def test_the_layer_computes_itself_for_numbers_of_tokens_for_which_that_is_as_fast(monkeypatch):
+    model = tiny_model()
+    times(monkeypatch, [1.0, 0.5, 1.0])
+    forward = packed_forwards(model, "auto")[model.lm_head]
+    ours, linear = [], packed.linear
+    monkeypatch.setattr(packed, "linear", lambda states, *others: ours.append(len(states)) or linear(states, *others))
+    with torch.no_grad():
+        for tokens in (1, 2, 5, 15, 16, 64):
+            forward(torch.randn(tokens, 32))
+    assert ours == [1, 16, 64]
+
+
+GROUPS = {
+    "version 1": ("4:memory:/a/b\n1:cpu:/", "memory/a", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    "version 2": ("0::/a/b", "a", "memory.max", "memory.current", ""),
+}
+
+
+@pytest.mark.parametrize("version", GROUPS)
+@pytest.mark.parametrize("smaller", ["machine", "group", "neither"])
+def test_a_model_that_was_passed_is_packed_where_memory_holds_the_copy_twice(smaller, version, tmp_path, monkeypatch):
+    model, said = tiny_model(), []
+    size = sum(layer.weight.nbytes for layer in model.modules() if type(layer) is nn.Linear)
+    names, folder, limit, used, kind = GROUPS[version]
+    group = tmp_path / "groups" / folder
+    group.mkdir(parents=True)
+    (group / limit).write_text(f"{10**6 + (2 * size - 1 if smaller == 'group' else 2 * size)}\n")
+    (group / used).write_text(f"{10**6 + 500}\n")
+    (group / "memory.stat").write_text(f"anon 7\n{kind}inactive_file 500\n")
+    if version == "version 2":
+        (group.parent / "memory.max").write_text("max\n")
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self/cgroup").write_text(names)
+    kilobytes = 2 * size // 1024 + (-1 if smaller == "machine" else 1)
+    (tmp_path / "meminfo").write_text(f"MemTotal: 9 kB\nMemAvailable: {kilobytes} kB\n")
+    monkeypatch.setattr(devices, "PROCESSES", tmp_path)
+    monkeypatch.setattr(devices, "GROUPS", tmp_path / "groups")
+    monkeypatch.setattr(packed.logger, "warning_once", said.append)
+    times(monkeypatch, [0.5, 0.5, 0.5])
+    assert bool(packed_forwards(model, "auto")) == (smaller == "neither")
+    assert len(said) == (smaller != "neither") and all("SSDConfig(pack_weights=True)" in text for text in said)
+    assert len(packed_forwards(model, True)) == LAYERS
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_a_model_of_its_own_keeps_no_second_copy(is_tied, products):
+    model, tokens = tiny_model(tie_word_embeddings=is_tied), torch.arange(2, 8)[None]
+    with torch.no_grad():
+        expected = model(tokens).logits
+    packed.own(model)
+    for pack_weights in (True, True, False):  # weights that were given up stay packed
+        with torch.no_grad():
+            found = CachedModel(model, RaggedCache(), pack_weights=pack_weights).extend(tokens, [0])
+        torch.testing.assert_close(found, expected, **EXACT)
+    alone = [layer for layer in model.modules() if type(layer) is nn.Linear and layer.weight.isnan().all()]
+    assert len(alone) == LAYERS - is_tied and len(products) >= 3 * LAYERS
+    assert all(layer.weight.untyped_storage().nbytes() == 4 for layer in alone)
+    assert model.lm_head.weight.shape == (VOCAB, 32)
+
+
+def test_a_model_that_reads_a_weight_by_itself_keeps_its_weights(monkeypatch):
+    model, tokens = tiny_model(), torch.arange(2, 8)[None]
+    layer = model.model.layers[1].mlp
+    forward = type(layer).forward
+    layer.forward = lambda states: forward(layer, states) + layer.up_proj.weight.sum()
+    packed.own(model)
+    assert len(packed_forwards(model, True)) == LAYERS
+    with torch.no_grad():
+        assert model(tokens).logits.isfinite().all()
+
+
+# ---------------------------------------------------------------- whole calls
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_all_passes_of_a_call_run_packed_and_the_model_does_not_change(asynchronous, do_sample, assistant, products):
+    target, draft = hf_ssd.enable(tiny_model()), tiny_draft()
+    parts = [*target.modules(), *draft.modules()]
+    before, state = [dict(vars(part)) for part in parts], {name: id(one) for name, one in target.named_parameters()}
+    outputs, options = [], {"max_new_tokens": 24, "do_sample": do_sample, "return_dict_in_generate": True}
+    for pack_weights in (False, True):
+        config = hf_ssd.SSDConfig(lookahead=3, asynchronous=asynchronous, pack_weights=pack_weights)
+        torch.manual_seed(3)
+        output = target.generate(
+            **padded_batch(3), **options, assistant_model=assistant if asynchronous else draft, ssd_config=config
+        )
+        assert output.ssd_stats.draft_failure is None and output.ssd_stats.tokens_per_round > 1.2
+        outputs.append(output.sequences)
+        assert bool(products) == pack_weights
+    assert torch.equal(*outputs)
+    assert {27, 12} <= set(products)  # the prefill, and verifications of three rows
+    assert [dict(vars(part)) for part in parts] == before
+    assert state == {name: id(one) for name, one in target.named_parameters()}
+
+
+def test_a_head_that_reads_hidden_states_runs_packed(products):
+    target = hf_ssd.enable(tiny_model())
+    head = tiny_head(target)
+    config = hf_ssd.SSDConfig(lookahead=3, asynchronous=False, pack_weights=True, on_draft_failure="raise")
+    options = {**padded_batch(1), "max_new_tokens": 12, "do_sample": False}
+    forwards = packed_forwards(head, True)
+    assert torch.equal(target.generate(**options), target.generate(**options, assistant_model=head, ssd_config=config))
+    assert head.fc in forwards and head.lm_head in forwards and len(products) > 24 * LAYERS / 4
+
+
+def test_a_packed_weight_that_is_stale_is_noticed(monkeypatch):
+    """The mutant: pointers and versions are not looked at."""
+    monkeypatch.setattr(packed.PackedWeight, "is_current", lambda self, weight: True)
+    with pytest.raises(AssertionError):
+        test_a_weight_that_changed_is_packed_anew(in_place)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("suite", SUITES)
+def test_the_conformance_suites_hold_with_packed_weights(suite):
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", f"tests/conformance/{suite}", "-m", "slow or not slow"]
+    done = subprocess.run(command, env={**os.environ, "HF_SSD_PACK_WEIGHTS": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:]
