@@ -14,11 +14,10 @@ from hf_ssd import devices
 from hf_ssd.cli import prompts as texts
 from hf_ssd.cli.bench import add_work
 from hf_ssd.cli.models import Model
+from hf_ssd.cli.pair import folder
 from hf_ssd.drafting.eagle_formats import head_values, load_head
 
-PAIR = Path(__file__).parent / "pair"
-
-
+PAIR = Path(folder("target")).parent
 BUSY = 0.25  # programs that want to run, for each core, before anything is measured
 UNSTEADY = 1.25  # highest over lowest ratio in the turns of one method
 

@@ -70,6 +70,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("This command compares ways to use a DRAFT; hf-ssd check TARGET measures n-grams.")
     texts = prompts.prompts_from(args.prompts, args.prompt_field) if args.prompts else prompts.SNIPPETS
     doctor.examine(found)
+    print(found.in_a_line(), flush=True)
     target, draft = found.load()
     batches = prompts.batches_for(target, found.target.tokenizer, texts, args.batch_size, args.prompt_length)
     compare(args, target, draft, batches, found.tokenizers)

@@ -6,12 +6,10 @@ example:
 The text so far stays in the caches of both models, so in each turn they read only the new tokens. A model without a
 chat template, such as the small pair that comes with hf_ssd, completes the text that you type.
 
-Type /help for the commands.
+A paste is one message, and so is what stands between two lines of \"""; type /help for the commands.
 """
 
 import argparse
-import contextlib
-import io
 import os
 import sys
 import time
@@ -22,11 +20,12 @@ from transformers import DynamicCache, TextStreamer, set_seed
 import hf_ssd
 
 from ..cache.cache_name import CACHE
-from . import doctor, models
+from . import doctor, models, terminal
 from .held import warnings_held
 from .options import add_answers, at_least
 
-HELP = """/clear  forgets the text so far
+HELP = """\"""     begins and ends a message of several lines; so does pasting them
+/clear  forgets the text so far
 /stats  turns the figures after each answer on or off
 /help   shows this
 /quit   ends (so does Ctrl-D); Ctrl-C stops an answer, which is kept as far as it came"""
@@ -45,10 +44,16 @@ class Answer(TextStreamer):
     def __init__(self, tokenizer):
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self.tokens: list[int] = []  # those of the prompt first
+        self.waiting = terminal.SignOfLife()
 
     def put(self, value: torch.LongTensor) -> None:
         self.tokens += value.flatten().tolist()
         super().put(value)
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        if text or stream_end:
+            self.waiting.end()
+        super().on_finalized_text(text, stream_end)
 
 
 class Chat:
@@ -111,6 +116,8 @@ class Chat:
                 self.cache, self.cached = output[CACHE], output.sequences[0].tolist()[:-1]
             except KeyboardInterrupt:
                 answer.end()  # prints the words that the streamer held back
+            finally:
+                answer.waiting.end()
         seconds, new = time.perf_counter() - start, answer.tokens[len(tokens) :]
         text = self.tokenizer.decode(new, skip_special_tokens=True)
         self.messages += [{"role": "user", "content": words}, {"role": "assistant", "content": text}]
@@ -144,24 +151,17 @@ def drafting(stats: hf_ssd.SSDStats) -> str:
     return f"decoded plainly: {stats.draft_failure or stats.reason}"
 
 
-def prepare_terminal() -> None:
-    """Enables line editing where Python has readline, and replaces typed bytes that are no valid characters."""
-    with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  (input() uses it from then on)
-    if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="replace")
-
-
 def run(args: argparse.Namespace) -> int:
     """Returns the exit code."""
     found = models.chosen(args)
     doctor.examine(found)
+    print(found.in_a_line(), flush=True)
     tokenizer, name = found.target.tokenizer, found.target.name
     if tokenizer is None:
         raise ValueError(f"{name} has no tokenizer, which a chat needs: name one with --tokenizer.")
     if args.system and tokenizer.chat_template is None:
         raise ValueError(f"--system needs a chat template, which {name} does not have.")
-    prepare_terminal()
+    terminal.prepare()
     set_seed(args.seed)
     target = hf_ssd.enable(found.target.load())
     with found.launch_draft(target) as assistant:
@@ -170,16 +170,19 @@ def run(args: argparse.Namespace) -> int:
         while True:
             words = None
             try:
-                words = input("> ")
+                words = terminal.read_message()
                 if words == "/quit":
                     break
                 obey(chat, words)
             except EOFError:
                 break
             except KeyboardInterrupt:
-                if words is None:
+                if words is not None:
+                    print("[stopped]")
+                elif sys.stdin.isatty():
+                    print(f"\n{terminal.HINT}")
+                else:
                     break
-                print("[stopped]")
             except ValueError as error:
                 print(error)
         print()
@@ -188,7 +191,7 @@ def run(args: argparse.Namespace) -> int:
 
 def obey(chat: Chat, words: str) -> None:
     """Runs the command in a line, or answers the message in it."""
-    command = words.split()[0] if words.startswith("/") else ""
+    command = words.split()[0] if words.startswith("/") and "\n" not in words else ""
     if words == "/clear":
         chat.clear()
     elif words == "/stats":

@@ -6,7 +6,11 @@ example:
 Without a DRAFT it says which drafts would pay for the TARGET: n-grams of the text, or a trained draft of a few layers.
 With --drafter ngram it measures prompt lookup, which needs no DRAFT.
 
-The exit code is 0 if the draft pays, 1 if it does not, and 2 if the two cannot work together.
+The seconds count from when the models are loaded. If whole answers do not fit into them, the answers are shorter and
+assisted generation is left out, and a line says how many seconds a whole check takes.
+
+The exit code is 0 if the draft pays, 1 if it does not, 2 if the two cannot work together, and 3 if the speed was not
+measured, because the seconds are too few or the answers end at once. --json prints the same keys in each case.
 """
 
 import argparse
@@ -27,8 +31,10 @@ from ..rounds import AHEAD
 from ..rounds import PLAIN as NO_DRAFT
 from ..stats import SSDStats
 from . import doctor, forms, models, options, prompts
-from .methods import ASSISTED, PLAIN, SSD, Bench, Method, Run
+from .main import REFUSED
+from .methods import ASSISTED, PLAIN, SSD, Method, NoSpeed, Run
 from .options import at_least
+from .schedule import LEAST, NotMeasured, Pace, TimedBench, schedule_for, seconds_asked
 from .table import rows_of
 from .verdict import Figures
 
@@ -38,7 +44,19 @@ PROMPTS = [  # of about the same length, so that a single planner learns from al
     'class Logger:\n    """Write messages to a log."""\n\n    def __init__(self, name):\n',
     'class Writer:\n    """Write rows to a file."""\n\n    def __init__(self, path):\n',
 ]
-WORK = {"batch_size": 1, "ignore_eos": True, "assistant_tokens": [3, 5], "in_turn_lookaheads": []}
+QUESTIONS = [  # for a model with a chat template: code, prose and a summary, also of about the same length
+    "Write a Python class for a queue of tasks with a maximum size, with methods to add a task, to take the oldest one "
+    "and to tell how many there are.",
+    "Explain to a curious child, in a few sentences, why the sky is blue during the day and red in the evening, and "
+    "what would be different on the Moon.",
+    "Summarize in two sentences: The town built a second bridge last year. Traffic on the old one fell by a third, and "
+    "shops beside it lost customers, while the farms across the river now sell twice as much in town.",
+]
+WORK = {"batch_size": 1, "ignore_eos": False, "assistant_tokens": [3, 5], "in_turn_lookaheads": []}
+NOT_MEASURED = 3  # the exit code for a pair that works and whose speed is not known
+KEYS = ["target", "draft", "shares_memory", "fastest_dtype"]
+KEYS += [field.name for kind in (Figures, forms.Forms) for field in dataclasses.fields(kind)]
+KEYS += ["pays", "verdict", "refused", "not_measured"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,40 +64,59 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_prompts(work)
     options.add_answers(work, default=64, low=8)
     count, seconds = {"type": at_least(1), "metavar": "N"}, {"type": at_least(1, float), "metavar": "S"}
-    work.add_argument("--repeats", default=5, help="turns at most (5); some more warm up", **count)
-    work.add_argument("--seconds", default=60.0, help="for the measurement in all (60)", **seconds)
+    work.add_argument("--repeats", default=5, help="turns at most (5); some calls before them warm up", **count)
+    work.add_argument("--seconds", default=60.0, help="for the measurement, once the models are loaded (60)", **seconds)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
     """Returns the exit code."""
+    known, load = {}, doctor.load()
     try:
         found = models.chosen(args, needs_draft=False)
         if found.config.drafter == "mtp":
             raise ValueError("hf-ssd check measures no MTP layer; compare with hf-ssd bench TARGET --drafter mtp.")
-        texts = prompts.prompts_from(args.prompts, args.prompt_field)[: args.repeats + 1] if args.prompts else PROMPTS
-        known, load = doctor.examine(found), doctor.load()
+        texts = prompts.prompts_from(args.prompts, args.prompt_field)[: args.repeats + 1] if args.prompts else None
+        known = doctor.examine(found, tries_dtypes=True)
         if not args.json:
-            print(doctor.in_words(known), flush=True)
+            print(doctor.in_words(known, load), flush=True)
+        texts = texts or prompts_for(found.target.tokenizer)
         is_measured = found.draft or found.config.drafter == "ngram"
         figures = measure(args, found, texts, load) if is_measured else forms.measure(args, found.target, texts, tell)
-    except (ValueError, hf_ssd.DraftError) as error:
-        if not args.json:
+    except (ValueError, hf_ssd.DraftError, NotMeasured) as error:
+        is_refused = not isinstance(error, (NotMeasured, NoSpeed))
+        if args.json:
+            print(as_json(known, load=load, **{"refused" if is_refused else "not_measured": str(error)}))
+        elif is_refused:
             raise
-        print(json.dumps({"refused": str(error)}))
-        return 2
+        else:
+            print(f"hf-ssd check: not measured: {error}", file=sys.stderr)
+        return REFUSED if is_refused else NOT_MEASURED
     if args.json:
-        figures_of_all = {**dataclasses.asdict(figures), "pays": figures.pays, "verdict": figures.verdict()}
-        print(json.dumps({**known, **figures_of_all}))
+        print(as_json(known, **dataclasses.asdict(figures), pays=figures.pays, verdict=figures.verdict()))
     else:
         print(colored(figures.in_words(), figures.pays))
     return 0 if figures.pays else 1
 
 
+def as_json(known: dict, **found) -> str:
+    """Returns one JSON object, which has the same keys whatever was found."""
+    return json.dumps({**dict.fromkeys(KEYS), **known, **found})
+
+
+def prompts_for(tokenizer) -> list[str]:
+    """Returns questions for a model with a chat template, and otherwise texts to continue."""
+    return PROMPTS if tokenizer is None or tokenizer.chat_template is None else QUESTIONS
+
+
 def measure(args: argparse.Namespace, found: models.Models, texts: list[str], load: float) -> Figures:
     """
-    Loads the models, and runs prompts with each method, in turns. The time of a call is limited, so that a turn that
-    warms up and a turn that counts fit into `args.seconds`. Prompt lookup is measured without a draft.
+    Loads the models, and runs prompts with each method, in turns. Plain generation and SSD answer a prompt first, for
+    as long as they take; from these calls it follows how many and how long calls fit into `args.seconds`. Prompt lookup
+    is measured without a draft.
+
+    Raises:
+        [`NotMeasured`]: not even the shortest check fits.
     """
     tell("loading both models" if found.draft else "loading the target")
     target, draft = found.load()
@@ -87,22 +124,48 @@ def measure(args: argparse.Namespace, found: models.Models, texts: list[str], lo
     work = argparse.Namespace(**{**vars(args), **WORK})
     launched = contextlib.nullcontext()
     if draft is not None:
+        tell("starting the draft's worker")
         launched = hf_ssd.launch_draft(draft, device=found.draft.device, num_threads=found.draft_threads, target=target)
     with launched as assistant:
-        bench = Bench(work, target, draft, assistant, batches, found.tokenizers)
+        bench = TimedBench(work, target, draft, assistant, batches, found.tokenizers)
         methods = bench.methods(cores=None, all_devices=True)
         methods.pop(f"{ASSISTED}, default", None)  # an EAGLE-3 head has no such methods
-        deadline = time.perf_counter() + args.seconds
-        bench.options["max_time"] = args.seconds / (len(batches) + 2 * len(methods))
-        first = []  # runs in which the planner measures the pair
-        for turn in range(len(batches)):
-            tell(f"getting to know the pair, call {turn + 1} of {len(batches)}")
-            first.append(bench.run(methods[SSD], turn))
-            if not first[-1].stats.rounds:
-                raise ValueError(f"--seconds {args.seconds:g} is too short: a call takes longer than its share of it.")
-        bench.measure(methods, deadline)
+        methods = {name: methods[name] for name in (PLAIN, SSD, *methods)}  # in this order
+        target.generate(**batches[0], max_new_tokens=1, do_sample=False)  # reads weights that loading has mapped
+        # 1. A short answer of each, as long as it takes.
+        start, wanted = time.perf_counter(), args.max_new_tokens
+        bench.options["max_new_tokens"] = min(LEAST, wanted)
+        tell("a first answer, decoded plainly")
+        plain = bench.run(methods[PLAIN], 0)
+        tell("a first answer with SSD")
+        learning = [bench.run(methods[SSD], 0)]  # runs in which the planner measures the pair
+        # 2. How much more fits.
+        pace, spent, count = Pace.of(plain, learning[0]), time.perf_counter() - start, len(methods)
+        schedule = schedule_for(args.seconds - spent, pace, count, wanted, args.repeats)
+        asked = seconds_asked(spent, pace, count, wanted, args.repeats)
+        whole = f"a check of this pair takes about {max(1, round(asked / 60))} min: --seconds {asked}"
+        if schedule is None:
+            raise NotMeasured(f"{whole} (the first answers took {spent:.0f} s; {busy(load)})")
+        if schedule.tokens < wanted or not schedule.assisted:
+            tell(f"{whole}; now answers of {schedule.tokens} tokens are compared")
+        if not schedule.assisted:
+            methods = {name: methods[name] for name in (PLAIN, SSD)}
+        bench.options["max_new_tokens"], work.repeats = schedule.tokens, schedule.turns
+        bench.deadline, bench.calls = start + args.seconds, schedule.calls(count)
+        # 3. The planner measures the pair, and then the methods take turns.
+        for turn in range(1, schedule.learning + 1):
+            tell(f"getting to know the pair, call {turn} of {schedule.learning}")
+            learning.append(bench.run(methods[SSD], turn))
+        bench.measure(methods, bench.deadline, warm_ups=0)
         planner, is_alone = last_planner(target, assistant or target), draft is None
-        return conclude(methods, first, planner, not is_alone and found.shares_memory, load, is_alone)
+        shares_memory = not is_alone and found.shares_memory
+        figures = conclude(methods, learning, planner, shares_memory, load, is_alone)
+        return dataclasses.replace(figures, skipped=not schedule.assisted and count > 2)
+
+
+def busy(load: float) -> str:
+    """Returns the load of the machine before the check in words."""
+    return f"load of the machine before: {load:.2f} running programs for each core"
 
 
 def tell(what: str) -> None:

@@ -12,16 +12,22 @@ from ..drafting.eagle_formats import head_config, head_values
 from ..drafting.eagle_head import Eagle3Head
 from ..generation.checks import check_arguments
 from ..generation.tokenizers import translation_for
+from .dtypes import fastest
 from .models import Model, Models
+from .verdict import BUSY
 
 
-def examine(models: Models) -> dict:
-    """Returns a description of each model and `shares_memory`, or raises `ValueError` if the two do not fit."""
+def examine(models: Models, tries_dtypes: bool = False) -> dict:
+    """
+    Returns a description of each model and `shares_memory`, with `tries_dtypes` also `fastest_dtype`, or raises
+    `ValueError` if the two do not fit.
+    """
     target = models.target.structure()
+    tried = {"fastest_dtype": fastest(target, models.target.device)} if tries_dtypes else {}
     if models.draft is None:
         if models.config.drafter in WITHOUT_DRAFT:
             check_arguments(target, None, models.config, synced_gpus=False)
-        return {"target": describe(target, models.target)}
+        return {"target": describe(target, models.target), **tried}
     if models.is_head:
         with torch.device("meta"):
             draft = Eagle3Head(head_config(head_values(models.draft.name), target))
@@ -33,6 +39,7 @@ def examine(models: Models) -> dict:
         "target": describe(target, models.target),
         "draft": describe(draft, models.draft),
         "shares_memory": models.shares_memory,
+        **tried,
     }
 
 
@@ -54,6 +61,7 @@ def describe(model: PreTrainedModel, named: Model) -> dict:
         ),
         "vocabulary": config.vocab_size,
         "device": str(named.device),
+        "dtype": str(config.dtype or "float32").removeprefix("torch.") if named.dtype == "auto" else named.dtype,
     }
     layers = getattr(config, "target_layers", None)
     if layers:
@@ -62,8 +70,8 @@ def describe(model: PreTrainedModel, named: Model) -> dict:
     return described if pard_token is None else {**described, "pard_token": pard_token}
 
 
-def in_words(known: dict) -> str:
-    """Returns the result of [`examine`] as lines of text."""
+def in_words(known: dict, load: float | None = None) -> str:
+    """Returns the result of [`examine`], and the load of the machine if it is given, as lines of text."""
     lines = []
     for side in [name for name in ("target", "draft") if name in known]:
         model = known[side]
@@ -73,9 +81,14 @@ def in_words(known: dict) -> str:
         lines.append(
             f"{side:<11} {model['name']}: {model['family']}, {model['parameters'] / 1e6:.1f}M parameters, "
             f"{model['layers']} layers, attention {model['attention']}, {model['vocabulary']} tokens, "
-            f"on {model['device']}{parallel}"
+            f"on {model['device']} in {model['dtype']}{parallel}"
         )
     if "shares_memory" in known:
         both = "both models share one device's memory and slow each other down"
         lines.append(f"{'memory':<11} {both if known['shares_memory'] else 'each model has a device of its own'}")
+    if load is not None:
+        lines.append(f"{'load':<11} {load:.2f} running programs for each core{', a busy machine' * (load > BUSY)}")
+    best, loaded = known.get("fastest_dtype"), known["target"]["dtype"]
+    if best is not None and best != loaded:
+        lines.append(f"{'dtype':<11} this processor computes {best} faster than {loaded}: --dtype {best}")
     return "\n".join(lines)

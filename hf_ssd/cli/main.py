@@ -9,6 +9,7 @@ from collections.abc import Iterable
 import hf_ssd
 
 from .options import shared
+from .scripts import SCRIPTS, run_script
 
 COMMANDS = {  # copies of the first lines of their modules, whose import takes seconds
     "check": "Does this draft pay for this target? Looks at both, measures them, and says why.",
@@ -24,7 +25,7 @@ def build_parser(loaded: Iterable[str] = COMMANDS) -> argparse.ArgumentParser:
     """Returns the parser of the command line, in which only commands that are `loaded` have arguments and can run."""
     parser = argparse.ArgumentParser(prog="hf-ssd", description=hf_ssd.__doc__)
     parser.add_argument("--version", action="version", version=f"hf-ssd {hf_ssd.__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, head in COMMANDS.items():
         form = argparse.RawDescriptionHelpFormatter
         parents = [shared()] if name in loaded else []
@@ -34,6 +35,8 @@ def build_parser(loaded: Iterable[str] = COMMANDS) -> argparse.ArgumentParser:
             command.epilog = module.__doc__.partition("\n\n")[2].strip()
             module.add_arguments(command)
             command.set_defaults(run=module.run)
+    for name, (_, head) in SCRIPTS.items():  # their arguments are those of the scripts
+        commands.add_parser(name, help=head, add_help=False)
     return parser
 
 
@@ -46,7 +49,13 @@ def main(arguments: list[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # an answer may have characters that the terminal cannot show
     try:
-        args = build_parser(loaded=[word for word in arguments if word in COMMANDS][:1]).parse_args(arguments)
+        if arguments and arguments[0] in SCRIPTS:
+            return run_script(arguments[0], arguments[1:])
+        parser = build_parser(loaded=[word for word in arguments if word in COMMANDS][:1])
+        args = parser.parse_args(arguments)
+        if args.command is None:
+            parser.print_help()
+            return 0
         return run(args)
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -57,7 +66,8 @@ def run(args: argparse.Namespace) -> int:
     from transformers.utils import logging
 
     logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    if not sys.stderr.isatty():  # bars of loading and of downloads would be lines of a log there
+        logging.disable_progress_bar()
     try:
         return args.run(args)
     except (ValueError, hf_ssd.DraftError) as error:

@@ -18,6 +18,10 @@ from .options import settings
 PLAIN, ASSISTED, SD, SSD = "plain generate", "assisted", "SSD, in turn", "SSD"
 
 
+class NoSpeed(ValueError):
+    """No answer went on after its first tokens."""
+
+
 class FirstToken(StoppingCriteria):
     """
     Records the time of the first token, and the length of the text at that time. Assisted generation calls stopping
@@ -131,17 +135,17 @@ class Bench:
         given = rows if stats else rows * (first.length - length)
         return Run(tokens, given, prefill, seconds, stats, output.sequences)
 
-    def measure(self, methods: dict[str, Method], deadline: float = math.inf) -> dict[str, Method]:
+    def measure(self, methods: dict[str, Method], deadline: float = math.inf, warm_ups: int = 1) -> dict[str, Method]:
         """
         Runs the methods in turns, adds the runs to them, and returns them. Assisted generation is left out if
         transformers refuses the pair, because the draft's vocabulary has another size, or because the draft has
         fewer positions than the text, or if transformers fails with the pair. A turn counts if each answer in
-        it went on after its first tokens; `ValueError` is raised if none counts. After `deadline`, a
-        `time.perf_counter()` value, no turn begins, except the turn that warms up and the first turn after it.
+        it went on after its first tokens; [`NoSpeed`] is raised if none counts. After `deadline`, a
+        `time.perf_counter()` value, no turn begins, except the turns that warm up and the first turn after them.
         """
-        turns = tqdm(range(self.args.repeats + 1), desc="measuring", unit="turn", disable=None)
+        turns = tqdm(range(self.args.repeats + warm_ups), desc="measuring", unit="turn", disable=None)
         for turn in turns:
-            if turn > 1 and time.perf_counter() > deadline:
+            if turn > warm_ups and time.perf_counter() > deadline:
                 break
             runs = {}
             for name, method in list(methods.items()):
@@ -156,11 +160,11 @@ class Bench:
                     if not name.startswith(ASSISTED):
                         raise
                     del methods[name]
-            if turn and all(run.tokens > run.first for run in runs.values()):
+            if turn >= warm_ups and all(run.tokens > run.first for run in runs.values()):
                 for name, run in runs.items():
                     methods[name].runs.append(run)
         if not methods[PLAIN].runs:
-            raise ValueError("The answers end with their first tokens, so no speed is known; let them be longer.")
+            raise NoSpeed("The answers end with their first tokens, so no speed is known; let them be longer.")
         return methods
 
 

@@ -33,6 +33,7 @@ class Figures:
     over_assisted: float | None = None
     assistant_tokens: int | None = None  # in this best setting
     failure: str | None = None  # why the draft was given up
+    skipped: bool = False  # whether assisted generation was left out for want of time
     looks_up: bool = False  # whether prompt lookup was measured, without a draft
 
     @property
@@ -87,6 +88,8 @@ class Figures:
         if self.looks_up:
             step = "no draft"
             beside = "transformers looks up for one prompt at a time"
+        if self.skipped:
+            beside = "assisted generation was left out: more --seconds"
         if self.assisted is not None:
             beside = f"{self.assisted:.1f} by assisted generation with {self.assistant_tokens} tokens"
         lines = {

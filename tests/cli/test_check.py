@@ -66,15 +66,17 @@ def test_a_draft_step_that_was_never_timed_is_said_to_be_unknown(monkeypatch, ca
     assert json.loads(output)["step_seconds"] is None if as_json else "no draft step was timed" in output
 
 
-def test_five_lines_for_people(capsys, tmp_path):
+def test_five_lines_for_people(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(doctor, "fastest", lambda *_: "float32")  # so there is no advice
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "import os\\n"}\n{"prompt": "def main("}\n')
     code = main(["check", *QUICK, "--prompts", str(prompts)])
     output = capsys.readouterr().out
     assert "\033" not in output and code in (0, 1)
     lines = output.strip().split("\n")
-    assert [line.split()[0] for line in lines[:3]] == ["target", "draft", "memory"]
-    assert [line.split()[0] for line in lines[3:]] == ["acceptance", "times", "plan", "speed", "pays"]
+    assert [line.split()[0] for line in lines[:4]] == ["target", "draft", "memory", "load"]
+    assert all("on cpu in float32" in line for line in lines[:2])
+    assert [line.split()[0] for line in lines[4:]] == ["acceptance", "times", "plan", "speed", "pays"]
     assert re.fullmatch(r"pays +(yes|no): .*", lines[-1]) and lines[-1].split()[1] == ("no:" if code else "yes:")
 
 
@@ -196,7 +198,8 @@ def test_what_cannot_work_is_refused_in_a_sentence(what, tmp_path, capsys):
     error = capsys.readouterr().err
     assert sentence in error and error.startswith("hf-ssd check: ") and "Traceback" not in error
     assert main(["check", *words, "--json"]) == 2
-    assert sentence in json.loads(capsys.readouterr().out)["refused"]
+    found = json.loads(capsys.readouterr().out)
+    assert sentence in found["refused"] and list(found) == check.KEYS and found["pays"] is None
 
 
 def test_a_refusal_ends_the_process_with_2(tmp_path):

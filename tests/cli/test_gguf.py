@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import hf_ssd
 from hf_ssd.cli import pair
 from hf_ssd.cli.main import main
 from hf_ssd.cli.models import Model
+from hf_ssd.distributed.launch import draft_config
 from hf_ssd.drafting import dflash_formats, eagle_formats
 
 from ..gguf_models import write_gguf
@@ -71,8 +72,14 @@ def test_a_server_loads_a_file_with_its_tokenizer(files):
 
 
 def test_a_header_is_read_once_and_never_as_json(files, monkeypatch):
-    """Reading the header of a file with a large vocabulary takes seconds, and reading a file of gigabytes as text too."""
-    reads = []
+    """Reading the header of a file with a large vocabulary takes seconds, as does reading a file as text to its end."""
+    reads, read = [], AutoConfig.from_pretrained
+    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda *args, **more: reads.append(args) or read(*args, **more))
+    for _ in range(3):
+        configs = draft_config(files["draft"], {}), Model(files["draft"])._config
+        assert [config.num_hidden_layers for config in configs] == [2, 2]
+    assert len(reads) <= 1
+    reads.clear()
     for module in (eagle_formats, dflash_formats):
         kind = module.PreTrainedConfig
         monkeypatch.setattr(kind, "get_config_dict", lambda path, **_: reads.append(path) or ({}, {}))

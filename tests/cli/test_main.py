@@ -26,12 +26,13 @@ def test_help_has_an_example_that_parses(command, capsys):
     assert module.__doc__.startswith(f"{COMMANDS[command]}\n")
 
 
-def test_the_version_and_a_missing_command(capsys):
+def test_the_version_and_without_a_command_the_help(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
     assert hf_ssd.__version__ in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="2"):
-        main([])
+    assert main([]) == 0
+    output = capsys.readouterr().out
+    assert output.startswith("usage: hf-ssd") and all(head in output.replace("\n", " ") for head in COMMANDS)
 
 
 def test_bench_prints_tables_and_writes_figures(tmp_path, capsys):

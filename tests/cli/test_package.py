@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from hf_ssd.cli.scripts import SCRIPTS
+
 ROOT = Path(__file__).parents[2]
 LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "_build")
 
@@ -60,7 +62,24 @@ def test_every_package_of_the_clone_is_installed(installed, tmp_path):
         {path.relative_to(folder) for path in folder.rglob("*.*") if path.suffix in (".py", ".html", ".typed")}
         for folder in (ROOT / "hf_ssd", place)
     )
-    assert ours == theirs and {path.suffix for path in ours} == {".py", ".html", ".typed"}
+    scripts = {path for path in theirs if path.parts[0] == "scripts"}
+    assert ours == theirs - scripts and {path.suffix for path in ours} == {".py", ".html", ".typed"}
+    assert {Path("scripts", file) for file, _ in SCRIPTS.values()} < scripts
+
+
+@pytest.mark.parametrize("command", SCRIPTS)
+def test_scripts_are_commands(command, installed, tmp_path):
+    """Each runs from the installed package, with what it imports."""
+    helped = run(str(installed / "hf-ssd"), command, "--help", cwd=tmp_path)
+    assert helped.startswith(f"usage: hf-ssd {command} ") and SCRIPTS[command][1].split(",")[0][:30] in helped
+    run(str(installed / "hf-ssd"), command, "--nothing", cwd=tmp_path, codes=(2,))
+
+
+@pytest.mark.slow
+def test_an_installed_evaluation_finds_the_small_pair(installed, tmp_path):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "import os\\n"}\n' * 2)
+    words = "--dataset prompts.jsonl --max-new-tokens 8 --num-samples 2 --methods plain ssd".split()
+    run(str(installed / "hf-ssd"), "evaluate", *words, cwd=tmp_path)
 
 
 def test_the_readme_is_rendered_as_the_description_of_a_package():

@@ -11,6 +11,7 @@ import select
 import signal
 import subprocess
 import sys
+import termios
 import time
 from types import SimpleNamespace
 
@@ -142,32 +143,83 @@ def test_bytes_that_are_no_utf8_and_blank_lines(monkeypatch, capsys):
     assert sent == ["# na\ufffdve caf\ufffd"]
 
 
+class Terminal:
+    """A chat on a terminal of its own."""
+
+    def __init__(self, *words: str):
+        self.ours, theirs = pty.openpty()
+        termios.tcsetwinsize(theirs, (24, 100))
+        streams = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
+        # The terminal is the controlling one, so that its Ctrl-C is a signal for the program.
+        command = ["setsid", "--ctty", sys.executable, "-m", "hf_ssd", "chat", *words]
+        environment = {**os.environ, "TERM": "xterm"}
+        self.process = subprocess.Popen(command, **streams, env=environment)
+        os.close(theirs)
+
+    def read_until(self, words: str) -> str:
+        """Returns the output up to these words, or after 90 seconds whatever came."""
+        seen, deadline = "", time.monotonic() + 90
+        while words not in seen and time.monotonic() < deadline:
+            if select.select([self.ours], [], [], 1)[0]:
+                seen += os.read(self.ours, 4096).decode()
+        return seen
+
+    def type(self, keys: bytes) -> None:
+        os.write(self.ours, keys)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.process.kill()
+        self.process.wait()
+        os.close(self.ours)
+
+
 @pytest.mark.slow
 def test_a_line_can_be_edited(fresh_python):
     """On a terminal "/hlp" with an "e" put in after two steps to the left is "/help"."""
-    ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "hf_ssd", "chat"]
-    environment = {**os.environ, "TERM": "xterm"}
-    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=subprocess.DEVNULL, env=environment)
-    os.close(theirs)
+    with Terminal() as terminal:
+        assert "> " in terminal.read_until("> ")
+        terminal.type(b"/hlp\x1b[D\x1b[De\n")
+        assert "forgets the text so far" in terminal.read_until("Ctrl-C stops")
+        terminal.type(b"/quit\n")
+        assert terminal.process.wait(timeout=60) == 0
 
-    def read_until(words: str) -> str:
-        seen, deadline = "", time.monotonic() + 90
-        while words not in seen and time.monotonic() < deadline:
-            if select.select([ours], [], [], 1)[0]:
-                seen += os.read(ours, 4096).decode()
-        return seen
 
-    try:
-        assert "> " in read_until("> ")
-        os.write(ours, b"/hlp\x1b[D\x1b[De\n")
-        assert "forgets the text so far" in read_until("Ctrl-C stops")
-        os.write(ours, b"/quit\n")
-        assert process.wait(timeout=60) == 0
-    finally:
-        process.kill()
-        process.wait()
-        os.close(ours)
+def test_on_a_terminal_a_paste_is_one_message_and_ctrl_c_says_how_to_leave(fresh_python):
+    """Loading and waiting are seen there too."""
+    with Terminal("--max-new-tokens", "4", "--stats") as terminal:
+        begun = terminal.read_until("> ")
+        assert "Loading weights" in begun and "on cpu in float32; draft: " in begun
+        terminal.type(b"\x1b[200~class A:\r    x = 1\r    y = 2\r\x1b[201~\r")  # as terminals mark a paste
+        seen = terminal.read_until("[4 tokens, ")
+        assert "...\r\x1b[K" in seen, seen  # the sign of life, and its end
+        terminal.type(b"\x03")
+        assert "Type /quit or press Ctrl-D to leave." in terminal.read_until("to leave.")
+        terminal.type(b'"""import os\rimport sys"""\r')
+        seen = terminal.read_until("[4 tokens, ")
+        assert seen.count("[4 tokens, ") == 1 and "... " in seen, seen
+        terminal.type(b"\x04")
+        rest = terminal.read_until("\0") if terminal.process.wait(timeout=60) else ""
+        assert terminal.process.returncode == 0 and "[4 tokens, " not in rest
+
+
+def test_lines_between_quotes_are_one_message(monkeypatch, capsys):
+    typed(monkeypatch, '"""\none\n\n/quit\n"""\n"""two"""\n"""\n"""\nthree\n"""four\nfive')
+    sent = []
+    monkeypatch.setattr(Chat, "answer", lambda chat, words: sent.append(words) or "[1 tokens]")
+    assert main(["chat"]) == 0
+    assert sent == ["one\n\n/quit", "two", "three", "four\nfive"]
+
+
+def test_bars_are_for_terminals(monkeypatch, capsys):
+    switched = []
+    monkeypatch.setattr("transformers.utils.logging.disable_progress_bar", lambda: switched.append("off"))
+    monkeypatch.setattr(models, "chosen", lambda args, **_: (_ for _ in ()).throw(ValueError("enough")))
+    assert main(["chat"]) == 2 and switched == ["off"]
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert main(["chat"]) == 2 and switched == ["off"]
 
 
 @pytest.mark.parametrize("place", ["tokenizing", "the cache", "the figures"])
@@ -329,25 +381,72 @@ def test_a_draft_that_is_too_large_is_the_reason_also_on_a_busy_machine():
     assert "the machine is busy" in figures(drafts=True, over_plain=0.8, load=2.0, acceptance=0.8).verdict()
 
 
-def test_a_check_is_bounded_by_its_clock_and_shows_what_it_does(monkeypatch, capsys):
-    """Each call takes the seconds that it may take, by a clock that only the calls move."""
-    run, now, calls = Bench.run, [0.0], []
+class Clock:
+    """A clock that only calls move: by `seconds` for a prompt, and as much for each token."""
 
-    def timed(bench, method, turn):
-        calls.append(bench.options.get("max_time", 600.0))
-        now[0] += calls[-1]
-        return run(bench, method, turn)
+    def __init__(self, monkeypatch, seconds: float):
+        self.now, self.seconds, self.calls, self.run = 0.0, seconds, [], Bench.run
+        clock = SimpleNamespace(perf_counter=lambda: self.now)
+        for module in ("check", "schedule", "methods"):
+            monkeypatch.setattr(f"hf_ssd.cli.{module}.time", clock)
+        monkeypatch.setattr(Bench, "run", lambda bench, method, turn: self.timed(bench, method, turn))
 
-    clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() + now[0])
-    monkeypatch.setattr(Bench, "run", timed)
-    monkeypatch.setattr("hf_ssd.cli.check.time", clock, raising=False)
-    monkeypatch.setattr("hf_ssd.cli.methods.time", clock)
-    words = ["check", "--json", "--repeats", "5", "--max-new-tokens", "16"]
-    main(words)
+    def timed(self, bench, method, turn):
+        limit, before = bench.options.pop("max_time", None), self.now  # the real clock of transformers
+        found = self.run(bench, method, turn)
+        took = self.seconds * (found.tokens if limit is None else max(1, min(found.tokens, limit / self.seconds)))
+        self.now = before + took
+        name = "SSD" if found.stats else "assisted" if "assistant_model" in method.options else "plain"
+        self.calls.append((name, bench.options["max_new_tokens"], limit, took))
+        return dataclasses.replace(found, prefill=self.seconds, seconds=took)
+
+
+@pytest.mark.parametrize("seconds, tokens, turns", [(0.01, 64, 5), (0.15, 24, 3), (0.4, 12, 3), (0.9, 12, 1)])
+def test_a_check_measures_within_its_seconds_what_fits(monkeypatch, capsys, seconds, tokens, turns):
+    """The quickest pair is measured whole, and of slower pairs shorter answers, until there is plain and SSD alone."""
+    clock = Clock(monkeypatch, seconds)
+    code = main(["check", "--json"])
     output = capsys.readouterr()
     found = json.loads(output.out)
-    assert found["verdict"] and sum(calls) <= 61
-    assert "loading both models" in output.err and "turn 2 of at most 6: SSD" in output.err
+    assert code in (0, 1) and found["verdict"] and found["not_measured"] is None and clock.now <= 61
+    assert [name for name, *_ in clock.calls[:2]] == ["plain", "SSD"]
+    assert all(limit is None for _, _, limit, _ in clock.calls[:2]) and all(limit for _, _, limit, _ in clock.calls[2:])
+    assert all(tokens <= asked <= 64 for _, asked, _, _ in clock.calls[2:])
+    names = [name for name, *_ in clock.calls]
+    assert names.count("plain") == 1 + turns and found["skipped"] == (seconds >= 0.4) == ("assisted" not in names)
+    assert ("a check of this pair takes about" in output.err) == (tokens < 64) and "loading both models" in output.err
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_pair_too_slow_for_the_seconds_is_not_measured_and_the_seconds_that_it_needs_suffice(
+    as_json, monkeypatch, capsys
+):
+    """The first answers of the pair take longer than all seconds, and are waited for."""
+    words, clock = ["check", "--repeats", "3", "--max-new-tokens", "16"], Clock(monkeypatch, 4.0)
+    assert main([*words, *["--json"] * as_json]) == 3
+    output = capsys.readouterr()
+    said = json.loads(output.out)["not_measured"] if as_json else output.err
+    found = re.search(r"a check of this pair takes about (\d+) min: --seconds (\d+)", said)
+    assert len(clock.calls) == 2 and "programs for each core" in said
+    if as_json:
+        assert list(json.loads(output.out)) == check.KEYS
+        return
+    assert abs(int(found[2]) / 60 - int(found[1])) <= 1
+    Clock(monkeypatch, 4.0)
+    assert main([*words, "--json", "--seconds", found[2]]) in (0, 1)
+    found = json.loads(capsys.readouterr().out)
+    assert not found["skipped"] and found["verdict"] and list(found) == check.KEYS
+
+
+def test_a_check_asks_mixed_questions_of_a_model_with_a_chat_template_and_lets_answers_end(monkeypatch):
+    chats, texts = (check.prompts_for(SimpleNamespace(chat_template=of)) for of in (TEMPLATE, None))
+    assert len(chats) == 3 and all(word in text for word, text in zip(("class", "Explain", "Summarize"), chats))
+    assert texts == check.prompts_for(None) == check.PROMPTS
+    seen = []
+    monkeypatch.setattr(Bench, "run", lambda bench, method, turn: seen.append(bench.options) or sys.exit())
+    with pytest.raises(SystemExit):
+        main(["check"])
+    assert "min_new_tokens" not in seen[0]
 
 
 @pytest.mark.parametrize("command", ["check", "bench"])
@@ -364,7 +463,8 @@ def test_answers_that_end_with_their_first_token_have_no_speed(command, monkeypa
 
     monkeypatch.setattr(Bench, "run", short)
     words = {"check": [], "bench": ["--in-turn-lookaheads", "3", "--assistant-tokens", "3", "--one-table"]}
-    assert main([command, "--repeats", "1", "--max-new-tokens", "8", *words[command]]) == 2
+    code = main([command, "--repeats", "1", "--max-new-tokens", "8", *words[command]])
+    assert code == {"check": 3, "bench": 2}[command]
     assert changed and "end with their first tokens, so no speed is known" in capsys.readouterr().err
 
 

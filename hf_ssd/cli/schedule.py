@@ -1,0 +1,91 @@
+"""How much of a check fits into its seconds."""
+
+import math
+import time
+from dataclasses import dataclass
+
+from .methods import Bench, Method, Run
+
+LEAST = 12  # tokens of an answer from which its speed is known
+ENOUGH = 24  # tokens of an answer below which assisted generation is left out
+TURNS = 3  # a turn for each kind of question
+MARGIN = 1.25  # the seconds that are asked for, over those that are expected
+
+
+class NotMeasured(Exception):
+    """A pair works, but its speed is not known. The message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Seconds of the first calls: those until the first token, and those of each token after it, by the slower call."""
+
+    prefill: float
+    token: float
+
+    @classmethod
+    def of(cls, plain: Run, ssd: Run) -> "Pace":
+        """Raises [`NotMeasured`] if an answer ended with its first token."""
+        if min(plain.tokens - plain.first, ssd.tokens - ssd.first) < 1:
+            raise NotMeasured("the answers end with their first tokens, so no speed is known; ask for longer ones")
+        return cls(ssd.prefill, max(1 / plain.speed, 1 / ssd.speed))  # the first prefill also read the weights
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """
+    The calls of a check after its first ones.
+
+    Args:
+        tokens (`int`): Tokens of an answer.
+        turns (`int`): Prompts that each method answers.
+        learning (`int`): Calls with SSD before these turns, in which the planner measures the pair.
+        assisted (`bool`): Whether assisted generation takes part.
+    """
+
+    tokens: int
+    turns: int
+    learning: int
+    assisted: bool
+
+    def calls(self, methods: int) -> int:
+        """Returns the number of calls. `methods` counts plain generation, SSD and each assisted generation."""
+        return self.learning + self.turns * (methods if self.assisted else 2)
+
+    def seconds(self, pace: Pace, methods: int) -> float:
+        return self.calls(methods) * (pace.prefill + self.tokens * pace.token)
+
+
+def schedule_for(seconds: float, pace: Pace, methods: int, tokens: int, repeats: int) -> Schedule | None:
+    """
+    Returns the largest schedule that fits into `seconds`, or `None` if none does. If whole answers of `tokens` tokens
+    do not fit, the answers are shorter; then assisted generation is left out; then there is a single turn.
+    """
+    few = min(TURNS, repeats)
+    levels = [(turns, TURNS, True, tokens) for turns in range(repeats, few - 1, -1)]
+    levels += [(few, TURNS, True, ENOUGH), (few, TURNS, False, LEAST), (1, 1, False, LEAST)]
+    for turns, learning, assisted, least in levels:
+        calls = Schedule(0, turns, learning, assisted).calls(methods)
+        fitting = math.floor((seconds / calls - pace.prefill) / pace.token)
+        if fitting >= min(least, tokens):
+            return Schedule(min(fitting, tokens), turns, learning, assisted)
+    return None
+
+
+def seconds_asked(spent: float, pace: Pace, methods: int, tokens: int, repeats: int) -> int:
+    """Returns the `--seconds` in which a check with whole answers and all methods fits, in tens of seconds."""
+    whole = Schedule(tokens, min(TURNS, repeats), TURNS, True)
+    return 10 * math.ceil(MARGIN * (spent + whole.seconds(pace, methods)) / 10)
+
+
+class TimedBench(Bench):
+    """A bench whose calls end in time, once it has a `deadline`, a `time.perf_counter()` value, and `calls` to come."""
+
+    deadline, calls = math.inf, 0
+
+    def run(self, method: Method, turn: int) -> Run:
+        if self.calls:
+            left = max(0.0, self.deadline - time.perf_counter())
+            self.options["max_time"] = min(left, 1.5 * left / self.calls)  # some calls take longer than others
+            self.calls -= 1
+        return super().run(method, turn)

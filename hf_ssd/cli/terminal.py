@@ -1,0 +1,55 @@
+"""What a chat reads from a terminal, and shows there while nothing else is to be seen."""
+
+import contextlib
+import io
+import sys
+
+QUOTES = '"""'
+HINT = "Type /quit or press Ctrl-D to leave."
+WAITING = "..."
+
+
+def prepare() -> None:
+    """
+    Enables line editing where Python has readline, with pastes of several lines as one input, and replaces typed bytes
+    that are no valid characters.
+    """
+    with contextlib.suppress(ImportError):
+        import readline  # input() uses it from then on
+
+        if "libedit" not in (readline.__doc__ or ""):  # which knows no such setting
+            readline.parse_and_bind("set enable-bracketed-paste on")  # Python turns it off
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
+
+
+def read_message() -> str:
+    """
+    Returns the next message: a line, a paste, or the lines between two lines of quotes.
+
+    Raises:
+        `EOFError`: the input has ended before a message began.
+        `KeyboardInterrupt`: Ctrl-C was pressed.
+    """
+    words = input("> ").rstrip("\n")  # a paste may end with a line's end
+    if not words.startswith(QUOTES) or "\n" in words:
+        return words
+    text = words.removeprefix(QUOTES)
+    with contextlib.suppress(EOFError):  # the message ends with the input
+        while not text.rstrip().endswith(QUOTES):
+            text += f"\n{input('... ')}"
+    return text.rstrip().removesuffix(QUOTES).strip("\n")
+
+
+class SignOfLife:
+    """Dots on a terminal until the first words of an answer come, in whose place they stand."""
+
+    def __init__(self):
+        self.is_shown = sys.stdout.isatty()
+        if self.is_shown:
+            print(WAITING, end="", flush=True)
+
+    def end(self) -> None:
+        if self.is_shown:
+            self.is_shown = False
+            print("\r\033[K", end="", flush=True)  # erases the line
