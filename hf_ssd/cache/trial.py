@@ -109,13 +109,13 @@ def _try(model: PreTrainedModel, drafts: bool, attached: Attached, drafted: int,
         read = logits_of_branches if drafts else logits_behind_states
     is_plain = not (attached.may_depend_on_rows or active_adapters(attached))
     try:
-        with LowPrecision() as low_precision:
-            beside, masked = (logits[: texts.compared] for logits in read(model, texts))
         if drafts:
             alone = logits_alone(model, texts, FIRST if is_recurrent else PROMPT)
         else:
             prompts = texts._replace(tokens=texts.tokens[:, :PROMPT])
             alone = torch.cat([logits_alone(model, prompts), logits_of_plain_generation(model, texts)], dim=1)
+        with LowPrecision() as low_precision:
+            beside, masked = (logits[: texts.compared] for logits in read(model, texts))
     except (TypeError, RuntimeError, ValueError, LookupError, AttributeError, AssertionError) as error:
         if is_plain:
             raise ValueError(f"{name} does not take a 4D attention mask and position ids: {error!r}.") from error
