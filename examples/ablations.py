@@ -88,7 +88,7 @@ class Recorder(hf_ssd.DraftAssistant, CacheShape):
         self.draft, self.cores, self.info, self.rounds = draft, None, DraftInfo.of(draft.config), []
         self.ranks, self.process, self.workers = TargetRanks(), os.getpid(), [None]
         self.path = self.weights = None
-        self.closed = False
+        self.closed, self.turn = False, {}
 
     def begin_call(self, turn, timeout, patience):
         pass

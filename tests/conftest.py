@@ -7,6 +7,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # several tests run at once, and 
 
 import subprocess
 
+import hypothesis
 import pytest
 import torch
 from transformers import (
@@ -25,6 +26,9 @@ from hf_ssd.distributed.assistant import DraftAssistant, Turn
 from hf_ssd.planning import planners
 
 from . import preloaded
+
+hypothesis.settings.register_profile("tests", deadline=None)  # other programs may slow an example down
+hypothesis.settings.load_profile("tests")
 
 VOCAB = 97
 SIZES = {

@@ -14,9 +14,9 @@ TEXT = ROOT.joinpath("CONTRIBUTING.md").read_text()
 
 
 def code_of(name: str) -> str:
-    """Returns the block of Python that defines this class."""
+    """Returns the block of Python that defines this class, or a test whose name begins so."""
     blocks = re.findall(r"^( *)```python\n(.*?)^ *```$", TEXT, re.MULTILINE | re.DOTALL)
-    return next(textwrap.dedent(code) for _, code in blocks if f"class {name}(" in code)
+    return next(textwrap.dedent(code) for _, code in blocks if f"class {name}(" in code or f"def {name}" in code)
 
 
 RECIPES = {  # the files that each recipe changes, and what is put in the place of what
@@ -110,18 +110,78 @@ def test_a_recipe_changes_one_or_two_files(name):
     assert len(changed) <= 2 and all(f"hf_ssd/{file}" in TEXT for file in RECIPES[name])
 
 
-def test_what_the_recipes_make_is_used_in_calls(tmp_path, fresh_python):
-    package = tmp_path / "hf_ssd"
-    shutil.copytree(ROOT / "hf_ssd", package, ignore=shutil.ignore_patterns("__pycache__"))
+# The tests that the recipes name: what is put in the place of what, and which of the tests are of the recipes.
+TESTS = {
+    "drafting/test_cache_shapes.py": (
+        [
+            (
+                "@given(st.lists(st.floats(0, 1), max_size=8))",
+                f"{code_of('test_ends')}\n\n@given(st.lists(st.floats(0, 1), max_size=8))",
+            )
+        ],
+        "ends",
+    ),
+    "conformance/test_settings.py": (
+        [
+            ('"greedy_tree")},', '"greedy_tree", "ends")},'),
+            ('    "auto": {', '    "repeat": {"fallback": "repeat"},\n    "auto": {'),
+        ],
+        "test_greedy_equals_plain_generate and (ends or repeat)",
+    ),
+    "conformance/test_sampled.py": (
+        [('    "random": {', '    "repeat": {"fallback": "repeat", "at_least": 1.0},\n    "random": {')],
+        "test_every_setting_leaves_the_targets_distribution and repeat and not worker",
+    ),
+    "drafting/test_every_drafter.py": (
+        [
+            (
+                '    "parallel": Case(',
+                '    "twice": Case(lambda target, noise: tiny_draft(seed=3, disagreement=noise, **SIZES), '
+                '{"drafter": "twice"}),\n    "parallel": Case(',
+            ),
+        ],
+        "twice",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def changed(tmp_path_factory):
+    """A folder with a copy of the package and of its tests, changed as the recipes say."""
+    folder = tmp_path_factory.mktemp("recipes")
+    package = folder / "hf_ssd"
+    for part in ("hf_ssd", "tests"):
+        shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
+    for link in ("examples", "docs", "setup.cfg"):
+        folder.joinpath(link).symlink_to(ROOT / link)
     package.joinpath("drafting/twice_drafter.py").write_text(code_of("TwiceDrafter"))
     package.joinpath("planning/doubling.py").write_text(code_of("Doubling"))
-    for recipe in RECIPES.values():
-        for file, edits in recipe.items():
-            for before, after in edits or ():
-                text = package.joinpath(file).read_text()
-                assert text.count(before) == 1, (file, before)
-                package.joinpath(file).write_text(text.replace(before, after))
-    program = f"import sys\nsys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]\n{PROGRAM}"
-    found = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert found.returncode == 0, found.stderr[-3000:]
-    assert found.stdout.split() == [str(package / "__init__.py"), "done"]
+    edits = [(package / file, edits) for recipe in RECIPES.values() for file, edits in recipe.items()]
+    edits += [(folder / "tests" / file, edits) for file, (edits, _) in TESTS.items()]
+    for file, of_file in edits:
+        for before, after in of_file or ():
+            text = file.read_text()
+            assert text.count(before) == 1, (file, before)
+            file.write_text(text.replace(before, after))
+    return folder
+
+
+def run(folder, *arguments):
+    found = subprocess.run([sys.executable, *arguments], cwd=folder, capture_output=True, text=True, timeout=280)
+    assert found.returncode == 0, found.stdout[-3000:] + found.stderr[-3000:]
+    return found.stdout
+
+
+def test_what_the_recipes_make_is_used_in_calls(changed, fresh_python):
+    program = f"import sys\nsys.path[:0] = [{str(changed)!r}]\n{PROGRAM}"
+    assert run(changed, "-c", program).split() == [str(changed / "hf_ssd/__init__.py"), "done"]
+
+
+QUICK = "drafting/test_cache_shapes.py"
+
+
+@pytest.mark.parametrize("file", [pytest.param(file, marks=[pytest.mark.slow] * (file != QUICK)) for file in TESTS])
+def test_the_tests_that_the_recipes_name_pass(changed, file, fresh_python):
+    chosen = ("-k", TESTS[file][1], "-n", "0", "-q", "-p", "no:cacheprovider")
+    said = run(changed, "-m", "pytest", f"tests/{file}", *chosen)
+    assert " passed" in said and "failed" not in said

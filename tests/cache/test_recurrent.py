@@ -98,7 +98,7 @@ COUNTS = st.lists(st.integers(0, 4), min_size=ROWS, max_size=ROWS)
 ROUNDS = st.lists(st.tuples(st.integers(1, 5), COUNTS, st.integers(0, 4 * ROWS)), min_size=2, max_size=7)
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=12, derandomize=True)
 @given(rounds=ROUNDS, seed=st.integers(0, 99))
 @torch.inference_mode()
 def test_logits_and_states_equal_fresh_forward_passes(model, rounds, seed):
@@ -106,7 +106,7 @@ def test_logits_and_states_equal_fresh_forward_passes(model, rounds, seed):
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(rounds=ROUNDS, seed=st.integers(0, 9999))
 @torch.inference_mode()
 def test_logits_and_states_equal_fresh_forward_passes_at_length(model, rounds, seed):

@@ -100,7 +100,7 @@ def test_hits_misses_and_plain_rounds_give_the_logits_of_fresh_forward_passes(mo
 
 
 @pytest.mark.slow
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(rounds=ROUNDS, seed=st.integers(0, 9999))
 @torch.inference_mode()
 def test_any_rounds_give_the_logits_of_fresh_forward_passes(model, rounds, seed):  # noqa: F811

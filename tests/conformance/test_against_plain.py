@@ -221,7 +221,6 @@ def check(calls, of_one_call, examples):
     """Draws the same calls each time, and shrinks nothing: each takes a moment."""
     settings(
         max_examples=examples,
-        deadline=None,
         derandomize=True,
         database=None,
         phases=[Phase.generate],

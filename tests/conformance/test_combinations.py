@@ -60,7 +60,7 @@ def calls(draw, options, numbers):
 def check(calls, of_one_call):
     """Draws the same calls each time, and shrinks nothing: each takes a moment."""
     check_one = settings(
-        max_examples=30, deadline=None, derandomize=True, database=None, phases=[Phase.generate]
+        max_examples=30, derandomize=True, database=None, phases=[Phase.generate]
     )(given(calls)(of_one_call))  # fmt: skip
     check_one()
 

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_ssd.distributed import payloads, wire
@@ -20,7 +20,6 @@ def through_the_wire(message):
     return received
 
 
-@settings(deadline=None)
 @given(st.sampled_from(list(Kind)), st.integers(0, 2**40), st.integers(0, 2**40), st.lists(integers, max_size=ROOM + 5))
 def test_integers_round_trip(kind, session, round_, values):
     for payload in (values, torch.tensor(values, dtype=torch.int64)):
@@ -43,7 +42,6 @@ def test_an_announced_message_is_of_the_same_session_and_round(size, announced, 
     assert follows.over_link == over_link
 
 
-@settings(deadline=None)
 @given(st.text())
 def test_text_round_trips(text):
     payload = payloads.write_text(text)

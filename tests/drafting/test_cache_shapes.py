@@ -4,7 +4,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_ssd import SSDConfig
@@ -26,7 +26,6 @@ def test_allocation_sums_to_the_budget_and_is_nearly_proportional(weights, budge
     assert all(abs(n - budget * w / sum(weights)) < 1 + 1e-6 for n, w in zip(result, weights))
 
 
-@settings(deadline=None)
 @given(
     st.sampled_from([*SHAPES]), st.integers(1, 7), st.integers(1, 40), st.integers(0, 10**6), st.floats(0, 8),
     st.booleans(),
@@ -110,9 +109,11 @@ def test_the_mass_that_a_shape_covers_is_that_of_what_it_prepares(name, lookahea
     for seed in range(5):
         covered, prepared = covered_and_prepared(name, lookahead, seed, [1, 2, 7, 24, 48])
         assert covered == pytest.approx(prepared, abs=1e-9)
-    if name != "uniform":  # the mutant: another shape prepares
-        covered, prepared = covered_and_prepared(name, lookahead, 0, [1, 2, 7, 24, 48], prepares="uniform")
-        assert covered != pytest.approx(prepared, abs=1e-3)
+    # The mutant: another shape prepares. Shapes may agree where there are only two accepted counts.
+    others = (
+        covered_and_prepared(name, lookahead, 0, [1, 2, 7, 24, 48], other) for other in ("uniform", "all_accepted")
+    )
+    assert any(covered != pytest.approx(prepared, abs=1e-3) for covered, prepared in others)
 
 
 @given(st.lists(st.floats(0, 1), max_size=8))

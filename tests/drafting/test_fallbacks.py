@@ -56,7 +56,7 @@ def requests(draw):
 
 
 def check_ngram(make, phases=tuple(Phase), examples=400):
-    @settings(max_examples=examples, deadline=None, derandomize=True, database=None, phases=phases)
+    @settings(max_examples=examples, derandomize=True, database=None, phases=phases)
     @given(requests())
     def check(request):
         ids, lengths, rows, lookahead, max_ngram = request

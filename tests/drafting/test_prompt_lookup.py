@@ -24,7 +24,7 @@ def rule(text: list[int], count: int) -> list[int]:
 
 
 @given(TEXTS, st.integers(1, 20))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_the_first_proposal_is_that_of_the_rule(text, count):
     """A text of up to 40 tokens may have more occurrences of a pair than are compared; then all are compared here."""
     with pytest.MonkeyPatch.context() as patch:
@@ -33,7 +33,7 @@ def test_the_first_proposal_is_that_of_the_rule(text, count):
 
 
 @given(TEXTS, st.lists(TEXTS, max_size=5))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_a_text_that_grows_has_the_links_of_one_that_was_given_at_once(text, more):
     grown = PromptLookup(text)
     for part in more:

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from scipy import stats
 
@@ -104,7 +104,6 @@ def never_falls_with_c(seeds, vocab_size, fan_out, sharpness, rescale=saguaro):
     assert all(after >= before - 1e-9 for before, after in zip(rates, rates[1:]))
 
 
-@settings(deadline=None)
 @given(st.tuples(st.integers(0, 10**6), st.integers(0, 10**6)), st.integers(3, 40), st.integers(1, 12),
        st.floats(0.1, 4))  # fmt: skip
 def test_the_hit_rate_does_not_fall_as_c_falls(seeds, vocab_size, fan_out, sharpness):

@@ -262,7 +262,7 @@ def run(examples, steps):
     Calls.steps.clear()
     Noted.started.clear()
     gc.collect()  # so that a forked process does not have to collect what other tests have left
-    how = {"deadline": None, "derandomize": True, "database": None, "suppress_health_check": list(HealthCheck)}
+    how = {"derandomize": True, "database": None, "suppress_health_check": list(HealthCheck)}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "Child", Noted)
         try:

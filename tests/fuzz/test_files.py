@@ -62,7 +62,7 @@ trees = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(trees)
 def test_any_json_as_settings(tree):
     refused(read, tree)

@@ -194,14 +194,14 @@ trees = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(trees)
 def test_any_json_as_a_request(tree):
     payload = payloads.write_json(tree)
     refused(read_request, payload)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.binary(max_size=300), st.sampled_from(list(wire.PAYLOAD_TYPES)), st.sampled_from(list(READERS)))
 def test_any_bytes_as_a_message(data, dtype, kind):
     data = bytearray(data[: len(data) // dtype.itemsize * dtype.itemsize])

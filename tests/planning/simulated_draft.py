@@ -23,6 +23,9 @@ class SimulatedDraft:
         config, of_world = SSDConfig(**settings), self.world
         return planner_for(self, self, config, generation, of_world.rows, 100, 1000, of_world.is_parallel)
 
+    def serves(self, thread):
+        return False
+
     def begin_call(self, turn, timeout, patience):
         pass
 

@@ -51,7 +51,7 @@ def try_many(examples, steps, machine=Calls):
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=examples, stateful_step_count=steps, derandomize=True, database=None, deadline=None,
+            max_examples=examples, stateful_step_count=steps, derandomize=True, database=None,
             phases=phases, suppress_health_check=list(HealthCheck),
         ),
     )  # fmt: skip

@@ -92,7 +92,7 @@ def as_chunks(pieces: list[str], field: str) -> list[str]:
     return ["".join(events[i : i + 2]) for i in range(0, len(events), 2)] + [f"data: {json.dumps(last)}\n\n"]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.text("abc", min_size=1, max_size=3), max_size=8), STOPS, st.sampled_from(["text", "content"]))
 def test_streamed_and_whole_answers_agree_however_the_text_is_cut_into_tokens(pieces, stops, field):
     texts = ["".join(pieces[: i + 1]) for i in range(len(pieces))]
