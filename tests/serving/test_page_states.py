@@ -121,7 +121,7 @@ def test_the_state_of_the_draft_is_told_in_words(page):
         "ready": "Draft ready",
         "starting": "Draft is starting",
         "ended": "Draft has ended; the next message starts it again",
-        "none": "No draft",
+        "none": "No draft model",
     }.items():
         page.execute_script("window.draft = arguments[0]; showDraft()", state)
         wait_for(page, "draft", words)
