@@ -54,9 +54,9 @@ QUESTIONS = [  # for a model with a chat template: code, prose and a summary, al
 ]
 WORK = {"batch_size": 1, "ignore_eos": False, "assistant_tokens": [3, 5], "in_turn_lookaheads": []}
 NOT_MEASURED = 3  # the exit code for a pair that works and whose speed is not known
-KEYS = ["target", "draft", "shares_memory", "fastest_dtype"]
-KEYS += [field.name for kind in (Figures, forms.Forms) for field in dataclasses.fields(kind)]
-KEYS += ["pays", "verdict", "refused", "not_measured"]
+FIGURES = [field.name for kind in (Figures, forms.Forms) for field in dataclasses.fields(kind)]
+ENDS = ("pays", "verdict", "refused", "not_measured")
+KEYS = list(dict.fromkeys(["target", "draft", "shares_memory", "fastest_dtype", "load", *FIGURES, *ENDS]))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,13 +71,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Returns the exit code."""
-    known, load = {}, doctor.load()
+    load = doctor.load()
+    known = {"load": load}
     try:
         found = models.chosen(args, needs_draft=False)
         if found.config.drafter == "mtp":
             raise ValueError("hf-ssd check measures no MTP layer; compare with hf-ssd bench TARGET --drafter mtp.")
         texts = prompts.prompts_from(args.prompts, args.prompt_field)[: args.repeats + 1] if args.prompts else None
-        known = doctor.examine(found, tries_dtypes=True)
+        known |= doctor.examine(found, tries_dtypes=True)
         if not args.json:
             print(doctor.in_words(known, load), flush=True)
         texts = texts or prompts_for(found.target.tokenizer)
@@ -86,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     except (ValueError, hf_ssd.DraftError, NotMeasured) as error:
         is_refused = not isinstance(error, (NotMeasured, NoSpeed))
         if args.json:
-            print(as_json(known, load=load, **{"refused" if is_refused else "not_measured": str(error)}))
+            print(as_json(known, **{"refused" if is_refused else "not_measured": str(error)}))
         elif is_refused:
             raise
         else:

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import functools
 import os
+import sys
 from dataclasses import dataclass, field
 
 import torch
@@ -16,6 +17,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES as MULTIMODAL
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, hub
 
 import hf_ssd
 
@@ -27,6 +29,8 @@ from ..drafting.eagle_formats import head_values, load_head
 from ..gguf_files import config_of, gguf_place
 from . import pair
 from .options import settings
+
+QUIET = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
 
 
 @dataclass(frozen=True)
@@ -103,6 +107,20 @@ class Model:
             options["config"] = self._config  # transformers would read the file's header once more
         return self._read(kind.from_pretrained, **options).eval()
 
+    def fetch(self) -> None:
+        """
+        Downloads the weights of a hub id with bars on a terminal, before a worker, which shows none, loads them. What
+        cannot be downloaded is left to the worker, which says why.
+        """
+        if os.path.exists(self.name) or "gguf_file" in self.files or not sys.stderr.isatty():
+            return
+        options = {"revision": self.files["revision"]} if "revision" in self.files else {}
+        with contextlib.suppress(OSError, ValueError):
+            if hub.cached_file(self.name, SAFE_WEIGHTS_NAME, **options, **QUIET) is None:
+                index = hub.cached_file(self.name, SAFE_WEIGHTS_INDEX_NAME, **options, **QUIET)
+                if index is not None:
+                    hub.get_checkpoint_shard_files(self.name, index, **options)
+
     def load_for_requests(self) -> tuple:
         """Loads a model with all that it can read, such as images, and returns it with its processor or tokenizer."""
         if self.tokenizer_name or "gguf_file" in self.place[1]:
@@ -166,6 +184,7 @@ class Models:
         if self.draft is None:
             return contextlib.nullcontext()
         options = {"device": self.draft.device, "dtype": self.draft.dtype, "num_threads": self.draft_threads}
+        self.draft.fetch()
         if self.is_head and self.draft.dtype == "auto":
             options["dtype"] = None
         return hf_ssd.launch_draft(self.draft.name, target=target, **options, **self.draft.files)

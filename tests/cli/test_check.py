@@ -52,7 +52,8 @@ def test_the_embedded_pair_as_a_user_would(tmp_path):
     assert found["verdict"].startswith("yes: " if found["pays"] else "no: ")
     assert found["target"]["family"] == "llama" and found["target"]["vocabulary"] == found["draft"]["vocabulary"]
     assert found["shares_memory"] == (torch.accelerator.device_count() < 2) and found["failure"] is None
-    assert 0.3 < found["acceptance"] <= 1 and found["assistant_tokens"] in (3, 5) and found["plan"]
+    assert 0.3 < found["acceptance"] <= 1 and found["plan"]
+    assert found["assistant_tokens"] in ((None,) if found["skipped"] else (3, 5))  # left out on a busy machine
     assert min(found[name] for name in ("verify_seconds", "predicted", "speed", "plain")) > 0
     assert found["step_seconds"] is None or found["step_seconds"] > 0
 

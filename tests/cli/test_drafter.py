@@ -24,7 +24,8 @@ def test_check_measures_a_lookup_and_computes_no_draft(capsys, as_json):
     told = capsys.readouterr().out
     if as_json:
         found = json.loads(told)
-        assert found["looks_up"] and found["speed"] > 0 and found["plain"] > 0 and found["assistant_tokens"] in (3, 5)
+        assert found["looks_up"] and found["speed"] > 0 and found["plain"] > 0
+        assert found["assistant_tokens"] in ((None,) if found["skipped"] else (3, 5))  # left out on a busy machine
         assert found["trained"] is None and found["draft"] is None and found["verdict"].startswith(("yes", "no"))
     else:
         lines = told.strip().split("\n")

@@ -100,6 +100,28 @@ def test_every_command_takes_what_generate_and_from_pretrained_take(command):
     assert found.config == hf_ssd.SSDConfig(drafter="parallel", lookahead=3, budget=7) and found.draft_threads == 1
 
 
+def test_a_draft_of_the_hub_is_downloaded_where_bars_are_seen(monkeypatch, tmp_path):
+    """A model with one file, and a model with several, whose index names them; nothing where there is no terminal."""
+    asked = []
+
+    def cached_file(name, file, **options):
+        asked.append((name, file, options["revision"]))
+        return None if (name, file) == ("org/large", "model.safetensors") else file
+
+    monkeypatch.setattr(models.hub, "cached_file", cached_file)
+    monkeypatch.setattr(models.hub, "get_checkpoint_shard_files", lambda *of, revision: asked.append((*of, revision)))
+    drafts = [models.Model(name, files={"revision": "v2"}) for name in ("org/small", "org/large", str(tmp_path))]
+    for draft in drafts:
+        draft.fetch()
+    assert not asked
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    for draft in drafts:
+        draft.fetch()
+    index = "model.safetensors.index.json"
+    files = [("org/small", "model.safetensors"), ("org/large", "model.safetensors"), *[("org/large", index)] * 2]
+    assert asked == [(*file, "v2") for file in files]
+
+
 def test_the_options_of_the_draft_reach_its_worker(monkeypatch):
     args = build_parser().parse_args(
         ["chat", "--draft-dtype", "bf16", "--draft-revision", "v2", "--draft-threads", "1"]
