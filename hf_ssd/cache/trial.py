@@ -68,7 +68,7 @@ def check_supported(model: PreTrainedModel, drafts: bool = False, rows: int = 1,
     rows = rows if attached.may_depend_on_rows and not drafts else None
     if rows is not None and attention_layout(model).recurrent:
         drafted += WORTH_A_PASS  # tokens that a pass may be fed again
-    numbers = model.dtype, _is_precise(model)
+    numbers = model.dtype, model.device.type != "meta" and _is_precise(model)
     state = implementation, numbers, model.training, drops_cache, attached, drafts, drafted, rows
     if state in _tried.get(model, ()):
         return

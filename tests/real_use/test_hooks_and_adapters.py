@@ -16,6 +16,7 @@ from hf_ssd.cache.cached_model import CachedModel
 from hf_ssd.cache.trial import check_supported
 
 from ..conftest import VOCAB, padded_batch, tiny_draft, tiny_model
+from .families import sharp_model, tiny_config
 
 OPTIONS = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 IN_TURN = hf_ssd.SSDConfig(lookahead=4, asynchronous=False)
@@ -158,6 +159,18 @@ def test_a_hook_on_the_last_token_of_one_row_is_refused(target, draft):
 
     with hooked(target.model.layers[1], steer_a_row), pytest.raises(ValueError, match="steer_a_row"):
         target.generate(**padded_batch(2), **OPTIONS, assistant_model=draft, ssd_config=IN_TURN)
+
+
+def test_a_hook_on_a_model_that_is_fed_tokens_again_behind_its_states():
+    """A pass of such a model is longer than its lookahead, and a hook that acts late in a pass is seen."""
+    target = hf_ssd.enable(sharp_model(tiny_config("lfm2")))
+    settings = {"assistant_model": tiny_model(), "ssd_config": IN_TURN, "return_dict_in_generate": True}
+    plain = target.generate(**padded_batch(2), **OPTIONS, ssd_config=None)
+    with hooked(target.model.layers[1], lambda module, inputs, output: None):
+        output = target.generate(**padded_batch(2), **OPTIONS, **settings)
+    assert torch.equal(output.sequences, plain) and output.ssd_stats.draft_failure is None
+    with hooked(target.model.layers[1], steering(slice(20, None))), pytest.raises(ValueError, match="add_vector"):
+        target.generate(**padded_batch(2), **OPTIONS, **settings)
 
 
 def test_a_draft_with_a_hook_drafts(target):
