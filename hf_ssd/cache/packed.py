@@ -51,12 +51,9 @@ class PackedWeight:
     def __init__(self, layer: nn.Linear, packed: torch.Tensor, is_faster: tuple[bool, ...]):
         # torch's own dictionary of parameters follows the layer, and does not keep it alive.
         self.parameters, self.packed, self.is_faster = layer._parameters, packed, is_faster
-        self.state, self.values = _state(layer.weight), _sample(layer.weight).clone()
+        self.state, self.sample = _state(layer.weight), _sample(layer.weight)
+        self.values = self.sample.clone()
         self.is_alone = False  # whether the layer's own weight was given up
-
-    def is_current(self, weight: torch.Tensor) -> bool:
-        """Whether the layer's weight is the one that was packed."""
-        return self.is_alone or self.state == _state(weight) and torch.equal(self.values, _sample(weight))
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         weight, bias = self.parameters["weight"], self.parameters["bias"]
@@ -89,7 +86,7 @@ def packed_forwards(model: PreTrainedModel, pack_weights: bool | str) -> dict[nn
     layers = [one for one in model.modules() if type(one) is nn.Linear and is_eligible(one)]
     layers = [layer for layer in layers if not is_auto or layer.weight.numel() >= LEAST]
     found = {layer: _packed.get(layer) for layer in layers}
-    stale = [layer for layer, packed in found.items() if packed is None or not packed.is_current(layer.weight)]
+    stale = _stale(found)
     for layer in stale:
         _packed.pop(layer, None)  # a changed weight's memory is free for the new one
     stale = [layer for layer in stale if _is_faster(layer, is_auto)]
@@ -101,6 +98,17 @@ def packed_forwards(model: PreTrainedModel, pack_weights: bool | str) -> dict[nn
     if stale and model in _owned:
         _keep_packed_alone(model, found)
     return found
+
+
+def _stale(found: "dict[nn.Linear, PackedWeight | None]") -> list[nn.Linear]:
+    """Returns the layers whose weight is not packed, or is not the one that was packed."""
+    stale = [layer for layer, packed in found.items() if packed is None or packed.state != _state(layer.weight)]
+    gone = set(stale)
+    rest = {layer: packed for layer, packed in found.items() if layer not in gone}
+    samples, values = ([getattr(one, name) for one in rest.values()] for name in ("sample", "values"))
+    if rest and not torch.equal(torch.cat(samples), torch.cat(values)):
+        stale += [layer for layer, packed in rest.items() if not torch.equal(packed.sample, packed.values)]
+    return stale
 
 
 def own(model: PreTrainedModel) -> None:
@@ -130,7 +138,7 @@ def _keep_packed_alone(model: PreTrainedModel, forwards: dict[nn.Linear, PackedW
     is_alone = not found.isnan().any() and are_close(found, expected)
     for (layer, forward), weight, before in zip(layers.items(), kept, is_faster):
         if is_alone:
-            forward.is_alone = True
+            forward.is_alone, forward.sample = True, None
         else:
             layer.weight.data, forward.is_faster = weight, before
 

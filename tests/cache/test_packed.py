@@ -384,8 +384,12 @@ def test_a_head_that_reads_hidden_states_runs_packed(products):
 
 
 def test_a_packed_weight_that_is_stale_is_noticed(monkeypatch):
-    """The mutant: pointers and versions are not looked at."""
-    monkeypatch.setattr(packed.PackedWeight, "is_current", lambda self, weight: True)
+    """The mutants: neither addresses and versions nor values are looked at, or no values."""
+    stale = packed._stale
+    monkeypatch.setattr(packed, "_sample", lambda weight: torch.zeros(1))
+    with pytest.raises(AssertionError):
+        test_a_weight_that_changed_is_packed_anew(through_data)
+    monkeypatch.setattr(packed, "_stale", lambda found: [] if None not in found.values() else stale(found))
     with pytest.raises(AssertionError):
         test_a_weight_that_changed_is_packed_anew(in_place)
 
