@@ -6,6 +6,7 @@ own operations, which torch.compile uses too, pack it once. A view of the model 
 model keeps its layers as they are.
 """
 
+import threading
 import time
 import weakref
 from collections import Counter
@@ -27,6 +28,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 TRIED = (1, 5, 16)  # tokens of the passes that are timed
 FOR_TOKENS = 8  # for which oneDNN chooses the order; it serves any number
 FASTER = 0.95  # of the time of torch's own product, which a packed one must not exceed
+MOST = 2**24  # values of a weight that are tried, which takes 0.1 s: of a large head these are its first rows
 LEAST = 2**17  # values of a weight: smaller ones stay in the processor's cache and gain nothing
 SAMPLES = 32  # values that are compared: writing to `weight.data` changes neither address nor version
 EXACT = ("none", "ieee")  # torch's names of a precision that computes float32 in float32
@@ -35,6 +37,7 @@ GIGABYTE = 2**30
 logger = logging.get_logger(__name__)
 _packed: "weakref.WeakKeyDictionary[nn.Linear, PackedWeight]" = weakref.WeakKeyDictionary()
 _owned: "weakref.WeakSet[PreTrainedModel]" = weakref.WeakSet()
+_lock = threading.Lock()  # so that threads do not pack a model twice
 _verdicts: dict[tuple, tuple[bool, ...]] = {}  # for each number of tokens in `TRIED`; empty if torch cannot pack
 
 
@@ -51,19 +54,16 @@ class PackedWeight:
     def __init__(self, layer: nn.Linear, packed: torch.Tensor, is_faster: tuple[bool, ...]):
         # torch's own dictionary of parameters follows the layer, and does not keep it alive.
         self.parameters, self.packed, self.is_faster = layer._parameters, packed, is_faster
-        self.state, self.values = _state(layer.weight), _sample(layer.weight).clone()
+        self.state, self.sample = _state(layer.weight), _sample(layer.weight)
+        self.values = self.sample.clone()
         self.is_alone = False  # whether the layer's own weight was given up
-
-    def is_current(self, weight: torch.Tensor) -> bool:
-        """Whether the layer's weight is the one that was packed."""
-        return self.is_alone or self.state == _state(weight) and torch.equal(self.values, _sample(weight))
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         weight, bias = self.parameters["weight"], self.parameters["bias"]
         tokens = input.numel() // weight.shape[1]
         is_faster = self.is_faster[0 if tokens <= 1 else 1 if tokens < TRIED[2] else 2]
         is_other = input.dtype != weight.dtype or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
-        if is_other or not is_faster or not tokens:
+        if not self.is_alone and (is_other or not is_faster or not tokens):
             return linear(input, weight, bias)
         return torch.ops.mkldnn._linear_pointwise(input, self.packed, bias, "none", [], "")
 
@@ -88,19 +88,33 @@ def packed_forwards(model: PreTrainedModel, pack_weights: bool | str) -> dict[nn
     is_auto = pack_weights == "auto"
     layers = [one for one in model.modules() if type(one) is nn.Linear and is_eligible(one)]
     layers = [layer for layer in layers if not is_auto or layer.weight.numel() >= LEAST]
-    found = {layer: _packed.get(layer) for layer in layers}
-    stale = [layer for layer, packed in found.items() if packed is None or not packed.is_current(layer.weight)]
-    for layer in stale:
-        _packed.pop(layer, None)  # a changed weight's memory is free for the new one
-    stale = [layer for layer in stale if _is_faster(layer, is_auto)]
-    if stale and (not is_auto or _has_room(model, stale)):
+    with _lock:
+        stale = _stale({layer: _packed.get(layer) for layer in layers})
         for layer in stale:
-            packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), FOR_TOKENS)
-            _packed[layer] = PackedWeight(layer, packed, _is_faster(layer, is_auto))
-    found = {layer: _packed[layer] for layer in layers if layer in _packed}
-    if stale and model in _owned:
-        _keep_packed_alone(model, found)
+            _packed.pop(layer, None)  # a changed weight's memory is free for the new one
+        stale = [layer for layer in stale if _kind(layer) not in _verdicts or _is_faster(layer, is_auto)]
+        if stale and is_auto and not _has_room(model, stale):
+            stale = []
+        for layer in stale:
+            is_faster = _is_faster(layer, is_auto)
+            if is_faster:
+                packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), FOR_TOKENS)
+                _packed[layer] = PackedWeight(layer, packed, is_faster)
+        found = {layer: _packed[layer] for layer in layers if layer in _packed}
+        if stale and model in _owned:
+            _keep_packed_alone(model, found)
     return found
+
+
+def _stale(found: "dict[nn.Linear, PackedWeight | None]") -> list[nn.Linear]:
+    """Returns the layers whose weight is not packed, or is not the one that was packed."""
+    stale = [layer for layer, packed in found.items() if packed is None or packed.state != _state(layer.weight)]
+    gone = set(stale)
+    rest = {layer: packed for layer, packed in found.items() if layer not in gone}
+    samples, values = ([getattr(one, name) for one in rest.values()] for name in ("sample", "values"))
+    if rest and not torch.equal(torch.cat(samples), torch.cat(values)):
+        stale += [layer for layer, packed in rest.items() if not torch.equal(packed.sample, packed.values)]
+    return stale
 
 
 def own(model: PreTrainedModel) -> None:
@@ -130,7 +144,7 @@ def _keep_packed_alone(model: PreTrainedModel, forwards: dict[nn.Linear, PackedW
     is_alone = not found.isnan().any() and are_close(found, expected)
     for (layer, forward), weight, before in zip(layers.items(), kept, is_faster):
         if is_alone:
-            forward.is_alone = True
+            forward.is_alone, forward.sample = True, None
         else:
             layer.weight.data, forward.is_faster = weight, before
 
@@ -164,7 +178,7 @@ def _is_faster(layer: nn.Linear, is_auto: bool) -> tuple[bool, ...]:
     Returns whether to use a packed weight for each number of tokens in `TRIED`; nothing if torch cannot pack it, or if
     `"auto"` finds no gain. A layer of each kind is tried.
     """
-    kind = layer.weight.shape, layer.weight.dtype, layer.bias is not None, torch.get_num_threads()
+    kind = _kind(layer)
     if kind not in _verdicts:
         _verdicts[kind] = _try(layer)
     if not is_auto:
@@ -172,9 +186,14 @@ def _is_faster(layer: nn.Linear, is_auto: bool) -> tuple[bool, ...]:
     return _verdicts[kind] if any(_verdicts[kind]) else ()
 
 
+def _kind(layer: nn.Linear) -> tuple:
+    return layer.weight.shape, layer.weight.dtype, layer.bias is not None, torch.get_num_threads()
+
+
 @torch.no_grad()
 def _try(layer: nn.Linear) -> tuple[bool, ...]:
-    found, weight, bias = [], layer.weight, layer.bias
+    rows = max(1, MOST // layer.in_features)
+    found, weight, bias = [], layer.weight[:rows], None if layer.bias is None else layer.bias[:rows]
     try:
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), FOR_TOKENS)
         for tokens in TRIED:

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 OF_TORCH = frozenset(vars(nn.Module()))  # attributes that every module has
+PLAIN = frozenset((int, float, bool, str, type(None)))
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
 
 
@@ -61,12 +62,17 @@ def view_of(
         attributes, view = vars(one), vars(copies[id(one)])
         view.update(attributes)
         for name in attributes.keys() - OF_TORCH:
-            view[name] = _seen(attributes[name], copies)
+            value = attributes[name]
+            if type(value) not in PLAIN:
+                view[name] = _seen(value, copies)
     for module in modules:
-        children = {name: copies.get(id(child), child) for name, child in module._modules.items()}
-        own = {name: vars(module)[name].copy() for name in HOOKS} if module in hooked else {}
-        own |= {"forward": forwards[module]} if module in forwards else {}
-        vars(copies[id(module)]).update(own, _modules=children, _compiled_call_impl=None)
+        view = vars(copies[id(module)])
+        view["_modules"] = {name: copies.get(id(child), child) for name, child in module._modules.items()}
+        view["_compiled_call_impl"] = None
+        if module in hooked:
+            view.update({name: view[name].copy() for name in HOOKS})
+        if module in forwards:
+            view["forward"] = forwards[module]
     return copies[id(model)], of_view
 
 

@@ -383,9 +383,25 @@ def test_a_head_that_reads_hidden_states_runs_packed(products):
     assert head.fc in forwards and head.lm_head in forwards and len(products) > 24 * LAYERS / 4
 
 
+def test_a_worker_that_loaded_its_draft_keeps_packed_weights_alone(tmp_path):
+    target, options = hf_ssd.enable(tiny_model()), {"max_new_tokens": 24, "do_sample": False}
+    tiny_draft().save_pretrained(tmp_path)
+    expected = target.generate(**padded_batch(3), **options)
+    with hf_ssd.launch_draft(tmp_path, num_threads=1) as assistant:
+        for pack_weights in (True, False):  # weights that were given up stay packed
+            config = hf_ssd.SSDConfig(lookahead=3, pack_weights=pack_weights, on_draft_failure="raise")
+            ssd = {"assistant_model": assistant, "ssd_config": config, "return_dict_in_generate": True}
+            output = target.generate(**padded_batch(3), **options, **ssd)
+            assert torch.equal(output.sequences, expected) and output.ssd_stats.tokens_per_round > 1.2
+
+
 def test_a_packed_weight_that_is_stale_is_noticed(monkeypatch):
-    """The mutant: pointers and versions are not looked at."""
-    monkeypatch.setattr(packed.PackedWeight, "is_current", lambda self, weight: True)
+    """The mutants: neither addresses and versions nor values are looked at, or no values."""
+    stale = packed._stale
+    monkeypatch.setattr(packed, "_sample", lambda weight: torch.zeros(1))
+    with pytest.raises(AssertionError):
+        test_a_weight_that_changed_is_packed_anew(through_data)
+    monkeypatch.setattr(packed, "_stale", lambda found: [] if None not in found.values() else stale(found))
     with pytest.raises(AssertionError):
         test_a_weight_that_changed_is_packed_anew(in_place)
 

@@ -97,6 +97,22 @@ def test_tasks_in_threads_of_asyncio():
         assert torch.equal(output, expected[number % 5])
 
 
+def test_no_config_of_target_or_draft_is_written(monkeypatch):
+    """So nothing is to be restored, and another thread never sees a value that is meant for our passes."""
+    target, draft = hf_ssd.enable(tiny_model()), tiny_draft()
+    kind, own, write = type(target.config), (id(target.config), id(draft.config)), type(target.config).__setattr__
+
+    def guarded(self, name, value):
+        assert id(self) not in own, f"{name} of the user's config is written"
+        write(self, name, value)
+
+    monkeypatch.setattr(kind, "__setattr__", guarded)
+    for _ in range(2):
+        ssd = {"assistant_model": draft, "ssd_config": hf_ssd.SSDConfig(**IN_TURN, on_draft_failure="raise")}
+        output = target.generate(prompt(0), **OPTIONS, **ssd, return_dict_in_generate=True)
+        assert output.ssd_stats.tokens_per_round > 1
+
+
 class Interrupt(Exception):
     pass
 
