@@ -17,6 +17,7 @@ TOKENS = {
     *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "forced_bos_token_id"),
     *("forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "sequence_bias"),
 }
+LONGEST_NGRAM = 1000  # tokens; transformers makes a list for each of them
 LARGEST = 1e30  # logits times or divided by a larger number are not finite in float32
 
 
@@ -100,6 +101,8 @@ def check_settings(model: PreTrainedModel, config: GenerationConfig, names: dict
         for number in parts:
             if type(number) not in (int, float):
                 continue
+            if setting.endswith("ngram_size") and number > LONGEST_NGRAM:
+                raise Refusal(f"`{name}` is {number}; at most {LONGEST_NGRAM} are supported.", name)
             if not math.isfinite(number) or abs(number) > LARGEST or 0 < abs(number) < 1 / LARGEST:
                 raise Refusal(
                     f"`{name}` is {number}: use 0, or a number of a size from {1 / LARGEST:g} to {LARGEST:g}.", name

@@ -98,7 +98,7 @@ class Parameters(Strict):
     no_effect: ClassVar[set[str]] = {"user"}
 
     model: str | None = done("as `/v1/models` names it, or left out")
-    temperature: float | None = done("from 0 to 2; 0 is greedy, and a positive one samples", ge=0, le=2)
+    temperature: float | None = done("0, which is greedy, or from 1e-30 to 2, which samples", ge=0, le=2)
     top_p: float | None = done("from 0 to 1; one below 1 samples, unless the temperature is 0", ge=0, le=1)
     seed: int | None = done("see [below](#what-a-seed-repeats)", ge=-(2**63), lt=2**64)
     stream: bool | None = done("server-sent events, a round at a time")
@@ -187,7 +187,7 @@ class ChatRequest(Generation):
         min_length=1, description="text; a model that reads images or sound gets its own parts"
     )
     max_completion_tokens: int | None = done("as `max_tokens`, and before it", ge=1, le=LARGEST)
-    tools: list[Tool] | None = done("functions, for models whose chat template has tools")
+    tools: list[Tool] | None = done("functions; refused if the model's chat template does not use them")
     tool_choice: Literal["auto", "none"] | None = done('"auto", or "none", which leaves the tools out')
     chat_template_kwargs: dict[str, Any] | None = done("transformers' own: variables of the chat template")
 
@@ -221,7 +221,7 @@ class ResponseRequest(Parameters):
     input: str | list[Item] = Field(min_length=1, description="a text, or messages as in chat completions")
     instructions: str | None = done("a system message in front")
     max_output_tokens: int | None = done("as `max_tokens`", ge=1, le=LARGEST)
-    tools: list[FlatTool] | None = done("functions, for models whose chat template has tools")
+    tools: list[FlatTool] | None = done("functions; refused if the model's chat template does not use them")
     tool_choice: Literal["auto", "none"] | None = done('"auto", or "none", which leaves the tools out')
 
 

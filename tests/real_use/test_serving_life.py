@@ -7,14 +7,20 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from urllib.parse import urlsplit
 
 import openai
 import psutil
 import pytest
+import torch
 
 import hf_ssd
+from hf_ssd.cli.models import Model
+from hf_ssd.cli.serve import free_port
+from hf_ssd.serving.server import Server
 
+from ..conftest import ready
 from ..serving.conftest import (  # noqa: F401
     LONG,
     ServerProcess,
@@ -99,6 +105,47 @@ def test_the_address_is_said_when_the_server_listens(named):
     assert urlsplit(named.url).port in named.listened
 
 
+def test_a_first_answer_is_generated_with_the_draft_before_the_server_listens(tiny_folder, assistant):  # noqa: F811
+    before, at_start = ready(assistant).sessions, []
+    plan = hf_ssd.SSDConfig(lookahead=3, budget=4)
+    server = ServerThread(tiny_folder, assistant, plan, on_listening=lambda: at_start.append(assistant.sessions))
+    try:
+        assert at_start == [before + 1]
+        assert server.figures()["tokens_total"] == server.figures()["finished"] == 0, "no client has asked"
+    finally:
+        server.stop()
+
+
+def warming(folder: str, generate) -> tuple[Server, list]:
+    """Returns a server whose model generates so, and a list that is empty until the server listens."""
+    model, processor = Model(folder).load_for_requests()
+    model.generate, listened = generate, []
+    options = {"host": "127.0.0.1", "port": free_port("127.0.0.1", 0), "log_level": "error"}
+    return Server(model, processor, None, ["small"], on_listening=lambda: listened.append(1), **options), listened
+
+
+def test_a_server_whose_model_cannot_generate_does_not_listen(tiny_folder):  # noqa: F811
+    def generate(**kwargs):
+        raise ValueError("The model does not generate.")
+
+    server, listened = warming(tiny_folder, generate)
+    with pytest.raises(ValueError, match="The model does not generate."):
+        server.server.run()
+    assert not listened
+
+
+def test_a_server_that_is_interrupted_before_it_listens_ends(tiny_folder):  # noqa: F811
+    def generate(streamer, **kwargs):
+        server.server.should_exit = True
+        while True:
+            streamer.put(torch.tensor([5]))
+            time.sleep(0.01)
+
+    server, listened = warming(tiny_folder, generate)
+    server.server.run()
+    assert not listened
+
+
 def test_each_name_of_the_model_works_and_the_one_that_comes_back_too(named):
     assert [model.id for model in named.client.models.list()] == ["org/small"]
     for name in ("org/small", named.model):
@@ -158,8 +205,8 @@ def test_ctrl_c_amid_an_answer_ends_in_one_line_and_all_clients_get_an_error(tin
     assert (caught[0].status_code, caught[0].type) == (503, "server_error") and error.value.type == "server_error"
     ours = [line.split(maxsplit=1)[-1] for line in lines if not line.startswith("[transformers]")]
     assert ours[-1] == "server has ended." and len(ours) == 4
-    assert sorted(line.partition(":")[0] for line in ours[:-1]) == [
-        "POST /v1/chat/completions 200 in 0.0 s",
+    assert sorted(line.partition(" in ")[0].partition(":")[0] for line in ours[:-1]) == [
+        "POST /v1/chat/completions 200",
         "POST /v1/completions 200",
         "POST /v1/completions 503",
     ]

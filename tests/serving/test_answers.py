@@ -23,15 +23,19 @@ MESSAGES = [{"role": "user", "content": "import os"}]
 ASK = {"messages": MESSAGES, "tools": TOOLS, "temperature": 0}
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    """A server whose model calls tools as Qwen's models do."""
+def caller_folder(tmp_path_factory) -> str:
+    """Returns a folder of the embedded target with the templates of a model that calls tools as Qwen's models do."""
     folder = tmp_path_factory.mktemp("models") / "caller"
     shutil.copytree(PAIR / "target", folder)
     config = json.loads((folder / "tokenizer_config.json").read_text())
     config |= {"chat_template": CHAT, "response_template": QWEN}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    server = ServerThread(str(folder), None, hf_ssd.SSDConfig(drafter="ngram"))
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    server = ServerThread(caller_folder(tmp_path_factory), None, hf_ssd.SSDConfig(drafter="ngram"))
     yield server
     server.stop()
 
