@@ -86,6 +86,7 @@ SIZES = {
     "287m/39m": Size(hidden=1024, layers=24, draft_layers=2, intermediate=2816, heads=16, kv_heads=4),
     "101m/25m": Size(hidden=768, layers=14, draft_layers=2, intermediate=2048, heads=12, kv_heads=4),
     "221m/42m": Size(hidden=1024, layers=16, draft_layers=2, intermediate=2816, heads=16, kv_heads=4, hybrid=True),
+    "493m/119m": Size(hidden=1536, layers=10, draft_layers=2, intermediate=8960, heads=12, kv_heads=2),
     # For GPUs: about 1B/0.1B and 8B/0.5B. A draft of two layers needs a small vocabulary to be that small.
     "1089m/120m": Size(hidden=1536, layers=30, draft_layers=2, intermediate=6144, heads=12, kv_heads=4, vocab=16384),
     "7852m/520m": Size(hidden=4096, layers=40, draft_layers=2, intermediate=12288, heads=32, kv_heads=8, vocab=16384),
