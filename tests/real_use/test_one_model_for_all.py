@@ -173,7 +173,7 @@ def test_passes_of_a_processor_are_not_taken_for_those_of_the_call(tokens, rows,
     settings = {"lookahead": 3, "asynchronous": asynchronous, "fallback": "primary", "on_draft_failure": "raise"}
     own = torch.arange(2, 2 + tokens).repeat(rows, 1)
     idle, guidance, seen, found, add = Guidance(None, own), Guidance(target, own), [], [], Features.add
-    monkeypatch.setattr(Features, "add", lambda self, states, k: seen.append(states) or add(self, states, k))
+    monkeypatch.setattr(Features, "add", lambda self, states, k: seen.append(self) or add(self, states, k))
     worker = hf_ssd.launch_draft(head, num_threads=1) if asynchronous else contextlib.nullcontext(head)
     with worker as draft:
         for processor in (idle, guidance):
@@ -185,8 +185,12 @@ def test_passes_of_a_processor_are_not_taken_for_those_of_the_call(tokens, rows,
                 logits_processor=LogitsProcessorList([processor]),
             )
             assert torch.equal(output.sequences, plain)
-            found.append([record.accepted for record in output.ssd_stats.records])
-    assert guidance.calls == idle.calls > 5 and found[0] == found[1]
-    assert asynchronous or output.ssd_stats.tokens_per_round > 1.3
-    for without, beside in zip(seen[: len(seen) // 2], seen[len(seen) // 2 :]):
-        torch.testing.assert_close(beside, without)
+            accepted = [record.accepted for record in output.ssd_stats.records]
+            found.append((accepted, seen[-1].rows, seen[-1].lengths))
+    assert guidance.calls == idle.calls > 5
+    # What a head in a worker prepared in time differs from what it drafts after a miss.
+    assert asynchronous or (found[0][0] == found[1][0] and output.ssd_stats.tokens_per_round > 1.3)
+    for row in range(rows):  # the hidden states at all tokens of the text
+        count = min(lengths[row] for _, _, lengths in found)
+        assert count > 20
+        torch.testing.assert_close(found[1][1][row, :count], found[0][1][row, :count])
