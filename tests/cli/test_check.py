@@ -195,6 +195,7 @@ WRONG += ["no weights", "no prompts file", "no prompts"]
 @pytest.mark.parametrize("what", WRONG)
 def test_what_cannot_work_is_refused_in_a_sentence(what, tmp_path, capsys):
     words, sentence = refusals(tmp_path)[what]
+    capsys.readouterr()  # bars of models that were saved
     assert main(["check", *words]) == 2
     error = capsys.readouterr().err
     assert sentence in error and error.startswith("hf-ssd check: ") and "Traceback" not in error
