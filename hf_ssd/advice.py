@@ -3,7 +3,7 @@
 import math
 
 from .generation.verification import UNLIKELY
-from .rounds import FILLER, NGRAM, NOTHING
+from .rounds import NGRAM, NOTHING
 
 CHANCE = 1e-3  # p-value below which unlikely tokens are reported
 ENOUGH_ROUNDS = 24  # with drafted tokens; at acceptance 0.5, less than 0.3 of 24 tokens are accepted in 1 of 30 calls
@@ -48,7 +48,7 @@ def advice(stats) -> list[str]:
     joined = stats.draft_joined_at
     if joined is None or joined >= stats.rounds:
         return ["finished while the draft worker was starting: hf_ssd.launch_draft() starts one before the first call"]
-    drafted = [record for record in stats.records if record.lookahead and FILLER not in record.sources]
+    drafted = [record for record in stats.records if record.lookahead]
     if len(drafted) < ENOUGH_ROUNDS:
         return []
     if stats.acceptance_rate < LOW_ACCEPTANCE:

@@ -12,10 +12,9 @@ PLAIN, IN_TURN, AHEAD = MODES = ("plain", "in_turn", "ahead")
 _, PRIMARY, *BUILT_IN = config.FALLBACKS  # "primary": drafted just in time by the draft model
 NGRAM, RANDOM, MTP, CUSTOM = "ngram", "random", "mtp", "custom"
 PREPARED = "prepared"  # the outcome was in the speculation cache: a hit
-FILLER = "filler"  # tokens that no draft proposed: with them the target times a wider pass
 NOTHING = "nothing"  # the row has no speculation
 FALLBACKS = (*BUILT_IN, CUSTOM)
-SOURCES = (PREPARED, PRIMARY, *FALLBACKS, FILLER, NOTHING)  # where the speculation of a row comes from
+SOURCES = (PREPARED, PRIMARY, *FALLBACKS, NOTHING)  # where the speculation of a row comes from
 
 FINISHED = -1  # accepted count of a row that needs no more tokens
 
@@ -102,8 +101,8 @@ class RoundRecord:
 
     Args:
         mode (`str`): The plan's mode.
-        lookahead (`int`): Number of drafted tokens, or filler tokens, that were verified in each row. Rows with fewer
-            tokens of their own are padded.
+        lookahead (`int`): Number of drafted tokens that were verified in each row. Rows with fewer tokens of their own
+            are padded.
         budget (`int`): Number of outcomes prepared for each row before this speculation was requested.
         sources (`list[str]`): The source of each row's speculation, from `SOURCES`.
         ranks (`list[int]`): For each row, the rank of the bonus token before this speculation among the draft's
@@ -197,8 +196,6 @@ class Speculation:
         probabilities (`torch.FloatTensor` of shape `(batch_size, lookahead, vocab_size)`, *optional*): The distribution
             each token was drawn from; `None` if each token was certain or the probabilities follow later.
         record ([`RoundRecord`]): The draft's part of the record.
-        costs (`tuple[float, float, float]`, *optional*): The draft's profile: seconds to choose outcomes, seconds of a
-            forward pass, and seconds for each token in the pass.
         support (`int`, *optional*): The largest number of tokens with a nonzero probability in any of the
             distributions, if it is known.
         are_certain (`bool`, *optional*): Whether all tokens are certain, so that no probabilities follow. Only in the
@@ -208,7 +205,6 @@ class Speculation:
     tokens: list[list[int]]
     probabilities: torch.FloatTensor | None = None
     record: RoundRecord = field(default_factory=RoundRecord)
-    costs: tuple[float, float, float] | None = None
     support: int | None = None
     are_certain: bool = False
 

@@ -7,7 +7,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from . import plots
 from .advice import advice
-from .rounds import FILLER, NOTHING, RoundRecord
+from .rounds import NOTHING, RoundRecord
 
 
 @dataclass(repr=False)  # the default repr would fill a notebook with records
@@ -60,7 +60,7 @@ class SSDStats:
         rows = []
         for record in self.records:
             for row in record.live:
-                lookahead = 0 if record.sources[row] in (FILLER, NOTHING) else record.proposed(row)
+                lookahead = 0 if record.sources[row] == NOTHING else record.proposed(row)
                 hit = None if record.competes(row) else record.hits[row]
                 rows.append((lookahead, record.accepted[row], hit))
         return rows

@@ -55,7 +55,6 @@ class DraftServer:
         self.speculator: Speculator | None = None
         self.request: SessionRequest | None = None
         self.translation: Translation | None = None  # for calls whose tokenizers differ
-        self.costs: tuple[float, float, float] | None = None  # sent with the next answer
         self.session = self.round = 0
 
     @torch.inference_mode()
@@ -121,10 +120,7 @@ class DraftServer:
         self.prefix = speculator.drafter.prefix
         speculator.begin()
         self.channel.expect()
-        if request.profile:
-            self.costs = speculator.profile(self.channel.has_arrived)
-        else:
-            speculator.prepare(request.plan, self.channel.has_arrived)
+        speculator.prepare(request.plan, self.channel.has_arrived)
         self.speculator = speculator
 
     def _take_new_weights(self, version: int) -> None:
@@ -192,7 +188,6 @@ class DraftServer:
         its forward pass. The distributions are announced, so that they can arrive meanwhile. They are packed after the
         tokens have been sent, because packing may copy megabytes from a GPU.
         """
-        speculation.costs, self.costs = self.costs, None
         drafter, announced = self.speculator.drafter, None
         if drafter.sampled and speculation.width:
             over_link, support = self.channel.link is not None, speculation.support

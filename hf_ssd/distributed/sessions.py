@@ -28,7 +28,6 @@ REQUEST = {  # fields of a call that are numbers
     "prompt_length": Field(),
     "weights_version": Field(),
     "asks_target": FLAG,
-    "profile": FLAG,
 }
 
 
@@ -52,7 +51,6 @@ class SessionRequest:
         asks_target (`bool`, *optional*): Whether the fallback is an object in the target's process.
         head ([`~hf_ssd.drafting.mtp_head.MtpHead`], *optional*): That object for `fallback="mtp"`. It is not sent.
         plan ([`~hf_ssd.rounds.Plan`]): The plan until the first outcome arrives.
-        profile (`bool`, *optional*): Whether the draft times its forward passes instead of preparing by `plan`.
         worker_index, num_workers (`int`, *optional*): Index of this worker and the number of workers. Each worker
             prepares its share of the outcomes.
         prompt_length (`int`, *optional*): Length of the longest prompt, without tokens that were generated before
@@ -68,7 +66,6 @@ class SessionRequest:
     vocab_size: int
     translation: Translation | None = None
     plan: Plan = Plan(AHEAD, 1, 1, 1)
-    profile: bool = False
     asks_target: bool | None = None
     worker_index: int = 0
     num_workers: int = 1

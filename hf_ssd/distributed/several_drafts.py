@@ -104,9 +104,8 @@ class SeveralDrafts(DraftSession):
         """Returns the prepared tokens of each row, with the record of the worker that took the longest time."""
         record = max((one.record for one in all_found), key=lambda record: record.draft_seconds)
         budget, sources = sum(one.record.budget for one in all_found), [NOTHING] * len(self.texts)
-        costs = [one.costs for one in all_found if one.costs is not None]
         merged = Speculation([[] for _ in sources], None, dataclasses.replace(record, budget=budget, sources=sources))
-        merged.costs, self.q = max(costs, key=sum, default=None), None  # each round waits for the slowest worker
+        self.q = None
         for one in all_found:
             for row in [row for row, hit in enumerate(one.record.hits) if hit and self.live[row]]:
                 sources[row], merged.tokens[row] = PREPARED, one.tokens[row]

@@ -19,7 +19,7 @@ import torch
 from ..config import LONGEST_LOOKAHEAD
 from ..rounds import FINISHED, MODES, SOURCES, Outcome, Plan, RoundRecord, Speculation
 
-MAGIC, VERSION = 0x6866_5F73_7364, 17  # "hf_ssd"
+MAGIC, VERSION = 0x6866_5F73_7364, 18  # "hf_ssd"
 HEADER_LENGTH, FRAME_LENGTH = 12, 128
 PAYLOAD_TYPES = (torch.int64, torch.int32, torch.float32, torch.uint8, torch.bfloat16, torch.float16)
 BEHIND, INLINE, OVER_LINK = range(3)  # place of a payload
@@ -256,18 +256,17 @@ def read_outcome(payload, rows: int) -> tuple[Outcome, Plan]:
 
 
 def write_speculation(speculation: Speculation) -> list[int]:
-    """Returns the draft's part of the record, its profile, and the tokens. Probabilities are sent separately."""
+    """Returns the draft's part of the record, and the tokens. Probabilities are sent separately."""
     record, tokens = speculation.record, speculation.tokens
     numbers = write_fields(RECORD, record)
-    numbers += [-1] * 3 if speculation.costs is None else map(SECONDS.write, speculation.costs)
     for name, of_row in RECORD_OF_ROWS.items():
         numbers += map(of_row.write, getattr(record, name) or [-1] * len(tokens))
     return [*numbers, *map(len, tokens), *itertools.chain(*tokens)]
 
 
 def read_speculation(payload, rows: int, vocab_size: int = 2**63) -> Speculation:
-    parts = [len(RECORD), 3, *[rows] * len(RECORD_OF_ROWS), rows]
-    record, costs, *of_rows, lengths, tokens = _parts(integers(payload, sum(parts)), parts)
+    parts = [len(RECORD), *[rows] * len(RECORD_OF_ROWS), rows]
+    record, *of_rows, lengths, tokens = _parts(integers(payload, sum(parts)), parts)
     record = RoundRecord(**read_fields(RECORD, record, "a speculation"))
     for (name, of_row), values in zip(RECORD_OF_ROWS.items(), of_rows):
         if min(values) < of_row.first or max(values) > of_row.last:
@@ -276,7 +275,7 @@ def read_speculation(payload, rows: int, vocab_size: int = 2**63) -> Speculation
     if min(lengths) < 0 or max(lengths) > LONGEST_LOOKAHEAD or sum(lengths) != len(tokens):
         raise ProtocolError(f"a speculation of {len(tokens)} tokens cannot have {lengths} of each row")
     *tokens, _ = _parts(check_tokens(tokens, vocab_size), lengths)
-    return Speculation(tokens, None, record, None if costs[0] < 0 else tuple(map(SECONDS.read, costs)))
+    return Speculation(tokens, None, record)
 
 
 def check_tokens(tokens: list[int], vocab_size: int = 2**63) -> list[int]:

@@ -55,9 +55,6 @@ class AutoregressiveDrafter(Drafter):
                 else:
                     yield None
 
-    def tokens_of_a_pass(self, lookahead, budget):
-        return budget
-
     def commit(self, accepted, bonus, branches, later=None):
         super().commit(accepted, bonus, branches, later)
         grown, self.branches = self.branches, None

@@ -107,10 +107,6 @@ class Drafter(ABC):
             next T tokens of each outcome; `None` when asked while the tokens are still on their way to the host.
         """
 
-    @abstractmethod
-    def tokens_of_a_pass(self, lookahead: int, budget: int) -> int:
-        """Returns how many tokens of each row [`~Drafter.grow`] feeds in a pass."""
-
     def commit(
         self,
         accepted: list[int],

@@ -137,9 +137,6 @@ class Eagle3Drafter(Drafter):
             on_host, supports = self._to_host(tokens[:, :, None], probabilities)
             yield on_host, probabilities, supports
 
-    def tokens_of_a_pass(self, lookahead, budget):
-        return budget
-
     def commit(self, accepted, bonus, branches, later=None):
         super().commit(accepted, bonus, branches, later)
         self.goes_on = [k >= 0 for k in accepted]

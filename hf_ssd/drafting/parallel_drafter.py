@@ -61,9 +61,6 @@ class ParallelDrafter(Drafter):
         on_host, supports = self._to_host(torch.stack(tokens, dim=2), probabilities)
         yield on_host, probabilities, supports
 
-    def tokens_of_a_pass(self, lookahead, budget):
-        return (lookahead + 1) * (budget + 1)
-
     def commit(self, accepted, bonus, branches, later=None):
         super().commit(accepted, bonus, branches, later)
         self.is_known = [k < 0 or branch >= 0 for k, branch in zip(accepted, branches)]

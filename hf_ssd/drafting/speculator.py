@@ -11,13 +11,11 @@ import math
 import time
 from collections.abc import Callable
 
-import numpy as np
 import torch
 
 from ..config import SSDConfig
 from ..devices import from_host
 from ..rounds import (
-    AHEAD,
     FALLBACKS,
     FINISHED,
     NGRAM,
@@ -38,7 +36,6 @@ from .ngrams import Ngrams
 from .outcome_candidates import OutcomeCandidates
 from .speculation_cache import SpeculationCache
 
-PROFILED_BUDGETS, PROFILED_PASSES = (8, 1, 16), 3  # the first pass of each size is not counted
 BETWEEN_LOOKS = 2e-5  # seconds
 
 
@@ -90,37 +87,6 @@ class Speculator:
     def begin(self) -> None:
         """Reads the prompts, while the target does the same."""
         self.drafter.begin()
-
-    def profile(self, outcome_arrived: Callable[[], bool] = lambda: False) -> tuple[float, float, float]:
-        """
-        Times passes of a few sizes after the prompts, while the target decodes. Stops after a size if the outcome has
-        arrived by then.
-
-        Returns:
-            Seconds to choose outcomes, fixed seconds of a forward pass, and additional seconds for each token in it.
-        """
-        rows, chosen, sizes, taken = len(self.finished), [], [], []
-        for budget in PROFILED_BUDGETS:
-            if taken and outcome_arrived():
-                break
-            plan = Plan(AHEAD, PROFILED_PASSES, PROFILED_PASSES, budget)
-            start = time.perf_counter()
-            accepted, bonus = self._choose(plan)
-            chosen.append(since(start))
-            start, seconds = time.perf_counter(), []
-            while len(seconds) < PROFILED_PASSES:
-                for grown in self.drafter.grow(accepted, bonus, plan):
-                    if grown is None:
-                        continue
-                    seconds.append(since(start))
-                    start = time.perf_counter()
-            sizes.append(rows * self.drafter.tokens_of_a_pass(PROFILED_PASSES, len(accepted[0])))
-            taken.append(min(seconds[1:]))
-        slope, fixed = np.polyfit(sizes, taken, 1) if len(set(sizes)) > 1 else (0.0, taken[0])
-        if slope < 0 or fixed < 0:
-            slope, fixed = 0.0, float(np.median(taken))
-        self.candidates = None
-        return min(chosen), float(fixed), float(slope)
 
     # ---------------------------------------------------------------- ahead of time
 

@@ -16,7 +16,7 @@ from ..distributed.sessions import DraftError, DraftSession, SessionRequest
 from ..distributed.wire import Kind, Message
 from ..drafting.ngrams import Ngrams, speculation_of
 from ..planning.planner import Planner
-from ..rounds import AHEAD, FILLER, FINISHED, IN_TURN, PLAIN, Outcome, Plan, RoundRecord, Speculation
+from ..rounds import AHEAD, FINISHED, IN_TURN, PLAIN, Outcome, Plan, Speculation
 from .features import Features
 from .sequences import Sequences
 from .tokenizers import check_coverage
@@ -65,7 +65,6 @@ class FaultTolerantDraft:
         self.verified: list[list[int]] = [[] for _ in request.prompts]  # the tokens that are being verified
         self.is_local = self.is_asked = self.was_late = False
         self.looks_up = request.config.drafter == "ngram"  # in this process, without a draft model
-        self.filler: int | None = None
         config = request.config
         self.counts_ngrams = config.fallback == config.lookahead == "auto" and not self.looks_up
         self.ngrams: Ngrams | None = None
@@ -81,8 +80,7 @@ class FaultTolerantDraft:
 
     @property
     def _wants_worker(self) -> bool:
-        is_planned = self.planner.plan.mode == AHEAD or self.planner.profiles
-        return self.assistant is not None and (is_planned or self.model is None)
+        return self.assistant is not None and (self.planner.plan.mode == AHEAD or self.model is None)
 
     def open(self, patience: float) -> None:
         """
@@ -102,7 +100,7 @@ class FaultTolerantDraft:
             self._attempt(lambda: check_coverage(self.request.translation, self.request.prompts))
         self.planner.begin_call()  # not before, because another thread's call may have measured the pair meanwhile
         self._join(None)
-        self.cores.divide(self._worker_starts or (self.session is not None and self.planner.profiles))
+        self.cores.divide(self._worker_starts)
 
     # ---------------------------------------------------------------- sessions
 
@@ -112,15 +110,14 @@ class FaultTolerantDraft:
         while the target verifies the last token of each row, and answers the outcome of that round.
         """
         is_right = self.session is not None and self.is_local != self._wants_worker
-        is_plain = self.planner.plan.mode == PLAIN
-        if is_right or self.failure is not None or (is_plain and not self.planner.profiles):
+        is_plain = self.planner.plan.mode == PLAIN and not self.planner.expects_draft
+        if is_right or self.failure is not None or is_plain:
             return
         session = None
         if self._wants_worker:
-            request = functools.partial(self._request_now, sequences, self.planner.profiles)
+            request = functools.partial(self._request_now, sequences)
             session = self._attempt(lambda: self.assistant.open_session(self.turn, request, self.device))
-        is_local, may_draft_here = False, not self.is_local and not is_plain
-        may_draft_here = may_draft_here and (self.model is not None or self.looks_up)
+        is_local, may_draft_here = False, not self.is_local and (self.model is not None or self.looks_up)
         if session is None and self.failure is None and may_draft_here:
             session, is_local = self._attempt(lambda: self._session_here(sequences)), True
         if session is not None:
@@ -131,8 +128,6 @@ class FaultTolerantDraft:
             if self.model is None:
                 self.positions = getattr(self.assistant, "positions", None)
             self.told = [0] * len(self.told)
-            if self.planner.profiles and not is_local:
-                self.planner.begin_profile()
             if self.joined_at is None:
                 self.joined_at = self.rounds if self.was_late else 0
         self.was_late = self.was_late or self.session is None
@@ -146,14 +141,14 @@ class FaultTolerantDraft:
         request = self._request_now(sequences)
         return LookupSession(request) if self.looks_up else local_session(self.model, request)
 
-    def _request_now(self, sequences: Sequences | None, profile: bool = False) -> SessionRequest:
+    def _request_now(self, sequences: Sequences | None) -> SessionRequest:
         """Returns the request. For a draft that joins late, the tokens generated so far are part of the prompts."""
         prompts = self.request.prompts
         if sequences is not None:
             generated = zip(sequences.ids, sequences.lengths)
             generated = [ids[sequences.prompt_length : length] for ids, length in generated]
             prompts = [torch.cat([prompt, new.to(prompt.device)]) for prompt, new in zip(prompts, generated)]
-        return dataclasses.replace(self.request, prompts=prompts, plan=self.planner.plan, profile=profile)
+        return dataclasses.replace(self.request, prompts=prompts, plan=self.planner.plan)
 
     # ---------------------------------------------------------------- a round
 
@@ -173,14 +168,13 @@ class FaultTolerantDraft:
             error, self.is_over = self.is_over, None  # so that no reference to the error is left here
             raise error
         if self.decides:
-            plan, self.is_asked, self.filler = self.planner.plan, False, None
+            plan, self.is_asked = self.planner.plan, False
             self.lengths = [n + max(0, k + 1) for n, k in zip(self.lengths, outcome.accepted)]
             if self.session is not None:
                 self.untold = outcome if self.untold is None else self.untold.followed_by(outcome, self.verified)
-                self.filler = self.planner.next_filler() if self.planner.profiles and not self.is_local else None
                 # A worker that is about to be replaced by a session in this process is not asked any more.
                 is_right = self.is_local or self._wants_worker
-                self.is_asked = self.filler is None and plan.mode != PLAIN and is_right and not self._is_at_its_end()
+                self.is_asked = plan.mode != PLAIN and is_right and not self._is_at_its_end()
             if self.is_asked:
                 if self.is_local:
                     plan = dataclasses.replace(plan, mode=IN_TURN, budget=0)
@@ -232,10 +226,6 @@ class FaultTolerantDraft:
             self._join(sequences)
             if self.is_asked and self.session is not None:
                 speculation = self._attempt(lambda: self.session.receive_speculation())
-                if speculation is not None and self.planner.profiles and not self.is_local:
-                    self.planner.observe_profile(speculation.costs)
-            elif self.filler is not None:
-                speculation = self._filler(sequences.last)
             if speculation is None and self.lookup:
                 ngrams = [ngram[: self.lookup] for ngram in self.ngrams.proposed]
                 speculation = speculation_of(ngrams, PLAIN, self.lookup)
@@ -246,8 +236,7 @@ class FaultTolerantDraft:
             speculation = self._shared(speculation)
         record = speculation.record
         record.ngram_tokens, record.ngram_matched = self.counted
-        works_beside = record.mode == AHEAD or FILLER in record.sources
-        self.cores.divide(works_beside or self._worker_starts)
+        self.cores.divide(record.mode == AHEAD or self._worker_starts)
         return speculation
 
     def _shared(self, speculation: Speculation | None) -> Speculation:
@@ -257,15 +246,6 @@ class FaultTolerantDraft:
         shared = wire.read_speculation(message.payload, len(self.request.prompts))
         shared.are_certain = self.decides and speculation.are_certain
         return shared
-
-    def _filler(self, last: torch.LongTensor) -> Speculation:
-        """
-        Returns a speculation that repeats the last token of each row, as if it were certain. The tokens are hardly ever
-        right, so verifying them is a plain step with a wider pass.
-        """
-        tokens = [[token] * self.filler for token in last.tolist()]
-        record = RoundRecord(PLAIN, self.filler, sources=[FILLER] * len(tokens))
-        return Speculation(tokens, None, record, are_certain=True)
 
     def receive_probabilities(self) -> torch.FloatTensor | None:
         """

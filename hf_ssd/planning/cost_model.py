@@ -6,8 +6,8 @@ import numpy as np
 
 from ..config import SSDConfig
 from ..drafting.ngrams import LEAST_MATCHED
-from ..rounds import AHEAD, FALLBACKS, FILLER, IN_TURN, PLAIN, RoundRecord
-from .estimates import Average, HitRates, NgramRates
+from ..rounds import AHEAD, FALLBACKS, IN_TURN, PLAIN, RoundRecord
+from .estimates import Average, HitRates, Line, NgramRates
 from .experience import Durations, Experience
 
 LOOKAHEADS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)  # tokens
@@ -21,8 +21,8 @@ MEMORY_FOR_Q = 2**29  # bytes for the distributions of prepared tokens
 
 class CostModel:
     """
-    Estimates the speed of each plan in a call. Durations start from the profile and follow the measured rounds;
-    acceptance and hits are counted.
+    Estimates the speed of each plan in a call. Durations follow the measured rounds, those of each mode apart, because
+    a mode has its own share of the cores; acceptance and hits are counted.
 
     Args:
         config (`SSDConfig`): Gives the priors and the cache shape.
@@ -76,7 +76,7 @@ class CostModel:
     def knows(self, mode: str) -> bool:
         """Whether the durations of a round of this mode were measured."""
         costs = self.durations
-        lines = {PLAIN: (), IN_TURN: (costs.step[IN_TURN],), AHEAD: (costs.branches, costs.step[AHEAD])}[mode]
+        lines = {PLAIN: (), IN_TURN: (costs.step[IN_TURN],), AHEAD: (costs.branches, costs.verification[AHEAD])}[mode]
         return any(line.count for line in costs.verification.values()) and all(line.count for line in lines)
 
     def begin_call(self) -> None:
@@ -86,20 +86,6 @@ class CostModel:
         averages = (*self.accepted, *self.alone.averages, *self.beside.averages)
         for now, ever in zip(averages, (*seen.accepted, *seen.alone.averages, *seen.beside.averages)):
             now.restart(ever.value, min(ever.weight, TOKENS_KEPT))
-
-    def observe_profile(self, choose: float, fixed: float, per_token: float) -> None:
-        """
-        Learns the durations of the draft's passes, in seconds, measured while the target was working too.
-
-        Args:
-            choose (`float`): Of the choice of outcomes.
-            fixed (`float`): Of a pass, whatever its tokens.
-            per_token (`float`): Of each token in a pass.
-        """
-        for tokens in (self.rows, 8 * self.rows, 16 * self.rows):
-            for line in (self.durations.branches, *self.durations.step.values()):
-                line.observe(tokens, fixed + per_token * tokens)
-        self.durations.choosing.observe(choose)
 
     def observe(self, before: RoundRecord, now: RoundRecord) -> None:
         """
@@ -116,12 +102,13 @@ class CostModel:
         budget = now.budget // self.workers  # of each worker; the record has the sum over all workers
         self.live = len(now.live) or live
         if now.verify_seconds:  # a call's first round never comes as `now`: it is slow for reasons of its own
-            # Fillers are verified while the draft is working, as in a round ahead.
-            mode = AHEAD if FILLER in now.sources else now.mode
-            costs.verification[mode].observe(self.live * (now.lookahead + 1), now.verify_seconds)
+            costs.verification[now.mode].observe(self.live * (now.lookahead + 1), now.verify_seconds)
+        if before.received_at:
+            costs.seconds += now.received_at - before.received_at
+            costs.tokens += sum(before.accepted[row] + 1 for row in rows) / max(1, len(rows))
         for row in now.live:
             accepted, source = now.accepted[row], now.sources[row]
-            if source not in (*FALLBACKS, FILLER):
+            if source not in FALLBACKS:
                 for place in range(min(accepted + 1, now.proposed(row), len(self.accepted))):
                     self.accepted[place].observe(place < accepted)
                     seen.accepted[place].observe(place < accepted)
@@ -145,7 +132,7 @@ class CostModel:
         if before.mode == now.mode and before.received_at:
             costs.unexplained[now.mode].observe(budget, max(0.0, elapsed - explained))
         if now.budget and now.ranks:
-            drafted = [row for row in rows if before.sources[row] not in (*FALLBACKS, FILLER)]
+            drafted = [row for row in rows if before.sources[row] not in FALLBACKS]
             for row in drafted:
                 self.hit_rates.observe_rank(before.accepted[row] < before.proposed(row), now.ranks[row])
             asked = [row for row in drafted if not now.competes(row)]
@@ -202,16 +189,20 @@ class CostModel:
     def seconds_to_draft(self, mode: str, lookahead: int) -> float:
         """Returns the seconds to draft `lookahead` tokens just in time, J in Corollary 16; NaN if unknown."""
         steps, tokens = (1, lookahead + 1) if self.is_parallel else (lookahead, 1)
-        line = self.durations.step[mode]
-        seconds = max(1e-6, line(self.live * tokens)) if line.count else math.nan
-        return steps * seconds if lookahead else 0.0
+        known = self._draft_line(self.durations.step[mode])
+        return steps * max(1e-6, known(self.live * tokens)) if lookahead else 0.0
+
+    def _draft_line(self, line: Line) -> Line:
+        """Returns the line, or until it has a measurement that of a draft in turn, which may have more cores."""
+        return line if line.count else self.durations.step[IN_TURN]
 
     def seconds_of_a_pass(self, lookahead: int, budget: int) -> float:
         tokens = (lookahead + 1) * (budget + 1) if self.is_parallel else budget
-        return max(1e-6, self.durations.branches(self.live * tokens))
+        return max(1e-6, self._draft_line(self.durations.branches)(self.live * tokens))
 
     def seconds_to_prepare(self, lookahead: int, budget: int) -> float:
-        feeding = self.durations.branches(self.live * (lookahead + 1)) if self.feeds_first else 0.0
+        branches = self._draft_line(self.durations.branches)
+        feeding = branches(self.live * (lookahead + 1)) if self.feeds_first else 0.0
         passes = 1 if self.is_parallel else lookahead
         return self.durations.choosing.value + feeding + passes * self.seconds_of_a_pass(lookahead, budget)
 
@@ -244,10 +235,9 @@ class CostModel:
         seconds += (1 - none) * self.seconds_to_verify(IN_TURN, max(lookahead, lookup)) if lookup else 0.0
         return share * ngram + (1 - share) * self.tokens(lookahead)[-1], seconds, every
 
-    def may_reach(self, speed: float, lookup: int = 0) -> bool:
-        """Whether drafting would exceed this number of tokens per second if the draft took no time."""
-        verified = (self._verified_in_turn(lookahead, lookup) for lookahead in LOOKAHEADS)
-        return any(self.live * gain / seconds > speed for gain, seconds, _ in verified)
+    def may_reach(self, speed: float) -> bool:
+        """Whether drafting would exceed this number of tokens per second if it took no time, nor did drafted tokens."""
+        return self.live * self.tokens(LOOKAHEADS[-1])[-1] / self.seconds_to_verify(PLAIN, 0) > speed
 
     def best_after_miss(self, lookahead: int) -> int:
         """Returns how many tokens, up to `lookahead`, are worth drafting just in time."""

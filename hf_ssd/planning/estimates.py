@@ -45,10 +45,13 @@ class Line:
     Args:
         relative_slope (`float`): The guess, in units of the fixed part.
         like ([`Line`], *optional*): Another cost that has about the same relative slope.
+        smaller ([`Line`], *optional*): The same cost for fewer units, which gives the slope instead.
     """
 
-    def __init__(self, relative_slope: float = RELATIVE_SLOPE, like: "Line | None" = None):
-        self.guess, self.like = relative_slope, like
+    def __init__(
+        self, relative_slope: float = RELATIVE_SLOPE, like: "Line | None" = None, smaller: "Line | None" = None
+    ):
+        self.guess, self.like, self.smaller = relative_slope, like, smaller
         self.forget()
 
     def forget(self) -> None:
@@ -78,6 +81,8 @@ class Line:
         covariance = self.xy / self.weight - mean_x * mean_y
         relative = self.guess if self.like is None else self.like.relative_slope
         guess = relative * mean_y / (1 + relative * mean_x)
+        if self.smaller is not None and self.smaller.count and mean_x > self.smaller.units.value:
+            guess = (mean_y - self.smaller.seconds.value) / (mean_x - self.smaller.units.value)
         certainty = 0.2 * (mean_x**2 + 1) / self.weight  # the guess counts like a few observations of nearby sizes
         slope = max(0.0, (covariance + certainty * guess) / (variance + certainty))
         self.slope = min(slope, self.seconds.value / max(self.units.value, 1e-9))

@@ -18,19 +18,23 @@ class Durations:
             just in time, and of a round besides all measured parts (by budget).
         branches ([`Line`]): Seconds of a pass that grows branches.
         choosing ([`Average`]): Seconds of the choice of outcomes, without the pass that feeds the speculation.
-        fillers (`int`): Wide passes of filler tokens that were requested.
+        tokens, seconds (`float`): Tokens that each row has gained in all rounds, and the time of these rounds.
         used (`dict[str, int]`): By mode, the last round in which the target followed it.
         rounds (`int`): Rounds that were observed.
     """
 
     def __init__(self):
-        self.verification = {AHEAD: (ahead := Line()), IN_TURN: Line(like=ahead), PLAIN: Line(like=ahead)}
-        self.branches, self.step = Line(), {AHEAD: Line(), IN_TURN: Line()}
+        plain = Line()
+        plain.like = in_turn = Line(smaller=plain)
+        self.verification = {PLAIN: plain, IN_TURN: in_turn, AHEAD: Line(like=in_turn)}
+        self.step = {IN_TURN: Line(), AHEAD: (step := Line())}
+        self.branches = Line(smaller=step)
         self.choosing = Average(0.0, 0.0, memory=0.95)
         self.unexplained = {mode: Line(0.1) for mode in (AHEAD, IN_TURN)}
         self._by_mode = self.verification, self.step, self.unexplained
         self.used: dict[str, int] = {}
-        self.fillers = self.rounds = 0
+        self.tokens = self.seconds = 0.0
+        self.rounds = 0
 
     def forget(self, modes: set[str]) -> None:
         """Forgets the measurements of these modes of drafting, so that they are made again."""
@@ -40,7 +44,6 @@ class Durations:
             return
         self.branches.forget()
         self.choosing.restart(0.0, 0.0)
-        self.fillers = 0
 
 
 class Experience:

@@ -15,11 +15,11 @@ class FixedPlan:
 
     Attributes:
         plan ([`Plan`]): The plan for the next round.
-        profiles (`bool`): Whether a worker is to time its passes before it drafts.
+        expects_draft (`bool`): Class attribute: see [`Planner`].
         reads_first (`bool`): Class attribute: whether parallel drafts read the speculation in a separate pass.
     """
 
-    profiles = reads_first = False
+    expects_draft = reads_first = False
 
     def __init__(self, config: SSDConfig, is_parallel: bool = False):
         mode, budget = (AHEAD, config.budget) if config.asynchronous else (IN_TURN, 0)

@@ -49,5 +49,5 @@ class LookupCosts(CostModel):
         gain = 1 + share * (self.tokens(lookahead)[-1] - 1)
         return self.live * gain / (verify + self.seconds_to_draft(IN_TURN, lookahead))
 
-    def may_reach(self, speed: float, lookup: int = 0) -> bool:
+    def may_reach(self, speed: float) -> bool:
         return False  # nothing but rounds would measure lookups again

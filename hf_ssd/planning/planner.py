@@ -2,12 +2,11 @@
 Chooses the plan to follow next: the plan that is expected to give the most tokens per second.
 
 A plan has a mode: `ahead` prepares outcomes while the target verifies (SSD), `in_turn` drafts after each outcome
-(ordinary speculative decoding), `plain` does not draft, but may verify n-grams of the text. In the first rounds with a
-pair the target decodes plainly while the worker times its passes, its *profile*; one of these rounds verifies filler
-tokens in the place of drafted tokens, to time a wider pass. From then on each round's record corrects the costs,
-acceptance and hit rates, and from time to time the best plan of a grid is chosen by them. A mode that is not in use has
-no new records, so it is probed from time to time. If only a quicker draft would make drafting worthwhile, the pair is
-profiled again.
+(ordinary speculative decoding), `plain` does not draft, but may verify n-grams of the text. The first rounds with a
+pair are plain, and the next ones draft in turn. Their costs say whether drafting ahead may pay; it is tried as soon as
+the time that drafting has saved pays for the trial. Each round's record corrects the costs, acceptance and hit rates,
+and from time to time the best plan of a grid is chosen by them. A mode that is not in use has no new records, so it is
+probed from time to time. If only a quicker draft would make drafting worthwhile, its costs are measured again.
 """
 
 import dataclasses
@@ -19,16 +18,15 @@ from transformers.utils import logging
 
 from ..config import SSDConfig
 from ..drafting.ngrams import LONGEST_NGRAM
-from ..rounds import AHEAD, FILLER, IN_TURN, MTP, PLAIN, PRIMARY, Plan, RoundRecord
+from ..rounds import AHEAD, IN_TURN, MTP, PLAIN, PRIMARY, Plan, RoundRecord
 from .cost_model import BUDGETS, LOOKAHEADS, CostModel
 from .experience import Durations, Experience
 from .lookup_costs import LookupCosts
-from .profile import KNOWN, RUNNING, WANTED, Profile
 from .reasons import reason_for
 
 logger = logging.get_logger(__name__)
 
-FIRST = (2, 8)  # lookahead and budget until the draft's profile is known
+FIRST = (1, 8)  # lookahead and budget until the costs of drafting in turn, and ahead, are known
 EPOCH_ROUNDS = 8  # between choices of the plan; at first it is chosen in each round, because each teaches a lot
 FIRST_EPOCHS = 24  # rounds in each of which the plan is chosen
 HYSTERESIS = 1.03  # expected gain below which the plan stays as it is
@@ -36,7 +34,7 @@ PROBE_ROUNDS = 6  # rounds of a mode that was not used for long
 LONGEST_BETWEEN_PROBES = 512  # rounds
 PROBE_SHARE = 0.02  # largest share of the time in which a draft reads texts only to be probed
 PROBED_GAIN = 1.2  # probe a mode if it would win with this factor on its estimated speed
-UNSEEN_GAIN = 1.4  # same, for plain decoding that was only timed while the draft was profiling
+TRIAL_COST = 3.0  # plain steps that a trial of drafting ahead may lose
 CONTENTION = 1.25  # slowdown of a verification by the working draft above which a warning is logged
 WORTH_NGRAMS = 1.02  # expected gain below which n-grams do not compete with the draft
 
@@ -57,7 +55,6 @@ class Planner:
 
     Attributes:
         costs ([`CostModel`]): The estimates for the pair.
-        profile ([`Profile`]): Tells whether the worker is to time its passes.
         plan ([`Plan`]): The plan for the next round.
         reason (`str`): Why this plan was chosen, in a sentence with its numbers.
     """
@@ -80,7 +77,6 @@ class Planner:
         self.durations, self.experience = self.costs.durations, self.costs.experience
         self.chooses_lookahead = config.lookahead == "auto"
         self.may_take_turns = not config.asynchronous or (self.chooses_lookahead and config.budget == "auto")
-        self.profile = Profile(self.durations, config.asynchronous, self.chooses_lookahead)
         is_named = isinstance(config.fallback, str) and config.fallback not in ("auto", MTP)
         self.fallback = config.fallback if is_named else PRIMARY
         self.may_look_up = self.chooses_lookahead and config.drafter != "ngram" and config.fallback == "auto"
@@ -95,10 +91,7 @@ class Planner:
         lookahead = FIRST[0] if self.chooses_lookahead else config.lookahead
         budget = min(FIRST[1], self.costs.largest_budget(lookahead)) if config.budget == "auto" else config.budget
         self.reason = "the pair is not known yet"
-        # The answer to the first outcome brings the draft's profile. A round in turn times a verification while the
-        # draft is idle.
-        is_ahead = config.asynchronous and not self.chooses_lookahead
-        self.plan = self.first = self._plan_of(AHEAD if is_ahead else IN_TURN, lookahead, budget)
+        self.plan = self.first = self._plan_of(IN_TURN if self.may_take_turns else AHEAD, lookahead, budget)
 
     # ---------------------------------------------------------------- interface of the loop
 
@@ -107,43 +100,16 @@ class Planner:
         with self.lock:
             self.costs.begin_call()
             self.live = self.costs.rows
-            if self._may_choose:
+            if self.expects_draft:
+                self.plan = Plan(PLAIN) if self.chooses_lookahead and not self.costs.knows(PLAIN) else self.first
+            elif self._may_choose:
                 self._choose()
-            if not self.profiles and self.may_take_turns and not self.durations.verification[IN_TURN].count:
-                self.plan = self.first  # the profiling call ended before that round, or the durations were forgotten
 
     @property
-    def profiles(self) -> bool:
-        """Whether a worker still has to time its passes before it drafts, or is timing them."""
-        return self.profile.state != KNOWN
-
-    def begin_profile(self) -> None:
-        """Notes that a worker has joined and times its passes. The round after that follows the first plan."""
-        self.profile.begin()
-        self.plan = self.first
-
-    def next_filler(self) -> int | None:
-        """
-        Returns how many filler tokens the next plain round verifies, to be timed while the worker times its passes;
-        `None` if no such round is left.
-        """
-        return self.profile.next_filler()
-
-    def observe_profile(self, costs: tuple[float, float, float] | None) -> None:
-        """
-        Learns from the answer of a worker.
-
-        Args:
-            costs (`tuple[float, float, float]`, *optional*): Its profile: the seconds to choose outcomes, of a pass,
-                and of each token in a pass.
-        """
-        if self.profile.state != RUNNING:
-            return
-        self.profile.end()
-        if costs is not None and self.profile.state == WANTED:
-            with self.lock:
-                self.costs.observe_profile(*costs)
-        self.due = self.experience.rounds
+    def expects_draft(self) -> bool:
+        """Whether the draft is to read the text, because rounds with it follow, although a plain round may come."""
+        is_known = self.costs.knows(IN_TURN if self.may_take_turns else AHEAD)
+        return not is_known and PLAIN not in self.costs.seen_anyway
 
     def reason_of(self, records: list[RoundRecord]) -> str:
         """Returns why the most frequent mode of these rounds was chosen."""
@@ -155,8 +121,8 @@ class Planner:
 
     @property
     def _may_choose(self) -> bool:
-        """Whether a plan can be chosen. Without a profile the choice is plain decoding or drafting in turn."""
-        return self.profile.state != RUNNING and (self.chooses_lookahead or self.costs.knows(AHEAD))
+        """Whether a plan can be chosen. Until the draft is known the choice is plain decoding or drafting in turn."""
+        return self.chooses_lookahead or self.costs.knows(AHEAD)
 
     def observe(self, before: RoundRecord, now: RoundRecord) -> None:
         """
@@ -165,11 +131,10 @@ class Planner:
         with self.lock:
             seen = self.experience
             self.costs.observe(before, now)
-            if self.profile.state != RUNNING:
-                self.durations.used[now.mode] = self.durations.rounds
+            self.durations.used[now.mode] = self.durations.rounds
             if seen.rounds <= seen.probe_until and self.costs.knows(PLAIN):
                 seen.probe_at += math.ceil(self.costs.reading / (PROBE_SHARE * self.costs.seconds_to_verify(PLAIN, 0)))
-            if self.saguaro is not None and FILLER not in before.sources:
+            if self.saguaro is not None:
                 self.saguaro.observe(before, now)
                 self.plan = dataclasses.replace(self.plan, saguaro_c=self.saguaro.value)
             if self.feeds_first is not None and seen.rounds > FIRST_EPOCHS and before.mode == now.mode == AHEAD:
@@ -190,15 +155,16 @@ class Planner:
     def _choose(self) -> None:
         seen, speeds = self.experience, self._speeds()
         self.live, self.due = self.costs.live, seen.rounds + (EPOCH_ROUNDS if seen.rounds >= FIRST_EPOCHS else 1)
-        if all(mode == PLAIN for mode, *_ in speeds):  # the draft is not known yet, or its measurements are forgotten
-            if self.plan.mode == PLAIN and speeds:
-                self.plan = self._plan_of(PLAIN, 0, 0)
-                self._explain((PLAIN, 0, 0), speeds, (PLAIN, 0, 0))
+        tried = {plan: speed for plan, speed in speeds.items() if plan[0] != AHEAD or self.costs.knows(AHEAD)}
+        if self.expects_draft or not tried:  # the draft is not known yet, or its measurements are forgotten
+            self.plan, self.due = self.first if speeds else self.plan, seen.rounds + 1
             return
-        best = max(speeds, key=speeds.get)
-        if speeds[best] < HYSTERESIS * speeds.get(seen.chosen, 0.0) and seen.rounds > 2 * EPOCH_ROUNDS:
+        best = max(tried, key=tried.get)
+        if speeds[best] < HYSTERESIS * tried.get(seen.chosen, 0.0) and seen.rounds > 2 * EPOCH_ROUNDS:
             best = seen.chosen
         chosen = self._probe(best, speeds) or best
+        if self.expects_draft:
+            return self._choose()
         if chosen == best and best[0] == PLAIN:
             self.due = seen.probe_at  # plain rounds teach nothing new of drafts, and choosing would slow them down
         seen.chosen = chosen
@@ -220,8 +186,8 @@ class Planner:
         lookups = self._lookups
         for lookahead in lookaheads:
             found = {(IN_TURN, 0, lookup): costs.in_turn(lookahead, lookup) for lookup in lookups if takes_turns}
-            if config.asynchronous and costs.knows(AHEAD):
-                most = costs.largest_budget(lookahead)
+            if config.asynchronous and (costs.knows(AHEAD) or takes_turns):
+                most = min(costs.largest_budget(lookahead), BUDGETS[-1] if costs.knows(AHEAD) else FIRST[1])
                 budgets = [b for b in BUDGETS if b <= most] if config.budget == "auto" else [config.budget]
                 after_miss = None if self.chooses_lookahead else lookahead
                 ahead = costs.ahead(lookahead, budgets, after_miss, lookups)
@@ -249,28 +215,29 @@ class Planner:
     def _probe(self, best: tuple, speeds: dict) -> tuple | None:
         """
         Returns the plan with which to probe another mode, if any. Unused modes have no new data, so from time to time a
-        mode that may still be the best is probed for a few rounds. Plain decoding is probed first if it was only timed
-        while the draft was profiling. If no other mode of drafting is worth a probe, but a draft that takes no time
-        would be, the next call measures these modes again: the machine may have been busy.
+        mode that may still be the best is probed for a few rounds. Drafting ahead is tried earlier if it may be the
+        best by the costs of drafting in turn, and the trial is paid for. If no other mode of drafting is worth a probe,
+        but a draft that takes no time would be, these modes are measured again: the machine may have been busy.
         """
         seen, used = self.experience, self.durations.used
         of_mode = {plan[0]: plan for plan in sorted(speeds, key=speeds.get)}  # the best plan of each mode
-        gains = dict.fromkeys(of_mode, PROBED_GAIN)
-        if PLAIN not in used:
-            gains[PLAIN] = UNSEEN_GAIN
-        hopeful = [mode for mode in of_mode if mode != best[0] and gains[mode] * speeds[of_mode[mode]] > speeds[best]]
+        is_trial = AHEAD in of_mode and not self.costs.knows(AHEAD)
+        hopeful = [mode for mode in of_mode if mode != best[0] and PROBED_GAIN * speeds[of_mode[mode]] > speeds[best]]
         hopeful = [mode for mode in hopeful if mode not in self.costs.seen_anyway]
+        if is_trial and AHEAD in hopeful and not self._can_pay_a_trial():
+            hopeful.remove(AHEAD)
         if seen.rounds < seen.probe_until:  # a probe is under way
             pass
-        elif PLAIN in hopeful and PLAIN not in used:
-            seen.probed, seen.probe_until = PLAIN, seen.rounds + PROBE_ROUNDS
+        elif is_trial and AHEAD in hopeful and AHEAD not in used:
+            seen.probed, seen.probe_until = AHEAD, seen.rounds + PROBE_ROUNDS
         elif seen.rounds >= seen.probe_at:
             seen.probe_distance = min(2 * seen.probe_distance, LONGEST_BETWEEN_PROBES)
             seen.probe_at, seen.probe_until = seen.rounds + seen.probe_distance, seen.rounds + PROBE_ROUNDS
             seen.probed = min(hopeful, key=lambda mode: used.get(mode, -1), default=None)
-            is_hopeless = not {IN_TURN, AHEAD} & {*hopeful} and self.profile.state == KNOWN
-            if is_hopeless and self.costs.may_reach(PROBED_GAIN * speeds[best], self._lookups[-1]):
+            is_hopeless = not {IN_TURN, AHEAD} & {*hopeful}
+            if is_hopeless and self.costs.may_reach(PROBED_GAIN * speeds[best]):
                 self.durations.forget({IN_TURN, AHEAD} - {best[0]})
+                return None
         else:
             return None
         if seen.probed not in hopeful:
@@ -278,6 +245,11 @@ class Planner:
             return None
         self.due = seen.rounds + 1
         return of_mode[seen.probed]
+
+    def _can_pay_a_trial(self) -> bool:
+        """Whether the time that drafting has saved, or a small share of all time, pays for trying to draft ahead."""
+        plain, costs = self.costs.seconds_to_verify(PLAIN, 0), self.durations
+        return costs.tokens * plain - (1 - PROBE_SHARE) * costs.seconds > TRIAL_COST * plain
 
     def _plan_of(self, mode: str, lookahead: int, budget: int) -> Plan:
         lookup = self.lookups.get((mode, lookahead, budget), 0)

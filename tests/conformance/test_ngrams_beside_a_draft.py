@@ -234,7 +234,7 @@ def test_an_ngram_that_does_not_count_as_certain_is_noticed(small, some_pairs, m
 class Alone:
     """A planner with which n-grams of the text are verified, and nothing is drafted."""
 
-    profiles, plan = False, Plan(PLAIN, lookup=7)
+    expects_draft, plan = False, Plan(PLAIN, lookup=7)
 
     def begin_call(self):
         pass

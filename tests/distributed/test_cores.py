@@ -14,7 +14,7 @@ from hf_ssd.distributed import cores
 from hf_ssd.distributed.cores import CoreShare, available_cores, divide_cores, use_cores
 from hf_ssd.generation import loop
 from hf_ssd.planning.fixed_plan import FixedPlan
-from hf_ssd.rounds import AHEAD, FILLER, IN_TURN, PLAIN, Plan
+from hf_ssd.rounds import AHEAD, IN_TURN, PLAIN, Plan
 
 from ..conftest import SIZES, padded_batch, tiny_model
 
@@ -136,26 +136,43 @@ def target(passes):
     return target
 
 
-def test_the_target_leaves_cores_to_a_draft_only_while_that_works_beside_it(two_threads, target, passes):
+class OneAfterTheOther(FixedPlan):
+    """Five rounds of each mode."""
+
+    def __init__(self):
+        super().__init__(hf_ssd.SSDConfig(lookahead=2, budget=3))
+        self.plans = {AHEAD: self.plan, IN_TURN: Plan(IN_TURN, 2, 2), PLAIN: Plan(PLAIN)}
+        self.plan, self.rounds = self.plans[IN_TURN], 0
+
+    def observe(self, before, now):
+        self.rounds += 1
+        self.plan = self.plans[(IN_TURN, AHEAD, PLAIN)[self.rounds // 5 % 3]]
+
+
+def call(target, assistant, **options):
+    output = target.generate(
+        **padded_batch(1), assistant_model=assistant, ssd_config=hf_ssd.SSDConfig(), max_new_tokens=60,
+        do_sample=False, return_dict_in_generate=True, **options,
+    )  # fmt: skip
+    return output.ssd_stats
+
+
+def test_the_target_leaves_cores_to_a_draft_only_while_that_works_beside_it(two_threads, target, passes, monkeypatch):
     """A call in plain mode, or in turn, is not slower than `generate()` because a worker is there."""
+    monkeypatch.setattr(loop, "planner_for", lambda *_: OneAfterTheOther())
     first, other = available_cores()[:2]
     everything = 2, len(available_cores())
     with hf_ssd.launch_draft(tiny_model(), cores=CoreShare((first,), ((other,),))) as assistant:
-        seen = set()
-        for _ in range(2):  # in the first one the draft is timed, beginning with the prefill
+        for _ in range(2):
             passes.clear()
-            output = target.generate(
-                **padded_batch(1), assistant_model=assistant, ssd_config=hf_ssd.SSDConfig(), max_new_tokens=40,
-                do_sample=False, return_dict_in_generate=True,
-            )  # fmt: skip
-            assert output.ssd_stats.draft_failure is None
-            records = output.ssd_stats.records
-            beside = [record.mode == AHEAD or FILLER in record.sources for record in records]
+            stats = call(target, assistant)
+            assert stats.draft_failure is None
+            records = stats.records
+            beside = [record.mode == AHEAD for record in records]
             prefill, *rounds = passes[-len(records) - 1 :]  # the first call tries the model before
             assert rounds == [(1, 1) if divided else everything for divided in beside]
-            assert prefill == (everything if seen else (1, 1))
-            seen |= {record.mode for record in records}
-        assert {AHEAD, IN_TURN, PLAIN} <= seen
+            assert prefill == everything
+            assert {AHEAD, IN_TURN, PLAIN} <= {record.mode for record in records}
     assert (torch.get_num_threads(), len(available_cores())) == everything
 
 
@@ -180,27 +197,6 @@ def watched(tmp_path):
         return [tuple(map(int, line.split()[:2])) for line in lines]
 
     return draft, passes
-
-
-class OneAfterTheOther(FixedPlan):
-    """Five rounds of each mode."""
-
-    def __init__(self):
-        super().__init__(hf_ssd.SSDConfig(lookahead=2, budget=3))
-        self.plans = {AHEAD: self.plan, IN_TURN: Plan(IN_TURN, 2, 2), PLAIN: Plan(PLAIN)}
-        self.plan, self.rounds = self.plans[IN_TURN], 0
-
-    def observe(self, before, now):
-        self.rounds += 1
-        self.plan = self.plans[(IN_TURN, AHEAD, PLAIN)[self.rounds // 5 % 3]]
-
-
-def call(target, assistant, **options):
-    output = target.generate(
-        **padded_batch(1), assistant_model=assistant, ssd_config=hf_ssd.SSDConfig(), max_new_tokens=60,
-        do_sample=False, return_dict_in_generate=True, **options,
-    )  # fmt: skip
-    return output.ssd_stats
 
 
 def test_a_draft_has_all_cores_while_the_target_waits_for_it(two_threads, monkeypatch, watched):

@@ -110,17 +110,16 @@ def test_later_rounds_are_told_as_tokens_and_of_a_finished_row_nothing_is_told()
     assert told.later == [[8, 8, 8, 11, 11, 13], [], []]
 
 
-@pytest.mark.parametrize("costs", [None, (0.5, 0.25, 0.125)])
-def test_speculations_round_trip_with_the_drafts_part_of_the_record(costs):
+def test_speculations_round_trip_with_the_drafts_part_of_the_record():
     record = RoundRecord(
         AHEAD, 3, 9, ["prepared", "ngram"], [2, -1], [3, 1], lookup=16, passes=3, steps=1, choose_seconds=0.25,
         grow_seconds=0.125, answer_seconds=0.5, prepared_at=7.5, answered_at=8.25,
     )  # fmt: skip
-    speculation = Speculation([[1, 2, 3], [4]], None, record, costs)
+    speculation = Speculation([[1, 2, 3], [4]], None, record)
     unpacked = wire.read_speculation(wire.write_speculation(speculation), 2)
     assert unpacked == speculation
     empty = wire.read_speculation(wire.write_speculation(Speculation.empty(2)), 2)
-    assert empty.tokens == [[], []] and empty.record.sources == ["nothing"] * 2 and empty.costs is None
+    assert empty.tokens == [[], []] and empty.record.sources == ["nothing"] * 2
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def read_values(values):
     request = SessionRequest.from_dict(values, PROMPTS, TRANSLATION)
     assert 0 < request.vocab_size <= MOST_TOKENS
     assert 0 <= request.seed < 2**31 and 0 <= request.worker_index < request.num_workers <= MOST_WORKERS
-    assert type(request.asks_target) is type(request.profile) is bool and type(request.prompt_length) is int
+    assert type(request.asks_target) is bool and type(request.prompt_length) is int
 
 
 READERS = {

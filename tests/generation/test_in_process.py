@@ -12,7 +12,7 @@ from hf_ssd.cache.ragged import RaggedCache
 from hf_ssd.distributed.assistant import DraftAssistant
 from hf_ssd.distributed.target_ranks import TargetRanks
 from hf_ssd.drafting.speculator import Speculator
-from hf_ssd.rounds import AHEAD, FILLER, IN_TURN
+from hf_ssd.rounds import AHEAD, IN_TURN, NOTHING
 
 from ..conftest import tiny_draft
 from ..stand_ins.thread_worker import ThreadWorker
@@ -36,16 +36,10 @@ class Passes:
 
 
 @pytest.fixture
-def draft():
-    return tiny_draft()
-
-
-def passes_of(target, draft) -> Passes:
-    """Returns the passes of a draft after its first call, in which the model is tried with this `forward`."""
-    passes = Passes(draft)
-    generate(target, draft, 1)
-    passes.count = 0
-    return passes
+def draft(target):
+    draft = tiny_draft()
+    generate(target, draft, 1)  # the model is tried in its first call
+    return draft
 
 
 def generate(target, draft, count):
@@ -55,13 +49,13 @@ def generate(target, draft, count):
 
 @pytest.mark.parametrize("count", [1, 2, 9])
 def test_the_draft_drafts_nothing_after_the_last_round(target, draft, count):
-    passes = passes_of(target, draft)
+    passes = Passes(draft)
     stats = generate(target, draft, count).ssd_stats
     assert passes.count == 1 + sum(record.steps for record in stats.records)  # and one that reads the prompt
 
 
 def test_a_draft_that_would_fail_after_the_last_token_fails_in_no_call(target, draft):
-    passes = passes_of(target, draft)
+    passes = Passes(draft)
     generate(target, draft, 9)
     passes.count, passes.most = 0, passes.count - 1
     stats = generate(target, draft, 9).ssd_stats
@@ -70,7 +64,7 @@ def test_a_draft_that_would_fail_after_the_last_token_fails_in_no_call(target, d
 
 @pytest.mark.parametrize("most", [0, 3], ids=["at the start", "in a round"])
 def test_a_draft_that_fails_leaves_no_cache_behind(target, draft, most):
-    passes = passes_of(target, draft)
+    passes = Passes(draft)
     passes.most = most
     gc.collect()
     gc.disable()
@@ -120,4 +114,4 @@ def test_no_rank_waits_for_the_probabilities_of_tokens_that_are_certain(target):
     with DraftAssistant([ThreadWorker(tiny_draft())], ranks=TwoRanks()) as assistant:
         output = target.generate(IDS, assistant_model=assistant, ssd_config=hf_ssd.SSDConfig(timeout=10.0), **options)
     stats = output.ssd_stats
-    assert stats.draft_failure is None and any(FILLER in record.sources for record in stats.records)
+    assert stats.draft_failure is None and {*stats.records[0].sources} == {NOTHING}

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_ssd import SSDConfig, SSDStats
-from hf_ssd.rounds import AHEAD, FILLER, NGRAM, PLAIN, PREPARED, PRIMARY, RoundRecord
+from hf_ssd.rounds import AHEAD, NGRAM, PLAIN, PREPARED, PRIMARY, RoundRecord
 
 
 def records(count, accepted, lookahead=7, hit=True, budget=8, **fields):
@@ -37,12 +37,6 @@ def test_no_rounds_and_a_failure():
     assert "no rounds" in str(SSDStats(generated_tokens=1))
     stats = SSDStats(records=records(1, accepted=0, lookahead=0, hit=False), draft_failure="it ended")
     assert stats.hit_rate == stats.acceptance_rate == 0 and str(stats).count("it ended") == 1
-
-
-def test_fillers_count_as_plain_decoding():
-    filler = RoundRecord(PLAIN, 7, sources=[FILLER], accepted=[2])
-    stats = SSDStats(records=[filler, *records(1, accepted=7)])
-    assert stats.acceptance_rate == stats.hit_rate == 1.0 and stats.tokens_per_round == (3 + 8) / 2
 
 
 def test_ngrams_that_rows_preferred_are_no_tokens_of_the_draft():

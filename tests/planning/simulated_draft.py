@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from hf_ssd import SSDConfig
 from hf_ssd.distributed.several_drafts import SeveralDrafts
 from hf_ssd.planning.planners import planner_for
-from hf_ssd.rounds import AHEAD, NGRAM, NOTHING, PLAIN, PREPARED, Plan, RoundRecord, Speculation
+from hf_ssd.rounds import AHEAD, IN_TURN, NGRAM, NOTHING, PLAIN, PREPARED, Plan, RoundRecord, Speculation
 
 
 class SimulatedDraft:
@@ -15,7 +15,7 @@ class SimulatedDraft:
 
     def __init__(self, world):
         self.world, self.workers = world, [None] * world.workers
-        self.profiles_lost, self.fillers_are_right, self.slowness = world.profiles_lost, world.fillers_are_right, 1.0
+        self.slowness = 1.0
 
     def planner(self, temperature=None, **settings):
         """Returns the planner of a call, which knows what calls before have taught."""
@@ -43,7 +43,7 @@ class SimulatedSession(SeveralDrafts):
     def __init__(self, draft, request):
         self.config, self.rows, self.sampled, self.fallback = request.config, len(request.prompts), False, None
         self.texts, self.verified = [prompt.tolist() for prompt in request.prompts], [[]] * self.rows
-        self.draft, self.world, self.profiles = draft, draft.world, request.profile
+        self.draft, self.world = draft, draft.world
         self.sessions, self.on_close = [Worker(self, index) for index in range(len(draft.workers))], lambda: None
         self.preparing, self.is_misled, self.is_behind = Plan(PLAIN), False, False
         self.matched = [False] * self.rows
@@ -72,7 +72,7 @@ class SimulatedSession(SeveralDrafts):
 
     def receive_speculation(self):
         speculation, lookup = super().receive_speculation(), self.plan.lookup
-        self.preparing, self.profiles = self.plan, False
+        self.preparing = self.plan
         record, width = speculation.record, speculation.width
         record.lookup = lookup
         if lookup and any(self.matched):
@@ -140,14 +140,8 @@ class Worker:
             choose_seconds=session.choice,
             grow_seconds=session.passes * session.branch,
         )
-        costs = None
-        if session.profiles and session.draft.profiles_lost:
-            session.draft.profiles_lost -= 1
-        elif session.profiles:
-            slowness = session.draft.slowness
-            costs = 0.0, session.measured(slowness * session.world.step), slowness * session.world.per_branch
         tokens = [[0] * (session.grown * hit) for hit in mine]
-        return Speculation(tokens, None, record, costs=costs)
+        return Speculation(tokens, None, record)
 
     def completed(self):
         session, width = self.session, self.incomplete.record.lookahead or self.plan.after_miss
@@ -155,7 +149,8 @@ class Worker:
         fed = session.rows
         if session.world.is_parallel:
             steps, fed = 1, session.rows * (width + 1)
-        seconds = sum(session.measured(session.draft.drafting(fed)) for _ in range(steps))
+        alone = session.world.alone if self.plan.mode == IN_TURN else 1.0
+        seconds = sum(session.measured(session.draft.drafting(fed)) / alone for _ in range(steps))
         record = RoundRecord(
             lookahead=width, sources=self.incomplete.record.sources, steps=steps, answer_seconds=seconds
         )

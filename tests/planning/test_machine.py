@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 from hf_ssd.rounds import AHEAD
 
 from .simulated_draft import SimulatedDraft
-from .test_what_pays import PAYING, fillers_told_as_counts, mode_of_a_long_call, profiled_once
+from .test_what_pays import PAYING, ahead_is_never_tried, mode_of_a_long_call, plain_rounds_are_not_told
 
 
 class Calls(RuleBasedStateMachine):
@@ -21,10 +21,9 @@ class Calls(RuleBasedStateMachine):
         self.pays = data.draw(st.sampled_from(self.worlds))
         self.draft, self.calls = SimulatedDraft(PAYING[self.pays]), {}
 
-    @rule(thread=st.booleans(), temperature=st.sampled_from([None, 1.0]), right=st.booleans(), lost=st.booleans())
-    def call(self, thread, temperature, right, lost):
+    @rule(thread=st.booleans(), temperature=st.sampled_from([None, 1.0]))
+    def call(self, thread, temperature):
         self.end(thread)
-        self.draft.fillers_are_right, self.draft.profiles_lost = right, int(lost)
         self.calls[thread] = self.draft.world.call(self.draft.planner(temperature), self.draft)
 
     @rule(thread=st.booleans(), half_rounds=st.integers(1, 16) | st.just(80))
@@ -41,7 +40,6 @@ class Calls(RuleBasedStateMachine):
     def teardown(self):
         for thread in (True, False):
             self.end(thread)
-        self.draft.profiles_lost = 0
         for temperature in (None, 1.0):
             assert mode_of_a_long_call(self.draft, temperature) == self.pays
 
@@ -67,7 +65,7 @@ def test_the_plan_in_the_end_is_the_one_that_pays_after_many_calls():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mutate", [profiled_once, fillers_told_as_counts])
+@pytest.mark.parametrize("mutate", [ahead_is_never_tried, plain_rounds_are_not_told])
 def test_mutants_are_found(monkeypatch, mutate):
     mutate(monkeypatch)
     with pytest.raises(AssertionError):

@@ -28,7 +28,7 @@ PLAIN_ROUNDS, DRAFTING_ROUNDS, NEW_TOKENS = 6, 3, 70
 class InAndOut:
     """A planner that decodes plainly for six rounds, drafts for three, and so on."""
 
-    profiles = False
+    expects_draft = False
 
     def __init__(self, drafting=Plan(AHEAD, 3, 3, 4), plain=Plan(PLAIN)):  # noqa: B008
         self.drafting, self.plain, self.rounds = drafting, plain, 0
@@ -42,9 +42,6 @@ class InAndOut:
 
     def reason_of(self, records):
         return "the test says so"
-
-    def next_filler(self):
-        return None
 
     def observe(self, before, now):
         self.rounds += 1

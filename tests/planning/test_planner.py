@@ -1,6 +1,8 @@
 """The planner: in simulated worlds, where the best fixed plan is known, and what it is told in a call."""
 
 import functools
+import itertools
+import math
 import statistics
 
 import pytest
@@ -13,8 +15,7 @@ from hf_ssd.planning.estimates import HitRates, Line
 from hf_ssd.planning.fixed_plan import FixedPlan
 from hf_ssd.planning.planner import EPOCH_ROUNDS, PROBE_ROUNDS, Planner
 from hf_ssd.planning.planners import planner_for
-from hf_ssd.planning.profile import FILLERS
-from hf_ssd.rounds import AHEAD, FILLER, IN_TURN, PLAIN, PREPARED, PRIMARY, RoundRecord
+from hf_ssd.rounds import AHEAD, IN_TURN, PLAIN, PREPARED, PRIMARY, RoundRecord
 
 from ..conftest import tiny_model
 from .worlds import WORLDS, FixedPlanner, World, new_planner
@@ -93,11 +94,11 @@ def test_a_mode_that_may_win_is_probed_though_another_was_never_used(monkeypatch
     def rounds_in_turn():
         modes = modes_followed(World(0.9, step=0.0005))
         assert PLAIN not in modes  # which is far too slow
-        return modes[EPOCH_ROUNDS:].count(IN_TURN)
+        return modes[2 * EPOCH_ROUNDS :].count(IN_TURN)
 
     assert rounds_in_turn() == PROBE_ROUNDS
     monkeypatch.setattr(planner_module, "PROBED_GAIN", 1.0)  # the mutant: never hopes
-    assert rounds_in_turn() == 0
+    assert rounds_in_turn() < PROBE_ROUNDS
 
 
 # ---------------------------------------------------------------- in a call
@@ -131,7 +132,7 @@ def test_numbers_in_the_config_stay_as_they_are():
     world = World(0.8)
     fixed = FixedPlan(SSDConfig(lookahead=5, budget=7))
     assert (fixed.plan.mode, fixed.plan.lookahead, fixed.plan.after_miss, fixed.plan.budget) == (AHEAD, 5, 5, 7)
-    assert not fixed.profiles
+    assert not fixed.expects_draft
     of_lookahead, of_budget, in_turn = (
         new_planner(world, **settings) for settings in ({"lookahead": 3}, {"budget": 5}, {"asynchronous": False})
     )
@@ -148,29 +149,31 @@ def test_numbers_in_the_config_stay_as_they_are():
             assert {plan.mode for plan in seen} <= {IN_TURN, PLAIN}
 
 
-def test_the_profile_takes_a_few_plain_rounds_once():
-    planner = new_planner(World(0.8))
-    assert planner.profiles and planner.next_filler() is None
-    planner.begin_profile()
-    assert [planner.next_filler() for _ in range(6)] == [*FILLERS, None, None]
-    records = [
-        RoundRecord(PLAIN, k, sources=[FILLER], accepted=[0], verify_seconds=0.04 + 0.001 * k) for k in (0, 7, 0, 7)
-    ]
-    for before, now in zip(records, records[1:]):
-        planner.observe(before, now)
-    planner.observe_profile((0.001, 0.005, 0.0001))
-    assert not planner.profiles
+def test_plain_rounds_come_first_and_drafting_ahead_when_its_trial_is_paid_for(monkeypatch):
+    modes = [mode for mode, _ in itertools.groupby([PLAIN, *modes_followed(World(0.9))])]
+    assert modes[:3] == [PLAIN, IN_TURN, AHEAD]
+    monkeypatch.setattr(planner_module, "TRIAL_COST", math.inf)
+    assert {*modes_followed(World(0.9))} == {IN_TURN}
+
+
+def test_each_mode_has_costs_of_its_own_cores():
+    """A draft in turn has all cores, and the target has them in rounds in turn and in plain rounds."""
+    world = World(0.8, contention=1.5, alone=2.0, step=0.02)
+    planner = new_planner(world)
+    world.run(planner, rounds=200)
     costs = planner.costs
-    assert costs.seconds_to_verify(AHEAD, 7) == pytest.approx(0.047, rel=0.02)
-    assert costs.seconds_of_a_pass(3, 8) == pytest.approx(0.0058, rel=0.05)
-    assert costs.seconds_to_draft(AHEAD, 3) == pytest.approx(3 * 0.0051, rel=0.05)
-    planner.observe_profile((1.0, 1.0, 1.0))  # a second worker that comes later does not count
-    assert costs.seconds_of_a_pass(3, 8) == pytest.approx(0.0058, rel=0.05)
+    assert costs.seconds_to_draft(IN_TURN, 3) == pytest.approx(3 * 0.01005, rel=0.02)
+    assert costs.seconds_to_draft(AHEAD, 3) == pytest.approx(3 * 0.02005, rel=0.02)
+    for mode, seconds in ((PLAIN, 0.040), (IN_TURN, 0.042), (AHEAD, 1.5 * 0.042)):
+        assert costs.seconds_to_verify(mode, 2 if mode != PLAIN else 0) == pytest.approx(seconds, rel=0.02)
 
 
 def test_a_parallel_draft_prepares_in_one_pass_and_serves_a_miss_in_one():
     costs = CostModel(SSDConfig(), 1, 1000, sampled=False, is_parallel=True)
-    costs.observe_profile(0.001, 0.005, 0.0001)
+    for tokens in (1, 8, 16):
+        for line in (costs.durations.branches, costs.durations.step[AHEAD]):
+            line.observe(tokens, 0.005 + 0.0001 * tokens)
+    costs.durations.choosing.observe(0.001)
     assert costs.seconds_to_prepare(7, 8) == pytest.approx(0.001 + 0.005 + 8 * 9 * 0.0001, rel=0.05)
     assert costs.seconds_to_draft(AHEAD, 7) == pytest.approx(0.005 + 8 * 0.0001, rel=0.05)
     costs.feeds_first = True

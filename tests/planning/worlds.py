@@ -22,7 +22,7 @@ from hf_ssd.drafting.cache_shapes import allocate
 from hf_ssd.generation.draft import FaultTolerantDraft
 from hf_ssd.planning.cost_model import BUDGETS
 from hf_ssd.planning.planner import Planner
-from hf_ssd.rounds import AHEAD, FILLER, IN_TURN, NOTHING, PLAIN, Outcome, Plan, RoundRecord
+from hf_ssd.rounds import AHEAD, IN_TURN, NOTHING, PLAIN, Outcome, Plan, RoundRecord
 from hf_ssd.theory import geometric_fan_out
 
 from .simulated_draft import SimulatedDraft, SimulatedNgrams
@@ -33,18 +33,12 @@ class FixedPlanner:
 
     def __init__(self, lookahead, budget, feeds_first=True):
         mode = PLAIN if not lookahead else AHEAD if budget else IN_TURN
-        self.plan, self.profiles = Plan(mode, lookahead, lookahead, budget, feeds_first=feeds_first), False
+        self.plan, self.expects_draft = Plan(mode, lookahead, lookahead, budget, feeds_first=feeds_first), False
 
     def begin_call(self):
         pass
 
-    def next_filler(self):
-        return None
-
     def observe(self, before, now):
-        pass
-
-    def observe_profile(self, costs):
         pass
 
 
@@ -58,6 +52,7 @@ class World:
     step: float = 0.005
     per_branch: float = 0.0001
     contention: float = 1.0  # how much slower verification is while the draft works as well
+    alone: float = 1.0  # how much quicker a pass of the draft is in turn, on the cores of both
     right: float = 0.5  # chance that a guess is right, if the better ones were not
     rows: int = 1
     unseen: float = 0.0  # what a round that has drafted tokens costs besides, and no part's measure tells
@@ -71,8 +66,6 @@ class World:
     unread: float = 0.6  # how much less often a guess of a parallel draft is right that has not read the speculation
 
     workers: int = 1
-    fillers_are_right: bool = False
-    profiles_lost: int = 0  # answers of workers that do not bring the times they were asked for
     reading: float = 0.0  # what a draft takes to read what went by without it
     busy: float = 1.0  # how much slower the draft is in the first of the calls before
     calls_before: tuple[int, ...] = ()  # half rounds of each: an odd one ends as calls do, an even one is broken off
@@ -102,10 +95,10 @@ class World:
             ours.open(patience=0.0)
             for number in itertools.count():
                 # 1. The target verifies, and the draft prepares.
-                session, width, is_filler = ours.session, now.lookahead, FILLER in now.sources
+                session, width = ours.session, now.lookahead
                 plan = session.preparing if session is not None else Plan(PLAIN)
-                busy = self.contention if plan.mode == AHEAD or (session is not None and session.profiles) else 1
-                cold = self.cold if width and not is_filler else 1
+                busy = self.contention if plan.mode == AHEAD else 1
+                cold = self.cold if width else 1
                 seconds = measured((self.verification + self.per_token * width) * busy * cold)
                 acceptance = 0.0 if session is not None and session.is_misled else self.acceptance
                 right = self.right * (1.0 if plan.feeds_first else self.unread)
@@ -115,14 +108,13 @@ class World:
                 for row in range(self.rows):
                     is_ngram, own = now.competes(row), now.proposed(row)
                     right_token = self.ngram_acceptance if is_ngram else acceptance
-                    wrong = (k for k in range(width) if is_filler or k >= own or chance.random() > right_token)
+                    wrong = (k for k in range(width) if k >= own or chance.random() > right_token)
                     k = next(wrong, width)
-                    k = width if is_filler and draft.fillers_are_right else k
                     rank = next((r for r in range(40) if chance.random() < right), 40)
                     accepted.append(k)
                     ranks.append(rank)
                     hits.append(rank < shares[k])
-                elapsed = seconds + self.unseen * (width > 0 and not is_filler) + self.unseen_per_branch * plan.budget
+                elapsed = seconds + self.unseen * (width > 0) + self.unseen_per_branch * plan.budget
                 ngrams.look_up([now.competes(row) for row in range(self.rows)], accepted)
                 if session is not None:
                     session.matched = ngrams.matches
