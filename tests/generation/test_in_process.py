@@ -36,10 +36,16 @@ class Passes:
 
 
 @pytest.fixture
-def draft(target):
-    draft = tiny_draft()
-    generate(target, draft, 1)  # the model is tried in its first call
-    return draft
+def draft():
+    return tiny_draft()
+
+
+def passes_of(target, draft) -> Passes:
+    """Returns the passes of a draft after its first call, in which the model is tried with this `forward`."""
+    passes = Passes(draft)
+    generate(target, draft, 1)
+    passes.count = 0
+    return passes
 
 
 def generate(target, draft, count):
@@ -49,13 +55,13 @@ def generate(target, draft, count):
 
 @pytest.mark.parametrize("count", [1, 2, 9])
 def test_the_draft_drafts_nothing_after_the_last_round(target, draft, count):
-    passes = Passes(draft)
+    passes = passes_of(target, draft)
     stats = generate(target, draft, count).ssd_stats
     assert passes.count == 1 + sum(record.steps for record in stats.records)  # and one that reads the prompt
 
 
 def test_a_draft_that_would_fail_after_the_last_token_fails_in_no_call(target, draft):
-    passes = Passes(draft)
+    passes = passes_of(target, draft)
     generate(target, draft, 9)
     passes.count, passes.most = 0, passes.count - 1
     stats = generate(target, draft, 9).ssd_stats
@@ -64,7 +70,7 @@ def test_a_draft_that_would_fail_after_the_last_token_fails_in_no_call(target, d
 
 @pytest.mark.parametrize("most", [0, 3], ids=["at the start", "in a round"])
 def test_a_draft_that_fails_leaves_no_cache_behind(target, draft, most):
-    passes = Passes(draft)
+    passes = passes_of(target, draft)
     passes.most = most
     gc.collect()
     gc.disable()

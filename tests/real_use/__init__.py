@@ -20,6 +20,16 @@ Models
     any other family                                    conformance/test_families.py::test_a_family_gives_the_tokens_of_plain_generate_or_is_refused
     compiled with a backend of the user's               test_compiled.py::test_a_target_is_compiled_by_the_users_backend
     no C++ compiler                                     test_compiled.py::test_what_cannot_be_compiled_runs_uncompiled_and_says_so_once
+    a hook or forward attached after the first call     test_hooks_and_adapters.py::test_a_hook_that_acts_on_some_tokens_of_a_pass_is_refused_by_its_name
+    a layer whose forward is replaced                   test_hooks_and_adapters.py::test_a_replaced_forward_is_refused_by_its_name
+    activated LoRA                                      test_hooks_and_adapters.py::test_an_activated_lora_is_refused_by_its_name
+    rows with adapters of their own                     test_hooks_and_adapters.py::test_rows_with_adapters_of_their_own_speculate
+    a generate() of the class's own is left out         test_models.py::test_a_class_with_a_generate_of_its_own_is_called_by_it
+    Granite Speech's adapter                            test_models.py::test_granite_speech_switches_its_adapter
+    a class with its own _sample                        test_models.py::test_a_class_that_decodes_by_itself_is_refused
+    accelerate's mixed precision refused                test_models.py::test_a_model_prepared_for_mixed_precision_speculates
+    a repeated layer's cache is returned                conformance/test_families.py::test_the_returned_cache_of_a_model_that_repeats_its_layers_has_those_of_each_repetition
+    a target in 4 bits                                  test_quantized.py::test_a_target_in_4_bits_has_its_own_tokens_and_a_draft_in_32
 
 Tokenizers
     a question on the terminal about custom code        test_custom_code.py::test_a_call_with_models_of_custom_code_does_not_ask
@@ -29,14 +39,20 @@ Tokenizers
     a draft of another tokenizer in a pipeline          test_bound_tokenizers.py::test_a_pipeline_speculates_with_a_draft_of_another_tokenizer
     the same on the server                              test_bound_tokenizers.py::test_a_server_speculates_with_a_draft_of_another_tokenizer
     token_healing                                       test_token_healing.py::test_token_healing_gives_plain_generations_tokens
+    tokenizers of mistral-common                        test_tokenizers.py::test_a_tokenizer_of_another_library_is_read_through_decode
 
 Tokens
     a processor that returns another dtype              test_right_tokens.py::test_callbacks_may_return_what_plain_generation_takes
-    fillers that were right by chance                   test_right_tokens.py::test_the_draft_reads_the_targets_text_where_fillers_were_right_by_chance
+    n-grams verified before the draft is asked          test_right_tokens.py::test_the_draft_reads_the_targets_text_where_ngrams_were_verified_without_it
     a sound row beside one that is not finite           test_right_tokens.py::test_a_sound_row_beside_one_that_is_verified_again_keeps_its_accepted_tokens
     ranks out of step after a worker's death            test_right_tokens.py::test_ranks_stay_in_step_where_the_worker_dies_between_its_tokens_and_what_they_were_drawn_from
     no rows                                             test_right_tokens.py::test_a_batch_without_rows_is_refused_in_one_sentence
     a seed that does not repeat                         test_right_tokens.py::test_a_seed_repeats_a_call_with_fixed_settings_whatever_the_fallback
+    sampling biased where drafted keys are not finite   conformance/test_unsound_sampled.py::test_strings_have_the_targets_distribution
+    the same with a worker                              conformance/test_unsound_sampled.py::test_strings_have_the_targets_distribution_with_a_worker
+    labels in a batch, Seq2SeqTrainer                   test_calls_of_an_enabled_model.py::test_a_trainer_that_predicts_with_generate_speculates
+    a message names what the user never wrote           test_calls_of_an_enabled_model.py::test_a_message_of_a_bound_call_names_what_its_user_can_do
+    a call within a call of a bound target              test_calls_of_an_enabled_model.py::test_a_call_within_a_call_of_a_bound_target
 
 Whether it speculates
     a first call of one token switches it off           test_speculates.py::test_a_short_first_call_does_not_switch_it_off
@@ -44,6 +60,8 @@ Whether it speculates
     a fallback object                                   test_speculates.py::test_a_fallback_object_is_asked_and_drafts_ahead
     the recipe for a fallback                           test_speculates.py::test_the_fallback_of_the_recipe_is_used
     costs measured again for each temperature           test_speculates.py::test_a_new_temperature_measures_no_costs_again
+    a slow draft's first calls                          planning/test_what_pays.py::test_the_first_short_calls_cost_next_to_nothing
+    in turn with half of the cores idle                 distributed/test_cores.py::test_a_draft_has_all_cores_while_the_target_waits_for_it
     probes that read the whole text again               planning/test_what_pays.py::test_probes_of_a_draft_that_has_much_to_read_are_rarer
     a draft measured once, on a busy machine            planning/test_what_pays.py::test_the_plan_in_the_end_is_the_one_that_pays
     plain rounds replayed one by one                    planning/test_plain_mode.py::test_nothing_is_sent_in_plain_mode_and_one_message_carries_what_went_by
@@ -71,11 +89,18 @@ Server
     any name of a host                                  test_server.py::test_a_page_of_another_name_or_site_cannot_use_the_server
     Ctrl-C amid an answer                               test_serving_life.py::test_ctrl_c_amid_an_answer_ends_in_one_line_and_all_clients_get_an_error
     stop strings stand in the answer                    test_stop_strings.py::test_a_text_ends_before_its_stop_string
+    the page says it waits while it reads the prompt    serving/test_page_states.py::test_the_status_says_what_happens_in_words_and_seconds
+    a continued text loses the space between answers    serving/test_page.py::test_the_page_asks_for_a_key_and_continues_the_texts_of_a_model_without_a_chat_template
 
 Command line
     a full window in a chat                             test_command_line.py::test_a_chat_with_full_windows_goes_on_when_its_template_changes_an_old_answer
     Ctrl-C in an answer                                 test_command_line.py::test_ctrl_c_in_an_answer_keeps_the_answer_so_far_and_the_conversation
-    a check that does not end                           test_command_line.py::test_a_check_is_bounded_by_its_clock_and_shows_what_it_does
+    a check that does not end                           test_command_line.py::test_a_check_measures_within_its_seconds_what_fits
     a draft with another tokenizer                      test_command_line.py::test_check_measures_a_pair_with_different_tokenizers
     a folder that is missing                            test_what_is_missing.py::test_a_folder_that_is_missing_is_named
+
+Platforms
+    importing on Windows raises                         test_platforms.py::test_every_module_can_be_imported_without_what_windows_lacks
+    a draft on Windows                                  test_platforms.py::test_on_windows_a_loaded_draft_drafts_in_turn_and_others_are_refused
+    a worker on macOS                                   test_platforms.py::test_a_worker_without_the_functions_of_linux
 """  # noqa: E501
