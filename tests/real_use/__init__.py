@@ -30,6 +30,11 @@ Models
     accelerate's mixed precision refused                test_models.py::test_a_model_prepared_for_mixed_precision_speculates
     a repeated layer's cache is returned                conformance/test_families.py::test_the_returned_cache_of_a_model_that_repeats_its_layers_has_those_of_each_repetition
     a target in 4 bits                                  test_quantized.py::test_a_target_in_4_bits_has_its_own_tokens_and_a_draft_in_32
+    a second thread is refused at random                test_one_model_for_all.py::test_threads_that_share_a_target_get_the_tokens_of_plain_decoding
+    two targets with one draft refuse at random         test_one_model_for_all.py::test_two_targets_share_a_draft_in_this_process
+    calls through asyncio are refused at random         test_one_model_for_all.py::test_tasks_in_threads_of_asyncio
+    an interrupt leaves a name in the config            test_one_model_for_all.py::test_no_config_of_target_or_draft_is_written
+    a processor's passes are taken for the call's       test_one_model_for_all.py::test_passes_of_a_processor_are_not_taken_for_those_of_the_call
 
 Tokenizers
     a question on the terminal about custom code        test_custom_code.py::test_a_call_with_models_of_custom_code_does_not_ask
@@ -98,6 +103,10 @@ Command line
     a check that does not end                           test_command_line.py::test_a_check_measures_within_its_seconds_what_fits
     a draft with another tokenizer                      test_command_line.py::test_check_measures_a_pair_with_different_tokenizers
     a folder that is missing                            test_what_is_missing.py::test_a_folder_that_is_missing_is_named
+    exit code 2 for a pair that was only slow           test_command_line.py::test_a_pair_too_slow_for_the_seconds_is_not_measured_and_the_seconds_that_it_needs_suffice
+    a GGUF file named by its path                       cli/test_gguf.py::test_a_chat_with_files_on_both_sides
+    a folder with one GGUF file as the draft            cli/test_gguf.py::test_a_draft_in_a_file_drafts_for_calls
+    a paste of three lines is three messages            test_command_line.py::test_on_a_terminal_a_paste_is_one_message_and_ctrl_c_says_how_to_leave
 
 Platforms
     importing on Windows raises                         test_platforms.py::test_every_module_can_be_imported_without_what_windows_lacks
