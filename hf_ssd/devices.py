@@ -132,6 +132,15 @@ def _free_in_groups() -> list[int]:
     return found
 
 
+def multiplies_in_float32(device: torch.device) -> bool:
+    """Whether a device computes products of float32 matrices in float32, as the user has set it by torch's functions."""
+    backend = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
+    precision = getattr(getattr(backend, "matmul", None), "fp32_precision", None)
+    if precision is None:  # an older torch, which has one setting for all devices
+        return torch.get_float32_matmul_precision() == "highest"
+    return precision in ("none", "ieee")
+
+
 def has_float64(device: torch.device) -> bool:
     """Whether the device computes in double precision."""
     if device.type == "xpu":

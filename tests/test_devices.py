@@ -6,8 +6,11 @@ import pytest
 import torch
 
 from hf_ssd import devices
+from hf_ssd.cache.trial import check_supported
 from hf_ssd.distributed.launch import device_for
 from hf_ssd.distributed.worker import use_device
+
+from .conftest import tiny_model
 
 
 @pytest.fixture
@@ -90,3 +93,16 @@ def test_integers_come_to_the_host_in_one_transfer():
 
     here = devices.to_host(*(tensor.as_subclass(Elsewhere) for tensor in tensors))
     assert transfers == [9] and [one.tolist() for one in here] == [[[0, 1, 2], [3, 4, 5]], [1, 0], 7]
+
+
+@pytest.mark.skipif(not hasattr(torch.backends.mkldnn, "matmul"), reason="an older torch")
+def test_a_precision_that_is_set_by_the_newer_functions_of_torch_is_no_error():
+    """torch raises if its older function is asked then."""
+    place = torch.backends.mkldnn.matmul
+    try:
+        place.fp32_precision = "bf16"
+        assert not devices.multiplies_in_float32(torch.device("cpu"))
+        check_supported(tiny_model())
+    finally:
+        place.fp32_precision = "none"
+    assert devices.multiplies_in_float32(torch.device("cpu"))

@@ -31,7 +31,6 @@ FASTER = 0.95  # of the time of torch's own product, which a packed one must not
 MOST = 2**24  # values of a weight that are tried, which takes 0.1 s: of a large head these are its first rows
 LEAST = 2**17  # values of a weight: smaller ones stay in the processor's cache and gain nothing
 SAMPLES = 32  # values that are compared: writing to `weight.data` changes neither address nor version
-EXACT = ("none", "ieee")  # torch's names of a precision that computes float32 in float32
 GIGABYTE = 2**30
 
 logger = logging.get_logger(__name__)
@@ -168,9 +167,8 @@ def _can_pack() -> bool:
     """Whether torch has the operations, and computes float32 products in float32."""
     names = "_reorder_linear_weight", "_linear_pointwise"
     is_here = torch.backends.mkldnn.is_available() and all(hasattr(torch.ops.mkldnn, name) for name in names)
-    # What the user has set for float32 products, by any of torch's functions. With less, torch's own product counts.
-    precision = getattr(getattr(torch.backends.mkldnn, "matmul", None), "fp32_precision", None)
-    return is_here and (torch.get_float32_matmul_precision() == "highest" if precision is None else precision in EXACT)
+    # With a lower precision, torch's own product counts, as the user has set it.
+    return is_here and devices.multiplies_in_float32(torch.device("cpu"))
 
 
 def _is_faster(layer: nn.Linear, is_auto: bool) -> tuple[bool, ...]:

@@ -177,6 +177,6 @@ def _are_same(logits: torch.Tensor, others: torch.Tensor, is_precise: bool) -> b
 
 def _is_precise(model: PreTrainedModel) -> bool:
     """Whether the model computes in float32, as far as torch and transformers say."""
-    kind = devices.of_model(model).type
+    device = devices.of_model(model)
     is_float = model.dtype in (torch.float32, torch.float64) and getattr(model, "hf_quantizer", None) is None
-    return is_float and torch.get_float32_matmul_precision() == "highest" and not torch.is_autocast_enabled(kind)
+    return is_float and devices.multiplies_in_float32(device) and not torch.is_autocast_enabled(device.type)
