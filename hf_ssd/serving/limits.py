@@ -92,6 +92,8 @@ def check_settings(model: PreTrainedModel, config: GenerationConfig, names: dict
     for setting, value in vars(config).items():
         if value is None or value == getattr(model.generation_config, setting, None):
             continue
+        if setting == "prefill_chunk_size" and (type(value) is not int or value < 1):  # torch takes lists of sizes too
+            raise Refusal("`prefill_chunk_size` takes a positive number of tokens.", setting)
         name, has_biases = names.get(setting, setting), setting == "sequence_bias"
         parts = list(_parts([*value.items()] if has_biases and isinstance(value, dict) else value))
         if setting in TOKENS:
