@@ -96,6 +96,17 @@ Server
     stop strings stand in the answer                    test_stop_strings.py::test_a_text_ends_before_its_stop_string
     the page says it waits while it reads the prompt    serving/test_page_states.py::test_the_status_says_what_happens_in_words_and_seconds
     a continued text loses the space between answers    serving/test_page.py::test_the_page_asks_for_a_key_and_continues_the_texts_of_a_model_without_a_chat_template
+    a temperature of 1e-300                             serving/test_requests.py::test_a_temperature_that_float32_does_not_hold_is_refused
+    a forced token outside of the vocabulary            serving/test_requests.py::test_a_token_outside_of_the_vocabulary_is_refused_in_any_field
+    a traceback for a client that leaves in its body    serving/test_requests.py::test_a_client_whose_body_does_not_end_leaves_nothing_in_the_log
+    an answer cut within a tool call                    serving/test_answers.py::test_an_answer_that_ends_within_a_tool_call_is_its_text
+    a tool call that is no JSON                         serving/test_answers.py::test_a_tool_call_that_cannot_be_read_is_its_text
+    a list of prompts, or of ids                        serving/test_requests.py::test_a_prompt_is_a_text_or_tokens_or_a_list_of_either
+    responses that stream by default                    serving/test_requests.py::test_responses_stream_only_if_asked
+    an empty list of tool calls loses the text          serving/test_requests.py::test_an_empty_list_in_a_message_does_not_lose_its_text
+    tools that the template ignores                     serving/test_requests.py::test_tools_that_the_template_does_not_use_are_refused
+    a folder as the model's name                        serving/test_requests.py::test_clients_are_told_a_name_and_not_a_folder
+    a slow first request                                test_serving_life.py::test_a_first_answer_is_generated_with_the_draft_before_the_server_listens
 
 Command line
     a full window in a chat                             test_command_line.py::test_a_chat_with_full_windows_goes_on_when_its_template_changes_an_old_answer
