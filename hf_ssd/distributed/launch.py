@@ -164,12 +164,12 @@ def draft_config(path: str | os.PathLike, load_options: dict) -> PreTrainedConfi
         reason = str(error).strip().splitlines()[0]
         if "gguf_file" in options:
             raise ValueError(f"The draft {path!r} is a GGUF file that transformers cannot load: {reason}") from error
+        if not os.path.exists(path) and not could_be_hub_id(path):
+            raise ValueError(f"There is no folder {path!r}; give the draft's folder or hub id.") from error
         adapter = find_adapter_config_file(path) if is_peft_available() else None
         if adapter is not None:  # read the config of the adapter's base model
             return draft_config(json.loads(Path(adapter).read_text())["base_model_name_or_path"], {})
         is_what = "is a folder without a model" if os.path.isdir(path) else "is no folder, and no model of the hub"
-        if not os.path.exists(path) and not could_be_hub_id(path):
-            raise ValueError(f"There is no folder {path!r}; give the draft's folder or hub id.") from error
         raise ValueError(f"The draft {path!r} {is_what} that transformers can load: {reason}") from error
     refuse_worker(path, config)
     return config
