@@ -134,6 +134,7 @@ class Calls(RuleBasedStateMachine):
         # A call may have to be told of a start that failed, or find that a worker was killed a moment ago; the next one
         # starts another worker.
         for _ in range(3):
+            assert not self.assistant.turn  # getting ready would wait for the call whose turn it is
             ready(self.assistant)
             stats = self.call(rows, asks)
             if stats.draft_joined_at == 0 and stats.draft_failure is None:
