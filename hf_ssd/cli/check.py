@@ -17,7 +17,6 @@ import argparse
 import contextlib
 import dataclasses
 import json
-import math
 import os
 import statistics
 import sys
@@ -197,7 +196,8 @@ def conclude(
     ssd, runs = rows[SSD], methods[SSD].runs
     records = [record for run in runs for record in run.stats.records]
     steps = [planner.costs.seconds_to_draft(AHEAD, count) for count in (1, 2)]
-    step, two_tokens = (None if math.isnan(seconds) or looks_up else seconds for seconds in steps)
+    is_timed = any(line.count for line in planner.costs.durations.step.values()) and not looks_up
+    step, two_tokens = steps if is_timed else (None, None)
     drafts = sum(record.mode == NO_DRAFT and not record.lookup for record in records) < len(records) / 2
     failures = [run.stats.draft_failure for run in runs if run.stats.draft_failure]
     best = {}

@@ -187,7 +187,7 @@ class CostModel:
         return max(1e-6, min(line(tokens) for line in known)) if known else math.nan
 
     def seconds_to_draft(self, mode: str, lookahead: int) -> float:
-        """Returns the seconds to draft `lookahead` tokens just in time, J in Corollary 16; NaN if unknown."""
+        """Returns the seconds to draft `lookahead` tokens just in time, J in Corollary 16; almost none if unknown."""
         steps, tokens = (1, lookahead + 1) if self.is_parallel else (lookahead, 1)
         known = self._draft_line(self.durations.step[mode])
         return steps * max(1e-6, known(self.live * tokens)) if lookahead else 0.0

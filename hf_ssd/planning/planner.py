@@ -35,6 +35,7 @@ LONGEST_BETWEEN_PROBES = 512  # rounds
 PROBE_SHARE = 0.02  # largest share of the time in which a draft reads texts only to be probed
 PROBED_GAIN = 1.2  # probe a mode if it would win with this factor on its estimated speed
 TRIAL_COST = 3.0  # plain steps that a trial of drafting ahead may lose
+CLEAR_GAIN = 2.0  # expected gain with which drafting ahead is tried at once
 CONTENTION = 1.25  # slowdown of a verification by the working draft above which a warning is logged
 WORTH_NGRAMS = 1.02  # expected gain below which n-grams do not compete with the draft
 
@@ -216,7 +217,7 @@ class Planner:
         """
         Returns the plan with which to probe another mode, if any. Unused modes have no new data, so from time to time a
         mode that may still be the best is probed for a few rounds. Drafting ahead is tried earlier if it may be the
-        best by the costs of drafting in turn, and the trial is paid for. If no other mode of drafting is worth a probe,
+        best by the costs of drafting in turn, and the trial is paid for or expected to gain much. If no other mode of drafting is worth a probe,
         but a draft that takes no time would be, these modes are measured again: the machine may have been busy.
         """
         seen, used = self.experience, self.durations.used
@@ -224,8 +225,9 @@ class Planner:
         is_trial = AHEAD in of_mode and not self.costs.knows(AHEAD)
         hopeful = [mode for mode in of_mode if mode != best[0] and PROBED_GAIN * speeds[of_mode[mode]] > speeds[best]]
         hopeful = [mode for mode in hopeful if mode not in self.costs.seen_anyway]
-        if is_trial and AHEAD in hopeful and not self._can_pay_a_trial():
-            hopeful.remove(AHEAD)
+        if is_trial and AHEAD in hopeful and speeds[of_mode[AHEAD]] < CLEAR_GAIN * speeds[best]:
+            if not self._can_pay_a_trial():
+                hopeful.remove(AHEAD)
         if seen.rounds < seen.probe_until:  # a probe is under way
             pass
         elif is_trial and AHEAD in hopeful and AHEAD not in used:

@@ -124,6 +124,25 @@ def test_first_calls_that_try_what_they_cannot_pay_are_slow(monkeypatch, constan
     assert min(mean_speeds(on_one_cpu(0.6, NOT_PACKED), seeds=10)) < 0.95
 
 
+def rounds_until_ahead(disturbed):
+    """Returns in which round a call begins to draft ahead if the machine is busy with something else in some rounds."""
+    world, planner = dataclasses.replace(PAYING[AHEAD]), new_planner(PAYING[AHEAD])
+    with contextlib.closing(world.call(planner, SimulatedDraft(world))) as call:
+        for half_rounds in range(120):
+            world.unseen = 0.3 if half_rounds // 2 in range(*disturbed) else 0.0
+            next(call)
+            if planner.plan.mode == AHEAD:
+                return half_rounds // 2
+    return 60
+
+
+@pytest.mark.parametrize("first, last", [(3, 5), (3, 6), (4, 7)])
+def test_rounds_that_were_disturbed_do_not_keep_a_call_plain(monkeypatch, first, last):
+    assert rounds_until_ahead((first, last)) < 20
+    monkeypatch.setattr(hf_ssd.planning.planner, "CLEAR_GAIN", math.inf)  # the mutant: tries only when that is paid for
+    assert rounds_until_ahead((first, last)) > 30
+
+
 CPUS = {
     "two cores that share their bandwidth": (on_one_cpu(0.8, PACKED), IN_TURN),
     "two sockets": (on_one_cpu(0.8, PACKED, contention=1.1, alone=1.2), AHEAD),

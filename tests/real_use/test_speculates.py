@@ -16,14 +16,14 @@ from hf_ssd.rounds import AHEAD, CUSTOM, FALLBACKS, PLAIN
 
 from ..conftest import padded_batch, tiny_model
 
-NEW_TOKENS = 96
+NEW_TOKENS = 128
 WITH_MISSES = {"do_sample": True, "top_k": 8}  # of which the draft cannot guess all bonus tokens
 
 
 def slow_target():
     """A target of which each pass takes so long that any draft pays."""
     target = hf_ssd.enable(tiny_model())
-    target.register_forward_pre_hook(lambda *_: time.sleep(0.025))
+    target.register_forward_pre_hook(lambda *_: time.sleep(0.06))
     return target
 
 
