@@ -217,8 +217,9 @@ class Planner:
         """
         Returns the plan with which to probe another mode, if any. Unused modes have no new data, so from time to time a
         mode that may still be the best is probed for a few rounds. Drafting ahead is tried earlier if it may be the
-        best by the costs of drafting in turn, and the trial is paid for or expected to gain much. If no other mode of drafting is worth a probe,
-        but a draft that takes no time would be, these modes are measured again: the machine may have been busy.
+        best by the costs of drafting in turn, and the trial is paid for or expected to gain much. If no other mode of
+        drafting is worth a probe, but a draft that takes no time would be, these modes are measured again: the machine
+        may have been busy.
         """
         seen, used = self.experience, self.durations.used
         of_mode = {plan[0]: plan for plan in sorted(speeds, key=speeds.get)}  # the best plan of each mode

@@ -70,9 +70,9 @@ def test_greedy_equals_plain_generate(target, assistant, name, rows):
         and max(stats.column("lookahead")) > 1
         and max(max(row) for row in stats.column("accepted")) > 0
     )
-    if "auto" in name:
-        assert AHEAD in stats.column("mode") and stats.hit_rate > 0
-    else:
+    if name == "auto budget":
+        assert AHEAD in stats.column("mode")
+    if "auto" not in name:
         assert 0 < stats.hit_rate < 1 and max(stats.column("budget")) == (
             16 if name != "all_accepted" else stats.column("budget")[-1]
         )
