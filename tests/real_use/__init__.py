@@ -65,6 +65,7 @@ Whether it speculates
     a fallback object                                   test_speculates.py::test_a_fallback_object_is_asked_and_drafts_ahead
     the recipe for a fallback                           test_speculates.py::test_the_fallback_of_the_recipe_is_used
     costs measured again for each temperature           test_speculates.py::test_a_new_temperature_measures_no_costs_again
+    a busy moment keeps a call plain                    planning/test_what_pays.py::test_rounds_that_were_disturbed_do_not_keep_a_call_plain
     a slow draft's first calls                          planning/test_what_pays.py::test_the_first_short_calls_cost_next_to_nothing
     in turn with half of the cores idle                 distributed/test_cores.py::test_a_draft_has_all_cores_while_the_target_waits_for_it
     probes that read the whole text again               planning/test_what_pays.py::test_probes_of_a_draft_that_has_much_to_read_are_rarer
