@@ -88,7 +88,8 @@ def test_a_call_that_is_broken_off_while_the_draft_is_timed_does_not_switch_it_o
 def test_several_drafts_draft_ahead(drafts, sampled):
     target = slow_target()
     call(target, drafts, 1, do_sample=sampled)
-    assert drafts_ahead(call(target, drafts, do_sample=sampled, top_k=5 if sampled else None))
+    calls = (call(target, drafts, do_sample=sampled, top_k=5 if sampled else None) for _ in range(3))
+    assert any(drafts_ahead(stats) for stats in calls)  # other tests may keep both cores busy for a while
 
 
 class LastToken:
