@@ -101,7 +101,8 @@ class OfThePlainText:
         row = next(row for row, text in enumerate(self.texts) if torch.equal(text[:length], input_ids[0, : len(text)]))
         tokens = self.texts[row][length : length + lookahead].clone()
         if row == 0:
-            place = len(self.places) // 2 % lookahead if len(self.places) % 2 == 0 and len(tokens) == lookahead else None
+            is_unsound = len(self.places) % 2 == 0 and len(tokens) == lookahead
+            place = len(self.places) // 2 % lookahead if is_unsound else None
             self.places.append(place)
             tokens[[] if place is None else [place]] = UNSOUND
         return tokens, None
