@@ -127,7 +127,7 @@ def test_a_model_as_it_comes_from_a_gguf_file_is_target_and_draft(smollm, real_c
 def test_check_measures_the_pair(real_folders, tmp_path, capsys):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt": QUESTION["content"]}) + "\n")
-    words = "--json --seconds 25 --max-new-tokens 12 --repeats 1 --prompts"
+    words = "--json --seconds 120 --max-new-tokens 12 --repeats 1 --prompts"
     assert (
         main(["check", str(real_folders["smollm2"]), str(real_folders["smollm2"]), *words.split(), str(prompts)]) == 1
     )
