@@ -285,7 +285,7 @@ forking = pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
 
 @forking
 def test_some_dozens_of_steps():
-    steps = run(examples=4, steps=8)
+    steps = run(examples=6, steps=8)
     assert steps.total() > 24 and steps["speculates"]
 
 
