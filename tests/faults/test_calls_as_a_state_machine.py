@@ -316,4 +316,4 @@ def test_mistakes_are_noticed(monkeypatch, where, what, mistake):
     """The mutants: verification accepts one too many, a turn never ends, a worker that has ended is not replaced."""
     monkeypatch.setattr(where, what, mistake)
     with pytest.raises((AssertionError, ValueError, Flaky)):  # flaky: another example has left behind what is wrong
-        run(examples=10, steps=6)
+        run(examples=40, steps=8)
