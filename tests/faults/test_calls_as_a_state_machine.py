@@ -293,7 +293,7 @@ def test_some_dozens_of_steps():
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_a_thousand_steps():
-    steps = run(examples=75, steps=20)  # how many each has depends on what has ended by then
+    steps = run(examples=100, steps=20)  # how many each has depends on what has ended by then
     print(dict(steps))
     assert steps.total() > 1000 and len(steps) == 10
 
