@@ -412,5 +412,6 @@ def test_a_packed_weight_that_is_stale_is_noticed(monkeypatch):
 def test_the_conformance_suites_hold_with_packed_weights(suite):
     which = "not slow" if suite == "test_families.py" else "slow or not slow"  # all families take half an hour
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", f"tests/conformance/{suite}", "-m", which]
-    done = subprocess.run(command, env={**os.environ, "HF_SSD_PACK_WEIGHTS": "1"}, capture_output=True, text=True)
+    options = {"capture_output": True, "text": True, "timeout": 850}
+    done = subprocess.run(command, env={**os.environ, "HF_SSD_PACK_WEIGHTS": "1"}, **options)
     assert done.returncode == 0, done.stdout[-2000:]

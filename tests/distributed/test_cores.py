@@ -217,21 +217,25 @@ def test_a_draft_has_all_cores_while_the_target_waits_for_it(two_threads, monkey
     assert len(available_cores()) > 1
 
 
+def call_that_loses_its_draft(target, assistant, config):
+    """Returns the statistics of a call whose worker is killed after some tokens."""
+
+    def end_the_draft(input_ids, scores):
+        if input_ids.shape[1] > 20:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(assistant.workers[0].worker_info["pid"], signal.SIGKILL)
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    return target.generate(
+        **padded_batch(1), assistant_model=assistant, ssd_config=config, max_new_tokens=40,
+        stopping_criteria=[end_the_draft], do_sample=False, return_dict_in_generate=True,
+    ).ssd_stats  # fmt: skip
+
+
 def test_a_draft_that_is_killed_in_turn_leaves_its_cores_to_the_target(two_threads, target, passes, watched):
     first, other = available_cores()[:2]
     with hf_ssd.launch_draft(watched[0], cores=CoreShare((first,), ((other,),))) as assistant:
-
-        def end_the_draft(input_ids, scores):
-            if input_ids.shape[1] > 20:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(assistant.workers[0].worker_info["pid"], signal.SIGKILL)
-            return torch.zeros(len(input_ids), dtype=torch.bool)
-
-        output = target.generate(
-            **padded_batch(1), assistant_model=assistant, ssd_config=hf_ssd.SSDConfig(lookahead=2, asynchronous=False),
-            max_new_tokens=40, stopping_criteria=[end_the_draft], do_sample=False, return_dict_in_generate=True,
-        )  # fmt: skip
-    stats = output.ssd_stats
+        stats = call_that_loses_its_draft(target, assistant, hf_ssd.SSDConfig(lookahead=2, asynchronous=False))
     assert stats.draft_failure is not None and stats.records[0].mode == IN_TURN
     assert {*watched[1]()} == {(1, 1), (2, 2)}
     assert {*passes[-len(stats.records) :]} == {(2, len(available_cores()))}
@@ -240,17 +244,6 @@ def test_a_draft_that_is_killed_in_turn_leaves_its_cores_to_the_target(two_threa
 def test_a_target_whose_draft_has_ended_gets_its_cores_back(two_threads, target, passes):
     first, other = available_cores()[:2]
     with hf_ssd.launch_draft(tiny_model(), cores=CoreShare((first,), ((other,),))) as assistant:
-
-        def end_the_draft(input_ids, scores):
-            if input_ids.shape[1] > 20:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(assistant.workers[0].worker_info["pid"], signal.SIGKILL)
-            return torch.zeros(len(input_ids), dtype=torch.bool)
-
-        output = target.generate(
-            **padded_batch(1), assistant_model=assistant, ssd_config=hf_ssd.SSDConfig(lookahead=1, budget=4),
-            max_new_tokens=40, stopping_criteria=[end_the_draft], do_sample=False, return_dict_in_generate=True,
-        )  # fmt: skip
-    stats = output.ssd_stats
+        stats = call_that_loses_its_draft(target, assistant, hf_ssd.SSDConfig(lookahead=1, budget=4))
     assert stats.draft_failure is not None and stats.records[0].mode == AHEAD
     assert passes[-len(stats.records)] == (1, 1) and passes[-1] == (2, len(available_cores()))
