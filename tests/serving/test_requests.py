@@ -75,6 +75,13 @@ def test_a_token_outside_of_the_vocabulary_is_refused_in_any_field(server, path,
     assert re.fullmatch(rf"`{setting}` names token -?[0-9]+; the model has {VOCABULARY}\.", sentence)
 
 
+def test_a_bias_that_is_a_whole_number_is_no_token(server):
+    config = {"max_new_tokens": 2, "sequence_bias": [[[5], -100], [[7], VOCABULARY]]}
+    body = {**REQUESTS[COMPLETIONS], "generation_config": json.dumps(config)}
+    status, _ = server.post(COMPLETIONS, json.dumps(body).encode())
+    assert status == 200
+
+
 @pytest.mark.parametrize(
     "setting, value",
     [
