@@ -94,15 +94,13 @@ def check_settings(model: PreTrainedModel, config: GenerationConfig, names: dict
             continue
         if setting == "prefill_chunk_size" and (type(value) is not int or value < 1):  # torch takes lists of sizes too
             raise Refusal("`prefill_chunk_size` takes a positive number of tokens.", setting)
-        name = names.get(setting, setting)
-        if setting == "sequence_bias":
-            value = [*value.items()] if isinstance(value, dict) else value
+        name, has_biases = names.get(setting, setting), setting == "sequence_bias"
+        parts = list(_parts([*value.items()] if has_biases and isinstance(value, dict) else value))
         if setting in TOKENS:
-            tokens = list(_parts(_sequences(value) if setting == "sequence_bias" else value))
-            if any(type(token) is not int for token in tokens):
+            if any(type(part) not in ((int, float) if has_biases else (int,)) for part in parts):
                 raise Refusal(f"`{name}` takes ids of tokens.", name)
-            _check_tokens(model, name, tokens)
-        for number in _parts(value):
+            _check_tokens(model, name, [part for part in parts if type(part) is int])
+        for number in parts:
             if type(number) not in (int, float):
                 continue
             if setting.endswith("ngram_size") and number > LONGEST_NGRAM:
@@ -117,12 +115,6 @@ def _check_tokens(model: PreTrainedModel, name: str, tokens: list[int]) -> None:
     count = model.config.get_text_config(decoder=True).vocab_size
     if wrong := [token for token in tokens if not 0 <= token < count]:
         raise Refusal(f"`{name}` names token {wrong[0]}; the model has {count}.", name)
-
-
-def _sequences(pairs) -> list:
-    """Returns the sequences of a `sequence_bias`, whose other halves are biases; what is not of this form is kept."""
-    is_pair = isinstance(pairs, list) and all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in pairs)
-    return [sequence for sequence, _ in pairs] if is_pair else pairs
 
 
 def _parts(value) -> Iterator:

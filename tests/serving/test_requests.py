@@ -75,12 +75,6 @@ def test_a_token_outside_of_the_vocabulary_is_refused_in_any_field(server, path,
     assert re.fullmatch(rf"`{setting}` names token -?[0-9]+; the model has {VOCABULARY}\.", sentence)
 
 
-def test_a_bias_that_is_a_whole_number_is_no_token(server):
-    """transformers takes biases with a fraction alone, and its sentence says so."""
-    config = json.dumps({"max_new_tokens": 2, "sequence_bias": [[[5], -100]]})
-    assert "list of lists of positive integers and float" in refusal(server, COMPLETIONS, generation_config=config)
-
-
 @pytest.mark.parametrize(
     "setting, value",
     [
