@@ -46,7 +46,8 @@ def test_quickstart():
     assert all(row[-1] == "yes" for row in rows.values())
     assert float(rows["SSD"][3]) > 1.5 and float(rows["SSD"][4]) > 0.5  # tokens per round, hit rate
     speedup, lowest, highest = (float(x) for x in re.findall(r"[\d.]+", " ".join(rows["SSD"][1:3])))
-    assert lowest <= speedup <= highest and re.search(r"^hf_ssd wrote the text [\d.]+ times", output, re.MULTILINE)
+    assert lowest <= speedup <= highest
+    assert re.search(r"^hf_ssd wrote the text (at )?[\d.]+ times", output, re.MULTILINE)  # a busy machine gains nothing
     assert re.search(r"^Load before: [\d.]+ on \d+ cores\.", output, re.MULTILINE)
 
 

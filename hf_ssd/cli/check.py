@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_answers(work, default=64, low=8)
     count, seconds = {"type": at_least(1), "metavar": "N"}, {"type": at_least(1, float), "metavar": "S"}
     work.add_argument("--repeats", default=5, help="turns at most (5); some calls before them warm up", **count)
-    work.add_argument("--seconds", default=60.0, help="for the measurement, once the models are loaded (60)", **seconds)
+    work.add_argument("--seconds", default=120.0, help="of measuring, after loading (120)", **seconds)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
