@@ -52,7 +52,7 @@ def verification(model, prompt: torch.LongTensor, tokens: int, pack_weights: boo
     return seconds
 
 
-@torch.inference_mode()
+@torch.no_grad()  # weights made in inference mode do not count their changes, and are not packed
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--target", default=str(PAIR / "target"), help="hub id or folder of a model")
