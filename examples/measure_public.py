@@ -6,8 +6,9 @@
 The first lines of real_models.py say which packages it needs. The second command prints the table in Markdown, and
 `--output` writes all figures to a file. It measures answers of a chat, functions to write, changes of code and
 summaries, and batches of one prompt of each kind; greedily and at temperature 0.7. Methods take turns. Each turn
-answers other prompts in all columns, and after `--minutes` no column begins, so columns may have different numbers of
-turns. A figure is the median over the turns of the speed over plain `generate()`, prompts not counted.
+answers other prompts in all columns, and after `--minutes` no further turn of a column begins, so columns may have
+different numbers of turns. A figure is the median over the turns of the speed over plain `generate()`, prompts not
+counted. Answers that warm up also decide how many tokens transformers' assisted generation drafts.
 """
 
 import argparse
@@ -33,27 +34,29 @@ from hf_ssd.cli.methods import ASSISTED, PLAIN, Bench, Method
 from hf_ssd.cli.table import row_of
 from hf_ssd.distributed.cores import available_cores
 
-BEST = f"{ASSISTED}, "  # the best of these is a row
+BEST = "transformers' assisted generation at its best"
 BATCH = "batch of 4"
-LOOKUP, NGRAM = "transformers' prompt lookup", "hf_ssd, n-grams instead of a draft"
+LOOKUP = "transformers' prompt lookup"
 IN_TURN, AHEAD, DEFAULT = "hf_ssd in turn", "hf_ssd ahead, the cores divided", "**hf_ssd**, which plans by itself"
 
 
-def methods_of(draft, assistant, rows: int, assistant_tokens: list[int]) -> dict[str, Method]:
-    """Returns the methods for batches of `rows` prompts. transformers' own take a single one."""
-    count, methods = len(available_cores()), {PLAIN: {}}
-    settings = {}
+def methods_of(draft, assistant, rows: int) -> dict[str, Method]:
+    """Returns the methods for `rows` prompts at once, but for assisted generation. Prompt lookup takes a single one."""
+    options = {"pack_weights": True}  # "auto" wants more memory to be free than two drafts leave
+    methods = {PLAIN: {}}
     if rows == 1:
-        for n in assistant_tokens:
-            methods[f"{BEST}{n}"] = {"assistant_model": draft}
-            settings[f"{BEST}{n}"] = {"num_assistant_tokens": n, "num_assistant_tokens_schedule": "constant",
-                                      "assistant_confidence_threshold": 0.0}  # fmt: skip
         methods[LOOKUP] = {"prompt_lookup_num_tokens": 10}
-        methods[NGRAM] = {"ssd_config": hf_ssd.SSDConfig(drafter="ngram")}
-    methods[IN_TURN] = {"assistant_model": draft, "ssd_config": hf_ssd.SSDConfig(asynchronous=False)}
-    methods[AHEAD] = {"assistant_model": assistant, "ssd_config": hf_ssd.SSDConfig(lookahead=4, budget=12)}
-    methods[DEFAULT] = {"assistant_model": assistant, "ssd_config": hf_ssd.SSDConfig()}
-    return {name: Method(how, None, count, settings.get(name, {})) for name, how in methods.items()}
+    methods[IN_TURN] = {"assistant_model": draft, "ssd_config": hf_ssd.SSDConfig(asynchronous=False, **options)}
+    methods[AHEAD] = {"assistant_model": assistant, "ssd_config": hf_ssd.SSDConfig(lookahead=4, budget=12, **options)}
+    methods[DEFAULT] = {"assistant_model": assistant, "ssd_config": hf_ssd.SSDConfig(**options)}
+    return {name: Method(how, None, len(available_cores())) for name, how in methods.items()}
+
+
+def assisted(draft, tokens: int) -> Method:
+    """Returns assisted generation of transformers' with so many drafted tokens in each round."""
+    settings = {"num_assistant_tokens": tokens, "num_assistant_tokens_schedule": "constant"}
+    settings["assistant_confidence_threshold"] = 0.0
+    return Method({"assistant_model": draft}, None, len(available_cores()), settings)
 
 
 class Column:
@@ -71,9 +74,13 @@ class Column:
         target, draft, assistant, tokenizers = models
         work = argparse.Namespace(max_new_tokens=args.max_new_tokens, temperature=temperature, ignore_eos=False)
         self.bench = Bench(work, target, draft, assistant, batches, tokenizers)
-        self.methods = methods_of(draft, assistant, len(batches[0]["input_ids"]), args.assistant_tokens)
+        self.draft, self.methods = draft, methods_of(draft, assistant, len(batches[0]["input_ids"]))
 
-    def turn(self, number: int, counts: bool, show) -> None:
+    @property
+    def is_single(self) -> bool:
+        return LOOKUP in self.methods
+
+    def turn(self, number: int, show) -> None:
         """Runs each method once. Methods of transformers that fail with this pair are left out."""
         runs = {}
         for name, method in list(self.methods.items()):
@@ -81,12 +88,23 @@ class Column:
             try:
                 runs[name] = self.bench.run(method, number)
             except (ValueError, IndexError, AttributeError):
-                if not name.startswith((ASSISTED, LOOKUP)):
+                if name not in (BEST, LOOKUP):
                     raise
                 del self.methods[name]
-        if counts and all(run.tokens > run.first for run in runs.values()):
+        if all(run.tokens > run.first for run in runs.values()):
             for name, run in runs.items():
                 self.methods[name].runs.append(run)
+
+    def best_assisted(self, choices: list[int], show) -> int | None:
+        """Runs assisted generation with each number of drafted tokens, and returns the fastest that this pair takes."""
+        speeds = {}
+        for tokens in choices:
+            show(f"{ASSISTED}, {tokens}")
+            try:
+                speeds[tokens] = self.bench.run(assisted(self.draft, tokens), 0).speed
+            except (ValueError, IndexError, AttributeError):
+                return None
+        return max(speeds, key=speeds.get, default=None)
 
     def rows(self) -> dict[str, dict]:
         """Returns a row for each method by its name: `over plain`, `lowest`, `highest`, and those of `hf-ssd bench`."""
@@ -94,12 +112,7 @@ class Column:
         for name, method in self.methods.items():
             ratios = [run.speed / base.speed for run, base in zip(method.runs, plain)]
             rows[name] = row_of(name, method, plain) | {"lowest": min(ratios), "highest": max(ratios)}
-        assisted = [row for name, row in rows.items() if name.startswith(BEST)]
-        kept = {name: row for name, row in rows.items() if not name.startswith(BEST)}
-        if not assisted:
-            return kept
-        best = max(assisted, key=lambda row: row["over plain"])
-        return {PLAIN: kept.pop(PLAIN), "transformers' assisted generation at its best": best, **kept}
+        return rows
 
 
 def columns_of(args, models: tuple, tokenizer) -> dict[str, Column]:
@@ -119,17 +132,26 @@ def columns_of(args, models: tuple, tokenizer) -> dict[str, Column]:
 
 
 def measure(args, columns: dict[str, Column]) -> None:
-    """Runs turns of all columns until `--repeats` or `--minutes` are over. The first column warms up."""
-    end, first = time.perf_counter() + 60 * args.minutes, next(iter(columns.values()))
+    """
+    Runs turns of all columns until `--repeats` or `--minutes` are over. The first column warms up: our methods answer
+    twice, so that weights are packed and the pair is known, and assisted generation finds its best.
+    """
+    end, (first, *_) = time.perf_counter() + 60 * args.minutes, columns.values()
     with tqdm(total=1 + args.repeats * len(columns), desc="measuring", unit="column", disable=None) as bar:
-        for _ in range(args.warm_ups):
-            first.turn(0, counts=False, show=bar.set_postfix_str)
+        best = first.best_assisted(args.assistant_tokens, bar.set_postfix_str)
+        for name in (IN_TURN, AHEAD, DEFAULT, DEFAULT):
+            bar.set_postfix_str(f"warming up: {name}")
+            first.bench.run(first.methods[name], 0)
         bar.update()
+        for column in columns.values():
+            if best and column.is_single:
+                rest = {name: method for name, method in column.methods.items() if name != PLAIN}
+                column.methods = {PLAIN: column.methods[PLAIN], BEST: assisted(column.draft, best), **rest}
         for turn in range(1, args.repeats + 1):
             for title, column in columns.items():
                 if turn > 1 and time.perf_counter() > end:
                     return
-                column.turn(turn, counts=True, show=lambda name, title=title: bar.set_postfix_str(f"{title}: {name}"))
+                column.turn(turn, lambda name, title=title: bar.set_postfix_str(f"{title}: {name}"))
                 bar.update()
 
 
@@ -160,9 +182,8 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--kinds", nargs="+", default=["chat", "code", "edit", "summary"])
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 0.7])
-    parser.add_argument("--max-new-tokens", type=int, default=40)
+    parser.add_argument("--max-new-tokens", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=2, help="most turns")
-    parser.add_argument("--warm-ups", type=int, default=2, help="turns of the first column that do not count")
     parser.add_argument("--minutes", type=float, default=12.0, help="for all turns but the first")
     parser.add_argument("--assistant-tokens", nargs="*", type=int, default=[3, 6], help="of assisted generation")
     parser.add_argument("--output", type=Path, help="a JSON file for all figures")

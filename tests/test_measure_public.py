@@ -38,12 +38,12 @@ def test_measure_public_measures_every_method_on_another_pair(tmp_path):
         "examples/measure_public.py", PAIR / "target", PAIR / "draft", "--kinds", "code", "edit", "--temperatures", 0,
         "--repeats", 1, "--max-new-tokens", 24, "--assistant-tokens", 2, 3, "--output", tmp_path / "figures.json",
     )  # fmt: skip
-    names = [measure_public.LOOKUP, measure_public.NGRAM, measure_public.IN_TURN, measure_public.AHEAD]
-    names += [measure_public.DEFAULT, "transformers' assisted generation at its best"]
+    ours = [measure_public.IN_TURN, measure_public.AHEAD, measure_public.DEFAULT]
+    names = [measure_public.BEST, measure_public.LOOKUP, *ours]
     assert all(f"\n| {name} | " in output for name in names)
     assert "plain generate():" in output and "Load before:" in output
     columns = json.loads((tmp_path / "figures.json").read_text())["columns"]
     assert list(columns) == ["code, greedy", "edit, greedy", "batch of 2, greedy"]
     assert all(row["same tokens"] for rows in columns.values() for row in rows.values())
-    assert columns["batch of 2, greedy"].keys() == {"plain generate", *names[2:5]}
+    assert columns["batch of 2, greedy"].keys() == {"plain generate", *ours}
     assert all(rows[measure_public.AHEAD]["hit rate"] > 0 for rows in columns.values())
