@@ -21,7 +21,7 @@ from hf_ssd.cache.view import view_of
 
 from ..conformance.models import QUICK
 from ..conftest import FAMILIES, SIZES, VOCAB, tiny_model
-from ..real_use.families import sharp_model, tiny_config
+from ..helpers.families import sharp_model, tiny_config
 
 
 class Layer(torch.nn.Module):

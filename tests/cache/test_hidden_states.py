@@ -14,7 +14,7 @@ from hf_ssd.generation.features import Features
 
 from ..conftest import FAMILIES, padded_batch, tiny_model
 from ..drafting.heads import LAYERS, knows, tiny_head
-from ..real_use.families import sharp_model, tiny_config
+from ..helpers.families import sharp_model, tiny_config
 
 NEW = 24
 

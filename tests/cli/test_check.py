@@ -21,7 +21,7 @@ from hf_ssd.cli.verdict import Figures
 from hf_ssd.planning.planner import Planner
 
 from ..conftest import VOCAB, tiny_draft, tiny_model
-from ..real_use.families import sharp_model, tiny_config
+from ..helpers.families import sharp_model, tiny_config
 
 ROOT = Path(__file__).parents[2]
 QUICK = ["--repeats", "1", "--max-new-tokens", "24"]

@@ -19,7 +19,7 @@ from hf_ssd.planning.cost_model import CostModel
 from hf_ssd.rounds import AHEAD, Plan
 
 from ..conftest import padded_batch, tiny_draft, tiny_model
-from ..real_use.families import sharp_model, tiny_config
+from ..helpers.families import sharp_model, tiny_config
 from .conftest import preparing
 
 OPTIONS = {

@@ -15,7 +15,7 @@ from hf_ssd.rounds import AHEAD, Plan, Speculation
 
 from ..conftest import VOCAB, tiny_draft
 from ..drafting.heads import tiny_head, tiny_mtp_head
-from ..real_use.families import sharp_model, tiny_config
+from ..helpers.families import sharp_model, tiny_config
 from .tape import use_tapes
 
 

@@ -10,14 +10,13 @@ from hypothesis import strategies as st
 from hf_ssd.serving.stops import Cut, StopCriteria, StreamCut, cut_answer
 
 from .. import vocabularies
-from ..serving.conftest import tiny_folder, tiny_server  # noqa: F401
 
 PROMPT = "abcdefgh"
 COUNT = 40
 
 
 @pytest.fixture
-def server(tiny_server):  # noqa: F811
+def server(tiny_server):
     return tiny_server
 
 

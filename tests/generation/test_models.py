@@ -31,7 +31,7 @@ from hf_ssd.cli.main import main
 from hf_ssd.generation import draft as draft_of_a_call
 
 from ..conftest import FAMILIES, SIZES, padded_batch, tiny_draft, tiny_model
-from .families import sharp_model, tiny_config
+from ..helpers.families import sharp_model, tiny_config
 
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 ENDS = {"bos_token_id": None, "eos_token_id": None}

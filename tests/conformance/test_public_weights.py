@@ -15,8 +15,8 @@ from hf_ssd.cli import doctor
 from hf_ssd.cli.main import main
 from hf_ssd.cli.verdict import BUSY
 
+from ..helpers.public_weights import real_models
 from ..serving.conftest import ServerProcess
-from . import conftest
 
 pytestmark = [pytest.mark.real, pytest.mark.slow]
 
@@ -105,7 +105,7 @@ def test_smollm_drafts_for_gemma_with_its_own_tokenizer(smollm, gemma, real_toke
 
 
 def test_a_model_as_it_comes_from_a_gguf_file_is_target_and_draft(smollm, real_cache, real_tokenizers):
-    file = conftest.real_models.gguf_file("smollm2", real_cache)
+    file = real_models.gguf_file("smollm2", real_cache)
     read = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype="float32")
     state = smollm.state_dict()
     assert all(torch.equal(weight, state[name]) for name, weight in read.state_dict().items())
@@ -139,10 +139,10 @@ def test_check_measures_the_pair(real_folders, tmp_path, capsys):
 def test_check_of_a_large_pair_gives_a_verdict_in_its_seconds(real_cache, capsys):
     """A machine that other programs keep busy may be too slow for that, and is then told how long it takes."""
     names = ("qwen-coder-1.5b", "qwen-coder-0.5b")
-    missing = [package for name in names for package in conftest.real_models.missing_packages(name)]
+    missing = [package for name in names for package in real_models.missing_packages(name)]
     if missing and not all((real_cache / name).exists() for name in names):
         pytest.skip(f"examples/real_models.py says how to get {', '.join(missing)}")
-    folders = [conftest.real_models.model_folder(name, real_cache) for name in names]
+    folders = [real_models.model_folder(name, real_cache) for name in names]
     start = time.monotonic()
     code, load = main(["check", *map(str, folders), "--json"]), doctor.load()
     found = json.loads(capsys.readouterr().out)

@@ -19,7 +19,7 @@ from openai.types.responses.response_create_params import ResponseCreateParamsSt
 from hf_ssd.serving import gate, parameters
 from hf_ssd.serving.server import hosts
 
-from ..serving.conftest import LONG, ServerThread, tiny_folder, tiny_server, within  # noqa: F401
+from .conftest import LONG, ServerThread, within
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 PROMPT = "abcdefgh"
@@ -37,7 +37,7 @@ def names_of(kind: type[parameters.Parameters]) -> set[str]:
 
 
 @pytest.fixture
-def server(tiny_server):  # noqa: F811
+def server(tiny_server):
     return tiny_server
 
 
@@ -338,7 +338,7 @@ def test_the_table_names_every_parameter_of_openais_and_no_other():
 
 
 @pytest.fixture
-def short(tiny_folder, assistant, tmp_path):  # noqa: F811
+def short(tiny_folder, assistant, tmp_path):
     """A server whose model has 256 positions."""
     for file in Path(tiny_folder).iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
@@ -502,7 +502,7 @@ def headers_of(server, origin: str) -> list[tuple[str, str]]:
     return [(name.lower(), value) for name, value in response.getheaders()]
 
 
-def test_with_cors_and_names_pages_and_clients_of_these_are_served(tiny_folder, assistant):  # noqa: F811
+def test_with_cors_and_names_pages_and_clients_of_these_are_served(tiny_folder, assistant):
     server = ServerThread(tiny_folder, assistant, enable_cors=True, allowed_hosts=["box.example", "*.Lab"])
     body, origin = json.dumps({"prompt": PROMPT, "max_tokens": 2}), "http://page.example"
     try:

@@ -21,14 +21,7 @@ from hf_ssd.cli.serve import free_port
 from hf_ssd.serving.server import Server
 
 from ..conftest import ready
-from ..serving.conftest import (  # noqa: F401
-    LONG,
-    ServerProcess,
-    ServerThread,
-    tiny_draft_folder,
-    tiny_folder,
-    within,
-)
+from .conftest import LONG, ServerProcess, ServerThread, within
 
 LIGHT = """
 import sys
@@ -84,7 +77,7 @@ def test_public_names_are_what_their_modules_have():
 
 
 @pytest.fixture(scope="module")
-def named(tiny_folder, assistant):  # noqa: F811
+def named(tiny_folder, assistant):
     """A server whose model has a name of its own, and which notes the ports it listened to when it said so."""
     listened = []
 
@@ -103,7 +96,7 @@ def test_the_address_is_said_when_the_server_listens(named):
     assert urlsplit(named.url).port in named.listened
 
 
-def test_a_first_answer_is_generated_with_the_draft_before_the_server_listens(tiny_folder, assistant):  # noqa: F811
+def test_a_first_answer_is_generated_with_the_draft_before_the_server_listens(tiny_folder, assistant):
     before, at_start = ready(assistant).sessions, []
     plan = hf_ssd.SSDConfig(lookahead=3, budget=4)
     server = ServerThread(tiny_folder, assistant, plan, on_listening=lambda: at_start.append(assistant.sessions))
@@ -122,7 +115,7 @@ def warming(folder: str, generate) -> tuple[Server, list]:
     return Server(model, processor, None, ["small"], on_listening=lambda: listened.append(1), **options), listened
 
 
-def test_a_server_whose_model_cannot_generate_does_not_listen(tiny_folder):  # noqa: F811
+def test_a_server_whose_model_cannot_generate_does_not_listen(tiny_folder):
     def generate(**kwargs):
         raise ValueError("The model does not generate.")
 
@@ -132,7 +125,7 @@ def test_a_server_whose_model_cannot_generate_does_not_listen(tiny_folder):  # n
     assert not listened
 
 
-def test_a_server_that_is_interrupted_before_it_listens_ends(tiny_folder):  # noqa: F811
+def test_a_server_that_is_interrupted_before_it_listens_ends(tiny_folder):
     def generate(streamer, **kwargs):
         server.server.should_exit = True
         while True:
@@ -182,7 +175,7 @@ def ended(server: ServerProcess, number: int) -> list[str]:
     return text[text.index("shows a page") :].splitlines()[1:]
 
 
-def test_ctrl_c_amid_an_answer_ends_in_one_line_and_all_clients_get_an_error(tiny_folder, tiny_draft_folder):  # noqa: F811
+def test_ctrl_c_amid_an_answer_ends_in_one_line_and_all_clients_get_an_error(tiny_folder, tiny_draft_folder):
     """One answer is under way, and another waits for its turn."""
     server, caught = process(tiny_folder, tiny_draft_folder, "warning"), []
 
@@ -210,7 +203,7 @@ def test_ctrl_c_amid_an_answer_ends_in_one_line_and_all_clients_get_an_error(tin
     ]
 
 
-def test_a_stream_that_sigterm_ends_does_not_look_complete(tiny_folder, tiny_draft_folder):  # noqa: F811
+def test_a_stream_that_sigterm_ends_does_not_look_complete(tiny_folder, tiny_draft_folder):
     server = process(tiny_folder, tiny_draft_folder, "info")
     stream, texts = iter(server.complete("abc", LONG, stream=True)), []
     texts.append(next(stream).choices[0].text)

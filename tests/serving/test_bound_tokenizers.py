@@ -7,7 +7,7 @@ import hf_ssd
 
 from .. import vocabularies
 from ..conftest import tiny_model
-from ..serving.conftest import LONG, ServerThread, tiny_folder  # noqa: F401
+from .conftest import LONG, ServerThread
 
 PLAN = hf_ssd.SSDConfig(lookahead=3, budget=4)
 PROMPT, COUNT = "abcdefgh", 40
@@ -35,7 +35,7 @@ def test_a_pipeline_speculates_with_a_draft_of_another_tokenizer(other_draft):
     assert sum(record.accepted[0] for record in records) > 10 and sum(record.hits[0] for record in records) > 5
 
 
-def test_a_server_speculates_with_a_draft_of_another_tokenizer(other_draft, tiny_folder):  # noqa: F811
+def test_a_server_speculates_with_a_draft_of_another_tokenizer(other_draft, tiny_folder):
     names = {"tokenizer": vocabularies.TARGET, "assistant_tokenizer": DRAFT}
     tokenizers = {name: vocabularies.tokenizer(tokens) for name, tokens in names.items()}
     server = ServerThread(tiny_folder, other_draft, PLAN, tokenizers)

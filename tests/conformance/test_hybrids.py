@@ -19,11 +19,11 @@ from hf_ssd.planning.cost_model import CostModel
 from hf_ssd.planning.planner import Planner
 from hf_ssd.rounds import AHEAD, IN_TURN, RoundRecord
 
-from ..conformance.conftest import preparing
-from ..conformance.test_options import tokenizer  # noqa: F401
-from ..conformance.test_turns import differences
 from ..conftest import padded_batch, tiny_draft, tiny_model
-from .families import HYBRIDS, likely_draft, sharp_model, tiny_config
+from ..helpers.families import HYBRIDS, likely_draft, sharp_model, tiny_config
+from .conftest import preparing
+from .test_options import tokenizer  # noqa: F401
+from .test_turns import differences
 
 QUICK = ("qwen3_next", "bamba", "lfm2", "falcon_h1")
 GREEDY = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}

@@ -20,10 +20,10 @@ from hf_ssd.generation import loop
 from hf_ssd.planning.fixed_plan import FixedPlan
 from hf_ssd.rounds import AHEAD, FINISHED, NGRAM, PLAIN, Plan
 
-from ..conformance.conftest import preparing
-from ..conformance.test_unsound import UNSOUND, spoilt
 from ..conftest import VOCAB, padded_batch, tiny_draft, tiny_model
 from ..stand_ins.thread_worker import ThreadWorker
+from .conftest import preparing
+from .test_unsound import UNSOUND, spoilt
 
 # ---------------------------------------------------------------- rounds in which the draft is not asked
 

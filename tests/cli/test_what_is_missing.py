@@ -5,7 +5,7 @@ import pytest
 import hf_ssd
 from hf_ssd.cli import models
 
-from .families import tiny_config
+from ..helpers.families import tiny_config
 
 
 @pytest.mark.parametrize("name", ["/nope", "./nope", "nope/it/is"])
