@@ -25,7 +25,7 @@ import hf_ssd
 from hf_ssd.distributed.assistant import DraftAssistant, Turn
 from hf_ssd.planning import planners
 
-from . import preloaded
+from .helpers import preloaded
 from .helpers.public_weights import real_cache, real_folders, real_tokenizers  # noqa: F401
 
 hypothesis.settings.register_profile("tests", deadline=None)  # other programs may slow an example down

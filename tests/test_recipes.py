@@ -77,7 +77,7 @@ from hf_ssd.distributed import wire
 from hf_ssd.distributed.local import LocalWorker
 from hf_ssd.rounds import AHEAD, RoundRecord, Speculation
 from tests.conftest import padded_batch, tiny_draft, tiny_model
-from tests.stand_ins.thread_worker import ThreadWorker
+from tests.helpers.thread_worker import ThreadWorker
 
 target, inputs = hf_ssd.enable(tiny_model()), padded_batch(2)
 plain = target.generate(**inputs, do_sample=False, max_new_tokens=40)

@@ -17,8 +17,8 @@ from hf_ssd.generation.tokenizers import translation_between
 
 from .conftest import FAMILIES, tiny_model
 from .helpers.families import sharp_model, tiny_config
+from .helpers.vocabularies import byte_level, sentencepiece
 from .test_pair import PAIR, ROOT, run
-from .vocabularies import byte_level, sentencepiece
 
 sys.path.insert(0, str(ROOT / "examples"))
 

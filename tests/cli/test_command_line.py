@@ -29,7 +29,7 @@ from hf_ssd.rounds import AHEAD, IN_TURN, RoundRecord
 from hf_ssd.stats import SSDStats
 
 from ..conftest import tiny_draft, tiny_model
-from ..vocabularies import TARGET, renamed_draft, tokenizer
+from ..helpers.vocabularies import TARGET, renamed_draft, tokenizer
 
 OTHER = [*reversed(TARGET)]  # the same tokens with other ids
 TEMPLATE = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"

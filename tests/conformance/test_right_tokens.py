@@ -21,7 +21,7 @@ from hf_ssd.planning.fixed_plan import FixedPlan
 from hf_ssd.rounds import AHEAD, FINISHED, NGRAM, PLAIN, Plan
 
 from ..conftest import VOCAB, padded_batch, tiny_draft, tiny_model
-from ..stand_ins.thread_worker import ThreadWorker
+from ..helpers.thread_worker import ThreadWorker
 from .conftest import preparing
 from .test_unsound import UNSOUND, spoilt
 

@@ -19,7 +19,7 @@ from hf_ssd.distributed.worker_process import WorkerProcess
 from hf_ssd.drafting.needs import DraftInfo
 
 from ..conftest import padded_batch, ready, tiny_draft, tiny_model
-from ..stand_ins.thread_worker import ThreadWorker
+from ..helpers.thread_worker import ThreadWorker
 
 FIXED = hf_ssd.SSDConfig(lookahead=3, budget=8)
 IN_TURN = hf_ssd.SSDConfig(lookahead=3, asynchronous=False)

@@ -18,7 +18,7 @@ from hf_ssd.rounds import AHEAD, CUSTOM, Outcome, Plan
 
 from ..conftest import padded_batch, ready, tiny_draft
 from ..faults.test_worker_faults import AtLength
-from ..stand_ins.loopback import Loopback
+from ..helpers.loopback import Loopback
 
 BUDGET = 6
 

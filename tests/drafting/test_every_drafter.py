@@ -22,8 +22,8 @@ from ..conformance.conftest import preparing
 from ..conformance.test_ngrams_beside_a_draft import SOME_PAIRS, competing  # noqa: F401
 from ..conformance.test_sampled import SMALL, p_value
 from ..conftest import tiny_draft, tiny_model
-from .assistants import dflash_draft, gemma4_assistant, gemma4_target
-from .heads import tiny_head, tiny_mtp_head
+from ..helpers.assistants import dflash_draft, gemma4_assistant, gemma4_target
+from ..helpers.heads import tiny_head, tiny_mtp_head
 
 SIZES = {"vocab_size": SMALL, "initializer_range": 0.12}
 PARALLEL = {**SIZES, "vocab_size": 8, "pard_token": 7}

@@ -20,7 +20,7 @@ from hf_ssd.drafting.sampling import DraftSampler
 from hf_ssd.generation.draft import FaultTolerantDraft
 
 from ..conftest import VOCAB, padded_batch, ready, tiny_draft
-from ..stand_ins.thread_worker import ThreadWorker
+from ..helpers.thread_worker import ThreadWorker
 
 CONFIG = {"lookahead": 3, "budget": 8}
 

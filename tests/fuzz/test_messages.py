@@ -17,7 +17,7 @@ from hf_ssd.drafting.vocabulary import Translation
 from hf_ssd.rounds import FINISHED, MODES, SOURCES
 
 from ..conftest import SIZES, VOCAB
-from ..drafting.heads import LAYERS
+from ..helpers.heads import LAYERS
 from .conftest import ROWS, damaged
 
 PROMPTS, SHAPE = [torch.tensor([1])] * ROWS, (ROWS, 3, VOCAB)

@@ -15,7 +15,7 @@ from hf_ssd.drafting.speculator import Speculator
 from hf_ssd.rounds import AHEAD, IN_TURN, NOTHING
 
 from ..conftest import tiny_draft
-from ..stand_ins.thread_worker import ThreadWorker
+from ..helpers.thread_worker import ThreadWorker
 
 IDS = torch.arange(2, 9)[None]
 CONFIG = hf_ssd.SSDConfig(lookahead=6, asynchronous=False)

@@ -14,7 +14,7 @@ import hf_ssd
 from hf_ssd.generation.features import Features
 
 from ..conftest import padded_batch, tiny_draft, tiny_model
-from ..drafting.heads import knows, tiny_head
+from ..helpers.heads import knows, tiny_head
 
 IN_TURN = {"lookahead": 3, "asynchronous": False}
 OPTIONS = {"max_new_tokens": 12, "do_sample": False}

@@ -7,7 +7,7 @@ from transformers import GenerationConfig
 import hf_ssd
 
 from ..conftest import tiny_model
-from ..vocabularies import byte_level
+from ..helpers.vocabularies import byte_level
 
 IN_TURN = hf_ssd.SSDConfig(lookahead=3, budget=4, asynchronous=False)
 PROMPTS = ["the quick dogt", "a dog jumps overt"]  # whose last token also begins longer ones

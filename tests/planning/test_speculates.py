@@ -153,7 +153,7 @@ def test_the_fallback_of_the_recipe_is_used(monkeypatch):
 
     from hf_ssd.distributed.assistant import DraftAssistant
 
-    from ..stand_ins.thread_worker import ThreadWorker
+    from ..helpers.thread_worker import ThreadWorker
 
     for settings in ({}, {"lookahead": 3, "budget": 2}):
         with DraftAssistant([ThreadWorker(tiny_model())]) as worker:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hf_ssd.serving.stops import Cut, StopCriteria, StreamCut, cut_answer
 
-from .. import vocabularies
+from ..helpers import vocabularies
 
 PROMPT = "abcdefgh"
 COUNT = 40

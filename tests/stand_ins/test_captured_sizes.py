@@ -14,9 +14,9 @@ from hf_ssd.drafting.vocabulary import Vocabulary
 from hf_ssd.rounds import AHEAD, Plan, Speculation
 
 from ..conftest import VOCAB, tiny_draft
-from ..drafting.heads import tiny_head, tiny_mtp_head
 from ..helpers.families import sharp_model, tiny_config
-from .tape import use_tapes
+from ..helpers.heads import tiny_head, tiny_mtp_head
+from ..helpers.tape import use_tapes
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from hf_ssd.cache import graphs
 from hf_ssd.drafting import sampling
 from hf_ssd.generation import verification
 
-from .gpu import READS
+from .stand_in_gpu import READS
 
 aten = torch.ops.aten
 # Their results depend on numbers of the device or of the host, or have a size that does.

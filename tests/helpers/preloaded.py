@@ -27,7 +27,7 @@ from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 ADDRESS = "PRELOADED_PYTHON"  # the environment variable with the path of the server's socket
 READ_AT_IMPORT = ("HF_HOME", "HF_HUB_", "HF_DATASETS_", "TRANSFORMERS_", "TORCHINDUCTOR_", "CXX", "LD_")
 PRELOADED = [

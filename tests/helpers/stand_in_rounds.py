@@ -18,8 +18,8 @@ from hf_ssd.generation.draft import FaultTolerantDraft
 from hf_ssd.generation.sequences import Sequences
 
 from ..conftest import padded_batch, tiny_draft, tiny_model
-from .gpu import StandInGPU, to_gpu
 from .loopback import assistant_of
+from .stand_in_gpu import StandInGPU, to_gpu
 
 LOOKAHEAD = 3
 SAMPLED = {"do_sample": True, "temperature": 0.3, "top_k": 5}
@@ -32,13 +32,13 @@ def generate(
     Generates with target and draft on the stand-in, the draft in a worker without a process of its own.
 
     Args:
-        gpu ([`~tests.stand_ins.gpu.StandInGPU`], *optional*): The stand-in; a new one by default.
+        gpu ([`~tests.helpers.stand_in_gpu.StandInGPU`], *optional*): The stand-in; a new one by default.
         calls (`int`, *optional*): How many times, of which the last one counts.
         watch (context manager, *optional*): Is entered for the last one.
         options: Settings of `SSDConfig` and of `generate()`.
 
     Returns:
-        The output, and the [`~tests.stand_ins.gpu.StandInGPU`] with what waited in each phase.
+        The output, and the [`~tests.helpers.stand_in_gpu.StandInGPU`] with what waited in each phase.
     """
     gpu = StandInGPU() if gpu is None else gpu
     _mark_phases(monkeypatch, gpu)
