@@ -76,7 +76,7 @@ import hf_ssd
 from hf_ssd.distributed import wire
 from hf_ssd.distributed.local import LocalWorker
 from hf_ssd.rounds import AHEAD, RoundRecord, Speculation
-from tests.conftest import padded_batch, tiny_draft, tiny_model
+from tests.helpers.tiny import padded_batch, tiny_draft, tiny_model
 from tests.helpers.thread_worker import ThreadWorker
 
 target, inputs = hf_ssd.enable(tiny_model()), padded_batch(2)

@@ -18,7 +18,7 @@ from hf_ssd.drafting.speculator import Speculator
 from hf_ssd.planning.cost_model import CostModel
 from hf_ssd.rounds import AHEAD, Outcome, Plan
 
-from ..conftest import padded_batch, tiny_draft, tiny_model
+from ..helpers.tiny import padded_batch, tiny_draft, tiny_model
 
 
 @pytest.fixture

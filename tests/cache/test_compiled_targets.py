@@ -10,7 +10,7 @@ from transformers.utils import logging
 import hf_ssd
 from hf_ssd.cache import compiled
 
-from ..conftest import padded_batch, tiny_draft, tiny_model
+from ..helpers.tiny import padded_batch, tiny_draft, tiny_model
 
 OPTIONS = {"max_new_tokens": 20, "do_sample": False}
 IN_TURN = hf_ssd.SSDConfig(lookahead=3, asynchronous=False)

@@ -12,9 +12,9 @@ from hf_ssd.cache.hidden_states import HiddenStates
 from hf_ssd.drafting.eagle_drafter import HeadPrefix
 from hf_ssd.generation.features import Features
 
-from ..conftest import FAMILIES, padded_batch, tiny_model
 from ..helpers.families import sharp_model, tiny_config
 from ..helpers.heads import LAYERS, knows, tiny_head
+from ..helpers.tiny import FAMILIES, padded_batch, tiny_model
 
 NEW = 24
 

@@ -15,8 +15,8 @@ from hf_ssd.cache.attached import attached_to
 from hf_ssd.cache.cached_model import CachedModel
 from hf_ssd.cache.trial import check_supported
 
-from ..conftest import VOCAB, padded_batch, tiny_draft, tiny_model
 from ..helpers.families import sharp_model, tiny_config
+from ..helpers.tiny import VOCAB, padded_batch, tiny_draft, tiny_model
 
 OPTIONS = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 IN_TURN = hf_ssd.SSDConfig(lookahead=4, asynchronous=False)

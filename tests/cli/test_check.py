@@ -20,8 +20,8 @@ from hf_ssd.cli.models import Model, Models
 from hf_ssd.cli.verdict import Figures
 from hf_ssd.planning.planner import Planner
 
-from ..conftest import VOCAB, tiny_draft, tiny_model
 from ..helpers.families import sharp_model, tiny_config
+from ..helpers.tiny import VOCAB, tiny_draft, tiny_model
 
 ROOT = Path(__file__).parents[2]
 QUICK = ["--repeats", "1", "--max-new-tokens", "24"]

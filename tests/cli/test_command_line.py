@@ -28,7 +28,7 @@ from hf_ssd.cli.verdict import Figures
 from hf_ssd.rounds import AHEAD, IN_TURN, RoundRecord
 from hf_ssd.stats import SSDStats
 
-from ..conftest import tiny_draft, tiny_model
+from ..helpers.tiny import tiny_draft, tiny_model
 from ..helpers.vocabularies import TARGET, renamed_draft, tokenizer
 
 OTHER = [*reversed(TARGET)]  # the same tokens with other ids

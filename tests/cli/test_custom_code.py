@@ -9,7 +9,7 @@ import hf_ssd
 from hf_ssd.cli import models
 from hf_ssd.distributed.worker import load_model
 
-from ..conftest import tiny_draft, tiny_model
+from ..helpers.tiny import tiny_draft, tiny_model
 
 CODE = "from transformers import PreTrainedTokenizerFast\n\n\nclass Own(PreTrainedTokenizerFast):\n    pass\n"
 

@@ -13,7 +13,7 @@ from hf_ssd.cache.cache_name import CACHE
 from hf_ssd.generation import deciding, loop
 from hf_ssd.generation.sequences import Sequences
 
-from ..conftest import VOCAB, tiny_draft
+from ..helpers.tiny import VOCAB, tiny_draft
 from .conftest import preparing
 from .test_options import tokenizer  # noqa: F401
 

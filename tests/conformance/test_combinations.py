@@ -9,7 +9,7 @@ import hf_ssd
 from hf_ssd.drafting.sampling import SpeculationNoise
 from hf_ssd.generation import deciding
 
-from ..conftest import VOCAB
+from ..helpers.tiny import VOCAB
 from .conftest import preparing
 from .test_greedy import accepts_one_too_many
 

@@ -22,8 +22,8 @@ from hf_ssd.cache.ragged import RaggedCache
 from hf_ssd.cache.support import is_recurrent
 from hf_ssd.rounds import AHEAD
 
-from ..conftest import SIZES, padded_batch, tiny_model
 from ..helpers.families import WINDOW, sharp_model, tiny_config
+from ..helpers.tiny import SIZES, padded_batch, tiny_model
 from .conftest import ahead, preparing
 from .models import FAMILIES, LISTED_WITH, MULTIMODAL, NOT_BUILT, PAGE, POPULAR, QUICK, REFUSED, SUPPORTED, page
 from .test_hybrids import Knows

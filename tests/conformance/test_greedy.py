@@ -9,7 +9,7 @@ import torch
 import hf_ssd
 from hf_ssd.generation.verification import verify_greedy
 
-from ..conftest import FAMILIES, padded_batch, tiny_draft, tiny_model
+from ..helpers.tiny import FAMILIES, padded_batch, tiny_draft, tiny_model
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -19,8 +19,8 @@ from hf_ssd.planning.cost_model import CostModel
 from hf_ssd.planning.planner import Planner
 from hf_ssd.rounds import AHEAD, IN_TURN, RoundRecord
 
-from ..conftest import padded_batch, tiny_draft, tiny_model
 from ..helpers.families import HYBRIDS, likely_draft, sharp_model, tiny_config
+from ..helpers.tiny import padded_batch, tiny_draft, tiny_model
 from .conftest import preparing
 from .test_options import tokenizer  # noqa: F401
 from .test_turns import differences

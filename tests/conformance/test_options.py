@@ -17,7 +17,7 @@ import hf_ssd
 from hf_ssd.cache.cache_name import CACHE
 from hf_ssd.generation import deciding
 
-from ..conftest import VOCAB, padded_batch
+from ..helpers.tiny import VOCAB, padded_batch
 
 CONFIG = hf_ssd.SSDConfig(lookahead=4, budget=12)
 
@@ -249,7 +249,7 @@ def test_output_type(target, assistant):
 @pytest.mark.parametrize("family, name", [("llama", CACHE), ("llama", "past_key_values"), ("gemma", CACHE)])
 def test_continuing_from_a_cache(family, name, target, assistant):
     if family == "gemma":
-        from ..conftest import tiny_draft, tiny_model
+        from ..helpers.tiny import tiny_draft, tiny_model
 
         target = hf_ssd.enable(tiny_model("gemma"))
         assistant = tiny_draft("gemma")
@@ -290,7 +290,7 @@ def test_num_return_sequences_and_set_seed(target, assistant):
 
 
 def test_without_ssd_config_it_is_transformers_own(target, draft):
-    from ..conftest import tiny_model
+    from ..helpers.tiny import tiny_model
 
     plain, inputs = tiny_model(), padded_batch(1)
     assert type(target).__name__ == "LlamaForCausalLM" and hf_ssd.enable(target) is target

@@ -6,7 +6,7 @@ import torch
 import hf_ssd
 from hf_ssd.drafting.parallel_drafter import ParallelDrafter
 
-from ..conftest import padded_batch, tiny_draft, tiny_model
+from ..helpers.tiny import padded_batch, tiny_draft, tiny_model
 from .test_sampled import OPTIONS, SMALL, p_value
 
 MASK = 96

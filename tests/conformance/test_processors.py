@@ -7,7 +7,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 import hf_ssd
 from hf_ssd.generation import deciding
 
-from ..conftest import VOCAB, padded_batch, tiny_draft
+from ..helpers.tiny import VOCAB, padded_batch, tiny_draft
 from .conftest import preparing
 from .test_options import tokenizer  # noqa: F401
 

@@ -12,8 +12,8 @@ from hf_ssd.drafting.prompt_lookup import PromptLookup
 from hf_ssd.planning.lookup_costs import LookupCosts
 from hf_ssd.rounds import IN_TURN, NGRAM, NOTHING, PLAIN
 
-from ..conftest import padded_batch, tiny_draft, tiny_model
 from ..helpers.families import sharp_model, tiny_config
+from ..helpers.tiny import padded_batch, tiny_draft, tiny_model
 from . import test_sampled
 from .test_sampled import SMALL, p_value, small  # noqa: F401
 

@@ -6,8 +6,8 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 
 import hf_ssd
 
-from ..conftest import padded_batch
 from ..helpers.families import sharp_model
+from ..helpers.tiny import padded_batch
 
 pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
 SIZES = {"vocab_size": 97, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}

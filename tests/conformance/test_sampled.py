@@ -18,8 +18,8 @@ from hf_ssd.generation import deciding, verification
 from hf_ssd.planning.cost_model import CostModel
 from hf_ssd.rounds import AHEAD, Plan
 
-from ..conftest import padded_batch, tiny_draft, tiny_model
 from ..helpers.families import sharp_model, tiny_config
+from ..helpers.tiny import padded_batch, tiny_draft, tiny_model
 from .conftest import preparing
 
 OPTIONS = {

@@ -10,7 +10,7 @@ import hf_ssd
 from hf_ssd.generation import loop
 from hf_ssd.rounds import AHEAD
 
-from ..conftest import VOCAB, padded_batch, tiny_draft, tiny_model
+from ..helpers.tiny import VOCAB, padded_batch, tiny_draft, tiny_model
 
 
 class LastTokenAgain:

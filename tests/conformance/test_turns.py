@@ -7,8 +7,8 @@ import hf_ssd
 from hf_ssd.cache.cache_name import CACHE
 from hf_ssd.generation import loop
 
-from ..conftest import VOCAB, padded_batch, tiny_draft, tiny_model
 from ..helpers.families import sharp_model, tiny_config
+from ..helpers.tiny import VOCAB, padded_batch, tiny_draft, tiny_model
 from .conftest import preparing
 from .test_options import tokenizer  # noqa: F401
 

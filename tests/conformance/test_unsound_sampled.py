@@ -13,7 +13,7 @@ from hf_ssd.cache.trial import check_supported
 from hf_ssd.generation import loop
 from hf_ssd.generation.deciding import Decider
 
-from ..conftest import tiny_draft, tiny_model
+from ..helpers.tiny import tiny_draft, tiny_model
 
 SMALL, ROWS, UNSOUND = 6, 256, 5
 PROMPT = torch.tensor([[2, 3, 4]])

@@ -9,7 +9,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 
 import hf_ssd
 
-from ..conftest import padded_batch
+from ..helpers.tiny import padded_batch
 
 CONFIG = hf_ssd.SSDConfig(lookahead=4, budget=12)
 IN_TURN = hf_ssd.SSDConfig(lookahead=4, budget=12, asynchronous=False)

@@ -26,7 +26,7 @@ from hf_ssd.distributed.passed_drafts import assistant_for
 from hf_ssd.distributed.worker import load_model
 from hf_ssd.rounds import IN_TURN
 
-from ..conftest import padded_batch, ready, tiny_draft, tiny_model
+from ..helpers.tiny import padded_batch, ready, tiny_draft, tiny_model
 
 CONFIG = hf_ssd.SSDConfig(lookahead=3, budget=8, fan_out="uniform")
 

@@ -18,8 +18,8 @@ from hf_ssd.distributed.sessions import DraftError
 from hf_ssd.distributed.worker_process import WorkerProcess
 from hf_ssd.drafting.needs import DraftInfo
 
-from ..conftest import padded_batch, ready, tiny_draft, tiny_model
 from ..helpers.thread_worker import ThreadWorker
+from ..helpers.tiny import padded_batch, ready, tiny_draft, tiny_model
 
 FIXED = hf_ssd.SSDConfig(lookahead=3, budget=8)
 IN_TURN = hf_ssd.SSDConfig(lookahead=3, asynchronous=False)

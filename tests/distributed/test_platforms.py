@@ -9,7 +9,7 @@ import pytest
 
 import hf_ssd
 
-from ..conftest import padded_batch, tiny_draft, tiny_model
+from ..helpers.tiny import padded_batch, tiny_draft, tiny_model
 
 POSIX_ALONE = {"curses", "fcntl", "grp", "pty", "pwd", "readline", "resource", "termios", "tty"}
 NOT_ON_MACOS = ("memfd_create", "sched_getaffinity", "sched_getscheduler", "sched_setaffinity", "sched_setscheduler")

@@ -21,7 +21,7 @@ from hf_ssd.distributed import Roles, init_roles
 from hf_ssd.distributed.target_ranks import TargetRanks
 from hf_ssd.distributed.wire import Message
 
-from ..conftest import padded_batch, tiny_draft, tiny_model
+from ..helpers.tiny import padded_batch, tiny_draft, tiny_model
 
 PROGRAM = Path(__file__).parent / "programs" / "roles.py"
 BIN = Path(sys.executable).parent

@@ -17,7 +17,7 @@ from hf_ssd.distributed.passed_drafts import assistant_for
 from hf_ssd.distributed.shared_weights import SharedWeights, copy_shared_weights, model_from_shared_weights
 from hf_ssd.rounds import AHEAD, IN_TURN
 
-from ..conftest import ready, tiny_draft, tiny_model
+from ..helpers.tiny import ready, tiny_draft, tiny_model
 
 CONFIG = hf_ssd.SSDConfig(lookahead=3, budget=8, fan_out="uniform")
 

@@ -10,7 +10,6 @@ import hf_ssd
 from hf_ssd.drafting.dflash_drafter import BlockPrefix, DFlashDrafter
 from hf_ssd.rounds import IN_TURN
 
-from ..conftest import padded_batch, tiny_model
 from ..helpers.assistants import (
     dflash_draft,
     gemma4_target,
@@ -19,6 +18,7 @@ from ..helpers.assistants import (
     read_the_token_before,
 )
 from ..helpers.tape import use_tapes
+from ..helpers.tiny import padded_batch, tiny_model
 
 OPTIONS = {"max_new_tokens": 12, "pad_token_id": 0, "return_dict_in_generate": True, "do_sample": False}
 CONFIG = hf_ssd.SSDConfig(lookahead=4, on_draft_failure="raise")

@@ -12,8 +12,8 @@ from hf_ssd.rounds import AHEAD, IN_TURN, MTP, PLAIN, PREPARED, Plan
 
 from ..conformance.conftest import preparing
 from ..conformance.test_sampled import p_value, small  # noqa: F401
-from ..conftest import padded_batch
 from ..helpers.heads import tiny_head, tiny_mtp_head
+from ..helpers.tiny import padded_batch
 from ..planning.test_plain_mode import InAndOut
 
 

@@ -19,8 +19,8 @@ from hf_ssd.drafting.needs import DraftInfo
 from hf_ssd.drafting.sampling import DraftSampler
 from hf_ssd.generation.draft import FaultTolerantDraft
 
-from ..conftest import VOCAB, padded_batch, ready, tiny_draft
 from ..helpers.thread_worker import ThreadWorker
+from ..helpers.tiny import VOCAB, padded_batch, ready, tiny_draft
 
 CONFIG = {"lookahead": 3, "budget": 8}
 
@@ -330,7 +330,7 @@ import gc, os, sys, time
 import torch
 import hf_ssd
 from hf_ssd.distributed.passed_drafts import assistant_for
-from tests.conftest import tiny_draft, tiny_model
+from tests.helpers.tiny import tiny_draft, tiny_model
 from tests.faults.test_calls import At, call
 target, draft = hf_ssd.enable(tiny_model()), tiny_draft()
 assistant = hf_ssd.launch_draft(draft, num_threads=1)

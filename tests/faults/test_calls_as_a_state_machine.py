@@ -34,7 +34,7 @@ from hf_ssd.distributed.child import Child
 from hf_ssd.generation import deciding
 from hf_ssd.generation.verification import verify_greedy
 
-from ..conftest import padded_batch, ready, tiny_draft, tiny_model
+from ..helpers.tiny import padded_batch, ready, tiny_draft, tiny_model
 from .test_calls import At
 
 NEW_TOKENS, PROMPT = 24, 9

@@ -16,7 +16,7 @@ import hf_ssd
 from hf_ssd.distributed.sessions import WorkerSession
 from hf_ssd.rounds import Outcome
 
-from ..conftest import padded_batch, ready, tiny_draft
+from ..helpers.tiny import padded_batch, ready, tiny_draft
 
 CONFIG = {"lookahead": 3, "budget": 8}
 
@@ -180,7 +180,7 @@ def test_an_assistant_that_no_one_closed_can_be_dropped_while_its_draft_waits(ta
     program.write_text(
         "import gc, os\n"
         "import pytest, hf_ssd\n"
-        "from tests.conftest import tiny_draft, tiny_model\n"
+        "from tests.helpers.tiny import tiny_draft, tiny_model\n"
         "from tests.faults.test_worker_faults import AtLength, generate\n"
         "target, assistant = hf_ssd.enable(tiny_model()), hf_ssd.launch_draft(tiny_draft(), num_threads=1)\n"
         "with pytest.raises(ZeroDivisionError):\n"

@@ -10,7 +10,7 @@ from transformers.models.auto.tokenization_auto import AutoTokenizer
 
 import hf_ssd
 
-from ..conftest import padded_batch, tiny_draft, tiny_model
+from ..helpers.tiny import padded_batch, tiny_draft, tiny_model
 from ..helpers.vocabularies import DRAFT, TARGET, renamed_draft, tokenizer
 from ..serving.conftest import PAIR
 

@@ -12,7 +12,7 @@ from transformers import (
 import hf_ssd
 from hf_ssd.distributed import passed_drafts
 
-from ..conftest import padded_batch, ready, tiny_draft, tiny_model
+from ..helpers.tiny import padded_batch, ready, tiny_draft, tiny_model
 
 IN_TURN = hf_ssd.SSDConfig(lookahead=3, budget=8, asynchronous=False)
 

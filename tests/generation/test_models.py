@@ -30,8 +30,8 @@ from hf_ssd.cache.trial import check_supported
 from hf_ssd.cli.main import main
 from hf_ssd.generation import draft as draft_of_a_call
 
-from ..conftest import FAMILIES, SIZES, padded_batch, tiny_draft, tiny_model
 from ..helpers.families import sharp_model, tiny_config
+from ..helpers.tiny import FAMILIES, SIZES, padded_batch, tiny_draft, tiny_model
 
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 ENDS = {"bos_token_id": None, "eos_token_id": None}

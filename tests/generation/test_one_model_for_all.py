@@ -13,8 +13,8 @@ from transformers import LogitsProcessor, LogitsProcessorList
 import hf_ssd
 from hf_ssd.generation.features import Features
 
-from ..conftest import padded_batch, tiny_draft, tiny_model
 from ..helpers.heads import knows, tiny_head
+from ..helpers.tiny import padded_batch, tiny_draft, tiny_model
 
 IN_TURN = {"lookahead": 3, "asynchronous": False}
 OPTIONS = {"max_new_tokens": 12, "do_sample": False}

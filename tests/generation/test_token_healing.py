@@ -6,7 +6,7 @@ from transformers import GenerationConfig
 
 import hf_ssd
 
-from ..conftest import tiny_model
+from ..helpers.tiny import tiny_model
 from ..helpers.vocabularies import byte_level
 
 IN_TURN = hf_ssd.SSDConfig(lookahead=3, budget=4, asynchronous=False)

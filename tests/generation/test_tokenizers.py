@@ -12,7 +12,7 @@ import hf_ssd
 from hf_ssd.generation.spelling import spelled_tokens
 from hf_ssd.generation.tokenizers import translation_between, translation_for
 
-from ..conftest import tiny_model
+from ..helpers.tiny import tiny_model
 from ..helpers.vocabularies import DRAFT, KINDS, TARGET, byte_level, renamed_draft, sentencepiece, tokenizer
 
 TEXT = "the quick brown fox jumps over the lazy dog"

@@ -10,7 +10,7 @@ from hf_ssd.drafting.eagle_formats import head_config
 from hf_ssd.drafting.eagle_head import Eagle3Head
 from hf_ssd.drafting.mtp_head import MtpHead
 
-from ..conftest import SIZES
+from .tiny import SIZES
 
 LAYERS = [1, 2, 3]
 

@@ -249,7 +249,7 @@ def preload() -> None:
     sys.path.insert(0, str(ROOT))
     for name in PRELOADED:
         importlib.import_module(name)
-    from tests.conftest import padded_batch, tiny_draft, tiny_model
+    from tests.helpers.tiny import padded_batch, tiny_draft, tiny_model
 
     with torch.random.fork_rng():
         tiny_draft()

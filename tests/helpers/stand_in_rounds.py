@@ -17,9 +17,9 @@ from hf_ssd.generation.deciding import Decider
 from hf_ssd.generation.draft import FaultTolerantDraft
 from hf_ssd.generation.sequences import Sequences
 
-from ..conftest import padded_batch, tiny_draft, tiny_model
 from .loopback import assistant_of
 from .stand_in_gpu import StandInGPU, to_gpu
+from .tiny import padded_batch, tiny_draft, tiny_model
 
 LOOKAHEAD = 3
 SAMPLED = {"do_sample": True, "temperature": 0.3, "top_k": 5}

@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from ..conftest import tiny_draft
+from .tiny import tiny_draft
 
 SPECIAL = ["<pad>", "<s>"]
 LETTERS = list(string.ascii_letters + string.digits + string.punctuation)

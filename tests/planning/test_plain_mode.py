@@ -19,8 +19,8 @@ from hf_ssd.generation import loop
 from hf_ssd.generation.draft import FaultTolerantDraft
 from hf_ssd.rounds import AHEAD, IN_TURN, NGRAM, NOTHING, PLAIN, PREPARED, PRIMARY, Outcome, Plan
 
-from ..conftest import VOCAB, padded_batch, tiny_model
 from ..helpers.thread_worker import ThreadWorker
+from ..helpers.tiny import VOCAB, padded_batch, tiny_model
 
 PLAIN_ROUNDS, DRAFTING_ROUNDS, NEW_TOKENS = 6, 3, 70
 

@@ -14,7 +14,7 @@ from hf_ssd.drafting import fallbacks, speculator
 from hf_ssd.planning import planners
 from hf_ssd.rounds import AHEAD, CUSTOM, FALLBACKS, PLAIN
 
-from ..conftest import padded_batch, tiny_model
+from ..helpers.tiny import padded_batch, tiny_model
 
 NEW_TOKENS = 128
 WITH_MISSES = {"do_sample": True, "top_k": 8}  # of which the draft cannot guess all bonus tokens

@@ -24,8 +24,8 @@ from hf_ssd.cli.models import Model
 from hf_ssd.cli.serve import free_port
 from hf_ssd.serving.server import Server
 
-from ..conftest import tiny_draft, tiny_model
 from ..helpers import preloaded, vocabularies
+from ..helpers.tiny import tiny_draft, tiny_model
 
 PAIR = Path(__file__).parents[2] / "examples" / "pair"
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"

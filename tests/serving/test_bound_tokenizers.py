@@ -5,8 +5,8 @@ from transformers import pipeline
 
 import hf_ssd
 
-from ..conftest import tiny_model
 from ..helpers import vocabularies
+from ..helpers.tiny import tiny_model
 from .conftest import LONG, ServerThread
 
 PLAN = hf_ssd.SSDConfig(lookahead=3, budget=4)

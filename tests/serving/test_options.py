@@ -9,8 +9,8 @@ import pytest
 
 import hf_ssd
 
-from ..conftest import tiny_draft
 from ..helpers import vocabularies
+from ..helpers.tiny import tiny_draft
 from .conftest import ServerThread
 
 PLAN = hf_ssd.SSDConfig(lookahead=3, budget=4)

@@ -20,7 +20,7 @@ from hf_ssd.cli.models import Model
 from hf_ssd.cli.serve import free_port
 from hf_ssd.serving.server import Server
 
-from ..conftest import ready
+from ..helpers.tiny import ready
 from .conftest import LONG, ServerProcess, ServerThread, within
 
 LIGHT = """
