@@ -13,8 +13,8 @@ from hf_ssd.cache.cache_name import CACHE
 from hf_ssd.generation import deciding, loop
 from hf_ssd.generation.sequences import Sequences
 
+from ..helpers.preparing import preparing
 from ..helpers.tiny import VOCAB, tiny_draft
-from .conftest import preparing
 from .test_options import tokenizer  # noqa: F401
 
 TOKENS = st.integers(2, VOCAB - 1)

@@ -23,8 +23,8 @@ from hf_ssd.cache.support import is_recurrent
 from hf_ssd.rounds import AHEAD
 
 from ..helpers.families import WINDOW, sharp_model, tiny_config
+from ..helpers.preparing import ahead, preparing
 from ..helpers.tiny import SIZES, padded_batch, tiny_model
-from .conftest import ahead, preparing
 from .models import FAMILIES, LISTED_WITH, MULTIMODAL, NOT_BUILT, PAGE, POPULAR, QUICK, REFUSED, SUPPORTED, page
 from .test_hybrids import Knows
 

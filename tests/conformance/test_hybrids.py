@@ -20,8 +20,8 @@ from hf_ssd.planning.planner import Planner
 from hf_ssd.rounds import AHEAD, IN_TURN, RoundRecord
 
 from ..helpers.families import HYBRIDS, likely_draft, sharp_model, tiny_config
+from ..helpers.preparing import preparing
 from ..helpers.tiny import padded_batch, tiny_draft, tiny_model
-from .conftest import preparing
 from .test_options import tokenizer  # noqa: F401
 from .test_turns import differences
 

@@ -14,9 +14,9 @@ from hf_ssd.planning.cost_model import CostModel
 from hf_ssd.planning.fixed_plan import FixedPlan
 from hf_ssd.rounds import IN_TURN, NGRAM, NOTHING, PLAIN, PREPARED, PRIMARY, Plan
 
+from ..helpers.preparing import preparing
 from ..helpers.tiny import padded_batch, tiny_draft, tiny_model
 from . import test_sampled
-from .conftest import preparing
 from .test_prompt_lookup import every_pair  # noqa: F401
 from .test_sampled import p_value, small  # noqa: F401
 

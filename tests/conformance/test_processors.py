@@ -7,8 +7,8 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 import hf_ssd
 from hf_ssd.generation import deciding
 
+from ..helpers.preparing import preparing
 from ..helpers.tiny import VOCAB, padded_batch, tiny_draft
-from .conftest import preparing
 from .test_options import tokenizer  # noqa: F401
 
 CONFIG = hf_ssd.SSDConfig(lookahead=4, budget=12, asynchronous=False)

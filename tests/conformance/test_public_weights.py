@@ -16,7 +16,7 @@ from hf_ssd.cli.main import main
 from hf_ssd.cli.verdict import BUSY
 
 from ..helpers.public_weights import real_models
-from ..serving.conftest import ServerProcess
+from ..helpers.servers import ServerProcess
 
 pytestmark = [pytest.mark.real, pytest.mark.slow]
 

@@ -20,9 +20,9 @@ from hf_ssd.generation import loop
 from hf_ssd.planning.fixed_plan import FixedPlan
 from hf_ssd.rounds import AHEAD, FINISHED, NGRAM, PLAIN, Plan
 
+from ..helpers.preparing import preparing
 from ..helpers.thread_worker import ThreadWorker
 from ..helpers.tiny import VOCAB, padded_batch, tiny_draft, tiny_model
-from .conftest import preparing
 from .test_unsound import UNSOUND, spoilt
 
 # ---------------------------------------------------------------- rounds in which the draft is not asked

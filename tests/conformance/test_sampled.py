@@ -19,8 +19,8 @@ from hf_ssd.planning.cost_model import CostModel
 from hf_ssd.rounds import AHEAD, Plan
 
 from ..helpers.families import sharp_model, tiny_config
+from ..helpers.preparing import preparing
 from ..helpers.tiny import padded_batch, tiny_draft, tiny_model
-from .conftest import preparing
 
 OPTIONS = {
     "temperature": {"temperature": 0.7, "top_k": 0},

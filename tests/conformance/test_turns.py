@@ -8,8 +8,8 @@ from hf_ssd.cache.cache_name import CACHE
 from hf_ssd.generation import loop
 
 from ..helpers.families import sharp_model, tiny_config
+from ..helpers.preparing import preparing
 from ..helpers.tiny import VOCAB, padded_batch, tiny_draft, tiny_model
-from .conftest import preparing
 from .test_options import tokenizer  # noqa: F401
 
 CONFIG = hf_ssd.SSDConfig(lookahead=4, budget=12, asynchronous=False)

@@ -9,8 +9,8 @@ from hf_ssd.cache.ragged import RaggedCache
 from hf_ssd.generation import loop
 
 from ..helpers.families import sharp_model, tiny_config
+from ..helpers.preparing import preparing
 from ..helpers.tiny import VOCAB, padded_batch, tiny_draft, tiny_model
-from .conftest import preparing
 
 UNSOUND = 90  # a token whose embedding was never set, as those are that pad a vocabulary
 

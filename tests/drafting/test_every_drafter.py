@@ -18,11 +18,11 @@ from hf_ssd.drafting.drafters import drafter_kind
 from hf_ssd.rounds import NGRAM
 
 from ..conformance import test_sampled
-from ..conformance.conftest import preparing
 from ..conformance.test_ngrams_beside_a_draft import SOME_PAIRS, competing  # noqa: F401
 from ..conformance.test_sampled import SMALL, p_value
 from ..helpers.assistants import dflash_draft, gemma4_assistant, gemma4_target
 from ..helpers.heads import tiny_head, tiny_mtp_head
+from ..helpers.preparing import preparing
 from ..helpers.tiny import tiny_draft, tiny_model
 
 SIZES = {"vocab_size": SMALL, "initializer_range": 0.12}

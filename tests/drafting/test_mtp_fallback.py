@@ -10,9 +10,9 @@ from hf_ssd.drafting.mtp_fallback import MtpFallback
 from hf_ssd.generation import loop
 from hf_ssd.rounds import AHEAD, IN_TURN, MTP, PLAIN, PREPARED, Plan
 
-from ..conformance.conftest import preparing
 from ..conformance.test_sampled import p_value, small  # noqa: F401
 from ..helpers.heads import tiny_head, tiny_mtp_head
+from ..helpers.preparing import preparing
 from ..helpers.tiny import padded_batch
 from ..planning.test_plain_mode import InAndOut
 

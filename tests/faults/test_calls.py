@@ -317,7 +317,7 @@ def test_what_the_users_fallback_raises_is_the_users(target, draft):
         def propose(self, input_ids, lookahead):
             raise ZeroDivisionError
 
-    from ..conformance.conftest import preparing
+    from ..helpers.preparing import preparing
 
     with preparing(), pytest.raises(ZeroDivisionError):
         call(target, draft, config={"asynchronous": False, "fallback": Broken()})

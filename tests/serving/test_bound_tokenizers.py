@@ -6,8 +6,8 @@ from transformers import pipeline
 import hf_ssd
 
 from ..helpers import vocabularies
+from ..helpers.servers import LONG, ServerThread
 from ..helpers.tiny import tiny_model
-from .conftest import LONG, ServerThread
 
 PLAN = hf_ssd.SSDConfig(lookahead=3, budget=4)
 PROMPT, COUNT = "abcdefgh", 40

@@ -10,8 +10,8 @@ import pytest
 import hf_ssd
 
 from ..helpers import vocabularies
+from ..helpers.servers import ServerThread
 from ..helpers.tiny import tiny_draft
-from .conftest import ServerThread
 
 PLAN = hf_ssd.SSDConfig(lookahead=3, budget=4)
 MESSAGES = [{"role": "user", "content": "abcdefgh"}]

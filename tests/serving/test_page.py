@@ -15,7 +15,7 @@ from selenium.webdriver.support.ui import WebDriverWait
 
 from hf_ssd import SSDConfig
 
-from .conftest import ServerThread
+from ..helpers.servers import ServerThread
 from .test_server import plain  # noqa: F401
 
 BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")

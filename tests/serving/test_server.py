@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_ssd.serving.calls import Call, TurnTaking
 from hf_ssd.serving.metrics import Totals
 
-from .conftest import PAIR, within
+from ..helpers.servers import PAIR, within
 
 PROMPT = "import os\n\ndef main("
 CHAT = [{"role": "user", "content": PROMPT}]

@@ -20,8 +20,8 @@ from hf_ssd.cli.models import Model
 from hf_ssd.cli.serve import free_port
 from hf_ssd.serving.server import Server
 
+from ..helpers.servers import LONG, ServerProcess, ServerThread, within
 from ..helpers.tiny import ready
-from .conftest import LONG, ServerProcess, ServerThread, within
 
 LIGHT = """
 import sys

@@ -19,7 +19,7 @@ from openai.types.responses.response_create_params import ResponseCreateParamsSt
 from hf_ssd.serving import gate, parameters
 from hf_ssd.serving.server import hosts
 
-from .conftest import LONG, ServerThread, within
+from ..helpers.servers import LONG, ServerThread, within
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 PROMPT = "abcdefgh"
