@@ -16,6 +16,7 @@ from hf_ssd.planning import planners
 
 from .helpers import preloaded
 from .helpers.public_weights import real_cache, real_folders, real_tokenizers  # noqa: F401
+from .helpers.sampled_strings import SMALL
 from .helpers.tiny import tiny_draft, tiny_model
 
 hypothesis.settings.register_profile("tests", deadline=None)  # other programs may slow an example down
@@ -76,3 +77,10 @@ def assistant(draft):
     """A worker process that many tests share."""
     with hf_ssd.launch_draft(draft, num_threads=1) as assistant:
         yield assistant
+
+
+@pytest.fixture(scope="session")
+def small():
+    """A pair whose vocabulary is so small that distributions are exact."""
+    sizes = {"vocab_size": SMALL, "initializer_range": 0.12}
+    return hf_ssd.enable(tiny_model(seed=3, **sizes)), tiny_draft(seed=3, disagreement=0.12, **sizes)

@@ -1,6 +1,7 @@
 import pytest
 
 from ..helpers.preparing import preparing
+from ..helpers.vocabularies import printable
 
 
 @pytest.fixture
@@ -8,3 +9,8 @@ def prepared_in_process():
     """Prepares ahead of time in this process, for a whole test."""
     with preparing() as hits:
         yield hits
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    return printable()

@@ -22,7 +22,6 @@ from hf_ssd.rounds import AHEAD, IN_TURN, RoundRecord
 from ..helpers.families import HYBRIDS, likely_draft, sharp_model, tiny_config
 from ..helpers.preparing import preparing
 from ..helpers.tiny import padded_batch, tiny_draft, tiny_model
-from .test_options import tokenizer  # noqa: F401
 from .test_turns import differences
 
 QUICK = ("qwen3_next", "bamba", "lfm2", "falcon_h1")
@@ -237,7 +236,7 @@ def test_a_worker_drafts_ahead_for_a_hybrid_target(short_refeeds):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["eos", "string"])
 @pytest.mark.parametrize("family", QUICK[:3])
-def test_later_turns_are_those_of_plain_generation(family, kind, tokenizer, short_refeeds):  # noqa: F811
+def test_later_turns_are_those_of_plain_generation(family, kind, tokenizer, short_refeeds):
     target, draft = pair_of(family)
     plain = target.generate(**padded_batch(4), max_new_tokens=30, do_sample=False, eos_token_id=None)
     tokens = [int(plain[0, 9 + 3]), int(plain[1, 9 + 8]), int(plain[2, 9 + 12])]

@@ -6,7 +6,6 @@ from transformers import (
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
-    PreTrainedTokenizerFast,
     StoppingCriteria,
     StoppingCriteriaList,
     TextIteratorStreamer,
@@ -165,18 +164,6 @@ def test_max_time(target, assistant):
         ssd_config=CONFIG,
     )
     assert output.shape[1] == 9 + 1
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    from tokenizers import Tokenizer, decoders, models
-
-    printable = [chr(code) for code in range(32, 127)]
-    vocabulary = {token: i for i, token in enumerate(["<pad>", "<s>", *printable])}
-    assert len(vocabulary) == VOCAB
-    model = Tokenizer(models.BPE(vocabulary, merges=[], unk_token="<pad>"))
-    model.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=model, pad_token="<pad>", bos_token="<s>", padding_side="left")
 
 
 def test_stop_strings(target, assistant, tokenizer):

@@ -6,8 +6,9 @@ import torch
 import hf_ssd
 from hf_ssd.drafting.parallel_drafter import ParallelDrafter
 
+from ..helpers.sampled_strings import SMALL, p_value
 from ..helpers.tiny import padded_batch, tiny_draft, tiny_model
-from .test_sampled import OPTIONS, SMALL, p_value
+from .test_sampled import OPTIONS
 
 MASK = 96
 

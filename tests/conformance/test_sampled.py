@@ -4,9 +4,6 @@ import random
 
 import pytest
 import torch
-from scipy import stats
-from transformers import LogitsProcessorList
-from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper
 
 import hf_ssd
 from hf_ssd.cache.recurrent import RecurrentLayer
@@ -20,7 +17,8 @@ from hf_ssd.rounds import AHEAD, Plan
 
 from ..helpers.families import sharp_model, tiny_config
 from ..helpers.preparing import preparing
-from ..helpers.tiny import padded_batch, tiny_draft, tiny_model
+from ..helpers.sampled_strings import SMALL, p_value
+from ..helpers.tiny import padded_batch
 
 OPTIONS = {
     "temperature": {"temperature": 0.7, "top_k": 0},
@@ -135,58 +133,6 @@ def test_scaling_by_the_budget_of_the_planner_is_noticed(target, draft, assistan
 
 
 # ---------------------------------------------------------------- the distribution
-
-SMALL, ROWS = 6, 256
-PROMPT = torch.tensor([[2, 3, 4]])
-WARPERS = {"temperature": 0.8, "top_k": 4}
-
-
-@pytest.fixture(scope="module")
-def small():
-    sizes = {"vocab_size": SMALL, "initializer_range": 0.12}
-    return hf_ssd.enable(tiny_model(seed=3, **sizes)), tiny_draft(seed=3, disagreement=0.12, **sizes)
-
-
-@torch.inference_mode()
-def exact_probabilities(target):
-    """Of tokens 2 to 4: the first comes from the prefill and is summed over."""
-    warpers = LogitsProcessorList([TemperatureLogitsWarper(0.8), TopKLogitsWarper(4)])
-    joint, prefixes = torch.ones(1), PROMPT
-    for _ in range(4):
-        logits = target(prefixes).logits[:, -1]
-        joint = (joint[:, None] * warpers(prefixes, logits).softmax(-1)).flatten()
-        tokens = torch.arange(SMALL).repeat(len(prefixes))[:, None]
-        prefixes = torch.cat([prefixes.repeat_interleave(SMALL, 0), tokens], dim=1)
-    return joint.view(SMALL, -1).sum(0).double()
-
-
-def p_value(target, draft, calls=24, seed=0, at_least=1.1, options=None, **settings):
-    """Of the chi-square test of sampled three-token strings against the exact probabilities."""
-    counts, speculated = torch.zeros(SMALL**3), []
-    torch.manual_seed(seed)
-    config = hf_ssd.SSDConfig(**{"lookahead": 3, "budget": 8, "asynchronous": False, **settings})
-    for _ in range(calls):
-        output = target.generate(
-            PROMPT.repeat(ROWS, 1),
-            attention_mask=torch.ones(ROWS, PROMPT.shape[1], dtype=torch.long),
-            max_new_tokens=5,
-            do_sample=True,
-            **WARPERS,
-            **(options or {}),
-            assistant_model=draft,
-            ssd_config=config,
-            return_dict_in_generate=True,
-        )
-        speculated.append(output.ssd_stats.tokens_per_round)
-        strings = output.sequences[:, PROMPT.shape[1] + 1 :][:, :3] @ torch.tensor([SMALL**2, SMALL, 1])
-        counts += torch.bincount(strings, minlength=SMALL**3)
-    expected = exact_probabilities(target) * counts.sum()
-    assert sum(speculated) / calls > at_least and counts[expected == 0].sum() == 0
-    rare = expected < 5
-    observed = torch.cat([counts[~rare].double(), counts[rare].double().sum()[None]])
-    expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
-    observed, expected = observed[expected > 0], expected[expected > 0]
-    return stats.chisquare(observed, expected * observed.sum() / expected.sum()).pvalue
 
 
 def test_three_token_strings_have_the_targets_distribution(small):

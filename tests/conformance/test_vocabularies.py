@@ -15,9 +15,9 @@ from hf_ssd.drafting.vocabulary import Translation, Vocabulary
 from hf_ssd.generation import tokenizers
 from hf_ssd.generation.tokenizers import translation_between
 
+from ..helpers.sampled_strings import SMALL, p_value
 from ..helpers.tiny import VOCAB, padded_batch, ready, tiny_draft, tiny_model
 from ..helpers.vocabularies import DRAFT, TARGET, byte_level, renamed_draft, tokenizer
-from .test_sampled import SMALL, p_value
 
 BOTH = {"tokenizer": tokenizer(TARGET), "assistant_tokenizer": tokenizer(DRAFT)}
 PAIRS = {

@@ -21,7 +21,7 @@ from hf_ssd.distributed.transport import TARGET, Channel, gloo_group
 from hf_ssd.distributed.wire import Kind, Message, ProtocolError
 from hf_ssd.distributed.worker_process import WorkerProcess
 
-from ..faults.test_worker_faults import AtLength
+from ..helpers.at_length import AtLength
 from ..helpers.tiny import padded_batch, ready, tiny_draft
 
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from .tiny import tiny_draft
+from .tiny import VOCAB, tiny_draft
 
 SPECIAL = ["<pad>", "<s>"]
 LETTERS = list(string.ascii_letters + string.digits + string.punctuation)
@@ -37,6 +37,16 @@ def renamed_draft(tokens: list[str] = DRAFT, of: list[str] = TARGET, **changes):
             if token in of:
                 states[name][i] = theirs[name][of.index(token)]
     return draft
+
+
+def printable() -> PreTrainedTokenizerFast:
+    """Of single characters, one for each token of the tiny models."""
+    characters = [chr(code) for code in range(32, 127)]
+    vocabulary = {token: i for i, token in enumerate([*SPECIAL, *characters])}
+    assert len(vocabulary) == VOCAB
+    bpe = Tokenizer(BPE(vocabulary, merges=[], unk_token="<pad>"))
+    bpe.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", bos_token="<s>", padding_side="left")
 
 
 # ---------------------------------------------------------------- tokenizers of every kind, trained on a few sentences
