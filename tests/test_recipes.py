@@ -177,10 +177,8 @@ def test_what_the_recipes_make_is_used_in_calls(changed, fresh_python):
     assert run(changed, "-c", program).split() == [str(changed / "hf_ssd/__init__.py"), "done"]
 
 
-QUICK = "drafting/test_cache_shapes.py"
-
-
-@pytest.mark.parametrize("file", [pytest.param(file, marks=[pytest.mark.slow] * (file != QUICK)) for file in TESTS])
+@pytest.mark.slow
+@pytest.mark.parametrize("file", TESTS)
 def test_the_tests_that_the_recipes_name_pass(changed, file, fresh_python):
     chosen = ("-k", TESTS[file][1], "-n", "0", "-q", "-p", "no:cacheprovider")
     said = run(changed, "-m", "pytest", f"tests/{file}", *chosen)

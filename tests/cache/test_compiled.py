@@ -77,7 +77,7 @@ def place_by_numbers(self, columns, width):
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", pytest.param("mistral", marks=pytest.mark.slow), "gemma"]
+    "family", ["llama", *(pytest.param(family, marks=pytest.mark.slow) for family in ("mistral", "gemma"))]
 )  # windows: none, all, some
 @pytest.mark.usefixtures("no_room")
 @torch.inference_mode()

@@ -43,6 +43,7 @@ def useless(tmp_path_factory):
 # ---------------------------------------------------------------- what is measured
 
 
+@pytest.mark.slow
 def test_the_embedded_pair_as_a_user_would(tmp_path):
     command = [sys.executable, "-m", "hf_ssd", "check", "--json", "--repeats", "3", "--max-new-tokens", "48"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

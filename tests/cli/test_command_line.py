@@ -187,6 +187,7 @@ def test_a_line_can_be_edited(fresh_python):
         assert terminal.process.wait(timeout=60) == 0
 
 
+@pytest.mark.slow
 def test_on_a_terminal_a_paste_is_one_message_and_ctrl_c_says_how_to_leave(fresh_python):
     """Loading and waiting are seen there too. The prompt asks the terminal to mark pastes, as this one does."""
     prompt, sign_of_life = "\x1b[?2004h> ", "...\r\x1b[K"
@@ -412,7 +413,10 @@ class Clock:
         return dataclasses.replace(found, prefill=self.seconds, seconds=took)
 
 
-@pytest.mark.parametrize("seconds, tokens, turns", [(0.01, 64, 5), (0.15, 24, 3), (0.4, 12, 3), (0.9, 12, 1)])
+@pytest.mark.parametrize(
+    "seconds, tokens, turns",
+    [pytest.param(0.01, 64, 5, marks=pytest.mark.slow), (0.15, 24, 3), (0.4, 12, 3), (0.9, 12, 1)],
+)
 def test_a_check_measures_within_its_seconds_what_fits(monkeypatch, capsys, seconds, tokens, turns):
     """The quickest pair is measured whole, and of slower pairs shorter answers, until there is plain and SSD alone."""
     clock = Clock(monkeypatch, seconds)

@@ -93,9 +93,10 @@ def small():
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, *(pytest.param(one, marks=pytest.mark.slow) for one in ({"saguaro_c": 0.3}, {"fallback": "random"}))],
+    [{}, {"saguaro_c": 0.3}, {"fallback": "random"}],
     ids=str,
 )
+@pytest.mark.slow
 def test_three_token_strings_have_the_targets_distribution(small, settings, prepared_in_process):
     assert p_value(*small, calls=16, seed=10, **{"budget": 4, **settings}) > 1e-3
     assert 0.1 < sum(prepared_in_process) / len(prepared_in_process) < 0.95

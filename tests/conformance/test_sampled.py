@@ -210,7 +210,7 @@ def drafting(monkeypatch):
     monkeypatch.setattr(CostModel, "plain", lambda *_: 1e-9)
 
 
-LONG = ("C = 0", "n-grams", "random", "custom, certain", "custom, drawn")
+LONG = ("C = 0", "C = 0.3", "n-grams", "random", "custom, certain", "custom, drawn")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in SETTINGS])

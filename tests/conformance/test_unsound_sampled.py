@@ -125,7 +125,7 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", ["constraint", pytest.param("unknown", marks=pytest.mark.slow)])
 def test_strings_have_the_targets_distribution_by_step(name, fed_again):
     rows, options = STEPS[name]
     calls = 1000 // rows

@@ -108,10 +108,9 @@ SMALL_PAIRS = {
     "target padded": (SMALL - 1, {}),
     "another tokenizer": (SMALL, SMALL_BOTH),
 }
-LONG = ("draft padded", "target padded")
 
 
-@pytest.fixture(params=[*(pytest.param(name, marks=pytest.mark.slow) for name in LONG), "another tokenizer"])
+@pytest.fixture(params=SMALL_PAIRS)
 def small(request):
     size, options = SMALL_PAIRS[request.param]
     sizes = {"initializer_range": 0.12}
@@ -119,6 +118,7 @@ def small(request):
     return target, tiny_draft(seed=3, disagreement=0.12, vocab_size=size, **sizes), options
 
 
+@pytest.mark.slow
 def test_three_token_strings_have_the_targets_distribution(small, prepared_in_process):
     target, draft, options = small
     assert p_value(target, draft, calls=16, seed=10, at_least=1.05, options=options, budget=4) > 1e-3
@@ -134,6 +134,7 @@ def under_the_drafts_ids(tokens, q):
 
 
 @pytest.mark.parametrize("mutant", [not_renormalized, under_the_drafts_ids])
+@pytest.mark.slow
 def test_a_q_that_is_not_the_targets_fails_the_same_test(small, mutant, monkeypatch):
     draw = DraftSampler.draw
     monkeypatch.setattr(DraftSampler, "draw", lambda *arguments: mutant(*draw(*arguments)))

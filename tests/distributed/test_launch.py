@@ -238,7 +238,7 @@ def folder(tmp_path_factory):
     [
         pytest.param("script without a guard", "", marks=pytest.mark.slow),
         pytest.param("interactive", "raise SystemExit(3)", marks=pytest.mark.slow),
-        ("python -c", "import os; os.kill(os.getpid(), 9)"),
+        pytest.param("python -c", "import os; os.kill(os.getpid(), 9)", marks=pytest.mark.slow),
     ],
 )
 def test_every_way_to_run_python_and_the_worker_ends_with_it(how, end, folder, tmp_path, fresh_python):

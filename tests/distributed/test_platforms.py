@@ -60,6 +60,7 @@ def test_on_windows_a_loaded_draft_drafts_in_turn_and_others_are_refused(monkeyp
     assert caplog.text.count(sentence) == 1
 
 
+@pytest.mark.slow
 def test_a_worker_without_the_functions_of_linux(monkeypatch, tmp_path, fresh_python):
     target = hf_ssd.enable(tiny_model())
     plain = target.generate(**padded_batch(2), **OPTIONS).sequences

@@ -164,6 +164,7 @@ def test_no_worker_is_left(layout):
     assert len(set(pids)) >= 3 and gone(pids)
 
 
+@pytest.mark.slow
 def test_when_a_rank_of_the_target_dies_everything_ends(pair, tmp_path):
     code, output, seen = run(torchrun(3), pair, tmp_path, 1, ["a_rank_dies"])
     assert code != 0 and "SIGKILL" in output
