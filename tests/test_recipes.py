@@ -121,12 +121,12 @@ TESTS = {
         ],
         "ends",
     ),
-    "conformance/test_settings.py": (
+    "matrix.py": (
         [
-            ('"greedy_tree")},', '"greedy_tree", "ends")},'),
-            ('    "auto": {', '    "repeat": {"fallback": "repeat"},\n    "auto": {'),
+            ('"geometric", "uniform")}', '"geometric", "uniform", "ends")}'),
+            ('    "random": {', '    "repeat": {"fallback": "repeat"},\n    "random": {'),
         ],
-        "test_greedy_equals_plain_generate and (ends or repeat)",
+        "ends or repeat",
     ),
     "conformance/test_sampled.py": (
         [('    "random": {', '    "repeat": {"fallback": "repeat", "at_least": 1.0},\n    "random": {')],
@@ -181,5 +181,5 @@ def test_what_the_recipes_make_is_used_in_calls(changed, fresh_python):
 @pytest.mark.parametrize("file", TESTS)
 def test_the_tests_that_the_recipes_name_pass(changed, file, fresh_python):
     chosen = ("-k", TESTS[file][1], "-n", "0", "-q", "-p", "no:cacheprovider")
-    said = run(changed, "-m", "pytest", f"tests/{file}", *chosen)
+    said = run(changed, "-m", "pytest", f"tests/{file}".replace("/matrix", "/test_matrix"), *chosen)
     assert " passed" in said and "failed" not in said

@@ -1,11 +1,9 @@
-"""Every generation option that works with plain generate() works unchanged: same tokens, same cut, same extras."""
+"""Options that need a call of their own: constraints, ends, streamers, scores, caches; others are in `matrix.py`."""
 
 import pytest
 import torch
 from transformers import (
     GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
     StoppingCriteria,
     StoppingCriteriaList,
     TextIteratorStreamer,
@@ -26,45 +24,6 @@ def both(target, assistant, inputs, **options):
     options = {"max_new_tokens": 30, "do_sample": False, **options}
     plain = target.generate(**inputs, **options)
     return plain, target.generate(**inputs, **options, assistant_model=assistant, ssd_config=CONFIG)
-
-
-class EvenTokensOnly(LogitsProcessor):
-    def __call__(self, input_ids, scores):
-        return scores.masked_fill(torch.arange(scores.shape[1]) % 2 == 1, -torch.inf)
-
-
-class LateBonus(LogitsProcessor):
-    """Depends on the length and on the row."""
-
-    def __call__(self, input_ids, scores):
-        scores = scores.clone()
-        scores[range(len(scores)), [(7 * r + input_ids.shape[1]) % scores.shape[1] for r in range(len(scores))]] += 3
-        return scores
-
-
-OPTIONS = {
-    "repetition penalty": {"repetition_penalty": 1.5},
-    "no repeated bigrams": {"no_repeat_ngram_size": 2},
-    "bad words": {"bad_words_ids": [[5], [6, 7], [40]]},
-    "suppressed tokens": {"suppress_tokens": list(range(0, 96, 3))},
-    "sequence bias": {"sequence_bias": [[[9], 4.0], [[10, 11], 8.0]]},
-    "sequence bias as a dict": {"sequence_bias": {(9,): 4.0, (10, 11): 8.0}},
-    "custom processors": {"logits_processor": LogitsProcessorList([EvenTokensOnly(), LateBonus()])},
-    "prefix function": {"prefix_allowed_tokens_fn": lambda row, ids: list(range(row, VOCAB, 2))},
-    "one token": {"max_new_tokens": 1},
-    "two tokens": {"max_new_tokens": 2},
-    "fewer tokens than a round": {"max_new_tokens": 4},
-    "max_length": {"max_new_tokens": None, "max_length": 23},
-    "forced eos": {"forced_eos_token_id": 50, "eos_token_id": 50},
-    "length penalty": {"exponential_decay_length_penalty": (5, 1.5), "eos_token_id": 50},
-}
-
-
-@pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize("name", OPTIONS)
-def test_options(target, assistant, name, rows):
-    plain, ssd = both(target, assistant, padded_batch(rows), **OPTIONS[name])
-    assert torch.equal(plain, ssd)
 
 
 class Tree:

@@ -24,6 +24,16 @@ def tokenizer(tokens: list[str]) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model), **special)
 
 
+def resized_draft(vocab_size: int):
+    """The draft with more or fewer tokens, of which those that remain are as they were."""
+    draft = tiny_draft(vocab_size=vocab_size)
+    states = draft.state_dict()
+    for name, weight in tiny_draft().state_dict().items():
+        rows = min(len(weight), len(states[name]))
+        states[name][:rows] = weight[:rows]
+    return draft
+
+
 def renamed_draft(tokens: list[str] = DRAFT, of: list[str] = TARGET, **changes):
     """A draft that often agrees with the target of `of`, and has each of its tokens under the draft's id."""
     sizes = {"vocab_size": len(of), **changes}

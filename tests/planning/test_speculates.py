@@ -10,6 +10,7 @@ import hf_ssd
 from hf_ssd.planning import planners
 from hf_ssd.rounds import AHEAD, CUSTOM, PLAIN
 
+from ..helpers.last_token import LastToken
 from ..helpers.tiny import padded_batch, tiny_model
 
 NEW_TOKENS = 128
@@ -98,16 +99,6 @@ def test_several_drafts_draft_ahead(drafts, sampled):
     target = slow_target()
     call(target, drafts, 1, do_sample=sampled)
     call_ahead(target, drafts, do_sample=sampled, top_k=5 if sampled else None)
-
-
-class LastToken:
-    """Proposes the last token again."""
-
-    asked = 0
-
-    def propose(self, input_ids, lookahead):
-        self.asked += 1
-        return input_ids[0, -1:], None
 
 
 @pytest.mark.parametrize("workers, budget", [("assistant", "auto"), ("drafts", 1)])
