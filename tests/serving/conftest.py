@@ -1,13 +1,16 @@
-"""A server of the embedded pair, run as a user would run it."""
+"""Servers that tests share, a browser, and what plain generation answers."""
 
 import json
 import signal
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_ssd
 
 from ..helpers import vocabularies
+from ..helpers.browser import start_browser
 from ..helpers.servers import LONG, PAIR, ServerProcess, ServerThread
 from ..helpers.tiny import tiny_draft, tiny_model
 
@@ -61,3 +64,24 @@ def tiny_server(tiny_folder, assistant):
     server = ServerThread(tiny_folder, assistant, hf_ssd.SSDConfig(lookahead=3, budget=4))
     yield server
     server.stop()
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory):
+    browser = start_browser(tmp_path_factory.mktemp("browser"))
+    yield browser
+    browser.quit()
+
+
+@pytest.fixture(scope="session")
+def plain():
+    """Returns the text that plain greedy generation gives."""
+    model = AutoModelForCausalLM.from_pretrained(PAIR / "target", dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(PAIR / "target")
+
+    def text(prompt: str, tokens: int, **options) -> str:
+        inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+        output = model.generate(**inputs, max_new_tokens=tokens, do_sample=False, tokenizer=tokenizer, **options)
+        return tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+    return text
