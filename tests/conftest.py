@@ -1,4 +1,4 @@
-"""Tiny models, built from configs: random, sharp enough to have clear favourites, and drafts that often agree."""
+"""Fixtures of all tests, and how their processes run."""
 
 import os
 
@@ -10,85 +10,17 @@ import subprocess
 import hypothesis
 import pytest
 import torch
-from transformers import (
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
 
 import hf_ssd
-from hf_ssd.distributed.assistant import DraftAssistant, Turn
 from hf_ssd.planning import planners
 
-from . import preloaded
+from .helpers import preloaded
+from .helpers.public_weights import real_cache, real_folders, real_tokenizers  # noqa: F401
+from .helpers.sampled_strings import SMALL
+from .helpers.tiny import tiny_draft, tiny_model
 
 hypothesis.settings.register_profile("tests", deadline=None)  # other programs may slow an example down
 hypothesis.settings.load_profile("tests")
-
-VOCAB = 97
-SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.25,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
-FAMILIES = {
-    "llama": (LlamaForCausalLM, LlamaConfig, {}),
-    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {}),
-    "mistral": (MistralForCausalLM, MistralConfig, {"sliding_window": 6}),
-    "gemma": (
-        Gemma3ForCausalLM,
-        Gemma3TextConfig,
-        {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
-    ),
-}
-
-
-def tiny_model(family: str = "llama", seed: int = 0, **changes):
-    model_class, config_class, special = FAMILIES[family]
-    torch.manual_seed(seed)
-    return model_class(config_class(**{**SIZES, **special, **changes})).eval()
-
-
-def tiny_draft(family: str = "llama", seed: int = 0, disagreement: float = 0.03, **changes):
-    """The target with noise on its weights: it agrees often, but not always."""
-    draft = tiny_model(family, seed, **changes)
-    generator = torch.Generator().manual_seed(seed + 1)
-    with torch.no_grad():
-        for parameter in draft.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * disagreement)
-    return draft
-
-
-def padded_batch(rows: int = 4, length: int = 9, seed: int = 0):
-    """Prompts of different lengths, padded on the left."""
-    generator = torch.Generator().manual_seed(seed)
-    input_ids = torch.randint(2, VOCAB, (rows, length), generator=generator)
-    attention_mask = torch.ones_like(input_ids)
-    for row in range(rows):
-        attention_mask[row, : (3 * row) % (length - 1)] = 0
-    return {"input_ids": input_ids.masked_fill(attention_mask == 0, 0), "attention_mask": attention_mask}
-
-
-def ready(assistant: DraftAssistant) -> DraftAssistant:
-    """Starts workers that have ended, as the next call would, but waits for them."""
-    turn = Turn()
-    assistant.begin_call(turn, timeout=60.0, patience=120.0)
-    assistant.end_call(turn)
-    return assistant
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -145,3 +77,10 @@ def assistant(draft):
     """A worker process that many tests share."""
     with hf_ssd.launch_draft(draft, num_threads=1) as assistant:
         yield assistant
+
+
+@pytest.fixture(scope="session")
+def small():
+    """A pair whose vocabulary is so small that distributions are exact."""
+    sizes = {"vocab_size": SMALL, "initializer_range": 0.12}
+    return hf_ssd.enable(tiny_model(seed=3, **sizes)), tiny_draft(seed=3, disagreement=0.12, **sizes)

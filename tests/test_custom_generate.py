@@ -9,7 +9,7 @@ import torch
 import yaml
 
 import hf_ssd
-from tests.conftest import padded_batch, tiny_draft, tiny_model
+from tests.helpers.tiny import padded_batch, tiny_draft, tiny_model
 
 FOLDER = Path(__file__).parent.parent / "custom_generate"
 

@@ -10,7 +10,7 @@ from hf_ssd.cache.trial import check_supported
 from hf_ssd.distributed.launch import device_for
 from hf_ssd.distributed.worker import use_device
 
-from .conftest import tiny_model
+from .helpers.tiny import tiny_model
 
 
 @pytest.fixture

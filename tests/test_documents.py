@@ -72,7 +72,7 @@ PARAMETERS = [pytest.param(one, marks=[pytest.mark.slow] * (one.name in SLOW)) f
 def test_the_python_of_a_document_runs(document, what_readers_have, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     for block in blocks_of(document, "python"):
-        if "init_roles" not in block and "BitsAndBytesConfig" not in block:  # see tests/real_use/test_quantized.py
+        if "init_roles" not in block and "BitsAndBytesConfig" not in block:  # see tests/conformance/test_quantized.py
             # What follows is not about compiled models any more.
             names = {**what_readers_have, **pair()} if ".compile(" in block else what_readers_have
             exec(compile(on_this_machine(block), document.name, "exec"), names)

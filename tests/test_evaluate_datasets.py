@@ -84,6 +84,7 @@ def test_a_file_of_json_lines_and_one_of_csv(finished):
     assert (folder / "out/results.png").stat().st_size > 5000
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_goes_on_and_one_with_other_arguments_does_not(finished, tmp_path):
     folder = tmp_path / "copy"
     shutil.copytree(finished[0], folder)
@@ -136,6 +137,7 @@ def test_a_hub_id_without_a_network(tmp_path):
     assert errors.count("\n") == 0 and not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_copies_of_named_datasets_on_a_divided_target(tmp_path):
     gsm8k = [{"question": "What is 1 + 1?", "answer": "1 + 1 = 2\n#### 2"}, {"question": "x = ", "answer": "#### 7"}]
     (tmp_path / "gsm8k.jsonl").write_text("".join(json.dumps(row) + "\n" for row in gsm8k))

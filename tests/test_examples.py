@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 import hf_ssd
 
-from .conftest import tiny_draft, tiny_model
+from .helpers.tiny import tiny_draft, tiny_model
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "examples"))

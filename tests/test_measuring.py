@@ -17,8 +17,8 @@ import torch
 
 from hf_ssd.drafting.eagle_head import Eagle3Head
 
-from .conftest import tiny_model
-from .real_use.families import sharp_model, tiny_config
+from .helpers.families import sharp_model, tiny_config
+from .helpers.tiny import tiny_model
 
 ROOT = Path(__file__).parent.parent
 

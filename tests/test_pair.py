@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_ssd.cli import check, prompts
 from hf_ssd.drafting.eagle_formats import load_head
 
-from .conftest import tiny_model
+from .helpers.tiny import tiny_model
 
 ROOT = Path(__file__).parent.parent
 PAIR = ROOT / "examples" / "pair"

@@ -76,8 +76,8 @@ import hf_ssd
 from hf_ssd.distributed import wire
 from hf_ssd.distributed.local import LocalWorker
 from hf_ssd.rounds import AHEAD, RoundRecord, Speculation
-from tests.conftest import padded_batch, tiny_draft, tiny_model
-from tests.stand_ins.thread_worker import ThreadWorker
+from tests.helpers.tiny import padded_batch, tiny_draft, tiny_model
+from tests.helpers.thread_worker import ThreadWorker
 
 target, inputs = hf_ssd.enable(tiny_model()), padded_batch(2)
 plain = target.generate(**inputs, do_sample=False, max_new_tokens=40)
@@ -121,12 +121,12 @@ TESTS = {
         ],
         "ends",
     ),
-    "conformance/test_settings.py": (
+    "matrix.py": (
         [
-            ('"greedy_tree")},', '"greedy_tree", "ends")},'),
-            ('    "auto": {', '    "repeat": {"fallback": "repeat"},\n    "auto": {'),
+            ('"geometric", "uniform")}', '"geometric", "uniform", "ends")}'),
+            ('    "random": {', '    "repeat": {"fallback": "repeat"},\n    "random": {'),
         ],
-        "test_greedy_equals_plain_generate and (ends or repeat)",
+        "ends or repeat",
     ),
     "conformance/test_sampled.py": (
         [('    "random": {', '    "repeat": {"fallback": "repeat", "at_least": 1.0},\n    "random": {')],
@@ -177,11 +177,9 @@ def test_what_the_recipes_make_is_used_in_calls(changed, fresh_python):
     assert run(changed, "-c", program).split() == [str(changed / "hf_ssd/__init__.py"), "done"]
 
 
-QUICK = "drafting/test_cache_shapes.py"
-
-
-@pytest.mark.parametrize("file", [pytest.param(file, marks=[pytest.mark.slow] * (file != QUICK)) for file in TESTS])
+@pytest.mark.slow
+@pytest.mark.parametrize("file", TESTS)
 def test_the_tests_that_the_recipes_name_pass(changed, file, fresh_python):
     chosen = ("-k", TESTS[file][1], "-n", "0", "-q", "-p", "no:cacheprovider")
-    said = run(changed, "-m", "pytest", f"tests/{file}", *chosen)
+    said = run(changed, "-m", "pytest", f"tests/{file}".replace("/matrix", "/test_matrix"), *chosen)
     assert " passed" in said and "failed" not in said

@@ -14,7 +14,7 @@ from hf_ssd import versions
 from hf_ssd.cache.cache_name import CACHE
 from hf_ssd.generation.checks import check_generation
 
-from .conftest import padded_batch, tiny_model
+from .helpers.tiny import padded_batch, tiny_model
 
 CONFIG = hf_ssd.SSDConfig(lookahead=3, budget=8, asynchronous=False)
 REQUIRED = ["torch>=2.11,<2.15", "transformers>=5.17,<5.25", "tqdm>=4.60", 'transformers[serving]; extra == "serve"']

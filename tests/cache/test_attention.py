@@ -20,8 +20,8 @@ from hf_ssd.cache.ragged import RaggedCache
 from hf_ssd.cache.view import view_of
 
 from ..conformance.models import QUICK
-from ..conftest import FAMILIES, SIZES, VOCAB, tiny_model
-from ..real_use.families import sharp_model, tiny_config
+from ..helpers.families import sharp_model, tiny_config
+from ..helpers.tiny import FAMILIES, SIZES, VOCAB, tiny_model
 
 
 class Layer(torch.nn.Module):

@@ -7,7 +7,7 @@ from hf_ssd.cache.cache_name import CACHE
 from hf_ssd.cache.cached_model import CachedModel
 from hf_ssd.cache.ragged import RaggedCache
 
-from ..conftest import FAMILIES, VOCAB, tiny_model
+from ..helpers.tiny import FAMILIES, VOCAB, tiny_model
 
 EXACT = {"atol": 1e-5, "rtol": 1e-5}
 

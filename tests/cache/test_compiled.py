@@ -18,7 +18,7 @@ from hf_ssd.drafting.speculator import Speculator
 from hf_ssd.planning.cost_model import CostModel
 from hf_ssd.rounds import AHEAD, Outcome, Plan
 
-from ..conftest import padded_batch, tiny_draft, tiny_model
+from ..helpers.tiny import padded_batch, tiny_draft, tiny_model
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def place_by_numbers(self, columns, width):
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", pytest.param("mistral", marks=pytest.mark.slow), "gemma"]
+    "family", ["llama", *(pytest.param(family, marks=pytest.mark.slow) for family in ("mistral", "gemma"))]
 )  # windows: none, all, some
 @pytest.mark.usefixtures("no_room")
 @torch.inference_mode()

@@ -9,7 +9,7 @@ from hf_ssd.cache.cached_model import CachedModel
 from hf_ssd.cache.ragged import RaggedCache
 from hf_ssd.cache.trial import check_supported
 
-from ..conftest import VOCAB, tiny_model
+from ..helpers.tiny import VOCAB, tiny_model
 
 
 def kernel(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale=None, **_):

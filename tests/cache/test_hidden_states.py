@@ -12,9 +12,9 @@ from hf_ssd.cache.hidden_states import HiddenStates
 from hf_ssd.drafting.eagle_drafter import HeadPrefix
 from hf_ssd.generation.features import Features
 
-from ..conftest import FAMILIES, padded_batch, tiny_model
-from ..drafting.heads import LAYERS, knows, tiny_head
-from ..real_use.families import sharp_model, tiny_config
+from ..helpers.families import sharp_model, tiny_config
+from ..helpers.heads import LAYERS, knows, tiny_head
+from ..helpers.tiny import FAMILIES, padded_batch, tiny_model
 
 NEW = 24
 
@@ -91,7 +91,7 @@ def test_rows_that_are_fed_again_behind_a_recurrent_state(kind, monkeypatch):
         for weights in model.parameters():
             weights.mul_(0.3)
     layers = [1, 1, 2]
-    monkeypatch.setattr("tests.drafting.heads.LAYERS", layers)
+    monkeypatch.setattr("tests.helpers.heads.LAYERS", layers)
     inputs = padded_batch(3)
     inputs = {"input_ids": inputs["input_ids"][:, -1:], "attention_mask": inputs["attention_mask"][:, -1:]}
     model = hf_ssd.enable(model)

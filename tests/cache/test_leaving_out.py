@@ -11,7 +11,7 @@ from hf_ssd.cache.cached_model import CachedModel
 from hf_ssd.cache.ragged import RaggedCache, RaggedLayer
 from hf_ssd.cache.trial import check_supported
 
-from ..conftest import FAMILIES, VOCAB, padded_batch, tiny_model
+from ..helpers.tiny import FAMILIES, VOCAB, padded_batch, tiny_model
 from .test_cached_model import EXACT, fresh_logits
 
 ENDS = [(0, [False] * 4), (2, [False, True, False, False]), (4, [True, True, False, True])]

@@ -18,8 +18,8 @@ from hf_ssd.cache.cached_model import CachedModel
 from hf_ssd.cache.packed import packed_forwards
 from hf_ssd.cache.ragged import RaggedCache
 
-from ..conftest import VOCAB, padded_batch, tiny_draft, tiny_model
-from ..drafting.heads import tiny_head
+from ..helpers.heads import tiny_head
+from ..helpers.tiny import VOCAB, padded_batch, tiny_draft, tiny_model
 
 EXACT = {"atol": 1e-4, "rtol": 1e-4}
 LAYERS = 3 * 7 + 1  # of a tiny model

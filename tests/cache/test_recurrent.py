@@ -12,8 +12,8 @@ from hf_ssd.cache import recurrent
 from hf_ssd.cache.cache_name import CACHE
 from hf_ssd.cache.recurrent import RecurrentLayer, RecurrentModel, cached_model, ragged_copy
 
-from ..conftest import VOCAB, padded_batch
-from ..real_use.families import sharp_model, tiny_config
+from ..helpers.families import sharp_model, tiny_config
+from ..helpers.tiny import VOCAB, padded_batch
 
 KINDS = {"gated delta rule": "qwen3_next", "Mamba-2": "bamba", "convolution": "lfm2", "both in one layer": "falcon_h1"}
 ROWS, WORTH_A_PASS = 3, 6

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hf_ssd.cache.recurrent_draft import RecurrentBranches, RecurrentDraft
 from hf_ssd.drafting.recurrent_prefix import RecurrentPrefix
 
-from ..conftest import VOCAB, padded_batch
+from ..helpers.tiny import VOCAB, padded_batch
 from .test_recurrent import EXACT, ROWS, model  # noqa: F401
 
 BRANCHES = 3

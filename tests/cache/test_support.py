@@ -15,7 +15,7 @@ from hf_ssd.cache import trial
 from hf_ssd.cache.support import attention_layout
 from hf_ssd.cache.trial import check_supported
 
-from ..conftest import FAMILIES, tiny_model
+from ..helpers.tiny import FAMILIES, tiny_model
 
 
 @pytest.mark.parametrize("family", FAMILIES)

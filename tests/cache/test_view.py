@@ -15,7 +15,7 @@ from hf_ssd.cache.cached_model import CachedModel, view_for_passes
 from hf_ssd.cache.hidden_states import HiddenStates, hooked_modules
 from hf_ssd.cache.ragged import RaggedCache
 
-from ..conftest import SIZES, tiny_model
+from ..helpers.tiny import SIZES, tiny_model
 
 TOKENS = torch.tensor([[5, 7, 11, 13]])
 

@@ -20,8 +20,8 @@ from hf_ssd.cli.models import Model, Models
 from hf_ssd.cli.verdict import Figures
 from hf_ssd.planning.planner import Planner
 
-from ..conftest import VOCAB, tiny_draft, tiny_model
-from ..real_use.families import sharp_model, tiny_config
+from ..helpers.families import sharp_model, tiny_config
+from ..helpers.tiny import VOCAB, tiny_draft, tiny_model
 
 ROOT = Path(__file__).parents[2]
 QUICK = ["--repeats", "1", "--max-new-tokens", "24"]
@@ -43,6 +43,7 @@ def useless(tmp_path_factory):
 # ---------------------------------------------------------------- what is measured
 
 
+@pytest.mark.slow
 def test_the_embedded_pair_as_a_user_would(tmp_path):
     command = [sys.executable, "-m", "hf_ssd", "check", "--json", "--repeats", "3", "--max-new-tokens", "48"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

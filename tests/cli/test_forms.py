@@ -8,7 +8,7 @@ import torch
 from hf_ssd.cli import check, forms
 from hf_ssd.cli.main import main
 
-from ..conftest import tiny_model
+from ..helpers.tiny import tiny_model
 
 SECONDS = {1: 10.0, 2: 10.0, 3: 10.0, 4: 11.0, 5: 11.0, 7: 12.0, 9: 13.0}
 

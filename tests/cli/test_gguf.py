@@ -17,7 +17,7 @@ from hf_ssd.cli.models import Model
 from hf_ssd.distributed.launch import draft_config
 from hf_ssd.drafting import dflash_formats, eagle_formats
 
-from ..gguf_models import write_gguf
+from ..helpers.gguf_models import write_gguf
 
 FIXED = hf_ssd.SSDConfig(lookahead=3, budget=6)
 

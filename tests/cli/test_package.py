@@ -68,6 +68,7 @@ def test_every_package_of_the_clone_is_installed(installed, tmp_path):
 
 
 @pytest.mark.parametrize("command", SCRIPTS)
+@pytest.mark.slow
 def test_scripts_are_commands(command, installed, tmp_path):
     """Each runs from the installed package, with what it imports."""
     helped = run(str(installed / "hf-ssd"), command, "--help", cwd=tmp_path)

@@ -6,7 +6,7 @@ import torch
 from hf_ssd.cli import doctor, dtypes
 from hf_ssd.cli.schedule import Pace, Schedule, schedule_for, seconds_asked
 
-from ..conftest import tiny_model
+from ..helpers.tiny import tiny_model
 
 QUIET = Pace(0.6, 0.25)  # a pair of 1.5 and 0.5 billion parameters in float32 on two cores that nothing else uses
 

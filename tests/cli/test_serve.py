@@ -9,7 +9,7 @@ import pytest
 from hf_ssd.cli.main import main
 from hf_ssd.cli.serve import NEEDED
 
-from ..serving.conftest import PAIR, ServerProcess
+from ..helpers.servers import PAIR, ServerProcess
 
 
 def refused(capsys, *words: str) -> str:

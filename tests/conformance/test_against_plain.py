@@ -13,9 +13,8 @@ from hf_ssd.cache.cache_name import CACHE
 from hf_ssd.generation import deciding, loop
 from hf_ssd.generation.sequences import Sequences
 
-from ..conftest import VOCAB, tiny_draft
-from .conftest import preparing
-from .test_options import tokenizer  # noqa: F401
+from ..helpers.preparing import preparing
+from ..helpers.tiny import VOCAB, tiny_draft
 
 TOKENS = st.integers(2, VOCAB - 1)
 SETTINGS = {
@@ -116,7 +115,7 @@ def default_dtype(dtype):
         torch.set_default_dtype(torch.float32)
 
 
-def arguments(options, prompt_length, tokenizer):  # noqa: F811
+def arguments(options, prompt_length, tokenizer):
     """The options as generate() takes them, with objects made anew, and what these note."""
     options, shown, asked = dict(options), [], []
     length, modulus = options.pop("criterion", (None, None))
@@ -134,7 +133,7 @@ def arguments(options, prompt_length, tokenizer):  # noqa: F811
     return options, shown, asked, criterion.calls
 
 
-def turns(target, dialogue, ssd, tokenizer):  # noqa: F811
+def turns(target, dialogue, ssd, tokenizer):
     """Plays a dialogue with one cache: after each turn the output, and what users' objects were shown."""
     prompts, questions, options, _, dtype, masks_pads, seed = dialogue
     length = max(map(len, prompts))
@@ -167,7 +166,7 @@ def turns(target, dialogue, ssd, tokenizer):  # noqa: F811
     return played
 
 
-def check_greedy(target, draft, tokenizer, examples):  # noqa: F811
+def check_greedy(target, draft, tokenizer, examples):
     def check_one(dialogue):
         options = {**dialogue[2], "do_sample": False}
         dialogue = (*dialogue[:2], options, *dialogue[3:])
@@ -187,7 +186,7 @@ def check_greedy(target, draft, tokenizer, examples):  # noqa: F811
     assert sum(accepted) > examples
 
 
-def check_sampled(target, draft, tokenizer, examples):  # noqa: F811
+def check_sampled(target, draft, tokenizer, examples):
     """What must hold whatever is drawn."""
 
     def check_one(dialogue):
@@ -230,7 +229,7 @@ def check(calls, of_one_call, examples):
 
 
 @pytest.mark.parametrize("checked", [check_greedy, check_sampled])
-def test_calls_of_any_kind(target, draft, tokenizer, checked):  # noqa: F811
+def test_calls_of_any_kind(target, draft, tokenizer, checked):
     checked(target, draft, tokenizer, 50)
 
 
@@ -274,7 +273,7 @@ def behind_the_end(monkeypatch):
         behind_the_end,
     ],
 )
-def test_mistakes_are_noticed(target, draft, tokenizer, mutant, monkeypatch):  # noqa: F811
+def test_mistakes_are_noticed(target, draft, tokenizer, mutant, monkeypatch):
     mutant(monkeypatch)
     with pytest.raises((AssertionError, ValueError, IndexError, RuntimeError)):
         check_greedy(target, draft, tokenizer, 100)
@@ -283,5 +282,5 @@ def test_mistakes_are_noticed(target, draft, tokenizer, mutant, monkeypatch):  #
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("checked", [check_greedy, check_sampled])
-def test_a_thousand_calls(target, draft, tokenizer, checked):  # noqa: F811
+def test_a_thousand_calls(target, draft, tokenizer, checked):
     checked(target, draft, tokenizer, 1000)

@@ -9,8 +9,8 @@ import hf_ssd
 from hf_ssd.drafting.sampling import SpeculationNoise
 from hf_ssd.generation import deciding
 
-from ..conftest import VOCAB
-from .conftest import preparing
+from ..helpers.preparing import preparing
+from ..helpers.tiny import VOCAB
 from .test_greedy import accepts_one_too_many
 
 TOKENS = st.integers(2, VOCAB - 1)

@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, set_seed
 
 import hf_ssd
 
-from ..conftest import padded_batch, tiny_model
+from ..helpers.tiny import padded_batch, tiny_model
 
 PLACES = {
     "disk in the middle": {

@@ -33,8 +33,8 @@ from hf_ssd.cache.cache_name import CACHE
 from hf_ssd.cache.trial import check_supported
 from hf_ssd.distributed.rebuilding import recipe_for
 
-from ..conftest import SIZES, padded_batch, tiny_draft, tiny_model
-from ..real_use.families import tiny_config
+from ..helpers.families import tiny_config
+from ..helpers.tiny import SIZES, padded_batch, tiny_draft, tiny_model
 
 CONFIG = hf_ssd.SSDConfig(lookahead=2, budget=4)
 IN_TURN = hf_ssd.SSDConfig(lookahead=2, budget=4, asynchronous=False)

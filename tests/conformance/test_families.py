@@ -22,11 +22,11 @@ from hf_ssd.cache.ragged import RaggedCache
 from hf_ssd.cache.support import is_recurrent
 from hf_ssd.rounds import AHEAD
 
-from ..conftest import SIZES, padded_batch, tiny_model
-from ..real_use.families import WINDOW, sharp_model, tiny_config
-from ..real_use.test_hybrids import Knows
-from .conftest import ahead, preparing
+from ..helpers.families import WINDOW, sharp_model, tiny_config
+from ..helpers.preparing import ahead, preparing
+from ..helpers.tiny import SIZES, padded_batch, tiny_model
 from .models import FAMILIES, LISTED_WITH, MULTIMODAL, NOT_BUILT, PAGE, POPULAR, QUICK, REFUSED, SUPPORTED, page
+from .test_hybrids import Knows
 
 GREEDY = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 GREEDY |= {"return_dict_in_generate": True, "output_logits": True}

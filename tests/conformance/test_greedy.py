@@ -1,4 +1,4 @@
-"""Greedy outputs equal plain generate(), token for token, for each family, batch and lookahead."""
+"""Greedy calls at the ends of what a draft can do, and the mistakes that equality with plain generate() notices."""
 
 import random
 
@@ -9,38 +9,7 @@ import torch
 import hf_ssd
 from hf_ssd.generation.verification import verify_greedy
 
-from ..conftest import FAMILIES, padded_batch, tiny_draft, tiny_model
-
-
-@pytest.fixture(scope="module", params=FAMILIES)
-def pair(request):
-    target = hf_ssd.enable(tiny_model(request.param))
-    disagreement = 0.024 if request.param == "gemma" else 0.03  # so that some tokens are accepted and some are not
-    with hf_ssd.launch_draft(tiny_draft(request.param, disagreement=disagreement), num_threads=1) as assistant:
-        yield target, assistant
-
-
-@pytest.mark.parametrize("lookahead", [1, 2, 4, 7])
-@pytest.mark.parametrize("rows", [1, 4])
-def test_greedy_equals_plain_generate(pair, rows, lookahead):
-    target, assistant = pair
-    inputs = padded_batch(rows)
-    plain = target.generate(**inputs, max_new_tokens=40, do_sample=False)
-    config = hf_ssd.SSDConfig(lookahead=lookahead, budget=12)
-    output = target.generate(
-        **inputs,
-        max_new_tokens=40,
-        do_sample=False,
-        assistant_model=assistant,
-        ssd_config=config,
-        return_dict_in_generate=True,
-    )
-    assert torch.equal(output.sequences, plain)
-    stats = output.ssd_stats
-    # A silent fall back to plain decoding would pass every equality: see that it really speculates, and ahead of time.
-    assert stats.draft_failure is None
-    assert stats.tokens_per_round > 1.2 and stats.hit_rate > 0.1 and 0.1 < stats.acceptance_rate < 1
-    assert stats.column("lookahead")[:5] == [lookahead] * 5 and stats.generated_tokens == 40 * rows
+from ..helpers.tiny import padded_batch, tiny_model
 
 
 def accepts_one_too_many(scores, drafted):
@@ -55,7 +24,7 @@ def takes_the_bonus_token_one_place_early(scores, drafted):
 
 @pytest.mark.parametrize("mutant", [accepts_one_too_many, takes_the_bonus_token_one_place_early])
 def test_mistakes_in_verification_are_noticed(target, draft, monkeypatch, mutant):
-    """The mutants for the test above."""
+    """The mutants for the greedy calls of `tests/test_matrix.py`."""
     inputs = padded_batch(4)
     options = {"max_new_tokens": 40, "do_sample": False}
     plain = target.generate(**inputs, **options)

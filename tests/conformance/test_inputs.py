@@ -16,7 +16,7 @@ import hf_ssd
 from hf_ssd.cache.cache_name import CACHE
 from hf_ssd.cache.cached_model import CachedModel
 
-from ..conftest import SIZES, padded_batch, tiny_draft, tiny_model
+from ..helpers.tiny import SIZES, padded_batch, tiny_draft, tiny_model
 
 IN_TURN = {"ssd_config": hf_ssd.SSDConfig(lookahead=4, budget=4, asynchronous=False)}
 GREEDY = {"do_sample": False, "return_dict_in_generate": True}

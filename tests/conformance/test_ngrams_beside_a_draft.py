@@ -14,11 +14,9 @@ from hf_ssd.planning.cost_model import CostModel
 from hf_ssd.planning.fixed_plan import FixedPlan
 from hf_ssd.rounds import IN_TURN, NGRAM, NOTHING, PLAIN, PREPARED, PRIMARY, Plan
 
-from ..conftest import padded_batch, tiny_draft, tiny_model
-from . import test_sampled
-from .conftest import preparing
-from .test_prompt_lookup import every_pair  # noqa: F401
-from .test_sampled import p_value, small  # noqa: F401
+from ..helpers.preparing import preparing
+from ..helpers.sampled_strings import SOME_PAIRS, every_pair, p_value
+from ..helpers.tiny import padded_batch, tiny_draft, tiny_model
 
 FEW = 12  # tokens, so that texts repeat themselves
 
@@ -169,17 +167,13 @@ def test_where_the_settings_name_who_proposes_no_ngram_competes(pair, wide_passe
 # ---------------------------------------------------------------- the distribution
 
 
-SOME_PAIRS = torch.tensor([[2, 3, 4, 2, 0, 3, 3, 5, 4, 4, 2, 3, 4]])
-
-
 @pytest.fixture
 def some_pairs(monkeypatch, competing):
-    """A prompt in which some pairs of tokens have occurred, and n-grams after each pair: in a round some rows match."""
+    """N-grams are proposed after each pair of tokens that has occurred: in a round some rows match."""
     monkeypatch.setattr(ngrams, "LEAST_MATCHED", 2)
-    monkeypatch.setattr(test_sampled, "PROMPT", SOME_PAIRS)
 
 
-def sampled(small, calls=10, **settings):  # noqa: F811
+def sampled(small, calls=10, **settings):
     """The p-value, and how many rows verified n-grams and drafted tokens."""
     counted, complete = {}, speculator.Speculator.complete
 
@@ -191,18 +185,18 @@ def sampled(small, calls=10, **settings):  # noqa: F811
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(speculator.Speculator, "complete", counts)
-        value = p_value(*small, calls=calls, **settings)
+        value = p_value(*small, calls=calls, prompt=SOME_PAIRS, **settings)
     assert counted[NGRAM] > 0.1 * sum(counted.values()) and counted[PRIMARY] > 0.1 * sum(counted.values())
     return value
 
 
 @pytest.mark.slow
-def test_three_token_strings_have_the_targets_distribution(small, some_pairs):  # noqa: F811
+def test_three_token_strings_have_the_targets_distribution(small, some_pairs):
     assert sampled(small, seed=31) > 1e-3
 
 
 @pytest.mark.slow
-def test_three_token_strings_have_the_targets_distribution_ahead_of_time(small, some_pairs):  # noqa: F811
+def test_three_token_strings_have_the_targets_distribution_ahead_of_time(small, some_pairs):
     with preparing() as hits:
         assert sampled(small, seed=32, budget=4) > 1e-3
     assert 0.1 < sum(hits) / len(hits) < 0.95
@@ -226,7 +220,7 @@ def the_drafts_q(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mutant", [uniform_instead_of_certain, the_drafts_q])
-def test_an_ngram_that_does_not_count_as_certain_is_noticed(small, some_pairs, monkeypatch, mutant):  # noqa: F811
+def test_an_ngram_that_does_not_count_as_certain_is_noticed(small, some_pairs, monkeypatch, mutant):
     mutant(monkeypatch)
     assert sampled(small, seed=31) < 1e-6
 
@@ -247,18 +241,18 @@ class Alone:
         return ""
 
 
-def sampled_alone(small, monkeypatch):  # noqa: F811
+def sampled_alone(small, monkeypatch):
     monkeypatch.setattr(loop, "planner_for", lambda *_: Alone())
-    return p_value(*small, calls=12, seed=2, lookahead="auto", budget="auto")
+    return p_value(*small, calls=12, seed=2, lookahead="auto", budget="auto", prompt=every_pair())
 
 
 @pytest.mark.slow
-def test_strings_of_ngrams_without_a_draft_have_the_targets_distribution(small, every_pair, monkeypatch):  # noqa: F811
+def test_strings_of_ngrams_without_a_draft_have_the_targets_distribution(small, monkeypatch):
     assert sampled_alone(small, monkeypatch) > 1e-3
 
 
 @pytest.mark.slow
-def test_a_rejected_ngram_that_may_come_again_is_noticed(small, every_pair, monkeypatch):  # noqa: F811
+def test_a_rejected_ngram_that_may_come_again_is_noticed(small, monkeypatch):
     """The mutant for the test above: the next token is drawn from p although the n-gram's token was rejected."""
     residual = verification.residual_distribution
 

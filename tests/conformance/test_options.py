@@ -1,12 +1,9 @@
-"""Every generation option that works with plain generate() works unchanged: same tokens, same cut, same extras."""
+"""Options that need a call of their own: constraints, ends, streamers, scores, caches; others are in `matrix.py`."""
 
 import pytest
 import torch
 from transformers import (
     GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-    PreTrainedTokenizerFast,
     StoppingCriteria,
     StoppingCriteriaList,
     TextIteratorStreamer,
@@ -17,7 +14,7 @@ import hf_ssd
 from hf_ssd.cache.cache_name import CACHE
 from hf_ssd.generation import deciding
 
-from ..conftest import VOCAB, padded_batch
+from ..helpers.tiny import VOCAB, padded_batch
 
 CONFIG = hf_ssd.SSDConfig(lookahead=4, budget=12)
 
@@ -27,45 +24,6 @@ def both(target, assistant, inputs, **options):
     options = {"max_new_tokens": 30, "do_sample": False, **options}
     plain = target.generate(**inputs, **options)
     return plain, target.generate(**inputs, **options, assistant_model=assistant, ssd_config=CONFIG)
-
-
-class EvenTokensOnly(LogitsProcessor):
-    def __call__(self, input_ids, scores):
-        return scores.masked_fill(torch.arange(scores.shape[1]) % 2 == 1, -torch.inf)
-
-
-class LateBonus(LogitsProcessor):
-    """Depends on the length and on the row."""
-
-    def __call__(self, input_ids, scores):
-        scores = scores.clone()
-        scores[range(len(scores)), [(7 * r + input_ids.shape[1]) % scores.shape[1] for r in range(len(scores))]] += 3
-        return scores
-
-
-OPTIONS = {
-    "repetition penalty": {"repetition_penalty": 1.5},
-    "no repeated bigrams": {"no_repeat_ngram_size": 2},
-    "bad words": {"bad_words_ids": [[5], [6, 7], [40]]},
-    "suppressed tokens": {"suppress_tokens": list(range(0, 96, 3))},
-    "sequence bias": {"sequence_bias": [[[9], 4.0], [[10, 11], 8.0]]},
-    "sequence bias as a dict": {"sequence_bias": {(9,): 4.0, (10, 11): 8.0}},
-    "custom processors": {"logits_processor": LogitsProcessorList([EvenTokensOnly(), LateBonus()])},
-    "prefix function": {"prefix_allowed_tokens_fn": lambda row, ids: list(range(row, VOCAB, 2))},
-    "one token": {"max_new_tokens": 1},
-    "two tokens": {"max_new_tokens": 2},
-    "fewer tokens than a round": {"max_new_tokens": 4},
-    "max_length": {"max_new_tokens": None, "max_length": 23},
-    "forced eos": {"forced_eos_token_id": 50, "eos_token_id": 50},
-    "length penalty": {"exponential_decay_length_penalty": (5, 1.5), "eos_token_id": 50},
-}
-
-
-@pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize("name", OPTIONS)
-def test_options(target, assistant, name, rows):
-    plain, ssd = both(target, assistant, padded_batch(rows), **OPTIONS[name])
-    assert torch.equal(plain, ssd)
 
 
 class Tree:
@@ -167,18 +125,6 @@ def test_max_time(target, assistant):
     assert output.shape[1] == 9 + 1
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    from tokenizers import Tokenizer, decoders, models
-
-    printable = [chr(code) for code in range(32, 127)]
-    vocabulary = {token: i for i, token in enumerate(["<pad>", "<s>", *printable])}
-    assert len(vocabulary) == VOCAB
-    model = Tokenizer(models.BPE(vocabulary, merges=[], unk_token="<pad>"))
-    model.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=model, pad_token="<pad>", bos_token="<s>", padding_side="left")
-
-
 def test_stop_strings(target, assistant, tokenizer):
     inputs = padded_batch(2)
     plain = target.generate(**inputs, max_new_tokens=30, do_sample=False)
@@ -249,7 +195,7 @@ def test_output_type(target, assistant):
 @pytest.mark.parametrize("family, name", [("llama", CACHE), ("llama", "past_key_values"), ("gemma", CACHE)])
 def test_continuing_from_a_cache(family, name, target, assistant):
     if family == "gemma":
-        from ..conftest import tiny_draft, tiny_model
+        from ..helpers.tiny import tiny_draft, tiny_model
 
         target = hf_ssd.enable(tiny_model("gemma"))
         assistant = tiny_draft("gemma")
@@ -290,7 +236,7 @@ def test_num_return_sequences_and_set_seed(target, assistant):
 
 
 def test_without_ssd_config_it_is_transformers_own(target, draft):
-    from ..conftest import tiny_model
+    from ..helpers.tiny import tiny_model
 
     plain, inputs = tiny_model(), padded_batch(1)
     assert type(target).__name__ == "LlamaForCausalLM" and hf_ssd.enable(target) is target

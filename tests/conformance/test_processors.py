@@ -7,9 +7,8 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 import hf_ssd
 from hf_ssd.generation import deciding
 
-from ..conftest import VOCAB, padded_batch, tiny_draft
-from .conftest import preparing
-from .test_options import tokenizer  # noqa: F401
+from ..helpers.preparing import preparing
+from ..helpers.tiny import VOCAB, padded_batch, tiny_draft
 
 CONFIG = hf_ssd.SSDConfig(lookahead=4, budget=12, asynchronous=False)
 
@@ -59,16 +58,16 @@ class Prefixes:
         return [token for token in range(VOCAB) if (token + int(ids[-1]) + row) % 3]
 
 
-class AtLength(StoppingCriteria):
+class EachRowAtItsLength(StoppingCriteria):
     def __call__(self, input_ids, scores, **kwargs):
         return torch.tensor([input_ids.shape[1] >= 14 + 2 * row for row in range(len(input_ids))])
 
 
-def ways_to_end(target, name, tokenizer):  # noqa: F811
+def ways_to_end(target, name, tokenizer):
     plain = target.generate(**padded_batch(4), max_new_tokens=30, do_sample=False)
     tokens = sorted({int(plain[row, 9 + 3 + 4 * row]) for row in range(4)} - {0, 1})
     strings = {"stop_strings": tokenizer.convert_ids_to_tokens(tokens[:2]), "tokenizer": tokenizer}
-    criteria = {"stopping_criteria": StoppingCriteriaList([AtLength()])}
+    criteria = {"stopping_criteria": StoppingCriteriaList([EachRowAtItsLength()])}
     return {
         "limit": {},
         "eos": {"eos_token_id": tokens},
@@ -107,7 +106,7 @@ def a_constraint():
 
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("end", ENDS)
-def test_a_processor_is_called_as_in_plain_generation(target, draft, tokenizer, rows, end):  # noqa: F811
+def test_a_processor_is_called_as_in_plain_generation(target, draft, tokenizer, rows, end):
     options = ways_to_end(target, end, tokenizer)
     (plain, ssd), (expected, noted) = both(target, draft, rows, options, lambda: a_processor(Recorder))
     assert torch.equal(plain.sequences, ssd.sequences) and noted.shown == expected.shown
@@ -116,7 +115,7 @@ def test_a_processor_is_called_as_in_plain_generation(target, draft, tokenizer, 
 
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("end", ["limit", "eos"])
-def test_a_processor_may_keep_a_state(target, draft, tokenizer, rows, end):  # noqa: F811
+def test_a_processor_may_keep_a_state(target, draft, tokenizer, rows, end):
     options = ways_to_end(target, end, tokenizer)
     (plain, ssd), _ = both(target, draft, rows, options, lambda: a_processor(Matcher))
     assert torch.equal(plain.sequences, ssd.sequences)
@@ -124,7 +123,7 @@ def test_a_processor_may_keep_a_state(target, draft, tokenizer, rows, end):  # n
 
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("end", ENDS)
-def test_a_constraint_is_asked_for_no_other_prefix_than_in_plain_generation(target, draft, tokenizer, rows, end):  # noqa: F811
+def test_a_constraint_is_asked_for_no_other_prefix_than_in_plain_generation(target, draft, tokenizer, rows, end):
     options = ways_to_end(target, end, tokenizer)
     (plain, ssd), (expected, noted) = both(target, draft, rows, options, a_constraint)
     assert torch.equal(plain.sequences, ssd.sequences)
@@ -175,7 +174,7 @@ def test_a_table_that_knows_nothing_else_raises_nothing(target, draft, rows, sam
 
 
 @pytest.mark.parametrize("end", ["eos", "limit"])
-def test_a_processor_that_is_called_for_all_that_was_drafted_is_noticed(target, draft, tokenizer, end, monkeypatch):  # noqa: F811
+def test_a_processor_that_is_called_for_all_that_was_drafted_is_noticed(target, draft, tokenizer, end, monkeypatch):
     """The mutant: as it is for transformers' own processors."""
     monkeypatch.setattr(deciding, "are_by_row", lambda processors: True)
     with pytest.raises(AssertionError):

@@ -12,10 +12,9 @@ from hf_ssd.drafting.prompt_lookup import PromptLookup
 from hf_ssd.planning.lookup_costs import LookupCosts
 from hf_ssd.rounds import IN_TURN, NGRAM, NOTHING, PLAIN
 
-from ..conftest import padded_batch, tiny_draft, tiny_model
-from ..real_use.families import sharp_model, tiny_config
-from . import test_sampled
-from .test_sampled import SMALL, p_value, small  # noqa: F401
+from ..helpers.families import sharp_model, tiny_config
+from ..helpers.sampled_strings import SMALL, every_pair, p_value
+from ..helpers.tiny import padded_batch, tiny_draft, tiny_model
 
 FEW = 12  # tokens, so that texts repeat themselves
 
@@ -167,27 +166,15 @@ def test_a_planned_call_decodes_plainly_where_matches_do_not_pay(repeating, monk
 # ---------------------------------------------------------------- the distribution
 
 
-@pytest.fixture
-def every_pair(monkeypatch):
-    """A prompt in which each pair of tokens has occurred, so that every row has a match in every round."""
-    steps = [(a + step) % SMALL for step in range(SMALL) for a in range(SMALL)]
-    text, pairs = [0], set()
-    while len(pairs) < SMALL**2:  # from the latest token to the largest one that has not followed it
-        free = [b for b in range(SMALL) if (text[-1], b) not in pairs]
-        text.append(max(free) if free else (steps.pop() + 1) % SMALL)
-        pairs.add((text[-2], text[-1]))
-    monkeypatch.setattr(test_sampled, "PROMPT", torch.tensor([text]))
+LOOKUP = {"drafter": "ngram", "budget": "auto", "calls": 12, "prompt": every_pair()}
 
 
-LOOKUP = {"drafter": "ngram", "budget": "auto", "calls": 12}
-
-
-def test_three_token_strings_have_the_targets_distribution(small, every_pair):  # noqa: F811
+def test_three_token_strings_have_the_targets_distribution(small):
     target, _ = small
     assert p_value(target, None, **LOOKUP, seed=2) > 1e-3
 
 
-def test_a_proposal_that_does_not_count_as_certain_is_noticed(small, every_pair, monkeypatch):  # noqa: F811
+def test_a_proposal_that_does_not_count_as_certain_is_noticed(small, monkeypatch):
     """The mutant for the test above: q is uniform instead of the point mass."""
     target, _ = small
     receive = LookupSession.receive_speculation

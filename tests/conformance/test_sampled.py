@@ -1,12 +1,9 @@
-"""Sampled outputs: equal to the synchronous oracle token for token, and distributed as the target's own samples."""
+"""Sampled outputs are distributed as the target's own samples, whatever is planned."""
 
 import random
 
 import pytest
 import torch
-from scipy import stats
-from transformers import LogitsProcessorList
-from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper
 
 import hf_ssd
 from hf_ssd.cache.recurrent import RecurrentLayer
@@ -18,54 +15,14 @@ from hf_ssd.generation import deciding, verification
 from hf_ssd.planning.cost_model import CostModel
 from hf_ssd.rounds import AHEAD, Plan
 
-from ..conftest import padded_batch, tiny_draft, tiny_model
-from ..real_use.families import sharp_model, tiny_config
-from .conftest import preparing
-
-OPTIONS = {
-    "temperature": {"temperature": 0.7, "top_k": 0},
-    "top_k": {"top_k": 5},
-    "top_p": {"top_p": 0.8, "top_k": 0},
-    "min_p": {"min_p": 0.1, "top_k": 0},
-    "typical_p": {"typical_p": 0.8, "top_k": 0},
-    "penalty": {"repetition_penalty": 1.3, "top_k": 0, "no_repeat_ngram_size": 3},
-    "everything": {"temperature": 1.3, "top_k": 40, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.1},
-    "eos": {"eos_token_id": [5, 6, 7, 8], "top_k": 0, "min_new_tokens": 3},
-}
-
-
-@pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize("name", OPTIONS)
-def test_sampled_runs_equal_the_synchronous_oracle(target, draft, assistant, name, rows):
-    outputs = []
-    for asynchronous, model in ((True, assistant), (False, draft)):
-        torch.manual_seed(11)
-        config = hf_ssd.SSDConfig(lookahead=4, budget=20, asynchronous=asynchronous)
-        outputs.append(
-            target.generate(
-                **padded_batch(rows),
-                max_new_tokens=40,
-                do_sample=True,
-                **OPTIONS[name],
-                assistant_model=model,
-                ssd_config=config,
-                return_dict_in_generate=True,
-            )
-        )
-    assert torch.equal(outputs[0].sequences, outputs[1].sequences)
-    stats = outputs[0].ssd_stats
-    assert stats.column("accepted") == outputs[1].ssd_stats.column("accepted")
-    assert stats.draft_failure is None and stats.tokens_per_round > 1.1
-    hits = [hit for row in stats.column("hits") for hit in row]
-    assert (
-        any(hits)
-        and (name == "eos" or not all(hits))
-        and not any(h for r in outputs[1].ssd_stats.column("hits") for h in r)
-    )
+from ..helpers.families import sharp_model, tiny_config
+from ..helpers.preparing import preparing
+from ..helpers.sampled_strings import SMALL, p_value
+from ..helpers.tiny import padded_batch
 
 
 def test_different_draft_randomness_is_noticed(target, draft, monkeypatch):
-    """The mutant for the test above: a draft whose tokens depend on more than seed, row and position."""
+    """The mutant for the sampled calls of `matrix.py`: a draft whose tokens depend on more than seed and place."""
     original = AutoregressiveDrafter.complete
 
     def other_seed(self, *args):
@@ -135,58 +92,6 @@ def test_scaling_by_the_budget_of_the_planner_is_noticed(target, draft, assistan
 
 
 # ---------------------------------------------------------------- the distribution
-
-SMALL, ROWS = 6, 256
-PROMPT = torch.tensor([[2, 3, 4]])
-WARPERS = {"temperature": 0.8, "top_k": 4}
-
-
-@pytest.fixture(scope="module")
-def small():
-    sizes = {"vocab_size": SMALL, "initializer_range": 0.12}
-    return hf_ssd.enable(tiny_model(seed=3, **sizes)), tiny_draft(seed=3, disagreement=0.12, **sizes)
-
-
-@torch.inference_mode()
-def exact_probabilities(target):
-    """Of tokens 2 to 4: the first comes from the prefill and is summed over."""
-    warpers = LogitsProcessorList([TemperatureLogitsWarper(0.8), TopKLogitsWarper(4)])
-    joint, prefixes = torch.ones(1), PROMPT
-    for _ in range(4):
-        logits = target(prefixes).logits[:, -1]
-        joint = (joint[:, None] * warpers(prefixes, logits).softmax(-1)).flatten()
-        tokens = torch.arange(SMALL).repeat(len(prefixes))[:, None]
-        prefixes = torch.cat([prefixes.repeat_interleave(SMALL, 0), tokens], dim=1)
-    return joint.view(SMALL, -1).sum(0).double()
-
-
-def p_value(target, draft, calls=24, seed=0, at_least=1.1, options=None, **settings):
-    """Of the chi-square test of sampled three-token strings against the exact probabilities."""
-    counts, speculated = torch.zeros(SMALL**3), []
-    torch.manual_seed(seed)
-    config = hf_ssd.SSDConfig(**{"lookahead": 3, "budget": 8, "asynchronous": False, **settings})
-    for _ in range(calls):
-        output = target.generate(
-            PROMPT.repeat(ROWS, 1),
-            attention_mask=torch.ones(ROWS, PROMPT.shape[1], dtype=torch.long),
-            max_new_tokens=5,
-            do_sample=True,
-            **WARPERS,
-            **(options or {}),
-            assistant_model=draft,
-            ssd_config=config,
-            return_dict_in_generate=True,
-        )
-        speculated.append(output.ssd_stats.tokens_per_round)
-        strings = output.sequences[:, PROMPT.shape[1] + 1 :][:, :3] @ torch.tensor([SMALL**2, SMALL, 1])
-        counts += torch.bincount(strings, minlength=SMALL**3)
-    expected = exact_probabilities(target) * counts.sum()
-    assert sum(speculated) / calls > at_least and counts[expected == 0].sum() == 0
-    rare = expected < 5
-    observed = torch.cat([counts[~rare].double(), counts[rare].double().sum()[None]])
-    expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
-    observed, expected = observed[expected > 0], expected[expected > 0]
-    return stats.chisquare(observed, expected * observed.sum() / expected.sum()).pvalue
 
 
 def test_three_token_strings_have_the_targets_distribution(small):
@@ -264,7 +169,7 @@ def drafting(monkeypatch):
     monkeypatch.setattr(CostModel, "plain", lambda *_: 1e-9)
 
 
-LONG = ("C = 0", "n-grams", "random", "custom, certain", "custom, drawn")
+LONG = ("C = 0", "C = 0.3", "n-grams", "random", "custom, certain", "custom, drawn")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in SETTINGS])

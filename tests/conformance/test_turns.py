@@ -7,10 +7,9 @@ import hf_ssd
 from hf_ssd.cache.cache_name import CACHE
 from hf_ssd.generation import loop
 
-from ..conftest import VOCAB, padded_batch, tiny_draft, tiny_model
-from ..real_use.families import sharp_model, tiny_config
-from .conftest import preparing
-from .test_options import tokenizer  # noqa: F401
+from ..helpers.families import sharp_model, tiny_config
+from ..helpers.preparing import preparing
+from ..helpers.tiny import VOCAB, padded_batch, tiny_draft, tiny_model
 
 CONFIG = hf_ssd.SSDConfig(lookahead=4, budget=12, asynchronous=False)
 WANTED = {"do_sample": False, "return_dict_in_generate": True}
@@ -35,7 +34,7 @@ def turns(target, options, of_turn, mask_of_pads, padded, count=3):
     return outputs, uneven
 
 
-def stops(target, kind, tokenizer):  # noqa: F811
+def stops(target, kind, tokenizer):
     """Options with which rows end at different places."""
     plain = target.generate(**padded_batch(4), max_new_tokens=30, do_sample=False)
     tokens = [int(plain[0, 9 + 3]), int(plain[1, 9 + 8]), int(plain[2, 9 + 12])]
@@ -61,7 +60,7 @@ def differences(target, draft, options, mask_of_pads, padded):
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("mask_of_pads", [False, True])
 @pytest.mark.parametrize("kind", ["eos", "string", "length"])
-def test_later_turns_are_those_of_plain_generation(target, draft, tokenizer, kind, mask_of_pads, padded):  # noqa: F811
+def test_later_turns_are_those_of_plain_generation(target, draft, tokenizer, kind, mask_of_pads, padded):
     assert not differences(target, draft, stops(target, kind, tokenizer), mask_of_pads, padded)
 
 

@@ -8,9 +8,9 @@ from hf_ssd.cache.cache_name import CACHE
 from hf_ssd.cache.ragged import RaggedCache
 from hf_ssd.generation import loop
 
-from ..conftest import VOCAB, padded_batch, tiny_draft, tiny_model
-from ..real_use.families import sharp_model, tiny_config
-from .conftest import preparing
+from ..helpers.families import sharp_model, tiny_config
+from ..helpers.preparing import preparing
+from ..helpers.tiny import VOCAB, padded_batch, tiny_draft, tiny_model
 
 UNSOUND = 90  # a token whose embedding was never set, as those are that pad a vocabulary
 

@@ -2,14 +2,13 @@
 
 import copy
 
-import numpy as np
 import pytest
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 import hf_ssd
 
-from ..conftest import padded_batch
+from ..helpers.tiny import padded_batch
 
 CONFIG = hf_ssd.SSDConfig(lookahead=4, budget=12)
 IN_TURN = hf_ssd.SSDConfig(lookahead=4, budget=12, asynchronous=False)
@@ -51,25 +50,6 @@ def test_random_numbers_of_the_default_dtype_are_noticed(target, draft, monkeypa
     expected = with_default(torch.float32, target, draft, IN_TURN, **options)
     monkeypatch.setattr(torch, "rand", lambda *shape, dtype, **others: rand(*shape, **others))
     assert not torch.equal(with_default(torch.bfloat16, target, draft, IN_TURN, **options), expected)
-
-
-# ---------------------------------------------------------------- numbers of other kinds
-
-KINDS = {
-    "numbers of numpy": {"max_new_tokens": np.int64(6), "eos_token_id": np.int64(50), "temperature": np.float64(1)},
-    "a tensor": {"eos_token_id": torch.tensor([50])},
-    "a tensor of several": {"eos_token_id": torch.tensor([50, 51]), "max_new_tokens": 6},
-    "a tensor of no dimension": {"eos_token_id": torch.tensor(50), "max_new_tokens": 6},
-    "an array": {"eos_token_id": np.array([50, 51]), "max_new_tokens": 6},
-    "nested": {"bad_words_ids": [[np.int64(4)], [5, np.int64(6)]], "suppress_tokens": np.array([7, 8])},
-}
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_numbers_may_be_of_any_kind(target, assistant, name):
-    options = {**padded_batch(3), "do_sample": False, **KINDS[name]}
-    output = target.generate(**options, assistant_model=assistant, ssd_config=CONFIG, return_dict_in_generate=True)
-    assert torch.equal(output.sequences, target.generate(**options)) and output.ssd_stats.draft_failure is None
 
 
 # ---------------------------------------------------------------- inputs are left alone

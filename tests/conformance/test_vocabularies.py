@@ -15,35 +15,11 @@ from hf_ssd.drafting.vocabulary import Translation, Vocabulary
 from hf_ssd.generation import tokenizers
 from hf_ssd.generation.tokenizers import translation_between
 
-from ..conftest import VOCAB, padded_batch, ready, tiny_draft, tiny_model
-from ..vocabularies import DRAFT, TARGET, byte_level, renamed_draft, tokenizer
-from .test_sampled import SMALL, p_value
+from ..helpers.sampled_strings import SMALL, p_value
+from ..helpers.tiny import VOCAB, padded_batch, ready, tiny_draft, tiny_model
+from ..helpers.vocabularies import DRAFT, TARGET, byte_level, renamed_draft, resized_draft, tokenizer
 
 BOTH = {"tokenizer": tokenizer(TARGET), "assistant_tokenizer": tokenizer(DRAFT)}
-PAIRS = {
-    "draft padded": (lambda: padded_copy(VOCAB + 7), {}),
-    "target padded": (lambda: padded_copy(VOCAB - 7), {}),
-    "another tokenizer": (renamed_draft, BOTH),
-    "another tokenizer, parallel": (lambda: renamed_draft(pard_token=len(DRAFT) - 1), BOTH),
-}
-
-
-def padded_copy(size):
-    """The draft with more or fewer tokens, of which those that remain are as they were."""
-    resized = tiny_draft(vocab_size=size)
-    states, theirs = resized.state_dict(), tiny_draft().state_dict()
-    for name, weight in theirs.items():
-        rows = min(len(weight), len(states[name]))
-        states[name][:rows] = weight[:rows]
-    return resized
-
-
-@pytest.fixture(scope="module", params=PAIRS)
-def pair(request):
-    make, options = PAIRS[request.param]
-    draft = make()
-    with hf_ssd.launch_draft(draft, num_threads=1) as assistant:
-        yield hf_ssd.enable(tiny_model()), draft, assistant, options
 
 
 def generate(target, model, rows, options, do_sample=False, **settings):
@@ -60,31 +36,6 @@ def generate(target, model, rows, options, do_sample=False, **settings):
         ssd_config=hf_ssd.SSDConfig(**{"lookahead": 4, "budget": 12, **settings}),
         return_dict_in_generate=True,
     )
-
-
-@pytest.mark.parametrize("fallback", ["primary", "ngram"])
-@pytest.mark.parametrize("rows", [1, 4])
-def test_greedy_equals_plain_generate(pair, rows, fallback):
-    target, draft, assistant, options = pair
-    inputs = padded_batch(rows)
-    plain = target.generate(inputs["input_ids"].clamp(max=VOCAB - 8), attention_mask=inputs["attention_mask"],
-                            max_new_tokens=40, do_sample=False)  # fmt: skip
-    for model, asynchronous in ((assistant, True), (draft, False)):
-        output = generate(target, model, rows, options, fallback=fallback, asynchronous=asynchronous)
-        stats = output.ssd_stats
-        assert torch.equal(output.sequences, plain) and stats.draft_failure is None
-        assert stats.tokens_per_round > 1.05 and (stats.hit_rate > 0) == asynchronous
-
-
-@pytest.mark.parametrize("rows", [1, 4])
-def test_sampled_runs_equal_the_synchronous_oracle(pair, rows):
-    target, draft, assistant, options = pair
-    ahead, in_turn = (
-        generate(target, model, rows, options, do_sample=True, asynchronous=asynchronous)
-        for model, asynchronous in ((assistant, True), (draft, False))
-    )
-    assert torch.equal(ahead.sequences, in_turn.sequences) and ahead.ssd_stats.hit_rate > 0
-    assert ahead.ssd_stats.column("accepted") == in_turn.ssd_stats.column("accepted")
 
 
 def test_a_worker_that_was_replaced_is_told_the_vocabulary_again_and_several_know_it():
@@ -108,10 +59,9 @@ SMALL_PAIRS = {
     "target padded": (SMALL - 1, {}),
     "another tokenizer": (SMALL, SMALL_BOTH),
 }
-LONG = ("draft padded", "target padded")
 
 
-@pytest.fixture(params=[*(pytest.param(name, marks=pytest.mark.slow) for name in LONG), "another tokenizer"])
+@pytest.fixture(params=SMALL_PAIRS)
 def small(request):
     size, options = SMALL_PAIRS[request.param]
     sizes = {"initializer_range": 0.12}
@@ -119,6 +69,7 @@ def small(request):
     return target, tiny_draft(seed=3, disagreement=0.12, vocab_size=size, **sizes), options
 
 
+@pytest.mark.slow
 def test_three_token_strings_have_the_targets_distribution(small, prepared_in_process):
     target, draft, options = small
     assert p_value(target, draft, calls=16, seed=10, at_least=1.05, options=options, budget=4) > 1e-3
@@ -134,6 +85,7 @@ def under_the_drafts_ids(tokens, q):
 
 
 @pytest.mark.parametrize("mutant", [not_renormalized, under_the_drafts_ids])
+@pytest.mark.slow
 def test_a_q_that_is_not_the_targets_fails_the_same_test(small, mutant, monkeypatch):
     draw = DraftSampler.draw
     monkeypatch.setattr(DraftSampler, "draw", lambda *arguments: mutant(*draw(*arguments)))
@@ -227,7 +179,7 @@ def folders(tmp_path):
     other = [*TARGET[:10], *reversed(TARGET[10:])]
     return {
         "target": save(tmp_path / "target", tiny_model(), TARGET),
-        "padded": save(tmp_path / "padded", padded_copy(VOCAB + 200), TARGET),
+        "padded": save(tmp_path / "padded", resized_draft(VOCAB + 200), TARGET),
         "same size": save(tmp_path / "same", tiny_draft(), other),
         "other": save(tmp_path / "other", renamed_draft(), DRAFT),
     }

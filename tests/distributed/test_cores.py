@@ -16,7 +16,7 @@ from hf_ssd.generation import loop
 from hf_ssd.planning.fixed_plan import FixedPlan
 from hf_ssd.rounds import AHEAD, IN_TURN, PLAIN, Plan
 
-from ..conftest import SIZES, padded_batch, tiny_model
+from ..helpers.tiny import SIZES, padded_batch, tiny_model
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,8 @@ from hf_ssd.distributed.transport import TARGET, Channel, gloo_group
 from hf_ssd.distributed.wire import Kind, Message, ProtocolError
 from hf_ssd.distributed.worker_process import WorkerProcess
 
-from ..conftest import padded_batch, ready, tiny_draft
-from ..faults.test_worker_faults import AtLength
+from ..helpers.at_length import AtLength
+from ..helpers.tiny import padded_batch, ready, tiny_draft
 
 CPU = torch.device("cpu")
 CONFIG = {"lookahead": 3, "budget": 8}

@@ -26,7 +26,7 @@ from hf_ssd.distributed.passed_drafts import assistant_for
 from hf_ssd.distributed.worker import load_model
 from hf_ssd.rounds import IN_TURN
 
-from ..conftest import padded_batch, ready, tiny_draft, tiny_model
+from ..helpers.tiny import padded_batch, ready, tiny_draft, tiny_model
 
 CONFIG = hf_ssd.SSDConfig(lookahead=3, budget=8, fan_out="uniform")
 
@@ -238,7 +238,7 @@ def folder(tmp_path_factory):
     [
         pytest.param("script without a guard", "", marks=pytest.mark.slow),
         pytest.param("interactive", "raise SystemExit(3)", marks=pytest.mark.slow),
-        ("python -c", "import os; os.kill(os.getpid(), 9)"),
+        pytest.param("python -c", "import os; os.kill(os.getpid(), 9)", marks=pytest.mark.slow),
     ],
 )
 def test_every_way_to_run_python_and_the_worker_ends_with_it(how, end, folder, tmp_path, fresh_python):

@@ -21,7 +21,7 @@ from hf_ssd.distributed import Roles, init_roles
 from hf_ssd.distributed.target_ranks import TargetRanks
 from hf_ssd.distributed.wire import Message
 
-from ..conftest import padded_batch, tiny_draft, tiny_model
+from ..helpers.tiny import padded_batch, tiny_draft, tiny_model
 
 PROGRAM = Path(__file__).parent / "programs" / "roles.py"
 BIN = Path(sys.executable).parent
@@ -164,6 +164,7 @@ def test_no_worker_is_left(layout):
     assert len(set(pids)) >= 3 and gone(pids)
 
 
+@pytest.mark.slow
 def test_when_a_rank_of_the_target_dies_everything_ends(pair, tmp_path):
     code, output, seen = run(torchrun(3), pair, tmp_path, 1, ["a_rank_dies"])
     assert code != 0 and "SIGKILL" in output

@@ -16,9 +16,9 @@ from hf_ssd.distributed.several_drafts import SeveralDrafts
 from hf_ssd.distributed.wire import Kind
 from hf_ssd.rounds import AHEAD, CUSTOM, Outcome, Plan
 
-from ..conftest import padded_batch, ready, tiny_draft
-from ..faults.test_worker_faults import AtLength
-from ..stand_ins.loopback import Loopback
+from ..helpers.at_length import AtLength
+from ..helpers.loopback import Loopback
+from ..helpers.tiny import padded_batch, ready, tiny_draft
 
 BUDGET = 6
 

@@ -9,7 +9,7 @@ import hf_ssd
 from hf_ssd.distributed.passed_drafts import assistant_for
 from hf_ssd.distributed.shared_weights import SharedWeights, model_from_shared_weights
 
-from ..conftest import FAMILIES, VOCAB, ready, tiny_draft, tiny_model
+from ..helpers.tiny import FAMILIES, VOCAB, ready, tiny_draft, tiny_model
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -10,9 +10,15 @@ import hf_ssd
 from hf_ssd.drafting.dflash_drafter import BlockPrefix, DFlashDrafter
 from hf_ssd.rounds import IN_TURN
 
-from ..conftest import padded_batch, tiny_model
-from ..stand_ins.tape import use_tapes
-from .assistants import dflash_draft, gemma4_target, keep_rejected_tokens, muse_glimmer_target, read_the_token_before
+from ..helpers.assistants import (
+    dflash_draft,
+    gemma4_target,
+    keep_rejected_tokens,
+    muse_glimmer_target,
+    read_the_token_before,
+)
+from ..helpers.tape import use_tapes
+from ..helpers.tiny import padded_batch, tiny_model
 
 OPTIONS = {"max_new_tokens": 12, "pad_token_id": 0, "return_dict_in_generate": True, "do_sample": False}
 CONFIG = hf_ssd.SSDConfig(lookahead=4, on_draft_failure="raise")

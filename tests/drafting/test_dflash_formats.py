@@ -9,8 +9,8 @@ from transformers import Qwen3Config, Qwen3Model
 
 import hf_ssd
 
-from ..conftest import SIZES, padded_batch, tiny_model
-from .assistants import noisy
+from ..helpers.assistants import noisy
+from ..helpers.tiny import SIZES, padded_batch, tiny_model
 from .test_dflash import CONFIG, agreement
 
 QWEN = {**SIZES, "num_hidden_layers": 2, "rope_theta": 5000.0, "rope_scaling": None, "model_type": "qwen3"}

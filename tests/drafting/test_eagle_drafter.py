@@ -17,8 +17,8 @@ from hf_ssd.drafting.speculator import Speculator
 from hf_ssd.rounds import AHEAD, Outcome, Plan
 
 from ..cache.test_hidden_states import expected_features
-from ..conftest import VOCAB, tiny_model
-from .heads import tiny_head
+from ..helpers.heads import tiny_head
+from ..helpers.tiny import VOCAB, tiny_model
 
 PROMPTS = [[2, 3, 1], [3, 1, 2, 2, 5, 1, 7]]
 LOOKAHEAD = 3

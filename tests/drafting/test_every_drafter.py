@@ -17,13 +17,12 @@ from hf_ssd.drafting.drafters import DRAFTERS as KINDS
 from hf_ssd.drafting.drafters import drafter_kind
 from hf_ssd.rounds import NGRAM
 
-from ..conformance import test_sampled
-from ..conformance.conftest import preparing
-from ..conformance.test_ngrams_beside_a_draft import SOME_PAIRS, competing  # noqa: F401
-from ..conformance.test_sampled import SMALL, p_value
-from ..conftest import tiny_draft, tiny_model
-from .assistants import dflash_draft, gemma4_assistant, gemma4_target
-from .heads import tiny_head, tiny_mtp_head
+from ..conformance.test_ngrams_beside_a_draft import competing  # noqa: F401
+from ..helpers.assistants import dflash_draft, gemma4_assistant, gemma4_target
+from ..helpers.heads import tiny_head, tiny_mtp_head
+from ..helpers.preparing import preparing
+from ..helpers.sampled_strings import SMALL, SOME_PAIRS, p_value
+from ..helpers.tiny import tiny_draft, tiny_model
 
 SIZES = {"vocab_size": SMALL, "initializer_range": 0.12}
 PARALLEL = {**SIZES, "vocab_size": 8, "pard_token": 7}
@@ -151,9 +150,8 @@ def test_ngrams_compete_with_every_drafter(small, case, competing):  # noqa: F81
 @pytest.mark.slow
 def test_sampled_tokens_with_ngrams_have_the_targets_distribution(small, case, competing, monkeypatch):  # noqa: F811
     monkeypatch.setattr(ngrams, "LEAST_MATCHED", 2)
-    monkeypatch.setattr(test_sampled, "PROMPT", SOME_PAIRS)
     with preparing() if case[1].prepares else contextlib.nullcontext() as hits:
-        settings = {"budget": 4, "at_least": 1.05, **case[1].settings}
+        settings = {"budget": 4, "at_least": 1.05, "prompt": SOME_PAIRS, **case[1].settings}
         assert p_value(small, case[2], calls=8, seed=24, **settings) > 1e-3
     assert hits is None or 0.05 < sum(hits) / len(hits) < 0.95
 

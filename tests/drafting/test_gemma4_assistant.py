@@ -13,9 +13,9 @@ from hf_ssd.cache.cache_name import CACHE
 from hf_ssd.drafting.eagle_drafter import Eagle3Drafter
 from hf_ssd.rounds import IN_TURN
 
-from ..conformance.test_sampled import PROMPT, SMALL, WARPERS, exact_probabilities, p_value
-from ..conftest import padded_batch
-from .assistants import KINDS, gemma4_assistant, gemma4_target, keep_rejected_tokens, read_the_token_before
+from ..helpers.assistants import KINDS, gemma4_assistant, gemma4_target, keep_rejected_tokens, read_the_token_before
+from ..helpers.sampled_strings import PROMPT, SMALL, WARPERS, exact_probabilities, p_value
+from ..helpers.tiny import padded_batch
 
 OPTIONS = {"max_new_tokens": 20, "pad_token_id": 0, "return_dict_in_generate": True}
 CALLS = 250

@@ -14,7 +14,7 @@ from hf_ssd.drafting import mtp_head
 from hf_ssd.drafting.eagle_drafter import Eagle3Drafter
 from hf_ssd.rounds import IN_TURN
 
-from ..conftest import padded_batch
+from ..helpers.tiny import padded_batch
 
 SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256}

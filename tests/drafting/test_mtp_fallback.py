@@ -10,11 +10,11 @@ from hf_ssd.drafting.mtp_fallback import MtpFallback
 from hf_ssd.generation import loop
 from hf_ssd.rounds import AHEAD, IN_TURN, MTP, PLAIN, PREPARED, Plan
 
-from ..conformance.conftest import preparing
-from ..conformance.test_sampled import p_value, small  # noqa: F401
-from ..conftest import padded_batch
+from ..helpers.heads import tiny_head, tiny_mtp_head
+from ..helpers.preparing import preparing
+from ..helpers.sampled_strings import p_value
+from ..helpers.tiny import padded_batch
 from ..planning.test_plain_mode import InAndOut
-from .heads import tiny_head, tiny_mtp_head
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def test_a_worker_that_misses_is_completed_by_the_head(target, assistant, head):
     assert torch.equal(*sampled)
 
 
-def sampled_strings(small, monkeypatch):  # noqa: F811
+def sampled_strings(small, monkeypatch):
     """The p-value of strings of which some begin with a hit and others with a token of the head."""
     target, draft = small
     monkeypatch.setitem(mtp_head._heads, target, tiny_mtp_head(target))
@@ -127,12 +127,12 @@ def sampled_strings(small, monkeypatch):  # noqa: F811
 
 
 @pytest.mark.slow
-def test_three_token_strings_have_the_targets_distribution(small, monkeypatch):  # noqa: F811
+def test_three_token_strings_have_the_targets_distribution(small, monkeypatch):
     assert sampled_strings(small, monkeypatch) > 1e-3
 
 
 @pytest.mark.slow
-def test_the_q_of_another_row_is_noticed(small, monkeypatch):  # noqa: F811
+def test_the_q_of_another_row_is_noticed(small, monkeypatch):
     """The mutant for the test above."""
     propose = MtpFallback.propose
 

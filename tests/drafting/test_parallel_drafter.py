@@ -18,8 +18,8 @@ from hf_ssd.drafting.verified_prefix import VerifiedPrefix
 from hf_ssd.generation import verification
 from hf_ssd.rounds import AHEAD, FINISHED, NGRAM, Plan
 
-from ..conftest import padded_batch, tiny_model
-from ..generation.test_verification import add_continuations, plain_distribution, random_tree
+from ..helpers.enumerated import add_continuations, plain_distribution, random_tree
+from ..helpers.tiny import padded_batch, tiny_model
 from .test_speculator import interrupted_after, outcome, passes_from_now_on, prepared
 
 MASK, VOCAB, LOOKAHEAD = 4, 5, 3

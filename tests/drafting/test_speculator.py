@@ -15,7 +15,7 @@ from hf_ssd.drafting.speculator import Speculator, answer_width
 from hf_ssd.drafting.verified_prefix import VerifiedPrefix
 from hf_ssd.rounds import AHEAD, FINISHED, IN_TURN, NGRAM, PREPARED, PRIMARY, RANDOM, Outcome, Plan
 
-from ..conftest import VOCAB, tiny_model
+from ..helpers.tiny import VOCAB, tiny_model
 
 OPTIONS = {
     "greedy": {},

@@ -6,7 +6,7 @@ import torch
 from hf_ssd.cache import masks
 from hf_ssd.drafting.verified_prefix import WORTH_KEEPING, VerifiedPrefix
 
-from ..conftest import VOCAB, tiny_draft
+from ..helpers.tiny import VOCAB, tiny_draft
 
 
 def tokens(count, seed=0):

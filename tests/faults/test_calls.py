@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessorList
 
 import hf_ssd
 from hf_ssd.cache.trial import check_supported
@@ -19,23 +19,11 @@ from hf_ssd.drafting.needs import DraftInfo
 from hf_ssd.drafting.sampling import DraftSampler
 from hf_ssd.generation.draft import FaultTolerantDraft
 
-from ..conftest import VOCAB, padded_batch, ready, tiny_draft
-from ..stand_ins.thread_worker import ThreadWorker
+from ..helpers.at_length import AtLength
+from ..helpers.thread_worker import ThreadWorker
+from ..helpers.tiny import VOCAB, padded_batch, ready, tiny_draft
 
 CONFIG = {"lookahead": 3, "budget": 8}
-
-
-class At(LogitsProcessor):
-    """Does something when the output has a length."""
-
-    def __init__(self, **actions):
-        self.actions = {int(length[1:]): action for length, action in actions.items()}
-
-    def __call__(self, input_ids, scores):
-        action = self.actions.pop(input_ids.shape[1], None)
-        if action is not None:
-            action()
-        return scores
 
 
 def call(target, assistant, processor=None, rows=3, new_tokens=40, config=None, **options):
@@ -87,7 +75,7 @@ def test_a_draft_joins_in_the_middle_of_a_call(target, rows, has_ended, penalty)
         plain = target.generate(**padded_batch(rows), **options)
         assert (plain[:, 13:16] != 0).any(1).tolist() == [True, False, True]
     with Late(tiny_draft(disagreement=0.0)) as assistant:  # the target itself
-        output = call(target, assistant, At(_16=assistant.let_in), rows, **options)
+        output = call(target, assistant, AtLength(16, assistant.let_in), rows, **options)
     stats = output.ssd_stats
     assert torch.equal(output.sequences, plain) and stats.draft_failure is None
     joined = stats.draft_joined_at
@@ -103,7 +91,7 @@ def test_it_would_be_noticed_if_what_was_generated_before_were_not_told(target, 
     """The mutant for the test above."""
     monkeypatch.setattr(FaultTolerantDraft, "_request_now", lambda self, *_: self.request)
     with Late(tiny_draft(disagreement=0.0)) as assistant:
-        output = call(target, assistant, At(_16=assistant.let_in))
+        output = call(target, assistant, AtLength(16, assistant.let_in))
     stats = output.ssd_stats
     assert torch.equal(output.sequences, target.generate(**padded_batch(3), do_sample=False, max_new_tokens=40))
     assert any(0 <= a < k for k, accepted in zip(stats.column("lookahead"), stats.column("accepted")) for a in accepted)
@@ -129,7 +117,7 @@ def test_the_drafts_processors_count_from_the_prompt(target, counts_from_the_pro
 
         monkeypatch.setattr(FaultTolerantDraft, "_request_now", forgets)
     with Late(tiny_draft()) as assistant:
-        call(target, assistant, At(_16=assistant.let_in))
+        call(target, assistant, AtLength(16, assistant.let_in))
     assert (seen == [9]) == counts_from_the_prompt
 
 
@@ -262,7 +250,7 @@ def test_a_call_waits_for_another_threads_call_no_longer_than_its_timeout(target
         holding.set()
         assert over.wait(60)
 
-    slow = threading.Thread(target=call, args=[target, assistant, At(_15=hold)])
+    slow = threading.Thread(target=call, args=[target, assistant, AtLength(15, hold)])
     slow.start()
     assert holding.wait(60)
     try:
@@ -317,7 +305,7 @@ def test_what_the_users_fallback_raises_is_the_users(target, draft):
         def propose(self, input_ids, lookahead):
             raise ZeroDivisionError
 
-    from ..conformance.conftest import preparing
+    from ..helpers.preparing import preparing
 
     with preparing(), pytest.raises(ZeroDivisionError):
         call(target, draft, config={"asynchronous": False, "fallback": Broken()})
@@ -330,8 +318,9 @@ import gc, os, sys, time
 import torch
 import hf_ssd
 from hf_ssd.distributed.passed_drafts import assistant_for
-from tests.conftest import tiny_draft, tiny_model
-from tests.faults.test_calls import At, call
+from tests.helpers.tiny import tiny_draft, tiny_model
+from tests.faults.test_calls import call
+from tests.helpers.at_length import AtLength
 target, draft = hf_ssd.enable(tiny_model()), tiny_draft()
 assistant = hf_ssd.launch_draft(draft, num_threads=1)
 plain = call(target, assistant).sequences
@@ -389,7 +378,7 @@ for child in (ends, drops, closes, generates, has_a_worker_of_its_own):
 
 # In the middle of a call, which both then finish.
 pids = []
-output = call(target, assistant, At(_15=lambda: pids.append(os.fork())))
+output = call(target, assistant, AtLength(15, lambda: pids.append(os.fork())))
 assert torch.equal(output.sequences, plain)
 if os.getpid() != parent:
     assert "was forked in the middle of a call" in output.ssd_stats.draft_failure

@@ -32,10 +32,10 @@ from hf_ssd.distributed import launch
 from hf_ssd.distributed.assistant import DraftAssistant
 from hf_ssd.distributed.child import Child
 from hf_ssd.generation import deciding
-from hf_ssd.generation.verification import verify_greedy
 
-from ..conftest import padded_batch, ready, tiny_draft, tiny_model
-from .test_calls import At
+from ..conformance.test_greedy import accepts_one_too_many
+from ..helpers.at_length import AtLength
+from ..helpers.tiny import padded_batch, ready, tiny_draft, tiny_model
 
 NEW_TOKENS, PROMPT = 24, 9
 ROWS = st.sampled_from([1, 3])
@@ -163,7 +163,7 @@ class Calls(RuleBasedStateMachine):
     @rule(rows=ROWS, config=CONFIGS, length=LENGTHS)
     def kills_the_worker(self, rows, config, length):
         self.steps["kills_the_worker"] += 1
-        self.call(rows, config, At(**{f"_{length}": kill_workers}))
+        self.call(rows, config, AtLength(length, kill_workers))
 
     @rule()
     def kills_the_worker_between_calls(self):
@@ -183,7 +183,7 @@ class Calls(RuleBasedStateMachine):
                     worker.suspend()
 
         start = time.monotonic()
-        self.call(rows, config, At(**{f"_{length}": stop}), timeout=0.3)
+        self.call(rows, config, AtLength(length, stop), timeout=0.3)
         assert time.monotonic() - start < 30
         for worker in stopped:  # one that was starting goes on
             if worker.is_running():
@@ -206,7 +206,7 @@ class Calls(RuleBasedStateMachine):
                 results.append(error)
                 reached.set()
 
-        threads = [threading.Thread(target=run, kwargs={"processor": At(**{f"_{length}": hold})})]
+        threads = [threading.Thread(target=run, kwargs={"processor": AtLength(length, hold)})]
         threads[0].start()
         assert reached.wait(60)
         threads.append(threading.Thread(target=run, kwargs={"timeout": 0.2}))
@@ -296,11 +296,6 @@ def test_a_thousand_steps():
     steps = run(examples=100, steps=20)  # how many each has depends on what has ended by then
     print(dict(steps))
     assert steps.total() > 1000 and len(steps) == 10
-
-
-def accepts_one_too_many(scores, drafted):
-    accepted, bonus = verify_greedy(scores, drafted)
-    return (accepted + 1).clamp(max=drafted.shape[1]), bonus
 
 
 @forking

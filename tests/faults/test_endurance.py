@@ -13,7 +13,7 @@ import torch
 
 import hf_ssd
 
-from ..conftest import padded_batch, tiny_draft, tiny_model
+from ..helpers.tiny import padded_batch, tiny_draft, tiny_model
 
 CONFIG = {"lookahead": 2, "budget": 4}
 

@@ -9,9 +9,9 @@ from hf_ssd.distributed.assistant import DraftAssistant
 from hf_ssd.distributed.sessions import WorkerSession
 from hf_ssd.distributed.transport import Channel
 
-from ..conftest import padded_batch, ready
-from ..drafting.heads import tiny_head
-from ..stand_ins.thread_worker import ThreadWorker
+from ..helpers.heads import tiny_head
+from ..helpers.thread_worker import ThreadWorker
+from ..helpers.tiny import padded_batch, ready
 
 CONFIG = {"lookahead": 3, "budget": 12}
 

@@ -21,7 +21,7 @@ from hf_ssd.distributed.meeting import prove
 from hf_ssd.distributed.transport import Channel, PeerLost
 from hf_ssd.distributed.wire import Kind, Message, ProtocolError
 
-from ..conftest import padded_batch, tiny_draft
+from ..helpers.tiny import padded_batch, tiny_draft
 
 CONFIG = {"lookahead": 3, "budget": 8}
 INFO = {

@@ -10,28 +10,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessorList
 
 import hf_ssd
 from hf_ssd.distributed.sessions import WorkerSession
 from hf_ssd.rounds import Outcome
 
-from ..conftest import padded_batch, ready, tiny_draft
+from ..helpers.at_length import AtLength
+from ..helpers.tiny import padded_batch, ready, tiny_draft
 
 CONFIG = {"lookahead": 3, "budget": 8}
-
-
-class AtLength(LogitsProcessor):
-    """Does something when the output has reached a length, in the middle of a call."""
-
-    def __init__(self, length, action):
-        self.length, self.action = length, action
-
-    def __call__(self, input_ids, scores):
-        if self.action is not None and input_ids.shape[1] >= self.length:
-            action, self.action = self.action, None
-            action()
-        return scores
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +168,7 @@ def test_an_assistant_that_no_one_closed_can_be_dropped_while_its_draft_waits(ta
     program.write_text(
         "import gc, os\n"
         "import pytest, hf_ssd\n"
-        "from tests.conftest import tiny_draft, tiny_model\n"
+        "from tests.helpers.tiny import tiny_draft, tiny_model\n"
         "from tests.faults.test_worker_faults import AtLength, generate\n"
         "target, assistant = hf_ssd.enable(tiny_model()), hf_ssd.launch_draft(tiny_draft(), num_threads=1)\n"
         "with pytest.raises(ZeroDivisionError):\n"

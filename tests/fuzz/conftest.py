@@ -11,10 +11,10 @@ from hf_ssd.distributed import transport
 from hf_ssd.distributed.assistant import DraftAssistant
 from hf_ssd.distributed.wire import PAYLOAD_TYPES, Message
 
-from ..conftest import VOCAB, padded_batch, tiny_draft, tiny_model
-from ..drafting.heads import tiny_head
-from ..stand_ins.thread_worker import ThreadWorker
-from ..vocabularies import DRAFT, TARGET, tokenizer
+from ..helpers.heads import tiny_head
+from ..helpers.thread_worker import ThreadWorker
+from ..helpers.tiny import VOCAB, padded_batch, tiny_draft, tiny_model
+from ..helpers.vocabularies import DRAFT, TARGET, tokenizer
 
 ROWS = 2
 

@@ -16,8 +16,8 @@ from hf_ssd.distributed.wire import FRAME_LENGTH, HEADER_LENGTH, LARGEST_PAYLOAD
 from hf_ssd.drafting.vocabulary import Translation
 from hf_ssd.rounds import FINISHED, MODES, SOURCES
 
-from ..conftest import SIZES, VOCAB
-from ..drafting.heads import LAYERS
+from ..helpers.heads import LAYERS
+from ..helpers.tiny import SIZES, VOCAB
 from .conftest import ROWS, damaged
 
 PROMPTS, SHAPE = [torch.tensor([1])] * ROWS, (ROWS, 3, VOCAB)

@@ -14,7 +14,7 @@ from hf_ssd.distributed.transport import TARGET, Channel, PeerLost, broadcast
 from hf_ssd.distributed.wire import HEADER_LENGTH, Kind, Message, pack
 from hf_ssd.rounds import AHEAD, Outcome, Plan
 
-from ..conftest import VOCAB, tiny_draft
+from ..helpers.tiny import VOCAB, tiny_draft
 from .conftest import ROWS, damaged
 
 # What takes the server away from its call: it waits for something else to follow.

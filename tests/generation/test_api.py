@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 import hf_ssd
 from hf_ssd.distributed.passed_drafts import assistant_for
 
-from ..conftest import padded_batch, ready, tiny_draft, tiny_model
+from ..helpers.tiny import padded_batch, ready, tiny_draft, tiny_model
 
 CONFIG = hf_ssd.SSDConfig(lookahead=3, budget=8, asynchronous=False)
 

@@ -10,9 +10,9 @@ from transformers.models.auto.tokenization_auto import AutoTokenizer
 
 import hf_ssd
 
-from ..conftest import padded_batch, tiny_draft, tiny_model
-from ..serving.conftest import PAIR
-from ..vocabularies import DRAFT, TARGET, renamed_draft, tokenizer
+from ..helpers.servers import PAIR
+from ..helpers.tiny import padded_batch, tiny_draft, tiny_model
+from ..helpers.vocabularies import DRAFT, TARGET, renamed_draft, tokenizer
 
 CONFIG = hf_ssd.SSDConfig(lookahead=3, budget=8, asynchronous=False)
 OPTIONS = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True}

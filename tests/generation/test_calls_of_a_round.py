@@ -9,7 +9,7 @@ import pytest
 import hf_ssd
 from hf_ssd.rounds import AHEAD
 
-from ..conftest import padded_batch
+from ..helpers.tiny import padded_batch
 
 PACKAGE = Path(hf_ssd.__file__).parent
 MOST = 90

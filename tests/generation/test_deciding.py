@@ -18,7 +18,7 @@ from hf_ssd.generation import deciding
 from hf_ssd.generation.deciding import Decider
 from hf_ssd.generation.sequences import Sequences
 
-from ..stand_ins.tape import Launches
+from ..helpers.tape import Launches
 
 ROWS, LOOKAHEAD, VOCAB = 24, 3, 101
 PROMPTS = torch.randint(0, VOCAB, (ROWS, 7), generator=torch.Generator().manual_seed(0))

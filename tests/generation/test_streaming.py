@@ -8,7 +8,7 @@ from transformers.generation.streamers import BaseStreamer
 import hf_ssd
 from hf_ssd.generation.sequences import Sequences
 
-from ..conftest import padded_batch, tiny_draft
+from ..helpers.tiny import padded_batch, tiny_draft
 
 CONFIG = hf_ssd.SSDConfig(lookahead=3, budget=8, asynchronous=False)
 

@@ -17,24 +17,11 @@ from hf_ssd.generation.verification import (
     verify_sampled,
 )
 
-VOCAB = 5
+from ..helpers.enumerated import VOCAB, add_continuations, plain_distribution, random_tree
 
 
 def verify(scores, q, drafted):
     return verify_sampled(scores, q, drafted, uniform_numbers(drafted))
-
-
-def random_tree(depth, seed, sparse=0.0):
-    """Next-token distributions for every prefix of up to `depth` tokens, some tokens impossible."""
-    generator = torch.Generator().manual_seed(seed)
-    tree = {}
-    for length in range(depth + 1):
-        for prefix in itertools.product(range(VOCAB), repeat=length):
-            weights = torch.rand(VOCAB, generator=generator, dtype=torch.float64) ** 3
-            weights[torch.rand(VOCAB, generator=generator) < sparse] = 0
-            weights[int(torch.randint(VOCAB, (1,), generator=generator))] += 0.1
-            tree[prefix] = weights / weights.sum()
-    return tree
 
 
 def output_distribution(p, q, lookahead, point_mass=False):
@@ -60,23 +47,6 @@ def output_distribution(p, q, lookahead, point_mass=False):
                     add_continuations(joint, p, (*draft[:accepted], bonus), float(ends * residual[bonus]))
             if accepted < lookahead:
                 survived = survived * ratios[accepted]
-    return joint
-
-
-def add_continuations(joint, p, prefix, chance):
-    """What comes after the bonus token is the target's own."""
-    if chance == 0:
-        return
-    if len(prefix) == joint.dim():
-        joint[prefix] += chance
-        return
-    for token in range(VOCAB):
-        add_continuations(joint, p, (*prefix, token), chance * p[prefix][token].item())
-
-
-def plain_distribution(p, length):
-    joint = torch.zeros([VOCAB] * length, dtype=torch.float64)
-    add_continuations(joint, p, (), 1.0)
     return joint
 
 

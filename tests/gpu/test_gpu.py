@@ -15,8 +15,8 @@ from transformers import LogitsProcessorList, set_seed
 
 import hf_ssd
 
-from ..conftest import padded_batch, ready, tiny_draft, tiny_model
-from ..faults.test_worker_faults import AtLength
+from ..helpers.at_length import AtLength
+from ..helpers.tiny import padded_batch, ready, tiny_draft, tiny_model
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NAMED = os.environ.get("HF_SSD_TEST_DEVICES")

@@ -7,8 +7,8 @@ from transformers import set_seed
 import hf_ssd
 from hf_ssd.cache.graphs import CAPTURES, Graphs
 
-from ..conftest import FAMILIES, tiny_draft, tiny_model
-from ..stand_ins.tape import use_tapes
+from ..helpers.tape import use_tapes
+from ..helpers.tiny import FAMILIES, tiny_draft, tiny_model
 from ..stand_ins.test_graphs import call, same
 from .test_gpu import DEVICES, GREEDY, SAMPLED, TARGET, inputs
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList, set_seed
+from transformers import LogitsProcessorList, set_seed
 
 import hf_ssd
 from hf_ssd.distributed import payloads, wire
@@ -19,8 +19,9 @@ from hf_ssd.generation import loop
 from hf_ssd.generation.draft import FaultTolerantDraft
 from hf_ssd.rounds import AHEAD, IN_TURN, NGRAM, NOTHING, PLAIN, PREPARED, PRIMARY, Outcome, Plan
 
-from ..conftest import VOCAB, padded_batch, tiny_model
-from ..stand_ins.thread_worker import ThreadWorker
+from ..helpers.at_length import AtLength
+from ..helpers.thread_worker import ThreadWorker
+from ..helpers.tiny import VOCAB, padded_batch, tiny_model
 
 PLAIN_ROUNDS, DRAFTING_ROUNDS, NEW_TOKENS = 6, 3, 70
 
@@ -179,18 +180,6 @@ def test_a_call_that_is_all_plain_costs_the_draft_nothing(target, assistant, mon
     assert not passes and not assistant.workers[0].sent
 
 
-class At(LogitsProcessor):
-    """Does something when the output has a length."""
-
-    def __init__(self, length, action):
-        self.length, self.action = length, action
-
-    def __call__(self, input_ids, scores):
-        if input_ids.shape[1] == self.length:
-            self.action()
-        return scores
-
-
 def test_a_draft_that_is_ready_late_reads_what_was_generated_with_the_prompts(target, monkeypatch):
     gate = threading.Event()
 
@@ -207,7 +196,7 @@ def test_a_draft_that_is_ready_late_reads_what_was_generated_with_the_prompts(ta
     planner, length = InAndOut(), padded_batch(2)["input_ids"].shape[1] + 2 * PLAIN_ROUNDS
     with DraftAssistant([LateWorker(tiny_model())], wait=False) as assistant:
         assistant.info = DraftInfo.of(target.config)
-        processor = LogitsProcessorList([At(length, let_in)])
+        processor = LogitsProcessorList([AtLength(length, let_in)])
         output = generate(monkeypatch, target, assistant, planner, logits_processor=processor)
         stats, (worker,) = output.ssd_stats, assistant.workers
         prompts = next(message.payload for message in worker.sent if message.kind == Kind.PROMPTS)

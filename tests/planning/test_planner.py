@@ -17,7 +17,7 @@ from hf_ssd.planning.planner import EPOCH_ROUNDS, PROBE_ROUNDS, Planner
 from hf_ssd.planning.planners import planner_for
 from hf_ssd.rounds import AHEAD, IN_TURN, PLAIN, PREPARED, PRIMARY, RoundRecord
 
-from ..conftest import tiny_model
+from ..helpers.tiny import tiny_model
 from .worlds import WORLDS, FixedPlanner, World, new_planner
 
 BEST = {  # tokens per second of the best fixed plan; `python -m tests.planning.worlds` finds them

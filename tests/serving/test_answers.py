@@ -10,7 +10,7 @@ from transformers.cli.serving.utils import _RESPONSE_TEMPLATE_FALLBACKS as KNOWN
 
 import hf_ssd
 
-from .conftest import PAIR, ServerThread
+from ..helpers.servers import PAIR, ServerThread
 
 QWEN = next(template for types, template in KNOWN.items() if "qwen2" in types)
 CHAT = (

@@ -8,7 +8,7 @@ import pytest
 
 import hf_ssd
 
-from .conftest import ServerThread
+from ..helpers.servers import ServerThread
 from .test_answers import CALL, caller_folder, says  # noqa: F401
 
 pytestmark = pytest.mark.slow

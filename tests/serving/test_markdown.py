@@ -1,21 +1,17 @@
 """Markdown in the page, rendered by a browser. No server is needed: `markdown()` is a function of the page's file."""
 
 import time
-from pathlib import Path
 
 import pytest
 
-import hf_ssd
-
-from .test_page import browser, needs_browser  # noqa: F401
+from ..helpers.browser import PAGE, needs_browser
 
 pytestmark = needs_browser
-PAGE = Path(hf_ssd.__file__).parent / "serving" / "page.html"
 RENDER = "const box = document.createElement('div'); box.append(...markdown(arguments[0]));"
 
 
 @pytest.fixture(scope="module")
-def page(browser):  # noqa: F811
+def page(browser):
     browser.get(PAGE.as_uri())
     return browser
 

@@ -9,9 +9,9 @@ import pytest
 
 import hf_ssd
 
-from .. import vocabularies
-from ..conftest import tiny_draft
-from .conftest import ServerThread
+from ..helpers import vocabularies
+from ..helpers.servers import ServerThread
+from ..helpers.tiny import tiny_draft
 
 PLAN = hf_ssd.SSDConfig(lookahead=3, budget=4)
 MESSAGES = [{"role": "user", "content": "abcdefgh"}]

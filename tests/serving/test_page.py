@@ -7,36 +7,29 @@ import shutil
 import urllib.request
 
 import pytest
-from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.expected_conditions import alert_is_present
 from selenium.webdriver.support.ui import WebDriverWait
 
-from hf_ssd import SSDConfig
+from hf_ssd import SSDConfig, launch_draft
 
-from .conftest import ServerThread
-from .test_server import plain  # noqa: F401
+from ..helpers.browser import ask, by_id, enter, needs_browser, press, texts, visit, wait_for
+from ..helpers.servers import PAIR, ServerThread
 
-BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-pytestmark = needs_browser = pytest.mark.skipif(not (BROWSER and DRIVER), reason="needs chromium and chromium-driver")
-QUIET = "gpu quic background-networking component-update sync extensions".split()
+pytestmark = needs_browser
 PHONE = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
 DESK = {"width": 1100, "height": 1000, "deviceScaleFactor": 1, "mobile": False}
 PROMPT = "import os\n\ndef main("
 
 
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    options = webdriver.ChromeOptions()
-    options.binary_location = BROWSER
-    for word in ("--headless=new", "--no-sandbox", "--no-first-run", *(f"--disable-{name}" for name in QUIET)):
-        options.add_argument(word)
-    options.add_argument(f"--user-data-dir={tmp_path_factory.mktemp('browser')}")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    browser = webdriver.Chrome(options, webdriver.ChromeService(DRIVER))
-    yield browser
-    browser.quit()
+def server(chat_model):
+    """A server in this process, with the embedded pair and a fixed plan."""
+    with launch_draft(str(PAIR / "draft"), num_threads=1) as assistant:
+        server = ServerThread(chat_model, assistant, SSDConfig(lookahead=3, budget=4))
+        yield server
+        server.stop()
 
 
 @pytest.fixture
@@ -47,41 +40,7 @@ def page(browser, server):
     return browser
 
 
-def visit(page, server) -> None:
-    page.get(server.url)
-    WebDriverWait(page, 20).until(lambda _: by_id(page, "name").get_attribute("textContent"))
-
-
-def by_id(page, name: str):
-    return page.find_element(By.ID, name)
-
-
-def wait_for(page, name: str, text: str) -> None:
-    WebDriverWait(page, 60).until(lambda _: text in by_id(page, name).text)
-
-
-def enter(page, name: str, value) -> None:
-    page.execute_script("document.getElementById(arguments[0]).value = arguments[1]", name, str(value))
-
-
-def ask(page, prompt: str, tokens: int, until: str = "Done") -> None:
-    """Types a message, and waits until its answer is complete."""
-    enter(page, "count", tokens)
-    enter(page, "prompt", prompt)
-    by_id(page, "prompt").send_keys(Keys.ENTER)
-    wait_for(page, "status", until)
-
-
-def texts(page, selector: str) -> list[str]:
-    return [one.get_attribute("textContent") for one in page.find_elements(By.CSS_SELECTOR, selector)]
-
-
-def press(page, what: str) -> None:
-    """Presses a button below the last answer."""
-    page.find_elements(By.CSS_SELECTOR, f".answer > footer [data-do={what}]")[-1].click()
-
-
-def test_an_answer_has_three_colours_and_the_figures_of_metrics(page, server, plain):  # noqa: F811
+def test_an_answer_has_three_colours_and_the_figures_of_metrics(page, server, plain):
     before = server.figures()
     ask(page, PROMPT, 120)
     assert not page.find_element(By.CSS_SELECTOR, ".tokens").is_displayed()
@@ -126,7 +85,7 @@ def test_a_button_compares_an_answer_with_plain_decoding(page, server):
     assert verdict == "times as fast as plain decoding. The text is the same."
 
 
-def test_a_conversation_has_a_history_and_a_system_prompt_until_a_new_one_begins(page, plain):  # noqa: F811
+def test_a_conversation_has_a_history_and_a_system_prompt_until_a_new_one_begins(page, plain):
     enter(page, "system", "# A module.")
     said = "# A module."
     for question in ("import os\n\n\ndef a(", "\n\n\ndef b("):
@@ -224,7 +183,7 @@ def test_nothing_is_fetched_from_elsewhere(page, server):
     assert page.execute_async_script(fetched, elsewhere) is False
 
 
-def test_a_request_with_a_history_says_how_much_it_reads(server, plain):  # noqa: F811
+def test_a_request_with_a_history_says_how_much_it_reads(server, plain):
     body = {"prompt": " = 1", "history": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     request = urllib.request.Request(server.url + "/live", json.dumps({**body, "max_new_tokens": 10}).encode())
     with urllib.request.urlopen(request, timeout=60) as response:

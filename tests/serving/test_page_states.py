@@ -4,8 +4,7 @@ import pytest
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
 
-from .test_markdown import PAGE
-from .test_page import browser, by_id, needs_browser, press, texts, wait_for  # noqa: F401
+from ..helpers.browser import PAGE, by_id, needs_browser, press, texts, wait_for
 
 pytestmark = needs_browser
 
@@ -26,7 +25,7 @@ window.fetch = async (path, options) => {
 
 
 @pytest.fixture
-def page(browser):  # noqa: F811
+def page(browser):
     browser.get(PAGE.as_uri())
     wait_for(browser, "draft", "The server does not answer")
     browser.execute_script(PLAY)

@@ -13,7 +13,7 @@ import pytest
 
 from hf_ssd.serving.parameters import ChatRequest
 
-from .conftest import within
+from ..helpers.servers import within
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 PROMPT = "abcdefgh"

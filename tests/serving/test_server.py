@@ -12,29 +12,14 @@ import openai
 import psutil
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_ssd.serving.calls import Call, TurnTaking
 from hf_ssd.serving.metrics import Totals
 
-from .conftest import PAIR, within
+from ..helpers.servers import within
 
 PROMPT = "import os\n\ndef main("
 CHAT = [{"role": "user", "content": PROMPT}]
-
-
-@pytest.fixture(scope="module")
-def plain():
-    """Returns the text that plain greedy generation gives."""
-    model = AutoModelForCausalLM.from_pretrained(PAIR / "target", dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(PAIR / "target")
-
-    def text(prompt: str, tokens: int, **options) -> str:
-        inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
-        output = model.generate(**inputs, max_new_tokens=tokens, do_sample=False, tokenizer=tokenizer, **options)
-        return tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-
-    return text
 
 
 def test_completions_are_those_of_plain_generation(server, plain):

@@ -13,10 +13,10 @@ from hf_ssd.drafting.autoregressive_drafter import AutoregressiveDrafter
 from hf_ssd.drafting.vocabulary import Vocabulary
 from hf_ssd.rounds import AHEAD, Plan, Speculation
 
-from ..conftest import VOCAB, tiny_draft
-from ..drafting.heads import tiny_head, tiny_mtp_head
-from ..real_use.families import sharp_model, tiny_config
-from .tape import use_tapes
+from ..helpers.families import sharp_model, tiny_config
+from ..helpers.heads import tiny_head, tiny_mtp_head
+from ..helpers.tape import use_tapes
+from ..helpers.tiny import VOCAB, tiny_draft
 
 
 @pytest.fixture(autouse=True)

@@ -35,9 +35,9 @@ from hf_ssd.generation.verification import uniform_numbers, verify_greedy, verif
 from hf_ssd.logits_processing import process_branches, process_positions
 from hf_ssd.rounds import FINISHED, NOTHING, PREPARED, RoundRecord, Speculation
 
-from ..conftest import VOCAB, padded_batch, tiny_model
-from .gpu import StandInGPU, to_gpu
-from .rounds import generate
+from ..helpers.stand_in_gpu import StandInGPU, to_gpu
+from ..helpers.stand_in_rounds import generate
+from ..helpers.tiny import VOCAB, padded_batch, tiny_model
 
 PROCESSORS = {
     "warpers": [TemperatureLogitsWarper(0.7), TopKLogitsWarper(20), TopPLogitsWarper(0.9)],

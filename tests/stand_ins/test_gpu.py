@@ -7,7 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from hf_ssd import devices
 from hf_ssd.devices import from_host
 
-from .gpu import OnGPU, StandInGPU, Wait
+from ..helpers.stand_in_gpu import OnGPU, StandInGPU, Wait
 
 MIXED = {
     "add": lambda gpu, cpu: gpu + cpu,

@@ -21,9 +21,9 @@ from hf_ssd.drafting.verified_prefix import WORTH_KEEPING, VerifiedPrefix
 from hf_ssd.generation.deciding import Decider
 from hf_ssd.rounds import AHEAD, Plan, Speculation
 
-from ..conftest import FAMILIES, VOCAB, padded_batch, tiny_draft, tiny_model
-from .rounds import generate
-from .tape import Launches, use_tapes
+from ..helpers.stand_in_rounds import generate
+from ..helpers.tape import Launches, use_tapes
+from ..helpers.tiny import FAMILIES, VOCAB, padded_batch, tiny_draft, tiny_model
 from .test_synchronizations import most
 
 ROWS, PROMPT, ROUNDS = 5, 9, 16

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from .. import preloaded
+from ..helpers import preloaded
 
 PROGRAM = """
 import os, sys

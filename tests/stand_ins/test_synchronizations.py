@@ -10,10 +10,10 @@ from hf_ssd.distributed.wire import Kind
 from hf_ssd.drafting.speculator import Speculator
 from hf_ssd.generation.sequences import Sequences
 
-from ..conftest import padded_batch, tiny_model
-from .gpu import StandInGPU
-from .loopback import PackingChannel
-from .rounds import generate
+from ..helpers.loopback import PackingChannel
+from ..helpers.stand_in_gpu import StandInGPU
+from ..helpers.stand_in_rounds import generate
+from ..helpers.tiny import padded_batch, tiny_model
 
 BUDGET = {  # greedy, sampled
     # The outcome is what the host goes on with, so it is waited for.

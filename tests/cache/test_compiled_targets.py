@@ -1,0 +1,110 @@
+"""Models that the user has compiled: as the user has, and uncompiled where that fails."""
+
+import functools
+
+import pytest
+import torch
+import torch._inductor.compile_fx as inductor
+from transformers.utils import logging
+
+import hf_ssd
+from hf_ssd.cache import compiled
+
+from ..helpers.tiny import padded_batch, tiny_draft, tiny_model
+
+OPTIONS = {"max_new_tokens": 20, "do_sample": False}
+IN_TURN = hf_ssd.SSDConfig(lookahead=3, asynchronous=False)
+
+
+def by_compile(model, **options):
+    model.compile(**options)
+
+
+def by_forward(model, **options):
+    model.forward = torch.compile(model.forward, **options)
+
+
+@pytest.fixture(autouse=True)
+def no_inductor(monkeypatch):
+    """Fails where something is compiled by inductor, which takes half a minute."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(inductor, "compile_fx", lambda *_, **__: pytest.fail("inductor was called"))
+
+
+slowly = functools.partial(pytest.param, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    "compiles, settings",
+    [
+        (by_compile, {"options": {"speed": 3}}),
+        slowly(by_compile, {}),
+        slowly(by_compile, {"mode": "careful"}),
+        slowly(by_forward, {"dynamic": True}),
+        slowly(by_forward, {"options": {"speed": 3}}),
+    ],
+)
+def test_a_target_is_compiled_by_the_users_backend(compiles, settings):
+    seen = []
+
+    def mine(graph, inputs, **given):
+        seen.append(given)
+        return graph.forward
+
+    model, draft = tiny_model(num_hidden_layers=1), tiny_draft(num_hidden_layers=1)
+    plain = model.generate(**padded_batch(2), **OPTIONS)
+    compiles(model, backend=mine, **settings)
+    target = hf_ssd.enable(model)
+    for _ in range(2):
+        output = target.generate(**padded_batch(2), **OPTIONS, assistant_model=draft, ssd_config=IN_TURN)
+        assert torch.equal(output, plain)
+    given = {name: value for name, value in settings.items() if name != "dynamic"}
+    assert seen == [given]
+
+
+@pytest.mark.parametrize(
+    "settings, patched",
+    [
+        ({"mode": "max-autotune-no-cudagraphs"}, {"max_autotune": True}),
+        slowly({"options": {"epilogue_fusion": False}}, {"epilogue_fusion": False}),
+        slowly({}, {}),
+    ],
+)
+def test_mode_and_options_of_inductor_are_passed_on(settings, patched, monkeypatch):
+    seen = []
+
+    def compile_fx(graph, inputs, config_patches=None, **_):
+        seen.append(config_patches or {})
+        return graph.forward
+
+    monkeypatch.setattr(inductor, "compile_fx", compile_fx)
+    compiled._compiled_call.cache_clear()
+    model, draft = tiny_model(num_hidden_layers=1), tiny_draft(num_hidden_layers=1)
+    model.compile(**settings)
+    hf_ssd.enable(model).generate(**padded_batch(2), **OPTIONS, assistant_model=draft, ssd_config=IN_TURN)
+    compiled._compiled_call.cache_clear()
+    assert len(seen) == 1 and patched.items() <= seen[0].items() and bool(seen[0]) == bool(settings)
+
+
+@pytest.mark.parametrize("side", ["target", slowly("draft")])
+def test_what_cannot_be_compiled_runs_uncompiled_and_says_so_once(side, monkeypatch):
+    def broken(graph, inputs):
+        raise OSError("no C++ compiler")
+
+    said = []
+    monkeypatch.setattr(logging.get_logger("hf_ssd.cache.compiled"), "warning", lambda text, *_: said.append(text))
+    models = {"target": tiny_model(num_hidden_layers=1), "draft": tiny_draft(num_hidden_layers=1)}
+    plain = models["target"].generate(**padded_batch(2), **OPTIONS)
+    models[side].compile(backend=broken)
+    target = hf_ssd.enable(models["target"])
+    for _ in range(2):
+        output = target.generate(
+            **padded_batch(2),
+            **OPTIONS,
+            assistant_model=models["draft"],
+            ssd_config=IN_TURN,
+            return_dict_in_generate=True,
+        )
+        assert torch.equal(output.sequences, plain) and output.ssd_stats.draft_failure is None
+        assert output.ssd_stats.tokens_per_round > 1.5
+    assert len(said) == 1 and "no C++ compiler" in said[0]

@@ -1,0 +1,560 @@
+"""The command line as people use it: chats that go on, pairs of any kind, and refusals before work."""
+
+import dataclasses
+import io
+import json
+import logging
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import termios
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, MambaConfig, TextStreamer
+
+import hf_ssd
+from hf_ssd.cli import check, models, pair
+from hf_ssd.cli.chat import Chat, drafting
+from hf_ssd.cli.main import COMMANDS, build_parser, main
+from hf_ssd.cli.methods import Bench
+from hf_ssd.cli.verdict import Figures
+from hf_ssd.rounds import AHEAD, IN_TURN, RoundRecord
+from hf_ssd.stats import SSDStats
+
+from ..helpers.tiny import tiny_draft, tiny_model
+from ..helpers.vocabularies import TARGET, renamed_draft, tokenizer
+
+OTHER = [*reversed(TARGET)]  # the same tokens with other ids
+TEMPLATE = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def embedded():
+    target, draft = (
+        AutoModelForCausalLM.from_pretrained(pair.folder(name), dtype="float32") for name in ("target", "draft")
+    )
+    return hf_ssd.enable(target), draft, AutoTokenizer.from_pretrained(pair.folder("target"))
+
+
+@pytest.fixture
+def chat(embedded):
+    target, draft, its_tokenizer = embedded
+    args = SimpleNamespace(system=None, temperature=0.0, max_new_tokens=12)
+    with hf_ssd.launch_draft(draft, num_threads=1) as assistant:
+        yield Chat(args, target, assistant, its_tokenizer)
+
+
+def typed(monkeypatch, text: str | bytes) -> None:
+    raw = text if isinstance(text, bytes) else text.encode()
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(raw), encoding="utf-8"))
+
+
+@pytest.fixture
+def nothing_loads(monkeypatch):
+    """Fails a test in which weights are read or a worker is started."""
+
+    def refuse(*args, **kwargs):
+        pytest.fail("the models were loaded first")
+
+    monkeypatch.setattr(models.Model, "load", refuse)
+    monkeypatch.setattr(hf_ssd, "launch_draft", refuse)
+
+
+# ---------------------------------------------------------------- a chat goes on
+
+
+def windowed_chat(family: str) -> Chat:
+    """A chat whose target has windows of 6 tokens, and whose draft is in this process, so that it starts at once."""
+    its_tokenizer = tokenizer(TARGET)
+    its_tokenizer.chat_template = TEMPLATE
+    target = hf_ssd.enable(tiny_model(family, vocab_size=len(TARGET)))
+    args = SimpleNamespace(system=None, temperature=0.0, max_new_tokens=10)
+    return Chat(args, target, tiny_draft(family, vocab_size=len(TARGET)), its_tokenizer)
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma"])
+def test_a_chat_with_full_windows_goes_on_when_its_template_changes_an_old_answer(family):
+    chat = windowed_chat(family)
+    chat.answer("hello")
+    chat.messages[-1]["content"] = chat.messages[-1]["content"][:-2] + "..."
+    tokens = torch.tensor([chat.tokens_after("again")])
+    plain = chat.target.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=10, do_sample=False)
+    chat.answer("again")
+    answer = chat.tokenizer.decode(plain[0, tokens.shape[1] :], skip_special_tokens=True)
+    assert chat.messages[-1] == {"role": "assistant", "content": answer}
+    assert chat.cache.get_seq_length() == len(chat.cached) == plain.shape[1] - 1
+
+
+def test_ctrl_c_in_an_answer_keeps_the_answer_so_far_and_the_conversation(chat, monkeypatch, capsys):
+    chat.answer("import os\n")
+    before, shows = chat.text, TextStreamer.on_finalized_text
+
+    def interrupted(streamer, text, stream_end=False):
+        shows(streamer, text, stream_end)
+        if text and not stream_end:
+            signal.raise_signal(signal.SIGINT)
+
+    chat.args.max_new_tokens = 40
+    words = "class Reader:\n    def __init__(self, path):\n"
+    with monkeypatch.context() as patch:
+        patch.setattr(TextStreamer, "on_finalized_text", interrupted)
+        assert re.fullmatch(r"\[stopped after \d+ tokens\]", chat.answer(words))
+    said = chat.text.removeprefix(f"{before}{words}\n")
+    assert chat.text.startswith(before) and 0 < len(chat.tokenizer(said)["input_ids"]) < 40
+    assert capsys.readouterr().out.rstrip().endswith(said.rstrip())
+    chat.args.max_new_tokens = 12
+    whole = torch.tensor([chat.tokens_after("\n    def read(self):\n")])
+    plain = chat.target.generate(whole, attention_mask=torch.ones_like(whole), max_new_tokens=12, do_sample=False)
+    chat.answer("\n    def read(self):\n")
+    assert chat.text.endswith(chat.tokenizer.decode(plain[0, whole.shape[1] :], skip_special_tokens=True))
+
+
+def test_a_message_longer_than_the_positions_gets_a_sentence_and_the_chat_goes_on(monkeypatch, capsys):
+    typed(monkeypatch, "import os\n" + "word " * 3000 + "\nimport sys\n/quit\n")
+    assert main(["chat", "--max-new-tokens", "8", "--stats"]) == 0
+    output = capsys.readouterr().out
+    assert re.search(r"> The text has \d{4} tokens with this message, and the model has 2048 positions", output)
+    assert len(re.findall(r"\[8 tokens, ", output)) == 2
+
+
+def test_an_answer_ends_where_the_positions_end(chat):
+    length = len(chat.tokens_after("import os"))
+    words = "import os" + "\n\nimport os" * (
+        (2048 - length - 3) // (len(chat.tokens_after("import os\n\nimport os")) - length)
+    )
+    length = len(chat.tokens_after(words))
+    chat.args.max_new_tokens = 500
+    figures = chat.answer(words)
+    assert int(figures[1:].split()[0]) <= 2048 - length < 500
+
+
+def test_bytes_that_are_no_utf8_and_blank_lines(monkeypatch, capsys):
+    typed(monkeypatch, b"# na\xefve caf\xe9\n   \n\t\n\n/quit\n")
+    sent, answer = [], Chat.answer
+    monkeypatch.setattr(Chat, "answer", lambda chat, words: sent.append(words) or answer(chat, words))
+    assert main(["chat", "--max-new-tokens", "4"]) == 0
+    assert sent == ["# na\ufffdve caf\ufffd"]
+
+
+class Terminal:
+    """A chat on a terminal of its own."""
+
+    def __init__(self, *words: str):
+        self.ours, theirs = pty.openpty()
+        termios.tcsetwinsize(theirs, (24, 100))
+        streams = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
+        # The terminal is the controlling one, so that its Ctrl-C is a signal for the program.
+        command = ["setsid", "--ctty", sys.executable, "-m", "hf_ssd", "chat", *words]
+        environment = {**os.environ, "TERM": "xterm"}
+        self.process = subprocess.Popen(command, **streams, env=environment)
+        os.close(theirs)
+
+    def read_until(self, words: str, seconds: float = 90) -> str:
+        """Returns the output up to these words, or after so many seconds whatever came."""
+        seen, deadline = "", time.monotonic() + seconds
+        while words not in seen and time.monotonic() < deadline:
+            if select.select([self.ours], [], [], 1)[0]:
+                seen += os.read(self.ours, 4096).decode()
+        return seen
+
+    def type(self, keys: bytes) -> None:
+        os.write(self.ours, keys)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.process.kill()
+        self.process.wait()
+        os.close(self.ours)
+
+
+@pytest.mark.slow
+def test_a_line_can_be_edited(fresh_python):
+    """On a terminal "/hlp" with an "e" put in after two steps to the left is "/help"."""
+    with Terminal() as terminal:
+        assert "> " in terminal.read_until("> ")
+        terminal.type(b"/hlp\x1b[D\x1b[De\n")
+        assert "forgets the text so far" in terminal.read_until("Ctrl-C stops")
+        terminal.type(b"/quit\n")
+        assert terminal.process.wait(timeout=60) == 0
+
+
+@pytest.mark.slow
+def test_on_a_terminal_a_paste_is_one_message_and_ctrl_c_says_how_to_leave(fresh_python):
+    """Loading and waiting are seen there too. The prompt asks the terminal to mark pastes, as this one does."""
+    prompt, sign_of_life = "\x1b[?2004h> ", "...\r\x1b[K"
+    with Terminal("--max-new-tokens", "4", "--stats") as terminal:
+        begun = terminal.read_until(prompt)
+        assert "Loading weights" in begun and "on cpu in float32; draft: " in begun and begun.endswith(prompt)
+        terminal.type(b"\x1b[200~class A:\r    x = 1\r    y = 2\r\x1b[201~\r")
+        seen = terminal.read_until(prompt)
+        assert sign_of_life in seen and seen.count("[4 tokens, ") == 1, seen
+        terminal.type(b"/help\r")
+        assert "[4 tokens, " not in terminal.read_until(prompt)  # there was nothing more to answer
+        seen, hint = "", "Type /quit or press Ctrl-D to leave."
+        for _ in range(10):  # Python notices a Ctrl-C only once it waits for keys, a moment after the prompt
+            terminal.type(b"\x03")
+            seen += terminal.read_until(hint, seconds=5)
+            if hint in seen:
+                break
+        assert hint in seen
+        terminal.type(b'"""import os\rimport sys"""\r')
+        seen = ""
+        for _ in range(11):  # prompts after the hints first
+            seen += terminal.read_until(prompt, seconds=20)
+            if "[4 tokens, " in seen:
+                break
+        assert seen.count("[4 tokens, ") == 1, seen
+        terminal.type(b"\x04")
+        assert terminal.process.wait(timeout=60) == 0
+
+
+def test_lines_between_quotes_are_one_message(monkeypatch, capsys):
+    typed(monkeypatch, '"""\none\n\n/quit\n"""\n"""two"""\n"""\n"""\nthree\n"""four\nfive')
+    sent = []
+    monkeypatch.setattr(Chat, "answer", lambda chat, words: sent.append(words) or "[1 tokens]")
+    assert main(["chat"]) == 0
+    assert sent == ["one\n\n/quit", "two", "three", "four\nfive"]
+
+
+def test_bars_are_for_terminals(monkeypatch, capsys):
+    switched = []
+    monkeypatch.setattr("transformers.utils.logging.disable_progress_bar", lambda: switched.append("off"))
+    monkeypatch.setattr(models, "chosen", lambda args, **_: (_ for _ in ()).throw(ValueError("enough")))
+    assert main(["chat"]) == 2 and switched == ["off"]
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert main(["chat"]) == 2 and switched == ["off"]
+
+
+@pytest.mark.parametrize("place", ["tokenizing", "the cache", "the figures"])
+def test_ctrl_c_beside_the_call_stops_that_message_alone(place, monkeypatch, capsys):
+    stopped = []
+
+    def interrupted(function):
+        def once(*args, **kwargs):
+            if not stopped:
+                stopped.append(place)
+                signal.raise_signal(signal.SIGINT)
+            return function(*args, **kwargs)
+
+        return once
+
+    if place == "the figures":
+        monkeypatch.setattr("hf_ssd.cli.chat.drafting", interrupted(drafting))
+    else:
+        name = {"tokenizing": "tokens_after", "the cache": "_take_cache"}[place]
+        monkeypatch.setattr(Chat, name, interrupted(getattr(Chat, name)))
+    typed(monkeypatch, "import os\nimport sys\n/quit\n")
+    assert main(["chat", "--max-new-tokens", "4", "--stats"]) == 0
+    output = capsys.readouterr().out
+    assert stopped and output.count("[stopped]") == 1 and output.count("[4 tokens, ") == 1
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_ctrl_c_while_a_command_starts_ends_it_without_a_traceback(command, monkeypatch):
+    pytest.importorskip("fastapi")
+    monkeypatch.setattr(models, "chosen", lambda args, **_: signal.raise_signal(signal.SIGINT))
+    assert main([command] + ["--port", "0"] * (command == "serve")) == 130
+
+
+def test_a_call_that_fails_leaves_a_chat_that_goes_on(chat, monkeypatch):
+    chat.answer("import os\n")
+    generate = chat.target.generate
+
+    def fail(**options):
+        generate(**{**options, "max_new_tokens": 4})
+        raise ValueError("no more")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(chat.target, "generate", fail)
+        with pytest.raises(ValueError, match="no more"):
+            chat.answer("import sys\n")
+    assert chat.cache.get_seq_length() == len(chat.cached)
+    whole = torch.tensor([chat.tokens_after("import re\n")])
+    plain = chat.target.generate(whole, attention_mask=torch.ones_like(whole), max_new_tokens=12, do_sample=False)
+    chat.answer("import re\n")
+    assert chat.text.endswith(chat.tokenizer.decode(plain[0, whole.shape[1] :], skip_special_tokens=True))
+
+
+def test_characters_that_the_terminal_cannot_show_do_not_end_the_chat(monkeypatch):
+    shown = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", shown)
+    monkeypatch.setattr(Chat, "answer", lambda chat, words: print("caf\u00e9") or "[1 tokens]")
+    typed(monkeypatch, "one\ntwo\n/quit\n")
+    assert main(["chat"]) == 0
+    shown.flush()
+    assert shown.buffer.getvalue().count(b"caf?") == 2
+
+
+def test_a_warning_does_not_land_inside_the_text_that_is_streamed(chat, monkeypatch, capsys):
+    shows = TextStreamer.on_finalized_text
+
+    def warn(streamer, text, stream_end=False):
+        logging.getLogger("hf_ssd.planning.planner").warning("Give the draft a device of its own.")
+        shows(streamer, text, stream_end)
+
+    monkeypatch.setattr(TextStreamer, "on_finalized_text", warn)
+    monkeypatch.setattr(sys, "stderr", sys.stdout)  # as a terminal, which shows both
+    chat.answer("import os\n")
+    text, warnings = capsys.readouterr().out.split("Give the draft", 1)
+    assert text.strip() == chat.text.removeprefix("import os\n\n").strip() and "Give the draft" in warnings
+
+
+def test_stats_say_why_nothing_was_drafted(chat):
+    chat.args.max_new_tokens = 1
+    assert "decoded plainly: " in chat.answer("import os\n")
+    found = drafting(SSDStats(records=[], reason="a reason", draft_failure="it died"))
+    assert found == "decoded plainly: it died"
+
+
+@pytest.mark.parametrize(
+    "command, words, wrong",
+    [
+        ("chat", "--max-new-tokens --temperature --seed", ["0", "nan", "-1"]),
+        ("check", "--max-new-tokens --repeats --seconds", ["7", "0", "inf"]),
+        ("bench", "--batch-size --prompt-length --max-new-tokens --temperature", ["0", "0", "1", "-1"]),
+        ("bench", "--lookahead --budget --in-turn-lookaheads", ["65", "0", "0"]),
+        ("bench", "--assistant-tokens --repeats --pin", ["0", "0", "0 99999"]),
+        ("serve", "--lookahead --budget --max-tokens --threads --draft-threads", ["0", "-2", "0", "0", "-1"]),
+    ],
+)
+def test_numbers_that_an_option_cannot_have_are_refused_before_models_load(
+    command, words, wrong, nothing_loads, capsys
+):
+    for option, value in zip(words.split(), wrong, strict=True):
+        with pytest.raises(SystemExit, match="2"):
+            main([command, option, *value.split()])
+        said = capsys.readouterr().err
+        assert f"hf-ssd {command}: error: argument {option}: must" in said or f"argument {option}: this program" in said
+
+
+def test_every_option_with_a_number_has_limits():
+    commands = build_parser()._subparsers._group_actions[0].choices
+    actions = [action for command in commands.values() for action in command._actions]
+    assert {action.dest for action in actions if action.type in (int, float)} == {"port"}  # which is tried
+
+
+@pytest.mark.parametrize(
+    "words, sentence",
+    [
+        (["chat", "--system", "Be brief."], "--system needs a chat template"),
+        (["bench", "--output", "{file}"], "Nothing can be written to "),
+        (["bench", "--trace", "{file}/trace.json"], "Nothing can be written to "),
+        (["bench", "{mamba}", "{mamba}"], "recurrent layers alone"),
+    ],
+)
+def test_commands_that_cannot_work_are_refused_before_models_load(words, sentence, nothing_loads, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    MambaConfig(num_hidden_layers=1).save_pretrained(tmp_path / "mamba")
+    places = {name: tmp_path / name for name in ("file", "mamba")}
+    assert main([word.format(**places) for word in words]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"hf-ssd {words[0]}: ") and sentence in said
+
+
+def test_a_draft_that_is_not_there_is_refused_before_the_target_loads(tmp_path, nothing_loads, capsys):
+    tiny_model().save_pretrained(tmp_path / "target")
+    tokenizer(TARGET).save_pretrained(tmp_path / "target")
+    assert main(["chat", str(tmp_path / "target"), str(tmp_path / "nowhere")]) == 2
+    assert "There is no folder" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- a check ends in time, and says one thing
+
+
+def figures(**changes) -> Figures:
+    usual = {
+        "acceptance": 0.43, "hit_rate": 0.0, "tokens_per_round": 1.0, "verify_seconds": 0.010, "step_seconds": 0.002,
+        "two_tokens_seconds": 0.004, "contention": 1.0, "plan": "plain decoding", "drafts": False, "predicted": 162.0,
+        "speed": 162.0, "plain": 100.0, "assisted": 120.0, "over_plain": 1.62, "over_assisted": 1.35,
+        "assistant_tokens": 3, "shares_memory": True, "load": 0.0,
+    }  # fmt: skip
+    return Figures(**{**usual, **changes})
+
+
+def test_a_run_that_decoded_plainly_has_no_ratio_to_plain_decoding_and_no_rate_of_its_rounds():
+    words = figures().in_words()
+    assert "1.62" not in words and "0.00" not in words and "decoded plainly" in words
+    assert "0.43 of the drafted tokens" in words
+    assert "no token was drafted" in figures(acceptance=None).in_words()
+
+
+def test_a_draft_that_is_too_large_is_the_reason_also_on_a_busy_machine():
+    found = figures(drafts=True, over_plain=0.8, two_tokens_seconds=0.03, load=2.0, acceptance=0.8)
+    assert found.verdict().startswith("no: the draft needs 3.0 verifications for two tokens")
+    assert "the machine is busy" in figures(drafts=True, over_plain=0.8, load=2.0, acceptance=0.8).verdict()
+
+
+class Clock:
+    """A clock that only calls move: by `seconds` for a prompt, and as much for each token."""
+
+    def __init__(self, monkeypatch, seconds: float):
+        self.now, self.seconds, self.calls, self.run = 0.0, seconds, [], Bench.run
+        clock = SimpleNamespace(perf_counter=lambda: self.now)
+        for module in ("check", "schedule", "methods"):
+            monkeypatch.setattr(f"hf_ssd.cli.{module}.time", clock)
+        monkeypatch.setattr(Bench, "run", lambda bench, method, turn: self.timed(bench, method, turn))
+
+    def timed(self, bench, method, turn):
+        limit, before = bench.options.pop("max_time", None), self.now  # the real clock of transformers
+        found = self.run(bench, method, turn)
+        took = self.seconds * (found.tokens if limit is None else max(1, min(found.tokens, limit / self.seconds)))
+        self.now = before + took
+        name = "SSD" if found.stats else "assisted" if "assistant_model" in method.options else "plain"
+        self.calls.append((name, bench.options["max_new_tokens"], limit, took))
+        return dataclasses.replace(found, prefill=self.seconds, seconds=took)
+
+
+@pytest.mark.parametrize(
+    "seconds, tokens, turns",
+    [pytest.param(0.01, 64, 5, marks=pytest.mark.slow), (0.15, 24, 3), (0.4, 12, 3), (0.9, 12, 1)],
+)
+def test_a_check_measures_within_its_seconds_what_fits(monkeypatch, capsys, seconds, tokens, turns):
+    """The quickest pair is measured whole, and of slower pairs shorter answers, until there is plain and SSD alone."""
+    clock = Clock(monkeypatch, seconds)
+    code = main(["check", "--json"])
+    output = capsys.readouterr()
+    found = json.loads(output.out)
+    assert code in (0, 1) and found["verdict"] and found["not_measured"] is None and clock.now <= 61
+    assert [name for name, *_ in clock.calls[:2]] == ["plain", "SSD"]
+    assert all(limit is None for _, _, limit, _ in clock.calls[:2]) and all(limit for _, _, limit, _ in clock.calls[2:])
+    assert all(tokens <= asked <= 64 for _, asked, _, _ in clock.calls[2:])
+    names = [name for name, *_ in clock.calls]
+    assert names.count("plain") == 1 + turns and found["skipped"] == (seconds >= 0.4) == ("assisted" not in names)
+    assert ("a check of this pair takes about" in output.err) == (tokens < 64) and "loading both models" in output.err
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_pair_too_slow_for_the_seconds_is_not_measured_and_the_seconds_that_it_needs_suffice(
+    as_json, monkeypatch, capsys
+):
+    """The first answers of the pair take longer than all seconds, and are waited for."""
+    words, clock = ["check", "--repeats", "3", "--max-new-tokens", "16"], Clock(monkeypatch, 4.0)
+    assert main([*words, *["--json"] * as_json]) == 3
+    output = capsys.readouterr()
+    said = json.loads(output.out)["not_measured"] if as_json else output.err
+    found = re.search(r"a check of this pair takes about (\d+) min: --seconds (\d+)", said)
+    assert len(clock.calls) == 2 and "programs for each core" in said
+    if as_json:
+        assert list(json.loads(output.out)) == check.KEYS
+        return
+    assert abs(int(found[2]) / 60 - int(found[1])) <= 1
+    Clock(monkeypatch, 4.0)
+    assert main([*words, "--json", "--seconds", found[2]]) in (0, 1)
+    found = json.loads(capsys.readouterr().out)
+    assert not found["skipped"] and found["verdict"] and list(found) == check.KEYS
+
+
+def test_a_check_asks_mixed_questions_of_a_model_with_a_chat_template_and_lets_answers_end(monkeypatch):
+    chats, texts = (check.prompts_for(SimpleNamespace(chat_template=of)) for of in (TEMPLATE, None))
+    assert len(chats) == 3 and all(word in text for word, text in zip(("class", "Explain", "Summarize"), chats))
+    assert texts == check.prompts_for(None) == check.PROMPTS
+    seen = []
+    monkeypatch.setattr(Bench, "run", lambda bench, method, turn: seen.append(bench.options) or sys.exit())
+    with pytest.raises(SystemExit):
+        main(["check"])
+    assert "min_new_tokens" not in seen[0]
+
+
+@pytest.mark.parametrize("command", ["check", "bench"])
+def test_answers_that_end_with_their_first_token_have_no_speed(command, monkeypatch, capsys):
+    """A slow plain call comes no further within its time, and an answer may end at once."""
+    run, changed = Bench.run, []
+
+    def short(bench, method, turn):
+        found = run(bench, method, turn)
+        if not method.options:
+            changed.append(turn)
+            return dataclasses.replace(found, tokens=found.first)
+        return found
+
+    monkeypatch.setattr(Bench, "run", short)
+    words = {"check": [], "bench": ["--in-turn-lookaheads", "3", "--assistant-tokens", "3", "--one-table"]}
+    code = main([command, "--repeats", "1", "--max-new-tokens", "8", *words[command]])
+    assert code == {"check": 3, "bench": 2}[command]
+    assert changed and "end with their first tokens, so no speed is known" in capsys.readouterr().err
+
+
+def test_the_plan_of_a_check_is_that_of_most_rounds_whatever_was_planned_last(monkeypatch, capsys):
+    """The last plan may be a probe of another mode, which has another reason."""
+    conclude = check.conclude
+
+    def probing(methods, first, planner, *rest):
+        planner.reason = "probe: drafting in turn at acceptance 0.5"
+        return conclude(methods, first, planner, *rest)
+
+    monkeypatch.setattr(check, "conclude", probing)
+    main(["check", "--json", "--repeats", "1", "--max-new-tokens", "16"])
+    found = json.loads(capsys.readouterr().out)
+    assert "probe: drafting in turn at acceptance" not in found["plan"]
+    plainly = ("not drafting:", "decoded plainly", "the pair is not known yet: decoded plainly")
+    assert found["drafts"] != found["plan"].startswith(plainly) or "n-grams" in found["plan"]  # in plain rounds
+
+
+def test_acceptance_is_one_figure_of_all_tokens_that_were_drafted():
+    def run(*rounds):
+        records = [RoundRecord(sources=["primary"], lookahead=k, accepted=[n]) for k, n in rounds]
+        return SimpleNamespace(stats=SSDStats(records=records))
+
+    assert check.acceptance_of([run((4, 4), (4, 0)), run((0, 0), (0, 0))]) == 4 / 5
+    assert check.acceptance_of([run((0, 0))]) is None
+
+
+# ---------------------------------------------------------------- different tokenizers
+
+
+@pytest.fixture(scope="module")
+def different(tmp_path_factory):
+    """A target and a draft that always agrees with it and has other ids, each with its tokenizer, in two folders."""
+    place = tmp_path_factory.mktemp("different")
+    pairs = {
+        "target": (tiny_model(vocab_size=len(TARGET)), TARGET),
+        "draft": (renamed_draft(OTHER, disagreement=0.0), OTHER),
+    }
+    for name, (model, tokens) in pairs.items():
+        model.save_pretrained(place / name)
+        tokenizer(tokens).save_pretrained(place / name)
+    return [str(place / "target"), str(place / "draft")]
+
+
+def test_check_measures_a_pair_with_different_tokenizers(different, capsys):
+    code = main(["check", *different, "--json", "--repeats", "1", "--max-new-tokens", "24"])
+    found = json.loads(capsys.readouterr().out)
+    assert code in (0, 1) and found["verdict"].startswith(("yes: ", "no: ")), found
+    assert found["acceptance"] > 0.9, found  # some rounds are drafted in any case, to know the pair
+
+
+def test_bench_measures_a_pair_with_different_tokenizers(different, capsys):
+    words = ["--max-new-tokens", "12", "--repeats", "1", "--assistant-tokens", "3", "--in-turn-lookaheads", "3"]
+    assert main(["bench", *different, *words, "--one-table"]) == 0
+    output = capsys.readouterr().out
+    assert "SSD over plain generate" in output and "NO" not in output
+
+
+def test_a_chat_with_a_pair_of_different_tokenizers(different, monkeypatch, capsys):
+    typed(monkeypatch, "hello\n/quit\n")
+    seen, says = [], drafting
+    monkeypatch.setattr("hf_ssd.cli.chat.drafting", lambda stats: seen.append(stats) or says(stats))
+    assert main(["chat", *different, "--max-new-tokens", "60", "--stats"]) == 0
+    found = re.search(r"\[60 tokens, .* hit rate [\d.]+, acceptance ([\d.]+)\]", capsys.readouterr().out)
+    assert float(found[1]) > 0.9
+    assert {record.mode for record in seen[0].records if record.lookahead} & {IN_TURN, AHEAD}
+
+
+def test_a_server_gets_the_tokenizer_of_a_draft_that_has_its_own(different, monkeypatch, capsys):
+    pytest.importorskip("fastapi")
+    from hf_ssd.serving.server import Server
+
+    seen = []
+    monkeypatch.setattr(hf_ssd, "enable", lambda model, *_, assistant_tokenizer, **__: seen.append(assistant_tokenizer))
+    monkeypatch.setattr(Server, "run", lambda server: None)
+    assert main(["serve", *different, "--port", "0"]) == 0
+    assert [len(one) for one in seen] == [len(OTHER)]

@@ -1,0 +1,396 @@
+"""Models that keep a recurrent state between layers with attention: whole calls are those of plain generate()."""
+
+import contextlib
+import dataclasses
+import itertools
+import threading
+
+import pytest
+import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
+
+import hf_ssd
+from hf_ssd.cache import recurrent
+from hf_ssd.cache.cache_name import CACHE
+from hf_ssd.cache.recurrent_draft import RecurrentDraft
+from hf_ssd.cache.trial import check_supported
+from hf_ssd.drafting import recurrent_prefix
+from hf_ssd.planning.cost_model import CostModel
+from hf_ssd.planning.planner import Planner
+from hf_ssd.rounds import AHEAD, IN_TURN, RoundRecord
+
+from ..helpers.families import HYBRIDS, likely_draft, sharp_model, tiny_config
+from ..helpers.preparing import preparing
+from ..helpers.tiny import padded_batch, tiny_draft, tiny_model
+from .test_turns import differences
+
+QUICK = ("qwen3_next", "bamba", "lfm2", "falcon_h1")
+GREEDY = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+GREEDY |= {"return_dict_in_generate": True, "output_logits": True}
+PAIRS = {}
+
+
+def pair_of(family):
+    if family not in PAIRS:
+        target = hf_ssd.enable(sharp_model(tiny_config(family)))
+        PAIRS[family] = target, likely_draft(target)
+    return PAIRS[family]
+
+
+class Knows:
+    """Proposes what plain generation goes on with, but every fourth token is another one."""
+
+    def __init__(self, plain, attention_mask):
+        padding = (attention_mask == 0).sum(1).tolist()
+        self.texts = [row[skipped:].tolist() for row, skipped in zip(plain, padding)]
+
+    def propose(self, input_ids, lookahead):
+        known = input_ids[0].tolist()
+        text = next((text for text in self.texts if text[: len(known)] == known), known)
+        stop = len(known) + lookahead
+        tokens = [
+            token if place % 4 else (token + 1) % 97 for place, token in enumerate(text[len(known) : stop], len(known))
+        ]
+        return torch.tensor(tokens, dtype=torch.long), None
+
+
+@pytest.fixture
+def short_refeeds(monkeypatch):
+    monkeypatch.setattr(recurrent, "WORTH_A_PASS", 6)
+
+
+def in_turn(draft, lookahead=4, **settings):
+    return {
+        "assistant_model": draft,
+        "ssd_config": hf_ssd.SSDConfig(lookahead=lookahead, budget=8, asynchronous=False, **settings),
+    }
+
+
+def check_greedy(family, rows, lookaheads):
+    target, draft = pair_of(family)
+    inputs = padded_batch(rows)
+    plain = target.generate(**inputs, **GREEDY)
+    knows = Knows(plain.sequences, inputs["attention_mask"])
+    assert len(set(plain.sequences[:, 9:].flatten().tolist())) > 4
+    for lookahead in lookaheads:
+        with preparing(
+            lambda plan, _: dataclasses.replace(plan, mode=AHEAD, budget=1)
+        ):  # for few hits, so `knows` is asked
+            output = target.generate(**inputs, **GREEDY, **in_turn(draft, lookahead, fallback=knows))
+        assert torch.equal(output.sequences, plain.sequences)
+        assert output.ssd_stats.draft_failure is None and 1.3 < output.ssd_stats.tokens_per_round < lookahead + 1
+        for ours, theirs in zip(output.logits, plain.logits, strict=True):
+            assert (ours - theirs).abs().max() <= 1e-4 * theirs.abs().max()
+        check_cache(output[CACHE], plain[CACHE])
+
+
+def check_cache(ours, theirs):
+    assert ours.get_seq_length() == theirs.get_seq_length()
+    for one, other in zip(ours.layers, theirs.layers, strict=True):
+        for name in ("conv_states", "recurrent_states"):
+            for index, state in getattr(other, name, {}).items():
+                if state is not None:
+                    assert (getattr(one, name)[index] - state).abs().max() <= 1e-4 * state.abs().max()
+
+
+@pytest.mark.parametrize("family", QUICK)
+def test_greedy_tokens_are_those_of_plain_generate(family, short_refeeds):
+    check_greedy(family, rows=3, lookaheads=[4])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_every_family_with_every_lookahead(family, rows):
+    check_greedy(family, rows, lookaheads=[1, 4, 7])
+
+
+# ---------------------------------------------------------------- hybrid drafts
+
+
+def check_hybrid_draft(target, draft, rows, lookaheads, least, **options):
+    """Greedy tokens are plain's, drafted in turn and ahead; returns the hit rate of the last call."""
+    inputs = padded_batch(rows)
+    plain = target.generate(**inputs, **GREEDY)
+    assert len(set(plain.sequences[:, 9:].flatten().tolist())) > 4
+    for lookahead in lookaheads:
+        for prepares in (False, True):
+            with preparing() if prepares else contextlib.nullcontext():
+                output = target.generate(**inputs, **GREEDY, **in_turn(draft, lookahead, **options))
+            stats = output.ssd_stats
+            assert torch.equal(output.sequences, plain.sequences)
+            assert stats.draft_failure is None and (stats.hit_rate > 0) == prepares
+            assert set(stats.column("mode")) == {AHEAD if prepares else "in_turn"}
+            assert stats.tokens_per_round > least(lookahead)
+    return stats.hit_rate
+
+
+@pytest.mark.parametrize("family", QUICK)
+def test_a_hybrid_drafts_for_itself_and_is_always_right(family, short_refeeds):
+    """A wrong state of the draft, or a copy of the wrong columns, would lose acceptance."""
+    config = tiny_config(family)
+    target, draft = hf_ssd.enable(sharp_model(config)), sharp_model(config)
+    assert check_hybrid_draft(target, draft, 3, [4], least=lambda lookahead: 4.8) > 0.7
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [family for family in HYBRIDS if family != "kimi_linear"])  # it takes minutes
+def test_every_family_drafts_with_every_lookahead(family):
+    config = tiny_config(family)
+    target, same, other = hf_ssd.enable(sharp_model(config)), sharp_model(config), sharp_model(config, 0.004)
+    check_hybrid_draft(target, same, 3, [1, 4, 7], least=lambda lookahead: 0.9 * (lookahead + 1))
+    check_hybrid_draft(target, other, 1, [4], least=lambda lookahead: 1.02)
+    sampled_like_the_oracle(target, other, 3)
+
+
+def sampled_like_the_oracle(target, draft, rows):
+    """Sampled tokens do not depend on whether the draft prepared them."""
+    outputs, options = [], {"max_new_tokens": 30, "do_sample": True, "temperature": 0.7, "top_k": 0}
+    for context in (preparing(), contextlib.nullcontext()):
+        torch.manual_seed(11)
+        with context:
+            outputs.append(
+                target.generate(**padded_batch(rows), **options, return_dict_in_generate=True, **in_turn(draft))
+            )
+    assert torch.equal(outputs[0].sequences, outputs[1].sequences)
+    assert outputs[0].ssd_stats.hit_rate > 0 and outputs[0].ssd_stats.tokens_per_round > 1.1
+
+
+def test_sampled_tokens_with_a_hybrid_draft_are_those_of_the_oracle(short_refeeds):
+    config = tiny_config("qwen3_next")
+    sampled_like_the_oracle(hf_ssd.enable(sharp_model(config)), sharp_model(config, 0.004), 3)
+
+
+@pytest.mark.parametrize("fallback", ["primary", pytest.param("ngram", marks=pytest.mark.slow)])
+def test_a_hybrid_drafts_for_a_target_with_attention(target, fallback):
+    """And a row that ends, a fallback and a penalty."""
+    hybrid = sharp_model(tiny_config("qwen3_next"))
+    inputs = padded_batch(3)
+    plain = target.generate(**inputs, **GREEDY)
+    options = {**GREEDY, "eos_token_id": [int(plain.sequences[0, 14]), int(plain.sequences[2, 16])]}
+    options |= {"repetition_penalty": 1.1, "max_new_tokens": 12}
+    expected = target.generate(**inputs, **options).sequences
+    with preparing():
+        output = target.generate(**inputs, **options, **in_turn(hybrid, fallback=fallback))
+    assert torch.equal(output.sequences, expected) and output.ssd_stats.draft_failure is None
+    assert set(output.ssd_stats.column("mode")) == {AHEAD}
+
+
+@pytest.mark.slow
+def test_a_branch_that_is_cut_short_goes_on_from_its_states(short_refeeds):
+    config, inputs = tiny_config("bamba"), padded_batch(2)
+    target, draft = hf_ssd.enable(sharp_model(config)), sharp_model(config)
+    plain, looks = target.generate(**inputs, **GREEDY), itertools.count()
+    with preparing(outcome_arrived=lambda: next(looks) % 4 == 3) as hits:
+        output = target.generate(**inputs, **GREEDY, **in_turn(draft))
+    assert torch.equal(output.sequences, plain.sequences) and output.ssd_stats.tokens_per_round > 4.8
+    assert any(hits) and {record.grown for record in output.ssd_stats.records} & {1, 2, 3}
+
+
+def test_the_budget_of_a_hybrid_draft_is_bounded_by_its_memory(short_refeeds, monkeypatch):
+    """A fixed budget in the draft, and an automatic one by the plan, which says so."""
+    config, inputs = tiny_config("lfm2"), padded_batch(2)
+    target, draft = hf_ssd.enable(sharp_model(config)), sharp_model(config)
+    monkeypatch.setattr(RecurrentDraft, "bytes_of_a_row", 100)
+    monkeypatch.setattr(recurrent_prefix.devices, "free_memory", lambda device: 2 * 2 * 100 * 9)
+    with preparing() as hits:
+        output = target.generate(**inputs, **GREEDY, **in_turn(draft))
+    assert any(hits) and {(record.budget, record.states) for record in output.ssd_stats.records} == {(2, 9)}
+
+    planner = Planner(hf_ssd.SSDConfig(), 2, 97, sampled=False)
+    planner.durations.step[IN_TURN].observe(1, 1e-4)
+    planner.durations.branches.observe(8, 1e-4)
+    now, seconds = RoundRecord(AHEAD, 2, 2, ["prepared"] * 2, accepted=[2, 2], states=9), {"verify_seconds": 0.1}
+    for _ in range(9):
+        planner.observe(now, dataclasses.replace(now, **seconds))
+    assert planner.costs.largest_budget(4) == 2 and planner.plan.mode == AHEAD
+    assert planner.plan.budget <= planner.costs.largest_budget(planner.plan.lookahead)
+    assert "room for 9 recurrent states of a row" in planner.reason
+
+
+# ---------------------------------------------------------------- a worker
+
+
+def test_a_worker_drafts_ahead_for_a_hybrid_target(short_refeeds):
+    config = tiny_config("qwen3_next")
+    target, draft = hf_ssd.enable(sharp_model(config)), sharp_model(config, 0.004)
+    inputs = padded_batch(3)
+    plain = target.generate(**inputs, **GREEDY)
+    with hf_ssd.launch_draft(draft, num_threads=1) as assistant:
+        config = hf_ssd.SSDConfig(lookahead=4, budget=20)
+        output = target.generate(**inputs, **GREEDY, assistant_model=assistant, ssd_config=config)
+        assert torch.equal(output.sequences, plain.sequences)
+        assert output.ssd_stats.draft_failure is None and output.ssd_stats.hit_rate > 0
+
+        sampled = []
+        for model, asynchronous in ((assistant, True), (draft, False)):
+            torch.manual_seed(11)
+            options = {"max_new_tokens": 30, "do_sample": True, "temperature": 0.7, "return_dict_in_generate": True}
+            config = hf_ssd.SSDConfig(lookahead=4, budget=20, asynchronous=asynchronous)
+            sampled.append(target.generate(**inputs, **options, assistant_model=model, ssd_config=config))
+    assert torch.equal(sampled[0].sequences, sampled[1].sequences)
+    assert sampled[0].ssd_stats.column("accepted") == sampled[1].ssd_stats.column("accepted")
+    assert sampled[0].ssd_stats.tokens_per_round > 1.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["eos", "string"])
+@pytest.mark.parametrize("family", QUICK[:3])
+def test_later_turns_are_those_of_plain_generation(family, kind, tokenizer, short_refeeds):
+    target, draft = pair_of(family)
+    plain = target.generate(**padded_batch(4), max_new_tokens=30, do_sample=False, eos_token_id=None)
+    tokens = [int(plain[0, 9 + 3]), int(plain[1, 9 + 8]), int(plain[2, 9 + 12])]
+    options = {"eos_token_id": tokens, "max_new_tokens": 20, "pad_token_id": 0}
+    if kind == "string":
+        strings = tokenizer.convert_ids_to_tokens([token for token in tokens if token > 1])
+        options |= {"stop_strings": strings, "tokenizer": tokenizer, "eos_token_id": tokens[:1]}
+    assert not differences(target, draft, options, mask_of_pads=True, padded=True)
+
+
+def test_a_call_that_ends_before_what_some_rows_have(short_refeeds):
+    """The criterion looks at the whole batch, and the returned cache ends where it stops it."""
+    target, draft = pair_of("qwen3_next")
+
+    def long_enough(input_ids, scores):
+        return torch.full((len(input_ids),), input_ids.shape[1] >= 9 + 17, dtype=torch.bool)
+
+    options = {**padded_batch(3), **GREEDY, "stopping_criteria": [long_enough]}
+    plain = target.generate(**options)
+    output = target.generate(**options, **in_turn(draft, 7))
+    assert torch.equal(output.sequences, plain.sequences) and plain.sequences.shape[1] == 9 + 17
+    check_cache(output[CACHE], plain[CACHE])
+
+
+def test_streaming_scores_and_several_sequences(short_refeeds):
+    target, draft = pair_of("bamba")
+    inputs, options = padded_batch(1), {**GREEDY, "output_scores": True, "repetition_penalty": 1.2}
+    plain = target.generate(**inputs, **options)
+
+    class Streamer:
+        tokens = []
+
+        def put(self, value):
+            self.tokens += value.flatten().tolist()
+
+        def end(self):
+            pass
+
+    output = target.generate(**inputs, **options, **in_turn(draft), streamer=Streamer())
+    assert Streamer.tokens == plain.sequences[0].tolist() == output.sequences[0].tolist()
+    for ours, theirs in zip(output.scores, plain.scores, strict=True):
+        assert (ours - theirs).abs().max() <= 1e-4 * theirs.abs().max()
+
+    torch.manual_seed(5)
+    sampled = {"max_new_tokens": 20, "do_sample": True, "num_return_sequences": 3, "return_dict_in_generate": True}
+    output = target.generate(**padded_batch(2), **sampled, **in_turn(draft))
+    assert output.sequences.shape == (6, 29) and len(set(map(tuple, output.sequences.tolist()))) == 6
+    assert output.ssd_stats.tokens_per_round > 1.1
+
+
+def test_a_hybrid_target_is_drafted_for_by_a_plan(short_refeeds, monkeypatch):
+    """Automatic lookahead: the modes are those of a planned call, and the tokens those of plain generate()."""
+    monkeypatch.setattr(CostModel, "plain", lambda *_: 1e-9)  # drafting always pays
+    target, draft = pair_of("qwen3_next")
+    inputs, options = padded_batch(2), {**GREEDY, "max_new_tokens": 60}
+    plain = target.generate(**inputs, **options)
+    with preparing() as hits:
+        output = target.generate(
+            **inputs, **options, assistant_model=draft, ssd_config=hf_ssd.SSDConfig(asynchronous=False)
+        )
+    assert torch.equal(output.sequences, plain.sequences)
+    assert {"in_turn", "ahead"} & {record.mode for record in output.ssd_stats.records}
+    assert any(hits) and output.ssd_stats.tokens_per_round > 1.1
+
+
+# ---------------------------------------------------------------- refused
+
+
+def refusal(target, draft, **options):
+    with pytest.raises(ValueError) as error:
+        target.generate(**padded_batch(1), **GREEDY, **in_turn(draft), **options)
+    return str(error.value)
+
+
+def test_a_hybrid_that_is_to_draft_in_parallel_is_refused(target):
+    hybrid = sharp_model(tiny_config("qwen3_next"))
+    hybrid.config.pard_token = 3
+    with pytest.raises(ValueError, match="cannot forget the mask tokens of parallel drafting"):
+        target.generate(**padded_batch(1), **GREEDY, **in_turn(hybrid, drafter="parallel"))
+    output = target.generate(**padded_batch(1), **GREEDY, **in_turn(hybrid))
+    assert output.ssd_stats.draft_failure is None and "in_turn" in output.ssd_stats.column("mode")
+
+
+@pytest.mark.parametrize("family", ["recurrent_gemma", "jamba"])
+def test_a_family_whose_state_several_tokens_spoil_is_refused(family):
+    """recurrent_gemma keeps it elsewhere; Mamba-1 of Jamba begins anew where several tokens are fed."""
+    target = hf_ssd.enable(sharp_model(tiny_config(family)))
+    assert "keeps no recurrent state in its cache" in (message := refusal(target, tiny_draft())) or (
+        "other logits for several tokens behind its recurrent state" in message
+    )
+    with pytest.raises(ValueError, match="recurrent state"):
+        check_supported(target, drafts=True)
+
+
+def test_models_that_are_shared_by_ranks_or_use_flash_attention_are_refused(monkeypatch):
+    target, draft = pair_of("lfm2")
+    monkeypatch.setattr("hf_ssd.generation.checks.is_flash_attention", lambda model: model is target)
+    assert "recurrent layers, which is not supported" in refusal(target, draft)
+
+
+def test_a_compiled_hybrid_runs_uncompiled(short_refeeds):
+    target = sharp_model(tiny_config("lfm2"))
+    draft, inputs = likely_draft(target), padded_batch(2)
+    hf_ssd.enable(target)
+    plain = target.generate(**inputs, **GREEDY)
+    target.compile(backend="eager")
+    output = target.generate(**inputs, **GREEDY, **in_turn(draft))
+    assert torch.equal(output.sequences, plain.sequences)
+    assert not any(record.compiles for record in output.ssd_stats.records)
+    draft = sharp_model(tiny_config("lfm2"))
+    draft.load_state_dict(target.state_dict())
+    draft.compile(backend="eager")
+    with preparing() as hits:
+        output = target.generate(**inputs, **GREEDY, **in_turn(draft))
+    assert torch.equal(output.sequences, plain.sequences) and any(hits) and output.ssd_stats.tokens_per_round > 4.8
+
+
+def test_the_trial_notices_a_state_that_is_not_copied(monkeypatch):
+    """The mutant for the trial of a family."""
+
+    def shared(self, rows):
+        for (states, index), kept in zip(self.places(), self.kept):
+            states[index] = kept
+
+    monkeypatch.setattr(recurrent.RecurrentLayer, "copy_checkpoint", shared)
+    with pytest.raises(ValueError, match="several tokens behind its recurrent state"):
+        check_supported(sharp_model(tiny_config("qwen3_next")))
+    check_supported(tiny_model())
+
+
+@pytest.mark.parametrize("hooked", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_thread_that_uses_the_model_during_a_pass_meets_its_own_settings(hooked, short_refeeds):
+    """The bounds of Mamba-2's step sizes and its chunks differ in our passes, and belong to these alone."""
+    config = tiny_config("bamba")
+    config.time_step_limit = (0.0, 0.3)  # bounds that change logits
+    target = sharp_model(config)
+    draft, mamba = likely_draft(target), target.model.layers[0].mamba
+    if hooked:  # as accelerate does for a model on several devices
+        for module in (target, target.model, mamba):
+            add_hook_to_module(module, ModelHook())
+    hf_ssd.enable(target)
+    alone, in_thread, entered = target.generate(**padded_batch(1), **GREEDY), [], []
+    check_supported(target)
+
+    def generate_in_a_thread(module, inputs, _):
+        if entered or inputs[0].shape[1] == 9 or threading.current_thread() is not threading.main_thread():
+            return
+        entered.append(True)
+        thread = threading.Thread(target=lambda: in_thread.append(target.generate(**padded_batch(1), **GREEDY)))
+        thread.start()
+        thread.join()
+
+    with mamba.in_proj.register_forward_hook(generate_in_a_thread):
+        output = target.generate(**padded_batch(1), **GREEDY, **in_turn(draft))
+    assert torch.equal(output.sequences, alone.sequences) and output.ssd_stats.tokens_per_round > 1.1
+    for ours, theirs in zip(in_thread[0].logits, alone.logits, strict=True):
+        torch.testing.assert_close(ours, theirs)

@@ -1,0 +1,182 @@
+"""SmolLM2-135M-Instruct and Gemma 3 270M as people use them: chats, drafts of another family, and the commands."""
+
+import io
+import json
+import re
+import sys
+import time
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, set_seed
+
+import hf_ssd
+from hf_ssd.cli import doctor
+from hf_ssd.cli.main import main
+from hf_ssd.cli.verdict import BUSY
+
+from ..helpers.public_weights import real_models
+from ..helpers.servers import ServerProcess
+
+pytestmark = [pytest.mark.real, pytest.mark.slow]
+
+QUESTION = {"role": "user", "content": "Name three colours."}
+CHATS = {
+    "the template's system message": [QUESTION],
+    "a system message": [{"role": "system", "content": "You answer in French."}, QUESTION],
+    "several turns": [
+        QUESTION,
+        {"role": "assistant", "content": "Red, green and blue."},
+        {"role": "user", "content": "And three animals?"},
+    ],
+}
+IN_TURN = hf_ssd.SSDConfig(lookahead=4, asynchronous=False)
+SSD = hf_ssd.SSDConfig(lookahead=4, budget=8)
+
+
+@pytest.fixture(scope="module")
+def smollm(real_folders):
+    return hf_ssd.enable(AutoModelForCausalLM.from_pretrained(real_folders["smollm2"], dtype="float32"))
+
+
+@pytest.fixture(scope="module")
+def gemma(real_folders):
+    return hf_ssd.enable(AutoModelForCausalLM.from_pretrained(real_folders["gemma3"], dtype="float32"))
+
+
+@pytest.fixture(scope="module")
+def assistant(real_folders):
+    """SmolLM2 as its own draft, so that nearly every token is accepted and prepared for."""
+    with hf_ssd.launch_draft(real_folders["smollm2"], dtype="float32", num_threads=1) as assistant:
+        yield assistant
+
+
+def asked(tokenizer, messages):
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+
+
+@pytest.mark.parametrize("messages", CHATS.values(), ids=CHATS)
+def test_answers_of_a_chat_are_those_of_plain_generate(smollm, assistant, real_tokenizers, messages):
+    inputs, options = asked(real_tokenizers["smollm2"], messages), {"max_new_tokens": 16, "do_sample": False}
+    plain = smollm.generate(**inputs, **options)
+    output = smollm.generate(
+        **inputs, **options, assistant_model=assistant, ssd_config=SSD, return_dict_in_generate=True
+    )
+    assert torch.equal(output.sequences, plain)
+    stats = output.ssd_stats
+    assert stats.draft_failure is None and stats.hit_rate > 0.5 and stats.tokens_per_round > 3
+
+
+def test_a_batch_of_chats_with_padding_is_answered_as_by_plain_generate(smollm, assistant, real_tokenizers):
+    tokenizer = real_tokenizers["smollm2"]
+    texts = [tokenizer.apply_chat_template(of, add_generation_prompt=True, tokenize=False) for of in CHATS.values()]
+    inputs = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
+    options = {"max_new_tokens": 10, "do_sample": False}
+    plain = smollm.generate(**inputs, **options)
+    output = smollm.generate(
+        **inputs, **options, assistant_model=assistant, ssd_config=SSD, return_dict_in_generate=True
+    )
+    assert torch.equal(output.sequences, plain) and output.ssd_stats.tokens_per_round > 1.3
+
+
+def test_sampled_answers_speculate(smollm, assistant, real_tokenizers):
+    set_seed(0)
+    inputs = asked(real_tokenizers["smollm2"], [QUESTION])
+    options = {"max_new_tokens": 16, "do_sample": True, "temperature": 0.7}
+    output = smollm.generate(
+        **inputs, **options, assistant_model=assistant, ssd_config=SSD, return_dict_in_generate=True
+    )
+    assert output.ssd_stats.draft_failure is None and output.ssd_stats.tokens_per_round > 1.2
+
+
+CAPITALS = "The capital of France is Paris. The capital of Germany is Berlin. The capital of Italy is"
+
+
+def test_smollm_drafts_for_gemma_with_its_own_tokenizer(smollm, gemma, real_tokenizers):
+    tokenizer, other = real_tokenizers["gemma3"], real_tokenizers["smollm2"]
+    inputs, options = tokenizer(CAPITALS, return_tensors="pt"), {"max_new_tokens": 10, "do_sample": False}
+    plain = gemma.generate(**inputs, **options)
+    output = gemma.generate(
+        **inputs, **options, tokenizer=tokenizer, assistant_tokenizer=other, assistant_model=smollm,
+        ssd_config=IN_TURN, return_dict_in_generate=True,
+    )  # fmt: skip
+    assert torch.equal(output.sequences, plain)
+    assert output.ssd_stats.tokens_per_round > 1.5
+
+
+def test_a_model_as_it_comes_from_a_gguf_file_is_target_and_draft(smollm, real_cache, real_tokenizers):
+    file = real_models.gguf_file("smollm2", real_cache)
+    read = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype="float32")
+    state = smollm.state_dict()
+    assert all(torch.equal(weight, state[name]) for name, weight in read.state_dict().items())
+    inputs, options = asked(real_tokenizers["smollm2"], [QUESTION]), {"max_new_tokens": 10, "do_sample": False}
+    options["return_dict_in_generate"] = True
+    plain = smollm.generate(**inputs, **options).sequences
+    with hf_ssd.launch_draft(read, num_threads=1) as assistant:
+        drafted = smollm.generate(**inputs, **options, assistant_model=assistant, ssd_config=SSD)
+    verified = hf_ssd.enable(read).generate(**inputs, **options, assistant_model=smollm, ssd_config=IN_TURN)
+    for output in (drafted, verified):
+        assert torch.equal(output.sequences, plain) and output.ssd_stats.draft_failure is None
+        assert output.ssd_stats.acceptance_rate == 1
+    assert drafted.ssd_stats.hit_rate > 0.5
+
+
+# ---------------------------------------------------------------- the commands
+
+
+def test_check_measures_the_pair(real_folders, tmp_path, capsys):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": QUESTION["content"]}) + "\n")
+    words = "--json --seconds 120 --max-new-tokens 12 --repeats 1 --prompts"
+    assert (
+        main(["check", str(real_folders["smollm2"]), str(real_folders["smollm2"]), *words.split(), str(prompts)]) == 1
+    )
+    found = json.loads(capsys.readouterr().out)
+    assert found["acceptance"] > 0.9 and found["failure"] is None and found["verdict"].startswith("no: ")
+    assert found["target"]["parameters"] == 134_515_008
+
+
+def test_check_of_a_large_pair_gives_a_verdict_in_its_seconds(real_cache, capsys):
+    """A machine that other programs keep busy may be too slow for that, and is then told how long it takes."""
+    names = ("qwen-coder-1.5b", "qwen-coder-0.5b")
+    missing = [package for name in names for package in real_models.missing_packages(name)]
+    if missing and not all((real_cache / name).exists() for name in names):
+        pytest.skip(f"examples/real_models.py says how to get {', '.join(missing)}")
+    folders = [real_models.model_folder(name, real_cache) for name in names]
+    start = time.monotonic()
+    code, load = main(["check", *map(str, folders), "--json"]), doctor.load()
+    found = json.loads(capsys.readouterr().out)
+    if load > BUSY and code == 3:
+        assert re.search(r"takes about \d+ min: --seconds \d+", found["not_measured"])
+        return
+    assert code in (0, 1) and found["failure"] is None and found["acceptance"] > 0.4, found
+    assert found["draft"]["parameters"] == 630_167_424 and time.monotonic() - start < 300
+
+
+def test_a_chat_goes_on_for_several_turns(smollm, real_folders, real_tokenizers, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{QUESTION['content']}\nAnd three animals?\n/quit\n"))
+    words = "--max-new-tokens 12 --system".split()
+    assert main(["chat", str(real_folders["smollm2"]), str(real_folders["smollm2"]), *words, "You are terse."]) == 0
+    printed, messages = capsys.readouterr().out, [{"role": "system", "content": "You are terse."}]
+    for words in (QUESTION["content"], "And three animals?"):
+        messages.append({"role": "user", "content": words})
+        inputs = asked(real_tokenizers["smollm2"], messages)
+        ids = smollm.generate(**inputs, max_new_tokens=12, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+        messages.append(
+            {"role": "assistant", "content": real_tokenizers["smollm2"].decode(ids, skip_special_tokens=True)}
+        )
+        assert messages[-1]["content"].strip() in printed
+
+
+def test_a_server_answers_a_chat(smollm, real_folders, real_tokenizers):
+    inputs = asked(real_tokenizers["smollm2"], [QUESTION])
+    ids = smollm.generate(**inputs, max_new_tokens=12, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    server = ServerProcess(
+        str(real_folders["smollm2"]), "--lookahead", "3", "--budget", "6", draft=real_folders["smollm2"]
+    )
+    try:
+        answer = server.chat(QUESTION["content"], 12).choices[0].message.content
+        assert answer == real_tokenizers["smollm2"].decode(ids, skip_special_tokens=True)
+        assert server.figures()["accepted_total"] > 0 and server.draft_state == "ready"
+    finally:
+        server.stop()

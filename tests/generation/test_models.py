@@ -1,0 +1,371 @@
+"""Models that differ from the usual ones: their tokens are those of plain generate(), or one sentence says why."""
+
+import functools
+import importlib
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from peft import LoraConfig
+from transformers import (
+    AutoConfig,
+    GenerationMixin,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoConfig,
+    GraniteConfig,
+    GraniteSpeechConfig,
+    GraniteSpeechForConditionalGeneration,
+    LlamaForCausalLM,
+)
+
+import hf_ssd
+from hf_ssd.cache import trial
+from hf_ssd.cache.cache_name import CACHE
+from hf_ssd.cache.support import check_own_decoding, last_position_limit
+from hf_ssd.cache.trial import check_supported
+from hf_ssd.cli.main import main
+from hf_ssd.generation import draft as draft_of_a_call
+
+from ..helpers.families import sharp_model, tiny_config
+from ..helpers.tiny import FAMILIES, SIZES, padded_batch, tiny_draft, tiny_model
+
+GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+ENDS = {"bos_token_id": None, "eos_token_id": None}
+CUSTOM_GENERATE = Path(__file__).parents[2] / "custom_generate"
+IN_TURN = hf_ssd.SSDConfig(lookahead=3, asynchronous=False)
+
+
+def gpt_neo(window):
+    sizes = {"hidden_size": 32, "num_heads": 4, "num_layers": 2, "vocab_size": 97}
+    kinds = {"attention_types": [[["global", "local"], 1]], "window_size": window}
+    return sharp_model(GPTNeoConfig(**sizes, **kinds, max_position_embeddings=1024, eos_token_id=None))
+
+
+@pytest.mark.parametrize("window", [8, 256])  # that a short text exceeds, and that of the public models
+def test_a_model_that_counts_its_window_from_the_end_of_the_cache_is_refused(window):
+    target, draft = hf_ssd.enable(gpt_neo(window)), gpt_neo(window)
+    ids = torch.randint(2, 97, (2, 4), generator=torch.Generator().manual_seed(0))
+    options = {"max_new_tokens": 30, "do_sample": False, "pad_token_id": 0}
+    with pytest.raises(ValueError, match="GPTNeoForCausalLM .*a mask of its own from the number of columns"):
+        target.generate(ids, **options, assistant_model=draft, ssd_config=IN_TURN)
+
+
+def test_gradient_checkpointing_left_on_in_training_mode_is_refused(draft):
+    target = hf_ssd.enable(tiny_model())
+    target.gradient_checkpointing_enable()
+    options = {"max_new_tokens": 5, "do_sample": False, "assistant_model": draft, "ssd_config": IN_TURN}
+    target.generate(**padded_batch(2), **options)  # in evaluation mode it changes nothing
+    target.train()
+    for rows in (1, 2):
+        with pytest.raises(ValueError, match=r"training mode with gradient checkpointing.*model.eval\(\)"):
+            target.generate(**padded_batch(rows), **options)
+
+
+def test_a_model_that_keeps_nothing_in_its_cache_is_refused():
+    class Forgetful(type(tiny_model())):
+        def forward(self, *args, use_cache=None, **kwargs):
+            kwargs.pop(CACHE, None)
+            return super().forward(*args, **kwargs, use_cache=False)
+
+    model = tiny_model()
+    model.__class__ = Forgetful
+    with pytest.raises(ValueError, match="it keeps no keys and values in its cache"):
+        check_supported(model)
+
+
+def quantized(model, inplace=False):
+    return torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8, inplace=inplace)
+
+
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated")
+@pytest.mark.parametrize("is_tried_before", [False, True])
+def test_a_target_whose_logits_depend_on_the_rest_of_the_pass_is_refused(is_tried_before, draft):
+    model, options = tiny_model(), {"max_new_tokens": 5, "do_sample": False, "ssd_config": IN_TURN}
+    if is_tried_before:  # and found to be sound
+        check_supported(model)
+    with pytest.raises(ValueError, match="depend on the other tokens and rows.*quantize_dynamic"):
+        hf_ssd.enable(quantized(model, inplace=is_tried_before)).generate(
+            **padded_batch(2), **options, assistant_model=draft
+        )
+
+
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated")
+def test_a_draft_whose_logits_depend_on_the_rest_of_the_pass_drafts(target):
+    inputs, options = padded_batch(2), {"max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True}
+    output = target.generate(**inputs, **options, assistant_model=quantized(tiny_draft()), ssd_config=IN_TURN)
+    assert torch.equal(output.sequences, target.generate(**inputs, **options).sequences)
+    assert output.ssd_stats.acceptance_rate > 0.1
+
+
+LATENT = {"num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+OTHERS = {
+    "gpt2": {},
+    "mixtral": EXPERTS,
+    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 32},
+    "gpt_oss": {**EXPERTS, "sliding_window": 6},
+    "deepseek_v3": {**LATENT, **EXPERTS, "v_head_dim": 8, "n_routed_experts": 4, "n_group": 1, "topk_group": 1},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", [*FAMILIES, *OTHERS])
+def test_rounding_is_no_reason_to_refuse_a_model(family, dtype):
+    if family in FAMILIES:
+        models = [tiny_model(family, seed) for seed in range(4)]
+    else:
+        config = AutoConfig.for_model(family, **{**SIZES, **OTHERS[family]})
+        models = [sharp_model(config, noise=noise) for noise in (0.0, 0.01, 0.02, 0.03)]
+    for model in models:
+        check_supported(model.to(dtype))
+
+
+def test_a_model_in_float32_under_autocast_is_not_refused():
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        check_supported(tiny_model())
+
+
+def test_a_config_without_a_cache_is_named(draft):
+    options = {"max_new_tokens": 5, "do_sample": False, "assistant_model": draft, "ssd_config": IN_TURN}
+    target = hf_ssd.enable(tiny_model(use_cache=False))
+    with pytest.raises(ValueError, match="in the model's own config; pass `use_cache=True`"):
+        target.generate(**padded_batch(1), **options)
+    output = target.generate(**padded_batch(1), **options, use_cache=True)
+    assert torch.equal(output, tiny_model().generate(**padded_batch(1), max_new_tokens=5, do_sample=False))
+    with pytest.raises(ValueError, match="use_cache=False.$"):
+        hf_ssd.enable(tiny_model()).generate(**padded_batch(1), **options, use_cache=False)
+
+
+def gpt2(positions):
+    torch.manual_seed(0)
+    config = GPT2Config(n_layer=1, n_embd=32, n_head=4, vocab_size=97, n_positions=positions, **ENDS)
+    model = GPT2LMHeadModel(config).eval()
+    with torch.no_grad():
+        model.transformer.wpe.weight[:] = 0.0
+    return model
+
+
+@pytest.mark.parametrize("place", ["in turn", "ahead"])
+def test_a_draft_with_fewer_positions_drafts_up_to_its_limit(place, monkeypatch):
+    target, draft = hf_ssd.enable(gpt2(256)), gpt2(32)
+    options = {"inputs": torch.randint(1, 97, (1, 10)), **GREEDY, "max_new_tokens": 60}
+    config = IN_TURN if place == "in turn" else hf_ssd.SSDConfig(lookahead=3)
+    drafts = hf_ssd.launch_draft(draft) if place == "ahead" else draft
+    said = []
+    monkeypatch.setattr(draft_of_a_call.logger, "warning_once", said.append)
+    try:
+        output = target.generate(**options, assistant_model=drafts, ssd_config=config, return_dict_in_generate=True)
+    finally:
+        if place == "ahead":
+            drafts.close()
+    stats = output.ssd_stats
+    assert stats.draft_failure is None
+    assert torch.equal(output.sequences, target.generate(**options))
+    drafted = [record.lookahead for record in stats.records]
+    assert drafted[0] == 3 and not any(drafted[-30:])
+    assert set(said) == {"The draft has 32 positions; what is longer is decoded plainly."}
+
+
+def test_a_limit_is_that_of_a_table_of_positions():
+    """Rotary embeddings that are computed and layers without positions go on after the config's number."""
+    for family in ("gpt2", "opt", "gptj", "codegen", "biogpt", "gpt_bigcode", "ctrl", "xglm"):
+        assert last_position_limit(sharp_model(tiny_config(family))) == 256, family
+    for family in ("llama", "falcon", "gpt_neox", "mixtral", "bloom", "inkling_text"):
+        assert last_position_limit(sharp_model(tiny_config(family))) is None, family
+    as_many = {name: 64 for name in ("vocab_size", "max_position_embeddings", "hidden_size", "intermediate_size")}
+    assert last_position_limit(tiny_model(**as_many)) is None
+
+
+@pytest.mark.parametrize("command", ["check", "bench"])
+def test_the_command_line_measures_a_draft_with_fewer_positions(command, tmp_path, capsys):
+    options = {name: ["--repeats", "1", "--max-new-tokens", "40"] for name in ("check", "bench")}
+    options["bench"] += ["--in-turn-lookaheads", "3", "--assistant-tokens", "3", "--one-table"]
+    for name, positions in (("target", 256), ("draft", 32)):
+        gpt2(positions).save_pretrained(tmp_path / name)
+    assert main([command, str(tmp_path / "target"), str(tmp_path / "draft"), *options[command]]) in (0, 1)
+    said = capsys.readouterr()
+    assert "assisted generation does not take this pair" in said.out and "Traceback" not in said.err
+    assert ("pays        " in said.out) if command == "check" else "SSD over plain generate" in said.out
+
+
+# ---------------------------------------------------------------- classes with methods of their own
+
+
+class WithSystemPrompt(LlamaForCausalLM):
+    """A class whose generate() puts a system prompt before every text."""
+
+    def generate(self, inputs=None, **kwargs):
+        inputs = kwargs.pop("input_ids", inputs)
+        return super().generate(torch.cat([torch.tensor([[5, 6, 7, 8]]).expand(len(inputs), -1), inputs], 1), **kwargs)
+
+
+WAYS = {
+    "hf_ssd.generate": lambda model: functools.partial(hf_ssd.generate, model),
+    "enabled": lambda model: hf_ssd.enable(model).generate,
+    "hf_ssd.generate, enabled": lambda model: functools.partial(hf_ssd.generate, hf_ssd.enable(model)),
+    "custom_generate": lambda model: functools.partial(
+        model.generate, custom_generate=str(CUSTOM_GENERATE), trust_remote_code=True
+    ),
+    "a function": lambda model: functools.partial(hf_ssd.enable(model).generate, custom_generate=hf_ssd.generate),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_class_with_a_generate_of_its_own_is_called_by_it(way, draft):
+    model, ids = tiny_model(), padded_batch(2)["input_ids"]
+    model.__class__ = WithSystemPrompt
+    plain = model.generate(ids, **GREEDY, max_new_tokens=20)
+    settings = {"assistant_model": draft, "ssd_config": IN_TURN, "return_dict_in_generate": True}
+    output = WAYS[way](model)(ids, **GREEDY, max_new_tokens=20, **settings)
+    assert torch.equal(output.sequences, plain) and output.ssd_stats.tokens_per_round > 1.2
+    assert not torch.equal(plain[:, 4:], LlamaForCausalLM.generate(model, ids, **GREEDY, max_new_tokens=20))
+
+
+@pytest.fixture
+def granite_speech(monkeypatch):
+    """Its LoRA adapter is for sound, so its generate() switches the adapter on and off."""
+    # transformers 5.24 asks for a release of peft that is newer than the newest one.
+    monkeypatch.setattr(transformers.integrations.peft, "check_peft_version", lambda min_version: None)
+    text = GraniteConfig(**{**SIZES, "num_key_value_heads": 4})
+    encoder = {"input_dim": 8, "num_layers": 1, "hidden_dim": 16, "num_heads": 2, "context_size": 15, "max_pos_emb": 16}
+    projector = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    config = GraniteSpeechConfig(
+        text_config=text, encoder_config=encoder, projector_config={**projector, "encoder_hidden_size": 16},
+        audio_token_index=96, initializer_range=0.25,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = GraniteSpeechForConditionalGeneration(config).eval()
+    model.add_adapter(LoraConfig(target_modules=["q_proj", "v_proj"], r=4, init_lora_weights=False))
+    return model.eval()
+
+
+@pytest.mark.parametrize("has_sound", [False, True])
+def test_granite_speech_switches_its_adapter(has_sound, granite_speech, draft):
+    model, sound = granite_speech, {}
+    ids = torch.randint(2, 90, (1, 12), generator=torch.Generator().manual_seed(0))
+    if has_sound:
+        ids[:, 2:5] = 96
+        sound["input_features"] = torch.randn(1, 15, 8, generator=torch.Generator().manual_seed(0))
+    options = {**GREEDY, "max_new_tokens": 16}
+    plain = model.generate(input_ids=ids, **sound, **options)
+    model.disable_adapters() if has_sound else model.enable_adapters()
+    assert not torch.equal(GenerationMixin.generate(model, input_ids=ids, **sound, **options), plain)
+    model.disable_adapters() if has_sound else model.enable_adapters()
+    settings = {
+        "assistant_model": model if has_sound else draft,
+        "ssd_config": IN_TURN,
+        "return_dict_in_generate": True,
+    }
+    output = hf_ssd.generate(model, input_ids=ids, **sound, **options, **settings)
+    assert torch.equal(output.sequences, plain) and output.ssd_stats.tokens_per_round >= 1
+    assert output.ssd_stats.draft_failure is None and len(output.ssd_stats.records) > 1
+
+
+OWN = {
+    "_sample": lambda self, ids, *_, **__: ids,
+    "_has_unfinished_sequences": lambda self, *_, **__: False,
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_class_that_decodes_by_itself_is_refused(name, draft):
+    model = tiny_model()
+    model.__class__ = type("Own", (type(model),), {name: OWN[name]})
+    for generate in (functools.partial(hf_ssd.generate, model), hf_ssd.enable(model).generate):
+        with pytest.raises(ValueError, match=f"Own decodes by a `{name}` of its own"):
+            generate(**padded_batch(1), **GREEDY, assistant_model=draft, ssd_config=IN_TURN)
+    assert model.generate(**padded_batch(1), **GREEDY).shape[0] == 1
+
+
+@pytest.mark.parametrize("module", ["csm", "higgs_audio_v2", "pocket_tts", "vibevoice"])
+def test_classes_of_transformers_that_decode_by_themselves_are_refused(module):
+    if importlib.util.find_spec(f"transformers.models.{module}") is None:
+        pytest.skip("this release of transformers does not have the family")
+    modeling = importlib.import_module(f"transformers.models.{module}.modeling_{module}")
+    kind = next(one for name, one in vars(modeling).items() if name.endswith("ForConditionalGeneration"))
+    with pytest.raises(ValueError, match=f"{kind.__name__} decodes by a `_sample` of its own"):
+        check_own_decoding(kind.__new__(kind))
+
+
+def test_other_classes_of_transformers_do_not_decode_by_themselves():
+    for name in ("LlamaForCausalLM", "Gemma3ForConditionalGeneration", "GraniteSpeechForConditionalGeneration"):
+        kind = getattr(transformers, name)
+        model = kind.__new__(kind)
+        check_own_decoding(model)
+
+
+class OtherPositions(LlamaForCausalLM):
+    """A class that changes the inputs of each step."""
+
+    def prepare_inputs_for_generation(self, *args, is_first_iteration=False, **kwargs):
+        inputs = super().prepare_inputs_for_generation(*args, is_first_iteration=is_first_iteration, **kwargs)
+        if not is_first_iteration:
+            inputs["position_ids"] = 2 * inputs["position_ids"]
+        return inputs
+
+
+class OtherKwargs(LlamaForCausalLM):
+    def _update_model_kwargs_for_generation(self, *args, **kwargs):
+        kwargs = super()._update_model_kwargs_for_generation(*args, **kwargs)
+        kwargs["position_ids"][:, -1] += 1
+        return kwargs
+
+
+@pytest.mark.parametrize("kind", [OtherPositions, OtherKwargs])
+def test_a_class_that_changes_the_inputs_of_each_step_is_refused(kind):
+    model = tiny_model()
+    model.__class__ = kind
+    with pytest.raises(ValueError, match=f"{kind.__name__} changes its inputs in each step of generate()"):
+        check_supported(model)
+
+
+def test_a_class_that_prepares_its_inputs_as_transformers_does_takes_part():
+    class Same(LlamaForCausalLM):
+        def prepare_inputs_for_generation(self, *args, **kwargs):
+            return super().prepare_inputs_for_generation(*args, **kwargs)
+
+    model = tiny_model()
+    model.__class__ = Same
+    check_supported(model)
+
+
+# ---------------------------------------------------------------- accelerate
+
+
+@pytest.fixture
+def accelerator():
+    yield Accelerator(mixed_precision="bf16", cpu=True)
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.parametrize("is_bound_before", [True, False])
+def test_a_model_prepared_for_mixed_precision_speculates(is_bound_before, accelerator, draft):
+    model, inputs, options = tiny_model(), padded_batch(3), {**GREEDY, "max_new_tokens": 18}
+    if is_bound_before:
+        hf_ssd.enable(model, draft, IN_TURN)
+    model = accelerator.prepare(model)
+    if not is_bound_before:
+        hf_ssd.enable(model, draft, IN_TURN)
+    output = model.generate(**inputs, **options, return_dict_in_generate=True, output_logits=True)
+    assert torch.equal(output.sequences, model.generate(**inputs, **options, ssd_config=None))
+    assert output.logits[0].dtype == torch.float32 and output.ssd_stats.tokens_per_round > 1.2
+
+
+def test_the_tolerance_is_that_of_the_precision_in_which_matrices_are_multiplied(accelerator, monkeypatch):
+    """Float32 without autocast keeps its own tolerance: what it is given is not looser than before."""
+    used, same = [], trial._are_same
+    monkeypatch.setattr(
+        trial, "_are_same", lambda ours, theirs, precise: used.append(precise) or same(ours, theirs, precise)
+    )
+    model = tiny_model()
+    check_supported(model)
+    assert all(used) and used
+    check_supported(accelerator.prepare(model))
+    assert not used[-1]
+    monkeypatch.setattr(trial.LowPrecision, "is_used", property(lambda self: False, lambda self, value: None), False)
+    with pytest.raises(ValueError, match="does not obey a 4D attention mask"):
+        check_supported(accelerator.prepare(tiny_model()))

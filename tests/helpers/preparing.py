@@ -1,0 +1,47 @@
+"""A draft that prepares ahead of time in the test's own process, where a mutant reaches it too."""
+
+import contextlib
+import dataclasses
+
+import pytest
+
+from hf_ssd.distributed.local import LocalWorker
+from hf_ssd.generation import draft
+from hf_ssd.rounds import AHEAD
+
+
+def ahead(plan, config):
+    """The plan of drafting in turn, but ahead of time."""
+    return dataclasses.replace(plan, mode=AHEAD, budget=8 if config.budget == "auto" else config.budget)
+
+
+@contextlib.contextmanager
+def preparing(planned=ahead, outcome_arrived=lambda: False):
+    """
+    Prepares ahead of time in this process, where calls draft in turn otherwise, and collects the share of rows that hit
+    in each round.
+
+    Args:
+        planned (`Callable`): Makes the plan from that of the planner and the settings.
+        outcome_arrived (`Callable`): See [`Speculator.prepare`].
+    """
+    hits = []
+
+    def local_session(model, request):
+        worker = LocalWorker(model)
+        worker.channel.other.has_arrived = outcome_arrived
+        session = worker.session(dataclasses.replace(request, plan=planned(request.plan, request.config)))
+        send, receive = session.send_outcome, session.receive_speculation
+
+        def receives():
+            speculation = receive()
+            hits.append(sum(speculation.record.hits) / len(speculation.tokens))
+            return speculation
+
+        session.send_outcome = lambda outcome, plan, *told: send(outcome, planned(plan, request.config), *told)
+        session.receive_speculation = receives
+        return session
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(draft, "local_session", local_session)
+        yield hits

@@ -1,0 +1,162 @@
+"""A server of the embedded pair, run as a user would run it."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import openai
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
+
+import hf_ssd
+from hf_ssd.cli.models import Model
+from hf_ssd.cli.serve import free_port
+from hf_ssd.serving.server import Server
+
+from . import preloaded
+
+PAIR = Path(__file__).parents[2] / "examples" / "pair"
+START_TIMEOUT = 120.0
+LONG = 20_000  # positions: a call that fills them lasts far longer than a test
+
+
+class Client:
+    """Asks a server, which has a `url` and a `model`."""
+
+    url: str
+    model: str
+    key = "none"
+
+    def connect(self) -> None:
+        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key=self.key, timeout=100.0, max_retries=0)
+
+    def answers(self, url: str) -> bool:
+        self.url = url
+        with contextlib.suppress(OSError):
+            return bool(self.get("/health"))
+        return False
+
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(self.url + path, timeout=20) as response:
+            return response.read().decode()
+
+    @property
+    def draft_state(self) -> str:
+        return json.loads(self.get("/health"))["draft"]
+
+    def figures(self) -> dict[str, float]:
+        """Returns the samples of /metrics by name, those of requests by how they ended."""
+        families = text_string_to_metric_families(self.get("/metrics"))
+        samples = [sample for family in families for sample in family.samples]
+        return {sample.labels.get("end", sample.name.removeprefix("hf_ssd_")): sample.value for sample in samples}
+
+    def complete(self, prompt: str, tokens: int, **options):
+        return self.client.completions.create(
+            model=self.model, prompt=prompt, max_tokens=tokens, **{"temperature": 0, **options}
+        )
+
+    def chat(self, text: str, tokens: int, **options):
+        return self.client.chat.completions.create(
+            model=self.model,
+            messages=[{"role": "user", "content": text}],
+            max_completion_tokens=tokens,
+            **{"temperature": 0, **options},
+        )
+
+    def post(self, path: str, body: bytes, **headers: str) -> tuple[int, dict]:
+        """Returns the status and the JSON of an answer."""
+        names = {"content-type": "application/json"} | {name.replace("_", "-"): text for name, text in headers.items()}
+        try:
+            with urllib.request.urlopen(urllib.request.Request(self.url + path, body, names), timeout=60) as response:
+                return response.status, json.load(response)
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, json.load(error)
+
+
+class ServerProcess(Client):
+    """`hf-ssd serve` in a process of its own, with what a client of it needs."""
+
+    def __init__(self, model: str, *options: str, draft=PAIR / "draft", start=preloaded.FRESH):
+        self.model = model
+        command = [sys.executable, "-m", "hf_ssd", "serve", model, str(draft), "--port", "0"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        if start is preloaded.FRESH:
+            environment.pop(preloaded.ADDRESS, None)  # its worker is to be its child
+        self.log = tempfile.TemporaryFile("a+")  # to append to, wherever it is read
+        output = {"stdout": self.log, "stderr": subprocess.STDOUT}
+        self.process = start([*command, *options], env=environment, **output)
+        deadline = time.monotonic() + START_TIMEOUT
+        while not (found := re.search(r"http://\S+(?= shows a page)", self.written())) or not self.answers(found[0]):
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                self.process.kill()
+                raise AssertionError(f"no server: {self.written()}")
+            time.sleep(0.1)
+        self.connect()
+
+    def written(self) -> str:
+        self.log.seek(0)
+        return self.log.read()
+
+    def worker(self) -> psutil.Process:
+        """Returns the draft's process."""
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        return next(child for child in children if "hf_ssd.distributed.worker" in " ".join(child.cmdline()))
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        """Interrupts it, and returns its exit code."""
+        self.process.send_signal(number)
+        try:
+            return self.process.wait(timeout=20)
+        finally:
+            self.process.kill()
+            self.log.close()
+
+    def ends_with_its_worker(self, number: int) -> bool:
+        """Interrupts it, and says whether it has ended well and its worker too."""
+        worker = self.worker()
+        code = self.stop(number)
+        gone = within(5, lambda: not psutil.pid_exists(worker.pid) or worker.status() == psutil.STATUS_ZOMBIE)
+        return code == 0 and gone
+
+
+class ServerThread(Client):
+    """A server in this process, which starts in a moment and whose parts a test can reach."""
+
+    def __init__(self, model: str, assistant, ssd_config=None, tokenizers=None, name=None, key="none", **options):
+        self.model, self.key, port = model, key, free_port("127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{port}"
+        self.loaded_model, self.processor = Model(model).load_for_requests()
+        hf_ssd.enable(self.loaded_model, assistant, ssd_config, **(tokenizers or {}))
+        place = {"host": "127.0.0.1", "port": port, "log_level": "error"}
+        names = [name or Path(model).name, model]
+        self.served = Server(self.loaded_model, self.processor, assistant, names, **place, **options)
+        self.thread = threading.Thread(target=self.served.server.run)
+        self.thread.start()
+        assert within(30, lambda: self.served.server.started)
+        self.connect()
+
+    def stop(self) -> None:
+        self.client.close()
+        self.served.server.should_exit = True
+        self.thread.join(30)
+        assert not self.thread.is_alive()
+
+
+def within(seconds: float, condition) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.05)
+    return condition()

@@ -1,0 +1,169 @@
+"""
+Whole calls as data: pairs of models, settings, options, and which of them go together. `test_matrix.py` makes each call
+with a worker and in turn, through the public API alone. A new kind of draft, setting or option is a line here.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList
+from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
+
+from .helpers.last_token import LastToken
+from .helpers.tiny import FAMILIES, VOCAB, tiny_draft, tiny_model
+from .helpers.vocabularies import DRAFT, TARGET, renamed_draft, resized_draft, tokenizer
+
+AHEAD, IN_TURN = {"ahead"}, {"in_turn"}  # modes
+
+
+# ---------------------------------------------------------------- pairs
+
+
+@dataclass(frozen=True)
+class Pair:
+    """
+    Args:
+        draft (`Callable`): Makes the draft.
+        target (`Callable`): Makes the target.
+        options (`dict`): Of each call.
+        vocabulary (`int`): Prompts have tokens below it.
+        least (`float`): What is accepted at least: tokens per round of greedy calls.
+        one_pass (`bool`): Whether the draft drafts all tokens in one pass.
+    """
+
+    draft: Callable
+    target: Callable = tiny_model
+    options: dict = field(default_factory=dict)
+    vocabulary: int = VOCAB
+    least: float = 1.1
+    one_pass: bool = False
+
+
+BOTH = {"tokenizer": tokenizer(TARGET), "assistant_tokenizer": tokenizer(DRAFT)}
+MASK = VOCAB - 1  # of drafts that draft in parallel
+PAIRS = {
+    # so that some tokens are accepted and some are not
+    **{name: Pair(lambda name=name: tiny_draft(name, disagreement=0.024 if name == "gemma" else 0.03),
+                  lambda name=name: tiny_model(name), least=1.2) for name in FAMILIES},
+    "parallel": Pair(lambda: tiny_draft(pard_token=MASK), one_pass=True),
+    "parallel, qwen3": Pair(lambda: tiny_draft("qwen3", pard_token=MASK), lambda: tiny_model("qwen3"), one_pass=True),
+    "draft padded": Pair(lambda: resized_draft(VOCAB + 7), vocabulary=VOCAB - 7, least=1.05),
+    "target padded": Pair(lambda: resized_draft(VOCAB - 7), vocabulary=VOCAB - 7, least=1.05),
+    "another tokenizer": Pair(renamed_draft, options=BOTH, vocabulary=VOCAB - 7, least=1.05),
+    "another tokenizer, parallel": Pair(lambda: renamed_draft(pard_token=len(DRAFT) - 1), options=BOTH,
+                                        vocabulary=VOCAB - 7, least=1.05, one_pass=True),
+}  # fmt: skip
+
+
+# ---------------------------------------------------------------- settings
+
+LOOKAHEADS = {f"lookahead {k}": {"lookahead": k, "budget": 12} for k in (1, 2, 4, 5, 7, 16)}
+SHAPES = {shape: {"lookahead": 4, "budget": 16, "fan_out": shape} for shape in ("confidence", "geometric", "uniform")}
+FALLBACKS = {
+    "n-grams": {"fallback": "ngram"},
+    "random": {"fallback": "random"},
+    "custom": {"fallback": LastToken()},
+    "prompt lookup": {"fallback": PromptLookupCandidateGenerator(max_length=1000)},
+}
+PLANNED = {  # whose modes are chosen by what a round takes
+    "auto": {"lookahead": "auto", "budget": "auto"},
+    "auto budget": {"lookahead": 4, "budget": "auto"},
+    "auto lookahead": {"lookahead": "auto", "budget": 16},
+    "saguaro auto": {"lookahead": "auto", "budget": "auto", "saguaro_c": "auto"},
+}
+SETTINGS = {
+    **LOOKAHEADS,
+    **SHAPES,
+    "a list": {"lookahead": 4, "budget": 16, "fan_out": [6, 3, 0, 2, 5]},
+    **{name: {"lookahead": 4, "budget": 16, **settings} for name, settings in FALLBACKS.items()},
+    "saguaro 0.5": {"lookahead": 4, "budget": 16, "saguaro_c": 0.5},
+    "saguaro 0": {"lookahead": 4, "budget": 16, "saguaro_c": 0.0},
+    **PLANNED,
+}
+
+
+# ---------------------------------------------------------------- options
+
+
+class EvenTokensOnly(LogitsProcessor):
+    def __call__(self, input_ids, scores):
+        return scores.masked_fill(torch.arange(scores.shape[1]) % 2 == 1, -torch.inf)
+
+
+class LateBonus(LogitsProcessor):
+    """Depends on the length and on the row."""
+
+    def __call__(self, input_ids, scores):
+        scores = scores.clone()
+        scores[range(len(scores)), [(7 * r + input_ids.shape[1]) % scores.shape[1] for r in range(len(scores))]] += 3
+        return scores
+
+
+NOTHING = {"nothing": {}}
+SHORT = {  # with few rounds or none
+    "one token": {"max_new_tokens": 1},
+    "two tokens": {"max_new_tokens": 2},
+    "fewer tokens than a round": {"max_new_tokens": 4},
+}
+GREEDY = {
+    "repetition penalty": {"repetition_penalty": 1.5},
+    "no repeated bigrams": {"no_repeat_ngram_size": 2},
+    "bad words": {"bad_words_ids": [[5], [6, 7], [40]]},
+    "suppressed tokens": {"suppress_tokens": list(range(0, 96, 3))},
+    "sequence bias": {"sequence_bias": [[[9], 4.0], [[10, 11], 8.0]]},
+    "sequence bias as a dict": {"sequence_bias": {(9,): 4.0, (10, 11): 8.0}},
+    "custom processors": {"logits_processor": LogitsProcessorList([EvenTokensOnly(), LateBonus()])},
+    "prefix function": {"prefix_allowed_tokens_fn": lambda row, ids: list(range(row, VOCAB, 2))},
+    "max_length": {"max_new_tokens": None, "max_length": 23},
+    "forced eos": {"forced_eos_token_id": 50, "eos_token_id": 50},
+    "length penalty": {"exponential_decay_length_penalty": (5, 1.5), "eos_token_id": 50},
+    # numbers of any kind
+    "numbers of numpy": {"max_new_tokens": np.int64(16), "eos_token_id": np.int64(50), "temperature": np.float64(1)},
+    "eos as a tensor": {"eos_token_id": torch.tensor([50, 51])},
+    "eos as a tensor of no dimension": {"eos_token_id": torch.tensor(50)},
+    "eos as an array": {"eos_token_id": np.array([50, 51])},
+    "nested numbers": {"bad_words_ids": [[np.int64(4)], [5, np.int64(6)]], "suppress_tokens": np.array([7, 8])},
+}
+SAMPLED = {
+    "temperature": {"temperature": 0.7, "top_k": 0},
+    "top_k": {"top_k": 5},
+    "top_p": {"top_p": 0.8, "top_k": 0},
+    "min_p": {"min_p": 0.1, "top_k": 0},
+    "typical_p": {"typical_p": 0.8, "top_k": 0},
+    "penalty": {"repetition_penalty": 1.3, "top_k": 0, "no_repeat_ngram_size": 3},
+    "everything": {"temperature": 1.3, "top_k": 40, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.1},
+    "eos": {"eos_token_id": [5, 6, 7, 8], "top_k": 0, "min_new_tokens": 3},
+}
+OPTIONS = {**NOTHING, **SHORT, **GREEDY, **SAMPLED}
+
+
+# ---------------------------------------------------------------- cells: pair, setting, option, rows
+
+
+def cells(pairs, settings, options, rows) -> list[tuple]:
+    return [(a, b, c, d) for a in pairs for b in settings for c in options for d in rows]
+
+
+OTHERS = [name for name in FAMILIES if name != "llama"]
+FOREIGN = ["draft padded", "target padded", "another tokenizer", "another tokenizer, parallel"]
+GREEDY_CELLS = [
+    *cells(["llama"], ["lookahead 1", "lookahead 2", "lookahead 4", "lookahead 7"], NOTHING, (1, 4)),
+    *cells(OTHERS, ["lookahead 1", "lookahead 2", "lookahead 4", "lookahead 7"], NOTHING, (4,)),
+    *cells(OTHERS, ["lookahead 4"], NOTHING, (1,)),
+    *cells(["parallel"], ["lookahead 1", "lookahead 2", "lookahead 5", "lookahead 16"], NOTHING, (1, 4)),
+    *cells(["parallel, qwen3"], ["lookahead 5"], NOTHING, (1, 4)),
+    *cells(FOREIGN, ["lookahead 4", "n-grams"], NOTHING, (1, 4)),
+    *cells(["llama"], [*SHAPES, "a list", *FALLBACKS], NOTHING, (1, 4)),
+    *cells(["llama"], ["auto", "auto budget"], NOTHING, (4,)),
+    *cells(["llama"], ["auto lookahead", "saguaro auto"], NOTHING, (1,)),
+    *cells(["llama"], ["lookahead 4"], [*SHORT, *GREEDY], (1, 4)),
+]
+SAMPLED_CELLS = [
+    *cells(["llama"], ["lookahead 4"], SAMPLED, (1, 4)),
+    *cells(["parallel", "parallel, qwen3"], ["lookahead 4"], ["temperature", "penalty", "everything", "eos"], (4,)),
+    *cells(["parallel"], ["lookahead 4"], ["temperature"], (1,)),
+    *cells(FOREIGN, ["lookahead 4"], ["temperature"], (1, 4)),
+    *cells(["llama"], ["saguaro 0.5", "saguaro 0", "uniform", "auto budget"], ["top_k"], (4,)),
+]

@@ -1,0 +1,134 @@
+"""A pair that pays drafts ahead with `SSDConfig()`, whatever the calls before were, and with whatever fallback."""
+
+import gc
+import time
+
+import pytest
+import torch
+
+import hf_ssd
+from hf_ssd.planning import planners
+from hf_ssd.rounds import AHEAD, CUSTOM, PLAIN
+
+from ..helpers.last_token import LastToken
+from ..helpers.tiny import padded_batch, tiny_model
+
+NEW_TOKENS = 128
+WITH_MISSES = {"do_sample": True, "top_k": 8}  # of which the draft cannot guess all bonus tokens
+
+
+def slow_target():
+    """A target of which each pass takes so long that any draft pays."""
+    target = hf_ssd.enable(tiny_model())
+    target.register_forward_pre_hook(lambda *_: time.sleep(0.06))
+    return target
+
+
+@pytest.fixture(scope="module")
+def assistant():
+    """A worker whose draft always agrees."""
+    with hf_ssd.launch_draft(tiny_model(), num_threads=1) as assistant:
+        yield assistant
+
+
+@pytest.fixture(scope="module")
+def drafts():
+    """Two workers, which prepare a share of the outcomes each."""
+    with hf_ssd.launch_draft(tiny_model(), devices=["cpu", "cpu"], num_threads=1) as assistant:
+        yield assistant
+
+
+def call(target, assistant, new_tokens=NEW_TOKENS, config=None, **options):
+    options = {"do_sample": False, "return_dict_in_generate": True, **options}
+    output = target.generate(
+        **padded_batch(1), assistant_model=assistant, ssd_config=config or hf_ssd.SSDConfig(),
+        max_new_tokens=new_tokens, **options,
+    )  # fmt: skip
+    assert output.ssd_stats.draft_failure is None
+    return output.ssd_stats
+
+
+def drafts_ahead(stats):
+    """Whether most rounds are ahead as soon as the pair is known, and hit."""
+    modes = stats.column("mode")
+    since = modes.index(AHEAD) if AHEAD in modes else len(modes)
+    hits = sum(record.hits[0] for record in stats.records)
+    return since <= 20 and modes[since:].count(AHEAD) >= max(3, 0.6 * len(modes[since:])) and hits > 0
+
+
+def call_ahead(*arguments, **options):
+    """
+    Returns the statistics of a call that drafts ahead: of the first call or, while other programs keep the cores busy,
+    of a later one. Most rounds of each call draft.
+    """
+    for _ in range(3):
+        stats = call(*arguments, **options)
+        if drafts_ahead(stats):
+            return stats
+        modes = stats.column("mode")
+        assert modes.count(PLAIN) < 0.5 * len(modes), modes
+    raise AssertionError(modes)
+
+
+@pytest.mark.parametrize("new_tokens", [1, 3])
+def test_a_short_first_call_does_not_switch_it_off(assistant, new_tokens):
+    target = slow_target()
+    for _ in range(2):
+        call(target, assistant, new_tokens)
+    call_ahead(target, assistant)
+
+
+def test_a_call_that_is_broken_off_while_the_draft_is_timed_does_not_switch_it_off(assistant):
+    target = slow_target()
+
+    class Stop(Exception):
+        pass
+
+    def stop(input_ids, scores):
+        if input_ids.shape[1] > 11:
+            raise Stop
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    with pytest.raises(Stop):
+        call(target, assistant, stopping_criteria=[stop])
+    call_ahead(target, assistant)
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_several_drafts_draft_ahead(drafts, sampled):
+    target = slow_target()
+    call(target, drafts, 1, do_sample=sampled)
+    call_ahead(target, drafts, do_sample=sampled, top_k=5 if sampled else None)
+
+
+@pytest.mark.parametrize("workers, budget", [("assistant", "auto"), ("drafts", 1)])
+def test_a_fallback_object_is_asked_and_drafts_ahead(workers, budget, request):
+    target, fallback = slow_target(), LastToken()
+    settings = {"config": hf_ssd.SSDConfig(fallback=fallback, budget=budget), **WITH_MISSES}
+    first = call(target, request.getfixturevalue(workers), **settings)  # which learns that drafting ahead pays
+    stats = call_ahead(target, request.getfixturevalue(workers), **settings)
+    of_rows = [source for record in first.records + stats.records for source in record.sources]
+    assert fallback.asked and CUSTOM in of_rows
+
+
+def test_a_new_temperature_measures_no_costs_again(assistant):
+    target = slow_target()
+    call(target, assistant, do_sample=True, temperature=0.5)
+    stats = call(target, assistant, do_sample=True, temperature=0.6)
+    assert set(stats.column("mode")[1:8]) == {AHEAD}
+
+
+def test_a_call_that_is_all_plain_says_so(assistant):
+    stats = call(slow_target(), assistant, 4)
+    assert set(stats.column("mode")) == {PLAIN} and "decoded plainly" in stats.reason
+    assert "0.0 ms" not in stats.reason
+
+
+def test_what_is_known_of_a_pair_ends_with_its_models(assistant):
+    gc.collect()
+    target, before = slow_target(), len(planners._pairs)
+    call(target, assistant, 4)
+    assert len(planners._pairs) == before + 1
+    del target
+    gc.collect()
+    assert len(planners._pairs) == before

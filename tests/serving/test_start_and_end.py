@@ -1,0 +1,216 @@
+"""How the program starts, and how the server starts, is named, and ends."""
+
+import logging
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from urllib.parse import urlsplit
+
+import openai
+import psutil
+import pytest
+import torch
+
+import hf_ssd
+from hf_ssd.cli.models import Model
+from hf_ssd.cli.serve import free_port
+from hf_ssd.serving.server import Server
+
+from ..helpers.servers import LONG, ServerProcess, ServerThread, within
+from ..helpers.tiny import ready
+
+LIGHT = """
+import sys
+from hf_ssd.cli.main import main
+try:
+    sys.exit(main(sys.argv[1:]))
+finally:
+    assert "torch" not in sys.modules and "transformers" not in sys.modules, "what takes seconds was imported"
+"""
+
+
+def python(program: str, *words: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, timeout=120)
+
+
+# ---------------------------------------------------------------- start-up
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["chek"], []], ids=" ".join)
+def test_help_and_version_import_neither_torch_nor_transformers(words, fresh_python):
+    done = python(LIGHT, *words)
+    assert done.returncode == (2 if words == ["chek"] else 0), done.stderr
+    assert "hf-ssd" in (done.stdout or done.stderr)
+
+
+def test_a_config_is_made_and_pickled_without_torch_and_transformers(fresh_python):
+    program = """
+import pickle, sys
+import hf_ssd
+assert {*hf_ssd.__all__, "distributed", "theory", "__version__"} <= {*dir(hf_ssd)}
+assert pickle.loads(pickle.dumps(hf_ssd.SSDConfig(lookahead=3))) == hf_ssd.SSDConfig(lookahead=3)
+assert "torch" not in sys.modules and "transformers" not in sys.modules, "what takes seconds was imported"
+"""
+    done = python(program)
+    assert done.returncode == 0, done.stderr
+
+
+def test_public_names_are_what_their_modules_have():
+    names = {}
+    exec("from hf_ssd import *", names)
+    for name in hf_ssd.__all__:
+        found = getattr(hf_ssd, name)
+        assert names[name] is found and found.__name__ == name
+        assert pickle.loads(pickle.dumps(found)) is found
+    assert hf_ssd.distributed.init_roles and hf_ssd.theory.predict
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = hf_ssd.nothing
+    with pytest.raises(ImportError, match="nothing"):
+        exec("from hf_ssd import nothing")
+
+
+# ---------------------------------------------------------------- the server
+
+
+@pytest.fixture(scope="module")
+def named(tiny_folder, assistant):
+    """A server whose model has a name of its own, and which notes the ports it listened to when it said so."""
+    listened = []
+
+    def note() -> None:
+        connections = psutil.Process().net_connections("tcp")
+        listened.extend(one.laddr.port for one in connections if one.status == psutil.CONN_LISTEN)
+
+    plan = hf_ssd.SSDConfig(lookahead=3, budget=4)
+    server = ServerThread(tiny_folder, assistant, plan, name="org/small", on_listening=note)
+    server.listened = listened
+    yield server
+    server.stop()
+
+
+def test_the_address_is_said_when_the_server_listens(named):
+    assert urlsplit(named.url).port in named.listened
+
+
+def test_a_first_answer_is_generated_with_the_draft_before_the_server_listens(tiny_folder, assistant):
+    before, at_start = ready(assistant).sessions, []
+    plan = hf_ssd.SSDConfig(lookahead=3, budget=4)
+    server = ServerThread(tiny_folder, assistant, plan, on_listening=lambda: at_start.append(assistant.sessions))
+    try:
+        assert at_start == [before + 1]
+        assert server.figures()["tokens_total"] == server.figures()["finished"] == 0, "no client has asked"
+    finally:
+        server.stop()
+
+
+def warming(folder: str, generate) -> tuple[Server, list]:
+    """Returns a server whose model generates so, and a list that is empty until the server listens."""
+    model, processor = Model(folder).load_for_requests()
+    model.generate, listened = generate, []
+    options = {"host": "127.0.0.1", "port": free_port("127.0.0.1", 0), "log_level": "error"}
+    return Server(model, processor, None, ["small"], on_listening=lambda: listened.append(1), **options), listened
+
+
+def test_a_server_whose_model_cannot_generate_does_not_listen(tiny_folder):
+    def generate(**kwargs):
+        raise ValueError("The model does not generate.")
+
+    server, listened = warming(tiny_folder, generate)
+    with pytest.raises(ValueError, match="The model does not generate."):
+        server.server.run()
+    assert not listened
+
+
+def test_a_server_that_is_interrupted_before_it_listens_ends(tiny_folder):
+    def generate(streamer, **kwargs):
+        server.server.should_exit = True
+        while True:
+            streamer.put(torch.tensor([5]))
+            time.sleep(0.01)
+
+    server, listened = warming(tiny_folder, generate)
+    server.server.run()
+    assert not listened
+
+
+def test_each_name_of_the_model_works_and_the_one_that_comes_back_too(named):
+    assert [model.id for model in named.client.models.list()] == ["org/small"]
+    for name in ("org/small", named.model):
+        assert named.client.models.retrieve(name).id == "org/small"
+        messages = [{"role": "user", "content": "abc"}]
+        answers = [
+            named.client.completions.create(model=name, prompt="abc", max_tokens=2),
+            named.client.chat.completions.create(model=name, messages=messages, max_tokens=2),
+            named.client.responses.create(model=name, input="abc", max_output_tokens=2),
+            *named.client.completions.create(model=name, prompt="abc", max_tokens=2, stream=True),
+        ]
+        assert {answer.model for answer in answers} == {"org/small"}
+    with pytest.raises(openai.BadRequestError, match="one model, org/small; the request names other"):
+        named.client.completions.create(model="other", prompt="abc", max_tokens=2)
+    with pytest.raises(openai.NotFoundError, match="one model, org/small"):
+        named.client.models.retrieve("other")
+
+
+def test_the_log_level_is_that_of_all_that_the_server_writes(named):
+    assert not named.served.server.config.access_log
+    for name in ("transformers", "uvicorn.error", "uvicorn.access"):
+        assert logging.getLogger(name).level == logging.ERROR
+
+
+def process(model: str, draft: str, level: str) -> ServerProcess:
+    options = ("--lookahead", "3", "--budget", "4", "--log-level", level)
+    return ServerProcess(model, *options, draft=draft, start=subprocess.Popen)
+
+
+def ended(server: ServerProcess, number: int) -> list[str]:
+    """Sends a signal, and returns the lines that the server has written after its address, until it has ended."""
+    server.process.send_signal(number)
+    assert server.process.wait(timeout=30) == 0
+    text = server.written()
+    server.log.close()
+    return text[text.index("shows a page") :].splitlines()[1:]
+
+
+def test_ctrl_c_amid_an_answer_ends_in_one_line_and_all_clients_get_an_error(tiny_folder, tiny_draft_folder):
+    """One answer is under way, and another waits for its turn."""
+    server, caught = process(tiny_folder, tiny_draft_folder, "warning"), []
+
+    def ask() -> None:
+        with pytest.raises(openai.InternalServerError, match="The server ends.") as error:
+            server.complete("abc", LONG)
+        caught.append(error.value)
+
+    server.complete("abc", 2)
+    asking = threading.Thread(target=ask)
+    asking.start()
+    assert within(60, lambda: server.figures()["tokens_total"] > 2)
+    waiting = server.chat("abc", 5, stream=True)
+    lines = ended(server, signal.SIGINT)
+    with pytest.raises(openai.APIError, match="The server ends.") as error:
+        list(waiting)
+    asking.join(30)
+    assert (caught[0].status_code, caught[0].type) == (503, "server_error") and error.value.type == "server_error"
+    ours = [line.split(maxsplit=1)[-1] for line in lines if not line.startswith("[transformers]")]
+    assert ours[-1] == "server has ended." and len(ours) == 4
+    assert sorted(line.partition(" in ")[0].partition(":")[0] for line in ours[:-1]) == [
+        "POST /v1/chat/completions 200",
+        "POST /v1/completions 200",
+        "POST /v1/completions 503",
+    ]
+
+
+def test_a_stream_that_sigterm_ends_does_not_look_complete(tiny_folder, tiny_draft_folder):
+    server = process(tiny_folder, tiny_draft_folder, "info")
+    stream, texts = iter(server.complete("abc", LONG, stream=True)), []
+    texts.append(next(stream).choices[0].text)
+    lines = ended(server, signal.SIGTERM)
+    with pytest.raises(openai.APIError, match="The server ends.") as error:
+        texts += [chunk.choices[0].text for chunk in stream]
+    assert error.value.type == "server_error" and "".join(texts)
+    assert lines[-1] == "The server has ended." and not any("Traceback" in line for line in lines)
+    (line,) = [line for line in lines if "/v1/completions" in line]
+    assert re.fullmatch(r"[0-9:]{8} POST /v1/completions 200: [0-9]+ tokens in [0-9.]+ s, [0-9.]+ tokens/s", line)

@@ -1,0 +1,153 @@
+"""A text of the server ends before its stop string, as OpenAI's does, whole and streamed."""
+
+import json
+
+import openai
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_ssd.serving.stops import Cut, StopCriteria, StreamCut, cut_answer
+
+from ..helpers import vocabularies
+
+PROMPT = "abcdefgh"
+COUNT = 40
+
+
+@pytest.fixture
+def server(tiny_server):
+    return tiny_server
+
+
+def answer(server, ask: str, is_streamed: bool, **options) -> tuple[list[str], str, int]:
+    """Returns the texts of an answer, why it ended, and how many tokens it had."""
+    found = getattr(server, ask)(PROMPT, options.pop("tokens", COUNT), stream=is_streamed or openai.omit, **options)
+    chunks = list(found) if is_streamed else [found]
+    choices = [chunk.choices[0] for chunk in chunks]
+    texts = [one.text if ask == "complete" else (one.delta if is_streamed else one.message).content for one in choices]
+    assert [one.finish_reason for one in choices[:-1]] == [None] * (len(choices) - 1)
+    return [text for text in texts if text], choices[-1].finish_reason, chunks[-1].usage.completion_tokens
+
+
+@pytest.fixture
+def texts(server) -> list[str]:
+    """Returns the greedy text after each of its tokens."""
+    inputs = server.processor(PROMPT, return_tensors="pt", return_token_type_ids=False)
+    output = server.loaded_model.generate(**inputs, max_new_tokens=COUNT, do_sample=False, ssd_config=None)
+    new = output[0, inputs["input_ids"].shape[1] :]
+    return [server.processor.decode(new[: i + 1], skip_special_tokens=True) for i in range(COUNT)]
+
+
+@pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("ask", ["complete", "chat"])
+def test_a_text_ends_before_its_stop_string(server, texts, ask, is_streamed):
+    """Stop strings of several lengths, which begin and end anywhere in tokens."""
+    text, before = texts[-1], server.figures()
+    for start, length in [(0, 1), (0, 5), (1, 2), (16, 4), (29, 9), (len(text) - 5, 5)]:
+        stop = text[start : start + length]
+        first = text.index(stop)
+        needed = 1 + next(i for i, begun in enumerate(texts) if stop in begun)
+        for stops in (stop, ["no such", stop, text[:3] + "never"]):
+            found, reason, count = answer(server, ask, is_streamed, stop=stops)
+            assert ("".join(found), reason, count) == (text[:first], "stop", needed)
+    after = server.figures()
+    tokens, rounds = (after[name] - before[name] for name in ("tokens_total", "rounds_total"))
+    assert rounds < 0.7 * tokens and after["hits_total"] > before["hits_total"], "a round brings several tokens"
+
+
+@pytest.mark.parametrize("ask", ["complete", "chat"])
+def test_the_beginning_of_a_stop_string_that_goes_on_otherwise_is_sent(server, texts, ask):
+    text = texts[-1]
+    stops = [text[10:13] + "never", text[-3:] + "never"]
+    found, reason, count = answer(server, ask, True, stop=stops)
+    assert "".join(found) == text and reason == "length" and count == COUNT
+    assert answer(server, ask, False, stop=stops) == ([text], "length", COUNT)
+
+
+@pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
+def test_special_tokens_are_stop_strings_by_name_and_hide_none(server, texts, is_streamed):
+    """Answers do not show them."""
+    special = next(i for i in range(1, COUNT) if texts[i] == texts[i - 1])
+    text, after = texts[special], texts[special + 1]
+    for stop, expected, needed in [("<s>", text, special + 1), (after[len(text) - 1 :], text[:-1], special + 2)]:
+        found, reason, count = answer(server, "complete", is_streamed, stop=stop, tokens=2 * COUNT)
+        assert ("".join(found), reason, count) == (expected, "stop", needed)
+
+
+def test_a_stop_string_that_begins_in_the_prompt_ends_nothing(server, texts):
+    stop = PROMPT[-2:] + texts[0]
+    assert stop not in texts[-1] and answer(server, "complete", False, stop=stop)[1] == "length"
+
+
+STOPS = st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3)
+
+
+def as_chunks(pieces: list[str], field: str) -> list[str]:
+    """Returns the events of a stream, some of them in one chunk."""
+    choices = [{field: piece} if field == "text" else {"delta": {field: piece}} for piece in pieces]
+    events = [f"data: {json.dumps({'choices': [choice]})}\n\n" for choice in choices]
+    last = {"choices": [{"delta": {}, "finish_reason": "length"}]}
+    return ["".join(events[i : i + 2]) for i in range(0, len(events), 2)] + [f"data: {json.dumps(last)}\n\n"]
+
+
+@settings(max_examples=200)
+@given(st.lists(st.text("abc", min_size=1, max_size=3), max_size=8), STOPS, st.sampled_from(["text", "content"]))
+def test_streamed_and_whole_answers_agree_however_the_text_is_cut_into_tokens(pieces, stops, field):
+    texts = ["".join(pieces[: i + 1]) for i in range(len(pieces))]
+    ended = next((text for text in texts if any(stop in text for stop in stops)), None)
+    text = texts[-1] if ended is None and texts else ended or ""
+    expected = text[: min([text.index(stop) for stop in stops if stop in text], default=len(text))]
+    cut, sent = StreamCut(stops), ""
+    for chunk in as_chunks(pieces[: len(pieces) if ended is None else 1 + texts.index(ended)], field):
+        for line in filter(None, cut.events(chunk).split("\n\n")):
+            choice = json.loads(line.removeprefix("data: "))["choices"][0]
+            sent += choice.get("delta", choice).get(field, "")
+            assert text.startswith(sent) and not any(stop in sent for stop in stops)
+    assert sent == expected and choice["finish_reason"] == ("length" if ended is None else "stop")
+    whole = {"choices": [{"message": {"content": text}, "finish_reason": "length"}]}
+    assert cut_answer(whole, stops)["choices"][0]["message"]["content"] == expected
+
+
+def test_reasoning_ends_before_a_stop_string_and_is_sent_before_the_content():
+    def sent(stops: list[str]) -> list[tuple[str, str]]:
+        cut, fields = StreamCut(stops), []
+        for chunk in [*as_chunks(["think", "a"], "reasoning_content")[:-1], *as_chunks(["b", "c"], "content")]:
+            for line in filter(None, cut.events(chunk).split("\n\n")):
+                fields += json.loads(line.removeprefix("data: "))["choices"][0]["delta"].items()
+        return fields
+
+    assert sent(["ab"]) == [
+        ("reasoning_content", "think"),
+        ("reasoning_content", "a"),
+        ("content", "b"),
+        ("content", "c"),
+    ]
+    assert sent(["nka"]) == [("reasoning_content", "thi")]
+
+
+@pytest.mark.parametrize("kind", vocabularies.KINDS)
+def test_a_stop_string_is_found_with_the_token_that_completes_it(kind):
+    """Also one of characters that are several tokens, and one that ends within a token."""
+    tokenizer = vocabularies.KINDS[kind]()
+    ids = tokenizer("größer als das 日本 the quick brown fox", return_tensors="pt")["input_ids"]
+    texts = [tokenizer.decode(ids[0, 3:length], skip_special_tokens=True) for length in range(4, ids.shape[1] + 1)]
+    for stop in (texts[-1][2:5], texts[-1][4:6], "fo", "日本"):
+        if stop not in texts[-1]:  # this tokenizer does not know all characters
+            continue
+        criteria = StopCriteria([stop], tokenizer.backend_tokenizer, 3)
+        found = [bool(criteria(ids[:, :length], None)) for length in range(4, ids.shape[1] + 1)]
+        assert found == [stop in text for text in texts], stop
+
+
+def test_text_that_cannot_begin_a_stop_string_is_not_held_back():
+    cut = Cut(["stop", "op!"])
+    assert [cut.add(piece) for piece in ("a s", "t", "o", "x", "sto", "p it", "more")] == [
+        "a ",
+        "",
+        "",
+        "stox",
+        "",
+        "",
+        "",
+    ]

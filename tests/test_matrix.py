@@ -1,0 +1,99 @@
+"""The calls of `matrix.py`: greedy tokens are plain generation's, and sampled ones do not depend on who drafts when."""
+
+import contextlib
+import time
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+import hf_ssd
+from hf_ssd.distributed.assistant import DraftAssistant
+
+from . import matrix
+from .helpers.tiny import padded_batch
+
+PASS = 0.06  # seconds of a target that gains by any draft
+
+
+@dataclass
+class Models:
+    name: str
+    target: torch.nn.Module
+    draft: torch.nn.Module
+    assistant: DraftAssistant
+
+    def generate(self, option, rows, asynchronous=None, setting=None, **options):
+        """Returns the output of a call: in turn, with the worker, or, if nothing is said, of plain generation."""
+        pair, inputs, speculation = matrix.PAIRS[self.name], padded_batch(rows), {}
+        if asynchronous is not None:
+            config = hf_ssd.SSDConfig(**matrix.SETTINGS[setting], asynchronous=asynchronous)
+            speculation = {"assistant_model": self.assistant if asynchronous else self.draft, "ssd_config": config}
+            speculation |= pair.options
+        inputs["input_ids"] = inputs["input_ids"].clamp(max=pair.vocabulary - 1)
+        options = {"max_new_tokens": 40, "return_dict_in_generate": True, **matrix.OPTIONS[option], **options}
+        torch.manual_seed(11)
+        return self.target.generate(**inputs, **options, **speculation)
+
+
+@pytest.fixture(scope="module")
+def models(request):
+    pair = matrix.PAIRS[request.param]
+    draft = pair.draft()
+    with hf_ssd.launch_draft(draft, num_threads=1) as assistant:
+        yield Models(request.param, hf_ssd.enable(pair.target()), draft, assistant)
+
+
+@contextlib.contextmanager
+def slow(target, seconds):
+    hook = target.register_forward_pre_hook(lambda *_: time.sleep(seconds))
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def check_speculated(stats, pair, setting, option, is_ahead):
+    """A call that fell back to plain decoding would pass every equality."""
+    lookahead, modes = matrix.SETTINGS[setting]["lookahead"], {*stats.column("mode")}
+    assert stats.draft_failure is None
+    if option in matrix.SHORT:
+        return
+    assert max(max(row) for row in stats.column("accepted")) > 0
+    if setting in matrix.PLANNED:
+        assert max(stats.column("lookahead")) > 1
+        assert setting != "auto budget" or "ahead" in modes
+        return
+    assert modes == (matrix.AHEAD if is_ahead else matrix.IN_TURN) and (stats.hit_rate > 0) == is_ahead
+    if setting not in matrix.LOOKAHEADS:
+        assert stats.hit_rate < 1 and max(stats.column("lookahead")) > 1
+    elif option in matrix.NOTHING:
+        assert stats.tokens_per_round > pair.least and 0 < stats.acceptance_rate < 1
+        assert {*stats.column("lookahead")[:2]} == {lookahead}
+    if pair.one_pass:
+        assert max(stats.column("steps")) <= 1 and max(stats.column("passes")) <= 1
+
+
+@pytest.mark.parametrize("models, setting, option, rows", matrix.GREEDY_CELLS, indirect=["models"])
+def test_greedy_tokens_are_those_of_plain_generate(models, setting, option, rows):
+    """With the worker and, where the pair is what differs, in turn."""
+    is_planned = setting in matrix.PLANNED
+    is_of_pairs = option in matrix.NOTHING and (setting in matrix.LOOKAHEADS or models.name != "llama")
+    length = {"max_new_tokens": 80} if is_planned else {}
+    plain = models.generate(option, rows, do_sample=False, **length)
+    for asynchronous in (True, False) if is_of_pairs else (True,):
+        with slow(models.target, PASS) if is_planned else contextlib.nullcontext():
+            output = models.generate(option, rows, asynchronous, setting, do_sample=False, **length)
+        assert torch.equal(output.sequences, plain.sequences)
+        check_speculated(output.ssd_stats, matrix.PAIRS[models.name], setting, option, asynchronous)
+
+
+@pytest.mark.parametrize("models, setting, option, rows", matrix.SAMPLED_CELLS, indirect=["models"])
+def test_sampled_tokens_with_a_worker_are_those_of_drafting_in_turn(models, setting, option, rows):
+    outputs = [models.generate(option, rows, way, setting, do_sample=True) for way in (True, False)]
+    ahead, in_turn = (output.ssd_stats for output in outputs)
+    assert torch.equal(*(output.sequences for output in outputs))
+    assert ahead.column("accepted") == in_turn.column("accepted") and ahead.draft_failure is None
+    assert ahead.tokens_per_round > 1.05 and in_turn.hit_rate == 0 and {*in_turn.column("mode")} == matrix.IN_TURN
+    if setting not in matrix.PLANNED:  # so quick a target may leave no time to prepare
+        assert ahead.hit_rate > 0 and {*ahead.column("mode")} == matrix.AHEAD
