@@ -167,7 +167,7 @@ class DraftAssistant:
         if self.weights is not None and not self.weights.fits():  # the draft's layers, shapes or dtypes have changed
             for worker in self.workers:
                 worker.cancel()
-            self.workers[:] = [WorkerProcess(one.launch, one.timeout, one.target) for one in self.workers]
+            self.workers[:] = [WorkerProcess(one.launch, one.timeout) for one in self.workers]
             self.weights.lay_out()
         self._restart()
         self._wait(patience)
@@ -198,9 +198,6 @@ class DraftAssistant:
         request = dataclasses.replace(request(), weights_version=self._current_weights())
         if any(worker.is_on(device) for worker in workers):
             devices.warn_of_sharing(device)
-        if request.generation_config.do_sample:
-            for worker in workers:
-                worker.link_gpus(device)
         return open_session(workers, self.sessions, request, turn.workers.clear)
 
     def end_call(self, turn: Turn) -> None:

@@ -13,7 +13,6 @@ from ..drafting.vocabulary import Translation
 from ..rounds import IN_TURN, Speculation
 from . import payloads, wire
 from .cores import DraftCores
-from .device_link import LINK_TIMEOUT, open_link
 from .sessions import SessionRequest
 from .shared_weights import copy_shared_weights
 from .transport import AWAKE, Channel, PeerLost
@@ -23,7 +22,7 @@ PROMPTS_TIMEOUT = 10.0  # seconds for the prompts to follow the request
 FEATURES_TIMEOUT = 10.0  # seconds for the target's features to follow the outcome
 
 
-HANDLERS = {Kind.START: "_start", Kind.END: "_end", Kind.LINK: "_link", Kind.VOCABULARY: "_translate"}
+HANDLERS = {Kind.START: "_start", Kind.END: "_end", Kind.VOCABULARY: "_translate"}
 # Messages of a call. Those of a call that failed or was interrupted are dropped.
 HANDLERS_IN_A_CALL = {Kind.OUTCOME: "_answer", Kind.SPECULATION: "_verify", Kind.COMPLETE: "_complete"}
 
@@ -88,14 +87,6 @@ class DraftServer:
 
     # ---------------------------------------------------------------- between calls
 
-    def _link(self, message: Message) -> None:
-        wire.expect(message, Kind.LINK, 0, 0)
-        self.channel.send(Message(Kind.LINK, payload=payloads.write_json(open_link(self.channel, self.model.device))))
-        verdict = self.channel.receive(2 * LINK_TIMEOUT)
-        wire.expect(verdict, Kind.LINK, 0, 0)
-        if not payloads.read_json(verdict.payload):
-            self.channel.close_link()
-
     def _translate(self, message: Message) -> None:
         wire.expect(message, Kind.VOCABULARY, 0, 0)
         own = self.model.config.get_text_config(decoder=True).vocab_size
@@ -134,8 +125,6 @@ class DraftServer:
             self.speculator.end()
             self.cores.divide(True)
         self.speculator = None
-        if self.channel.link is not None:
-            self.channel.send(Message(Kind.END, message.session))
 
     # ---------------------------------------------------------------- in a call
 
@@ -190,14 +179,12 @@ class DraftServer:
         """
         drafter, announced = self.speculator.drafter, None
         if drafter.sampled and speculation.width:
-            over_link, support = self.channel.link is not None, speculation.support
-            if over_link:
-                support = drafter.vocab_size
-            elif support is None:
+            support = speculation.support if self.channel.copies else drafter.vocab_size
+            if support is None:
                 support = int(payloads.largest_support(speculation.probabilities))
             shape = (len(speculation.tokens), speculation.width, drafter.vocab_size)
             to_come = payloads.probabilities_to_come(shape, support)
-            announced = Message(Kind.PROBABILITIES, self.session, self.round, to_come, over_link)
+            announced = Message(Kind.PROBABILITIES, self.session, self.round, to_come)
         payload = wire.write_speculation(speculation)
         self.channel.send(Message(Kind.SPECULATION, self.session, self.round, payload, announces=announced))
         if announced is not None:

@@ -19,14 +19,14 @@ from .wire import Kind, Message
 class LocalChannel:
     """
     One end of a pair within a process, with the contract of [`~hf_ssd.distributed.transport.Channel`]. A message is
-    handed over as it is: its payload stays on its device, as over a link between GPUs.
+    handed over as it is: its payload stays on its device.
 
     Attributes:
         other ([`LocalChannel`]): The other end.
         while_waiting (`Callable`): Called when a message is waited for, so that the other side can work.
     """
 
-    link = "memory"
+    copies = False
 
     def __init__(self, other: "LocalChannel | None" = None):
         self.incoming: deque[Message] = deque()
@@ -91,13 +91,20 @@ class LocalWorker:
     def session(self, request: SessionRequest) -> DraftSession:
         """Begins a call, and reads the prompts. The worker serves one call."""
         self.server.translation = self.translation = request.translation  # nothing has to be sent
-        session = open_session([self], 1, request, self.kill)
+        session = open_session([self], 1, request, self._end)
         try:
             self.work()
         except BaseException:
             self.kill()
             raise
         return session
+
+    def _end(self) -> None:
+        try:
+            if self.server is not None:
+                self.work()
+        finally:
+            self.kill()
 
     def stderr_tail(self) -> str:
         return ""

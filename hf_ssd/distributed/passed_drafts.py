@@ -4,7 +4,6 @@ import os
 import threading
 import weakref
 
-import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
@@ -55,14 +54,12 @@ def head_for(draft, target: PreTrainedModel):
     return known[path]
 
 
-def assistant_for(
-    draft: PreTrainedModel | str | os.PathLike, target: torch.device | None = None
-) -> DraftAssistant | None:
+def assistant_for(draft: PreTrainedModel | str | os.PathLike) -> DraftAssistant | None:
     """
     Returns the assistant for a draft that was passed to generate() as a model, a folder or a hub id. Each process makes
     an assistant for each draft without waiting for its worker, uses it in later calls, and ends it with the model or
     the program. The assistant is replaced when the model has other layers, shapes or dtypes. For a model that a worker
-    cannot rebuild, returns `None` and logs the reason once. `target` is the device of the target that starts it.
+    cannot rebuild, returns `None` and logs the reason once.
     """
     is_model = isinstance(draft, PreTrainedModel)
     known, key = (_assistants, draft) if is_model else (_assistants_of_paths, os.fspath(draft))
@@ -87,7 +84,7 @@ def assistant_for(
         info, device = info_of(draft), device_for(draft, None)
         cores = divide_cores() if device.type == "cpu" else None
         settings = {**worker_settings(draft, None, None, {}), "timeout": START_TIMEOUT}
-        assistant = known[key] = new_assistant(draft, weights, [device], cores, settings, target, wait=False)
+        assistant = known[key] = new_assistant(draft, weights, [device], cores, settings, wait=False)
         assistant.info, assistant.device = info, str(device)
         return assistant
 

@@ -272,22 +272,6 @@ class WorkerSession(DraftSession):
         """Leaves the worker at rest, or kills it if it cannot be used again; the next call then starts another."""
         if self.is_reusable and self.worker.is_alive:
             self.worker.channel.send(Message(Kind.END, self.number))
-            if self.worker.channel.link is not None and not self._has_taken_all():
-                self.worker.kill()
         else:
             self.worker.kill()
         self.on_close()
-
-    def _has_taken_all(self) -> bool:
-        """
-        Receives messages until the worker's `END`, because a kernel on the draft's GPU waits until each payload that
-        was sent over the link is received. Returns whether `END` came in time.
-        """
-        deadline = time.monotonic() + self.timeout
-        try:
-            while True:
-                message = self.worker.channel.receive(max(0.0, deadline - time.monotonic()))
-                if (message.kind, message.session) == (Kind.END, self.number):
-                    return True
-        except (TimeoutError, PeerLost, ProtocolError, DraftError):
-            return False

@@ -10,11 +10,10 @@ from transformers.utils import logging
 
 from .. import devices
 from . import payloads, wire
-from .device_link import LINK_TIMEOUT, open_link
 from .meeting import check_file, join, prove
 from .sessions import DraftError
 from .transport import Channel, PeerLost, keep_when_forked
-from .wire import Kind, Message, ProtocolError
+from .wire import Kind, Message
 
 logger = logging.get_logger(__name__)
 
@@ -34,8 +33,6 @@ class WorkerProcess:
         launch (`Callable`): Starts a process, and returns it ([`~hf_ssd.distributed.child.Child`] or
             [`~hf_ssd.distributed.supervisor.SupervisedChild`]) and the place where it meets this process.
         timeout (`float`): Seconds until the worker must be ready.
-        target (`torch.device`, *optional*): The target's device, if it is known. If the worker has another GPU, a link
-            between the two is opened while the worker starts.
 
     Attributes:
         process: The last process.
@@ -48,11 +45,11 @@ class WorkerProcess:
         is_lost (`bool`): Whether the last start failed, and a call was told.
     """
 
-    def __init__(self, launch: Callable, timeout: float, target: torch.device | None = None):
-        self.launch, self.timeout, self.target = launch, timeout, target
+    def __init__(self, launch: Callable, timeout: float):
+        self.launch, self.timeout = launch, timeout
         self.process = self.channel = self.thread = self.error = self.translation = None
         self.worker_info: dict = {}
-        self.is_lost = self.is_cancelled = self.link_was_tried = False
+        self.is_lost = self.is_cancelled = False
 
     @property
     def is_starting(self) -> bool:
@@ -76,7 +73,7 @@ class WorkerProcess:
     def begin(self) -> None:
         """Starts a process, and returns at once."""
         self.kill()
-        self.translation, self.link_was_tried = None, False
+        self.translation = None
         self.thread = threading.Thread(target=self._start, daemon=True)
         self.thread.start()
 
@@ -138,8 +135,6 @@ class WorkerProcess:
         self.worker_info = payloads.read_json(message.payload)
         if self.worker_info["uncompiled_because"]:
             logger.warning(f"The draft runs without torch.compile: {self.worker_info['uncompiled_because']}")
-        if self.target is not None:
-            self.link_gpus(self.target)
 
     def _channel(self, store, meeting: dict) -> Channel:
         """Connects in a thread, which is abandoned if the worker ends, because gloo keeps trying for minutes."""
@@ -172,39 +167,10 @@ class WorkerProcess:
         cause = written.rpartition("\n")[2] or "it wrote nothing"  # the last line names an uncaught exception
         return DraftError(f"The draft worker ended while it started: {cause}\n{written}".strip())
 
-    # ---------------------------------------------------------------- links between GPUs
-
     def is_on(self, device: torch.device) -> bool:
         """Whether the worker's model is on this accelerator."""
         identity = devices.identity(device)
         return identity is not None and identity == self.worker_info["identity"]
-
-    def link_gpus(self, device: torch.device) -> None:
-        """Opens a link between two different GPUs. Tried once; without a link, data travels through host memory."""
-        both_are_gpus = device.type == torch.device(self.worker_info["device"]).type == "cuda"
-        if both_are_gpus and not self.is_on(device) and not self.link_was_tried:
-            self.open_link(device)
-
-    def open_link(self, device: torch.device) -> bool:
-        """
-        Opens a link from the worker's device to `device`, and returns whether it works.
-
-        Raises:
-            [`DraftError`]: the worker does not answer, or its answer is invalid.
-        """
-        self.link_was_tried = True
-        self.channel.send(Message(Kind.LINK))
-        works, deadline = open_link(self.channel, device), time.monotonic() + LINK_TIMEOUT
-        try:
-            while (message := self.channel.receive(max(0.0, deadline - time.monotonic()))).kind != Kind.LINK:
-                pass  # late answers of an earlier call
-            works = works and payloads.read_json(message.payload)
-        except (TimeoutError, PeerLost, ProtocolError) as error:
-            raise DraftError(f"The draft worker did not open its end of a link. {self.stderr_tail()}") from error
-        self.channel.send(Message(Kind.LINK, payload=payloads.write_json(works)))
-        if not works:
-            self.channel.close_link()
-        return works
 
     # ---------------------------------------------------------------- the end
 
