@@ -123,7 +123,7 @@ TESTS = {
     ),
     "conformance/test_settings.py": (
         [
-            ('"greedy_tree")},', '"greedy_tree", "ends")},'),
+            ('"geometric", "uniform")},', '"geometric", "uniform", "ends")},'),
             ('    "auto": {', '    "repeat": {"fallback": "repeat"},\n    "auto": {'),
         ],
         "test_greedy_equals_plain_generate and (ends or repeat)",
