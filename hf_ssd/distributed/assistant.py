@@ -150,12 +150,8 @@ class DraftAssistant:
 
     def begin_call(self, turn: Turn, timeout: float, patience: float) -> None:
         """
-        Takes the turn, and waits up to `timeout` seconds for calls of other threads. Restarts workers that have ended,
-        and waits up to `patience` seconds for them. [`~DraftAssistant.end_call`] must follow, also after an exception.
-
-        Raises:
-            `ValueError`: the assistant was closed.
-            [`DraftError`]: the call of another thread does not end within `timeout` seconds.
+        Takes the turn, waiting up to `timeout` seconds for other threads' calls; restarts ended workers and waits up to
+        `patience` seconds for them. [`~DraftAssistant.end_call`] must follow, also after an exception.
         """
         deadline = time.monotonic() + timeout
         while not self._take(turn):
@@ -176,16 +172,8 @@ class DraftAssistant:
         self, turn: Turn, request: Callable[[], SessionRequest], device: torch.device
     ) -> DraftSession | None:
         """
-        Opens a session with the workers that are ready. Returns `None` at once if no worker is ready yet, or if another
-        call uses the workers. Then it may be called again.
-
-        Args:
-            turn ([`Turn`]): The turn of this call.
-            request (`Callable`): Returns the [`SessionRequest`]. Only called when a worker is ready.
-            device (`torch.device`): The target's device.
-
-        Raises:
-            [`DraftError`]: no worker is ready or starting, or the weights cannot be copied.
+        Opens a session with the ready workers. Returns `None` at once if no worker is ready yet or another call uses
+        them; then it may be called again. `request` is only called when a worker is ready.
         """
         if not self._take(turn):
             return None

@@ -29,14 +29,8 @@ HANDLERS_IN_A_CALL = {Kind.OUTCOME: "_answer", Kind.SPECULATION: "_verify", Kind
 
 class DraftServer:
     """
-    Serves generate() calls in turn over a channel.
-
-    Args:
-        channel ([`Channel`] or [`LocalChannel`]): The channel to the target.
-        model (`PreTrainedModel`): The draft model.
-        weights (`dict`, *optional*): The description of the [`SharedWeights`] that the model was built from, if any.
-        drafts ([`Drafts`], *optional*): The model's speculators so far.
-        cores ([`DraftCores`], *optional*): Divided unless the draft and the target take turns.
+    Serves generate() calls in turn over a channel. `weights` is the description of the [`SharedWeights`] that the model
+    was built from, if any, and `drafts` has the model's speculators so far.
     """
 
     def __init__(
@@ -58,12 +52,7 @@ class DraftServer:
 
     @torch.inference_mode()
     def serve(self) -> None:
-        """
-        Serves calls until the target sends `STOP`.
-
-        Raises:
-            [`PeerLost`]: the target's process has ended.
-        """
+        """Serves calls until the target sends `STOP`. Raises [`PeerLost`] when the target's process has ended."""
         while True:
             message = Message(Kind.ERROR)  # errors belong to no call until a message was read
             try:
@@ -174,7 +163,7 @@ class DraftServer:
     def _send(self, speculation: Speculation) -> None:
         """
         Sends the tokens first, because the target can start with them and needs their distributions only at the end of
-        its forward pass. The distributions are announced, so that they can arrive meanwhile. They are packed after the
+        its forward pass. The distributions are announced, so that they can arrive meanwhile, and packed after the
         tokens have been sent, because packing may copy megabytes from a GPU.
         """
         drafter, announced = self.speculator.drafter, None

@@ -144,10 +144,7 @@ def _as_json(name: str, value):
 
 def draft_config(path: str | os.PathLike, load_options: dict) -> PreTrainedConfig:
     """
-    Reads the config of a draft that only the worker loads.
-
-    Raises:
-        `ValueError`: transformers finds no model at `path`.
+    Reads the config of a draft that only the worker loads. Raises `ValueError` if transformers finds no model there.
     """
     path = os.fspath(path)
     if head_values(path) is not None:

@@ -19,11 +19,8 @@ from .wire import Kind, Message
 class LocalChannel:
     """
     One end of a pair within a process, with the contract of [`~hf_ssd.distributed.transport.Channel`]. A message is
-    handed over as it is: its payload stays on its device.
-
-    Attributes:
-        other ([`LocalChannel`]): The other end.
-        while_waiting (`Callable`): Called when a message is waited for, so that the other side can work.
+    handed over as it is: its payload stays on its device. `while_waiting` is called when a message is waited for, so
+    that the other side can work.
     """
 
     copies = False
@@ -61,12 +58,8 @@ class LocalChannel:
 
 class LocalWorker:
     """
-    A worker in this process, which works while the target waits for it, as
-    [`~hf_ssd.distributed.worker_process.WorkerProcess`] gives one to sessions.
-
-    Args:
-        model (`PreTrainedModel`): The draft model.
-        channel ([`LocalChannel`], *optional*): The target's end of the channel.
+    A worker in this process, which works while the target waits for it, with the interface of
+    [`~hf_ssd.distributed.worker_process.WorkerProcess`] that sessions use.
     """
 
     is_alive, translation = True, None

@@ -32,9 +32,6 @@ def head_for(draft, target: PreTrainedModel):
     """
     Returns the draft that was passed to generate(), or for the folder or hub id of an EAGLE-3 head or DFlash draft the
     head, and for an assistant of transformers the head that it is. They are made once for each target.
-
-    Raises:
-        `ValueError`: the head does not fit the target.
     """
     if isinstance(draft, PreTrainedModel):
         refuse_dflash(draft.config)
@@ -56,10 +53,9 @@ def head_for(draft, target: PreTrainedModel):
 
 def assistant_for(draft: PreTrainedModel | str | os.PathLike) -> DraftAssistant | None:
     """
-    Returns the assistant for a draft that was passed to generate() as a model, a folder or a hub id. Each process makes
-    an assistant for each draft without waiting for its worker, uses it in later calls, and ends it with the model or
-    the program. The assistant is replaced when the model has other layers, shapes or dtypes. For a model that a worker
-    cannot rebuild, returns `None` and logs the reason once.
+    Returns the assistant for a draft that was passed to generate(): one for each draft and process, made without
+    waiting for its worker, and ended with the model or the program. It is replaced when the model has other layers,
+    shapes or dtypes. For a model that a worker cannot rebuild, returns `None` and logs the reason once.
     """
     is_model = isinstance(draft, PreTrainedModel)
     known, key = (_assistants, draft) if is_model else (_assistants_of_paths, os.fspath(draft))

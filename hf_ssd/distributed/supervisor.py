@@ -43,8 +43,8 @@ def meeting_of(place: dict, number: int) -> dict:
 
 class SupervisedChild:
     """
-    A supervisor's child as the target sees it, with the methods of [`Child`]. Children are numbered from 0; the
-    first child is started without being asked for.
+    A supervisor's child as the target sees it, with the methods of [`Child`]. The first child, number 0, is started
+    without being asked for.
     """
 
     def __init__(self, notes: dist.Store, number: int):
@@ -74,11 +74,7 @@ class SupervisedChild:
 def supervise(place: dict, settings: dict, descriptors: list[int]) -> None:
     """
     Starts a worker, and another worker whenever the target asks for it. Returns when the target is done or the store is
-    gone.
-
-    Args:
-        place (`dict`): The place of the notes. See [`~hf_ssd.distributed.meeting.join`].
-        settings (`dict`), descriptors (`list[int]`): See [`Child`]. The meeting with the target is added.
+    gone. `place` is the place of the notes; for the others see [`Child`].
     """
 
     def start(number: int) -> Child:

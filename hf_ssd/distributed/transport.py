@@ -38,13 +38,8 @@ class PeerLost(ConnectionError):
 
 class Channel:
     """
-    One end of a two-way connection.
-
-    Args:
-        store (`torch.distributed.Store`): Where the two processes find each other.
-        is_target (`bool`): Whether this is the target's end.
-        hostname (`str`, *optional*, defaults to `"127.0.0.1"`): See [`gloo_group`].
-        secret (`bytes`, *optional*): Key that only the two processes know. See [`~hf_ssd.distributed.meeting`].
+    One end of a two-way connection. The processes find each other in `store`; `secret` is a key that only they know
+    (see [`~hf_ssd.distributed.meeting`]), and for `hostname` see [`gloo_group`].
     """
 
     copies = True  # payloads travel through host memory, so a truncated distribution travels as its support alone
@@ -64,16 +59,13 @@ class Channel:
     def make_room(self, rows: int, vocab_size: int, features: int = 0) -> None:
         """
         Allows payloads as large as the distributions of the longest speculation of this many rows, and as so many
-        numbers of features.
+        features.
         """
         self.largest = max(self.largest, rows * LONGEST_LOOKAHEAD * vocab_size, features)
 
     def send(self, message: Message) -> None:
         """
-        Starts to send a message, and returns at once.
-
-        Raises:
-            [`~hf_ssd.distributed.wire.ProtocolError`]: the payload that the last message announced was not sent yet.
+        Starts to send a message, and returns at once. The payload that the last message announced must have been sent.
         """
         if self.promised is not None:
             raise ProtocolError("a message cannot be sent in the place of the payload that was announced")
@@ -115,16 +107,10 @@ class Channel:
 
     def receive(self, timeout: float | None, awake: float = AWAKE) -> Message:
         """
-        Returns the next message.
-
-        Args:
-            timeout (`float`, *optional*): Seconds. `None` waits as long as the other process lives.
-            awake (`float`, *optional*): Seconds until the wait begins to sleep; 0 if no message is expected soon.
-
-        Raises:
-            `TimeoutError`: no message came in time. The next call continues to wait for the same message.
-            [`PeerLost`]: the other process has ended.
-            [`~hf_ssd.distributed.wire.ProtocolError`]: the received data is not a message of this protocol.
+        Returns the next message. A wait that ends by `TimeoutError` can be resumed by the next call; a `timeout` of
+        `None` waits as long as the other process lives. After `awake` seconds the wait sleeps. Raises [`PeerLost`] when
+        the other process has ended, and [`~hf_ssd.distributed.wire.ProtocolError`] for data that is no message of this
+        protocol.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:

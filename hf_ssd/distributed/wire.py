@@ -54,11 +54,7 @@ class ProtocolError(RuntimeError):
 @dataclass(frozen=True)
 class Field:
     """
-    The encoding of a value as an integer.
-
-    Args:
-        first, last (`int`): The range of valid integers.
-        write, read (`Callable`): Convert the value to the integer, and back.
+    The encoding of a value as an integer in a range: `write` converts the value to it, and `read` converts it back.
     """
 
     first: int = -(2**63)
@@ -140,14 +136,12 @@ def read_plan(numbers: list[int]) -> Plan:
 @dataclass
 class Message:
     """
-    Args:
-        kind (`Kind`): Kind of the message.
-        session (`int`): Number of the generate() call that the message belongs to; 0 for none.
-        round (`int`): Number of the verification round, from 0.
-        payload (`list[int]` or `torch.Tensor`): Integers, or a one-dimensional tensor of a type in `PAYLOAD_TYPES`.
-        announces (`Message`, *optional*): The next message, of the same session and round. Its payload is sent by
-            [`~hf_ssd.distributed.transport.Channel.send_announced`]. Until then only its type and length count, so it
-            may be on the device "meta".
+    A message of a session, the number of a generate() call (0: of none), and of a verification round. The payload is
+    integers, or a one-dimensional tensor of a type in `PAYLOAD_TYPES`.
+
+    `announces` is the next message, of the same session and round, whose payload is sent by
+    [`~hf_ssd.distributed.transport.Channel.send_announced`]. Until then only its type and length count, so it may be on
+    the device "meta".
     """
 
     kind: Kind
@@ -186,14 +180,8 @@ def pack(message: Message) -> list[torch.Tensor]:
 
 def unpack(frame: torch.Tensor, largest: int = LARGEST_PAYLOAD) -> Message:
     """
-    Returns the message of a frame. A payload that follows is a new tensor, to be received into.
-
-    Args:
-        frame (`torch.LongTensor` of shape `(FRAME_LENGTH,)`): The received frame.
-        largest (`int`, *optional*): Elements that a payload may have. A frame that announces more is refused.
-
-    Raises:
-        [`ProtocolError`]: the frame is not a valid frame of this protocol.
+    Returns the message of a frame. A payload that follows is a new tensor, to be received into; more than `largest`
+    elements are refused.
     """
     magic, version, kind, session, round_, *numbers = frame.tolist()
     if magic != MAGIC:

@@ -28,21 +28,12 @@ DRAFT_IS_HERE, TARGET_IS_HERE = "draft", "target"
 class WorkerProcess:
     """
     A draft worker. It starts in a thread of its own, and when its process has ended, another can take its place.
+    `launch` starts a process, and returns it ([`~hf_ssd.distributed.child.Child`] or
+    [`~hf_ssd.distributed.supervisor.SupervisedChild`]) and the place where it meets this process.
 
-    Args:
-        launch (`Callable`): Starts a process, and returns it ([`~hf_ssd.distributed.child.Child`] or
-            [`~hf_ssd.distributed.supervisor.SupervisedChild`]) and the place where it meets this process.
-        timeout (`float`): Seconds until the worker must be ready.
-
-    Attributes:
-        process: The last process.
-        channel ([`Channel`], *optional*): The channel to the worker, while it is connected.
-        worker_info (`dict`): The fields of [`~hf_ssd.drafting.needs.DraftInfo`] for the worker's model (`draft`), its
-            `device`, the `identity` of that device, the worker's `pid`, whether the model `is_compiled`, and the reason
-            if compiling failed (`uncompiled_because`).
-        translation ([`~hf_ssd.drafting.vocabulary.Translation`], *optional*): The last one that was sent to the worker.
-        error ([`DraftError`], *optional*): The error of the last start if it failed, until a call was told.
-        is_lost (`bool`): Whether the last start failed, and a call was told.
+    `worker_info` has the fields of [`~hf_ssd.drafting.needs.DraftInfo`] for the worker's model (`draft`), its `device`,
+    the `identity` of that device, the worker's `pid`, whether the model `is_compiled`, and the reason if compiling
+    failed. `error` is that of the last start, until a call was told; then the worker `is_lost`.
     """
 
     def __init__(self, launch: Callable, timeout: float):
@@ -79,9 +70,8 @@ class WorkerProcess:
 
     def take_error(self) -> DraftError | None:
         """
-        Returns the error of the last start, and forgets it. Where the error is raised, no variable or attribute may
-        hold it: the exception would be in a cycle with its traceback, which keeps the memory of the call until Python
-        collects cycles.
+        Returns the error of the last start, and forgets it. Where it is raised, no variable or attribute may hold it: a
+        cycle with its traceback would keep the memory of the call until Python collects cycles.
         """
         error, self.error = self.error, None
         return error
@@ -105,12 +95,7 @@ class WorkerProcess:
             self.error.__cause__ = error
 
     def _connect(self, meeting: dict) -> None:
-        """
-        Waits until the worker has loaded its model.
-
-        Raises:
-            [`DraftError`]: the worker could not start. The error contains the worker's own message.
-        """
+        """Waits until the worker has loaded its model, or raises [`DraftError`] with the worker's own message."""
         store = keep_when_forked(join(meeting, self.timeout))
         while not store.check([DRAFT_IS_HERE]):
             self._check_start()
