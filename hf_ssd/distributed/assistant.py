@@ -98,16 +98,6 @@ class DraftAssistant:
         return next((worker.worker_info["draft"]["positions"] for worker in self.workers if worker.is_ready), None)
 
     @property
-    def vocab_size(self) -> int:
-        """Number of the draft model's tokens."""
-        return self.info.vocab_size
-
-    @property
-    def pard_token(self) -> int | None:
-        """The mask token of a parallel draft."""
-        return self.info.mask_token
-
-    @property
     def state(self) -> str:
         """State of the draft: `"ready"`, `"starting"`, or `"ended"` until a call starts it again."""
         if any(worker.is_ready for worker in self.workers):

@@ -1,5 +1,6 @@
 """The draft in the target's own process: a transport, a worker and a session without another process."""
 
+import contextlib
 import dataclasses
 import weakref
 from collections import deque
@@ -95,7 +96,8 @@ class LocalWorker:
     def _end(self) -> None:
         try:
             if self.server is not None:
-                self.work()
+                with contextlib.suppress(DraftError):  # the call has all its tokens
+                    self.work()
         finally:
             self.kill()
 
