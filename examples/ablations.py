@@ -15,6 +15,7 @@ import statistics
 from itertools import chain
 from pathlib import Path
 
+import numpy as np
 import torch
 import transformers
 from tqdm.auto import tqdm
@@ -28,7 +29,8 @@ from hf_ssd.cli.methods import sampling
 from hf_ssd.distributed.cores import available_cores
 from hf_ssd.distributed.local import LocalWorker
 from hf_ssd.distributed.target_ranks import TargetRanks
-from hf_ssd.drafting.cache_shapes import CacheShape, shape_for
+from hf_ssd.drafting import cache_shapes
+from hf_ssd.drafting.cache_shapes import CacheShape, MostLikely, RowByRow, shape_for
 from hf_ssd.drafting.needs import DraftInfo
 
 try:
@@ -57,6 +59,49 @@ SHAPES = {
     **{"uniform": (GREEN, "^-", 2), "geometric": (ORANGE, "s-", 2), "confidence": (BLUE, "o-", 2)},
     **{"all_accepted": (GREY, "D--", 1), "single_branch": (RED, "x--", 1), "greedy_tree": (PURPLE, "v--", 1)},
 }
+
+
+# ---------------------------------------------------------------- the outcomes that other systems prepare
+
+
+class AllAccepted(RowByRow):
+    """
+    The outcomes of AMUSD and PEARL: both go on drafting as if every token will be accepted, so the only outcomes are K
+    accepted tokens and a bonus token. Rejections are not prepared; after a rejection, AMUSD and PEARL wait for a new
+    speculation. (They guess a single bonus token; here the number of guesses is the budget.)
+    """
+
+    def fan_out(self, acceptance, budget):
+        return [0] * len(acceptance) + [budget]
+
+
+class SingleBranch(RowByRow):
+    """
+    The outcomes of SpecBranch: a single branching point at the draft's least confident token, where the alternatives to
+    that token are prepared. No other accepted count is prepared, complete acceptance included. (SpecBranch also uses a
+    learned predictor to choose the point.)
+    """
+
+    def fan_out(self, acceptance, budget):
+        least = int(acceptance.argmin())
+        return [budget * (k == least) for k in range(len(acceptance) + 1)]
+
+
+class GreedyTree(MostLikely):
+    """
+    The outcomes of SwiftSpec: a token tree grown from the current speculation, always by the node with the highest
+    product of draft probabilities along its path. The probabilities are not calibrated, and they do not account for the
+    rejection that precedes a bonus token before the end of the speculation (no residual distribution).
+    """
+
+    def chances(self, candidates):
+        reached = np.pad(candidates.drafted_probabilities.cumprod(axis=1), ((0, 0), (1, 0)), constant_values=1.0)
+        return reached[:, :, None] * candidates.probabilities
+
+
+KINDS = {**cache_shapes.SHAPES, "all_accepted": AllAccepted, "single_branch": SingleBranch, "greedy_tree": GreedyTree}
+
+# ---------------------------------------------------------------- calls
 
 
 def load_pair():
@@ -124,13 +169,13 @@ def record(pair, config: hf_ssd.SSDConfig, temperature: float, args) -> tuple[li
     return calls, stats
 
 
-def replay(calls: list, config: hf_ssd.SSDConfig) -> list[list[bool]]:
-    """Returns in which of its rounds each row of each call would have hit with the shape and budget of `config`."""
-    shape, hits = shape_for(config), []
+def replay(calls: list, shape: CacheShape, budget: int) -> list[list[bool]]:
+    """Returns in which of its rounds each row of each call would have hit with this shape and budget."""
+    hits = []
     for rounds in calls:
         rows, lesson = [[] for _ in rounds[0][1]], None
         for candidates, accepted, bonus in rounds:
-            fan_outs = shape.fan_outs(candidates, config.budget)
+            fan_outs = shape.fan_outs(candidates, budget)
             for row, (k, token) in enumerate(zip(accepted, bonus)):
                 if k >= 0:
                     guesses = candidates.guesses[row, k, : min(fan_outs[row][k], candidates.limits[k])]
@@ -186,8 +231,7 @@ def shapes(pair, args) -> list[dict]:
     for temperature in tqdm([0.0, 0.3, 0.7, 1.0, 1.3], desc="shapes", unit="temperature"):
         calls, _ = record(pair, hf_ssd.SSDConfig(lookahead=4, budget=24, fallback="primary"), temperature, args)
         for budget in (12, 24):
-            configs = {name: hf_ssd.SSDConfig(lookahead=4, budget=budget, fan_out=name) for name in SHAPES}
-            hits = {name: replay(calls, config) for name, config in configs.items()}
+            hits = {name: replay(calls, KINDS[name](hf_ssd.SSDConfig()), budget) for name in SHAPES}
             row = {"T": temperature, "budget": budget, "rounds": sum(map(len, hits["uniform"]))}
             row |= {name: mean(chain(*rows)) for name, rows in hits.items()}
             gains = [mean(a) - mean(b) for a, b in zip(hits["confidence"], hits["geometric"])]
@@ -212,7 +256,7 @@ def saguaro(pair, args) -> list[dict]:
     for c in tqdm([0.0, 0.1, 0.3, 0.5, 0.7, 1.0], desc="saguaro", unit="C"):
         config = hf_ssd.SSDConfig(lookahead=4, budget=12, fan_out="geometric", saguaro_c=c, fallback="primary")
         calls, stats = record(pair, config, 1.0, args)
-        hits = [mean(row) for row in replay(calls, config)]
+        hits = [mean(row) for row in replay(calls, shape_for(config), config.budget)]
         p, tokens = mean(hits), mean(s.tokens_per_round for s in stats)
         row = {"C": c, "acceptance": mean(s.acceptance_rate for s in stats), "tokens_per_round": tokens}
         row |= {"hit_rate": p, "error": statistics.stdev(hits) / len(hits) ** 0.5}

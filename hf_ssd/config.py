@@ -51,9 +51,8 @@ class SSDConfig:
             chooses it in the same way as the lookahead.
         fan_out (`str` or `list[int]`, *optional*, defaults to `"confidence"`):
             How the budget is shared between the accepted counts 0 to K, F_k in the paper: `"confidence"` (the most
-            likely outcomes of this round), `"geometric"` (Theorem 12), `"uniform"`, or the outcomes that other systems
-            prepare: `"all_accepted"`, `"single_branch"`, `"greedy_tree"`; or a list of lookahead + 1 integers, which
-            then also set `lookahead` and `budget`.
+            likely outcomes of this round), `"geometric"` (Theorem 12), `"uniform"`, or a list of lookahead + 1
+            integers, which then also set `lookahead` and `budget`.
         saguaro_c (`float` or `str`, *optional*, defaults to 1.0):
             C in [0, 1] of Saguaro sampling (Definition 14): smaller values trade acceptance for hits, 1 is ordinary
             sampling. `"auto"` tries several values and keeps the fastest; with a fixed `lookahead`, where a seed must
@@ -224,7 +223,7 @@ class SSDConfig:
         return cls.from_dict({**saved, **settings})
 
 
-FAN_OUTS = ("confidence", "geometric", "uniform", "all_accepted", "single_branch", "greedy_tree")
+FAN_OUTS = ("confidence", "geometric", "uniform")
 LOOKAHEADS = ("auto",)
 FALLBACKS = ("auto", "primary", "mtp", "ngram", "random")
 DRAFTERS = ("auto", "autoregressive", "parallel", "eagle3", "dflash", "mtp", "ngram")

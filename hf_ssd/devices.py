@@ -38,7 +38,7 @@ def identity(device: torch.device) -> str | None:
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until the queued work is computed. On CUDA in the current stream only: a link uses another stream."""
+    """Waits until the queued work is computed. On CUDA in the current stream only."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
     elif device.type != "cpu":

@@ -11,6 +11,9 @@ import pytest
 import torch
 
 import hf_ssd
+from hf_ssd.drafting.cache_shapes import shape_for
+
+from .drafting.test_cache_shapes import candidates
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
@@ -61,12 +64,26 @@ def test_without_matplotlib_one_sentence(fresh_python):
     assert result.stderr.strip() == 'The figures need matplotlib: pip install -e ".[plot]"'
 
 
+def test_shapes_of_other_systems_by_hand():
+    view, config = candidates(lookahead=3, vocab_size=12, guesses=12), hf_ssd.SSDConfig()
+    shapes = ("all_accepted", "single_branch", "greedy_tree")
+    all_accepted, branch, tree = (ablations.KINDS[name](config) for name in shapes)
+    assert all_accepted.fan_outs(view, 5) == [[0, 0, 0, 5]] * 3
+    for row, fan_out in enumerate(branch.fan_outs(view, 6)):
+        assert fan_out[view.drafted_probabilities[row].argmin()] == 6 == sum(fan_out)
+    for row, fan_out in enumerate(tree.fan_outs(view, 9)):
+        reached = [1.0, *view.drafted_probabilities[row].cumprod()]
+        ranks = [(k, rank) for k in range(4) for rank in range(view.limits[k])]
+        paths = sorted(((float(reached[k] * view.probabilities[row, k, rank]), k) for k, rank in ranks), reverse=True)
+        assert fan_out == [sum(k == place for _, k in paths[:9]) for place in range(4)]
+
+
 @pytest.mark.parametrize("fan_out", ["geometric", "confidence"])
 def test_a_replay_is_what_a_worker_does(pair, one_thread, fan_out):
     args = Namespace(max_new_tokens=40, prompts=4)
     config = hf_ssd.SSDConfig(lookahead=4, budget=12, fan_out=fan_out, fallback="primary")
     (rounds,), _ = ablations.record(pair, config, 0.7, args)
-    replayed = ablations.replay([rounds], config)
+    replayed = ablations.replay([rounds], shape_for(config), 12)
     with hf_ssd.launch_draft(pair[1], num_threads=1) as worker:
         stats = ablations.generate(pair, worker, config, 0.7, ablations.PROMPTS[:4], 0, args)
     assert 0.2 < sum(map(sum, replayed)) / sum(map(len, replayed)) < 0.95
@@ -84,8 +101,7 @@ def test_confidence_beats_geometric(pair, one_thread, temperature):
     recorded = hf_ssd.SSDConfig(lookahead=4, budget=12, fallback="primary")
     calls, _ = ablations.record(pair, recorded, temperature, args)
     confidence, geometric = (
-        ablations.replay(calls, hf_ssd.SSDConfig(lookahead=4, budget=12, fan_out=name))
-        for name in ("confidence", "geometric")
+        ablations.replay(calls, shape_for(hf_ssd.SSDConfig(fan_out=name)), 12) for name in ("confidence", "geometric")
     )
     gains = torch.tensor([sum(a) / len(a) - sum(b) / len(b) for a, b in zip(confidence, geometric)])
     error = gains.std() / math.sqrt(len(gains))

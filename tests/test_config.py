@@ -81,6 +81,14 @@ def test_a_misspelled_setting_is_told_which_one_is_meant(make):
     assert list(inspect.signature(SSDConfig).parameters)[:2] == ["lookahead", "budget"]  # as editors show it
 
 
+@pytest.mark.parametrize("name", ["all_accepted", "single_branch", "greedy_tree"])
+def test_shapes_of_other_systems_are_no_setting(name):
+    with pytest.raises(
+        ValueError, match=f'`fan_out` is \'{name}\', but must be "confidence", "geometric", "uniform" or'
+    ):
+        SSDConfig(fan_out=name)
+
+
 def test_a_list_that_does_not_fit_the_lookahead_is_refused():
     with pytest.raises(ValueError, match=r"`fan_out` is \[1, 2\], but must be .*here 7 \+ 1"):
         SSDConfig(lookahead=7, fan_out=[1, 2])

@@ -98,16 +98,6 @@ class DraftAssistant:
         return next((worker.worker_info["draft"]["positions"] for worker in self.workers if worker.is_ready), None)
 
     @property
-    def vocab_size(self) -> int:
-        """Number of the draft model's tokens."""
-        return self.info.vocab_size
-
-    @property
-    def pard_token(self) -> int | None:
-        """The mask token of a parallel draft."""
-        return self.info.mask_token
-
-    @property
     def state(self) -> str:
         """State of the draft: `"ready"`, `"starting"`, or `"ended"` until a call starts it again."""
         if any(worker.is_ready for worker in self.workers):
@@ -150,12 +140,8 @@ class DraftAssistant:
 
     def begin_call(self, turn: Turn, timeout: float, patience: float) -> None:
         """
-        Takes the turn, and waits up to `timeout` seconds for calls of other threads. Restarts workers that have ended,
-        and waits up to `patience` seconds for them. [`~DraftAssistant.end_call`] must follow, also after an exception.
-
-        Raises:
-            `ValueError`: the assistant was closed.
-            [`DraftError`]: the call of another thread does not end within `timeout` seconds.
+        Takes the turn, waiting up to `timeout` seconds for other threads' calls; restarts ended workers and waits up to
+        `patience` seconds for them. [`~DraftAssistant.end_call`] must follow, also after an exception.
         """
         deadline = time.monotonic() + timeout
         while not self._take(turn):
@@ -167,7 +153,7 @@ class DraftAssistant:
         if self.weights is not None and not self.weights.fits():  # the draft's layers, shapes or dtypes have changed
             for worker in self.workers:
                 worker.cancel()
-            self.workers[:] = [WorkerProcess(one.launch, one.timeout, one.target) for one in self.workers]
+            self.workers[:] = [WorkerProcess(one.launch, one.timeout) for one in self.workers]
             self.weights.lay_out()
         self._restart()
         self._wait(patience)
@@ -176,16 +162,8 @@ class DraftAssistant:
         self, turn: Turn, request: Callable[[], SessionRequest], device: torch.device
     ) -> DraftSession | None:
         """
-        Opens a session with the workers that are ready. Returns `None` at once if no worker is ready yet, or if another
-        call uses the workers. Then it may be called again.
-
-        Args:
-            turn ([`Turn`]): The turn of this call.
-            request (`Callable`): Returns the [`SessionRequest`]. Only called when a worker is ready.
-            device (`torch.device`): The target's device.
-
-        Raises:
-            [`DraftError`]: no worker is ready or starting, or the weights cannot be copied.
+        Opens a session with the ready workers. Returns `None` at once if no worker is ready yet or another call uses
+        them; then it may be called again. `request` is only called when a worker is ready.
         """
         if not self._take(turn):
             return None
@@ -198,9 +176,6 @@ class DraftAssistant:
         request = dataclasses.replace(request(), weights_version=self._current_weights())
         if any(worker.is_on(device) for worker in workers):
             devices.warn_of_sharing(device)
-        if request.generation_config.do_sample:
-            for worker in workers:
-                worker.link_gpus(device)
         return open_session(workers, self.sessions, request, turn.workers.clear)
 
     def end_call(self, turn: Turn) -> None:

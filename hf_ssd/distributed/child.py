@@ -31,15 +31,8 @@ class Child:
     """
     A fresh interpreter, not a fork and not a `multiprocessing` child, so the user's script needs no `__main__` guard.
     The worker reads its settings from its standard input and ends when that closes, so it ends with this process,
-    however this process ends.
-
-    Args:
-        settings (`dict`): The settings that [`~hf_ssd.distributed.worker`] reads.
-        descriptors (`list[int]`): File descriptors that the worker inherits.
-
-    Attributes:
-        popen (`subprocess.Popen`): The process.
-        end (`Callable`): Kills the process. May be called more than once, and is called when the program ends.
+    however this process ends. It inherits the descriptors. `end` kills it, may be called more than once, and is called
+    when the program ends.
     """
 
     def __init__(self, settings: dict, descriptors: list[int]):

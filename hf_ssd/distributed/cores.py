@@ -34,15 +34,8 @@ def available_cores() -> tuple[int, ...]:
 
 def divide_cores(draft_threads: int | None = None, drafts: int = 1) -> CoreShare:
     """
-    Gives each draft worker a quarter of the cores, at least 1, and the target the rest. If there are too few cores,
-    workers and target share them.
-
-    Args:
-        draft_threads (`int`, *optional*): Cores for each draft worker instead of a quarter.
-        drafts (`int`, *optional*): Number of draft workers. Each worker gets its own cores if there are enough.
-
-    Raises:
-        `ValueError`: `draft_threads` is less than 1 or more than the number of available cores.
+    Gives each draft worker a quarter of the cores, at least 1, or `draft_threads` cores, and the target the rest. If
+    there are too few cores, workers and target share them. Raises `ValueError` if there are not so many cores.
     """
     cores = available_cores()
     if draft_threads is None:
@@ -87,10 +80,7 @@ def use_cores(cores: tuple[int, ...] | None):
 class TargetCores:
     """
     The cores on which the target of a call computes: its share while a draft works beside it, otherwise all that the
-    calling thread may use.
-
-    Args:
-        share (`tuple[int, ...]`, *optional*): Its share. `None` if the draft has another device.
+    calling thread may use. The share is `None` if the draft has another device.
     """
 
     def __init__(self, share: tuple[int, ...] | None):
@@ -115,12 +105,8 @@ class TargetCores:
 class DraftCores:
     """
     The cores on which a draft worker computes: its share while the target works beside it, and those of both sides
-    while the target waits for it. Threads of this process follow, such as torch's own threads.
-
-    Args:
-        share (`list[int]`, *optional*): Its share. `None` if the draft has another device.
-        everything (`list[int]`, *optional*): The cores of both sides.
-        threads (`int`, *optional*): Torch threads on all these cores.
+    while the target waits for it, with at most `threads` torch threads. Threads of this process follow, such as torch's
+    own threads.
     """
 
     def __init__(self, share: list[int] | None = None, everything: list[int] | None = None, threads: int = 1):

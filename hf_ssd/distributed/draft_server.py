@@ -13,7 +13,6 @@ from ..drafting.vocabulary import Translation
 from ..rounds import IN_TURN, Speculation
 from . import payloads, wire
 from .cores import DraftCores
-from .device_link import LINK_TIMEOUT, open_link
 from .sessions import SessionRequest
 from .shared_weights import copy_shared_weights
 from .transport import AWAKE, Channel, PeerLost
@@ -23,21 +22,15 @@ PROMPTS_TIMEOUT = 10.0  # seconds for the prompts to follow the request
 FEATURES_TIMEOUT = 10.0  # seconds for the target's features to follow the outcome
 
 
-HANDLERS = {Kind.START: "_start", Kind.END: "_end", Kind.LINK: "_link", Kind.VOCABULARY: "_translate"}
+HANDLERS = {Kind.START: "_start", Kind.END: "_end", Kind.VOCABULARY: "_translate"}
 # Messages of a call. Those of a call that failed or was interrupted are dropped.
 HANDLERS_IN_A_CALL = {Kind.OUTCOME: "_answer", Kind.SPECULATION: "_verify", Kind.COMPLETE: "_complete"}
 
 
 class DraftServer:
     """
-    Serves generate() calls in turn over a channel.
-
-    Args:
-        channel ([`Channel`] or [`LocalChannel`]): The channel to the target.
-        model (`PreTrainedModel`): The draft model.
-        weights (`dict`, *optional*): The description of the [`SharedWeights`] that the model was built from, if any.
-        drafts ([`Drafts`], *optional*): The model's speculators so far.
-        cores ([`DraftCores`], *optional*): Divided unless the draft and the target take turns.
+    Serves generate() calls in turn over a channel. `weights` is the description of the [`SharedWeights`] that the model
+    was built from, if any, and `drafts` has the model's speculators so far.
     """
 
     def __init__(
@@ -59,12 +52,7 @@ class DraftServer:
 
     @torch.inference_mode()
     def serve(self) -> None:
-        """
-        Serves calls until the target sends `STOP`.
-
-        Raises:
-            [`PeerLost`]: the target's process has ended.
-        """
+        """Serves calls until the target sends `STOP`. Raises [`PeerLost`] when the target's process has ended."""
         while True:
             message = Message(Kind.ERROR)  # errors belong to no call until a message was read
             try:
@@ -87,14 +75,6 @@ class DraftServer:
             getattr(self, handler)(message)
 
     # ---------------------------------------------------------------- between calls
-
-    def _link(self, message: Message) -> None:
-        wire.expect(message, Kind.LINK, 0, 0)
-        self.channel.send(Message(Kind.LINK, payload=payloads.write_json(open_link(self.channel, self.model.device))))
-        verdict = self.channel.receive(2 * LINK_TIMEOUT)
-        wire.expect(verdict, Kind.LINK, 0, 0)
-        if not payloads.read_json(verdict.payload):
-            self.channel.close_link()
 
     def _translate(self, message: Message) -> None:
         wire.expect(message, Kind.VOCABULARY, 0, 0)
@@ -134,8 +114,6 @@ class DraftServer:
             self.speculator.end()
             self.cores.divide(True)
         self.speculator = None
-        if self.channel.link is not None:
-            self.channel.send(Message(Kind.END, message.session))
 
     # ---------------------------------------------------------------- in a call
 
@@ -185,19 +163,17 @@ class DraftServer:
     def _send(self, speculation: Speculation) -> None:
         """
         Sends the tokens first, because the target can start with them and needs their distributions only at the end of
-        its forward pass. The distributions are announced, so that they can arrive meanwhile. They are packed after the
+        its forward pass. The distributions are announced, so that they can arrive meanwhile, and packed after the
         tokens have been sent, because packing may copy megabytes from a GPU.
         """
         drafter, announced = self.speculator.drafter, None
         if drafter.sampled and speculation.width:
-            over_link, support = self.channel.link is not None, speculation.support
-            if over_link:
-                support = drafter.vocab_size
-            elif support is None:
+            support = speculation.support if self.channel.copies else drafter.vocab_size
+            if support is None:
                 support = int(payloads.largest_support(speculation.probabilities))
             shape = (len(speculation.tokens), speculation.width, drafter.vocab_size)
             to_come = payloads.probabilities_to_come(shape, support)
-            announced = Message(Kind.PROBABILITIES, self.session, self.round, to_come, over_link)
+            announced = Message(Kind.PROBABILITIES, self.session, self.round, to_come)
         payload = wire.write_speculation(speculation)
         self.channel.send(Message(Kind.SPECULATION, self.session, self.round, payload, announces=announced))
         if announced is not None:

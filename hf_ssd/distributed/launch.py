@@ -72,9 +72,8 @@ def launch_draft(
             Whether the worker compiles the draft with `torch.compile`, which takes up to a minute at its start.
             Defaults to whether `model` is compiled. Where there is no compiler, the draft runs uncompiled.
         target (`PreTrainedModel`, *optional*):
-            The model that the draft is for. If both are on GPUs, the link between them is opened while the worker
-            starts, and otherwise in the first call that samples, which takes seconds. An EAGLE-3 head needs its target,
-            whose hidden states it reads and whose embedding it may use.
+            The model that the draft is for. An EAGLE-3 head needs it, because it reads its hidden states and may use
+            its embedding.
         load_options:
             Passed on to `AutoModelForCausalLM.from_pretrained`: a `quantization_config`, and plain values (they travel
             as JSON).
@@ -114,8 +113,7 @@ def launch_draft(
     settings = {**worker_settings(model, dtype, compile, load_options), "timeout": timeout}
     if not isinstance(model, PreTrainedModel):
         draft_config(model, load_options)
-    place = None if target is None else accelerators.of_model(without_wrapper(target))
-    return new_assistant(model, weights, devices, cores, settings, place, wait=True)
+    return new_assistant(model, weights, devices, cores, settings, wait=True)
 
 
 def worker_settings(
@@ -146,10 +144,7 @@ def _as_json(name: str, value):
 
 def draft_config(path: str | os.PathLike, load_options: dict) -> PreTrainedConfig:
     """
-    Reads the config of a draft that only the worker loads.
-
-    Raises:
-        `ValueError`: transformers finds no model at `path`.
+    Reads the config of a draft that only the worker loads. Raises `ValueError` if transformers finds no model there.
     """
     path = os.fspath(path)
     if head_values(path) is not None:
@@ -189,7 +184,6 @@ def new_assistant(
     devices: list[torch.device],
     cores: CoreShare | None,
     settings: dict,
-    target: torch.device | None,
     wait: bool,
 ) -> DraftAssistant:
     shares = iter(cores.drafts if cores else ())
@@ -199,7 +193,7 @@ def new_assistant(
         if device.type == "cpu":
             place |= {"cores": list(next(shares)), "all_cores": list(cores.all), "threads": torch.get_num_threads()}
         launch = functools.partial(start_worker, {**settings, **place}, weights)
-        workers.append(WorkerProcess(launch, settings["timeout"], target))
+        workers.append(WorkerProcess(launch, settings["timeout"]))
     assistant = DraftAssistant(workers, cores, weights, wait=wait)
     assistant.path = settings["path"] or model.config._name_or_path
     if cores is not None:

@@ -1,5 +1,6 @@
 """The draft in the target's own process: a transport, a worker and a session without another process."""
 
+import contextlib
 import dataclasses
 import weakref
 from collections import deque
@@ -19,14 +20,11 @@ from .wire import Kind, Message
 class LocalChannel:
     """
     One end of a pair within a process, with the contract of [`~hf_ssd.distributed.transport.Channel`]. A message is
-    handed over as it is: its payload stays on its device, as over a link between GPUs.
-
-    Attributes:
-        other ([`LocalChannel`]): The other end.
-        while_waiting (`Callable`): Called when a message is waited for, so that the other side can work.
+    handed over as it is: its payload stays on its device. `while_waiting` is called when a message is waited for, so
+    that the other side can work.
     """
 
-    link = "memory"
+    copies = False
 
     def __init__(self, other: "LocalChannel | None" = None):
         self.incoming: deque[Message] = deque()
@@ -61,12 +59,8 @@ class LocalChannel:
 
 class LocalWorker:
     """
-    A worker in this process, which works while the target waits for it, as
-    [`~hf_ssd.distributed.worker_process.WorkerProcess`] gives one to sessions.
-
-    Args:
-        model (`PreTrainedModel`): The draft model.
-        channel ([`LocalChannel`], *optional*): The target's end of the channel.
+    A worker in this process, which works while the target waits for it, with the interface of
+    [`~hf_ssd.distributed.worker_process.WorkerProcess`] that sessions use.
     """
 
     is_alive, translation = True, None
@@ -91,13 +85,21 @@ class LocalWorker:
     def session(self, request: SessionRequest) -> DraftSession:
         """Begins a call, and reads the prompts. The worker serves one call."""
         self.server.translation = self.translation = request.translation  # nothing has to be sent
-        session = open_session([self], 1, request, self.kill)
+        session = open_session([self], 1, request, self._end)
         try:
             self.work()
         except BaseException:
             self.kill()
             raise
         return session
+
+    def _end(self) -> None:
+        try:
+            if self.server is not None:
+                with contextlib.suppress(DraftError):  # the call has all its tokens
+                    self.work()
+        finally:
+            self.kill()
 
     def stderr_tail(self) -> str:
         return ""

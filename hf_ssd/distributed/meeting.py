@@ -45,11 +45,8 @@ def private_meeting() -> tuple[dict, list[int]]:
 
 def join(meeting: dict, timeout: float) -> dist.Store:
     """
-    Returns the store of a meeting.
-
-    Args:
-        meeting (`dict`): The place that [`private_meeting`] returned, or a place in torchrun's store.
-        timeout (`float`): Seconds that the store waits for a key.
+    Returns the store of a meeting, the place that [`private_meeting`] returned or a place in torchrun's store, which
+    waits up to `timeout` seconds for a key.
     """
     if "path" in meeting:
         store = dist.FileStore(meeting["path"])
@@ -100,11 +97,9 @@ def _private_file() -> tuple[str, list[int]]:
 
 def prove(channel: Channel) -> None:
     """
-    Proves over a [`Channel`] that this side knows the secret, while the other side does the same.
-
-    Raises:
-        [`~hf_ssd.distributed.wire.ProtocolError`]: the other side does not know the secret, does not answer in time,
-            or has ended.
+    Proves over a [`Channel`] that this side knows the secret, while the other side does the same. Raises
+    [`~hf_ssd.distributed.wire.ProtocolError`] if the other side does not know it, does not answer in time, or has
+    ended.
     """
     deadline, own = time.monotonic() + PROOF_TIMEOUT, secrets.token_bytes(NONCE_LENGTH)
     channel.largest = 0  # no memory is allocated for a peer that has not proved itself

@@ -4,7 +4,6 @@ import os
 import threading
 import weakref
 
-import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
@@ -33,9 +32,6 @@ def head_for(draft, target: PreTrainedModel):
     """
     Returns the draft that was passed to generate(), or for the folder or hub id of an EAGLE-3 head or DFlash draft the
     head, and for an assistant of transformers the head that it is. They are made once for each target.
-
-    Raises:
-        `ValueError`: the head does not fit the target.
     """
     if isinstance(draft, PreTrainedModel):
         refuse_dflash(draft.config)
@@ -55,14 +51,11 @@ def head_for(draft, target: PreTrainedModel):
     return known[path]
 
 
-def assistant_for(
-    draft: PreTrainedModel | str | os.PathLike, target: torch.device | None = None
-) -> DraftAssistant | None:
+def assistant_for(draft: PreTrainedModel | str | os.PathLike) -> DraftAssistant | None:
     """
-    Returns the assistant for a draft that was passed to generate() as a model, a folder or a hub id. Each process makes
-    an assistant for each draft without waiting for its worker, uses it in later calls, and ends it with the model or
-    the program. The assistant is replaced when the model has other layers, shapes or dtypes. For a model that a worker
-    cannot rebuild, returns `None` and logs the reason once. `target` is the device of the target that starts it.
+    Returns the assistant for a draft that was passed to generate(): one for each draft and process, made without
+    waiting for its worker, and ended with the model or the program. It is replaced when the model has other layers,
+    shapes or dtypes. For a model that a worker cannot rebuild, returns `None` and logs the reason once.
     """
     is_model = isinstance(draft, PreTrainedModel)
     known, key = (_assistants, draft) if is_model else (_assistants_of_paths, os.fspath(draft))
@@ -87,7 +80,7 @@ def assistant_for(
         info, device = info_of(draft), device_for(draft, None)
         cores = divide_cores() if device.type == "cpu" else None
         settings = {**worker_settings(draft, None, None, {}), "timeout": START_TIMEOUT}
-        assistant = known[key] = new_assistant(draft, weights, [device], cores, settings, target, wait=False)
+        assistant = known[key] = new_assistant(draft, weights, [device], cores, settings, wait=False)
         assistant.info, assistant.device = info, str(device)
         return assistant
 

@@ -52,12 +52,7 @@ def read_translation(payload, draft_size: int) -> Translation:
 
 
 def read_features(payload, tokens: int, width: int) -> torch.Tensor:
-    """
-    Returns the hidden states `(tokens, width)` of the target at its new tokens.
-
-    Raises:
-        [`ProtocolError`]: there are more or fewer numbers, they are of another type, or not all are finite.
-    """
+    """Returns the hidden states `(tokens, width)` of the target at its new tokens."""
     kind = getattr(payload, "dtype", torch.int64)
     if not kind.is_floating_point or len(payload) != tokens * width:
         raise ProtocolError(f"{len(payload)} numbers of type {kind} are not the {width} features of {tokens} tokens")
@@ -78,11 +73,7 @@ def write_probabilities(probabilities: torch.FloatTensor, support: int | None = 
     """
     Packs distributions `(..., vocab_size)` exactly. If a warper truncated them, so that at most a quarter of the
     vocabulary has any chance, only those tokens are sent: as pairs of value and token, the value's bits as an integer.
-
-    Args:
-        probabilities (`torch.FloatTensor` of shape `(..., vocab_size)`): The distributions.
-        support (`int`, *optional*): Their [`largest_support`] or more, or the size of the vocabulary to send all of it.
-            By default [`largest_support`] is computed, which waits for the device.
+    `support` is their [`largest_support`] or more; by default it is computed, which waits for the device.
     """
     support = int(largest_support(probabilities)) if support is None else support
     if _all_travel(support, probabilities.shape[-1]):
@@ -111,9 +102,7 @@ def read_probabilities(payload, shape: tuple[int, ...]) -> torch.FloatTensor:
     if kind != torch.int32 or not rows or len(payload) % (2 * rows):
         raise ProtocolError(f"{len(payload)} numbers of type {kind} are not probabilities of shape {tuple(shape)}")
     values, tokens = payload.view(2, *shape[:-1], -1)
-    if payload.device.type != "cpu":  # a check would wait for the GPU, and a token too large would fail on it
-        tokens = tokens.clamp(0, shape[-1] - 1)
-    elif tokens.numel() and not 0 <= tokens.min() <= tokens.max() < shape[-1]:
+    if tokens.numel() and not 0 <= tokens.min() <= tokens.max() < shape[-1]:
         raise ProtocolError(f"there are probabilities of tokens that are not in the vocabulary of {shape[-1]}")
-    zeros = torch.zeros(shape, dtype=torch.float32, device=payload.device)
+    zeros = torch.zeros(shape, dtype=torch.float32)
     return zeros.scatter_(-1, tokens.long(), values.contiguous().view(torch.float32))

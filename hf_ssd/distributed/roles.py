@@ -97,7 +97,7 @@ class Roles:
         if self.is_draft:
             raise ValueError("This rank drafts, so it has no draft to talk to; call `roles.serve(model)`.")
         places = [self._place(index) for index in range(self.num_draft_ranks)] if self.is_leader else []
-        return DraftAssistant([worker_of(place, START_TIMEOUT, self.device) for place in places], ranks=self.ranks)
+        return DraftAssistant([worker_of(place, START_TIMEOUT) for place in places], ranks=self.ranks)
 
     def serve(
         self,

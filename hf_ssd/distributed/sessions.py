@@ -40,23 +40,12 @@ class SessionRequest:
     """
     The part of a generate() call that the draft needs to know.
 
-    Args:
-        config (`SSDConfig`): The user's settings.
-        generation_config (`GenerationConfig`): The config that transformers prepared, `max_length` included.
-        prompts (`list[torch.LongTensor]`): The prompt of each row without padding.
-        seed (`int`): Seed of the draft's randomness.
-        vocab_size (`int`): Number of the target's tokens.
-        translation ([`~hf_ssd.drafting.vocabulary.Translation`], *optional*): From the target's tokens to the
-            draft's, if their tokenizers differ.
-        asks_target (`bool`, *optional*): Whether the fallback is an object in the target's process.
-        head ([`~hf_ssd.drafting.mtp_head.MtpHead`], *optional*): That object for `fallback="mtp"`. It is not sent.
-        plan ([`~hf_ssd.rounds.Plan`]): The plan until the first outcome arrives.
-        worker_index, num_workers (`int`, *optional*): Index of this worker and the number of workers. Each worker
-            prepares its share of the outcomes.
-        prompt_length (`int`, *optional*): Length of the longest prompt, without tokens that were generated before
-            the draft was ready. Defaults to the length of the longest row of `prompts`.
-        weights_version (`int`, *optional*): Version of the draft's weights, if the worker shares them with the target's
-            process. The worker drops keys and values that it computed with another version.
+    `generation_config` is the one that transformers prepared, `max_length` included, and `prompts` are without padding.
+    `translation` leads from the target's tokens to the draft's, if their tokenizers differ. `asks_target` says that the
+    fallback is an object in the target's process: the user's, or the `head` of `fallback="mtp"`, which is not sent.
+    `plan` holds until the first outcome arrives. `prompt_length` is that of the longest prompt without tokens that were
+    generated before the draft was ready. The worker drops keys and values that it computed with another
+    `weights_version`.
     """
 
     config: SSDConfig
@@ -148,14 +137,9 @@ class DraftSession(ABC):
     @abstractmethod
     def send_outcome(self, outcome: Outcome, plan: Plan, features: torch.Tensor | None = None) -> None:
         """
-        Tells the draft which tokens were decided since its last answer, and the plan to follow now. Returns at once.
-
-        Args:
-            outcome ([`~hf_ssd.rounds.Outcome`]): The outcome of the last speculation, with the tokens of later rounds
-                in which the draft was not asked.
-            plan ([`~hf_ssd.rounds.Plan`]): How to answer, and how to prepare afterwards.
-            features (`torch.Tensor` of shape `(tokens, width)`, *optional*): The target's hidden states at the tokens
-                of each row that the draft has none for, row after row, if the draft reads them.
+        Tells the draft which tokens were decided since its last answer, and how to answer and prepare now. Returns at
+        once. `features` are the target's hidden states `(tokens, width)` at the tokens that the draft has none for, row
+        after row.
         """
 
     @abstractmethod
@@ -176,14 +160,8 @@ class DraftSession(ABC):
 
 class WorkerSession(DraftSession):
     """
-    A call with a single worker. Sends and receives with a deadline, drops late messages, and knows whether the worker
-    can be used again.
-
-    Args:
-        worker ([`WorkerProcess`] or [`LocalWorker`]): The worker, at rest.
-        number (`int`): Number of the session. Answers with another number are late and are dropped.
-        request ([`SessionRequest`]): The call.
-        on_close (`Callable`, *optional*): Called once, when the worker is at rest again or has ended.
+    A call with a single worker at rest. Sends and receives with a deadline, drops late messages, and knows whether the
+    worker can be used again. `on_close` is called once, when the worker is at rest again or has ended.
     """
 
     def __init__(self, worker, number: int, request: SessionRequest, on_close: Callable[[], None] = lambda: None):
@@ -239,10 +217,7 @@ class WorkerSession(DraftSession):
     def _receive(self, kind: Kind, read: Callable, timeout: float | None = None):
         """
         Returns the result of `read` for the payload of the next message, which must be of this kind and of the current
-        round. Older messages are dropped.
-
-        Raises:
-            [`DraftError`]: no message came in time, the worker raised or has ended, or the message is invalid.
+        round; older messages are dropped. Raises [`DraftError`] if there is no such message in time.
         """
         deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
         self.is_reusable = False  # until the worker has answered
@@ -272,22 +247,6 @@ class WorkerSession(DraftSession):
         """Leaves the worker at rest, or kills it if it cannot be used again; the next call then starts another."""
         if self.is_reusable and self.worker.is_alive:
             self.worker.channel.send(Message(Kind.END, self.number))
-            if self.worker.channel.link is not None and not self._has_taken_all():
-                self.worker.kill()
         else:
             self.worker.kill()
         self.on_close()
-
-    def _has_taken_all(self) -> bool:
-        """
-        Receives messages until the worker's `END`, because a kernel on the draft's GPU waits until each payload that
-        was sent over the link is received. Returns whether `END` came in time.
-        """
-        deadline = time.monotonic() + self.timeout
-        try:
-            while True:
-                message = self.worker.channel.receive(max(0.0, deadline - time.monotonic()))
-                if (message.kind, message.session) == (Kind.END, self.number):
-                    return True
-        except (TimeoutError, PeerLost, ProtocolError, DraftError):
-            return False

@@ -150,12 +150,7 @@ class SeveralDrafts(DraftSession):
         return [result for result in results if result is not None]
 
     def _try(self, session: WorkerSession, step: Callable[[WorkerSession], object]):
-        """
-        Returns the result of the step, or `None` if it fails. Then this worker takes no further part in the call.
-
-        Raises:
-            [`DraftError`]: the step fails and no worker is left, or `on_draft_failure` is `"raise"`.
-        """
+        """Returns the result of the step, or `None` if it fails. Then this worker takes no further part in the call."""
         try:
             return step(session)
         except DraftError as error:

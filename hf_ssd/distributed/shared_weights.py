@@ -16,22 +16,12 @@ SAMPLES = 4  # least number of values of each tensor that are compared
 
 class SharedWeights:
     """
-    A copy of the parameters and buffers of a model in one block of shared memory. The model is only read. The copy
-    follows the model: [`~SharedWeights.fill`] copies again if the values have changed since the last copy, and
+    A copy of a model's parameters and buffers in one block of shared memory. The model is only read, and not kept
+    alive. [`~SharedWeights.fill`] copies again if the values have changed since the last copy, and
     [`~SharedWeights.lay_out`] starts anew if the layers have changed.
 
     The memory has no name (`memfd_create`), so no file is left behind however the processes end. On systems without
     `memfd_create` the memory is an unlinked temporary file.
-
-    Args:
-        model (`PreTrainedModel`): A model whose class can be imported by name. It is not kept alive.
-
-    Attributes:
-        version (`int`): Number of times that the weights were copied.
-        descriptor (`int`, *optional*): File descriptor of the memory, from the first copy on.
-
-    Raises:
-        `ValueError`: another process cannot build the model anew.
     """
 
     def __init__(self, model: PreTrainedModel):
@@ -48,9 +38,7 @@ class SharedWeights:
     def lay_out(self) -> None:
         """
         Prepares the memory layout for the model as it is now. Workers that use the earlier memory must have ended.
-
-        Raises:
-            `ValueError`: another process cannot build the model anew.
+        Raises `ValueError` if another process cannot build the model anew.
         """
         model = self.model()
         recipe = recipe_for(model)
@@ -73,10 +61,8 @@ class SharedWeights:
     @torch.no_grad()
     def fill(self) -> int:
         """
-        Copies the weights if they have changed since the last copy. No worker may be in the middle of a call.
-
-        Returns:
-            `int`: The version of the weights in the memory.
+        Copies the weights if they have changed since the last copy, and returns the number of copies so far, their
+        version. No worker may be in the middle of a call.
         """
         with self.lock:
             if self.is_closed:

@@ -6,15 +6,14 @@ torchrun's store: which child is `asked` for, which child to `kill`, which child
 error, and whether the target is `done`.
 
 There is no private pipe between ranks, so target and draft trust torchrun's store, and with it everyone who can reach
-MASTER_ADDR:MASTER_PORT or the ports on which gloo and NCCL listen. An attacker who reaches them can take a rank's
-place, receive the prompts and answer with tokens. Like torchrun itself, this is for networks and machines whose users
+MASTER_ADDR:MASTER_PORT or the ports on which gloo listens. An attacker who reaches them can take a rank's place,
+receive the prompts and answer with tokens. Like torchrun itself, this is for networks and machines whose users
 trust each other.
 """
 
 import itertools
 import time
 
-import torch
 import torch.distributed as dist
 
 from .child import Child
@@ -26,7 +25,7 @@ SUPERVISOR_TIMEOUT = 3.0  # seconds for the supervisor to notice that its child 
 STORE_TIMEOUT = 60.0  # seconds
 
 
-def worker_of(place: dict, timeout: float, target: torch.device) -> WorkerProcess:
+def worker_of(place: dict, timeout: float) -> WorkerProcess:
     """Returns the worker of a draft rank: a child that is asked for by a note in `place`."""
     notes, numbers = join(place, STORE_TIMEOUT), itertools.count()
 
@@ -34,7 +33,7 @@ def worker_of(place: dict, timeout: float, target: torch.device) -> WorkerProces
         number = next(numbers)
         return SupervisedChild(notes, number), meeting_of(place, number)
 
-    return WorkerProcess(launch, timeout, target)
+    return WorkerProcess(launch, timeout)
 
 
 def meeting_of(place: dict, number: int) -> dict:
@@ -44,8 +43,8 @@ def meeting_of(place: dict, number: int) -> dict:
 
 class SupervisedChild:
     """
-    A supervisor's child as the target sees it, with the methods of [`Child`]. Children are numbered from 0; the
-    first child is started without being asked for.
+    A supervisor's child as the target sees it, with the methods of [`Child`]. The first child, number 0, is started
+    without being asked for.
     """
 
     def __init__(self, notes: dist.Store, number: int):
@@ -75,11 +74,7 @@ class SupervisedChild:
 def supervise(place: dict, settings: dict, descriptors: list[int]) -> None:
     """
     Starts a worker, and another worker whenever the target asks for it. Returns when the target is done or the store is
-    gone.
-
-    Args:
-        place (`dict`): The place of the notes. See [`~hf_ssd.distributed.meeting.join`].
-        settings (`dict`), descriptors (`list[int]`): See [`Child`]. The meeting with the target is added.
+    gone. `place` is the place of the notes; for the others see [`Child`].
     """
 
     def start(number: int) -> Child:

@@ -19,11 +19,7 @@ class TargetRanks:
     """
     Under tensor parallelism every rank runs the same loop on the same tokens. Only rank 0, the *leader*, talks to the
     draft and decides, and tells the others. Floating-point results and clocks may differ between ranks; tokens must
-    not.
-
-    Args:
-        group (`torch.distributed.ProcessGroup`, *optional*): A gloo group of all ranks of the target. `None` for a
-            target that is held by a single process.
+    not. Without a gloo `group` of all ranks, a single process holds the target.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None):
@@ -35,14 +31,8 @@ class TargetRanks:
 
     def share(self, message: Message | None = None) -> Message:
         """
-        Returns the leader's message on every rank.
-
-        Args:
-            message (`Message`, *optional*): The leader's message; ignored on other ranks.
-
-        Raises:
-            [`DraftError`], `RuntimeError`: the leader has failed in the call.
-            `TimeoutError`: the leader has sent no message for half an hour.
+        Returns the leader's message on every rank. Raises [`DraftError`] or `RuntimeError` if the leader has failed in
+        the call, and `TimeoutError` if it has sent no message for half an hour.
         """
         if self.group is None:
             return message

@@ -12,7 +12,6 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -39,22 +38,15 @@ class PeerLost(ConnectionError):
 
 class Channel:
     """
-    One end of a two-way connection.
-
-    Args:
-        store (`torch.distributed.Store`): Where the two processes find each other.
-        is_target (`bool`): Whether this is the target's end.
-        hostname (`str`, *optional*, defaults to `"127.0.0.1"`): See [`gloo_group`].
-        secret (`bytes`, *optional*): Key that only the two processes know. See [`~hf_ssd.distributed.meeting`].
-
-    Attributes:
-        link ([`~hf_ssd.distributed.device_link.DeviceLink`], *optional*): From the draft's GPU to the target's, once it
-            is open.
+    One end of a two-way connection. The processes find each other in `store`; `secret` is a key that only they know
+    (see [`~hf_ssd.distributed.meeting`]), and for `hostname` see [`gloo_group`].
     """
+
+    copies = True  # payloads travel through host memory, so a truncated distribution travels as its support alone
 
     def __init__(self, store: dist.Store, is_target: bool, hostname: str | None = LOOPBACK, secret: bytes = b""):
         self.secret, self.largest = secret, LARGEST_PAYLOAD  # elements that a received payload may have
-        self.store, self.rank, self.link = store, TARGET if is_target else DRAFT, None
+        self.rank = TARGET if is_target else DRAFT
         keep_when_forked(self)
         to_draft, to_target = (gloo_group(store, name, self.rank, hostname) for name in ("to_draft", "to_target"))
         self.outgoing, self.incoming = (to_draft, to_target) if is_target else (to_target, to_draft)
@@ -67,37 +59,31 @@ class Channel:
     def make_room(self, rows: int, vocab_size: int, features: int = 0) -> None:
         """
         Allows payloads as large as the distributions of the longest speculation of this many rows, and as so many
-        numbers of features.
+        features.
         """
         self.largest = max(self.largest, rows * LONGEST_LOOKAHEAD * vocab_size, features)
 
     def send(self, message: Message) -> None:
         """
-        Starts to send a message, and returns at once.
-
-        Raises:
-            [`~hf_ssd.distributed.wire.ProtocolError`]: the payload that the last message announced was not sent yet.
+        Starts to send a message, and returns at once. The payload that the last message announced must have been sent.
         """
         if self.promised is not None:
             raise ProtocolError("a message cannot be sent in the place of the payload that was announced")
         while self.sent and self.sent[0][0].is_completed():
             self.sent.popleft()
-        frame, *payload = pack(message)
-        self._start(frame, False)
-        for tensor in payload:
-            self._start(tensor, message.over_link)
+        for tensor in pack(message):
+            self._start(tensor)
         self.promised = message.announces
         _let_others_run()
 
     def send_announced(self, payload: torch.Tensor) -> None:
         """Starts to send the payload that the last message announced."""
-        announced, self.promised = self.promised, None
-        self._start(payload if announced.over_link else payload.cpu().contiguous(), announced.over_link)
+        self.promised = None
+        self._start(payload.cpu().contiguous())
         _let_others_run()
 
-    def _start(self, tensor: torch.Tensor, over_link: bool) -> None:
-        work = self.link.send(tensor) if over_link else broadcast(self.outgoing, tensor, self.rank)
-        self.sent.append((work, tensor))  # the tensor is kept until it has left
+    def _start(self, tensor: torch.Tensor) -> None:
+        self.sent.append((broadcast(self.outgoing, tensor, self.rank), tensor))  # the tensor is kept until it has left
 
     def flush(self, timeout: float) -> None:
         """Waits until all messages have left, at most `timeout` seconds."""
@@ -110,13 +96,8 @@ class Channel:
         """Starts to receive the next message, so that it can arrive while this process computes."""
         if self.pending is None:
             message, self.announced = self.announced, None
-            if message is not None and message.over_link:
-                if self.link is None:
-                    raise ProtocolError("a payload is to come over a link that was not opened")
-                self.pending = _over_link(self.link.receive, message), message.payload, message
-            else:
-                tensor = torch.empty(FRAME_LENGTH, dtype=torch.int64) if message is None else message.payload
-                self.pending = broadcast(self.incoming, tensor, 1 - self.rank), tensor, message
+            tensor = torch.empty(FRAME_LENGTH, dtype=torch.int64) if message is None else message.payload
+            self.pending = broadcast(self.incoming, tensor, 1 - self.rank), tensor, message
         _let_others_run()
 
     def has_arrived(self) -> bool:
@@ -126,26 +107,17 @@ class Channel:
 
     def receive(self, timeout: float | None, awake: float = AWAKE) -> Message:
         """
-        Returns the next message.
-
-        Args:
-            timeout (`float`, *optional*): Seconds. `None` waits as long as the other process lives.
-            awake (`float`, *optional*): Seconds until the wait begins to sleep; 0 if no message is expected soon.
-
-        Raises:
-            `TimeoutError`: no message came in time. The next call continues to wait for the same message.
-            [`PeerLost`]: the other process has ended.
-            [`~hf_ssd.distributed.wire.ProtocolError`]: the received data is not a message of this protocol.
+        Returns the next message. A wait that ends by `TimeoutError` can be resumed by the next call; a `timeout` of
+        `None` waits as long as the other process lives. After `awake` seconds the wait sleeps. Raises [`PeerLost`] when
+        the other process has ended, and [`~hf_ssd.distributed.wire.ProtocolError`] for data that is no message of this
+        protocol.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             if self.pending is None:
                 self.expect()
             work, tensor, message = self.pending
-            if message is not None and message.over_link:
-                _over_link(self.link.wait, work, deadline)
-            else:
-                wait(work, deadline, awake)
+            wait(work, deadline, awake)
             self.pending = None
             if message is None:
                 message = unpack(tensor, self.largest)
@@ -155,17 +127,11 @@ class Channel:
             self.announced = message.announces
             return message
 
-    def close_link(self) -> None:
-        if self.link is not None:
-            link, self.link = self.link, None
-            link.abort()
-
     def close(self) -> None:
         """
         Closes both directions; may be called more than once. Waits of the other process end with [`PeerLost`]. If the
         other process may not receive all sent messages, it must have ended before, because gloo waits for them.
         """
-        self.close_link()
         groups = [group for group in (self.outgoing, self.incoming) if group is not None]
         self.outgoing = self.incoming = self.pending = None
         self.sent.clear()
@@ -188,14 +154,6 @@ def wait(work: dist.Work, deadline: float | None, awake: float = AWAKE) -> None:
                 raise PeerLost(f"the connection was closed: {error}") from error
             if deadline is not None and time.monotonic() >= deadline and not work.is_completed():
                 raise TimeoutError("no message came in time") from None
-
-
-def _over_link(step: Callable, *arguments):
-    """Runs a step of the link. Its failure counts as the end of the other process and raises [`PeerLost`]."""
-    try:
-        return step(*arguments)
-    except RuntimeError as error:
-        raise PeerLost(f"the link between the GPUs failed: {error}") from error
 
 
 def _let_others_run() -> None:

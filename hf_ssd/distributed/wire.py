@@ -1,8 +1,8 @@
 """The messages between target and draft. They hold numbers and JSON, never pickles, and are checked here, once.
 
 A message is a frame of 128 integers: a header of 12, and up to 116 integers of payload. A longer payload, or a tensor,
-follows in its own transfer, after the frame or over the link between two GPUs. A message may announce the next message,
-of which only the payload follows: the receiver gets ready for it at once, and the sender need not have it yet.
+follows the frame in its own transfer. A message may announce the next message, of which only the payload follows: the
+receiver gets ready for it at once, and the sender need not have it yet.
 
 A new message needs a [`Kind`], and its payload a `write_...` and a `read_...` function, here or in
 [`~hf_ssd.distributed.payloads`]. A new field of a plan, a record or a call only needs a line in its table.
@@ -19,10 +19,10 @@ import torch
 from ..config import LONGEST_LOOKAHEAD
 from ..rounds import FINISHED, MODES, SOURCES, Outcome, Plan, RoundRecord, Speculation
 
-MAGIC, VERSION = 0x6866_5F73_7364, 18  # "hf_ssd"
+MAGIC, VERSION = 0x6866_5F73_7364, 19  # "hf_ssd"
 HEADER_LENGTH, FRAME_LENGTH = 12, 128
 PAYLOAD_TYPES = (torch.int64, torch.int32, torch.float32, torch.uint8, torch.bfloat16, torch.float16)
-BEHIND, INLINE, OVER_LINK = range(3)  # place of a payload
+BEHIND, INLINE = range(2)  # place of a payload
 LARGEST_PAYLOAD = 2**26  # elements; a header that asks for more is invalid, unless the receiver expects more
 
 
@@ -34,15 +34,14 @@ class Kind(IntEnum):
     SPECULATION = 5  # draft -> target: tokens, and the draft's part of the record; target -> draft: the tokens that are
     # verified, if the draft does not decide them alone
     PROBABILITIES = 6  # draft -> target, after SPECULATION: the distributions of its tokens, when sampling
-    END = 7  # target -> draft: the call is over; draft -> target, if there is a link: no payload is under way
+    END = 7  # target -> draft: the call is over
     STOP = 8  # target -> draft: the worker is no longer needed
     ERROR = 9  # draft -> target: an exception with its traceback (text)
     VALUES = 10  # rank 0 of the target -> its other ranks: values besides outcomes and speculations
-    LINK = 11  # target -> draft: open a link between the two GPUs; both then say whether it works (JSON)
-    PROOF = 12  # both ways, before other messages: a nonce, then a proof that the sender knows the shared secret
-    VOCABULARY = 13  # target -> draft: the translation of the target's tokens, for the calls that follow
-    COMPLETE = 14  # target -> draft: the tokens that several drafts have found; SPECULATION answers with the rest
-    FEATURES = 15  # target -> draft, after OUTCOME: hidden states of the target, for a draft that reads them
+    PROOF = 11  # both ways, before other messages: a nonce, then a proof that the sender knows the shared secret
+    VOCABULARY = 12  # target -> draft: the translation of the target's tokens, for the calls that follow
+    COMPLETE = 13  # target -> draft: the tokens that several drafts have found; SPECULATION answers with the rest
+    FEATURES = 14  # target -> draft, after OUTCOME: hidden states of the target, for a draft that reads them
 
 
 class ProtocolError(RuntimeError):
@@ -55,11 +54,7 @@ class ProtocolError(RuntimeError):
 @dataclass(frozen=True)
 class Field:
     """
-    The encoding of a value as an integer.
-
-    Args:
-        first, last (`int`): The range of valid integers.
-        write, read (`Callable`): Convert the value to the integer, and back.
+    The encoding of a value as an integer in a range: `write` converts the value to it, and `read` converts it back.
     """
 
     first: int = -(2**63)
@@ -85,7 +80,7 @@ HEADER = {
     "kind": Field(1, len(Kind), int, Kind),
     "type": one_of(PAYLOAD_TYPES),
     "length": Field(0),
-    "place": Field(0, OVER_LINK),
+    "place": Field(0, INLINE),
 }
 PLAN = {
     "mode": one_of(MODES),
@@ -141,31 +136,26 @@ def read_plan(numbers: list[int]) -> Plan:
 @dataclass
 class Message:
     """
-    Args:
-        kind (`Kind`): Kind of the message.
-        session (`int`): Number of the generate() call that the message belongs to; 0 for none.
-        round (`int`): Number of the verification round, from 0.
-        payload (`list[int]` or `torch.Tensor`): Integers, or a one-dimensional tensor of a type in `PAYLOAD_TYPES`.
-        over_link (`bool`, *optional*): Whether the payload goes from GPU to GPU.
-        announces (`Message`, *optional*): The next message, of the same session and round. Its payload is sent by
-            [`~hf_ssd.distributed.transport.Channel.send_announced`]. Until then only its type and length count, so it
-            may be on the device "meta".
+    A message of a session, the number of a generate() call (0: of none), and of a verification round. The payload is
+    integers, or a one-dimensional tensor of a type in `PAYLOAD_TYPES`.
+
+    `announces` is the next message, of the same session and round, whose payload is sent by
+    [`~hf_ssd.distributed.transport.Channel.send_announced`]. Until then only its type and length count, so it may be on
+    the device "meta".
     """
 
     kind: Kind
     session: int = 0
     round: int = 0
     payload: list[int] | torch.Tensor = field(default_factory=list)
-    over_link: bool = False
     announces: "Message | None" = None
 
     @property
     def place(self) -> int:
         """Place of the payload, which has a transfer of its own unless it is `INLINE`."""
         length = len(self.payload)
-        if not length or (isinstance(self.payload, list) and length <= FRAME_LENGTH - HEADER_LENGTH):
-            return INLINE
-        return OVER_LINK if self.over_link else BEHIND
+        is_small = not length or (isinstance(self.payload, list) and length <= FRAME_LENGTH - HEADER_LENGTH)
+        return INLINE if is_small else BEHIND
 
     def header(self) -> list[int]:
         dtype = getattr(self.payload, "dtype", torch.int64)
@@ -185,19 +175,13 @@ def pack(message: Message) -> list[torch.Tensor]:
     frame = torch.tensor([*numbers, *[0] * (FRAME_LENGTH - len(numbers))])
     if place == INLINE:
         return [frame]
-    return [frame, (payload if place == OVER_LINK else torch.as_tensor(payload, device="cpu")).contiguous()]
+    return [frame, torch.as_tensor(payload, device="cpu").contiguous()]
 
 
 def unpack(frame: torch.Tensor, largest: int = LARGEST_PAYLOAD) -> Message:
     """
-    Returns the message of a frame. A payload that follows is a new tensor, to be received into.
-
-    Args:
-        frame (`torch.LongTensor` of shape `(FRAME_LENGTH,)`): The received frame.
-        largest (`int`, *optional*): Elements that a payload may have. A frame that announces more is refused.
-
-    Raises:
-        [`ProtocolError`]: the frame is not a valid frame of this protocol.
+    Returns the message of a frame. A payload that follows is a new tensor, to be received into; more than `largest`
+    elements are refused.
     """
     magic, version, kind, session, round_, *numbers = frame.tolist()
     if magic != MAGIC:
@@ -212,7 +196,7 @@ def unpack(frame: torch.Tensor, largest: int = LARGEST_PAYLOAD) -> Message:
         if not least <= length <= most:
             raise ProtocolError(f"a message of kind {kind.name} announces {length} elements, not {least} to {most}")
         payload = inline[:length] if place == INLINE else torch.empty(length, dtype=dtype)
-        return Message(kind, session, round_, payload, place == OVER_LINK)
+        return Message(kind, session, round_, payload)
 
     message = read(header, inline, 0)
     if any(next_header):

@@ -10,11 +10,10 @@ from transformers.utils import logging
 
 from .. import devices
 from . import payloads, wire
-from .device_link import LINK_TIMEOUT, open_link
 from .meeting import check_file, join, prove
 from .sessions import DraftError
 from .transport import Channel, PeerLost, keep_when_forked
-from .wire import Kind, Message, ProtocolError
+from .wire import Kind, Message
 
 logger = logging.get_logger(__name__)
 
@@ -29,30 +28,19 @@ DRAFT_IS_HERE, TARGET_IS_HERE = "draft", "target"
 class WorkerProcess:
     """
     A draft worker. It starts in a thread of its own, and when its process has ended, another can take its place.
+    `launch` starts a process, and returns it ([`~hf_ssd.distributed.child.Child`] or
+    [`~hf_ssd.distributed.supervisor.SupervisedChild`]) and the place where it meets this process.
 
-    Args:
-        launch (`Callable`): Starts a process, and returns it ([`~hf_ssd.distributed.child.Child`] or
-            [`~hf_ssd.distributed.supervisor.SupervisedChild`]) and the place where it meets this process.
-        timeout (`float`): Seconds until the worker must be ready.
-        target (`torch.device`, *optional*): The target's device, if it is known. If the worker has another GPU, a link
-            between the two is opened while the worker starts.
-
-    Attributes:
-        process: The last process.
-        channel ([`Channel`], *optional*): The channel to the worker, while it is connected.
-        worker_info (`dict`): The fields of [`~hf_ssd.drafting.needs.DraftInfo`] for the worker's model (`draft`), its
-            `device`, the `identity` of that device, the worker's `pid`, whether the model `is_compiled`, and the reason
-            if compiling failed (`uncompiled_because`).
-        translation ([`~hf_ssd.drafting.vocabulary.Translation`], *optional*): The last one that was sent to the worker.
-        error ([`DraftError`], *optional*): The error of the last start if it failed, until a call was told.
-        is_lost (`bool`): Whether the last start failed, and a call was told.
+    `worker_info` has the fields of [`~hf_ssd.drafting.needs.DraftInfo`] for the worker's model (`draft`), its `device`,
+    the `identity` of that device, the worker's `pid`, whether the model `is_compiled`, and the reason if compiling
+    failed. `error` is that of the last start, until a call was told; then the worker `is_lost`.
     """
 
-    def __init__(self, launch: Callable, timeout: float, target: torch.device | None = None):
-        self.launch, self.timeout, self.target = launch, timeout, target
+    def __init__(self, launch: Callable, timeout: float):
+        self.launch, self.timeout = launch, timeout
         self.process = self.channel = self.thread = self.error = self.translation = None
         self.worker_info: dict = {}
-        self.is_lost = self.is_cancelled = self.link_was_tried = False
+        self.is_lost = self.is_cancelled = False
 
     @property
     def is_starting(self) -> bool:
@@ -76,15 +64,14 @@ class WorkerProcess:
     def begin(self) -> None:
         """Starts a process, and returns at once."""
         self.kill()
-        self.translation, self.link_was_tried = None, False
+        self.translation = None
         self.thread = threading.Thread(target=self._start, daemon=True)
         self.thread.start()
 
     def take_error(self) -> DraftError | None:
         """
-        Returns the error of the last start, and forgets it. Where the error is raised, no variable or attribute may
-        hold it: the exception would be in a cycle with its traceback, which keeps the memory of the call until Python
-        collects cycles.
+        Returns the error of the last start, and forgets it. Where it is raised, no variable or attribute may hold it: a
+        cycle with its traceback would keep the memory of the call until Python collects cycles.
         """
         error, self.error = self.error, None
         return error
@@ -108,12 +95,7 @@ class WorkerProcess:
             self.error.__cause__ = error
 
     def _connect(self, meeting: dict) -> None:
-        """
-        Waits until the worker has loaded its model.
-
-        Raises:
-            [`DraftError`]: the worker could not start. The error contains the worker's own message.
-        """
+        """Waits until the worker has loaded its model, or raises [`DraftError`] with the worker's own message."""
         store = keep_when_forked(join(meeting, self.timeout))
         while not store.check([DRAFT_IS_HERE]):
             self._check_start()
@@ -138,8 +120,6 @@ class WorkerProcess:
         self.worker_info = payloads.read_json(message.payload)
         if self.worker_info["uncompiled_because"]:
             logger.warning(f"The draft runs without torch.compile: {self.worker_info['uncompiled_because']}")
-        if self.target is not None:
-            self.link_gpus(self.target)
 
     def _channel(self, store, meeting: dict) -> Channel:
         """Connects in a thread, which is abandoned if the worker ends, because gloo keeps trying for minutes."""
@@ -172,39 +152,10 @@ class WorkerProcess:
         cause = written.rpartition("\n")[2] or "it wrote nothing"  # the last line names an uncaught exception
         return DraftError(f"The draft worker ended while it started: {cause}\n{written}".strip())
 
-    # ---------------------------------------------------------------- links between GPUs
-
     def is_on(self, device: torch.device) -> bool:
         """Whether the worker's model is on this accelerator."""
         identity = devices.identity(device)
         return identity is not None and identity == self.worker_info["identity"]
-
-    def link_gpus(self, device: torch.device) -> None:
-        """Opens a link between two different GPUs. Tried once; without a link, data travels through host memory."""
-        both_are_gpus = device.type == torch.device(self.worker_info["device"]).type == "cuda"
-        if both_are_gpus and not self.is_on(device) and not self.link_was_tried:
-            self.open_link(device)
-
-    def open_link(self, device: torch.device) -> bool:
-        """
-        Opens a link from the worker's device to `device`, and returns whether it works.
-
-        Raises:
-            [`DraftError`]: the worker does not answer, or its answer is invalid.
-        """
-        self.link_was_tried = True
-        self.channel.send(Message(Kind.LINK))
-        works, deadline = open_link(self.channel, device), time.monotonic() + LINK_TIMEOUT
-        try:
-            while (message := self.channel.receive(max(0.0, deadline - time.monotonic()))).kind != Kind.LINK:
-                pass  # late answers of an earlier call
-            works = works and payloads.read_json(message.payload)
-        except (TimeoutError, PeerLost, ProtocolError) as error:
-            raise DraftError(f"The draft worker did not open its end of a link. {self.stderr_tail()}") from error
-        self.channel.send(Message(Kind.LINK, payload=payloads.write_json(works)))
-        if not works:
-            self.channel.close_link()
-        return works
 
     # ---------------------------------------------------------------- the end
 

@@ -173,41 +173,6 @@ class Explicit(RowByRow):
         return list(given) if len(given) == len(acceptance) + 1 else allocate([1.0] * (len(acceptance) + 1), budget)
 
 
-class AllAccepted(RowByRow):
-    """
-    The outcomes of AMUSD and PEARL: both go on drafting as if every token will be accepted, so the only outcomes are K
-    accepted tokens and a bonus token. Rejections are not prepared; after a rejection, AMUSD and PEARL wait for a new
-    speculation. (They guess a single bonus token; here the number of guesses is the budget.)
-    """
-
-    def fan_out(self, acceptance, budget):
-        return [0] * len(acceptance) + [budget]
-
-
-class SingleBranch(RowByRow):
-    """
-    The outcomes of SpecBranch: a single branching point at the draft's least confident token, where the alternatives to
-    that token are prepared. No other accepted count is prepared, complete acceptance included. (SpecBranch also uses a
-    learned predictor to choose the point.)
-    """
-
-    def fan_out(self, acceptance, budget):
-        least = int(acceptance.argmin())
-        return [budget * (k == least) for k in range(len(acceptance) + 1)]
-
-
-class GreedyTree(MostLikely):
-    """
-    The outcomes of SwiftSpec: a token tree grown from the current speculation, always by the node with the highest
-    product of draft probabilities along its path. The probabilities are not calibrated, and they do not account for the
-    rejection that precedes a bonus token before the end of the speculation (no residual distribution).
-    """
-
-    def chances(self, candidates):
-        reached = np.pad(candidates.drafted_probabilities.cumprod(axis=1), ((0, 0), (1, 0)), constant_values=1.0)
-        return reached[:, :, None] * candidates.probabilities
-
-
 class Confidence(MostLikely):
     """
     The budget goes to the outcomes that are most likely in this round. The chance of an outcome is the chance of its
@@ -260,9 +225,6 @@ SHAPES = {
     "uniform": Uniform,
     "geometric": Geometric,
     "confidence": Confidence,
-    "all_accepted": AllAccepted,
-    "single_branch": SingleBranch,
-    "greedy_tree": GreedyTree,
 }
 
 

@@ -100,12 +100,12 @@ def speculative_speculative_decoding(
     elif isinstance(assistant_model, DraftAssistant):
         worker = assistant_model
     elif isinstance(assistant_model, (str, os.PathLike)):
-        worker = assistant_for(assistant_model, input_ids.device)
+        worker = assistant_for(assistant_model)
     else:
         check_supported(assistant_model, drafts=True)
         if DraftInfo.of(assistant_model.config).drafts_in_turn:
             ssd_config = dataclasses.replace(ssd_config, asynchronous=False)
-        worker = assistant_for(assistant_model, input_ids.device) if ssd_config.asynchronous else None
+        worker = assistant_for(assistant_model) if ssd_config.asynchronous else None
         draft_model = None if worker is not None and is_compiled(assistant_model) else assistant_model
     divided = worker is not None and worker.cores is not None and devices.of_model(model).type == "cpu"
     of_the_draft = copy.copy(generation_config)

@@ -39,7 +39,7 @@ WARPERS = {
 SETTINGS = {
     "lookahead": st.integers(1, 7),
     "budget": st.integers(1, 20),
-    "fan_out": st.sampled_from(["uniform", "geometric", "confidence", "all_accepted", "single_branch", "greedy_tree"]),
+    "fan_out": st.sampled_from(["uniform", "geometric", "confidence"]),
 }
 FALLBACKS = st.sampled_from(["primary", "ngram", "random"])
 

@@ -83,7 +83,7 @@ def test_given_a_folder_only_the_worker_loads_the_draft(tmp_path, target):
     inputs = padded_batch(2)
     with hf_ssd.launch_draft(str(tmp_path), device="cpu", num_threads=1) as assistant:
         pid = assistant.workers[0].process.popen.pid
-        assert assistant.vocab_size == 97 and assistant.device == "cpu"
+        assert assistant.info.vocab_size == 97 and assistant.device == "cpu"
         output = target.generate(
             **inputs, max_new_tokens=20, assistant_model=assistant, ssd_config=CONFIG, return_dict_in_generate=True
         )

@@ -30,16 +30,14 @@ def test_integers_round_trip(kind, session, round_, values):
 
 @pytest.mark.parametrize("size", [0, 3, ROOM + 1])
 @pytest.mark.parametrize("announced", [torch.rand(7), torch.arange(3)])
-@pytest.mark.parametrize("over_link", [False, True])
-def test_an_announced_message_is_of_the_same_session_and_round(size, announced, over_link):
-    follows = Message(Kind.ERROR, payload=announced.to("meta"), over_link=over_link)
+def test_an_announced_message_is_of_the_same_session_and_round(size, announced):
+    follows = Message(Kind.ERROR, payload=announced.to("meta"))
     message = Message(Kind.SPECULATION, 3, 5, torch.arange(size), announces=follows)
     received = through_the_wire(message)
     assert wire.integers(received.payload, 0) == list(range(size))
     follows = received.announces
     assert (follows.kind, follows.session, follows.round, follows.announces) == (Kind.ERROR, 3, 5, None)
     assert (follows.payload.shape, follows.payload.dtype) == (announced.shape, announced.dtype)
-    assert follows.over_link == over_link
 
 
 @given(st.text())

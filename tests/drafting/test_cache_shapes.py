@@ -52,25 +52,6 @@ def test_shapes_by_hand():
     assert fan_out[-1] > fan_out[-2]  # after the last token the bonus comes from p itself: often, so it pays
     assert shape_for(SSDConfig(fan_out=[3, 0, 0, 5])).fan_outs(view, 8) == [[3, 0, 0, 5]] * 3
     assert shape_for(SSDConfig(fan_out=[3, 0, 5])).fan_outs(view, 8) == [[2, 2, 2, 2]] * 3  # another lookahead
-    assert shape_for(SSDConfig(fan_out="all_accepted")).fan_outs(view, 5) == [[0, 0, 0, 5]] * 3
-
-
-def test_single_branch_is_where_the_draft_is_least_confident():
-    view = candidates()
-    for row, fan_out in enumerate(shape_for(SSDConfig(fan_out="single_branch")).fan_outs(view, 6)):
-        least = view.drafted_probabilities[row].argmin()
-        assert fan_out[least] == 6 and sum(fan_out) == 6
-
-
-def test_greedy_tree_takes_the_paths_of_highest_draft_probability():
-    view = candidates(rows=1, lookahead=3, vocab_size=12, guesses=12)
-    reached = [1.0, *view.drafted_probabilities[0].cumprod()]
-    paths = sorted(
-        ((float(reached[k] * view.probabilities[0, k, rank]), k) for k in range(4) for rank in range(view.limits[k])),
-        reverse=True,
-    )
-    expected = [sum(k == place for _, k in paths[:9]) for place in range(4)]
-    assert shape_for(SSDConfig(fan_out="greedy_tree")).fan_outs(view, 9) == [expected]
 
 
 def mean_round(shape, acceptance, after_rejection, at_the_end):
@@ -110,9 +91,7 @@ def test_the_mass_that_a_shape_covers_is_that_of_what_it_prepares(name, lookahea
         covered, prepared = covered_and_prepared(name, lookahead, seed, [1, 2, 7, 24, 48])
         assert covered == pytest.approx(prepared, abs=1e-9)
     # The mutant: another shape prepares. Shapes may agree where there are only two accepted counts.
-    others = (
-        covered_and_prepared(name, lookahead, 0, [1, 2, 7, 24, 48], other) for other in ("uniform", "all_accepted")
-    )
+    others = (covered_and_prepared(name, lookahead, 0, [1, 2, 7, 24, 48], other) for other in ("uniform", "confidence"))
     assert any(covered != pytest.approx(prepared, abs=1e-3) for covered, prepared in others)
 
 

@@ -1,6 +1,6 @@
 """
 Target and draft on GPUs. Skipped where there are none, unless HF_SSD_TEST_DEVICES names devices that take their place,
-as in `HF_SSD_TEST_DEVICES=cpu,cpu pytest tests/gpu -m gpu`: with two on the CPU, gloo links them in place of NCCL.
+as in `HF_SSD_TEST_DEVICES=cpu,cpu pytest tests/gpu -m gpu`.
 """
 
 import os
@@ -162,7 +162,7 @@ def test_bfloat16(halves, rows):
         check_up_to_rounding(wrong, theirs, logits)
 
 
-# ---------------------------------------------------------------- two devices, links, failures
+# ---------------------------------------------------------------- two devices, failures
 
 
 @two_devices
@@ -173,39 +173,23 @@ def test_several_workers(target):
 
 
 @pytest.fixture
-def linked(draft):
-    """A worker on another device, with an open link; on one device there is none to open."""
+def far(draft):
+    """A worker on the other device, where there are two devices."""
     with hf_ssd.launch_draft(draft, device=OTHER) as assistant:
-        if len(DEVICES) > 1:
-            assert assistant.workers[0].open_link(torch.device(TARGET))
         yield assistant
 
 
-@two_devices
-def test_probabilities_go_from_device_to_device(target, draft, linked):
-    outputs = [generate(target, linked, **SAMPLED) for _ in range(3)]
-    link, received = linked.workers[0].channel.link, []
-    assert link.device == torch.device(TARGET)
-    receive = link.receive
-    link.receive = lambda *message, **options: received.append(message) or receive(*message, **options)
-    outputs.append(generate(target, linked, **SAMPLED))
-    assert received
-    oracle = generate(target, draft, **SAMPLED).sequences
-    assert all(torch.equal(output.sequences, oracle) and speculates(output) for output in outputs)
-
-
-def test_a_worker_killed_in_the_middle_of_a_call_takes_nothing_with_it(target, draft, linked):
-    """With its link open, where there are two devices. Not even what the target's own device computes may hang."""
-    assert (linked.workers[0].channel.link is not None) == (len(DEVICES) > 1)
-    pid = linked.workers[0].worker_info["pid"]
+def test_a_worker_killed_in_the_middle_of_a_call_takes_nothing_with_it(target, draft, far):
+    """Not even a computation on the target's own device may hang."""
+    pid = far.workers[0].worker_info["pid"]
     kill = AtLength(LENGTH + 9, lambda: os.kill(pid, signal.SIGKILL))
-    output = generate(target, linked, processor=kill, **SAMPLED)
+    output = generate(target, far, processor=kill, **SAMPLED)
     assert output.ssd_stats.draft_failure and output.sequences.shape == (3, LENGTH + NEW_TOKENS)
-    ready(linked)
-    kill = AtLength(LENGTH + 9, lambda: os.kill(linked.workers[0].worker_info["pid"], signal.SIGKILL))
-    output = generate(target, linked, processor=kill, **GREEDY)
+    ready(far)
+    kill = AtLength(LENGTH + 9, lambda: os.kill(far.workers[0].worker_info["pid"], signal.SIGKILL))
+    output = generate(target, far, processor=kill, **GREEDY)
     assert output.ssd_stats.draft_failure and torch.equal(output.sequences, plain(target))
-    again = generate(target, ready(linked), **SAMPLED)  # another worker
+    again = generate(target, ready(far), **SAMPLED)  # another worker
     assert torch.equal(again.sequences, generate(target, draft, **SAMPLED).sequences) and speculates(again)
 
 

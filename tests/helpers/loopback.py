@@ -9,9 +9,9 @@ from hf_ssd.drafting.needs import DraftInfo
 
 
 class PackingChannel(LocalChannel):
-    """Payloads travel through host memory, as between processes that have no link."""
+    """Payloads travel through host memory, as between processes."""
 
-    link = None
+    copies = True
 
     def has_arrived(self) -> bool:
         return False  # an outcome arrives when all has been prepared
@@ -49,9 +49,6 @@ class Loopback(LocalWorker):
 
     def is_on(self, device) -> bool:
         return False
-
-    def link_gpus(self, device) -> None:
-        pass
 
 
 def assistant_of(model, during_work) -> DraftAssistant:

@@ -235,12 +235,13 @@ def test_costs_are_for_the_rows_that_are_not_finished():
 
 
 def test_hit_rates_know_the_cache_shape():
-    shapes = ("confidence", "geometric", "uniform", "all_accepted", "single_branch", "greedy_tree")
+    shapes = ("confidence", "geometric", "uniform")
     rates = {shape: HitRates(SSDConfig(fan_out=shape))([0.7] * 5, [4, 16]) for shape in shapes}
     assert all(0 < few < many <= 1 for few, many in rates.values())
     best = rates["confidence"]
     assert all(few <= best[0] and many <= best[1] for few, many in rates.values())
-    assert rates["single_branch"][1] < 0.5 * best[1]  # one accepted count alone
+    one_count = HitRates(SSDConfig(fan_out=[16, 0, 0, 0, 0, 0]))
+    assert one_count([0.7] * 5, [16])[0] < 0.5 * best[1]
     measured = HitRates(SSDConfig())
     for _ in range(100):
         measured.observe_hits(0.2, [0.7] * 5, 8)
