@@ -19,7 +19,7 @@ import torch
 from ..config import LONGEST_LOOKAHEAD
 from ..rounds import FINISHED, MODES, SOURCES, Outcome, Plan, RoundRecord, Speculation
 
-MAGIC, VERSION = 0x6866_5F73_7364, 18  # "hf_ssd"
+MAGIC, VERSION = 0x6866_5F73_7364, 19  # "hf_ssd"
 HEADER_LENGTH, FRAME_LENGTH = 12, 128
 PAYLOAD_TYPES = (torch.int64, torch.int32, torch.float32, torch.uint8, torch.bfloat16, torch.float16)
 BEHIND, INLINE, OVER_LINK = range(3)  # place of a payload
@@ -94,7 +94,6 @@ PLAN = {
     "budget": COUNT,
     "fallback": one_of(SOURCES),
     "saguaro_c": SHARE,
-    "feeds_first": FLAG,
     "lookup": LENGTH,
 }
 RECORD = {

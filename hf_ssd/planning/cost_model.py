@@ -7,7 +7,7 @@ import numpy as np
 from ..config import SSDConfig
 from ..drafting.ngrams import LEAST_MATCHED
 from ..rounds import AHEAD, FALLBACKS, IN_TURN, PLAIN, RoundRecord
-from .estimates import Average, HitRates, Line, NgramRates
+from .estimates import Average, Line, NgramRates
 from .experience import Durations, Experience
 
 LOOKAHEADS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)  # tokens
@@ -36,7 +36,6 @@ class CostModel:
     Attributes:
         seen_anyway (`tuple[str]`): Class attribute: the modes that need no probe, because rounds of other modes measure
             them too.
-        feeds_first (`bool`): Whether a draft reads the speculation in a separate pass before it chooses outcomes.
         live (`int`): Rows that are not finished.
         reading (`float`): Seconds that the last round waited while the draft read the text or the tokens of plain
             rounds, otherwise 0.
@@ -56,11 +55,11 @@ class CostModel:
         experience: Experience | None = None,
     ):
         self.config, self.rows, self.live, self.workers, self.reading = config, rows, rows, workers, 0.0
-        self.is_parallel, self.feeds_first = is_parallel, not is_parallel
+        self.is_parallel = is_parallel
         self.durations = Durations() if durations is None else durations
         self.experience = experience
         if experience is None:
-            self.experience = Experience(config, max(LOOKAHEADS), sampled, is_parallel)
+            self.experience = Experience(config, max(LOOKAHEADS))
         self.accepted = [Average(0.0, 0.0) for _ in self.experience.accepted]
         self.alone, self.beside = NgramRates(), NgramRates()
         self.begin_call()
@@ -68,10 +67,6 @@ class CostModel:
         self.most_q = MEMORY_FOR_Q // (4 * rows * vocab_size) if sampled else 10**9  # prepared tokens of a row
 
     # ---------------------------------------------------------------- learning from rounds
-
-    @property
-    def hit_rates(self) -> HitRates:
-        return self.experience.hit_rates_if[self.feeds_first]
 
     def knows(self, mode: str) -> bool:
         """Whether the durations of a round of this mode were measured."""
@@ -122,7 +117,7 @@ class CostModel:
         if now.passes:
             tokens = (now.grown + 1) * budget + lookahead + 1 if self.is_parallel else budget
             costs.branches.observe(live * tokens, now.grow_seconds / now.passes)
-            feeding = costs.branches(live * (lookahead + 1)) if self.feeds_first else 0.0
+            feeding = costs.branches(live * (lookahead + 1)) if not self.is_parallel else 0.0
             costs.choosing.observe(max(0.0, now.choose_seconds - feeding))
         if now.steps and not has_read:
             tokens = max(now.proposed(row) for row in now.live) + 1 if self.is_parallel else 1
@@ -134,12 +129,12 @@ class CostModel:
         if now.budget and now.ranks:
             drafted = [row for row in rows if before.sources[row] not in FALLBACKS]
             for row in drafted:
-                self.hit_rates.observe_rank(before.accepted[row] < before.proposed(row), now.ranks[row])
+                self.experience.hit_rates.observe_rank(before.accepted[row] < before.proposed(row), now.ranks[row])
             asked = [row for row in drafted if not now.competes(row)]
             if asked:
                 share = sum(now.hits[row] for row in asked) / len(asked)
                 lookahead = max(before.proposed(row) for row in asked)
-                self.hit_rates.observe_hits(share, self.acceptance(lookahead), now.budget)
+                self.experience.hit_rates.observe_hits(share, self.acceptance(lookahead), now.budget)
 
     def _observe_ngrams(self, before: RoundRecord, now: RoundRecord) -> None:
         """Learns how often rows have an n-gram, and how many of its tokens were right, verified or not."""
@@ -202,7 +197,7 @@ class CostModel:
 
     def seconds_to_prepare(self, lookahead: int, budget: int) -> float:
         branches = self._draft_line(self.durations.branches)
-        feeding = branches(self.live * (lookahead + 1)) if self.feeds_first else 0.0
+        feeding = branches(self.live * (lookahead + 1)) if not self.is_parallel else 0.0
         passes = 1 if self.is_parallel else lookahead
         return self.durations.choosing.value + feeding + passes * self.seconds_of_a_pass(lookahead, budget)
 
@@ -269,7 +264,7 @@ class CostModel:
             shares[lookup] = share, ngram, (1 - none) * (wide - verify), (1 - none) * (wide - verify_missed)
         prepared = [budget * self.workers for budget in budgets]
         speeds = {}
-        for budget, hit_rate in zip(budgets, self.hit_rates(self.acceptance(lookahead), prepared)):
+        for budget, hit_rate in zip(budgets, self.experience.hit_rates(self.acceptance(lookahead), prepared)):
             preparing = self.seconds_to_prepare(lookahead, budget)
             late = max(0.0, preparing - verify)
             if speeds and late > self.seconds_of_a_pass(lookahead, budget):

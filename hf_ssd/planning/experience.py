@@ -3,9 +3,7 @@
 from ..config import SSDConfig
 from ..rounds import AHEAD, IN_TURN, PLAIN
 from .estimates import Average, HitRates, Line, NgramRates
-from .trials import Trials
 
-SAGUARO_VALUES = (1.0, 0.7, 0.4, 0.1)  # values of C to try
 FIRST_PROBE = 32  # rounds until other modes are probed; the distance doubles
 
 
@@ -53,29 +51,22 @@ class Experience:
     Args:
         config (`SSDConfig`): Gives the priors and the cache shape.
         longest (`int`): Largest lookahead.
-        sampled (`bool`): Whether tokens are sampled.
-        is_parallel (`bool`): Whether the draft gives all tokens of its branches in one forward pass.
 
     Attributes:
         accepted (`list[Average]`): By place in a speculation, how often its token was accepted if the
             tokens before it were.
-        hit_rates_if (`dict[bool, HitRates]`): Hit rates if a parallel draft reads the speculation first, and if not.
+        hit_rates ([`HitRates`]): How often outcomes were prepared.
         alone, beside ([`NgramRates`]): Of n-grams that are verified without a draft, and of those that compete with a
             draft, which need longer matches.
-        saguaro, feeds_first ([`Trials`], *optional*): Settings that are tried.
         chosen (`tuple`, *optional*): Mode, lookahead and budget that were chosen last.
         probed (`str`, *optional*): The mode that is probed until the round `probe_until`.
         rounds (`int`): Rounds that were observed.
     """
 
-    def __init__(self, config: SSDConfig, longest: int, sampled: bool, is_parallel: bool):
+    def __init__(self, config: SSDConfig, longest: int):
         self.accepted = [Average(0.0, 0.0, memory=0.999) for _ in range(longest)]
-        # The guesses of a parallel draft are better if it has read the speculation.
-        self.hit_rates_if = {feeds_first: HitRates(config) for feeds_first in (True, False)}
+        self.hit_rates = HitRates(config)
         self.alone, self.beside = NgramRates(memory=0.999), NgramRates(memory=0.999)
-        is_planned = config.lookahead == "auto"
-        self.saguaro = Trials(SAGUARO_VALUES) if config.saguaro_c == "auto" and is_planned and sampled else None
-        self.feeds_first = Trials((False, True)) if is_parallel and is_planned and config.asynchronous else None
         self.chosen: tuple[str, int, int] | None = None
         self.probed: str | None = None
         self.probe_at, self.probe_distance, self.probe_until = FIRST_PROBE, FIRST_PROBE, 0

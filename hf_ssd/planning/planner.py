@@ -9,7 +9,6 @@ and from time to time the best plan of a grid is chosen by them. A mode that is 
 probed from time to time. If only a quicker draft would make drafting worthwhile, its costs are measured again.
 """
 
-import dataclasses
 import math
 import threading
 from collections import Counter
@@ -42,7 +41,7 @@ WORTH_NGRAMS = 1.02  # expected gain below which n-grams do not compete with the
 
 class Planner:
     """
-    Chooses mode, lookahead, budget, n-grams and C for the rounds of a call.
+    Chooses mode, lookahead, budget and n-grams for the rounds of a call.
 
     Args:
         config (`SSDConfig`): The settings, of which lookahead, budget or both are `"auto"`. Others are not changed.
@@ -84,9 +83,6 @@ class Planner:
         self.may_compete = self.may_look_up and workers == 1
         self.lookups: dict[tuple, int] = {}  # most tokens of an n-gram, by mode, lookahead and budget; 0 if not there
         self.plain_gain = 1.0  # of n-grams without a draft, expected when the plan was last chosen
-        self.saguaro, self.feeds_first = self.experience.saguaro, self.experience.feeds_first
-        if self.feeds_first is not None:
-            self.costs.feeds_first = self.feeds_first.value
         self.due, self.live, self.has_warned = 0, rows, False
         self.reasons: dict[str, str] = {}  # by mode, why it was last chosen
         lookahead = FIRST[0] if self.chooses_lookahead else config.lookahead
@@ -135,13 +131,6 @@ class Planner:
             self.durations.used[now.mode] = self.durations.rounds
             if seen.rounds <= seen.probe_until and self.costs.knows(PLAIN):
                 seen.probe_at += math.ceil(self.costs.reading / (PROBE_SHARE * self.costs.seconds_to_verify(PLAIN, 0)))
-            if self.saguaro is not None:
-                self.saguaro.observe(before, now)
-                self.plan = dataclasses.replace(self.plan, saguaro_c=self.saguaro.value)
-            if self.feeds_first is not None and seen.rounds > FIRST_EPOCHS and before.mode == now.mode == AHEAD:
-                self.feeds_first.observe(before, now)
-                self.costs.feeds_first = self.feeds_first.value
-                self.plan = dataclasses.replace(self.plan, feeds_first=self.feeds_first.value)
             if self.costs.live != self.live and self.plan.mode != PLAIN:
                 self.due = seen.rounds
             is_due = seen.rounds >= self.due
@@ -261,10 +250,8 @@ class Planner:
         after_miss = self.costs.best_after_miss(lookahead) if self.chooses_lookahead and mode == AHEAD else lookahead
         if not self.costs.knows(AHEAD):
             after_miss = lookahead
-        c = self.config.saguaro_c if self.saguaro is None else self.saguaro.value
         budget = budget if mode == AHEAD else 0
-        c = 1.0 if c == "auto" else c
-        return Plan(mode, lookahead, after_miss, budget, self.fallback, c, self.costs.feeds_first, lookup)
+        return Plan(mode, lookahead, after_miss, budget, self.fallback, self.config.saguaro_c, lookup)
 
     # ---------------------------------------------------------------- the reason
 

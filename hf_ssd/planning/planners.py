@@ -59,7 +59,7 @@ def planner_for(
         is_parallel (`bool`, *optional*): Whether the draft gives all tokens of its branches in one forward pass.
     """
     if config.lookahead != "auto" and config.budget != "auto":
-        return FixedPlan(config, is_parallel)
+        return FixedPlan(config)
     with _lock:
         known = _pairs.setdefault(target, weakref.WeakKeyDictionary()).setdefault(draft, PairKnowledge())
     sampled = bool(generation_config.do_sample)
@@ -72,7 +72,7 @@ def planner_for(
         experience = _kept(
             known.experience,
             (*settings, *size, temperature),
-            lambda: Experience(config, max(LOOKAHEADS), sampled, is_parallel),
+            lambda: Experience(config, max(LOOKAHEADS)),
         )
         workers = len(getattr(draft, "workers", [None]))
         planner = Planner(

@@ -21,7 +21,7 @@ def reason_for(chosen: tuple[str, int, int], speeds: dict[tuple, float], costs: 
     also = f", and {ngrams}" if lookup else ""
     if mode == AHEAD:
         verify, prepare = costs.seconds_to_verify(AHEAD, lookahead), costs.seconds_to_prepare(lookahead, budget)
-        hit_rate = costs.hit_rates(costs.acceptance(lookahead), [budget * costs.workers])[0]
+        hit_rate = costs.experience.hit_rates(costs.acceptance(lookahead), [budget * costs.workers])[0]
         reason = (
             f"preparing takes {1e3 * prepare:.1f} ms against {1e3 * verify:.1f} ms per verification, expected hit "
             f"rate {hit_rate:.2f}: lookahead {lookahead}, budget {budget}"

@@ -33,7 +33,6 @@ SETTINGS = {
     "auto": {"lookahead": "auto", "budget": "auto"},
     "auto budget": {"budget": "auto"},
     "auto lookahead": {"lookahead": "auto"},
-    "saguaro auto": {"lookahead": "auto", "budget": "auto", "saguaro_c": "auto"},
 }  # fmt: skip
 
 

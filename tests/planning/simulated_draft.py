@@ -59,7 +59,7 @@ class SimulatedSession(SeveralDrafts):
         fed = rows * plan.budget
         if self.world.is_parallel:
             tokens_of_a_pass, fed = plan.lookahead, rows * (width + 1 + (plan.lookahead + 1) * plan.budget)
-        self.choice = measured(self.draft.drafting(rows * (width + 1)) if plan.feeds_first else 0.0)
+        self.choice = measured(0.0 if self.world.is_parallel else self.draft.drafting(rows * (width + 1)))
         self.branch = measured(self.draft.drafting(fed))
         fitting = max(0, -int(-(verification - self.choice) // self.branch))  # the last pass that was begun counts
         self.passes = min(plan.lookahead // tokens_of_a_pass, fitting)

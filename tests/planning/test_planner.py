@@ -176,8 +176,6 @@ def test_a_parallel_draft_prepares_in_one_pass_and_serves_a_miss_in_one():
     costs.durations.choosing.observe(0.001)
     assert costs.seconds_to_prepare(7, 8) == pytest.approx(0.001 + 0.005 + 8 * 9 * 0.0001, rel=0.05)
     assert costs.seconds_to_draft(AHEAD, 7) == pytest.approx(0.005 + 8 * 0.0001, rel=0.05)
-    costs.feeds_first = True
-    assert costs.seconds_to_prepare(7, 8) == pytest.approx(0.001 + 2 * 0.005 + 8 * 10 * 0.0001, rel=0.05)
 
 
 def test_the_reason_is_one_sentence_with_the_numbers_of_the_plan():

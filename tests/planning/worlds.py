@@ -31,9 +31,9 @@ from .simulated_draft import SimulatedDraft, SimulatedNgrams
 class FixedPlanner:
     """Follows one plan."""
 
-    def __init__(self, lookahead, budget, feeds_first=True):
+    def __init__(self, lookahead, budget):
         mode = PLAIN if not lookahead else AHEAD if budget else IN_TURN
-        self.plan, self.expects_draft = Plan(mode, lookahead, lookahead, budget, feeds_first=feeds_first), False
+        self.plan, self.expects_draft = Plan(mode, lookahead, lookahead, budget), False
 
     def begin_call(self):
         pass
@@ -63,7 +63,7 @@ class World:
     is_parallel: bool = False  # whether the draft gives all tokens in one pass
     repeats: float = 0.0  # how often the text of a row gives an n-gram
     ngram_acceptance: float = 0.97
-    unread: float = 0.6  # how much less often a guess of a parallel draft is right that has not read the speculation
+    unread: float = 0.6  # how much less often a guess of a parallel draft is right, which has not read the speculation
 
     workers: int = 1
     reading: float = 0.0  # what a draft takes to read what went by without it
@@ -101,7 +101,7 @@ class World:
                 cold = self.cold if width else 1
                 seconds = measured((self.verification + self.per_token * width) * busy * cold)
                 acceptance = 0.0 if session is not None and session.is_misled else self.acceptance
-                right = self.right * (1.0 if plan.feeds_first else self.unread)
+                right = self.right * (self.unread if self.is_parallel else 1.0)
                 outcomes = plan.budget * self.workers
                 shares = allocate(geometric_fan_out(width, outcomes, 0.8, 0.5), outcomes) if outcomes else [0] * 99
                 accepted, ranks, hits = [], [], []
@@ -151,7 +151,6 @@ class World:
 
     def best_fixed(self):
         plans = [(k, b) for k in (1, 2, 3, 4, 6, 8, 11, 14) for b in (0, *BUDGETS[::2])]
-        plans += [(*plan, False) for plan in plans if self.is_parallel]
         return max(self.run(FixedPlanner(*plan), rounds=600) for plan in [(0, 0), *plans])
 
 
