@@ -1,13 +1,18 @@
 """Running estimates from round to round: means, lines and hit rates that forget old observations."""
 
+import math
+from collections.abc import Callable
+
 import numpy as np
 
 from ..config import SSDConfig
 from ..drafting.cache_shapes import CANDIDATES, shape_for
-from ..drafting.ngrams import LONGEST_NGRAM
+from ..rounds import FALLBACKS, RoundRecord
 
 RELATIVE_SLOPE = 0.02  # guess while all observations have the same size: cost of a token over the fixed part
 LARGEST_SURPRISE = 3.0  # times the expected duration, at which a longer duration is cut: the machine had a hiccup
+PLACES = 16  # of tokens whose acceptance is counted apart
+PRIOR_TOKENS = 4.0  # proposed tokens that the config's acceptance rate counts like
 
 
 class Average:
@@ -57,8 +62,8 @@ class Line:
     def forget(self) -> None:
         """Starts again without any observation."""
         self.units, self.seconds = Average(0.0, 0.0, 0.97), Average(0.0, 0.0, 0.97)
-        self.count = self.weight = self.x = self.y = self.xx = self.xy = 0.0
-        self.fixed = self.slope = 0.0
+        self.sums = np.zeros(5)  # of 1, units, seconds, units squared, and units times seconds
+        self.count = self.fixed = self.slope = 0.0
 
     def observe(self, units: float, seconds: float) -> None:
         if self.count > 3:
@@ -66,27 +71,19 @@ class Line:
         self.count += 1
         self.units.observe(units)
         self.seconds.observe(seconds)
-        self.weight, self.x, self.y, self.xx, self.xy = (
-            0.999 * total + new
-            for total, new in (
-                (self.weight, 1.0),
-                (self.x, units),
-                (self.y, seconds),
-                (self.xx, units * units),
-                (self.xy, units * seconds),
-            )
-        )
-        mean_x, mean_y = self.x / self.weight, self.y / self.weight
-        variance = max(0.0, self.xx / self.weight - mean_x**2)
-        covariance = self.xy / self.weight - mean_x * mean_y
+        self.sums = 0.999 * self.sums + (1.0, units, seconds, units * units, units * seconds)
+        weight, x, y, xx, xy = self.sums.tolist()
+        mean_x, mean_y = x / weight, y / weight
+        variance = max(0.0, xx / weight - mean_x**2)
+        covariance = xy / weight - mean_x * mean_y
         relative = self.guess if self.like is None else self.like.relative_slope
         guess = relative * mean_y / (1 + relative * mean_x)
         if self.smaller is not None and self.smaller.count and mean_x > self.smaller.units.value:
             guess = (mean_y - self.smaller.seconds.value) / (mean_x - self.smaller.units.value)
-        certainty = 0.2 * (mean_x**2 + 1) / self.weight  # the guess counts like a few observations of nearby sizes
+        certainty = 0.2 * (mean_x**2 + 1) / weight  # the guess counts like a few observations of nearby sizes
         slope = max(0.0, (covariance + certainty * guess) / (variance + certainty))
         self.slope = min(slope, self.seconds.value / max(self.units.value, 1e-9))
-        self.fixed = self.seconds.value - self.slope * self.units.value
+        self.fixed = max(0.0, self.seconds.value - self.slope * self.units.value)
 
     @property
     def relative_slope(self) -> float:
@@ -97,25 +94,30 @@ class Line:
         return self.fixed + self.slope * units
 
 
+class Acceptance:
+    """By place in a proposal, how often its token is right if the tokens before it are."""
+
+    def __init__(self, memory: float):
+        self.places = [Average(0.0, 0.0, memory) for _ in range(PLACES)]
+
+    def observe(self, accepted: int, proposed: int) -> None:
+        for place in range(min(accepted + 1, proposed, PLACES)):  # the rest was not tested
+            self.places[place].observe(place < accepted)
+
+    def rates(self, count: int, prior: float) -> list[float]:
+        """Returns the first `count` rates, where little was tested near the mean of all, which begins at the prior."""
+        tested = math.fsum(place.weight for place in self.places) + PRIOR_TOKENS
+        mean = (math.fsum(place.total for place in self.places) + PRIOR_TOKENS * prior) / tested
+        rates = [(place.total + 2 * PRIOR_TOKENS * mean) / (place.weight + 2 * PRIOR_TOKENS)
+                 for place in self.places[:count]]  # fmt: skip
+        return rates + [mean] * (count - len(rates))
+
+
 class NgramRates:
-    """
-    How often n-grams are right.
+    """How often the text of a row gives an n-gram (`matches`), and how often its tokens are right (`acceptance`)."""
 
-    Args:
-        memory (`float`, *optional*, defaults to 0.99): See [`Average`].
-
-    Attributes:
-        matches ([`Average`]): How often the text of a row gives an n-gram.
-        places (`list[Average]`): By place in an n-gram, how often its token is right if the tokens before it are.
-    """
-
-    def __init__(self, memory: float = 0.99):
-        self.matches = Average(0.5, 2.0)
-        self.places = [Average(0.0, 0.0, memory) for _ in range(LONGEST_NGRAM)]
-
-    @property
-    def averages(self) -> list[Average]:
-        return [self.matches, *self.places]
+    def __init__(self, memory: float):
+        self.matches, self.acceptance = Average(0.5, 2.0), Acceptance(memory)
 
     def observe(self, given: int, gained: int) -> None:
         """
@@ -123,8 +125,7 @@ class NgramRates:
         included, or 0 without a match.
         """
         self.matches.observe(given > 0)
-        for place in range(min(given, gained, LONGEST_NGRAM)):  # the rest was not tested
-            self.places[place].observe(place < given - 1)
+        self.acceptance.observe(given - 1, gained)
 
 
 class HitRates:
@@ -142,6 +143,16 @@ class HitRates:
         self.ranks = {is_rejection: law[:-1] - law[1:] for is_rejection in (True, False)}
         self.weights = {True: 4.0, False: 4.0}
         self.misses_over_expected = Average(1.0, 8.0, memory=0.97)
+
+    def observe(self, before: RoundRecord, now: RoundRecord, acceptance: Callable[[int], list[float]]) -> None:
+        """Learns from the rows of a round whose outcomes were drafted ones; `acceptance` gives rates by lookahead."""
+        drafted = [row for row in before.live if before.sources[row] not in FALLBACKS]
+        for row in drafted:
+            self.observe_rank(before.accepted[row] < before.proposed(row), now.ranks[row])
+        asked = [row for row in drafted if not now.competes(row)]
+        if asked:
+            share = sum(now.hits[row] for row in asked) / len(asked)
+            self.observe_hits(share, acceptance(max(before.proposed(row) for row in asked)), now.budget)
 
     def observe_rank(self, is_rejection: bool, rank: int) -> None:
         """
@@ -166,4 +177,4 @@ class HitRates:
     def __call__(self, acceptance: list[float], budgets) -> list[float]:
         """Returns the expected hit rate of a row for each budget, at these chances of acceptance."""
         missed = min(3.0, max(0.5, self.misses_over_expected.value))
-        return [max(0.0, 1 - (1 - mass) * missed) for mass in self.covered(acceptance, budgets)]
+        return [min(1.0, max(0.0, 1 - (1 - mass) * missed)) for mass in self.covered(acceptance, budgets)]

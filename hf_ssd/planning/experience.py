@@ -1,15 +1,58 @@
 """Measurements that calls with a pair of models leave to later calls: durations, and how often drafts are right."""
 
-from ..config import SSDConfig
-from ..rounds import AHEAD, IN_TURN, PLAIN
-from .estimates import Average, HitRates, Line, NgramRates
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
-FIRST_PROBE = 32  # rounds until other modes are probed; the distance doubles
+from ..config import SSDConfig
+from ..drafting.ngrams import LEAST_MATCHED
+from ..rounds import AHEAD, FALLBACKS, IN_TURN, PLAIN, RoundRecord
+from .estimates import Acceptance, Average, HitRates, Line, NgramRates
+from .prober import Prober
+
+TOKENS_KEPT = 24.0  # proposed tokens that the earlier texts count like, at most, when a call begins
+KINDS_KEPT = 32  # kinds of calls that are kept for a pair; a service may meet a new temperature in each call
+
+
+@dataclass(frozen=True)
+class CallKind:
+    """
+    The properties of a call that its plan depends on.
+
+    Args:
+        config (`SSDConfig`): The settings.
+        rows (`int`): Batch size.
+        vocab_size (`int`): Vocabulary size of both models.
+        temperature (`float`, *optional*): The temperature, `None` for a greedy call.
+        length (`int`): Tokens of the longest prompt. Measurements are shared within classes that span a factor of 4.
+        workers (`int`): Number of drafts, each of which prepares a whole budget.
+        is_parallel (`bool`): Whether a forward pass of the draft gives all tokens of its branches.
+    """
+
+    config: SSDConfig
+    rows: int
+    vocab_size: int
+    temperature: float | None = None
+    length: int = 1
+    workers: int = 1
+    is_parallel: bool = False
+
+    @property
+    def of_durations(self) -> tuple:
+        """The properties that durations depend on."""
+        size = self.rows, self.length.bit_length() // 2
+        return *size, self.is_parallel, self.config.cuda_graphs, self.config.pack_weights
+
+    @property
+    def of_experience(self) -> tuple:
+        """The properties that acceptance and hits depend on."""
+        fallback = self.config.fallback if isinstance(self.config.fallback, str) else "custom"
+        return repr(replace(self.config, fallback="auto")), fallback, self.temperature, self.of_durations
 
 
 class Durations:
     """
-    Seconds of the parts of a round, for calls of one pair, batch size and length of text, whatever their temperature.
+    Seconds of the parts of a round. Each mode has lines of its own, because it has its own share of the cores.
 
     Attributes:
         verification, step, unexplained (`dict[str, Line]`): By mode, seconds of a verification, of a pass that drafts
@@ -29,45 +72,142 @@ class Durations:
         self.branches = Line(smaller=step)
         self.choosing = Average(0.0, 0.0, memory=0.95)
         self.unexplained = {mode: Line(0.1) for mode in (AHEAD, IN_TURN)}
-        self._by_mode = self.verification, self.step, self.unexplained
         self.used: dict[str, int] = {}
         self.tokens = self.seconds = 0.0
         self.rounds = 0
 
+    def knows(self, mode: str) -> bool:
+        """Whether a round of this mode was measured."""
+        parts = {PLAIN: (), IN_TURN: (self.step[IN_TURN],), AHEAD: (self.branches, self.verification[AHEAD])}[mode]
+        return any(line.count for line in self.verification.values()) and all(line.count for line in parts)
+
     def forget(self, modes: set[str]) -> None:
         """Forgets the measurements of these modes of drafting, so that they are made again."""
-        for line in (by_mode[mode] for by_mode in self._by_mode for mode in modes):
-            line.forget()
-        if AHEAD not in modes:
+        for mode in modes:
+            for by_mode in (self.verification, self.step, self.unexplained):
+                by_mode[mode].forget()
+        if AHEAD in modes:
+            self.branches.forget()
+            self.choosing.restart(0.0, 0.0)
+
+    def feeding(self, kind: CallKind, tokens: int, line: Line | None = None) -> float:
+        """Returns the seconds in which the draft reads a speculation before it chooses outcomes."""
+        return 0.0 if kind.is_parallel else (line or self.branches)(tokens)  # a parallel draft reads it with branches
+
+    def observe(self, before: RoundRecord, now: RoundRecord, kind: CallKind) -> None:
+        """Learns from a round. See [`CostModel.observe`]."""
+        rows, has_read = len(before.live) or kind.rows, PLAIN in (before.mode, now.mode)
+        self.rounds += 1
+        self.used[now.mode] = self.rounds
+        if now.verify_seconds:  # a call's first round never comes as `now`: it is slow for reasons of its own
+            tokens = (len(now.live) or rows) * (now.lookahead + 1)
+            self.verification[now.mode].observe(tokens, now.verify_seconds)
+        elapsed = now.received_at - before.received_at if before.received_at else 0.0
+        if before.received_at:
+            self.seconds += elapsed
+            self.tokens += sum(before.accepted[row] + 1 for row in before.live) / rows
+        if now.mode == PLAIN or not before.live:
             return
-        self.branches.forget()
-        self.choosing.restart(0.0, 0.0)
+        budget = now.budget // kind.workers  # of each worker; the record has the sum over all workers
+        if now.passes:
+            tokens = (now.grown + 1) * budget + before.lookahead + 1 if kind.is_parallel else budget
+            self.branches.observe(rows * tokens, now.grow_seconds / now.passes)
+            feeding = 0.0 if kind.is_parallel else self.branches(rows * (before.lookahead + 1))
+            self.choosing.observe(max(0.0, now.choose_seconds - feeding))
+        if now.steps and not has_read:
+            tokens = max(now.proposed(row) for row in now.live) + 1 if kind.is_parallel else 1
+            self.step[now.mode].observe(rows * tokens, now.answer_seconds / now.steps)
+        if before.mode == now.mode and before.received_at:
+            explained = max(before.verify_seconds, now.choose_seconds + now.grow_seconds) + now.answer_seconds
+            self.unexplained[now.mode].observe(budget, max(0.0, elapsed - explained))
+
+
+class Rates:
+    """
+    How often proposals are right.
+
+    Args:
+        memory (`float`, *optional*, defaults to 0.99): See [`Average`].
+
+    Attributes:
+        drafted ([`Acceptance`]): Of drafted tokens.
+        alone, beside ([`NgramRates`]): Of n-grams that are verified without a draft, and of those that compete with a
+            draft, which need longer matches.
+    """
+
+    def __init__(self, memory: float = 0.99):
+        self.drafted = Acceptance(memory)
+        self.alone, self.beside = NgramRates(memory), NgramRates(memory)
+
+    @property
+    def averages(self) -> list[Average]:
+        ngrams = self.alone, self.beside
+        matches = [rates.matches for rates in ngrams]
+        return [*self.drafted.places, *matches, *(place for rates in ngrams for place in rates.acceptance.places)]
+
+    def restart(self, ever: "Rates") -> None:
+        """Starts from the rates of all texts, because a new text is not like the end of the last one."""
+        for mine, theirs in zip(self.averages, ever.averages):
+            mine.restart(theirs.value, min(theirs.weight, TOKENS_KEPT))
+
+    def observe(self, before: RoundRecord, now: RoundRecord) -> None:
+        """Learns from the tokens of a round. N-grams are counted, verified or not, in the round after theirs."""
+        for row in now.live:
+            if now.sources[row] not in FALLBACKS:
+                self.drafted.observe(now.accepted[row], now.proposed(row))
+        for row in before.live if now.ngram_tokens else ():
+            gained, given = before.accepted[row] + 1, now.ngram_tokens[row]
+            if given >= 0:
+                self.alone.observe(given, gained)
+                self.beside.observe(given if now.ngram_matched[row] >= LEAST_MATCHED else 0, gained)
 
 
 class Experience:
     """
-    Experience of calls with a pair that have the same settings, batch size, length of text and temperature.
+    How often drafts are right, in calls with a pair that have the same settings, batch size, length and temperature.
 
     Args:
         config (`SSDConfig`): Gives the priors and the cache shape.
-        longest (`int`): Largest lookahead.
 
     Attributes:
-        accepted (`list[Average]`): By place in a speculation, how often its token was accepted if the
-            tokens before it were.
+        rates ([`Rates`]): Of all texts.
         hit_rates ([`HitRates`]): How often outcomes were prepared.
-        alone, beside ([`NgramRates`]): Of n-grams that are verified without a draft, and of those that compete with a
-            draft, which need longer matches.
         chosen (`tuple`, *optional*): Mode, lookahead and budget that were chosen last.
-        probed (`str`, *optional*): The mode that is probed until the round `probe_until`.
+        prober ([`Prober`]): Says when modes that are not in use are probed.
         rounds (`int`): Rounds that were observed.
     """
 
-    def __init__(self, config: SSDConfig, longest: int):
-        self.accepted = [Average(0.0, 0.0, memory=0.999) for _ in range(longest)]
-        self.hit_rates = HitRates(config)
-        self.alone, self.beside = NgramRates(memory=0.999), NgramRates(memory=0.999)
+    def __init__(self, config: SSDConfig):
+        self.rates, self.hit_rates = Rates(memory=0.999), HitRates(config)
         self.chosen: tuple[str, int, int] | None = None
-        self.probed: str | None = None
-        self.probe_at, self.probe_distance, self.probe_until = FIRST_PROBE, FIRST_PROBE, 0
+        self.prober = Prober()
         self.rounds = 0
+
+
+class PairKnowledge:
+    """
+    Measurements of the calls with a pair, those of the last kinds of calls.
+
+    Attributes:
+        last ([`Planner`], *optional*): The planner of the last call whose plan was not fixed.
+        lock (`threading.Lock`): Held while any measurement is read or written.
+    """
+
+    def __init__(self):
+        self._durations: dict[tuple, Durations] = {}
+        self._experience: dict[tuple, Experience] = {}
+        self.last = None
+        self.lock = threading.Lock()
+
+    def durations(self, kind: CallKind) -> Durations:
+        return self._kept(self._durations, kind.of_durations, Durations)
+
+    def experience(self, kind: CallKind) -> Experience:
+        return self._kept(self._experience, kind.of_experience, lambda: Experience(kind.config))
+
+    def _kept(self, known: dict, key: tuple, make: Callable):
+        """Returns the value of this key, made if it is new, as the latest entry; drops the oldest of too many."""
+        known[key] = known.pop(key, None) or make()
+        if len(known) > KINDS_KEPT:
+            del known[next(iter(known))]
+        return known[key]

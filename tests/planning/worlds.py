@@ -21,6 +21,7 @@ from hf_ssd.distributed.target_ranks import TargetRanks
 from hf_ssd.drafting.cache_shapes import allocate
 from hf_ssd.generation.draft import FaultTolerantDraft
 from hf_ssd.planning.cost_model import BUDGETS
+from hf_ssd.planning.experience import CallKind
 from hf_ssd.planning.planner import Planner
 from hf_ssd.rounds import AHEAD, IN_TURN, NOTHING, PLAIN, Outcome, Plan, RoundRecord
 from hf_ssd.theory import geometric_fan_out
@@ -72,6 +73,9 @@ class World:
 
     def drafting(self, tokens):
         return self.step + self.per_branch * tokens
+
+    def kind(self, temperature, **settings):
+        return CallKind(SSDConfig(**settings), self.rows, 1000, temperature, 100, self.workers, self.is_parallel)
 
     def call(self, planner, draft=None, seed=1):
         """
@@ -175,8 +179,7 @@ WORLDS = {
 
 
 def new_planner(world, **settings):
-    config, is_parallel = SSDConfig(**settings), world.is_parallel
-    return Planner(config, world.rows, 1000, sampled=True, workers=world.workers, is_parallel=is_parallel)
+    return Planner(world.kind(temperature=1.0, **settings))
 
 
 if __name__ == "__main__":
