@@ -20,53 +20,33 @@ MEMORY_FOR_Q = 2**29  # bytes for the distributions of prepared tokens
 
 
 class CostModel:
-    """
-    Estimates the speed of each plan in a call. Durations follow the measured rounds; acceptance and hits are counted.
+    """Estimates the speed of each plan in a call, from durations of measured rounds and counted acceptance and hits."""
 
-    Args:
-        kind ([`CallKind`]): The call.
-        pair ([`PairKnowledge`], *optional*): Measurements of earlier calls.
-
-    Attributes:
-        seen_anyway (`tuple[str]`): Class attribute: the modes that need no probe, because rounds of other modes measure
-            them too.
-        live (`int`): Rows that are not finished.
-        rates ([`Rates`]): How often proposals are right in the texts of this call.
-        reading (`float`): Seconds that the last round waited while the draft read the text or the tokens of plain
-            rounds, otherwise 0.
-    """
-
-    seen_anyway: tuple[str, ...] = ()
+    seen_anyway: tuple[str, ...] = ()  # modes that need no probe, because rounds of other modes measure them too
 
     def __init__(self, kind: CallKind, pair: PairKnowledge | None = None):
         pair = PairKnowledge() if pair is None else pair
         self.kind, self.durations, self.experience = kind, pair.durations(kind), pair.experience(kind)
-        self.rates, self.reading = Rates(), 0.0
-        self.most_states = 10**9  # of each row, each for a prepared token
-        is_sampled, q = kind.temperature is not None, 4 * kind.rows * kind.vocab_size  # bytes of a token of all rows
-        self.most_q = MEMORY_FOR_Q // q if is_sampled else 10**9  # prepared tokens of a row
+        self.rates = Rates(memory=0.99)  # of the texts of this call
+        self.reading = 0.0  # seconds that the last round waited while the draft read text that went by without it
+        q = 4 * kind.rows * kind.vocab_size  # bytes of the distributions of a token of each row
+        self.most_q = 10**9 if kind.temperature is None else MEMORY_FOR_Q // q  # prepared tokens of a row
+        self.most_states = 10**9  # of a row, each for a prepared token
         self.begin_call()
 
     # ---------------------------------------------------------------- learning from rounds
 
     def knows(self, mode: str) -> bool:
-        """Whether the durations of a round of this mode were measured."""
+        """Whether a round of this mode was measured."""
         return self.durations.knows(mode)
 
     def begin_call(self) -> None:
         """Starts a call: acceptance restarts from its long-run average, not from the end of the last text."""
-        self.live = self.kind.rows
+        self.live = self.kind.rows  # that are not finished
         self.rates.restart(self.experience.rates)
 
     def observe(self, before: RoundRecord, now: RoundRecord) -> None:
-        """
-        Learns from a round.
-
-        Args:
-            before ([`RoundRecord`]): The round before.
-            now ([`RoundRecord`]): The round, complete. The draft's part of the record is about its answer to the
-                outcome of `before`.
-        """
+        """Learns from a round, whose record says how the draft has answered the outcome of the round before."""
         self.live = len(now.live) or len(before.live) or self.kind.rows
         self.reading = now.wait_seconds if PLAIN in (before.mode, now.mode) else 0.0
         self.most_states = now.states or self.most_states
@@ -150,18 +130,12 @@ class CostModel:
     # ---------------------------------------------------------------- tokens per second, all rows together
 
     def plain(self, lookup: int = 0) -> float:
-        """
-        Returns tokens per second of plain decoding, all rows together, or of verifying up to `lookup` tokens of an
-        n-gram in the rows that have one.
-        """
+        """Returns the speed of plain decoding, or of verifying n-grams of `lookup` tokens in the rows that have one."""
         share, ngram = self._share(self.rates.alone, lookup)
         return self.live * (1 + share * (ngram - 1)) / self._seconds_to_verify_some(PLAIN, 0, lookup, share)
 
     def in_turn(self, lookahead: int, lookup: int = 0) -> float:
-        """
-        Returns tokens per second of drafting `lookahead` tokens after each outcome, or of verifying up to `lookup`
-        tokens of an n-gram in the rows that have one. If all rows have one, nothing is drafted.
-        """
+        """Returns the speed of drafting `lookahead` tokens after each outcome, in the rows without an n-gram."""
         share, ngram = self._share(self.rates.beside, lookup)
         tokens = share * ngram + (1 - share) * self.tokens(lookahead)[-1]
         drafting = (1 - share**self.live) * self.seconds_to_draft(IN_TURN, lookahead)
@@ -188,15 +162,9 @@ class CostModel:
 
     def ahead(self, lookahead: int, budgets, after_miss: int | None = None, lookups=(0,)) -> dict[tuple, float]:
         """
-        Returns tokens per second of drafting ahead by budget and lookup. A budget, except the first, is left out if its
-        last pass could not begin before the outcome comes, because its branches would stay shorter.
-
-        Args:
-            lookahead (`int`): Tokens in each branch.
-            budgets (`list[int]`): Outcomes of each row.
-            after_miss (`int`, *optional*): Tokens after a miss; the best number by default.
-            lookups (`Iterable[int]`, *optional*): Most tokens of an n-gram, which the rows that have one verify
-                instead; 0 without n-grams.
+        Returns the speed of drafting ahead by budget and lookup, `after_miss` tokens after a miss or the best number. A
+        budget, except the first, is left out if its last pass could not begin before the outcome comes, because its
+        branches would stay shorter.
         """
         tokens, verify = self.tokens(lookahead), self.seconds_to_verify(AHEAD, lookahead)
         missed = self.best_after_miss(lookahead) if after_miss is None else after_miss

@@ -16,26 +16,15 @@ KINDS_KEPT = 32  # kinds of calls that are kept for a pair; a service may meet a
 
 @dataclass(frozen=True)
 class CallKind:
-    """
-    The properties of a call that its plan depends on.
-
-    Args:
-        config (`SSDConfig`): The settings.
-        rows (`int`): Batch size.
-        vocab_size (`int`): Vocabulary size of both models.
-        temperature (`float`, *optional*): The temperature, `None` for a greedy call.
-        length (`int`): Tokens of the longest prompt. Measurements are shared within classes that span a factor of 4.
-        workers (`int`): Number of drafts, each of which prepares a whole budget.
-        is_parallel (`bool`): Whether a forward pass of the draft gives all tokens of its branches.
-    """
+    """The properties of a call that its plan depends on."""
 
     config: SSDConfig
-    rows: int
-    vocab_size: int
-    temperature: float | None = None
-    length: int = 1
-    workers: int = 1
-    is_parallel: bool = False
+    rows: int  # batch size
+    vocab_size: int  # of both models
+    temperature: float | None = None  # `None` for a greedy call
+    length: int = 1  # tokens of the longest prompt; measurements are shared within classes that span a factor of 4
+    workers: int = 1  # drafts, each of which prepares a whole budget
+    is_parallel: bool = False  # whether a forward pass of the draft gives all tokens of its branches
 
     @property
     def of_durations(self) -> tuple:
@@ -51,29 +40,18 @@ class CallKind:
 
 
 class Durations:
-    """
-    Seconds of the parts of a round. Each mode has lines of its own, because it has its own share of the cores.
-
-    Attributes:
-        verification, step, unexplained (`dict[str, Line]`): By mode, seconds of a verification, of a pass that drafts
-            just in time, and of a round besides all measured parts (by budget).
-        branches ([`Line`]): Seconds of a pass that grows branches.
-        choosing ([`Average`]): Seconds of the choice of outcomes, without the pass that feeds the speculation.
-        tokens, seconds (`float`): Tokens that each row has gained in all rounds, and the time of these rounds.
-        used (`dict[str, int]`): By mode, the last round in which the target followed it.
-        rounds (`int`): Rounds that were observed.
-    """
+    """Seconds of the parts of a round, each mode's apart, because it has its own share of the cores."""
 
     def __init__(self):
         plain = Line()
         plain.like = in_turn = Line(smaller=plain)
         self.verification = {PLAIN: plain, IN_TURN: in_turn, AHEAD: Line(like=in_turn)}
-        self.step = {IN_TURN: Line(), AHEAD: (step := Line())}
-        self.branches = Line(smaller=step)
-        self.choosing = Average(0.0, 0.0, memory=0.95)
-        self.unexplained = {mode: Line(0.1) for mode in (AHEAD, IN_TURN)}
-        self.used: dict[str, int] = {}
-        self.tokens = self.seconds = 0.0
+        self.step = {IN_TURN: Line(), AHEAD: Line()}  # a pass that drafts just in time
+        self.branches = Line(smaller=self.step[AHEAD])  # a pass that grows branches
+        self.choosing = Average(memory=0.95)  # the choice of outcomes, without the pass that feeds the speculation
+        self.unexplained = {AHEAD: Line(0.1), IN_TURN: Line(0.1)}  # a round besides all measured parts, by budget
+        self.tokens = self.seconds = 0.0  # tokens that each row has gained in all rounds, and their time
+        self.used: dict[str, int] = {}  # by mode, the last round in which the target followed it
         self.rounds = 0
 
     def knows(self, mode: str) -> bool:
@@ -89,10 +67,6 @@ class Durations:
         if AHEAD in modes:
             self.branches.forget()
             self.choosing.restart(0.0, 0.0)
-
-    def feeding(self, kind: CallKind, tokens: int, line: Line | None = None) -> float:
-        """Returns the seconds in which the draft reads a speculation before it chooses outcomes."""
-        return 0.0 if kind.is_parallel else (line or self.branches)(tokens)  # a parallel draft reads it with branches
 
     def observe(self, before: RoundRecord, now: RoundRecord, kind: CallKind) -> None:
         """Learns from a round. See [`CostModel.observe`]."""
@@ -124,26 +98,14 @@ class Durations:
 
 class Rates:
     """
-    How often proposals are right.
-
-    Args:
-        memory (`float`, *optional*, defaults to 0.99): See [`Average`].
-
-    Attributes:
-        drafted ([`Acceptance`]): Of drafted tokens.
-        alone, beside ([`NgramRates`]): Of n-grams that are verified without a draft, and of those that compete with a
-            draft, which need longer matches.
+    How often proposals are right: drafted tokens, n-grams that are verified without a draft (`alone`), and n-grams that
+    compete with a draft (`beside`), which need longer matches.
     """
 
-    def __init__(self, memory: float = 0.99):
-        self.drafted = Acceptance(memory)
-        self.alone, self.beside = NgramRates(memory), NgramRates(memory)
-
-    @property
-    def averages(self) -> list[Average]:
-        ngrams = self.alone, self.beside
-        matches = [rates.matches for rates in ngrams]
-        return [*self.drafted.places, *matches, *(place for rates in ngrams for place in rates.acceptance.places)]
+    def __init__(self, memory: float):
+        self.drafted, self.alone, self.beside = Acceptance(memory), NgramRates(memory), NgramRates(memory)
+        ngrams = [(rates.matches, *rates.acceptance.places) for rates in (self.alone, self.beside)]
+        self.averages = [*self.drafted.places, *ngrams[0], *ngrams[1]]
 
     def restart(self, ever: "Rates") -> None:
         """Starts from the rates of all texts, because a new text is not like the end of the last one."""
@@ -163,41 +125,21 @@ class Rates:
 
 
 class Experience:
-    """
-    How often drafts are right, in calls with a pair that have the same settings, batch size, length and temperature.
-
-    Args:
-        config (`SSDConfig`): Gives the priors and the cache shape.
-
-    Attributes:
-        rates ([`Rates`]): Of all texts.
-        hit_rates ([`HitRates`]): How often outcomes were prepared.
-        chosen (`tuple`, *optional*): Mode, lookahead and budget that were chosen last.
-        prober ([`Prober`]): Says when modes that are not in use are probed.
-        rounds (`int`): Rounds that were observed.
-    """
+    """How often drafts are right, in calls of a pair with the same settings, batch size, length and temperature."""
 
     def __init__(self, config: SSDConfig):
-        self.rates, self.hit_rates = Rates(memory=0.999), HitRates(config)
-        self.chosen: tuple[str, int, int] | None = None
-        self.prober = Prober()
+        self.rates, self.hit_rates, self.prober = Rates(memory=0.999), HitRates(config), Prober()
+        self.chosen: tuple[str, int, int] | None = None  # the last mode, lookahead and budget
         self.rounds = 0
 
 
 class PairKnowledge:
-    """
-    Measurements of the calls with a pair, those of the last kinds of calls.
-
-    Attributes:
-        last ([`Planner`], *optional*): The planner of the last call whose plan was not fixed.
-        lock (`threading.Lock`): Held while any measurement is read or written.
-    """
+    """Measurements of the calls with a pair, and the planner of its last call. Threads share them under the lock."""
 
     def __init__(self):
         self._durations: dict[tuple, Durations] = {}
         self._experience: dict[tuple, Experience] = {}
-        self.last = None
-        self.lock = threading.Lock()
+        self.last, self.lock = None, threading.Lock()
 
     def durations(self, kind: CallKind) -> Durations:
         return self._kept(self._durations, kind.of_durations, Durations)

@@ -32,17 +32,8 @@ WORTH_NGRAMS = 1.02  # expected gain below which n-grams do not compete with the
 
 class Planner:
     """
-    Chooses mode, lookahead, budget and n-grams for the rounds of a call, of which the settings fix one at most.
-
-    Args:
-        kind ([`CallKind`]): The call.
-        pair ([`PairKnowledge`], *optional*): Measurements of earlier calls. Other threads share them, so its lock is
-            held while they are read and written.
-
-    Attributes:
-        costs ([`CostModel`]): The estimates for the pair.
-        plan ([`Plan`]): The plan for the next round.
-        reason (`str`): Why this plan was chosen, in a sentence with its numbers.
+    Chooses mode, lookahead, budget and n-grams for the rounds of a call, from measurements of earlier calls with the
+    pair. `plan` is the plan for the next round, and `reason` says why in a sentence with its numbers.
     """
 
     def __init__(self, kind: CallKind, pair: PairKnowledge | None = None):

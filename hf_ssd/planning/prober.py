@@ -19,16 +19,11 @@ class Prober:
     may be the best by the costs of drafting in turn, and the trial is paid for or expected to gain much. If no other
     mode of drafting is worth a probe, but a draft that takes no time would be, these modes are measured again: the
     machine may have been busy.
-
-    Attributes:
-        mode (`str`, *optional*): The mode that is probed until the round `end`.
-        start (`int`): The round in which the next probe may begin.
     """
 
     def __init__(self):
-        self.mode: str | None = None
-        self.start = self.distance = FIRST_PROBE  # rounds
-        self.end = 0
+        self.mode, self.end = None, 0  # the mode that is probed until the round `end`
+        self.start = self.distance = FIRST_PROBE  # the first round of the next probe, and the rounds to the one after
 
     def observe(self, costs) -> None:
         """Lets the next probe begin later if the draft had to read the text for this one."""
@@ -36,14 +31,7 @@ class Prober:
             self.start += math.ceil(costs.reading / (PROBE_SHARE * costs.seconds_to_verify(PLAIN, 0)))
 
     def probe(self, best: tuple, speeds: dict[tuple, float], costs) -> tuple | None:
-        """
-        Returns the plan with which to probe another mode than that of the best plan, if any.
-
-        Args:
-            best (`tuple`): Mode, lookahead and budget of the plan that is expected to be the fastest.
-            speeds (`dict`): The expected tokens per second of all plans.
-            costs ([`CostModel`]): The estimates for the pair.
-        """
+        """Returns the plan (mode, lookahead, budget) with which to probe another mode than that of the best, if any."""
         rounds, used = costs.experience.rounds, costs.durations.used
         of_mode = {plan[0]: plan for plan in sorted(speeds, key=speeds.get)}  # the best plan of each mode
         others = [mode for mode in of_mode if mode != best[0] and mode not in costs.seen_anyway]
