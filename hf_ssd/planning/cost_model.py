@@ -2,13 +2,8 @@
 
 import math
 
+from .. import theory
 from ..rounds import AHEAD, IN_TURN, PLAIN, RoundRecord
-from ..theory import (
-    expected_tokens_by_lookahead,
-    speculative_decoding_speedup,
-    ssd_over_speculative_decoding_bound,
-    ssd_speedup,
-)
 from .estimates import Line, NgramRates
 from .experience import CallKind, PairKnowledge, Rates
 
@@ -34,8 +29,6 @@ class CostModel:
         self.most_states = 10**9  # of a row, each for a prepared token
         self.begin_call()
 
-    # ---------------------------------------------------------------- learning from rounds
-
     def knows(self, mode: str) -> bool:
         """Whether a round of this mode was measured."""
         return self.durations.knows(mode)
@@ -57,15 +50,13 @@ class CostModel:
         if now.mode != PLAIN and now.budget and now.ranks:
             self.experience.hit_rates.observe(before, now, self.acceptance)
 
-    # ---------------------------------------------------------------- tokens
-
     def acceptance(self, lookahead: int) -> list[float]:
         """Returns the chance of each drafted token to be accepted if the tokens before it were."""
         return self.rates.drafted.rates(lookahead, self.kind.config.acceptance_rate)
 
     def tokens(self, lookahead: int) -> list[float]:
         """Returns the tokens that a row is expected to gain in a round with 0 to `lookahead` drafted tokens."""
-        return expected_tokens_by_lookahead(self.acceptance(lookahead))
+        return theory.expected_tokens_by_lookahead(self.acceptance(lookahead))
 
     def hit_rate(self, lookahead: int, budgets: list[int]) -> list[float]:
         """Returns the expected hit rate of a row for each budget of each worker."""
@@ -78,16 +69,15 @@ class CostModel:
 
     def repeats(self, ngrams: NgramRates) -> bool:
         """Whether texts are known to repeat themselves so often that these n-grams may pay."""
-        has_match = ngrams.acceptance.places[0].weight > 0
-        is_known = self.experience.rates.alone.matches.weight >= ROWS_COMPARED
-        return has_match and is_known and ngrams.matches.value > RARE
+        is_known = (
+            self.experience.rates.alone.matches.weight >= ROWS_COMPARED and ngrams.acceptance.places[0].weight > 0
+        )
+        return is_known and ngrams.matches.value > RARE
 
     def _share(self, ngrams: NgramRates, lookup: int) -> tuple[float, float]:
         """Returns the share of rows that verify an n-gram of up to `lookup` tokens, and the tokens that they gain."""
         rates = ngrams.acceptance.rates(lookup, self.kind.config.acceptance_rate)
-        return ngrams.matches.value if lookup else 0.0, expected_tokens_by_lookahead(rates)[-1]
-
-    # ---------------------------------------------------------------- seconds
+        return ngrams.matches.value if lookup else 0.0, theory.expected_tokens_by_lookahead(rates)[-1]
 
     def seconds_to_verify(self, mode: str, lookahead: int) -> float:
         tokens, lines = self.live * (lookahead + 1), self.durations.verification
@@ -124,18 +114,15 @@ class CostModel:
     def contention(self) -> float:
         """Factor by which a verification takes longer while the draft is working; 1 if unknown."""
         alone, beside = self.durations.verification[IN_TURN], self.durations.verification[AHEAD]
-        tokens = alone.units.value
-        return beside(tokens) / alone(tokens) if min(alone.count, beside.count) >= 2 else 1.0
-
-    # ---------------------------------------------------------------- tokens per second, all rows together
+        return beside(alone.units.value) / alone.seconds.value if min(alone.count, beside.count) >= 2 else 1.0
 
     def plain(self, lookup: int = 0) -> float:
-        """Returns the speed of plain decoding, or of verifying n-grams of `lookup` tokens in the rows that have one."""
+        """Returns tokens per second of plain decoding, or of verifying n-grams in the rows that have one."""
         share, ngram = self._share(self.rates.alone, lookup)
-        return self.live * (1 + share * (ngram - 1)) / self._seconds_to_verify_some(PLAIN, 0, lookup, share)
+        return self._speed(1 + share * (ngram - 1), self._seconds_to_verify_some(PLAIN, 0, lookup, share), 0.0)
 
     def in_turn(self, lookahead: int, lookup: int = 0) -> float:
-        """Returns the speed of drafting `lookahead` tokens after each outcome, in the rows without an n-gram."""
+        """Returns tokens per second of drafting so many tokens after each outcome, in the rows without an n-gram."""
         share, ngram = self._share(self.rates.beside, lookup)
         tokens = share * ngram + (1 - share) * self.tokens(lookahead)[-1]
         drafting = (1 - share**self.live) * self.seconds_to_draft(IN_TURN, lookahead)
@@ -143,39 +130,35 @@ class CostModel:
         return self._speed(tokens, self._seconds_to_verify_some(IN_TURN, lookahead, lookup, share), drafting)
 
     def _speed(self, tokens: float, verifying: float, drafting: float) -> float:
-        return self.live * speculative_decoding_speedup(tokens, drafting / verifying) / verifying
+        """Returns tokens per second of all rows, from the tokens of a row and the seconds of the parts of a round."""
+        return self.live * theory.speculative_decoding_speedup(tokens, drafting / verifying) / verifying
 
     def may_reach(self, speed: float) -> bool:
         """Whether SSD would exceed this number of tokens per second with a draft that took no time (Corollary 9)."""
         longest = self.tokens(LOOKAHEADS[-1])[-1]
-        over_plain = ssd_over_speculative_decoding_bound(draft_time=0.0, expected_hit=longest, expected_sd=1.0)
-        return self.plain() * over_plain > speed
+        return self.plain() * theory.ssd_over_speculative_decoding_bound(0.0, longest, expected_sd=1.0) > speed
 
     def best_after_miss(self, lookahead: int) -> int:
-        """Returns how many tokens, up to `lookahead`, are worth drafting just in time."""
+        """Returns how many tokens, up to `lookahead`, are worth drafting just in time; all if the settings fix it."""
+        if self.kind.config.lookahead != "auto":
+            return lookahead
+        parts = [(n, self.seconds_to_verify(AHEAD, k), self.seconds_to_draft(AHEAD, k))
+                 for k, n in enumerate(self.tokens(lookahead))]  # fmt: skip
+        return max(range(lookahead + 1), key=lambda k: self._speed(*parts[k]))
 
-        def speed(k: int) -> float:
-            return self._speed(tokens[k], self.seconds_to_verify(AHEAD, k), self.seconds_to_draft(AHEAD, k))
-
-        tokens = self.tokens(lookahead)
-        return max(range(lookahead + 1), key=speed)
-
-    def ahead(self, lookahead: int, budgets, after_miss: int | None = None, lookups=(0,)) -> dict[tuple, float]:
+    def ahead(self, lookahead: int, budgets, lookups=(0,)) -> dict[tuple, float]:
         """
-        Returns the speed of drafting ahead by budget and lookup, `after_miss` tokens after a miss or the best number. A
-        budget, except the first, is left out if its last pass could not begin before the outcome comes, because its
-        branches would stay shorter.
+        Returns tokens per second of drafting ahead by mode, budget and lookup. A budget, except the first, is left out
+        if its last pass could not begin before the outcome comes, because its branches would stay shorter.
         """
         tokens, verify = self.tokens(lookahead), self.seconds_to_verify(AHEAD, lookahead)
-        missed = self.best_after_miss(lookahead) if after_miss is None else after_miss
-        unit = self.seconds_to_verify(AHEAD, 0)  # of time in Corollary 16
-        rounds = {}
+        missed, unit = self.best_after_miss(lookahead), self.seconds_to_verify(AHEAD, 0)  # of time in Corollary 16
+        rounds, speeds = {}, {}
         for lookup in lookups:
             share, ngram = self._share(self.rates.beside, lookup)
             gains = [share * ngram + (1 - share) * tokens[k] for k in (lookahead, missed)]
             hit, miss = (self._seconds_to_verify_some(AHEAD, k, lookup, share) for k in (lookahead, missed))
             rounds[lookup] = share, gains, hit, miss + self.seconds_to_draft(AHEAD, missed)
-        speeds = {}
         for budget, hit_rate in zip(budgets, self.hit_rate(lookahead, budgets)):
             late = max(0.0, self.seconds_to_prepare(lookahead, budget) - verify)
             if speeds and late > self.seconds_of_a_pass(lookahead, budget):
@@ -185,6 +168,6 @@ class CostModel:
                 # A single row that misses, and has no n-gram, makes all rows wait and cuts their speculations.
                 all_hit = min(1.0, (share + (1 - share) * hit_rate) ** self.live)
                 backup = max(0.0, (miss + late) / unit - 1)
-                speedup = ssd_speedup(all_hit, *gains, primary_time=(hit + late) / unit, backup_time=backup)
-                speeds[budget, lookup] = self.live * speedup / unit
+                speedup = theory.ssd_speedup(all_hit, *gains, primary_time=(hit + late) / unit, backup_time=backup)
+                speeds[AHEAD, budget, lookup] = self.live * speedup / unit
         return speeds

@@ -1,7 +1,6 @@
 """Running estimates from round to round: means, lines and hit rates that forget old observations."""
 
 import math
-from collections.abc import Callable
 
 import numpy as np
 
@@ -69,9 +68,7 @@ class Line:
         guess = relative * mean_y / (1 + relative * mean_x)
         if self.smaller is not None and self.smaller.count and mean_x > self.smaller.units.value:
             guess = (mean_y - self.smaller.seconds.value) / (mean_x - self.smaller.units.value)
-        certainty = (
-            0.2 * (mean_x**2 + 1) / self.moments.weight
-        )  # the guess counts like a few observations of nearby sizes
+        certainty = 0.2 * (mean_x**2 + 1) / self.moments.weight  # the guess counts like a few observations
         slope = max(0.0, (covariance + certainty * guess) / (variance + certainty))
         self.slope = min(slope, self.seconds.value / max(self.units.value, 1e-9))
         self.fixed = max(0.0, self.seconds.value - self.slope * self.units.value)
@@ -129,7 +126,7 @@ class HitRates:
         self.ranks = {is_rejection: Average(law[:-1] - law[1:], 4.0) for is_rejection in (True, False)}
         self.misses_over_expected = Average(1.0, 8.0, memory=0.97)
 
-    def observe(self, before: RoundRecord, now: RoundRecord, acceptance: Callable[[int], list[float]]) -> None:
+    def observe(self, before: RoundRecord, now: RoundRecord, acceptance) -> None:
         """Learns from the rows of a round whose outcomes were drafted ones; `acceptance` gives rates by lookahead."""
         drafted = [row for row in before.live if before.sources[row] not in FALLBACKS]
         for row in drafted:

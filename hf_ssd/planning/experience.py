@@ -1,7 +1,6 @@
 """Measurements that calls with a pair of models leave to later calls: durations, and how often drafts are right."""
 
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ..config import SSDConfig
@@ -11,7 +10,7 @@ from .estimates import Acceptance, Average, HitRates, Line, NgramRates
 from .prober import Prober
 
 TOKENS_KEPT = 24.0  # proposed tokens that the earlier texts count like, at most, when a call begins
-KINDS_KEPT = 32  # kinds of calls that are kept for a pair; a service may meet a new temperature in each call
+KINDS_KEPT = 64  # durations and experience of a pair; a service may meet a new temperature in each call
 
 
 @dataclass(frozen=True)
@@ -29,8 +28,8 @@ class CallKind:
     @property
     def of_durations(self) -> tuple:
         """The properties that durations depend on."""
-        size = self.rows, self.length.bit_length() // 2
-        return *size, self.is_parallel, self.config.cuda_graphs, self.config.pack_weights
+        passes = self.is_parallel, self.config.cuda_graphs, self.config.pack_weights
+        return self.rows, self.length.bit_length() // 2, *passes
 
     @property
     def of_experience(self) -> tuple:
@@ -51,8 +50,7 @@ class Durations:
         self.choosing = Average(memory=0.95)  # the choice of outcomes, without the pass that feeds the speculation
         self.unexplained = {AHEAD: Line(0.1), IN_TURN: Line(0.1)}  # a round besides all measured parts, by budget
         self.tokens = self.seconds = 0.0  # tokens that each row has gained in all rounds, and their time
-        self.used: dict[str, int] = {}  # by mode, the last round in which the target followed it
-        self.rounds = 0
+        self.used, self.rounds = {}, 0  # by mode, the last round in which the target followed it; all rounds
 
     def knows(self, mode: str) -> bool:
         """Whether a round of this mode was measured."""
@@ -70,8 +68,7 @@ class Durations:
 
     def observe(self, before: RoundRecord, now: RoundRecord, kind: CallKind) -> None:
         """Learns from a round. See [`CostModel.observe`]."""
-        rows, has_read = len(before.live) or kind.rows, PLAIN in (before.mode, now.mode)
-        self.rounds += 1
+        rows, self.rounds = len(before.live) or kind.rows, self.rounds + 1
         self.used[now.mode] = self.rounds
         if now.verify_seconds:  # a call's first round never comes as `now`: it is slow for reasons of its own
             tokens = (len(now.live) or rows) * (now.lookahead + 1)
@@ -88,7 +85,7 @@ class Durations:
             self.branches.observe(rows * tokens, now.grow_seconds / now.passes)
             feeding = 0.0 if kind.is_parallel else self.branches(rows * (before.lookahead + 1))
             self.choosing.observe(max(0.0, now.choose_seconds - feeding))
-        if now.steps and not has_read:
+        if now.steps and before.mode != PLAIN:  # otherwise the draft has read the tokens of plain rounds as well
             tokens = max(now.proposed(row) for row in now.live) + 1 if kind.is_parallel else 1
             self.step[now.mode].observe(rows * tokens, now.answer_seconds / now.steps)
         if before.mode == now.mode and before.received_at:
@@ -137,19 +134,17 @@ class PairKnowledge:
     """Measurements of the calls with a pair, and the planner of its last call. Threads share them under the lock."""
 
     def __init__(self):
-        self._durations: dict[tuple, Durations] = {}
-        self._experience: dict[tuple, Experience] = {}
+        self.known: dict[tuple, Durations | Experience] = {}  # the latest last
         self.last, self.lock = None, threading.Lock()
 
     def durations(self, kind: CallKind) -> Durations:
-        return self._kept(self._durations, kind.of_durations, Durations)
+        return self._kept((Durations, *kind.of_durations), Durations)
 
     def experience(self, kind: CallKind) -> Experience:
-        return self._kept(self._experience, kind.of_experience, lambda: Experience(kind.config))
+        return self._kept((Experience, *kind.of_experience), lambda: Experience(kind.config))
 
-    def _kept(self, known: dict, key: tuple, make: Callable):
-        """Returns the value of this key, made if it is new, as the latest entry; drops the oldest of too many."""
-        known[key] = known.pop(key, None) or make()
-        if len(known) > KINDS_KEPT:
-            del known[next(iter(known))]
-        return known[key]
+    def _kept(self, key: tuple, make):
+        self.known[key] = self.known.pop(key, None) or make()
+        if len(self.known) > KINDS_KEPT:
+            del self.known[next(iter(self.known))]
+        return self.known[key]

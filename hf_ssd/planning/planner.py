@@ -3,9 +3,8 @@ Chooses the plan to follow next: the plan that is expected to give the most toke
 
 A plan has a mode: `ahead` prepares outcomes while the target verifies (SSD), `in_turn` drafts after each outcome
 (ordinary speculative decoding), `plain` does not draft, but may verify n-grams of the text. The first rounds with a
-pair are plain, and the next ones draft in turn. Their costs say whether drafting ahead may pay; it is tried as soon as
-the time that drafting has saved pays for the trial. Each round's record corrects the costs, acceptance and hit rates,
-and from time to time the best plan of a grid is chosen by them. A mode that is not in use is probed from time to time.
+pair are plain, and the next ones draft in turn. Each round's record corrects the costs, acceptance and hit rates, and
+from time to time the best plan of a grid is chosen by them. A mode that is not in use is probed from time to time.
 """
 
 from collections import Counter
@@ -53,9 +52,8 @@ class Planner:
         self.reason = "the pair is not known yet"
         lookahead = FIRST[0] if self.chooses_lookahead else kind.config.lookahead
         budget = min(FIRST[1], self.costs.largest_budget(lookahead)) if chooses_budget else kind.config.budget
-        self.plan = self.first = self._plan_of(IN_TURN if self.may_take_turns else AHEAD, lookahead, budget)
-
-    # ---------------------------------------------------------------- interface of the loop
+        first = (IN_TURN, lookahead, 0) if self.may_take_turns else (AHEAD, lookahead, budget)
+        self.plan = self.first = self._plan_of(*first)
 
     def begin_call(self) -> None:
         """Begins the call, once it has its turn with the draft."""
@@ -101,8 +99,6 @@ class Planner:
             if is_due and self._may_choose:
                 self._choose()
 
-    # ---------------------------------------------------------------- the choice
-
     def _choose(self) -> None:
         seen, speeds = self.experience, self._speeds()
         self.live, self.due = self.costs.live, seen.rounds + (EPOCH_ROUNDS if seen.rounds >= FIRST_EPOCHS else 1)
@@ -140,9 +136,7 @@ class Planner:
             if config.asynchronous and (costs.knows(AHEAD) or takes_turns):
                 most = min(costs.largest_budget(lookahead), BUDGETS[-1] if costs.knows(AHEAD) else FIRST[1])
                 budgets = [b for b in BUDGETS if b <= most] if config.budget == "auto" else [config.budget]
-                after_miss = None if self.chooses_lookahead else lookahead
-                ahead = costs.ahead(lookahead, budgets, after_miss, lookups)
-                found |= {(AHEAD, *place): speed for place, speed in ahead.items()}
+                found |= costs.ahead(lookahead, budgets, lookups)
             for (mode, budget, lookup), speed in found.items():
                 plan = mode, lookahead, budget
                 if not lookup or speed > WORTH_NGRAMS * speeds[plan]:
@@ -161,9 +155,8 @@ class Planner:
         lookup = self.lookups.get((mode, lookahead, budget), 0)
         if mode == PLAIN:
             return Plan(PLAIN, lookup=lookup)
-        is_chosen = self.chooses_lookahead and mode == AHEAD and self.costs.knows(AHEAD)
-        after_miss = self.costs.best_after_miss(lookahead) if is_chosen else lookahead
-        budget = budget if mode == AHEAD else 0
+        is_known = mode == AHEAD and self.costs.knows(AHEAD)
+        after_miss = self.costs.best_after_miss(lookahead) if is_known else lookahead
         return Plan(mode, lookahead, after_miss, budget, fallback_of(self.config), self.config.saguaro_c, lookup)
 
     def _explain(self, speeds: dict, prefix: str) -> None:

@@ -34,8 +34,8 @@ class Prober:
         """Returns the plan (mode, lookahead, budget) with which to probe another mode than that of the best, if any."""
         rounds, used = costs.experience.rounds, costs.durations.used
         of_mode = {plan[0]: plan for plan in sorted(speeds, key=speeds.get)}  # the best plan of each mode
-        others = [mode for mode in of_mode if mode != best[0] and mode not in costs.seen_anyway]
-        hopeful = [mode for mode in others if PROBED_GAIN * speeds[of_mode[mode]] > speeds[best]]
+        others = {*of_mode} - {best[0], *costs.seen_anyway}
+        hopeful = [mode for mode in of_mode if mode in others and PROBED_GAIN * speeds[of_mode[mode]] > speeds[best]]
         is_trial = AHEAD in hopeful and not costs.knows(AHEAD)
         if is_trial and speeds[of_mode[AHEAD]] < CLEAR_GAIN * speeds[best] and not self._can_pay_a_trial(costs):
             hopeful.remove(AHEAD)

@@ -8,8 +8,7 @@ def reason_for(chosen: tuple[str, int, int], speeds: dict[tuple, float], costs: 
     """Returns why a plan (mode, lookahead, budget) with n-grams of up to `lookup` tokens is the best of all speeds."""
     mode, lookahead, budget = chosen
     rates = costs.rates.alone if mode == PLAIN else costs.rates.beside
-    share = f"{rates.matches.value:.2f} of the rounds"
-    ngrams = f"n-grams of up to {lookup} tokens where the text repeats itself ({share})"
+    ngrams = f"n-grams of up to {lookup} tokens where the text repeats itself ({rates.matches.value:.2f} of the rounds)"
     if mode == PLAIN and lookup:
         return f"not drafting, but {ngrams}"
     also = f", and {ngrams}" if lookup else ""

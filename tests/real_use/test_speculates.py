@@ -132,7 +132,7 @@ def test_the_fallback_of_the_recipe_is_used(monkeypatch):
     from hf_ssd import rounds
     from hf_ssd.distributed import wire
     from hf_ssd.drafting import drafts
-    from hf_ssd.planning import cost_model, planner
+    from hf_ssd.planning import estimates, experience
 
     built_in = fallbacks.fallbacks_for
 
@@ -144,7 +144,7 @@ def test_the_fallback_of_the_recipe_is_used(monkeypatch):
     source = wire.one_of((*rounds.SOURCES, "repeat"))
     monkeypatch.setitem(wire.PLAN, "fallback", source)
     monkeypatch.setitem(wire.RECORD_OF_ROWS, "sources", source)
-    for module in (rounds, cost_model, planner, drafts, speculator):
+    for module in (rounds, estimates, experience, drafts, speculator):
         for name in ("FALLBACKS", "SOURCES"):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, (*getattr(module, name), "repeat"))
