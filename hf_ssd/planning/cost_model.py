@@ -69,10 +69,8 @@ class CostModel:
 
     def repeats(self, ngrams: NgramRates) -> bool:
         """Whether texts are known to repeat themselves so often that these n-grams may pay."""
-        is_known = (
-            self.experience.rates.alone.matches.weight >= ROWS_COMPARED and ngrams.acceptance.places[0].weight > 0
-        )
-        return is_known and ngrams.matches.value > RARE
+        compared, tested = self.experience.rates.alone.matches.weight, ngrams.acceptance.places[0].weight
+        return compared >= ROWS_COMPARED and tested > 0 and ngrams.matches.value > RARE
 
     def _share(self, ngrams: NgramRates, lookup: int) -> tuple[float, float]:
         """Returns the share of rows that verify an n-gram of up to `lookup` tokens, and the tokens that they gain."""

@@ -64,7 +64,6 @@ class World:
     is_parallel: bool = False  # whether the draft gives all tokens in one pass
     repeats: float = 0.0  # how often the text of a row gives an n-gram
     ngram_acceptance: float = 0.97
-    unread: float = 0.6  # how much less often a guess of a parallel draft is right, which has not read the speculation
 
     workers: int = 1
     reading: float = 0.0  # what a draft takes to read what went by without it
@@ -105,7 +104,6 @@ class World:
                 cold = self.cold if width else 1
                 seconds = measured((self.verification + self.per_token * width) * busy * cold)
                 acceptance = 0.0 if session is not None and session.is_misled else self.acceptance
-                right = self.right * (self.unread if self.is_parallel else 1.0)
                 outcomes = plan.budget * self.workers
                 shares = allocate(geometric_fan_out(width, outcomes, 0.8, 0.5), outcomes) if outcomes else [0] * 99
                 accepted, ranks, hits = [], [], []
@@ -114,7 +112,7 @@ class World:
                     right_token = self.ngram_acceptance if is_ngram else acceptance
                     wrong = (k for k in range(width) if k >= own or chance.random() > right_token)
                     k = next(wrong, width)
-                    rank = next((r for r in range(40) if chance.random() < right), 40)
+                    rank = next((r for r in range(40) if chance.random() < self.right), 40)
                     accepted.append(k)
                     ranks.append(rank)
                     hits.append(rank < shares[k])
@@ -173,8 +171,8 @@ WORLDS = {
     "a processor that sleeps while it waits": World(0.5, step=0.008, cold=1.7),
     "a machine that is busy with other things": World(0.8, step=0.008, noise=0.3),
     "a machine that is busy at times": World(0.85, step=0.01, noise=0.2, neighbours=1.6),
-    "a parallel draft that is slow": World(0.8, step=0.025, is_parallel=True),
-    "a parallel draft that is quick": World(0.8, step=0.008, is_parallel=True),
+    "a parallel draft that is slow": World(0.8, step=0.025, right=0.3, is_parallel=True),
+    "a parallel draft that is quick": World(0.8, step=0.008, right=0.3, is_parallel=True),
 }
 
 
