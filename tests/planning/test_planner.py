@@ -9,7 +9,7 @@ import statistics
 import pytest
 from transformers.utils import logging
 
-from hf_ssd import SSDConfig
+from hf_ssd import SSDConfig, theory
 from hf_ssd.planning import planner as planner_module
 from hf_ssd.planning import prober
 from hf_ssd.planning.cost_model import CostModel
@@ -180,6 +180,26 @@ def test_a_parallel_draft_prepares_in_one_pass_and_serves_a_miss_in_one():
     costs.durations.choosing.observe(0.001)
     assert costs.seconds_to_prepare(7, 8) == pytest.approx(0.001 + 0.005 + 8 * 9 * 0.0001, rel=0.05)
     assert costs.seconds_to_draft(AHEAD, 7) == pytest.approx(0.005 + 8 * 0.0001, rel=0.05)
+
+
+def test_speeds_are_those_of_theory(monkeypatch):
+    costs = CostModel(CallKind(SSDConfig(), 2, 1000))
+    for tokens in (4, 8, 20, 40):
+        for mode in (IN_TURN, AHEAD):
+            costs.durations.verification[mode].observe(tokens, 0.04 + 0.001 * tokens)
+            costs.durations.step[mode].observe(tokens, 0.005 + 0.0001 * tokens)
+        costs.durations.branches.observe(tokens, 0.02 + 0.0001 * tokens)
+    tokens, missed, prepare = costs.tokens(4), costs.best_after_miss(4), costs.seconds_to_prepare(4, 24)
+    all_hit = costs.hit_rate(4, [24])[0] ** 2  # a row that misses makes both wait
+    verify, draft = costs.seconds_to_verify(AHEAD, 4), costs.seconds_to_draft(AHEAD, missed)
+    assert 0.1 < all_hit < 0.9 and 0 < missed and prepare > 1.5 * verify
+    seconds = all_hit * verify + (1 - all_hit) * (costs.seconds_to_verify(AHEAD, missed) + draft) + prepare - verify
+    ahead = {(AHEAD, 24, 0): pytest.approx(2 * (all_hit * tokens[4] + (1 - all_hit) * tokens[missed]) / seconds)}
+    in_turn = pytest.approx(2 * tokens[3] / (costs.seconds_to_verify(IN_TURN, 3) + costs.seconds_to_draft(IN_TURN, 3)))
+    assert costs.ahead(4, [24]) == ahead and costs.in_turn(3) == in_turn
+    for formula in ("ssd_speedup", "speculative_decoding_speedup"):  # the mutants: other formulas
+        monkeypatch.setattr(theory, formula, lambda *parts, **others: 1.0)
+    assert costs.ahead(4, [24]) != ahead and costs.in_turn(3) != in_turn
 
 
 def test_the_reason_is_one_sentence_with_the_numbers_of_the_plan():
