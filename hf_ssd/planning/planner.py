@@ -59,7 +59,6 @@ class Planner:
         """Begins the call, once it has its turn with the draft."""
         with self.lock:
             self.costs.begin_call()
-            self.live = self.costs.live
             if self.expects_draft:
                 self.plan = Plan(PLAIN) if self.chooses_lookahead and not self.costs.knows(PLAIN) else self.first
             elif self._may_choose:
