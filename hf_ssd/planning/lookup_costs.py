@@ -42,11 +42,9 @@ class LookupCosts(CostModel):
         rare, lookups cost nothing, so they go on as long as the tokens of a match pay.
         """
         share = max(RARE, self.experience.rates.alone.matches.value)
-        none_matches = (1 - share) ** self.live
-        verify = none_matches * self.seconds_to_verify(IN_TURN, 0)
-        verify += (1 - none_matches) * self.seconds_to_verify(IN_TURN, lookahead)
-        gain = 1 + share * (self.tokens(lookahead)[-1] - 1)
-        return self.live * gain / (verify + self.seconds_to_draft(IN_TURN, lookahead))
+        verify = self._seconds_to_verify_some(IN_TURN, 0, lookahead, share)
+        tokens = 1 + share * (self.tokens(lookahead)[-1] - 1)
+        return self._speed(tokens, verify, self.seconds_to_draft(IN_TURN, lookahead))
 
     def may_reach(self, speed: float) -> bool:
         return False  # nothing but rounds would measure lookups again
