@@ -2,9 +2,6 @@
 
 python examples/profile_round.py --layered 287m/39m --agreement 0.85 --dtype bfloat16 --lookahead 7 --budget 12
 python examples/profile_round.py --draft examples/pair/parallel_draft --lookahead 5 --budget 8
-
-Of a parallel draft both ways to choose outcomes are measured: by the marginals that the pass before gave, and after a
-pass that reads the speculation.
 """
 
 import argparse
@@ -26,7 +23,6 @@ from hf_ssd.drafting.cache_shapes import shape_for
 from hf_ssd.drafting.drafters import drafter_for, drafter_kind
 from hf_ssd.drafting.needs import DraftInfo
 from hf_ssd.drafting.speculator import Speculator
-from hf_ssd.planning.fixed_plan import FixedPlan
 from hf_ssd.rounds import AHEAD, Outcome, Plan
 
 REPEATS = 20
@@ -106,11 +102,6 @@ def main() -> None:
     with hf_ssd.launch_draft(draft, cores=cores) as assistant:
         for _ in range(2):  # the first call warms up
             output = target.generate(**inputs, **options, assistant_model=assistant, ssd_config=config)
-        ways = {}
-        for feeds_first in (False, True) if parallel else ():
-            FixedPlan.reads_first = feeds_first
-            of_way = target.generate(**inputs, **options, assistant_model=assistant, ssd_config=config).ssd_stats
-            ways["after reading it" if feeds_first else "by marginals"] = of_way
     stats = output.ssd_stats
     whole = [record for record in stats.records if record.lookahead == k]
     hits = [record for record in whole if record.is_hit]
@@ -137,9 +128,6 @@ def main() -> None:
     }
     for name, value in lines.items():
         print(f"{name:<54} {value:8.2f}")
-    for name, of_way in ways.items():
-        prepare = 1e3 * statistics.median(record.choose_seconds + record.grow_seconds for record in of_way.records)
-        print(f"outcomes chosen {name}: hits {of_way.hit_rate:.3f}, to prepare in a round {prepare:.2f} ms")
 
 
 if __name__ == "__main__":

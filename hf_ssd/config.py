@@ -53,10 +53,9 @@ class SSDConfig:
             How the budget is shared between the accepted counts 0 to K, F_k in the paper: `"confidence"` (the most
             likely outcomes of this round), `"geometric"` (Theorem 12), `"uniform"`, or a list of lookahead + 1
             integers, which then also set `lookahead` and `budget`.
-        saguaro_c (`float` or `str`, *optional*, defaults to 1.0):
+        saguaro_c (`float`, *optional*, defaults to 1.0):
             C in [0, 1] of Saguaro sampling (Definition 14): smaller values trade acceptance for hits, 1 is ordinary
-            sampling. `"auto"` tries several values and keeps the fastest; with a fixed `lookahead`, where a seed must
-            repeat its tokens, it is 1. Makes no difference to greedy decoding.
+            sampling. Makes no difference to greedy decoding.
         fallback (`str` or object, *optional*, defaults to `"auto"`):
             The source of a row's speculation if its outcome was not prepared: `"primary"` (the draft model, just in
             time), `"ngram"` (the tokens that followed the last tokens at an earlier occurrence), `"random"` (any tokens
@@ -111,7 +110,7 @@ class SSDConfig:
     lookahead: int | str = "auto"
     budget: int | str = "auto"
     fan_out: str | list[int] = "confidence"
-    saguaro_c: float | str = 1.0
+    saguaro_c: float = 1.0
     fallback: object = "auto"
     drafter: str = "auto"
     acceptance_rate: float = 0.8
@@ -139,7 +138,7 @@ class SSDConfig:
                 f'"auto" or an integer between 1 and {longest}',
             ),
             "budget": (self.budget == "auto" or _is_integer(self.budget, 1), '"auto" or an integer of at least 1'),
-            "saguaro_c": (self.saguaro_c == "auto" or 0 <= c <= 1, '"auto" or a number between 0 and 1'),
+            "saguaro_c": (0 <= c <= 1, "a number between 0 and 1"),
             "fallback": (self.fallback in FALLBACKS if has_named_fallback else _has_propose(self.fallback), _FALLBACK),
             "drafter": (self.drafter in DRAFTERS, ", ".join(f'"{name}"' for name in DRAFTERS)),
             "acceptance_rate": (0 < a < 1, "a number between 0 and 1, both excluded"),

@@ -31,8 +31,6 @@ class Plan:
         budget (`int`): Outcomes to prepare for each row, B in the paper; 0 unless the mode is `"ahead"`.
         fallback (`str`): The source of a row's speculation after a miss.
         saguaro_c (`float`): C of Definition 14.
-        feeds_first (`bool`): Whether a parallel drafter reads the speculation before it chooses outcomes, which takes a
-            pass more and ranks bonus tokens better. Other drafters always read it first.
         lookup (`int`): The most tokens of an n-gram, which a row verifies in the place of drafted tokens where its last
             tokens have occurred before in its text. 0 if n-grams do not compete with the draft. In mode `"plain"` the
             target's process looks n-grams up, and nothing else is verified.
@@ -44,7 +42,6 @@ class Plan:
     budget: int = 0
     fallback: str = PRIMARY
     saguaro_c: float = 1.0
-    feeds_first: bool = False
     lookup: int = 0
 
 

@@ -13,6 +13,8 @@ the fallback; `primary_time` T_p, to prepare the cache, hidden up to 1; `backup_
 
 import math
 from collections.abc import Iterable
+from itertools import accumulate
+from operator import mul
 
 
 def acceptance_rate(p: list[float], q: list[float]) -> float:
@@ -36,6 +38,15 @@ def expected_tokens(acceptance_rate: float, lookahead: int) -> float:
     if acceptance_rate == 1:
         return float(lookahead + 1)
     return (1 - acceptance_rate ** (lookahead + 1)) / (1 - acceptance_rate)
+
+
+def expected_tokens_by_lookahead(acceptance_rates: list[float]) -> list[float]:
+    """
+    Expected tokens of a round with 0 to K drafted tokens, if the k-th is accepted with the k-th rate where all before
+    it were: E = 1 + a_1 + a_1 a_2 + ... It ends with `expected_tokens` if all rates are equal.
+    """
+    _check(0, 1, acceptance_rates=acceptance_rates)
+    return list(accumulate(accumulate(acceptance_rates, mul), initial=1.0))
 
 
 def outcome_probabilities(acceptance_rate: float, lookahead: int) -> list[float]:

@@ -46,7 +46,7 @@ def test_a_fallback_of_ones_own_is_taken_and_not_saved():
         ("fan_out", [-1] * 8),
         ("saguaro_c", -0.1),
         ("saguaro_c", 1.5),
-        ("saguaro_c", "low"),
+        ("saguaro_c", "auto"),
         ("saguaro_c", True),
         ("fallback", "bigram"),
         ("fallback", object),

@@ -48,7 +48,7 @@ RECIPES = {  # the files that each recipe changes, and what is put in the place 
             ("from .fixed_plan import", "from .doubling import Doubling\nfrom .fixed_plan import"),
             (
                 '    if config.lookahead != "auto" and',
-                '    if config.lookahead == "doubling":\n        return Doubling(config, is_parallel)\n'
+                '    if config.lookahead == "doubling":\n        return Doubling(config)\n'
                 '    if config.lookahead != "auto" and',
             ),
         ],

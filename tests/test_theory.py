@@ -75,6 +75,13 @@ def test_expectations_and_outcomes_are_those_of_all_patterns(lookahead, rate):
     assert theory.expected_tokens(rate, lookahead) == pytest.approx(expected)
 
 
+@given(st.lists(rates, max_size=6))
+def test_expected_tokens_by_lookahead_are_those_of_all_patterns(rates):
+    expected = [sum((k + 1) * chance for k, chance in enumerate(accepted_counts(rates[:n])))
+                for n in range(len(rates) + 1)]  # fmt: skip
+    assert theory.expected_tokens_by_lookahead(rates) == pytest.approx(expected)
+
+
 def test_patterns_tell_mutants_apart():
     def expectation(rates):
         return sum((k + 1) * chance for k, chance in enumerate(accepted_counts(rates)))
@@ -391,6 +398,7 @@ def test_predict_skips_rounds_of_finished_rows_and_refuses_none():
         ("acceptance_rate", lambda: theory.expected_tokens(1.1, 3)),
         ("acceptance_rate", lambda: theory.expected_tokens(math.nan, 3)),
         ("lookahead", lambda: theory.expected_tokens(0.5, -1)),
+        ("acceptance_rates", lambda: theory.expected_tokens_by_lookahead([0.5, 1.1])),
         ("acceptance_rate", lambda: theory.outcome_probabilities(-0.1, 3)),
         ("lookahead", lambda: theory.outcome_probabilities(0.5, -1)),
         ("draft_time", lambda: theory.speculative_decoding_speedup(3.0, -0.1)),

@@ -89,7 +89,6 @@ PLAN = {
     "budget": COUNT,
     "fallback": one_of(SOURCES),
     "saguaro_c": SHARE,
-    "feeds_first": FLAG,
     "lookup": LENGTH,
 }
 RECORD = {

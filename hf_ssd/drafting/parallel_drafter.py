@@ -39,7 +39,7 @@ class ParallelDrafter(Drafter):
     def candidates(self, from_fallback, count, plan):
         lookahead = self.drafted.shape[1]
         is_known = all(self.is_known) and self.marginals.shape[1] > lookahead and not any(from_fallback)
-        if plan.feeds_first or not is_known:
+        if not is_known:
             self._know(self.prefix.feed(lookahead, wanted=lookahead + 1))
         logits = self.marginals[:, : lookahead + 1].float()
         scores = self._process(logits, self.prefix.ends() + torch.arange(lookahead + 1))

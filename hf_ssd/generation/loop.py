@@ -40,6 +40,7 @@ from ..drafting.mtp_head import mtp_head_of
 from ..drafting.needs import DrafterNeeds, DraftInfo
 from ..drafting.vocabulary import Translation
 from ..planning.cost_model import LOOKAHEADS
+from ..planning.experience import CallKind
 from ..planning.fixed_plan import FixedPlan
 from ..planning.planner import Planner
 from ..planning.planners import planner_for
@@ -120,15 +121,11 @@ def speculative_speculative_decoding(
     if assistant_model is not None:
         info = DraftInfo.of(draft_model.config) if worker is None else worker.info
         needs = drafter_kind(ssd_config, info).needs
-    planner = planner_for(
-        model,
-        worker or draft_model or model,
-        ssd_config,
-        generation_config,
-        *input_ids.shape,
-        vocab_size,
-        needs.one_pass,
-    )
+    rows, length = input_ids.shape
+    temperature = generation_config.temperature if generation_config.do_sample else None
+    workers = 1 if worker is None else len(worker.workers)
+    kind = CallKind(ssd_config, rows, vocab_size, temperature, length, workers, needs.one_pass)
+    planner = planner_for(model, worker or draft_model or model, kind)
     ranks = worker.ranks if worker is not None else TargetRanks()
     if head is not None:
         info = DraftInfo.of(head.config)

@@ -1,38 +1,38 @@
 """Running estimates from round to round: means, lines and hit rates that forget old observations."""
 
+import math
+
 import numpy as np
 
 from ..config import SSDConfig
 from ..drafting.cache_shapes import CANDIDATES, shape_for
-from ..drafting.ngrams import LONGEST_NGRAM
+from ..rounds import FALLBACKS, RoundRecord
 
 RELATIVE_SLOPE = 0.02  # guess while all observations have the same size: cost of a token over the fixed part
 LARGEST_SURPRISE = 3.0  # times the expected duration, at which a longer duration is cut: the machine had a hiccup
+PLACES = 16  # of tokens whose acceptance is counted apart
+PRIOR_TOKENS = 4.0  # proposed tokens that the config's acceptance rate counts like
 
 
 class Average:
     """
-    A mean that forgets old observations.
-
-    Args:
-        prior (`float`): Initial value.
-        weight (`float`): Number of observations that the initial value counts like.
-        memory (`float`, *optional*, defaults to 0.99): Weight that an observation keeps with each one that follows.
+    A mean, of numbers or arrays, that forgets old observations: each one that follows leaves them `memory` of their
+    weight. The prior counts like `weight` observations.
     """
 
-    def __init__(self, prior: float, weight: float, memory: float = 0.99):
+    def __init__(self, prior=0.0, weight: float = 0.0, memory: float = 0.99):
         self.memory, self.weight, self.total = memory, weight, prior * weight
 
-    def observe(self, value: float) -> None:
+    def observe(self, value) -> None:
         self.weight = self.memory * self.weight + 1
         self.total = self.memory * self.total + value
 
-    def restart(self, value: float, weight: float) -> None:
+    def restart(self, value, weight: float) -> None:
         """Forgets all observations and starts from this value."""
         self.weight, self.total = weight, value * weight
 
     @property
-    def value(self) -> float:
+    def value(self):
         return self.total / self.weight if self.weight else 0.0
 
 
@@ -40,25 +40,19 @@ class Line:
     """
     Seconds = fixed + slope * units, by least squares. The level forgets within some 30 observations, because a machine
     may be slower for a while; the slope within a thousand. While all observations have the same size, the slope is a
-    guess.
-
-    Args:
-        relative_slope (`float`): The guess, in units of the fixed part.
-        like ([`Line`], *optional*): Another cost that has about the same relative slope.
-        smaller ([`Line`], *optional*): The same cost for fewer units, which gives the slope instead.
+    guess: that of the same cost for `smaller` numbers of units, or in units of the fixed part that of a cost `like` it,
+    or `guess`.
     """
 
-    def __init__(
-        self, relative_slope: float = RELATIVE_SLOPE, like: "Line | None" = None, smaller: "Line | None" = None
-    ):
-        self.guess, self.like, self.smaller = relative_slope, like, smaller
+    def __init__(self, guess: float = RELATIVE_SLOPE, like: "Line | None" = None, smaller: "Line | None" = None):
+        self.guess, self.like, self.smaller = guess, like, smaller
         self.forget()
 
     def forget(self) -> None:
         """Starts again without any observation."""
-        self.units, self.seconds = Average(0.0, 0.0, 0.97), Average(0.0, 0.0, 0.97)
-        self.count = self.weight = self.x = self.y = self.xx = self.xy = 0.0
-        self.fixed = self.slope = 0.0
+        self.units, self.seconds = Average(memory=0.97), Average(memory=0.97)
+        self.moments = Average(np.zeros(4), memory=0.999)  # units, seconds, units squared, units times seconds
+        self.count = self.fixed = self.slope = 0.0
 
     def observe(self, units: float, seconds: float) -> None:
         if self.count > 3:
@@ -66,27 +60,18 @@ class Line:
         self.count += 1
         self.units.observe(units)
         self.seconds.observe(seconds)
-        self.weight, self.x, self.y, self.xx, self.xy = (
-            0.999 * total + new
-            for total, new in (
-                (self.weight, 1.0),
-                (self.x, units),
-                (self.y, seconds),
-                (self.xx, units * units),
-                (self.xy, units * seconds),
-            )
-        )
-        mean_x, mean_y = self.x / self.weight, self.y / self.weight
-        variance = max(0.0, self.xx / self.weight - mean_x**2)
-        covariance = self.xy / self.weight - mean_x * mean_y
+        self.moments.observe(np.array([units, seconds, units * units, units * seconds]))
+        mean_x, mean_y, mean_xx, mean_xy = self.moments.value.tolist()
+        variance = max(0.0, mean_xx - mean_x**2)
+        covariance = mean_xy - mean_x * mean_y
         relative = self.guess if self.like is None else self.like.relative_slope
         guess = relative * mean_y / (1 + relative * mean_x)
         if self.smaller is not None and self.smaller.count and mean_x > self.smaller.units.value:
             guess = (mean_y - self.smaller.seconds.value) / (mean_x - self.smaller.units.value)
-        certainty = 0.2 * (mean_x**2 + 1) / self.weight  # the guess counts like a few observations of nearby sizes
+        certainty = 0.2 * (mean_x**2 + 1) / self.moments.weight  # the guess counts like a few observations
         slope = max(0.0, (covariance + certainty * guess) / (variance + certainty))
         self.slope = min(slope, self.seconds.value / max(self.units.value, 1e-9))
-        self.fixed = self.seconds.value - self.slope * self.units.value
+        self.fixed = max(0.0, self.seconds.value - self.slope * self.units.value)
 
     @property
     def relative_slope(self) -> float:
@@ -97,63 +82,60 @@ class Line:
         return self.fixed + self.slope * units
 
 
+class Acceptance:
+    """By place in a proposal, how often its token is right if the tokens before it are."""
+
+    def __init__(self, memory: float):
+        self.places = [Average(memory=memory) for _ in range(PLACES)]
+
+    def observe(self, accepted: int, proposed: int) -> None:
+        for place in range(min(accepted + 1, proposed, PLACES)):  # the rest was not tested
+            self.places[place].observe(place < accepted)
+
+    def rates(self, count: int, prior: float) -> list[float]:
+        """Returns the first `count` rates, where little was tested near the mean of all, which begins at the prior."""
+        tested = math.fsum(place.weight for place in self.places) + PRIOR_TOKENS
+        mean = (math.fsum(place.total for place in self.places) + PRIOR_TOKENS * prior) / tested
+        rates = [(place.total + 2 * PRIOR_TOKENS * mean) / (place.weight + 2 * PRIOR_TOKENS)
+                 for place in self.places[:count]]  # fmt: skip
+        return rates + [mean] * (count - len(rates))
+
+
 class NgramRates:
-    """
-    How often n-grams are right.
+    """How often the text of a row gives an n-gram (`matches`), and how often its tokens are right (`acceptance`)."""
 
-    Args:
-        memory (`float`, *optional*, defaults to 0.99): See [`Average`].
-
-    Attributes:
-        matches ([`Average`]): How often the text of a row gives an n-gram.
-        places (`list[Average]`): By place in an n-gram, how often its token is right if the tokens before it are.
-    """
-
-    def __init__(self, memory: float = 0.99):
-        self.matches = Average(0.5, 2.0)
-        self.places = [Average(0.0, 0.0, memory) for _ in range(LONGEST_NGRAM)]
-
-    @property
-    def averages(self) -> list[Average]:
-        return [self.matches, *self.places]
+    def __init__(self, memory: float):
+        self.matches, self.acceptance = Average(0.5, 2.0), Acceptance(memory)
 
     def observe(self, given: int, gained: int) -> None:
-        """
-        Learns from a row that has gained some tokens, of which an n-gram would have given `given`, the bonus token
-        included, or 0 without a match.
-        """
+        """Learns of how many of the tokens that a row gained an n-gram gives, bonus token included, 0 if none is."""
         self.matches.observe(given > 0)
-        for place in range(min(given, gained, LONGEST_NGRAM)):  # the rest was not tested
-            self.places[place].observe(place < given - 1)
+        self.acceptance.observe(given - 1, gained)
 
 
 class HitRates:
     """
     Hit rates by lookahead and budget: the probability mass that the cache shape covers at average chances, corrected by
     the share of outcomes that were really prepared.
-
-    Args:
-        config (`SSDConfig`): Gives the shape and the priors.
     """
 
     def __init__(self, config: SSDConfig):
         self.shape, r = shape_for(config), config.power_law_exponent
         law = np.arange(1, CANDIDATES + 2) ** -r  # the chance to miss with a fan-out of F is F^-r (Theorem 12)
-        self.ranks = {is_rejection: law[:-1] - law[1:] for is_rejection in (True, False)}
-        self.weights = {True: 4.0, False: 4.0}
+        # How often the bonus token is each of the draft's guesses, after a rejection and after complete acceptance.
+        self.ranks = {is_rejection: Average(law[:-1] - law[1:], 4.0) for is_rejection in (True, False)}
         self.misses_over_expected = Average(1.0, 8.0, memory=0.97)
 
-    def observe_rank(self, is_rejection: bool, rank: int) -> None:
-        """
-        Learns the rank of a bonus token among the draft's guesses, -1 if it was not among them, after a rejection or
-        after a speculation that was accepted in full.
-        """
-        weight = 0.99 * self.weights[is_rejection]
-        hit = np.zeros(CANDIDATES)
-        if 0 <= rank < CANDIDATES:
-            hit[rank] = 1.0
-        self.ranks[is_rejection] = (self.ranks[is_rejection] * weight + hit) / (weight + 1)
-        self.weights[is_rejection] = weight + 1
+    def observe(self, before: RoundRecord, now: RoundRecord, acceptance) -> None:
+        """Learns from the rows of a round whose outcomes were drafted ones; `acceptance` gives rates by lookahead."""
+        drafted = [row for row in before.live if before.sources[row] not in FALLBACKS]
+        for row in drafted:
+            is_rejection = before.accepted[row] < before.proposed(row)
+            self.ranks[is_rejection].observe(np.arange(CANDIDATES) == now.ranks[row])
+        asked = [row for row in drafted if not now.competes(row)]
+        if asked:
+            share = sum(now.hits[row] for row in asked) / len(asked)
+            self.observe_hits(share, acceptance(max(before.proposed(row) for row in asked)), now.budget)
 
     def observe_hits(self, share: float, acceptance: list[float], budget: int) -> None:
         """Learns the share of the rows that hit, in proportion to the share that the shape was expected to cover."""
@@ -161,9 +143,9 @@ class HitRates:
         self.misses_over_expected.observe(min(3.0, (1 - share) / max(0.05, 1 - expected)))
 
     def covered(self, acceptance: list[float], budgets) -> list[float]:
-        return self.shape.covered(np.array(acceptance), self.ranks[True], self.ranks[False], budgets)
+        return self.shape.covered(np.array(acceptance), self.ranks[True].value, self.ranks[False].value, budgets)
 
     def __call__(self, acceptance: list[float], budgets) -> list[float]:
         """Returns the expected hit rate of a row for each budget, at these chances of acceptance."""
         missed = min(3.0, max(0.5, self.misses_over_expected.value))
-        return [max(0.0, 1 - (1 - mass) * missed) for mass in self.covered(acceptance, budgets)]
+        return [min(1.0, max(0.0, 1 - (1 - mass) * missed)) for mass in self.covered(acceptance, budgets)]

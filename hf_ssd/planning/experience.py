@@ -1,82 +1,150 @@
 """Measurements that calls with a pair of models leave to later calls: durations, and how often drafts are right."""
 
-from ..config import SSDConfig
-from ..rounds import AHEAD, IN_TURN, PLAIN
-from .estimates import Average, HitRates, Line, NgramRates
-from .trials import Trials
+import threading
+from dataclasses import dataclass, replace
 
-SAGUARO_VALUES = (1.0, 0.7, 0.4, 0.1)  # values of C to try
-FIRST_PROBE = 32  # rounds until other modes are probed; the distance doubles
+from ..config import SSDConfig
+from ..drafting.ngrams import LEAST_MATCHED
+from ..rounds import AHEAD, FALLBACKS, IN_TURN, PLAIN, RoundRecord
+from .estimates import Acceptance, Average, HitRates, Line, NgramRates
+from .prober import Prober
+
+TOKENS_KEPT = 24.0  # proposed tokens that the earlier texts count like, at most, when a call begins
+KINDS_KEPT = 64  # durations and experience of a pair; a service may meet a new temperature in each call
+
+
+@dataclass(frozen=True)
+class CallKind:
+    """The properties of a call that its plan depends on."""
+
+    config: SSDConfig
+    rows: int  # batch size
+    vocab_size: int  # of both models
+    temperature: float | None = None  # `None` for a greedy call
+    length: int = 1  # tokens of the longest prompt; measurements are shared within classes that span a factor of 4
+    workers: int = 1  # drafts, each of which prepares a whole budget
+    is_parallel: bool = False  # whether a forward pass of the draft gives all tokens of its branches
+
+    @property
+    def of_durations(self) -> tuple:
+        """The properties that durations depend on."""
+        passes = self.is_parallel, self.config.cuda_graphs, self.config.pack_weights
+        return self.rows, self.length.bit_length() // 2, *passes
+
+    @property
+    def of_experience(self) -> tuple:
+        """The properties that acceptance and hits depend on."""
+        fallback = self.config.fallback if isinstance(self.config.fallback, str) else "custom"
+        return repr(replace(self.config, fallback="auto")), fallback, self.temperature, self.of_durations
 
 
 class Durations:
-    """
-    Seconds of the parts of a round, for calls of one pair, batch size and length of text, whatever their temperature.
-
-    Attributes:
-        verification, step, unexplained (`dict[str, Line]`): By mode, seconds of a verification, of a pass that drafts
-            just in time, and of a round besides all measured parts (by budget).
-        branches ([`Line`]): Seconds of a pass that grows branches.
-        choosing ([`Average`]): Seconds of the choice of outcomes, without the pass that feeds the speculation.
-        tokens, seconds (`float`): Tokens that each row has gained in all rounds, and the time of these rounds.
-        used (`dict[str, int]`): By mode, the last round in which the target followed it.
-        rounds (`int`): Rounds that were observed.
-    """
+    """Seconds of the parts of a round, each mode's apart, because it has its own share of the cores."""
 
     def __init__(self):
         plain = Line()
         plain.like = in_turn = Line(smaller=plain)
         self.verification = {PLAIN: plain, IN_TURN: in_turn, AHEAD: Line(like=in_turn)}
-        self.step = {IN_TURN: Line(), AHEAD: (step := Line())}
-        self.branches = Line(smaller=step)
-        self.choosing = Average(0.0, 0.0, memory=0.95)
-        self.unexplained = {mode: Line(0.1) for mode in (AHEAD, IN_TURN)}
-        self._by_mode = self.verification, self.step, self.unexplained
-        self.used: dict[str, int] = {}
-        self.tokens = self.seconds = 0.0
-        self.rounds = 0
+        self.step = {IN_TURN: Line(), AHEAD: Line()}  # a pass that drafts just in time
+        self.branches = Line(smaller=self.step[AHEAD])  # a pass that grows branches
+        self.choosing = Average(memory=0.95)  # the choice of outcomes, without the pass that feeds the speculation
+        self.unexplained = {AHEAD: Line(0.1), IN_TURN: Line(0.1)}  # a round besides all measured parts, by budget
+        self.tokens = self.seconds = 0.0  # tokens that each row has gained in all rounds, and their time
+        self.used, self.rounds = {}, 0  # by mode, the last round in which the target followed it; all rounds
+
+    def knows(self, mode: str) -> bool:
+        """Whether a round of this mode was measured."""
+        parts = {PLAIN: (), IN_TURN: (self.step[IN_TURN],), AHEAD: (self.branches, self.verification[AHEAD])}[mode]
+        return any(line.count for line in self.verification.values()) and all(line.count for line in parts)
 
     def forget(self, modes: set[str]) -> None:
         """Forgets the measurements of these modes of drafting, so that they are made again."""
-        for line in (by_mode[mode] for by_mode in self._by_mode for mode in modes):
-            line.forget()
-        if AHEAD not in modes:
+        for mode in modes:
+            for by_mode in (self.verification, self.step, self.unexplained):
+                by_mode[mode].forget()
+        if AHEAD in modes:
+            self.branches.forget()
+            self.choosing.restart(0.0, 0.0)
+
+    def observe(self, before: RoundRecord, now: RoundRecord, kind: CallKind) -> None:
+        """Learns from a round. See [`CostModel.observe`]."""
+        rows, self.rounds = len(before.live) or kind.rows, self.rounds + 1
+        self.used[now.mode] = self.rounds
+        if now.verify_seconds:  # a call's first round never comes as `now`: it is slow for reasons of its own
+            tokens = (len(now.live) or rows) * (now.lookahead + 1)
+            self.verification[now.mode].observe(tokens, now.verify_seconds)
+        elapsed = now.received_at - before.received_at if before.received_at else 0.0
+        if before.received_at:
+            self.seconds += elapsed
+            self.tokens += sum(before.accepted[row] + 1 for row in before.live) / rows
+        if now.mode == PLAIN or not before.live:
             return
-        self.branches.forget()
-        self.choosing.restart(0.0, 0.0)
+        budget = now.budget // kind.workers  # of each worker; the record has the sum over all workers
+        if now.passes:
+            tokens = (now.grown + 1) * budget + before.lookahead + 1 if kind.is_parallel else budget
+            self.branches.observe(rows * tokens, now.grow_seconds / now.passes)
+            feeding = 0.0 if kind.is_parallel else self.branches(rows * (before.lookahead + 1))
+            self.choosing.observe(max(0.0, now.choose_seconds - feeding))
+        if now.steps and before.mode != PLAIN:  # otherwise the draft has read the tokens of plain rounds as well
+            tokens = max(now.proposed(row) for row in now.live) + 1 if kind.is_parallel else 1
+            self.step[now.mode].observe(rows * tokens, now.answer_seconds / now.steps)
+        if before.mode == now.mode and before.received_at:
+            explained = max(before.verify_seconds, now.choose_seconds + now.grow_seconds) + now.answer_seconds
+            self.unexplained[now.mode].observe(budget, max(0.0, elapsed - explained))
+
+
+class Rates:
+    """
+    How often proposals are right: drafted tokens, n-grams that are verified without a draft (`alone`), and n-grams that
+    compete with a draft (`beside`), which need longer matches.
+    """
+
+    def __init__(self, memory: float):
+        self.drafted, self.alone, self.beside = Acceptance(memory), NgramRates(memory), NgramRates(memory)
+        ngrams = [(rates.matches, *rates.acceptance.places) for rates in (self.alone, self.beside)]
+        self.averages = [*self.drafted.places, *ngrams[0], *ngrams[1]]
+
+    def restart(self, ever: "Rates") -> None:
+        """Starts from the rates of all texts, because a new text is not like the end of the last one."""
+        for mine, theirs in zip(self.averages, ever.averages):
+            mine.restart(theirs.value, min(theirs.weight, TOKENS_KEPT))
+
+    def observe(self, before: RoundRecord, now: RoundRecord) -> None:
+        """Learns from the tokens of a round. N-grams are counted, verified or not, in the round after theirs."""
+        for row in now.live:
+            if now.sources[row] not in FALLBACKS:
+                self.drafted.observe(now.accepted[row], now.proposed(row))
+        for row in before.live if now.ngram_tokens else ():
+            gained, given = before.accepted[row] + 1, now.ngram_tokens[row]
+            if given >= 0:
+                self.alone.observe(given, gained)
+                self.beside.observe(given if now.ngram_matched[row] >= LEAST_MATCHED else 0, gained)
 
 
 class Experience:
-    """
-    Experience of calls with a pair that have the same settings, batch size, length of text and temperature.
+    """How often drafts are right, in calls of a pair with the same settings, batch size, length and temperature."""
 
-    Args:
-        config (`SSDConfig`): Gives the priors and the cache shape.
-        longest (`int`): Largest lookahead.
-        sampled (`bool`): Whether tokens are sampled.
-        is_parallel (`bool`): Whether the draft gives all tokens of its branches in one forward pass.
-
-    Attributes:
-        accepted (`list[Average]`): By place in a speculation, how often its token was accepted if the
-            tokens before it were.
-        hit_rates_if (`dict[bool, HitRates]`): Hit rates if a parallel draft reads the speculation first, and if not.
-        alone, beside ([`NgramRates`]): Of n-grams that are verified without a draft, and of those that compete with a
-            draft, which need longer matches.
-        saguaro, feeds_first ([`Trials`], *optional*): Settings that are tried.
-        chosen (`tuple`, *optional*): Mode, lookahead and budget that were chosen last.
-        probed (`str`, *optional*): The mode that is probed until the round `probe_until`.
-        rounds (`int`): Rounds that were observed.
-    """
-
-    def __init__(self, config: SSDConfig, longest: int, sampled: bool, is_parallel: bool):
-        self.accepted = [Average(0.0, 0.0, memory=0.999) for _ in range(longest)]
-        # The guesses of a parallel draft are better if it has read the speculation.
-        self.hit_rates_if = {feeds_first: HitRates(config) for feeds_first in (True, False)}
-        self.alone, self.beside = NgramRates(memory=0.999), NgramRates(memory=0.999)
-        is_planned = config.lookahead == "auto"
-        self.saguaro = Trials(SAGUARO_VALUES) if config.saguaro_c == "auto" and is_planned and sampled else None
-        self.feeds_first = Trials((False, True)) if is_parallel and is_planned and config.asynchronous else None
-        self.chosen: tuple[str, int, int] | None = None
-        self.probed: str | None = None
-        self.probe_at, self.probe_distance, self.probe_until = FIRST_PROBE, FIRST_PROBE, 0
+    def __init__(self, config: SSDConfig):
+        self.rates, self.hit_rates, self.prober = Rates(memory=0.999), HitRates(config), Prober()
+        self.chosen: tuple[str, int, int] | None = None  # the last mode, lookahead and budget
         self.rounds = 0
+
+
+class PairKnowledge:
+    """Measurements of the calls with a pair, and the planner of its last call. Threads share them under the lock."""
+
+    def __init__(self):
+        self.known: dict[tuple, Durations | Experience] = {}  # the latest last
+        self.last, self.lock = None, threading.Lock()
+
+    def durations(self, kind: CallKind) -> Durations:
+        return self._kept((Durations, *kind.of_durations), Durations)
+
+    def experience(self, kind: CallKind) -> Experience:
+        return self._kept((Experience, *kind.of_experience), lambda: Experience(kind.config))
+
+    def _kept(self, key: tuple, make):
+        self.known[key] = self.known.pop(key, None) or make()
+        if len(self.known) > KINDS_KEPT:
+            del self.known[next(iter(self.known))]
+        return self.known[key]

@@ -4,30 +4,23 @@ from ..config import SSDConfig
 from ..rounds import AHEAD, IN_TURN, MTP, PRIMARY, Plan, RoundRecord
 
 
+def fallback_of(config: SSDConfig) -> str:
+    """Returns the source of a row's speculation after a miss, as the draft knows it."""
+    is_named = isinstance(config.fallback, str) and config.fallback not in ("auto", MTP)
+    return config.fallback if is_named else PRIMARY
+
+
 class FixedPlan:
     """
-    Takes the place of a [`Planner`] where lookahead and budget are numbers. A planner of another kind can override
-    `observe` and set `plan`.
-
-    Args:
-        config (`SSDConfig`): The settings.
-        is_parallel (`bool`, *optional*): Whether the draft gives all tokens of its branches in one forward pass.
-
-    Attributes:
-        plan ([`Plan`]): The plan for the next round.
-        expects_draft (`bool`): Class attribute: see [`Planner`].
-        reads_first (`bool`): Class attribute: whether parallel drafts read the speculation in a separate pass.
+    Takes the place of a [`Planner`] where lookahead and budget are numbers, and has its interface: `plan` is the plan
+    for the next round, and `expects_draft` as in [`Planner`]. A planner of another kind can override `observe`.
     """
 
-    expects_draft = reads_first = False
+    expects_draft = False
 
-    def __init__(self, config: SSDConfig, is_parallel: bool = False):
+    def __init__(self, config: SSDConfig):
         mode, budget = (AHEAD, config.budget) if config.asynchronous else (IN_TURN, 0)
-        is_named = isinstance(config.fallback, str) and config.fallback not in ("auto", MTP)
-        fallback = config.fallback if is_named else PRIMARY
-        c = 1.0 if config.saguaro_c == "auto" else config.saguaro_c
-        feeds_first = not is_parallel or self.reads_first
-        self.plan = Plan(mode, config.lookahead, config.lookahead, budget, fallback, c, feeds_first)
+        self.plan = Plan(mode, config.lookahead, config.lookahead, budget, fallback_of(config), config.saguaro_c)
 
     def begin_call(self) -> None:
         """Begins the call, once it has its turn with the draft."""

@@ -28,10 +28,9 @@ class LookupCosts(CostModel):
         costs.step[IN_TURN].observe(self.live, now.answer_seconds)
         for row in now.live:
             has_match = now.sources[row] == NGRAM
-            seen.alone.matches.observe(has_match)
-            for place in range(min(now.accepted[row] + 1, now.proposed(row), len(self.accepted)) if has_match else 0):
-                for average in (self.accepted[place], seen.accepted[place]):
-                    average.observe(place < now.accepted[row])
+            seen.rates.alone.matches.observe(has_match)
+            for rates in (self.rates, seen.rates) if has_match else ():
+                rates.drafted.observe(now.accepted[row], now.proposed(row))
 
     def seconds_to_draft(self, mode: str, lookahead: int) -> float:
         """Returns the seconds to look all rows up."""
@@ -42,12 +41,10 @@ class LookupCosts(CostModel):
         Returns tokens per second of proposing up to `lookahead` tokens for each row that has a match. Where matches are
         rare, lookups cost nothing, so they go on as long as the tokens of a match pay.
         """
-        share = max(RARE, self.experience.alone.matches.value)
-        none_matches = (1 - share) ** self.live
-        verify = none_matches * self.seconds_to_verify(IN_TURN, 0)
-        verify += (1 - none_matches) * self.seconds_to_verify(IN_TURN, lookahead)
-        gain = 1 + share * (self.tokens(lookahead)[-1] - 1)
-        return self.live * gain / (verify + self.seconds_to_draft(IN_TURN, lookahead))
+        share = max(RARE, self.experience.rates.alone.matches.value)
+        verify = self._seconds_to_verify_some(IN_TURN, 0, lookahead, share)
+        tokens = 1 + share * (self.tokens(lookahead)[-1] - 1)
+        return self._speed(tokens, verify, self.seconds_to_draft(IN_TURN, lookahead))
 
     def may_reach(self, speed: float) -> bool:
         return False  # nothing but rounds would measure lookups again

@@ -3,24 +3,19 @@ Chooses the plan to follow next: the plan that is expected to give the most toke
 
 A plan has a mode: `ahead` prepares outcomes while the target verifies (SSD), `in_turn` drafts after each outcome
 (ordinary speculative decoding), `plain` does not draft, but may verify n-grams of the text. The first rounds with a
-pair are plain, and the next ones draft in turn. Their costs say whether drafting ahead may pay; it is tried as soon as
-the time that drafting has saved pays for the trial. Each round's record corrects the costs, acceptance and hit rates,
-and from time to time the best plan of a grid is chosen by them. A mode that is not in use has no new records, so it is
-probed from time to time. If only a quicker draft would make drafting worthwhile, its costs are measured again.
+pair are plain, and the next ones draft in turn. Each round's record corrects the costs, acceptance and hit rates, and
+from time to time the best plan of a grid is chosen by them. A mode that is not in use is probed from time to time.
 """
 
-import dataclasses
-import math
-import threading
 from collections import Counter
 
 from transformers.utils import logging
 
-from ..config import SSDConfig
 from ..drafting.ngrams import LONGEST_NGRAM
-from ..rounds import AHEAD, IN_TURN, MTP, PLAIN, PRIMARY, Plan, RoundRecord
+from ..rounds import AHEAD, IN_TURN, PLAIN, Plan, RoundRecord
 from .cost_model import BUDGETS, LOOKAHEADS, CostModel
-from .experience import Durations, Experience
+from .experience import CallKind, PairKnowledge
+from .fixed_plan import fallback_of
 from .lookup_costs import LookupCosts
 from .reasons import reason_for
 
@@ -30,77 +25,40 @@ FIRST = (1, 8)  # lookahead and budget until the costs of drafting in turn, and 
 EPOCH_ROUNDS = 8  # between choices of the plan; at first it is chosen in each round, because each teaches a lot
 FIRST_EPOCHS = 24  # rounds in each of which the plan is chosen
 HYSTERESIS = 1.03  # expected gain below which the plan stays as it is
-PROBE_ROUNDS = 6  # rounds of a mode that was not used for long
-LONGEST_BETWEEN_PROBES = 512  # rounds
-PROBE_SHARE = 0.02  # largest share of the time in which a draft reads texts only to be probed
-PROBED_GAIN = 1.2  # probe a mode if it would win with this factor on its estimated speed
-TRIAL_COST = 3.0  # plain steps that a trial of drafting ahead may lose
-CLEAR_GAIN = 2.0  # expected gain with which drafting ahead is tried at once
 CONTENTION = 1.25  # slowdown of a verification by the working draft above which a warning is logged
 WORTH_NGRAMS = 1.02  # expected gain below which n-grams do not compete with the draft
 
 
 class Planner:
     """
-    Chooses mode, lookahead, budget, n-grams and C for the rounds of a call.
-
-    Args:
-        config (`SSDConfig`): The settings, of which lookahead, budget or both are `"auto"`. Others are not changed.
-        rows (`int`): Batch size.
-        vocab_size (`int`): Vocabulary size of both models.
-        sampled (`bool`): Whether tokens are sampled.
-        workers (`int`, *optional*, defaults to 1): Number of drafts, each of which prepares a whole budget.
-        is_parallel (`bool`, *optional*): Whether the draft gives all tokens of its branches in one forward pass.
-        durations ([`Durations`], *optional*), experience ([`Experience`], *optional*): Measurements of earlier calls.
-        lock (`threading.Lock`, *optional*): Held while these two, which other threads share, are read and written.
-
-    Attributes:
-        costs ([`CostModel`]): The estimates for the pair.
-        plan ([`Plan`]): The plan for the next round.
-        reason (`str`): Why this plan was chosen, in a sentence with its numbers.
+    Chooses mode, lookahead, budget and n-grams for the rounds of a call, from measurements of earlier calls with the
+    pair. `plan` is the plan for the next round, and `reason` says why in a sentence with its numbers.
     """
 
-    def __init__(
-        self,
-        config: SSDConfig,
-        rows: int,
-        vocab_size: int,
-        sampled: bool,
-        workers: int = 1,
-        is_parallel: bool = False,
-        durations: Durations | None = None,
-        experience: Experience | None = None,
-        lock: "threading.Lock | None" = None,
-    ):
-        self.config, self.workers, self.lock = config, workers, lock or threading.Lock()
-        kind = LookupCosts if config.drafter == "ngram" else CostModel
-        self.costs = kind(config, rows, vocab_size, sampled, workers, is_parallel, durations, experience)
+    def __init__(self, kind: CallKind, pair: PairKnowledge | None = None):
+        pair = PairKnowledge() if pair is None else pair
+        self.config, self.lock = kind.config, pair.lock
+        costs = LookupCosts if kind.config.drafter == "ngram" else CostModel
+        self.costs = costs(kind, pair)
         self.durations, self.experience = self.costs.durations, self.costs.experience
-        self.chooses_lookahead = config.lookahead == "auto"
-        self.may_take_turns = not config.asynchronous or (self.chooses_lookahead and config.budget == "auto")
-        is_named = isinstance(config.fallback, str) and config.fallback not in ("auto", MTP)
-        self.fallback = config.fallback if is_named else PRIMARY
-        self.may_look_up = self.chooses_lookahead and config.drafter != "ngram" and config.fallback == "auto"
-        self.may_compete = self.may_look_up and workers == 1
+        self.chooses_lookahead, chooses_budget = kind.config.lookahead == "auto", kind.config.budget == "auto"
+        self.may_take_turns = not kind.config.asynchronous or (self.chooses_lookahead and chooses_budget)
+        may_look_up = self.chooses_lookahead and kind.config.drafter != "ngram" and kind.config.fallback == "auto"
+        self.may_look_up, self.may_compete = may_look_up, may_look_up and kind.workers == 1
         self.lookups: dict[tuple, int] = {}  # most tokens of an n-gram, by mode, lookahead and budget; 0 if not there
         self.plain_gain = 1.0  # of n-grams without a draft, expected when the plan was last chosen
-        self.saguaro, self.feeds_first = self.experience.saguaro, self.experience.feeds_first
-        if self.feeds_first is not None:
-            self.costs.feeds_first = self.feeds_first.value
-        self.due, self.live, self.has_warned = 0, rows, False
+        self.due, self.live, self.has_warned = 0, kind.rows, False
         self.reasons: dict[str, str] = {}  # by mode, why it was last chosen
-        lookahead = FIRST[0] if self.chooses_lookahead else config.lookahead
-        budget = min(FIRST[1], self.costs.largest_budget(lookahead)) if config.budget == "auto" else config.budget
         self.reason = "the pair is not known yet"
-        self.plan = self.first = self._plan_of(IN_TURN if self.may_take_turns else AHEAD, lookahead, budget)
-
-    # ---------------------------------------------------------------- interface of the loop
+        lookahead = FIRST[0] if self.chooses_lookahead else kind.config.lookahead
+        budget = min(FIRST[1], self.costs.largest_budget(lookahead)) if chooses_budget else kind.config.budget
+        first = (IN_TURN, lookahead, 0) if self.may_take_turns else (AHEAD, lookahead, budget)
+        self.plan = self.first = self._plan_of(*first)
 
     def begin_call(self) -> None:
         """Begins the call, once it has its turn with the draft."""
         with self.lock:
             self.costs.begin_call()
-            self.live = self.costs.rows
             if self.expects_draft:
                 self.plan = Plan(PLAIN) if self.chooses_lookahead and not self.costs.knows(PLAIN) else self.first
             elif self._may_choose:
@@ -126,32 +84,19 @@ class Planner:
         return self.chooses_lookahead or self.costs.knows(AHEAD)
 
     def observe(self, before: RoundRecord, now: RoundRecord) -> None:
-        """
-        Learns from a round, as [`CostModel.observe`] does, and chooses the next plan when a choice is due.
-        """
+        """Learns from a round, as [`CostModel.observe`] does, and chooses the next plan when a choice is due."""
         with self.lock:
-            seen = self.experience
             self.costs.observe(before, now)
-            self.durations.used[now.mode] = self.durations.rounds
-            if seen.rounds <= seen.probe_until and self.costs.knows(PLAIN):
-                seen.probe_at += math.ceil(self.costs.reading / (PROBE_SHARE * self.costs.seconds_to_verify(PLAIN, 0)))
-            if self.saguaro is not None:
-                self.saguaro.observe(before, now)
-                self.plan = dataclasses.replace(self.plan, saguaro_c=self.saguaro.value)
-            if self.feeds_first is not None and seen.rounds > FIRST_EPOCHS and before.mode == now.mode == AHEAD:
-                self.feeds_first.observe(before, now)
-                self.costs.feeds_first = self.feeds_first.value
-                self.plan = dataclasses.replace(self.plan, feeds_first=self.feeds_first.value)
+            self.experience.prober.observe(self.costs)
+            rounds = self.experience.rounds
             if self.costs.live != self.live and self.plan.mode != PLAIN:
-                self.due = seen.rounds
-            is_due = seen.rounds >= self.due
-            if self.plan.mode == PLAIN and seen.rounds % EPOCH_ROUNDS == 0 and not is_due:
+                self.due = rounds
+            is_due = rounds >= self.due
+            if self.plan.mode == PLAIN and rounds % EPOCH_ROUNDS == 0 and not is_due:
                 gain, _ = self._plain_gain()  # n-grams are counted in plain rounds too
                 is_due = not self.plain_gain / HYSTERESIS < gain < self.plain_gain * HYSTERESIS
             if is_due and self._may_choose:
                 self._choose()
-
-    # ---------------------------------------------------------------- the choice
 
     def _choose(self) -> None:
         seen, speeds = self.experience, self._speeds()
@@ -163,122 +108,66 @@ class Planner:
         best = max(tried, key=tried.get)
         if speeds[best] < HYSTERESIS * tried.get(seen.chosen, 0.0) and seen.rounds > 2 * EPOCH_ROUNDS:
             best = seen.chosen
-        chosen = self._probe(best, speeds) or best
+        probed = seen.prober.probe(best, speeds, self.costs)
         if self.expects_draft:
             return self._choose()
-        if chosen == best and best[0] == PLAIN:
-            self.due = seen.probe_at  # plain rounds teach nothing new of drafts, and choosing would slow them down
-        seen.chosen = chosen
-        self.plan = self._plan_of(*chosen)
-        self._explain(chosen, speeds, best)
+        if probed is not None:
+            self.due = seen.rounds + 1
+        elif best[0] == PLAIN:  # plain rounds teach nothing new of drafts, and choosing would slow them down
+            self.due = seen.prober.start
+        seen.chosen = probed or best
+        self.plan = self._plan_of(*seen.chosen)
+        self._explain(speeds, "" if probed is None else "probe: ")
 
     def _speeds(self) -> dict[tuple[str, int, int], float]:
         """
         Returns the expected tokens per second of all plans, by mode, lookahead and budget, each with the n-grams that
         are best for it. Plain decoding drafts nothing, and looks up n-grams alone where they pay.
         """
-        config, costs, speeds = self.config, self.costs, {}
-        lookaheads = LOOKAHEADS if self.chooses_lookahead else (config.lookahead,)
-        self.lookups = {}
+        config, costs, speeds, self.lookups = self.config, self.costs, {}, {}
         if self.chooses_lookahead and costs.knows(PLAIN):
             self.plain_gain, self.lookups[PLAIN, 0, 0] = self._plain_gain()
             speeds[PLAIN, 0, 0] = self.plain_gain * costs.plain()
         takes_turns = self.may_take_turns and costs.knows(IN_TURN)
-        lookups = self._lookups
-        for lookahead in lookaheads:
+        lookups = (0, LONGEST_NGRAM) if self.may_compete and costs.repeats(costs.rates.beside) else (0,)
+        for lookahead in LOOKAHEADS if self.chooses_lookahead else (config.lookahead,):
             found = {(IN_TURN, 0, lookup): costs.in_turn(lookahead, lookup) for lookup in lookups if takes_turns}
             if config.asynchronous and (costs.knows(AHEAD) or takes_turns):
                 most = min(costs.largest_budget(lookahead), BUDGETS[-1] if costs.knows(AHEAD) else FIRST[1])
                 budgets = [b for b in BUDGETS if b <= most] if config.budget == "auto" else [config.budget]
-                after_miss = None if self.chooses_lookahead else lookahead
-                ahead = costs.ahead(lookahead, budgets, after_miss, lookups)
-                found |= {(AHEAD, *place): speed for place, speed in ahead.items()}
+                found |= costs.ahead(lookahead, budgets, lookups)
             for (mode, budget, lookup), speed in found.items():
                 plan = mode, lookahead, budget
                 if not lookup or speed > WORTH_NGRAMS * speeds[plan]:
                     speeds[plan], self.lookups[plan] = speed, lookup
         return speeds
 
-    @property
-    def _lookups(self) -> tuple[int, ...]:
-        """The numbers of tokens that n-grams may have beside a draft, 0 for none."""
-        return (0, LONGEST_NGRAM) if self.may_compete and self.costs.repeats(self.costs.beside) else (0,)
-
     def _plain_gain(self) -> tuple[float, int]:
         """Returns the expected gain by n-grams over plain decoding, and their most tokens; 1 and 0 for none."""
-        costs = self.costs
-        if self.may_look_up and costs.repeats(costs.alone):
-            gain = costs.plain(LONGEST_NGRAM) / costs.plain()
+        if self.may_look_up and self.costs.repeats(self.costs.rates.alone):
+            gain = self.costs.plain(LONGEST_NGRAM) / self.costs.plain()
             if gain > WORTH_NGRAMS:
                 return gain, LONGEST_NGRAM
         return 1.0, 0
-
-    def _probe(self, best: tuple, speeds: dict) -> tuple | None:
-        """
-        Returns the plan with which to probe another mode, if any. Unused modes have no new data, so from time to time a
-        mode that may still be the best is probed for a few rounds. Drafting ahead is tried earlier if it may be the
-        best by the costs of drafting in turn, and the trial is paid for or expected to gain much. If no other mode of
-        drafting is worth a probe, but a draft that takes no time would be, these modes are measured again: the machine
-        may have been busy.
-        """
-        seen, used = self.experience, self.durations.used
-        of_mode = {plan[0]: plan for plan in sorted(speeds, key=speeds.get)}  # the best plan of each mode
-        is_trial = AHEAD in of_mode and not self.costs.knows(AHEAD)
-        hopeful = [mode for mode in of_mode if mode != best[0] and PROBED_GAIN * speeds[of_mode[mode]] > speeds[best]]
-        hopeful = [mode for mode in hopeful if mode not in self.costs.seen_anyway]
-        if is_trial and AHEAD in hopeful and speeds[of_mode[AHEAD]] < CLEAR_GAIN * speeds[best]:
-            if not self._can_pay_a_trial():
-                hopeful.remove(AHEAD)
-        if seen.rounds < seen.probe_until:  # a probe is under way
-            pass
-        elif is_trial and AHEAD in hopeful and AHEAD not in used:
-            seen.probed, seen.probe_until = AHEAD, seen.rounds + PROBE_ROUNDS
-        elif seen.rounds >= seen.probe_at:
-            seen.probe_distance = min(2 * seen.probe_distance, LONGEST_BETWEEN_PROBES)
-            seen.probe_at, seen.probe_until = seen.rounds + seen.probe_distance, seen.rounds + PROBE_ROUNDS
-            seen.probed = min(hopeful, key=lambda mode: used.get(mode, -1), default=None)
-            is_hopeless = not {IN_TURN, AHEAD} & {*hopeful}
-            if is_hopeless and self.costs.may_reach(PROBED_GAIN * speeds[best]):
-                self.durations.forget({IN_TURN, AHEAD} - {best[0]})
-                return None
-        else:
-            return None
-        if seen.probed not in hopeful:
-            seen.probe_until = seen.rounds
-            return None
-        self.due = seen.rounds + 1
-        return of_mode[seen.probed]
-
-    def _can_pay_a_trial(self) -> bool:
-        """Whether the time that drafting has saved, or a small share of all time, pays for trying to draft ahead."""
-        plain, costs = self.costs.seconds_to_verify(PLAIN, 0), self.durations
-        return costs.tokens * plain - (1 - PROBE_SHARE) * costs.seconds > TRIAL_COST * plain
 
     def _plan_of(self, mode: str, lookahead: int, budget: int) -> Plan:
         lookup = self.lookups.get((mode, lookahead, budget), 0)
         if mode == PLAIN:
             return Plan(PLAIN, lookup=lookup)
-        after_miss = self.costs.best_after_miss(lookahead) if self.chooses_lookahead and mode == AHEAD else lookahead
-        if not self.costs.knows(AHEAD):
-            after_miss = lookahead
-        c = self.config.saguaro_c if self.saguaro is None else self.saguaro.value
-        budget = budget if mode == AHEAD else 0
-        c = 1.0 if c == "auto" else c
-        return Plan(mode, lookahead, after_miss, budget, self.fallback, c, self.costs.feeds_first, lookup)
+        is_known = mode == AHEAD and self.costs.knows(AHEAD)
+        after_miss = self.costs.best_after_miss(lookahead) if is_known else lookahead
+        return Plan(mode, lookahead, after_miss, budget, fallback_of(self.config), self.config.saguaro_c, lookup)
 
-    # ---------------------------------------------------------------- the reason
-
-    def _explain(self, chosen: tuple, speeds: dict, best: tuple) -> None:
-        before, costs = self.reason, self.costs
-        self.reason = reason_for(chosen, speeds, costs, self.lookups.get(chosen, 0))
-        if chosen != best:
-            self.reason = f"probe: {self.reason}"
+    def _explain(self, speeds: dict, prefix: str) -> None:
+        """Notes why the plan was chosen, and warns if the draft slows the target down."""
+        before, chosen, contention = self.reason, self.experience.chosen, self.costs.contention
+        self.reason = prefix + reason_for(chosen, speeds, self.costs, self.lookups.get(chosen, 0))
         self.reasons[chosen[0]] = self.reason
         if self.reason != before:
             logger.info(f"round {self.experience.rounds}: {self.reason}")
-        if costs.contention > CONTENTION and not self.has_warned:
+        if contention > CONTENTION and not self.has_warned:
             self.has_warned = True
             logger.warning_once(
-                f"Drafting slows verification by the factor {costs.contention:.1f}: target and draft share a device, "
-                "its cores or its memory bandwidth. Give the draft a device of its own."
+                f"Drafting slows verification by the factor {contention:.1f}: target and draft share a device, its "
+                "cores or its memory bandwidth. Give the draft a device of its own."
             )

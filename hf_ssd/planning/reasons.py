@@ -5,26 +5,18 @@ from .cost_model import CostModel
 
 
 def reason_for(chosen: tuple[str, int, int], speeds: dict[tuple, float], costs: CostModel, lookup: int = 0) -> str:
-    """
-    Args:
-        chosen (`tuple`): Mode, lookahead and budget of the plan.
-        speeds (`dict`): The expected tokens per second of all plans.
-        costs ([`CostModel`]): The estimates for the pair.
-        lookup (`int`, *optional*): The plan's most tokens of an n-gram.
-    """
+    """Returns why a plan (mode, lookahead, budget) with n-grams of up to `lookup` tokens is the best of all speeds."""
     mode, lookahead, budget = chosen
-    rates = costs.alone if mode == PLAIN else costs.beside
-    share = f"{rates.matches.value:.2f} of the rounds"
-    ngrams = f"n-grams of up to {lookup} tokens where the text repeats itself ({share})"
+    rates = costs.rates.alone if mode == PLAIN else costs.rates.beside
+    ngrams = f"n-grams of up to {lookup} tokens where the text repeats itself ({rates.matches.value:.2f} of the rounds)"
     if mode == PLAIN and lookup:
         return f"not drafting, but {ngrams}"
     also = f", and {ngrams}" if lookup else ""
     if mode == AHEAD:
         verify, prepare = costs.seconds_to_verify(AHEAD, lookahead), costs.seconds_to_prepare(lookahead, budget)
-        hit_rate = costs.hit_rates(costs.acceptance(lookahead), [budget * costs.workers])[0]
         reason = (
             f"preparing takes {1e3 * prepare:.1f} ms against {1e3 * verify:.1f} ms per verification, expected hit "
-            f"rate {hit_rate:.2f}: lookahead {lookahead}, budget {budget}"
+            f"rate {costs.hit_rate(lookahead, [budget])[0]:.2f}: lookahead {lookahead}, budget {budget}"
         )
         if 2 * budget > costs.most_states // lookahead:  # a larger budget may not fit
             reason += f" (its memory has room for {costs.most_states} recurrent states of a row)"

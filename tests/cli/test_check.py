@@ -18,6 +18,7 @@ from hf_ssd.cli.main import main
 from hf_ssd.cli.methods import Bench
 from hf_ssd.cli.models import Model, Models
 from hf_ssd.cli.verdict import Figures
+from hf_ssd.planning.experience import CallKind
 from hf_ssd.planning.planner import Planner
 
 from ..helpers.families import sharp_model, tiny_config
@@ -61,7 +62,7 @@ def test_the_embedded_pair_as_a_user_would(tmp_path):
 
 @pytest.mark.parametrize("as_json", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_draft_step_that_was_never_timed_is_said_to_be_unknown(monkeypatch, capsys, as_json):
-    monkeypatch.setattr(check, "last_planner", lambda *_: Planner(SSDConfig(), 1, VOCAB, sampled=False))
+    monkeypatch.setattr(check, "last_planner", lambda *_: Planner(CallKind(SSDConfig(), 1, VOCAB)))
     assert main(["check", *QUICK, *["--json"] * as_json]) in (0, 1)
     output = capsys.readouterr().out
     assert not re.search(r"\bnan\b", output, re.IGNORECASE)

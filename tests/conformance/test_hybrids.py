@@ -16,6 +16,7 @@ from hf_ssd.cache.recurrent_draft import RecurrentDraft
 from hf_ssd.cache.trial import check_supported
 from hf_ssd.drafting import recurrent_prefix
 from hf_ssd.planning.cost_model import CostModel
+from hf_ssd.planning.experience import CallKind
 from hf_ssd.planning.planner import Planner
 from hf_ssd.rounds import AHEAD, IN_TURN, RoundRecord
 
@@ -197,7 +198,7 @@ def test_the_budget_of_a_hybrid_draft_is_bounded_by_its_memory(short_refeeds, mo
         output = target.generate(**inputs, **GREEDY, **in_turn(draft))
     assert any(hits) and {(record.budget, record.states) for record in output.ssd_stats.records} == {(2, 9)}
 
-    planner = Planner(hf_ssd.SSDConfig(), 2, 97, sampled=False)
+    planner = Planner(CallKind(hf_ssd.SSDConfig(), 2, 97))
     planner.durations.step[IN_TURN].observe(1, 1e-4)
     planner.durations.branches.observe(8, 1e-4)
     now, seconds = RoundRecord(AHEAD, 2, 2, ["prepared"] * 2, accepted=[2, 2], states=9), {"verify_seconds": 0.1}

@@ -61,11 +61,10 @@ def behind(cache, accepted):
     return [token for k, token in zip(cache.accepted[0], cache.bonus[0]) if k == accepted]
 
 
-@pytest.mark.parametrize("feeds_first", [False, True])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma"])
 @torch.inference_mode()
-def test_what_is_proposed_is_what_the_model_gives_for_its_text(family, feeds_first):
-    speculator, plan = new_speculator(family), dataclasses.replace(PLAN, feeds_first=feeds_first)
+def test_what_is_proposed_is_what_the_model_gives_for_its_text(family):
+    speculator, plan = new_speculator(family), PLAN
     texts, drafted = [list(prompt) for prompt in PROMPTS], [[], []]
     for turn in range(5):
         speculator.prepare(plan)
@@ -107,7 +106,7 @@ def branches_see_one_another(monkeypatch):
 def test_mistakes_are_noticed(mutant, monkeypatch):
     mutant(monkeypatch)
     with pytest.raises(AssertionError):
-        test_what_is_proposed_is_what_the_model_gives_for_its_text("llama", False)
+        test_what_is_proposed_is_what_the_model_gives_for_its_text("llama")
 
 
 def output_distribution(p, drawn_from, told):
@@ -153,10 +152,9 @@ def test_marginals_of_another_branch_change_the_distribution(monkeypatch):
     assert largest_error() > 1e-3
 
 
-@pytest.mark.parametrize("feeds_first", [False, True])
 @torch.inference_mode()
-def test_one_forward_pass_a_round_and_one_more_on_a_miss(feeds_first, monkeypatch):
-    speculator, plan = new_speculator(fan_out="uniform"), dataclasses.replace(PLAN, feeds_first=feeds_first)
+def test_one_forward_pass_a_round_and_one_more_on_a_miss(monkeypatch):
+    speculator, plan = new_speculator(fan_out="uniform"), PLAN
     speculator.prepare(plan)
     passes = passes_from_now_on(speculator, monkeypatch)
     for turn in range(6):
@@ -167,7 +165,7 @@ def test_one_forward_pass_a_round_and_one_more_on_a_miss(feeds_first, monkeypatc
         answer = speculator.answer(hit, plan)
         assert answer.record.steps == turn % 2 == len(passes)
         speculator.prepare(plan)
-        assert len(passes) - turn % 2 == (2 if feeds_first else 1)
+        assert len(passes) - turn % 2 == 1
         passes.clear()
 
 

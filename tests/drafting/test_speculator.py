@@ -100,7 +100,7 @@ def test_answers_are_the_same_prepared_or_just_in_time(options, family, pard_tok
             fresh = new_speculator(options, [text[:-1] for text in texts], family, pard_token)
             assert_same(first, fresh.answer(outcome([0] * 3, [text[-1] for text in texts]), IN_TIME), used)
         drafted = first.tokens
-        ahead.prepare(dataclasses.replace(PREPARES, feeds_first=turn % 2 == 0), interrupted_after(turn % 7))
+        ahead.prepare(PREPARES, interrupted_after(turn % 7))
     assert hits.count(True) >= 6 and hits.count(False) >= 6
 
 

@@ -1,8 +1,5 @@
 """Draft workers without models, whose time a `World` says. What joins their answers is real."""
 
-from types import SimpleNamespace
-
-from hf_ssd import SSDConfig
 from hf_ssd.distributed.several_drafts import SeveralDrafts
 from hf_ssd.planning.planners import planner_for
 from hf_ssd.rounds import AHEAD, IN_TURN, NGRAM, NOTHING, PLAIN, PREPARED, Plan, RoundRecord, Speculation
@@ -19,9 +16,7 @@ class SimulatedDraft:
 
     def planner(self, temperature=None, **settings):
         """Returns the planner of a call, which knows what calls before have taught."""
-        generation = SimpleNamespace(do_sample=temperature is not None, temperature=temperature)
-        config, of_world = SSDConfig(**settings), self.world
-        return planner_for(self, self, config, generation, of_world.rows, 100, 1000, of_world.is_parallel)
+        return planner_for(self, self, self.world.kind(temperature=temperature, **settings))
 
     def serves(self, thread):
         return False
@@ -59,7 +54,7 @@ class SimulatedSession(SeveralDrafts):
         fed = rows * plan.budget
         if self.world.is_parallel:
             tokens_of_a_pass, fed = plan.lookahead, rows * (width + 1 + (plan.lookahead + 1) * plan.budget)
-        self.choice = measured(self.draft.drafting(rows * (width + 1)) if plan.feeds_first else 0.0)
+        self.choice = measured(0.0 if self.world.is_parallel else self.draft.drafting(rows * (width + 1)))
         self.branch = measured(self.draft.drafting(fed))
         fitting = max(0, -int(-(verification - self.choice) // self.branch))  # the last pass that was begun counts
         self.passes = min(plan.lookahead // tokens_of_a_pass, fitting)

@@ -8,11 +8,11 @@ import statistics
 
 import pytest
 
-import hf_ssd
 from hf_ssd.generation.draft import FaultTolerantDraft
+from hf_ssd.planning import planner, prober
 from hf_ssd.planning.cost_model import CostModel
-from hf_ssd.planning.experience import Durations
-from hf_ssd.planning.planner import PROBE_SHARE, Planner
+from hf_ssd.planning.experience import Durations, Rates
+from hf_ssd.planning.prober import PROBE_SHARE, Prober
 from hf_ssd.rounds import AHEAD, IN_TURN, PLAIN, Outcome
 
 from .simulated_draft import SimulatedDraft
@@ -77,7 +77,7 @@ def rounds_between_probes(world):
 def test_probes_of_a_draft_that_has_much_to_read_are_rarer(monkeypatch):
     world = World(0.3, step=0.03, reading=1.0)
     assert rounds_between_probes(world) * world.verification * PROBE_SHARE > world.reading
-    monkeypatch.setattr(hf_ssd.planning.planner, "PROBE_SHARE", math.inf)  # the mutant
+    monkeypatch.setattr(prober, "PROBE_SHARE", math.inf)  # the mutant
     assert rounds_between_probes(world) * world.verification * PROBE_SHARE < world.reading
 
 
@@ -117,10 +117,10 @@ def test_the_first_short_calls_cost_next_to_nothing(acceptance, per_token):
     assert min(speeds) > (1.05 if per_token == PACKED else 0.95)
 
 
-@pytest.mark.parametrize("constant, value", [("TRIAL_COST", -math.inf), ("FIRST", (7, 8))])
-def test_first_calls_that_try_what_they_cannot_pay_are_slow(monkeypatch, constant, value):
+@pytest.mark.parametrize("module, constant, value", [(prober, "TRIAL_COST", -math.inf), (planner, "FIRST", (7, 8))])
+def test_first_calls_that_try_what_they_cannot_pay_are_slow(monkeypatch, module, constant, value):
     """The mutants for the test above: drafting ahead is tried at once, or the first speculations are long."""
-    monkeypatch.setattr(hf_ssd.planning.planner, constant, value)
+    monkeypatch.setattr(module, constant, value)
     assert min(mean_speeds(on_one_cpu(0.6, NOT_PACKED), seeds=10)) < 0.95
 
 
@@ -139,7 +139,7 @@ def rounds_until_ahead(disturbed):
 @pytest.mark.parametrize("first, last", [(3, 5), (3, 6), (4, 7)])
 def test_rounds_that_were_disturbed_do_not_keep_a_call_plain(monkeypatch, first, last):
     assert rounds_until_ahead((first, last)) < 20
-    monkeypatch.setattr(hf_ssd.planning.planner, "CLEAR_GAIN", math.inf)  # the mutant: tries only when that is paid for
+    monkeypatch.setattr(prober, "CLEAR_GAIN", math.inf)  # the mutant: tries only when that is paid for
     assert rounds_until_ahead((first, last)) > 30
 
 
@@ -235,9 +235,9 @@ def test_other_texts_lose_nothing_by_ngrams(draft, text):
 @pytest.mark.slow
 def test_ngrams_whose_acceptance_nobody_counts_cost_speed(monkeypatch):
     """The mutant for the test above: what is proposed counts as right."""
-    observe = CostModel._observe_ngrams
+    observe = Rates.observe
     right = lambda record: dataclasses.replace(record, ngram_tokens=[17 * (n > 0) for n in record.ngram_tokens])  # noqa: E731
-    monkeypatch.setattr(CostModel, "_observe_ngrams", lambda self, before, now: observe(self, before, right(now)))
+    monkeypatch.setattr(Rates, "observe", lambda self, before, now: observe(self, before, right(now)))
     with pytest.raises(AssertionError):
         test_other_texts_lose_nothing_by_ngrams("a draft ahead", {"repeats": 0.5, "ngram_acceptance": 0.3})
 
@@ -246,7 +246,7 @@ def test_ngrams_whose_acceptance_nobody_counts_cost_speed(monkeypatch):
 
 
 def ahead_is_never_tried(monkeypatch):
-    monkeypatch.setattr(Planner, "_can_pay_a_trial", lambda self: False)
+    monkeypatch.setattr(Prober, "_can_pay_a_trial", lambda self, costs: False)
 
 
 def plain_rounds_are_not_told(monkeypatch):

@@ -21,6 +21,7 @@ from hf_ssd.distributed.target_ranks import TargetRanks
 from hf_ssd.drafting.cache_shapes import allocate
 from hf_ssd.generation.draft import FaultTolerantDraft
 from hf_ssd.planning.cost_model import BUDGETS
+from hf_ssd.planning.experience import CallKind
 from hf_ssd.planning.planner import Planner
 from hf_ssd.rounds import AHEAD, IN_TURN, NOTHING, PLAIN, Outcome, Plan, RoundRecord
 from hf_ssd.theory import geometric_fan_out
@@ -31,9 +32,9 @@ from .simulated_draft import SimulatedDraft, SimulatedNgrams
 class FixedPlanner:
     """Follows one plan."""
 
-    def __init__(self, lookahead, budget, feeds_first=True):
+    def __init__(self, lookahead, budget):
         mode = PLAIN if not lookahead else AHEAD if budget else IN_TURN
-        self.plan, self.expects_draft = Plan(mode, lookahead, lookahead, budget, feeds_first=feeds_first), False
+        self.plan, self.expects_draft = Plan(mode, lookahead, lookahead, budget), False
 
     def begin_call(self):
         pass
@@ -63,7 +64,6 @@ class World:
     is_parallel: bool = False  # whether the draft gives all tokens in one pass
     repeats: float = 0.0  # how often the text of a row gives an n-gram
     ngram_acceptance: float = 0.97
-    unread: float = 0.6  # how much less often a guess of a parallel draft is right that has not read the speculation
 
     workers: int = 1
     reading: float = 0.0  # what a draft takes to read what went by without it
@@ -72,6 +72,9 @@ class World:
 
     def drafting(self, tokens):
         return self.step + self.per_branch * tokens
+
+    def kind(self, temperature, **settings):
+        return CallKind(SSDConfig(**settings), self.rows, 1000, temperature, 100, self.workers, self.is_parallel)
 
     def call(self, planner, draft=None, seed=1):
         """
@@ -101,7 +104,6 @@ class World:
                 cold = self.cold if width else 1
                 seconds = measured((self.verification + self.per_token * width) * busy * cold)
                 acceptance = 0.0 if session is not None and session.is_misled else self.acceptance
-                right = self.right * (1.0 if plan.feeds_first else self.unread)
                 outcomes = plan.budget * self.workers
                 shares = allocate(geometric_fan_out(width, outcomes, 0.8, 0.5), outcomes) if outcomes else [0] * 99
                 accepted, ranks, hits = [], [], []
@@ -110,7 +112,7 @@ class World:
                     right_token = self.ngram_acceptance if is_ngram else acceptance
                     wrong = (k for k in range(width) if k >= own or chance.random() > right_token)
                     k = next(wrong, width)
-                    rank = next((r for r in range(40) if chance.random() < right), 40)
+                    rank = next((r for r in range(40) if chance.random() < self.right), 40)
                     accepted.append(k)
                     ranks.append(rank)
                     hits.append(rank < shares[k])
@@ -151,7 +153,6 @@ class World:
 
     def best_fixed(self):
         plans = [(k, b) for k in (1, 2, 3, 4, 6, 8, 11, 14) for b in (0, *BUDGETS[::2])]
-        plans += [(*plan, False) for plan in plans if self.is_parallel]
         return max(self.run(FixedPlanner(*plan), rounds=600) for plan in [(0, 0), *plans])
 
 
@@ -170,14 +171,13 @@ WORLDS = {
     "a processor that sleeps while it waits": World(0.5, step=0.008, cold=1.7),
     "a machine that is busy with other things": World(0.8, step=0.008, noise=0.3),
     "a machine that is busy at times": World(0.85, step=0.01, noise=0.2, neighbours=1.6),
-    "a parallel draft that is slow": World(0.8, step=0.025, is_parallel=True),
-    "a parallel draft that is quick": World(0.8, step=0.008, is_parallel=True),
+    "a parallel draft that is slow": World(0.8, step=0.025, right=0.3, is_parallel=True),
+    "a parallel draft that is quick": World(0.8, step=0.008, right=0.3, is_parallel=True),
 }
 
 
 def new_planner(world, **settings):
-    config, is_parallel = SSDConfig(**settings), world.is_parallel
-    return Planner(config, world.rows, 1000, sampled=True, workers=world.workers, is_parallel=is_parallel)
+    return Planner(world.kind(temperature=1.0, **settings))
 
 
 if __name__ == "__main__":
