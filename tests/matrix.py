@@ -71,7 +71,6 @@ PLANNED = {  # whose modes are chosen by what a round takes
     "auto": {"lookahead": "auto", "budget": "auto"},
     "auto budget": {"lookahead": 4, "budget": "auto"},
     "auto lookahead": {"lookahead": "auto", "budget": 16},
-    "saguaro auto": {"lookahead": "auto", "budget": "auto", "saguaro_c": "auto"},
 }
 SETTINGS = {
     **LOOKAHEADS,
@@ -157,7 +156,7 @@ GREEDY_CELLS = [
     *cells(FOREIGN, ["lookahead 4", "n-grams"], NOTHING, (1, 4)),
     *cells(["llama"], [*SHAPES, "a list", *FALLBACKS], NOTHING, (1, 4)),
     *cells(["llama"], ["auto", "auto budget"], NOTHING, (4,)),
-    *cells(["llama"], ["auto lookahead", "saguaro auto"], NOTHING, (1,)),
+    *cells(["llama"], ["auto lookahead"], NOTHING, (1,)),
     *cells(["llama"], ["lookahead 4"], [*SHORT, *GREEDY], (1, 4)),
 ]
 SAMPLED_CELLS = [
