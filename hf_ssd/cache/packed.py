@@ -11,10 +11,11 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 from torch.nn.modules import module as torch_modules
 from transformers import PreTrainedModel
 from transformers.utils import logging
@@ -37,7 +38,16 @@ logger = logging.get_logger(__name__)
 _packed: "weakref.WeakKeyDictionary[nn.Linear, PackedWeight]" = weakref.WeakKeyDictionary()
 _owned: "weakref.WeakSet[PreTrainedModel]" = weakref.WeakSet()
 _lock = threading.Lock()  # so that threads do not pack a model twice
-_verdicts: dict[tuple, tuple[bool, ...]] = {}  # for each number of tokens in `TRIED`; empty if torch cannot pack
+_verdicts: "dict[tuple, Verdict | None]" = {}  # by kind of layer; `None` if torch cannot pack it
+
+
+class Verdict(NamedTuple):
+    """The result of a trial of a packed weight."""
+
+    is_faster: tuple[bool, ...]  # than torch's own product, for as many tokens as in `TRIED`
+    fewest: (
+        int  # tokens of a product; fewer ones are padded, since some kernels take longer for one token than for five
+    )
 
 
 class PackedWeight:
@@ -47,12 +57,13 @@ class PackedWeight:
     Args:
         layer (`nn.Linear`): The layer, for which [`is_eligible`] holds.
         packed (`torch.Tensor`): Its packed weight.
-        is_faster (`tuple[bool, ...]`): Whether to use it for as many tokens as in `TRIED`.
+        verdict ([`Verdict`]): When and how to use it.
     """
 
-    def __init__(self, layer: nn.Linear, packed: torch.Tensor, is_faster: tuple[bool, ...]):
+    def __init__(self, layer: nn.Linear, packed: torch.Tensor, verdict: Verdict):
         # torch's own dictionary of parameters follows the layer, and does not keep it alive.
-        self.parameters, self.packed, self.is_faster = layer._parameters, packed, is_faster
+        self.parameters, self.packed = layer._parameters, packed
+        self.is_faster, self.fewest = verdict
         self.state, self.sample = _state(layer.weight), _sample(layer.weight)
         self.values = self.sample.clone()
         self.is_alone = False  # whether the layer's own weight was given up
@@ -64,7 +75,10 @@ class PackedWeight:
         is_other = input.dtype != weight.dtype or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
         if not self.is_alone and (is_other or not is_faster or not tokens):
             return linear(input, weight, bias)
-        return torch.ops.mkldnn._linear_pointwise(input, self.packed, bias, "none", [], "")
+        if not 0 < tokens < self.fewest:
+            return _product(input, self.packed, bias)
+        rows = pad(input.reshape(tokens, -1), (0, 0, 0, self.fewest - tokens))
+        return _product(rows, self.packed, bias)[:tokens].view(*input.shape[:-1], -1)
 
 
 def packed_forwards(model: PreTrainedModel, pack_weights: bool | str) -> dict[nn.Module, PackedWeight]:
@@ -91,14 +105,13 @@ def packed_forwards(model: PreTrainedModel, pack_weights: bool | str) -> dict[nn
         stale = _stale({layer: _packed.get(layer) for layer in layers})
         for layer in stale:
             _packed.pop(layer, None)  # a changed weight's memory is free for the new one
-        stale = [layer for layer in stale if _kind(layer) not in _verdicts or _is_faster(layer, is_auto)]
+        stale = [layer for layer in stale if _kind(layer) not in _verdicts or _verdict(layer, is_auto)]
         if stale and is_auto and not _has_room(model, stale):
             stale = []
         for layer in stale:
-            is_faster = _is_faster(layer, is_auto)
-            if is_faster:
-                packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), FOR_TOKENS)
-                _packed[layer] = PackedWeight(layer, packed, is_faster)
+            verdict = _verdict(layer, is_auto)
+            if verdict:
+                _packed[layer] = PackedWeight(layer, _pack(layer.weight.detach()), verdict)
         found = {layer: _packed[layer] for layer in layers if layer in _packed}
         if stale and model in _owned:
             _keep_packed_alone(model, found)
@@ -171,17 +184,18 @@ def _can_pack() -> bool:
     return is_here and devices.multiplies_in_float32(torch.device("cpu"))
 
 
-def _is_faster(layer: nn.Linear, is_auto: bool) -> tuple[bool, ...]:
+def _verdict(layer: nn.Linear, is_auto: bool) -> Verdict | None:
     """
-    Returns whether to use a packed weight for each number of tokens in `TRIED`; nothing if torch cannot pack it, or if
-    `"auto"` finds no gain. A layer of each kind is tried.
+    Returns when to use a packed weight, or `None` if torch cannot pack it, or if `"auto"` finds no gain. A layer of
+    each kind is tried.
     """
     kind = _kind(layer)
     if kind not in _verdicts:
         _verdicts[kind] = _try(layer)
-    if not is_auto:
-        return (True,) * len(_verdicts[kind])
-    return _verdicts[kind] if any(_verdicts[kind]) else ()
+    verdict = _verdicts[kind]
+    if verdict is None or is_auto:
+        return verdict if verdict and any(verdict.is_faster) else None
+    return Verdict((True,) * len(TRIED), verdict.fewest)
 
 
 def _kind(layer: nn.Linear) -> tuple:
@@ -189,21 +203,34 @@ def _kind(layer: nn.Linear) -> tuple:
 
 
 @torch.no_grad()
-def _try(layer: nn.Linear) -> tuple[bool, ...]:
+def _try(layer: nn.Linear) -> Verdict | None:
     rows = max(1, MOST // layer.in_features)
-    found, weight, bias = [], layer.weight[:rows], None if layer.bias is None else layer.bias[:rows]
+    theirs, ours, weight = [], [], layer.weight[:rows]
+    bias = None if layer.bias is None else layer.bias[:rows]
     try:
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), FOR_TOKENS)
+        packed = _pack(weight.detach())
         for tokens in TRIED:
             states = torch.ones(tokens, weight.shape[1], dtype=weight.dtype)
-            theirs, expected = _timed(linear, states, weight, bias)
-            ours, result = _timed(torch.ops.mkldnn._linear_pointwise, states, packed, bias, "none", [], "")
+            seconds, expected = _timed(linear, states, weight, bias)
+            theirs.append(seconds)
+            seconds, result = _timed(_product, states, packed, bias)
+            ours.append(seconds)
             if not are_close(result, expected):
-                return ()
-            found.append(ours <= FASTER * theirs)
+                return None
     except RuntimeError:  # of a processor that lacks instructions
-        return ()
-    return tuple(found)
+        return None
+    fewest = 1
+    if ours[1] < FASTER * ours[0]:
+        fewest, ours[0] = TRIED[1], ours[1]
+    return Verdict(tuple(mine <= FASTER * torchs for mine, torchs in zip(ours, theirs)), fewest)
+
+
+def _pack(weight: torch.Tensor) -> torch.Tensor:
+    return torch.ops.mkldnn._reorder_linear_weight(weight, FOR_TOKENS)
+
+
+def _product(states: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return torch.ops.mkldnn._linear_pointwise(states, packed, bias, "none", [], "")
 
 
 def _timed(call: Callable, *arguments) -> tuple[float, torch.Tensor]:

@@ -1,5 +1,6 @@
 """Measurements that calls with a pair of models leave to later calls: durations, and how often drafts are right."""
 
+import copy
 import threading
 from dataclasses import dataclass, replace
 
@@ -27,15 +28,18 @@ class CallKind:
 
     @property
     def of_durations(self) -> tuple:
-        """The properties that durations depend on."""
-        passes = self.is_parallel, self.config.cuda_graphs, self.config.pack_weights
-        return self.rows, self.length.bit_length() // 2, *passes
+        """The properties that durations depend on, but for the length."""
+        return self.rows, self.is_parallel, self.config.cuda_graphs, self.config.pack_weights
+
+    @property
+    def of_length(self) -> int:
+        return self.length.bit_length() // 2
 
     @property
     def of_experience(self) -> tuple:
-        """The properties that acceptance and hits depend on."""
+        """The properties that acceptance and hits depend on, but for the length and the temperature."""
         fallback = self.config.fallback if isinstance(self.config.fallback, str) else "custom"
-        return repr(replace(self.config, fallback="auto")), fallback, self.temperature, self.of_durations
+        return repr(replace(self.config, fallback="auto")), fallback, self.of_durations
 
 
 class Durations:
@@ -51,6 +55,10 @@ class Durations:
         self.unexplained = {AHEAD: Line(0.1), IN_TURN: Line(0.1)}  # a round besides all measured parts, by budget
         self.tokens = self.seconds = 0.0  # tokens that each row has gained in all rounds, and their time
         self.used, self.rounds = {}, 0  # by mode, the last round in which the target followed it; all rounds
+
+    def for_another_kind(self) -> "Durations":
+        """Returns the durations from which calls with other lengths begin."""
+        return copy.deepcopy(self)
 
     def knows(self, mode: str) -> bool:
         """Whether a round of this mode was measured."""
@@ -129,6 +137,12 @@ class Experience:
         self.chosen: tuple[str, int, int] | None = None  # the last mode, lookahead and budget
         self.rounds = 0
 
+    def for_another_kind(self) -> "Experience":
+        """Returns the experience from which calls of another length or temperature begin: it counts little."""
+        other = copy.deepcopy(self)
+        other.rates.restart(other.rates)
+        return other
+
 
 class PairKnowledge:
     """Measurements of the calls with a pair, and the planner of its last call. Threads share them under the lock."""
@@ -138,13 +152,19 @@ class PairKnowledge:
         self.last, self.lock = None, threading.Lock()
 
     def durations(self, kind: CallKind) -> Durations:
-        return self._kept((Durations, *kind.of_durations), Durations)
+        return self._kept(Durations, kind.of_durations, kind.of_length, Durations)
 
     def experience(self, kind: CallKind) -> Experience:
-        return self._kept((Experience, *kind.of_experience), lambda: Experience(kind.config))
+        near = kind.of_length, kind.temperature
+        return self._kept(Experience, kind.of_experience, near, lambda: Experience(kind.config))
 
-    def _kept(self, key: tuple, make):
-        self.known[key] = self.known.pop(key, None) or make()
+    def _kept(self, what: type, same: tuple, near, make):
+        """Returns the measurements of a kind of call, which begin as those of a call that differs in `near` alone."""
+        key = what, same, near
+        if key not in self.known:
+            others = [known for (*other, _), known in self.known.items() if other == [what, same]]
+            self.known[key] = others[-1].for_another_kind() if others else make()
+        self.known[key] = self.known.pop(key)
         if len(self.known) > KINDS_KEPT:
             del self.known[next(iter(self.known))]
         return self.known[key]

@@ -299,6 +299,14 @@ def test_costs_are_kept_by_pair_and_size_and_experience_by_kind_of_call():
     for change in ({"config": SSDConfig(budget=3)}, {"temperature": 0.9}):
         other = planner_for(target, draft, dataclasses.replace(kind, **change))
         assert other.durations is first.durations and other.experience is not first.experience
+    planner_for(target, draft, kind)  # the latest one is that from which others begin
+    first.durations.rounds, first.experience.rounds = 5, 7
+    first.experience.rates.drafted.places[0].restart(0.25, 1000.0)
+    longer = planner_for(target, draft, dataclasses.replace(kind, length=10000, temperature=0.2))
+    assert (longer.durations.rounds, longer.experience.rounds) == (5, 7)  # begins with what is known, by itself
+    assert longer.durations is not first.durations and longer.experience is not first.experience
+    place = longer.experience.rates.drafted.places[0]
+    assert place.value == pytest.approx(0.25) and place.weight < 100
     for models, change in [((target, draft), {"rows": 2}), ((target, draft), {"length": 1000}), ((draft, draft), {})]:
         other = planner_for(*models, dataclasses.replace(kind, **change))
         assert other.durations is not first.durations and other.experience is not first.experience
