@@ -106,6 +106,8 @@ SHORT = {  # with few rounds or none
     "two tokens": {"max_new_tokens": 2},
     "fewer tokens than a round": {"max_new_tokens": 4},
 }
+# An unknown processor keeps all rows at one length: they go on as far as all accept, which these seldom do.
+REJECTED = [("custom processors", 4)]
 GREEDY = {
     "repetition penalty": {"repetition_penalty": 1.5},
     "no repeated bigrams": {"no_repeat_ngram_size": 2},

@@ -86,7 +86,7 @@ def run() -> int:
         return 1
     with contextlib.suppress(PeerLost):
         DraftServer(channel, model, settings["weights"], cores=cores).serve()
-    return 0
+    os._exit(0)  # before the channel is freed, which would wait for the target to receive the last probabilities
 
 
 def load_model(settings: dict) -> PreTrainedModel:

@@ -338,6 +338,7 @@ def test_a_class_that_prepares_its_inputs_as_transformers_does_takes_part():
 
 @pytest.fixture
 def accelerator():
+    AcceleratorState._reset_state(reset_partial_state=True)  # a trainer of another test may have set it
     yield Accelerator(mixed_precision="bf16", cpu=True)
     AcceleratorState._reset_state(reset_partial_state=True)
 

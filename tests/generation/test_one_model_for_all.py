@@ -31,7 +31,7 @@ def run(threads) -> None:
     assert not any(thread.is_alive() for thread in threads)
 
 
-@pytest.mark.parametrize("calls", [120, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("calls", [48, pytest.param(1000, marks=pytest.mark.slow)])
 def test_threads_that_share_a_target_get_the_tokens_of_plain_decoding(calls):
     target, draft = hf_ssd.enable(tiny_model()), tiny_draft()
     expected = [target.generate(prompt(number), **OPTIONS) for number in range(5)]
