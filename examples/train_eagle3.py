@@ -78,7 +78,7 @@ def chain_logits(head: Eagle3Head, ids: torch.Tensor, features: torch.Tensor, st
         mask = torch.zeros(sees.shape).masked_fill(~sees, torch.finfo(torch.float32).min)[None, None]
         inputs = head.inputs(tokens, states)
         positions = torch.arange(length)[None]
-        output = head(inputs, positions, mask.expand(len(ids), -1, -1, -1), cache=cache).logits
+        output = head(inputs, positions, mask.expand(len(ids), -1, -1, -1), cache=cache).last_hidden_state
         results.append(head.logits(output))
         states = torch.cat([torch.zeros_like(output[:, :1]), output[:, :-1]], dim=1)
     return results

@@ -13,8 +13,9 @@ _, PRIMARY, *BUILT_IN = config.FALLBACKS  # "primary": drafted just in time by t
 NGRAM, RANDOM, MTP, CUSTOM = "ngram", "random", "mtp", "custom"
 PREPARED = "prepared"  # the outcome was in the speculation cache: a hit
 NOTHING = "nothing"  # the row has no speculation
-FALLBACKS = (*BUILT_IN, CUSTOM)
-SOURCES = (PREPARED, PRIMARY, *FALLBACKS, NOTHING)  # where the speculation of a row comes from
+BY_TARGET = (*BUILT_IN, CUSTOM)  # sources in the target's process
+SOURCES = (PREPARED, PRIMARY, *BY_TARGET, NOTHING)  # where the speculation of a row comes from
+
 
 FINISHED = -1  # accepted count of a row that needs no more tokens
 
@@ -31,7 +32,7 @@ class Plan:
         budget (`int`): Outcomes to prepare for each row, B in the paper; 0 unless the mode is `"ahead"`.
         fallback (`str`): The source of a row's speculation after a miss.
         saguaro_c (`float`): C of Definition 14.
-        lookup (`int`): The most tokens of an n-gram, which a row verifies in the place of drafted tokens where its last
+        ngrams (`int`): The most tokens of an n-gram, which a row verifies in the place of drafted tokens where its last
             tokens have occurred before in its text. 0 if n-grams do not compete with the draft. In mode `"plain"` the
             target's process looks n-grams up, and nothing else is verified.
     """
@@ -42,7 +43,7 @@ class Plan:
     budget: int = 0
     fallback: str = PRIMARY
     saguaro_c: float = 1.0
-    lookup: int = 0
+    ngrams: int = 0
 
 
 @dataclass
@@ -55,11 +56,14 @@ class Outcome:
         bonus (`list[int]`): The token of each row that follows the accepted tokens.
         later (`list[list[int]]`, *optional*): The tokens that each row gained in later rounds, in which the draft
             proposed nothing; an empty list for a row that is left out. `None` if there was no such round.
+        proposed (`list[list[int]]`, *optional*): The tokens that the target's process proposes for each row next, so
+            that the draft need not; an empty list for a row that is drafted for. All of them are certain.
     """
 
     accepted: list[int]
     bonus: list[int]
     later: list[list[int]] | None = None
+    proposed: list[list[int]] | None = None
 
     def new_tokens(self, verified: list[list[int]]) -> list[list[int]]:
         """
@@ -124,7 +128,7 @@ class RoundRecord:
         received_at (`float`): When the target received the speculation.
         compiles (`bool`): Whether a forward pass was compiled or captured in the verification, so that
             `verify_seconds` is not typical.
-        lookup (`int`): The plan's most tokens of an n-gram. If it is not 0, rows whose source is an n-gram have taken
+        ngrams (`int`): The plan's most tokens of an n-gram. If it is not 0, rows whose source is an n-gram have taken
             it in the place of drafted tokens, whether their outcome had been prepared or not.
     """
 
@@ -150,7 +154,7 @@ class RoundRecord:
     answered_at: float = 0.0
     received_at: float = 0.0
     compiles: bool = False
-    lookup: int = 0
+    ngrams: int = 0
 
     @property
     def hits(self) -> list[bool]:
@@ -164,7 +168,7 @@ class RoundRecord:
 
     def competes(self, row: int) -> bool:
         """Whether the row has taken an n-gram in the place of drafted tokens, not because its outcome was missed."""
-        return self.lookup > 0 and self.sources[row] == NGRAM
+        return self.ngrams > 0 and self.sources[row] == NGRAM
 
     @property
     def is_hit(self) -> bool:
@@ -214,6 +218,11 @@ class Speculation:
     def empty(cls, rows: int, source: str = NOTHING) -> "Speculation":
         """Returns a speculation without tokens."""
         return cls([[] for _ in range(rows)], None, RoundRecord(sources=[source] * rows))
+
+
+def padded(tokens: list[list[int]], width: int) -> list[list[int]]:
+    """Returns the first `width` tokens of each row. Shorter rows are filled with token 0."""
+    return [row[:width] + [0] * (width - len(row)) for row in tokens]
 
 
 def since(start: float) -> float:

@@ -28,9 +28,10 @@ RECIPES = {  # the files that each recipe changes, and what is put in the place 
         "config.py": [("FAN_OUTS = (", 'FAN_OUTS = ("ends", ')],
     },
     "a fallback": {
-        "drafting/fallbacks.py": [
-            ("\ndef fallbacks_for(", f"\n{code_of('RepeatFallback')}\n\ndef fallbacks_for("),
-            ("return {NGRAM", 'return {"repeat": RepeatFallback(), NGRAM'),
+        "generation/proposers/repeat.py": None,
+        "generation/proposers/__init__.py": [
+            ("from .random_tokens import", "from .repeat import RepeatFallback\nfrom .random_tokens import"),
+            ("    NGRAM: lambda", '    "repeat": lambda request: RepeatFallback(),\n    NGRAM: lambda'),
         ],
         "config.py": [('"ngram", "random")', '"ngram", "random", "repeat")')],
     },
@@ -156,6 +157,7 @@ def changed(tmp_path_factory):
         folder.joinpath(link).symlink_to(ROOT / link)
     package.joinpath("drafting/twice_drafter.py").write_text(code_of("TwiceDrafter"))
     package.joinpath("planning/doubling.py").write_text(code_of("Doubling"))
+    package.joinpath("generation/proposers/repeat.py").write_text(code_of("RepeatFallback"))
     edits = [(package / file, edits) for recipe in RECIPES.values() for file, edits in recipe.items()]
     edits += [(folder / "tests" / file, edits) for file, (edits, _) in TESTS.items()]
     for file, of_file in edits:

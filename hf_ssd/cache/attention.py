@@ -20,7 +20,7 @@ from ..devices import from_host
 from . import masks
 from .attached import attached_to
 from .compiled import uncompiled
-from .support import are_close, attention_layout
+from .support import are_close, attention_layout, result_of
 from .view import view_of
 
 GROUPED = "hf_ssd_grouped"  # the implementation's name in transformers
@@ -119,7 +119,7 @@ def _is_obeyed_by(model: PreTrainedModel) -> bool:
     _name([config for config in configs if getattr(config, "_attn_implementation", None) == "sdpa"])
     _of_thread.has_folded = False
     with uncompiled(model):
-        expected = theirs(**inputs).logits
+        expected = result_of(theirs(**inputs))
         with contextlib.suppress(Exception):
-            return are_close(ours(**inputs).logits, expected) and _of_thread.has_folded
+            return are_close(result_of(ours(**inputs)), expected) and _of_thread.has_folded
     return False

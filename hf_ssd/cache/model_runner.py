@@ -16,7 +16,7 @@ from .cache_name import cache_argument
 from .compiled import FEWEST_TOKENS, call_compiled, is_compiled, uncompiled, why_not_compiled
 from .graphs import CAPTURES, CapturedPass, Graphs, power_of_two, rounded, static_copy, why_not_captured
 from .ragged import RaggedCache
-from .support import are_close, is_flash_attention
+from .support import are_close, is_flash_attention, result_of
 
 LONGEST_STEP = 64  # tokens of each row; a longer pass is a prefill, which always runs eagerly
 WINDOW_STEP = 64  # columns by which a window grows
@@ -97,7 +97,8 @@ class Runner:
             inputs["attention_mask"] = mask.call(columns, *mask.inputs)
         if logits_to_keep is not None and self._takes_logits_to_keep():
             inputs, logits_to_keep = {**inputs, "logits_to_keep": logits_to_keep}, None
-        logits = self._call({**inputs, self.cache_argument: self.cache, "use_cache": True, "return_dict": True}).logits
+        inputs |= {self.cache_argument: self.cache, "use_cache": True, "return_dict": True}
+        logits = result_of(self._call(inputs))
         if isinstance(logits_to_keep, int):
             logits = logits[:, -logits_to_keep:]
         elif logits_to_keep is not None:

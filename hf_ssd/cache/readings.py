@@ -15,6 +15,7 @@ from .cached_model import CachedModel
 from .ragged import RaggedCache
 from .recurrent import cached_model, ragged_copy
 from .recurrent_draft import RecurrentBranches, RecurrentDraft
+from .support import result_of
 
 TOKENS = (7, 11, 13, 17, 19, 23, 29, 31)  # of the text; tokens after these are the same in another order
 PROMPT = 6  # how many tokens of the text are the prompt
@@ -124,7 +125,7 @@ def logits_alone(model: PreTrainedModel, texts: Texts, prompt: int = PROMPT) -> 
             return_dict=True,
             **{cache_argument(model): cache},
         )
-        logits.append(outputs.logits)
+        logits.append(result_of(outputs))
         start = stop
     return _checked(logits, cache, tokens)
 

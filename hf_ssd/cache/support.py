@@ -176,3 +176,8 @@ def rope_that_changes(model: PreTrainedModel) -> tuple[str, int] | None:
         if "dynamic" in kind:
             return kind, config.max_position_embeddings
     return None
+
+
+def result_of(outputs) -> torch.Tensor:
+    """Returns the logits of a model's outputs, or the hidden states of a head, whose logits are computed afterwards."""
+    return outputs.logits if "logits" in outputs else outputs.last_hidden_state

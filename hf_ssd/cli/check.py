@@ -198,7 +198,7 @@ def conclude(
     steps = [planner.costs.seconds_to_draft(AHEAD, count) for count in (1, 2)]
     is_timed = any(line.count for line in planner.costs.durations.step.values()) and not looks_up
     step, two_tokens = steps if is_timed else (None, None)
-    drafts = sum(record.mode == NO_DRAFT and not record.lookup for record in records) < len(records) / 2
+    drafts = sum(record.mode == NO_DRAFT and not record.ngrams for record in records) < len(records) / 2
     failures = [run.stats.draft_failure for run in runs if run.stats.draft_failure]
     best = {}
     if assisted is not None:

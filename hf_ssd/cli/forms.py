@@ -13,7 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from .. import theory
 from ..cache.cache_name import cache_argument
-from ..drafting.fallbacks import NGramFallback
+from ..drafting.ngrams import NgramIndex
 from . import prompts
 from .methods import sampling, synchronize
 from .models import Model
@@ -122,13 +122,15 @@ def first_layers(model: PreTrainedModel, count: int) -> Iterator[None]:
 
 def tokens_a_round(answers: list[tuple[int, torch.LongTensor]], lookahead: int) -> float:
     """Returns how many tokens a round would have given if n-grams of the text had proposed its tokens."""
-    fallback, rounds, tokens = NGramFallback(), 0, 0
+    rounds = tokens = 0
     for at, ids in answers:
         text = ids[0].tolist()
         at += 1  # the prefill gives the first token
+        index = NgramIndex(text[:at])
         while at < len(text):
-            (proposed,) = fallback.propose(ids, [at], [0], lookahead).tokens
+            proposed = index.propose(lookahead)
             gained = 1 + len(os.path.commonprefix([proposed, text[at:]]))
+            index.extend(text[at : at + gained])
             at, rounds, tokens = at + gained, rounds + 1, tokens + min(gained, len(text) - at)
     return tokens / rounds if rounds else 1.0
 

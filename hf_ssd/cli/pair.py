@@ -1,8 +1,7 @@
 """The small pair of models that comes with the package."""
 
-from pathlib import Path
+from .scripts import PACKAGE
 
-PACKAGE = Path(__file__).parent.parent
 PLACES = (PACKAGE / "pair", PACKAGE.parent / "examples" / "pair")  # installed, and in a clone
 
 

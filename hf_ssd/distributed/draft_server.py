@@ -10,7 +10,7 @@ from ..drafting.needs import DraftInfo
 from ..drafting.speculator import Speculator
 from ..drafting.verified_prefix import VerifiedPrefix
 from ..drafting.vocabulary import Translation
-from ..rounds import IN_TURN, Speculation
+from ..rounds import IN_TURN, RoundRecord, Speculation, padded
 from . import payloads, wire
 from .cores import DraftCores
 from .sessions import SessionRequest
@@ -24,7 +24,7 @@ FEATURES_TIMEOUT = 10.0  # seconds for the target's features to follow the outco
 
 HANDLERS = {Kind.START: "_start", Kind.END: "_end", Kind.VOCABULARY: "_translate"}
 # Messages of a call. Those of a call that failed or was interrupted are dropped.
-HANDLERS_IN_A_CALL = {Kind.OUTCOME: "_answer", Kind.SPECULATION: "_verify", Kind.COMPLETE: "_complete"}
+HANDLERS_IN_A_CALL = {Kind.OUTCOME: "_answer", Kind.PROPOSALS: "_take_proposals"}
 
 
 class DraftServer:
@@ -126,7 +126,7 @@ class DraftServer:
         self._send(self.speculator.complete(found) if is_alone else found)
         if self.speculator.drafter.needs.hidden_states:  # they come before any other message
             self.speculator.catch_up()
-        if is_alone:
+        if is_alone and not self.speculator.waits:
             self._prepare()
         else:
             self.channel.expect()
@@ -136,24 +136,21 @@ class DraftServer:
         wire.expect(message, Kind.FEATURES, self.session, self.round)
         return payloads.read_features(message.payload, tokens, width)
 
-    def _complete(self, message: Message) -> None:
-        """Drafts the tokens that no worker has prepared. The target has the distributions of the others."""
-        found, drafter = self._read_speculation(message), self.speculator.drafter
-        if drafter.sampled:
-            shape = len(found.tokens), found.width, drafter.vocab_size
-            found.probabilities = torch.zeros(shape, dtype=torch.float32, device=self.model.device)
-        self._send(self.speculator.complete(found, found.record.lookahead or None))
+    def _take_proposals(self, message: Message) -> None:
+        """Moves on to the tokens that are verified next, after drafting those that no worker has prepared if asked."""
+        wire.expect(message, Kind.PROPOSALS, self.session, self.round)
+        tokens, sources, width = wire.read_proposals(message.payload, len(self.speculator.finished))
+        if width is None:
+            self.speculator.take_speculation(padded(tokens, max(map(len, tokens))), sources)
+        else:
+            found, drafter = Speculation(tokens, None, RoundRecord(sources=sources)), self.speculator.drafter
+            if drafter.sampled:  # the target has the distributions of these tokens
+                shape = len(tokens), found.width, drafter.vocab_size
+                found.probabilities = torch.zeros(shape, dtype=torch.float32, device=self.model.device)
+            self._send(self.speculator.complete(found, width or None))
+            if self.speculator.waits:
+                return self.channel.expect()
         self._prepare()
-
-    def _verify(self, message: Message) -> None:
-        """Moves on to the tokens that are verified next."""
-        verified = self._read_speculation(message)
-        self.speculator.verify(verified.tokens, verified.record.sources)
-        self._prepare()
-
-    def _read_speculation(self, message: Message) -> Speculation:
-        wire.expect(message, message.kind, self.session, self.round)
-        return wire.read_speculation(message.payload, len(self.speculator.finished))
 
     def _prepare(self) -> None:
         self.round += 1

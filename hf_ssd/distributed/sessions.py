@@ -70,8 +70,8 @@ class SessionRequest:
 
     @property
     def answers_alone(self) -> bool:
-        """Whether the worker completes its answers by itself. Otherwise the target says which tokens are verified."""
-        return self.num_workers == 1 and not self.asks_target
+        """Whether the worker completes its answers by itself. Otherwise the target joins those of several workers."""
+        return self.num_workers == 1
 
     def to_dict(self) -> dict:
         """Returns everything except the prompts as plain Python objects that JSON can hold."""
@@ -131,8 +131,11 @@ class DraftSession(ABC):
     sampling `receive_probabilities`, in this order. The outcome of round 0 is the first token after the prompt. Rows
     that are already finished are marked in it as in any other round.
 
-    Each method may raise [`DraftError`], and is not called again after an error.
+    Each method may raise [`DraftError`], and is not called again after an error. `takes_proposals` says whether
+    outcomes may come with tokens that the target's process proposes.
     """
+
+    takes_proposals = True
 
     @abstractmethod
     def send_outcome(self, outcome: Outcome, plan: Plan, features: torch.Tensor | None = None) -> None:
@@ -144,7 +147,15 @@ class DraftSession(ABC):
 
     @abstractmethod
     def receive_speculation(self) -> Speculation:
-        """Returns the next speculation, without probabilities. If it has no tokens, no probabilities follow."""
+        """
+        Returns the next speculation, without probabilities. If it has no tokens, no probabilities follow. Rows that the
+        target's process proposes for have none. If the plan names a proposer there, rows that missed have none either:
+        their source is `NOTHING`, and `send_proposals` must follow.
+        """
+
+    @abstractmethod
+    def send_proposals(self, tokens: list[list[int]], sources: list[str]) -> None:
+        """Tells the draft which tokens are verified after rows have missed, and their sources. Returns at once."""
 
     @abstractmethod
     def receive_probabilities(self) -> torch.FloatTensor | None:
@@ -180,9 +191,9 @@ class WorkerSession(DraftSession):
         self.round += 1
         self._send(Kind.OUTCOME, wire.write_outcome(outcome, plan), features)
 
-    def send_speculation(self, speculation: Speculation, kind: Kind = Kind.SPECULATION) -> None:
-        """Tells a worker that does not answer alone which tokens are verified, or (`COMPLETE`) lets it draft others."""
-        self._send(kind, wire.write_speculation(speculation))
+    def send_proposals(self, tokens: list[list[int]], sources: list[str], width: int | None = None) -> None:
+        """With a `width`, also asks a worker that does not answer alone for missing tokens. See `write_proposals`."""
+        self._send(Kind.PROPOSALS, wire.write_proposals(tokens, sources, width))
 
     def _send(self, kind: Kind, payload: list[int], features: torch.Tensor | None = None) -> None:
         self.is_reusable = False  # until the message is sent: an interrupt may leave half of it
@@ -206,7 +217,7 @@ class WorkerSession(DraftSession):
 
     def _read_speculation(self, payload) -> Speculation:
         speculation = wire.read_speculation(payload, self.rows, self.vocab_size)
-        if self.answers_alone and len(set(map(len, speculation.tokens))) > 1:
+        if self.answers_alone and len({*map(len, speculation.tokens)} - {0}) > 1:
             raise ProtocolError("the rows of a speculation that is to be verified have different lengths")
         return speculation
 

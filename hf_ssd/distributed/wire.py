@@ -30,9 +30,9 @@ class Kind(IntEnum):
     READY = 1  # draft -> target: the worker has loaded its model (JSON)
     START = 2  # target -> draft: settings of one generate() call (JSON); PROMPTS follows
     PROMPTS = 3  # target -> draft: length of each row, then all tokens
-    OUTCOME = 4  # target -> draft: the plan, the outcome of the last speculation, and the tokens of each row since
-    SPECULATION = 5  # draft -> target: tokens, and the draft's part of the record; target -> draft: the tokens that are
-    # verified, if the draft does not decide them alone
+    OUTCOME = 4  # target -> draft: the plan, the outcome of the last speculation, the tokens that the target proposes
+    # for rows next, and the tokens of each row since
+    SPECULATION = 5  # draft -> target: tokens, and the draft's part of the record
     PROBABILITIES = 6  # draft -> target, after SPECULATION: the distributions of its tokens, when sampling
     END = 7  # target -> draft: the call is over
     STOP = 8  # target -> draft: the worker is no longer needed
@@ -40,7 +40,7 @@ class Kind(IntEnum):
     VALUES = 10  # rank 0 of the target -> its other ranks: values besides outcomes and speculations
     PROOF = 11  # both ways, before other messages: a nonce, then a proof that the sender knows the shared secret
     VOCABULARY = 12  # target -> draft: the translation of the target's tokens, for the calls that follow
-    COMPLETE = 13  # target -> draft: the tokens that several drafts have found; SPECULATION answers with the rest
+    PROPOSALS = 13  # target -> draft: tokens that others propose, which are verified, or which SPECULATION completes
     FEATURES = 14  # target -> draft, after OUTCOME: hidden states of the target, for a draft that reads them
 
 
@@ -89,12 +89,12 @@ PLAN = {
     "budget": COUNT,
     "fallback": one_of(SOURCES),
     "saguaro_c": SHARE,
-    "lookup": LENGTH,
+    "ngrams": LENGTH,
 }
 RECORD = {
     "mode": one_of(MODES),
     "lookahead": LENGTH,
-    "lookup": LENGTH,
+    "ngrams": LENGTH,
     **dict.fromkeys(("budget", "states", "grown", "passes", "steps"), COUNT),
     **dict.fromkeys(("choose_seconds", "grow_seconds", "answer_seconds", "prepared_at", "answered_at"), SECONDS),
 }
@@ -217,18 +217,27 @@ def expect(message: Message, kind: Kind, session: int, round_: int) -> None:
 
 def write_outcome(outcome: Outcome, plan: Plan) -> list[int]:
     """
-    Returns the plan, and the accepted count and bonus token of each row. If there were later rounds: how many tokens
-    each row gained in them, and these tokens.
+    Returns the plan, the accepted count and bonus token of each row, and how many tokens the target proposes for it,
+    with these tokens. If there were later rounds: how many tokens each row gained in them, and these tokens.
     """
-    later = [] if outcome.later is None else [*map(len, outcome.later), *itertools.chain(*outcome.later)]
-    return [*write_fields(PLAN, plan), *outcome.accepted, *outcome.bonus, *later]
+    proposed = outcome.proposed or [[] for _ in outcome.bonus]
+    numbers = [*write_fields(PLAN, plan), *outcome.accepted, *outcome.bonus]
+    for tokens in (proposed, outcome.later):
+        numbers += [] if tokens is None else [*map(len, tokens), *itertools.chain(*tokens)]
+    return numbers
 
 
 def read_outcome(payload, rows: int) -> tuple[Outcome, Plan]:
-    plan, accepted, bonus, rest = _parts(integers(payload, len(PLAN) + 2 * rows), [len(PLAN), rows, rows])
+    lengths = [len(PLAN), rows, rows, rows]
+    plan, accepted, bonus, counts, rest = _parts(integers(payload, sum(lengths)), lengths)
     if min(accepted) < FINISHED or max(accepted) > LONGEST_LOOKAHEAD:
         raise ProtocolError("an outcome cannot have accepted more tokens than a speculation has")
     outcome, plan = Outcome(accepted, check_tokens(bonus)), read_plan(plan)
+    if min(counts) < 0 or max(counts) > LONGEST_LOOKAHEAD or sum(counts) > len(rest):
+        raise ProtocolError(f"{len(rest)} integers cannot be {counts} tokens that the target proposes")
+    *proposed, rest = _parts(rest, counts)
+    if any(counts):
+        outcome.proposed = [check_tokens(tokens) for tokens in proposed]
     if rest:
         lengths, tokens = rest[:rows], check_tokens(rest[rows:])
         fits = len(lengths) == rows and all(n >= 0 and (not n or k != FINISHED) for n, k in zip(lengths, accepted))
@@ -236,6 +245,26 @@ def read_outcome(payload, rows: int) -> tuple[Outcome, Plan]:
             raise ProtocolError(f"{len(rest)} integers are not the tokens that {rows} rows gained in later rounds")
         *outcome.later, _ = _parts(tokens, lengths)
     return outcome, plan
+
+
+def write_proposals(tokens: list[list[int]], sources: list[str], width: int | None) -> list[int]:
+    """
+    Returns the tokens that are verified and their sources. If the draft is asked for the tokens that are missing:
+    `width`, how many each row is to have, 0 for as many as the draft's plan says.
+    """
+    numbers = [-1 if width is None else width, *map(RECORD_OF_ROWS["sources"].write, sources)]
+    return [*numbers, *map(len, tokens), *itertools.chain(*tokens)]
+
+
+def read_proposals(payload, rows: int) -> tuple[list[list[int]], list[str], int | None]:
+    (width,), sources, lengths, tokens = _parts(integers(payload, 1 + 2 * rows), [1, rows, rows])
+    of_row = RECORD_OF_ROWS["sources"]
+    if not -1 <= width <= LONGEST_LOOKAHEAD or min(sources) < of_row.first or max(sources) > of_row.last:
+        raise ProtocolError(f"proposals cannot have {width} tokens from the sources {sources}")
+    if min(lengths) < 0 or max(lengths) > LONGEST_LOOKAHEAD or sum(lengths) != len(tokens):
+        raise ProtocolError(f"proposals of {len(tokens)} tokens cannot have {lengths} of each row")
+    *tokens, _ = _parts(check_tokens(tokens), lengths)
+    return tokens, list(map(of_row.read, sources)), None if width < 0 else width
 
 
 def write_speculation(speculation: Speculation) -> list[int]:

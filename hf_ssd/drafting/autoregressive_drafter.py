@@ -61,6 +61,10 @@ class AutoregressiveDrafter(Drafter):
         known = None if grown is None or later is not None else self.prefix.adopt(grown, branches)
         self.known_logits = [] if known is None else [known]
 
+    def forget_speculation(self):
+        super().forget_speculation()
+        self.known_logits = [logits[:, :1] for logits in self.known_logits[:1]]  # after the last verified token
+
     def complete(self, ready, width, plan):
         prefix, done = self.prefix, Completion(self, ready, width)
         prefix.write(done.tokens)

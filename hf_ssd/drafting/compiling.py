@@ -36,7 +36,7 @@ def compile_draft(model: PreTrainedModel) -> str | None:
         for rows in (1, 2):
             prompts = [torch.arange(PROMPT_LENGTH, device=model.device) for _ in range(rows)]
             drafter = drafter_for(model, config, generation_config, prompts, seed=0)
-            speculator = Speculator(drafter, config, shape_for(config), seed=0)
+            speculator = Speculator(drafter, config, shape_for(config))
             speculator.begin()
             speculator.prepare(plan)
             outcome = Outcome([0] * rows, [0] * rows)

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_outputs import BaseModelOutput
 
 from ..cache.cache_name import CACHE
 from ..cache.model_runner import LONGEST_STEP
@@ -81,7 +81,7 @@ class DFlashHead(PreTrainedModel, GenerationMixin):
         cache=None,
         logits_to_keep: torch.LongTensor | int | None = None,
         **kwargs,
-    ) -> CausalLMOutputWithPast:
+    ) -> BaseModelOutput:
         """
         Args:
             input_ids (`torch.Tensor` of shape `(rows, tokens, hidden_size + 1)`): What [`~DFlashHead.inputs`] returns,
@@ -91,7 +91,7 @@ class DFlashHead(PreTrainedModel, GenerationMixin):
                 the first one in `logits_to_keep` are not in a block.
 
         Returns:
-            `CausalLMOutputWithPast`: Its `logits` are states of shape `(rows, tokens, hidden_size - 1)`.
+            `BaseModelOutput`: Its `last_hidden_state` has the shape `(rows, tokens, hidden_size - 1)`.
         """
         if input_ids.dim() == 2:
             embedded = self._embedded(input_ids)
@@ -123,7 +123,7 @@ class DFlashHead(PreTrainedModel, GenerationMixin):
             states = states[:, -logits_to_keep:]
         elif logits_to_keep is not None:
             states = states[:, logits_to_keep - first]
-        return CausalLMOutputWithPast(logits=states)
+        return BaseModelOutput(states)
 
     def _masks(self, ahead: torch.LongTensor, first: int, mask: torch.Tensor | None, seen: int, inputs: torch.Tensor):
         """

@@ -12,8 +12,7 @@ from ..cache.model_runner import TensorFunction
 from ..cache.support import attention_layout
 from ..config import SSDConfig
 from ..devices import from_host
-from ..rounds import Plan, Speculation
-from .fallbacks import padded
+from ..rounds import Plan, Speculation, padded
 from .needs import DrafterNeeds
 from .outcome_candidates import OutcomeCandidates
 from .recurrent_prefix import RecurrentPrefix
@@ -25,8 +24,8 @@ from .vocabulary import Vocabulary
 class Drafter(ABC):
     """
     Proposes tokens after the verified prefix of each row. In a round, `candidates` and `grow` are called while the
-    target verifies; then `commit`, and either `complete`, if tokens are missing, or `verify`. The tokens proposed after
-    an outcome depend on the outcome and the seed alone, and not on whether they were prepared.
+    target verifies; then `commit`, and either `complete`, if tokens are missing, or `take_speculation`. The tokens
+    proposed after an outcome depend on the outcome and the seed alone, and not on whether they were prepared.
 
     Args:
         model (`PreTrainedModel`): The draft model.
@@ -156,10 +155,14 @@ class Drafter(ABC):
             The speculation, and how many forward passes it took.
         """
 
-    def verify(self, tokens: list[list[int]]) -> None:
+    def take_speculation(self, tokens: list[list[int]]) -> None:
         """Takes in the tokens, `lookahead` of each row, that are verified next."""
         self.drafted = from_host(tokens, self.device)
         self.prefix.write(self.drafted)
+
+    def forget_speculation(self) -> None:
+        """Forgets what it computed along the speculation, because other tokens are verified in some rows."""
+        self.prefix.forget_speculation()
 
     # ---------------------------------------------------------------- for all kinds
 

@@ -4,7 +4,7 @@ from transformers import PreTrainedModel
 
 from .. import devices
 from ..config import SSDConfig
-from ..rounds import FALLBACKS
+from ..rounds import BY_TARGET
 from .cache_shapes import CacheShape, shape_for
 from .drafters import drafter_for, drafter_kind
 from .needs import DraftInfo
@@ -23,7 +23,7 @@ def is_fixed(config: SSDConfig) -> bool:
 
 def has_fallback(request) -> bool:
     """Whether a fallback, not the draft, proposes after a miss, so that proposals depend on the prepared outcomes."""
-    return request.config.fallback in FALLBACKS or request.asks_target
+    return request.config.fallback in BY_TARGET or request.asks_target
 
 
 def seed_of_call(request, call: int, reads_features: bool = False) -> int:
@@ -82,4 +82,4 @@ class Drafts:
             vocabulary,
         )
         place = {"worker_index": request.worker_index, "num_workers": request.num_workers}
-        return Speculator(drafter, config, shape, seed, generation.max_length, **place)
+        return Speculator(drafter, config, shape, generation.max_length, **place)

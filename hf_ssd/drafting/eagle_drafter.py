@@ -148,6 +148,10 @@ class Eagle3Drafter(Drafter):
     def take_features(self, receive):
         self.prefix.take_features(receive, self.goes_on)
 
+    def forget_speculation(self):
+        super().forget_speculation()
+        self.known = self.known[:1]  # after the last verified token
+
     def complete(self, ready, width, plan):
         prefix, done = self.prefix, Completion(self, ready, width)
         prefix.write(done.tokens)

@@ -12,9 +12,9 @@ from transformers.utils import cached_file
 from ..cache.hidden_states import check_layers, decoder_parts
 from ..gguf_files import is_gguf
 from .eagle_head import Eagle3Head
+from .vocabulary import MOST_PADDING
 
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
-MOST_PADDING = 128  # by which the vocabularies of a family differ
 NOT_LOADED = ("t2d", "verifier_", "rotary_emb")  # what the rest tells, or only training needs
 
 

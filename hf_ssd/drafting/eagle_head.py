@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import create_sliding_window_causal_mask
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from ..cache.cache_name import CACHE
@@ -89,7 +89,7 @@ class Eagle3Head(PreTrainedModel, GenerationMixin):
         cache=None,
         logits_to_keep: torch.LongTensor | int | None = None,
         **kwargs,
-    ) -> CausalLMOutputWithPast:
+    ) -> BaseModelOutput:
         """
         Args:
             input_ids (`torch.Tensor` of shape `(rows, tokens, 2 * hidden_size)`): What [`~Eagle3Head.inputs`] returns.
@@ -97,7 +97,7 @@ class Eagle3Head(PreTrainedModel, GenerationMixin):
             position_ids, attention_mask, cache, logits_to_keep: As in models of transformers.
 
         Returns:
-            `CausalLMOutputWithPast`: Its `logits` are states of shape `(rows, tokens, hidden_size)`.
+            `BaseModelOutput`: Its `last_hidden_state` has the shape `(rows, tokens, hidden_size)`.
         """
         size = self.config.hidden_size
         if input_ids.dim() == 2:
@@ -126,4 +126,4 @@ class Eagle3Head(PreTrainedModel, GenerationMixin):
             states = self.norm(states)
         if logits_to_keep is not None:
             states = states[:, slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep]
-        return CausalLMOutputWithPast(logits=states)
+        return BaseModelOutput(states)

@@ -2,7 +2,7 @@
 
 import torch
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_outputs import BaseModelOutput
 
 from ..cache.hidden_states import decoder_parts, layers_that_share_keys
 
@@ -91,7 +91,7 @@ class Gemma4AssistantHead(PreTrainedModel, GenerationMixin):
         cache=None,
         logits_to_keep: torch.LongTensor | int | None = None,
         **kwargs,
-    ) -> CausalLMOutputWithPast:
+    ) -> BaseModelOutput:
         if input_ids.dim() == 2:  # tokens alone, as the trial of a model feeds them, whose embeddings are all they have
             features = self.embed_tokens(input_ids)
             repeats = -(-self.config.target_width // features.shape[-1])
@@ -123,7 +123,7 @@ class Gemma4AssistantHead(PreTrainedModel, GenerationMixin):
         states = torch.cat([projected, zeros, hidden], dim=-1)
         if logits_to_keep is not None:
             states = states[:, slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep]
-        return CausalLMOutputWithPast(logits=states)
+        return BaseModelOutput(states)
 
     def _masks(self, known: torch.BoolTensor, mask: torch.Tensor | None, inputs: torch.Tensor):
         """

@@ -9,7 +9,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.core_model_loading import WeightRenaming
 from transformers.masking_utils import create_sliding_window_causal_mask
 from transformers.modeling_layers import MtpModel
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_outputs import BaseModelOutput
 
 from .. import devices
 from ..cache.cache_name import CACHE
@@ -81,7 +81,7 @@ class MtpHead(PreTrainedModel, GenerationMixin):
         cache=None,
         logits_to_keep: torch.LongTensor | int | None = None,
         **kwargs,
-    ) -> CausalLMOutputWithPast:
+    ) -> BaseModelOutput:
         if input_ids.dim() == 2:
             tokens = input_ids
             input_ids = self.inputs(tokens, self.fuse(tokens.new_zeros(*tokens.shape, self.config.hidden_size)))
@@ -108,7 +108,7 @@ class MtpHead(PreTrainedModel, GenerationMixin):
             states = self.mtp.shared_post_norm(states)
         if logits_to_keep is not None:
             states = states[:, slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep]
-        return CausalLMOutputWithPast(logits=states)
+        return BaseModelOutput(states)
 
 
 class _QwenMtp(MtpModel):

@@ -1,69 +1,72 @@
-"""N-grams of the rows of a call: the tokens that followed the last tokens of a row at an earlier occurrence."""
+"""N-grams: the tokens that followed the last tokens of a text earlier (prompt lookup, Saxena, 2023)."""
 
-import os
-
-from ..rounds import NGRAM, NOTHING, RoundRecord, Speculation
-from .fallbacks import padded
-from .prompt_lookup import PromptLookup
-
-LONGEST_NGRAM = 16  # tokens
-LEAST_MATCHED = 6  # last tokens of a row that must have occurred before; after shorter matches a draft is as good
-LEAST_ALONE = 2  # the same where nothing is drafted
+LONGEST_MATCH = 16  # tokens of a match; longer matches count as this long
+PLACES = 32  # earlier occurrences of the last two tokens that are compared, the latest first
+TOKENS_PER_MATCHED = 4  # proposed tokens for each token of the match: what has matched for long goes on for long
+LEAST_ALONE = 2  # last tokens of a row that must have occurred before, where nothing is drafted
+LEAST_MATCHED = 6  # the same beside a draft: after shorter matches a draft is as good
+LONGEST_NGRAM = 16  # tokens of an n-gram
 
 
-class Ngrams:
+class NgramIndex:
     """
-    The n-grams of all rows of a call. They depend on the verified text alone, so a speculation may be an n-gram or the
-    draft's without any change of the distribution.
+    The tokens of a row, in which earlier occurrences of the last tokens are found. Each new token takes the same time
+    however long the text is: the positions after each pair of tokens are linked, the latest first.
 
     Args:
-        texts (`list[list[int]]`): The verified tokens of each row.
+        tokens (`list[int]`): The prompt.
 
     Attributes:
-        proposed (`list[list[int]]`, *optional*): For the speculation that is verified next, if it was asked for.
-        matched (`list[int]`): For each row, how many of its last tokens had occurred before these proposals.
+        matched (`int`): How many last tokens had occurred before the last proposal, up to `LONGEST_MATCH`.
     """
 
-    def __init__(self, texts: list[list[int]]):
-        self.rows = [PromptLookup(text) for text in texts]
-        self.unread: list[list[int]] = [[] for _ in texts]
-        self.proposed: list[list[int]] | None = None
-        self.matched: list[int] = []
+    def __init__(self, tokens: list[int]):
+        self.tokens: list[int] = []
+        self.latest: dict[tuple[int, int], int] = {}  # the position after the latest occurrence of each pair
+        self.earlier: list[int] = []  # for the pair that ends in each token, the position after the one before it, or 0
+        self.matched = 0
+        self.source = 0  # the position that the last match continued at, moved on with the text
+        self.extend(tokens)
 
-    def take_in(self, new: list[list[int]]) -> list[int]:
+    def extend(self, tokens: list[int]) -> None:
+        """Adds tokens to the row."""
+        for token in tokens:
+            pair = (self.tokens[-1] if self.tokens else -1), token
+            self.tokens.append(token)
+            self.earlier.append(self.latest.get(pair, 0))
+            self.latest[pair] = len(self.tokens)
+        self.source += len(tokens) if self.source else 0
+
+    def propose(self, count: int, least: int = LEAST_ALONE) -> list[int]:
         """
-        Adds the new tokens of each row. Returns how many tokens the last proposals give the rows, the bonus token
-        included; 0 without a match, -1 for a row without new tokens or if no proposal was asked for.
+        Returns at most `count` tokens, none if the last `least` tokens, at least 2, have not occurred before. The
+        longest match wins; of equally long ones the occurrence that the last proposal came from, or else the latest. A
+        match that reaches into the end of the text is taken for a repetition, and goes on with the proposed tokens.
         """
-        proposed, self.proposed = self.proposed, None
-        for unread, tokens in zip(self.unread, new):
-            unread += tokens
-        if proposed is None:
-            return [-1] * len(new)
-        right = [len(os.path.commonprefix([*pair])) for pair in zip(proposed, new)]
-        return [(1 + n if one else 0) if tokens else -1 for n, one, tokens in zip(right, proposed, new)]
+        text, end = self.tokens, len(self.tokens)
+        place, best, longest = (self.earlier[-1] if text else 0), 0, least - 1
+        for candidate in (self.source, *self._occurrences(place)):
+            matched = self._length(candidate) if candidate else 0
+            if matched > longest:
+                best, longest = candidate, matched
+            if longest == LONGEST_MATCH:
+                break
+        self.source, self.matched = best, longest
+        if not best:
+            return []
+        period = end - best
+        return [text[best + i % period] for i in range(min(count, TOKENS_PER_MATCHED * longest))]
 
-    def propose(self, finished: list[bool], count: int = LONGEST_NGRAM, alone: bool = False) -> list[list[int]]:
-        """
-        Returns up to `count` tokens of each row, none if it is finished or its last tokens have not occurred before.
+    def _occurrences(self, place: int):
+        for _ in range(PLACES):
+            if not place:
+                return
+            yield place
+            place = self.earlier[place - 1]
 
-        Args:
-            finished (`list[bool]`): Whether each row is finished.
-            count (`int`, *optional*): The most tokens.
-            alone (`bool`, *optional*): Whether nothing is drafted besides, so that shorter matches count too.
-        """
-        least = LEAST_ALONE if alone else LEAST_MATCHED
-        for row, unread in zip(self.rows, self.unread):
-            row.extend(unread)
-            unread.clear()
-        self.proposed = [[] if ends else row.propose(count, least) for row, ends in zip(self.rows, finished)]
-        self.matched = [row.matched if tokens else 0 for row, tokens in zip(self.rows, self.proposed)]
-        return self.proposed
-
-
-def speculation_of(ngrams: list[list[int]], mode: str, lookup: int = 0) -> Speculation:
-    """Returns a speculation of n-grams alone. Rows without an n-gram have no tokens besides padding."""
-    width = max(map(len, ngrams))
-    record = RoundRecord(mode, width, sources=[NGRAM if ngram else NOTHING for ngram in ngrams], lookup=lookup)
-    record.lengths = list(map(len, ngrams))
-    return Speculation(padded(ngrams, width), None, record, are_certain=True)
+    def _length(self, place: int) -> int:
+        """Returns how many tokens before a position equal the last tokens of the row, up to `LONGEST_MATCH`."""
+        text, end, matched = self.tokens, len(self.tokens), 0
+        while matched < min(LONGEST_MATCH, place) and text[place - 1 - matched] == text[end - 1 - matched]:
+            matched += 1
+        return matched

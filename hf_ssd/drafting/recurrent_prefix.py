@@ -45,6 +45,10 @@ class RecurrentPrefix(VerifiedPrefix):
             self.fed[row] = self.columns[row] - 1 + branches.depth
         return self.vocabulary.to_target(logits) if adopted == self.rows else None
 
+    def forget_speculation(self):
+        super().forget_speculation()
+        self._forget()
+
     def _take_in(self, counts):
         super()._take_in(counts)
         self._forget()

@@ -7,16 +7,14 @@ these outcomes. When the real outcome arrives, it is looked up among them, and m
 """
 
 import dataclasses
-import math
 import time
 from collections.abc import Callable
 
 import torch
 
 from ..config import SSDConfig
-from ..devices import from_host
 from ..rounds import (
-    FALLBACKS,
+    BY_TARGET,
     FINISHED,
     NGRAM,
     NOTHING,
@@ -27,12 +25,11 @@ from ..rounds import (
     Plan,
     RoundRecord,
     Speculation,
+    padded,
     since,
 )
 from .cache_shapes import CANDIDATES, CacheShape
 from .drafter import Drafter
-from .fallbacks import fallbacks_for, join, padded, point_masses
-from .ngrams import Ngrams
 from .outcome_candidates import OutcomeCandidates
 from .speculation_cache import SpeculationCache
 
@@ -48,7 +45,6 @@ class Speculator:
         drafter ([`Drafter`]): Proposes the tokens.
         config (`SSDConfig`): The user's settings.
         shape ([`CacheShape`]): Chooses outcomes, and learns from how rounds end.
-        seed (`int`): Seed of the random fallback.
         limit (`int`, *optional*): The largest number of tokens that a row may have.
         worker_index, num_workers (`int`, *optional*): Index of this draft, and number of drafts. The budgets of all
             drafts are added up, and each draft prepares its share of the outcomes.
@@ -59,14 +55,12 @@ class Speculator:
         drafter: Drafter,
         config: SSDConfig,
         shape: CacheShape,
-        seed: int,
         limit: int | None = None,
         worker_index: int = 0,
         num_workers: int = 1,
     ):
         self.drafter, self.config, self.shape, self.limit = drafter, config, shape, limit
         self.worker_index, self.num_workers = worker_index, num_workers
-        self.fallbacks = fallbacks_for(drafter.vocab_size, seed)
         self.plan = Plan(PLAIN)
         self.sources = [PREPARED] * len(drafter.prefix.lengths)  # sources of the speculation that is being verified
         self.finished = [False] * len(drafter.prefix.lengths)
@@ -79,10 +73,9 @@ class Speculator:
         self.features: Callable | None = None  # of that outcome
         self.unwritten: list[list[int]] | None = None  # the tokens that are verified next, until it has written them
         self.found_in: tuple[SpeculationCache | None, list[int]] = None, []  # where the last outcome was looked up
-        self.verified: list[list[int]] = [[] for _ in self.finished]  # the tokens that are being verified
-        self.ngrams: Ngrams | None = None  # once a plan has asked for n-grams
-        self.drafted_rows: list[int] | None = None  # rows without an n-gram, if any row of the answer has one
-        self.drafted_width = 0  # tokens of these rows, before padding
+        self.proposed: list[list[int]] = [[] for _ in self.finished]  # of each row, by the target's process
+        self.waits = False  # for the tokens of rows that have missed
+        self.has_drafted_beside = False  # while it waits, with other tokens in the place of these
 
     def begin(self) -> None:
         """Reads the prompts, while the target does the same."""
@@ -127,7 +120,7 @@ class Speculator:
     def _choose(self, plan: Plan) -> tuple[list[list[int]], list[list[int]]]:
         """Returns the outcomes to prepare. See [`OutcomeCandidates.outcomes`]."""
         budget = self._budget(plan) * self.num_workers
-        from_fallback = [source in FALLBACKS for source in self.sources]
+        from_fallback = [source in BY_TARGET for source in self.sources]
         self.candidates = self.drafter.candidates(from_fallback, max(budget, CANDIDATES), plan)
         fan_outs = self.shape.fan_outs(self.candidates, budget)
         fewest = self.drafter.prefix.decoder.fewest_tokens
@@ -151,7 +144,7 @@ class Speculator:
         Returns the tokens that were prepared for an outcome, with the draft's part of the record. The lookup does not
         wait for the device: the tokens are on the host, and the drafter takes in the outcome later. Afterwards,
         [`~Speculator.complete`] settles the tokens that are verified next, or the caller settles them and calls
-        [`~Speculator.verify`].
+        [`~Speculator.take_speculation`].
 
         Args:
             outcome ([`~hf_ssd.rounds.Outcome`]): How many tokens of the last speculation each row accepted, and the
@@ -169,18 +162,13 @@ class Speculator:
         branches = [-1] * len(counts) if cache is None else cache.lookup(counts, tokens)
         found = Speculation.empty(len(counts))
         record = found.record
-        ngrams = self._look_up_ngrams(outcome, plan)
-        branches = [-1 if ngram else branch for ngram, branch in zip(ngrams, branches)]  # the drafter need not adopt it
+        self.proposed = outcome.proposed or [[] for _ in counts]
+        branches = [-1 if tokens else branch for tokens, branch in zip(self.proposed, branches)]  # none is adopted
         if cache is not None:
             found.tokens = [[] if branch < 0 else of_row[branch] for of_row, branch in zip(cache.tokens, branches)]
             found.support = max(1, cache.support(branches)) if cache.supports else self.drafter.vocab_size
         record.sources = [NOTHING if branch < 0 else PREPARED for branch in branches]
-        for row, ngram in enumerate(ngrams):
-            if ngram:
-                found.tokens[row], record.sources[row] = ngram, NGRAM
-        if all(ngram or ends for ngram, ends in zip(ngrams, self.finished)):
-            found.support = 1
-        record.mode, record.lookup = plan.mode, plan.lookup
+        record.mode, record.ngrams = plan.mode, plan.ngrams
         record.budget, record.passes = preparing.budget, preparing.passes
         record.grown = cache.grown if cache is not None else 0
         record.states = self.drafter.prefix.most_states
@@ -196,103 +184,73 @@ class Speculator:
             self.lessons.append((self.candidates, counts, tokens))
         self.was_prepared = self.candidates is not None and is_latest
         self.uncommitted, self.found_in = (counts, tokens, branches, outcome.later), (cache, branches)
-        self.features, self.drafted_rows = features, None
+        self.features = features
         self.candidates = self.prepared = None
         self.preparing = RoundRecord()
         record.answer_seconds = since(start)
         return found
 
-    def _look_up_ngrams(self, outcome: Outcome, plan: Plan) -> list[list[int]]:
-        """
-        Adds the tokens of an outcome to the texts in which n-grams are found. Returns the n-gram of each row, empty for
-        a row that is drafted for.
-        """
-        lookup, prefix = plan.lookup if self.num_workers == 1 else 0, self.drafter.prefix
-        if self.ngrams is None and lookup:
-            self.ngrams = Ngrams([ids[:length] for ids, length in zip(prefix.ids.tolist(), prefix.lengths)])
-        if self.ngrams is not None:
-            self.ngrams.take_in(outcome.new_tokens(self.verified))
-        if not lookup:
-            return [[] for _ in self.finished]
-        return self.ngrams.propose(self.finished, lookup)
-
     def complete(self, found: Speculation, width: int | None = None) -> Speculation:
         """
-        Returns the speculation that is verified next, after drafting missing tokens just in time. If no tokens are
-        missing, the device is not used. Rows with fewer tokens than others, beside a long n-gram for example, are
-        padded with token 0, which counts as certain.
+        Returns the answer, after drafting missing tokens just in time. If no tokens are missing, the device is not
+        used. Rows that are finished, or that the target's process proposes for, have no tokens in it. If the plan names
+        a proposer in the target's process, rows that missed have none either: `waits` is set, and the tokens that are
+        verified come with [`~Speculator.take_speculation`].
 
         Args:
             found ([`~hf_ssd.rounds.Speculation`]): The prepared tokens, any number for each row.
-            width (`int`, *optional*): Tokens of each row in the result, if the caller has settled the number. No
-                fallback is used then.
+            width (`int`, *optional*): Tokens of each row in the result, if the caller has settled the number.
         """
-        start, plan, sources, source = time.perf_counter(), self.plan, found.record.sources, PRIMARY
-        missed = [row for row, one in enumerate(sources) if one == NOTHING and not self.finished[row]]
-        matched = [row for row, one in enumerate(sources) if one == NGRAM]
-        own = {row: len(found.tokens[row]) for row in matched}  # tokens of rows that may have fewer than others
+        start, plan, record = time.perf_counter(), self.plan, found.record
+        drafted = [row for row, ends in enumerate(self.finished) if not ends and not self.proposed[row]]
+        missed = [row for row in drafted if record.sources[row] == NOTHING]
         # If nothing was prepared, the draft model proposes the tokens, as in speculative decoding.
-        if width is None and missed and self.was_prepared and not matched:
-            source, fallback = plan.fallback, self.fallbacks.get(plan.fallback)
-            if fallback is not None:
-                self.catch_up()
-                prefix, found.probabilities = self.drafter.prefix, self.distributions(found)
-                proposal = fallback.propose(prefix.ids, prefix.lengths, missed, plan.lookahead)
-                device = self.drafter.device if self.drafter.sampled else None
-                found = join(found, missed, proposal, plan.lookahead, self.drafter.vocab_size, device)
-                own = {row: len(tokens) for row, tokens in zip(missed, proposal.tokens)}
-                width = None if PREPARED in sources else found.width
-        drafted = [row for row, ends in enumerate(self.finished) if not ends and row not in matched]
-        known = [len(found.tokens[row]) if row in drafted else math.inf for row in range(len(sources))]
+        self.waits = bool(missed) and self.was_prepared and plan.fallback != PRIMARY
+        if self.waits:
+            drafted = [row for row in drafted if row not in missed]
+        known = [len(found.tokens[row]) for row in drafted]
         if width is None:
-            width = answer_width(plan, known) if drafted or not matched else 0
-        steps, widest = 0, max([width, *(own[row] for row in matched)])
-        tokens = [[0] * width if ends else row[:width] for ends, row in zip(self.finished, found.tokens)]
-        padding = [found.tokens[row][width:] if row in matched else [] for row in range(len(sources))]
-        padding = padded(padding, widest - width)
-        self.drafted_rows, self.drafted_width = drafted if matched else None, width
-        found, record = dataclasses.replace(found, tokens=tokens), found.record
-        sources = [source if one == NOTHING else one for one in sources]
-        if min(known) < width:
+            width = answer_width(plan, known) if drafted else 0
+        ready = [tokens[:width] for tokens in padded(self.proposed, width)]  # rows that the draft leaves alone
+        for row in drafted:
+            ready[row] = found.tokens[row][:width]
+        found, steps = dataclasses.replace(found, tokens=ready), 0
+        lacks_tokens = min(known, default=width) < width
+        if lacks_tokens:
             self.catch_up()
             found.probabilities = self.distributions(found)
             found, steps = self.drafter.complete(found, width, plan)
-            own |= {row: max(width, own[row]) for row in matched}  # the drafter has gone on after a short n-gram
-            found.tokens = [row + more for row, more in zip(found.tokens, padding)]
-            if widest > width:
-                if found.probabilities is not None:
-                    rest = point_masses(from_host(padding, self.drafter.device), self.drafter.vocab_size)
-                    found.probabilities = torch.cat([found.probabilities, rest], dim=1)
-                self.drafter.verify(found.tokens)
-            self.sources, self.verified = sources, found.tokens
-        else:
-            found.tokens = [padded([row], width)[0] + more for row, more in zip(tokens, padding)]
-            self.verify(found.tokens, sources)
-        record.sources, record.steps, record.lookahead = sources, steps, widest
-        if own:
-            record.lengths = [min(own.get(row, width), widest) for row in range(len(sources))]
+            self.has_drafted_beside = self.waits
+        written = found.tokens
+        found.tokens = [tokens if row in drafted else [] for row, tokens in enumerate(written)]
+        for row, source in enumerate(record.sources):
+            if source == NOTHING and not self.proposed[row] and not (self.waits and row in missed):
+                record.sources[row] = PRIMARY
+        if not self.waits:
+            tokens = [own or of_row for own, of_row in zip(self.proposed, found.tokens)]
+            tokens = padded(tokens, max(map(len, tokens)))
+            sources = [NGRAM if own else source for own, source in zip(self.proposed, record.sources)]
+            if lacks_tokens and tokens == written:  # the drafter has taken them in
+                self.sources = sources
+            else:
+                self.take_speculation(tokens, sources)
+        record.steps, record.lookahead = steps, width
         record.answer_seconds += since(start)
         return found
 
     def distributions(self, speculation: Speculation) -> torch.FloatTensor | None:
-        """Returns the distributions `(batch_size, tokens, vocab_size)` that the answer's tokens were drawn from."""
+        """
+        Returns the distributions `(batch_size, tokens, vocab_size)` that the answer's tokens were drawn from. Rows
+        without tokens hold arbitrary values.
+        """
         cache, branches = self.found_in
         if speculation.probabilities is not None:
             return speculation.probabilities
-        q = None if cache is None else cache.distributions(branches, speculation.width)
-        if self.drafted_rows is None or not self.drafter.sampled:
-            return q
-        # N-grams and padding are certain.
-        tokens = from_host(padded(speculation.tokens, speculation.width), self.drafter.device)
-        certain = point_masses(tokens, self.drafter.vocab_size)
-        if q is not None and self.drafted_rows:
-            rows, q = from_host(self.drafted_rows, self.drafter.device), q[:, : self.drafted_width]
-            certain[rows, : q.shape[1]] = q[rows]
-        return certain
+        return None if cache is None else cache.distributions(branches, speculation.width)
 
-    def verify(self, tokens: list[list[int]], sources: list[str]) -> None:
+    def take_speculation(self, tokens: list[list[int]], sources: list[str]) -> None:
         """Makes these tokens, `lookahead` of each row, the speculation that is verified next, with its sources."""
-        self.sources, self.unwritten, self.verified = sources, tokens, tokens
+        self.sources, self.unwritten = sources, tokens
 
     def catch_up(self) -> None:
         """Lets the drafter take in the last outcome and the tokens that are verified next, unless it already has."""
@@ -302,7 +260,10 @@ class Speculator:
             if self.drafter.needs.hidden_states:
                 self.drafter.take_features(self.features)
         if self.unwritten is not None:
-            self.drafter.verify(self.unwritten)
+            if self.has_drafted_beside:
+                self.drafter.forget_speculation()
+            self.drafter.take_speculation(self.unwritten)
+            self.has_drafted_beside = False
         self.uncommitted = self.unwritten = None
 
     # ---------------------------------------------------------------- learning
@@ -317,13 +278,13 @@ class Speculator:
             self.shape.learn(*self.lessons.pop(0))
 
 
-def answer_width(plan: Plan, known: list[float]) -> int:
+def answer_width(plan: Plan, known: list[int]) -> int:
     """
     Returns how many tokens the next speculation has: as many as all rows have, but at least `plan.after_miss`, which is
     the number worth drafting just in time, and at most `plan.lookahead`.
 
     Args:
         plan ([`~hf_ssd.rounds.Plan`]): The plan of the round.
-        known (`list[float]`): How many tokens of each row are ready, infinity for a finished row.
+        known (`list[int]`): How many tokens of each row that is drafted for are ready.
     """
     return int(min(plan.lookahead, max(plan.after_miss, min(known))))

@@ -3,6 +3,8 @@
 import torch
 from torch.nn.functional import pad
 
+MOST_PADDING = 128  # by which the vocabulary sizes of a family differ, and pass if there are no tokenizers to compare
+
 
 class Vocabulary:
     """

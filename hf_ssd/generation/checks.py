@@ -27,10 +27,10 @@ from ..config import LONGEST_LOOKAHEAD, WITHOUT_DRAFT, SSDConfig
 from ..distributed.assistant import DraftAssistant
 from ..distributed.passed_drafts import info_of
 from ..distributed.roles import check_heads
-from ..drafting.custom_fallback import check_proposer
 from ..drafting.drafters import drafter_kind
 from ..drafting.needs import DraftInfo
 from ..versions import check_internals
+from .proposers.custom import check_proposer
 
 # Tensor inputs that transformers feeds to the model once or never, or that verification continues by itself.
 KNOWN_INPUTS = {"labels"}

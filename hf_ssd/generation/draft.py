@@ -11,31 +11,27 @@ from ..cache.support import last_position_limit
 from ..distributed import wire
 from ..distributed.assistant import Turn
 from ..distributed.local import local_session
-from ..distributed.lookup_session import LookupSession
 from ..distributed.sessions import DraftError, DraftSession, SessionRequest
 from ..distributed.wire import Kind, Message
-from ..drafting.ngrams import Ngrams, speculation_of
 from ..planning.planner import Planner
-from ..rounds import AHEAD, FINISHED, IN_TURN, PLAIN, Outcome, Plan, Speculation
+from ..rounds import AHEAD, FINISHED, IN_TURN, PLAIN, Outcome, Speculation
 from .features import Features
+from .proposers.proposers import Proposers
 from .sequences import Sequences
 from .tokenizers import check_coverage
 
 logger = logging.get_logger(__name__)
-
-FIRST_COMPARED = 8  # first rounds, each of which evaluates n-grams though none is verified
-ROUNDS_PER_COMPARISON = 4  # later, one of so many rounds does
 
 
 class FaultTolerantDraft:
     """
     The draft of a call. A failure of the draft costs speed but no tokens: after it, all speculations are empty. In
     plain mode they are empty too; the outcomes of plain rounds are sent in one message when drafting resumes. A draft
-    that was given as a model runs in this process if the plan is to draft in turn, and while its worker is starting;
-    prompt lookup always does.
-    Any other draft gives empty speculations until its worker is ready. Where the draft is not asked and the plan looks
-    n-grams up, this process does; it also counts the tokens that n-grams would have given. If several ranks hold the
-    target, only the leader has a draft, and shares its decisions and speculations with the other ranks.
+    that was given as a model runs in this process if the plan is to draft in turn, and while its worker is starting.
+    Any other draft gives empty speculations until its worker is ready.
+
+    [`Proposers`] in this process have tokens for some rows, and the draft is told. If several ranks hold the target,
+    only the leader has a draft, and shares its decisions and speculations with the other ranks.
 
     Args:
         assistant ([`DraftAssistant`], *optional*): The worker.
@@ -64,12 +60,7 @@ class FaultTolerantDraft:
         self.untold: Outcome | None = None  # of the rounds since the session was last asked
         self.verified: list[list[int]] = [[] for _ in request.prompts]  # the tokens that are being verified
         self.is_local = self.is_asked = self.was_late = False
-        self.looks_up = request.config.drafter == "ngram"  # in this process, without a draft model
-        config = request.config
-        self.counts_ngrams = config.fallback == config.lookahead == "auto" and not self.looks_up
-        self.ngrams: Ngrams | None = None
-        self.lookup = 0  # most tokens of an n-gram in the next round
-        self.counted: tuple[list[int], list[int]] = [], []  # see `ngram_tokens` and `ngram_matched` of [`RoundRecord`]
+        self.proposers = Proposers(request)
         self.positions = None if model is None else last_position_limit(model)  # looks at all layers
         self.lengths = [len(prompt) for prompt in request.prompts]  # of the rows, as tokens of the target
         self.told = [0] * len(request.prompts)  # tokens of each row whose features the session has
@@ -99,6 +90,7 @@ class FaultTolerantDraft:
         if self.request.translation is not None:
             self._attempt(lambda: check_coverage(self.request.translation, self.request.prompts))
         self.planner.begin_call()  # not before, because another thread's call may have measured the pair meanwhile
+        self.proposers.begin()
         self._join(None)
         self.cores.divide(self._worker_starts)
 
@@ -111,20 +103,20 @@ class FaultTolerantDraft:
         """
         is_right = self.session is not None and self.is_local != self._wants_worker
         is_plain = self.planner.plan.mode == PLAIN and not self.planner.expects_draft
-        if is_right or self.failure is not None or is_plain:
+        if is_right or self.failure is not None or is_plain or self.proposers.has_no_draft:
             return
         session = None
         if self._wants_worker:
             request = functools.partial(self._request_now, sequences)
             session = self._attempt(lambda: self.assistant.open_session(self.turn, request, self.device))
-        is_local, may_draft_here = False, not self.is_local and (self.model is not None or self.looks_up)
-        if session is None and self.failure is None and may_draft_here:
-            session, is_local = self._attempt(lambda: self._session_here(sequences)), True
+        is_local = session is None and self.failure is None and not self.is_local and self.model is not None
+        if is_local:
+            session = self._attempt(lambda: local_session(self.model, self._request_now(sequences)))
         if session is not None:
             if self.session is not None:
                 self.session.close()
-            self.lookup = 0  # the new session reads the rows, and knows of no tokens under verification
             self.session, self.is_local, self.untold, self.is_asked = session, is_local, None, False
+            self.proposers.begin_session(self._request_now(sequences))
             if self.model is None:
                 self.positions = getattr(self.assistant, "positions", None)
             self.told = [0] * len(self.told)
@@ -136,10 +128,6 @@ class FaultTolerantDraft:
     def _worker_starts(self) -> bool:
         """Whether the worker is starting."""
         return self.assistant is not None and self.assistant.state == "starting"
-
-    def _session_here(self, sequences: Sequences | None) -> DraftSession:
-        request = self._request_now(sequences)
-        return LookupSession(request) if self.looks_up else local_session(self.model, request)
 
     def _request_now(self, sequences: Sequences | None) -> SessionRequest:
         """Returns the request. For a draft that joins late, the tokens generated so far are part of the prompts."""
@@ -175,30 +163,28 @@ class FaultTolerantDraft:
                 # A worker that is about to be replaced by a session in this process is not asked any more.
                 is_right = self.is_local or self._wants_worker
                 self.is_asked = plan.mode != PLAIN and is_right and not self._is_at_its_end()
+            is_beside = self.is_asked and self.session.takes_proposals
+            if self.is_asked and not is_beside:
+                plan = dataclasses.replace(plan, ngrams=0)
+            proposed = self.proposers.take_in(outcome, plan, self.verified, is_beside)
             if self.is_asked:
                 if self.is_local:
                     plan = dataclasses.replace(plan, mode=IN_TURN, budget=0)
-                untold, self.untold = self.untold, None
-                told = (untold, plan) if features is None else (untold, plan, self._untold(features, untold))
+                untold, self.untold = dataclasses.replace(self.untold, proposed=proposed or None), None
+                features = None if features is None else self._untold(features, untold)
+                # The target's MTP layer, if it is the fallback, reads features, and then no draft does.
+                told = (untold, plan) if features is None or self.request.head is not None else (untold, plan, features)
                 self._attempt(lambda: self.session.send_outcome(*told))
-            if self.counts_ngrams:
-                self._look_up_ngrams(outcome, plan)
+                for proposer in self.proposers.fallbacks.values():
+                    proposer.take_in(untold, plan, features)
+            if self.proposers.counts_ngrams:
+                self.proposers.compare(self.rounds)
         if self.ranks.size == 1:
             return outcome
         payload = [*outcome.accepted, *outcome.bonus] if self.decides else None
         message = self.ranks.share(Message(Kind.OUTCOME, payload=payload) if self.decides else None)
         numbers, rows = wire.integers(message.payload, 2), len(self.request.prompts)
         return Outcome(numbers[:rows], numbers[rows:])
-
-    def _look_up_ngrams(self, outcome: Outcome, plan: Plan) -> None:
-        """Counts the tokens that the last n-grams gave or would have given, and looks up the next n-grams if due."""
-        if self.ngrams is None:
-            self.ngrams = Ngrams([prompt.tolist() for prompt in self.request.prompts])
-        matched = self.ngrams.matched
-        gave = self.ngrams.take_in(outcome.new_tokens(self.verified))
-        self.counted, self.lookup = (gave, matched) if max(gave) >= 0 else ([], []), plan.lookup
-        if plan.lookup or self.rounds < FIRST_COMPARED or self.rounds % ROUNDS_PER_COMPARISON == 0:
-            self.ngrams.propose([k == FINISHED for k in outcome.accepted], alone=True)
 
     def _untold(self, features: Features, outcome: Outcome) -> torch.Tensor:
         """Returns the features `(tokens, width)` that the session does not have, row after row."""
@@ -226,16 +212,18 @@ class FaultTolerantDraft:
             self._join(sequences)
             if self.is_asked and self.session is not None:
                 speculation = self._attempt(lambda: self.session.receive_speculation())
-            if speculation is None and self.lookup:
-                ngrams = [ngram[: self.lookup] for ngram in self.ngrams.proposed]
-                speculation = speculation_of(ngrams, PLAIN, self.lookup)
-            elif speculation is None:
-                speculation = Speculation.empty(len(self.request.prompts))
+            if speculation is None:
+                speculation = self.proposers.without_draft()
+            else:
+                speculation, is_to_be_told = self.proposers.after_answer(speculation)
+                told = speculation.tokens, speculation.record.sources
+                if is_to_be_told:
+                    self._attempt(lambda: self.session.send_proposals(*told))
             self.verified = speculation.tokens
         if self.ranks.size > 1:
             speculation = self._shared(speculation)
         record = speculation.record
-        record.ngram_tokens, record.ngram_matched = self.counted
+        record.ngram_tokens, record.ngram_matched = self.proposers.counted
         self.cores.divide(record.mode == AHEAD or self._worker_starts)
         return speculation
 
@@ -249,17 +237,22 @@ class FaultTolerantDraft:
 
     def receive_probabilities(self) -> torch.FloatTensor | None:
         """
-        Returns the distributions that the tokens were drawn from, or `None` if they are lost. Called only where
-        outcomes are decided. If there are several ranks, an error ends the call on all of them together, with the next
-        outcome.
+        Returns the distributions that the tokens were drawn from, or `None` if those of the draft are lost. Called only
+        where outcomes are decided. If there are several ranks, an error ends the call on all of them together, with the
+        next outcome.
         """
-        try:
-            return self._attempt(lambda: self.session.receive_probabilities()) if self.session is not None else None
-        except DraftError as error:
-            if self.ranks.size == 1:
-                raise
-            self.is_over = error
-            return None
+        q = None
+        if any(self.proposers.drafted):
+            try:
+                if self.session is not None:
+                    q = self._attempt(lambda: self.session.receive_probabilities())
+            except DraftError as error:
+                if self.ranks.size == 1:
+                    raise
+                self.is_over = error
+            if q is None:
+                return None
+        return self.proposers.distributions(self.verified, q, self.device)
 
     def finish(self, device: torch.device, sampled: bool) -> None:
         """Gives all ranks the leader's `failure` and `joined_at` and, if tokens were sampled, its random state."""

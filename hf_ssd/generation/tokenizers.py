@@ -10,13 +10,12 @@ from transformers.utils import logging
 
 from ..distributed.passed_drafts import info_of
 from ..distributed.sessions import DraftError
-from ..drafting.vocabulary import Translation
+from ..drafting.vocabulary import MOST_PADDING, Translation
 from ..gguf_files import gguf_place
 from .spelling import Encoder, spelled_tokens
 
 logger = logging.get_logger(__name__)
 
-MOST_PADDING = 128  # largest difference of vocabulary sizes that passes if there are no tokenizers to compare
 SHOWN = 5  # differing ids that a message names
 LEAST_COVERAGE = 0.5  # share of the prompts' tokens that the draft must have
 

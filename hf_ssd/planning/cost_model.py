@@ -72,20 +72,20 @@ class CostModel:
         compared, tested = self.experience.rates.alone.matches.weight, ngrams.acceptance.places[0].weight
         return compared >= ROWS_COMPARED and tested > 0 and ngrams.matches.value > RARE
 
-    def _share(self, ngrams: NgramRates, lookup: int) -> tuple[float, float]:
-        """Returns the share of rows that verify an n-gram of up to `lookup` tokens, and the tokens that they gain."""
-        rates = ngrams.acceptance.rates(lookup, self.kind.config.acceptance_rate)
-        return ngrams.matches.value if lookup else 0.0, theory.expected_tokens_by_lookahead(rates)[-1]
+    def _share(self, of_ngrams: NgramRates, ngrams: int) -> tuple[float, float]:
+        """Returns the share of rows that verify an n-gram of up to `ngrams` tokens, and the tokens that they gain."""
+        rates = of_ngrams.acceptance.rates(ngrams, self.kind.config.acceptance_rate)
+        return of_ngrams.matches.value if ngrams else 0.0, theory.expected_tokens_by_lookahead(rates)[-1]
 
     def seconds_to_verify(self, mode: str, lookahead: int) -> float:
         tokens, lines = self.live * (lookahead + 1), self.durations.verification
         known = [lines[mode]] if lines[mode].count else [line for line in lines.values() if line.count]
         return max(1e-6, min(line(tokens) for line in known)) if known else math.nan
 
-    def _seconds_to_verify_some(self, mode: str, lookahead: int, lookup: int, share: float) -> float:
-        """Returns the seconds of a verification if this share of the rows has an n-gram of `lookup` tokens."""
+    def _seconds_to_verify_some(self, mode: str, lookahead: int, ngrams: int, share: float) -> float:
+        """Returns the seconds of a verification if this share of the rows has an n-gram of `ngrams` tokens."""
         none = (1 - share) ** self.live
-        wide = self.seconds_to_verify(mode, max(lookahead, lookup))
+        wide = self.seconds_to_verify(mode, max(lookahead, ngrams))
         return none * self.seconds_to_verify(mode, lookahead) + (1 - none) * wide
 
     def seconds_to_draft(self, mode: str, lookahead: int) -> float:
@@ -114,18 +114,18 @@ class CostModel:
         alone, beside = self.durations.verification[IN_TURN], self.durations.verification[AHEAD]
         return beside(alone.units.value) / alone.seconds.value if min(alone.count, beside.count) >= 2 else 1.0
 
-    def plain(self, lookup: int = 0) -> float:
+    def plain(self, ngrams: int = 0) -> float:
         """Returns tokens per second of plain decoding, or of verifying n-grams in the rows that have one."""
-        share, ngram = self._share(self.rates.alone, lookup)
-        return self._speed(1 + share * (ngram - 1), self._seconds_to_verify_some(PLAIN, 0, lookup, share), 0.0)
+        share, ngram = self._share(self.rates.alone, ngrams)
+        return self._speed(1 + share * (ngram - 1), self._seconds_to_verify_some(PLAIN, 0, ngrams, share), 0.0)
 
-    def in_turn(self, lookahead: int, lookup: int = 0) -> float:
+    def in_turn(self, lookahead: int, ngrams: int = 0) -> float:
         """Returns tokens per second of drafting so many tokens after each outcome, in the rows without an n-gram."""
-        share, ngram = self._share(self.rates.beside, lookup)
+        share, ngram = self._share(self.rates.beside, ngrams)
         tokens = share * ngram + (1 - share) * self.tokens(lookahead)[-1]
         drafting = (1 - share**self.live) * self.seconds_to_draft(IN_TURN, lookahead)
         drafting += self.durations.unexplained[IN_TURN](0)
-        return self._speed(tokens, self._seconds_to_verify_some(IN_TURN, lookahead, lookup, share), drafting)
+        return self._speed(tokens, self._seconds_to_verify_some(IN_TURN, lookahead, ngrams, share), drafting)
 
     def _speed(self, tokens: float, verifying: float, drafting: float) -> float:
         """Returns tokens per second of all rows, from the tokens of a row and the seconds of the parts of a round."""
@@ -144,28 +144,29 @@ class CostModel:
                  for k, n in enumerate(self.tokens(lookahead))]  # fmt: skip
         return max(range(lookahead + 1), key=lambda k: self._speed(*parts[k]))
 
-    def ahead(self, lookahead: int, budgets, lookups=(0,)) -> dict[tuple, float]:
+    def ahead(self, lookahead: int, budgets, counts=(0,)) -> dict[tuple, float]:
         """
-        Returns tokens per second of drafting ahead by mode, budget and lookup. A budget, except the first, is left out
-        if its last pass could not begin before the outcome comes, because its branches would stay shorter.
+        Returns tokens per second of drafting ahead by mode, budget and most tokens of an n-gram. A budget, except the
+        first, is left out if its last pass could not begin before the outcome comes, because its branches would stay
+        shorter.
         """
         tokens, verify = self.tokens(lookahead), self.seconds_to_verify(AHEAD, lookahead)
         missed, unit = self.best_after_miss(lookahead), self.seconds_to_verify(AHEAD, 0)  # of time in Corollary 16
         rounds, speeds = {}, {}
-        for lookup in lookups:
-            share, ngram = self._share(self.rates.beside, lookup)
+        for count in counts:
+            share, ngram = self._share(self.rates.beside, count)
             gains = [share * ngram + (1 - share) * tokens[k] for k in (lookahead, missed)]
-            hit, miss = (self._seconds_to_verify_some(AHEAD, k, lookup, share) for k in (lookahead, missed))
-            rounds[lookup] = share, gains, hit, miss + self.seconds_to_draft(AHEAD, missed)
+            hit, miss = (self._seconds_to_verify_some(AHEAD, k, count, share) for k in (lookahead, missed))
+            rounds[count] = share, gains, hit, miss + self.seconds_to_draft(AHEAD, missed)
         for budget, hit_rate in zip(budgets, self.hit_rate(lookahead, budgets)):
             late = max(0.0, self.seconds_to_prepare(lookahead, budget) - verify)
             if speeds and late > self.seconds_of_a_pass(lookahead, budget):
                 continue
             late += self.durations.unexplained[AHEAD](budget)
-            for lookup, (share, gains, hit, miss) in rounds.items():
+            for count, (share, gains, hit, miss) in rounds.items():
                 # A single row that misses, and has no n-gram, makes all rows wait and cuts their speculations.
                 all_hit = min(1.0, (share + (1 - share) * hit_rate) ** self.live)
                 backup = max(0.0, (miss + late) / unit - 1)
                 speedup = theory.ssd_speedup(all_hit, *gains, primary_time=(hit + late) / unit, backup_time=backup)
-                speeds[AHEAD, budget, lookup] = self.live * speedup / unit
+                speeds[AHEAD, budget, count] = self.live * speedup / unit
         return speeds

@@ -6,7 +6,7 @@ import numpy as np
 
 from ..config import SSDConfig
 from ..drafting.cache_shapes import CANDIDATES, shape_for
-from ..rounds import FALLBACKS, RoundRecord
+from ..rounds import BY_TARGET, RoundRecord
 
 RELATIVE_SLOPE = 0.02  # guess while all observations have the same size: cost of a token over the fixed part
 LARGEST_SURPRISE = 3.0  # times the expected duration, at which a longer duration is cut: the machine had a hiccup
@@ -128,7 +128,7 @@ class HitRates:
 
     def observe(self, before: RoundRecord, now: RoundRecord, acceptance) -> None:
         """Learns from the rows of a round whose outcomes were drafted ones; `acceptance` gives rates by lookahead."""
-        drafted = [row for row in before.live if before.sources[row] not in FALLBACKS]
+        drafted = [row for row in before.live if before.sources[row] not in BY_TARGET]
         for row in drafted:
             is_rejection = before.accepted[row] < before.proposed(row)
             self.ranks[is_rejection].observe(np.arange(CANDIDATES) == now.ranks[row])

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from ..config import SSDConfig
 from ..drafting.ngrams import LEAST_MATCHED
-from ..rounds import AHEAD, FALLBACKS, IN_TURN, PLAIN, RoundRecord
+from ..rounds import AHEAD, BY_TARGET, IN_TURN, PLAIN, RoundRecord
 from .estimates import Acceptance, Average, HitRates, Line, NgramRates
 from .prober import Prober
 
@@ -120,7 +120,7 @@ class Rates:
     def observe(self, before: RoundRecord, now: RoundRecord) -> None:
         """Learns from the tokens of a round. N-grams are counted, verified or not, in the round after theirs."""
         for row in now.live:
-            if now.sources[row] not in FALLBACKS:
+            if now.sources[row] not in BY_TARGET:
                 self.drafted.observe(now.accepted[row], now.proposed(row))
         for row in before.live if now.ngram_tokens else ():
             gained, given = before.accepted[row] + 1, now.ngram_tokens[row]

@@ -1,13 +1,14 @@
 """A plan that the settings give, for calls in which nothing is measured and nothing is chosen."""
 
 from ..config import SSDConfig
-from ..rounds import AHEAD, IN_TURN, MTP, PRIMARY, Plan, RoundRecord
+from ..rounds import AHEAD, CUSTOM, IN_TURN, PRIMARY, Plan, RoundRecord
 
 
 def fallback_of(config: SSDConfig) -> str:
-    """Returns the source of a row's speculation after a miss, as the draft knows it."""
-    is_named = isinstance(config.fallback, str) and config.fallback not in ("auto", MTP)
-    return config.fallback if is_named else PRIMARY
+    """Returns the source of a row's speculation after a miss."""
+    if not isinstance(config.fallback, str):
+        return CUSTOM
+    return PRIMARY if config.fallback == "auto" else config.fallback
 
 
 class FixedPlan:

@@ -16,7 +16,7 @@ from ..rounds import AHEAD, IN_TURN, PLAIN, Plan, RoundRecord
 from .cost_model import BUDGETS, LOOKAHEADS, CostModel
 from .experience import CallKind, PairKnowledge
 from .fixed_plan import fallback_of
-from .lookup_costs import LookupCosts
+from .ngram_costs import NgramCosts
 from .reasons import reason_for
 
 logger = logging.get_logger(__name__)
@@ -38,14 +38,14 @@ class Planner:
     def __init__(self, kind: CallKind, pair: PairKnowledge | None = None):
         pair = PairKnowledge() if pair is None else pair
         self.config, self.lock = kind.config, pair.lock
-        costs = LookupCosts if kind.config.drafter == "ngram" else CostModel
+        costs = NgramCosts if kind.config.drafter == "ngram" else CostModel
         self.costs = costs(kind, pair)
         self.durations, self.experience = self.costs.durations, self.costs.experience
         self.chooses_lookahead, chooses_budget = kind.config.lookahead == "auto", kind.config.budget == "auto"
         self.may_take_turns = not kind.config.asynchronous or (self.chooses_lookahead and chooses_budget)
-        may_look_up = self.chooses_lookahead and kind.config.drafter != "ngram" and kind.config.fallback == "auto"
-        self.may_look_up, self.may_compete = may_look_up, may_look_up and kind.workers == 1
-        self.lookups: dict[tuple, int] = {}  # most tokens of an n-gram, by mode, lookahead and budget; 0 if not there
+        may_use_ngrams = self.chooses_lookahead and kind.config.drafter != "ngram" and kind.config.fallback == "auto"
+        self.may_use_ngrams, self.may_compete = may_use_ngrams, may_use_ngrams and kind.workers == 1
+        self.ngrams: dict[tuple, int] = {}  # most tokens of an n-gram, by mode, lookahead and budget; 0 if not there
         self.plain_gain = 1.0  # of n-grams without a draft, expected when the plan was last chosen
         self.due, self.live, self.has_warned = 0, kind.rows, False
         self.reasons: dict[str, str] = {}  # by mode, why it was last chosen
@@ -124,44 +124,44 @@ class Planner:
         Returns the expected tokens per second of all plans, by mode, lookahead and budget, each with the n-grams that
         are best for it. Plain decoding drafts nothing, and looks up n-grams alone where they pay.
         """
-        config, costs, speeds, self.lookups = self.config, self.costs, {}, {}
+        config, costs, speeds, self.ngrams = self.config, self.costs, {}, {}
         if self.chooses_lookahead and costs.knows(PLAIN):
-            self.plain_gain, self.lookups[PLAIN, 0, 0] = self._plain_gain()
+            self.plain_gain, self.ngrams[PLAIN, 0, 0] = self._plain_gain()
             speeds[PLAIN, 0, 0] = self.plain_gain * costs.plain()
         takes_turns = self.may_take_turns and costs.knows(IN_TURN)
-        lookups = (0, LONGEST_NGRAM) if self.may_compete and costs.repeats(costs.rates.beside) else (0,)
+        counts = (0, LONGEST_NGRAM) if self.may_compete and costs.repeats(costs.rates.beside) else (0,)
         for lookahead in LOOKAHEADS if self.chooses_lookahead else (config.lookahead,):
-            found = {(IN_TURN, 0, lookup): costs.in_turn(lookahead, lookup) for lookup in lookups if takes_turns}
+            found = {(IN_TURN, 0, count): costs.in_turn(lookahead, count) for count in counts if takes_turns}
             if config.asynchronous and (costs.knows(AHEAD) or takes_turns):
                 most = min(costs.largest_budget(lookahead), BUDGETS[-1] if costs.knows(AHEAD) else FIRST[1])
                 budgets = [b for b in BUDGETS if b <= most] if config.budget == "auto" else [config.budget]
-                found |= costs.ahead(lookahead, budgets, lookups)
-            for (mode, budget, lookup), speed in found.items():
+                found |= costs.ahead(lookahead, budgets, counts)
+            for (mode, budget, count), speed in found.items():
                 plan = mode, lookahead, budget
-                if not lookup or speed > WORTH_NGRAMS * speeds[plan]:
-                    speeds[plan], self.lookups[plan] = speed, lookup
+                if not count or speed > WORTH_NGRAMS * speeds[plan]:
+                    speeds[plan], self.ngrams[plan] = speed, count
         return speeds
 
     def _plain_gain(self) -> tuple[float, int]:
         """Returns the expected gain by n-grams over plain decoding, and their most tokens; 1 and 0 for none."""
-        if self.may_look_up and self.costs.repeats(self.costs.rates.alone):
+        if self.may_use_ngrams and self.costs.repeats(self.costs.rates.alone):
             gain = self.costs.plain(LONGEST_NGRAM) / self.costs.plain()
             if gain > WORTH_NGRAMS:
                 return gain, LONGEST_NGRAM
         return 1.0, 0
 
     def _plan_of(self, mode: str, lookahead: int, budget: int) -> Plan:
-        lookup = self.lookups.get((mode, lookahead, budget), 0)
+        ngrams = self.ngrams.get((mode, lookahead, budget), 0)
         if mode == PLAIN:
-            return Plan(PLAIN, lookup=lookup)
+            return Plan(PLAIN, ngrams=ngrams)
         is_known = mode == AHEAD and self.costs.knows(AHEAD)
         after_miss = self.costs.best_after_miss(lookahead) if is_known else lookahead
-        return Plan(mode, lookahead, after_miss, budget, fallback_of(self.config), self.config.saguaro_c, lookup)
+        return Plan(mode, lookahead, after_miss, budget, fallback_of(self.config), self.config.saguaro_c, ngrams)
 
     def _explain(self, speeds: dict, prefix: str) -> None:
         """Notes why the plan was chosen, and warns if the draft slows the target down."""
         before, chosen, contention = self.reason, self.experience.chosen, self.costs.contention
-        self.reason = prefix + reason_for(chosen, speeds, self.costs, self.lookups.get(chosen, 0))
+        self.reason = prefix + reason_for(chosen, speeds, self.costs, self.ngrams.get(chosen, 0))
         self.reasons[chosen[0]] = self.reason
         if self.reason != before:
             logger.info(f"round {self.experience.rounds}: {self.reason}")

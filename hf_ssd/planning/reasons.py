@@ -4,14 +4,16 @@ from ..rounds import AHEAD, IN_TURN, PLAIN
 from .cost_model import CostModel
 
 
-def reason_for(chosen: tuple[str, int, int], speeds: dict[tuple, float], costs: CostModel, lookup: int = 0) -> str:
-    """Returns why a plan (mode, lookahead, budget) with n-grams of up to `lookup` tokens is the best of all speeds."""
+def reason_for(chosen: tuple[str, int, int], speeds: dict[tuple, float], costs: CostModel, ngrams: int = 0) -> str:
+    """Returns why a plan (mode, lookahead, budget) with n-grams of up to `ngrams` tokens is the best of all speeds."""
     mode, lookahead, budget = chosen
     rates = costs.rates.alone if mode == PLAIN else costs.rates.beside
-    ngrams = f"n-grams of up to {lookup} tokens where the text repeats itself ({rates.matches.value:.2f} of the rounds)"
-    if mode == PLAIN and lookup:
-        return f"not drafting, but {ngrams}"
-    also = f", and {ngrams}" if lookup else ""
+    by_ngrams = (
+        f"n-grams of up to {ngrams} tokens where the text repeats itself ({rates.matches.value:.2f} of the rounds)"
+    )
+    if mode == PLAIN and ngrams:
+        return f"not drafting, but {by_ngrams}"
+    also = f", and {by_ngrams}" if ngrams else ""
     if mode == AHEAD:
         verify, prepare = costs.seconds_to_verify(AHEAD, lookahead), costs.seconds_to_prepare(lookahead, budget)
         reason = (

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 import hf_ssd
-from hf_ssd.drafting import ngrams, speculator
 from hf_ssd.drafting.drafter import Completion
-from hf_ssd.drafting.prompt_lookup import PromptLookup
+from hf_ssd.drafting.ngrams import NgramIndex
 from hf_ssd.generation import loop, verification
+from hf_ssd.generation.proposers import base, ngrams
+from hf_ssd.generation.proposers.proposers import Proposers
 from hf_ssd.planning.cost_model import CostModel
 from hf_ssd.planning.fixed_plan import FixedPlan
 from hf_ssd.rounds import IN_TURN, NGRAM, NOTHING, PLAIN, PREPARED, PRIMARY, Plan
@@ -28,7 +29,7 @@ def competing(monkeypatch):
 
     def with_ngrams(self, *arguments, **options):
         init(self, *arguments, **options)
-        self.plan = dataclasses.replace(self.plan, lookup=9)
+        self.plan = dataclasses.replace(self.plan, ngrams=9)
 
     monkeypatch.setattr(FixedPlan, "__init__", with_ngrams)
 
@@ -83,7 +84,7 @@ def test_greedy_tokens_are_those_of_plain_generate(pair, competing, name):
     for one, others in ((output, [PRIMARY]), (ahead, [PRIMARY, PREPARED])):
         assert torch.equal(one.sequences, plain)
         check_competed(one.ssd_stats, others)
-        assert {record.lookup for record in one.ssd_stats.records} == {9}
+        assert {record.ngrams for record in one.ssd_stats.records} == {9}
     assert ahead.ssd_stats.column("accepted") == output.ssd_stats.column("accepted") and sum(hits)
     records = ahead.ssd_stats.records
     behind = [now.sources[row] for before, now in zip(records, records[1:]) for row in now.live
@@ -109,8 +110,8 @@ def test_a_worker_gives_the_tokens_of_drafting_in_turn(target, draft, assistant,
 def test_a_match_one_position_off_is_noticed(pair, competing, monkeypatch):
     """The mutant for the tests of equality: such tokens are hardly ever accepted, and the text is the same."""
     right, plain = call(*pair, asynchronous=False, new_tokens=80)
-    propose = PromptLookup.propose
-    monkeypatch.setattr(PromptLookup, "propose", lambda self, count, least: propose(self, count + 1, least)[1:])
+    propose = NgramIndex.propose
+    monkeypatch.setattr(NgramIndex, "propose", lambda self, count: propose(self, count + 1)[1:])
     wrong, _ = call(*pair, asynchronous=False, new_tokens=80)
     assert torch.equal(wrong.sequences, right.sequences) and torch.equal(right.sequences, plain)
     means = [sum(k) / len(k) for k in (accepted_of(one.ssd_stats, NGRAM) for one in (right, wrong))]
@@ -132,7 +133,7 @@ def test_a_planned_call_lets_ngrams_compete_where_the_text_repeats_itself(pair, 
     stats = output.ssd_stats
     assert torch.equal(output.sequences, plain) and "n-grams of up to" in stats.reason
     assert sum(accepted_of(stats, NGRAM)) > 40 and stats.column("mode").count(IN_TURN) > 0.8 * stats.rounds
-    assert {record.lookup for record in stats.records} >= {0, 16}  # first it is seen that they would be right
+    assert {record.ngrams for record in stats.records} >= {0, 16}  # first it is seen that they would be right
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -147,8 +148,8 @@ def test_a_planned_call_with_a_draft_that_does_not_pay_verifies_ngrams_alone(
     output, plain = call(target, draft, asynchronous=asynchronous, lookahead="auto", budget="auto", new_tokens=200)
     stats = output.ssd_stats
     assert torch.equal(output.sequences, plain) and stats.reason.startswith("not drafting, but n-grams of up to 16")
-    alone = [record for record in stats.records if record.mode == PLAIN and record.lookup]
-    assert len(alone) > 0.6 * stats.rounds and {record.lookup for record in alone} == {16}
+    alone = [record for record in stats.records if record.mode == PLAIN and record.ngrams]
+    assert len(alone) > 0.6 * stats.rounds and {record.ngrams for record in alone} == {16}
     assert {source for record in alone for source in record.sources} == {NGRAM, NOTHING}
     given = [record for record in stats.records if any(n > 0 for n in record.ngram_tokens)]
     assert min(m for r in given for m, n in zip(r.ngram_matched, r.ngram_tokens) if n > 0) < ngrams.LEAST_MATCHED
@@ -175,16 +176,16 @@ def some_pairs(monkeypatch, competing):
 
 def sampled(small, calls=10, **settings):
     """The p-value, and how many rows verified n-grams and drafted tokens."""
-    counted, complete = {}, speculator.Speculator.complete
+    counted, after_answer = {}, Proposers.after_answer
 
-    def counts(self, *arguments):
-        found = complete(self, *arguments)
+    def counts(self, answer):
+        found, _ = result = after_answer(self, answer)
         for source in found.record.sources:
             counted[source] = counted.get(source, 0) + 1
-        return found
+        return result
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(speculator.Speculator, "complete", counts)
+        patch.setattr(Proposers, "after_answer", counts)
         value = p_value(*small, calls=calls, prompt=SOME_PAIRS, **settings)
     assert counted[NGRAM] > 0.1 * sum(counted.values()) and counted[PRIMARY] > 0.1 * sum(counted.values())
     return value
@@ -203,12 +204,18 @@ def test_three_token_strings_have_the_targets_distribution_ahead_of_time(small, 
 
 
 def uniform_instead_of_certain(monkeypatch):
-    monkeypatch.setattr(speculator, "point_masses", lambda tokens, size: torch.full((*tokens.shape, size), 1 / size))
+    monkeypatch.setattr(base, "point_masses", lambda tokens, size: torch.full((*tokens.shape, size), 1 / size))
 
 
 def the_drafts_q(monkeypatch):
     """The q of the tokens that the draft would have drawn in the places of an n-gram."""
-    add = Completion.add
+    add, distributions = Completion.add, Proposers.distributions
+
+    def of_all_rows(self, tokens, q, device):
+        self.drafted = [len(tokens[0])] * len(tokens) if q is not None else self.drafted
+        return distributions(self, tokens, q, device)
+
+    monkeypatch.setattr(Proposers, "distributions", of_all_rows)
 
     def of_the_draft(self, depth, *drawn):
         ahead, self.ahead = self.ahead, None
@@ -228,7 +235,7 @@ def test_an_ngram_that_does_not_count_as_certain_is_noticed(small, some_pairs, m
 class Alone:
     """A planner with which n-grams of the text are verified, and nothing is drafted."""
 
-    expects_draft, plan = False, Plan(PLAIN, lookup=7)
+    expects_draft, plan = False, Plan(PLAIN, ngrams=7)
 
     def begin_call(self):
         pass

@@ -7,9 +7,9 @@ from transformers.generation.streamers import BaseStreamer
 
 import hf_ssd
 from hf_ssd.cache.cache_name import CACHE
-from hf_ssd.distributed.lookup_session import LookupSession
-from hf_ssd.drafting.prompt_lookup import PromptLookup
-from hf_ssd.planning.lookup_costs import LookupCosts
+from hf_ssd.drafting.ngrams import NgramIndex
+from hf_ssd.generation.draft import FaultTolerantDraft
+from hf_ssd.planning.ngram_costs import NgramCosts
 from hf_ssd.rounds import IN_TURN, NGRAM, NOTHING, PLAIN
 
 from ..helpers.families import sharp_model, tiny_config
@@ -139,7 +139,7 @@ def test_a_cache_goes_on_where_the_last_call_ended(repeating):
 
 
 def test_a_planned_call_proposes_longer_where_the_text_repeats_itself(repeating, monkeypatch):
-    monkeypatch.setattr(LookupCosts, "seconds_to_verify", lambda *_: 1.0)  # a wider pass costs no more
+    monkeypatch.setattr(NgramCosts, "seconds_to_verify", lambda *_: 1.0)  # a wider pass costs no more
     plain = repeating.generate(**prompts(4), max_new_tokens=60, do_sample=False)
     output = look_up(repeating, 4, new_tokens=60)
     stats = output.ssd_stats
@@ -149,7 +149,7 @@ def test_a_planned_call_proposes_longer_where_the_text_repeats_itself(repeating,
 
 
 def test_a_planned_call_decodes_plainly_where_matches_do_not_pay(repeating, monkeypatch):
-    monkeypatch.setattr(LookupCosts, "seconds_to_verify", lambda costs, mode, lookahead: 1.0 + 5 * lookahead)
+    monkeypatch.setattr(NgramCosts, "seconds_to_verify", lambda costs, mode, lookahead: 1.0 + 5 * lookahead)
     plain = repeating.generate(**prompts(1), max_new_tokens=60, do_sample=False)
     output = repeating.generate(
         **prompts(1),
@@ -177,23 +177,23 @@ def test_three_token_strings_have_the_targets_distribution(small):
 def test_a_proposal_that_does_not_count_as_certain_is_noticed(small, monkeypatch):
     """The mutant for the test above: q is uniform instead of the point mass."""
     target, _ = small
-    receive = LookupSession.receive_speculation
+    receive = FaultTolerantDraft.receive_speculation
 
-    def uncertain(self):
-        speculation = receive(self)
+    def uncertain(self, sequences):
+        speculation = receive(self, sequences)
         speculation.are_certain, self.shape = False, (len(speculation.tokens), speculation.width, SMALL)
         return speculation
 
-    monkeypatch.setattr(LookupSession, "receive_speculation", uncertain)
-    monkeypatch.setattr(LookupSession, "receive_probabilities", lambda self: torch.full(self.shape, 1 / SMALL))
+    monkeypatch.setattr(FaultTolerantDraft, "receive_speculation", uncertain)
+    monkeypatch.setattr(FaultTolerantDraft, "receive_probabilities", lambda self: torch.full(self.shape, 1 / SMALL))
     assert p_value(target, None, **LOOKUP, seed=2) < 1e-6
 
 
 def test_a_match_one_position_off_is_noticed(repeating, monkeypatch):
     """The mutant for the tests of equality: such tokens are hardly ever accepted, and the answer is the same."""
     right = look_up(repeating, lookahead=5, new_tokens=80)
-    propose = PromptLookup.propose
-    monkeypatch.setattr(PromptLookup, "propose", lambda self, count, least: propose(self, count + 1, least)[1:])
+    propose = NgramIndex.propose
+    monkeypatch.setattr(NgramIndex, "propose", lambda self, count: propose(self, count + 1)[1:])
     wrong = look_up(repeating, lookahead=5, new_tokens=80)
     assert torch.equal(wrong.sequences, right.sequences)
     assert wrong.ssd_stats.acceptance_rate < 0.7 * right.ssd_stats.acceptance_rate
@@ -245,8 +245,8 @@ def test_hf_ssd_generate_looks_up_without_an_assistant_model():
 
 
 def test_advice_for_a_text_that_hardly_repeats_itself_names_a_draft_model(repeating, monkeypatch):
-    propose = PromptLookup.propose
-    monkeypatch.setattr(PromptLookup, "propose", lambda *request: [(t + 1) % FEW for t in propose(*request)])
+    propose = NgramIndex.propose
+    monkeypatch.setattr(NgramIndex, "propose", lambda *request: [(t + 1) % FEW for t in propose(*request)])
     output = repeating.generate(
         **prompts(1),
         max_new_tokens=80,

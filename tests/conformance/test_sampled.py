@@ -8,10 +8,12 @@ import torch
 import hf_ssd
 from hf_ssd.cache.recurrent import RecurrentLayer
 from hf_ssd.cache.trial import check_supported
-from hf_ssd.drafting import fallbacks, ngrams, sampling
+from hf_ssd.drafting import sampling
 from hf_ssd.drafting.autoregressive_drafter import AutoregressiveDrafter
 from hf_ssd.drafting.sampling import DraftSampler
 from hf_ssd.generation import deciding, verification
+from hf_ssd.generation.proposers import ngrams
+from hf_ssd.generation.proposers.random_tokens import RandomFallback
 from hf_ssd.planning.cost_model import CostModel
 from hf_ssd.rounds import AHEAD, Plan
 
@@ -192,7 +194,7 @@ class Whims:
             self.random.randrange(9),
             self.random.choice([0, 7]),
         )
-        return Plan(AHEAD, lookahead, after_miss, budget, fallback, c, lookup=lookup)
+        return Plan(AHEAD, lookahead, after_miss, budget, fallback, c, ngrams=lookup)
 
     def outcome_arrived(self):
         return self.random.random() < 0.2
@@ -250,7 +252,7 @@ def plain_q_with_saguaro_tokens(monkeypatch):
 
 
 def drafts_q_with_random_tokens(monkeypatch):
-    propose = fallbacks.RandomFallback.propose
+    propose = RandomFallback.propose
 
     def claims(self, *request):
         proposal = propose(self, *request)
@@ -258,7 +260,7 @@ def drafts_q_with_random_tokens(monkeypatch):
         proposal.probabilities = favourite.expand_as(proposal.probabilities)
         return proposal
 
-    monkeypatch.setattr(fallbacks.RandomFallback, "propose", claims)
+    monkeypatch.setattr(RandomFallback, "propose", claims)
 
 
 MUTANTS = {

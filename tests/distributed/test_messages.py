@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 import torch
 from hypothesis import given
@@ -86,14 +88,15 @@ def test_prompts_and_outcomes_round_trip():
     prompts = [torch.tensor([3, 1]), torch.tensor([4]), torch.tensor([1, 5, 9])]
     unpacked = payloads.read_prompts(payloads.write_prompts(prompts))
     assert [p.tolist() for p in unpacked] == [p.tolist() for p in prompts]
-    plan = Plan(AHEAD, 5, 2, 12, NGRAM, 0.3, lookup=16)
-    for later in (None, [[7, 8, 9], []], [[], []]):
-        outcome = Outcome([2, FINISHED], [5, 6], later)
+    plan = Plan(AHEAD, 5, 2, 12, NGRAM, 0.3, ngrams=16)
+    for later, proposed in itertools.product((None, [[7, 8, 9], []], [[], []]), (None, [[4, 4], []])):
+        outcome = Outcome([2, FINISHED], [5, 6], later, proposed)
         payload = wire.write_outcome(outcome, plan)
         told, told_plan = wire.read_outcome(payload, 2)
         assert told_plan == plan and told.later == later
         assert told == outcome
-        assert len(payload) == 7 + 4 + (0 if later is None else 2 + sum(map(len, later)))
+        count = 0 if later is None else 2 + sum(map(len, later))
+        assert len(payload) == 7 + 6 + (0 if proposed is None else 2) + count
 
 
 def test_later_rounds_are_told_as_tokens_and_of_a_finished_row_nothing_is_told():
@@ -110,7 +113,7 @@ def test_later_rounds_are_told_as_tokens_and_of_a_finished_row_nothing_is_told()
 
 def test_speculations_round_trip_with_the_drafts_part_of_the_record():
     record = RoundRecord(
-        AHEAD, 3, 9, ["prepared", "ngram"], [2, -1], [3, 1], lookup=16, passes=3, steps=1, choose_seconds=0.25,
+        AHEAD, 3, 9, ["prepared", "ngram"], [2, -1], [3, 1], ngrams=16, passes=3, steps=1, choose_seconds=0.25,
         grow_seconds=0.125, answer_seconds=0.5, prepared_at=7.5, answered_at=8.25,
     )  # fmt: skip
     speculation = Speculation([[1, 2, 3], [4]], None, record)
@@ -130,14 +133,16 @@ def test_speculations_round_trip_with_the_drafts_part_of_the_record():
         (3, -1, "-1 cannot be the budget of a plan"),
         (4, 9, "9 cannot be the fallback of a plan"),
         (5, 2**62, "cannot be the saguaro_c of a plan"),  # C = 2.0, as the bits of a double
-        (6, 65, "65 cannot be the lookup of a plan"),
+        (6, 65, "65 cannot be the ngrams of a plan"),
         (7, 65, "more tokens than a speculation has"),
         (8, -2, "more tokens than a speculation has"),
         (9, -1, "are not tokens"),
-        (11, 3, "are not the tokens that 2 rows gained"),  # more or fewer than there are
-        (11, -1, "are not the tokens that 2 rows gained"),
-        (12, 1, "are not the tokens that 2 rows gained"),  # of a finished row
-        (13, -1, "are not tokens"),
+        (11, 65, "cannot be .65, 0. tokens that the target proposes"),
+        (11, -1, "cannot be .-1, 0. tokens that the target proposes"),
+        (13, 3, "are not the tokens that 2 rows gained"),  # more or fewer than there are
+        (13, -1, "are not the tokens that 2 rows gained"),
+        (14, 1, "are not the tokens that 2 rows gained"),  # of a finished row
+        (15, -1, "are not tokens"),
     ],
 )
 def test_outcomes_that_cannot_be_are_refused(place, value, words):
@@ -149,13 +154,40 @@ def test_outcomes_that_cannot_be_are_refused(place, value, words):
         wire.read_outcome(payload, 2)
 
 
-@pytest.mark.parametrize("length", [0, 10, 12, 14, 16])
+@pytest.mark.parametrize("length", [0, 10, 12, 14, 16, 18])
 def test_outcomes_that_are_cut_off_or_too_long_are_refused(length):
     outcome = Outcome([0, 1], [5, 6], [[7, 8], []])
     payload = [*wire.write_outcome(outcome, Plan(AHEAD, 5, 2, 12)), 9]
-    assert len(payload) == 16 and wire.read_outcome(payload[:15], 2)[0].later == [[7, 8], []]
+    assert len(payload) == 18 and wire.read_outcome(payload[:17], 2)[0].later == [[7, 8], []]
     with pytest.raises(ProtocolError, match="integers"):
         wire.read_outcome(payload[:length], 2)
+
+
+def test_proposals_round_trip():
+    for width in (None, 0, 3):
+        proposals = [[4, 5], [], [6]], ["ngram", "custom", "prepared"], width
+        assert wire.read_proposals(wire.write_proposals(*proposals), 3) == proposals
+
+
+@pytest.mark.parametrize(
+    "place, value, words",
+    [
+        (0, 65, "cannot have 65 tokens"),
+        (0, -2, "cannot have -2 tokens"),
+        (1, -1, "from the sources"),
+        (2, 99, "from the sources"),
+        (3, 1, "of each row"),
+        (4, -1, "of each row"),
+        (5, -1, "are not tokens"),
+    ],
+)
+def test_proposals_that_cannot_be_are_refused(place, value, words):
+    payload = wire.write_proposals([[4, 5], []], ["ngram", "nothing"], None)
+    payload[place] = value
+    with pytest.raises(ProtocolError, match=words):
+        wire.read_proposals(payload, 2)
+    with pytest.raises(ProtocolError):
+        wire.read_proposals(payload[:4], 2)
 
 
 @pytest.mark.parametrize("payload", [[], [0], [2, 3], [1, 3, 5, 5], [1, 0], [2, 1, 1, 5]])

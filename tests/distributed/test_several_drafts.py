@@ -13,7 +13,6 @@ from transformers.utils import logging
 import hf_ssd
 from hf_ssd.distributed.sessions import SessionRequest, WorkerSession
 from hf_ssd.distributed.several_drafts import SeveralDrafts
-from hf_ssd.distributed.wire import Kind
 from hf_ssd.rounds import AHEAD, CUSTOM, Outcome, Plan
 
 from ..helpers.at_length import AtLength
@@ -142,8 +141,7 @@ def test_a_worker_completes_less_than_it_has_prepared(draft):
         assert len(found.tokens[0]) == 3 and found.record.hits[0]
         expected = [found.tokens[0][:2], [7, 8]]
         found.tokens = [found.tokens[0][:1], [7, 8]]
-        found.record.sources[1], found.record.lookahead = CUSTOM, 2
-        session.send_speculation(found, Kind.COMPLETE)
+        session.send_proposals(found.tokens, ["prepared", CUSTOM], 2)
         completed = session.receive_speculation()
         assert completed.tokens == expected  # the second token of the first row, drafted once more
         torch.testing.assert_close(session.receive_probabilities()[0, 1], q[0, 1], atol=1e-5, rtol=1e-4)

@@ -56,7 +56,7 @@ def reference(head, target, text, continuation):
     tokens, results = text[1:], []
     for token in [*continuation, None]:
         inputs = head.inputs(torch.tensor(tokens), states)[None]
-        output = head(inputs).logits[0]
+        output = head(inputs).last_hidden_state[0]
         results.append(head.logits(output[-1]).float().softmax(-1))
         tokens, states = [*tokens, token], torch.cat([states, output[-1:]])
     return torch.stack(results)
@@ -68,7 +68,7 @@ def new_speculator(pair):
     config = SSDConfig(lookahead=LOOKAHEAD, budget=8)
     drafter = drafter_for(pair[1], config, generation, prompts, seed=5)
     assert isinstance(drafter, Eagle3Drafter)
-    speculator = Speculator(drafter, config, shape_for(config), seed=5, limit=80)
+    speculator = Speculator(drafter, config, shape_for(config), limit=80)
     speculator.begin()
     return speculator
 
@@ -174,7 +174,7 @@ def test_after_a_hit_the_prefix_has_the_targets_features(pair):
 def check_loaded(target, head, folder):
     loaded, text = load_head(folder, target), torch.arange(2, 9)
     inputs = [one.inputs(text, one.fuse(expected_features(target, text)))[None] for one in (head, loaded)]
-    ours, theirs = (one.logits(one(given).logits) for one, given in zip((head, loaded), inputs))
+    ours, theirs = (one.logits(one(given).last_hidden_state) for one, given in zip((head, loaded), inputs))
     torch.testing.assert_close(ours, theirs, **EXACT)
     return loaded
 

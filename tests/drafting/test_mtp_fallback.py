@@ -6,8 +6,8 @@ import torch
 import hf_ssd
 from hf_ssd.drafting import mtp_head
 from hf_ssd.drafting.eagle_drafter import Eagle3Drafter
-from hf_ssd.drafting.mtp_fallback import MtpFallback
 from hf_ssd.generation import loop
+from hf_ssd.generation.proposers.mtp import MtpFallback
 from hf_ssd.rounds import AHEAD, IN_TURN, MTP, PLAIN, PREPARED, Plan
 
 from ..helpers.heads import tiny_head, tiny_mtp_head
@@ -93,7 +93,7 @@ def one_position_off(monkeypatch):
 
 def own_tokens_in_the_text(monkeypatch):
     """The head is not told which tokens are verified instead of its own."""
-    monkeypatch.setattr(MtpFallback, "verify", lambda self, tokens, sources: None)
+    monkeypatch.setattr(MtpFallback, "take_speculation", lambda self, tokens, sources: None)
 
 
 @pytest.mark.slow

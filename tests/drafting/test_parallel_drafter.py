@@ -33,7 +33,7 @@ def new_speculator(family="llama", prompts=PROMPTS, sampled=True, **settings):
     generation = GenerationConfig(max_length=60, eos_token_id=None, pad_token_id=0, **options)
     model = tiny_model(family, seed=4, vocab_size=VOCAB, pard_token=MASK)
     drafter = drafter_for(model, config, generation, [torch.tensor(prompt) for prompt in prompts], seed=5)
-    speculator = Speculator(drafter, config, shape_for(config), seed=5, limit=60)
+    speculator = Speculator(drafter, config, shape_for(config), limit=60)
     speculator.begin()
     return speculator
 

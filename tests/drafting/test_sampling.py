@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from hf_ssd import devices
-from hf_ssd.drafting.fallbacks import RandomFallback
 from hf_ssd.drafting.sampling import SpeculationNoise, draw, saguaro
+from hf_ssd.generation.proposers.random_tokens import RandomFallback
 
 
 def test_noise_depends_on_the_place_alone():

@@ -40,7 +40,7 @@ def logits_of(head, computed: dict) -> torch.Tensor:
     for last in range(count):
         states = fused[: last + 1]
         for step in range(steps):
-            output = head(head.inputs(padded[: len(states)], states)[None]).logits[0, -1:]
+            output = head(head.inputs(padded[: len(states)], states)[None]).last_hidden_state[0, -1:]
             logits[step, last] = head.logits(output)[0]
             states = torch.cat([states, output])
     return logits

@@ -45,13 +45,23 @@ def read_outcome(payload):
     outcome, plan = wire.read_outcome(payload, ROWS)
     assert plan.mode in MODES and plan.fallback in SOURCES
     assert 0 <= plan.after_miss <= plan.lookahead <= LONGEST_LOOKAHEAD and plan.budget >= 0
-    assert 0 <= plan.lookup <= LONGEST_LOOKAHEAD
+    assert 0 <= plan.ngrams <= LONGEST_LOOKAHEAD
     assert 0 <= plan.saguaro_c <= 1
     assert len(outcome.accepted) == len(outcome.bonus) == ROWS and min(outcome.bonus) >= 0
     assert FINISHED <= min(outcome.accepted) <= max(outcome.accepted) <= LONGEST_LOOKAHEAD
+    for tokens in outcome.proposed or []:
+        assert min(tokens, default=0) >= 0 and len(tokens) <= LONGEST_LOOKAHEAD
     for k, tokens in zip(outcome.accepted, outcome.later or [[]] * ROWS, strict=True):
         assert min(tokens, default=0) >= 0 and not (tokens and k == FINISHED)
     return outcome
+
+
+def read_proposals(payload):
+    tokens, sources, width = wire.read_proposals(payload, ROWS)
+    assert len(tokens) == len(sources) == ROWS and {*sources} <= {*SOURCES}
+    assert width is None or 0 <= width <= LONGEST_LOOKAHEAD
+    assert all(0 <= token < 2**63 for of_row in tokens for token in of_row)
+    assert max(map(len, tokens)) <= LONGEST_LOOKAHEAD
 
 
 def read_prompts(payload):
@@ -84,6 +94,7 @@ READERS = {
     Kind.OUTCOME: read_outcome,
     Kind.SPECULATION: read_speculation,
     Kind.PROBABILITIES: read_probabilities,
+    Kind.PROPOSALS: read_proposals,
     Kind.FEATURES: read_features,
     Kind.ERROR: payloads.read_text,
 }

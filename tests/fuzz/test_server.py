@@ -85,7 +85,7 @@ def test_damaged_messages_do_not_end_a_server(recorded, server, count):
     chance, errors = random.Random(count), 0
     first = [next(one.message.payload for one in recorded if one.message.kind == k) for k in (Kind.START, Kind.PROMPTS)]
     expected, _ = good_call(server, 1, first)
-    usable = [one for one in recorded if one.message.kind in (Kind.OUTCOME, Kind.SPECULATION, Kind.END)]
+    usable = [one for one in recorded if one.message.kind in (Kind.OUTCOME, Kind.PROPOSALS, Kind.END)]
     starts = [one.message.payload for one in recorded if one.message.kind == Kind.START]
     number = 1
     for _ in range(count):

@@ -55,7 +55,7 @@ def test_a_trace_is_json_with_microseconds():
     ],
 )
 def test_a_row_that_preferred_an_ngram_neither_hit_nor_missed(sources, lookup, label, is_hit):
-    record = RoundRecord(AHEAD, 4, 6, [*sources, PRIMARY], accepted=[2, 0, -1], lookup=lookup)
+    record = RoundRecord(AHEAD, 4, 6, [*sources, PRIMARY], accepted=[2, 0, -1], ngrams=lookup)
     assert timeline.label(record) == label and record.is_hit == is_hit
     details, preferred = timeline.intervals(SSDStats(3, [record]))[-1].details, sources.count(NGRAM) if lookup else 0
     assert details["rows that hit"] == sources.count(PREPARED)

@@ -7,6 +7,7 @@ import pytest
 
 from hf_ssd.distributed.local import LocalWorker
 from hf_ssd.generation import draft
+from hf_ssd.generation.proposers.proposers import Proposers
 from hf_ssd.rounds import AHEAD
 
 
@@ -25,7 +26,7 @@ def preparing(planned=ahead, outcome_arrived=lambda: False):
         planned (`Callable`): Makes the plan from that of the planner and the settings.
         outcome_arrived (`Callable`): See [`Speculator.prepare`].
     """
-    hits = []
+    hits, plans, take_in = [], {}, Proposers.take_in
 
     def local_session(model, request):
         worker = LocalWorker(model)
@@ -38,10 +39,15 @@ def preparing(planned=ahead, outcome_arrived=lambda: False):
             hits.append(sum(speculation.record.hits) / len(speculation.tokens))
             return speculation
 
-        session.send_outcome = lambda outcome, plan, *told: send(outcome, planned(plan, request.config), *told)
+        session.send_outcome = lambda outcome, plan, *told: send(outcome, plans["now"], *told)
         session.receive_speculation = receives
         return session
 
+    def takes_in(self, outcome, plan, verified, is_beside):
+        plans["now"] = plan = planned(plan, self.request.config) if is_beside else plan
+        return take_in(self, outcome, plan, verified, is_beside)
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Proposers, "take_in", takes_in)
         patch.setattr(draft, "local_session", local_session)
         yield hits

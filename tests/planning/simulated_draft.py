@@ -2,7 +2,7 @@
 
 from hf_ssd.distributed.several_drafts import SeveralDrafts
 from hf_ssd.planning.planners import planner_for
-from hf_ssd.rounds import AHEAD, IN_TURN, NGRAM, NOTHING, PLAIN, PREPARED, Plan, RoundRecord, Speculation
+from hf_ssd.rounds import AHEAD, IN_TURN, NOTHING, PLAIN, PREPARED, Plan, RoundRecord, Speculation
 
 
 class SimulatedDraft:
@@ -36,12 +36,11 @@ class SimulatedDraft:
 
 class SimulatedSession(SeveralDrafts):
     def __init__(self, draft, request):
-        self.config, self.rows, self.sampled, self.fallback = request.config, len(request.prompts), False, None
-        self.texts, self.verified = [prompt.tolist() for prompt in request.prompts], [[]] * self.rows
+        self.config, self.rows, self.sampled = request.config, len(request.prompts), False
+        self.takes_proposals, self.lengths = len(draft.workers) == 1, [len(prompt) for prompt in request.prompts]
         self.draft, self.world = draft, draft.world
         self.sessions, self.on_close = [Worker(self, index) for index in range(len(draft.workers))], lambda: None
         self.preparing, self.is_misled, self.is_behind = Plan(PLAIN), False, False
-        self.matched = [False] * self.rows
 
     def prepare(self, width, verification, ranks, hits, measured):
         """Prepares while the target verifies, and returns the seconds that this takes."""
@@ -63,24 +62,22 @@ class SimulatedSession(SeveralDrafts):
 
     def send_outcome(self, outcome, plan, features=None):
         super().send_outcome(outcome, plan)
-        self.is_behind = outcome.later is not None
+        self.is_behind, self.proposed = outcome.later is not None, outcome.proposed or [[]] * self.rows
+        later = outcome.later or [[]] * self.rows
+        rows = zip(self.lengths, outcome.accepted, later)
+        self.lengths = [length + k + 1 + len(more) for length, k, more in rows]
 
     def receive_speculation(self):
-        speculation, lookup = super().receive_speculation(), self.plan.lookup
-        self.preparing = self.plan
-        record, width = speculation.record, speculation.width
-        record.lookup = lookup
-        if lookup and any(self.matched):
-            if all(self.matched):
-                width = record.steps = record.answer_seconds = 0
-            record.sources = [NGRAM if one else source for one, source in zip(self.matched, record.sources)]
-            record.lengths = [lookup if one else width for one in self.matched]
-            speculation.tokens = self.verified = [[0] * max(width, lookup)] * self.rows
+        speculation, self.preparing = super().receive_speculation(), self.plan
+        speculation.record.ngrams = self.plan.ngrams
+        if all(self.proposed):
+            speculation.record.steps = speculation.record.answer_seconds = 0
+        speculation.tokens = [[] if ngram else of_row for ngram, of_row in zip(self.proposed, speculation.tokens)]
         return speculation
 
 
 class SimulatedNgrams:
-    """The n-grams of a call, in the place of [`~hf_ssd.drafting.ngrams.Ngrams`]."""
+    """The n-grams of a call, in the place of [`~hf_ssd.generation.proposers.ngrams.Ngrams`]."""
 
     def __init__(self, world, chance):
         self.world, self.chance, self.gave = world, chance, []
@@ -99,9 +96,9 @@ class SimulatedNgrams:
         proposed, self.proposed = self.proposed, None
         return [-1] * len(new) if proposed is None else self.gave
 
-    def propose(self, finished, alone):
+    def propose(self, finished, count, alone):
         self.proposed, self.matched = [[0] * 16 * one for one in self.matches], [16 * one for one in self.matches]
-        return self.proposed
+        return [tokens[:count] for tokens in self.proposed]
 
 
 class Worker:
@@ -116,8 +113,8 @@ class Worker:
     def send_outcome(self, outcome, plan, features=None):
         self.plan, self.incomplete = plan, None
 
-    def send_speculation(self, found, kind=None):
-        self.incomplete = found
+    def send_proposals(self, tokens, sources, width=None):
+        self.incomplete = tokens, sources, width
 
     def receive_speculation(self, timeout=None):
         return self.found() if self.incomplete is None else self.completed()
@@ -139,14 +136,13 @@ class Worker:
         return Speculation(tokens, None, record)
 
     def completed(self):
-        session, width = self.session, self.incomplete.record.lookahead or self.plan.after_miss
-        steps = width - min(map(len, self.incomplete.tokens))
+        tokens, sources, width = self.incomplete
+        session, width = self.session, width or self.plan.after_miss
+        steps = width - min(map(len, tokens))
         fed = session.rows
         if session.world.is_parallel:
             steps, fed = 1, session.rows * (width + 1)
         alone = session.world.alone if self.plan.mode == IN_TURN else 1.0
         seconds = sum(session.measured(session.draft.drafting(fed)) / alone for _ in range(steps))
-        record = RoundRecord(
-            lookahead=width, sources=self.incomplete.record.sources, steps=steps, answer_seconds=seconds
-        )
+        record = RoundRecord(lookahead=width, sources=sources, steps=steps, answer_seconds=seconds)
         return Speculation([[0] * width] * session.rows, None, record)

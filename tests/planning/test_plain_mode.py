@@ -100,8 +100,7 @@ def test_nothing_is_sent_in_plain_mode_and_one_message_carries_what_went_by(
             assert rounds_told(worker, rows) == rounds_due(stats.records)
             assert PLAIN_ROUNDS + 1 in rounds_told(worker, rows)
             of_rounds = [message.kind for message in worker.sent if message.kind != Kind.OUTCOME]
-            of_rounds = [Kind.SPECULATION if kind == Kind.COMPLETE else kind for kind in of_rounds]
-            verified = [Kind.SPECULATION] * sum(record.mode != PLAIN for record in stats.records)  # one knows by itself
+            verified = [Kind.PROPOSALS] * sum(record.mode != PLAIN for record in stats.records)  # one knows by itself
             assert of_rounds == [Kind.START, Kind.PROMPTS, *(verified if workers > 1 else ()), Kind.END]
     assert stats.acceptance_rate == 1  # the draft is the target: it knows all tokens that went by
 
@@ -129,14 +128,14 @@ def accepted_after_ngrams(monkeypatch, drafting, rows, **options):
     target, counts = hf_ssd.enable(tiny_model(vocab_size=FEW)), {NGRAM: [0, 0], PRIMARY: [0, 0]}
     with DraftAssistant([ThreadWorker(tiny_model(vocab_size=FEW))]) as assistant:
         assistant.info = DraftInfo.of(target.config)
-        planner = InAndOut(drafting, Plan(PLAIN, lookup=9))
+        planner = InAndOut(drafting, Plan(PLAIN, ngrams=9))
         records = generate(monkeypatch, target, assistant, planner, rows, FEW, **options).ssd_stats.records
         # One message tells of all plain rounds, whatever their number of tokens.
         sent = [message for message in assistant.workers[0].sent if message.kind == Kind.OUTCOME]
         assert len(sent) - sum(record.mode != PLAIN for record in records) in (0, 1)  # nobody waits for the last answer
     for record in records:
         assert {*record.sources} <= ({NGRAM, NOTHING} if record.mode == PLAIN else {PREPARED, PRIMARY})
-        assert record.lookup == (9 if NGRAM in record.sources else record.lookup)
+        assert record.ngrams == (9 if NGRAM in record.sources else record.ngrams)
         for row in record.live:
             source = NGRAM if record.mode == PLAIN else PRIMARY
             counts[source][0] += record.accepted[row]
@@ -209,7 +208,7 @@ def test_a_draft_that_is_ready_late_reads_what_was_generated_with_the_prompts(ta
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ngrams_are_verified_and_counted_where_several_ranks_hold_the_target(ranks):
     leader = SimpleNamespace(is_leader=True, size=ranks, share=lambda message: message)
-    planner, text = InAndOut(plain=Plan(PLAIN, lookup=9)), [2, 3, 4, 5] * 3
+    planner, text = InAndOut(plain=Plan(PLAIN, ngrams=9)), [2, 3, 4, 5] * 3
     request = SessionRequest(hf_ssd.SSDConfig(), None, [torch.tensor(text)], 0, 97)
     draft = FaultTolerantDraft(None, None, request, planner, torch.device("cpu"), leader, TargetCores(None))
     draft.open(0.0)

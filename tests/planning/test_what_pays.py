@@ -8,7 +8,7 @@ import statistics
 
 import pytest
 
-from hf_ssd.generation.draft import FaultTolerantDraft
+from hf_ssd.generation.proposers.proposers import Proposers
 from hf_ssd.planning import planner, prober
 from hf_ssd.planning.cost_model import CostModel
 from hf_ssd.planning.experience import Durations, Rates
@@ -191,9 +191,9 @@ def test_texts_that_repeat_themselves_gain_by_ngrams(draft):
     planner, plans = new_planner(world), []
     with contextlib.closing(world.call(planner)) as call:
         for _ in itertools.islice(call, 400):
-            plans.append((planner.plan.mode == PLAIN, planner.plan.lookup))
-    is_plain, lookup = statistics.mode(plans)
-    assert lookup == 16 and "n-grams of up to 16 tokens" in planner.reason
+            plans.append((planner.plan.mode == PLAIN, planner.plan.ngrams))
+    is_plain, ngrams = statistics.mode(plans)
+    assert ngrams == 16 and "n-grams of up to 16 tokens" in planner.reason
     if draft != "a draft in turn":  # where n-grams beside the draft are as fast as n-grams alone
         assert is_plain == (draft == "a useless draft")
     assert speed(world) > 1.15 * speed(world, fallback="primary")
@@ -206,20 +206,20 @@ def plain_rounds_until_ngrams(limit=200):
     with contextlib.closing(world.call(planner)) as call:
         for _ in itertools.islice(call, 180):
             pass
-        assert (planner.plan.mode, planner.plan.lookup) == (PLAIN, 0)
+        assert (planner.plan.mode, planner.plan.ngrams) == (PLAIN, 0)
         world.ngram_acceptance = 0.97
-        return next((n for n, _ in enumerate(itertools.islice(call, 2 * limit)) if planner.plan.lookup), 2 * limit) // 2
+        return next((n for n, _ in enumerate(itertools.islice(call, 2 * limit)) if planner.plan.ngrams), 2 * limit) // 2
 
 
 def test_a_text_that_begins_to_repeat_itself_is_noticed_where_nothing_is_drafted(monkeypatch):
     assert plain_rounds_until_ngrams() < 120
-    count = FaultTolerantDraft._look_up_ngrams
+    compare = Proposers.compare
 
-    def of_drafted_rounds(self, outcome, plan):
-        if plan.mode != PLAIN:
-            count(self, outcome, plan)
+    def of_drafted_rounds(self, number):
+        if self.plan.mode != PLAIN:
+            compare(self, number)
 
-    monkeypatch.setattr(FaultTolerantDraft, "_look_up_ngrams", of_drafted_rounds)  # the mutant
+    monkeypatch.setattr(Proposers, "compare", of_drafted_rounds)  # the mutant
     with pytest.raises(AssertionError):
         assert plain_rounds_until_ngrams() < 120
 

@@ -85,7 +85,7 @@ class World:
         config = getattr(planner, "config", SSDConfig(lookahead=1))
         request = SessionRequest(config, None, [torch.zeros(1, dtype=torch.long)] * self.rows, 0, 1000)
         ours = FaultTolerantDraft(draft, None, request, planner, torch.device("cpu"), TargetRanks(), TargetCores(None))
-        ours.ngrams = ngrams = SimulatedNgrams(self, chance)
+        ours.proposers.ngrams = ngrams = SimulatedNgrams(self, chance)
         last = torch.zeros(self.rows, dtype=torch.long)
         text = SimpleNamespace(ids=last[:, None].expand(-1, 10**6), lengths=[1] * self.rows, prompt_length=1, last=last)
         before, now, clock = None, RoundRecord(sources=[NOTHING] * self.rows), 0.0
@@ -119,7 +119,6 @@ class World:
                 elapsed = seconds + self.unseen * (width > 0) + self.unseen_per_branch * plan.budget
                 ngrams.look_up([now.competes(row) for row in range(self.rows)], accepted)
                 if session is not None:
-                    session.matched = ngrams.matches
                     elapsed = max(elapsed, session.prepare(width, seconds, ranks, hits, measured))
                 clock += elapsed
 
@@ -137,7 +136,7 @@ class World:
                 now.lookahead = speculation.width
                 if ours.is_asked:
                     now.wait_seconds = now.answer_seconds + self.reading * session.is_behind
-                    session.is_misled |= [len(ids) for ids in session.texts] != text.lengths
+                    session.is_misled |= session.lengths != text.lengths
                 elif session is not None:
                     session.preparing = Plan(PLAIN)
                 clock += now.wait_seconds

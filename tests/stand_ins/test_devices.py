@@ -24,16 +24,18 @@ from hf_ssd.cache.branches import Branches
 from hf_ssd.cache.cache_name import CACHE
 from hf_ssd.cache.cached_model import CachedModel
 from hf_ssd.cache.ragged import RaggedCache, RaggedLayer
-from hf_ssd.drafting.fallbacks import NGramFallback, RandomFallback, join
 from hf_ssd.drafting.outcome_candidates import OutcomeCandidates
 from hf_ssd.drafting.sampling import SpeculationNoise, draw, saguaro
 from hf_ssd.drafting.speculation_cache import SpeculationCache
 from hf_ssd.drafting.verified_prefix import VerifiedPrefix
+from hf_ssd.generation.proposers.base import joined
+from hf_ssd.generation.proposers.ngrams import NGramFallback
+from hf_ssd.generation.proposers.random_tokens import RandomFallback
 from hf_ssd.generation.sequences import Sequences
 from hf_ssd.generation.target import prompts_without_padding
 from hf_ssd.generation.verification import uniform_numbers, verify_greedy, verify_sampled
 from hf_ssd.logits_processing import process_branches, process_positions
-from hf_ssd.rounds import FINISHED, NOTHING, PREPARED, RoundRecord, Speculation
+from hf_ssd.rounds import FINISHED, padded
 
 from ..helpers.stand_in_gpu import StandInGPU, to_gpu
 from ..helpers.stand_in_rounds import generate
@@ -50,7 +52,6 @@ WAITS = {  # in hf_ssd; what waits in transformers, its processors for example, 
     "__bool__ | cached_model.py __init__": "once a call: whether a prompt is padded",
     "__bool__ | support.py are_close": "once for each model: whether it obeys",
     "copy to host | outcome_candidates.py of": "the cache shape works on the host",
-    "tolist | fallbacks.py propose": "how many tokens are proposed decides how long the speculation is",
 }
 
 
@@ -158,13 +159,13 @@ def prefix(place):
 
 def fall_back(place):
     ids, lengths, rows = place.tokens(30) % 4, place.lengths(15), list(range(place.rows))[-2:]
-    record = RoundRecord(sources=[NOTHING if row in rows else PREPARED for row in range(place.rows)])
-    tokens = [[] if row in rows else [5, 6, 7] for row in range(place.rows)]
-    ready = Speculation(tokens, place.scores(3).softmax(-1), record)
-    results = []
+    tokens, q, results = [[5, 6, 7] for _ in range(place.rows)], place.scores(3).softmax(-1), []
+    drafted = [0 if row in rows else 3 for row in range(place.rows)]
     for fallback in (NGramFallback(), RandomFallback(VOCAB, seed=1)):
-        joined = join(ready, rows, fallback.propose(ids, lengths, rows, 3), 3, VOCAB, place.device)
-        results += [torch.tensor(joined.tokens), joined.probabilities]
+        proposal = fallback.propose(ids.cpu(), lengths, rows, 3)
+        for row, of_row in zip(rows, padded(proposal.tokens, 3)):
+            tokens[row] = of_row
+        results += [torch.tensor(tokens), joined(tokens, VOCAB, place.device, drafted, q, rows, proposal)]
     return results
 
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_ssd.drafting import prompt_lookup
-from hf_ssd.drafting.prompt_lookup import LONGEST, TOKENS_PER_MATCHED, PromptLookup
+from hf_ssd.drafting import ngrams
+from hf_ssd.drafting.ngrams import LONGEST_MATCH, TOKENS_PER_MATCHED, NgramIndex
 
 TEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=40)
 
@@ -15,7 +15,7 @@ def rule(text: list[int], count: int) -> list[int]:
     best, longest = 0, 1
     for place in range(2, len(text)):
         matched = 0
-        while matched < min(LONGEST, place) and text[place - 1 - matched] == text[-1 - matched]:
+        while matched < min(LONGEST_MATCH, place) and text[place - 1 - matched] == text[-1 - matched]:
             matched += 1
         if matched >= max(2, longest):
             best, longest = place, matched
@@ -28,25 +28,25 @@ def rule(text: list[int], count: int) -> list[int]:
 def test_the_first_proposal_is_that_of_the_rule(text, count):
     """A text of up to 40 tokens may have more occurrences of a pair than are compared; then all are compared here."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prompt_lookup, "PLACES", 100)
-        assert PromptLookup(text).propose(count) == rule(text, count)
+        patch.setattr(ngrams, "PLACES", 100)
+        assert NgramIndex(text).propose(count) == rule(text, count)
 
 
 @given(TEXTS, st.lists(TEXTS, max_size=5))
 @settings(max_examples=100)
 def test_a_text_that_grows_has_the_links_of_one_that_was_given_at_once(text, more):
-    grown = PromptLookup(text)
+    grown = NgramIndex(text)
     for part in more:
         grown.extend(part)
         grown.propose(4)
-    whole = PromptLookup(text + sum(more, []))
+    whole = NgramIndex(text + sum(more, []))
     assert (grown.tokens, grown.latest, grown.earlier) == (whole.tokens, whole.latest, whole.earlier)
 
 
 def test_a_copied_passage_is_followed_although_its_pairs_are_common():
     """After the first match the proposals go on from its place, however often the pairs occurred since."""
     passage = [7, 8, 9, *[0, 1] * 20, 5, 6, *[1, 2] * 20]
-    row = PromptLookup([*passage, *[0, 1, 3] * 50, 7, 8])
+    row = NgramIndex([*passage, *[0, 1, 3] * 50, 7, 8])
     copied = 2
     while copied < len(passage):
         proposed = row.propose(8)
@@ -56,12 +56,12 @@ def test_a_copied_passage_is_followed_although_its_pairs_are_common():
 
 
 def test_a_repetition_goes_on_beyond_the_end_of_the_text():
-    assert PromptLookup([1, 2, 3, 1, 2, 3, 1, 2]).propose(8) == [3, 1, 2, 3, 1, 2, 3, 1]
-    assert PromptLookup([4] * 9).propose(6) == [4] * 6
+    assert NgramIndex([1, 2, 3, 1, 2, 3, 1, 2]).propose(8) == [3, 1, 2, 3, 1, 2, 3, 1]
+    assert NgramIndex([4] * 9).propose(6) == [4] * 6
 
 
 def test_no_match_means_no_tokens():
-    assert PromptLookup([]).propose(4) == PromptLookup([3]).propose(4) == PromptLookup([1, 2, 3, 1]).propose(4) == []
+    assert NgramIndex([]).propose(4) == NgramIndex([3]).propose(4) == NgramIndex([1, 2, 3, 1]).propose(4) == []
 
 
 class Counted(list):
@@ -74,7 +74,7 @@ class Counted(list):
 
 def test_a_proposal_reads_as_much_of_a_long_text_as_of_a_short_one():
     def reads(length):
-        row = PromptLookup([0, 1, 2, 3] * (length // 4))
+        row = NgramIndex([0, 1, 2, 3] * (length // 4))
         row.tokens, Counted.reads = Counted(row.tokens), 0
         row.propose(8)
         return Counted.reads

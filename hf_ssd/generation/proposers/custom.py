@@ -4,12 +4,12 @@ import inspect
 
 import torch
 
-from ..devices import from_host
-from ..rounds import CUSTOM, Speculation
-from .fallbacks import Fallback, padded, point_masses
+from ...devices import from_host
+from ...rounds import Speculation, padded
+from .base import Proposer, point_masses
 
 
-class CustomFallback(Fallback):
+class CustomFallback(Proposer):
     """
     Asks an object of the user for tokens, row by row.
 
@@ -30,16 +30,13 @@ class CustomFallback(Fallback):
         `ValueError`: `proposer` returns invalid tokens or probabilities.
     """
 
-    source, device = CUSTOM, torch.device("cpu")
-
     def __init__(self, proposer, vocab_size: int):
         check_proposer(proposer)
-        self.proposer, self.vocab_size, self.is_asked = proposer, vocab_size, False
+        self.proposer, self.vocab_size = proposer, vocab_size
         self.has_propose = _has(proposer, "propose", None, 1)
         self.name = f"The fallback {type(proposer).__name__}"
 
     def propose(self, ids: torch.LongTensor, lengths: list[int], rows: list[int], lookahead: int) -> Speculation:
-        self.is_asked = True
         answers = [self._ask(ids[row : row + 1, : lengths[row]], lookahead) for row in rows]
         proposal = Speculation([tokens.tolist() for tokens, _ in answers])
         if any(probabilities is not None for _, probabilities in answers):
@@ -48,7 +45,6 @@ class CustomFallback(Fallback):
             for place, (tokens, probabilities) in enumerate(answers):
                 if probabilities is not None:
                     proposal.probabilities[place, : len(tokens)] = probabilities
-        self.is_asked = False
         return proposal
 
     def _ask(self, known: torch.LongTensor, lookahead: int) -> tuple[torch.LongTensor, torch.FloatTensor | None]:

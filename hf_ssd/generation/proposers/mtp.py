@@ -4,13 +4,13 @@ import dataclasses
 
 import torch
 
-from ..devices import from_host
-from ..rounds import MTP, Outcome, Plan, Speculation
-from .drafts import Drafts
-from .fallbacks import Fallback
+from ...devices import from_host
+from ...drafting.drafts import Drafts
+from ...rounds import Outcome, Plan, Speculation
+from .base import Proposer
 
 
-class MtpFallback(Fallback):
+class MtpFallback(Proposer):
     """
     The head follows the text of all rows from round to round, whoever proposes, because it reads the target's hidden
     states at every token. It drafts only in rounds in which a row misses. The noise of its tokens is not that of the
@@ -21,14 +21,11 @@ class MtpFallback(Fallback):
         request ([`SessionRequest`]): The call.
     """
 
-    source, reads_features = MTP, True
-
     def __init__(self, head, request):
         config = dataclasses.replace(request.config, fallback="primary", drafter="auto")
         own = dataclasses.replace(request, config=config, seed=request.seed ^ 1, translation=None, asks_target=False)
         self.speculator = Drafts().speculator(head, own)
         self.speculator.begin()
-        self.device = self.speculator.drafter.device
 
     def take_in(self, outcome: Outcome, plan: Plan, features: torch.Tensor) -> None:
         self.found = self.speculator.look_up(outcome, plan, lambda *_: features)
@@ -38,5 +35,5 @@ class MtpFallback(Fallback):
         q, tokens = self.speculator.distributions(done), [done.tokens[row] for row in rows]
         return Speculation(tokens, None if q is None else q[from_host(rows, q.device)])
 
-    def verify(self, tokens: list[list[int]], sources: list[str]) -> None:
-        self.speculator.verify(tokens, sources)
+    def take_speculation(self, tokens: list[list[int]], sources: list[str]) -> None:
+        self.speculator.take_speculation(tokens, sources)

@@ -1,14 +1,14 @@
-"""Expected tokens and seconds of a round of prompt lookup, which needs no draft model."""
+"""Expected tokens and seconds of a round of n-grams, which need no draft model."""
 
 from ..rounds import IN_TURN, NGRAM, PLAIN, RoundRecord
 from .cost_model import CostModel
 
-RARE = 0.05  # smallest share of rows with a match to expect
+RAREST = 0.05  # smallest share of rows with a match to expect
 
 
-class LookupCosts(CostModel):
+class NgramCosts(CostModel):
     """
-    Estimates the speed of prompt lookup. A round in which no row has a match is a plain step, so the share of rows with
+    Estimates the speed of n-grams alone. A round in which no row has a match is a plain step, so the share of rows with
     a match is counted as well as the acceptance of their tokens. No draft is at work beside the target, so all rounds
     tell how long a verification takes. For the arguments see [`CostModel`].
     """
@@ -33,18 +33,18 @@ class LookupCosts(CostModel):
                 rates.drafted.observe(now.accepted[row], now.proposed(row))
 
     def seconds_to_draft(self, mode: str, lookahead: int) -> float:
-        """Returns the seconds to look all rows up."""
+        """Returns the seconds to search the texts of all rows."""
         return max(0.0, self.durations.step[IN_TURN](self.live))
 
-    def in_turn(self, lookahead: int, lookup: int = 0) -> float:
+    def in_turn(self, lookahead: int, ngrams: int = 0) -> float:
         """
         Returns tokens per second of proposing up to `lookahead` tokens for each row that has a match. Where matches are
-        rare, lookups cost nothing, so they go on as long as the tokens of a match pay.
+        rare, the search costs nothing, so it goes on as long as the tokens of a match pay.
         """
-        share = max(RARE, self.experience.rates.alone.matches.value)
+        share = max(RAREST, self.experience.rates.alone.matches.value)
         verify = self._seconds_to_verify_some(IN_TURN, 0, lookahead, share)
         tokens = 1 + share * (self.tokens(lookahead)[-1] - 1)
         return self._speed(tokens, verify, self.seconds_to_draft(IN_TURN, lookahead))
 
     def may_reach(self, speed: float) -> bool:
-        return False  # nothing but rounds would measure lookups again
+        return False  # nothing but rounds would measure n-grams again
