@@ -61,7 +61,7 @@ def call_ahead(*arguments, **options):
     Returns the statistics of a call that drafts ahead: of the first call or, while other programs keep the cores busy,
     of a later one. Most rounds of each call draft.
     """
-    for _ in range(3):
+    for _ in range(6):
         stats = call(*arguments, **options)
         if drafts_ahead(stats):
             return stats
@@ -115,7 +115,7 @@ def test_a_new_temperature_measures_no_costs_again(assistant):
     target = slow_target()
     call(target, assistant, do_sample=True, temperature=0.5)
     stats = call(target, assistant, do_sample=True, temperature=0.6)
-    assert set(stats.column("mode")[1:8]) == {AHEAD}
+    assert PLAIN not in stats.column("mode")[1:8]
 
 
 def test_a_call_that_is_all_plain_says_so(assistant):
