@@ -45,6 +45,7 @@ def test_it_is_small_and_stored_in_bfloat16():
         assert AutoModelForCausalLM.from_pretrained(PAIR / name).dtype == torch.bfloat16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, report", [("draft", "report.json"), ("parallel_draft", "parallel_draft/report.json")])
 def test_drafts_agree_as_often_as_recorded(pair, name, report):
     recorded = json.loads((PAIR / report).read_text())["acceptance_rate_on_prompts"]
@@ -57,6 +58,7 @@ def test_the_eagle3_head_agrees_as_often_as_recorded(pair):
     assert rate >= FLOOR * recorded["acceptance_rate_on_prompts"] > 0.2
 
 
+@pytest.mark.slow
 def test_a_worse_draft_falls_below_the_floor(pair):
     draft = AutoModelForCausalLM.from_pretrained(PAIR / "draft", dtype="float32")
     draft.model.layers[1].mlp.down_proj.weight.data.zero_()
