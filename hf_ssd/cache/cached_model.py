@@ -86,11 +86,6 @@ class CachedModel:
         self.fewest_tokens = self.runner.fewest_tokens
         self.takes_lengths = self.reads_2d_masks and _takes_other_arguments(model)
 
-    @property
-    def preparations(self) -> int:
-        """How often a forward pass was compiled or captured."""
-        return self.runner.preparations
-
     def close(self) -> None:
         """Ends the use of the cache, so that the next call can use its storage."""
         self.runner.close()

@@ -162,7 +162,10 @@ class FaultTolerantDraft:
                 self.untold = outcome if self.untold is None else self.untold.followed_by(outcome, self.verified)
                 # A worker that is about to be replaced by a session in this process is not asked any more.
                 is_right = self.is_local or self._wants_worker
-                self.is_asked = plan.mode != PLAIN and is_right and not self._is_at_its_end()
+                is_at_end = self.positions is not None and max(self.lengths) >= self.positions
+                self.is_asked = plan.mode != PLAIN and is_right and not is_at_end
+                if is_at_end:
+                    logger.warning_once(f"The draft has {self.positions} positions; what is longer is decoded plainly.")
             is_beside = self.is_asked and self.session.takes_proposals
             if self.is_asked and not is_beside:
                 plan = dataclasses.replace(plan, ngrams=0)
@@ -191,13 +194,6 @@ class FaultTolerantDraft:
         starts, rows = self.told, zip(self.lengths, outcome.accepted, self.told)
         self.told = [told if k == FINISHED else length - 1 for length, k, told in rows]
         return features.between(starts, self.told)
-
-    def _is_at_its_end(self) -> bool:
-        """Whether the longest row has reached the number of positions that the draft has."""
-        if self.positions is None or max(self.lengths) < self.positions:
-            return False
-        logger.warning_once(f"The draft has {self.positions} positions; what is longer is decoded plainly.")
-        return True
 
     def receive_speculation(self, sequences: Sequences) -> Speculation:
         """

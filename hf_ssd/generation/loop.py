@@ -283,13 +283,13 @@ def decode(
         stats.records.append(record)
 
         # 6. Verify: one forward pass over the last token and the drafted tokens of each row.
-        following, before = sequences.propose(tokens), decoder.preparations
+        following, before = sequences.propose(tokens), decoder.runner.preparations
         drafted = following[:, :-1]
         fed = torch.cat([sequences.last[:, None], drafted], dim=1).to(decoder.device)
         in_pass = decider.in_pass(decoder.computed(following).to(decoder.device)) if logits_record is None else None
         starts = [length - 1 + columns_before_ids for length in sequences.lengths]
         logits = decoder.extend(fed, starts, finish=in_pass)  # or the decision, if the pass contains it
-        record.compiles = decoder.preparations > before
+        record.compiles = decoder.runner.preparations > before
 
         # 7. The distributions that the tokens were drawn from are needed only now.
         if not do_sample or speculation.are_certain or not speculation.width:

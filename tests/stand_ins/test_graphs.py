@@ -85,7 +85,7 @@ def test_logits_are_those_of_eager_passes(family, padded, tapes):
     kept = Graphs.of(model)
     assert same(found, expected) and kept.failure is None and not min(one.to_compare for one in kept.passes.values())
     assert [len({key[axis] for key in kept.passes}) for axis in range(3)] == [3, 7, 2]  # rows, tokens and columns
-    assert kept.capture.captured == decoder.preparations == len(kept.passes)
+    assert kept.capture.captured == decoder.runner.preparations == len(kept.passes)
     assert kept.capture.replayed == len(found) - 1
 
 
@@ -95,7 +95,7 @@ def test_a_second_call_captures_nothing(tapes):
     for rows, limit in ((5, 300), (5, 300), (5, 200), (7, 300), (5, 300)):
         found, decoder = call(model, "auto", rows, rounds=8, limit=limit)
         assert same(found, call(model, False, rows, rounds=8, limit=limit)[0])
-        prepared.append(decoder.preparations > 0)
+        prepared.append(decoder.runner.preparations > 0)
     assert prepared == [True, False, False, True, False]  # with more rows, the storage has room for them already
     assert Graphs.of(model).storage[0][0].shape[::2] == (8, 1024)
 
@@ -106,7 +106,7 @@ def test_storage_that_grows_in_a_call_is_captured_anew(tapes, monkeypatch):
     found, decoder = call(model, "auto", rounds=45)
     kept = Graphs.of(model)
     assert same(found, call(model, False, rounds=45)[0]) and kept.storage[0][0].shape[2] == 512
-    assert len(kept.passes) < decoder.preparations  # those of the smaller storage are gone
+    assert len(kept.passes) < decoder.runner.preparations  # those of the smaller storage are gone
 
 
 def test_of_two_calls_at_a_time_one_runs_eagerly(tapes):
@@ -115,9 +115,9 @@ def test_of_two_calls_at_a_time_one_runs_eagerly(tapes):
         decoders.append(CachedModel(model, RaggedCache(), cuda_graphs="auto"))
         decoders[-1].extend(torch.full((1, 5), 7), [0])
         decoders[-1].extend(torch.full((1, 2), 7), [5])
-    assert [decoder.preparations for decoder in decoders] == [1, 0]
+    assert [decoder.runner.preparations for decoder in decoders] == [1, 0]
     decoders.clear()  # without closing them
-    assert call(model, "auto", rounds=1)[1].preparations
+    assert call(model, "auto", rounds=1)[1].runner.preparations
 
 
 def test_weights_that_move_are_captured_anew(tapes):
@@ -125,7 +125,7 @@ def test_weights_that_move_are_captured_anew(tapes):
     call(model, "auto", rounds=2)
     model.model.layers[1].mlp.up_proj.weight = torch.nn.Parameter(0.5 * model.model.layers[1].mlp.up_proj.weight)
     found, decoder = call(model, "auto", rounds=2)
-    assert decoder.preparations and same(found, call(model, False, rounds=2)[0])
+    assert decoder.runner.preparations and same(found, call(model, False, rounds=2)[0])
 
 
 def hook(model):
@@ -279,7 +279,7 @@ def test_a_pass_that_reads_numbers_runs_eagerly_and_says_so(name, tapes, monkeyp
     monkeypatch.setattr(model_runner.logger, "warning", said.append)
     model = tiny_model()
     found, decoder = call(model, "auto", rounds=3)
-    assert same(found, call(model, False, rounds=3)[0]) and decoder.preparations == 0
+    assert same(found, call(model, False, rounds=3)[0]) and decoder.runner.preparations == 0
     call(model, "auto", rounds=1)
     assert len(said) == 1 and "runs without CUDA graphs: operation not permitted" in said[0]
 
