@@ -65,7 +65,7 @@ def sampled_with_a_seed(target, model, asynchronous):
 def budgets_by_chance(monkeypatch):
     """The planner chooses budgets by what things take; here that changes all the time."""
     chance = random.Random(1)
-    by_chance = lambda costs, lookahead, budgets, *_: {(budget, 0): chance.random() for budget in budgets}  # noqa: E731
+    by_chance = lambda costs, lookahead, budgets, *_: {(AHEAD, budget, 0): chance.random() for budget in budgets}  # noqa: E731
     monkeypatch.setattr(CostModel, "ahead", by_chance)
 
 
