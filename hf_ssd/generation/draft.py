@@ -98,12 +98,11 @@ class FaultTolerantDraft:
 
     def _join(self, sequences: Sequences | None) -> None:
         """
-        Opens the session that the plan asks for, if it is not open and its draft is ready. The draft reads the rows
+        Opens the session that the plan asks for, if its draft is ready. The draft reads the rows
         while the target verifies the last token of each row, and answers the outcome of that round.
         """
-        is_right = self.session is not None and self.is_local != self._wants_worker
         is_plain = self.planner.plan.mode == PLAIN and not self.planner.expects_draft
-        if is_right or self.failure is not None or is_plain or self.proposers.has_no_draft:
+        if self.failure is not None or is_plain or self.proposers.has_no_draft:
             return
         session = None
         if self._wants_worker:
@@ -161,10 +160,10 @@ class FaultTolerantDraft:
             if self.session is not None:
                 self.untold = outcome if self.untold is None else self.untold.followed_by(outcome, self.verified)
                 # A worker that is about to be replaced by a session in this process is not asked any more.
-                is_right = self.is_local or self._wants_worker
-                is_at_end = self.positions is not None and max(self.lengths) >= self.positions
-                self.is_asked = plan.mode != PLAIN and is_right and not is_at_end
-                if is_at_end:
+                is_right = self.is_local or self.model is None or plan.mode == AHEAD
+                has_room = self.positions is None or max(self.lengths) < self.positions
+                self.is_asked = plan.mode != PLAIN and is_right and has_room
+                if not has_room:
                     logger.warning_once(f"The draft has {self.positions} positions; what is longer is decoded plainly.")
             is_beside = self.is_asked and self.session.takes_proposals
             if self.is_asked and not is_beside:
@@ -205,7 +204,8 @@ class FaultTolerantDraft:
         self.rounds += 1
         speculation = None
         if self.decides:
-            self._join(sequences)
+            if self.session is None or self.is_local == self._wants_worker:
+                self._join(sequences)
             if self.is_asked and self.session is not None:
                 speculation = self._attempt(lambda: self.session.receive_speculation())
             if speculation is None:
