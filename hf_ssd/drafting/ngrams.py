@@ -3,7 +3,8 @@
 LONGEST_MATCH = 16  # tokens of a match; longer matches count as this long
 PLACES = 32  # earlier occurrences of the last two tokens that are compared, the latest first
 TOKENS_PER_MATCHED = 4  # proposed tokens for each token of the match: what has matched for long goes on for long
-LEAST_ALONE = 2  # last tokens of a row that must have occurred before, where nothing is drafted
+LEAST_AFTER_A_MISS = 1  # last tokens of a row that must have occurred before, if n-grams are the fallback
+LEAST_ALONE = 2  # the same where nothing is drafted
 LEAST_MATCHED = 6  # the same beside a draft: after shorter matches a draft is as good
 LONGEST_NGRAM = 16  # tokens of an n-gram
 
@@ -24,6 +25,8 @@ class NgramIndex:
         self.tokens: list[int] = []
         self.latest: dict[tuple[int, int], int] = {}  # the position after the latest occurrence of each pair
         self.earlier: list[int] = []  # for the pair that ends in each token, the position after the one before it, or 0
+        self.latest_of_token: dict[int, int] = {}
+        self.place = 0  # the position after the occurrence of the last token before this one, or 0
         self.matched = 0
         self.source = 0  # the position that the last match continued at, moved on with the text
         self.extend(tokens)
@@ -35,13 +38,15 @@ class NgramIndex:
             self.tokens.append(token)
             self.earlier.append(self.latest.get(pair, 0))
             self.latest[pair] = len(self.tokens)
+            self.place = self.latest_of_token.get(token, 0)
+            self.latest_of_token[token] = len(self.tokens)
         self.source += len(tokens) if self.source else 0
 
     def propose(self, count: int, least: int = LEAST_ALONE) -> list[int]:
         """
-        Returns at most `count` tokens, none if the last `least` tokens, at least 2, have not occurred before. The
-        longest match wins; of equally long ones the occurrence that the last proposal came from, or else the latest. A
-        match that reaches into the end of the text is taken for a repetition, and goes on with the proposed tokens.
+        Returns at most `count` tokens, none if the last `least` tokens have not occurred before. The longest match
+        wins; of equally long ones the occurrence that the last proposal came from, or else the latest. A match that
+        reaches into the end of the text is taken for a repetition, and goes on with the proposed tokens.
         """
         text, end = self.tokens, len(self.tokens)
         place, best, longest = (self.earlier[-1] if text else 0), 0, least - 1
@@ -51,6 +56,8 @@ class NgramIndex:
                 best, longest = candidate, matched
             if longest == LONGEST_MATCH:
                 break
+        if not best and least == 1 and self.place:
+            best, longest = self.place, 1
         self.source, self.matched = best, longest
         if not best:
             return []

@@ -47,7 +47,7 @@ def check_ngram(make, phases=tuple(Phase)):
             for row, tokens in zip(rows, found.tokens, strict=True):
                 text = texts.setdefault(row, NgramIndex([]))
                 text.extend(ids[row, len(text.tokens) : lengths[row]].tolist())
-                assert tokens == text.propose(lookahead)
+                assert tokens == text.propose(lookahead, 1)
             assert found.probabilities is None and torch.equal(ids, before)
 
     check()

@@ -16,7 +16,7 @@ from hf_ssd.drafting.parallel_drafter import ParallelDrafter
 from hf_ssd.drafting.speculator import Speculator
 from hf_ssd.drafting.verified_prefix import VerifiedPrefix
 from hf_ssd.generation import verification
-from hf_ssd.rounds import AHEAD, FINISHED, NGRAM, NOTHING, Plan
+from hf_ssd.rounds import AHEAD, FINISHED, NGRAM, Plan
 
 from ..helpers.enumerated import add_continuations, plain_distribution, random_tree
 from ..helpers.tiny import padded_batch, tiny_model
@@ -179,8 +179,8 @@ def test_what_is_not_known_of_a_speculation_is_read_before_outcomes_are_chosen(m
     passes = passes_from_now_on(speculator, monkeypatch)
     bonus = next(token for token in range(VOCAB) if token not in [*used, 4]) if len(set(used)) < VOCAB else 4
     speculator.prepared.branches = [{}]  # nothing hits
-    assert speculator.answer(outcome([0], [bonus]), plan).record.sources == [NOTHING] and not passes
-    speculator.take_speculation([[3, 1, 0]], [NGRAM])
+    assert not speculator.answer(outcome([0], [bonus]), plan).width and speculator.waits and not passes
+    speculator.take_speculation([[2, 3, 1, 0]], [NGRAM])
     speculator.prepare(plan)
     assert len(passes) == 2
     later = dataclasses.replace(outcome([0], [2]), later=[[3, 1]])

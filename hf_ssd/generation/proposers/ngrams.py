@@ -4,7 +4,7 @@ import os
 
 import torch
 
-from ...drafting.ngrams import LEAST_ALONE, LEAST_MATCHED, LONGEST_NGRAM, NgramIndex
+from ...drafting.ngrams import LEAST_AFTER_A_MISS, LEAST_ALONE, LEAST_MATCHED, LONGEST_NGRAM, NgramIndex
 from ...rounds import Speculation
 from .base import Proposer
 
@@ -73,4 +73,4 @@ class NGramFallback(Proposer):
         texts = [self.texts.setdefault(row, NgramIndex([])) for row in rows]
         for row, text in zip(rows, texts):
             text.extend(ids[row, len(text.tokens) : lengths[row]].tolist())
-        return Speculation([text.propose(lookahead) for text in texts])
+        return Speculation([text.propose(lookahead, LEAST_AFTER_A_MISS) for text in texts])
