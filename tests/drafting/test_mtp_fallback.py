@@ -80,7 +80,7 @@ def test_after_a_miss_the_head_drafts_as_in_turn_and_the_tokens_are_plain_genera
 
 @pytest.mark.slow
 def test_the_head_follows_the_text_through_plain_rounds(target, draft, head, monkeypatch):
-    stats = check_drafts_as_in_turn(target, draft, monkeypatch, InAndOut(Plan(IN_TURN, 3, 3))).ssd_stats
+    stats = check_drafts_as_in_turn(target, draft, monkeypatch, InAndOut(Plan(IN_TURN, 3, 3, fallback=MTP))).ssd_stats
     assert {record.mode for record in stats.records} == {PLAIN, AHEAD} and MTP in {*sum(stats.column("sources"), [])}
 
 
