@@ -45,9 +45,8 @@ class Verdict(NamedTuple):
     """The result of a trial of a packed weight."""
 
     is_faster: tuple[bool, ...]  # than torch's own product, for as many tokens as in `TRIED`
-    fewest: (
-        int  # tokens of a product; fewer ones are padded, since some kernels take longer for one token than for five
-    )
+    # Tokens of a product. Fewer ones are padded, where a product with one takes longer than with five.
+    fewest: int
 
 
 class PackedWeight:
