@@ -113,7 +113,7 @@ def test_the_tests_for_gpus_pass_with_the_cpu_in_place_of_two():
     program = [sys.executable, "-m", "pytest", "tests/gpu", "-m", "gpu", "-k", "not oracle", "-q", "-o", "addopts="]
     environment = {**ENVIRONMENT, "HF_SSD_TEST_DEVICES": "cpu,cpu"}
     done = subprocess.run(program, capture_output=True, text=True, timeout=280, cwd=ROOT, env=environment)
-    assert done.returncode == 0 and "16 passed" in done.stdout, done.stdout
+    assert done.returncode == 0 and "15 passed" in done.stdout, done.stdout
 
 
 # ---------------------------------------------------------------- what it decides

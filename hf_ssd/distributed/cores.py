@@ -115,6 +115,11 @@ class DraftCores:
         self.is_divided = False
         self.divide(True)
 
+    @property
+    def are_taken_in_turn(self) -> bool:
+        """Whether the target computes on these cores while the draft waits for it."""
+        return self.share is not None and not self.is_divided
+
     def divide(self, is_divided: bool) -> None:
         """Keeps to the share from now on, or no longer."""
         if self.share is None or is_divided == self.is_divided:

@@ -56,8 +56,8 @@ class DraftServer:
         while True:
             message = Message(Kind.ERROR)  # errors belong to no call until a message was read
             try:
-                # Between calls the wait sleeps.
-                message = self.channel.receive(None, AWAKE if self.speculator is not None else 0.0)
+                self.channel.awake = 0.0 if self.speculator is None or self.cores.are_taken_in_turn else AWAKE
+                message = self.channel.receive(None)
                 if message.kind == Kind.STOP and not message.session:
                     return
                 self.handle(message)

@@ -24,7 +24,7 @@ class LocalChannel:
     that the other side can work.
     """
 
-    copies = False
+    copies, awake = False, 0.0
 
     def __init__(self, other: "LocalChannel | None" = None):
         self.incoming: deque[Message] = deque()
@@ -40,7 +40,7 @@ class LocalChannel:
         self.promised.payload = payload
         self.other.incoming.append(self.promised)
 
-    def receive(self, timeout: float | None, awake: float = 0.0) -> Message:
+    def receive(self, timeout: float | None) -> Message:
         if not self.incoming:
             self.while_waiting()
         if not self.incoming:
@@ -63,7 +63,7 @@ class LocalWorker:
     [`~hf_ssd.distributed.worker_process.WorkerProcess`] that sessions use.
     """
 
-    is_alive, translation = True, None
+    is_alive, takes_our_cores, translation = True, False, None
 
     def __init__(self, model: PreTrainedModel, channel: LocalChannel | None = None):
         self.channel = LocalChannel() if channel is None else channel

@@ -12,9 +12,9 @@ from transformers import GenerationConfig
 
 from ..config import SSDConfig
 from ..drafting.vocabulary import Translation
-from ..rounds import AHEAD, MTP, Outcome, Plan, Speculation
+from ..rounds import AHEAD, IN_TURN, MTP, Outcome, Plan, Speculation
 from . import payloads, wire
-from .transport import PeerLost
+from .transport import AWAKE, PeerLost
 from .wire import FLAG, PLAN, Field, Kind, Message, ProtocolError
 
 # Settings that do not affect proposals; some of them are objects.
@@ -189,6 +189,7 @@ class WorkerSession(DraftSession):
 
     def send_outcome(self, outcome: Outcome, plan: Plan, features: torch.Tensor | None = None) -> None:
         self.round += 1
+        self.worker.channel.awake = 0.0 if plan.mode == IN_TURN and self.worker.takes_our_cores else AWAKE
         self._send(Kind.OUTCOME, wire.write_outcome(outcome, plan), features)
 
     def send_proposals(self, tokens: list[list[int]], sources: list[str], width: int | None = None) -> None:

@@ -13,6 +13,8 @@ from .sessions import DraftError, DraftSession, SessionRequest, WorkerSession
 
 logger = logging.get_logger(__name__)
 
+TIME_TO_READ = 0.5  # seconds for an answer of which others have used up the deadline; it has usually arrived
+
 
 def open_session(workers: list, number: int, request: SessionRequest, on_close: Callable[[], None]) -> DraftSession:
     """Begins a call with workers at rest. See [`WorkerSession`] and [`SeveralDrafts`]."""
@@ -84,7 +86,7 @@ class SeveralDrafts(DraftSession):
         return self.q
 
     def _receive(self, session: WorkerSession, deadline: float) -> Speculation:
-        found = session.receive_speculation(max(0.0, deadline - time.monotonic()))
+        found = session.receive_speculation(max(TIME_TO_READ, deadline - time.monotonic()))
         if self.sampled and found.width:
             found.probabilities = session.receive_probabilities()
         return found

@@ -28,7 +28,8 @@ TRANSFER_TIMEOUT = timedelta(days=365)
 CLOSE_TIMEOUT = 5.0  # seconds
 WAIT_SLICE = 0.1  # seconds; between two slices Python handles Ctrl-C
 # Seconds in which a wait spins before it sleeps, because a core that slept is slow for a while. This is long enough for
-# a round. Spinning slows the neighbouring cores, so a wait for a message that is not expected soon sleeps at once.
+# a round. Spinning slows the neighbouring cores and takes its own, so a wait for a message that is not expected soon,
+# and one for a process that computes on the same cores, sleep at once.
 AWAKE = 0.1
 
 
@@ -46,6 +47,7 @@ class Channel:
 
     def __init__(self, store: dist.Store, is_target: bool, hostname: str | None = LOOPBACK, secret: bytes = b""):
         self.secret, self.largest = secret, LARGEST_PAYLOAD  # elements that a received payload may have
+        self.awake = AWAKE
         self.rank = TARGET if is_target else DRAFT
         keep_when_forked(self)
         to_draft, to_target = (gloo_group(store, name, self.rank, hostname) for name in ("to_draft", "to_target"))
@@ -105,10 +107,10 @@ class Channel:
         _let_others_run()
         return self.pending is not None and self.pending[0].is_completed()
 
-    def receive(self, timeout: float | None, awake: float = AWAKE) -> Message:
+    def receive(self, timeout: float | None) -> Message:
         """
         Returns the next message. A wait that ends by `TimeoutError` can be resumed by the next call; a `timeout` of
-        `None` waits as long as the other process lives. After `awake` seconds the wait sleeps. Raises [`PeerLost`] when
+        `None` waits as long as the other process lives. After `self.awake` seconds the wait sleeps. Raises [`PeerLost`] when
         the other process has ended, and [`~hf_ssd.distributed.wire.ProtocolError`] for data that is no message of this
         protocol.
         """
@@ -117,7 +119,7 @@ class Channel:
             if self.pending is None:
                 self.expect()
             work, tensor, message = self.pending
-            wait(work, deadline, awake)
+            wait(work, deadline, self.awake)
             self.pending = None
             if message is None:
                 message = unpack(tensor, self.largest)

@@ -62,6 +62,7 @@ def run() -> int:
         model = load_model(settings)
         uncompiled_because = compile_draft(model) if settings["compile"] else None
         place = {"device": str(model.device), "identity": devices.identity(model.device), "pid": os.getpid()}
+        place["takes_cores"] = cores.share is not None  # of the target, while that waits
         info = dataclasses.asdict(DraftInfo.of(model.config, last_position_limit(model)))
         compiled = {"is_compiled": is_compiled(model), "uncompiled_because": uncompiled_because}
         hello = Message(Kind.READY, payload=payloads.write_json({"draft": info, **place, **compiled}))

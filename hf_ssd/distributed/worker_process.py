@@ -32,8 +32,8 @@ class WorkerProcess:
     [`~hf_ssd.distributed.supervisor.SupervisedChild`]) and the place where it meets this process.
 
     `worker_info` has the fields of [`~hf_ssd.drafting.needs.DraftInfo`] for the worker's model (`draft`), its `device`,
-    the `identity` of that device, the worker's `pid`, whether the model `is_compiled`, and the reason if compiling
-    failed. `error` is that of the last start, until a call was told; then the worker `is_lost`.
+    the `identity` of that device, the worker's `pid`, whether it `takes_cores` of the target in turn, whether the model
+    `is_compiled`, and the reason if compiling failed. `error` is that of the last start, until a call was told; then the worker `is_lost`.
     """
 
     def __init__(self, launch: Callable, timeout: float):
@@ -54,6 +54,11 @@ class WorkerProcess:
     @property
     def is_ready(self) -> bool:
         return not self.is_starting and self.is_alive
+
+    @property
+    def takes_our_cores(self) -> bool:
+        """Whether the draft computes on the cores of this process too while this process waits for it."""
+        return self.worker_info.get("takes_cores", False)
 
     def stderr_tail(self) -> str:
         """Returns the end of the worker's standard error."""

@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 
+import psutil
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -151,8 +152,8 @@ class OneAfterTheOther(FixedPlan):
 
 def call(target, assistant, **options):
     output = target.generate(
-        **padded_batch(1), assistant_model=assistant, ssd_config=hf_ssd.SSDConfig(), max_new_tokens=60,
-        do_sample=False, return_dict_in_generate=True, **options,
+        **padded_batch(1), assistant_model=assistant, max_new_tokens=60, do_sample=False, return_dict_in_generate=True,
+        **{"ssd_config": hf_ssd.SSDConfig(), **options},
     )  # fmt: skip
     return output.ssd_stats
 
@@ -182,6 +183,7 @@ class WatchedDraft(LlamaForCausalLM):
     def forward(self, input_ids, **inputs):
         with open(self.config.notes, "a") as notes:
             notes.write(f"{torch.get_num_threads()} {len(available_cores())} {input_ids.shape[1]}\n")
+        time.sleep(getattr(self.config, "pause", 0))
         return super().forward(input_ids, **inputs)
 
 
@@ -215,6 +217,24 @@ def test_a_draft_has_all_cores_while_the_target_waits_for_it(two_threads, monkey
             assert seen.count((2, 2)) in (in_turn, in_turn + 2) and in_turn > 5  # an answer that came too late
             assert {*seen} == {(1, 1), (2, 2)} and seen.count((1, 1)) > 5
     assert len(available_cores()) > 1
+
+
+def test_who_waits_in_turn_leaves_the_cores_to_the_other_side(two_threads, target, watched):
+    """A wait that spins on a core on which the other side computes made a verification ten times as long."""
+    first, other = available_cores()[:2]
+    draft, config = watched[0], hf_ssd.SSDConfig(lookahead=2, asynchronous=False, fallback="primary")
+    draft.config.pause = 0.04
+    target.register_forward_pre_hook(lambda *_: time.sleep(0.05))
+    with hf_ssd.launch_draft(draft, cores=CoreShare((first,), ((other,),))) as assistant:
+        sides = psutil.Process(assistant.workers[0].worker_info["pid"]), psutil.Process()
+        call(target, assistant, ssd_config=config)
+        before = [sum(side.cpu_times()[:2]) for side in sides]
+        records = call(target, assistant, ssd_config=config).records
+        draft_used, target_used = (sum(side.cpu_times()[:2]) - used for side, used in zip(sides, before))
+    assert {record.mode for record in records} == {IN_TURN} and len(records) > 15
+    # Each side's work is asleep in this test, so what the other side used meanwhile was a wait.
+    assert draft_used < 0.5 * sum(record.verify_seconds for record in records)
+    assert target_used < 0.5 * sum(record.wait_seconds for record in records)
 
 
 def call_that_loses_its_draft(target, assistant, config):
