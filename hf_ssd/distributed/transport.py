@@ -110,9 +110,9 @@ class Channel:
     def receive(self, timeout: float | None) -> Message:
         """
         Returns the next message. A wait that ends by `TimeoutError` can be resumed by the next call; a `timeout` of
-        `None` waits as long as the other process lives. After `self.awake` seconds the wait sleeps. Raises [`PeerLost`] when
-        the other process has ended, and [`~hf_ssd.distributed.wire.ProtocolError`] for data that is no message of this
-        protocol.
+        `None` waits as long as the other process lives. After `self.awake` seconds the wait sleeps. Raises [`PeerLost`]
+        when the other process has ended, and [`~hf_ssd.distributed.wire.ProtocolError`] for data that is no message of
+        this protocol.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:

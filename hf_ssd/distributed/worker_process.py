@@ -33,7 +33,8 @@ class WorkerProcess:
 
     `worker_info` has the fields of [`~hf_ssd.drafting.needs.DraftInfo`] for the worker's model (`draft`), its `device`,
     the `identity` of that device, the worker's `pid`, whether it `takes_cores` of the target in turn, whether the model
-    `is_compiled`, and the reason if compiling failed. `error` is that of the last start, until a call was told; then the worker `is_lost`.
+    `is_compiled`, and the reason if compiling failed. `error` is that of the last start, until a call was told; then
+    the worker `is_lost`.
     """
 
     def __init__(self, launch: Callable, timeout: float):
