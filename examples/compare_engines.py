@@ -51,6 +51,7 @@ class Engine:
 
 ENGINES = {
     "transformers": Engine("run_transformers.py"),
+    "transformers, compiled": Engine("run_transformers_compiled.py"),
     "hf_ssd": Engine("run_hf_ssd.py"),
     "openvino-genai": Engine(
         "run_openvino.py",

@@ -182,7 +182,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--kinds", nargs="+", default=["chat", "code", "edit", "summary"])
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 0.7])
-    parser.add_argument("--max-new-tokens", type=int, default=32)
+    parser.add_argument("--max-new-tokens", type=int, default=24)
     parser.add_argument("--repeats", type=int, default=2, help="most turns")
     parser.add_argument("--minutes", type=float, default=12.0, help="for all turns but the first")
     parser.add_argument("--assistant-tokens", nargs="*", type=int, default=[3, 6], help="of assisted generation")

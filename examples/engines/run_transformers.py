@@ -5,7 +5,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 
-def ways(work: dict) -> dict:
+def ways(work: dict, **always) -> dict:
+    """Returns ways to generate with `always` as options of each call."""
     torch.set_num_threads(work["threads"])
     target = AutoModelForCausalLM.from_pretrained(work["target"], dtype="float32").eval()
     draft = work["draft"] and AutoModelForCausalLM.from_pretrained(work["draft"], dtype="float32").eval()
@@ -14,7 +15,7 @@ def ways(work: dict) -> dict:
         def generate(prompt, new_tokens):
             ids = torch.tensor([prompt])
             kept = {"max_new_tokens": new_tokens, "do_sample": False, "attention_mask": torch.ones_like(ids)}
-            return target.generate(ids, **kept, **options)[0, len(prompt) :].tolist()
+            return target.generate(ids, **kept, **always, **options)[0, len(prompt) :].tolist()
 
         return generate
 
