@@ -10,19 +10,21 @@ import xllamacpp
 from safetensors.numpy import load_file
 
 KINDS = xllamacpp.common_speculative_type
+ARCHITECTURES = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2}
 
 
 def exported(folder: str) -> str:
     """
-    Writes a Llama as GGUF in float32 beside its folder, unless it is there, and returns the file. Prompts are tokens,
-    so the file has placeholders for the tokens' texts.
+    Writes a Llama or a Qwen 2 as GGUF in float32 beside its folder, unless it is there, and returns the file. Prompts
+    are tokens, so the file has placeholders for the tokens' texts.
     """
     made = Path(f"{folder}.gguf")
     if made.exists():
         return str(made)
     config, weights = json.loads((Path(folder) / "config.json").read_text()), load_file(f"{folder}/model.safetensors")
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
-    writer = gguf.GGUFWriter(made.with_suffix(".part"), "llama")
+    architecture = ARCHITECTURES[config["model_type"]]
+    writer = gguf.GGUFWriter(made.with_suffix(".part"), gguf.MODEL_ARCH_NAMES[architecture])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
@@ -38,13 +40,14 @@ def exported(folder: str) -> str:
     writer.add_token_list([f"<{token}>" for token in range(config["vocab_size"])])
     writer.add_token_types([gguf.TokenType.NORMAL] * config["vocab_size"])
     writer.add_token_merges(["< 0"])
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
+    names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
     for name, weight in weights.items():
         for kind, count in heads.items():
-            if f".{kind}." in name:  # llama.cpp rotates pairs of neighbours, transformers halves
+            if f".{kind}." in name and config["model_type"] == "llama":
+                # llama.cpp rotates pairs of neighbours in a Llama, transformers halves
                 halves = weight.reshape(count, 2, -1, weight.shape[1])
                 weight = halves.swapaxes(1, 2).reshape(weight.shape)
-        writer.add_tensor(names.get_name(name, (".weight",)), weight.astype("float32"))
+        writer.add_tensor(names.get_name(name, (".weight", ".bias")), weight.astype("float32"))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
