@@ -24,10 +24,7 @@ from .view import view_of
 
 
 class CachedModel:
-    """
-    Feeds new tokens of each row to a model, each row at its own length. Rows that are finished can be left out; callers
-    still pass and get tensors of all rows.
-    """
+    """Feeds new tokens to a model, each row at its own length. Callers pass and get tensors of all rows."""
 
     def __init__(
         self,
@@ -149,16 +146,13 @@ class CachedModel:
         return self.cache.window or width
 
     def mask(self, allowed: torch.BoolTensor, query_positions: torch.LongTensor, key_positions: torch.LongTensor):
-        """
-        Returns the model's `attention_mask`, or one for each kind of layer. Positions count from column 0: only their
-        differences matter, but for chunks, which begin after the padding.
-        """
+        """Returns the model's `attention_mask`, or one for each kind of layer. Positions count from column 0."""
         full = sliding = masks.additive(allowed, self.dtype)
         window = self.layout.window
         if window is not None and allowed.shape[2] > window:
             within = masks.within_window
             if self.layout.chunked:
-                within = masks.within_chunk
+                within = masks.within_chunk  # of positions after the padding; windows need only differences
                 padding = self._left_padding()
                 query_positions, key_positions = query_positions - padding, key_positions - padding[..., None]
             allowed = within(allowed, query_positions, key_positions, window)
@@ -214,9 +208,7 @@ class CachedModel:
 def view_for_passes(
     model: PreTrainedModel, hooked: Collection[nn.Module] = (), pack_weights: bool | str = False
 ) -> PreTrainedModel:
-    """
-    Returns the view of a model that computes the passes of a call. The copies of `hooked` modules in it get hooks.
-    """
+    """Returns the view of a model that computes the passes of a call, with hooks in its `hooked` modules."""
     view, configs = view_of(model, is_mamba, hooked, packed_forwards(model, pack_weights))
     use_grouped_heads(model, configs)
     return view

@@ -37,10 +37,8 @@ def uncompiled(model: PreTrainedModel) -> contextlib.AbstractContextManager:
 
 
 def call_compiled(model: PreTrainedModel, view: PreTrainedModel, noticed: Callable[[], None], inputs: dict):
-    """
-    Calls the view of a compiled model, compiled for these passes alone: plain generation compiles the model for other
-    shapes, and `torch.compile` gives up on a function that has been compiled for too many shapes.
-    """
+    """Calls the view of a compiled model, compiled for these passes alone, or uncompiled if that fails."""
+    # Plain generation compiles for other shapes, and `torch.compile` gives up on a function after too many shapes.
     if why_not_compiled(model) is None:
         try:
             with _watching(noticed):

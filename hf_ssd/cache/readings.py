@@ -60,17 +60,14 @@ def texts_for(model: PreTrainedModel, drafted: int, rows: int | None) -> Texts:
 
 
 class LowPrecision(TorchDispatchMode):
-    """
-    Sees whether matrices are multiplied in a precision below float32, which the dtypes of weights and logits do not
-    show: autocast within a model's `forward` casts both ways.
-    """
+    """Sees whether matrices are multiplied in a precision below float32."""
 
     def __init__(self):
         super().__init__()
         self.is_used = False
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        outputs = function(*args, **(kwargs or {}))
+        outputs = function(*args, **(kwargs or {}))  # weights and logits may be float32: autocast casts both ways
         name = function.overloadpacket.__name__
         if "mm" in name or "linear" in name or "matmul" in name:
             low = (torch.float16, torch.bfloat16)

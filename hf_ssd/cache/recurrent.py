@@ -26,9 +26,7 @@ ROOM = 256  # spare columns in the tensor of the rows' tokens
 
 
 class RecurrentLayer(LinearAttentionLayer):
-    """
-    The states of a layer. Forward passes change a copy, which is stored in the attributes that transformers reads.
-    """
+    """The states of a layer. Forward passes change a copy, in the attributes that transformers reads."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -212,11 +210,9 @@ class RecurrentModel(CachedModel):
         self._take_in(rows, ends)
 
     def _feed(self, ends: list[int], count: int, logits_to_keep: torch.LongTensor) -> torch.Tensor:
-        """
-        Feeds `count` tokens after its checkpoint to each row. Only the tokens before `ends` are the row's own; the last
-        one is repeated after them. Any other token might have values that are not finite.
-        """
+        """Feeds `count` tokens after its checkpoint to each row, of which only the tokens before `ends` are its own."""
         columns = from_host(self.checkpoints, self.device)[:, None] + torch.arange(count, device=self.device)
+        # The last one is repeated: any other token might have values that are not finite.
         columns = columns.minimum(from_host(ends, self.device)[:, None] - 1)
         for layer in self.cache.recurrent:
             layer.copy_checkpoint(self.cache.rows)

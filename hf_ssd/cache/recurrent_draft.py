@@ -61,10 +61,7 @@ class RecurrentDraft(CachedModel):
         return torch.cat([self._step(inputs, at, tokens, rows) for tokens in passes][-wanted:], dim=1)
 
     def _step(self, inputs: torch.LongTensor, at: dict[int, int], count: int, moved: list[int]) -> torch.Tensor:
-        """
-        Feeds each row `count` tokens from column `at[row]` on, and returns the logits of the last token. Only the rows
-        in `moved` have so many tokens to feed: `at` is moved, and their states are kept.
-        """
+        """Feeds `count` tokens from column `at[row]` on, and moves `at` for the rows in `moved`, which have so many."""
         starts = [at.get(row, 0) for row in range(len(self.states))]
         columns = from_host(starts, self.device)[:, None] + torch.arange(count, device=self.device)
         self.start_from([self.states[row][column] for row, column in at.items()])

@@ -119,13 +119,11 @@ def is_recurrent(config: PreTrainedConfig) -> bool:
 
 
 def last_position_limit(model: PreTrainedModel) -> int | None:
-    """
-    Returns the number of positions in a model's table of positions, which is learned or computed when the model is
-    created. `None` without a table: most rotary embeddings and ALiBi are computed in each forward pass.
-    """
+    """Returns the number of positions in a model's table of positions, or `None` if it has no table."""
     count = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if not isinstance(count, int):
         return None
+    # A table is learned or made with the model. Most rotary embeddings and ALiBi are computed in each pass.
     tokens = model.get_input_embeddings()
     learned = [one.weight for one in model.modules() if isinstance(one, nn.Embedding) and one is not tokens]
     tables = [*learned, *(buffer for buffer in model.buffers() if buffer.dim() == 2)]

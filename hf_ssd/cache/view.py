@@ -80,10 +80,7 @@ def _add(config: PreTrainedConfig, configs: dict[int, PreTrainedConfig]) -> None
 
 
 def _seen(value, copies: dict[int, object], within: tuple = ()):
-    """
-    Returns a value as the view has it: with copies in the place of modules and configs, also in lists, and in functions
-    around a `forward`, as accelerate, torch.compile and users make them.
-    """
+    """Returns a value with copies in the place of modules and configs, also in lists and around a `forward`."""
     if id(value) in copies:
         return copies[id(value)]
     kind = type(value)
