@@ -30,7 +30,6 @@ class CostModel:
         self.begin_call()
 
     def knows(self, mode: str) -> bool:
-        """Whether a round of this mode was measured."""
         return self.durations.knows(mode)
 
     def begin_call(self) -> None:
@@ -145,11 +144,7 @@ class CostModel:
         return max(range(lookahead + 1), key=lambda k: self._speed(*parts[k]))
 
     def ahead(self, lookahead: int, budgets, counts=(0,)) -> dict[tuple, float]:
-        """
-        Returns tokens per second of drafting ahead by mode, budget and most tokens of an n-gram. A budget, except the
-        first, is left out if its last pass could not begin before the outcome comes, because its branches would stay
-        shorter.
-        """
+        """Returns tokens per second of drafting ahead by mode, budget and most tokens of an n-gram."""
         tokens, verify = self.tokens(lookahead), self.seconds_to_verify(AHEAD, lookahead)
         missed, unit = self.best_after_miss(lookahead), self.seconds_to_verify(AHEAD, 0)  # of time in Corollary 16
         rounds, speeds = {}, {}
@@ -161,7 +156,7 @@ class CostModel:
         for budget, hit_rate in zip(budgets, self.hit_rate(lookahead, budgets)):
             late = max(0.0, self.seconds_to_prepare(lookahead, budget) - verify)
             if speeds and late > self.seconds_of_a_pass(lookahead, budget):
-                continue
+                continue  # the last pass could not begin before the outcome comes, so branches would stay shorter
             late += self.durations.unexplained[AHEAD](budget)
             for count, (share, gains, hit, miss) in rounds.items():
                 # A single row that misses, and has no n-gram, makes all rows wait and cuts their speculations.
