@@ -19,7 +19,10 @@ class Branches:
 
     def __init__(self, decoder: CachedModel, forks: torch.LongTensor, base: int, depth: int):
         forks = decoder.computed(forks)
-        self.decoder, self.base, self.depth, self.count = decoder, base, 0, forks.shape[1]
+        self.decoder = decoder
+        self.base = base
+        self.depth = 0
+        self.count = forks.shape[1]
         branches, depths = (torch.arange(n, device=forks.device) for n in (self.count, depth))
         grown = forks + depths[:, None, None]
         columns = (base + depths[:, None] * self.count + branches)[:, None].expand_as(grown)
@@ -30,7 +33,10 @@ class Branches:
         ends = from_host(forks, decoder.device)
         allowed = masks.visible_up_to(ends - 1, width)
         self.mask = decoder.mask(allowed, ends, torch.arange(width, device=decoder.device))
-        self.ends, self.sliding, self.hidden, self.chunks = ends, None, None, None
+        self.ends = ends
+        self.sliding = None
+        self.hidden = None
+        self.chunks = None
         if decoder.layout.chunked and width > window:  # the chunks of the columns that each branch sees
             column = torch.arange(width, device=decoder.device)
             own = ends[:, :, None] + (column - base).div(self.count, rounding_mode="floor")

@@ -111,7 +111,9 @@ class CachedModel:
             found = self.extend(torch.cat([tokens, tokens[:, -missing:]], dim=1), lengths, logits_to_keep, finished)
             self.features = None if self.features is None else self.features[:, :-missing]
             return found
-        tokens, lengths, count = self.computed(tokens), self.computed(lengths), tokens.shape[1]
+        tokens = self.computed(tokens)
+        lengths = self.computed(lengths)
+        count = tokens.shape[1]
         width = self.columns_seen(max(lengths) + count, count)
         start, is_even = lengths[0], min(lengths) == max(lengths)
         columns = torch.tensor(lengths)[:, None] + torch.arange(count)

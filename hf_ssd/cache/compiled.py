@@ -61,7 +61,9 @@ def why_not_compiled(model: PreTrainedModel) -> str | None:
 
 @contextlib.contextmanager
 def _watching(noticed: Callable[[], None]):
-    thread, compiling, handler = threading.get_ident(), contextlib.ExitStack(), callback.callback_handler
+    thread = threading.get_ident()
+    compiling = contextlib.ExitStack()
+    handler = callback.callback_handler
 
     def begin(arguments) -> None:
         if threading.get_ident() == thread:

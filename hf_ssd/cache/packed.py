@@ -186,7 +186,9 @@ def _kind(layer: nn.Linear) -> tuple:
 @torch.no_grad()
 def _try(layer: nn.Linear) -> Verdict | None:
     rows = max(1, MOST // layer.in_features)
-    theirs, ours, weight = [], [], layer.weight[:rows]
+    theirs = []
+    ours = []
+    weight = layer.weight[:rows]
     bias = None if layer.bias is None else layer.bias[:rows]
     try:
         packed = _pack(weight.detach())

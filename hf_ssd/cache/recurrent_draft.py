@@ -141,7 +141,9 @@ class RecurrentBranches(Branches):
         its states. Negative: no branch. Returns the rows whose branch was taken, and raw logits `(batch_size, depth,
         vocab_size)`, arbitrary for other rows.
         """
-        decoder, device, depths = self.decoder, self.decoder.device, range(self.depth)
+        decoder = self.decoder
+        device = self.decoder.device
+        depths = range(self.depth)
         now, places = decoder.computed(list(range(len(chosen)))), {row: place for place, row in enumerate(self.rows)}
         rows = [row for row in now if chosen[row] >= 0 and self.columns[places[row]][chosen[row]] == forks[row]]
         if not rows or not self.depth:

@@ -86,7 +86,9 @@ def check_supported(model: PreTrainedModel, drafts: bool = False, rows: int = 1,
 @torch.inference_mode()
 def _try(model: PreTrainedModel, drafts: bool, attached: Attached, drafted: int, rows: int | None) -> None:
     """Compares the logits of a short text that is read alone with its logits beside other tokens and rows."""
-    name, is_recurrent, texts = type(model).__name__, attention_layout(model).recurrent, texts_for(model, drafted, rows)
+    name = type(model).__name__
+    is_recurrent = attention_layout(model).recurrent
+    texts = texts_for(model, drafted, rows)
     read = logits_beside_others
     if is_flash_attention(model):
         read = logits_without_masks

@@ -98,7 +98,9 @@ class Chat:
         cache = self._take_cache(tokens)
         input_ids = torch.tensor([tokens], device=self.target.device)
         sampled = {"temperature": self.args.temperature} if self.args.temperature else {}
-        start, answer, output = time.perf_counter(), Answer(self.tokenizer), None
+        start = time.perf_counter()
+        answer = Answer(self.tokenizer)
+        output = None
         with warnings_held():
             try:
                 output = self.target.generate(

@@ -135,7 +135,9 @@ def measure(args: argparse.Namespace, found: models.Models, texts: list[str], lo
         tell("a first answer with SSD")
         learning = [bench.run(methods[SSD], 0)]  # runs in which the planner measures the pair
         # 2. How much more fits.
-        pace, spent, count = Pace.of(plain, learning[0]), time.perf_counter() - start, len(methods)
+        pace = Pace.of(plain, learning[0])
+        spent = time.perf_counter() - start
+        count = len(methods)
         schedule = schedule_for(args.seconds - spent, pace, count, wanted, args.repeats)
         asked = seconds_asked(spent, pace, count, wanted, args.repeats)
         whole = f"a check of this pair takes about {max(1, round(asked / 60))} min: --seconds {asked}"

@@ -67,7 +67,9 @@ def check_file(meeting: dict) -> None:
 
 def _has_whole_entries(file: Path) -> bool:
     """Whether a file of torch's `FileStore` consists of keys and values, each with its length before it."""
-    written, place, count = file.read_bytes() if file.exists() else b"", 0, 0
+    written = file.read_bytes() if file.exists() else b""
+    place = 0
+    count = 0
     while place < len(written):
         place += 4 + int.from_bytes(written[place : place + 4], sys.byteorder)
         count += 1

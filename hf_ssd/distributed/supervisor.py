@@ -74,7 +74,9 @@ def supervise(place: dict, settings: dict, descriptors: list[int]) -> None:
     def start(number: int) -> Child:
         return Child({**settings, "meeting": meeting_of(place, number)}, descriptors)
 
-    notes, number, was_told = join(place, STORE_TIMEOUT), 0, False
+    notes = join(place, STORE_TIMEOUT)
+    number = 0
+    was_told = False
     process = start(number)
     try:
         while not notes.check(["done"]):

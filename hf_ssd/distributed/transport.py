@@ -237,5 +237,7 @@ def give_up(groups: list[dist.ProcessGroup]) -> None:
 def broadcast(group: dist.ProcessGroup, tensor: torch.Tensor, root: int) -> dist.Work:
     """Starts to send `tensor` if this rank is `root`, otherwise to receive into it."""
     options = dist.BroadcastOptions()
-    options.rootRank, options.rootTensor, options.timeout = root, 0, TRANSFER_TIMEOUT
+    options.rootRank = root
+    options.rootTensor = 0
+    options.timeout = TRANSFER_TIMEOUT
     return group.broadcast([tensor], options)

@@ -21,7 +21,9 @@ class CostModel:
 
     def __init__(self, kind: CallKind, pair: PairKnowledge | None = None):
         pair = PairKnowledge() if pair is None else pair
-        self.kind, self.durations, self.experience = kind, pair.durations(kind), pair.experience(kind)
+        self.kind = kind
+        self.durations = pair.durations(kind)
+        self.experience = pair.experience(kind)
         self.rates = Rates(memory=0.99)  # of the texts of this call
         self.reading = 0.0  # seconds that the last round waited while the draft read text that went by without it
         q = 4 * kind.rows * kind.vocab_size  # bytes of the distributions of a token of each row

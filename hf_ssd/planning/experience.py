@@ -129,7 +129,9 @@ class Experience:
     """How often drafts are right, in calls of a pair with the same settings, batch size, length and temperature."""
 
     def __init__(self, config: SSDConfig):
-        self.rates, self.hit_rates, self.prober = Rates(memory=0.999), HitRates(config), Prober()
+        self.rates = Rates(memory=0.999)
+        self.hit_rates = HitRates(config)
+        self.prober = Prober()
         self.chosen: tuple[str, int, int] | None = None  # the last mode, lookahead and budget
         self.rounds = 0
 

@@ -118,7 +118,10 @@ class Planner:
 
     def _speeds(self) -> dict[tuple[str, int, int], float]:
         """Returns the expected tokens per second by mode, lookahead and budget, each with its best n-grams."""
-        config, costs, speeds, self.ngrams = self.config, self.costs, {}, {}
+        config = self.config
+        costs = self.costs
+        speeds = {}
+        self.ngrams = {}
         if self.chooses_lookahead and costs.knows(PLAIN):
             self.plain_gain, self.ngrams[PLAIN, 0, 0] = self._plain_gain()
             speeds[PLAIN, 0, 0] = self.plain_gain * costs.plain()
@@ -154,7 +157,9 @@ class Planner:
 
     def _explain(self, speeds: dict, prefix: str) -> None:
         """Notes why the plan was chosen, and warns if the draft slows the target down."""
-        before, chosen, contention = self.reason, self.experience.chosen, self.costs.contention
+        before = self.reason
+        chosen = self.experience.chosen
+        contention = self.costs.contention
         self.reason = prefix + reason_for(chosen, speeds, self.costs, self.ngrams.get(chosen, 0))
         self.reasons[chosen[0]] = self.reason
         if self.reason != before:
