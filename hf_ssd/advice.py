@@ -11,28 +11,13 @@ LOW_ACCEPTANCE, HIGH_WAIT, LOW_HITS = 0.3, 0.15, 0.6
 
 
 def adjustable(config, do_sample: bool) -> list[str]:
-    """
-    Returns the settings that advice may tell the user to change: those that are not `"auto"` and affect this call.
-
-    Args:
-        config (`SSDConfig`): The settings of the call.
-        do_sample (`bool`): Whether tokens are sampled.
-    """
+    """Returns the settings that advice may name: those that are not `"auto"` and affect this call."""
     names = ["lookahead", "budget", *(["saguaro_c"] if do_sample else [])]
     return [name for name in names if getattr(config, name) != "auto"]
 
 
 def advice(stats) -> list[str]:
-    """
-    Comments on the pair and the settings of a call.
-
-    Args:
-        stats ([`SSDStats`]): The statistics of a call.
-
-    Returns:
-        `list[str]`: Sentences with an observation and, if there is any, a remedy; empty if there is nothing to change,
-            or if too few rounds were drafted to tell.
-    """
+    """Returns sentences about the pair and the settings of a call, each with a remedy if there is any."""
     if not stats.rounds:
         return []
     if stats.draft_failure:

@@ -49,10 +49,6 @@ def from_host(values, device: torch.device) -> torch.Tensor:
     """
     Returns values as a tensor on a device. The host does not wait for earlier work of a GPU, as it does with
     `torch.tensor(values, device=...)`, `.to(device)` or an index on the host.
-
-    Args:
-        values (`torch.Tensor` or nested `list`): Usually on the host. A tensor on the device is returned as it is.
-        device (`torch.device`): The device of the result.
     """
     if not isinstance(values, torch.Tensor):
         values = torch.tensor(values)
@@ -73,12 +69,7 @@ def to_host(*tensors: torch.LongTensor) -> list[torch.LongTensor]:
 
 
 class HostCopy:
-    """
-    A copy of integers on the host. On CUDA it arrives while the host goes on.
-
-    Args:
-        tensors (`torch.LongTensor`): The integers, on a device.
-    """
+    """A copy of integers on the host. On CUDA it arrives while the host goes on."""
 
     def __init__(self, *tensors: torch.LongTensor):
         self.shapes, self.event = [tensor.shape for tensor in tensors], None
@@ -91,11 +82,9 @@ class HostCopy:
             self.flat = torch.cat([tensor.flatten() for tensor in to_host(*tensors)])
 
     def has_arrived(self) -> bool:
-        """Whether the integers can be read."""
         return self.event is None or self.event.query()
 
     def lists(self) -> list[list]:
-        """Returns the integers as nested lists."""
         parts = self.flat.split([shape.numel() for shape in self.shapes])
         return [part.view(shape).tolist() for part, shape in zip(parts, self.shapes)]
 
@@ -142,14 +131,12 @@ def multiplies_in_float32(device: torch.device) -> bool:
 
 
 def has_float64(device: torch.device) -> bool:
-    """Whether the device computes in double precision."""
     if device.type == "xpu":
         return bool(torch.xpu.get_device_properties(device).has_fp64)
     return device.type != "mps"
 
 
 def accelerators() -> list[torch.device]:
-    """Returns the GPUs or other accelerators of the machine."""
     if not torch.accelerator.is_available():
         return []
     kind = torch.accelerator.current_accelerator().type
@@ -157,12 +144,7 @@ def accelerators() -> list[torch.device]:
 
 
 def existing(name: str | torch.device) -> torch.device:
-    """
-    Returns a device by its name.
-
-    Raises:
-        `ValueError`: the machine has no such device.
-    """
+    """Returns a device by its name, or raises `ValueError` if the machine has no such device."""
     here = [torch.device("cpu"), *accelerators()]
     try:
         device = torch.device(name)
@@ -180,10 +162,7 @@ def name(device: torch.device) -> str:
 
 
 def spare_accelerator() -> torch.device | None:
-    """
-    Returns the last accelerator on which this process holds no tensors. If it holds tensors on each accelerator,
-    returns the last of all and warns; returns `None` if there is only the CPU.
-    """
+    """Returns the last accelerator on which this process holds no tensors, or else the last one, if there is any."""
     found = accelerators()
     unused = [device for device in found if not torch.accelerator.memory_allocated(device.index)]
     if found and not unused:

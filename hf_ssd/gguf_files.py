@@ -12,15 +12,8 @@ OTHER_MODELS = ("config.json", "adapter_config.json")  # a folder with one of th
 
 def gguf_place(path: str | os.PathLike, options: dict) -> tuple[str, dict]:
     """
-    Returns the folder and the options with which `from_pretrained` reads the model at a path. They are those that were
-    given, unless the path is a GGUF file, or a folder that has a GGUF file and no other model.
-
-    Args:
-        path (`str` or `os.PathLike`): A file, a folder or a hub id.
-        options (`dict`): Options of `from_pretrained`.
-
-    Raises:
-        `ValueError`: there is no such file, or the folder has several.
+    Returns the folder and the options with which `from_pretrained` reads the model at a path: those that were given,
+    unless the path is a GGUF file, or a folder that has a GGUF file and no other model.
     """
     path, place = os.fspath(path), Path(path)
     if options.get("gguf_file") is not None:

@@ -65,10 +65,7 @@ def needs_history(processors: LogitsProcessorList) -> bool:
 
 
 def captured_as(processors: LogitsProcessorList) -> tuple | None:
-    """
-    Returns all that the results of processors depend on besides scores, so that they can be part of a captured pass.
-    `None` if they also depend on earlier tokens or on tensors.
-    """
+    """Returns all that processors depend on besides scores, or `None` if they depend on earlier tokens or tensors."""
     values = [value for one in processors for value in vars(one).values()]
     if any(type(one) not in STATELESS for one in processors) or any(map(torch.is_tensor, values)):
         return None
@@ -83,19 +80,9 @@ def process_positions(
     rows: list[int],
 ) -> torch.Tensor:
     """
-    Processes the scores of consecutive positions of some rows.
-
-    Args:
-        processors (`LogitsProcessorList`): The processors as transformers prepared them. Unless [`are_by_row`] is true
-            of them, there must be a single position, at the same length in all of the rows.
-        scores (`torch.Tensor` of shape `(len(rows), positions, vocab_size)`): Raw logits, in any type.
-        input_ids (`torch.LongTensor` of shape `(batch_size, columns)`): All rows, the proposed tokens included.
-        lengths (`list[int]`): For each row of the batch. Position `j` of row `r` follows
-            `input_ids[r, : lengths[r] + j]`.
-        rows (`list[int]`): The rows of the batch to which the rows of `scores` belong.
-
-    Returns:
-        `torch.Tensor` of the shape of `scores`, in the type that the last processor returned.
+    Processes raw logits `(len(rows), positions, vocab_size)` of consecutive positions of some rows of the batch:
+    position `j` of row `r` follows `input_ids[r, : lengths[r] + j]`, in which the proposed tokens are included. Unless
+    [`are_by_row`] is true of the processors, there must be a single position, at the same length in all rows.
     """
     scores = scores.to(device=input_ids.device, dtype=torch.float32)
     if all(type(processor) in STATELESS for processor in processors):
@@ -159,8 +146,7 @@ def _process_together(
 ) -> torch.Tensor | None:
     """
     Processes the scores `(positions, vocab_size)` in a single call, or returns `None` if the processor must be called
-    for each length. `histories` of shape `(..., columns)` and `lengths` of shape `(...)` belong to the `rows` of the
-    batch.
+    for each length. `histories` `(..., columns)` and `lengths` `(...)` belong to the `rows` of the batch.
     """
     kind = type(processor)
     if kind in STATELESS:

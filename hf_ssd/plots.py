@@ -7,18 +7,7 @@ ROUNDS_SHOWN = 12
 
 
 def plot_timeline(stats, path, rounds: range | None = None) -> None:
-    """
-    Draws the work of the target above the work of the draft, like Figure 1 of the paper.
-
-    Args:
-        stats ([`SSDStats`]): The statistics of a call.
-        path (`str` or `os.PathLike`): Where to write the picture; the suffix determines the format.
-        rounds (`range`, *optional*): The rounds to draw. Defaults to twelve in the middle of the call.
-
-    Raises:
-        `ImportError`: matplotlib is not installed.
-        `ValueError`: the call had no such rounds.
-    """
+    """Draws the work of the target above the work of the draft, like Figure 1 of the paper."""
     from matplotlib.figure import Figure  # imported here because only plots need it
     from matplotlib.patches import Patch
 
@@ -53,18 +42,7 @@ def plot_timeline(stats, path, rounds: range | None = None) -> None:
 
 
 def plot_acceptance(stats, path) -> None:
-    """
-    Draws the acceptance rate at each place of a speculation, over the tokens that the target tested, and the share of
-    speculations with each accepted count.
-
-    Args:
-        stats ([`SSDStats`]): The statistics of a call.
-        path (`str` or `os.PathLike`): Where to write the picture; the suffix determines the format.
-
-    Raises:
-        `ImportError`: matplotlib is not installed.
-        `ValueError`: nothing was drafted.
-    """
+    """Draws the acceptance rate at each place, over the tested tokens, and the share of each accepted count."""
     from matplotlib.figure import Figure
 
     rounds = [(k, accepted) for k, accepted, _ in stats.verified_rows() if k]

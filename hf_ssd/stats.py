@@ -103,11 +103,17 @@ class SSDStats:
         return wait / (verify + wait) if verify + wait else 0.0
 
     def plot_timeline(self, path, rounds: range | None = None) -> None:
-        """Draws the timeline of target and draft. See [`~hf_ssd.plots.plot_timeline`]."""
+        """
+        Draws the work of the target above that of the draft, like Figure 1 of the paper. Needs matplotlib.
+
+        Args:
+            path (`str` or `os.PathLike`): Where to write the picture; the suffix determines the format.
+            rounds (`range`, *optional*): The rounds to draw. Defaults to twelve in the middle of the call.
+        """
         plots.plot_timeline(self, path, rounds)
 
     def plot_acceptance(self, path) -> None:
-        """Draws the acceptance of the drafted tokens. See [`~hf_ssd.plots.plot_acceptance`]."""
+        """Draws the acceptance at each place of a speculation, and how often each count of tokens was accepted."""
         plots.plot_acceptance(self, path)
 
     def to_pandas(self):

@@ -181,7 +181,9 @@ def predict(stats) -> float:
 
     verify, mean_rows = math.fsum(verifications) / len(verifications), len(rows) / len(verifications)
     hit_rate, primary_time = sum(hit for _, hit in rows) / len(rows), 1 + mean(waits, True) / verify
-    expected_hit, expected_miss, backup_time = mean(rows, True), mean(rows, False), mean(waits, False) / verify
+    expected_hit = mean(rows, True)
+    expected_miss = mean(rows, False)
+    backup_time = mean(waits, False) / verify
     speedup = ssd_speedup(hit_rate, expected_hit, expected_miss, primary_time, backup_time, mean_rows)
     return speedup * mean_rows / verify
 

@@ -9,33 +9,18 @@ TARGET, DRAFT = "target", "draft"
 
 @dataclass(frozen=True)
 class Interval:
-    """
-    A stretch of time that a side spent on a single task.
+    """A stretch of time that a side spent on a single task, in seconds since the beginning of the call."""
 
-    Args:
-        side (`str`): `"target"` or `"draft"`.
-        what (`str`): `"prefill"`, `"verify"`, `"wait"`, `"prepare"` or `"answer"`.
-        start, end (`float`): Seconds since the beginning of the call.
-        round (`int`): Number of the round.
-        details (`dict`): Figures of the round that a trace viewer shows.
-    """
-
-    side: str
-    what: str
+    side: str  # "target" or "draft"
+    what: str  # "prefill", "verify", "wait", "prepare" or "answer"
     start: float
     end: float
     round: int
-    details: dict
+    details: dict  # figures of the round that a trace viewer shows
 
 
 def intervals(stats) -> list[Interval]:
-    """
-    Args:
-        stats ([`SSDStats`]): The statistics of a call.
-
-    Returns:
-        `list[Interval]`: The intervals of both sides, in the order of the rounds.
-    """
+    """Returns the intervals of both sides in a call ([`SSDStats`]), in the order of the rounds."""
     result = [Interval(TARGET, "prefill", 0.0, stats.prefill_seconds, 0, {})]
     for i, record in enumerate(stats.records):
         received, rows = record.received_at, record.live

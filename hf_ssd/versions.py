@@ -38,10 +38,7 @@ def warn_if_untested() -> None:
 
 
 def check_internals(model, cache_argument: str, model_kwargs: dict) -> None:
-    """
-    Raises `RuntimeError` if this transformers does not have what a call needs of its internals, as when a later release
-    has renamed it. No argument of the user can be the reason.
-    """
+    """Raises `RuntimeError` if this transformers lacks an internal that a call needs, as a later release may."""
     missing = [f"The method `{name}` of models" for name in INTERNALS if not hasattr(model, name)]
     if not missing and model_kwargs.get(cache_argument) is None and model._supports_default_dynamic_cache():
         missing = [f"The cache `{cache_argument}` of generate()"]

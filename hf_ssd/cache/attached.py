@@ -14,23 +14,13 @@ LIBRARIES = ("torch", "transformers", "hf_ssd", "accelerate")  # packages whose 
 
 @dataclass
 class Attached:
-    """
-    Everything that was attached to a model. Two of them are equal if nothing was attached or removed in between.
+    """Everything that was attached to a model. Two of them are equal if nothing was attached or removed in between."""
 
-    Args:
-        kinds (`dict[type, weakref.ref]`): The classes of the modules, with their `forward`.
-        hooks (`list[int]`): The ids of forward hooks, global ones too. torch never gives an id to a second hook.
-        forwards (`list[weakref.ref]`): What takes the place of a module's `forward`.
-        adapters (`set[tuple]`): Names of active adapters in a module, whether they are disabled, and names of those
-            that are merged into its weights.
-        has_own_forward (`bool`): Whether a forward is not that of torch.compile or accelerate.
-    """
-
-    kinds: dict[type, weakref.ref] = field(default_factory=dict)
-    hooks: list[int] = field(default_factory=list)
-    forwards: list[weakref.ref] = field(default_factory=list)
-    adapters: set[tuple] = field(default_factory=set)
-    has_own_forward: bool = False
+    kinds: dict[type, weakref.ref] = field(default_factory=dict)  # classes of the modules, with their `forward`
+    hooks: list[int] = field(default_factory=list)  # ids, global ones too; torch never gives an id to a second hook
+    forwards: list[weakref.ref] = field(default_factory=list)  # in the place of a module's `forward`
+    adapters: set[tuple] = field(default_factory=set)  # active names, whether disabled, merged names
+    has_own_forward: bool = False  # that is not of torch.compile or accelerate
 
     @property
     def may_depend_on_rows(self) -> bool:
@@ -78,16 +68,14 @@ def hooks_of(module: nn.Module) -> Iterator[tuple[int, Callable]]:
 
 
 def forward_of(module: nn.Module) -> Callable | None:
-    """
-    Returns the function that takes the place of a module's `forward`. `None` for those of torch.compile and
-    accelerate, which compute what the module's class does.
-    """
+    """Returns the function in place of a module's `forward`, but `None` for those of torch.compile and accelerate."""
     own = vars(module)
     for name in ("forward", "_old_forward", "_original_forward"):  # accelerate keeps the forward that it wraps
         forward = own.get(name)
         if forward is None or hasattr(forward, "_torchdynamo_orig_callable"):
             continue
         function = getattr(forward, "func", getattr(forward, "__func__", forward))
+        # Those of torch.compile and accelerate compute the same as the module's class.
         if function is not type(module).forward and not str(function.__module__).startswith("accelerate."):
             return forward
     return None

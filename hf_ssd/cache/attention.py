@@ -34,16 +34,7 @@ _obeys: "weakref.WeakKeyDictionary[PreTrainedModel, bool]" = weakref.WeakKeyDict
 def grouped_attention(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **kwargs):
     """
     The `sdpa` attention of transformers; grouped heads are folded into the queries where transformers would copy keys
-    and values, or where a single query needs no mask.
-
-    Args:
-        query (`torch.Tensor` of shape `(batch_size, heads, queries, head_dim)`): Queries of the new tokens.
-        key, value (`torch.Tensor` of shape `(batch_size, key_value_heads, columns, head_dim)`): The cache's contents.
-        attention_mask (`torch.Tensor` of shape `(batch_size, 1, queries, columns)`, *optional*): Is added to scores.
-        module, dropout, scaling, kwargs: As in transformers.
-
-    Returns:
-        `tuple(torch.Tensor of shape (batch_size, queries, heads, head_dim), None)`.
+    and values, or where a single query needs no mask. Queries are of shape `(rows, heads, queries, head_dim)`.
     """
     if len(query) > len(key):  # branches with a query each, which share the keys and values of their row
         branches = len(query) // len(key)
@@ -78,13 +69,7 @@ AttentionMaskInterface.register(GROUPED, sdpa_mask)
 
 
 def use_grouped_heads(model: PreTrainedModel, configs: list[PreTrainedConfig]) -> None:
-    """
-    Lets a view of a model use [`grouped_attention`] in the layers that use the `sdpa` of transformers.
-
-    Args:
-        model (`PreTrainedModel`): A model that [`~hf_ssd.cache.trial.check_supported`] accepts.
-        configs (`list[PreTrainedConfig]`): The configs of the view, which are changed.
-    """
+    """Lets a view of a model, whose configs these are, use [`grouped_attention`] in the layers that use `sdpa`."""
     configs = [config for config in configs if getattr(config, "_attn_implementation", None) == "sdpa"]
     # Sparse attention applies its indexer's choice only under the name `sdpa`; three tokens do not show that.
     if not configs or attention_layout(model).indexed:
@@ -103,10 +88,7 @@ def _name(configs: list[PreTrainedConfig]) -> None:
 
 @torch.inference_mode()
 def _is_obeyed_by(model: PreTrainedModel) -> bool:
-    """
-    Compares the logits of three tokens with both functions. A model may choose its computation by the name of the
-    implementation, and compute something else for a name that it does not know.
-    """
+    """Compares the logits of three tokens: a model may compute something else for a name that it does not know."""
     device, vocab_size = devices.of_model(model), model.config.get_text_config(decoder=True).vocab_size
     sees = from_host([[[True, False, False], [True, True, False], [True, False, True]]], device)
     inputs = {

@@ -12,20 +12,17 @@ from .model_runner import TensorFunction
 class Branches:
     """
     Continuations that fork from different places of a row's verified prefix. Branch `i` of row `r` sees the first
-    `forks[r, i]` columns of the prefix and its own tokens. The tokens of depth `d` stand in columns `base + d * N + i`,
-    after the prefix of every row, so writing them moves no other columns, and dropping all branches takes no work.
-
-    Args:
-        decoder (`CachedModel`): The draft model and its cache, which holds the verified prefix.
-        forks (`torch.LongTensor` of shape `(batch_size, N)`): Columns of the prefix that each branch sees. Usually on
-            the CPU.
-        base (`int`): First column that no prefix uses.
-        depth (`int`): How many tokens a branch may grow.
+    `forks[r, i]` columns of the prefix, of shape `(batch_size, N)`, and its own tokens. The tokens of depth `d` stand
+    in columns `base + d * N + i`, after the prefix of every row, so writing them moves no other columns, and dropping
+    all branches takes no work.
     """
 
     def __init__(self, decoder: CachedModel, forks: torch.LongTensor, base: int, depth: int):
         forks = decoder.computed(forks)
-        self.decoder, self.base, self.depth, self.count = decoder, base, 0, forks.shape[1]
+        self.decoder = decoder
+        self.base = base
+        self.depth = 0
+        self.count = forks.shape[1]
         branches, depths = (torch.arange(n, device=forks.device) for n in (self.count, depth))
         grown = forks + depths[:, None, None]
         columns = (base + depths[:, None] * self.count + branches)[:, None].expand_as(grown)
@@ -36,7 +33,10 @@ class Branches:
         ends = from_host(forks, decoder.device)
         allowed = masks.visible_up_to(ends - 1, width)
         self.mask = decoder.mask(allowed, ends, torch.arange(width, device=decoder.device))
-        self.ends, self.sliding, self.hidden, self.chunks = ends, None, None, None
+        self.ends = ends
+        self.sliding = None
+        self.hidden = None
+        self.chunks = None
         if decoder.layout.chunked and width > window:  # the chunks of the columns that each branch sees
             column = torch.arange(width, device=decoder.device)
             own = ends[:, :, None] + (column - base).div(self.count, rounding_mode="floor")
@@ -48,10 +48,7 @@ class Branches:
             self.sliding = self.mask["sliding_attention"] if decoder.layout.mixed else self.mask
 
     def grow(self, tokens: torch.LongTensor, finish: TensorFunction | None = None):
-        """
-        Feeds the next token of each branch, `(batch_size, N)`, and returns logits `(batch_size, N, vocab_size)`, or
-        what `finish` returns for them.
-        """
+        """Feeds tokens `(batch_size, N)`, and returns logits `(batch_size, N, vocab_size)`, or `finish` of them."""
         start = self.base + self.depth * self.count
         stop = start + self.count
         if self.sliding is not None:
@@ -78,20 +75,9 @@ def extend_with_branches(
     base: int,
 ) -> torch.Tensor:
     """
-    Feeds the next tokens of each row and whole branches in the same pass. A branch sees the first columns of its row,
-    including columns that this pass writes, and its own tokens.
-
-    Args:
-        decoder (`CachedModel`): The draft model and its cache.
-        tokens (`torch.LongTensor` of shape `(batch_size, M)`): They stand in the columns from `starts` on.
-        starts (`list[int]`): Column of the first of these tokens in each row.
-        forks (`torch.LongTensor` of shape `(batch_size, N)`): How many of its row's columns each branch sees besides
-            its own.
-        branches (`torch.LongTensor` of shape `(batch_size, N, T)`): Tokens of the branches.
-        base (`int`): First column that no row uses. The branches of a row stand there in sequence.
-
-    Returns:
-        `torch.FloatTensor` of shape `(batch_size, N, T, vocab_size)`: Raw logits of the branches.
+    Feeds tokens `(batch_size, M)`, from the columns `starts` on, and whole branches `(batch_size, N, T)` in one pass. A
+    branch sees the first `forks` columns of its row, also those that this pass writes, and its own tokens, which stand
+    from column `base` on. Returns the raw logits of the branches, `(batch_size, N, T, vocab_size)`.
     """
     tokens, starts, forks, branches = map(decoder.computed, (tokens, starts, forks, branches))
     device, (rows, count, depth) = forks.device, branches.shape

@@ -24,50 +24,26 @@ from .view import view_of
 
 
 class CachedModel:
-    """
-    Feeds new tokens of each row to a model, each row at its own length. Rows that are finished can be left out; callers
-    still pass and get tensors of all rows.
-
-    Args:
-        model (`PreTrainedModel`): A model that [`~hf_ssd.cache.trial.check_supported`] accepts.
-        cache (`RaggedCache`): Empty, or filled by a prefill.
-        valid (`torch.BoolTensor` of shape `(batch_size, columns)`, *optional*): `False` where the prompt is padding.
-        first_positions (`list[int]`, *optional*): Position of column 0 for each row, negative if the row is padded on
-            the left. 0 by default.
-        column_limit (`int`, *optional*): Tokens from this column on are never used. They are fed with the position of
-            the column before it, because the model may have no further positions.
-        token_type_ids (`torch.LongTensor` of shape `(batch_size, columns)`, *optional*): Token types of the prompt. As
-            in plain generation, each new token has the type of the prompt's last token.
-        cuda_graphs (`bool` or `str`, *optional*): See [`SSDConfig`]. `False` by default.
-        hidden_states ([`~hf_ssd.cache.hidden_states.HiddenStates`], *optional*): Captures hidden states of the passes,
-            which then run uncompiled and uncaptured.
-        view (`PreTrainedModel`, *optional*): The view of the model that computes the passes, see [`view_for_passes`]. A
-            new view by default.
-        pack_weights (`bool` or `str`, *optional*): For a new view, see [`SSDConfig`]. `False` by default.
-
-    Attributes:
-        runner (`Runner`): Runs the forward passes.
-        features (`torch.Tensor` of shape `(batch_size, new_tokens, width)`, *optional*): The captured hidden states of
-            the tokens that [`~CachedModel.extend`] was given last; zeros for rows left out.
-        fewest_tokens (`int`): The smallest number of tokens that a pass feeds to each row.
-    """
+    """Feeds new tokens to a model, each row at its own length. Callers pass and get tensors of all rows."""
 
     def __init__(
         self,
         model: PreTrainedModel,
         cache: RaggedCache,
-        valid=None,
-        first_positions=None,
-        column_limit=None,
-        token_type_ids=None,
-        cuda_graphs=False,
-        hidden_states: HiddenStates | None = None,
-        view: PreTrainedModel | None = None,
-        pack_weights: bool | str = False,
+        valid: torch.BoolTensor | None = None,  # (batch_size, columns), `False` where the prompt is padding
+        first_positions: list[int] | None = None,  # of column 0 of each row, negative if padded on the left
+        column_limit: int | None = None,  # tokens from this column on are never used
+        token_type_ids: torch.LongTensor | None = None,  # (batch_size, columns), of the prompt
+        cuda_graphs: bool | str = False,  # see `SSDConfig`
+        hidden_states: HiddenStates | None = None,  # captures those of the passes
+        view: PreTrainedModel | None = None,  # computes the passes; a new view by default
+        pack_weights: bool | str = False,  # for a new view, see `SSDConfig`
     ):
         self.model, self.cache = model, cache
         self.view = view_for_passes(model, pack_weights=pack_weights) if view is None else view
-        self.hidden_states, self.features = hidden_states, None
+        self.hidden_states = hidden_states
+        # The hidden states (batch_size, new_tokens, width) of the tokens that were fed last; zeros for rows left out.
+        self.features: torch.Tensor | None = None
         self.valid = None if valid is None or valid.all() else valid
         self.device, self.dtype = devices.of_model(model), model.dtype
         self.layout = attention_layout(model)
@@ -78,6 +54,7 @@ class CachedModel:
         self.needs_no_mask_for_one = self.valid is None and self.layout.window is None and is_sdpa
         self.first_positions, self.keeps_rows = first_positions, None
         self.column_limit = column_limit
+        # As in plain generation, each new token has the type of the prompt's last token.
         self.token_types = None if token_type_ids is None else token_type_ids[:, -1:].to(self.device)
         if hidden_states is None:
             self.runner = runner_for(model, cache, cuda_graphs, column_limit, self.view)
@@ -91,11 +68,8 @@ class CachedModel:
         self.runner.close()
 
     def leave_out(self, finished: list[bool]) -> None:
-        """
-        Stops computing finished rows: tokens fed to them are ignored from now on, and their logits are zeros. Hooks may
-        be made for the rows of the call, so a model that has hooks goes on with all of them.
-        """
-        if any(finished) and self.keeps_rows is None:
+        """Stops computing finished rows: tokens fed to them are ignored from now on, and their logits are zeros."""
+        if any(finished) and self.keeps_rows is None:  # hooks may be made for the rows of the call
             self.keeps_rows = attached_to(self.model).may_depend_on_rows
         if self.keeps_rows:
             return
@@ -112,7 +86,7 @@ class CachedModel:
 
     def positions(self, columns: torch.LongTensor) -> torch.LongTensor:
         """Returns the position of each column, both of shape `(computed_rows, ...)`, at least 0."""
-        if self.column_limit is not None:
+        if self.column_limit is not None:  # the model may have no further positions
             columns = columns.clamp(max=self.column_limit - 1)
         if self.first_positions is not None:
             first = from_host(self.computed(self.first_positions), columns.device)
@@ -121,19 +95,10 @@ class CachedModel:
 
     def extend(self, tokens: torch.LongTensor, lengths: list[int], logits_to_keep=None, finish=None):
         """
-        Feeds the next tokens of each row.
-
-        Args:
-            tokens (`torch.LongTensor` of shape `(batch_size, new_tokens)`): They follow the first `lengths` columns of
-                each row. Columns after these are overwritten.
-            logits_to_keep (`torch.LongTensor` or `int`, *optional*): The indices of the new tokens to return logits
-                for, the same for all rows, or how many of the last tokens. All by default, which can fill the memory if
-                the prompt is long.
-            finish ([`TensorFunction`], *optional*): Is applied to the logits of the computed rows.
-
-        Returns:
-            `torch.FloatTensor` of shape `(batch_size, positions, vocab_size)`: Raw logits, in the model's dtype. Or the
-            results of `finish`.
+        Feeds tokens `(batch_size, new_tokens)`, which overwrite the columns after the first `lengths` columns of each
+        row. Returns raw logits `(batch_size, positions, vocab_size)`, or the results of `finish` ([`TensorFunction`])
+        for them. `logits_to_keep` is the indices of the new tokens to return logits for, or how many of the last
+        tokens; by default all, which can fill the memory if the prompt is long.
         """
         missing = self.fewest_tokens - tokens.shape[1] if self.cache.layers else 0
         if missing > 0:  # feed the last token again; the next pass overwrites it like a rejected token
@@ -146,7 +111,9 @@ class CachedModel:
             found = self.extend(torch.cat([tokens, tokens[:, -missing:]], dim=1), lengths, logits_to_keep, finished)
             self.features = None if self.features is None else self.features[:, :-missing]
             return found
-        tokens, lengths, count = self.computed(tokens), self.computed(lengths), tokens.shape[1]
+        tokens = self.computed(tokens)
+        lengths = self.computed(lengths)
+        count = tokens.shape[1]
         width = self.columns_seen(max(lengths) + count, count)
         start, is_even = lengths[0], min(lengths) == max(lengths)
         columns = torch.tensor(lengths)[:, None] + torch.arange(count)
@@ -175,26 +142,19 @@ class CachedModel:
         return TensorFunction(mask, (pad(valid, (0, width - valid.shape[3]), value=True),), key)
 
     def columns_seen(self, width: int, tokens: int) -> int:
-        """
-        Opens or closes the cache's window for passes over `tokens` tokens of each row that will use `width` columns,
-        and returns how many columns they see.
-        """
+        """Opens or closes the window for passes over `tokens` tokens of a row. Returns how many columns they see."""
         is_step = tokens <= LONGEST_STEP and bool(self.cache.layers)
         self.cache.set_window(self.runner.window(width) if is_step else None)
         return self.cache.window or width
 
     def mask(self, allowed: torch.BoolTensor, query_positions: torch.LongTensor, key_positions: torch.LongTensor):
-        """
-        Returns the model's `attention_mask`: a single mask, or a dictionary with a mask for each kind of layer. For the
-        arguments see [`~hf_ssd.cache.masks.within_window`]. Positions count from column 0: only their differences
-        matter, but for chunks, which begin after the padding.
-        """
+        """Returns the model's `attention_mask`, or one for each kind of layer. Positions count from column 0."""
         full = sliding = masks.additive(allowed, self.dtype)
         window = self.layout.window
         if window is not None and allowed.shape[2] > window:
             within = masks.within_window
             if self.layout.chunked:
-                within = masks.within_chunk
+                within = masks.within_chunk  # of positions after the padding; windows need only differences
                 padding = self._left_padding()
                 query_positions, key_positions = query_positions - padding, key_positions - padding[..., None]
             allowed = within(allowed, query_positions, key_positions, window)
@@ -214,17 +174,9 @@ class CachedModel:
 
     def forward(self, tokens, places, mask, logits_to_keep=None, finish=None):
         """
-        Feeds tokens to the rows that are computed, in the columns where the cache was told to place them.
-
-        Args:
-            tokens (`torch.LongTensor` of shape `(computed_rows, new_tokens)`): The tokens.
-            places (`torch.LongTensor` of shape `(2, computed_rows, new_tokens)`): Their columns and positions.
-            mask (`torch.Tensor`, `dict` or [`TensorFunction`], *optional*): The model's `attention_mask`, or the
-                function that makes it of the columns.
-            logits_to_keep, finish: See [`~CachedModel.extend`].
-
-        Returns:
-            What [`~CachedModel.extend`] returns, with zeros for rows left out.
+        Feeds tokens `(computed_rows, new_tokens)`, whose columns and positions are `places`, `(2, computed_rows,
+        new_tokens)`. The mask may be a [`TensorFunction`] of the columns. Returns tensors of all rows, with zeros for
+        rows left out.
         """
         makes_mask = isinstance(mask, TensorFunction)
         inputs = {"input_ids": tokens, "places": places} | ({} if makes_mask else {"attention_mask": mask})
@@ -258,13 +210,7 @@ class CachedModel:
 def view_for_passes(
     model: PreTrainedModel, hooked: Collection[nn.Module] = (), pack_weights: bool | str = False
 ) -> PreTrainedModel:
-    """
-    Returns the view of a model that computes the passes of a call.
-
-    Args:
-        hooked (`Collection[nn.Module]`, *optional*): Modules whose copies in the view get hooks.
-        pack_weights (`bool` or `str`, *optional*): See [`SSDConfig`].
-    """
+    """Returns the view of a model that computes the passes of a call, with hooks in its `hooked` modules."""
     view, configs = view_of(model, is_mamba, hooked, packed_forwards(model, pack_weights))
     use_grouped_heads(model, configs)
     return view

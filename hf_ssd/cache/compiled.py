@@ -37,15 +37,12 @@ def uncompiled(model: PreTrainedModel) -> contextlib.AbstractContextManager:
 
 
 def call_compiled(model: PreTrainedModel, view: PreTrainedModel, noticed: Callable[[], None], inputs: dict):
-    """
-    Calls the view of a compiled model, compiled for these passes alone: plain generation compiles the model for other
-    shapes, and `torch.compile` gives up on a function that has been compiled for too many shapes. When a compilation
-    begins, `noticed` is called and a progress bar is shown. If compiling fails, the view runs uncompiled.
-    """
+    """Calls the view of a compiled model, compiled for these passes alone, or uncompiled if that fails."""
+    # Plain generation compiles for other shapes, and `torch.compile` gives up on a function after too many shapes.
     if why_not_compiled(model) is None:
         try:
             with _watching(noticed):
-                return _call_for(model)(view, inputs)
+                return _call_for(model)(view, inputs)  # a compilation that begins is noticed, and shown
         except exc.TorchDynamoException as error:
             cause = getattr(error, "inner_exception", error)
             _failures[model] = f"{type(cause).__name__}: {cause}".strip().splitlines()[0]
@@ -64,7 +61,9 @@ def why_not_compiled(model: PreTrainedModel) -> str | None:
 
 @contextlib.contextmanager
 def _watching(noticed: Callable[[], None]):
-    thread, compiling, handler = threading.get_ident(), contextlib.ExitStack(), callback.callback_handler
+    thread = threading.get_ident()
+    compiling = contextlib.ExitStack()
+    handler = callback.callback_handler
 
     def begin(arguments) -> None:
         if threading.get_ident() == thread:

@@ -39,12 +39,7 @@ def power_of_two(size: int) -> int:
 
 
 class CudaCapture:
-    """
-    Captures CUDA graphs, which share a pool of memory.
-
-    Args:
-        device (`torch.device`): Device of the model.
-    """
+    """Captures CUDA graphs, which share a pool of memory."""
 
     def __init__(self, device: torch.device):
         self.device, self.stream = device, torch.cuda.Stream(device)
@@ -71,25 +66,15 @@ CAPTURES: dict[str, Callable] = {"cuda": CudaCapture}
 
 @dataclass
 class CapturedPass:
-    """
-    Args:
-        inputs (`tuple`): The tensors that the pass reads.
-        results (`tuple`): The tensors that the pass writes to: its logits `(rows, tokens, vocab_size)`, and what is
-            made of them.
-        replay (`Callable`): Repeats the pass.
-        to_compare (`int`, *optional*): How many more replays are compared with eager passes.
-    """
+    """A pass that can be repeated, with the tensors that it reads and writes."""
 
     inputs: tuple
-    results: tuple
+    results: tuple  # logits `(rows, tokens, vocab_size)`, and the results of the function after the model
     replay: Callable[[], None]
-    to_compare: int = COMPARED
+    to_compare: int = COMPARED  # further replays that are compared with eager passes
 
     def __call__(self, inputs: tuple, tokens: int) -> tuple:
-        """
-        Repeats the pass with new inputs. Returns its logits for the first `tokens` tokens, which the next replay
-        overwrites, and a copy of what is made of them.
-        """
+        """Repeats the pass. Returns logits, which the next replay overwrites, and a copy of the function's results."""
         fill(self.inputs, inputs)
         self.replay()
         logits, made = self.results
@@ -97,27 +82,17 @@ class CapturedPass:
 
 
 class Graphs:
-    """
-    Storage and captured passes of a model, which a single cache uses at a time.
-
-    Args:
-        model (`PreTrainedModel`): The model, for which [`why_not_captured`] has no reason.
-
-    Attributes:
-        passes (`dict[tuple, CapturedPass]`): Captured passes by their rows, tokens, columns, inputs and functions.
-        refused (`set[tuple]`): Keys of functions of logits that could not be captured.
-        failure (`str`, *optional*): Why a pass could not be captured; all passes run eagerly from then on.
-    """
+    """Storage and captured passes of a model, which a single cache uses at a time."""
 
     def __init__(self, model: PreTrainedModel):
         device = devices.of_model(model)
         self.capture = CAPTURES[device.type](device)
-        self.passes: dict[tuple, CapturedPass] = {}
-        self.refused: set[tuple] = set()
+        self.passes: dict[tuple, CapturedPass] = {}  # by their rows, tokens, columns, inputs and functions
+        self.refused: set[tuple] = set()  # keys of functions of logits that could not be captured
         self.storage: list[tuple[torch.Tensor, torch.Tensor]] = []  # by layer: (rows, heads, columns, head_dim)
         self.user: Callable[[], RaggedCache | None] = lambda: None
         self.lock = threading.Lock()
-        self.failure: str | None = None
+        self.failure: str | None = None  # why a pass could not be captured; all passes run eagerly from then on
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "Graphs":
@@ -131,16 +106,7 @@ class Graphs:
         return graphs
 
     def take_in(self, cache: RaggedCache, columns: int, limit: int | None) -> bool:
-        """
-        Lets a cache keep its keys and values in the storage, to which they are moved if they are elsewhere.
-
-        Args:
-            columns (`int`): The fewest columns that the cache must have.
-            limit (`int`, *optional*): The most tokens that a row of the call can have.
-
-        Returns:
-            `bool`: `False` if another cache is in use.
-        """
+        """Moves a cache's keys and values to the storage if needed. Returns `False` if another cache is in use."""
         with self.lock:
             user = self.user()
             if user is not None and user is not cache:
@@ -223,8 +189,6 @@ def fill(static: tuple, inputs: tuple) -> None:
 
 
 def _axis(tensor: torch.Tensor) -> int:
-    """
-    Returns the axis of tokens in an input: `(rows, tokens)`, `(2, rows, tokens)`, `(rows, 1, tokens, ...)`, or the
-    states `(rows, tokens, width)` that a head reads.
-    """
+    """Returns the axis of the tokens in an input."""
+    # The states (rows, tokens, width) that a head reads; or (rows, tokens), (2, rows, tokens), (rows, 1, tokens, ...).
     return 1 if tensor.dim() == 3 and tensor.is_floating_point() else min(2, tensor.dim() - 1)

@@ -16,12 +16,7 @@ class RecurrentRunner(Runner):
     """
     Runs passes eagerly. transformers bounds the step sizes of Mamba-2 only where several tokens are computed; these
     passes have no bounds, except the first one, which reads the prompts. The chunks to which transformers pads the
-    tokens are short; chunks only group the arithmetic.
-
-    A thread that uses the model at the same time meets none of these changes: they are made in the view.
-
-    Args:
-        other ([`Runner`]): The runner for a model without recurrent layers, whose place this one takes.
+    tokens are short; chunks only group the arithmetic. All of this is changed in the view alone.
     """
 
     def __init__(self, other: Runner):

@@ -11,12 +11,8 @@ ALIGNMENT = 8  # elements; CUDA kernels copy a mask in every layer unless its ro
 
 def visible_up_to(last_columns: torch.LongTensor, width: int, valid: torch.BoolTensor | None = None):
     """
-    Lets each query see all of `width` columns up to a last column, which may differ between queries.
-
-    Args:
-        last_columns (`torch.LongTensor` of shape `(batch_size, queries)`): The last column that each query sees.
-        valid (`torch.BoolTensor` of shape `(batch_size, 1 or queries, columns)`, *optional*): `False` where a column
-            holds padding. Columns beyond the end of this tensor are valid.
+    Lets each query see all of `width` columns up to its last column `(batch_size, queries)`. `valid`, of shape
+    `(batch_size, 1 or queries, columns)`, is `False` where a column holds padding; later columns are valid.
     """
     allowed = torch.arange(width, device=last_columns.device) <= last_columns[:, :, None]
     if valid is not None:
@@ -28,32 +24,17 @@ def visible_up_to(last_columns: torch.LongTensor, width: int, valid: torch.BoolT
 
 
 def within_window(allowed: torch.BoolTensor, query_positions, key_positions, window: int) -> torch.BoolTensor:
-    """
-    Keeps only the columns less than `window` positions back, as sliding-window layers do.
-
-    Args:
-        allowed (`torch.BoolTensor` of shape `(batch_size, queries, columns)`): The mask of full attention.
-        query_positions (`torch.LongTensor` of shape `(batch_size, queries)`): Position of each query.
-        key_positions (`torch.LongTensor` that broadcasts to the shape of `allowed`): Position of each column.
-    """
+    """Keeps only the columns less than `window` positions back, as sliding-window layers do."""
     return allowed & (query_positions[:, :, None] - key_positions < window)
 
 
 def within_chunk(allowed: torch.BoolTensor, query_positions, key_positions, size: int) -> torch.BoolTensor:
-    """
-    Keeps only the columns of the query's own chunk of `size` positions, as layers with chunked attention do. For the
-    arguments see [`within_window`].
-    """
+    """Keeps only the columns of the query's own chunk of `size` positions, as layers with chunked attention do."""
     return allowed & (query_positions[:, :, None] // size == key_positions // size)
 
 
 def chains(count: int, length: int, device: torch.device) -> torch.BoolTensor:
-    """
-    Lets each token of several chains see itself and the tokens before it in its chain.
-
-    Returns:
-        `torch.BoolTensor` of shape `(count * length, count * length)`: The tokens of a chain are adjacent.
-    """
+    """Lets each token of several chains, one behind the other, see itself and the tokens before it in its chain."""
     place = torch.arange(count * length, device=device)
     chain = place.div(length, rounding_mode="floor")
     return (chain[:, None] == chain) & (place[:, None] >= place)

@@ -26,39 +26,21 @@ logger = logging.get_logger(__name__)
 
 
 class TensorFunction(NamedTuple):
-    """
-    A function of tensors that is computed before or after the model in a pass, and captured with it.
+    """A function of tensors that is computed before or after the model in a pass, and captured with it."""
 
-    Args:
-        call (`Callable`): The function. It reads no numbers of the device, and returns tensors whose axis of tokens is
-            that of the model's inputs.
-        inputs (`tuple[torch.Tensor, ...]`, *optional*): Its inputs besides those that the pass gives it.
-        key (`tuple`, *optional*): Everything else that its result depends on. `None` if it cannot be captured.
-    """
-
-    call: Callable
-    inputs: tuple[torch.Tensor, ...] = ()
-    key: tuple | None = None
+    call: Callable  # reads no numbers of the device; its results have the axis of tokens of the model's inputs
+    inputs: tuple[torch.Tensor, ...] = ()  # besides those that the pass gives it
+    key: tuple | None = None  # everything else that its result depends on; `None` if it cannot be captured
 
 
 class Runner:
-    """
-    Runs passes eagerly.
+    """Runs passes of a view of a model eagerly."""
 
-    Args:
-        model (`PreTrainedModel`): The model.
-        cache (`RaggedCache`): The model's cache.
-        view (`PreTrainedModel`): The view of the model that computes the passes.
-
-    Attributes:
-        fewest_tokens (`int`): The smallest number of tokens of each row in a pass.
-        preparations (`int`): How often a pass was compiled or captured.
-    """
-
-    fewest_tokens = 1
+    fewest_tokens = 1  # of each row in a pass
 
     def __init__(self, model: PreTrainedModel, cache: RaggedCache, view: PreTrainedModel):
-        self.model, self.cache, self.view, self.preparations = model, cache, view, 0
+        self.model, self.cache, self.view = model, cache, view
+        self.preparations = 0  # how often a pass was compiled or captured
         self.takes_logits_to_keep = model._supports_logits_to_keep()  # which takes time in each pass
         self.cache_argument = cache_argument(model)
         self.is_compiled = is_compiled(model)
@@ -79,17 +61,9 @@ class Runner:
         finish: TensorFunction | None = None,
     ):
         """
-        Args:
-            inputs (`dict`): Arguments of the model besides its cache, which knows its window and the new columns;
-                `places` in place of `position_ids`, see [`CachedModel.forward`].
-            logits_to_keep (`torch.LongTensor` or `int`, *optional*): The positions of `inputs` whose logits to return,
-                or how many of the last ones.
-            mask ([`TensorFunction`], *optional*): Makes the attention mask from the columns of `places`.
-            finish ([`TensorFunction`], *optional*): Is applied to the logits.
-
-        Returns:
-            `torch.FloatTensor` of shape `(rows, positions, vocab_size)`, or what `finish` returns for it. Later passes
-            do not change the result.
+        Runs a pass. `inputs` are arguments of the model, with `places` (columns and positions) instead of
+        `position_ids`; `mask` makes the attention mask from the columns. Returns logits `(rows, positions,
+        vocab_size)`, or what `finish` returns for them, which later passes do not change.
         """
         columns, positions = inputs["places"].unbind()
         inputs = {name: value for name, value in inputs.items() if name != "places"} | {"position_ids": positions}
@@ -139,13 +113,7 @@ class CompiledRunner(Runner):
 
 
 class GraphRunner(Runner):
-    """
-    Replays steps as CUDA graphs. A pass of new sizes is captured; if that fails, all passes run eagerly.
-
-    Args:
-        model, cache, view: See [`Runner`].
-        limit (`int`, *optional*): The most tokens that a row can have.
-    """
+    """Replays steps as CUDA graphs. A pass of new sizes is captured; if that fails, all passes run eagerly."""
 
     def __init__(self, model: PreTrainedModel, cache: RaggedCache, view: PreTrainedModel, limit: int | None):
         super().__init__(model, cache, view)
@@ -231,15 +199,7 @@ class GraphRunner(Runner):
 def runner_for(
     model: PreTrainedModel, cache: RaggedCache, cuda_graphs: bool | str, limit: int | None, view: PreTrainedModel
 ) -> Runner:
-    """
-    Returns the runner of a model's passes in a call.
-
-    Args:
-        model (`PreTrainedModel`), cache (`RaggedCache`): The model and its cache.
-        cuda_graphs (`bool` or `str`): See [`SSDConfig`].
-        limit (`int`, *optional*): The most tokens that a row can have.
-        view (`PreTrainedModel`): The view of the model that computes the passes.
-    """
+    """Returns the runner of a model's passes in a call, in which a row has at most `limit` tokens."""
     # Flash attention takes no masks, and only a mask hides the columns of a window that are not in use.
     if is_compiled(model) and why_not_compiled(model) is None and not is_flash_attention(model):
         return CompiledRunner(model, cache, view)

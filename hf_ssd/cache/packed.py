@@ -50,14 +50,7 @@ class Verdict(NamedTuple):
 
 
 class PackedWeight:
-    """
-    The `forward` of a linear layer whose weight is packed.
-
-    Args:
-        layer (`nn.Linear`): The layer, for which [`is_eligible`] holds.
-        packed (`torch.Tensor`): Its packed weight.
-        verdict ([`Verdict`]): When and how to use it.
-    """
+    """The `forward` of a linear layer whose weight is packed."""
 
     def __init__(self, layer: nn.Linear, packed: torch.Tensor, verdict: Verdict):
         # torch's own dictionary of parameters follows the layer, and does not keep it alive.
@@ -81,15 +74,7 @@ class PackedWeight:
 
 
 def packed_forwards(model: PreTrainedModel, pack_weights: bool | str) -> dict[nn.Module, PackedWeight]:
-    """
-    Packs weights of a model that are not packed, or have changed since then.
-
-    Args:
-        pack_weights (`bool` or `str`): See [`SSDConfig`].
-
-    Returns:
-        `dict[nn.Module, PackedWeight]`: For each layer that is packed, its `forward` in a view of the model.
-    """
+    """Packs weights of a model that are new or have changed, and returns the packed layers' `forward` for a view."""
     if model in _owned:
         found = {module: _packed[module] for module in model.modules() if module in _packed}
         if any(forward.is_alone for forward in found.values()):
@@ -184,10 +169,7 @@ def _can_pack() -> bool:
 
 
 def _verdict(layer: nn.Linear, is_auto: bool) -> Verdict | None:
-    """
-    Returns when to use a packed weight, or `None` if torch cannot pack it, or if `"auto"` finds no gain. A layer of
-    each kind is tried.
-    """
+    """Returns when to use a packed weight, or `None` if torch cannot pack it, or if `"auto"` finds no gain."""
     kind = _kind(layer)
     if kind not in _verdicts:
         _verdicts[kind] = _try(layer)
@@ -204,7 +186,9 @@ def _kind(layer: nn.Linear) -> tuple:
 @torch.no_grad()
 def _try(layer: nn.Linear) -> Verdict | None:
     rows = max(1, MOST // layer.in_features)
-    theirs, ours, weight = [], [], layer.weight[:rows]
+    theirs = []
+    ours = []
+    weight = layer.weight[:rows]
     bias = None if layer.bias is None else layer.bias[:rows]
     try:
         packed = _pack(weight.detach())

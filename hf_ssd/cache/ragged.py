@@ -17,15 +17,12 @@ class RaggedLayer(DynamicLayer):
     model sees the first columns as a view. Unused columns hold zeros, because masked values must be finite too.
 
     A layer does not refer to its cache. Otherwise the memory of both would be kept until Python collects cycles.
-
-    Attributes:
-        indexer (`RaggedLayer`, *optional*): The keys by which sparse attention chooses the columns that a query sees,
-            stored as the keys of a single head, without values.
     """
 
     def __init__(self):
         super().__init__()
         self.width = 0
+        # The keys by which sparse attention chooses a query's columns, stored as those of one head, without values.
         self.indexer: RaggedLayer | None = None
         self.window: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -37,15 +34,7 @@ class RaggedLayer(DynamicLayer):
         self.is_initialized = True
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, placement=None, rows=None):
-        """
-        Writes the new columns, and returns all columns that the model sees.
-
-        Args:
-            key_states, value_states (`torch.Tensor` of shape `(rows, num_heads, new_tokens, head_dim)`): The columns.
-            placement (`tuple[torch.LongTensor, int]`, *optional*): See [`RaggedCache.place`]. The columns are appended
-                by default.
-            rows (`int`, *optional*): How many rows the model sees, all of them by default.
-        """
+        """Writes the new columns where `placement` says, or at the end, and returns all columns that are seen."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         start, count = self.width, key_states.shape[2]
@@ -63,10 +52,7 @@ class RaggedLayer(DynamicLayer):
         return keys, values
 
     def update_indexer(self, keys: torch.Tensor, placement=None, rows=None) -> torch.Tensor:
-        """
-        Writes new keys `(rows, new_tokens, head_dim)` of the indexer, and returns the keys of all columns that the
-        model sees. For the other arguments see [`~RaggedLayer.update`].
-        """
+        """Writes new keys `(rows, new_tokens, head_dim)` of the indexer, and returns those that are seen."""
         if self.indexer is None:
             self.indexer = RaggedLayer()
         keys = keys.unsqueeze(1)
@@ -109,20 +95,13 @@ class RaggedCache(DynamicCache):
 
     Finished rows can be left out of further forward passes. They change places with unfinished rows, so that the
     remaining rows stand together and the model still sees a view.
-
-    Attributes:
-        rows (`list[int]`, *optional*): The rows that forward passes compute, in the order in which they stand; all of
-            them by default.
-        left_out (`list[int]`): The other rows, which stand after the computed rows.
-        window (`int`, *optional*): How many columns forward passes see. `None` if they see the columns in use. Compiled
-            and captured passes need a window, see [`~hf_ssd.cache.model_runner`].
     """
 
     def __init__(self):
         Cache.__init__(self, layers=[])
-        self.rows: list[int] | None = None
-        self.left_out: list[int] = []
-        self.window: int | None = None
+        self.rows: list[int] | None = None  # that passes compute, in the order in which they stand; all by default
+        self.left_out: list[int] = []  # the other rows, which stand after these
+        self.window: int | None = None  # columns that passes see, if compiled or captured; else those in use
         self.placement: tuple[torch.LongTensor, int] | None = None
 
     @property
@@ -138,9 +117,8 @@ class RaggedCache(DynamicCache):
 
     def place(self, columns: slice | torch.LongTensor, width: int) -> None:
         """
-        Sets the columns that the next forward pass writes: a slice for all rows, if no window is open, or the columns
-        `(batch_size, new_tokens)` of each row. The pass sees `width` columns, and the mask hides the columns that a row
-        does not use.
+        Sets the columns that the next pass writes: a slice for all rows, if no window is open, or `(batch_size,
+        new_tokens)`. The pass sees `width` columns, and the mask hides the columns that a row does not use.
         """
         if not isinstance(columns, slice):
             self.placement = columns, width
@@ -150,10 +128,7 @@ class RaggedCache(DynamicCache):
                 layer.width = columns.start
 
     def leave_out(self, finished: list[bool], fewest: int = 1) -> None:
-        """
-        Leaves finished rows out of the forward passes, which keep at least `fewest` rows. `finished` has an element for
-        every row.
-        """
+        """Leaves finished rows out of the forward passes, which keep at least `fewest` rows."""
         rows = list(range(len(finished))) if self.rows is None else self.rows
         count = max(fewest, sum(not finished[row] for row in rows))
         if count >= len(rows):

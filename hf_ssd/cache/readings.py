@@ -27,20 +27,12 @@ FAR, FARTHEST = 640, 4096
 
 
 class Texts(NamedTuple):
-    """
-    The texts of a trial.
+    """The texts of a trial."""
 
-    Args:
-        tokens (`torch.LongTensor` of shape `(rows, length)`): A prompt and the tokens to verify, in each row.
-        columns (`list[int]`): The first column of each row that is written after the prompt.
-        width (`int`): The number of columns before the end of the cache.
-        compared (`int`): How many rows have logits that are compared; other rows only stand beside them.
-    """
-
-    tokens: torch.LongTensor
-    columns: list[int]
-    width: int
-    compared: int
+    tokens: torch.LongTensor  # (rows, length): a prompt and the tokens to verify
+    columns: list[int]  # the first column of each row that is written after the prompt
+    width: int  # columns before the end of the cache
+    compared: int  # rows whose logits are compared; other rows only stand beside them
 
     @property
     def drafted(self) -> int:
@@ -50,12 +42,8 @@ class Texts(NamedTuple):
 
 def texts_for(model: PreTrainedModel, drafted: int, rows: int | None) -> Texts:
     """
-    Returns the texts of a trial.
-
-    Args:
-        drafted (`int`): How many tokens are verified, as far as the model's positions allow.
-        rows (`int`, *optional*): The only number of rows that the model can be tried with. Otherwise one row is
-            compared, and verified beside another one that is much longer.
+    Returns texts with `drafted` tokens to verify, as far as the model's positions allow. `rows` is the only number of
+    rows that the model can be tried with; by default one row is compared, beside another one that is much longer.
     """
     config = model.config.get_text_config(decoder=True)
     named = [value for key, value in vars(config).items() if "window" in key and type(value) is int]
@@ -72,17 +60,14 @@ def texts_for(model: PreTrainedModel, drafted: int, rows: int | None) -> Texts:
 
 
 class LowPrecision(TorchDispatchMode):
-    """
-    A context that sees whether matrices are multiplied in a precision below float32, which the dtypes of weights and
-    logits do not show: autocast within a model's `forward` casts both ways.
-    """
+    """Sees whether matrices are multiplied in a precision below float32."""
 
     def __init__(self):
         super().__init__()
         self.is_used = False
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        outputs = function(*args, **(kwargs or {}))
+        outputs = function(*args, **(kwargs or {}))  # weights and logits may be float32: autocast casts both ways
         name = function.overloadpacket.__name__
         if "mm" in name or "linear" in name or "matmul" in name:
             low = (torch.float16, torch.bfloat16)
@@ -92,8 +77,8 @@ class LowPrecision(TorchDispatchMode):
 
 def logits_of_plain_generation(model: PreTrainedModel, texts: Texts) -> torch.Tensor:
     """
-    Returns logits `(compared, drafted, vocab_size)` of the tokens after the prompts as plain generation reads them:
-    token by token, with inputs that the model's own methods prepare.
+    Returns logits `(compared, drafted, vocab_size)` as plain generation reads the tokens after the prompts: one by one,
+    with inputs that the model's own methods prepare.
     """
     tokens, cache = texts.tokens[: texts.compared], _empty_cache(model)
     model_kwargs = {"attention_mask": torch.ones_like(tokens[:, :PROMPT]), "use_cache": True, CACHE: cache}
@@ -109,10 +94,7 @@ def logits_of_plain_generation(model: PreTrainedModel, texts: Texts) -> torch.Te
 
 
 def logits_alone(model: PreTrainedModel, texts: Texts, prompt: int = PROMPT) -> torch.Tensor:
-    """
-    Returns logits `(compared, length, vocab_size)` of the texts, read without the methods that prepare inputs: first
-    `prompt` tokens, then token by token.
-    """
+    """Returns logits `(compared, length, vocab_size)`, read with our own inputs, one by one after `prompt` tokens."""
     tokens, cache = texts.tokens[: texts.compared], _empty_cache(model)
     logits, start = [], 0
     for count in (prompt, *[1] * (tokens.shape[1] - prompt)):
@@ -164,9 +146,9 @@ def logits_without_masks(model: PreTrainedModel, texts: Texts) -> tuple[torch.Te
 
 def logits_behind_states(model: PreTrainedModel, texts: Texts) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Returns the logits of [`logits_beside_others`] for a model with recurrent layers. From the states after the prompt,
-    other tokens are verified first and rejected, then the tokens after the prompt. Finally, all of these tokens but the
-    first are verified again, after the first.
+    The logits of [`logits_beside_others`] for a model with recurrent layers. From the states after the prompt, other
+    tokens are verified first and rejected, then the tokens after the prompt. Finally, all of these but the first are
+    verified again, after the first.
     """
     cache = ragged_copy(_empty_cache(model))
     inputs = {"input_ids": texts.tokens[:, :PROMPT], cache_argument(model): cache}
@@ -181,9 +163,9 @@ def logits_behind_states(model: PreTrainedModel, texts: Texts) -> tuple[torch.Te
 
 def logits_of_branches(model: PreTrainedModel, texts: Texts) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Returns the logits of [`logits_beside_others`] for a draft with recurrent layers, without those of the first tokens
-    of the prompt: a few tokens are fed together, then others behind their states. The tokens after the prompt are a
-    branch, which starts from a copy of the states after the prompt and stands beside another branch.
+    The logits of [`logits_beside_others`] for a draft with recurrent layers, without the first tokens of the prompt: a
+    few tokens are fed together, then others behind their states. The tokens after the prompt are a branch, which starts
+    from a copy of the states after the prompt and stands beside another branch.
     """
     tokens, device = texts.tokens, texts.tokens.device
     decoder = RecurrentDraft(model, rows=2, column_limit=tokens.shape[1])

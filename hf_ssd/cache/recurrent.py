@@ -26,17 +26,11 @@ ROOM = 256  # spare columns in the tensor of the rows' tokens
 
 
 class RecurrentLayer(LinearAttentionLayer):
-    """
-    The states of a layer. Forward passes change a copy, which is stored in the attributes that transformers reads.
-
-    Attributes:
-        kept (`list[torch.Tensor]`): The checkpoint: tensors of shape `(batch_size, ...)`, with the rows in their
-            original order.
-    """
+    """The states of a layer. Forward passes change a copy, in the attributes that transformers reads."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.kept: list[torch.Tensor] = []
+        self.kept: list[torch.Tensor] = []  # the checkpoint: (batch_size, ...), rows in their original order
 
     def copy_checkpoint(self, rows: list[int] | None) -> None:
         """Lets the next forward pass start from a copy of the checkpoint of these rows, or of all of them."""
@@ -71,21 +65,13 @@ class RecurrentRaggedLayer(RaggedLayer, RecurrentLayer):
 
 
 class RecurrentCache(RaggedCache):
-    """
-    A [`RaggedCache`] with recurrent layers.
-
-    Args:
-        theirs (`Cache`): A cache of transformers for the same model. Its contents are copied.
-
-    Attributes:
-        branches (`int`): How many rows of a pass's batch are branches of the same row. They write adjacent columns of
-            that row, and see all of its columns.
-        shares_columns (`bool`): Whether the model's attention takes keys and values of a row once for all its branches.
-    """
+    """A [`RaggedCache`] with recurrent layers, with the contents of a cache of transformers for the same model."""
 
     def __init__(self, theirs: Cache):
         super().__init__()
-        self.branches, self.shares_columns = 1, False
+        # Rows of a pass's batch that are branches of a row. They write adjacent columns of it and see all its columns.
+        self.branches = 1
+        self.shares_columns = False  # whether attention takes keys and values of a row once for all its branches
         for layer in theirs.layers:
             if isinstance(layer, LinearAttentionLayer):
                 kind = RecurrentRaggedLayer if isinstance(layer, DynamicLayer) else RecurrentLayer
@@ -142,15 +128,7 @@ def _copy_states(source: LinearAttentionLayer, to: LinearAttentionLayer) -> None
 
 
 class RecurrentModel(CachedModel):
-    """
-    A [`CachedModel`] with recurrent layers, used after the prefill. See [`CachedModel`] for the arguments.
-
-    Attributes:
-        checkpoints (`list[int]`): The first column of each row that its checkpoint has not read.
-        reached (`dict[int, int]`): The first column that the states at the end of the last pass have not read, for rows
-            whose states have read only the row's own tokens.
-        refed (`int`): How many tokens, of all rows together, passes were fed again since refeeds were shortened last.
-    """
+    """A [`CachedModel`] with recurrent layers, used after the prefill."""
 
     cache: RecurrentCache
 
@@ -163,9 +141,10 @@ class RecurrentModel(CachedModel):
         if not kept:
             raise RuntimeError("it keeps no recurrent state in its cache")
         rows, columns = len(kept[0]), cache.get_seq_length()
-        self.checkpoints = [columns] * rows
+        self.checkpoints = [columns] * rows  # the first column of each row that its checkpoint has not read
+        # The first column that the states after the last pass have not read, if they have read only their row's tokens.
         self.reached: dict[int, int] = {}
-        self.refed = 0
+        self.refed = 0  # tokens, of all rows together, fed again since refeeds were shortened last
         self.passed: list[int] = []  # the rows of the last pass, in the order in which they stood
         self.first: list[list[torch.Tensor]] | None = None
         self.tokens = torch.zeros(rows, columns + ROOM, dtype=torch.long, device=self.device)
@@ -207,13 +186,8 @@ class RecurrentModel(CachedModel):
 
     def finish(self, output: torch.LongTensor, verified: list[int], columns_before: int) -> None:
         """
-        Moves the checkpoint of each row to the last token of the output, which itself is not fed, because no token
-        follows it.
-
-        Args:
-            output (`torch.LongTensor` of shape `(batch_size, length)`): The tokens that the call returns.
-            verified (`list[int]`): How many tokens of each row were fed before and are in the output.
-            columns_before (`int`): Columns of the cache before the first token of the output.
+        Moves the checkpoint of each row to the last token of `output`, which is not fed, because no token follows it.
+        `verified` tokens of each row were fed before; `columns_before` is the cache's length before the output.
         """
         rows, last = list(range(len(output))), columns_before + output.shape[1] - 1
         verified = [columns_before + count for count in verified]
@@ -236,11 +210,9 @@ class RecurrentModel(CachedModel):
         self._take_in(rows, ends)
 
     def _feed(self, ends: list[int], count: int, logits_to_keep: torch.LongTensor) -> torch.Tensor:
-        """
-        Feeds `count` tokens after its checkpoint to each row. Only the tokens before `ends` are the row's own; the last
-        one is repeated after them. Any other token might have values that are not finite.
-        """
+        """Feeds `count` tokens after its checkpoint to each row, of which only the tokens before `ends` are its own."""
         columns = from_host(self.checkpoints, self.device)[:, None] + torch.arange(count, device=self.device)
+        # The last one is repeated: any other token might have values that are not finite.
         columns = columns.minimum(from_host(ends, self.device)[:, None] - 1)
         for layer in self.cache.recurrent:
             layer.copy_checkpoint(self.cache.rows)

@@ -20,19 +20,7 @@ States = tuple[list[torch.Tensor], int]
 
 
 class RecurrentDraft(CachedModel):
-    """
-    A [`CachedModel`] with recurrent layers that drafts. Its passes run eagerly.
-
-    Args:
-        model (`PreTrainedModel`): The draft model.
-        rows (`int`): The batch size.
-        cache ([`RecurrentCache`], *optional*): The cache of an earlier call that this call continues.
-        options: See [`CachedModel`].
-
-    Attributes:
-        states (`list[dict[int, States]]`): For each row, the states after some numbers of its columns; `None` after
-            none of them.
-    """
+    """A [`CachedModel`] with recurrent layers that drafts. Its passes run eagerly."""
 
     cache: RecurrentCache
 
@@ -41,6 +29,7 @@ class RecurrentDraft(CachedModel):
         super().__init__(model, cache or RecurrentCache(empty), **options)
         self.runner, self.fewest_tokens = RecurrentRunner(self.runner), RecurrentRunner.fewest_tokens
         self.cache.shares_columns = self.has_grouped_heads
+        # For each row, the states after some numbers of its columns; `None` after none of them.
         self.states: list[dict[int, States | None]] = [{0: None} for _ in range(rows)]
 
     @property
@@ -51,16 +40,7 @@ class RecurrentDraft(CachedModel):
     def feed(self, inputs: torch.LongTensor, verified: list[int], count: int, wanted: int) -> torch.Tensor:
         """
         Feeds each row its tokens up to `count` tokens after its verified ones, and keeps the states after each token
-        from the last verified one on.
-
-        Args:
-            inputs (`torch.LongTensor` of shape `(batch_size, capacity)`): The tokens of each row.
-            verified (`list[int]`): How many of them are verified, at least one of each row.
-            count (`int`): How many tokens to feed after these.
-            wanted (`int`): How many of the last tokens to return logits for, at most `count + 1`.
-
-        Returns:
-            `torch.FloatTensor` of shape `(batch_size, wanted, vocab_size)`: Raw logits.
+        from the last verified one on. Returns the raw logits of the last `wanted` tokens, at most `count + 1`.
         """
         # 1. Start from the last states that all rows have at the same distance from their last verified token.
         rows = self.computed(list(range(len(verified))))
@@ -81,10 +61,7 @@ class RecurrentDraft(CachedModel):
         return torch.cat([self._step(inputs, at, tokens, rows) for tokens in passes][-wanted:], dim=1)
 
     def _step(self, inputs: torch.LongTensor, at: dict[int, int], count: int, moved: list[int]) -> torch.Tensor:
-        """
-        Feeds each row `count` tokens from column `at[row]` on, and returns the logits of the last token. Only the rows
-        in `moved` have so many tokens to feed: `at` is moved, and their states are kept.
-        """
+        """Feeds `count` tokens from column `at[row]` on, and moves `at` for the rows in `moved`, which have so many."""
         starts = [at.get(row, 0) for row in range(len(self.states))]
         columns = from_host(starts, self.device)[:, None] + torch.arange(count, device=self.device)
         self.start_from([self.states[row][column] for row, column in at.items()])
@@ -118,13 +95,7 @@ class RecurrentDraft(CachedModel):
         self.cache.set_states(new)
 
     def forget(self, row: int, valid: int, needed: int | None = None) -> None:
-        """
-        Forgets states of a row.
-
-        Args:
-            valid (`int`): States after more than this number of columns have read other tokens than the row's.
-            needed (`int`, *optional*): Of the states after at most this number of columns, only the last are needed.
-        """
+        """Forgets states after more than `valid` columns, and all but the last of those after at most `needed`."""
         kept = {column: states for column, states in self.states[row].items() if column <= valid}
         if needed is not None:
             last = max(column for column in kept if column <= needed)
@@ -166,18 +137,13 @@ class RecurrentBranches(Branches):
 
     def adopt(self, chosen: list[int], forks: list[int]) -> tuple[list[int], torch.Tensor | None]:
         """
-        Makes chosen branches the tokens that follow their forks: copies their columns, and lets the decoder keep their
-        states.
-
-        Args:
-            chosen (`list[int]`): The branch of each row; negative for a row of which none is chosen.
-            forks (`list[int]`): The column after which each row goes on. A branch with another fork is not taken.
-
-        Returns:
-            The rows whose branch was taken, and raw logits `(batch_size, depth, vocab_size)` of the branches, arbitrary
-            for other rows; `None` if no branch was taken.
+        Copies the columns of each row's chosen branch, if that has this fork, to the columns after the fork, and keeps
+        its states. Negative: no branch. Returns the rows whose branch was taken, and raw logits `(batch_size, depth,
+        vocab_size)`, arbitrary for other rows.
         """
-        decoder, device, depths = self.decoder, self.decoder.device, range(self.depth)
+        decoder = self.decoder
+        device = self.decoder.device
+        depths = range(self.depth)
         now, places = decoder.computed(list(range(len(chosen)))), {row: place for place, row in enumerate(self.rows)}
         rows = [row for row in now if chosen[row] >= 0 and self.columns[places[row]][chosen[row]] == forks[row]]
         if not rows or not self.depth:

@@ -32,31 +32,17 @@ def are_close(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
 
 @dataclass(frozen=True)
 class AttentionLayout:
-    """
-    Args:
-        window (`int`, *optional*): Positions that sliding layers look back. `None` if no layer slides.
-        mixed (`bool`): Whether some layers slide and others do not, so that the model takes a mask for each kind.
-        chunked (`bool`): Whether these layers do not slide, but see the columns of the chunk of `window` positions to
-            which the query belongs.
-        recurrent (`bool`): Whether some layers keep a state that cannot be rolled back.
-        indexed (`bool`): Whether some layers have sparse attention: an indexer chooses the columns that a query sees.
-    """
+    """Which columns the layers of a model look at."""
 
-    window: int | None = None
-    mixed: bool = False
-    chunked: bool = False
-    recurrent: bool = False
-    indexed: bool = False
+    window: int | None = None  # positions that sliding layers look back; `None` if no layer slides
+    mixed: bool = False  # whether only some layers slide, so that the model takes a mask for each kind
+    chunked: bool = False  # whether these do not slide, but see the query's chunk of `window` positions
+    recurrent: bool = False  # whether some layers keep a state that cannot be rolled back
+    indexed: bool = False  # whether an indexer chooses the columns that a query sees (sparse attention)
 
 
 def without_wrapper(model):
-    """
-    Returns the transformers model in a `PeftModel`, whose layers contain the adapters. Any other model is returned as
-    it is.
-
-    Raises:
-        `ValueError`: the adapter is not in the model's layers.
-    """
+    """Returns the model in a `PeftModel`, whose layers contain the adapters, and any other model as it is."""
     if isinstance(model, PreTrainedModel) or not hasattr(model, "get_base_model"):
         return model
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
@@ -90,12 +76,7 @@ def is_flash_attention(model: PreTrainedModel) -> bool:
 
 
 def attention_layout(model: PreTrainedModel) -> AttentionLayout:
-    """
-    Returns which columns the layers of a model look at.
-
-    Raises:
-        `ValueError`: the model is not supported, for example because a layer's cache cannot be rolled back.
-    """
+    """Returns the layout of a model, or raises `ValueError` if it is not supported."""
     name, config = type(model).__name__, model.config.get_text_config(decoder=True)
     if model.config.is_encoder_decoder:
         raise ValueError(
@@ -138,14 +119,11 @@ def is_recurrent(config: PreTrainedConfig) -> bool:
 
 
 def last_position_limit(model: PreTrainedModel) -> int | None:
-    """
-    Returns the number of positions in a model's table of positions, which is learned or computed when the model is
-    created. `None` if the model has no table: most rotary embeddings and ALiBi are computed in each forward pass, and
-    some models use no positions.
-    """
+    """Returns the number of positions in a model's table of positions, or `None` if it has no table."""
     count = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if not isinstance(count, int):
         return None
+    # A table is learned or made with the model. Most rotary embeddings and ALiBi are computed in each pass.
     tokens = model.get_input_embeddings()
     learned = [one.weight for one in model.modules() if isinstance(one, nn.Embedding) and one is not tokens]
     tables = [*learned, *(buffer for buffer in model.buffers() if buffer.dim() == 2)]

@@ -45,25 +45,15 @@ _tried: "weakref.WeakKeyDictionary[PreTrainedModel, list[tuple]]" = weakref.Weak
 
 def check_supported(model: PreTrainedModel, drafts: bool = False, rows: int = 1, lookahead: int = DRAFTED) -> None:
     """
-    Checks that a model can decode branches: its cache can be rolled back, and it obeys a 4D attention mask and explicit
-    positions. A few short forward passes test the mask and positions. They run again when anything has changed that
-    they depend on: the attention implementation, dtype, mode or kinds of layers of the model, or the hooks, forwards
-    and adapters that are attached to them.
-
-    Args:
-        model (`PreTrainedModel`): The target or the draft.
-        drafts (`bool`, *optional*): Whether the model is the draft. A draft's logits may depend on the other tokens and
-            rows of a forward pass, which lowers acceptance but never changes the output.
-        rows (`int`, *optional*): The rows of the call. Hooks and forwards that were attached may depend on them.
-        lookahead (`int`, *optional*): The most tokens that the call verifies at once in a row.
-
-    Raises:
-        `ValueError`: the model cannot decode branches.
+    Raises `ValueError` if a model cannot decode branches: if its cache cannot be rolled back, or it does not obey a 4D
+    attention mask and explicit positions, which a few short forward passes test. They run again when anything has
+    changed that they depend on.
     """
     name = type(model).__name__
     implementation = model.config.get_text_config(decoder=True)._attn_implementation
     attached = attached_to(model)  # in 1 ms for 200 layers: each call asks
     drops_cache = model.training and any(getattr(one, "gradient_checkpointing", False) for one in model.modules())
+    # A draft's logits may depend on other tokens and rows, which lowers acceptance but never changes the output.
     drafted = lookahead + MORE if attached.may_depend_on_tokens and not drafts else DRAFTED
     rows = rows if attached.may_depend_on_rows and not drafts else None
     if rows is not None and attention_layout(model).recurrent:
@@ -95,13 +85,10 @@ def check_supported(model: PreTrainedModel, drafts: bool = False, rows: int = 1,
 
 @torch.inference_mode()
 def _try(model: PreTrainedModel, drafts: bool, attached: Attached, drafted: int, rows: int | None) -> None:
-    """
-    Compares the logits of a short text that is read alone with its logits beside other tokens and rows.
-
-    Args:
-        drafted (`int`), rows (`int`, *optional*): See [`texts_for`].
-    """
-    name, is_recurrent, texts = type(model).__name__, attention_layout(model).recurrent, texts_for(model, drafted, rows)
+    """Compares the logits of a short text that is read alone with its logits beside other tokens and rows."""
+    name = type(model).__name__
+    is_recurrent = attention_layout(model).recurrent
+    texts = texts_for(model, drafted, rows)
     read = logits_beside_others
     if is_flash_attention(model):
         read = logits_without_masks
@@ -163,14 +150,11 @@ def _try(model: PreTrainedModel, drafts: bool, attached: Attached, drafted: int,
 
 
 def _are_same(logits: torch.Tensor, others: torch.Tensor, is_precise: bool) -> bool:
-    """
-    Whether logits `(rows, positions, vocab_size)` differ by no more than rounding. In low precision only most of
-    `NEIGHBORS` positions must be the same: if the scores of two experts are nearly equal, rounding may choose the other
-    expert.
-    """
+    """Whether logits `(rows, positions, vocab_size)` differ by no more than rounding."""
     differ = (logits - others).abs().amax(dim=-1) / others.abs().amax(dim=-1)
     if is_precise:
         return bool((differ <= FLOAT32_TOLERANCE).all())
+    # If the scores of two experts are nearly equal, rounding may choose the other expert.
     neighbors = differ.unfold(1, min(NEIGHBORS, differ.shape[1]), 1)
     return bool((neighbors.median(dim=-1).values <= LOW_PRECISION_TOLERANCE).all())
 

@@ -20,20 +20,14 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "
 
 def view_of(
     model: PreTrainedModel,
-    is_changed: Callable[[nn.Module], bool] = lambda module: False,
-    hooked: Collection[nn.Module] = (),
-    forwards: Mapping[nn.Module, Callable] = {},
+    is_changed: Callable[[nn.Module], bool] = lambda module: False,  # whether the view needs a copy of a module
+    hooked: Collection[nn.Module] = (),  # modules whose copies have hooks of their own beside the model's
+    forwards: Mapping[nn.Module, Callable] = {},  # of the copies of some modules
 ) -> tuple[PreTrainedModel, list[PreTrainedConfig]]:
     """
     Returns a view of a model, and the configs of the view. Modules that have a config, and those that contain other
     copies, are copies with the same weights, buffers and hooks, and with configs of their own. Other modules are those
-    of the model. The view is not compiled.
-
-    Args:
-        model (`PreTrainedModel`): The model. The view sees later changes of weights and hooks, but not of modules.
-        is_changed (`Callable`, *optional*): Whether a module is one of which the view needs a copy.
-        hooked (`Collection[nn.Module]`, *optional*): Modules whose copies have hooks of their own beside the model's.
-        forwards (`Mapping[nn.Module, Callable]`, *optional*): The `forward` of the copies of some modules.
+    of the model. The view is not compiled, and sees later changes of weights and hooks, but not of modules.
     """
     needed: dict[nn.Module, bool] = {}
     configs: dict[int, PreTrainedConfig] = {}
@@ -86,10 +80,7 @@ def _add(config: PreTrainedConfig, configs: dict[int, PreTrainedConfig]) -> None
 
 
 def _seen(value, copies: dict[int, object], within: tuple = ()):
-    """
-    Returns a value as the view has it: with copies in the place of modules and configs, also in lists, and in what
-    wraps a `forward`, as accelerate, torch.compile and users do.
-    """
+    """Returns a value with copies in the place of modules and configs, also in lists and around a `forward`."""
     if id(value) in copies:
         return copies[id(value)]
     kind = type(value)

@@ -38,7 +38,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_work(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments for the prompts and the generated texts."""
     work = parser.add_argument_group("work")
     options.add_prompts(work)
     work.add_argument("--prompt-length", type=at_least(1), default=32, help="of random tokens")
@@ -63,7 +62,6 @@ def add_methods(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns the exit code."""
     check_pictures(args)
     found = models.chosen(args)
     if found.draft is None and args.drafter not in WITHOUT_DRAFT:
@@ -89,11 +87,7 @@ def check_pictures(args: argparse.Namespace) -> None:
 
 
 def compare(args: argparse.Namespace, target, draft, batches: list[dict], tokenizers: dict | None = None) -> None:
-    """
-    Measures all methods with the arguments of [`add_work`] and [`add_methods`], prints tables, and writes the files
-    that these ask for. `draft` is `None` for a drafter without a draft model; `batches` are inputs of generate(), used
-    in turn; `tokenizers` are given if the two differ.
-    """
+    """Measures all methods with batches of inputs in turn, prints tables, and writes the files that are asked for."""
     cores, tables = cores_for(args, target, draft), {}
     launched = contextlib.nullcontext() if draft is None else hf_ssd.launch_draft(draft, cores=cores, target=target)
     with launched as assistant:

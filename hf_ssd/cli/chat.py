@@ -84,10 +84,8 @@ class Chat:
     def answer(self, words: str) -> str:
         """
         Prints the answer as it comes, and returns a line with its figures. An interrupted answer stays in the
-        conversation as far as it was generated.
-
-        Raises:
-            `ValueError`: the text is longer than the target has positions for. The conversation stays as it was.
+        conversation as far as it was generated. After `ValueError`, where no position is left, the conversation stays
+        as it was.
         """
         tokens = self.tokens_after(words)
         positions = getattr(self.target.config.get_text_config(decoder=True), "max_position_embeddings", None)
@@ -100,7 +98,9 @@ class Chat:
         cache = self._take_cache(tokens)
         input_ids = torch.tensor([tokens], device=self.target.device)
         sampled = {"temperature": self.args.temperature} if self.args.temperature else {}
-        start, answer, output = time.perf_counter(), Answer(self.tokenizer), None
+        start = time.perf_counter()
+        answer = Answer(self.tokenizer)
+        output = None
         with warnings_held():
             try:
                 output = self.target.generate(
@@ -152,7 +152,6 @@ def drafting(stats: hf_ssd.SSDStats) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns the exit code."""
     found = models.chosen(args)
     doctor.examine(found)
     print(found.in_a_line(), flush=True)

@@ -69,7 +69,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns the exit code."""
     load = doctor.load()
     known = {"load": load}
     try:
@@ -111,12 +110,8 @@ def prompts_for(tokenizer) -> list[str]:
 
 def measure(args: argparse.Namespace, found: models.Models, texts: list[str], load: float) -> Figures:
     """
-    Loads the models, and runs prompts with each method, in turns. Plain generation and SSD answer a prompt first, for
-    as long as they take; from these calls it follows how many and how long calls fit into `args.seconds`. Prompt lookup
-    is measured without a draft.
-
-    Raises:
-        [`NotMeasured`]: not even the shortest check fits.
+    Loads the models, and runs prompts with each method, in turns. The first answers, with plain generation and SSD,
+    take as long as they take; they tell how many and how long calls fit into `args.seconds`.
     """
     tell("loading both models" if found.draft else "loading the target")
     target, draft = found.load()
@@ -140,7 +135,9 @@ def measure(args: argparse.Namespace, found: models.Models, texts: list[str], lo
         tell("a first answer with SSD")
         learning = [bench.run(methods[SSD], 0)]  # runs in which the planner measures the pair
         # 2. How much more fits.
-        pace, spent, count = Pace.of(plain, learning[0]), time.perf_counter() - start, len(methods)
+        pace = Pace.of(plain, learning[0])
+        spent = time.perf_counter() - start
+        count = len(methods)
         schedule = schedule_for(args.seconds - spent, pace, count, wanted, args.repeats)
         asked = seconds_asked(spent, pace, count, wanted, args.repeats)
         whole = f"a check of this pair takes about {max(1, round(asked / 60))} min: --seconds {asked}"
@@ -187,10 +184,7 @@ def conclude(
     load: float,
     looks_up: bool = False,
 ) -> Figures:
-    """
-    Returns the figures of the pair, or of prompt lookup if `looks_up`, from the runs of all methods. `first` holds
-    SSD's runs before these turns.
-    """
+    """Returns the figures of the pair, or of prompt lookup. `first` holds SSD's runs before these turns."""
     rows = {row["method"]: row for row in rows_of(methods)}
     assisted = next((name for name in rows if name.startswith(ASSISTED)), None)
     ssd, runs = rows[SSD], methods[SSD].runs

@@ -18,10 +18,7 @@ from .verdict import BUSY
 
 
 def examine(models: Models, tries_dtypes: bool = False) -> dict:
-    """
-    Returns a description of each model and `shares_memory`, with `tries_dtypes` also `fastest_dtype`, or raises
-    `ValueError` if the two do not fit.
-    """
+    """Returns a description of each model and of the pair, or raises `ValueError` if the two do not fit."""
     target = models.target.structure()
     tried = {"fastest_dtype": fastest(target, models.target.device)} if tries_dtypes else {}
     if models.draft is None:

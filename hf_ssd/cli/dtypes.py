@@ -14,10 +14,7 @@ ENOUGH = 2**27  # bytes that do not fit into the caches of a processor, so that 
 
 
 def fastest(model: PreTrainedModel, device: torch.device) -> str | None:
-    """
-    Returns `"float32"` or `"bfloat16"` for a model on the CPU, or `None` on another device, and where neither dtype is
-    the faster one for each number of tokens. The model may be without weights.
-    """
+    """Returns the dtype that is faster on the CPU for each number of tokens, if one is, also without weights."""
     if device.type != "cpu":
         return None
     shapes = Counter(tuple(layer.weight.shape) for layer in model.modules() if type(layer) is torch.nn.Linear)

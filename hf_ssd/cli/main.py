@@ -41,10 +41,7 @@ def build_parser(loaded: Iterable[str] = COMMANDS) -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """
-    Runs a command with the words of a command line, by default this program's, and returns the exit code: 2 if the
-    models or arguments cannot work, 130 after Ctrl-C, otherwise the command's.
-    """
+    """Runs the command in these words, by default this program's, and returns the exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # an answer may have characters that the terminal cannot show

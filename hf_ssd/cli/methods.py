@@ -23,10 +23,7 @@ class NoSpeed(ValueError):
 
 
 class FirstToken(StoppingCriteria):
-    """
-    Records the time of the first token, and the length of the text at that time. Assisted generation calls stopping
-    criteria only after a round, which may give several tokens.
-    """
+    """Records the time and the length of the text when the first token comes, which may bring others with it."""
 
     def __init__(self):
         self.at: float | None = None
@@ -68,10 +65,7 @@ class Run:
 
 
 class Bench:
-    """
-    Runs methods of generation with a target, a draft, the draft's worker, and batches that are used in turn. Methods
-    with a draft get the arguments in `tokenizers`, which are given if the tokenizers of the two models differ.
-    """
+    """Runs methods of generation with a target, a draft, the draft's worker, and batches that are used in turn."""
 
     def __init__(self, args, target, draft, assistant, batches: list[dict], tokenizers: dict | None = None):
         self.tokenizers = tokenizers or {}
@@ -138,10 +132,9 @@ class Bench:
     def measure(self, methods: dict[str, Method], deadline: float = math.inf, warm_ups: int = 1) -> dict[str, Method]:
         """
         Runs the methods in turns, adds the runs to them, and returns them. Assisted generation is left out if
-        transformers refuses the pair, because the draft's vocabulary has another size, or because the draft has
-        fewer positions than the text, or if transformers fails with the pair. A turn counts if each answer in
-        it went on after its first tokens; [`NoSpeed`] is raised if none counts. After `deadline`, a
-        `time.perf_counter()` value, no turn begins, except the turns that warm up and the first turn after them.
+        transformers does not take the pair. A turn counts if each answer in it went on after its first tokens;
+        [`NoSpeed`] is raised if none counts. After `deadline`, a `time.perf_counter()` value, no turn begins, except
+        those that warm up and the first one after them.
         """
         turns = tqdm(range(self.args.repeats + warm_ups), desc="measuring", unit="turn", disable=None)
         for turn in turns:

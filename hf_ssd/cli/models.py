@@ -191,12 +191,7 @@ class Models:
 
 
 def chosen(args: argparse.Namespace, needs_draft: bool = True) -> Models:
-    """
-    Returns the models that the arguments of `options.shared` ask for, and restricts this process to `--threads` cores.
-
-    Raises:
-        `ValueError`: there is no such device, or not exactly one draft.
-    """
+    """Returns the models that the arguments ask for, and restricts this process to `--threads` cores."""
     if args.draft and args.draft_named:
         raise ValueError("There are two drafts; name one, after TARGET or with --draft.")
     target, draft = args.target or pair.folder("target"), args.draft or args.draft_named

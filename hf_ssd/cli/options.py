@@ -49,14 +49,12 @@ def settings(args: argparse.Namespace) -> SSDConfig:
 
 
 def add_answers(parser, default: int, low: int = 1) -> None:
-    """Adds the length of an answer in tokens, and its temperature."""
     text = f"tokens of an answer; default: {default}"
     parser.add_argument("--max-new-tokens", type=at_least(low), default=default, metavar="N", help=text)
     parser.add_argument("--temperature", type=at_least(0, float), default=0.0, metavar="T", help="0 (default): greedy")
 
 
 def add_prompts(parser) -> None:
-    """Adds the file with the prompts of a measurement."""
     parser.add_argument("--prompts", metavar="FILE", help="JSON objects, one a line; default: snippets of Python")
     parser.add_argument("--prompt-field", default="prompt", metavar="KEY", help="of a prompt in its object (prompt)")
 

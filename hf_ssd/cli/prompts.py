@@ -17,10 +17,7 @@ SNIPPETS = [
 
 
 def read_objects(path) -> list[dict]:
-    """
-    Reads a JSON list of objects, or an object a line, and raises `ValueError` if the file holds something else. pyarrow
-    is not used, because a line such as `null{` crashes it.
-    """
+    """Reads a JSON list of objects, or an object a line. On a line such as `null{` pyarrow would crash."""
     with open(path, encoding="utf-8") as file:
         text = file.read()
     if text.lstrip().startswith("["):
@@ -46,9 +43,8 @@ def prompts_from(path, field: str = "prompt") -> list[str]:
 
 def batches_for(model, tokenizer, prompts: list[str], size: int = 1, length: int = 16) -> list[dict]:
     """
-    Returns prompts as inputs of generate(), `size` in each batch. A model with a chat template gets them as a user's
-    messages, and a model without a tokenizer gets `length` random tokens in their place. The last batch is filled up
-    with the first prompts. The tokenizer pads on the left.
+    Returns prompts as inputs of generate(), `size` in each batch, padded on the left. A model with a chat template gets
+    them as a user's messages, and a model without a tokenizer gets `length` random tokens in their place.
     """
     if tokenizer is None:
         vocab_size = model.config.get_text_config(decoder=True).vocab_size

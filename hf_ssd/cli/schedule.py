@@ -25,31 +25,21 @@ class Pace:
 
     @classmethod
     def of(cls, plain: Run, ssd: Run) -> "Pace":
-        """
-        Returns the pace of the first plain answer. The first answer with SSD also packs weights and tries the pair; the
-        next ones are as fast as plain decoding or faster. Raises [`NotMeasured`] if one ended with its first token.
-        """
+        """Returns the pace of the first plain answer."""
         if min(plain.tokens - plain.first, ssd.tokens - ssd.first) < 1:
             raise NotMeasured("the answers end with their first tokens, so no speed is known; ask for longer ones")
+        # The first answer with SSD also packs weights and tries the pair; the next ones are no slower than plain.
         return cls(plain.prefill, 1 / plain.speed)
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """
-    The calls of a check after its first ones.
+    """The calls of a check after its first ones."""
 
-    Args:
-        tokens (`int`): Tokens of an answer.
-        turns (`int`): Prompts that each method answers.
-        learning (`int`): Calls with SSD before these turns, in which the planner measures the pair.
-        assisted (`bool`): Whether assisted generation takes part.
-    """
-
-    tokens: int
-    turns: int
-    learning: int
-    assisted: bool
+    tokens: int  # of an answer
+    turns: int  # prompts that each method answers
+    learning: int  # calls with SSD before these turns, in which the planner measures the pair
+    assisted: bool  # whether assisted generation takes part
 
     def calls(self, methods: int) -> int:
         """Returns the number of calls. `methods` counts plain generation, SSD and each assisted generation."""
@@ -61,8 +51,8 @@ class Schedule:
 
 def schedule_for(seconds: float, pace: Pace, methods: int, tokens: int, repeats: int) -> Schedule | None:
     """
-    Returns the largest schedule that fits into `seconds`, or `None` if none does. If whole answers of `tokens` tokens
-    do not fit, the answers are shorter; then assisted generation is left out; then there is a single turn.
+    Returns the largest schedule that fits into `seconds`, if any. If whole answers of `tokens` tokens do not fit, the
+    answers are shorter; then assisted generation is left out; then there is a single turn.
     """
     few = min(TURNS, repeats)
     levels = [(turns, TURNS, True, tokens) for turns in range(repeats, few - 1, -1)]

@@ -14,10 +14,7 @@ SCRIPTS = {  # file, and what it does
 
 
 def run_script(command: str, arguments: list[str]) -> int:
-    """
-    Runs a script with the words of a command line, as `python examples/SCRIPT` would, and returns the exit code.
-    Arguments that the script refuses raise `SystemExit`.
-    """
+    """Runs a script with the words of a command line, as `python examples/SCRIPT` would, and returns the exit code."""
     file, _ = SCRIPTS[command]
     folder = next((place for place in PLACES if (place / file).is_file()), None)
     if folder is None:

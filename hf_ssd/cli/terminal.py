@@ -10,10 +10,7 @@ WAITING = "..."
 
 
 def prepare() -> None:
-    """
-    Enables line editing where Python has readline, with pastes of several lines as one input, and replaces typed bytes
-    that are no valid characters.
-    """
+    """Lets the user edit lines and paste several of them at once, and replaces typed bytes that are no characters."""
     with contextlib.suppress(ImportError):
         import readline  # input() uses it from then on
 
@@ -24,13 +21,7 @@ def prepare() -> None:
 
 
 def read_message() -> str:
-    """
-    Returns the next message: a line, a paste, or the lines between two lines of quotes.
-
-    Raises:
-        `EOFError`: the input has ended before a message began.
-        `KeyboardInterrupt`: Ctrl-C was pressed.
-    """
+    """Returns the next message: a line, a paste, or the lines between two lines of quotes; `EOFError` at the end."""
     words = input("> ").rstrip("\n")  # a paste may end with a line's end
     if not words.startswith(QUOTES) or "\n" in words:
         return words

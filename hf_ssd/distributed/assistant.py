@@ -27,10 +27,7 @@ TURN_POLL = 0.002  # polling interval in seconds while another call has the turn
 
 
 class Turn:
-    """
-    A lock token. The caller creates it before it acquires the lock, so that it can release the lock even if Ctrl-C
-    interrupts the acquisition.
-    """
+    """A lock token, made before the lock is acquired, so that its maker can release it wherever Ctrl-C interrupts."""
 
     def __init__(self):
         self.thread = threading.current_thread()
@@ -41,15 +38,6 @@ class DraftAssistant:
     """
     One or several draft workers, to be passed as `assistant_model`. Made by [`~hf_ssd.launch_draft`].
 
-    Args:
-        workers (`list[WorkerProcess]`): The workers, which are started here.
-        cores ([`CoreShare`], *optional*): How target and draft share the CPU cores, if the draft runs on the CPU.
-        weights ([`SharedWeights`], *optional*): A copy of the draft's weights, if it was given as a model.
-        ranks ([`TargetRanks`], *optional*): The ranks of the target, if there are several. Only the first rank starts
-            workers and talks to them.
-        wait (`bool`, *optional*, defaults to `True`): Whether to wait until all workers are ready. Otherwise they start
-            while calls are served by plain decoding.
-
     Attributes:
         info ([`~hf_ssd.drafting.needs.DraftInfo`]): Vocabulary size and other facts about the draft model.
         path (`str`, *optional*): The folder or hub id that the draft was loaded from.
@@ -59,11 +47,11 @@ class DraftAssistant:
 
     def __init__(
         self,
-        workers: list[WorkerProcess],
-        cores: CoreShare | None = None,
-        weights: SharedWeights | None = None,
-        ranks: TargetRanks | None = None,
-        wait: bool = True,
+        workers: list[WorkerProcess],  # are started here
+        cores: CoreShare | None = None,  # if the draft runs on the CPU
+        weights: SharedWeights | None = None,  # of a draft that was given as a model
+        ranks: TargetRanks | None = None,  # of the target; only the first rank starts workers and talks to them
+        wait: bool = True,  # until all workers are ready; otherwise calls are served by plain decoding meanwhile
     ):
         self.workers, self.cores, self.weights = workers, cores, weights
         self.ranks = TargetRanks() if ranks is None else ranks
@@ -161,10 +149,7 @@ class DraftAssistant:
     def open_session(
         self, turn: Turn, request: Callable[[], SessionRequest], device: torch.device
     ) -> DraftSession | None:
-        """
-        Opens a session with the ready workers. Returns `None` at once if no worker is ready yet or another call uses
-        them; then it may be called again. `request` is only called when a worker is ready.
-        """
+        """Opens a session with the ready workers; `None` at once if none is ready yet or another call uses them."""
         if not self._take(turn):
             return None
         workers = self._ready()
@@ -203,10 +188,7 @@ class DraftAssistant:
             raise DraftError(f"The draft's weights could not be copied for its worker: {error}") from error
 
     def _restart(self) -> None:
-        """
-        Restarts workers that have ended, unless their failure has not been reported yet, or a call went on without them
-        and other workers are left.
-        """
+        """Restarts workers that have ended, unless their failure was not reported yet, or the other workers suffice."""
         ended = [worker for worker in self.workers if not (worker.is_starting or worker.is_alive or worker.error)]
         if len(ended) < len(self.workers):
             ended = [worker for worker in ended if not worker.is_lost]  # the other workers suffice

@@ -31,8 +31,7 @@ class Child:
     """
     A fresh interpreter, not a fork and not a `multiprocessing` child, so the user's script needs no `__main__` guard.
     The worker reads its settings from its standard input and ends when that closes, so it ends with this process,
-    however this process ends. It inherits the descriptors. `end` kills it, may be called more than once, and is called
-    when the program ends.
+    however this process ends. `end` kills it, may be called more than once, and is called when the program ends.
     """
 
     def __init__(self, settings: dict, descriptors: list[int]):
@@ -72,7 +71,6 @@ class Child:
         return not self.is_running
 
     def stderr_tail(self) -> str:
-        """Returns the end of the worker's standard error."""
         return tail(self.stderr.fileno()).decode("utf-8", errors="replace").strip()
 
 

@@ -10,14 +10,10 @@ import torch
 
 @dataclass(frozen=True)
 class CoreShare:
-    """
-    Args:
-        target (`tuple[int, ...]`): Cores of the target while a draft works beside it.
-        drafts (`tuple[tuple[int, ...], ...]`): Cores of each draft worker while it works beside the target.
-    """
+    """The cores of each side while target and drafts work beside each other."""
 
     target: tuple[int, ...]
-    drafts: tuple[tuple[int, ...], ...]
+    drafts: tuple[tuple[int, ...], ...]  # of each worker
 
     @property
     def all(self) -> tuple[int, ...]:
@@ -26,17 +22,13 @@ class CoreShare:
 
 
 def available_cores() -> tuple[int, ...]:
-    """Returns the cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return tuple(sorted(os.sched_getaffinity(0)))
     return tuple(range(os.cpu_count() or 1))
 
 
 def divide_cores(draft_threads: int | None = None, drafts: int = 1) -> CoreShare:
-    """
-    Gives each draft worker a quarter of the cores, at least 1, or `draft_threads` cores, and the target the rest. If
-    there are too few cores, workers and target share them. Raises `ValueError` if there are not so many cores.
-    """
+    """Gives each draft worker a quarter of the cores, at least 1, or `draft_threads` cores, and the target the rest."""
     cores = available_cores()
     if draft_threads is None:
         draft_threads = max(1, len(cores) // 4)
@@ -56,10 +48,7 @@ def pin(cores: tuple[int, ...]) -> None:
 
 @contextlib.contextmanager
 def use_cores(cores: tuple[int, ...] | None):
-    """
-    Runs the block with a torch thread for each of these cores and the calling thread pinned to them, and then restores
-    both settings. `None` changes nothing. Blocks may be nested, and those of several threads may overlap.
-    """
+    """Runs the block with a torch thread for each core and the calling thread pinned to them. Blocks may overlap."""
     if cores is None:
         yield
         return
@@ -78,10 +67,7 @@ def use_cores(cores: tuple[int, ...] | None):
 
 
 class TargetCores:
-    """
-    The cores on which the target of a call computes: its share while a draft works beside it, otherwise all that the
-    calling thread may use. The share is `None` if the draft has another device.
-    """
+    """The cores of a call's target: its share while a draft works beside it, otherwise all that the thread may use."""
 
     def __init__(self, share: tuple[int, ...] | None):
         self.share, self.block = share, contextlib.ExitStack()
@@ -105,8 +91,7 @@ class TargetCores:
 class DraftCores:
     """
     The cores on which a draft worker computes: its share while the target works beside it, and those of both sides
-    while the target waits for it, with at most `threads` torch threads. Threads of this process follow, such as torch's
-    own threads.
+    while the target waits for it, with at most `threads` torch threads.
     """
 
     def __init__(self, share: list[int] | None = None, everything: list[int] | None = None, threads: int = 1):
@@ -135,8 +120,8 @@ class DraftCores:
 
 class _Blocks:
     """
-    The blocks of [`use_cores`] that have not ended. The last block to end restores the settings of the whole process:
-    torch's number of threads, and the cores of threads that were started within a block, such as torch's own threads.
+    The blocks of [`use_cores`] that have not ended. The last one to end restores torch's number of threads, and the
+    cores of threads that were started within a block, such as torch's own threads.
     """
 
     def __init__(self):

@@ -143,9 +143,7 @@ def _as_json(name: str, value):
 
 
 def draft_config(path: str | os.PathLike, load_options: dict) -> PreTrainedConfig:
-    """
-    Reads the config of a draft that only the worker loads. Raises `ValueError` if transformers finds no model there.
-    """
+    """Reads the config of a draft that only the worker loads, or raises `ValueError` if transformers finds none."""
     path = os.fspath(path)
     if head_values(path) is not None:
         raise ValueError(

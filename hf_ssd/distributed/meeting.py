@@ -34,20 +34,14 @@ _folders: list[tempfile.TemporaryDirectory] = []  # removed when the program end
 
 
 def private_meeting() -> tuple[dict, list[int]]:
-    """
-    Returns a meeting place for a worker and this process, with a secret, as objects that JSON can hold, and the file
-    descriptors that the worker must inherit.
-    """
+    """Returns a meeting place with a secret, for JSON, and the file descriptors that the worker must inherit."""
     path, descriptors = _private_file()
     names = {"prefix": secrets.token_hex(8), "secret": secrets.token_hex(SECRET_LENGTH)}
     return {"path": path, "hostname": LOOPBACK, **names}, descriptors
 
 
 def join(meeting: dict, timeout: float) -> dist.Store:
-    """
-    Returns the store of a meeting, the place that [`private_meeting`] returned or a place in torchrun's store, which
-    waits up to `timeout` seconds for a key.
-    """
+    """Returns the store of a meeting place, which waits up to `timeout` seconds for a key."""
     if "path" in meeting:
         store = dist.FileStore(meeting["path"])
     else:
@@ -59,9 +53,8 @@ def join(meeting: dict, timeout: float) -> dist.Store:
 
 def check_file(meeting: dict) -> None:
     """
-    Must be called when a worker failed to start and has ended. If the worker left half an entry in the file, every
-    reader would wait for the rest, so the next meeting uses another file. Other workers may be writing, so the file is
-    checked several times.
+    Lets the next meeting use another file if a worker that failed to start left half an entry in this one, because
+    every reader would wait for the rest. Other workers may be writing, so the file is checked several times.
     """
     if meeting.get("path") != _private_file()[0]:
         return
@@ -74,7 +67,9 @@ def check_file(meeting: dict) -> None:
 
 def _has_whole_entries(file: Path) -> bool:
     """Whether a file of torch's `FileStore` consists of keys and values, each with its length before it."""
-    written, place, count = file.read_bytes() if file.exists() else b"", 0, 0
+    written = file.read_bytes() if file.exists() else b""
+    place = 0
+    count = 0
     while place < len(written):
         place += 4 + int.from_bytes(written[place : place + 4], sys.byteorder)
         count += 1
@@ -85,8 +80,7 @@ def _has_whole_entries(file: Path) -> bool:
 def _private_file() -> tuple[str, list[int]]:
     """
     Returns the path and the descriptors of the file for all meetings of this process. The descriptor is never closed:
-    torch opens the file by this number when the last group that met there is collected, and otherwise another file
-    could have the number by then.
+    torch opens the file by this number when the last group that met there is collected.
     """
     if hasattr(os, "memfd_create"):
         descriptor = anonymous_file()
@@ -96,11 +90,7 @@ def _private_file() -> tuple[str, list[int]]:
 
 
 def prove(channel: Channel) -> None:
-    """
-    Proves over a [`Channel`] that this side knows the secret, while the other side does the same. Raises
-    [`~hf_ssd.distributed.wire.ProtocolError`] if the other side does not know it, does not answer in time, or has
-    ended.
-    """
+    """Proves that this side knows the secret, while the other side does so too, or raises `ProtocolError`."""
     deadline, own = time.monotonic() + PROOF_TIMEOUT, secrets.token_bytes(NONCE_LENGTH)
     channel.largest = 0  # no memory is allocated for a peer that has not proved itself
     try:

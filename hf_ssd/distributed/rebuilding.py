@@ -11,10 +11,7 @@ from ..cache.attached import hooks_of
 
 
 def recipe_for(model: PreTrainedModel) -> dict:
-    """
-    Returns the model's class, config and attention, from which another process builds it, as objects for JSON. Raises
-    `ValueError` if the other process would not get the same model, or the weights cannot be copied.
-    """
+    """Returns the class, config and attention for another process to build the same model, or raises `ValueError`."""
     if any(type(module).__module__.partition(".")[0] == "peft" for module in model.modules()):
         raise ValueError(
             "The draft has adapters in its layers, which a worker cannot rebuild: merge them with "

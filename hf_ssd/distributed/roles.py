@@ -204,10 +204,7 @@ def init_roles(num_draft_ranks: int = 1) -> Roles:
 
 
 def check_heads(config: PreTrainedConfig, tp_size: int) -> None:
-    """
-    Raises:
-        `ValueError`: the number of ranks does not divide the attention heads or the key-value heads.
-    """
+    """Raises `ValueError` if the number of ranks does not divide the attention heads or the key-value heads."""
     if tp_size == 1:
         return
     text = config.get_text_config(decoder=True)

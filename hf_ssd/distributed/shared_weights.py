@@ -17,11 +17,8 @@ SAMPLES = 4  # least number of values of each tensor that are compared
 class SharedWeights:
     """
     A copy of a model's parameters and buffers in one block of shared memory. The model is only read, and not kept
-    alive. [`~SharedWeights.fill`] copies again if the values have changed since the last copy, and
-    [`~SharedWeights.lay_out`] starts anew if the layers have changed.
-
-    The memory has no name (`memfd_create`), so no file is left behind however the processes end. On systems without
-    `memfd_create` the memory is an unlinked temporary file.
+    alive. The memory has no name (`memfd_create`, or an unlinked temporary file), so no file is left behind however the
+    processes end.
     """
 
     def __init__(self, model: PreTrainedModel):
@@ -36,10 +33,7 @@ class SharedWeights:
         return model is None or structure_of(model) == self.structure
 
     def lay_out(self) -> None:
-        """
-        Prepares the memory layout for the model as it is now. Workers that use the earlier memory must have ended.
-        Raises `ValueError` if another process cannot build the model anew.
-        """
+        """Prepares the memory for the model as it is now. Workers that use the earlier memory must have ended."""
         model = self.model()
         recipe = recipe_for(model)
         places, entries, size = {}, [], 0
@@ -60,10 +54,7 @@ class SharedWeights:
 
     @torch.no_grad()
     def fill(self) -> int:
-        """
-        Copies the weights if they have changed since the last copy, and returns the number of copies so far, their
-        version. No worker may be in the middle of a call.
-        """
+        """Copies the weights if they have changed, and returns their version. No worker may be in a call."""
         with self.lock:
             if self.is_closed:
                 raise RuntimeError("the draft assistant was closed")
@@ -120,14 +111,12 @@ def copy_shared_weights(model: PreTrainedModel, description: dict) -> None:
 
 
 def _values(tensors) -> tuple:
-    """
-    Returns marks that change when the tensors' values change: their addresses, their versions, and a few of the values
-    themselves, because changes through `.data` or numpy leave addresses and versions as they are.
-    """
+    """Returns marks that change when the tensors' values change."""
     marks, some = [], {}
     for tensor in tensors:
         marks.append((tensor.data_ptr(), None if tensor.is_inference() else tensor._version))
         if tensor.is_contiguous() and tensor.numel():
+            # Changes through `.data` or numpy leave addresses and versions as they are.
             few = tensor.detach().view(-1)[:: max(1, tensor.numel() // SAMPLES)]
             some.setdefault((tensor.device, tensor.dtype), []).append(few)
     return marks, [torch.cat(of_kind).view(torch.uint8).tolist() for of_kind in some.values()]

@@ -42,10 +42,7 @@ def meeting_of(place: dict, number: int) -> dict:
 
 
 class SupervisedChild:
-    """
-    A supervisor's child as the target sees it, with the methods of [`Child`]. The first child, number 0, is started
-    without being asked for.
-    """
+    """A supervisor's child as the target sees it, with the methods of [`Child`]. The first one, 0, starts unasked."""
 
     def __init__(self, notes: dist.Store, number: int):
         self.notes, self.number = notes, number
@@ -72,15 +69,14 @@ class SupervisedChild:
 
 
 def supervise(place: dict, settings: dict, descriptors: list[int]) -> None:
-    """
-    Starts a worker, and another worker whenever the target asks for it. Returns when the target is done or the store is
-    gone. `place` is the place of the notes; for the others see [`Child`].
-    """
+    """Starts a worker, and another one whenever the target asks for it, until the target or the store is gone."""
 
     def start(number: int) -> Child:
         return Child({**settings, "meeting": meeting_of(place, number)}, descriptors)
 
-    notes, number, was_told = join(place, STORE_TIMEOUT), 0, False
+    notes = join(place, STORE_TIMEOUT)
+    number = 0
+    was_told = False
     process = start(number)
     try:
         while not notes.check(["done"]):

@@ -30,10 +30,7 @@ class TargetRanks:
         self.sent: deque[tuple[dist.Work, torch.Tensor]] = deque()
 
     def share(self, message: Message | None = None) -> Message:
-        """
-        Returns the leader's message on every rank. Raises [`DraftError`] or `RuntimeError` if the leader has failed in
-        the call, and `TimeoutError` if it has sent no message for half an hour.
-        """
+        """Returns the leader's message on every rank, or raises if the leader has failed in the call or is silent."""
         if self.group is None:
             return message
         if self.is_leader:

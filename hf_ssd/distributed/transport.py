@@ -38,10 +38,7 @@ class PeerLost(ConnectionError):
 
 
 class Channel:
-    """
-    One end of a two-way connection. The processes find each other in `store`; `secret` is a key that only they know
-    (see [`~hf_ssd.distributed.meeting`]), and for `hostname` see [`gloo_group`].
-    """
+    """One end of a two-way connection with the process that meets this one in `store` and knows the `secret` too."""
 
     copies = True  # payloads travel through host memory, so a truncated distribution travels as its support alone
 
@@ -59,16 +56,11 @@ class Channel:
         self.promised: Message | None = None  # by the last message that was sent
 
     def make_room(self, rows: int, vocab_size: int, features: int = 0) -> None:
-        """
-        Allows payloads as large as the distributions of the longest speculation of this many rows, and as so many
-        features.
-        """
+        """Allows payloads as large as the longest distributions of these rows, or as so many features."""
         self.largest = max(self.largest, rows * LONGEST_LOOKAHEAD * vocab_size, features)
 
     def send(self, message: Message) -> None:
-        """
-        Starts to send a message, and returns at once. The payload that the last message announced must have been sent.
-        """
+        """Starts to send a message, and returns at once. An announced payload must have been sent before."""
         if self.promised is not None:
             raise ProtocolError("a message cannot be sent in the place of the payload that was announced")
         while self.sent and self.sent[0][0].is_completed():
@@ -109,10 +101,8 @@ class Channel:
 
     def receive(self, timeout: float | None) -> Message:
         """
-        Returns the next message. A wait that ends by `TimeoutError` can be resumed by the next call; a `timeout` of
-        `None` waits as long as the other process lives. After `self.awake` seconds the wait sleeps. Raises [`PeerLost`]
-        when the other process has ended, and [`~hf_ssd.distributed.wire.ProtocolError`] for data that is no message of
-        this protocol.
+        Returns the next message. A wait that ends by `TimeoutError` can be resumed by the next call; without a
+        `timeout` it ends with the other process, by [`PeerLost`]. After `self.awake` seconds the wait sleeps.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
@@ -159,14 +149,11 @@ def wait(work: dist.Work, deadline: float | None, awake: float = AWAKE) -> None:
 
 
 def _let_others_run() -> None:
-    """
-    Gives other threads and processes a turn on this core: a message that was handed to gloo leaves when gloo's thread
-    runs. `time.sleep(0)` would put the core to sleep for a tenth of a millisecond.
-    """
+    """Gives other threads a turn on this core: a message leaves when gloo's thread runs."""
     if hasattr(os, "sched_yield"):
         os.sched_yield()
     else:
-        time.sleep(0)
+        time.sleep(0)  # where there is no other way: it puts the core to sleep for a tenth of a millisecond
 
 
 # ---------------------------------------------------------------- groups of two ranks: a process of each side
@@ -232,15 +219,13 @@ def _threads_that_let_compute():
 
 
 def give_up(groups: list[dist.ProcessGroup]) -> None:
-    """
-    Aborts these groups with their transfers, and empties the list. This runs in a thread, because a gloo group that is
-    collected as garbage waits for the other process, which may hang.
-    """
+    """Aborts these groups with their transfers, and empties the list."""
 
     def close():
         while groups:
             groups.pop().abort()
 
+    # In a thread, because a group that is collected as garbage waits for the other process, which may hang.
     closing = threading.Thread(target=close, daemon=True)
     try:
         closing.start()
@@ -252,5 +237,7 @@ def give_up(groups: list[dist.ProcessGroup]) -> None:
 def broadcast(group: dist.ProcessGroup, tensor: torch.Tensor, root: int) -> dist.Work:
     """Starts to send `tensor` if this rank is `root`, otherwise to receive into it."""
     options = dist.BroadcastOptions()
-    options.rootRank, options.rootTensor, options.timeout = root, 0, TRANSFER_TIMEOUT
+    options.rootRank = root
+    options.rootTensor = 0
+    options.timeout = TRANSFER_TIMEOUT
     return group.broadcast([tensor], options)

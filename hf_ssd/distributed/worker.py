@@ -118,13 +118,9 @@ def use_device(device: torch.device) -> None:
 
 
 def _end_with_parent() -> None:
-    """
-    Ends this process with its parent. The parent holds the other end of the standard input, which closes however the
-    parent ends. Children that the parent forked may hold it open too, so the parent's process id is checked as well.
-    The loop also shortens standard error, so that it does not grow without bound.
-    """
+    """Ends this process with its parent, which holds the other end of the standard input."""
     parent = os.getppid()
-    while os.getppid() == parent:
+    while os.getppid() == parent:  # its forked children may hold the input open too
         shorten_stderr()
         readable, _, _ = select.select([0], [], [], 1.0)
         if readable and not os.read(0, 1):

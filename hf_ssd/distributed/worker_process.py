@@ -28,19 +28,15 @@ DRAFT_IS_HERE, TARGET_IS_HERE = "draft", "target"
 class WorkerProcess:
     """
     A draft worker. It starts in a thread of its own, and when its process has ended, another can take its place.
-    `launch` starts a process, and returns it ([`~hf_ssd.distributed.child.Child`] or
-    [`~hf_ssd.distributed.supervisor.SupervisedChild`]) and the place where it meets this process.
-
-    `worker_info` has the fields of [`~hf_ssd.drafting.needs.DraftInfo`] for the worker's model (`draft`), its `device`,
-    the `identity` of that device, the worker's `pid`, whether it `takes_cores` of the target in turn, whether the model
-    `is_compiled`, and the reason if compiling failed. `error` is that of the last start, until a call was told; then
-    the worker `is_lost`.
+    `launch` starts a process, and returns it (a `Child` or a `SupervisedChild`) and the place where it meets this
+    process.
     """
 
     def __init__(self, launch: Callable, timeout: float):
         self.launch, self.timeout = launch, timeout
-        self.process = self.channel = self.thread = self.error = self.translation = None
-        self.worker_info: dict = {}
+        self.process = self.channel = self.thread = self.translation = None
+        self.error: DraftError | None = None  # of the last start, until a call was told; then the worker `is_lost`
+        self.worker_info: dict = {}  # see `run` in worker.py, where it is made
         self.is_lost = self.is_cancelled = False
 
     @property
@@ -62,7 +58,6 @@ class WorkerProcess:
         return self.worker_info.get("takes_cores", False)
 
     def stderr_tail(self) -> str:
-        """Returns the end of the worker's standard error."""
         return self.process.stderr_tail()
 
     # ---------------------------------------------------------------- the start

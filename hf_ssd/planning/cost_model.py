@@ -21,7 +21,9 @@ class CostModel:
 
     def __init__(self, kind: CallKind, pair: PairKnowledge | None = None):
         pair = PairKnowledge() if pair is None else pair
-        self.kind, self.durations, self.experience = kind, pair.durations(kind), pair.experience(kind)
+        self.kind = kind
+        self.durations = pair.durations(kind)
+        self.experience = pair.experience(kind)
         self.rates = Rates(memory=0.99)  # of the texts of this call
         self.reading = 0.0  # seconds that the last round waited while the draft read text that went by without it
         q = 4 * kind.rows * kind.vocab_size  # bytes of the distributions of a token of each row
@@ -30,7 +32,6 @@ class CostModel:
         self.begin_call()
 
     def knows(self, mode: str) -> bool:
-        """Whether a round of this mode was measured."""
         return self.durations.knows(mode)
 
     def begin_call(self) -> None:
@@ -145,11 +146,7 @@ class CostModel:
         return max(range(lookahead + 1), key=lambda k: self._speed(*parts[k]))
 
     def ahead(self, lookahead: int, budgets, counts=(0,)) -> dict[tuple, float]:
-        """
-        Returns tokens per second of drafting ahead by mode, budget and most tokens of an n-gram. A budget, except the
-        first, is left out if its last pass could not begin before the outcome comes, because its branches would stay
-        shorter.
-        """
+        """Returns tokens per second of drafting ahead by mode, budget and most tokens of an n-gram."""
         tokens, verify = self.tokens(lookahead), self.seconds_to_verify(AHEAD, lookahead)
         missed, unit = self.best_after_miss(lookahead), self.seconds_to_verify(AHEAD, 0)  # of time in Corollary 16
         rounds, speeds = {}, {}
@@ -161,7 +158,7 @@ class CostModel:
         for budget, hit_rate in zip(budgets, self.hit_rate(lookahead, budgets)):
             late = max(0.0, self.seconds_to_prepare(lookahead, budget) - verify)
             if speeds and late > self.seconds_of_a_pass(lookahead, budget):
-                continue
+                continue  # the last pass could not begin before the outcome comes, so branches would stay shorter
             late += self.durations.unexplained[AHEAD](budget)
             for count, (share, gains, hit, miss) in rounds.items():
                 # A single row that misses, and has no n-gram, makes all rows wait and cuts their speculations.

@@ -15,10 +15,7 @@ PRIOR_TOKENS = 4.0  # proposed tokens that the config's acceptance rate counts l
 
 
 class Average:
-    """
-    A mean, of numbers or arrays, that forgets old observations: each one that follows leaves them `memory` of their
-    weight. The prior counts like `weight` observations.
-    """
+    """A mean of numbers or arrays, in which each observation leaves the earlier ones `memory` of their weight."""
 
     def __init__(self, prior=0.0, weight: float = 0.0, memory: float = 0.99):
         self.memory, self.weight, self.total = memory, weight, prior * weight
@@ -49,7 +46,6 @@ class Line:
         self.forget()
 
     def forget(self) -> None:
-        """Starts again without any observation."""
         self.units, self.seconds = Average(memory=0.97), Average(memory=0.97)
         self.moments = Average(np.zeros(4), memory=0.999)  # units, seconds, units squared, units times seconds
         self.count = self.fixed = self.slope = 0.0
@@ -114,10 +110,7 @@ class NgramRates:
 
 
 class HitRates:
-    """
-    Hit rates by lookahead and budget: the probability mass that the cache shape covers at average chances, corrected by
-    the share of outcomes that were really prepared.
-    """
+    """Hit rates: the probability that the cache shape covers, corrected by the share of outcomes that were prepared."""
 
     def __init__(self, config: SSDConfig):
         self.shape, r = shape_for(config), config.power_law_exponent

@@ -75,7 +75,6 @@ class Durations:
             self.choosing.restart(0.0, 0.0)
 
     def observe(self, before: RoundRecord, now: RoundRecord, kind: CallKind) -> None:
-        """Learns from a round. See [`CostModel.observe`]."""
         rows, self.rounds = len(before.live) or kind.rows, self.rounds + 1
         self.used[now.mode] = self.rounds
         if now.verify_seconds:  # a call's first round never comes as `now`: it is slow for reasons of its own
@@ -102,10 +101,7 @@ class Durations:
 
 
 class Rates:
-    """
-    How often proposals are right: drafted tokens, n-grams that are verified without a draft (`alone`), and n-grams that
-    compete with a draft (`beside`), which need longer matches.
-    """
+    """How often proposals are right: drafted tokens, and n-grams without a draft (`alone`) and `beside` one."""
 
     def __init__(self, memory: float):
         self.drafted, self.alone, self.beside = Acceptance(memory), NgramRates(memory), NgramRates(memory)
@@ -133,7 +129,9 @@ class Experience:
     """How often drafts are right, in calls of a pair with the same settings, batch size, length and temperature."""
 
     def __init__(self, config: SSDConfig):
-        self.rates, self.hit_rates, self.prober = Rates(memory=0.999), HitRates(config), Prober()
+        self.rates = Rates(memory=0.999)
+        self.hit_rates = HitRates(config)
+        self.prober = Prober()
         self.chosen: tuple[str, int, int] | None = None  # the last mode, lookahead and budget
         self.rounds = 0
 

@@ -12,10 +12,7 @@ def fallback_of(config: SSDConfig) -> str:
 
 
 class FixedPlan:
-    """
-    Takes the place of a [`Planner`] where lookahead and budget are numbers, and has its interface: `plan` is the plan
-    for the next round, and `expects_draft` as in [`Planner`]. A planner of another kind can override `observe`.
-    """
+    """A [`Planner`] whose lookahead and budget are numbers. A planner of another kind can override `observe`."""
 
     expects_draft = False
 

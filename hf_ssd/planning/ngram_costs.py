@@ -10,7 +10,7 @@ class NgramCosts(CostModel):
     """
     Estimates the speed of n-grams alone. A round in which no row has a match is a plain step, so the share of rows with
     a match is counted as well as the acceptance of their tokens. No draft is at work beside the target, so all rounds
-    tell how long a verification takes. For the arguments see [`CostModel`].
+    tell how long a verification takes.
     """
 
     seen_anyway = (PLAIN,)
@@ -37,10 +37,7 @@ class NgramCosts(CostModel):
         return max(0.0, self.durations.step[IN_TURN](self.live))
 
     def in_turn(self, lookahead: int, ngrams: int = 0) -> float:
-        """
-        Returns tokens per second of proposing up to `lookahead` tokens for each row that has a match. Where matches are
-        rare, the search costs nothing, so it goes on as long as the tokens of a match pay.
-        """
+        """Returns tokens per second of proposing up to `lookahead` tokens for each row that has a match."""
         share = max(RAREST, self.experience.rates.alone.matches.value)
         verify = self._seconds_to_verify_some(IN_TURN, 0, lookahead, share)
         tokens = 1 + share * (self.tokens(lookahead)[-1] - 1)

@@ -30,10 +30,7 @@ WORTH_NGRAMS = 1.02  # expected gain below which n-grams do not compete with the
 
 
 class Planner:
-    """
-    Chooses mode, lookahead, budget and n-grams for the rounds of a call, from measurements of earlier calls with the
-    pair. `plan` is the plan for the next round, and `reason` says why in a sentence with its numbers.
-    """
+    """Chooses the plans of a call's rounds, from measurements of earlier calls with the pair too. `reason` says why."""
 
     def __init__(self, kind: CallKind, pair: PairKnowledge | None = None):
         pair = PairKnowledge() if pair is None else pair
@@ -120,11 +117,11 @@ class Planner:
         self._explain(speeds, "" if probed is None else "probe: ")
 
     def _speeds(self) -> dict[tuple[str, int, int], float]:
-        """
-        Returns the expected tokens per second of all plans, by mode, lookahead and budget, each with the n-grams that
-        are best for it. Plain decoding drafts nothing, and looks up n-grams alone where they pay.
-        """
-        config, costs, speeds, self.ngrams = self.config, self.costs, {}, {}
+        """Returns the expected tokens per second by mode, lookahead and budget, each with its best n-grams."""
+        config = self.config
+        costs = self.costs
+        speeds = {}
+        self.ngrams = {}
         if self.chooses_lookahead and costs.knows(PLAIN):
             self.plain_gain, self.ngrams[PLAIN, 0, 0] = self._plain_gain()
             speeds[PLAIN, 0, 0] = self.plain_gain * costs.plain()
@@ -160,7 +157,9 @@ class Planner:
 
     def _explain(self, speeds: dict, prefix: str) -> None:
         """Notes why the plan was chosen, and warns if the draft slows the target down."""
-        before, chosen, contention = self.reason, self.experience.chosen, self.costs.contention
+        before = self.reason
+        chosen = self.experience.chosen
+        contention = self.costs.contention
         self.reason = prefix + reason_for(chosen, speeds, self.costs, self.ngrams.get(chosen, 0))
         self.reasons[chosen[0]] = self.reason
         if self.reason != before:

@@ -12,15 +12,11 @@ _lock = threading.Lock()
 
 
 def planner_for(target, draft, kind: CallKind) -> "Planner | FixedPlan":
-    """
-    Returns a planner for a call. It starts from the measurements of earlier calls, kept while target and draft (a
-    model, or the assistant that holds its workers) live. If the settings fix lookahead and budget, there is nothing to
-    measure.
-    """
+    """Returns a planner for a call of a pair; `draft` is a model, or the assistant that holds its workers."""
     config = kind.config
     if config.lookahead != "auto" and config.budget != "auto":
         return FixedPlan(config)
-    with _lock:
+    with _lock:  # measurements of earlier calls are kept while both live
         pair = _pairs.setdefault(target, weakref.WeakKeyDictionary()).setdefault(draft, PairKnowledge())
     with pair.lock:
         pair.last = Planner(kind, pair)

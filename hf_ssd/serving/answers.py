@@ -11,14 +11,7 @@ from .parameters import ToolCall
 
 
 class LenientParser:
-    """
-    A `ResponseParser` for any answer. From the first tool call on that was cut or is not valid JSON, the answer's raw
-    text is content, without the special tokens.
-
-    Args:
-        parser (`ResponseParser`): A parser that was given no text of the answer yet.
-        special_tokens (`list[str]`): Names of tokens that answers do not show.
-    """
+    """A `ResponseParser` to which the raw text from the first tool call on that cannot be read is content."""
 
     def __init__(self, parser: ResponseParser, special_tokens: list[str]):
         self.parser, self.unused, self.initial_events = parser, copy.deepcopy(parser), parser.initial_events

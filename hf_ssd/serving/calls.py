@@ -181,11 +181,7 @@ class TurnTaking(GenerateManager):
             raise
 
     def prepare(self, model: PreTrainedModel, inputs: dict, gen_config: GenerationConfig, call: Call) -> None:
-        """
-        Puts the call's own prompt and settings in place, removes `token_type_ids` if the model does not take them, and
-        limits the length of the text to the model's positions and of the answer to `max_tokens`. Raises [`Refusal`] for
-        a request that the model cannot answer.
-        """
+        """Puts the call's own prompt, settings and limits in place. Raises [`Refusal`] if the model cannot answer."""
         call.is_prepared, call.has_begun = True, False
         if call.prompt is not None:
             inputs.clear()

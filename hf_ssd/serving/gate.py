@@ -18,11 +18,8 @@ TOO_LARGE = 413, f"The body is larger than {BODY_LIMIT >> 20} MiB."
 class Gate:
     """
     Refuses a request that calls the server by another name or lacks its key, a `POST` that a page of another site
-    sends, and a body above the limit while it arrives.
-
-    A page can let its own host name point to this machine, and a browser lets any page send a request here, even if the
-    browser does not let the page read the answer. `hosts` are patterns of names without a port, and `origins` says
-    whether pages of other sites may send requests.
+    sends, and a body above the limit while it arrives. A page can let its own host name point to this machine, and a
+    browser lets any page send a request here, even if the browser does not let the page read the answer.
     """
 
     def __init__(self, app: ASGIApp, hosts: list[str], origins: bool = False, key: str | None = None):

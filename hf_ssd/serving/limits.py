@@ -53,7 +53,6 @@ class Limits:
             raise Refusal("The chat template of this model does not use `tools`; leave them out.", "tools")
 
     def tokens(self, prompt: str | list[int]) -> list[int]:
-        """Returns the tokens of a prompt."""
         return self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
 
 
@@ -83,7 +82,7 @@ def check_prompt(model: PreTrainedModel, tokens: list[int]) -> None:
 def check_settings(model: PreTrainedModel, config: GenerationConfig, names: dict[str, str]) -> None:
     """
     Raises [`Refusal`] if a setting that differs from the model's own names a token that the model does not have, or has
-    a number with which float32 cannot compute. `names` are the names of settings that clients know by other names.
+    a number with which float32 cannot compute. `names` are those of settings that clients know by other names.
     """
     if (config.num_return_sequences or 1) > 1 or config.return_dict_in_generate:
         raise Refusal("`num_return_sequences` and `return_dict_in_generate` are not supported here.")

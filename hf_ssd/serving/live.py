@@ -31,10 +31,7 @@ class Turn(BaseModel):
 
 
 class LiveRequest(BaseModel):
-    """
-    `prompt` is a text to continue, or for models with a chat template a message, which follows those of `history`;
-    `draft`, whether to speculate.
-    """
+    """A text to continue, or for models with a chat template a message, which follows those of `history`."""
 
     prompt: str = Field(min_length=1, max_length=LONGEST)
     history: list[Turn] = Field([], max_length=1000)
@@ -42,7 +39,7 @@ class LiveRequest(BaseModel):
     temperature: float = Field(0.0, ge=0.0, le=2.0)
     top_p: float | None = Field(None, gt=0.0, le=1.0)
     seed: int | None = Field(None, ge=0, lt=2**64)
-    draft: bool = True
+    draft: bool = True  # whether to speculate
 
 
 class LiveStreamer(RoundStreamer):
@@ -95,9 +92,8 @@ class Live:
 
     async def events(self, request: LiveRequest) -> AsyncIterator[str]:
         """
-        Yields server-sent events: `{"reading": tokens}`, when the request has its turn and its prompt is read; an event
-        for each round, or for each token if the request does not speculate; and then `{"end": reason}` or
-        `{"error": sentence}`.
+        Yields server-sent events: `{"reading": tokens}` when the request has its turn; one for each round, or for each
+        token if it does not speculate; then `{"end": reason}` or `{"error": sentence}`.
         """
         loop, queue = asyncio.get_running_loop(), asyncio.Queue()
 

@@ -90,5 +90,4 @@ class Metrics(Collector):
         yield GaugeMetricFamily("hf_ssd_draft_ready", "1 if the draft can be asked", self.assistant.state == "ready")
 
     def as_text(self) -> bytes:
-        """Returns all figures in Prometheus' text form."""
         return generate_latest(self)

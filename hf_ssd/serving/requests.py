@@ -75,7 +75,9 @@ class Endpoint:
         """Returns a request for transformers' handler, and the tokens of its prompts, or `[None]` for a chat."""
         request = read(self.kind, body)
         self.limits.check(request)
-        call.seed, call.settings, call.stop = request.seed, request.settings(), request.stops()
+        call.seed = request.seed
+        call.settings = request.settings()
+        call.stop = request.stops()
         call.has_own_config = request.generation_config is not None
         prompts = [self.limits.tokens(prompt) for prompt in request.prompts()]
         with self.calls.counting_refusals():

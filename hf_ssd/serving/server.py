@@ -37,33 +37,18 @@ GRACE = 3  # seconds that running answers get to end when the server shuts down
 
 
 class Server(Serve):
-    """
-    `transformers serve` with one model and a draft. [`Server.run`] serves until it is interrupted.
-
-    Args:
-        model (`PreTrainedModel`): A model that was passed to `hf_ssd.enable` with its draft.
-        processor: Its tokenizer or processor.
-        assistant ([`~hf_ssd.DraftAssistant`], *optional*): The draft, if the model has one.
-        names (`list[str]`): Names by which clients may call the model. Answers have the first name.
-        api_key (`str`, *optional*): The key that clients must send.
-        max_tokens (`int`, *optional*): The largest number of tokens of an answer.
-        allowed_hosts (`list[str]`, *optional*): Names by which clients may call the server, beside `host`. By default
-            the names of this machine if the server listens on a loopback address, and otherwise any name.
-        on_listening (`Callable`, *optional*): Called when the server listens.
-        enable_cors (`bool`, *optional*, defaults to `False`): Whether pages of other sites may use the server.
-        options: Options of `transformers serve`, for example `host`, `port` and `log_level`.
-    """
+    """`transformers serve`, with its options, for one model, which was enabled with its draft."""
 
     def __init__(
         self,
         model: PreTrainedModel,
         processor,
         assistant: hf_ssd.DraftAssistant | None,
-        names: list[str],
-        api_key: str | None = None,
-        max_tokens: int | None = None,
-        allowed_hosts: Sequence[str] = (),
-        enable_cors: bool = False,
+        names: list[str],  # by which clients may call the model; answers have the first one
+        api_key: str | None = None,  # that clients must send
+        max_tokens: int | None = None,  # of an answer
+        allowed_hosts: Sequence[str] = (),  # names of the server beside `host`
+        enable_cors: bool = False,  # whether pages of other sites may use the server
         on_listening: Callable[[], None] = lambda: None,
         **options,
     ):
@@ -105,10 +90,7 @@ class Server(Serve):
 
 
 class Uvicorn(uvicorn.Server):
-    """
-    Warms up before it listens, and calls `on_listening` when it listens. At shutdown, ends the calls that still run
-    after `GRACE` seconds.
-    """
+    """Warms up before it listens, and at shutdown ends the calls that still run after `GRACE` seconds."""
 
     def __init__(
         self,

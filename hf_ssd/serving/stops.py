@@ -11,10 +11,7 @@ FIELDS = ("text", "content", "reasoning_content")  # the fields with the text of
 
 
 class Cut:
-    """
-    Takes a text in pieces and returns the part before the first of the stop strings, none of which is empty. Text that
-    may be the beginning of a stop string is held back until more text decides.
-    """
+    """Returns the part of a text before the first stop string. Text that may begin one is held back until clear."""
 
     def __init__(self, strings: list[str]):
         self.strings, self.held, self.is_over = strings, "", False
@@ -41,7 +38,7 @@ class StopCriteria(StoppingCriteria):
     """
     Ends a row with the token that completes a stop string in its generated text. transformers' `StopStringCriteria`
     compares the names of tokens: it misses characters that are several tokens, and finds strings that begin in the
-    prompt. `tokenizer` is the backend of the model's tokenizer, and `length` is that of the prompt in tokens.
+    prompt.
     """
 
     def __init__(self, strings: list[str], tokenizer: Tokenizer, length: int):

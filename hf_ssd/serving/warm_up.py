@@ -27,12 +27,7 @@ class WarmUpStreamer(CountingStreamer):
 
 
 def warm_up(calls: TurnTaking, model: PreTrainedModel, tokenizer, assistant: DraftAssistant | None, call: Call) -> None:
-    """
-    Waits for the draft's worker and generates a few tokens. To be called in the thread that generates.
-
-    Raises:
-        `ValueError`: the model cannot generate as it is set up.
-    """
+    """Waits for the draft's worker and generates a few tokens, in the thread that generates."""
     streamer, deadline = WarmUpStreamer(calls, call, None), time.monotonic() + PATIENCE
     while getattr(assistant, "state", None) == "starting" and time.monotonic() < deadline:
         streamer.check()
