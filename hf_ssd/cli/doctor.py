@@ -30,8 +30,8 @@ def examine(models: Models, tries_dtypes: bool = False) -> dict:
             draft = Eagle3Head(head_config(head_values(models.draft.name), target))
     else:
         draft = models.draft.structure()
-    check_arguments(target, draft, models.config, synced_gpus=False)
-    translation_for(target, draft, **models.tokenizers)
+    resolved = check_arguments(target, draft, models.config, synced_gpus=False)
+    translation_for(target, resolved, **models.tokenizers)
     return {
         "target": describe(target, models.target),
         "draft": describe(draft, models.draft),

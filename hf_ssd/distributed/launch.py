@@ -3,19 +3,15 @@
 import functools
 import json
 import os
-from pathlib import Path
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.utils import find_adapter_config_file, is_peft_available, logging
+from transformers import PreTrainedModel
+from transformers.utils import logging
 
 from .. import devices as accelerators
 from ..cache.compiled import is_compiled
 from ..cache.support import without_wrapper
-from ..config import could_be_hub_id
-from ..drafting.assistants import refuse_worker
-from ..drafting.eagle_formats import head_values, load_head
-from ..gguf_files import config_of, gguf_place
+from ..drafting.resolver import for_worker
 from .assistant import DraftAssistant
 from .child import Child, check_system
 from .cores import CoreShare, divide_cores
@@ -91,18 +87,15 @@ def launch_draft(
     if not isinstance(model, (PreTrainedModel, str, os.PathLike)):
         kind = type(model).__name__
         raise TypeError(f"hf_ssd.launch_draft takes a transformers model, or a folder or hub id, not a {kind}.")
-    if isinstance(model, PreTrainedModel):
-        refuse_worker(model, model.config)
     if devices is not None and (device is not None or not devices):
         raise ValueError("`devices` takes the place of `device`, and lists one device for each worker.")
-    if target is not None and not isinstance(model, PreTrainedModel) and head_values(model) is not None:
-        if devices is None:
-            devices = [device_for(model, device)]
-        type_ = None if dtype is None else getattr(torch, str(dtype).removeprefix("torch."))
-        model = load_head(model, without_wrapper(target), type_)
+    devices = [device_for(model, device)] if devices is None else [accelerators.existing(one) for one in devices]
+    load_options = {name: _as_json(name, value) for name, value in load_options.items()}
+    type_ = None if dtype is None or dtype == "auto" else getattr(torch, str(dtype).removeprefix("torch."))
+    given, model = model, for_worker(model, target, type_, load_options)
+    if model is not given:  # a head, which has been loaded
         dtype = None
     weights = SharedWeights(model) if isinstance(model, PreTrainedModel) else None
-    devices = [device_for(model, device)] if devices is None else [accelerators.existing(one) for one in devices]
     on_cpu = [one.type == "cpu" for one in devices]
     if num_threads is not None and not all(on_cpu):
         raise ValueError(f"`num_threads` is for a draft on the CPU; this one is on {devices[on_cpu.index(False)]}.")
@@ -111,8 +104,6 @@ def launch_draft(
     if cores is None and any(on_cpu):
         cores = divide_cores(num_threads, sum(on_cpu))
     settings = {**worker_settings(model, dtype, compile, load_options), "timeout": timeout}
-    if not isinstance(model, PreTrainedModel):
-        draft_config(model, load_options)
     return new_assistant(model, weights, devices, cores, settings, wait=True)
 
 
@@ -127,7 +118,7 @@ def worker_settings(
         "path": None if is_loaded else os.fspath(model),
         "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
         "compile": is_loaded and is_compiled(model) if compile is None else compile,
-        "load_options": {name: _as_json(name, value) for name, value in load_options.items()},
+        "load_options": load_options,
     }
 
 
@@ -140,32 +131,6 @@ def _as_json(name: str, value):
     except TypeError:
         kind = type(value).__name__
         raise TypeError(f"`{name}` is a {kind}, which cannot be sent to the worker; give plain values.") from None
-
-
-def draft_config(path: str | os.PathLike, load_options: dict) -> PreTrainedConfig:
-    """Reads the config of a draft that only the worker loads, or raises `ValueError` if transformers finds none."""
-    path = os.fspath(path)
-    if head_values(path) is not None:
-        raise ValueError(
-            f"The draft {path!r} is an EAGLE-3 head, which reads hidden states of its target; pass `target=...` to "
-            "hf_ssd.launch_draft() as well."
-        )
-    place, options = gguf_place(path, load_options)
-    try:
-        config = config_of(place, {"trust_remote_code": False, **options})
-    except (OSError, ValueError, ImportError) as error:
-        reason = str(error).strip().splitlines()[0]
-        if "gguf_file" in options:
-            raise ValueError(f"The draft {path!r} is a GGUF file that transformers cannot load: {reason}") from error
-        if not os.path.exists(path) and not could_be_hub_id(path):
-            raise ValueError(f"There is no folder {path!r}; give the draft's folder or hub id.") from error
-        adapter = find_adapter_config_file(path) if is_peft_available() else None
-        if adapter is not None:  # read the config of the adapter's base model
-            return draft_config(json.loads(Path(adapter).read_text())["base_model_name_or_path"], {})
-        is_what = "is a folder without a model" if os.path.isdir(path) else "is no folder, and no model of the hub"
-        raise ValueError(f"The draft {path!r} {is_what} that transformers can load: {reason}") from error
-    refuse_worker(path, config)
-    return config
 
 
 def device_for(model: PreTrainedModel | str | os.PathLike, device: str | torch.device | None) -> torch.device:

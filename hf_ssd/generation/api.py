@@ -12,8 +12,6 @@ from transformers import GenerationMixin, PreTrainedModel, StoppingCriteriaList,
 from ..cache.support import without_wrapper
 from ..config import WITHOUT_DRAFT, SSDConfig
 from ..distributed.assistant import DraftAssistant
-from ..distributed.passed_drafts import head_for
-from ..drafting.mtp_head import mtp_head_of
 from ..stats import SSDDecoderOnlyOutput
 from ..versions import warn_if_untested
 from .checks import check_arguments, check_assisted_options
@@ -172,13 +170,13 @@ def enable(
         inner.__class__ = _enabled_class(type(inner))
     _bound.pop(inner, None)
     if assistant_model is not None or ssd_config is not None:
-        draft, config = head_for(without_wrapper(assistant_model), inner), _settings(ssd_config or SSDConfig())
-        check_arguments(inner, draft, config, synced_gpus=None)
+        config = _settings(ssd_config or SSDConfig())
+        resolved = check_arguments(inner, assistant_model, config, synced_gpus=None)
         tokenizers = {"tokenizer": tokenizer, "assistant_tokenizer": assistant_tokenizer}
         tokenizers = {name: one for name, one in tokenizers.items() if one is not None}
         if tokenizers:
-            translation_for(inner, draft, **tokenizers)
-        _bound[inner] = draft, config, tokenizers
+            translation_for(inner, resolved, **tokenizers)
+        _bound[inner] = assistant_model, config, tokenizers
     elif tokenizer is not None or assistant_tokenizer is not None:
         raise ValueError("Tokenizers are for a draft: pass `assistant_model=...` to hf_ssd.enable() as well.")
     return model
@@ -226,22 +224,15 @@ def _blank_model(kind: type) -> PreTrainedModel:
 def _generate(plain, model, assistant_model, ssd_config, streamer=None, synced_gpus=None, is_bound=False, **kwargs):
     warn_if_untested()
     ssd_config = _settings(ssd_config)
-    assistant_model = head_for(without_wrapper(assistant_model), model)
     check_assisted_options(model, kwargs.get("generation_config"), kwargs)
-    check_arguments(model, assistant_model, ssd_config, synced_gpus)
-    if ssd_config.drafter == "mtp":
-        assistant_model = mtp_head_of(model)
-    elif ssd_config.fallback == "mtp":
-        mtp_head_of(model)  # loads it, or says why it cannot be loaded
-    translation = translation_for(
-        model, assistant_model, kwargs.get("tokenizer"), kwargs.pop("assistant_tokenizer", None)
-    )
+    resolved = check_arguments(model, assistant_model, ssd_config, synced_gpus)
+    translation = translation_for(model, resolved, kwargs.get("tokenizer"), kwargs.pop("assistant_tokenizer", None))
     tokenizer = kwargs.get("tokenizer")
     _move_stop_strings(model, kwargs)
     # transformers passes neither the draft nor the streamer to a custom decoding method, so they are bound here.
     decoding_method = functools.partial(
         speculative_speculative_decoding,
-        assistant_model=assistant_model,
+        resolved=resolved,
         ssd_config=ssd_config,
         streamer=streamer,
         translation=translation,

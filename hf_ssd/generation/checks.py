@@ -15,7 +15,6 @@ from transformers.generation import utils as generation_utils
 from transformers.generation.logits_process import DiaEOSDelayPatternLogitsProcessor
 
 from ..cache.cache_name import CACHE
-from ..cache.hidden_states import check_layers
 from ..cache.support import (
     attention_layout,
     check_own_decoding,
@@ -25,10 +24,9 @@ from ..cache.support import (
 )
 from ..config import LONGEST_LOOKAHEAD, WITHOUT_DRAFT, SSDConfig
 from ..distributed.assistant import DraftAssistant
-from ..distributed.passed_drafts import info_of
 from ..distributed.roles import check_heads
-from ..drafting.drafters import drafter_kind
-from ..drafting.needs import DraftInfo
+from ..drafting.resolver import ResolvedDraft, resolve
+from ..rounds import MTP
 from ..versions import check_internals
 from .proposers.custom import check_proposer
 
@@ -54,26 +52,13 @@ PROCESSORS_WITH_MEMORY = (
 )
 
 
-def check_arguments(model, assistant_model, ssd_config, synced_gpus) -> None:
-    """Raises `TypeError` or `ValueError` if the arguments or the two models cannot work together."""
+def check_arguments(model, assistant_model, ssd_config, synced_gpus) -> ResolvedDraft:
+    """
+    Returns the draft, or raises `TypeError` or `ValueError` if the arguments or the two models cannot work together.
+    """
     if not isinstance(ssd_config, SSDConfig):
         raise TypeError(f"`ssd_config` must be an hf_ssd.SSDConfig or a dict, but is a {type(ssd_config).__name__}.")
     takes_none = ssd_config.drafter in WITHOUT_DRAFT
-    if takes_none and assistant_model is not None:
-        raise ValueError(
-            f'SSDConfig(drafter="{ssd_config.drafter}") uses no draft model; leave out `assistant_model`, or '
-            f'`drafter="{ssd_config.drafter}"`.'
-        )
-    if assistant_model is None and not takes_none:
-        raise ValueError(
-            "`ssd_config` needs an `assistant_model`: the draft model, its folder or hub id, or what "
-            'hf_ssd.launch_draft() gives. Without a draft, SSDConfig(drafter="ngram") looks the prompt up.'
-        )
-    if not takes_none and not isinstance(assistant_model, (PreTrainedModel, DraftAssistant, str, os.PathLike)):
-        raise TypeError(
-            "`assistant_model` must be a transformers model, a folder or hub id, or what hf_ssd.launch_draft() gives, "
-            f"but is a {type(assistant_model).__name__}."
-        )
     if isinstance(assistant_model, DraftAssistant) and assistant_model.process != os.getpid():
         raise ValueError(
             "This draft assistant belongs to the process that this one was forked from; call hf_ssd.launch_draft() "
@@ -95,6 +80,11 @@ def check_arguments(model, assistant_model, ssd_config, synced_gpus) -> None:
             f"The target is shared by {tp_size} ranks, and needs the draft that hf_ssd.distributed.init_roles() gives: "
             "pass `assistant_model=roles.draft` on every rank."
         )
+    if tp_size > 1 and ssd_config.fallback == MTP:
+        raise ValueError(
+            'SSDConfig(fallback="mtp") reads hidden states of the target, and several ranks share this target; leave '
+            "it out."
+        )
     check_own_decoding(model)
     layout = attention_layout(model)
     if (layout.recurrent or layout.indexed) and (tp_size > 1 or is_flash_attention(model)):
@@ -105,30 +95,7 @@ def check_arguments(model, assistant_model, ssd_config, synced_gpus) -> None:
         )
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise ValueError(f"{type(model).__name__} takes no `position_ids`, which verification needs.")
-    if isinstance(assistant_model, PreTrainedModel):
-        attention_layout(assistant_model)
-    if not takes_none:
-        info = info_of(assistant_model)
-        drafter_kind(ssd_config, info).needs.check(info)
-        check_features(model, info)
-        if ssd_config.fallback == "mtp" and (info.target_layers or tp_size > 1):
-            why = "several ranks share this target" if tp_size > 1 else "this draft reads hidden states of its own"
-            raise ValueError(f'SSDConfig(fallback="mtp") reads hidden states of the target, and {why}; leave it out.')
-
-
-def check_features(model, info: DraftInfo) -> None:
-    """Raises `ValueError` if the draft reads hidden states that the target does not have."""
-    if not info.target_layers:
-        return
-    check_layers(model, info.target_layers)
-    if info.target_keys:
-        return  # the head was made for this target
-    width = len(info.target_layers) * model.config.get_text_config(decoder=True).hidden_size
-    if info.target_width != width:
-        raise ValueError(
-            f"The draft reads {info.target_width} numbers of the target's hidden states, and these layers of "
-            f"{type(model).__name__} have {width}; the draft was made for another target."
-        )
+    return resolve(assistant_model, model, ssd_config)
 
 
 def check_assisted_options(model, generation_config: GenerationConfig | None, kwargs: dict) -> None:
@@ -149,12 +116,13 @@ def check_generation(
     logits_processor: LogitsProcessorList,
     max_length: int | None,
     model_kwargs: dict,
-    assistant_model,
+    draft: PreTrainedModel | None,
     ssd_config: SSDConfig,
     is_bound: bool = False,
 ) -> None:
     """
     Raises `ValueError` if an option or input that transformers has prepared cannot be combined with `ssd_config`.
+    `draft` is the draft as a model in this process, if it is one.
     `is_bound` says that the call has its settings from [`~hf_ssd.enable`], so that its user has not written them.
     """
     without, hint = "", "leave `ssd_config` out"
@@ -213,8 +181,7 @@ def check_generation(
             "Flash attention reads no 4D masks, which batches and padding need; load the target with "
             'attn_implementation="sdpa", or generate one prompt at a time.'
         )
-    drafts_here = isinstance(assistant_model, PreTrainedModel) and not ssd_config.asynchronous
-    if drafts_here and is_flash_attention(assistant_model) and len(input_ids) > 1:
+    if draft is not None and not ssd_config.asynchronous and is_flash_attention(draft) and len(input_ids) > 1:
         raise ValueError(
             "Flash attention reads no 4D masks, which batches need; load the draft with "
             'attn_implementation="sdpa", or leave out `asynchronous=False`: a worker switches by itself.'

@@ -13,7 +13,6 @@ import copy
 import dataclasses
 import functools
 import math
-import os
 import time
 
 import torch
@@ -28,23 +27,20 @@ from ..cache.compiled import is_compiled
 from ..cache.hidden_states import HiddenStates, hooked_modules
 from ..cache.recurrent import RecurrentModel
 from ..cache.trial import check_supported
-from ..config import WITHOUT_DRAFT, SSDConfig
+from ..config import SSDConfig
 from ..devices import from_host
-from ..distributed.assistant import DraftAssistant
 from ..distributed.cores import TargetCores
 from ..distributed.passed_drafts import assistant_for
 from ..distributed.sessions import SessionRequest
 from ..distributed.target_ranks import TargetRanks
-from ..drafting.drafters import drafter_kind
-from ..drafting.mtp_head import mtp_head_of
-from ..drafting.needs import DrafterNeeds, DraftInfo
+from ..drafting.resolver import ResolvedDraft
 from ..drafting.vocabulary import Translation
 from ..planning.cost_model import LOOKAHEADS
 from ..planning.experience import CallKind
 from ..planning.fixed_plan import FixedPlan
 from ..planning.planner import Planner
 from ..planning.planners import planner_for
-from ..rounds import MTP, RoundRecord
+from ..rounds import RoundRecord
 from ..stats import SSDDecoderOnlyOutput, SSDStats
 from .checks import check_generation
 from .deciding import Decider
@@ -62,7 +58,7 @@ def speculative_speculative_decoding(
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
-    assistant_model=None,
+    resolved: ResolvedDraft | None = None,
     ssd_config: SSDConfig | None = None,
     streamer: BaseStreamer | None = None,
     translation: Translation | None = None,
@@ -76,8 +72,7 @@ def speculative_speculative_decoding(
         model (`PreTrainedModel`): The target.
         input_ids (`torch.LongTensor` of shape `(batch_size, sequence_length)`): The prompts.
         logits_processor, stopping_criteria, generation_config, streamer: As in `GenerationMixin._sample`.
-        assistant_model (`PreTrainedModel`, [`DraftAssistant`], `str` or `os.PathLike`, *optional*): The draft; `None`
-            if `ssd_config.drafter` is `"ngram"`.
+        resolved ([`~hf_ssd.drafting.resolver.ResolvedDraft`]): The draft.
         ssd_config ([`SSDConfig`]): The settings.
         translation ([`~hf_ssd.drafting.vocabulary.Translation`], *optional*): From the target's tokens
             to the draft's.
@@ -90,50 +85,36 @@ def speculative_speculative_decoding(
     """
     max_length = longest_output(stopping_criteria)
     options = generation_config, logits_processor, max_length, model_kwargs
-    check_generation(model, input_ids, *options, assistant_model, ssd_config, is_bound)
+    check_generation(model, input_ids, *options, resolved.model, ssd_config, is_bound)
     longest = max(LOOKAHEADS) if ssd_config.lookahead == "auto" else ssd_config.lookahead
     check_supported(model, rows=len(input_ids), lookahead=longest)
-    worker = draft_model = None  # the draft in its own process, and as a model to run in this process
-    if ssd_config.drafter in WITHOUT_DRAFT:
-        ssd_config = dataclasses.replace(ssd_config, asynchronous=False)  # these need no worker
-    if assistant_model is None:
-        pass
-    elif isinstance(assistant_model, DraftAssistant):
-        worker = assistant_model
-    elif isinstance(assistant_model, (str, os.PathLike)):
-        worker = assistant_for(assistant_model)
-    else:
-        check_supported(assistant_model, drafts=True)
-        if DraftInfo.of(assistant_model.config).drafts_in_turn:
-            ssd_config = dataclasses.replace(ssd_config, asynchronous=False)
-        worker = assistant_for(assistant_model) if ssd_config.asynchronous else None
-        draft_model = None if worker is not None and is_compiled(assistant_model) else assistant_model
+    if not resolved.takes_worker:
+        ssd_config = dataclasses.replace(ssd_config, asynchronous=False)
+    # The draft in its own process, and as a model to run in this process.
+    worker, draft_model = resolved.assistant, resolved.model
+    if resolved.path is not None:
+        worker = assistant_for(resolved.path, resolved.info)
+    elif draft_model is not None:
+        check_supported(draft_model, drafts=True)
+        worker = assistant_for(draft_model, resolved.info) if ssd_config.asynchronous else None
+        draft_model = None if worker is not None and is_compiled(draft_model) else draft_model
     divided = worker is not None and worker.cores is not None and devices.of_model(model).type == "cpu"
     of_the_draft = copy.copy(generation_config)
     of_the_draft.max_length = max_length
     prompts = prompts_without_padding(input_ids, model_kwargs.get("attention_mask"))
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
     seed = int(torch.randint(2**31, ())) if generation_config.do_sample else 0  # greedy calls draw nothing
-    head = mtp_head_of(model) if ssd_config.fallback == MTP else None
-    request = SessionRequest(ssd_config, of_the_draft, prompts, seed, vocab_size, translation, head=head)
+    request = SessionRequest(ssd_config, of_the_draft, prompts, seed, vocab_size, translation, head=resolved.fallback)
     start = time.perf_counter()
-    needs = DrafterNeeds()
-    if assistant_model is not None:
-        info = DraftInfo.of(draft_model.config) if worker is None else worker.info
-        needs = drafter_kind(ssd_config, info).needs
     rows, length = input_ids.shape
     temperature = generation_config.temperature if generation_config.do_sample else None
     workers = 1 if worker is None else len(worker.workers)
-    kind = CallKind(ssd_config, rows, vocab_size, temperature, length, workers, needs.one_pass)
+    kind = CallKind(ssd_config, rows, vocab_size, temperature, length, workers, resolved.needs.one_pass)
     planner = planner_for(model, worker or draft_model or model, kind)
     ranks = worker.ranks if worker is not None else TargetRanks()
-    if head is not None:
-        info = DraftInfo.of(head.config)
-    reads_states = needs.hidden_states or head is not None
-    captured, hooked = None, hooked_modules(model, info.target_layers, info.target_keys) if reads_states else ()
-    view = view_for_passes(model, hooked, ssd_config.pack_weights)
-    if reads_states:
-        captured = HiddenStates(view, info.target_layers, info.target_keys)
+    reads = resolved.reads and (resolved.reads.target_layers, resolved.reads.target_keys)
+    view = view_for_passes(model, hooked_modules(model, *reads) if reads else (), ssd_config.pack_weights)
+    captured = HiddenStates(view, *reads) if reads else None
     cores = TargetCores(worker.cores.target if divided else None)
     with ranks.one_call():
         draft = FaultTolerantDraft(worker, draft_model, request, planner, input_ids.device, ranks, cores)

@@ -5,11 +5,11 @@ import weakref
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer
 from transformers.utils import logging
 
-from ..distributed.passed_drafts import info_of
 from ..distributed.sessions import DraftError
+from ..drafting.resolver import ResolvedDraft
 from ..drafting.vocabulary import MOST_PADDING, Translation
 from ..gguf_files import gguf_place
 from .spelling import Encoder, spelled_tokens
@@ -20,13 +20,13 @@ SHOWN = 5  # differing ids that a message names
 LEAST_COVERAGE = 0.5  # share of the prompts' tokens that the draft must have
 
 
-def translation_for(model, assistant_model, tokenizer=None, assistant_tokenizer=None) -> Translation | None:
+def translation_for(model, resolved: ResolvedDraft, tokenizer=None, assistant_tokenizer=None) -> Translation | None:
     """
     Compares the tokens of target and draft, once for each pair.
 
     Args:
         model (`PreTrainedModel`): The target.
-        assistant_model (`PreTrainedModel` or [`~hf_ssd.DraftAssistant`], *optional*): The draft, if there is one.
+        resolved ([`~hf_ssd.drafting.resolver.ResolvedDraft`]): The draft.
         tokenizer, assistant_tokenizer (`PreTrainedTokenizerBase`, *optional*): Their tokenizers, if these differ.
 
     Returns:
@@ -36,19 +36,19 @@ def translation_for(model, assistant_model, tokenizer=None, assistant_tokenizer=
         `ValueError`: the draft's tokens are not the target's and no tokenizers were given, or `assistant_tokenizer` was
             given without `tokenizer` or without a draft.
     """
-    if assistant_model is None:
+    if resolved.info is None:
         if assistant_tokenizer is not None:
             raise ValueError("`assistant_tokenizer` is of a draft model, and there is none; leave it out.")
         return None
     if assistant_tokenizer is not None and tokenizer is None:
         raise ValueError("`assistant_tokenizer` needs the target's tokenizer too: pass `tokenizer=...` to generate().")
-    sizes = model.config.get_text_config(decoder=True).vocab_size, info_of(assistant_model).vocab_size
+    sizes = model.config.get_text_config(decoder=True).vocab_size, resolved.info.vocab_size
     if assistant_tokenizer is not None:
         known = _translations.setdefault(tokenizer, weakref.WeakKeyDictionary()).setdefault(assistant_tokenizer, {})
         if sizes not in known:
             known[sizes] = _compare(tokenizer, assistant_tokenizer, *sizes, may_differ=True)
         return known[sizes]
-    names, compared = (_name_of(model), _name_of(assistant_model)), _compared.setdefault(model, set())
+    names, compared = (model.config._name_or_path or "", resolved.name), _compared.setdefault(model, set())
     if (*names, *sizes) not in compared:
         if not _are_one_file(*names):
             _compare(*map(_tokenizer_of, names), *sizes, may_differ=False)
@@ -122,13 +122,6 @@ def translation_between(tokenizer, assistant_tokenizer, size: int, draft_size: i
     for i, ids in zip(others, encoder.encode(list(others.values()))):
         pieces[i] = ids
     return Translation(pieces, is_common)
-
-
-def _name_of(model) -> str:
-    """Returns the folder or hub id that a model was loaded from, empty if it was made in this program."""
-    if isinstance(model, (str, os.PathLike)):
-        return os.fspath(model)
-    return (model.config._name_or_path if isinstance(model, PreTrainedModel) else model.path) or ""
 
 
 def _are_one_file(*folders: str) -> bool:

@@ -10,11 +10,11 @@ from transformers import PreTrainedModel
 
 import hf_ssd
 from hf_ssd import SSDConfig
-from hf_ssd.distributed.passed_drafts import head_for, info_of
 from hf_ssd.drafting import ngrams
 from hf_ssd.drafting.drafter import Completion
 from hf_ssd.drafting.drafters import DRAFTERS as KINDS
 from hf_ssd.drafting.drafters import drafter_kind
+from hf_ssd.drafting.resolver import resolve
 from hf_ssd.rounds import NGRAM
 
 from ..conformance.test_ngrams_beside_a_draft import competing  # noqa: F401
@@ -57,12 +57,16 @@ DRAFTERS = {
     "eagle3": Case(lambda target, noise: tiny_head(target, draft_vocab=SMALL - 1, initializer_range=0.12)),
     "mtp": Case(lambda target, noise: tiny_mtp_head(target), takes_worker=False),
     "gemma4": Case(
-        lambda target, noise: head_for(gemma4_assistant(target, std=0.1), target),
+        lambda target, noise: resolve(gemma4_assistant(target, std=0.1), target, SSDConfig()).model,
         takes_worker=False,
         target=lambda: gemma4_target(vocab_size=SMALL, vocab_size_per_layer_input=SMALL, std=0.15),
         kind="eagle3",
     ),
-    "dflash": Case(lambda target, noise: head_for(dflash_draft(target), target), takes_worker=False, prepares=False),
+    "dflash": Case(
+        lambda target, noise: resolve(dflash_draft(target), target, SSDConfig()).model,
+        takes_worker=False,
+        prepares=False,
+    ),
 }
 
 
@@ -87,7 +91,8 @@ def case(small):
 def test_the_list_is_complete():
     assert set(KINDS) <= set(DRAFTERS)
     for name, case in DRAFTERS.items():
-        info = info_of(case.draft(case.target(), 0.0))
+        target = case.target()
+        info = resolve(case.draft(target, 0.0), target, SSDConfig()).info
         assert drafter_kind(SSDConfig(**case.settings), info) is KINDS[case.kind or name]
 
 

@@ -9,6 +9,7 @@ import torch
 from tokenizers import AddedToken
 
 import hf_ssd
+from hf_ssd.drafting.resolver import resolve
 from hf_ssd.generation.spelling import spelled_tokens
 from hf_ssd.generation.tokenizers import translation_between, translation_for
 
@@ -40,7 +41,9 @@ def check_a_tiny_pair(ours, theirs, text: str) -> None:
         hf_ssd.enable(tiny_model(vocab_size=len(ours), eos_token_id=None)),
         tiny_model(vocab_size=len(theirs)),
     )
-    translation = translation_for(target, draft, ours, theirs)  # which generate() uses again
+    translation = translation_for(
+        target, resolve(draft, target, hf_ssd.SSDConfig()), ours, theirs
+    )  # which generate() uses again
     target.lm_head.weight.data[~translation.is_common] = 0.0
     copy_common(target, draft, translation)
     inputs = ours(text, add_special_tokens=False, return_tensors="pt", return_token_type_ids=False)
@@ -218,6 +221,7 @@ def test_tokenizers_that_are_used_again_are_compared_once(monkeypatch):
     monkeypatch.setattr(tokenizers, "translation_between", lambda *a: compared.append(a) or between(*a))
     both = sentencepiece(), byte_level()
     model, draft = tiny_model(vocab_size=400), tiny_model(vocab_size=400)
+    draft = resolve(draft, model, hf_ssd.SSDConfig())
     first = tokenizers.translation_for(model, draft, *both)
     assert tokenizers.translation_for(model, draft, *both) is first
     assert tokenizers.translation_for(tiny_model(vocab_size=400), draft, *both) is first and len(compared) == 1
@@ -240,8 +244,10 @@ both_ways = pytest.mark.parametrize("names", REAL, ids=[" drafted by ".join(pair
 @both_ways
 def test_the_tokens_of_gemma_and_smollm_stand_for_the_same_texts(real_tokenizers, names):
     ours, theirs = (real_tokenizers[name] for name in names)
-    models = (tiny_model(vocab_size=len(one)) for one in (ours, theirs))
-    translation = translation_for(*models, ours, theirs)  # once for this test and the next
+    target, draft = (tiny_model(vocab_size=len(one)) for one in (ours, theirs))
+    translation = translation_for(
+        target, resolve(draft, target, hf_ssd.SSDConfig()), ours, theirs
+    )  # once for this test and the next
     ids = ours.encode(REAL_TEXT, add_special_tokens=False)
     assert theirs.decode(translated(translation, ids)) == REAL_TEXT
     assert int(translation.is_common.sum()) > 40_000

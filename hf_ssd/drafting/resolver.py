@@ -1,0 +1,203 @@
+"""What a draft is, for its target and the settings of a call. All code outside of this package asks here."""
+
+import json
+import os
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils import find_adapter_config_file, is_peft_available
+
+from ..cache.hidden_states import check_layers
+from ..cache.support import attention_layout, without_wrapper
+from ..config import WITHOUT_DRAFT, SSDConfig, could_be_hub_id
+from ..gguf_files import config_of, gguf_place
+from ..rounds import MTP
+from .assistants import head_of_assistant, is_assistant, refuse_dflash, refuse_worker
+from .dflash_formats import dflash_values, load_dflash
+from .drafters import drafter_kind
+from .eagle_formats import head_values, load_head
+from .mtp_head import mtp_head_of
+from .needs import DrafterNeeds, DraftInfo
+
+_of_paths: "weakref.WeakKeyDictionary[PreTrainedModel, dict]" = weakref.WeakKeyDictionary()  # of each target
+
+
+@dataclass(frozen=True)
+class ResolvedDraft:
+    """
+    A draft, as everybody works with it.
+
+    Args:
+        model (`PreTrainedModel`, *optional*): The draft in this process, in the form in which it drafts for the target.
+        path (`str`, *optional*): The folder or hub id of a draft that only a worker loads.
+        assistant ([`DraftAssistant`], *optional*): The worker that was passed.
+        info ([`~hf_ssd.drafting.needs.DraftInfo`], *optional*): Facts about the model; `None` if there is no draft.
+        needs ([`~hf_ssd.drafting.needs.DrafterNeeds`]): Those of its drafter.
+        fallback (`PreTrainedModel`, *optional*): A head of the target that drafts after a miss.
+    """
+
+    model: PreTrainedModel | None = None
+    path: str | None = None
+    assistant: object | None = None
+    info: DraftInfo | None = None
+    needs: DrafterNeeds = DrafterNeeds()
+    fallback: PreTrainedModel | None = None
+
+    @property
+    def name(self) -> str:
+        """The folder or hub id that it was loaded from, empty if it was made in this program."""
+        return self.path or (self.assistant.path if self.model is None else self.model.config._name_or_path) or ""
+
+    @property
+    def takes_worker(self) -> bool:
+        """Whether it may draft in another process."""
+        return self.info is not None and not self.info.drafts_in_turn
+
+    @property
+    def reads(self) -> DraftInfo | None:
+        """The facts about the model that reads hidden states of the target, if there is one."""
+        if self.fallback is not None:
+            return DraftInfo.of(self.fallback.config)
+        return self.info if self.info is not None and self.info.target_layers else None
+
+
+def resolve(draft, target: PreTrainedModel, config: SSDConfig) -> ResolvedDraft:
+    """
+    Says what was passed as `assistant_model`. Heads and assistants are made once for each target, and a folder is read
+    once.
+
+    Args:
+        draft (`PreTrainedModel`, `str`, `os.PathLike` or [`DraftAssistant`], *optional*): The draft.
+        target (`PreTrainedModel`): The target.
+        config ([`SSDConfig`]): The settings.
+
+    Raises:
+        `TypeError`, `ValueError`: there is no draft where one is needed, or a draft where none is, or the draft cannot
+            draft for this target, or not as the settings say.
+    """
+    draft = without_wrapper(draft)
+    takes_none = config.drafter in WITHOUT_DRAFT
+    if takes_none and draft is not None:
+        raise ValueError(
+            f'SSDConfig(drafter="{config.drafter}") uses no draft model; leave out `assistant_model`, or '
+            f'`drafter="{config.drafter}"`.'
+        )
+    if draft is None and not takes_none:
+        raise ValueError(
+            "`ssd_config` needs an `assistant_model`: the draft model, its folder or hub id, or what "
+            'hf_ssd.launch_draft() gives. Without a draft, SSDConfig(drafter="ngram") looks the prompt up.'
+        )
+    found = {}
+    if config.drafter == "mtp":
+        draft = mtp_head_of(target)
+    if isinstance(draft, (str, os.PathLike)):
+        path = os.fspath(draft)
+        of_target = _of_paths.setdefault(target, {})
+        if path not in of_target:
+            of_target[path] = _head_at(path, target) or DraftInfo.of(config_at(path, {}))
+        if isinstance(of_target[path], DraftInfo):
+            found = {"path": path, "info": of_target[path]}
+        else:
+            draft = of_target[path]
+    if isinstance(draft, PreTrainedModel):
+        refuse_dflash(draft.config)
+        model = head_of_assistant(draft, target) if is_assistant(draft.config) else draft
+        attention_layout(model)
+        found = {"model": model, "info": DraftInfo.of(model.config)}
+    elif draft is not None and not found:
+        if not hasattr(draft, "info"):
+            raise TypeError(
+                "`assistant_model` must be a transformers model, a folder or hub id, or what hf_ssd.launch_draft() "
+                f"gives, but is a {type(draft).__name__}."
+            )
+        model = None if draft.weights is None else draft.weights.model()  # which may have changed since the launch
+        found = {"assistant": draft, "info": draft.info if model is None else DraftInfo.of(model.config)}
+    info = found.get("info")
+    if info is not None:
+        found["needs"] = drafter_kind(config, info).needs
+        found["needs"].check(info)
+        _check_features(target, info)
+    if config.fallback == MTP:
+        if info is not None and info.target_layers:
+            raise ValueError(
+                'SSDConfig(fallback="mtp") reads hidden states of the target, and this draft reads hidden states of '
+                "its own; leave it out."
+            )
+        found["fallback"] = mtp_head_of(target)
+    return ResolvedDraft(**found)
+
+
+def _check_features(target: PreTrainedModel, info: DraftInfo) -> None:
+    """Raises `ValueError` if the draft reads hidden states that the target does not have."""
+    if not info.target_layers:
+        return
+    check_layers(target, info.target_layers)
+    width = len(info.target_layers) * target.config.get_text_config(decoder=True).hidden_size
+    if info.target_width != width and not info.target_keys:  # a head that reads keys was made for this target
+        raise ValueError(
+            f"The draft reads {info.target_width} numbers of the target's hidden states, and these layers of "
+            f"{type(target).__name__} have {width}; the draft was made for another target."
+        )
+
+
+def _head_at(path: str, target: PreTrainedModel) -> PreTrainedModel | None:
+    """Loads the head in this folder for its target, or returns `None` if there is none."""
+    if (values := head_values(path)) is not None:
+        return load_head(path, target, values=values)
+    if (values := dflash_values(path)) is not None:
+        return head_of_assistant(load_dflash(path, target, values), target)
+    return None
+
+
+def forget(path: str) -> list[PreTrainedModel]:
+    """Forgets what is known of a folder or hub id, and returns its heads."""
+    known = [of_target.pop(path) for of_target in _of_paths.values() if path in of_target]
+    return [one for one in known if isinstance(one, PreTrainedModel)]
+
+
+def for_worker(
+    draft: PreTrainedModel | str | os.PathLike, target: PreTrainedModel | None, dtype, options: dict
+) -> PreTrainedModel | str | os.PathLike:
+    """
+    Returns the draft as a worker gets it: as a model, which a head for the target is too, or as a path.
+
+    Raises:
+        `ValueError`: no worker can use the draft, or there is none.
+    """
+    if isinstance(draft, PreTrainedModel):
+        refuse_worker(draft, draft.config)
+    elif target is not None and head_values(draft) is not None:
+        return load_head(draft, without_wrapper(target), dtype)
+    else:
+        config_at(draft, options)
+    return draft
+
+
+def config_at(path: str | os.PathLike, load_options: dict) -> PreTrainedConfig:
+    """
+    Reads the config of a draft that only the worker loads. Raises `ValueError` if transformers finds no model there.
+    """
+    path = os.fspath(path)
+    if head_values(path) is not None:
+        raise ValueError(
+            f"The draft {path!r} is an EAGLE-3 head, which reads hidden states of its target; pass `target=...` to "
+            "hf_ssd.launch_draft() as well."
+        )
+    place, options = gguf_place(path, load_options)
+    try:
+        config = config_of(place, {"trust_remote_code": False, **options})
+    except (OSError, ValueError, ImportError) as error:
+        reason = str(error).strip().splitlines()[0]
+        if "gguf_file" in options:
+            raise ValueError(f"The draft {path!r} is a GGUF file that transformers cannot load: {reason}") from error
+        if not os.path.exists(path) and not could_be_hub_id(path):
+            raise ValueError(f"There is no folder {path!r}; give the draft's folder or hub id.") from error
+        adapter = find_adapter_config_file(path) if is_peft_available() else None
+        if adapter is not None:  # read the config of the adapter's base model
+            return config_at(json.loads(Path(adapter).read_text())["base_model_name_or_path"], {})
+        is_what = "is a folder without a model" if os.path.isdir(path) else "is no folder, and no model of the hub"
+        raise ValueError(f"The draft {path!r} {is_what} that transformers can load: {reason}") from error
+    refuse_worker(path, config)
+    return config
