@@ -10,16 +10,20 @@
    target's distributions (on-policy distillation, Agarwal et al., ICLR 2024).
 4. The report has the acceptance after prompts that were held out.
 
-A run that was interrupted goes on with the same command, and `--minutes` counts the time of all of its runs.
+Before it writes, it says how long a training of this target takes on this machine; `--minutes 0` says only that. A run
+that was interrupted goes on with the same command, and `--minutes` counts the time of all of its runs.
 """
 
 import argparse
+import functools
 import json
+import sys
 from collections import Counter
 from pathlib import Path
 
 import prompt_kinds
 import torch
+import training_time
 from cut_draft import last_layers, mean_states
 from own_texts import as_messages, block, load_tokenizer, write_texts
 from small_vocabulary import small_tokenizer
@@ -86,18 +90,21 @@ def logits_at(draft, ids: torch.LongTensor, places: torch.LongTensor) -> torch.T
         return draft(input_ids=ids, use_cache=False).logits[0].float()
 
 
+def loss_at(draft, ids: torch.LongTensor, places: torch.LongTensor, likely, p, bfloat16: bool) -> torch.Tensor:
+    """Returns the cross entropy of the distributions `p` of the tokens `likely` at the places, the mean of them."""
+    with torch.autocast(draft.device.type, dtype=torch.bfloat16, enabled=bfloat16):
+        logits = logits_at(draft, ids, places)
+    return -(p * logits.log_softmax(-1).gather(1, likely)).sum(-1).mean()
+
+
 def distil(draft, lessons: Lessons, held_out: Lessons, seconds: float, args) -> int:
     """The draft learns the distributions. Returns the number of steps."""
     size, device = min(args.rows, len(lessons.rows)), draft.device
-    autocast = {"device_type": device.type, "dtype": torch.bfloat16, "enabled": args.bfloat16}
     lengths = [len(ids) for ids, *_ in lessons.rows]
 
     def loss_of(step):
         rows = block(list(range(len(lengths))), step, size, args.seed, key=lengths.__getitem__)
-        ids, places, likely, p = lessons.batch(rows, device)
-        with torch.autocast(**autocast):
-            logits = logits_at(draft, ids, places)
-        return -(p * logits.log_softmax(-1).gather(1, likely)).sum(-1).mean()
+        return loss_at(draft, *lessons.batch(rows, device), args.bfloat16)
 
     @torch.no_grad()
     def agreement() -> str:
@@ -113,12 +120,27 @@ def distil(draft, lessons: Lessons, held_out: Lessons, seconds: float, args) -> 
     return train(draft, loss_of, 10**6, args.learning_rate, path, "draft", 100, seconds, agreement)
 
 
+def time_needed(target, tokenizer, prompts: list[str], args) -> str:
+    """
+    Measures how fast the target writes and a draft learns, and returns how long a training takes.
+
+    Raises:
+        `ValueError`: no draft can be cut out of the target.
+    """
+    draft = last_layers(target, args.layers, list(range(min(args.vocab_size, len(tokenizer))))).to(target.device)
+    print("Measuring how fast the target writes and a draft learns ...", file=sys.stderr)
+    tokens = training_time.tokens_per_second(target, tokenizer, prompts, args)
+    steps = training_time.steps_per_second(draft, functools.partial(loss_at, bfloat16=args.bfloat16), args)
+    return training_time.estimate(tokens, steps, args.minutes, args.writing)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("target", metavar="TARGET", help="hub id or folder of the model that needs a draft")
     parser.add_argument("--output", type=Path, required=True, metavar="DRAFT", help="the folder to write")
     parser.add_argument("--checkpoints", type=Path, default=Path("checkpoints/draft"), help="to go on from")
-    parser.add_argument("--minutes", type=float, default=120.0, help="of writing and learning, in all runs (120)")
+    parser.add_argument("--minutes", type=float, default=120.0, help="of writing and learning, in all runs (120); "
+                        "0 says how long a training takes")  # fmt: skip
     parser.add_argument("--writing", type=float, default=0.5, help="share of the minutes in which the target writes")
     prompts = parser.add_mutually_exclusive_group(required=True)
     prompts.add_argument("--prompts", help="JSON lines with prompts as your users write them")
@@ -139,7 +161,8 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.num_threads)
     torch.manual_seed(args.seed)
-    checkpoints_of(args, ("target", "prompts", "max_new_tokens", "temperature", "batch_size", "seed"))
+    if args.minutes:
+        checkpoints_of(args, ("target", "prompts", "max_new_tokens", "temperature", "batch_size", "seed"))
 
     # 1. The target writes.
     tokenizer = load_tokenizer(args.target)
@@ -147,8 +170,10 @@ def main() -> None:
     device = (devices.accelerators() or [torch.device("cpu")])[0]
     dtype = torch.bfloat16 if args.bfloat16 else torch.float32
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=dtype).to(device).eval()
-    last_layers(target, args.layers, [0])  # raises before the target writes for an hour, as the next line does
-    small_tokenizer(tokenizer, Counter(), args.vocab_size)
+    small_tokenizer(tokenizer, Counter(), args.vocab_size)  # raises before the target writes for an hour
+    print(time_needed(target, tokenizer, prompts, args), file=sys.stderr)
+    if not args.minutes:
+        return
     seconds = {"writing": 60 * args.minutes * args.writing, "learning": 60 * args.minutes * (1 - args.writing)}
     answered = [prompt for of in held_out.values() for prompt in of]
     folder = args.checkpoints / "texts"

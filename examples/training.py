@@ -95,13 +95,7 @@ def train(
             break
         share = max(step / steps, spent / seconds)
         loss = loss_of(step)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate * cosine(share, 1 / steps) * group.get("scale", 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
+        learn(model, optimizers, loss, learning_rate * cosine(share, 1 / steps))
         done = step + 1
         is_last = done == steps or time.perf_counter() - started >= seconds
         if measure is not None and (done % save_every == 0 or is_last):
@@ -113,6 +107,19 @@ def train(
             save(checkpoint, {"done": done, "seconds": time.perf_counter() - started, "model": model.state_dict(),
                               "optimizers": [optimizer.state_dict() for optimizer in optimizers]})  # fmt: skip
     return done
+
+
+def learn(
+    model: PreTrainedModel, optimizers: list[torch.optim.Optimizer], loss: torch.Tensor, learning_rate: float
+) -> None:
+    """Changes a model's weights by one step."""
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate * group.get("scale", 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def save(path: Path, state: dict) -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import sys
 from argparse import Namespace
 from collections import Counter
@@ -28,6 +29,7 @@ import prompt_kinds  # noqa: E402
 import small_vocabulary  # noqa: E402
 import train_draft  # noqa: E402
 import training  # noqa: E402
+import training_time  # noqa: E402
 
 WORDS = "the quick brown fox jumps over the lazy dog, größer als das 日本"
 
@@ -276,6 +278,39 @@ def test_acceptance_by_position_counts_tokens_whose_predecessors_were_accepted()
     rows = [(3, 3, True), (3, 1, False), (3, 0, True), (2, 2, True), (0, 0, False)]
     assert training.acceptance_by_position(rows, 3) == [0.75, 0.667, 1.0]
     assert training.acceptance(rows) == round(6 / (3 + 2 + 1 + 2), 3)
+
+
+# ---------------------------------------------------------------- how long it takes
+
+
+def test_writing_is_timed_by_prompts_that_are_read_and_steps_of_a_whole_batch(monkeypatch):
+    """A second passes for each token of a pass. The mutants leave out the prompts, or time a step of one row."""
+    passes, (target, tokenizer) = [], pair()
+    monkeypatch.setattr(training_time.time, "perf_counter", lambda: float(sum(passes)))
+    target.register_forward_pre_hook(lambda *call: passes.append(call[2]["input_ids"].numel()), with_kwargs=True)
+    args = Namespace(batch_size=4, max_new_tokens=8)
+    prompts = [f"def read_{name}(self" for name in ("file", "line", "page", "word", "byte", "text")]
+    read = len(tokenizer(prompts[0])["input_ids"])
+    measured = training_time.tokens_per_second(target, tokenizer, prompts, args)
+    assert measured == pytest.approx(4 * 8 / (4 * read + 8 * 4))
+    assert measured not in (pytest.approx(1.0), pytest.approx(4 * 8 / (4 * read + 8)))
+
+
+def test_an_estimate_names_both_rates_what_the_minutes_give_and_minutes_that_suffice():
+    assert training_time.estimate(tokens=400.0, steps=0.5, minutes=30, writing=0.25).splitlines() == [
+        "Writing: about 400 tokens/s. Learning: about 2 s a step.",
+        "30 minutes give about 180,000 tokens and 675 steps.",
+        "480,000 tokens and 2,600 steps take about 20 min and 87 min: --minutes 107 --writing 0.19",
+    ]
+
+
+def test_without_minutes_the_program_measures_and_leaves_nothing(tmp_path, monkeypatch, capsys):
+    words = f"{PAIR / 'target'} --output {tmp_path / 'draft'} --checkpoints {tmp_path / 'now'} --minutes 0"
+    monkeypatch.setattr(sys, "argv", ["train_draft.py", *words.split(), "--repository-prompts", *QUICK])
+    train_draft.main()
+    assert not list(tmp_path.iterdir())
+    said = re.search(r"about ([\d.e+,]+) tokens/s. Learning: about ([\d.e+,-]+) s a step", capsys.readouterr().err)
+    assert all(float(rate.replace(",", "")) > 0 for rate in said.groups())
 
 
 # ---------------------------------------------------------------- the program
