@@ -17,10 +17,45 @@ times = st.floats(0, 3)
 tokens = st.floats(1, 8)
 
 
-def test_acceptance_rate_by_hand():
-    assert theory.acceptance_rate([0.5, 0.5, 0.0], [0.2, 0.3, 0.5]) == pytest.approx(0.5)
-    assert theory.acceptance_rate([0.1, 0.9], [0.1, 0.9]) == 1
-    assert theory.acceptance_rate([1.0, 0.0], [0.0, 1.0]) == 0
+BY_HAND = [
+    (theory.acceptance_rate([0.5, 0.5, 0.0], [0.2, 0.3, 0.5]), 0.5),
+    (theory.acceptance_rate([0.1, 0.9], [0.1, 0.9]), 1),
+    (theory.acceptance_rate([1.0, 0.0], [0.0, 1.0]), 0),
+    (theory.expected_tokens(0.0, 7), 1),
+    (theory.expected_tokens(1.0, 7), 8),
+    (theory.expected_tokens(0.5, 2), 1.75),  # 1 + 1/2 + 1/4
+    (theory.outcome_probabilities(0.8, 2), [0.2, 0.16, 0.64]),
+    (theory.outcome_probabilities(0.3, 0), [1]),
+    (theory.outcome_probabilities(0.0, 2), [1, 0, 0]),
+    (theory.outcome_probabilities(1.0, 2), [0, 0, 1]),
+    (theory.speculative_decoding_speedup(4.0, 0.6), 2.5),
+    (theory.ssd_speedup(1.0, 4.0, 1.0, primary_time=0.5, backup_time=9.0), 4.0),
+    (theory.ssd_speedup(1.0, 4.0, 1.0, primary_time=2.0, backup_time=9.0), 2.0),
+    (theory.ssd_speedup(0.0, 4.0, 3.0, primary_time=0.5, backup_time=0.5), 2.0),
+    # Two rows: both hit with chance 1/4, otherwise the round takes 1.5; 2 tokens on average.
+    (theory.ssd_speedup(0.5, 3.0, 1.0, 0.5, 0.5, rows=2), 2.0 / (0.25 * 1 + 0.75 * 1.5)),
+    (theory.overall_hit_rate(0.9, 0.3), 0.75),  # which is not the mean
+    (theory.overall_hit_rate(0.6, 0.6), 0.6),
+    (theory.overall_hit_rate(1.0, 0.2), 1),
+    (theory.overall_hit_rate(0.7, 0.0), 0),
+    (theory.overall_hit_rate(0.0, 1.0), 0.5),  # hit and miss by turns
+    (theory.overall_hit_rate(1.0, 0.0), 1),  # stays where it starts: documented
+    (theory.ssd_over_speculative_decoding(0.5, 1.0), 4 / 3),  # Corollary 8
+    (theory.ssd_over_speculative_decoding(0.5, 1.0, primary_time=1.5), 2 / 1.75),
+    (theory.ssd_over_speculative_decoding(0.0, 0.7), 1),
+    (theory.ssd_over_speculative_decoding(1.0, 0.7), 1.7),
+    (theory.ssd_over_speculative_decoding(1.0, 0.5, primary_time=3.0), 0.5),  # not hidden: slower
+    (theory.ssd_over_speculative_decoding_bound(0.5, 4.0, 4.0), 1.5),
+    (theory.ssd_over_speculative_decoding_bound(0.7, 4.0, 4.0), 1.7),
+    (theory.fan_out_for([1, 4], 9, 1.0), [3, 6]),  # square roots 1 and 2
+    (theory.fan_out_for([0.5, 0.0, 0.5], 4, 0.7), [2, 0, 2]),
+    (theory.fan_out_for(theory.outcome_probabilities(0.7, 5), 20, 0.6), theory.geometric_fan_out(5, 20, 0.7, 0.6)),
+]
+
+
+def test_values_by_hand():
+    for found, expected in BY_HAND:
+        assert found == pytest.approx(expected)
 
 
 @st.composite
@@ -43,19 +78,6 @@ def test_acceptance_rate_is_not_the_overlap_of_greedy_or_independent_draws():
     assert theory.acceptance_rate(p, q) == pytest.approx(0.7)
     assert sum(x * y for x, y in zip(p, q)) != pytest.approx(0.7)
     assert 1 - sum(abs(x - y) for x, y in zip(p, q)) != pytest.approx(0.7)
-
-
-def test_expected_tokens_by_hand():
-    assert theory.expected_tokens(0.0, 7) == 1
-    assert theory.expected_tokens(1.0, 7) == 8
-    assert theory.expected_tokens(0.5, 2) == pytest.approx(1.75)  # 1 + 1/2 + 1/4
-
-
-def test_outcome_probabilities_by_hand():
-    assert theory.outcome_probabilities(0.8, 2) == pytest.approx([0.2, 0.16, 0.64])
-    assert theory.outcome_probabilities(0.3, 0) == [1]
-    assert theory.outcome_probabilities(0.0, 2) == [1, 0, 0]
-    assert theory.outcome_probabilities(1.0, 2) == [0, 0, 1]
 
 
 def accepted_counts(rates):
@@ -91,16 +113,6 @@ def test_patterns_tell_mutants_apart():
     assert accepted_counts([0.8, 0.8]) != pytest.approx([0.2 * 0.8**k for k in range(3)])  # the last rejects as well
 
 
-def test_speedups_by_hand():
-    assert theory.speculative_decoding_speedup(4.0, 0.6) == pytest.approx(2.5)
-    assert theory.ssd_speedup(1.0, 4.0, 1.0, primary_time=0.5, backup_time=9.0) == pytest.approx(4.0)
-    assert theory.ssd_speedup(1.0, 4.0, 1.0, primary_time=2.0, backup_time=9.0) == pytest.approx(2.0)
-    assert theory.ssd_speedup(0.0, 4.0, 3.0, primary_time=0.5, backup_time=0.5) == pytest.approx(2.0)
-    # Two rows: both hit with chance 1/4, otherwise the round takes 1.5; 2 tokens on average.
-    assert theory.ssd_speedup(0.5, 3.0, 1.0, 0.5, 0.5, rows=2) == pytest.approx(2.0 / (0.25 * 1 + 0.75 * 1.5))
-    assert theory.ssd_over_speculative_decoding_bound(0.5, 4.0, 4.0) == pytest.approx(1.5)
-
-
 @given(rates, tokens, tokens, times, times, st.integers(1, 5))
 def test_ssd_speedup_is_tokens_over_time_of_all_patterns_of_hits(p, expected_hit, expected_miss, primary, backup, rows):
     gained = spent = 0.0
@@ -121,16 +133,6 @@ def test_overall_hit_rate_is_where_the_chain_settles(p_primary, p_backup):
     assert theory.overall_hit_rate(p_primary, p_backup) == pytest.approx(share, abs=1e-6)
 
 
-def test_overall_hit_rate_by_hand():
-    assert theory.overall_hit_rate(0.9, 0.3) == pytest.approx(0.75)
-    assert theory.overall_hit_rate(0.9, 0.3) != pytest.approx((0.9 + 0.3) / 2)
-    assert theory.overall_hit_rate(0.6, 0.6) == pytest.approx(0.6)
-    assert theory.overall_hit_rate(1.0, 0.2) == 1
-    assert theory.overall_hit_rate(0.7, 0.0) == 0
-    assert theory.overall_hit_rate(0.0, 1.0) == pytest.approx(0.5)  # hit and miss by turns
-    assert theory.overall_hit_rate(1.0, 0.0) == 1  # stays where it starts: documented
-
-
 @given(rates, times, times, tokens)
 def test_corollary_8_is_the_ratio_of_the_two_speedups(p, draft_time, primary_time, expected):
     ratio = theory.ssd_over_speculative_decoding(p, draft_time, primary_time)
@@ -141,15 +143,6 @@ def test_corollary_8_is_the_ratio_of_the_two_speedups(p, draft_time, primary_tim
     if primary_time <= 1 + draft_time:
         assert ratio >= 1 - 1e-12
     assert theory.ssd_over_speculative_decoding(p, draft_time) >= 1 - 1e-12
-
-
-def test_corollary_8_by_hand():
-    assert theory.ssd_over_speculative_decoding(0.5, 1.0) == pytest.approx(4 / 3)
-    assert theory.ssd_over_speculative_decoding(0.5, 1.0, primary_time=1.5) == pytest.approx(2 / 1.75)
-    assert theory.ssd_over_speculative_decoding(0.0, 0.7) == pytest.approx(1)
-    assert theory.ssd_over_speculative_decoding(1.0, 0.7) == pytest.approx(1.7)
-    assert theory.ssd_over_speculative_decoding(1.0, 0.7) == theory.ssd_over_speculative_decoding_bound(0.7, 4.0, 4.0)
-    assert theory.ssd_over_speculative_decoding(1.0, 0.5, primary_time=3.0) == pytest.approx(0.5)  # not hidden: slower
 
 
 def allocations(parts, total):
@@ -222,13 +215,6 @@ def test_fan_out_for_cannot_be_improved_by_moving_some(probabilities, budget, r,
     moved[giver] -= shares[giver] / 100
     moved[taker] += shares[giver] / 100
     assert power_law_hit_rate(probabilities, moved, r) < power_law_hit_rate(probabilities, shares, r)
-
-
-def test_fan_out_for_by_hand():
-    assert theory.fan_out_for([1, 4], 9, 1.0) == pytest.approx([3, 6])  # square roots 1 and 2
-    assert theory.fan_out_for([0.5, 0.0, 0.5], 4, 0.7) == pytest.approx([2, 0, 2])
-    chances = theory.outcome_probabilities(0.7, 5)
-    assert theory.fan_out_for(chances, 20, 0.6) == pytest.approx(theory.geometric_fan_out(5, 20, 0.7, 0.6))
 
 
 def with_primary(p, primary_time, expected_hit, batch_size):

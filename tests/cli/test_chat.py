@@ -6,18 +6,11 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
-import hf_ssd
-from hf_ssd.cli.chat import Chat
 from hf_ssd.cli.main import main
-from hf_ssd.cli.pair import folder
-
-CONFIG = hf_ssd.SSDConfig(lookahead=3, budget=6, asynchronous=False)
 
 
 def test_a_conversation():
@@ -32,24 +25,8 @@ def test_a_conversation():
     assert done.stdout.count("> ") == 9  # /quit was the last thing read
 
 
-@pytest.fixture(scope="module")
-def pair():
-    target, draft = (
-        AutoModelForCausalLM.from_pretrained(folder(name), dtype="float32") for name in ("target", "draft")
-    )
-    return hf_ssd.enable(target), draft, AutoTokenizer.from_pretrained(folder("target"))
-
-
-@pytest.fixture
-def chat(pair):
-    args = SimpleNamespace(system=None, temperature=0.0, max_new_tokens=12)
-    target, draft, tokenizer = pair
-    with hf_ssd.launch_draft(draft, num_threads=1) as assistant:
-        yield Chat(args, target, assistant, tokenizer)
-
-
-def test_the_caches_go_on_from_turn_to_turn(chat, pair):
-    target, _, tokenizer = pair
+def test_the_caches_go_on_from_turn_to_turn(chat, embedded):
+    target, _, tokenizer = embedded
     chat.answer("class Reader:\n    def __init__(self, path):\n        self.path = path\n")
     text = chat.text
     chat.answer("\n    def read(self):\n")
@@ -60,23 +37,11 @@ def test_the_caches_go_on_from_turn_to_turn(chat, pair):
     assert kept == len(chat.cached) == plain.shape[1] - 1
 
 
-def test_what_the_text_no_longer_begins_with_is_dropped(chat, pair):
+def test_what_the_text_no_longer_begins_with_is_dropped(chat):
     chat.answer("import os\nimport sys\n")
     cached = list(chat.cached)
     cache = chat._take_cache(cached[:6] + [cached[6] + 1] + cached[7:] + [5])
     assert cache.get_seq_length() == 6 and not chat.cached
-
-
-def test_a_pipeline(pair):
-    target, draft, tokenizer = pair
-    generate = pipeline("text-generation", model=target, tokenizer=tokenizer)
-    options = {"max_new_tokens": 20, "do_sample": False}
-    plain = generate("class Reader:\n", **options)
-    assert generate("class Reader:\n", **options, assistant_model=draft, ssd_config=CONFIG) == plain
-    prompts = ["def main(", "import os\n\n"]
-    generate.tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    both = generate(prompts, batch_size=2, **options, assistant_model=draft, ssd_config=CONFIG)
-    assert both == generate(prompts, batch_size=2, **options)
 
 
 @pytest.mark.real

@@ -17,10 +17,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, MambaConfig, TextStreamer
+from transformers import MambaConfig, TextStreamer
 
 import hf_ssd
-from hf_ssd.cli import check, models, pair
+from hf_ssd.cli import check, models
 from hf_ssd.cli.chat import Chat, drafting
 from hf_ssd.cli.main import COMMANDS, build_parser, main
 from hf_ssd.cli.methods import Bench
@@ -33,22 +33,6 @@ from ..helpers.vocabularies import TARGET, renamed_draft, tokenizer
 
 OTHER = [*reversed(TARGET)]  # the same tokens with other ids
 TEMPLATE = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
-
-
-@pytest.fixture(scope="module")
-def embedded():
-    target, draft = (
-        AutoModelForCausalLM.from_pretrained(pair.folder(name), dtype="float32") for name in ("target", "draft")
-    )
-    return hf_ssd.enable(target), draft, AutoTokenizer.from_pretrained(pair.folder("target"))
-
-
-@pytest.fixture
-def chat(embedded):
-    target, draft, its_tokenizer = embedded
-    args = SimpleNamespace(system=None, temperature=0.0, max_new_tokens=12)
-    with hf_ssd.launch_draft(draft, num_threads=1) as assistant:
-        yield Chat(args, target, assistant, its_tokenizer)
 
 
 def typed(monkeypatch, text: str | bytes) -> None:
@@ -530,13 +514,6 @@ def test_check_measures_a_pair_with_different_tokenizers(different, capsys):
     found = json.loads(capsys.readouterr().out)
     assert code in (0, 1) and found["verdict"].startswith(("yes: ", "no: ")), found
     assert found["acceptance"] > 0.9, found  # some rounds are drafted in any case, to know the pair
-
-
-def test_bench_measures_a_pair_with_different_tokenizers(different, capsys):
-    words = ["--max-new-tokens", "12", "--repeats", "1", "--assistant-tokens", "3", "--in-turn-lookaheads", "3"]
-    assert main(["bench", *different, *words, "--one-table"]) == 0
-    output = capsys.readouterr().out
-    assert "SSD over plain generate" in output and "NO" not in output
 
 
 def test_a_chat_with_a_pair_of_different_tokenizers(different, monkeypatch, capsys):

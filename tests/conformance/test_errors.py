@@ -130,13 +130,6 @@ def test_ranks_that_share_weights_are_detected_as_in_transformers(
         target.generate(**padded_batch(1), **options)
 
 
-def test_different_vocabularies(target):
-    with pytest.raises(ValueError, match="vocabulary of 97 tokens and the draft one of 300"):
-        target.generate(
-            **padded_batch(1), max_new_tokens=5, assistant_model=tiny_draft(vocab_size=300), ssd_config=CONFIG
-        )
-
-
 def recurrent():
     return MambaForCausalLM(MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=97))
 

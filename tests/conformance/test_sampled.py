@@ -100,13 +100,6 @@ def test_three_token_strings_have_the_targets_distribution(small):
     assert p_value(*small) > 1e-3
 
 
-@pytest.mark.slow
-def test_three_token_strings_have_the_targets_distribution_with_a_worker(small):
-    target, draft = small
-    with hf_ssd.launch_draft(draft, num_threads=1) as assistant:
-        assert p_value(target, assistant, calls=16, asynchronous=True, seed=1) > 1e-3
-
-
 def small_hybrids(family):
     config = tiny_config(family)
     config.vocab_size = SMALL

@@ -1,7 +1,5 @@
 """Fallbacks against slow references, exact enumeration and chi-square; and objects that misbehave."""
 
-import itertools
-
 import pytest
 import torch
 from hypothesis import Phase, given, settings
@@ -14,7 +12,6 @@ from hf_ssd.generation.proposers.base import Texts, joined, point_masses
 from hf_ssd.generation.proposers.custom import CustomFallback, is_proposer
 from hf_ssd.generation.proposers.ngrams import NGramFallback
 from hf_ssd.generation.proposers.random_tokens import RandomFallback
-from hf_ssd.generation.verification import acceptance_probabilities, residual_distribution
 from hf_ssd.rounds import Speculation
 
 VOCAB, CPU = 6, torch.device("cpu")
@@ -399,99 +396,3 @@ def test_point_masses():
     tokens = torch.tensor([[2, 0], [1, 5]])
     dense = point_masses(tokens, VOCAB)
     assert dense.dtype == torch.float32 and torch.equal(dense, torch.eye(VOCAB)[tokens])
-
-
-def output_distribution(p, drafts, claimed, lookahead):
-    """
-    The joint distribution of the next `lookahead + 1` tokens, summed over all proposals and all decisions.
-
-    Args:
-        p: From a prefix to the target's next-token distribution.
-        drafts: From each proposal to its chance.
-        claimed: From each proposal to the distributions it claims, `(lookahead, vocab)` or None.
-    """
-    vocab = len(p[()])
-    joint = torch.zeros([vocab] * (lookahead + 1), dtype=torch.float64)
-    for draft, chance in drafts.items():
-        p_rows = torch.stack([p[draft[:depth]] for depth in range(lookahead + 1)])[None]
-        q = claimed(draft)
-        drafted = torch.tensor([draft])
-        accept = acceptance_probabilities(p_rows, q, drafted)[0].clamp(max=1).tolist() + [0.0]
-        for accepted in range(lookahead + 1):
-            bonus = residual_distribution(p_rows, q, drafted, torch.tensor([accepted]))[0]
-            ended = chance * (1 - accept[accepted]) * bonus / bonus.sum()
-            for token, tail in itertools.product(range(vocab), tails(vocab, lookahead - accepted)):
-                whole = (*draft[:accepted], token, *tail)
-                rest = [p[whole[:depth]][whole[depth]] for depth in range(accepted + 1, lookahead + 1)]
-                joint[whole] += ended[token] * torch.tensor(rest, dtype=torch.float64).prod()
-            chance *= accept[accepted]
-    return joint
-
-
-def tails(vocab, length):
-    return itertools.product(range(vocab), repeat=length)
-
-
-def target_tree(vocab, depth, seed):
-    """Next-token distributions after each prefix, with impossible tokens in some."""
-    generator = torch.Generator().manual_seed(seed)
-    tree = {}
-    for length in range(depth + 1):
-        for prefix in tails(vocab, length):
-            weights = torch.rand(vocab, generator=generator, dtype=torch.float64) ** 3
-            weights[torch.randint(vocab, (1,), generator=generator)] = 0
-            tree[prefix] = weights / weights.sum()
-    return tree
-
-
-def largest_error(drafts, claimed, vocab=4, lookahead=2, seed=0):
-    p = target_tree(vocab, lookahead, seed)
-    joint = torch.zeros([vocab] * (lookahead + 1), dtype=torch.float64)
-    for whole in tails(vocab, lookahead + 1):
-        joint[whole] = torch.stack([p[whole[:depth]][token] for depth, token in enumerate(whole)]).prod()
-    return (output_distribution(p, drafts, claimed, lookahead) - joint).abs().max()
-
-
-EVENLY = {draft: 1 / 16 for draft in tails(4, 2)}
-UNEVENLY = {draft: (1 + draft[0] + draft[1]) / 64 for draft in tails(4, 2)}
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_uniform_proposals_leave_the_target_as_it_is(seed):
-    q = RandomFallback(4, 0).propose(torch.arange(4)[None], [4], [0], 2).probabilities.double()
-    assert largest_error(EVENLY, lambda draft: q, seed=seed) < 1e-12
-    # Tokens drawn otherwise than they claim are what the chi-square test above keeps away.
-    assert largest_error(UNEVENLY, lambda draft: q, seed=seed) > 1e-3
-
-
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("drafts", [{(1, 3): 1.0}, EVENLY, UNEVENLY], ids=["certain", "evenly", "unevenly"])
-def test_point_masses_leave_the_target_as_it_is(drafts, seed):
-    """However the tokens came about: a point mass claims nothing about other tokens."""
-    assert largest_error(drafts, lambda draft: None, seed=seed) < 1e-12
-
-    def dense(draft):
-        return point_masses(torch.tensor([draft]), 4).double()
-
-    assert largest_error(drafts, dense, seed=seed) < 1e-12
-    if len(drafts) == 1:
-        assert largest_error(drafts, lambda draft: torch.full((1, 2, 4), 0.25).double(), seed=seed) > 1e-3
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_custom_rows_of_both_kinds_leave_the_target_as_it_is(seed):
-    """A proposal of one token, drawn from the user's distribution, then filler; the other row has point masses."""
-    q = torch.tensor([[0.5, 0.25, 0.125, 0.125]])
-
-    def claimed(row):
-        def of(draft):
-            proposer = Scripted((torch.tensor(draft[:1]), q), (torch.tensor(draft), None))
-            proposal = CustomFallback(proposer, 4).propose(IDS, LENGTHS, [0, 1], 2)
-            assert proposal.tokens[row] == list(draft)[: len(proposal.tokens[row])]
-            return proposal.probabilities[row, None].double()
-
-        return of
-
-    drawn = {(token, 0): chance for token, chance in enumerate(q[0].tolist())}
-    assert largest_error(drawn, claimed(0), seed=seed) < 1e-12
-    assert largest_error({(2, 1): 1.0}, claimed(1), seed=seed) < 1e-12

@@ -1,7 +1,6 @@
 """Parallel drafts: what is proposed is what the whole model gives, in one forward pass a round."""
 
 import dataclasses
-import itertools
 
 import pytest
 import torch
@@ -15,10 +14,8 @@ from hf_ssd.drafting.drafters import drafter_for
 from hf_ssd.drafting.parallel_drafter import ParallelDrafter
 from hf_ssd.drafting.speculator import Speculator
 from hf_ssd.drafting.verified_prefix import VerifiedPrefix
-from hf_ssd.generation import verification
 from hf_ssd.rounds import AHEAD, FINISHED, NGRAM, Plan
 
-from ..helpers.enumerated import add_continuations, plain_distribution, random_tree
 from ..helpers.tiny import padded_batch, tiny_model
 from .test_speculator import interrupted_after, outcome, passes_from_now_on, prepared
 
@@ -107,49 +104,6 @@ def test_mistakes_are_noticed(mutant, monkeypatch):
     mutant(monkeypatch)
     with pytest.raises(AssertionError):
         test_what_is_proposed_is_what_the_model_gives_for_its_text("llama")
-
-
-def output_distribution(p, drawn_from, told):
-    """Of the next LOOKAHEAD + 1 tokens, enumerated: over all speculations, by what each token is drawn from."""
-    joint = torch.zeros([VOCAB] * (LOOKAHEAD + 1), dtype=torch.float64)
-    for draft in itertools.product(range(VOCAB), repeat=LOOKAHEAD):
-        survived = float(drawn_from[range(LOOKAHEAD), list(draft)].prod())
-        if survived == 0:
-            continue
-        drafted = torch.tensor([draft])
-        p_rows = torch.stack([p[draft[:i]] for i in range(LOOKAHEAD + 1)])[None]
-        ratios = verification.acceptance_probabilities(p_rows, told[None], drafted)[0].clamp(max=1)
-        for accepted in range(LOOKAHEAD + 1):
-            ends = survived * float(1 - ratios[accepted]) if accepted < LOOKAHEAD else survived
-            residual = verification.residual_distribution(p_rows, told[None], drafted, torch.tensor([accepted]))[0]
-            for bonus, chance in enumerate((residual / residual.sum()).tolist()):
-                add_continuations(joint, p, (*draft[:accepted], bonus), ends * chance)
-            if accepted < LOOKAHEAD:
-                survived *= float(ratios[accepted])
-    return joint
-
-
-@torch.inference_mode()
-def largest_error():
-    """Between the target's distribution and that of verifying each prepared speculation."""
-    speculator, errors = new_speculator(), []
-    speculator.prepare(PLAN)
-    p = random_tree(LOOKAHEAD, seed=3)
-    expected = plain_distribution(p, LOOKAHEAD + 1)
-    nothing = [[], []]
-    for text, _, told in itertools.islice(prepared_outcomes(speculator, PROMPTS, nothing), 3):
-        drawn_from = marginals(speculator, text, LOOKAHEAD).double()
-        errors.append((output_distribution(p, drawn_from, told.double()) - expected).abs().max())
-    return max(errors)
-
-
-def test_verifying_marginals_gives_the_targets_distribution_exactly():
-    assert largest_error() < 1e-6
-
-
-def test_marginals_of_another_branch_change_the_distribution(monkeypatch):
-    of_another_branch(monkeypatch)
-    assert largest_error() > 1e-3
 
 
 @torch.inference_mode()

@@ -143,22 +143,6 @@ def test_ctrl_c_is_obeyed_at_once_and_the_next_call_works(target, assistant, sto
     assert generate(target, ready(assistant)).hit_rate > 0
 
 
-def test_calls_from_several_threads_take_turns(target, assistant):
-    expected = [target.generate(**padded_batch(2, seed=s), max_new_tokens=20, do_sample=False) for s in range(4)]
-    results = [None] * 4
-
-    def call(i):
-        results[i] = target.generate(**padded_batch(2, seed=i), max_new_tokens=20, do_sample=False,
-                                     assistant_model=assistant, ssd_config=hf_ssd.SSDConfig(**CONFIG))  # fmt: skip
-
-    threads = [threading.Thread(target=call, args=[i]) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert all(torch.equal(a, b) for a, b in zip(results, expected))
-
-
 # ---------------------------------------------------------------- the end of an assistant, workers that do not start
 
 

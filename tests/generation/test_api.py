@@ -1,14 +1,13 @@
 """An enabled model is copied, pickled and saved like any other."""
 
 import copy
-import functools
 import io
 import pickle
 from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 import hf_ssd
 from hf_ssd.distributed.passed_drafts import assistant_for
@@ -86,14 +85,6 @@ def test_a_draft_is_copied_after_its_weights_are_shared():
     assert output.ssd_stats.draft_failure is None and max(map(max, output.ssd_stats.column("accepted"))) > 0
 
 
-def test_an_enabled_model_is_saved_and_loaded_as_before(tmp_path):
-    model, inputs = hf_ssd.enable(tiny_model()), padded_batch(1)
-    model.save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert not isinstance(loaded, hf_ssd.SSDGenerationMixin)
-    assert torch.equal(loaded.generate(**inputs, max_new_tokens=5), model.generate(**inputs, max_new_tokens=5))
-
-
 class Wrapper(torch.nn.Module):
     """What is known here of a `PeftModel`."""
 
@@ -119,19 +110,3 @@ def test_the_model_in_a_peft_model_takes_part(draft):
         assert torch.equal(output.sequences, plain) and output.ssd_stats.acceptance_rate > 0
     with pytest.raises(ValueError, match="Prompt and prefix tuning"):
         hf_ssd.enable(Wrapper(tiny_model(), is_prompt_learning=True))
-
-
-def test_settings_as_a_dict(draft):
-    target, inputs = hf_ssd.enable(tiny_model()), padded_batch(1)
-    options = {"max_new_tokens": 10, "assistant_model": draft, "return_dict_in_generate": True}
-    for generate in (target.generate, functools.partial(hf_ssd.generate, target)):
-        output = generate(**inputs, **options, ssd_config=CONFIG.to_dict())
-        assert output.ssd_stats.records[0].lookahead == 3 and output.ssd_stats.acceptance_rate > 0
-
-
-def test_our_function_as_custom_generate_of_an_enabled_model(draft):
-    target, inputs = hf_ssd.enable(tiny_model()), padded_batch(1)
-    options = {"max_new_tokens": 10, "assistant_model": draft, "return_dict_in_generate": True}
-    output = target.generate(**inputs, **options, ssd_config=CONFIG, custom_generate=hf_ssd.generate)
-    assert torch.equal(output.sequences, target.generate(**inputs, max_new_tokens=10, do_sample=False))
-    assert output.ssd_stats.acceptance_rate > 0

@@ -89,6 +89,15 @@ def test_tokens_that_come_too_early_are_noticed(target, monkeypatch):
         test_a_streamer_of_ones_own_gets_what_plain_generate_gives_it(target, 3, "length")
 
 
+def test_rows_are_streamed_no_further_than_a_criterion_that_compares_them_lets_them_go(target, monkeypatch):
+    options = {"stopping_criteria": [Alike()], "assistant_model": tiny_draft(), "ssd_config": CONFIG}
+    rows_streamed, _, output = streamed(target, 3, **options)
+    assert rows_streamed == output[:, 9:].tolist() and output.shape[1] < 9 + 25
+    monkeypatch.setattr(Sequences, "settled", lambda self, row: self.kept(row))  # the mutant: everything at once
+    rows_streamed, _, output = streamed(target, 3, **options)
+    assert rows_streamed != output[:, 9:].tolist()
+
+
 class Parts(BaseStreamer):
     """Notes what it is given."""
 

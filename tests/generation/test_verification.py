@@ -24,8 +24,12 @@ def verify(scores, q, drafted):
     return verify_sampled(scores, q, drafted, uniform_numbers(drafted))
 
 
-def output_distribution(p, q, lookahead, point_mass=False):
-    """The joint distribution of the next lookahead + 1 tokens, summed over all drafts and all decisions."""
+def output_distribution(p, q, lookahead, point_mass=False, said=None):
+    """
+    The joint distribution of the next lookahead + 1 tokens, summed over all drafts and all decisions. What is `said` of
+    a draft may differ from the `q` that it is drawn from.
+    """
+    said = said or q
     joint = torch.zeros([VOCAB] * (lookahead + 1), dtype=torch.float64)
     for draft in itertools.product(range(VOCAB), repeat=lookahead):
         chance_of_draft = 1.0
@@ -35,8 +39,8 @@ def output_distribution(p, q, lookahead, point_mass=False):
             continue
         drafted = torch.tensor([draft])
         p_rows = torch.stack([p[draft[:i]] for i in range(lookahead + 1)])[None]
-        q_rows = None if point_mass else torch.stack([q[draft[:i]] for i in range(lookahead)])[None]
-        ratios = verification.acceptance_probabilities(p_rows, q_rows, drafted)[0].clamp(max=1)
+        q_rows = None if point_mass else torch.stack([said[draft[:i]] for i in range(lookahead)])[None]
+        ratios = verification.acceptance_probabilities(p_rows, q_rows, drafted)[0].clamp(0, 1)
         survived = chance_of_draft
         for accepted in range(lookahead + 1):
             ends = survived * (1 - ratios[accepted]) if accepted < lookahead else survived
@@ -165,24 +169,7 @@ def distribution_where_q_is_lost(value, lookahead=2):
     """A draft that draws as it always does, but of whose rows behind each odd token another number arrives."""
     p, q = random_tree(lookahead, seed=1), random_tree(lookahead, seed=2)
     said = {prefix: torch.full_like(row, value) if prefix and prefix[-1] % 2 else row for prefix, row in q.items()}
-    joint = torch.zeros([VOCAB] * (lookahead + 1), dtype=torch.float64)
-    for draft in itertools.product(range(VOCAB), repeat=lookahead):
-        chance = 1.0
-        for i, token in enumerate(draft):
-            chance *= q[draft[:i]][token].item()
-        drafted = torch.tensor([draft])
-        p_rows = torch.stack([p[draft[:i]] for i in range(lookahead + 1)])[None]
-        q_rows = torch.stack([said[draft[:i]] for i in range(lookahead)])[None]
-        ratios = verification.acceptance_probabilities(p_rows, q_rows, drafted)[0].clamp(0, 1)
-        for accepted in range(lookahead + 1):
-            ends = chance * (1 - ratios[accepted]) if accepted < lookahead else chance
-            residual = verification.residual_distribution(p_rows, q_rows, drafted, torch.tensor([accepted]))[0]
-            for bonus in range(VOCAB) if ends > 0 else ():
-                share = float(ends * residual[bonus] / residual.sum())
-                add_continuations(joint, p, (*draft[:accepted], bonus), share)
-            if accepted < lookahead:
-                chance = chance * ratios[accepted]
-    return joint, plain_distribution(p, lookahead + 1)
+    return output_distribution(p, q, lookahead, said=said), plain_distribution(p, lookahead + 1)
 
 
 @pytest.mark.parametrize("value", NO_PROBABILITIES)
