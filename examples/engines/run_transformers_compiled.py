@@ -1,8 +1,12 @@
 """Runs transformers with static caches and a compiled target, whose assisted generation takes both. See `job.py`."""
 
+import os
+
 import job
 import run_transformers
 from transformers import CompileConfig
+
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # its pool of compilers ended the process
 
 
 def ways(work: dict) -> dict:
