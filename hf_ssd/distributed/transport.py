@@ -43,8 +43,6 @@ class Channel:
     (see [`~hf_ssd.distributed.meeting`]), and for `hostname` see [`gloo_group`].
     """
 
-    copies = True  # payloads travel through host memory, so a truncated distribution travels as its support alone
-
     def __init__(self, store: dist.Store, is_target: bool, hostname: str | None = LOOPBACK, secret: bytes = b""):
         self.secret, self.largest = secret, LARGEST_PAYLOAD  # elements that a received payload may have
         self.awake = AWAKE
