@@ -27,7 +27,7 @@ import hf_ssd
 from hf_ssd import theory
 from hf_ssd.cli.methods import sampling
 from hf_ssd.distributed.cores import available_cores
-from hf_ssd.distributed.local import LocalWorker
+from hf_ssd.distributed.local import LocalSession
 from hf_ssd.distributed.target_ranks import TargetRanks
 from hf_ssd.drafting import cache_shapes
 from hf_ssd.drafting.cache_shapes import CacheShape, MostLikely, RowByRow, shape_for
@@ -142,9 +142,8 @@ class Recorder(hf_ssd.DraftAssistant, CacheShape):
         pass
 
     def open_session(self, turn, request, device):
-        worker = LocalWorker(self.draft)
-        session = worker.session(request())  # which prepares for the first token after the prompt
-        worker.server.speculator.shape = self
+        session = LocalSession(self.draft, request())
+        session.speculator.shape = self
         return session
 
     def fan_outs(self, candidates, budget):

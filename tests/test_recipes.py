@@ -65,7 +65,10 @@ RECIPES = {  # the files that each recipe changes, and what is put in the place 
             ("\nPLAN = {", '\nHEAT = {"degrees": Field(0, 200)}\nPLAN = {'),
         ],
         "distributed/draft_server.py": [
-            ("\nHANDLERS = {", '\nHANDLERS = {Kind.HEAT: "_heat", '),
+            (
+                "            case Kind.VOCABULARY:",
+                "            case Kind.HEAT:\n                self._heat(message)\n            case Kind.VOCABULARY:",
+            ),
             ("    def _translate(", code_of("Heated").partition("\n")[2] + "\n    def _translate("),
         ],
     },
@@ -75,8 +78,8 @@ PROGRAM = """
 import torch
 import hf_ssd
 from hf_ssd.distributed import wire
-from hf_ssd.distributed.local import LocalWorker
 from hf_ssd.rounds import AHEAD, RoundRecord, Speculation
+from tests.helpers.loopback import Loopback
 from tests.helpers.tiny import padded_batch, tiny_draft, tiny_model
 from tests.helpers.thread_worker import ThreadWorker
 
@@ -97,7 +100,7 @@ with hf_ssd.distributed.assistant.DraftAssistant([ThreadWorker(tiny_draft())]) a
 told = Speculation([[1]], None, RoundRecord(branches=7, sources=["ngram"]))
 told = wire.read_speculation(wire.write_speculation(told), 1)
 assert told.record.branches == 7
-worker = LocalWorker(tiny_draft())
+worker = Loopback(tiny_draft())
 worker.channel.send(wire.Message(wire.Kind.HEAT, payload=[70]))
 worker.work()
 assert worker.server.degrees == 70

@@ -22,31 +22,20 @@ PROMPTS_TIMEOUT = 10.0  # seconds for the prompts to follow the request
 FEATURES_TIMEOUT = 10.0  # seconds for the target's features to follow the outcome
 
 
-HANDLERS = {Kind.START: "_start", Kind.END: "_end", Kind.VOCABULARY: "_translate"}
-# Messages of a call. Those of a call that failed or was interrupted are dropped.
-HANDLERS_IN_A_CALL = {Kind.OUTCOME: "_answer", Kind.PROPOSALS: "_take_proposals"}
-
-
 class DraftServer:
     """
     Serves generate() calls in turn over a channel. `weights` is the description of the [`SharedWeights`] that the model
-    was built from, if any, and `drafts` has the model's speculators so far.
+    was built from, if any.
     """
 
     def __init__(
-        self,
-        channel: Channel,
-        model: PreTrainedModel,
-        weights: dict | None = None,
-        drafts: Drafts | None = None,
-        cores: DraftCores | None = None,
+        self, channel: Channel, model: PreTrainedModel, weights: dict | None = None, cores: DraftCores | None = None
     ):
+        self.channel, self.model, self.drafts = channel, model, Drafts()
         self.cores = DraftCores() if cores is None else cores
-        self.channel, self.model, self.drafts = channel, model, Drafts() if drafts is None else drafts
         self.prefix: VerifiedPrefix | None = None  # of the last call, which the next call may continue
         self.weights, self.weights_version = weights, None if weights is None else weights["version"]
-        self.speculator: Speculator | None = None
-        self.request: SessionRequest | None = None
+        self.speculator: Speculator | None = None  # of the call, if there is one
         self.translation: Translation | None = None  # for calls whose tokenizers differ
         self.session = self.round = 0
 
@@ -69,10 +58,19 @@ class DraftServer:
                 self.channel.send(Message(Kind.ERROR, message.session, message.round, text))
 
     def handle(self, message: Message) -> None:
-        is_current = message.session == self.session and self.speculator is not None
-        handler = {**HANDLERS, **(HANDLERS_IN_A_CALL if is_current else {})}.get(message.kind)
-        if handler is not None:
-            getattr(self, handler)(message)
+        """Drops messages of a call that failed or was interrupted."""
+        is_of_call = message.session == self.session and self.speculator is not None
+        match message.kind:
+            case Kind.VOCABULARY:
+                self._translate(message)
+            case Kind.START:
+                self._start(message)
+            case Kind.OUTCOME if is_of_call:
+                self._answer(message)
+            case Kind.PROPOSALS if is_of_call:
+                self._take_proposals(message)
+            case Kind.END if is_of_call:
+                self._end()
 
     # ---------------------------------------------------------------- between calls
 
@@ -93,7 +91,7 @@ class DraftServer:
         longest = request.generation_config.max_length or 0
         features = len(rows) * longest * DraftInfo.of(self.model.config).target_width
         self.channel.make_room(len(rows), request.vocab_size, features)
-        self.request, self.session, self.round = request, message.session, 0
+        self.session, self.round, self.is_alone = message.session, 0, request.num_workers == 1
         if request.weights_version != self.weights_version:
             self._take_new_weights(request.weights_version)
         speculator = self.drafts.speculator(self.model, request, self.prefix)
@@ -109,11 +107,10 @@ class DraftServer:
         if self.weights is not None and self.model.device.type != "cpu":  # a CPU model uses the shared memory itself
             copy_shared_weights(self.model, self.weights)
 
-    def _end(self, message: Message) -> None:
-        if self.speculator is not None and message.session == self.session:
-            self.speculator.end()
-            self.cores.divide(True)
+    def _end(self) -> None:
+        self.speculator.end()
         self.speculator = None
+        self.cores.divide(True)
 
     # ---------------------------------------------------------------- in a call
 
@@ -122,11 +119,10 @@ class DraftServer:
         wire.expect(message, Kind.OUTCOME, self.session, self.round)
         self.cores.divide(plan.mode != IN_TURN)
         found = self.speculator.look_up(outcome, plan, self._receive_features)
-        is_alone = self.request.answers_alone
-        self._send(self.speculator.complete(found) if is_alone else found)
+        self._send(self.speculator.complete(found) if self.is_alone else found)
         if self.speculator.drafter.needs.hidden_states:  # they come before any other message
             self.speculator.catch_up()
-        if is_alone and not self.speculator.waits:
+        if self.is_alone and not self.speculator.waits:
             self._prepare()
         else:
             self.channel.expect()
@@ -165,7 +161,7 @@ class DraftServer:
         """
         drafter, announced = self.speculator.drafter, None
         if drafter.sampled and speculation.width:
-            support = speculation.support if self.channel.copies else drafter.vocab_size
+            support = speculation.support
             if support is None:
                 support = int(payloads.largest_support(speculation.probabilities))
             shape = (len(speculation.tokens), speculation.width, drafter.vocab_size)

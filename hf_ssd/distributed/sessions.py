@@ -68,11 +68,6 @@ class SessionRequest:
         if self.asks_target is None:
             self.asks_target = not isinstance(self.config.fallback, str) or self.config.fallback == MTP
 
-    @property
-    def answers_alone(self) -> bool:
-        """Whether the worker completes its answers by itself. Otherwise the target joins those of several workers."""
-        return self.num_workers == 1
-
     def to_dict(self) -> dict:
         """Returns everything except the prompts as plain Python objects that JSON can hold."""
         # Values under names with an underscore are tensors that transformers derives anew on each side.
@@ -178,7 +173,7 @@ class WorkerSession(DraftSession):
     def __init__(self, worker, number: int, request: SessionRequest, on_close: Callable[[], None] = lambda: None):
         self.worker, self.number, self.timeout, self.on_close = worker, number, request.config.timeout, on_close
         self.rows, self.vocab_size, self.round = len(request.prompts), request.vocab_size, -1
-        self.is_reusable, self.answers_alone = True, request.answers_alone
+        self.is_reusable, self.is_alone = True, request.num_workers == 1
         worker.channel.make_room(self.rows, self.vocab_size)
         send = worker.channel.send
         if request.translation is not None and worker.translation is not request.translation:
@@ -218,7 +213,7 @@ class WorkerSession(DraftSession):
 
     def _read_speculation(self, payload) -> Speculation:
         speculation = wire.read_speculation(payload, self.rows, self.vocab_size)
-        if self.answers_alone and len({*map(len, speculation.tokens)} - {0}) > 1:
+        if self.is_alone and len({*map(len, speculation.tokens)} - {0}) > 1:
             raise ProtocolError("the rows of a speculation that is to be verified have different lengths")
         return speculation
 

@@ -40,8 +40,6 @@ class PeerLost(ConnectionError):
 class Channel:
     """One end of a two-way connection with the process that meets this one in `store` and knows the `secret` too."""
 
-    copies = True  # payloads travel through host memory, so a truncated distribution travels as its support alone
-
     def __init__(self, store: dist.Store, is_target: bool, hostname: str | None = LOOPBACK, secret: bytes = b""):
         self.secret, self.largest = secret, LARGEST_PAYLOAD  # elements that a received payload may have
         self.awake = AWAKE

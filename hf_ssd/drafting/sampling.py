@@ -231,8 +231,8 @@ def _planned_fan_outs(lookahead: int, budget: int, acceptance_rate: float, power
 def draft_processors(model: PreTrainedModel, generation_config: GenerationConfig, prompt_length: int):
     """
     Rebuilds the target's processors from its generation config with transformers' own code. Custom processors of the
-    user are left out, and so are processors that read the prompts as an encoder's input. The draft proposes without
-    these processors, which only lowers acceptance.
+    user are left out, and so are watermarks and processors that read the prompts as an encoder's input. The draft
+    proposes without these processors, which only lowers acceptance.
 
     Returns:
         `LogitsProcessorList`, empty when decoding greedily without penalties.
@@ -240,6 +240,7 @@ def draft_processors(model: PreTrainedModel, generation_config: GenerationConfig
     generation_config = copy.copy(generation_config)
     # Without the prompts, transformers would warn that it ignores these, although the target applies them.
     generation_config.encoder_repetition_penalty = generation_config.encoder_no_repeat_ngram_size = None
+    generation_config.watermarking_config = None  # such a processor may keep a state
     model._prepare_special_tokens(generation_config, True, device=devices.of_model(model))
     return model._get_logits_processor(
         generation_config=generation_config,

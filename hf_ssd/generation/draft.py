@@ -10,7 +10,7 @@ from transformers.utils import logging
 from ..cache.support import last_position_limit
 from ..distributed import wire
 from ..distributed.assistant import Turn
-from ..distributed.local import local_session
+from ..distributed.local import LocalSession
 from ..distributed.sessions import DraftError, DraftSession, SessionRequest
 from ..distributed.wire import Kind, Message
 from ..planning.planner import Planner
@@ -110,7 +110,7 @@ class FaultTolerantDraft:
             session = self._attempt(lambda: self.assistant.open_session(self.turn, request, self.device))
         is_local = session is None and self.failure is None and not self.is_local and self.model is not None
         if is_local:
-            session = self._attempt(lambda: local_session(self.model, self._request_now(sequences)))
+            session = self._attempt(lambda: LocalSession(self.model, self._request_now(sequences, in_turn=True)))
         if session is not None:
             if self.session is not None:
                 self.session.close()
@@ -128,14 +128,16 @@ class FaultTolerantDraft:
         """Whether the worker is starting."""
         return self.assistant is not None and self.assistant.state == "starting"
 
-    def _request_now(self, sequences: Sequences | None) -> SessionRequest:
+    def _request_now(self, sequences: Sequences | None, in_turn: bool = False) -> SessionRequest:
         """Returns the request. For a draft that joins late, the tokens generated so far are part of the prompts."""
         prompts = self.request.prompts
         if sequences is not None:
             generated = zip(sequences.ids, sequences.lengths)
             generated = [ids[sequences.prompt_length : length] for ids, length in generated]
             prompts = [torch.cat([prompt, new.to(prompt.device)]) for prompt, new in zip(prompts, generated)]
-        return dataclasses.replace(self.request, prompts=prompts, plan=self.planner.plan)
+        plan = self.planner.plan
+        plan = dataclasses.replace(plan, mode=IN_TURN, budget=0) if in_turn else plan
+        return dataclasses.replace(self.request, prompts=prompts, plan=plan)
 
     # ---------------------------------------------------------------- a round
 

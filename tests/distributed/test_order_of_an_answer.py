@@ -16,8 +16,8 @@ ROWS, LOOKAHEAD, VOCAB = 2, 3, 40
 class Recorder:
     """Stands in for the channel, and writes down what it is given."""
 
-    def __init__(self, copies, events):
-        self.copies, self.events = copies, events
+    def __init__(self, events):
+        self.events = events
 
     def send(self, message):
         self.events.append(message)
@@ -34,12 +34,11 @@ def server_with(channel, sampled=True):
     return server
 
 
-@pytest.mark.parametrize("copies", [True, False])
 @pytest.mark.parametrize("support", [VOCAB, 4])
-def test_what_tokens_were_drawn_from_is_announced_with_them_and_packed_afterwards(copies, support, monkeypatch):
+def test_what_tokens_were_drawn_from_is_announced_with_them_and_packed_afterwards(support, monkeypatch):
     events, pack = [], payloads.write_probabilities
     monkeypatch.setattr(payloads, "write_probabilities", lambda *rest: events.append("packs") or pack(*rest))
-    server = server_with(Recorder(copies, events))
+    server = server_with(Recorder(events))
     q = torch.zeros(ROWS, LOOKAHEAD, VOCAB)
     q[..., :support] = torch.rand(ROWS, LOOKAHEAD, support)
     record = RoundRecord(AHEAD, LOOKAHEAD, 5, [PREPARED] * ROWS)
@@ -49,8 +48,7 @@ def test_what_tokens_were_drawn_from_is_announced_with_them_and_packed_afterward
     assert (tokens.kind, tokens.announces.kind, packs) == (Kind.SPECULATION, Kind.PROBABILITIES, "packs")
     announced = tokens.announces.payload
     assert (announced.shape, announced.dtype) == (payload.shape, payload.dtype)
-    # Within a process nothing is asked of the device, so all of the vocabulary travels.
-    assert len(payload) == ROWS * LOOKAHEAD * (2 * support if copies and support < VOCAB else VOCAB)
+    assert len(payload) == ROWS * LOOKAHEAD * (2 * support if support < VOCAB else VOCAB)
     assert torch.equal(payloads.read_probabilities(payload, tuple(q.shape)), q)
     told = wire.read_speculation(tokens.payload, ROWS)
     assert told.tokens == speculation.tokens and told.record.hits == [True] * ROWS
@@ -59,5 +57,5 @@ def test_what_tokens_were_drawn_from_is_announced_with_them_and_packed_afterward
 
 def test_nothing_is_announced_where_tokens_were_certain():
     events, record = [], RoundRecord(AHEAD, LOOKAHEAD, 5, [PREPARED] * ROWS)
-    server_with(Recorder(True, events), sampled=False)._send(Speculation([[1] * LOOKAHEAD] * ROWS, None, record))
+    server_with(Recorder(events), sampled=False)._send(Speculation([[1] * LOOKAHEAD] * ROWS, None, record))
     assert len(events) == 1 and events[0].announces is None

@@ -11,7 +11,6 @@ from transformers import GenerationConfig
 import hf_ssd
 from hf_ssd.distributed.cores import TargetCores
 from hf_ssd.distributed.draft_server import DraftServer
-from hf_ssd.distributed.local import LocalChannel
 from hf_ssd.distributed.sessions import SessionRequest, WorkerSession
 from hf_ssd.distributed.several_drafts import SeveralDrafts
 from hf_ssd.distributed.target_ranks import TargetRanks
@@ -32,6 +31,8 @@ from hf_ssd.rounds import (
     Plan,
     RoundRecord,
 )
+
+from ..helpers.loopback import PackingChannel
 
 VOCAB, ROUNDS = 17, 14
 
@@ -100,16 +101,16 @@ class RuleSpeculator(Speculator):
 
 
 class Worker:
-    is_alive, translation = True, None
+    is_alive, takes_our_cores, translation = True, False, None
 
     def __init__(self, chance):
-        self.chance, self.channel = chance, LocalChannel()
+        self.chance, self.channel = chance, PackingChannel()
         self.server, self.channel.while_waiting = DraftServer(self.channel.other, None), self.work
 
     def begins(self, request, index, workers):
         speculator = RuleSpeculator(RuleDrafter(request.prompts), None, None, None, index, workers)
         self.server.speculator, self.server.session, self.server.round = speculator, 1, 0
-        self.server.request, speculator.chance = dataclasses.replace(request, num_workers=workers), self.chance
+        self.server.is_alone, speculator.chance = workers == 1, self.chance
         self.channel.other.incoming.clear()  # what a worker would make a speculator of
 
     def work(self):

@@ -1,48 +1,98 @@
 """A draft worker in the target's process, whose messages are packed as on their way to another process."""
 
 import contextlib
+from collections import deque
+from collections.abc import Callable
+
+import torch
 
 from hf_ssd.distributed.assistant import DraftAssistant
-from hf_ssd.distributed.local import LocalChannel, LocalWorker
+from hf_ssd.distributed.draft_server import DraftServer
+from hf_ssd.distributed.sessions import DraftError
 from hf_ssd.distributed.wire import Message, pack, unpack
 from hf_ssd.drafting.needs import DraftInfo
 
 
-class PackingChannel(LocalChannel):
-    """Payloads travel through host memory, as between processes."""
+class PackingChannel:
+    """
+    One end of a pair within a process, with the contract of [`~hf_ssd.distributed.transport.Channel`]. Payloads travel
+    through host memory. `while_waiting` is called when a message is waited for, so that the other side can work.
+    """
 
-    copies = True
+    awake = 0.0
 
-    def has_arrived(self) -> bool:
-        return False  # an outcome arrives when all has been prepared
+    def __init__(self, other: "PackingChannel | None" = None):
+        self.incoming: deque[Message] = deque()
+        self.other = type(self)(self) if other is None else other
+        self.promised: Message | None = None
+        self.while_waiting: Callable[[], None] = lambda: None
 
     def send(self, message: Message) -> None:
         frame, *behind = pack(message)
         received = unpack(frame)
         if behind:
             received.payload.copy_(behind[0])
-        super().send(received)
+        self.promised = received.announces
+        self.other.incoming.append(received)
 
-    def send_announced(self, payload) -> None:
-        super().send_announced(payload.cpu())
+    def send_announced(self, payload: torch.Tensor) -> None:
+        self.promised.payload = payload.cpu()
+        self.other.incoming.append(self.promised)
+
+    def receive(self, timeout: float | None) -> Message:
+        if not self.incoming:
+            self.while_waiting()
+        if not self.incoming:
+            raise TimeoutError("no message came in time")
+        return self.incoming.popleft()
+
+    def has_arrived(self) -> bool:
+        return False  # an outcome arrives when all has been prepared
+
+    def expect(self) -> None:
+        """Does nothing: a message can arrive at any time."""
+
+    def make_room(self, rows: int, vocab_size: int, features: int = 0) -> None:
+        """Does nothing: no memory is allocated for a message."""
 
 
-class Loopback(LocalWorker):
+class Loopback:
     """
+    With the interface of [`~hf_ssd.distributed.worker_process.WorkerProcess`] that sessions use. It works while the
+    target waits for it.
+
     Args:
         model (`PreTrainedModel`): The draft model.
         during_work (`Callable`, *optional*): Returns a context manager, in which the worker works.
     """
 
-    is_ready, is_starting, error = True, False, None
+    is_alive = is_ready = True
+    is_starting = takes_our_cores = False
+    translation = error = None
 
     def __init__(self, model, during_work=contextlib.nullcontext):
-        super().__init__(model, channel=PackingChannel())
+        self.channel = PackingChannel()
+        self.server = DraftServer(self.channel.other, model)
+        self.channel.while_waiting = self.work
         self.during_work, self.worker_info = during_work, {"identity": None, "device": "cpu"}
 
     def work(self) -> None:
-        with self.during_work():
-            super().work()
+        """Handles the messages that the target has sent. Raises the draft's exceptions as [`DraftError`]."""
+        try:
+            with self.during_work():
+                while self.channel.other.incoming:
+                    self.server.handle(self.channel.other.receive(0.0))
+        except Exception as error:
+            raise DraftError(f"The draft raised {type(error).__name__}: {error}") from error
+
+    def stderr_tail(self) -> str:
+        return ""
+
+    def kill(self) -> None:
+        """Drops what the draft keeps for the call, which the two ends would keep from being freed at once."""
+        if self.server is not None:
+            self.server.speculator = None  # it refers to a method of the server
+        self.channel.other.other = self.channel.while_waiting = self.server = None
 
     def cancel(self) -> None:
         self.kill()

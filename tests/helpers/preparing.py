@@ -5,7 +5,7 @@ import dataclasses
 
 import pytest
 
-from hf_ssd.distributed.local import LocalWorker
+from hf_ssd.distributed.local import LocalSession
 from hf_ssd.generation import draft
 from hf_ssd.generation.proposers.proposers import Proposers
 from hf_ssd.rounds import AHEAD
@@ -29,9 +29,9 @@ def preparing(planned=ahead, outcome_arrived=lambda: False):
     hits, plans, take_in = [], {}, Proposers.take_in
 
     def local_session(model, request):
-        worker = LocalWorker(model)
-        worker.channel.other.has_arrived = outcome_arrived
-        session = worker.session(dataclasses.replace(request, plan=planned(request.plan, request.config)))
+        session = LocalSession(model, dataclasses.replace(request, plan=planned(request.plan, request.config)))
+        prepare = session.speculator.prepare
+        session.speculator.prepare = lambda plan: prepare(plan, outcome_arrived)
         send, receive = session.send_outcome, session.receive_speculation
 
         def receives():
@@ -49,5 +49,5 @@ def preparing(planned=ahead, outcome_arrived=lambda: False):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Proposers, "take_in", takes_in)
-        patch.setattr(draft, "local_session", local_session)
+        patch.setattr(draft, "LocalSession", local_session)
         yield hits
