@@ -13,17 +13,10 @@ class HiddenStates:
     """
     Keeps the hidden states of some layers of each forward pass until they are taken. Forward hooks do this for every
     family of models alike; the meaning of `output_hidden_states=[...]` differs between versions of transformers.
-    [`~HiddenStates.close`] removes the hooks.
 
-    Args:
-        model (`PreTrainedModel`): The model, or a view of it that has hooks of its own in its [`hooked_modules`].
-        layers (`Sequence[int]`): Indices as in `hidden_states` of transformers: 0 is the embedding, `i` the output of
-            the i-th layer, and the number of layers the output of the last normalization.
-        keys (`Sequence[int]`, *optional*): Layers, counted from 0, whose keys and values of the new tokens are kept
-            too. See [`layers_that_share_keys`].
-
-    Raises:
-        `ValueError`: the model has no such layers.
+    Layer 0 is the embedding, `i` the output of the i-th layer, and the number of layers the output of the last
+    normalization, as in `hidden_states` of transformers. `keys` are layers, counted from 0, whose keys and values of
+    the new tokens are kept too, see [`layers_that_share_keys`].
     """
 
     def __init__(self, model: PreTrainedModel, layers: Sequence[int], keys: Sequence[int] = ()):
@@ -72,9 +65,9 @@ class HiddenStates:
 
     def take(self) -> torch.Tensor:
         """
-        Returns the hidden states of all passes since the last call, of shape `(rows, tokens, width)`: the passes one
-        after the other, and for each token its layers side by side. `width` is the sum of the layers' sizes. A prefill
-        may leave out all tokens but the last in layers that share keys; their hidden states are zeros.
+        Returns the hidden states of all passes since the last call, `(rows, tokens, width)`: the passes one after the
+        other, and for each token its layers side by side. A prefill may leave out all tokens but the last in layers
+        that share keys; their hidden states are zeros.
         """
         captured, self.captured = self.captured, []
         device, passes = captured[0][self.layers[0]].device, []
@@ -102,12 +95,7 @@ def hooked_modules(model: PreTrainedModel, layers: Sequence[int], keys: Sequence
 
 
 def decoder_parts(model: PreTrainedModel) -> tuple[nn.ModuleList, nn.Module | None]:
-    """
-    Returns the layers of a decoder, and the normalization after the last layer, if it has one.
-
-    Raises:
-        `ValueError`: the layers are not found.
-    """
+    """Returns the layers of a decoder and the normalization after them, if any, or raises `ValueError`."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     lists = (getattr(decoder, name, None) for name in ("layers", "h", "blocks"))
     blocks = next((one for one in lists if isinstance(one, nn.ModuleList)), None)
@@ -133,11 +121,8 @@ def check_layers(model: PreTrainedModel, layers: Sequence[int]) -> None:
 
 def layers_that_share_keys(model: PreTrainedModel) -> dict[str, int]:
     """
-    Returns, for each kind of attention, the last layer of a Gemma 4 that computes keys and values of its own. Layers
-    after it, and assistants, read them.
-
-    Raises:
-        `ValueError`: the model is no Gemma 4.
+    Returns, for each kind of attention, the last layer of a Gemma 4 that computes keys and values of its own, which
+    later layers and assistants read, or raises `ValueError`.
     """
     blocks, shared = decoder_parts(model)[0], {}
     for index, block in enumerate(blocks):

@@ -19,13 +19,7 @@ CANDIDATES = 32  # bonus tokens that are ranked after each accepted count
 
 
 def allocate(weights: list[float], budget: int) -> list[int]:
-    """
-    Shares whole numbers in proportion to the weights, by largest remainder.
-
-    Args:
-        weights (`list[float]`): Not negative, not all zero.
-        budget (`int`): The exact sum of the result.
-    """
+    """Shares whole numbers of sum `budget` in proportion to weights, not all zero, by largest remainder."""
     total = math.fsum(weights)
     shares = [budget * weight / total for weight in weights]
     result = [math.floor(share) for share in shares]
@@ -37,12 +31,8 @@ def allocate(weights: list[float], budget: int) -> list[int]:
 
 def chances_of_counts(acceptance: np.ndarray) -> np.ndarray:
     """
-    Args:
-        acceptance (`np.ndarray` of shape `(..., lookahead)`): Chance that each token is accepted if all tokens before
-            it were accepted.
-
-    Returns:
-        `np.ndarray` of shape `(..., lookahead + 1)`: Chance P(k) that exactly k tokens are accepted.
+    Returns the chances P(k) that exactly k tokens are accepted, `(..., lookahead + 1)`, from the chance of each token
+    `(..., lookahead)` to be accepted if all tokens before it were.
     """
     chances = np.ones((*acceptance.shape[:-1], acceptance.shape[-1] + 1))
     np.cumprod(acceptance, axis=-1, out=chances[..., 1:])
@@ -51,12 +41,7 @@ def chances_of_counts(acceptance: np.ndarray) -> np.ndarray:
 
 
 class CacheShape(ABC):
-    """
-    Decides how many bonus tokens to guess after each accepted count.
-
-    Args:
-        config (`SSDConfig`): Gives the priors.
-    """
+    """Decides how many bonus tokens to guess after each accepted count. The config gives the priors."""
 
     def __init__(self, config: SSDConfig):
         self.config = config
@@ -64,13 +49,8 @@ class CacheShape(ABC):
     @abstractmethod
     def fan_outs(self, candidates: OutcomeCandidates, budget: int) -> list[list[int]]:
         """
-        Args:
-            candidates ([`OutcomeCandidates`]): The speculations that are being verified. With a lookahead of 0, as
-                during the target's prefill, the only accepted count is 0.
-            budget (`int`): Outcomes to prepare for each row.
-
-        Returns:
-            `list[list[int]]`: For each row, guesses after each of the `lookahead + 1` accepted counts.
+        Returns, for each row, the guesses after each of the `lookahead + 1` accepted counts. The sum for a row is the
+        budget. With a lookahead of 0, as during the target's prefill, the only accepted count is 0.
         """
 
     @abstractmethod
@@ -80,10 +60,9 @@ class CacheShape(ABC):
 
         Args:
             acceptance (`np.ndarray` of shape `(lookahead,)`): Mean chance of each drafted token to be accepted if all
-                tokens before it were accepted.
+                tokens before it were.
             after_rejection, at_the_end (`np.ndarray` of shape `(CANDIDATES,)`): Mean chance of each of the draft's
                 guesses to be the bonus token, the best guess first.
-            budgets (`list[int]`): Outcomes of each row.
         """
 
     def learn(self, candidates: OutcomeCandidates, accepted: list[int], bonus: list[int]) -> None:
@@ -95,13 +74,7 @@ class RowByRow(CacheShape):
 
     @abstractmethod
     def fan_out(self, acceptance: np.ndarray, budget: int) -> list[int]:
-        """
-        Returns the fan-out of one row, which sums to the budget.
-
-        Args:
-            acceptance (`np.ndarray` of shape `(lookahead,)`): The draft's probability of each drafted token.
-            budget (`int`): Outcomes to prepare.
-        """
+        """Returns the fan-out of a row, of sum `budget`, by the draft's probability of each drafted token."""
 
     def fan_outs(self, candidates, budget):
         if len(candidates.limits) == 1:

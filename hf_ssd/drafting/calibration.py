@@ -5,12 +5,8 @@ import numpy as np
 
 class OnlineLogistic:
     """
-    Estimates the chance of an event from features, and learns from each event with AdaGrad (Duchi et al., 2011). It
-    uses numpy, which processes so few numbers in microseconds.
-
-    Args:
-        weights (`list[float]`): Initial weights. The first weight belongs to the constant feature 1.
-        learning_rate (`float`, *optional*, defaults to 0.3): Largest first step of a weight.
+    Estimates the chance of an event from features, of which the first is the constant 1, and learns from each event
+    with AdaGrad (Duchi et al., 2011). It uses numpy, which processes so few numbers in microseconds.
     """
 
     def __init__(self, weights: list[float], learning_rate: float = 0.3):

@@ -7,29 +7,16 @@ from ..cache.support import is_recurrent
 
 @dataclass(frozen=True)
 class DraftInfo:
-    """
-    The facts about a draft model that the target's process knows. A worker sends the facts about the model it loaded.
-
-    Args:
-        vocab_size (`int`): Size of the model's vocabulary.
-        mask_token (`int`, *optional*): The mask token of a model that was trained to guess several tokens ahead.
-        positions (`int`, *optional*): Number of positions, if the model is loaded and has a limited number of them.
-        recurrent (`bool`): Whether some layers keep a recurrent state.
-        target_layers (`tuple[int, ...]`, *optional*): The hidden states of the target that the model reads. See
-            [`~hf_ssd.cache.hidden_states.HiddenStates`]. None for a model that reads tokens alone.
-        target_keys (`tuple[int, ...]`, *optional*): The layers of the target whose keys and values the model reads.
-        target_width (`int`, *optional*): Size of these hidden states, keys and values of a token together.
-        drafts_in_turn (`bool`, *optional*): Whether the model drafts in the target's process alone.
-    """
+    """The facts about a draft model that the target's process knows. A worker sends those of the model it loaded."""
 
     vocab_size: int
-    mask_token: int | None = None
-    positions: int | None = None
-    recurrent: bool = False
-    target_layers: tuple[int, ...] = ()
-    target_keys: tuple[int, ...] = ()
-    target_width: int = 0
-    drafts_in_turn: bool = False
+    mask_token: int | None = None  # of a model that was trained to guess several tokens ahead
+    positions: int | None = None  # their number, if the model is loaded and it is limited
+    recurrent: bool = False  # whether some layers keep a recurrent state
+    target_layers: tuple[int, ...] = ()  # of the target, whose hidden states the model reads
+    target_keys: tuple[int, ...] = ()  # layers of the target whose keys and values the model reads
+    target_width: int = 0  # size of these hidden states, keys and values of a token together
+    drafts_in_turn: bool = False  # whether the model drafts in the target's process alone
 
     def __post_init__(self):
         for name in ("target_layers", "target_keys"):  # lists where they came as JSON
@@ -47,19 +34,11 @@ class DraftInfo:
 
 @dataclass(frozen=True)
 class DrafterNeeds:
-    """
-    The properties that a kind of drafter declares.
+    """The properties that a kind of drafter declares."""
 
-    Args:
-        one_pass (`bool`): Whether a single forward pass gives all tokens of a speculation, instead of a single token.
-            The planner computes the number of passes from it.
-        mask_token (`bool`): Whether the model must have a mask token.
-        hidden_states (`bool`): Whether the drafter reads the target's hidden states at the layers that the model names.
-            Such a model is made for one target, whose embedding it may use, and cannot draft from tokens alone.
-    """
-
-    one_pass: bool = False
-    mask_token: bool = False
+    one_pass: bool = False  # whether a forward pass gives all tokens of a speculation, as the planner must know
+    mask_token: bool = False  # whether the model must have one
+    # Whether the drafter reads the target's, at the layers that the model names. Such a model is made for one target.
     hidden_states: bool = False
 
     def fits(self, info: DraftInfo) -> bool:
@@ -69,9 +48,8 @@ class DrafterNeeds:
 
     def check(self, info: DraftInfo) -> None:
         """
-        Raises:
-            `ValueError`: the drafter needs a mask token, and the model has no mask token, or an invalid mask token, or
-                a recurrent state, which cannot forget mask tokens; or only one of them reads hidden states.
+        Raises `ValueError` if the drafter needs a mask token, and the model has none, or an invalid one, or a recurrent
+        state, which cannot forget mask tokens; or if only one of them reads hidden states.
         """
         if self.hidden_states != bool(info.target_layers):
             other = "reads" if info.target_layers else "does not read"

@@ -13,12 +13,6 @@ class NgramIndex:
     """
     The tokens of a row, in which earlier occurrences of the last tokens are found. Each new token takes the same time
     however long the text is: the positions after each pair of tokens are linked, the latest first.
-
-    Args:
-        tokens (`list[int]`): The prompt.
-
-    Attributes:
-        matched (`int`): How many last tokens had occurred before the last proposal, up to `LONGEST_MATCH`.
     """
 
     def __init__(self, tokens: list[int]):
@@ -27,7 +21,7 @@ class NgramIndex:
         self.earlier: list[int] = []  # for the pair that ends in each token, the position after the one before it, or 0
         self.latest_of_token: dict[int, int] = {}
         self.place = 0  # the position after the occurrence of the last token before this one, or 0
-        self.matched = 0
+        self.matched = 0  # last tokens that had occurred before the last proposal, up to `LONGEST_MATCH`
         self.source = 0  # the position that the last match continued at, moved on with the text
         self.extend(tokens)
 

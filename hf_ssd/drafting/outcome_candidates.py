@@ -14,25 +14,15 @@ UNUSED = -2  # an accepted count for unused places in the speculation cache, whi
 
 @dataclass(frozen=True)
 class OutcomeCandidates:
-    """
-    The possible outcomes of a speculation, as the draft ranks them while the target verifies it.
+    """The possible outcomes of a speculation, as the draft ranks them while the target verifies it."""
 
-    Args:
-        guesses (`np.ndarray` of shape `(batch_size, lookahead + 1, guesses)`): The draft's most likely bonus tokens
-            after each accepted count, the best guess first. The drafted token itself is no guess: the target would have
-            accepted it.
-        probabilities (`np.ndarray` of the same shape): The draft's probability of each guess.
-        drafted_probabilities (`np.ndarray` of shape `(batch_size, lookahead)`): The draft's probability of each drafted
-            token.
-        from_fallback (`list[bool]`): Whether the speculation of each row came from a fallback, not the draft model.
-        limits (`list[int]`): How many bonus tokens can be guessed after each accepted count.
-    """
-
+    # The draft's most likely bonus tokens (batch_size, lookahead + 1, guesses) after each accepted count, the best
+    # first. The drafted token itself is no guess: the target would have accepted it.
     guesses: np.ndarray
-    probabilities: np.ndarray
-    drafted_probabilities: np.ndarray
-    from_fallback: list[bool]
-    limits: list[int]
+    probabilities: np.ndarray  # the draft's, of each guess
+    drafted_probabilities: np.ndarray  # the draft's, of each drafted token: (batch_size, lookahead)
+    from_fallback: list[bool]  # whether each row's speculation came from a fallback, not the draft model
+    limits: list[int]  # how many bonus tokens can be guessed after each accepted count
 
     @functools.cached_property
     def drafted_log_odds(self) -> np.ndarray:
@@ -54,16 +44,9 @@ class OutcomeCandidates:
         cls, scores, logits, drafted, from_fallback: list[bool], guesses: int, possible: int | None = None
     ) -> "OutcomeCandidates":
         """
-        Args:
-            scores (`torch.FloatTensor` of shape `(batch_size, lookahead + 1, vocab_size)`): The draft's scores after 0
-                to K accepted tokens, as its warpers left them.
-            logits (`torch.FloatTensor` of the same shape): The draft's raw logits, which rank the tokens that its
-                warpers ruled out: when a drafted token is rejected, the bonus token is often among these.
-            drafted (`torch.LongTensor` of shape `(batch_size, lookahead)`): The speculation that is being verified.
-            from_fallback (`list[bool]`): See above.
-            guesses (`int`): How many bonus tokens to rank, at most.
-            possible (`int`, *optional*): How many tokens the draft can propose, all by default. Logits of other tokens
-                are -inf.
+        Ranks bonus tokens by scores `(batch_size, lookahead + 1, vocab_size)` after 0 to K accepted tokens, as the
+        draft's warpers left them, and by its raw logits the tokens that the warpers ruled out: when a drafted token is
+        rejected, the bonus token is often among these. Only `possible` tokens have logits above -inf.
         """
         lookahead, possible = drafted.shape[1], possible or scores.shape[2]
         ranking = torch.where(scores.isneginf(), logits - 1e6, scores)
@@ -95,18 +78,9 @@ class OutcomeCandidates:
         self, fan_outs: list[list[int]], worker_index: int = 0, num_workers: int = 1, fewest: int = 1
     ) -> tuple[list[list[int]], list[list[int]]]:
         """
-        Turns fan-outs into outcomes.
-
-        Args:
-            fan_outs (`list[list[int]]`): Guesses after each accepted count, for each row.
-            worker_index, num_workers (`int`, *optional*): The outcomes are split into `num_workers` equal shares, and
-                share `worker_index` is returned. Outcomes are dealt by the rank of their bonus token, so every share
-                has some of the best guesses.
-            fewest (`int`, *optional*): Lower bound of N.
-
-        Returns:
-            Accepted counts and bonus tokens of the outcomes, both of shape `(batch_size, N)`. A row with fewer than N
-            outcomes is filled with `UNUSED` accepted counts.
+        Returns accepted counts and bonus tokens of N outcomes, at least `fewest`, of each row. A row with fewer is
+        filled with `UNUSED` accepted counts. Of `num_workers` shares, this is number `worker_index`; outcomes are dealt
+        by the rank of their bonus token, so every share has some of the best guesses.
         """
         rows = [
             [(k, rank) for k, count in enumerate(counts) for rank in range(min(count, self.limits[k]))]

@@ -9,17 +9,11 @@ class SpeculationCache:
     """
     The speculations prepared in a round: a branch for each of N outcomes of each row. The branches grow together, and
     may be looked up at any length. Outcomes and tokens are on the host, so a lookup does not use the device.
-
-    Args:
-        accepted, bonus (`list[list[int]]` of shape `(batch_size, N)`): Accepted count and bonus token of each outcome.
-
-    Attributes:
-        branches (`list[dict]`): For each row, the branch that was prepared for each outcome `(k, token)`.
-        tokens (`list[list[list[int]]]`): For each row, the tokens of each branch.
     """
 
     def __init__(self, accepted: list[list[int]], bonus: list[list[int]]):
         self.accepted, self.bonus = accepted, bonus
+        # For each row, the branch that was prepared for each outcome (accepted count, bonus token).
         self.branches = [
             {outcome: branch for branch, outcome in enumerate(zip(*of_row))} for of_row in zip(accepted, bonus)
         ]
@@ -34,14 +28,8 @@ class SpeculationCache:
 
     def append(self, tokens: list, probabilities: torch.FloatTensor | None, supports: list | None) -> None:
         """
-        Adds the next T tokens of every speculation.
-
-        Args:
-            tokens (`list` of shape `(batch_size, N, T)`): The tokens.
-            probabilities (`torch.FloatTensor` of shape `(batch_size, N, T, vocab_size)`, *optional*): The distribution
-                that each token was drawn from.
-            supports (`list` of shape `(batch_size, N, T)`, *optional*): How many tokens have a probability above 0 in
-                each distribution.
+        Adds the next T tokens `(batch_size, N, T)` of every speculation, with the distribution that each was drawn
+        from, if any, and how many tokens have a probability above 0 in it.
         """
         for of_row, new_of_row in zip(self.tokens, tokens):
             for branch, new in zip(of_row, new_of_row):
@@ -56,18 +44,14 @@ class SpeculationCache:
         return [branches.get(outcome, -1) for branches, outcome in zip(self.branches, zip(accepted, bonus))]
 
     def support(self, branches: list[int]) -> int:
-        """
-        Counts the tokens with a probability above 0 in each distribution of each row's branch, and returns the largest
-        count. 0 if all rows missed.
-        """
+        """Returns the largest number of possible tokens in a distribution of these branches, 0 without a hit."""
         hits = [(row, branch) for row, branch in enumerate(branches) if branch >= 0]
         return max((n for part in self.supports for row, branch in hits for n in part[row][branch]), default=0)
 
     def distributions(self, branches: list[int], width: int) -> torch.FloatTensor | None:
         """
-        Returns the distributions that the tokens of each row's branch were drawn from, of shape `(batch_size, width,
-        vocab_size)`, or shorter if the branches are; `None` if the tokens were not drawn at random. Rows that missed
-        hold arbitrary values.
+        Returns the distributions that the tokens of each row's branch were drawn from, `(batch_size, width,
+        vocab_size)` or shorter; `None` if they were not drawn at random. Rows that missed hold arbitrary values.
         """
         if not self.probabilities:
             return None

@@ -7,21 +7,11 @@ MOST_PADDING = 128  # by which the vocabulary sizes of a family differ, and pass
 
 
 class Vocabulary:
-    """
-    Args:
-        size (`int`): Number of the target's tokens.
-        draft_size (`int`): Number of the draft's tokens.
-        translation ([`Translation`], *optional*): Translates between different tokenizers. Without a translation both
-            use the same ids, and the larger vocabulary has ids that the other vocabulary lacks.
-        device (`torch.device`, *optional*): Device of the draft.
-
-    Attributes:
-        common (`int`): How many of the target's tokens the draft has, and may propose.
-    """
+    """The tokens of target and draft. Without a translation both use the same ids, and one may have more of them."""
 
     def __init__(self, size: int, draft_size: int, translation: "Translation | None" = None, device=None):
         self.size, self.draft_size, self.translation = size, draft_size, translation
-        self.common = min(size, draft_size)
+        self.common = min(size, draft_size)  # of the target's tokens, which the draft may propose
         if translation is not None:
             self.common = int(translation.is_common.sum())
             first = torch.tensor([pieces[0] if pieces else 0 for pieces in translation.pieces])
@@ -47,10 +37,7 @@ class Vocabulary:
         return pad(logits, (0, self.size - self.draft_size), value=-torch.inf)
 
     def encode(self, tokens: torch.LongTensor) -> torch.LongTensor:
-        """
-        Returns the draft's tokens for a text in the target's tokens. Each token is translated separately, so a text
-        that grows keeps the tokens of its beginning.
-        """
+        """Translates a text token by token, so a text that grows keeps the draft's tokens of its beginning."""
         if self.translation is None:
             return self.to_draft(tokens)
         pieces = [piece for token in tokens.tolist() for piece in self.translation.pieces[token]]
@@ -58,14 +45,7 @@ class Vocabulary:
 
 
 class Translation:
-    """
-    Translates each token of the target's tokenizer into tokens of the draft's tokenizer.
-
-    Args:
-        pieces (`list[list[int]]`): For each of the target's tokens, the draft's tokens that make up the same text.
-        is_common (`torch.BoolTensor` of shape `(size,)`): Whether the draft has each of the target's tokens as a single
-            token with the same string.
-    """
+    """Translates each token of the target's tokenizer into tokens of the draft's tokenizer."""
 
     def __init__(self, pieces: list[list[int]], is_common: torch.BoolTensor):
         self.pieces, self.is_common = pieces, is_common
@@ -78,10 +58,7 @@ class Translation:
 
     @classmethod
     def from_tensor(cls, tensor: torch.LongTensor, draft_size: int) -> "Translation":
-        """
-        Raises:
-            `ValueError`: [`~Translation.to_tensor`] cannot have returned these integers for a draft of this size.
-        """
+        """Raises `ValueError` unless [`~Translation.to_tensor`] can have made these integers for such a draft."""
         size = int(tensor[0]) if len(tensor) else 0
         common, lengths, values = tensor[1 : 1 + size], tensor[1 + size : 1 + 2 * size], tensor[1 + 2 * size :]
         fits = 0 < size and len(lengths) == size and bool((lengths >= 0).all()) and int(lengths.sum()) == len(values)

@@ -88,10 +88,7 @@ class SSDGenerationMixin:
         return super().generate(assistant_model=assistant_model, **kwargs)
 
     def heal_tokens(self, input_ids, tokenizer=None):
-        """
-        As `GenerationMixin.heal_tokens`, with the call's tokenizer, which transformers does not pass on if there is a
-        custom decoding method.
-        """
+        """As in transformers, with the call's tokenizer, which a custom decoding method is not given otherwise."""
         if tokenizer is None and not _is_healing.get():
             tokenizer = _tokenizer.get()
         before = _is_healing.set(True)  # healing generates a token of each row without the draft

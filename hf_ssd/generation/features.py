@@ -9,20 +9,12 @@ ROOM = 256  # columns by which the storage grows
 
 class Features:
     """
-    The features of a token are the hidden states of some layers of the target, side by side, from the pass that was
-    fed the token. So the last token of a row, which is not fed yet, has none. All features of a call are kept, because
-    a draft may join late.
+    The features of a token are the hidden states of some layers of the target, side by side, from the pass that was fed
+    the token. So the last token of a row, which is not fed yet, has none. All features of a call are kept, because a
+    draft may join late.
 
-    Args:
-        prompts (`torch.Tensor` of shape `(batch_size, tokens, width)`): Hidden states of the prefill. Its last tokens
-            are the last tokens of the prompts.
-        attention_mask (`torch.Tensor` of shape `(batch_size, columns)`, *optional*): Which tokens of the prompts are no
-            padding.
-        length (`int`): Columns of the padded prompts. Tokens that the user's cache held before the call have zeros.
-
-    Attributes:
-        rows (`torch.Tensor` of shape `(batch_size, capacity, width)`): The features of each row, without padding.
-        lengths (`list[int]`): How many tokens of each row have features.
+    The prompts' states `(batch_size, tokens, width)` end with their last tokens. The padded prompts have `length`
+    columns; tokens that the user's cache held before the call have zeros.
     """
 
     def __init__(self, prompts: torch.Tensor, attention_mask: torch.Tensor | None, length: int):
@@ -30,7 +22,8 @@ class Features:
         kept = torch.ones(rows, length, dtype=torch.bool) if attention_mask is None else attention_mask.bool().cpu()
         kept = kept[:, -length:].clone()
         kept[:, -1] = True  # as in `prompts_without_padding`
-        self.lengths = kept.sum(1).tolist()
+        self.lengths = kept.sum(1).tolist()  # tokens of each row that have features
+        # The features (batch_size, capacity, width) of each row, without padding.
         self.rows = prompts.new_zeros(rows, max(self.lengths) + ROOM, width)
         for row, columns in enumerate(kept):
             places = columns.nonzero()[:, 0]
@@ -41,12 +34,8 @@ class Features:
 
     def add(self, features: torch.Tensor, accepted: list[int]) -> None:
         """
-        Takes in the hidden states of a verification.
-
-        Args:
-            features (`torch.Tensor` of shape `(batch_size, lookahead + 1, width)`): Those of the last token of each row
-                and of its drafted tokens.
-            accepted (`list[int]`): How many of the drafted tokens each row accepted, negative for a finished row.
+        Takes in the hidden states `(batch_size, lookahead + 1, width)` of the last token of each row and of its drafted
+        tokens, of which it has `accepted` some, a negative number if it is finished.
         """
         count, ends = features.shape[1], max(self.lengths) + features.shape[1]
         if ends > self.rows.shape[1]:

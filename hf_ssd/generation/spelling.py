@@ -8,15 +8,9 @@ NEXT_TO = "a"  # put on both sides of a token to decode it, because decoders cha
 
 def spelled_tokens(tokenizer, size: int) -> dict[int, bytes | str]:
     """
-    Returns the bytes that each token stands for, as the tokenizer's own decoder writes it; special tokens as strings.
-
-    Args:
-        tokenizer (`PreTrainedTokenizerBase`): The tokenizer.
-        size (`int`): Tokens with this id and above are left out.
-
-    Returns:
-        `dict[int, bytes | str]`: By id. The single bytes that a tokenizer falls back on come last: if another token
-        stands for the same byte, the tokenizer writes that other token.
+    Returns the bytes that each token below `size` stands for, as the tokenizer's own decoder writes it; special tokens
+    as strings. The single bytes that a tokenizer falls back on come last: if another token stands for the same byte,
+    the tokenizer writes that other token.
     """
     if callable(getattr(tokenizer, "added_tokens_decoder", None)):  # that of mistral-common, a method that raises
         return _spelled_by_decode(tokenizer, size)
@@ -41,13 +35,7 @@ def _spelled_by_decode(tokenizer, size: int) -> dict[int, bytes | str]:
 
 
 class Encoder:
-    """
-    Writes bytes in a tokenizer's tokens.
-
-    Args:
-        tokenizer (`PreTrainedTokenizerBase`): The tokenizer.
-        spelled (`dict[int, bytes | str]`): Its tokens by id, from [`spelled_tokens`].
-    """
+    """Writes bytes in a tokenizer's tokens."""
 
     def __init__(self, tokenizer, spelled: dict[int, bytes | str]):
         self.tokenizer, self.spelled = tokenizer, spelled

@@ -24,18 +24,9 @@ def prefill(
     hidden_states: HiddenStates | None = None,
 ) -> tuple[CachedModel, torch.Tensor]:
     """
-    Runs transformers' own prefill into a ragged cache.
-
-    Args:
-        model, input_ids, generation_config, model_kwargs: See
-            [`~hf_ssd.generation.loop.speculative_speculative_decoding`].
-        max_length (`int`, *optional*): Longest output, the prompt included.
-        cuda_graphs (`bool` or `str`, *optional*): See [`SSDConfig`].
-        view (`PreTrainedModel`, *optional*), hidden_states: See [`~hf_ssd.cache.cached_model.CachedModel`].
-
-    Returns:
-        The target with its cache, and the logits of shape `(batch_size, 1, vocab_size)` that follow the prompts. The
-        `features` of the target are those of the tokens that were fed.
+    Runs transformers' own prefill into a ragged cache. Returns the target with its cache, and the `features` of the
+    tokens that were fed, and the logits `(batch_size, 1, vocab_size)` that follow the prompts. No output is longer than
+    `max_length`, the prompt included.
     """
     theirs: DynamicCache = model_kwargs[CACHE]
     cache = ragged_copy(theirs)
@@ -72,18 +63,12 @@ def verify_alone(
     lengths: list[int],
 ) -> torch.Tensor:
     """
-    Feeds a token of each row again, without the drafted tokens after it. A drafted token whose keys or values are NaN
-    also corrupts earlier positions: its column is masked, but 0 * NaN is NaN. The other rows keep their drafted tokens,
-    also if a compiled pass feeds several tokens.
+    Feeds a token of each of these rows again, without the drafted tokens after it, and clears the columns there. A
+    drafted token whose keys or values are NaN also corrupts earlier positions: its column is masked, but 0 * NaN is
+    NaN. The other rows keep their drafted tokens, also if a compiled pass feeds several tokens.
 
-    Args:
-        decoder, sequences, columns_before_ids: See [`feed_what_is_missing`].
-        rows (`list[int]`): The corrupted rows. Their columns after the token are cleared.
-        place (`int`): How many drafted tokens the pass of the round fed before this token.
-        lengths (`list[int]`): Length of each row with the token to feed, all of whose tokens are verified.
-
-    Returns:
-        `torch.FloatTensor` of shape `(batch_size, 1, vocab_size)`: Raw logits, in the model's dtype.
+    `lengths` are those of the rows with the token to feed, all of whose tokens are verified; the pass of the round fed
+    `place` drafted tokens before it. Returns raw logits `(batch_size, 1, vocab_size)`.
     """
     starts = [length - 1 + columns_before_ids for length in lengths]
     decoder.cache.clear_behind(rows, starts)
@@ -102,15 +87,7 @@ def verify_alone(
 def feed_what_is_missing(
     decoder: CachedModel, sequences: Sequences, output: torch.LongTensor, columns_before_ids: int
 ) -> None:
-    """
-    Feeds the last token of rows that ended before others, and the padding after it, as plain generation does.
-
-    Args:
-        decoder ([`CachedModel`]): The target with its cache.
-        sequences ([`Sequences`]): The rows, all of them finished.
-        output (`torch.LongTensor` of shape `(batch_size, length)`): The output of the call.
-        columns_before_ids (`int`): Columns of the cache before the first token of the output.
-    """
+    """Feeds the last token of rows that ended before others, and the padding after it, as plain generation does."""
     last = output.shape[1] - 1  # the last token is not fed, because no token follows it
     fed = [min(sequences.kept(row), length - 1, last) for row, length in enumerate(sequences.lengths)]
     if isinstance(decoder, RecurrentModel):

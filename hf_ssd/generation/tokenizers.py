@@ -57,12 +57,7 @@ def translation_for(model, resolved: ResolvedDraft, tokenizer=None, assistant_to
 
 
 def check_coverage(translation: Translation, prompts: list[torch.LongTensor]) -> None:
-    """
-    Checks that the draft has enough of the tokens of the prompts.
-
-    Raises:
-        [`DraftError`]: the draft has less than half of the tokens that occur in the prompts.
-    """
+    """Raises [`DraftError`] if the draft has less than half of the tokens that occur in the prompts."""
     used = torch.cat(prompts).unique().cpu()
     covered = int(translation.is_common[used].sum())
     if covered < LEAST_COVERAGE * len(used):
@@ -104,10 +99,6 @@ def translation_between(tokenizer, assistant_tokenizer, size: int, draft_size: i
     """
     Finds for each token of the target the same token of the draft (token-level intersection; Timor et al., 2025), or
     the draft's tokens that make up its text.
-
-    Args:
-        tokenizer, assistant_tokenizer (`PreTrainedTokenizerBase`): The tokenizers of the target and of the draft.
-        size, draft_size (`int`): The sizes of their vocabularies.
     """
     encoder = Encoder(assistant_tokenizer, spelled_tokens(assistant_tokenizer, draft_size))
     pieces, is_common = [[] for _ in range(size)], torch.zeros(size, dtype=torch.bool)

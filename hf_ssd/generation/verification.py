@@ -61,7 +61,6 @@ def residual_distribution(
     """
     Returns the distribution `(batch_size, vocab_size)` of the bonus token after the `accepted` tokens of each row, not
     normalized: max(p - q, 0) after a rejection, p if all tokens were accepted or q(x) is not a positive finite number.
-    For the other arguments see [`acceptance_probabilities`].
     """
     rows = torch.arange(len(accepted), device=p.device)
     bonus, lookahead = p[rows, accepted], drafted.shape[1]

@@ -105,10 +105,7 @@ def is_proposer(value) -> bool:
 
 
 def check_proposer(value) -> None:
-    """
-    Raises:
-        `TypeError`: [`CustomFallback`] cannot use this object.
-    """
+    """Raises `TypeError` if [`CustomFallback`] cannot use this object."""
     if not is_proposer(value):
         raise TypeError(
             f"`fallback` is a {type(value).__name__}, which cannot propose tokens by itself; give an object with "

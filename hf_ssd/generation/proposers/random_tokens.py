@@ -14,10 +14,6 @@ class RandomFallback(Proposer):
     Proposes tokens drawn at random from the row's own text, each with its relative frequency there. It therefore never
     proposes ids that the tokenizer lacks, for which a model may have no sound embedding. The tokens depend on the text,
     the seed and the row alone, so they are the same whichever rows ask together, and however often.
-
-    Args:
-        vocab_size (`int`): Number of tokens.
-        seed (`int`): Between 0 and 2^128 - 1.
     """
 
     def __init__(self, vocab_size: int, seed: int):
