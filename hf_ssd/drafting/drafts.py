@@ -28,14 +28,10 @@ def has_fallback(request) -> bool:
 
 def seed_of_call(request, call: int, reads_features: bool = False) -> int:
     """
-    Returns the seed of the draft's noise. If proposals depend on earlier calls, each call gets a different seed: values
-    that were learned in a call with the same seed must not meet the same noise again.
-
-    Args:
-        request ([`SessionRequest`]): The call.
-        call (`int`): Number of the call, from 1.
-        reads_features (`bool`, *optional*): Whether the draft reads the target's hidden states. Then a speculation that
-            was prepared, without the features of the tokens under verification, differs from one after a miss.
+    Returns the seed of the draft's noise. If proposals depend on earlier calls, each call, numbered from 1, gets a
+    different seed: values that were learned in a call with the same seed must not meet the same noise again. A prepared
+    speculation of a draft that `reads_features`, without those of the tokens under verification, differs from one after
+    a miss.
     """
     depends = (reads_features and request.config.asynchronous) or has_fallback(request)
     is_taught = request.config.lookahead == "auto" or (depends and not is_fixed(request.config))
@@ -50,12 +46,7 @@ class Drafts:
         self.shapes: dict[tuple, CacheShape] = {}
 
     def speculator(self, model: PreTrainedModel, request, earlier: VerifiedPrefix | None = None) -> Speculator:
-        """
-        Args:
-            model (`PreTrainedModel`): The draft model.
-            request ([`SessionRequest`]): The call.
-            earlier ([`VerifiedPrefix`], *optional*): The prefix of the last call, which this call may continue.
-        """
+        """Returns the speculator of a call, which may continue the `earlier` prefix of the last call."""
         config, generation = request.config, request.generation_config
         self.calls += 1
         key = (str(config.fan_out), generation.temperature if generation.do_sample else None)

@@ -23,18 +23,10 @@ SCALED_BUDGET = 16  # replaces an automatic budget in Saguaro sampling, so that 
 
 def saguaro(probabilities: torch.Tensor, fan_out: int, c: float) -> torch.Tensor:
     """
-    Saguaro sampling (Definition 14): the draft's `fan_out` most likely tokens become less likely by the factor C. The
-    target then accepts fewer drafted tokens, but rejects in favour of exactly those tokens, for which the next
-    speculation is prepared: acceptance is traded for hits (Theorem 15).
-
-    Args:
-        probabilities (`torch.FloatTensor` of shape `(..., vocab_size)`): The draft's distributions q.
-        fan_out (`int`): F, how many bonus tokens are guessed after this position.
-        c (`float`): C between 0 and 1. 1 changes nothing.
-
-    Returns:
-        `torch.FloatTensor` of the same shape: the distributions to draw from, and to verify with. A distribution whose
-        probabilities would all become 0 (C = 0 and no other tokens) stays as it is.
+    Saguaro sampling (Definition 14): the `fan_out` most likely tokens of distributions `(..., vocab_size)` become less
+    likely by the factor C between 0 and 1. The target then accepts fewer drafted tokens, but rejects in favour of
+    exactly those tokens, for which the next speculation is prepared: acceptance is traded for hits (Theorem 15). A
+    distribution whose probabilities would all become 0 (C = 0 and no other tokens) stays as it is.
     """
     if c == 1 or fan_out == 0:
         return probabilities
@@ -53,11 +45,6 @@ class SpeculationNoise:
     The noise of a start is used by a single verified speculation: a later speculation of the same position starts
     elsewhere and draws anew. The outcome of a round decides which speculation is prepared, how long it is and where it
     comes from. These decisions therefore never depend on the noise that the speculation is drawn with.
-
-    Args:
-        seed (`int`): Drawn by the target, so that `set_seed` reproduces a run.
-        vocab_size (`int`): Length of the noise.
-        device (`torch.device`): Where the draft model is.
     """
 
     def __init__(self, seed: int, vocab_size: int, device: torch.device):
@@ -105,32 +92,15 @@ class SpeculationNoise:
 
 def draw(probabilities: torch.Tensor, noise: torch.Tensor) -> torch.LongTensor:
     """
-    Draws a token from each distribution. The smallest of independent exponential variables with rates p is number i
-    with probability p_i. `torch.multinomial` draws a single sample in the same way.
-
-    Args:
-        probabilities (`torch.FloatTensor` of shape `(..., vocab_size)`): Each sums to 1.
-        noise (`torch.FloatTensor` that broadcasts to the same shape): Exponential noise, see [`SpeculationNoise`].
-
-    Returns:
-        `torch.LongTensor` of shape `(...)`.
+    Draws a token from each distribution `(..., vocab_size)` with exponential noise. The smallest of independent
+    exponential variables with rates p is number i with probability p_i. `torch.multinomial` draws a single sample in
+    the same way.
     """
     return argmax(probabilities / noise)
 
 
 class DraftSampler:
-    """
-    Draws tokens as the target's generation config asks for: the same warpers and penalties, greedily or at random.
-
-    Args:
-        model (`PreTrainedModel`): The draft model.
-        config (`SSDConfig`): The user's settings.
-        generation_config (`GenerationConfig`): The target's.
-        prompt_length (`int`): Length of the longest prompt.
-        seed (`int`): Seed of the randomness.
-        vocab_size (`int`): Number of the target's tokens.
-        num_workers (`int`): How many drafts prepare a budget each.
-    """
+    """Draws tokens as the target's generation config asks for: by the same processors, greedily or at random."""
 
     def __init__(
         self,
@@ -153,13 +123,8 @@ class DraftSampler:
 
     def process(self, scores: torch.Tensor, histories: torch.LongTensor | None, lengths: torch.LongTensor):
         """
-        Applies the warpers.
-
-        Args:
-            scores (`torch.FloatTensor` of shape `(batch_size, N, vocab_size)`): Raw scores.
-            histories (`torch.LongTensor` of shape `(batch_size, N, columns)`, *optional*): The tokens before each
-                distribution; not needed if `need_history` is `False`.
-            lengths (`torch.LongTensor` of shape `(batch_size, N)`): How many of these tokens count. On the CPU.
+        Applies the warpers to raw scores `(batch_size, N, vocab_size)`. The first `lengths` (on the CPU) of `histories`
+        `(batch_size, N, columns)` are the tokens before each distribution, needed only where warpers read them.
         """
         if not self.processors:
             return scores
@@ -173,17 +138,9 @@ class DraftSampler:
 
     def draw(self, scores: torch.Tensor, noise: torch.Tensor | None, depth: int, plan: Plan):
         """
-        Draws tokens.
-
-        Args:
-            scores (`torch.FloatTensor` of shape `(batch_size, N, vocab_size)`): Scores after the warpers.
-            noise (`torch.FloatTensor` of shape `(batch_size, N, vocab_size)`, *optional*): See `noise_at`.
-            depth (`int`): Index of the token within its speculation.
-            plan ([`~hf_ssd.rounds.Plan`]): Says how Saguaro sampling scales the distributions.
-
-        Returns:
-            Tokens `(batch_size, N)` and the distributions `(batch_size, N, vocab_size)` that they were drawn from, or
-            `None` if the most likely tokens were taken.
+        Draws the token number `depth` of each speculation by processed scores `(batch_size, N, vocab_size)`. Returns
+        the tokens `(batch_size, N)`, and the distributions that they were drawn from, `None` if the most likely tokens
+        were taken.
         """
         if noise is None:
             return argmax(scores), None
@@ -203,10 +160,7 @@ class DraftSampler:
         return _planned_fan_outs(plan.lookahead, max(1, budget * self.num_workers), *priors)
 
     def captured_as(self, plan: Plan) -> tuple | None:
-        """
-        Returns all that a choice of tokens depends on besides logits and noise, so that it can be part of a captured
-        pass. `None` if it also depends on earlier tokens, on tensors of the processors, or on the depth.
-        """
+        """Returns all that a choice depends on besides logits and noise, or `None` if a pass cannot capture it."""
         is_scaled = self.noise is not None and plan.saguaro_c != 1
         return None if is_scaled or self.key is None else (self.noise is None, *self.key)
 
