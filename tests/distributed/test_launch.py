@@ -21,9 +21,10 @@ from transformers.utils import logging
 import hf_ssd
 from hf_ssd.distributed import launch, worker_process
 from hf_ssd.distributed.child import Child
-from hf_ssd.distributed.launch import draft_config, worker_settings
+from hf_ssd.distributed.launch import worker_settings
 from hf_ssd.distributed.passed_drafts import assistant_for
 from hf_ssd.distributed.worker import load_model
+from hf_ssd.drafting.resolver import config_at
 from hf_ssd.rounds import IN_TURN
 
 from ..helpers.tiny import padded_batch, ready, tiny_draft, tiny_model
@@ -150,10 +151,10 @@ def test_a_folder_with_adapters_has_the_config_of_their_model(tmp_path, monkeypa
     adapter = {"base_model_name_or_path": str(tmp_path / "base"), "peft_type": "LORA"}
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(adapter))
     monkeypatch.setattr("hf_ssd.distributed.launch.is_peft_available", lambda: True)
-    assert draft_config(tmp_path / "adapter", {}).vocab_size == 97
+    assert config_at(tmp_path / "adapter").vocab_size == 97
     monkeypatch.setattr("hf_ssd.distributed.launch.is_peft_available", lambda: False)
     with pytest.raises(ValueError, match="is a folder without a model"):
-        draft_config(tmp_path / "adapter", {})
+        config_at(tmp_path / "adapter")
 
 
 def test_a_recurrent_draft_is_refused_by_the_worker(tmp_path):
