@@ -20,8 +20,8 @@ from training import acceptance_on_prompts, chance_by_position, checkpoints_of, 
 from transformers import AutoTokenizer, DynamicCache, LlamaForCausalLM
 
 from hf_ssd.cache.hidden_states import HiddenStates
-from hf_ssd.drafting.eagle_formats import head_config, load_head, save_head
-from hf_ssd.drafting.eagle_head import Eagle3Head
+from hf_ssd.drafting.heads.eagle3 import Eagle3Head, head_config, save_head
+from hf_ssd.drafting.heads.loading import head_for
 
 PAIR = Path(__file__).parent / "pair"
 
@@ -162,7 +162,7 @@ def main() -> None:
     head = new_head(target, args.layers)
     train_head(target, head, windows, args)
     save_head(head.to(torch.bfloat16), args.output)
-    head = load_head(args.output, target)
+    head = head_for(args.output, target)
     report = {"parameters": sum(one.numel() for name, one in head.named_parameters() if "embed" not in name)}
     report["acceptance_by_position"] = {
         f"{name}_temperature_{temperature}": rates

@@ -15,7 +15,7 @@ from hf_ssd.cli import prompts as texts
 from hf_ssd.cli.bench import add_work
 from hf_ssd.cli.models import Model
 from hf_ssd.cli.pair import folder
-from hf_ssd.drafting.eagle_formats import head_values, load_head
+from hf_ssd.drafting.heads.loading import head_for
 
 PAIR = Path(folder("target")).parent
 BUSY = 0.25  # programs that want to run, for each core, before anything is measured
@@ -50,9 +50,8 @@ def load_pair(args):
         print(f"{args.layered}: acceptance {target.config.acceptance_rate:.3f} (asked for {args.agreement})")
     else:
         target = AutoModelForCausalLM.from_pretrained(args.target, dtype=dtype).eval()
-        if (values := head_values(args.draft)) is not None:
-            draft = load_head(args.draft, target, dtype, values).eval()
-        else:
+        draft = head_for(args.draft, target, dtype)
+        if draft is None:
             draft = AutoModelForCausalLM.from_pretrained(args.draft, dtype=dtype).eval()
         tokenizer = Model(args.target).tokenizer
     target, draft = target.to(places[0]), draft.to(places[-1])

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hf_ssd.drafting.eagle_head import Eagle3Head
+from hf_ssd.drafting.heads.eagle3 import Eagle3Head
 
 from .helpers.families import sharp_model, tiny_config
 from .helpers.tiny import tiny_model

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_ssd.cli import check, prompts
-from hf_ssd.drafting.eagle_formats import load_head
+from hf_ssd.drafting.heads.loading import head_for
 
 from .helpers.tiny import tiny_model
 
@@ -53,7 +53,7 @@ def test_drafts_agree_as_often_as_recorded(pair, name, report):
 
 
 def test_the_eagle3_head_agrees_as_often_as_recorded(pair):
-    head, recorded = load_head(PAIR / "eagle3", pair["target"]), json.loads((PAIR / "eagle3/report.json").read_text())
+    head, recorded = head_for(PAIR / "eagle3", pair["target"]), json.loads((PAIR / "eagle3/report.json").read_text())
     rate = training.acceptance_on_prompts(pair["target"], head, pair["tokenizer"])
     assert rate >= FLOOR * recorded["acceptance_rate_on_prompts"] > 0.2
 
@@ -168,7 +168,7 @@ def test_train_eagle3_trains_and_saves_a_head_that_loads(pair, tmp_path):
         "--steps-per-text", 2, "--lookahead", 3, "--num-threads", 1, "--max-files", 2, "--rows", 2,
     )  # fmt: skip
     assert len(json.loads(output)["acceptance_by_position"]["eagle3_temperature_1"]) == 3
-    assert load_head(tmp_path / "head", pair["target"]).config.target_layers == [2, 6, 11]
+    assert head_for(tmp_path / "head", pair["target"]).config.target_layers == [2, 6, 11]
 
 
 def test_what_repeats_is_found_and_made_unlikely():

@@ -43,6 +43,13 @@ RECIPES = {  # the files that each recipe changes, and what is put in the place 
         ],
         "config.py": [("\nDRAFTERS = (", '\nDRAFTERS = ("twice", ')],
     },
+    "a head": {
+        "drafting/heads/eagle.py": None,
+        "drafting/heads/loading.py": [
+            ("from .dflash import", "from .eagle import EagleHead\nfrom .dflash import"),
+            ("= (Eagle3Head,", "= (EagleHead, Eagle3Head,"),
+        ],
+    },
     "a planner": {
         "planning/doubling.py": None,
         "planning/planners.py": [
@@ -75,10 +82,14 @@ RECIPES = {  # the files that each recipe changes, and what is put in the place 
 }
 
 PROGRAM = """
+import pathlib
+import tempfile
 import torch
+from safetensors.torch import save_file
 import hf_ssd
 from hf_ssd.distributed import wire
-from hf_ssd.rounds import AHEAD, RoundRecord, Speculation
+from hf_ssd.drafting.heads.eagle import EagleHead
+from hf_ssd.rounds import AHEAD, IN_TURN, RoundRecord, Speculation
 from tests.helpers.loopback import Loopback
 from tests.helpers.tiny import padded_batch, tiny_draft, tiny_model
 from tests.helpers.thread_worker import ThreadWorker
@@ -97,6 +108,16 @@ with hf_ssd.distributed.assistant.DraftAssistant([ThreadWorker(tiny_draft())]) a
         repeats = any("repeat" in sources for sources in stats.column("sources"))
         assert repeats == ("fallback" in settings)
         assert ({4, 8} <= {*stats.column("lookahead")}) == ("lookahead" in settings)
+head = tempfile.mkdtemp()
+pathlib.Path(head, "config.json").write_text('{"architectures": ["EagleHead"]}')
+state = {name: one for name, one in EagleHead(target).state_dict().items() if name.startswith(("fc", "layers"))}
+save_file(state, pathlib.Path(head, "model.safetensors"))
+output = target.generate(
+    **inputs, do_sample=False, max_new_tokens=40, assistant_model=head, return_dict_in_generate=True,
+    ssd_config=hf_ssd.SSDConfig(lookahead=3, on_draft_failure="raise"),
+)
+assert torch.equal(output.sequences, plain) and {*output.ssd_stats.column("mode")} == {IN_TURN}
+assert {3} <= {*output.ssd_stats.column("lookahead")}
 told = Speculation([[1]], None, RoundRecord(branches=7, sources=["ngram"]))
 told = wire.read_speculation(wire.write_speculation(told), 1)
 assert told.record.branches == 7
@@ -141,10 +162,15 @@ TESTS = {
             (
                 '    "parallel": Case(',
                 '    "twice": Case(lambda target, noise: tiny_draft(seed=3, disagreement=noise, **SIZES), '
-                '{"drafter": "twice"}),\n    "parallel": Case(',
+                '{"drafter": "twice"}),\n    "first_eagle": Case(lambda target, noise: EagleHead(target).eval(), '
+                'takes_worker=False, kind="eagle3"),\n    "parallel": Case(',
+            ),
+            (
+                "from hf_ssd.rounds import NGRAM",
+                "from hf_ssd.drafting.heads.eagle import EagleHead\nfrom hf_ssd.rounds import NGRAM",
             ),
         ],
-        "twice",
+        "twice or first_eagle",
     ),
 }
 
@@ -159,6 +185,7 @@ def changed(tmp_path_factory):
     for link in ("examples", "docs", "setup.cfg"):
         folder.joinpath(link).symlink_to(ROOT / link)
     package.joinpath("drafting/twice_drafter.py").write_text(code_of("TwiceDrafter"))
+    package.joinpath("drafting/heads/eagle.py").write_text(code_of("EagleHead"))
     package.joinpath("planning/doubling.py").write_text(code_of("Doubling"))
     package.joinpath("generation/proposers/repeat.py").write_text(code_of("RepeatFallback"))
     edits = [(package / file, edits) for recipe in RECIPES.values() for file, edits in recipe.items()]

@@ -124,7 +124,7 @@ def measure(args: argparse.Namespace, found: models.Models, texts: list[str], lo
     with launched as assistant:
         bench = TimedBench(work, target, draft, assistant, batches, found.tokenizers)
         methods = bench.methods(cores=None, all_devices=True)
-        methods.pop(f"{ASSISTED}, default", None)  # an EAGLE-3 head has no such methods
+        methods.pop(f"{ASSISTED}, default", None)  # a head has no such methods
         methods = {name: methods[name] for name in (PLAIN, SSD, *methods)}  # in this order
         target.generate(**batches[0], max_new_tokens=1, do_sample=False)  # reads weights that loading has mapped
         # 1. A short answer of each, as long as it takes.

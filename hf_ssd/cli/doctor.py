@@ -2,14 +2,13 @@
 
 import os
 
-import torch
 from transformers import PreTrainedModel
 
 from ..cache.support import attention_layout
 from ..config import WITHOUT_DRAFT
 from ..distributed.cores import available_cores
-from ..drafting.eagle_formats import head_config, head_values
-from ..drafting.eagle_head import Eagle3Head
+from ..drafting.heads.loading import structure_at
+from ..drafting.resolver import for_worker
 from ..generation.checks import check_arguments
 from ..generation.tokenizers import translation_for
 from .dtypes import fastest
@@ -25,11 +24,8 @@ def examine(models: Models, tries_dtypes: bool = False) -> dict:
         if models.config.drafter in WITHOUT_DRAFT:
             check_arguments(target, None, models.config, synced_gpus=False)
         return {"target": describe(target, models.target), **tried}
-    if models.is_head:
-        with torch.device("meta"):
-            draft = Eagle3Head(head_config(head_values(models.draft.name), target))
-    else:
-        draft = models.draft.structure()
+    draft = structure_at(models.draft.name, target) or models.draft.structure()
+    for_worker(draft)
     resolved = check_arguments(target, draft, models.config, synced_gpus=False)
     translation_for(target, resolved, **models.tokenizers)
     return {
@@ -74,7 +70,7 @@ def in_words(known: dict, load: float | None = None) -> str:
         model = known[side]
         parallel = f", parallel (mask token {model['pard_token']})" if "pard_token" in model else ""
         if "target_layers" in model:
-            parallel = f", EAGLE-3 (reads hidden states {model['target_layers']})"
+            parallel = f", a head (reads hidden states {model['target_layers']})"
         lines.append(
             f"{side:<11} {model['name']}: {model['family']}, {model['parameters'] / 1e6:.1f}M parameters, "
             f"{model['layers']} layers, attention {model['attention']}, {model['vocabulary']} tokens, "

@@ -13,6 +13,7 @@ import hf_ssd
 
 from ..config import WITHOUT_DRAFT
 from ..distributed.cores import CoreShare, use_cores
+from ..drafting.heads.base import Head
 from .options import settings
 
 PLAIN, ASSISTED, SD, SSD = "plain generate", "assisted", "SSD, in turn", "SSD"
@@ -88,9 +89,8 @@ class Bench:
             lookups = self.args.assistant_tokens if self.args.batch_size == 1 and config.drafter == "ngram" else ()
             named = {f"{ASSISTED}, {n}": Method({"prompt_lookup_num_tokens": n}, theirs, devices) for n in lookups}
             return methods | named | {SSD: Method(ours, theirs, devices)}
-        reads_features = getattr(getattr(self.draft, "config", None), "target_layers", ())
-        # transformers' assisted generation takes no batches, and no heads that read hidden states.
-        if self.args.batch_size == 1 and not reads_features:
+        # transformers' assisted generation takes no batches, and no heads.
+        if self.args.batch_size == 1 and not isinstance(self.draft, Head):
             methods[f"{ASSISTED}, default"] = Method({"assistant_model": self.draft}, theirs, devices)
             for n in self.args.assistant_tokens:
                 constant = {"num_assistant_tokens": n, "num_assistant_tokens_schedule": "constant"}

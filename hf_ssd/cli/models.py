@@ -25,7 +25,7 @@ from .. import devices
 from ..config import WITHOUT_DRAFT, could_be_hub_id
 from ..distributed.assistant import DraftAssistant
 from ..distributed.cores import available_cores, pin
-from ..drafting.eagle_formats import head_values, load_head
+from ..drafting.heads.loading import head_for
 from ..gguf_files import config_of, gguf_place
 from . import pair
 from .options import settings
@@ -169,15 +169,8 @@ class Models:
         target = hf_ssd.enable(self.target.load())
         if self.draft is None:
             return target, None
-        if self.is_head:
-            dtype = None if self.draft.dtype == "auto" else getattr(torch, self.draft.dtype)
-            return target, load_head(self.draft.name, target, dtype)
-        return target, self.draft.load()
-
-    @functools.cached_property
-    def is_head(self) -> bool:
-        """Whether the draft is an EAGLE-3 head, which is loaded for its target."""
-        return self.draft is not None and head_values(self.draft.name) is not None
+        dtype = None if self.draft.dtype == "auto" else getattr(torch, self.draft.dtype)
+        return target, head_for(self.draft.name, target, dtype) or self.draft.load()
 
     def launch_draft(self, target: PreTrainedModel) -> contextlib.AbstractContextManager[DraftAssistant | None]:
         """Starts the draft's worker, if there is a draft, and returns it. Only the worker loads it."""
@@ -185,8 +178,6 @@ class Models:
             return contextlib.nullcontext()
         options = {"device": self.draft.device, "dtype": self.draft.dtype, "num_threads": self.draft_threads}
         self.draft.fetch()
-        if self.is_head and self.draft.dtype == "auto":
-            options["dtype"] = None
         return hf_ssd.launch_draft(self.draft.name, target=target, **options, **self.draft.files)
 
 

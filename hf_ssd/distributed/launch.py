@@ -90,11 +90,11 @@ def launch_draft(
     if devices is not None and (device is not None or not devices):
         raise ValueError("`devices` takes the place of `device`, and lists one device for each worker.")
     devices = [device_for(model, device)] if devices is None else [accelerators.existing(one) for one in devices]
-    load_options = {name: _as_json(name, value) for name, value in load_options.items()}
+    settings = worker_settings(model, dtype, compile, load_options)
     type_ = None if dtype is None or dtype == "auto" else getattr(torch, str(dtype).removeprefix("torch."))
-    given, model = model, for_worker(model, target, type_, load_options)
+    given, model = model, for_worker(model, target, type_, **settings["load_options"])
     if model is not given:  # a head, which has been loaded
-        dtype = None
+        settings = worker_settings(model, None, compile, load_options)
     weights = SharedWeights(model) if isinstance(model, PreTrainedModel) else None
     on_cpu = [one.type == "cpu" for one in devices]
     if num_threads is not None and not all(on_cpu):
@@ -103,8 +103,7 @@ def launch_draft(
         raise ValueError("`cores` takes the place of `num_threads`, and lists the cores of each worker on the CPU.")
     if cores is None and any(on_cpu):
         cores = divide_cores(num_threads, sum(on_cpu))
-    settings = {**worker_settings(model, dtype, compile, load_options), "timeout": timeout}
-    return new_assistant(model, weights, devices, cores, settings, wait=True)
+    return new_assistant(model, weights, devices, cores, {**settings, "timeout": timeout}, wait=True)
 
 
 def worker_settings(
@@ -118,7 +117,7 @@ def worker_settings(
         "path": None if is_loaded else os.fspath(model),
         "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
         "compile": is_loaded and is_compiled(model) if compile is None else compile,
-        "load_options": load_options,
+        "load_options": {name: _as_json(name, value) for name, value in load_options.items()},
     }
 
 

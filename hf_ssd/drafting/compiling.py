@@ -8,7 +8,7 @@ from ..config import SSDConfig
 from ..rounds import AHEAD, Outcome, Plan
 from .cache_shapes import shape_for
 from .drafters import drafter_for
-from .needs import DraftInfo
+from .heads.base import Head
 from .speculator import Speculator
 
 PROMPT_LENGTH = 8  # tokens, an arbitrary number
@@ -27,7 +27,7 @@ def compile_draft(model: PreTrainedModel) -> str | None:
         `str`, *optional*: Why the model is not compiled, for example because no compiler is installed. The model is
         then as before. `None` if it is compiled.
     """
-    if DraftInfo.of(model.config).target_layers:
+    if isinstance(model, Head):
         return "it reads hidden states of the target"
     config, generation_config = SSDConfig(lookahead=3, budget=4), GenerationConfig(max_length=2 * PROMPT_LENGTH)
     plan = Plan(AHEAD, 3, 3, 4)

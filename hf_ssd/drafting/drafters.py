@@ -2,16 +2,16 @@
 
 from ..config import SSDConfig
 from .autoregressive_drafter import AutoregressiveDrafter
-from .dflash_drafter import DFlashDrafter
+from .block_drafter import BlockDrafter
 from .drafter import Drafter
-from .eagle_drafter import Eagle3Drafter
+from .head_drafter import HeadDrafter
 from .needs import DraftInfo
 from .parallel_drafter import ParallelDrafter
 
 DRAFTERS: dict[str, type[Drafter]] = {  # "auto" is the first kind that fits the model
-    "dflash": DFlashDrafter,
-    "eagle3": Eagle3Drafter,
-    "mtp": Eagle3Drafter,  # another head, drafted with in the same way
+    "dflash": BlockDrafter,
+    "eagle3": HeadDrafter,
+    "mtp": HeadDrafter,  # another head, drafted with in the same way
     "parallel": ParallelDrafter,
     "autoregressive": AutoregressiveDrafter,
 }

@@ -14,11 +14,9 @@ from ..cache.support import attention_layout, without_wrapper
 from ..config import WITHOUT_DRAFT, SSDConfig, could_be_hub_id
 from ..gguf_files import config_of, gguf_place
 from ..rounds import MTP
-from .assistants import head_of_assistant, is_assistant, refuse_dflash, refuse_worker
-from .dflash_formats import dflash_values, load_dflash
 from .drafters import drafter_kind
-from .eagle_formats import head_values, load_head
-from .mtp_head import mtp_head_of
+from .heads.base import Head
+from .heads.loading import head_for, kind_of, mtp_head_of, refusal
 from .needs import DrafterNeeds, DraftInfo
 
 _of_paths: "weakref.WeakKeyDictionary[PreTrainedModel, dict]" = weakref.WeakKeyDictionary()  # of each target
@@ -65,17 +63,8 @@ class ResolvedDraft:
 
 def resolve(draft, target: PreTrainedModel, config: SSDConfig) -> ResolvedDraft:
     """
-    Says what was passed as `assistant_model`. Heads and assistants are made once for each target, and a folder is read
-    once.
-
-    Args:
-        draft (`PreTrainedModel`, `str`, `os.PathLike` or [`DraftAssistant`], *optional*): The draft.
-        target (`PreTrainedModel`): The target.
-        config ([`SSDConfig`]): The settings.
-
-    Raises:
-        `TypeError`, `ValueError`: there is no draft where one is needed, or a draft where none is, or the draft cannot
-            draft for this target, or not as the settings say.
+    Says what was passed as `assistant_model`, or raises `TypeError` or `ValueError` if it cannot draft for this target
+    as the settings say. Heads are made once for each target, and a folder is read once.
     """
     draft = without_wrapper(draft)
     takes_none = config.drafter in WITHOUT_DRAFT
@@ -89,35 +78,30 @@ def resolve(draft, target: PreTrainedModel, config: SSDConfig) -> ResolvedDraft:
             "`ssd_config` needs an `assistant_model`: the draft model, its folder or hub id, or what "
             'hf_ssd.launch_draft() gives. Without a draft, SSDConfig(drafter="ngram") looks the prompt up.'
         )
-    found = {}
-    if config.drafter == "mtp":
+    path = info = model = None
+    if config.drafter == MTP:
         draft = mtp_head_of(target)
     if isinstance(draft, (str, os.PathLike)):
-        path = os.fspath(draft)
-        of_target = _of_paths.setdefault(target, {})
-        if path not in of_target:
-            of_target[path] = _head_at(path, target) or DraftInfo.of(config_at(path, {}))
-        if isinstance(of_target[path], DraftInfo):
-            found = {"path": path, "info": of_target[path]}
-        else:
-            draft = of_target[path]
+        path, known = os.fspath(draft), _of_paths.setdefault(target, {})
+        if path not in known:
+            known[path] = head_for(path, target) or DraftInfo.of(config_at(path))
+        draft, info = (None, known[path]) if isinstance(known[path], DraftInfo) else (known[path], None)
     if isinstance(draft, PreTrainedModel):
-        refuse_dflash(draft.config)
-        model = head_of_assistant(draft, target) if is_assistant(draft.config) else draft
+        path, model, draft = None, head_for(draft, target) or draft, None
         attention_layout(model)
-        found = {"model": model, "info": DraftInfo.of(model.config)}
-    elif draft is not None and not found:
+        info = DraftInfo.of(model.config)
+    elif draft is not None:
         if not hasattr(draft, "info"):
             raise TypeError(
                 "`assistant_model` must be a transformers model, a folder or hub id, or what hf_ssd.launch_draft() "
                 f"gives, but is a {type(draft).__name__}."
             )
-        model = None if draft.weights is None else draft.weights.model()  # which may have changed since the launch
-        found = {"assistant": draft, "info": draft.info if model is None else DraftInfo.of(model.config)}
-    info = found.get("info")
+        given = None if draft.weights is None else draft.weights.model()  # which may have changed since the launch
+        info = draft.info if given is None else DraftInfo.of(given.config)
+    fallback, needs = None, DrafterNeeds()
     if info is not None:
-        found["needs"] = drafter_kind(config, info).needs
-        found["needs"].check(info)
+        needs = drafter_kind(config, info).needs
+        needs.check(info)
         _check_features(target, info)
     if config.fallback == MTP:
         if info is not None and info.target_layers:
@@ -125,8 +109,8 @@ def resolve(draft, target: PreTrainedModel, config: SSDConfig) -> ResolvedDraft:
                 'SSDConfig(fallback="mtp") reads hidden states of the target, and this draft reads hidden states of '
                 "its own; leave it out."
             )
-        found["fallback"] = mtp_head_of(target)
-    return ResolvedDraft(**found)
+        fallback = mtp_head_of(target)
+    return ResolvedDraft(model, path, draft, info, needs, fallback)
 
 
 def _check_features(target: PreTrainedModel, info: DraftInfo) -> None:
@@ -142,52 +126,32 @@ def _check_features(target: PreTrainedModel, info: DraftInfo) -> None:
         )
 
 
-def _head_at(path: str, target: PreTrainedModel) -> PreTrainedModel | None:
-    """Loads the head in this folder for its target, or returns `None` if there is none."""
-    if (values := head_values(path)) is not None:
-        return load_head(path, target, values=values)
-    if (values := dflash_values(path)) is not None:
-        return head_of_assistant(load_dflash(path, target, values), target)
-    return None
-
-
 def forget(path: str) -> list[PreTrainedModel]:
     """Forgets what is known of a folder or hub id, and returns its heads."""
     known = [of_target.pop(path) for of_target in _of_paths.values() if path in of_target]
-    return [one for one in known if isinstance(one, PreTrainedModel)]
+    return [one for one in known if isinstance(one, Head)]
 
 
 def for_worker(
-    draft: PreTrainedModel | str | os.PathLike, target: PreTrainedModel | None, dtype, options: dict
+    draft: PreTrainedModel | str | os.PathLike, target: PreTrainedModel | None = None, dtype=None, **options
 ) -> PreTrainedModel | str | os.PathLike:
-    """
-    Returns the draft as a worker gets it: as a model, which a head for the target is too, or as a path.
-
-    Raises:
-        `ValueError`: no worker can use the draft, or there is none.
-    """
-    if isinstance(draft, PreTrainedModel):
-        refuse_worker(draft, draft.config)
-    elif target is not None and head_values(draft) is not None:
-        return load_head(draft, without_wrapper(target), dtype)
-    else:
-        config_at(draft, options)
-    return draft
+    """Returns the draft as a worker gets it, a head as a model for the target, or raises `ValueError`."""
+    kind, values = kind_of(draft)
+    if kind is None:
+        if not isinstance(draft, PreTrainedModel):
+            config_at(draft, **options)
+        return draft
+    if kind.drafts_in_turn or (target is None and not isinstance(draft, Head)):
+        raise refusal(draft, kind, values)
+    return head_for(draft, without_wrapper(target), dtype)
 
 
-def config_at(path: str | os.PathLike, load_options: dict) -> PreTrainedConfig:
-    """
-    Reads the config of a draft that only the worker loads. Raises `ValueError` if transformers finds no model there.
-    """
+def config_at(path: str | os.PathLike, **load_options) -> PreTrainedConfig:
+    """Reads the config of a draft that only a worker loads, or raises `ValueError` if there is no model."""
     path = os.fspath(path)
-    if head_values(path) is not None:
-        raise ValueError(
-            f"The draft {path!r} is an EAGLE-3 head, which reads hidden states of its target; pass `target=...` to "
-            "hf_ssd.launch_draft() as well."
-        )
     place, options = gguf_place(path, load_options)
     try:
-        config = config_of(place, {"trust_remote_code": False, **options})
+        return config_of(place, {"trust_remote_code": False, **options})
     except (OSError, ValueError, ImportError) as error:
         reason = str(error).strip().splitlines()[0]
         if "gguf_file" in options:
@@ -196,8 +160,6 @@ def config_at(path: str | os.PathLike, load_options: dict) -> PreTrainedConfig:
             raise ValueError(f"There is no folder {path!r}; give the draft's folder or hub id.") from error
         adapter = find_adapter_config_file(path) if is_peft_available() else None
         if adapter is not None:  # read the config of the adapter's base model
-            return config_at(json.loads(Path(adapter).read_text())["base_model_name_or_path"], {})
+            return config_at(json.loads(Path(adapter).read_text())["base_model_name_or_path"])
         is_what = "is a folder without a model" if os.path.isdir(path) else "is no folder, and no model of the hub"
         raise ValueError(f"The draft {path!r} {is_what} that transformers can load: {reason}") from error
-    refuse_worker(path, config)
-    return config

@@ -9,7 +9,7 @@ from hf_ssd.cache import recurrent
 from hf_ssd.cache.cache_name import CACHE
 from hf_ssd.cache.cached_model import CachedModel
 from hf_ssd.cache.hidden_states import HiddenStates
-from hf_ssd.drafting.eagle_drafter import HeadPrefix
+from hf_ssd.drafting.head_drafter import HeadPrefix
 from hf_ssd.generation.features import Features
 
 from ..helpers.families import sharp_model, tiny_config

@@ -14,7 +14,7 @@ import hf_ssd
 from hf_ssd.cli import pair
 from hf_ssd.cli.main import main
 from hf_ssd.cli.models import Model
-from hf_ssd.drafting import dflash_formats, eagle_formats
+from hf_ssd.drafting.heads import loading
 from hf_ssd.drafting.resolver import config_at
 
 from ..helpers.gguf_models import write_gguf
@@ -76,14 +76,13 @@ def test_a_header_is_read_once_and_never_as_json(files, monkeypatch):
     reads, read = [], AutoConfig.from_pretrained
     monkeypatch.setattr(AutoConfig, "from_pretrained", lambda *args, **more: reads.append(args) or read(*args, **more))
     for _ in range(3):
-        configs = config_at(files["draft"], {}), Model(files["draft"])._config
+        configs = config_at(files["draft"]), Model(files["draft"])._config
         assert [config.num_hidden_layers for config in configs] == [2, 2]
     assert len(reads) <= 1
     reads.clear()
-    for module in (eagle_formats, dflash_formats):
-        kind = module.PreTrainedConfig
-        monkeypatch.setattr(kind, "get_config_dict", lambda path, **_: reads.append(path) or ({}, {}))
-        assert module.__dict__[f"{'head' if module is eagle_formats else 'dflash'}_values"](files["draft"]) is None
+    kind = loading.PreTrainedConfig
+    monkeypatch.setattr(kind, "get_config_dict", lambda path, **_: reads.append(path) or ({}, {}))
+    assert loading.kind_of(files["draft"]) == (None, {})
     assert not reads
 
 

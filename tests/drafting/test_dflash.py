@@ -7,7 +7,7 @@ import torch
 from transformers.generation.candidate_generator import DFlashTokenCandidateGenerator
 
 import hf_ssd
-from hf_ssd.drafting.dflash_drafter import BlockPrefix, DFlashDrafter
+from hf_ssd.drafting.block_drafter import BlockDrafter, BlockPrefix
 from hf_ssd.rounds import IN_TURN
 
 from ..helpers.assistants import (
@@ -47,7 +47,7 @@ def drafted_by_transformers(target, draft, text: torch.LongTensor, count: int) -
 
 def agreement(pair, monkeypatch, length: int = 9, reference=drafted_by_transformers, **settings) -> list[bool]:
     """Decodes with the draft, and returns for each round and row whether the reference drafts the same tokens."""
-    (target, draft), drafted, complete = pair, [], DFlashDrafter.complete
+    (target, draft), drafted, complete = pair, [], BlockDrafter.complete
 
     def spy(self, ready, width, plan):
         lengths, (speculation, steps) = list(self.prefix.lengths), complete(self, ready, width, plan)
@@ -55,7 +55,7 @@ def agreement(pair, monkeypatch, length: int = 9, reference=drafted_by_transform
         assert steps == 1
         return speculation, steps
 
-    monkeypatch.setattr(DFlashDrafter, "complete", spy)
+    monkeypatch.setattr(BlockDrafter, "complete", spy)
     inputs = padded_batch(3, length)
     plain = target.generate(**inputs, **OPTIONS).sequences
     config = hf_ssd.SSDConfig(**{"lookahead": 4, "on_draft_failure": "raise", **settings})
@@ -201,8 +201,8 @@ def test_flash_attention_is_refused(pair):
 
 
 def test_a_worker_for_the_draft_is_refused(pair, tmp_path):
-    with pytest.raises(ValueError, match="drafts in the target's process; load it"):
+    with pytest.raises(ValueError, match="drafts in the target's process: load it"):
         hf_ssd.launch_draft(pair[1])
     pair[1].save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="drafts in the target's process; load it"):
+    with pytest.raises(ValueError, match="drafts in the target's process: load it"):
         pair[0].generate(**padded_batch(1), assistant_model=str(tmp_path), ssd_config=CONFIG)

@@ -81,7 +81,9 @@ def test_published_drafts_that_do_not_fit_are_refused(tmp_path, changes, reason)
 def test_a_published_draft_as_a_model_or_for_a_worker_is_refused(target, tmp_path):
     folder = Published().save(tmp_path)
     for draft in (folder, Qwen3Model(Qwen3Config(**PUBLISHED))):
-        with pytest.raises(ValueError, match="drafts in the target's process, without code of its own"):
+        with pytest.raises(
+            ValueError, match="drafts in the target's process: pass its folder or hub id as `assistant_model`"
+        ):
             hf_ssd.launch_draft(draft)
     with pytest.raises(ValueError, match="pass its folder or hub id as `assistant_model`"):
         target.generate(**padded_batch(1), assistant_model=draft, ssd_config=CONFIG)

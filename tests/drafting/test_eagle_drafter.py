@@ -11,8 +11,9 @@ import hf_ssd
 from hf_ssd import SSDConfig
 from hf_ssd.drafting.cache_shapes import shape_for
 from hf_ssd.drafting.drafters import drafter_for
-from hf_ssd.drafting.eagle_drafter import Eagle3Drafter, HeadPrefix
-from hf_ssd.drafting.eagle_formats import load_head, save_head
+from hf_ssd.drafting.head_drafter import HeadDrafter, HeadPrefix
+from hf_ssd.drafting.heads.eagle3 import save_head
+from hf_ssd.drafting.heads.loading import head_for
 from hf_ssd.drafting.speculator import Speculator
 from hf_ssd.rounds import AHEAD, Outcome, Plan
 
@@ -67,7 +68,7 @@ def new_speculator(pair):
     prompts = [torch.tensor(prompt) for prompt in PROMPTS]
     config = SSDConfig(lookahead=LOOKAHEAD, budget=8)
     drafter = drafter_for(pair[1], config, generation, prompts, seed=5)
-    assert isinstance(drafter, Eagle3Drafter)
+    assert isinstance(drafter, HeadDrafter)
     speculator = Speculator(drafter, config, shape_for(config), limit=80)
     speculator.begin()
     return speculator
@@ -133,8 +134,8 @@ def states_of_rejected_tokens_stay(monkeypatch):
 
 
 def tokens_of_another_vocabulary(monkeypatch):
-    logits = Eagle3Drafter._logits
-    monkeypatch.setattr(Eagle3Drafter, "_logits", lambda self, states: logits(self, states).roll(1, -1))
+    logits = HeadDrafter._logits
+    monkeypatch.setattr(HeadDrafter, "_logits", lambda self, states: logits(self, states).roll(1, -1))
 
 
 MUTANTS = [features_one_position_off, states_of_rejected_tokens_stay, tokens_of_another_vocabulary]
@@ -172,7 +173,7 @@ def test_after_a_hit_the_prefix_has_the_targets_features(pair):
 
 @torch.inference_mode()
 def check_loaded(target, head, folder):
-    loaded, text = load_head(folder, target), torch.arange(2, 9)
+    loaded, text = head_for(folder, target), torch.arange(2, 9)
     inputs = [one.inputs(text, one.fuse(expected_features(target, text)))[None] for one in (head, loaded)]
     ours, theirs = (one.logits(one(given).last_hidden_state) for one, given in zip((head, loaded), inputs))
     torch.testing.assert_close(ours, theirs, **EXACT)
@@ -194,10 +195,10 @@ def test_a_head_in_the_format_of_safeailab(pair, tmp_path):
         del values[name]
     (tmp_path / "config.json").write_text(json.dumps({**values, "architectures": ["LlamaForCausalLM"]}))
     deep = tiny_model(num_hidden_layers=8)
-    assert load_head(tmp_path, deep).config.target_layers == [2, 4, 5]  # where the config names no layers
+    assert head_for(tmp_path, deep).config.target_layers == [2, 4, 5]  # where the config names no layers
     values["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [1, 4, 6]}  # as SpecForge writes them
     (tmp_path / "config.json").write_text(json.dumps(values))
-    assert load_head(tmp_path, deep).config.target_layers == [2, 5, 7]
+    assert head_for(tmp_path, deep).config.target_layers == [2, 5, 7]
 
 
 def test_heads_that_do_not_fit_are_refused_in_a_sentence(pair, tmp_path):

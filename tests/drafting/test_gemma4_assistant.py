@@ -10,7 +10,7 @@ from transformers.generation.candidate_generator import SinglePositionMultiToken
 
 import hf_ssd
 from hf_ssd.cache.cache_name import CACHE
-from hf_ssd.drafting.eagle_drafter import Eagle3Drafter
+from hf_ssd.drafting.head_drafter import HeadDrafter
 from hf_ssd.rounds import IN_TURN
 
 from ..helpers.assistants import KINDS, gemma4_assistant, gemma4_target, keep_rejected_tokens, read_the_token_before
@@ -49,14 +49,14 @@ def drafted_by_transformers(target, assistant, text: torch.LongTensor, count: in
 
 def agreement(pair, monkeypatch) -> list[bool]:
     """Decodes with the assistant, and returns for each round and row whether transformers drafts the same tokens."""
-    (target, assistant), drafted, complete = pair, [], Eagle3Drafter.complete
+    (target, assistant), drafted, complete = pair, [], HeadDrafter.complete
 
     def spy(self, ready, width, plan):
         lengths, (speculation, steps) = list(self.prefix.lengths), complete(self, ready, width, plan)
         drafted.append((lengths, speculation.tokens))
         return speculation, steps
 
-    monkeypatch.setattr(Eagle3Drafter, "complete", spy)
+    monkeypatch.setattr(HeadDrafter, "complete", spy)
     inputs = padded_batch(3)
     plain = target.generate(**inputs, **OPTIONS, do_sample=False).sequences
     output = target.generate(**inputs, **OPTIONS, do_sample=False, assistant_model=assistant, ssd_config=CONFIG)
@@ -101,7 +101,7 @@ def test_an_assistant_for_another_target_is_refused(pair):
 
 
 def test_a_worker_for_an_assistant_is_refused(pair):
-    with pytest.raises(ValueError, match="drafts in the target's process; load it"):
+    with pytest.raises(ValueError, match="drafts in the target's process: load it"):
         hf_ssd.launch_draft(pair[1])
 
 

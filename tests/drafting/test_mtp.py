@@ -10,8 +10,9 @@ from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
 import hf_ssd
-from hf_ssd.drafting import mtp_head
-from hf_ssd.drafting.eagle_drafter import Eagle3Drafter
+from hf_ssd.drafting.head_drafter import HeadDrafter
+from hf_ssd.drafting.heads import mtp
+from hf_ssd.drafting.heads.loading import mtp_head_of
 from hf_ssd.rounds import IN_TURN
 
 from ..helpers.tiny import padded_batch
@@ -39,7 +40,7 @@ def name_in_checkpoint(name: str, is_qwen: bool) -> str:
     if not is_qwen:
         name = name.replace("layers.0.", f"model.layers.{SIZES['num_hidden_layers']}.").replace("mtp_block.", "")
         return name.replace("post_norm.", "shared_head.norm.")
-    for theirs, ours in mtp_head.QWEN.items():
+    for theirs, ours in mtp.QWEN.items():
         if name.startswith(ours):
             return theirs.strip("^").replace("\\", "") + name.removeprefix(ours)
 
@@ -69,7 +70,7 @@ def test_a_layer_with_a_sliding_window_keeps_to_it_in_its_first_pass():
     theirs = MtpModel(target, 1).eval()
     for parameter in theirs.layers.parameters():
         torch.nn.init.normal_(parameter, mean=float(parameter.dim() == 1), std=0.3)
-    head = mtp_head.MtpHead(theirs, target)
+    head = mtp.MtpHead(theirs, target)
     assert head.config.layer_types == ["sliding_attention"]
     tokens, count = torch.arange(12)[None], 12
     inputs = head.inputs(tokens, torch.randn(1, count, SIZES["hidden_size"]))
@@ -95,7 +96,7 @@ def published(request, tmp_path_factory):
     torch.manual_seed(0)
     kind, folder = request.param, tmp_path_factory.mktemp("published")
     original = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SIZES, **FAMILIES[kind]}))
-    text, is_qwen = original.config, kind in mtp_head.QWEN_TYPES
+    text, is_qwen = original.config, kind in mtp.QWEN_TYPES
     shadow = copy.copy(original)
     if is_qwen:
         shadow.config = copy.deepcopy(text)
@@ -113,7 +114,7 @@ def published(request, tmp_path_factory):
         if not is_qwen:  # transformers names the layers of the published sizes
             patch.setattr(type(original), "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.2\."])
         target = AutoModelForCausalLM.from_pretrained(folder).eval()
-        mtp_head.mtp_head_of(target)
+        mtp_head_of(target)
     return hf_ssd.enable(target), theirs
 
 
@@ -129,7 +130,7 @@ def drafted_by_transformers(target, theirs, text: torch.LongTensor) -> int:
 
 def agreement(target, theirs, monkeypatch) -> list[bool]:
     """Decodes with the MTP layer, and returns for some rounds and rows whether transformers drafts the same token."""
-    drafted, complete = [], Eagle3Drafter.complete
+    drafted, complete = [], HeadDrafter.complete
 
     def spy(self, ready, width, plan):
         lengths = list(self.prefix.lengths)
@@ -137,7 +138,7 @@ def agreement(target, theirs, monkeypatch) -> list[bool]:
         drafted.append((lengths, speculation.tokens))
         return speculation, steps
 
-    monkeypatch.setattr(Eagle3Drafter, "complete", spy)
+    monkeypatch.setattr(HeadDrafter, "complete", spy)
     inputs = padded_batch(3)
     plain = target.generate(**inputs, **OPTIONS, do_sample=False, ssd_config=None).sequences
     config = hf_ssd.SSDConfig(drafter="mtp", lookahead=3)
@@ -163,7 +164,7 @@ def test_the_layer_of_the_checkpoint_drafts_as_transformers_does(published, monk
 def test_states_of_another_layer_are_noticed(published, monkeypatch):
     """The mutant: the head reads the states after the first layer."""
     target, theirs = published
-    monkeypatch.setattr(mtp_head.mtp_head_of(target).config, "target_layers", [1])
+    monkeypatch.setattr(mtp_head_of(target).config, "target_layers", [1])
     assert not all(agreement(target, theirs, monkeypatch))
 
 

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 import hf_ssd
-from hf_ssd.drafting import mtp_head
-from hf_ssd.drafting.eagle_drafter import Eagle3Drafter
+from hf_ssd.drafting.head_drafter import HeadDrafter
+from hf_ssd.drafting.heads import loading
+from hf_ssd.drafting.heads.mtp import MtpHead
 from hf_ssd.generation import loop
 from hf_ssd.generation.proposers.mtp import MtpFallback
 from hf_ssd.rounds import AHEAD, IN_TURN, MTP, PLAIN, PREPARED, Plan
@@ -20,7 +21,7 @@ from ..planning.test_plain_mode import InAndOut
 @pytest.fixture
 def head(target, monkeypatch):
     """The MTP layer of the target, as if it had been loaded from the checkpoint."""
-    monkeypatch.setitem(mtp_head._heads, target, head := tiny_mtp_head(target))
+    monkeypatch.setitem(loading._heads, target, {MtpHead: (head := tiny_mtp_head(target))})
     return head
 
 
@@ -42,7 +43,7 @@ def sources_of(stats) -> set[str]:
 
 def drafted_in(run) -> dict[tuple[int, int], list[int]]:
     """The tokens that the head drafts in a call, by row and number of verified tokens."""
-    drafted, complete = {}, Eagle3Drafter.complete
+    drafted, complete = {}, HeadDrafter.complete
 
     def spy(self, ready, width, plan):
         lengths = list(self.prefix.lengths)
@@ -53,7 +54,7 @@ def drafted_in(run) -> dict[tuple[int, int], list[int]]:
         return speculation, steps
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Eagle3Drafter, "complete", spy)
+        patch.setattr(HeadDrafter, "complete", spy)
         run()
     return drafted
 
@@ -119,7 +120,7 @@ def test_a_worker_that_misses_is_completed_by_the_head(target, assistant, head):
 def sampled_strings(small, monkeypatch):
     """The p-value of strings of which some begin with a hit and others with a token of the head."""
     target, draft = small
-    monkeypatch.setitem(mtp_head._heads, target, tiny_mtp_head(target))
+    monkeypatch.setitem(loading._heads, target, {MtpHead: tiny_mtp_head(target)})
     with preparing() as hits:
         value = p_value(target, draft, calls=8, seed=5, budget=3, fallback="mtp", at_least=1.0)
     assert 0.1 < sum(hits) / len(hits) < 0.9

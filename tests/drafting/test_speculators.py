@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_ssd
-from hf_ssd.drafting.eagle_formats import load_head, save_head
+from hf_ssd.drafting.heads.eagle3 import save_head
+from hf_ssd.drafting.heads.loading import head_for
 
 HERE = Path(__file__).parent
 WRITTEN = HERE / "speculators"
@@ -58,7 +59,7 @@ def check(head, computed: dict, steps: int | None = None) -> None:
 def test_a_head_gives_the_logits_of_the_package_speculators(name):
     computed = load_file(WRITTEN / name / "computed.safetensors")
     target = target_of(computed)
-    head = load_head(WRITTEN / name, target)
+    head = head_for(WRITTEN / name, target)
     # While it trains, the package moves no window with the tokens that it reads with the head's own states.
     check(head, computed, steps=1 if name == "sliding" else None)
     config = json.loads((WRITTEN / name / "config.json").read_text())
@@ -99,14 +100,14 @@ def test_the_installed_package_writes_heads_in_the_same_format(tmp_path):
     for name in NAMES:
         assert form_of(tmp_path / name) == form_of(WRITTEN / name)
         computed = load_file(tmp_path / name / "computed.safetensors")
-        check(load_head(tmp_path / name, target_of(computed)), computed, steps=1 if name == "sliding" else None)
+        check(head_for(tmp_path / name, target_of(computed)), computed, steps=1 if name == "sliding" else None)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not PYTHON.exists(), reason=MISSING)
 def test_the_installed_package_reads_a_head_that_was_saved_here(tmp_path):
     target = target_of(load_file(WRITTEN / "converted" / "computed.safetensors"))
-    head = load_head(WRITTEN / "converted", target)
+    head = head_for(WRITTEN / "converted", target)
     head.config.norm_before_residual = False  # as in the format of SafeAILab
     save_head(head, tmp_path / "head")
     target.save_pretrained(tmp_path / "verifier")

@@ -6,9 +6,8 @@ import torch
 from transformers.modeling_layers import MtpModel
 
 from hf_ssd.drafting.drafter import Completion
-from hf_ssd.drafting.eagle_formats import head_config
-from hf_ssd.drafting.eagle_head import Eagle3Head
-from hf_ssd.drafting.mtp_head import MtpHead
+from hf_ssd.drafting.heads.eagle3 import Eagle3Head, head_config
+from hf_ssd.drafting.heads.mtp import MtpHead
 
 from .tiny import SIZES
 

@@ -17,7 +17,7 @@ class MtpFallback(Proposer):
     draft, whose tokens the outcome depends on.
 
     Args:
-        head ([`~hf_ssd.drafting.mtp_head.MtpHead`]): The target's MTP layer.
+        head ([`~hf_ssd.drafting.heads.mtp.MtpHead`]): The target's MTP layer.
         request ([`SessionRequest`]): The call.
     """
 

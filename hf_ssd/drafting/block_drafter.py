@@ -1,10 +1,8 @@
 """Drafting with a DFlash draft, in turn with its target."""
 
-import torch
-
 from ..devices import from_host
-from .dflash_head import DFlashHead
-from .eagle_drafter import HeadPrefix
+from .head_drafter import HeadPrefix
+from .heads.base import Head
 from .needs import DrafterNeeds
 from .parallel_drafter import ParallelDrafter
 from .verified_prefix import VerifiedPrefix
@@ -30,24 +28,24 @@ class BlockPrefix(HeadPrefix):
 
     def _at(self, columns):
         inputs, last = super()._at(columns), from_host(self.columns, self.device)[:, None] + self.block - 2
-        ahead = (last - columns).clamp(min=0)
-        return torch.cat([inputs, ahead[:, :, None].to(inputs)], dim=-1)
+        inputs[:, :, -1] = (last - columns).clamp(min=0)
+        return inputs
 
 
-class DFlashDrafter(ParallelDrafter):
+class BlockDrafter(ParallelDrafter):
     """
     A DFlash draft, which is fed the last verified token and mask tokens: position i gives token i after it, drawn from
     its marginal distribution. The draft was trained on blocks of one size, so a block has at least this size.
 
     Args:
-        model ([`~hf_ssd.drafting.dflash_head.DFlashHead`]): The draft.
+        model ([`~hf_ssd.drafting.heads.dflash.DFlashHead`]): The draft.
         others: See [`~hf_ssd.drafting.drafter.Drafter`].
     """
 
     needs = DrafterNeeds(one_pass=True, mask_token=True, hidden_states=True)
     prefix_class = BlockPrefix
 
-    def __init__(self, model: DFlashHead, *others, **options):
+    def __init__(self, model: Head, *others, **options):
         super().__init__(model, *others, **options)
         self.block = model.config.block_size
         self.goes_on = [True] * len(self.prefix.lengths)

@@ -1,4 +1,4 @@
-"""Drafting with an EAGLE-3 head, in turn with its target or ahead of it (Appendix E of the paper)."""
+"""Drafting with a head, in turn with its target or ahead of it (Appendix E of the paper)."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,7 @@ from torch.nn.functional import pad
 
 from ..devices import from_host
 from .drafter import Completion, Drafter
-from .eagle_head import Eagle3Head
+from .heads.base import Head
 from .needs import DrafterNeeds
 from .outcome_candidates import OutcomeCandidates
 from .verified_prefix import VerifiedPrefix
@@ -28,7 +28,7 @@ class HeadPrefix(VerifiedPrefix):
         shared (`list[int]`): Number of first columns of each row that were fed in the previous call, with features.
     """
 
-    def __init__(self, model: Eagle3Head, prompts, column_limit, earlier=None, vocabulary=None, **options):
+    def __init__(self, model: Head, prompts, column_limit, earlier=None, vocabulary=None, **options):
         super().__init__(model, prompts, column_limit, earlier, vocabulary, **options)
         self.known, self.shared = [0] * len(prompts), list(self.fed)
         size = model.config.hidden_size
@@ -78,22 +78,22 @@ class HeadPrefix(VerifiedPrefix):
                 self.known[row] += counts[row]
 
 
-class Eagle3Drafter(Drafter):
+class HeadDrafter(Drafter):
     """
-    An EAGLE-3 head. While the target verifies a speculation, there are no features of its tokens, so outcomes are
+    A head. While the target verifies a speculation, there are no features of its tokens, so outcomes are
     prepared on the head's own states, up to `2 * lookahead` steps from the last features. Features come with the
     outcome, and the tokens they belong to are fed again. So a speculation that was prepared differs from one that is
     drafted just in time: which one is verified depends on the outcome, never on the noise that it is drawn with.
 
     Args:
-        model ([`~hf_ssd.drafting.eagle_head.Eagle3Head`]): The head.
+        model ([`~hf_ssd.drafting.heads.base.Head`]): The head.
         others: See [`Drafter`].
     """
 
     needs = DrafterNeeds(hidden_states=True)
     prefix_class = HeadPrefix
 
-    def __init__(self, model: Eagle3Head, *others, **options):
+    def __init__(self, model: Head, *others, **options):
         super().__init__(model, *others, **options)
         self.possible = min(self.vocab_size, model.config.draft_vocab_size)
         self.known: list[torch.Tensor] = []  # the states after 0, 1, ... tokens of the speculation

@@ -2,18 +2,16 @@
 
 import copy
 import re
-import weakref
 
 import torch
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightRenaming
-from transformers.masking_utils import create_sliding_window_causal_mask
 from transformers.modeling_layers import MtpModel
-from transformers.modeling_outputs import BaseModelOutput
 
-from .. import devices
-from ..cache.cache_name import CACHE
-from ..cache.hidden_states import decoder_parts
+from ... import devices
+from ...cache.cache_name import CACHE
+from ...cache.hidden_states import decoder_parts
+from .base import Head
 
 # The names of Qwen3-Next and Qwen3.5, whose MTP weights transformers skips, and the names in transformers' MTP layers.
 QWEN = {
@@ -23,24 +21,22 @@ QWEN = {
     r"^mtp\.pre_fc_norm_embedding\.": "layers.0.enorm.",
     r"^mtp\.pre_fc_norm_hidden\.": "layers.0.hnorm.",
 }
-_heads = weakref.WeakKeyDictionary()  # of targets
 QWEN_TYPES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 
 
-class MtpHead(PreTrainedModel, GenerationMixin):
+class MtpHead(Head):
     """
-    At each position the head reads a token and a state: the target's last hidden state at the token before, or its own
-    output there where the target has not read that token yet. Its first layer is used for all tokens of a speculation.
-    Embedding and output layer are the target's. See [`~hf_ssd.drafting.eagle_head.Eagle3Head`], whose methods these
-    are.
+    The target's own layer as a head. It reads the target's last hidden states, its first layer is used for all tokens
+    of a speculation, and embedding and output layer are the target's.
 
     Args:
         mtp (`MtpModel`): The layers, in transformers' form.
         target (`PreTrainedModel`): The target.
     """
 
-    base_model_prefix = ""
-    _supports_sdpa = _supports_flash_attn = True
+    title = "an MTP layer"
+    drafts_in_turn = True
+    _supports_flash_attn = True
 
     def __init__(self, mtp: MtpModel, target: PreTrainedModel):
         config = copy.deepcopy(mtp.config)
@@ -54,12 +50,8 @@ class MtpHead(PreTrainedModel, GenerationMixin):
         self.mtp = mtp
 
     @classmethod
-    def _can_set_attn_implementation(cls) -> bool:
-        return True
-
-    @classmethod
     def _can_set_experts_implementation(cls) -> bool:
-        return True
+        return True  # transformers looks for experts in the file of the class
 
     def get_input_embeddings(self):
         return self.mtp.embed_tokens
@@ -67,48 +59,22 @@ class MtpHead(PreTrainedModel, GenerationMixin):
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
         return features.to(self.mtp.layers[0].eh_proj.weight)
 
-    def inputs(self, tokens: torch.LongTensor, states: torch.Tensor) -> torch.Tensor:
-        return torch.cat([self.mtp.embed_tokens(tokens).to(states), states], dim=-1)
-
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         return self.mtp._project_to_logits(states)
 
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        position_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | dict | None = None,
-        cache=None,
-        logits_to_keep: torch.LongTensor | int | None = None,
-        **kwargs,
-    ) -> BaseModelOutput:
-        if input_ids.dim() == 2:
-            tokens = input_ids
-            input_ids = self.inputs(tokens, self.fuse(tokens.new_zeros(*tokens.shape, self.config.hidden_size)))
-        embeddings, states = input_ids.chunk(2, dim=-1)
-        if position_ids is None:
-            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+    def read(self, inputs, position_ids, attention_mask, cache, logits_to_keep):
+        embeddings, states = inputs.chunk(2, dim=-1)
         kinds = getattr(self.config, "layer_types", None) or ["full_attention"]
-        if isinstance(attention_mask, dict):
-            attention_mask = attention_mask[kinds[0]]
-        if attention_mask is not None and attention_mask.dim() == 2:
-            attention_mask = None  # of a single row without padding
-        if attention_mask is None and kinds[0] == "sliding_attention":
-            attention_mask = create_sliding_window_causal_mask(self.config, embeddings, None, cache)
         of_kind = {"layer_type": kinds[0]} if getattr(self.mtp, "has_per_layer_rope", False) else {}
         states = self.mtp.layers[0](
             embeddings,
             states,
             position_embeddings=self.mtp.rotary_emb(embeddings, position_ids=position_ids, **of_kind),
-            attention_mask=attention_mask,
+            attention_mask=self.mask(attention_mask, embeddings, cache),
             position_ids=position_ids,
             **{CACHE: cache},
         )
-        if getattr(self.mtp, "use_shared_post_norm", False):
-            states = self.mtp.shared_post_norm(states)
-        if logits_to_keep is not None:
-            states = states[:, slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep]
-        return BaseModelOutput(states)
+        return self.mtp.shared_post_norm(states) if getattr(self.mtp, "use_shared_post_norm", False) else states
 
 
 class _QwenMtp(MtpModel):
@@ -121,14 +87,6 @@ class _QwenMtp(MtpModel):
     def get_weight_conversions(self, main_model: PreTrainedModel) -> list:
         renamed = [WeightRenaming(source_patterns=theirs, target_patterns=ours) for theirs, ours in QWEN.items()]
         return renamed + super().get_weight_conversions(main_model)
-
-
-def mtp_head_of(target: PreTrainedModel) -> MtpHead:
-    """Returns the MTP head of a target, which is loaded once. See [`load_mtp_head`]."""
-    head = _heads.get(target)
-    if head is None or devices.of_model(head) != devices.of_model(target):
-        head = _heads[target] = load_mtp_head(target)
-    return head
 
 
 def load_mtp_head(target: PreTrainedModel) -> MtpHead:

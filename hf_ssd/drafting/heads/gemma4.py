@@ -1,19 +1,18 @@
 """Gemma 4 assistants: drafts that attend to the keys and values of their target, and have none of their own."""
 
 import torch
-from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutput
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..cache.hidden_states import decoder_parts, layers_that_share_keys
+from ...cache.hidden_states import decoder_parts, layers_that_share_keys
+from .base import Head
 
 KINDS = ("full_attention", "sliding_attention")
 
 
-class Gemma4AssistantHead(PreTrainedModel, GenerationMixin):
+class Gemma4Head(Head):
     """
-    A Gemma 4 assistant in the form of a head, see [`~hf_ssd.drafting.eagle_head.Eagle3Head`], whose methods these are.
-    At each position the head reads a token and a state: the target's last hidden state at the token before, or its own
-    output. A state of the target also holds the keys and values of that token in two layers of the target, one for each
+    A Gemma 4 assistant in the form of a head, which reads the target's last hidden states. A state of the target also
+    holds the keys and values of that token in two layers of the target, one for each
     kind of attention. They become the head's cache. Tokens that the target has not read have no keys and values, so all
     tokens of a speculation attend to those of the verified tokens, from the position of the last of these.
 
@@ -25,9 +24,9 @@ class Gemma4AssistantHead(PreTrainedModel, GenerationMixin):
         `ValueError`: the assistant was made for another target.
     """
 
-    config_class = PreTrainedConfig
-    base_model_prefix = ""
-    _supports_sdpa = True
+    title = "an assistant"
+    drafts_in_turn = True
+    model_types = ("gemma4_assistant", "gemma4_unified_assistant")
 
     def __init__(self, assistant: PreTrainedModel, target: PreTrainedModel):
         own, text = assistant.config.get_text_config(), target.config.get_text_config(decoder=True)
@@ -53,19 +52,16 @@ class Gemma4AssistantHead(PreTrainedModel, GenerationMixin):
             hidden_size=hidden + sum(keys) + 1 + own.hidden_size,
             num_hidden_layers=len(shapes) + 1,
             max_position_embeddings=own.max_position_embeddings,
+            target_layers=[len(decoder_parts(target)[0])],
+            target_keys=[shared[kind] for kind in shapes],
+            target_width=hidden + sum(keys),
+            draft_vocab_size=own.vocab_size,
+            attn_implementation=own._attn_implementation,
+            dtype=assistant.dtype,
         )
-        config.target_layers = [len(decoder_parts(target)[0])]
-        config.target_keys = [shared[kind] for kind in shapes]
-        config.target_width, config.draft_vocab_size = hidden + sum(keys), own.vocab_size
-        config.drafts_in_turn = True
-        config._attn_implementation = own._attn_implementation
-        config.dtype = assistant.dtype
         super().__init__(config)
         self.assistant, self.embed_tokens = assistant, target.get_input_embeddings()
         self.shapes, self.parts = shapes, [hidden, *keys, 1]
-
-    def get_input_embeddings(self):
-        return self.embed_tokens
 
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
         """Returns the states of features: the features, then a 1 for a token whose keys are known, then zeros."""
@@ -75,7 +71,12 @@ class Gemma4AssistantHead(PreTrainedModel, GenerationMixin):
         return torch.cat([features, rest], dim=-1)
 
     def inputs(self, tokens: torch.LongTensor, states: torch.Tensor) -> torch.Tensor:
-        return torch.cat([self.embed_tokens(tokens).to(states), states[..., : sum(self.parts)]], dim=-1)
+        return super().inputs(tokens, states[..., : sum(self.parts)])
+
+    def states_of(self, tokens):
+        features = self.embed_tokens(tokens)
+        repeats = -(-self.config.target_width // features.shape[-1])
+        return self.fuse(features.repeat(1, 1, repeats)[..., : self.config.target_width])
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         states = states[..., sum(self.parts) :]
@@ -83,22 +84,8 @@ class Gemma4AssistantHead(PreTrainedModel, GenerationMixin):
             return self.assistant.masked_embedding(states, self.assistant.lm_head.weight)
         return self.assistant.lm_head(states)
 
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        position_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        cache=None,
-        logits_to_keep: torch.LongTensor | int | None = None,
-        **kwargs,
-    ) -> BaseModelOutput:
-        if input_ids.dim() == 2:  # tokens alone, as the trial of a model feeds them, whose embeddings are all they have
-            features = self.embed_tokens(input_ids)
-            repeats = -(-self.config.target_width // features.shape[-1])
-            input_ids = self.inputs(
-                input_ids, self.fuse(features.repeat(1, 1, repeats)[..., : self.config.target_width])
-            )
-        embeddings, *read = input_ids.split([self.parts[0], *self.parts], dim=-1)
+    def read(self, inputs, position_ids, attention_mask, cache, logits_to_keep):
+        embeddings, *read = inputs.split([self.parts[0], *self.parts], dim=-1)
         state, known, keys_and_values = read[0], read[-1][:, None], iter(read[1:-1])
         shared = {}
         for index, (kind, shape) in enumerate(self.shapes.items()):
@@ -108,7 +95,7 @@ class Gemma4AssistantHead(PreTrainedModel, GenerationMixin):
                 shared[kind] = cache.update(keys, values, index)
         if cache is not None:
             known, _ = cache.update(known, known, len(self.shapes))
-        masks, positions = self._masks(known[:, :, :, 0] > 0, attention_mask, input_ids)
+        masks, positions = self._masks(known[:, :, :, 0] > 0, attention_mask, inputs)
         outputs = self.assistant.model(
             inputs_embeds=self.assistant.pre_projection(torch.cat([embeddings, state], dim=-1)),
             attention_mask=masks,
@@ -120,10 +107,7 @@ class Gemma4AssistantHead(PreTrainedModel, GenerationMixin):
         hidden = outputs.last_hidden_state
         projected = self.assistant.post_projection(hidden)
         zeros = hidden.new_zeros(*hidden.shape[:-1], sum(self.parts) - self.parts[0])
-        states = torch.cat([projected, zeros, hidden], dim=-1)
-        if logits_to_keep is not None:
-            states = states[:, slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep]
-        return BaseModelOutput(states)
+        return torch.cat([projected, zeros, hidden], dim=-1)
 
     def _masks(self, known: torch.BoolTensor, mask: torch.Tensor | None, inputs: torch.Tensor):
         """

@@ -1,0 +1,119 @@
+"""Heads: drafts that read hidden states of their target. All of them have one form, and are loaded in one way."""
+
+from abc import abstractmethod
+
+import torch
+from torch import nn
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import create_sliding_window_causal_mask
+from transformers.modeling_outputs import BaseModelOutput
+
+
+class Head(PreTrainedModel, GenerationMixin):
+    """
+    At each position a head reads a token and a *state*: one that [`~Head.fuse`] makes of the target's hidden states at
+    the token before, or the head's own output there where the target has not read that token yet. Its output is a
+    state, from which [`~Head.logits`] gives the distribution of the next token.
+
+    A subclass is published in folders of its own, which it knows by `is_format`, builds by `structure` and reads by
+    `load`, or as models of transformers, of which `Head(model, target)` makes the head. It is in `HEADS` of `loading`.
+
+    Args:
+        config (`PreTrainedConfig`): Has `target_layers`, `target_width` and, if the head reads keys and values too,
+            `target_keys`, see [`~hf_ssd.drafting.needs.DraftInfo`]; and `draft_vocab_size`, the number of tokens that
+            the head can propose.
+    """
+
+    config_class = PreTrainedConfig
+    base_model_prefix = ""
+    _supports_sdpa = True
+    title = "a head"  # in messages
+    drafts_in_turn = False  # whether it drafts in the target's process alone
+    model_types: tuple[str, ...] = ()  # of transformers
+
+    def __init__(self, config: PreTrainedConfig):
+        config.drafts_in_turn = self.drafts_in_turn
+        super().__init__(config)
+
+    @classmethod
+    def is_assistant(cls, values: dict) -> bool:
+        """Whether a model of transformers whose config has these values is made into such a head."""
+        return values.get("model_type") in cls.model_types
+
+    @classmethod
+    def is_format(cls, path: str, values: dict) -> bool:
+        """Whether a folder whose config has these values holds such a head."""
+        return False
+
+    @classmethod
+    def structure(cls, path: str, values: dict, target: PreTrainedModel) -> "Head":
+        """Returns the head without its weights, or raises `ValueError` if it was made for another target."""
+        raise NotImplementedError
+
+    @classmethod
+    def load(cls, path: str, values: dict, target: PreTrainedModel, dtype: torch.dtype | None = None) -> "Head":
+        """Loads the head onto its target's device, by default in the target's dtype, or raises `ValueError`."""
+        raise NotImplementedError
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embed_tokens
+
+    @abstractmethod
+    def fuse(self, features: torch.Tensor) -> torch.Tensor:
+        """Returns the states `(..., hidden_size)` of features `(..., target_width)`, the target's hidden states."""
+
+    def inputs(self, tokens: torch.LongTensor, states: torch.Tensor) -> torch.Tensor:
+        """Returns the inputs of the forward pass for tokens `(...)` with a state each."""
+        return torch.cat([self.get_input_embeddings()(tokens).to(states), states], dim=-1)
+
+    @abstractmethod
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """Returns logits of the target's tokens, -inf for a token that the head cannot propose."""
+
+    @abstractmethod
+    def read(self, inputs: torch.Tensor, position_ids, attention_mask, cache, logits_to_keep) -> torch.Tensor:
+        """Returns the states after `inputs`, or after the last ones of them, as many as `logits_to_keep` needs."""
+
+    def states_of(self, tokens: torch.LongTensor) -> torch.Tensor:
+        """Returns states for tokens that are read alone, as the trial of a model feeds them."""
+        return self.get_input_embeddings().weight.new_zeros(*tokens.shape, self.config.hidden_size, dtype=self.dtype)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | dict | None = None,
+        cache=None,
+        logits_to_keep: torch.LongTensor | int | None = None,
+        **kwargs,
+    ) -> BaseModelOutput:
+        """
+        Args:
+            input_ids (`torch.Tensor`): What [`~Head.inputs`] returns. Or tokens `(rows, tokens)`.
+            position_ids, attention_mask, cache, logits_to_keep: As in models of transformers.
+
+        Returns:
+            `BaseModelOutput`: Its `last_hidden_state` has the states `(rows, tokens, hidden_size)`.
+        """
+        if input_ids.dim() == 2:
+            input_ids = self.inputs(input_ids, self.states_of(input_ids))
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+        states = self.read(input_ids, position_ids, attention_mask, cache, logits_to_keep)
+        if isinstance(logits_to_keep, int):
+            states = states[:, slice(-logits_to_keep, None)]
+        elif logits_to_keep is not None:
+            missing = input_ids.shape[1] - states.shape[1]
+            states = states[:, logits_to_keep - missing if missing else logits_to_keep]
+        return BaseModelOutput(states)
+
+    def mask(self, attention_mask: torch.Tensor | dict | None, embeddings: torch.Tensor, cache):
+        """Returns the mask of a layer that attends as layers of transformers do; `None` means causal."""
+        kind = (getattr(self.config, "layer_types", None) or ["full_attention"])[0]
+        if isinstance(attention_mask, dict):
+            attention_mask = attention_mask[kind]
+        if attention_mask is not None and attention_mask.dim() == 2:
+            attention_mask = None  # of a single row without padding
+        if attention_mask is None and kind == "sliding_attention":
+            attention_mask = create_sliding_window_causal_mask(self.config, embeddings, None, cache)
+        return attention_mask

@@ -1,0 +1,215 @@
+"""
+EAGLE-3 heads: a draft of a single layer that reads hidden states of its target (Li et al., NeurIPS 2025).
+
+They are published in two formats: with the config of a model that has `draft_vocab_size` (SafeAILab, AngelSlim and
+others), and in that of the package speculators, which nests the config of the layer.
+"""
+
+import json
+import os
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_MAPPING
+from transformers.utils import cached_file
+
+from ...cache.cache_name import CACHE
+from ...cache.hidden_states import check_layers, decoder_parts
+from ..vocabulary import MOST_PADDING
+from .base import Head
+
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+NOT_LOADED = ("t2d", "verifier_", "rotary_emb")  # what the rest tells, or only training needs
+
+
+class Eagle3Head(Head):
+    """
+    A head whose layer also reads the embedding of the token.
+
+    Args:
+        config (`PreTrainedConfig`): The config of a model with the same kind of layers, such as `LlamaConfig`, and of
+            the target's vocabulary. Further attributes are those of [`Head`], and `norm_before_residual`,
+            `norm_before_fc`, `fc_norm` and `norm_output`, which are `False` by default.
+    """
+
+    title = "an EAGLE-3 head"
+
+    def __init__(self, config: PreTrainedConfig):
+        super().__init__(config)
+        decoder, size = MODEL_MAPPING[type(config)](config), config.hidden_size
+        self.embed_tokens, self.norm, self.rotary_emb = decoder.embed_tokens, decoder.norm, decoder.rotary_emb
+        self.layers = decoder.layers
+        attention, kind = self.layers[0].self_attn, type(self.norm)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            before = getattr(attention, name)
+            setattr(attention, name, nn.Linear(2 * size, before.out_features, bias=before.bias is not None))
+        self.layers[0].hidden_norm = kind(size, eps=config.rms_norm_eps)
+        self.input_norm = self.fc_norm = None
+        if getattr(config, "norm_before_fc", False):
+            self.input_norm = kind(config.target_width, eps=config.rms_norm_eps)
+        if getattr(config, "fc_norm", False):
+            layers = len(config.target_layers)
+            norms = [kind(config.target_width // layers, eps=config.rms_norm_eps) for _ in range(layers)]
+            self.fc_norm = nn.ModuleList(norms)
+        self.fc = nn.Linear(config.target_width, size, bias=False)
+        self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
+        # For each token of the head, the number that is added to it to give the target's token.
+        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
+        self.post_init()
+
+    @classmethod
+    def is_format(cls, path, values):
+        kind = values.get("speculators_model_type")
+        if kind not in (None, "eagle3"):
+            raise ValueError(f"{path!r} is a speculator of the type {kind!r}; the type 'eagle3' is supported.")
+        return kind is not None or "draft_vocab_size" in values
+
+    @classmethod
+    def structure(cls, path, values, target):
+        return cls(head_config(values, target))
+
+    @classmethod
+    def load(cls, path, values, target, dtype=None):
+        config, embedding = head_config(values, target), target.get_input_embeddings().weight
+        dtype = dtype or target.dtype
+        state = _read_weights(path)
+        if "embed_tokens.weight" not in state:
+            state["embed_tokens.weight"] = embedding.detach()
+        if abs(len(state["embed_tokens.weight"]) - config.vocab_size) <= MOST_PADDING:
+            config.vocab_size = len(state["embed_tokens.weight"])
+        with torch.device("meta"):
+            head = cls(config)
+        state.setdefault("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
+        expected = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
+        found = {name: tuple(tensor.shape) for name, tensor in state.items()}
+        differ = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+        if differ:
+            name = differ[0]
+            raise ValueError(
+                f"The head {path!r} does not fit {type(target).__name__}: `{name}` has the shape {found.get(name)}, "
+                f"and {expected.get(name)} is expected; load the target that it was trained for."
+            )
+        own = torch.arange(config.draft_vocab_size) + state["d2t"].cpu()
+        if int(own.min()) < 0 or int(own.max()) >= config.vocab_size:
+            raise ValueError(
+                f"The head {path!r} proposes tokens that are not in its vocabulary of {config.vocab_size}."
+            )
+        state = {
+            name: tensor.to(embedding.device, torch.long if name == "d2t" else dtype) for name, tensor in state.items()
+        }
+        head.load_state_dict(state, assign=True)
+        head.rotary_emb = type(head.rotary_emb)(config).to(embedding.device)  # its buffers are in no file
+        head.config._name_or_path, head.config.dtype = path, dtype
+        return head.eval().requires_grad_(False)
+
+    @property
+    def _returns_normed(self) -> bool:
+        return getattr(self.config, "norm_output", False)
+
+    def fuse(self, features: torch.Tensor) -> torch.Tensor:
+        features = features.to(self.fc.weight)
+        if self.input_norm is not None:
+            features = self.input_norm(features)
+        if self.fc_norm is not None:
+            of_layers = features.chunk(len(self.fc_norm), dim=-1)
+            features = torch.cat([norm(of_layer) for norm, of_layer in zip(self.fc_norm, of_layers)], dim=-1)
+        return self.fc(features)
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        own = self.lm_head(states if self._returns_normed else self.norm(states))
+        if self.config.draft_vocab_size == self.config.vocab_size:
+            return own
+        of_all = own.new_full((*own.shape[:-1], self.config.vocab_size), -torch.inf)
+        of_all[..., torch.arange(len(self.d2t), device=own.device) + self.d2t] = own
+        return of_all
+
+    def read(self, inputs, position_ids, attention_mask, cache, logits_to_keep):
+        embeddings, states = inputs.chunk(2, dim=-1)
+        layer = self.layers[0]
+        normed = layer.hidden_norm(states)
+        residual = normed if getattr(self.config, "norm_before_residual", False) else states
+        output, _ = layer.self_attn(
+            hidden_states=torch.cat([layer.input_layernorm(embeddings), normed], dim=-1),
+            position_embeddings=self.rotary_emb(embeddings, position_ids),
+            attention_mask=self.mask(attention_mask, embeddings, cache),
+            position_ids=position_ids,
+            **{CACHE: cache},
+        )
+        states = residual + output
+        states = states + layer.mlp(layer.post_attention_layernorm(states))
+        return self.norm(states) if self._returns_normed else states
+
+
+def head_config(values: dict, target: PreTrainedModel) -> PreTrainedConfig:
+    """
+    Returns the config of an [`Eagle3Head`] for a target.
+
+    Raises:
+        `ValueError`: the head was made for another target, or has several layers.
+    """
+    text = target.config.get_text_config(decoder=True)
+    values = {**values.get("transformer_layer_config", {}), **values}
+    nested = values.get("transformer_layer_config", values)
+    if nested.get("num_hidden_layers", 1) != 1:
+        raise ValueError(
+            f"The head has {nested['num_hidden_layers']} layers; EAGLE-3 heads of one layer are supported."
+        )
+    own = {"draft_vocab_size": values["draft_vocab_size"]}
+    for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"):
+        own[name] = bool(values.get(name, False))
+    layers = _layers(values, len(decoder_parts(target)[0]))
+    check_layers(target, layers)
+    own |= {"target_layers": layers, "target_width": len(layers) * text.hidden_size}
+    hidden = values.get("target_hidden_size") or nested["hidden_size"]
+    if hidden != text.hidden_size:
+        raise ValueError(
+            f"The head reads hidden states of {hidden} numbers, and those of {type(target).__name__} have "
+            f"{text.hidden_size}; it was made for another target."
+        )
+    skipped = {"architectures", "auto_map", "transformer_layer_config", "speculators_config", "model_type"}
+    layer = {key: value for key, value in nested.items() if key not in skipped}
+    config = AutoConfig.for_model(nested["model_type"], **{**layer, **own})
+    config.tie_word_embeddings = False
+    return config
+
+
+def _layers(values: dict, count: int) -> list[int]:
+    """Returns the indices of the hidden states that a head reads, of a target with `count` layers."""
+    name, nested = "eagle_aux_hidden_state_layer_ids", values.get("eagle_config") or {}
+    if values.get(name):
+        return list(values[name])
+    if nested.get(name):  # SpecForge and SGLang count layers from 0, and mean their outputs
+        return [layer + 1 for layer in nested[name]]
+    return [2, count // 2, count - 3]
+
+
+def _read_weights(path: str) -> dict[str, torch.Tensor]:
+    """Returns the weights under the names that [`Eagle3Head`] has."""
+    files = (cached_file(path, name, _raise_exceptions_for_missing_entries=False) for name in WEIGHTS)
+    file = next((one for one in files if one is not None), None)
+    if file is None:
+        raise ValueError(f"The head {path!r} has neither {WEIGHTS[0]} nor {WEIGHTS[1]}.")
+    state = (
+        load_file(file) if file.endswith(".safetensors") else torch.load(file, weights_only=True, map_location="cpu")
+    )
+    names = {name: name.removeprefix("model.").replace("midlayer.", "layers.0.") for name in state}
+    return {names[name]: tensor for name, tensor in state.items() if not names[name].startswith(NOT_LOADED)}
+
+
+def save_head(head: Eagle3Head, folder: str | os.PathLike) -> None:
+    """Writes a head in the format of SafeAILab, without embeddings: they are the target's."""
+    folder, config = Path(folder), head.config.to_dict()
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("target_width", "drafts_in_turn", "_name_or_path", "transformers_version"):
+        config.pop(name, None)
+    config["architectures"] = ["LlamaForCausalLMEagle3"]
+    config["eagle_aux_hidden_state_layer_ids"] = config.pop("target_layers")
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True, default=str) + "\n")
+    state = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in head.state_dict().items()}
+    state.pop("embed_tokens.weight")
+    own = torch.arange(len(head.d2t)) + head.d2t.cpu()
+    state["t2d"] = torch.zeros(head.config.vocab_size, dtype=torch.bool).index_fill(0, own, True)
+    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}, folder / WEIGHTS[0])
