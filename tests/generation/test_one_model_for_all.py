@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import random
 import signal
 import threading
@@ -32,12 +33,13 @@ def run(threads) -> None:
 
 
 @pytest.mark.parametrize("calls", [48, pytest.param(1000, marks=pytest.mark.slow)])
-def test_threads_that_share_a_target_get_the_tokens_of_plain_decoding(calls):
+def test_threads_that_share_a_target_get_the_tokens_of_plain_decoding(calls, assistant):
     target, draft = hf_ssd.enable(tiny_model()), tiny_draft()
     expected = [target.generate(prompt(number), **OPTIONS) for number in range(5)]
     config, failed, speculated = hf_ssd.SSDConfig(**IN_TURN), [], []
     kinds = {
         "in turn": {"assistant_model": draft, "ssd_config": config},
+        "ahead": {"assistant_model": assistant, "ssd_config": hf_ssd.SSDConfig(lookahead=3)},
         "n-grams": {"ssd_config": hf_ssd.SSDConfig(drafter="ngram", lookahead=3)},
         "batch": {"assistant_model": draft, "ssd_config": config},
         "plain": {},
@@ -58,7 +60,7 @@ def test_threads_that_share_a_target_get_the_tokens_of_plain_decoding(calls):
         return call
 
     run([calling(kind) for kind in kinds])
-    assert not failed and len(speculated) == 3 * (calls // 4) and sum(speculated) > calls
+    assert not failed and len(speculated) == 4 * (calls // 5) and sum(speculated) > calls
     assert target.config._attn_implementation == draft.config._attn_implementation == "sdpa"
 
 
@@ -146,23 +148,23 @@ def test_an_interrupt_at_any_moment_leaves_the_model_as_it_was():
 
 
 class Guidance(LogitsProcessor):
-    """Changes nothing, but may run the target on tokens of its own, as contrastive methods do with another prompt."""
+    """Changes nothing, but may run the target on tokens of its own, as contrastive methods and judges do."""
 
-    def __init__(self, target, tokens: torch.LongTensor):
-        self.target, self.tokens, self.calls = target, tokens, 0
+    def __init__(self, run=None):
+        self.run, self.calls = run, 0
 
     def __call__(self, input_ids, scores):
         self.calls += 1
-        if self.target is not None:
+        if self.run is not None:
             with torch.no_grad():
-                self.target(self.tokens, use_cache=False)
+                self.run()
         return scores
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("tokens", [1, 6])
-def test_passes_of_a_processor_are_not_taken_for_those_of_the_call(tokens, rows, asynchronous, monkeypatch):
+@pytest.mark.parametrize("tokens, is_call", [(1, False), (6, False), (6, True)])
+def test_passes_of_a_processor_are_not_taken_for_those_of_the_call(tokens, is_call, rows, asynchronous, monkeypatch):
     target = hf_ssd.enable(tiny_model())
     head, inputs = tiny_head(target), padded_batch(rows)
     options = {"max_new_tokens": 24, "do_sample": False, "return_dict_in_generate": True}
@@ -172,7 +174,8 @@ def test_passes_of_a_processor_are_not_taken_for_those_of_the_call(tokens, rows,
         knows(monkeypatch, [text[9 - int(mask.sum()) :].tolist() for text, mask in texts])
     settings = {"lookahead": 3, "asynchronous": asynchronous, "fallback": "primary", "on_draft_failure": "raise"}
     own = torch.arange(2, 2 + tokens).repeat(rows, 1)
-    idle, guidance, seen, found, add = Guidance(None, own), Guidance(target, own), [], [], Features.add
+    run = functools.partial(target.generate, own, max_new_tokens=3) if is_call else functools.partial(target, own)
+    idle, guidance, seen, found, add = Guidance(), Guidance(run), [], [], Features.add
     monkeypatch.setattr(Features, "add", lambda self, states, k: seen.append(self) or add(self, states, k))
     worker = hf_ssd.launch_draft(head, num_threads=1) if asynchronous else contextlib.nullcontext(head)
     with worker as draft:
