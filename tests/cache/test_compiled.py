@@ -139,19 +139,6 @@ def test_a_round_that_compiles_is_told_and_teaches_the_planner_nothing(compilati
     assert seen and not any(seen)
 
 
-def test_generate_gives_the_tokens_of_models_that_are_not_compiled(compilations):
-    plain, model, draft = (of(num_hidden_layers=1) for of in (tiny_model, tiny_model, tiny_draft))
-    target, draft = hf_ssd.enable(to_compile(model)), to_compile(draft)
-    inputs, options = padded_batch(3), {"max_new_tokens": 40, "do_sample": False}
-    config = hf_ssd.SSDConfig(lookahead=3, asynchronous=False)
-    calls = []
-    for _ in range(2):
-        output = target.generate(**inputs, **options, assistant_model=draft, ssd_config=config)
-        assert torch.equal(output, plain.generate(**inputs, **options))
-        calls.append(len(compilations))
-    assert calls == [2, 2]  # the draft and the target
-
-
 @torch.inference_mode()
 def test_rows_that_are_left_out_compile_nothing_again(compilations):
     logits = []

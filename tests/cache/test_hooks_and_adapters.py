@@ -61,9 +61,17 @@ def hooked(module, hook):
 # ---------------------------------------------------------------- hooks and forwards
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("is_called_before", [True, False])
-@pytest.mark.parametrize("tokens", [slice(-1, None), slice(3, None), slice(4, None), slice(None, 2)])
+SLICES = [slice(-1, None), slice(3, None), slice(4, None), slice(None, 2)]
+
+
+@pytest.mark.parametrize(
+    "tokens, is_called_before, dtype",
+    [
+        *((tokens, before, torch.float32) for tokens in SLICES for before in (True, False)),
+        (SLICES[0], True, torch.bfloat16),
+        (SLICES[2], False, torch.bfloat16),
+    ],
+)
 def test_a_hook_that_acts_on_some_tokens_of_a_pass_is_refused_by_its_name(tokens, is_called_before, dtype, draft):
     target, settings = hf_ssd.enable(tiny_model().to(dtype)), {"assistant_model": draft, "ssd_config": IN_TURN}
     if is_called_before:
@@ -227,8 +235,7 @@ def test_lora_speculates_with_the_adapter_that_is_active(is_enabled, draft):
     assert not torch.equal(seen[0], seen[1]) and not torch.equal(seen[1], seen[2])
 
 
-@pytest.mark.parametrize("is_enabled", [True, False])
-@pytest.mark.parametrize("is_called_before", [True, False])
+@pytest.mark.parametrize("is_enabled, is_called_before", [(True, False), (False, True)])
 def test_an_activated_lora_is_refused_by_its_name(is_called_before, is_enabled, draft):
     model = lora(name="judge", alora_invocation_tokens=[7, 8])
     if is_enabled:
@@ -247,8 +254,7 @@ def test_an_activated_lora_is_refused_by_its_name(is_called_before, is_enabled, 
         generate(**inputs, **OPTIONS, **settings_of(draft))
 
 
-@pytest.mark.parametrize("is_enabled", [True, False])
-@pytest.mark.parametrize("is_called_before", [True, False])
+@pytest.mark.parametrize("is_enabled, is_called_before", [(True, False), (False, True)])
 def test_rows_with_adapters_of_their_own_speculate(is_called_before, is_enabled, draft):
     model = lora(lora(), "other", seed=1)
     if is_enabled:

@@ -3,28 +3,14 @@ import torch
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    MambaConfig,
-    MambaForCausalLM,
     XLMConfig,
     XLMWithLMHeadModel,
 )
 
 from hf_ssd.cache import trial
-from hf_ssd.cache.support import attention_layout
 from hf_ssd.cache.trial import check_supported
 
-from ..helpers.tiny import FAMILIES, tiny_model
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_models_that_take_part(family):
-    check_supported(tiny_model(family))
-
-
-def test_a_model_without_dropout_takes_part_in_training_mode_too():
-    check_supported(tiny_model().train())
+from ..helpers.tiny import tiny_model
 
 
 def test_a_model_is_tried_once_for_each_attention_and_dtype(monkeypatch):
@@ -35,22 +21,6 @@ def test_a_model_is_tried_once_for_each_attention_and_dtype(monkeypatch):
         change()
         check_supported(model)
     assert tried == [torch.float32, torch.float32, torch.float64]
-
-
-def test_gpt2_takes_part():
-    check_supported(GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=40)).eval())
-
-
-def test_layouts():
-    assert attention_layout(tiny_model("llama")).window is None
-    assert attention_layout(tiny_model("mistral")).window == 6 and not attention_layout(tiny_model("mistral")).mixed
-    assert attention_layout(tiny_model("gemma")).mixed
-
-
-def test_models_without_attention_are_refused():
-    model = MambaForCausalLM(MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=40))
-    with pytest.raises(ValueError, match="MambaForCausalLM has recurrent layers alone.* cannot be rolled back"):
-        check_supported(model)
 
 
 def test_models_that_take_no_4d_masks_are_refused():

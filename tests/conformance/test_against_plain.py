@@ -94,12 +94,14 @@ class Stops(StoppingCriteria):
 
 
 @st.composite
-def dialogues(draw, options):
-    """Prompts of several turns, options of generate(), settings, a seed."""
+def dialogues(draw, options, of_each=()):
+    """Prompts of several turns, options of generate() (some of them of each call), settings, a seed."""
     rows = draw(st.integers(1, 4))
     prompts = draw(st.lists(st.lists(TOKENS, min_size=1, max_size=7), min_size=rows, max_size=rows))
     questions = draw(st.lists(st.lists(TOKENS, min_size=1, max_size=4), max_size=2))
-    options = draw(st.fixed_dictionaries({"max_new_tokens": st.integers(1, 16)}, optional={**OPTIONS, **options}))
+    options = {**OPTIONS, **options}
+    always = {"max_new_tokens": st.integers(1, 16), **{name: options.pop(name) for name in of_each}}
+    options = draw(st.fixed_dictionaries(always, optional=options))
     config = hf_ssd.SSDConfig(asynchronous=False, **draw(st.fixed_dictionaries(SETTINGS)))
     dtype = draw(st.sampled_from([torch.float32, torch.float32, torch.float64, torch.bfloat16]))
     masks_pads, seed = draw(st.booleans()), draw(st.integers(0, 99))
@@ -166,7 +168,7 @@ def turns(target, dialogue, ssd, tokenizer):
     return played
 
 
-def check_greedy(target, draft, tokenizer, examples):
+def check_greedy(target, draft, tokenizer, examples, of_each=()):
     def check_one(dialogue):
         options = {**dialogue[2], "do_sample": False}
         dialogue = (*dialogue[:2], options, *dialogue[3:])
@@ -182,8 +184,8 @@ def check_greedy(target, draft, tokenizer, examples):
             accepted.append(sum(k for _, k, _ in ours.ssd_stats.verified_rows()))
 
     accepted = []
-    check(dialogues({}), check_one, examples)
-    assert sum(accepted) > examples
+    check(dialogues({}, of_each), check_one, examples)
+    assert of_each or sum(accepted) > examples
 
 
 def check_sampled(target, draft, tokenizer, examples):
@@ -263,20 +265,26 @@ def behind_the_end(monkeypatch):
     monkeypatch.setattr(Sequences, "as_in_plain_generation", lambda self, length: self.ids[:, :length])
 
 
-@pytest.mark.parametrize(
-    "mutant",
-    [
-        pytest.param(all_at_once, marks=pytest.mark.slow),
-        no_constraints,
-        rows_by_themselves,
-        cache_as_rounds_left_it,
-        behind_the_end,
-    ],
-)
+def criteria_at_different_lengths(monkeypatch):
+    """Criteria are asked while some rows are still shorter."""
+    monkeypatch.setattr(Sequences, "_common_length", property(lambda self: max(self.lengths)))
+
+
+MUTANTS = {  # and the option without which there is nothing to notice
+    all_at_once: "processor",
+    no_constraints: "constraint",
+    rows_by_themselves: "processor",
+    cache_as_rounds_left_it: "eos_token_id",
+    behind_the_end: "eos_token_id",
+    criteria_at_different_lengths: "criterion",
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
 def test_mistakes_are_noticed(target, draft, tokenizer, mutant, monkeypatch):
     mutant(monkeypatch)
     with pytest.raises((AssertionError, ValueError, IndexError, RuntimeError)):
-        check_greedy(target, draft, tokenizer, 100)
+        check_greedy(target, draft, tokenizer, 100, [MUTANTS[mutant]])
 
 
 @pytest.mark.slow

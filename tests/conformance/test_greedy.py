@@ -7,8 +7,10 @@ import pytest
 import torch
 
 import hf_ssd
+from hf_ssd.cache.branches import Branches
 from hf_ssd.generation.verification import verify_greedy
 
+from ..helpers.preparing import preparing
 from ..helpers.tiny import padded_batch, tiny_model
 
 
@@ -53,19 +55,27 @@ def test_the_target_as_its_own_draft_hits_every_time(lookahead):
     assert stats.tokens_per_round == lookahead + 1 and stats.rounds == rounds
 
 
-def test_a_row_gives_what_it_gives_alone(target, assistant):
-    inputs = padded_batch(4)
-    options = {"max_new_tokens": 30, "do_sample": False, "assistant_model": assistant}
-    together = target.generate(**inputs, **options, ssd_config=hf_ssd.SSDConfig(lookahead=4))
-    for row in range(4):
-        real = inputs["attention_mask"][row].bool()
-        alone = target.generate(
-            input_ids=inputs["input_ids"][row, real][None],
-            attention_mask=torch.ones(1, int(real.sum())),
-            **options,
-            ssd_config=hf_ssd.SSDConfig(lookahead=4),
-        )
-        assert torch.equal(together[row, -30:], alone[0, -30:])
+def test_branches_that_see_each_other_are_noticed(monkeypatch):
+    """The mutant for the test above, in this process."""
+    grow = Branches.grow
+
+    def leaky(self, *arguments):
+        self.mask[..., self.base :] = 0
+        return grow(self, *arguments)
+
+    def acceptance_rate():
+        config = hf_ssd.SSDConfig(lookahead=4, budget=10, fan_out="uniform", asynchronous=False)
+        options = {"assistant_model": tiny_model(), "ssd_config": config, "return_dict_in_generate": True}
+        with preparing() as hits:
+            output = hf_ssd.enable(tiny_model()).generate(
+                **padded_batch(2), max_new_tokens=31, do_sample=False, **options
+            )
+        assert any(hits)
+        return output.ssd_stats.acceptance_rate
+
+    assert acceptance_rate() == 1.0
+    monkeypatch.setattr(Branches, "grow", leaky)
+    assert acceptance_rate() < 1.0
 
 
 def test_prompts_longer_than_the_first_allocation(target, assistant):

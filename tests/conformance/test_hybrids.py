@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import threading
 
@@ -12,7 +13,8 @@ from accelerate.hooks import ModelHook, add_hook_to_module
 import hf_ssd
 from hf_ssd.cache import recurrent
 from hf_ssd.cache.cache_name import CACHE
-from hf_ssd.cache.recurrent_draft import RecurrentDraft
+from hf_ssd.cache.recurrent import RecurrentLayer, RecurrentModel
+from hf_ssd.cache.recurrent_draft import RecurrentBranches, RecurrentDraft
 from hf_ssd.cache.trial import check_supported
 from hf_ssd.drafting import recurrent_prefix
 from hf_ssd.planning.cost_model import CostModel
@@ -67,21 +69,25 @@ def in_turn(draft, lookahead=4, **settings):
     }
 
 
-def check_greedy(family, rows, lookaheads):
+def check_greedy(family, rows, lookaheads, ends=False):
+    """Greedy tokens, logits and states are plain's; with `ends`, rows end at different lengths."""
     target, draft = pair_of(family)
-    inputs = padded_batch(rows)
-    plain = target.generate(**inputs, **GREEDY)
-    knows = Knows(plain.sequences, inputs["attention_mask"])
+    inputs, options = padded_batch(rows), GREEDY
+    plain = target.generate(**inputs, **options)
     assert len(set(plain.sequences[:, 9:].flatten().tolist())) > 4
+    if ends:
+        options = {**GREEDY, "eos_token_id": [int(plain.sequences[0, 15]), int(plain.sequences[-1, 21])]}
+        plain = target.generate(**inputs, **options)
+    knows = Knows(plain.sequences, inputs["attention_mask"])
     for lookahead in lookaheads:
         with preparing(
             lambda plan, _: dataclasses.replace(plan, mode=AHEAD, budget=1)
         ):  # for few hits, so `knows` is asked
-            output = target.generate(**inputs, **GREEDY, **in_turn(draft, lookahead, fallback=knows))
+            output = target.generate(**inputs, **options, **in_turn(draft, lookahead, fallback=knows))
         assert torch.equal(output.sequences, plain.sequences)
         assert output.ssd_stats.draft_failure is None and 1.3 < output.ssd_stats.tokens_per_round < lookahead + 1
         for ours, theirs in zip(output.logits, plain.logits, strict=True):
-            assert (ours - theirs).abs().max() <= 1e-4 * theirs.abs().max()
+            assert ends or (ours - theirs).abs().max() <= 1e-4 * theirs.abs().max()  # behind an end there are none
         check_cache(output[CACHE], plain[CACHE])
 
 
@@ -94,9 +100,21 @@ def check_cache(ours, theirs):
                     assert (getattr(one, name)[index] - state).abs().max() <= 1e-4 * state.abs().max()
 
 
+@pytest.mark.parametrize("ends", [False, True])
 @pytest.mark.parametrize("family", QUICK)
-def test_greedy_tokens_are_those_of_plain_generate(family, short_refeeds):
-    check_greedy(family, rows=3, lookaheads=[4])
+def test_greedy_tokens_logits_and_states_are_those_of_plain_generate(family, ends, short_refeeds):
+    check_greedy(family, rows=3, lookaheads=[4], ends=ends)
+
+
+def test_refeeds_are_shortened_by_passes_of_their_own(monkeypatch):
+    passes, feed = [], RecurrentModel._feed
+    monkeypatch.setattr(RecurrentModel, "_feed", lambda *arguments: passes.append(1) or feed(*arguments))
+    for worth in (6, 1000):
+        passes.append(0)
+        monkeypatch.setattr(recurrent, "WORTH_A_PASS", worth)
+        check_greedy("qwen3_next", rows=3, lookaheads=[7])
+    second = passes.index(0, 1)
+    assert sum(passes[:second]) > sum(passes[second:])
 
 
 @pytest.mark.slow
@@ -129,8 +147,17 @@ def check_hybrid_draft(target, draft, rows, lookaheads, least, **options):
 @pytest.mark.parametrize("family", QUICK)
 def test_a_hybrid_drafts_for_itself_and_is_always_right(family, short_refeeds):
     """A wrong state of the draft, or a copy of the wrong columns, would lose acceptance."""
+    check_own_draft(family)
+
+
+@functools.cache
+def twins(family):
     config = tiny_config(family)
-    target, draft = hf_ssd.enable(sharp_model(config)), sharp_model(config)
+    return hf_ssd.enable(sharp_model(config)), sharp_model(config)
+
+
+def check_own_draft(family):
+    target, draft = twins(family)
     assert check_hybrid_draft(target, draft, 3, [4], least=lambda lookahead: 4.8) > 0.7
 
 
@@ -366,6 +393,123 @@ def test_the_trial_notices_a_state_that_is_not_copied(monkeypatch):
     with pytest.raises(ValueError, match="several tokens behind its recurrent state"):
         check_supported(sharp_model(tiny_config("qwen3_next")))
     check_supported(tiny_model())
+
+
+# ---------------------------------------------------------------- mutants
+
+
+def checkpoints_without_a_copy(monkeypatch):
+    def shared(self, rows):
+        for (states, index), kept in zip(self.places(), self.kept):
+            states[index] = kept if rows is None else kept[rows]
+
+    monkeypatch.setattr(RecurrentLayer, "copy_checkpoint", shared)
+
+
+def a_lost_token(monkeypatch):
+    take_in = RecurrentModel._take_in
+
+    def loses(self, rows, verified):
+        take_in(self, rows, verified)
+        for row in rows:
+            self.checkpoints[row] += verified[row] - self.checkpoints[row] > 1
+
+    monkeypatch.setattr(RecurrentModel, "_take_in", loses)
+
+
+def fillers_in_a_state(monkeypatch):
+    feed = RecurrentModel._feed
+
+    def keeps(self, ends, *arguments):
+        logits = feed(self, ends, *arguments)
+        self.reached = {row: ends[row] for row in self.passed}
+        return logits
+
+    monkeypatch.setattr(RecurrentModel, "_feed", keeps)
+
+
+def a_neighbours_checkpoint(monkeypatch):
+    keep = RecurrentLayer.keep
+    monkeypatch.setattr(RecurrentLayer, "keep", lambda self, rows, places: keep(self, rows, places[1:] + places[:1]))
+
+
+def a_draft_without_a_copy(monkeypatch):
+    start_from = RecurrentDraft.start_from
+
+    def shares(self, sources):
+        states = (sources[0] or (None, 0))[0]
+        if states is not None and sources == [(states, row) for row in range(len(states[0]))]:
+            self.cache.set_states(states)
+        else:
+            start_from(self, sources)
+
+    monkeypatch.setattr(RecurrentDraft, "start_from", shares)
+
+
+def a_token_that_the_draft_loses(monkeypatch):
+    step = RecurrentDraft._step
+
+    def loses(self, inputs, at, count, moved):
+        if count > 1 and min(at.values()):
+            for row in moved:
+                self.states[row][at[row] + 1] = self.states[row][at[row]]
+                at[row] += 1
+            count -= 1
+        return step(self, inputs, at, count, moved)
+
+    monkeypatch.setattr(RecurrentDraft, "_step", loses)
+
+
+def fillers_in_a_drafts_state(monkeypatch):
+    step = RecurrentDraft._step
+
+    def keeps(self, inputs, at, count, moved):
+        logits = step(self, inputs, at, count, moved)
+        for place, row in enumerate(at):
+            if row not in moved:
+                self.states[row][at[row]] = self.cache.current_states(), place
+        return logits
+
+    monkeypatch.setattr(RecurrentDraft, "_step", keeps)
+
+
+def a_neighbours_branch(monkeypatch):
+    made = RecurrentBranches.__init__
+
+    def starts_elsewhere(self, *arguments):
+        made(self, *arguments)
+        self.current = self.current[1:] + self.current[:1]
+
+    monkeypatch.setattr(RecurrentBranches, "__init__", starts_elsewhere)
+
+
+def an_adopted_neighbour(monkeypatch):
+    adopt = RecurrentBranches.adopt
+
+    def adopts_elsewhere(self, chosen, forks):
+        self.states = [[one.roll(1, 0) for one in states] for states in self.states]
+        return adopt(self, chosen, forks)
+
+    monkeypatch.setattr(RecurrentBranches, "adopt", adopts_elsewhere)
+
+
+OF_TARGETS = [checkpoints_without_a_copy, a_lost_token, fillers_in_a_state, a_neighbours_checkpoint]
+OF_DRAFTS = [a_draft_without_a_copy, a_token_that_the_draft_loses, fillers_in_a_drafts_state]
+OF_DRAFTS += [a_neighbours_branch, an_adopted_neighbour]
+
+
+@pytest.mark.parametrize("mutate", [*OF_TARGETS, *OF_DRAFTS])
+def test_a_wrong_state_is_noticed(mutate, short_refeeds, monkeypatch):
+    """By the greedy tokens of a target, and by the acceptance of a draft."""
+    family = "qwen3_next"
+    for model in (pair_of(family)[0], *twins(family)):  # which would notice some of them first
+        check_supported(model, drafts=True)
+    mutate(monkeypatch)
+    with pytest.raises(AssertionError):
+        if mutate in OF_DRAFTS:
+            check_own_draft(family)
+        else:
+            check_greedy(family, 3, [4])
 
 
 @pytest.mark.parametrize("hooked", [False, pytest.param(True, marks=pytest.mark.slow)])

@@ -57,9 +57,10 @@ def differences(target, draft, options, mask_of_pads, padded):
     return [i for of_one in outputs for i, both in enumerate(zip(of_one, expected)) if not torch.equal(*both)]
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("mask_of_pads", [False, True])
-@pytest.mark.parametrize("kind", ["eos", "string", "length"])
+@pytest.mark.parametrize(
+    "kind, mask_of_pads, padded",
+    [("eos", False, True), ("eos", True, False), ("string", True, True), ("length", False, False)],
+)
 def test_later_turns_are_those_of_plain_generation(target, draft, tokenizer, kind, mask_of_pads, padded):
     assert not differences(target, draft, stops(target, kind, tokenizer), mask_of_pads, padded)
 

@@ -160,28 +160,6 @@ def test_plain_rounds_come_first_and_drafting_ahead_when_its_trial_is_paid_for(m
     assert {*modes_followed(World(0.9))} == {IN_TURN}
 
 
-def test_each_mode_has_costs_of_its_own_cores():
-    """A draft in turn has all cores, and the target has them in rounds in turn and in plain rounds."""
-    world = World(0.8, contention=1.5, alone=2.0, step=0.02)
-    planner = new_planner(world)
-    world.run(planner, rounds=200)
-    costs = planner.costs
-    assert costs.seconds_to_draft(IN_TURN, 3) == pytest.approx(3 * 0.01005, rel=0.02)
-    assert costs.seconds_to_draft(AHEAD, 3) == pytest.approx(3 * 0.02005, rel=0.02)
-    for mode, seconds in ((PLAIN, 0.040), (IN_TURN, 0.042), (AHEAD, 1.5 * 0.042)):
-        assert costs.seconds_to_verify(mode, 2 if mode != PLAIN else 0) == pytest.approx(seconds, rel=0.02)
-
-
-def test_a_parallel_draft_prepares_in_one_pass_and_serves_a_miss_in_one():
-    costs = CostModel(CallKind(SSDConfig(), 1, 1000, is_parallel=True))
-    for tokens in (1, 8, 16):
-        for line in (costs.durations.branches, costs.durations.step[AHEAD]):
-            line.observe(tokens, 0.005 + 0.0001 * tokens)
-    costs.durations.choosing.observe(0.001)
-    assert costs.seconds_to_prepare(7, 8) == pytest.approx(0.001 + 0.005 + 8 * 9 * 0.0001, rel=0.05)
-    assert costs.seconds_to_draft(AHEAD, 7) == pytest.approx(0.005 + 8 * 0.0001, rel=0.05)
-
-
 def test_speeds_are_those_of_theory(monkeypatch):
     costs = CostModel(CallKind(SSDConfig(), 2, 1000))
     for tokens in (4, 8, 20, 40):
