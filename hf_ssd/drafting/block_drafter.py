@@ -12,12 +12,9 @@ class BlockPrefix(HeadPrefix):
     """
     The verified tokens as a DFlash draft reads them. Column `c` holds token `c` and its own state, which is zeros until
     the target has read the token.
-
-    Attributes:
-        block (`int`): Number of columns, from that of the last verified token on, which see each other.
     """
 
-    block = 1
+    block = 1  # columns, from that of the last verified token on, which see each other
 
     def _texts(self, prompts):
         self.skipped = [1] * len(prompts)  # a head has the state of a token in the next token's column

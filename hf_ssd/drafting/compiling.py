@@ -17,15 +17,9 @@ PROMPT_LENGTH = 8  # tokens, an arbitrary number
 @torch.inference_mode()
 def compile_draft(model: PreTrainedModel) -> str | None:
     """
-    Compiles the forward pass with `torch.compile` and drafts a few tokens, for a single row and for two rows: sizes are
-    compiled as dynamic, but `torch.compile` treats a size of 1 as a separate case.
-
-    Args:
-        model (`PreTrainedModel`): The draft model, which is changed.
-
-    Returns:
-        `str`, *optional*: Why the model is not compiled, for example because no compiler is installed. The model is
-        then as before. `None` if it is compiled.
+    Compiles the forward pass and drafts a few tokens, for a single row and for two rows: sizes are compiled as dynamic,
+    but `torch.compile` treats a size of 1 as a separate case. Returns why the model is as before, for example because
+    no compiler is installed, or `None` if it is compiled.
     """
     if isinstance(model, Head):
         return "it reads hidden states of the target"

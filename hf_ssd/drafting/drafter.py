@@ -26,53 +26,34 @@ class Drafter(ABC):
     Proposes tokens after the verified prefix of each row. In a round, `candidates` and `grow` are called while the
     target verifies; then `commit`, and either `complete`, if tokens are missing, or `take_speculation`. The tokens
     proposed after an outcome depend on the outcome and the seed alone, and not on whether they were prepared.
-
-    Args:
-        model (`PreTrainedModel`): The draft model.
-        config (`SSDConfig`): The user's settings.
-        generation_config (`GenerationConfig`): The target's. Its warpers and penalties apply to the proposals too.
-        prompts (`list[torch.LongTensor]`): The prompt of each row without padding, at least one token each.
-        seed (`int`): Seed of the randomness.
-        earlier ([`VerifiedPrefix`], *optional*): The prefix of the previous call, whose cache is used again if this
-            call continues its text.
-        prompt_length (`int`, *optional*): Length of the longest prompt, if the rows already contain generated tokens.
-            The length of the longest row by default.
-        num_workers (`int`, *optional*): How many drafts prepare a budget each.
-        vocabulary ([`Vocabulary`], *optional*): Maps between the tokens of target and draft. The target has the draft's
-            vocabulary by default.
-
-    Attributes:
-        needs ([`~hf_ssd.drafting.needs.DrafterNeeds`]): Class attribute: the properties that a draft model must have.
-        prefix ([`VerifiedPrefix`]): The verified tokens of each row.
-        drafted (`torch.LongTensor` of shape `(batch_size, lookahead)`): The speculation that is being verified.
-        vocab_size (`int`): Size of the target's vocabulary, which all code outside the draft model uses.
-        sampled (`bool`): Whether tokens are drawn at random, so that their distributions are returned too.
     """
 
-    needs = DrafterNeeds()
+    needs = DrafterNeeds()  # of the draft model
     prefix_class = VerifiedPrefix
 
     def __init__(
         self,
         model: PreTrainedModel,
         config: SSDConfig,
-        generation_config: GenerationConfig,
-        prompts: list[torch.LongTensor],
+        generation_config: GenerationConfig,  # the target's, whose warpers and penalties apply to proposals too
+        prompts: list[torch.LongTensor],  # without padding, at least one token each
         seed: int,
-        earlier: VerifiedPrefix | None = None,
-        prompt_length: int | None = None,
-        num_workers: int = 1,
-        vocabulary: Vocabulary | None = None,
+        earlier: VerifiedPrefix | None = None,  # of the previous call, whose cache is used if this call continues it
+        prompt_length: int | None = None,  # of the longest prompt, if rows already contain generated tokens
+        num_workers: int = 1,  # drafts that prepare a budget each
+        vocabulary: Vocabulary | None = None,  # if the target has another one than the draft
     ):
         self.device = devices.of_model(model)
         limit = generation_config.max_length
         options = {"cuda_graphs": config.cuda_graphs, "pack_weights": config.pack_weights}
         kind = RecurrentPrefix if attention_layout(model).recurrent else self.prefix_class
         self.prefix = kind(model, prompts, limit, earlier, vocabulary, **options)
-        self.vocabulary, self.vocab_size = self.prefix.vocabulary, self.prefix.vocabulary.size
+        self.vocabulary = self.prefix.vocabulary
+        self.vocab_size = self.vocabulary.size  # of the target; all code outside the draft model uses its tokens
         longest = prompt_length or max(self.prefix.lengths)
         self.sampler = DraftSampler(model, config, generation_config, longest, seed, self.vocab_size, num_workers)
         self.sampled = self.sampler.noise is not None
+        # The speculation (batch_size, lookahead) that is being verified.
         self.drafted = torch.zeros(len(prompts), 0, dtype=torch.long, device=self.device)
 
     @abstractmethod
@@ -81,29 +62,16 @@ class Drafter(ABC):
 
     @abstractmethod
     def candidates(self, from_fallback: list[bool], count: int, plan: Plan) -> OutcomeCandidates:
-        """
-        Ranks the bonus tokens after each accepted count of the speculation that is being verified.
-
-        Args:
-            from_fallback (`list[bool]`): Whether the speculation of each row came from a fallback, not this drafter.
-            count (`int`): How many tokens to rank.
-            plan ([`~hf_ssd.rounds.Plan`]): Says whether to read the speculation first.
-        """
+        """Ranks `count` bonus tokens after each accepted count of the speculation that is being verified."""
 
     @abstractmethod
     def grow(self, accepted: list[list[int]], bonus: list[list[int]], plan: Plan) -> Iterator[tuple]:
         """
-        Proposes tokens after each outcome, for all outcomes together, in one or more forward passes.
+        Proposes tokens after each outcome, for all outcomes `(batch_size, N)` together, in one or more forward passes.
+        Accepted counts are negative for a place that holds no outcome.
 
-        Args:
-            accepted, bonus (`list` of shape `(batch_size, N)`): The outcomes. Accepted counts are negative for a place
-                that holds no outcome.
-            plan ([`~hf_ssd.rounds.Plan`]): Says how many tokens to propose and how Saguaro sampling changes their
-                distributions.
-
-        Yields:
-            After each pass, the arguments of [`~hf_ssd.drafting.speculation_cache.SpeculationCache.append`] for the
-            next T tokens of each outcome; `None` when asked while the tokens are still on their way to the host.
+        Yields after each pass the arguments of [`~hf_ssd.drafting.speculation_cache.SpeculationCache.append`] for the
+        next T tokens of each outcome; `None` when asked while the tokens are still on their way to the host.
         """
 
     def commit(
@@ -114,14 +82,9 @@ class Drafter(ABC):
         later: list[list[int]] | None = None,
     ) -> None:
         """
-        Takes in an outcome.
-
-        Args:
-            accepted (`list[int]`): Accepted count of each row, `FINISHED` for a row that is left out from now on.
-            bonus (`list[int]`): Bonus token of each row.
-            branches (`list[int]`): The branch that was prepared for the outcome of each row, -1 for a miss.
-            later (`list[list[int]]`, *optional*): Tokens of each row after the bonus token, from rounds in which this
-                drafter proposed nothing.
+        Takes in the outcome of each row: an accepted count, `FINISHED` for a row that is left out from now on, and a
+        bonus token. `branches` were prepared for it, -1 for a miss. `later` are the tokens after the bonus token, from
+        rounds in which this drafter proposed nothing.
         """
         self.prefix.decoder.leave_out([k < 0 for k in accepted])
         self.prefix.grow(accepted, bonus)
@@ -131,28 +94,17 @@ class Drafter(ABC):
 
     def take_features(self, receive: Callable[[int, int], torch.Tensor]) -> None:
         """
-        Takes in the target's hidden states at the tokens that have none, which come with an outcome. Called after
-        [`~Drafter.commit`], only if the drafter needs hidden states. The last token of a row has not been fed to the
-        target yet, so it has none.
-
-        Args:
-            receive (`Callable[[int, int], torch.Tensor]`): Takes the number of tokens of all rows together and the
-                width, and returns the hidden states `(tokens, width)`, row after row. Finished rows have no part.
+        Takes in the target's hidden states at the tokens that have none, which come with an outcome, after
+        [`~Drafter.commit`]. `receive(tokens, width)` returns them, row after row; finished rows have no part. The last
+        token of a row has not been fed to the target yet, so it has none.
         """
 
     @abstractmethod
     def complete(self, ready: Speculation, width: int, plan: Plan) -> tuple[Speculation, int]:
         """
         Drafts the missing tokens just in time: all tokens of a row that missed, and the rest for a row whose branch was
-        only partly grown. The result becomes the speculation that is verified next.
-
-        Args:
-            ready ([`~hf_ssd.rounds.Speculation`]): The tokens that are ready, any number for each row.
-            width (`int`): Tokens of each row in the result.
-            plan ([`~hf_ssd.rounds.Plan`]): Says how Saguaro sampling changes the distributions.
-
-        Returns:
-            The speculation, and how many forward passes it took.
+        only partly grown. The result, `width` tokens of each row, becomes the speculation that is verified next.
+        Returns it and the number of forward passes.
         """
 
     def take_speculation(self, tokens: list[list[int]]) -> None:
@@ -187,14 +139,9 @@ class Drafter(ABC):
         Returns the function that chooses the next token of each row's branches by the draft's last logits `(rows, ...,
         N, draft_size)`, for the rows that are computed. It returns the raw logits of the target's tokens, if they are
         to be kept, the tokens `(rows, N)` and, when sampling, the distributions `(rows, N, vocab_size)`.
-
-        Args:
-            starts, depth, plan, lengths: See [`DraftSampler.draw`] and [`DraftSampler.process`].
-            histories (`torch.LongTensor`, *optional*): The tokens before each token.
-            keeps_logits (`bool`, *optional*): Whether the logits are read later.
         """
         sampler, vocabulary, computed = self.sampler, self.vocabulary, self.prefix.decoder.computed
-        histories, lengths = computed(histories), computed(lengths)
+        histories, lengths = computed(histories), computed(lengths)  # the tokens before each token
         noise = sampler.noise_at(self.prefix.rows, starts, depth)
 
         def choose(logits, noise=None):
@@ -221,20 +168,12 @@ class Drafter(ABC):
 
 
 class Completion:
-    """
-    A speculation that is completed token by token. Rows keep the tokens that are ready.
-
-    Args:
-        drafter ([`Drafter`]): The drafter.
-        ready ([`~hf_ssd.rounds.Speculation`]), width (`int`): See [`Drafter.complete`].
-
-    Attributes:
-        first (`int`): Index of the first token that is missing in any row.
-    """
+    """A speculation that is completed token by token. Rows keep the tokens that are ready."""
 
     def __init__(self, drafter: "Drafter", ready: Speculation, width: int):
         known = [tokens[:width] for tokens in ready.tokens]
-        self.drafter, self.ready, self.first = drafter, ready, min(map(len, known))
+        self.drafter, self.ready = drafter, ready
+        self.first = min(map(len, known))  # index of the first token that is missing in any row
         self.own = from_host([len(tokens) for tokens in known], drafter.device)
         self.tokens = from_host(padded(known, width), drafter.device)
         self.ahead = ready.probabilities

@@ -19,19 +19,14 @@ class HeadPrefix(VerifiedPrefix):
     The verified tokens as a head reads them. Column `c` holds the second token of a pair, `c + 1`, and the state of the
     token before it, so a row has one column less than tokens. (A prompt of one token keeps it, because a pass feeds at
     least one column.) Passes return states.
-
-    Attributes:
-        states (`torch.Tensor` of shape `(batch_size, capacity, hidden_size)`): The state that each column reads: the
-            target's fused features, the head's own output, or zeros until the prompt's features have come.
-        skipped (`list[int]`): Tokens of each row before its first column, 1 or 0.
-        known (`list[int]`): Number of tokens of each row whose features have come.
-        shared (`list[int]`): Number of first columns of each row that were fed in the previous call, with features.
     """
 
     def __init__(self, model: Head, prompts, column_limit, earlier=None, vocabulary=None, **options):
         super().__init__(model, prompts, column_limit, earlier, vocabulary, **options)
-        self.known, self.shared = [0] * len(prompts), list(self.fed)
+        self.known = [0] * len(prompts)  # tokens of each row whose features have come
+        self.shared = list(self.fed)  # first columns of each row that were fed in the previous call, with features
         size = model.config.hidden_size
+        # What each column reads: the target's fused features, the head's own output, or zeros until features have come.
         self.states = torch.zeros(*self.inputs.shape, size, dtype=model.dtype, device=self.device)
         for row, count in enumerate(self.shared):
             if count:

@@ -17,10 +17,6 @@ class ParallelDrafter(Drafter):
     earlier pass has read that.
 
     Warpers that read the tokens before a position, such as repetition penalties, see the tokens up to the bonus token.
-
-    Args:
-        model (`PreTrainedModel`): The draft model, whose config has `pard_token`, the mask token.
-        others: See [`Drafter`].
     """
 
     needs = DrafterNeeds(one_pass=True, mask_token=True)
@@ -97,9 +93,9 @@ class ParallelDrafter(Drafter):
 
     def _draw(self, logits: torch.Tensor, histories, starts: torch.LongTensor, depths: range, plan):
         """
-        Draws the tokens of some depths from logits `(batch_size, N, T, vocab_size)`. The bonus tokens before them stand
-        at the positions `starts` `(batch_size, N)`, a tensor on the CPU. Yields the result of [`DraftSampler.draw`] for
-        each depth.
+        Draws the tokens of some depths from logits `(batch_size, N, T, vocab_size)`, and yields the result of
+        [`DraftSampler.draw`] for each depth. `starts` `(batch_size, N)`, on the CPU, are the positions of the bonus
+        tokens.
         """
         places = starts.tolist()
         for depth in depths:

@@ -40,14 +40,6 @@ class Speculator:
     """
     Drafts for a batch of rows: ahead of time for the likely outcomes ([`~Speculator.prepare`]), and just in time for
     the outcomes that were not prepared ([`~Speculator.answer`]).
-
-    Args:
-        drafter ([`Drafter`]): Proposes the tokens.
-        config (`SSDConfig`): The user's settings.
-        shape ([`CacheShape`]): Chooses outcomes, and learns from how rounds end.
-        limit (`int`, *optional*): The largest number of tokens that a row may have.
-        worker_index, num_workers (`int`, *optional*): Index of this draft, and number of drafts. The budgets of all
-            drafts are added up, and each draft prepares its share of the outcomes.
     """
 
     def __init__(
@@ -55,9 +47,9 @@ class Speculator:
         drafter: Drafter,
         config: SSDConfig,
         shape: CacheShape,
-        limit: int | None = None,
+        limit: int | None = None,  # tokens that a row may have
         worker_index: int = 0,
-        num_workers: int = 1,
+        num_workers: int = 1,  # whose budgets are added up; each prepares its share of the outcomes
     ):
         self.drafter, self.config, self.shape, self.limit = drafter, config, shape, limit
         self.worker_index, self.num_workers = worker_index, num_workers
@@ -84,13 +76,7 @@ class Speculator:
     # ---------------------------------------------------------------- ahead of time
 
     def prepare(self, plan: Plan, outcome_arrived: Callable[[], bool] = lambda: False) -> None:
-        """
-        Drafts the next speculation for the likely outcomes of the speculation that is being verified.
-
-        Args:
-            plan ([`~hf_ssd.rounds.Plan`]): Says how many outcomes and tokens to prepare.
-            outcome_arrived (`Callable[[], bool]`): Returns whether the outcome has arrived. Branches stop growing then.
-        """
+        """Drafts the next speculation for the likely outcomes of the current one, until the outcome arrives."""
         start, self.plan, self.preparing = time.perf_counter(), plan, RoundRecord()
         self.catch_up()
         # The shape has learned from all rounds but the last at each choice, whether there was time to spare or not.
@@ -142,16 +128,10 @@ class Speculator:
     def look_up(self, outcome: Outcome, plan: Plan, features: Callable | None = None) -> Speculation:
         """
         Returns the tokens that were prepared for an outcome, with the draft's part of the record. The lookup does not
-        wait for the device: the tokens are on the host, and the drafter takes in the outcome later. Afterwards,
-        [`~Speculator.complete`] settles the tokens that are verified next, or the caller settles them and calls
-        [`~Speculator.take_speculation`].
-
-        Args:
-            outcome ([`~hf_ssd.rounds.Outcome`]): How many tokens of the last speculation each row accepted, and the
-                tokens that follow them. If it contains tokens of later rounds, nothing was prepared for it.
-            plan ([`~hf_ssd.rounds.Plan`]): The plan for this answer and for the next preparation.
-            features (`Callable`, *optional*): Returns the features that come with the outcome. See
-                [`Drafter.take_features`]. Called when the drafter takes in the outcome.
+        wait for the device: the tokens are on the host, and the drafter takes in the outcome, and the `features` that
+        come with it, later. Afterwards, [`~Speculator.complete`] settles the tokens that are verified next, or the
+        caller settles them and calls [`~Speculator.take_speculation`]. Nothing is prepared for an outcome with tokens
+        of later rounds.
         """
         self.catch_up()  # takes in the previous round, if no preparation has done so
         start, self.plan = time.perf_counter(), plan
@@ -192,14 +172,10 @@ class Speculator:
 
     def complete(self, found: Speculation, width: int | None = None) -> Speculation:
         """
-        Returns the answer, after drafting missing tokens just in time. If no tokens are missing, the device is not
-        used. Rows that are finished, or that the target's process proposes for, have no tokens in it. If the plan names
-        a proposer in the target's process, rows that missed have none either: `waits` is set, and the tokens that are
-        verified come with [`~Speculator.take_speculation`].
-
-        Args:
-            found ([`~hf_ssd.rounds.Speculation`]): The prepared tokens, any number for each row.
-            width (`int`, *optional*): Tokens of each row in the result, if the caller has settled the number.
+        Returns the answer, of `width` tokens if the caller has settled the number, after drafting missing tokens just
+        in time. If no tokens are missing, the device is not used. Rows that are finished, or that the target's process
+        proposes for, have no tokens in it. If the plan names a proposer in the target's process, rows that missed have
+        none either: `waits` is set, and the tokens that are verified come with [`~Speculator.take_speculation`].
         """
         start, plan, record = time.perf_counter(), self.plan, found.record
         drafted = [row for row, ends in enumerate(self.finished) if not ends and not self.proposed[row]]
@@ -239,10 +215,7 @@ class Speculator:
         return found
 
     def distributions(self, speculation: Speculation) -> torch.FloatTensor | None:
-        """
-        Returns the distributions `(batch_size, tokens, vocab_size)` that the answer's tokens were drawn from. Rows
-        without tokens hold arbitrary values.
-        """
+        """Returns the distributions `(batch_size, tokens, vocab_size)` of the answer's tokens."""
         cache, branches = self.found_in
         if speculation.probabilities is not None:
             return speculation.probabilities
@@ -280,11 +253,7 @@ class Speculator:
 
 def answer_width(plan: Plan, known: list[int]) -> int:
     """
-    Returns how many tokens the next speculation has: as many as all rows have, but at least `plan.after_miss`, which is
-    the number worth drafting just in time, and at most `plan.lookahead`.
-
-    Args:
-        plan ([`~hf_ssd.rounds.Plan`]): The plan of the round.
-        known (`list[int]`): How many tokens of each row that is drafted for are ready.
+    Returns how many tokens the next speculation has: as many as all rows have that are drafted for, but at least
+    `plan.after_miss`, which is the number worth drafting just in time, and at most `plan.lookahead`.
     """
     return int(min(plan.lookahead, max(plan.after_miss, min(known))))

@@ -21,26 +21,6 @@ class VerifiedPrefix:
     Rows of different lengths, without padding, so a token's column is its position. The speculation that is being
     verified stands after the prefix of each row. Each row is kept both in the target's tokens and in the draft's
     tokens, of which several may make up a single token of the target. A drafted token is always a single token in both.
-
-    Args:
-        model (`PreTrainedModel`): The draft model.
-        prompts (`list[torch.LongTensor]`): The prompt of each row, at least one token each.
-        column_limit (`int`, *optional*): See [`~hf_ssd.cache.cached_model.CachedModel`].
-        earlier ([`VerifiedPrefix`], *optional*): The prefix of the previous call with the same model. If this call
-            continues its text, as in a chat, its cache is taken over.
-        vocabulary ([`~hf_ssd.drafting.vocabulary.Vocabulary`], *optional*): Maps between the tokens of target and
-            draft. The target has the draft's vocabulary by default.
-        options: `cuda_graphs` and `pack_weights`, see [`SSDConfig`].
-
-    Attributes:
-        branches_kind (`type[Branches]`): Class attribute: the kind of branches that fork from the prefix.
-        ids (`torch.LongTensor` of shape `(batch_size, capacity)`): The target's tokens.
-        lengths (`list[int]`): Number of verified tokens of each row, including the bonus token that the speculation
-            follows.
-        inputs (`torch.LongTensor` of shape `(batch_size, capacity)`): The draft's tokens.
-        columns (`list[int]`): How many of the draft's tokens each row's verified tokens are.
-        fed (`list[int]`): Number of columns of each row, speculation included, whose keys and values are in the cache.
-        decoder (`CachedModel`): The draft model and its cache.
     """
 
     branches_kind = Branches
@@ -48,18 +28,20 @@ class VerifiedPrefix:
     def __init__(
         self,
         model: PreTrainedModel,
-        prompts: list[torch.LongTensor],
+        prompts: list[torch.LongTensor],  # at least one token each
         column_limit: int | None,
-        earlier: "VerifiedPrefix | None" = None,
-        vocabulary: Vocabulary | None = None,
+        earlier: "VerifiedPrefix | None" = None,  # of the previous call, whose cache is used if this call continues it
+        vocabulary: Vocabulary | None = None,  # if the target has another one than the draft
         **options,
     ):
         own = model.config.get_text_config(decoder=True).vocab_size
         self.device, self.vocabulary = devices.of_model(model), vocabulary or Vocabulary(own, own)
-        self.fed = [0] * len(prompts)
+        self.fed = [0] * len(prompts)  # columns of each row, speculation included, that are in the cache
         prompts = [prompt.to(self.device) for prompt in prompts]
+        # The target's tokens (batch_size, capacity), and how many are verified, the last bonus token included.
         self.ids, self.lengths = _rows(prompts)
         texts = self._texts(prompts)
+        # The draft's tokens (batch_size, capacity), and how many of them each row's verified tokens are.
         self.inputs, self.columns = _rows([text if len(text) else prompts[0].new_zeros(1) for text in texts])
         if self.vocabulary.translation is not None:
             column_limit = None  # the limit counts the target's tokens
@@ -81,11 +63,8 @@ class VerifiedPrefix:
 
     def branches(self, accepted: torch.LongTensor, behind: int, depth: int) -> Branches:
         """
-        Returns branches that fork after `accepted` `(batch_size, N)` drafted tokens of each row, on the CPU.
-
-        Args:
-            behind (`int`): How many tokens of a row may stand after its prefix.
-            depth (`int`): How many tokens a branch may grow.
+        Returns branches of up to `depth` tokens, which fork after `accepted` `(batch_size, N)` drafted tokens of each
+        row, on the CPU. Up to `behind` tokens of a row may stand after its prefix.
         """
         return self.branches_kind(self.decoder, self.forks(accepted), max(self.columns) + behind, depth)
 
@@ -95,10 +74,7 @@ class VerifiedPrefix:
         return 0
 
     def adopt(self, branches: Branches, chosen: list[int]) -> torch.Tensor | None:
-        """
-        Takes in the tokens of the chosen branch of each row, if the branches can pass them on: returns the logits after
-        its tokens, `(batch_size, tokens, vocab_size)`, otherwise `None`.
-        """
+        """Takes in each row's chosen branch, if branches can be taken in, and returns the logits after its tokens."""
         return None
 
     def _texts(self, prompts: list[torch.LongTensor]) -> list[torch.LongTensor]:
@@ -177,16 +153,8 @@ class VerifiedPrefix:
         """
         Feeds each row up to `count` tokens after its prefix. All rows feed the same number of tokens. A row that lacks
         fewer columns feeds some cached tokens again, which changes nothing. A row that is too short for that writes
-        columns beyond its end; they are overwritten before any query sees them.
-
-        Args:
-            count (`int`): How many tokens of the speculation to feed.
-            wanted (`int`): How many of the last columns of each row to return logits for.
-            finish ([`TensorFunction`], *optional*): Is applied to the draft's logits of these columns.
-
-        Returns:
-            `torch.FloatTensor` of shape `(batch_size, wanted, vocab_size)`: Raw logits of the target's tokens, in the
-            model's dtype. Or the results of `finish`.
+        columns beyond its end; they are overwritten before any query sees them. Returns raw logits of the target's
+        tokens for the last `wanted` columns, `(batch_size, wanted, vocab_size)`, or `finish` of the draft's logits.
         """
         tokens, starts, width = self._next(count, wanted)
         places = [self.columns[row] + count - wanted - starts[row] for row in self.rows]
@@ -216,16 +184,8 @@ class VerifiedPrefix:
     def feed_with_branches(self, count: int, forks: torch.LongTensor, branches: torch.LongTensor) -> torch.Tensor:
         """
         Feeds each row up to `count` tokens after its prefix as [`~VerifiedPrefix.feed`] does, and in the same pass
-        whole branches, which later passes do not see.
-
-        Args:
-            count (`int`): How many tokens of the speculation to feed.
-            forks (`torch.LongTensor` of shape `(batch_size, N)`): How many of its row's columns each branch sees
-                besides its own.
-            branches (`torch.LongTensor` of shape `(batch_size, N, T)`): The draft's tokens of the branches.
-
-        Returns:
-            `torch.FloatTensor` of shape `(batch_size, N, T, vocab_size)`: Raw logits of the branches.
+        whole branches of the draft's tokens `(batch_size, N, T)`, which see their row's first `forks` columns, and
+        which later passes do not see. Returns the raw logits of the branches, `(batch_size, N, T, vocab_size)`.
         """
         tokens, starts, width = self._next(count, 1)
         base = max(max(self.columns) + count, max(starts) + width)

@@ -18,36 +18,13 @@ SLICE_BYTES = 2**28
 
 
 def check_drawn(tokens: list[int]) -> None:
-    """
-    Raises:
-        `RuntimeError`: a row had no distribution to draw from. The message is that of `torch.multinomial`.
-    """
+    """Raises `RuntimeError`, with the message of `torch.multinomial`, if a row had no distribution to draw from."""
     if min(tokens, default=0) < 0:
         raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0, or sums to 0")
 
 
 class Decider:
-    """
-    Decides on all positions of a round at once, or in order of their places if a processor may depend on the tokens
-    that it is shown.
-
-    Args:
-        processors (`LogitsProcessorList`): As transformers prepared them.
-        sequences ([`Sequences`]): The rows.
-        do_sample (`bool`): Whether tokens are drawn; otherwise the most likely tokens are taken.
-        ranks ([`TargetRanks`]): The ranks of the target, of which the leader decides.
-        wants_scores (`bool`): Whether to return the processed scores too.
-        verify_alone (`Callable`): Feeds single tokens of rows again, see [`~hf_ssd.generation.target.verify_alone`].
-
-    Attributes:
-        by_step (`bool`): Whether there is a constraint or an unknown processor. They are called for a position only
-            when all tokens before it are decided, so that they see the same tokens as in plain generation.
-        in_step (`bool`): Whether in addition all rows keep the same length, so that the first rejection ends the round
-            for all rows. An unknown processor may compare rows or keep a state between calls. A constraint must not see
-            tokens after the end of a row, and that end may depend on other rows.
-        unlikely_tokens (`int`): Accepted tokens that a correct draft would practically never have proposed. See
-            [`SSDStats`].
-    """
+    """Decides on all positions at once, or one by one if a processor may depend on the tokens that it sees."""
 
     def __init__(
         self,
@@ -61,38 +38,31 @@ class Decider:
         self.processors, self.sequences, self.do_sample = processors, sequences, do_sample
         self.ranks, self.wants_scores, self.verify_alone = ranks, wants_scores, verify_alone
         constrained, unknown = has_constraint(processors), not are_by_row(processors)
-        self.unlikely_tokens = 0
+        self.unlikely_tokens = 0  # accepted ones that a correct draft would practically never have proposed
+        # They are called for a position only when all tokens before it are decided, so that they see the same tokens as
+        # in plain generation.
         self.by_step = unknown or constrained
+        # All rows keep the same length, so the first rejection ends the round for all of them. An unknown processor may
+        # compare rows or keep a state. A constraint must not see tokens after a row's end, which may depend on others.
         self.in_step = unknown or (constrained and not sequences.ends_by_row)
         # When sampling, distributions arrive after the pass that verifies their tokens.
         self.key = None if do_sample or wants_scores or self.by_step else captured_as(processors)
 
     def in_pass(self, following: torch.LongTensor) -> TensorFunction | None:
         """
-        Returns the function that decides by the target's logits within its pass. `None` if the decision needs more than
-        them, or if scores are wanted.
-
-        Args:
-            following (`torch.LongTensor` of shape `(computed_rows, lookahead + 1)`): See [`Sequences.propose`].
+        Returns the function that decides by the target's logits within its pass, or `None` if it needs more than them.
+        For `following` see [`Sequences.propose`].
         """
         return None if self.key is None else TensorFunction(self._decide, (following,), ("decision", *self.key))
 
     def decide(self, found: torch.Tensor, q: torch.Tensor | None, following: torch.LongTensor):
         """
-        Decides on all positions.
+        Decides on all positions by the target's logits `(batch_size, lookahead + 1, vocab_size)`, or takes the results
+        of [`~Decider.in_pass`]. A row with NaN logits is verified again token by token, and its logits are replaced.
 
-        Args:
-            found (`torch.Tensor`): The target's logits `(batch_size, lookahead + 1, vocab_size)`, or the results of
-                [`~Decider.in_pass`]. A row with NaN logits is verified again token by token, and its logits are
-                replaced.
-            q (`torch.FloatTensor` of shape `(batch_size, lookahead, vocab_size)`, *optional*): As in
-                [`~hf_ssd.generation.verification.acceptance_probabilities`].
-            following (`torch.LongTensor` of shape `(batch_size, lookahead + 1)`): See [`Sequences.propose`].
-
-        Returns:
-            [`~hf_ssd.rounds.Outcome`], valid only on the leader; the bonus tokens on the device `(batch_size,)`, or
-            `None` if a row was verified again or there are several ranks; and the processed scores `(positions,
-            vocab_size)` of each row, if they are wanted.
+        Returns the [`~hf_ssd.rounds.Outcome`], valid only on the leader; the bonus tokens on the device
+        `(batch_size,)`, or `None` if a row was verified again or there are several ranks; and the processed scores
+        `(positions, vocab_size)` of each row, if they are wanted.
         """
         unfinished, has_logits, scores = self.sequences.unfinished, found.is_floating_point(), []
         decided = self._decide(found, following, q, scores) if has_logits else found
@@ -143,8 +113,8 @@ class Decider:
         rows: whether a row needs this depends on its drafted tokens, and a different rule would be a bias. A row ends
         before logits that are NaN: they follow from its own tokens.
 
-        Returns the new tokens of each row, and how many of them are unlikely. Replaces the rows in `logits`, if they
-        are given, and in `scores`, if they are wanted.
+        Returns the new tokens of each row, and how many of them are unlikely. Replaces the rows in `logits` and
+        `scores`.
         """
         lengths, going, found = list(self.sequences.lengths), rows, {row: ([], 0) for row in rows}
         for place in range(following.shape[1]):
@@ -175,17 +145,9 @@ class Decider:
 
     def _next_tokens(self, logits, q, drafted, place: int, input_ids, lengths: list[int], rows: list[int]):
         """
-        Decides on one position of some rows.
-
-        Args:
-            logits (`torch.Tensor` of shape `(len(rows), 1, vocab_size)`): The logits of this position.
-            q, drafted: Those of all rows and positions, see [`~hf_ssd.generation.verification.verify_sampled`].
-            place (`int`): The position. After the last drafted token it is that of a bonus token.
-            input_ids, lengths, rows: See [`~hf_ssd.logits_processing.process_positions`].
-
-        Returns:
-            The tokens, -1 where there is no distribution to draw from, and the number of unlikely tokens of each row,
-            which the leader gives to all ranks; and the processed scores `(len(rows), 1, vocab_size)`.
+        Decides on one `place` of some rows, after the last drafted token that of a bonus token, by logits `(len(rows),
+        1, vocab_size)`. Returns the tokens, -1 where there is no distribution to draw from, and the number of unlikely
+        tokens of each row, which the leader gives to all ranks; and the processed scores `(len(rows), 1, vocab_size)`.
         """
         scores, decided = process_positions(self.processors, logits, input_ids, lengths, rows), None
         if self.ranks.is_leader and self.do_sample:

@@ -32,29 +32,13 @@ class FaultTolerantDraft:
 
     [`Proposers`] in this process have tokens for some rows, and the draft is told. If several ranks hold the target,
     only the leader has a draft, and shares its decisions and speculations with the other ranks.
-
-    Args:
-        assistant ([`DraftAssistant`], *optional*): The worker.
-        model (`PreTrainedModel`, *optional*): The draft as a model to run in this process.
-        request ([`SessionRequest`]): The call.
-        planner ([`Planner`]): Gives the plan of each round.
-        device (`torch.device`): Where the target's tokens are.
-        ranks ([`~hf_ssd.distributed.target_ranks.TargetRanks`]): The ranks of the target.
-        cores ([`~hf_ssd.distributed.cores.TargetCores`]): The target's, divided while the worker works beside it.
-
-    Attributes:
-        decides (`bool`): Whether this process decides on outcomes.
-        rounds (`int`): Number of speculations so far.
-        joined_at (`int`, *optional*): `None` until a session is open. Then 0 if the first attempt to open it succeeded,
-            otherwise the number of speculations until then. [`~FaultTolerantDraft.finish`] sets 0 if there was no
-            attempt.
-        failure (`str`, *optional*): Why the draft was given up, if it was.
     """
 
     def __init__(self, assistant, model, request: SessionRequest, planner: Planner, device: torch.device, ranks, cores):
         self.cores = cores
         self.assistant, self.model, self.request, self.planner = assistant, model, request, planner
-        self.device, self.ranks, self.decides = device, ranks, ranks.is_leader
+        self.device, self.ranks = device, ranks
+        self.decides = ranks.is_leader  # on outcomes
         self.process, self.turn = os.getpid(), Turn()
         self.session: DraftSession | None = None
         self.untold: Outcome | None = None  # of the rounds since the session was last asked
@@ -64,22 +48,17 @@ class FaultTolerantDraft:
         self.positions = None if model is None else last_position_limit(model)  # looks at all layers
         self.lengths = [len(prompt) for prompt in request.prompts]  # of the rows, as tokens of the target
         self.told = [0] * len(request.prompts)  # tokens of each row whose features the session has
-        self.rounds = 0
+        self.rounds = 0  # speculations so far
         self.is_over: DraftError | None = None  # to be raised where all ranks are told
-        self.joined_at: int | None = None
-        self.failure: str | None = None
+        self.joined_at: int | None = None  # speculations until a session was open, or 0 if the first attempt opened it
+        self.failure: str | None = None  # why the draft was given up
 
     @property
     def _wants_worker(self) -> bool:
         return self.assistant is not None and (self.planner.plan.mode == AHEAD or self.model is None)
 
     def open(self, patience: float) -> None:
-        """
-        Begins the call. Whatever happens, [`~FaultTolerantDraft.close`] must follow.
-
-        Args:
-            patience (`float`): Seconds to wait for a worker that is starting, before the call goes on without it.
-        """
+        """Begins the call, waiting up to `patience` seconds for a worker. [`~FaultTolerantDraft.close`] must follow."""
         if not self.decides:
             return
         if self.assistant is not None and self.assistant.serves(self.turn.thread):
@@ -98,8 +77,8 @@ class FaultTolerantDraft:
 
     def _join(self, sequences: Sequences | None) -> None:
         """
-        Opens the session that the plan asks for, if its draft is ready. The draft reads the rows
-        while the target verifies the last token of each row, and answers the outcome of that round.
+        Opens the session that the plan asks for, if its draft is ready. The draft reads the rows while the target
+        verifies the last token of each row, and answers the outcome of that round.
         """
         is_plain = self.planner.plan.mode == PLAIN and not self.planner.expects_draft
         if self.failure is not None or is_plain or self.proposers.has_no_draft:
@@ -143,15 +122,8 @@ class FaultTolerantDraft:
 
     def send_outcome(self, outcome: Outcome | None, features: Features | None = None) -> Outcome:
         """
-        Sends the outcome to the draft, unless the plan is plain decoding, and to the other ranks.
-
-        Args:
-            outcome ([`~hf_ssd.rounds.Outcome`], *optional*): The outcome. Not used on ranks that do not decide.
-            features ([`~hf_ssd.generation.features.Features`], *optional*): The features of all tokens but the last of
-                each row, for a draft that reads them.
-
-        Returns:
-            [`~hf_ssd.rounds.Outcome`]: The same outcome on every rank.
+        Sends the outcome to the draft, unless the plan is plain decoding, with the features of all tokens but the last
+        of each row, if it reads them. Returns the outcome on every rank; those that do not decide have none before.
         """
         if self.is_over is not None:
             error, self.is_over = self.is_over, None  # so that no reference to the error is left here
@@ -197,12 +169,7 @@ class FaultTolerantDraft:
         return features.between(starts, self.told)
 
     def receive_speculation(self, sequences: Sequences) -> Speculation:
-        """
-        Returns the speculation to verify next.
-
-        Args:
-            sequences ([`Sequences`]): The rows, with the tokens of the last outcome.
-        """
+        """Returns the speculation to verify next, after the tokens of the last outcome."""
         self.rounds += 1
         speculation = None
         if self.decides:

@@ -170,16 +170,8 @@ def decode(
     features: Features | None = None,
 ):
     """
-    Runs the rounds until all rows are finished, and returns the output.
-
-    Args:
-        decoder, logits: The return values of [`prefill`].
-        start (`float`): When the call began, by `time.perf_counter()`.
-        theirs (`DynamicCache`): The cache of the user or of transformers. The columns of the output are copied to it at
-            the end, if it is returned or belongs to the user.
-        features ([`Features`], *optional*): Those of the prompts, for a draft that reads them.
-        input_ids, logits_processor, stopping_criteria, generation_config, draft, planner, streamer: See
-            [`speculative_speculative_decoding`].
+    Runs the rounds until all rows are finished, and returns the output. At the end its columns are copied to `theirs`,
+    the cache of the user or of transformers, if that is returned or belongs to the user.
     """
     do_sample, wants_dict = generation_config.do_sample, generation_config.return_dict_in_generate
     pad_token = generation_config._pad_token_tensor

@@ -19,14 +19,7 @@ def longest_output(stopping_criteria: StoppingCriteriaList) -> int | None:
 
 
 class Sequences:
-    """
-    Token ids of each row, with room to grow, and the length at which plain generation would have stopped each row.
-
-    Args:
-        input_ids (`torch.LongTensor` of shape `(batch_size, prompt_length)`): The prompts, padded on the left.
-        stopping_criteria (`StoppingCriteriaList`): As transformers prepared it.
-        pad_token (`int`): Fills the columns after the end of a finished row.
-    """
+    """Token ids of each row, with room to grow, and the length at which plain generation would have stopped."""
 
     def __init__(self, input_ids: torch.LongTensor, stopping_criteria: StoppingCriteriaList, pad_token: int):
         self.pad_token = pad_token
@@ -69,15 +62,8 @@ class Sequences:
         self, accepted: list[int], bonus: list[int], on_device: torch.LongTensor | None = None
     ) -> list[list[int]]:
         """
-        Makes the first `accepted` of the proposed tokens and a bonus token part of each row, and returns the new
-        tokens.
-
-        Args:
-            accepted (`list[int]`): How many tokens each row accepts; negative for a row that gets neither
-                accepted tokens nor a bonus token.
-            bonus (`list[int]`): The bonus tokens.
-            on_device (`torch.LongTensor` of shape `(batch_size,)`, *optional*): The bonus tokens on the device of
-                the rows, if they were decided there.
+        Makes the first `accepted` of the proposed tokens and a bonus token, perhaps decided `on_device`, part of each
+        row, and returns the new tokens. A row with a negative number gets neither.
         """
         bonus_there = from_host(bonus, self.ids.device) if on_device is None else on_device
         if min(accepted) < 0:

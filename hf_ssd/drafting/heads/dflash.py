@@ -141,8 +141,8 @@ class DFlashHead(Head):
 
     def _masks(self, ahead: torch.LongTensor, first: int, mask: torch.Tensor | None, seen: int, inputs: torch.Tensor):
         """
-        Returns the mask of each kind of attention for the new tokens from number `first` on, each of which sees what
-        the token `ahead` `(rows, tokens)` tokens after it sees.
+        Returns the mask of each kind of attention for the new tokens from number `first` on, each of which sees the
+        tokens that the token `ahead` `(rows, tokens)` tokens after it sees.
         """
         count, device = inputs.shape[1], inputs.device
         own = torch.arange(first, count, device=device).expand_as(ahead)

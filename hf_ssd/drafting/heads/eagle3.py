@@ -144,12 +144,7 @@ class Eagle3Head(Head):
 
 
 def head_config(values: dict, target: PreTrainedModel) -> PreTrainedConfig:
-    """
-    Returns the config of an [`Eagle3Head`] for a target.
-
-    Raises:
-        `ValueError`: the head was made for another target, or has several layers.
-    """
+    """Returns the config of an [`Eagle3Head`], or raises `ValueError` if it was made for another target."""
     text = target.config.get_text_config(decoder=True)
     values = {**values.get("transformer_layer_config", {}), **values}
     nested = values.get("transformer_layer_config", values)

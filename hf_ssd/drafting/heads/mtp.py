@@ -90,12 +90,7 @@ class _QwenMtp(MtpModel):
 
 
 def load_mtp_head(target: PreTrainedModel) -> MtpHead:
-    """
-    Loads the MTP layer of a target from the target's own checkpoint, onto the device of its last layer.
-
-    Raises:
-        `ValueError`: the target has no MTP layer, or its checkpoint has no weights of it.
-    """
+    """Loads the MTP layer from the target's own checkpoint, onto its last layer's device, or raises `ValueError`."""
     name, text = type(target).__name__, target.config.get_text_config(decoder=True)
     kind, source = MtpModel, target
     if text.model_type in QWEN_TYPES:

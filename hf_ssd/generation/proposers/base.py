@@ -39,20 +39,11 @@ class Proposer(ABC):
 
 
 class Texts:
-    """
-    The verified tokens of each row, for proposers.
-
-    Args:
-        texts (`list[list[int]]`): Those so far.
-
-    Attributes:
-        ids (`torch.LongTensor` of shape `(batch_size, capacity)`): The tokens, without padding in front.
-        lengths (`list[int]`): How many there are of each row.
-    """
+    """The verified tokens of each row, for proposers."""
 
     def __init__(self, texts: list[list[int]]):
         self.lengths = [0] * len(texts)
-        self.ids = torch.zeros(len(texts), 64, dtype=torch.long)
+        self.ids = torch.zeros(len(texts), 64, dtype=torch.long)  # (batch_size, capacity), without padding in front
         self.add(texts)
 
     def add(self, new: list[list[int]]) -> None:
@@ -82,16 +73,9 @@ def joined(
     proposal: Speculation | None,
 ) -> torch.FloatTensor:
     """
-    Returns the distributions `(batch_size, width, vocab_size)` that the tokens of all rows were drawn from. Tokens of
+    Returns the distributions `(batch_size, width, vocab_size)` that the tokens of all rows were drawn from. The first
+    `drafted` tokens of a row are the draft's, drawn from `q`; the `missed` rows have those of a proposal. Tokens of
     neither the draft nor a proposal with distributions are certain, padding included.
-
-    Args:
-        tokens (`list[list[int]]`): The tokens of each row, padded to one width.
-        vocab_size (`int`), device (`torch.device`): Of the result.
-        drafted (`list[int]`): How many tokens of each row are the draft's.
-        q (`torch.FloatTensor` of shape `(batch_size, at least max(drafted), vocab_size)`, *optional*): Theirs.
-        missed (`list[int]`), proposal ([`~hf_ssd.rounds.Speculation`], *optional*): The rows that a proposer was asked
-            for, and its answer.
     """
     result = point_masses(from_host(tokens, device), vocab_size)
     if q is not None:

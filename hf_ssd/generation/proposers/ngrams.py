@@ -13,19 +13,13 @@ class Ngrams:
     """
     The n-grams of all rows of a call. They depend on the verified text alone, so a speculation may be an n-gram or the
     draft's without any change of the distribution.
-
-    Args:
-        texts (`list[list[int]]`): The prompts.
-
-    Attributes:
-        matched (`list[int]`): For each row, how many of its last tokens had occurred before the last proposals.
     """
 
     def __init__(self, texts: list[list[int]]):
         self.rows = [NgramIndex(text) for text in texts]
         self.unread: list[list[int]] = [[] for _ in texts]
         self.proposed: list[list[int]] | None = None  # after the last tokens, if somebody asked
-        self.matched: list[int] = []
+        self.matched: list[int] = []  # last tokens of each row that had occurred before the last proposals
 
     @property
     def texts(self) -> list[list[int]]:
@@ -46,14 +40,7 @@ class Ngrams:
         return [(1 + n if one else 0) if tokens else -1 for n, one, tokens in zip(right, proposed, new)]
 
     def propose(self, finished: list[bool], count: int, alone: bool) -> list[list[int]]:
-        """
-        Returns the tokens to verify of each row, none if it is finished or its last tokens have not occurred before.
-
-        Args:
-            finished (`list[bool]`): Whether each row is finished.
-            count (`int`): The most tokens.
-            alone (`bool`): Whether nothing is drafted besides, so that shorter matches count too.
-        """
+        """Returns at most `count` tokens to verify of each row. Shorter matches count if nothing else is drafted."""
         for row, unread in zip(self.rows, self.unread):
             row.extend(unread)
             unread.clear()

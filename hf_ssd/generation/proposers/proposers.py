@@ -19,12 +19,6 @@ class Proposers:
     """
     N-grams come first: they leave with the outcome, and the tokens that they would have given are counted. A fallback
     is asked where the draft's answer has no tokens for a row.
-
-    Args:
-        request ([`SessionRequest`]): The call.
-
-    Attributes:
-        proposed (`list[list[int]]`): The n-gram of each row that is verified next; empty if none are asked for.
     """
 
     def __init__(self, request: SessionRequest):
@@ -34,7 +28,7 @@ class Proposers:
         self.ngrams: Ngrams | None = None
         self.unread: list[tuple[Outcome, list[list[int]]]] = []  # outcomes, until somebody needs the text
         self.counted: tuple[list[int], list[int]] = [], []  # see `ngram_tokens` and `ngram_matched` of [`RoundRecord`]
-        self.proposed: list[list[int]] = []
+        self.proposed: list[list[int]] = []  # the n-gram of each row that is verified next, if any is asked for
         self.searching = 0.0, 0.0  # when the search for n-grams began, and its seconds
         self.fallbacks: dict[str, Proposer] = {}  # those that were asked, and one that follows the text
         self.texts: Texts | None = None  # once a fallback was asked
@@ -58,13 +52,8 @@ class Proposers:
     def take_in(self, outcome: Outcome, plan: Plan, verified: list[list[int]], is_beside: bool) -> list[list[int]]:
         """
         Takes in the tokens that the rows gained, counts how many of them the last n-grams gave or would have given, and
-        returns n-grams to verify if the plan asks for them.
-
-        Args:
-            outcome ([`~hf_ssd.rounds.Outcome`]): The outcome of the round.
-            plan ([`~hf_ssd.rounds.Plan`]): The plan for the next one.
-            verified (`list[list[int]]`): The tokens of each row that were verified.
-            is_beside (`bool`): Whether a draft is asked for the other rows.
+        returns n-grams to verify if the next plan asks for them. `verified` are the tokens that were under
+        verification; `is_beside` says that a draft is asked for the other rows.
         """
         self.plan, self.live, self.is_beside = plan, [k != FINISHED for k in outcome.accepted], is_beside
         self.unread.append((outcome, verified))
@@ -151,14 +140,7 @@ class Proposers:
     def distributions(
         self, tokens: list[list[int]], q: torch.FloatTensor | None, device: torch.device
     ) -> torch.FloatTensor:
-        """
-        Returns the distributions `(batch_size, width, vocab_size)` that the tokens of all rows were drawn from.
-
-        Args:
-            tokens (`list[list[int]]`): The tokens of the last speculation.
-            q (`torch.FloatTensor`, *optional*): Those of the draft, if it drafted any of the tokens.
-            device (`torch.device`): The target's.
-        """
+        """Returns the distributions `(batch_size, width, vocab_size)` that the last tokens were drawn from."""
         width = len(tokens[0])
         if q is not None and all(n == width or not goes_on for n, goes_on in zip(self.drafted, self.live)):
             return q
