@@ -92,10 +92,6 @@ def launch_draft(
     devices = [device_for(model, device)] if devices is None else [accelerators.existing(one) for one in devices]
     settings = worker_settings(model, dtype, compile, load_options)
     type_ = None if dtype is None or dtype == "auto" else getattr(torch, str(dtype).removeprefix("torch."))
-    given, model = model, for_worker(model, target, type_, **settings["load_options"])
-    if model is not given:  # a head, which has been loaded
-        settings = worker_settings(model, None, compile, load_options)
-    weights = SharedWeights(model) if isinstance(model, PreTrainedModel) else None
     on_cpu = [one.type == "cpu" for one in devices]
     if num_threads is not None and not all(on_cpu):
         raise ValueError(f"`num_threads` is for a draft on the CPU; this one is on {devices[on_cpu.index(False)]}.")
@@ -103,6 +99,10 @@ def launch_draft(
         raise ValueError("`cores` takes the place of `num_threads`, and lists the cores of each worker on the CPU.")
     if cores is None and any(on_cpu):
         cores = divide_cores(num_threads, sum(on_cpu))
+    given, model = model, for_worker(model, target, type_, **settings["load_options"])
+    if model is not given:  # a head, which has been loaded
+        settings = worker_settings(model, None, compile, load_options)
+    weights = SharedWeights(model) if isinstance(model, PreTrainedModel) else None
     return new_assistant(model, weights, devices, cores, {**settings, "timeout": timeout}, wait=True)
 
 

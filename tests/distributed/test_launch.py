@@ -150,9 +150,9 @@ def test_a_folder_with_adapters_has_the_config_of_their_model(tmp_path, monkeypa
     (tmp_path / "adapter").mkdir()
     adapter = {"base_model_name_or_path": str(tmp_path / "base"), "peft_type": "LORA"}
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(adapter))
-    monkeypatch.setattr("hf_ssd.distributed.launch.is_peft_available", lambda: True)
+    monkeypatch.setattr("hf_ssd.drafting.resolver.is_peft_available", lambda: True)
     assert config_at(tmp_path / "adapter").vocab_size == 97
-    monkeypatch.setattr("hf_ssd.distributed.launch.is_peft_available", lambda: False)
+    monkeypatch.setattr("hf_ssd.drafting.resolver.is_peft_available", lambda: False)
     with pytest.raises(ValueError, match="is a folder without a model"):
         config_at(tmp_path / "adapter")
 

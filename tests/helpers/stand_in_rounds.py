@@ -47,7 +47,7 @@ def generate(
     config = hf_ssd.SSDConfig(**{**settings, **{name: options.pop(name) for name in names}})
     if config.asynchronous:
         aside = functools.partial(_aside, gpu)
-        monkeypatch.setattr(loop, "assistant_for", lambda draft: assistant_of(draft, aside))
+        monkeypatch.setattr(loop, "assistant_for", lambda draft, info: assistant_of(draft, aside))
     model, draft = hf_ssd.enable(to_gpu(tiny_model(family))), to_gpu(tiny_draft(family))
     inputs = padded_batch(rows) if rows > 1 else {"input_ids": padded_batch(1)["input_ids"]}
     for call in range(calls):
