@@ -16,6 +16,7 @@ from .assistant import DraftAssistant
 from .child import Child, check_system
 from .cores import CoreShare, divide_cores
 from .meeting import private_meeting
+from .rebuilding import check_weights
 from .shared_weights import SharedWeights
 from .worker_process import WorkerProcess
 
@@ -136,6 +137,7 @@ def device_for(model: PreTrainedModel | str | os.PathLike, device: str | torch.d
     if device is not None:
         return accelerators.existing(device)
     if isinstance(model, PreTrainedModel):
+        check_weights(model)
         return model.device
     return accelerators.spare_accelerator() or torch.device("cpu")
 

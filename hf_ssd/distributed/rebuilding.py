@@ -23,12 +23,7 @@ def recipe_for(model: PreTrainedModel) -> dict:
         "config": json.loads(json.dumps(model.config.to_dict(), default=str)),
         "attention": model.config._attn_implementation,
     }
-    for name, tensor in tensors_of(model).items():
-        if tensor.device.type == "meta":
-            raise ValueError(
-                f"Not all weights of the draft are in memory (`{name}` is on disk or was never loaded), so a worker "
-                "cannot share them: pass the folder or hub id to hf_ssd.launch_draft() instead of the model."
-            )
+    check_weights(model)
     difference = _difference(model, recipe)
     # A model that transformers dequantized, such as one from a GGUF file on a CPU, still has its quantizer.
     if difference is not None and getattr(model, "hf_quantizer", None) is not None:
@@ -43,6 +38,16 @@ def recipe_for(model: PreTrainedModel) -> dict:
             "SSDConfig(asynchronous=False)."
         )
     return recipe
+
+
+def check_weights(model: PreTrainedModel) -> None:
+    """Raises `ValueError` for a model whose weights are not all in memory."""
+    for name, tensor in tensors_of(model).items():
+        if tensor.device.type == "meta":
+            raise ValueError(
+                f"Not all weights of the draft are in memory (`{name}` is on disk or was never loaded), so a worker "
+                "cannot share them: pass the folder or hub id to hf_ssd.launch_draft() instead of the model."
+            )
 
 
 def without_weights(recipe: dict) -> PreTrainedModel:
