@@ -63,7 +63,8 @@ def drafting(draft, prompt: torch.LongTensor, config):
 
     def answer():
         prepared = speculator.prepared
-        speculator.answer(Outcome([row[0] for row in prepared.accepted], [row[0] for row in prepared.bonus]), plan)
+        accepted, bonus = ([row[0] for row in numbers] for numbers in (prepared.accepted, prepared.bonus))
+        speculator.answer(Outcome.of(speculator.verified, accepted, bonus), plan)
 
     return answer, lambda: speculator.prepare(plan)
 

@@ -17,7 +17,7 @@ BY_TARGET = (*BUILT_IN, CUSTOM)  # sources in the target's process
 SOURCES = (PREPARED, PRIMARY, *BY_TARGET, NOTHING)  # where the speculation of a row comes from
 
 
-FINISHED = -1  # accepted count of a row that needs no more tokens
+FINISHED = -1  # accepted count of a row that needs no more tokens: it gains none, not even a bonus token
 
 
 @dataclass(frozen=True)
@@ -49,47 +49,29 @@ class Plan:
 @dataclass
 class Outcome:
     """
-    The result of a verification, as integers on the host.
+    What verification has added to the rows, as integers on the host.
 
     Args:
-        accepted (`list[int]`): Accepted count of each row, `FINISHED` for a row that is left out.
-        bonus (`list[int]`): The token of each row that follows the accepted tokens.
-        later (`list[list[int]]`, *optional*): The tokens that each row gained in later rounds, in which the draft
-            proposed nothing; an empty list for a row that is left out. `None` if there was no such round.
+        tokens (`list[list[int]]`): All tokens that each row has gained since the draft was last told: the accepted
+            tokens and the bonus token of a round, and the tokens of later rounds in which the draft was not asked.
+            Empty for a row that needs no more tokens.
         proposed (`list[list[int]]`, *optional*): The tokens that the target's process proposes for each row next, so
             that the draft need not; an empty list for a row that is drafted for. All of them are certain.
     """
 
-    accepted: list[int]
-    bonus: list[int]
-    later: list[list[int]] | None = None
+    tokens: list[list[int]]
     proposed: list[list[int]] | None = None
 
-    def new_tokens(self, verified: list[list[int]]) -> list[list[int]]:
-        """
-        Returns the tokens that each row has gained, none for a row that is left out.
+    @classmethod
+    def of(cls, verified: list[list[int]], accepted: list[int], bonus: list[int]) -> "Outcome":
+        """Returns the outcome of a round that verified these tokens. A row that is left out accepts `FINISHED`."""
+        rows = zip(verified, accepted, bonus)
+        return cls([[] if k == FINISHED else [*tokens[:k], token] for tokens, k, token in rows])
 
-        Args:
-            verified (`list[list[int]]`): The tokens of each row that were verified.
-        """
-        later = self.later or [[] for _ in verified]
-        rows = zip(self.accepted, self.bonus, verified, later)
-        return [[] if k == FINISHED else [*tokens[:k], bonus, *more] for k, bonus, tokens, more in rows]
-
-    def followed_by(self, other: "Outcome", proposed: list[list[int]]) -> "Outcome":
-        """
-        Returns the outcome to send to the draft after a further round, in which the draft had proposed nothing.
-
-        Args:
-            other ([`Outcome`]): The outcome of that round.
-            proposed (`list[list[int]]`): The tokens of each row that were verified in that round.
-        """
-        later, accepted = self.later or [[] for _ in self.bonus], list(self.accepted)
-        for row, (k, new) in enumerate(zip(other.accepted, other.new_tokens(proposed))):
-            later[row] = [*later[row], *new]
-            if k == FINISHED:  # no more tokens are drafted for this row
-                later[row], accepted[row] = [], FINISHED
-        return Outcome(accepted, self.bonus, later)
+    @property
+    def accepted(self) -> list[int]:
+        """The accepted count of each row, if these are the tokens of one round."""
+        return [len(tokens) - 1 for tokens in self.tokens]
 
 
 @dataclass
@@ -199,15 +181,12 @@ class Speculation:
         record ([`RoundRecord`]): The draft's part of the record.
         support (`int`, *optional*): The largest number of tokens with a nonzero probability in any of the
             distributions, if it is known.
-        are_certain (`bool`, *optional*): Whether all tokens are certain, so that no probabilities follow. Only in the
-            target's process.
     """
 
     tokens: list[list[int]]
     probabilities: torch.FloatTensor | None = None
     record: RoundRecord = field(default_factory=RoundRecord)
     support: int | None = None
-    are_certain: bool = False
 
     @property
     def width(self) -> int:

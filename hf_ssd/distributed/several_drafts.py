@@ -8,7 +8,7 @@ import torch
 from transformers.utils import logging
 
 from ..drafting.speculator import answer_width
-from ..rounds import FINISHED, NOTHING, PREPARED, PRIMARY, Outcome, Plan, Speculation
+from ..rounds import NOTHING, PREPARED, PRIMARY, Outcome, Plan, Speculation
 from .sessions import DraftError, DraftSession, SessionRequest, WorkerSession
 
 logger = logging.get_logger(__name__)
@@ -44,7 +44,7 @@ class SeveralDrafts(DraftSession):
         self.sessions = [WorkerSession(worker, number, share) for worker, share in zip(workers, shares)]
 
     def send_outcome(self, outcome: Outcome, plan: Plan, features: torch.Tensor | None = None) -> None:
-        self.plan, self.live = plan, [k != FINISHED for k in outcome.accepted]
+        self.plan, self.live = plan, [bool(tokens) for tokens in outcome.tokens]
         self._each(lambda session: session.send_outcome(outcome, plan, features))
 
     def receive_speculation(self) -> Speculation:

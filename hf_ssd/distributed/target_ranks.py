@@ -7,6 +7,7 @@ from collections import deque
 import torch
 import torch.distributed as dist
 
+from ..rounds import Outcome, Speculation
 from . import payloads, wire
 from .sessions import DraftError
 from .transport import wait
@@ -47,6 +48,18 @@ class TargetRanks:
             kind = DraftError if error["is_draft_error"] else RuntimeError
             raise kind(f"Rank 0 of the target has broken off: {error['text']}")
         return message
+
+    def share_outcome(self, outcome: Outcome, rows: int) -> Outcome:
+        """Returns the leader's outcome on every rank."""
+        payload = wire.write_rows(outcome.tokens) if self.is_leader else None
+        shared = self.share(Message(Kind.OUTCOME, payload=payload) if self.is_leader else None)
+        return Outcome(wire.read_rows(wire.integers(shared.payload, rows), rows))
+
+    def share_speculation(self, speculation: Speculation | None, rows: int) -> Speculation:
+        """Returns the leader's speculation on every rank, without probabilities."""
+        payload = wire.write_speculation(speculation) if self.is_leader else None
+        shared = self.share(Message(Kind.SPECULATION, payload=payload) if self.is_leader else None)
+        return wire.read_speculation(shared.payload, rows)
 
     def share_values(self, values):
         """Returns the leader's plain Python objects on every rank."""

@@ -17,9 +17,9 @@ from enum import IntEnum
 import torch
 
 from ..config import LONGEST_LOOKAHEAD
-from ..rounds import FINISHED, MODES, SOURCES, Outcome, Plan, RoundRecord, Speculation
+from ..rounds import MODES, SOURCES, Outcome, Plan, RoundRecord, Speculation
 
-MAGIC, VERSION = 0x6866_5F73_7364, 19  # "hf_ssd"
+MAGIC, VERSION = 0x6866_5F73_7364, 20  # "hf_ssd"
 HEADER_LENGTH, FRAME_LENGTH = 12, 128
 PAYLOAD_TYPES = (torch.int64, torch.int32, torch.float32, torch.uint8, torch.bfloat16, torch.float16)
 BEHIND, INLINE = range(2)  # place of a payload
@@ -30,8 +30,7 @@ class Kind(IntEnum):
     READY = 1  # draft -> target: the worker has loaded its model (JSON)
     START = 2  # target -> draft: settings of one generate() call (JSON); PROMPTS follows
     PROMPTS = 3  # target -> draft: length of each row, then all tokens
-    OUTCOME = 4  # target -> draft: the plan, the outcome of the last speculation, the tokens that the target proposes
-    # for rows next, and the tokens of each row since
+    OUTCOME = 4  # target -> draft: the plan, the tokens that rows have gained, those that the target proposes next
     SPECULATION = 5  # draft -> target: tokens, and the draft's part of the record
     PROBABILITIES = 6  # draft -> target, after SPECULATION: the distributions of its tokens, when sampling
     END = 7  # target -> draft: the call is over
@@ -215,36 +214,33 @@ def expect(message: Message, kind: Kind, session: int, round_: int) -> None:
 # ---------------------------------------------------------------- the messages of a round
 
 
+def write_rows(tokens: list[list[int]]) -> list[int]:
+    """Returns how many tokens each row has, and the tokens."""
+    return [*map(len, tokens), *itertools.chain(*tokens)]
+
+
+def read_rows(numbers: list[int], rows: int, longest: int = LARGEST_PAYLOAD, vocab_size: int = 2**63, last=True):
+    """Returns the tokens of each row; if they are not the `last` numbers, also the numbers that follow them."""
+    lengths, end = numbers[:rows], rows + sum(numbers[:rows])
+    fits = len(lengths) == rows and 0 <= min(lengths) and max(lengths) <= longest and end <= len(numbers)
+    if not fits or (last and end < len(numbers)):
+        raise ProtocolError(f"{len(numbers)} integers cannot hold {lengths} tokens of each row")
+    left = iter(check_tokens(numbers[rows:end], vocab_size))
+    tokens = [list(itertools.islice(left, length)) for length in lengths]
+    return tokens if last else (tokens, numbers[end:])
+
+
 def write_outcome(outcome: Outcome, plan: Plan) -> list[int]:
-    """
-    Returns the plan, the accepted count and bonus token of each row, and how many tokens the target proposes for it,
-    with these tokens. If there were later rounds: how many tokens each row gained in them, and these tokens.
-    """
-    proposed = outcome.proposed or [[] for _ in outcome.bonus]
-    numbers = [*write_fields(PLAN, plan), *outcome.accepted, *outcome.bonus]
-    for tokens in (proposed, outcome.later):
-        numbers += [] if tokens is None else [*map(len, tokens), *itertools.chain(*tokens)]
-    return numbers
+    """Returns the plan, the tokens that the target proposes for each row, and those that each row has gained."""
+    tokens = outcome.tokens
+    proposed = write_rows(outcome.proposed) if outcome.proposed else [0] * len(tokens)
+    return [*write_fields(PLAN, plan), *proposed, *map(len, tokens), *itertools.chain(*tokens)]
 
 
 def read_outcome(payload, rows: int) -> tuple[Outcome, Plan]:
-    lengths = [len(PLAN), rows, rows, rows]
-    plan, accepted, bonus, counts, rest = _parts(integers(payload, sum(lengths)), lengths)
-    if min(accepted) < FINISHED or max(accepted) > LONGEST_LOOKAHEAD:
-        raise ProtocolError("an outcome cannot have accepted more tokens than a speculation has")
-    outcome, plan = Outcome(accepted, check_tokens(bonus)), read_plan(plan)
-    if min(counts) < 0 or max(counts) > LONGEST_LOOKAHEAD or sum(counts) > len(rest):
-        raise ProtocolError(f"{len(rest)} integers cannot be {counts} tokens that the target proposes")
-    *proposed, rest = _parts(rest, counts)
-    if any(counts):
-        outcome.proposed = [check_tokens(tokens) for tokens in proposed]
-    if rest:
-        lengths, tokens = rest[:rows], check_tokens(rest[rows:])
-        fits = len(lengths) == rows and all(n >= 0 and (not n or k != FINISHED) for n, k in zip(lengths, accepted))
-        if not fits or sum(lengths) != len(tokens):
-            raise ProtocolError(f"{len(rest)} integers are not the tokens that {rows} rows gained in later rounds")
-        *outcome.later, _ = _parts(tokens, lengths)
-    return outcome, plan
+    plan, numbers = _parts(integers(payload, len(PLAN)), [len(PLAN)])
+    proposed, numbers = read_rows(numbers, rows, LONGEST_LOOKAHEAD, last=False)
+    return Outcome(read_rows(numbers, rows), proposed if any(proposed) else None), read_plan(plan)
 
 
 def write_proposals(tokens: list[list[int]], sources: list[str], width: int | None) -> list[int]:
@@ -252,18 +248,15 @@ def write_proposals(tokens: list[list[int]], sources: list[str], width: int | No
     Returns the tokens that are verified and their sources. If the draft is asked for the tokens that are missing:
     `width`, how many each row is to have, 0 for as many as the draft's plan says.
     """
-    numbers = [-1 if width is None else width, *map(RECORD_OF_ROWS["sources"].write, sources)]
-    return [*numbers, *map(len, tokens), *itertools.chain(*tokens)]
+    return [-1 if width is None else width, *map(RECORD_OF_ROWS["sources"].write, sources), *write_rows(tokens)]
 
 
 def read_proposals(payload, rows: int) -> tuple[list[list[int]], list[str], int | None]:
-    (width,), sources, lengths, tokens = _parts(integers(payload, 1 + 2 * rows), [1, rows, rows])
+    (width,), sources, numbers = _parts(integers(payload, 1 + rows), [1, rows])
     of_row = RECORD_OF_ROWS["sources"]
     if not -1 <= width <= LONGEST_LOOKAHEAD or min(sources) < of_row.first or max(sources) > of_row.last:
         raise ProtocolError(f"proposals cannot have {width} tokens from the sources {sources}")
-    if min(lengths) < 0 or max(lengths) > LONGEST_LOOKAHEAD or sum(lengths) != len(tokens):
-        raise ProtocolError(f"proposals of {len(tokens)} tokens cannot have {lengths} of each row")
-    *tokens, _ = _parts(check_tokens(tokens), lengths)
+    tokens = read_rows(numbers, rows, LONGEST_LOOKAHEAD)
     return tokens, list(map(of_row.read, sources)), None if width < 0 else width
 
 
@@ -273,21 +266,18 @@ def write_speculation(speculation: Speculation) -> list[int]:
     numbers = write_fields(RECORD, record)
     for name, of_row in RECORD_OF_ROWS.items():
         numbers += map(of_row.write, getattr(record, name) or [-1] * len(tokens))
-    return [*numbers, *map(len, tokens), *itertools.chain(*tokens)]
+    return numbers + write_rows(tokens)
 
 
 def read_speculation(payload, rows: int, vocab_size: int = 2**63) -> Speculation:
-    parts = [len(RECORD), *[rows] * len(RECORD_OF_ROWS), rows]
-    record, *of_rows, lengths, tokens = _parts(integers(payload, sum(parts)), parts)
+    parts = [len(RECORD), *[rows] * len(RECORD_OF_ROWS)]
+    record, *of_rows, numbers = _parts(integers(payload, sum(parts)), parts)
     record = RoundRecord(**read_fields(RECORD, record, "a speculation"))
     for (name, of_row), values in zip(RECORD_OF_ROWS.items(), of_rows):
         if min(values) < of_row.first or max(values) > of_row.last:
             raise ProtocolError(f"{values} cannot be the {name} of a speculation")
         setattr(record, name, list(map(of_row.read, values)))
-    if min(lengths) < 0 or max(lengths) > LONGEST_LOOKAHEAD or sum(lengths) != len(tokens):
-        raise ProtocolError(f"a speculation of {len(tokens)} tokens cannot have {lengths} of each row")
-    *tokens, _ = _parts(check_tokens(tokens, vocab_size), lengths)
-    return Speculation(tokens, None, record)
+    return Speculation(read_rows(numbers, rows, LONGEST_LOOKAHEAD, vocab_size), None, record)
 
 
 def check_tokens(tokens: list[int], vocab_size: int = 2**63) -> list[int]:

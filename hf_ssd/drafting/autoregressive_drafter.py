@@ -55,10 +55,10 @@ class AutoregressiveDrafter(Drafter):
                 else:
                     yield None
 
-    def commit(self, accepted, bonus, branches, later=None):
-        super().commit(accepted, bonus, branches, later)
+    def commit(self, kept, tokens, branches):
+        super().commit(kept, tokens, branches)
         grown, self.branches = self.branches, None
-        known = None if grown is None or later is not None else self.prefix.adopt(grown, branches)
+        known = None if grown is None else self.prefix.adopt(grown, branches)
         self.known_logits = [] if known is None else [known]
 
     def forget_speculation(self):

@@ -53,9 +53,9 @@ class BlockDrafter(ParallelDrafter):
     def candidates(self, from_fallback, count, plan):
         raise NotImplementedError("A DFlash draft reads features of all tokens, so it prepares no outcomes.")
 
-    def commit(self, accepted, bonus, branches, later=None):
-        super().commit(accepted, bonus, branches, later)
-        self.goes_on = [k >= 0 for k in accepted]
+    def commit(self, kept, tokens, branches):
+        super().commit(kept, tokens, branches)
+        self.goes_on = [bool(of_row) for of_row in tokens]
 
     def take_features(self, receive):
         self.prefix.take_features(receive, self.goes_on)

@@ -33,7 +33,7 @@ def compile_draft(model: PreTrainedModel) -> str | None:
             speculator = Speculator(drafter, config, shape_for(config))
             speculator.begin()
             speculator.prepare(plan)
-            outcome = Outcome([0] * rows, [0] * rows)
+            outcome = Outcome([[0]] * rows)
             for _ in range(2):
                 speculator.answer(outcome, plan)
                 speculator.prepare(plan)

@@ -74,22 +74,13 @@ class Drafter(ABC):
         next T tokens of each outcome; `None` when asked while the tokens are still on their way to the host.
         """
 
-    def commit(
-        self,
-        accepted: list[int],
-        bonus: list[int],
-        branches: list[int],
-        later: list[list[int]] | None = None,
-    ) -> None:
+    def commit(self, kept: list[int], tokens: list[list[int]], branches: list[int]) -> None:
         """
-        Takes in the outcome of each row: an accepted count, `FINISHED` for a row that is left out from now on, and a
-        bonus token. `branches` were prepared for it, -1 for a miss. `later` are the tokens after the bonus token, from
-        rounds in which this drafter proposed nothing.
+        Takes in the new tokens of each row, none for a row that is left out from now on. The first `kept` of them are
+        the first of its last speculation. `branches` were prepared for the outcome, -1 for a miss.
         """
-        self.prefix.decoder.leave_out([k < 0 for k in accepted])
-        self.prefix.grow(accepted, bonus)
-        if later is not None:
-            self.prefix.append(later)
+        self.prefix.decoder.leave_out([not of_row for of_row in tokens])
+        self.prefix.grow(tokens, kept)
         self.sampler.forget_before([length - 1 for length in self.prefix.lengths])
 
     def take_features(self, receive: Callable[[int, int], torch.Tensor]) -> None:

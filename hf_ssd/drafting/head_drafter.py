@@ -132,13 +132,13 @@ class HeadDrafter(Drafter):
             on_host, supports = self._to_host(tokens[:, :, None], probabilities)
             yield on_host, probabilities, supports
 
-    def commit(self, accepted, bonus, branches, later=None):
-        super().commit(accepted, bonus, branches, later)
-        self.goes_on = [k >= 0 for k in accepted]
+    def commit(self, kept, tokens, branches):
+        super().commit(kept, tokens, branches)
+        self.goes_on = [bool(of_row) for of_row in tokens]
         self.known, grown, self.grown, self.ahead = [], self.grown, [], None
-        if grown and all(branch >= 0 or k < 0 for k, branch in zip(accepted, branches)):
+        if grown and all(branch >= 0 or not of_row for of_row, branch in zip(tokens, branches)):
             index = from_host([max(0, branch) for branch in branches], self.device)
-            self.ahead = torch.stack(grown, dim=2)[torch.arange(len(accepted), device=self.device), index]
+            self.ahead = torch.stack(grown, dim=2)[torch.arange(len(tokens), device=self.device), index]
 
     def take_features(self, receive):
         self.prefix.take_features(receive, self.goes_on)

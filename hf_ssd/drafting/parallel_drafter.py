@@ -57,14 +57,14 @@ class ParallelDrafter(Drafter):
         on_host, supports = self._to_host(torch.stack(tokens, dim=2), probabilities)
         yield on_host, probabilities, supports
 
-    def commit(self, accepted, bonus, branches, later=None):
-        super().commit(accepted, bonus, branches, later)
-        self.is_known = [k < 0 or branch >= 0 for k, branch in zip(accepted, branches)]
+    def commit(self, kept, tokens, branches):
+        super().commit(kept, tokens, branches)
+        self.is_known = [not of_row or branch >= 0 for of_row, branch in zip(tokens, branches)]
         if self.grown is None:
-            self.is_known = [False] * len(accepted)
+            self.is_known = [False] * len(tokens)
         else:
             index = from_host([max(0, branch) for branch in branches], self.device)
-            self.marginals = self.grown[torch.arange(len(accepted), device=self.device), index]
+            self.marginals = self.grown[torch.arange(len(tokens), device=self.device), index]
         self.grown = None
 
     def complete(self, ready, width, plan):

@@ -15,7 +15,6 @@ import torch
 from ..config import SSDConfig
 from ..rounds import (
     BY_TARGET,
-    FINISHED,
     NGRAM,
     NOTHING,
     PLAIN,
@@ -56,6 +55,7 @@ class Speculator:
         self.plan = Plan(PLAIN)
         self.sources = [PREPARED] * len(drafter.prefix.lengths)  # sources of the speculation that is being verified
         self.finished = [False] * len(drafter.prefix.lengths)
+        self.verified: list[list[int]] = [[] for _ in self.finished]  # the tokens that are being verified
         self.candidates: OutcomeCandidates | None = None
         self.prepared: SpeculationCache | None = None
         self.was_prepared = False
@@ -131,13 +131,14 @@ class Speculator:
         wait for the device: the tokens are on the host, and the drafter takes in the outcome, and the `features` that
         come with it, later. Afterwards, [`~Speculator.complete`] settles the tokens that are verified next, or the
         caller settles them and calls [`~Speculator.take_speculation`]. Nothing is prepared for an outcome with tokens
-        of later rounds.
+        of rounds in which the draft was not asked.
         """
         self.catch_up()  # takes in the previous round, if no preparation has done so
         start, self.plan = time.perf_counter(), plan
-        counts, tokens = outcome.accepted, outcome.bonus
-        self.finished = [k == FINISHED for k in counts]
-        is_latest = outcome.later is None
+        self.finished = [not tokens for tokens in outcome.tokens]
+        counts = [kept(*pair) for pair in zip(outcome.tokens, self.verified)]
+        tokens = [of_row[k] if of_row else 0 for of_row, k in zip(outcome.tokens, counts)]
+        is_latest = counts == outcome.accepted
         cache, preparing = (self.prepared, self.preparing) if is_latest else (None, RoundRecord())
         branches = [-1] * len(counts) if cache is None else cache.lookup(counts, tokens)
         found = Speculation.empty(len(counts))
@@ -163,7 +164,7 @@ class Speculator:
         if self.candidates is not None and not is_cut:  # the target cuts a speculation near the limit
             self.lessons.append((self.candidates, counts, tokens))
         self.was_prepared = self.candidates is not None and is_latest
-        self.uncommitted, self.found_in = (counts, tokens, branches, outcome.later), (cache, branches)
+        self.uncommitted, self.found_in = (counts, outcome.tokens, branches), (cache, branches)
         self.features = features
         self.candidates = self.prepared = None
         self.preparing = RoundRecord()
@@ -206,10 +207,9 @@ class Speculator:
             tokens = [own or of_row for own, of_row in zip(self.proposed, found.tokens)]
             tokens = padded(tokens, max(map(len, tokens)))
             sources = [NGRAM if own else source for own, source in zip(self.proposed, record.sources)]
+            self.take_speculation(tokens, sources)
             if lacks_tokens and tokens == written:  # the drafter has taken them in
-                self.sources = sources
-            else:
-                self.take_speculation(tokens, sources)
+                self.unwritten = None
         record.steps, record.lookahead = steps, width
         record.answer_seconds += since(start)
         return found
@@ -223,7 +223,7 @@ class Speculator:
 
     def take_speculation(self, tokens: list[list[int]], sources: list[str]) -> None:
         """Makes these tokens, `lookahead` of each row, the speculation that is verified next, with its sources."""
-        self.sources, self.unwritten = sources, tokens
+        self.sources, self.verified, self.unwritten = sources, tokens, tokens
 
     def catch_up(self) -> None:
         """Lets the drafter take in the last outcome and the tokens that are verified next, unless it already has."""
@@ -249,6 +249,14 @@ class Speculator:
         """Lets the cache shape learn from all rounds that it has not learned from, except the last `keep` rounds."""
         while len(self.lessons) > keep:
             self.shape.learn(*self.lessons.pop(0))
+
+
+def kept(tokens: list[int], verified: list[int]) -> int:
+    """Returns how many new tokens of a row, the last one excluded, were being verified; `FINISHED` if it has none."""
+    k = min(len(tokens) - 1, len(verified))
+    while k > 0 and tokens[:k] != verified[:k]:
+        k -= 1
+    return k
 
 
 def answer_width(plan: Plan, known: list[int]) -> int:

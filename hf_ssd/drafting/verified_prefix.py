@@ -10,7 +10,7 @@ from ..cache.model_runner import TensorFunction
 from ..cache.ragged import RaggedCache
 from ..cache.support import last_position_limit
 from ..devices import from_host
-from ..rounds import FINISHED
+from ..rounds import padded
 from .vocabulary import Vocabulary
 
 WORTH_KEEPING = 64  # tokens that each row must share with the previous call before its cache is used again
@@ -110,19 +110,11 @@ class VerifiedPrefix:
         """Writes the draft's tokens `(batch_size, M)` into `inputs` alone, `behind` columns after each row's prefix."""
         self.inputs = _written(self.inputs, tokens, [n + k for n, k in zip(self.columns, behind)])
 
-    def grow(self, accepted: list[int], bonus: list[int]) -> None:
-        """Adds the accepted tokens of each row, which already stand after its prefix, and its bonus token to it."""
-        moved = [max(0, k) for k in accepted]
-        self.write(from_host([[token] for token in bonus], self.device), moved)
-        self.fed = [min(fed, n + k) for fed, n, k in zip(self.fed, self.columns, moved)]
-        self._take_in([0 if k == FINISHED else k + 1 for k in accepted])
-
-    def append(self, texts: list[list[int]]) -> None:
-        """Adds any number of tokens, which were not drafted here, to the prefix of each row."""
-        width = max(map(len, texts))
-        tokens = torch.tensor([text + [0] * (width - len(text)) for text in texts], dtype=torch.long)
-        self.write(from_host(tokens, self.device))
-        self._take_in([len(text) for text in texts])
+    def grow(self, tokens: list[list[int]], kept: list[int]) -> None:
+        """Adds the new tokens of each row to its prefix. The first `kept` of them have been drafted after it."""
+        self.write(from_host(padded(tokens, max(map(len, tokens))), self.device))
+        self.fed = [min(fed, n + max(0, k)) for fed, n, k in zip(self.fed, self.columns, kept)]
+        self._take_in(list(map(len, tokens)))
 
     def _take_in(self, counts: list[int]) -> None:
         """Makes the next `counts` tokens of each row, which already stand after its prefix, part of the prefix."""

@@ -78,7 +78,7 @@ class Decider:
             check_drawn([token for token, goes_on in zip(bonus, unfinished) if goes_on])
             self.unlikely_tokens += sum(count for count, goes_on in zip(unlikely, unfinished) if goes_on)
         accepted = [k if goes_on else FINISHED for k, goes_on in zip(accepted, unfinished)]
-        return Outcome(accepted, bonus), there, scores
+        return Outcome.of(self.sequences.proposed, accepted, bonus), there, scores
 
     def _decide(self, logits, following, q=None, kept: list | None = None) -> torch.LongTensor:
         """
@@ -166,8 +166,8 @@ class Decider:
     ) -> Outcome:
         """
         Decides on the positions in order, as long as rows accept their drafted tokens, and returns the outcome. `keep`
-        is called at each position with the rows that are decided there, the accepted counts and tokens of all rows, and
-        the scores and logits `(1, vocab_size)` of each decided row.
+        is called at each position with the rows that are decided there, the new tokens of all rows, and the scores and
+        logits `(1, vocab_size)` of each decided row.
         """
         sequences, before, proposed = self.sequences, self.sequences.lengths, self.sequences.proposed
         last = [0] * len(before)
@@ -187,7 +187,7 @@ class Decider:
             # 2. Add the token to the row, which may end there.
             for row, token in zip(going, tokens):
                 last[row] = token
-            keep(going, [0 if row in going else FINISHED for row in range(len(before))], last, scores, here)
+            keep(going, [last[row : row + 1] if row in going else [] for row in range(len(before))], scores, here)
 
             # 3. Go on with the rows whose token is the drafted token.
             if place == drafted.shape[1]:
@@ -205,4 +205,4 @@ class Decider:
             if not going or (self.in_step and going != alive):
                 break
         accepted = [after - length - 1 for after, length in zip(sequences.lengths, before)]
-        return Outcome(accepted, last)
+        return Outcome.of(proposed, accepted, last)

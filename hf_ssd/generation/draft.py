@@ -1,23 +1,19 @@
 """The draft as the decoding loop uses it: the loop goes on if the draft joins late, pauses or fails."""
 
 import dataclasses
-import functools
 import os
 
 import torch
 from transformers.utils import logging
 
 from ..cache.support import last_position_limit
-from ..distributed import wire
 from ..distributed.assistant import Turn
 from ..distributed.local import LocalSession
 from ..distributed.sessions import DraftError, DraftSession, SessionRequest
-from ..distributed.wire import Kind, Message
 from ..planning.planner import Planner
-from ..rounds import AHEAD, FINISHED, IN_TURN, PLAIN, Outcome, Speculation
+from ..rounds import AHEAD, IN_TURN, PLAIN, Outcome, Speculation
 from .features import Features
 from .proposers.proposers import Proposers
-from .sequences import Sequences
 from .tokenizers import check_coverage
 
 logger = logging.get_logger(__name__)
@@ -41,13 +37,13 @@ class FaultTolerantDraft:
         self.decides = ranks.is_leader  # on outcomes
         self.process, self.turn = os.getpid(), Turn()
         self.session: DraftSession | None = None
-        self.untold: Outcome | None = None  # of the rounds since the session was last asked
-        self.verified: list[list[int]] = [[] for _ in request.prompts]  # the tokens that are being verified
         self.is_local = self.is_asked = self.was_late = False
-        self.proposers = Proposers(request)
+        self.texts = [prompt.tolist() for prompt in request.prompts]  # the verified tokens of each row
+        self.verified: list[list[int]] = [[] for _ in self.texts]  # the tokens that are being verified
+        self.told = [0] * len(self.texts)  # tokens of each row that the session was told of
+        self.read = [0] * len(self.texts)  # tokens of each row whose features the session has
+        self.proposers = Proposers(request, self.texts)
         self.positions = None if model is None else last_position_limit(model)  # looks at all layers
-        self.lengths = [len(prompt) for prompt in request.prompts]  # of the rows, as tokens of the target
-        self.told = [0] * len(request.prompts)  # tokens of each row whose features the session has
         self.rounds = 0  # speculations so far
         self.is_over: DraftError | None = None  # to be raised where all ranks are told
         self.joined_at: int | None = None  # speculations until a session was open, or 0 if the first attempt opened it
@@ -70,12 +66,12 @@ class FaultTolerantDraft:
             self._attempt(lambda: check_coverage(self.request.translation, self.request.prompts))
         self.planner.begin_call()  # not before, because another thread's call may have measured the pair meanwhile
         self.proposers.begin()
-        self._join(None)
+        self._join()
         self.cores.divide(self._worker_starts)
 
     # ---------------------------------------------------------------- sessions
 
-    def _join(self, sequences: Sequences | None) -> None:
+    def _join(self) -> None:
         """
         Opens the session that the plan asks for, if its draft is ready. The draft reads the rows while the target
         verifies the last token of each row, and answers the outcome of that round.
@@ -85,19 +81,18 @@ class FaultTolerantDraft:
             return
         session = None
         if self._wants_worker:
-            request = functools.partial(self._request_now, sequences)
-            session = self._attempt(lambda: self.assistant.open_session(self.turn, request, self.device))
+            session = self._attempt(lambda: self.assistant.open_session(self.turn, self._request_now, self.device))
         is_local = session is None and self.failure is None and not self.is_local and self.model is not None
         if is_local:
-            session = self._attempt(lambda: LocalSession(self.model, self._request_now(sequences, in_turn=True)))
+            session = self._attempt(lambda: LocalSession(self.model, self._request_now(in_turn=True)))
         if session is not None:
             if self.session is not None:
                 self.session.close()
-            self.session, self.is_local, self.untold, self.is_asked = session, is_local, None, False
-            self.proposers.begin_session(self._request_now(sequences))
+            self.session, self.is_local, self.is_asked = session, is_local, False
+            self.told, self.read = list(map(len, self.texts)), [0] * len(self.texts)
+            self.proposers.begin_session(self._request_now)
             if self.model is None:
                 self.positions = getattr(self.assistant, "positions", None)
-            self.told = [0] * len(self.told)
             if self.joined_at is None:
                 self.joined_at = self.rounds if self.was_late else 0
         self.was_late = self.was_late or self.session is None
@@ -107,16 +102,11 @@ class FaultTolerantDraft:
         """Whether the worker is starting."""
         return self.assistant is not None and self.assistant.state == "starting"
 
-    def _request_now(self, sequences: Sequences | None, in_turn: bool = False) -> SessionRequest:
+    def _request_now(self, in_turn: bool = False) -> SessionRequest:
         """Returns the request. For a draft that joins late, the tokens generated so far are part of the prompts."""
-        prompts = self.request.prompts
-        if sequences is not None:
-            generated = zip(sequences.ids, sequences.lengths)
-            generated = [ids[sequences.prompt_length : length] for ids, length in generated]
-            prompts = [torch.cat([prompt, new.to(prompt.device)]) for prompt, new in zip(prompts, generated)]
         plan = self.planner.plan
         plan = dataclasses.replace(plan, mode=IN_TURN, budget=0) if in_turn else plan
-        return dataclasses.replace(self.request, prompts=prompts, plan=plan)
+        return dataclasses.replace(self.request, prompts=list(map(torch.tensor, self.texts)), plan=plan)
 
     # ---------------------------------------------------------------- a round
 
@@ -129,25 +119,25 @@ class FaultTolerantDraft:
             error, self.is_over = self.is_over, None  # so that no reference to the error is left here
             raise error
         if self.decides:
-            plan, self.is_asked = self.planner.plan, False
-            self.lengths = [n + max(0, k + 1) for n, k in zip(self.lengths, outcome.accepted)]
-            if self.session is not None:
-                self.untold = outcome if self.untold is None else self.untold.followed_by(outcome, self.verified)
-                # A worker that is about to be replaced by a session in this process is not asked any more.
-                is_right = self.is_local or self.model is None or plan.mode == AHEAD
-                has_room = self.positions is None or max(self.lengths) < self.positions
-                self.is_asked = plan.mode != PLAIN and is_right and has_room
-                if not has_room:
-                    logger.warning_once(f"The draft has {self.positions} positions; what is longer is decoded plainly.")
+            plan, has_room = self.planner.plan, True
+            for text, tokens in zip(self.texts, outcome.tokens):
+                text += tokens
+            if self.session is not None and self.positions is not None:
+                has_room = max(map(len, self.texts)) < self.positions
+            if not has_room:
+                logger.warning_once(f"The draft has {self.positions} positions; what is longer is decoded plainly.")
+            # A worker that is about to be replaced by a session in this process is not asked any more.
+            is_right = self.is_local or self.model is None or plan.mode == AHEAD
+            self.is_asked = self.session is not None and plan.mode != PLAIN and is_right and has_room
             is_beside = self.is_asked and self.session.takes_proposals
             if self.is_asked and not is_beside:
                 plan = dataclasses.replace(plan, ngrams=0)
-            proposed = self.proposers.take_in(outcome, plan, self.verified, is_beside)
+            proposed = self.proposers.take_in(outcome.tokens, plan, is_beside)
             if self.is_asked:
                 if self.is_local:
                     plan = dataclasses.replace(plan, mode=IN_TURN, budget=0)
-                untold, self.untold = dataclasses.replace(self.untold, proposed=proposed or None), None
-                features = None if features is None else self._untold(features, untold)
+                untold = Outcome(self._untold(outcome), proposed or None)
+                features = None if features is None else self._unread(features, untold)
                 # The target's MTP layer, if it is the fallback, reads features, and then no draft does.
                 told = (untold, plan) if features is None or self.request.head is not None else (untold, plan, features)
                 self._attempt(lambda: self.session.send_outcome(*told))
@@ -155,26 +145,26 @@ class FaultTolerantDraft:
                     proposer.take_in(untold, plan, features)
             if self.proposers.counts_ngrams:
                 self.proposers.compare(self.rounds)
-        if self.ranks.size == 1:
-            return outcome
-        payload = [*outcome.accepted, *outcome.bonus] if self.decides else None
-        message = self.ranks.share(Message(Kind.OUTCOME, payload=payload) if self.decides else None)
-        numbers, rows = wire.integers(message.payload, 2), len(self.request.prompts)
-        return Outcome(numbers[:rows], numbers[rows:])
+        return outcome if self.ranks.size == 1 else self.ranks.share_outcome(outcome, len(self.texts))
 
-    def _untold(self, features: Features, outcome: Outcome) -> torch.Tensor:
+    def _untold(self, latest: Outcome) -> list[list[int]]:
+        """Returns all tokens that the session was not told of, none of a row that is finished."""
+        rows, self.told = zip(self.texts, self.told, latest.tokens), list(map(len, self.texts))
+        return [text[told:] if goes_on else [] for text, told, goes_on in rows]
+
+    def _unread(self, features: Features, outcome: Outcome) -> torch.Tensor:
         """Returns the features `(tokens, width)` that the session does not have, row after row."""
-        starts, rows = self.told, zip(self.lengths, outcome.accepted, self.told)
-        self.told = [told if k == FINISHED else length - 1 for length, k, told in rows]
-        return features.between(starts, self.told)
+        starts, rows = self.read, zip(self.texts, outcome.tokens, self.read)
+        self.read = [len(text) - 1 if goes_on else read for text, goes_on, read in rows]
+        return features.between(starts, self.read)
 
-    def receive_speculation(self, sequences: Sequences) -> Speculation:
-        """Returns the speculation to verify next, after the tokens of the last outcome."""
+    def receive_speculation(self) -> Speculation:
+        """Returns the speculation to verify next."""
         self.rounds += 1
         speculation = None
         if self.decides:
             if self.session is None or self.is_local == self._wants_worker:
-                self._join(sequences)
+                self._join()
             if self.is_asked and self.session is not None:
                 speculation = self._attempt(lambda: self.session.receive_speculation())
             if speculation is None:
@@ -186,26 +176,20 @@ class FaultTolerantDraft:
                     self._attempt(lambda: self.session.send_proposals(*told))
             self.verified = speculation.tokens
         if self.ranks.size > 1:
-            speculation = self._shared(speculation)
+            speculation = self.ranks.share_speculation(speculation, len(self.texts))
         record = speculation.record
         record.ngram_tokens, record.ngram_matched = self.proposers.counted
         self.cores.divide(record.mode == AHEAD or self._worker_starts)
         return speculation
 
-    def _shared(self, speculation: Speculation | None) -> Speculation:
-        """Returns the leader's speculation, on every rank."""
-        payload = wire.write_speculation(speculation) if self.decides else None
-        message = self.ranks.share(Message(Kind.SPECULATION, payload=payload) if self.decides else None)
-        shared = wire.read_speculation(message.payload, len(self.request.prompts))
-        shared.are_certain = self.decides and speculation.are_certain
-        return shared
-
     def receive_probabilities(self) -> torch.FloatTensor | None:
         """
-        Returns the distributions that the tokens were drawn from, or `None` if those of the draft are lost. Called only
-        where outcomes are decided. If there are several ranks, an error ends the call on all of them together, with the
-        next outcome.
+        Returns the distributions that the tokens were drawn from, `None` if all of them are certain or where no
+        outcomes are decided. If those of the draft are lost they are zeros, so that no token is accepted. If there are
+        several ranks, an error ends the call on all of them together, with the next outcome.
         """
+        if not self.decides or self.proposers.are_certain:
+            return None
         q = None
         if any(self.proposers.drafted):
             try:
@@ -216,7 +200,8 @@ class FaultTolerantDraft:
                     raise
                 self.is_over = error
             if q is None:
-                return None
+                shape = len(self.texts), len(self.verified[0]), self.request.vocab_size
+                return torch.zeros(1, device=self.device).expand(shape)
         return self.proposers.distributions(self.verified, q, self.device)
 
     def finish(self, device: torch.device, sampled: bool) -> None:

@@ -185,9 +185,9 @@ def decode(
     stream = Stream(streamer, sequences) if streamer is not None else None
     received = start
 
-    def keep(rows, accepted, bonus, scores, logits, on_device=None):
+    def keep(rows, new_tokens, scores, logits, on_device=None):
         """Adds the new tokens to the rows, and finds out which rows have ended."""
-        new_tokens = sequences.accept(accepted, bonus, on_device)
+        sequences.accept(new_tokens, on_device)
         for record, values in ((scores_record, scores), (logits_record, logits)):
             for row, of_row in zip(rows, values) if record is not None else ():
                 record.add(row, of_row[: len(new_tokens[row])])
@@ -225,12 +225,13 @@ def decode(
         if features is not None and record is not None:
             features.add(decoder.features, outcome.accepted)
         outcome = draft.send_outcome(outcome, features)
+        accepted = [len(tokens) - 1 for tokens in outcome.tokens]
 
         # 4. Bookkeeping, while the draft looks up its answer.
         if not decider.by_step:
-            keep(range(batch_size), outcome.accepted, outcome.bonus, scores, logits, bonus)
+            keep(range(batch_size), outcome.tokens, scores, logits, bonus)
         if record is not None:
-            record.accepted, record.verify_seconds = outcome.accepted, seconds
+            record.accepted, record.verify_seconds = accepted, seconds
             is_new = any(one.compiles for one in stats.records[-2:])
             if len(stats.records) > 1 and draft.decides and not is_new:
                 planner.observe(stats.records[-2], record)
@@ -244,7 +245,7 @@ def decode(
 
         # 5. Receive the next speculation, and cut it to the tokens that may still be needed.
         waiting = time.perf_counter()
-        speculation = draft.receive_speculation(sequences)
+        speculation = draft.receive_speculation()
         received = time.perf_counter()
         tokens, record = speculation.tokens, speculation.record
         if sequences.max_length is not None:
@@ -265,15 +266,9 @@ def decode(
         record.compiles = decoder.runner.preparations > before
 
         # 7. The distributions that the tokens were drawn from are needed only now.
-        if not do_sample or speculation.are_certain or not speculation.width:
-            probabilities = None
-        elif draft.decides:
-            probabilities = draft.receive_probabilities()
-            if probabilities is not None:
-                probabilities = from_host(probabilities[:, : drafted.shape[1]], input_ids.device)
-            else:  # they are lost: with zeros no token is accepted, and all ranks keep their shapes
-                nothing = torch.zeros(1, device=drafted.device)
-                probabilities = nothing.expand(*drafted.shape, draft.request.vocab_size)
+        probabilities = draft.receive_probabilities() if do_sample and speculation.width else None
+        if probabilities is not None:
+            probabilities = from_host(probabilities[:, : drafted.shape[1]], input_ids.device)
 
     if stream is not None:
         stream.end()

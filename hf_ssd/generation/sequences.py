@@ -58,19 +58,17 @@ class Sequences:
         self._write(self.lengths, following[:, :-1])
         return following
 
-    def accept(
-        self, accepted: list[int], bonus: list[int], on_device: torch.LongTensor | None = None
-    ) -> list[list[int]]:
+    def accept(self, tokens: list[list[int]], on_device: torch.LongTensor | None = None) -> None:
         """
-        Makes the first `accepted` of the proposed tokens and a bonus token, perhaps decided `on_device`, part of each
-        row, and returns the new tokens. A row with a negative number gets neither.
+        Makes new tokens part of the rows, none of a row that gets none. All but a row's last one are the first of its
+        proposed tokens; the last ones may have been decided `on_device`.
         """
-        bonus_there = from_host(bonus, self.ids.device) if on_device is None else on_device
-        if min(accepted) < 0:
-            bonus_there = torch.where(from_host(accepted, self.ids.device) < 0, self.last, bonus_there)
-        self.last, self.lengths = bonus_there, [n + max(0, k + 1) for n, k in zip(self.lengths, accepted)]
+        if on_device is None:
+            on_device = from_host([of_row[-1] if of_row else 0 for of_row in tokens], self.ids.device)
+        if not all(tokens):
+            on_device = torch.where(from_host([not of_row for of_row in tokens], self.ids.device), self.last, on_device)
+        self.last, self.lengths = on_device, [n + len(of_row) for n, of_row in zip(self.lengths, tokens)]
         self._write([length - 1 for length in self.lengths], self.last[:, None])
-        return [[*row[:k], token] if k >= 0 else [] for row, k, token in zip(self.proposed, accepted, bonus)]
 
     def _write(self, starts: list[int], tokens: torch.LongTensor) -> None:
         """Writes tokens `(batch_size, count)` into the rows; `starts` has the first column of each row."""
@@ -79,7 +77,7 @@ class Sequences:
 
     def stop_where_plain_generation_would(self, new_tokens: list[list[int]], scores) -> None:
         """
-        Finds where rows stop within the new tokens that [`~Sequences.accept`] returned. `scores(length)` gives the
+        Finds where rows stop within the new tokens that [`~Sequences.accept`] got. `scores(length)` gives the
         scores that plain generation would have recorded for rows of this length.
         """
         first = [stop - len(tokens) + 1 for stop, tokens in zip(self.lengths, new_tokens)]

@@ -182,5 +182,5 @@ def test_whatever_is_planned_a_draft_compiles_once_for_one_row_and_once_for_seve
             speculator.begin()
             for accepted in (0, 0, 1):
                 speculator.prepare(plan)
-                speculator.answer(Outcome([accepted] * rows, [7] * rows), plan)
+                speculator.answer(Outcome.of(speculator.verified, [accepted] * rows, [7] * rows), plan)
         assert len(compilations) == 1 + (rows > 1)

@@ -35,7 +35,7 @@ def test_a_call_that_continues_the_text_of_the_last_one_starts_from_its_states(m
     earlier.write(more[:, :3])
     earlier.feed(3, wanted=1)
     earlier.decoder.leave_out([False, True])
-    earlier.grow([2, -1], [int(more[0, 2]), 0])
+    earlier.grow([more[0, :3].tolist(), []], [2, -1])
     longer = [torch.cat([text, new]) for text, new in zip(texts, more)]
     prefix = RecurrentPrefix(model, longer, None, earlier)
     assert prefix.fed == [72, 75]

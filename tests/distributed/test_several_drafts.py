@@ -135,7 +135,7 @@ def test_a_worker_completes_less_than_it_has_prepared(draft):
     with torch.inference_mode():
         worker.work()
         hit = worker.server.speculator.prepared.bonus[0][0]
-        session.send_outcome(Outcome([0, 0], [hit, hit]), Plan(AHEAD, 2, 2, BUDGET))
+        session.send_outcome(Outcome([[hit], [hit]]), Plan(AHEAD, 2, 2, BUDGET))
         found = session.receive_speculation()
         q = session.receive_probabilities()
         assert len(found.tokens[0]) == 3 and found.record.hits[0]

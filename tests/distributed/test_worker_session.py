@@ -39,7 +39,7 @@ class Line:
         request = SessionRequest(hf_ssd.SSDConfig(timeout=2.0), GenerationConfig(), [torch.tensor([1])] * ROWS, 0, 9)
         self.session = WorkerSession(worker, NUMBER, request)
         for _ in range(3):
-            self.session.send_outcome(Outcome([0, 0], [3, 4]), Plan(AHEAD, 2, 2, 4))
+            self.session.send_outcome(Outcome([[3], [4]]), Plan(AHEAD, 2, 2, 4))
         assert self.session.round == 2
 
     def say(self, kind=Kind.SPECULATION, session=NUMBER, round_=2, payload=None, change=None):

@@ -83,9 +83,9 @@ def check_proposals(pair, rounds=4):
     for turn in range(rounds):
         used = speculator.prepared.branches if speculator.prepared else [{}, {}]
         bonus = [next(t for t in range(2, VOCAB) if (k, t) not in of_row) for k, of_row in zip(accepted, used)]
-        for row, k in enumerate(accepted):
-            texts[row] += [*drafted[row][:k], bonus[row]]
-        answer = speculator.answer(Outcome(accepted, bonus), PLAN, features(target, texts, known))
+        outcome = Outcome.of(drafted, accepted, bonus)
+        texts = [text + tokens for text, tokens in zip(texts, outcome.tokens)]
+        answer = speculator.answer(outcome, PLAN, features(target, texts, known))
         known, drafted = [len(text) - 1 for text in texts], answer.tokens
         for row, text in enumerate(texts):
             q = reference(head, target, text, drafted[row])
@@ -152,19 +152,18 @@ def test_mistakes_are_noticed(mutant, pair, monkeypatch):
 def test_after_a_hit_the_prefix_has_the_targets_features(pair):
     target, head = pair
     speculator, texts, known = new_speculator(pair), [list(prompt) for prompt in PROMPTS], [0, 0]
-    outcome = Outcome([0, 0], [4, 6])
-    drafted = [[], []]
+    outcome = Outcome([[4], [6]])
     for _ in range(4):
-        for row, (k, token) in enumerate(zip(outcome.accepted, outcome.bonus)):
-            texts[row] += [*drafted[row][:k], token]
+        texts = [text + tokens for text, tokens in zip(texts, outcome.tokens)]
         answer = speculator.answer(outcome, PLAN, features(target, texts, known))
-        known, drafted = [len(text) - 1 for text in texts], answer.tokens
+        known = [len(text) - 1 for text in texts]
         speculator.prepare(PLAN)
         for row, text in enumerate(texts):
             fused = head.fuse(expected_features(target, torch.tensor(text)))[: len(text) - 1]
             torch.testing.assert_close(speculator.drafter.prefix.states[row, : len(text) - 1], fused, **EXACT)
         cache = speculator.prepared
-        outcome = Outcome([row[0] for row in cache.accepted], [row[0] for row in cache.bonus])
+        firsts = [row[0] for row in cache.accepted], [row[0] for row in cache.bonus]
+        outcome = Outcome.of(answer.tokens, *firsts)
     assert all(answer.record.hits)
 
 

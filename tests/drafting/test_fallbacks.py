@@ -368,8 +368,8 @@ def test_texts_are_those_of_all_rounds():
     texts, expected = Texts([[1, 2, 3], [4]]), [[1, 2, 3], [4]]
     for turn in range(40):
         new = [[turn] * (turn % 5), [] if turn > 20 else [turn, 7]]
-        texts.add(new)
         expected = [of_row + more for of_row, more in zip(expected, new)]
+        texts.read(expected)
     assert [ids[:length].tolist() for ids, length in zip(texts.ids, texts.lengths)] == expected
 
 

@@ -14,10 +14,10 @@ from hf_ssd.drafting.drafters import drafter_for
 from hf_ssd.drafting.parallel_drafter import ParallelDrafter
 from hf_ssd.drafting.speculator import Speculator
 from hf_ssd.drafting.verified_prefix import VerifiedPrefix
-from hf_ssd.rounds import AHEAD, FINISHED, NGRAM, Plan
+from hf_ssd.rounds import AHEAD, NGRAM, Outcome, Plan
 
 from ..helpers.tiny import padded_batch, tiny_model
-from .test_speculator import interrupted_after, outcome, passes_from_now_on, prepared
+from .test_speculator import interrupted_after, passes_from_now_on, prepared
 
 MASK, VOCAB, LOOKAHEAD = 4, 5, 3
 PLAN = Plan(AHEAD, LOOKAHEAD, LOOKAHEAD, budget=6)
@@ -75,9 +75,8 @@ def test_what_is_proposed_is_what_the_model_gives_for_its_text(family):
         one = prepared(speculator, place)
         if turn == 2:  # a miss of the first row
             hits = behind(speculator.prepared, 0)
-            one.accepted[0], one.bonus[0] = 0, next(token for token in range(VOCAB) if token not in hits)
-        for row, k in enumerate(one.accepted):
-            texts[row] += [*drafted[row][:k], one.bonus[row]]
+            one.tokens[0] = [next(token for token in range(VOCAB) if token not in hits)]
+        texts = [text + tokens for text, tokens in zip(texts, one.tokens)]
         answer = speculator.answer(one, plan)
         for row, text in enumerate(texts):
             expected = marginals(speculator, text, LOOKAHEAD)
@@ -115,7 +114,7 @@ def test_one_forward_pass_a_round_and_one_more_on_a_miss(monkeypatch):
         hit = prepared(speculator, turn % 3)
         if turn % 2:
             used = behind(speculator.prepared, hit.accepted[0])
-            hit.bonus[0] = next(token for token in range(VOCAB) if token not in used)
+            hit.tokens[0][-1] = next(token for token in range(VOCAB) if token not in used)
         answer = speculator.answer(hit, plan)
         assert answer.record.steps == turn % 2 == len(passes)
         speculator.prepare(plan)
@@ -133,12 +132,11 @@ def test_what_is_not_known_of_a_speculation_is_read_before_outcomes_are_chosen(m
     passes = passes_from_now_on(speculator, monkeypatch)
     bonus = next(token for token in range(VOCAB) if token not in [*used, 4]) if len(set(used)) < VOCAB else 4
     speculator.prepared.branches = [{}]  # nothing hits
-    assert not speculator.answer(outcome([0], [bonus]), plan).width and speculator.waits and not passes
+    assert not speculator.answer(Outcome([[bonus]]), plan).width and speculator.waits and not passes
     speculator.take_speculation([[2, 3, 1, 0]], [NGRAM])
     speculator.prepare(plan)
     assert len(passes) == 2
-    later = dataclasses.replace(outcome([0], [2]), later=[[3, 1]])
-    speculator.answer(later, dataclasses.replace(PLAN, lookahead=0, after_miss=0))
+    speculator.answer(Outcome([[2, 3, 3, 1]]), dataclasses.replace(PLAN, lookahead=0, after_miss=0))
     passes.clear()
     speculator.prepare(plan)
     assert len(passes) == 2
@@ -148,10 +146,10 @@ def test_what_is_not_known_of_a_speculation_is_read_before_outcomes_are_chosen(m
 def test_finished_rows_are_left_out_and_an_early_outcome_is_served_in_one_pass(monkeypatch):
     speculator, alone = (new_speculator(prompts=prompts, fan_out="uniform") for prompts in (PROMPTS, PROMPTS[:1]))
     speculator.prepare(PLAN, interrupted_after(0))
-    answer = speculator.answer(outcome([0, FINISHED], [2, 0]), PLAN)
+    answer = speculator.answer(Outcome([[2], []]), PLAN)
     assert answer.record.steps == 1
     speculator.prepare(PLAN)
-    alone.answer(outcome([0], [2]), PLAN)
+    alone.answer(Outcome([[2]]), PLAN)
     alone.prepare(PLAN)
     assert speculator.prepared.bonus[0] == alone.prepared.bonus[0]
     for ours, theirs in zip(speculator.prepared.probabilities, alone.prepared.probabilities):

@@ -39,14 +39,15 @@ def new_speculator(options="greedy", prompts=PROMPTS, family="llama", pard_token
     return speculator
 
 
-def outcome(accepted, bonus):
-    return Outcome(list(accepted), list(bonus))
+def outcome(speculator, accepted, bonus):
+    """The outcome of the tokens that a speculator knows to be verified."""
+    return Outcome.of(speculator.verified, accepted, bonus)
 
 
 def prepared(speculator, place):
     """The outcome that a place of the cache was prepared for, in each row."""
     cache = speculator.prepared
-    return outcome([row[place] for row in cache.accepted], [row[place] for row in cache.bonus])
+    return outcome(speculator, [row[place] for row in cache.accepted], [row[place] for row in cache.bonus])
 
 
 def interrupted_after(steps):
@@ -77,30 +78,30 @@ def test_answers_are_the_same_prepared_or_just_in_time(options, family, pard_tok
         return torch.randint(first, last, (3,), generator=generator).tolist()
 
     for turn in range(12):
-        told = outcome(drawn(0, len(drafted[0]) + 1), drawn(2, VOCAB))
+        accepted, bonus = drawn(0, len(drafted[0]) + 1), drawn(2, VOCAB)
         if turn % 2 and turn < 10:  # an outcome that was prepared, in some rows
             for row, place in enumerate(drawn(0, 12)):
                 if row != turn % 3:
-                    told.accepted[row] = ahead.prepared.accepted[row][place]
-                    told.bonus[row] = ahead.prepared.bonus[row][place]
-        rounds = [(told, drafted)]
+                    accepted[row] = ahead.prepared.accepted[row][place]
+                    bonus[row] = ahead.prepared.bonus[row][place]
+        rounds, told = [(drafted, accepted, bonus)], Outcome([[], [], []])
         for _ in range(turn if turn % 4 == 2 else 0):  # the draft was not asked, and something else proposed tokens
             proposed = torch.randint(2, VOCAB, (3, 2), generator=generator).tolist()
-            rounds.append((outcome(drawn(0, 3), drawn(2, VOCAB)), proposed))
-        for number, (one, proposed) in enumerate(rounds):
+            rounds.append((proposed, drawn(0, 3), drawn(2, VOCAB)))
+        for number, (_, accepted, _) in enumerate(rounds):
             if turn > 10 or (turn == 10 and number > 4):
-                one.accepted[1] = FINISHED
-            for row, k in enumerate(one.accepted):
-                texts[row] += [] if k == FINISHED else [*proposed[row][:k], one.bonus[row]]
-            told = told.followed_by(one, proposed) if number else one
-        used = [row for row, k in enumerate(one.accepted) if k != FINISHED]
+                accepted[1] = FINISHED
+            new = Outcome.of(*rounds[number]).tokens
+            texts = [text + tokens for text, tokens in zip(texts, new)]
+            told.tokens = [before + tokens if tokens else [] for before, tokens in zip(told.tokens, new)]
+        used = [row for row, tokens in enumerate(new) if tokens]
         first, second = ahead.answer(told, PREPARES), in_time.answer(told, IN_TIME)
         assert_same(first, second, used)
         assert not any(second.record.hits)
         hits += [first.record.hits[row] for row in used]
         if turn in (2, 5, 11):
             fresh = new_speculator(options, [text[:-1] for text in texts], family, pard_token)
-            assert_same(first, fresh.answer(outcome([0] * 3, [text[-1] for text in texts]), IN_TIME), used)
+            assert_same(first, fresh.answer(Outcome([text[-1:] for text in texts]), IN_TIME), used)
         drafted = first.tokens
         ahead.prepare(PREPARES, interrupted_after(turn % 7))
     assert hits.count(True) >= 6 and hits.count(False) >= 6
@@ -119,7 +120,9 @@ def test_noise_that_depends_on_the_branch_is_noticed(monkeypatch):
 
 
 def test_tokens_of_later_rounds_that_are_forgotten_are_noticed(monkeypatch):
-    monkeypatch.setattr(VerifiedPrefix, "append", lambda self, texts: None)
+    grow = VerifiedPrefix.grow
+    forgets = lambda self, tokens, kept: grow(self, [new[: k + 1] for new, k in zip(tokens, kept)], kept)  # noqa: E731
+    monkeypatch.setattr(VerifiedPrefix, "grow", forgets)
     with pytest.raises(AssertionError):
         test_answers_are_the_same_prepared_or_just_in_time("greedy", "llama", None)
 
@@ -152,12 +155,12 @@ def test_rows_that_hit_have_their_tokens_when_a_proposer_is_asked_for_the_others
     plan = dataclasses.replace(PREPARES, fallback=RANDOM)
     speculator, in_time = (new_speculator("sampled", fan_out="uniform") for _ in range(2))
     speculator.prepare(plan, interrupted_after(grown))
-    bonus = prepared(speculator, 0).bonus
+    bonus = [tokens[-1] for tokens in prepared(speculator, 0).tokens]
     bonus[1] = next(t for t in range(2, VOCAB) if t not in speculator.prepared.bonus[1])
-    answer = speculator.answer(outcome([0] * 3, bonus), plan)
+    answer = speculator.answer(outcome(speculator, [0] * 3, bonus), plan)
     assert answer.record.sources == ["prepared", NOTHING, "prepared"] and speculator.waits
     assert answer.tokens[1] == [] and answer.record.steps == 4 - grown
-    assert_same(answer, in_time.answer(outcome([0] * 3, bonus), IN_TIME), rows=[0, 2])
+    assert_same(answer, in_time.answer(outcome(in_time, [0] * 3, bonus), IN_TIME), rows=[0, 2])
     text = [*PROMPTS[1], bonus[1]]
     (proposed,) = RandomFallback(VOCAB, seed=5).propose(torch.tensor([text] * 2), [len(text)] * 2, [1], 4).tokens
     verified = [answer.tokens[0], proposed, answer.tokens[2]]
@@ -167,7 +170,8 @@ def test_rows_that_hit_have_their_tokens_when_a_proposer_is_asked_for_the_others
     assert speculator.prepared.accepted[1].count(0) >= 10  # the likely outcome of a random proposal
     texts = [[*prompt, token, *tokens[:2]] for prompt, token, tokens in zip(PROMPTS, bonus, verified)]
     fresh = new_speculator("sampled", texts)
-    assert_same(speculator.answer(outcome([2] * 3, [9] * 3), IN_TIME), fresh.answer(outcome([0] * 3, [9] * 3), IN_TIME))
+    answer = speculator.answer(outcome(speculator, [2] * 3, [9] * 3), IN_TIME)
+    assert_same(answer, fresh.answer(Outcome([[9]] * 3), IN_TIME))
 
 
 def test_a_draft_that_keeps_what_it_read_in_the_place_of_a_proposal_is_noticed(monkeypatch):
@@ -183,13 +187,13 @@ def test_a_draft_that_keeps_what_it_read_in_the_place_of_a_proposal_is_noticed(m
 def test_a_finished_row_makes_no_one_draft(options, fallback, steps, monkeypatch):
     """Two rows missed, and a fallback serves them without the draft, or the draft does."""
     plan, speculator = dataclasses.replace(PREPARES, fallback=fallback), new_speculator(options, fan_out="uniform")
-    speculator.answer(outcome([0, 0, 0], [5, 6, 7]), plan)
+    speculator.answer(Outcome([[5], [6], [7]]), plan)
     speculator.prepare(plan, interrupted_after(1))  # one token of each branch
     cache = speculator.prepared
     known = {token for row in zip(cache.accepted, cache.bonus) for k, token in zip(*row) if k == 0}
     unprepared = next(token for token in range(2, VOCAB) if token not in known)
     passes = passes_from_now_on(speculator, monkeypatch)
-    answer = speculator.answer(outcome([0, FINISHED, 0], [unprepared] * 3), plan)
+    answer = speculator.answer(Outcome([[unprepared], [], [unprepared]]), plan)
     assert not any(answer.record.hits) and answer.width == steps == len(passes)
     assert speculator.waits == (fallback == RANDOM)
 
@@ -202,10 +206,11 @@ def test_a_row_answers_as_if_it_were_alone():
         # The first outcome is a first token.
         accepted = (torch.randint(0, 5, (3,), generator=generator) * (turn > 0)).tolist()
         bonus = torch.randint(2, VOCAB, (3,), generator=generator).tolist()
-        tokens = together.answer(outcome(accepted, bonus), PREPARES).tokens
+        tokens = together.answer(outcome(together, accepted, bonus), PREPARES).tokens
         together.prepare(PREPARES)
         for row, speculator in enumerate(alone):
-            assert tokens[row] == speculator.answer(outcome([accepted[row]], [bonus[row]]), IN_TIME).tokens[0]
+            told = outcome(speculator, [accepted[row]], [bonus[row]])
+            assert tokens[row] == speculator.answer(told, IN_TIME).tokens[0]
 
 
 @pytest.mark.parametrize(
@@ -227,9 +232,9 @@ def test_answer_width(known, width):
 def test_after_a_miss_all_rows_have_as_many_tokens_as_are_worth_it():
     plan, speculator = dataclasses.replace(PREPARES, after_miss=2), new_speculator(fan_out="uniform")
     speculator.prepare(plan)
-    assert speculator.answer(outcome([0] * 3, prepared(speculator, 0).bonus), plan).width == 4
+    assert speculator.answer(prepared(speculator, 0), plan).width == 4
     speculator.prepare(plan)
-    assert speculator.answer(outcome([0] * 3, [2, 3, 4]), plan).width == 2
+    assert speculator.answer(Outcome([[2], [3], [4]]), plan).width == 2
 
 
 @torch.inference_mode()
@@ -238,11 +243,12 @@ def test_the_shape_learns_from_each_round_that_it_chose_outcomes_for(monkeypatch
     monkeypatch.setattr(speculator.shape, "learn", lambda seen, accepted, bonus: learned.append((accepted, bonus)))
     for turn in range(4):
         speculator.prepare(PREPARES)
-        later = [[8, 9], [8], []] if turn == 2 else None  # of rounds for which nothing was chosen
-        told = dataclasses.replace(outcome([turn % 2, 0, FINISHED], [turn, 6, 7]), later=later)
+        told = outcome(speculator, [turn % 2, 0, FINISHED], [turn, 6, 7])
+        if turn == 2:  # tokens of rounds for which nothing was chosen
+            told.tokens = [told.tokens[0] + [8, 9], told.tokens[1] + [8], []]
         speculator.answer(told, PREPARES)
     speculator.prepare(PREPARES)
-    assert learned == [([turn % 2, 0, FINISHED], [turn, 6, 7]) for turn in range(4)]
+    assert learned == [([turn % 2, 0, FINISHED], [turn, 6, 0]) for turn in range(4)]
 
 
 REPEATED, NEW = [2, 3, 4, 5, 6, 7, 8] * 2, [9, 8, 7]
@@ -255,7 +261,7 @@ def test_a_row_that_repeats_itself_verifies_an_ngram_beside_rows_that_are_drafte
     """In turn and after a hit: the draft drafts for the other row, and reads the n-gram as what is verified."""
     ahead, in_time = (new_speculator(options, [REPEATED, NEW], fan_out="uniform") for _ in range(2))
     ahead.prepare(COMPETES)
-    told = outcome([0, 0], [2, ahead.prepared.bonus[1][0]])
+    told = Outcome([[2], [ahead.prepared.bonus[1][0]]])
     drafted = in_time.answer(told, IN_TIME)
     told.proposed = [[3, 4, 5, 6, 7, 8, 2, 3, 4], []]
     speculators = [ahead, new_speculator(options, [REPEATED, NEW])]
@@ -274,13 +280,13 @@ def test_a_row_that_repeats_itself_verifies_an_ngram_beside_rows_that_are_drafte
     ahead.prepare(COMPETES)
     assert {k for k in ahead.prepared.accepted[0] if k >= 0} == {*range(10)}
     place = ahead.prepared.accepted[0].index(5)
-    told = outcome([5, 0], [ahead.prepared.bonus[0][place], ahead.prepared.bonus[1][0]])
+    told = outcome(ahead, [5, 0], [ahead.prepared.bonus[0][place], ahead.prepared.bonus[1][0]])
     assert ahead.answer(told, COMPETES).record.sources == [PREPARED, PREPARED]
 
 
 @torch.inference_mode()
 def test_an_ngram_that_is_shorter_than_the_drafted_tokens_is_padded():
-    told = Outcome([0, 0], [2, 5], proposed=[[3, 4], []])
+    told = Outcome([[2], [5]], [[3, 4], []])
     speculator = new_speculator("sampled", [REPEATED, NEW])
     answer = speculator.answer(told, IN_TIME)
     assert answer.tokens[0] == [] and len(answer.tokens[1]) == 4
@@ -292,8 +298,8 @@ def test_an_ngram_that_is_shorter_than_the_drafted_tokens_is_padded():
 def test_where_all_rows_have_an_ngram_the_draft_does_nothing(monkeypatch):
     speculator = new_speculator("sampled", [REPEATED, NEW, REPEATED[1:]])
     passes = passes_from_now_on(speculator, monkeypatch)
-    told = Outcome([0, FINISHED, 0], [2, 0, 2], proposed=[[*range(3, 19)], [], [*range(3, 19)]])
+    told = Outcome([[2], [], [2]], [[*range(3, 19)], [], [*range(3, 19)]])
     answer = speculator.answer(told, dataclasses.replace(IN_TIME, ngrams=16))
     assert answer.width == 0 and not passes
-    speculator.answer(Outcome([16, FINISHED, 3], [5, 0, 9]), IN_TIME)
+    speculator.answer(outcome(speculator, [16, FINISHED, 3], [5, 0, 9]), IN_TIME)
     assert passes  # the tokens that others proposed are read when the draft is needed again

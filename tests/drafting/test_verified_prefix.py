@@ -88,6 +88,6 @@ def test_a_prefill_needs_no_mask_of_all_columns_by_all_columns(draft, lengths, m
         for row, text in enumerate(texts):
             expected = draft(text[None], use_cache=False).logits[0, -1]
             torch.testing.assert_close(logits[row, 0], expected, atol=1e-5, rtol=1e-5)
-    prefix.grow([0] * len(texts), torch.full((len(texts),), 5))
+    prefix.grow([[5]] * len(texts), [0] * len(texts))
     logits_of(prefix)
     assert all(shape[1] == 1 for shape in made)  # what follows is fed token by token

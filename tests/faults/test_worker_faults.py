@@ -91,7 +91,7 @@ def test_a_worker_that_raises_shows_its_traceback_and_stays(target, assistant, w
 
     def nonsense(self, outcome, plan):
         if self.round == 2:
-            outcome = Outcome(outcome.accepted, [token + 10**6 for token in outcome.bonus])
+            outcome = Outcome([[*tokens[:-1], tokens[-1] + 10**6] for tokens in outcome.tokens])
         return original(self, outcome, plan)
 
     WorkerSession.send_outcome = nonsense

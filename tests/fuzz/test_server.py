@@ -51,7 +51,7 @@ def good_call(target, number, starts):
     start, prompts = starts
     target.send(Message(Kind.START, number, payload=start))
     target.send(Message(Kind.PROMPTS, number, payload=prompts))
-    outcome = Outcome([0] * ROWS, [5, 6])
+    outcome = Outcome([[5], [6]])
     target.send(Message(Kind.OUTCOME, number, payload=wire.write_outcome(outcome, Plan(AHEAD, 3, 3, 4))))
     message, errors = next_of(target, number)
     tokens = wire.read_speculation(message.payload, ROWS).tokens

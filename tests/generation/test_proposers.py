@@ -20,7 +20,6 @@ from hf_ssd.generation.draft import FaultTolerantDraft
 from hf_ssd.rounds import (
     AHEAD,
     CUSTOM,
-    FINISHED,
     IN_TURN,
     NGRAM,
     PLAIN,
@@ -62,10 +61,10 @@ class RuleDrafter:
         self.drafted = torch.zeros(len(prompts), 0)
         self.prefix = SimpleNamespace(most_states=0, lengths=[0] * len(prompts))
 
-    def commit(self, accepted, bonus, branches, later):
-        for row, k in enumerate(accepted):
-            if k != FINISHED:
-                self.texts[row] += [*self.verified[row][:k], bonus[row], *(later[row] if later else [])]
+    def commit(self, kept, tokens, branches):
+        for row, k in enumerate(kept):
+            assert tokens[row][: max(k, 0)] == self.verified[row][: max(k, 0)]
+            self.texts[row] += tokens[row]
 
     def take_speculation(self, tokens):
         self.verified, self.drafted = [list(of_row) for of_row in tokens], torch.tensor(tokens)
@@ -185,18 +184,16 @@ def run_calls(workers, fallback, calls=30):
         texts, verified, ends = [prompt.tolist() for prompt in prompts], [[], []], chance.randint(6, 2 * ROUNDS)
         for number in range(ROUNDS):
             live = range(1 if number >= ends else 2)
-            outcome = Outcome([FINISHED] * 2, [0] * 2)
+            outcome = Outcome([[], []])
             for row in live:
                 right = (k for k, token in enumerate(verified[row]) if token != target(texts[row] + verified[row][:k]))
-                outcome.accepted[row] = k = next(right, len(verified[row]))
-                outcome.bonus[row] = target(texts[row] + verified[row][:k])
-                texts[row] += [*verified[row][:k], outcome.bonus[row]]
+                k = next(right, len(verified[row]))
+                outcome.tokens[row] = [*verified[row][:k], target(texts[row] + verified[row][:k])]
+                texts[row] += outcome.tokens[row]
             draft.send_outcome(outcome)
             if chance.random() < 0.5:
                 planner.change()
-            new = [torch.tensor(text[len(prompt) :]) for text, prompt in zip(texts, prompts)]
-            rows = SimpleNamespace(ids=new, lengths=list(map(len, new)), prompt_length=0)
-            speculation = draft.receive_speculation(rows)
+            speculation = draft.receive_speculation()
             verified = speculation.tokens
             assert len({*map(len, verified)}) == 1
             sources |= {speculation.record.sources[row] for row in live}

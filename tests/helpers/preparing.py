@@ -43,9 +43,9 @@ def preparing(planned=ahead, outcome_arrived=lambda: False):
         session.receive_speculation = receives
         return session
 
-    def takes_in(self, outcome, plan, verified, is_beside):
+    def takes_in(self, new, plan, is_beside):
         plans["now"] = plan = planned(plan, self.request.config) if is_beside else plan
-        return take_in(self, outcome, plan, verified, is_beside)
+        return take_in(self, new, plan, is_beside)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Proposers, "take_in", takes_in)

@@ -41,6 +41,7 @@ class SimulatedSession(SeveralDrafts):
         self.draft, self.world = draft, draft.world
         self.sessions, self.on_close = [Worker(self, index) for index in range(len(draft.workers))], lambda: None
         self.preparing, self.is_misled, self.is_behind = Plan(PLAIN), False, False
+        self.untold = 0  # rounds that it was not told of
 
     def prepare(self, width, verification, ranks, hits, measured):
         """Prepares while the target verifies, and returns the seconds that this takes."""
@@ -62,10 +63,8 @@ class SimulatedSession(SeveralDrafts):
 
     def send_outcome(self, outcome, plan, features=None):
         super().send_outcome(outcome, plan)
-        self.is_behind, self.proposed = outcome.later is not None, outcome.proposed or [[]] * self.rows
-        later = outcome.later or [[]] * self.rows
-        rows = zip(self.lengths, outcome.accepted, later)
-        self.lengths = [length + k + 1 + len(more) for length, k, more in rows]
+        self.is_behind, self.untold, self.proposed = self.untold > 1, 0, outcome.proposed or [[]] * self.rows
+        self.lengths = [length + len(tokens) for length, tokens in zip(self.lengths, outcome.tokens)]
 
     def receive_speculation(self):
         speculation, self.preparing = super().receive_speculation(), self.plan
@@ -92,7 +91,7 @@ class SimulatedNgrams:
             self.gave.append(1 + k if has_match else 0)
         self.matches = [bool(world.repeats) and self.chance.random() < world.repeats for _ in accepted]
 
-    def take_in(self, new):
+    def compare(self, new):
         proposed, self.proposed = self.proposed, None
         return [-1] * len(new) if proposed is None else self.gave
 

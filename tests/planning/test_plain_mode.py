@@ -1,8 +1,6 @@
 """While the plan is plain decoding the target sends nothing; when drafting resumes, one message says what went by."""
 
-import dataclasses
 import threading
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +10,8 @@ import hf_ssd
 from hf_ssd.distributed import payloads, wire
 from hf_ssd.distributed.assistant import DraftAssistant
 from hf_ssd.distributed.cores import TargetCores
-from hf_ssd.distributed.sessions import SessionRequest, WorkerSession
+from hf_ssd.distributed.sessions import SessionRequest
+from hf_ssd.distributed.target_ranks import TargetRanks
 from hf_ssd.distributed.wire import Kind
 from hf_ssd.drafting.needs import DraftInfo
 from hf_ssd.generation import loop
@@ -75,18 +74,18 @@ def generate(monkeypatch, target, assistant, planner, rows=2, vocab=VOCAB, **opt
     return output
 
 
-def rounds_told(worker, rows):
-    """How many rounds each of the messages tells of: in each but the first of them a row gained one token."""
+def tokens_told(worker, rows):
+    """How many tokens of the first row each of the messages tells of."""
     told = [message.payload for message in worker.sent if message.kind == Kind.OUTCOME]
-    later = [wire.read_outcome(payload, rows)[0].later for payload in told]
-    return [1 if tokens is None else 1 + max(map(len, tokens)) for tokens in later]
+    return [len(wire.read_outcome(payload, rows)[0].tokens[0]) for payload in told]
 
 
-def rounds_due(records):
+def tokens_due(records):
     """Nothing in a plain round, and then all that went by; what went by before the first one is in the prompts."""
     asked = [number for number, record in enumerate(records) if record.mode != PLAIN]
     asked.append(len(records))  # the last outcome, behind which nothing is asked: all calls here end while drafting
-    return [1, *(after - before for before, after in zip(asked, asked[1:]))]
+    gained = [record.accepted[0] + 1 for record in records]
+    return [1, *(sum(gained[before:after]) for before, after in zip(asked, asked[1:]))]
 
 
 @pytest.mark.parametrize("drafting", [Plan(AHEAD, 3, 3, 4), Plan(IN_TURN, 3, 3)], ids=lambda plan: plan.mode)
@@ -97,8 +96,8 @@ def test_nothing_is_sent_in_plain_mode_and_one_message_carries_what_went_by(
     with launched(workers) as assistant:
         stats = generate(monkeypatch, target, assistant, InAndOut(drafting), rows).ssd_stats
         for worker in assistant.workers:
-            assert rounds_told(worker, rows) == rounds_due(stats.records)
-            assert PLAIN_ROUNDS + 1 in rounds_told(worker, rows)
+            assert tokens_told(worker, rows) == tokens_due(stats.records)
+            assert any(told > PLAIN_ROUNDS for told in tokens_told(worker, rows))
             of_rounds = [message.kind for message in worker.sent if message.kind != Kind.OUTCOME]
             verified = [Kind.PROPOSALS] * sum(record.mode != PLAIN for record in stats.records)  # one knows by itself
             assert of_rounds == [Kind.START, Kind.PROMPTS, *(verified if workers > 1 else ()), Kind.END]
@@ -107,13 +106,7 @@ def test_nothing_is_sent_in_plain_mode_and_one_message_carries_what_went_by(
 
 def test_what_went_by_and_is_not_told_is_noticed(target, assistant, monkeypatch):
     """The mutant for the test above."""
-    send = WorkerSession.send_outcome
-
-    def forgetful(self, outcome, plan):
-        later = outcome.later and [tokens[-1:] for tokens in outcome.later]
-        send(self, dataclasses.replace(outcome, later=later), plan)
-
-    monkeypatch.setattr(WorkerSession, "send_outcome", forgetful)
+    monkeypatch.setattr(FaultTolerantDraft, "_untold", lambda self, latest: latest.tokens)
     assert generate(monkeypatch, target, assistant, InAndOut()).ssd_stats.acceptance_rate < 1
 
 
@@ -153,13 +146,8 @@ def test_plain_rounds_that_verify_ngrams_are_told_too(monkeypatch, drafting, row
 
 
 def test_ngrams_that_are_not_told_are_noticed(monkeypatch):
-    """The mutant for the test above: plain rounds count as rounds of one token."""
-    followed_by = Outcome.followed_by
-    monkeypatch.setattr(
-        Outcome, "followed_by", lambda self, other, proposed: followed_by(
-            self, Outcome([min(k, 0) for k in other.accepted], other.bonus), proposed
-        )
-    )  # fmt: skip
+    """The mutant for the test above: only the last round is told."""
+    monkeypatch.setattr(FaultTolerantDraft, "_untold", lambda self, latest: latest.tokens)
     assert accepted_after_ngrams(monkeypatch, Plan(IN_TURN, 3, 3), 1)[PRIMARY][1] > 2
 
 
@@ -207,15 +195,17 @@ def test_a_draft_that_is_ready_late_reads_what_was_generated_with_the_prompts(ta
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ngrams_are_verified_and_counted_where_several_ranks_hold_the_target(ranks):
-    leader = SimpleNamespace(is_leader=True, size=ranks, share=lambda message: message)
+    leader = TargetRanks()
+    leader.size = ranks
     planner, text = InAndOut(plain=Plan(PLAIN, ngrams=9)), [2, 3, 4, 5] * 3
     request = SessionRequest(hf_ssd.SSDConfig(), None, [torch.tensor(text)], 0, 97)
     draft = FaultTolerantDraft(None, None, request, planner, torch.device("cpu"), leader, TargetCores(None))
     draft.open(0.0)
-    draft.send_outcome(Outcome([0], [2]))
-    first = draft.receive_speculation(None)
+    draft.send_outcome(Outcome([[2]]))
+    first = draft.receive_speculation()
+    assert draft.receive_probabilities() is None  # they are certain
     assert first.tokens == [[3, 4, 5, 2, 3, 4, 5, 2, 3]] and first.record.ngram_tokens == []
-    draft.send_outcome(Outcome([5], [9]))
-    second = draft.receive_speculation(None)
+    draft.send_outcome(Outcome([[3, 4, 5, 2, 3, 9]]))
+    second = draft.receive_speculation()
     assert (second.record.ngram_tokens, second.record.ngram_matched) == ([6], [9])
-    assert (first.record.sources, second.record.sources) == ([NGRAM], [NOTHING]) and first.are_certain
+    assert (first.record.sources, second.record.sources) == ([NGRAM], [NOTHING])

@@ -8,12 +8,13 @@ import statistics
 
 import pytest
 
+from hf_ssd.generation.draft import FaultTolerantDraft
 from hf_ssd.generation.proposers.proposers import Proposers
 from hf_ssd.planning import planner, prober
 from hf_ssd.planning.cost_model import CostModel
 from hf_ssd.planning.experience import Durations, Rates
 from hf_ssd.planning.prober import PROBE_SHARE, Prober
-from hf_ssd.rounds import AHEAD, IN_TURN, PLAIN, Outcome
+from hf_ssd.rounds import AHEAD, IN_TURN, PLAIN
 
 from .simulated_draft import SimulatedDraft
 from .worlds import FixedPlanner, World, new_planner
@@ -250,7 +251,7 @@ def ahead_is_never_tried(monkeypatch):
 
 
 def plain_rounds_are_not_told(monkeypatch):
-    monkeypatch.setattr(Outcome, "followed_by", lambda self, other, proposed: self)
+    monkeypatch.setattr(FaultTolerantDraft, "_untold", lambda self, latest: latest.tokens)
 
 
 def nothing_is_measured_again(monkeypatch):

@@ -10,7 +10,6 @@ import itertools
 import math
 import random
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import torch
 
@@ -86,8 +85,6 @@ class World:
         request = SessionRequest(config, None, [torch.zeros(1, dtype=torch.long)] * self.rows, 0, 1000)
         ours = FaultTolerantDraft(draft, None, request, planner, torch.device("cpu"), TargetRanks(), TargetCores(None))
         ours.proposers.ngrams = ngrams = SimulatedNgrams(self, chance)
-        last = torch.zeros(self.rows, dtype=torch.long)
-        text = SimpleNamespace(ids=last[:, None].expand(-1, 10**6), lengths=[1] * self.rows, prompt_length=1, last=last)
         before, now, clock = None, RoundRecord(sources=[NOTHING] * self.rows), 0.0
 
         def measured(seconds):
@@ -123,25 +120,26 @@ class World:
                 clock += elapsed
 
                 # 2. The outcome leaves with the plan.
-                ours.send_outcome(Outcome(accepted, last.tolist()))
-                text.lengths = [length + k + 1 for length, k in zip(text.lengths, accepted)]
+                if session is not None:
+                    session.untold += 1
+                ours.send_outcome(Outcome([[0] * (k + 1) for k in accepted]))
                 now.accepted, now.verify_seconds = accepted, seconds
                 if number > 1:
                     planner.observe(before, now)
-                yield clock, sum(text.lengths) - self.rows
+                yield clock, sum(map(len, ours.texts)) - self.rows
 
                 # 3. The draft answers.
-                speculation = ours.receive_speculation(text)
+                speculation = ours.receive_speculation()
                 before, now = now, speculation.record
                 now.lookahead = speculation.width
                 if ours.is_asked:
                     now.wait_seconds = now.answer_seconds + self.reading * session.is_behind
-                    session.is_misled |= session.lengths != text.lengths
+                    session.is_misled |= session.lengths != list(map(len, ours.texts))
                 elif session is not None:
                     session.preparing = Plan(PLAIN)
                 clock += now.wait_seconds
                 now.received_at = clock
-                yield clock, sum(text.lengths) - self.rows
+                yield clock, sum(map(len, ours.texts)) - self.rows
 
     def run(self, planner, rounds=1500, skip=0, seed=1):
         """Returns tokens per second after the first `skip` rounds."""

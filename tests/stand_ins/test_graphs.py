@@ -181,7 +181,7 @@ def test_a_draft_goes_on_with_an_earlier_text_or_takes_its_place(tapes):
         for number, one in enumerate(texts):  # the second one goes on with the first one, and the third does not
             prefix = VerifiedPrefix(draft, [one], 200, earlier.get(cuda_graphs), cuda_graphs=cuda_graphs)
             prefix.feed(0, wanted=1)
-            prefix.grow([0], torch.tensor([5]))
+            prefix.grow([[5]], [0])
             logits[cuda_graphs, number] = prefix.feed(0, wanted=1)
             earlier[cuda_graphs] = prefix
             if cuda_graphs == "auto":

@@ -39,16 +39,16 @@ class Proposer(ABC):
 
 
 class Texts:
-    """The verified tokens of each row, for proposers."""
+    """The verified tokens of each row as a tensor, for proposers."""
 
     def __init__(self, texts: list[list[int]]):
         self.lengths = [0] * len(texts)
         self.ids = torch.zeros(len(texts), 64, dtype=torch.long)  # (batch_size, capacity), without padding in front
-        self.add(texts)
+        self.read(texts)
 
-    def add(self, new: list[list[int]]) -> None:
-        """Adds the new tokens of each row."""
-        longest = max(length + len(tokens) for length, tokens in zip(self.lengths, new))
+    def read(self, texts: list[list[int]]) -> None:
+        """Adds what the texts have gained."""
+        new, longest = [text[length:] for text, length in zip(texts, self.lengths)], max(map(len, texts))
         if longest > self.ids.shape[1]:
             self.ids = torch.cat([self.ids, self.ids.new_zeros(len(self.ids), longest)], dim=1)
         for row, tokens in enumerate(new):

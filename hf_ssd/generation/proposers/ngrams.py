@@ -16,24 +16,16 @@ class Ngrams:
     """
 
     def __init__(self, texts: list[list[int]]):
-        self.rows = [NgramIndex(text) for text in texts]
-        self.unread: list[list[int]] = [[] for _ in texts]
+        self.texts, self.rows = texts, [NgramIndex(text) for text in texts]
         self.proposed: list[list[int]] | None = None  # after the last tokens, if somebody asked
         self.matched: list[int] = []  # last tokens of each row that had occurred before the last proposals
 
-    @property
-    def texts(self) -> list[list[int]]:
-        """The verified tokens of each row."""
-        return [[*row.tokens, *unread] for row, unread in zip(self.rows, self.unread)]
-
-    def take_in(self, new: list[list[int]]) -> list[int]:
+    def compare(self, new: list[list[int]]) -> list[int]:
         """
-        Adds the new tokens of each row. Returns how many tokens the last proposals give the rows, the bonus token
-        included; 0 without a match, -1 for a row without new tokens or if no proposal was asked for.
+        Returns how many of the new tokens of each row the last proposals give, the bonus token included; 0 without a
+        match, -1 for a row without new tokens or if no proposal was asked for.
         """
         proposed, self.proposed = self.proposed, None
-        for unread, tokens in zip(self.unread, new):
-            unread += tokens
         if proposed is None:
             return [-1] * len(new)
         right = [len(os.path.commonprefix([*pair])) for pair in zip(proposed, new)]
@@ -41,9 +33,8 @@ class Ngrams:
 
     def propose(self, finished: list[bool], count: int, alone: bool) -> list[list[int]]:
         """Returns at most `count` tokens to verify of each row. Shorter matches count if nothing else is drafted."""
-        for row, unread in zip(self.rows, self.unread):
-            row.extend(unread)
-            unread.clear()
+        for row, text in zip(self.rows, self.texts):
+            row.extend(text[len(row.tokens) :])
         most, least = max(count, LONGEST_NGRAM), LEAST_ALONE if alone else LEAST_MATCHED
         self.proposed = [[] if ends else row.propose(most) for row, ends in zip(self.rows, finished)]
         self.matched = [row.matched if tokens else 0 for row, tokens in zip(self.rows, self.proposed)]

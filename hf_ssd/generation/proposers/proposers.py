@@ -2,11 +2,12 @@
 
 import dataclasses
 import time
+from collections.abc import Callable
 
 import torch
 
 from ...distributed.sessions import SessionRequest
-from ...rounds import FINISHED, MTP, NGRAM, NOTHING, PLAIN, Outcome, Plan, RoundRecord, Speculation, padded
+from ...rounds import MTP, NGRAM, NOTHING, PLAIN, Plan, RoundRecord, Speculation, padded
 from . import PROPOSERS
 from .base import Proposer, Texts, joined
 from .ngrams import Ngrams
@@ -21,17 +22,16 @@ class Proposers:
     is asked where the draft's answer has no tokens for a row.
     """
 
-    def __init__(self, request: SessionRequest):
-        self.request, config = request, request.config
+    def __init__(self, request: SessionRequest, texts: list[list[int]]):
+        self.request, self.texts, config = request, texts, request.config
         self.has_no_draft = config.drafter == "ngram"
         self.counts_ngrams = config.fallback == config.lookahead == "auto" and not self.has_no_draft
         self.ngrams: Ngrams | None = None
-        self.unread: list[tuple[Outcome, list[list[int]]]] = []  # outcomes, until somebody needs the text
         self.counted: tuple[list[int], list[int]] = [], []  # see `ngram_tokens` and `ngram_matched` of [`RoundRecord`]
         self.proposed: list[list[int]] = []  # the n-gram of each row that is verified next, if any is asked for
         self.searching = 0.0, 0.0  # when the search for n-grams began, and its seconds
         self.fallbacks: dict[str, Proposer] = {}  # those that were asked, and one that follows the text
-        self.texts: Texts | None = None  # once a fallback was asked
+        self.tensor: Texts | None = None  # the texts, once a fallback was asked
         self.plan, self.live = Plan(PLAIN), [True] * len(request.prompts)
         self.drafted: list[int] = []  # how many of the tokens of each row are the draft's
         self.missed: tuple[list[int], Speculation | None] = [], None  # the fallback's rows and its answer
@@ -39,27 +39,24 @@ class Proposers:
     def begin(self) -> None:
         """Reads the prompts."""
         if self.ngrams is None:
-            self.ngrams = Ngrams([prompt.tolist() for prompt in self.request.prompts])
+            self.ngrams = Ngrams(self.texts)
 
-    def begin_session(self, request: SessionRequest) -> None:
-        """A draft reads the rows of the request, and knows of no tokens under verification. No n-gram is verified."""
-        self.proposed, self.fallbacks = [], {}
-        if request.head is not None:  # it follows the text from here on
-            self.fallbacks[MTP] = PROPOSERS[MTP](request)
+    def begin_session(self, request: Callable[[], SessionRequest]) -> None:
+        """A draft reads the rows of the request, and so does a fallback that follows the text from here on."""
+        self.fallbacks = {MTP: PROPOSERS[MTP](request())} if self.request.head is not None else {}
 
     # ---------------------------------------------------------------- n-grams
 
-    def take_in(self, outcome: Outcome, plan: Plan, verified: list[list[int]], is_beside: bool) -> list[list[int]]:
+    def take_in(self, new: list[list[int]], plan: Plan, is_beside: bool) -> list[list[int]]:
         """
-        Takes in the tokens that the rows gained, counts how many of them the last n-grams gave or would have given, and
-        returns n-grams to verify if the next plan asks for them. `verified` are the tokens that were under
-        verification; `is_beside` says that a draft is asked for the other rows.
+        Counts how many of the `new` tokens, none of a finished row, the last n-grams gave or would have given, and
+        returns n-grams to verify if the next plan asks for them. `is_beside` says that a draft is asked for the other
+        rows.
         """
-        self.plan, self.live, self.is_beside = plan, [k != FINISHED for k in outcome.accepted], is_beside
-        self.unread.append((outcome, verified))
+        self.plan, self.live, self.is_beside = plan, [bool(tokens) for tokens in new], is_beside
         start, most = time.perf_counter(), plan.lookahead if self.has_no_draft else plan.ngrams
         if self.counts_ngrams:
-            matched, gave = self.ngrams.matched, self._read()
+            matched, gave = self.ngrams.matched, self.ngrams.compare(new)
             self.counted = (gave, matched) if max(gave) >= 0 else ([], [])
         self.proposed = self._search(most) if most else []
         self.searching = start, time.perf_counter() - start
@@ -71,18 +68,7 @@ class Proposers:
         if is_due and not self.proposed:
             self._search(0)
 
-    def _read(self) -> list[int]:
-        """Reads the tokens of the last outcomes. Returns how many of them the last n-grams gave."""
-        gave, outcomes, self.unread = [], self.unread, []
-        for outcome, verified in outcomes:
-            new = outcome.new_tokens(verified)
-            gave = self.ngrams.take_in(new)
-            if self.texts is not None:
-                self.texts.add(new)
-        return gave
-
     def _search(self, most: int) -> list[list[int]]:
-        self._read()
         return self.ngrams.propose([not goes_on for goes_on in self.live], most, alone=not self.is_beside)
 
     def without_draft(self) -> Speculation:
@@ -96,7 +82,7 @@ class Proposers:
             record = RoundRecord(self.plan.mode, answered_at=answered_at, answer_seconds=seconds)
         record.sources = [NGRAM if ngram else NOTHING for ngram in self.proposed]
         record.lengths, record.lookahead = list(map(len, self.proposed)), max(map(len, self.proposed))
-        return Speculation(padded(self.proposed, record.lookahead), None, record, are_certain=True)
+        return Speculation(padded(self.proposed, record.lookahead), None, record)
 
     # ---------------------------------------------------------------- beside a draft
 
@@ -125,17 +111,21 @@ class Proposers:
         for proposer in self.fallbacks.values():
             proposer.take_speculation(tokens, sources)
         record = dataclasses.replace(answer.record, sources=sources, lengths=lengths, lookahead=width)
+        return Speculation(tokens, None, record), bool(missed)
+
+    @property
+    def are_certain(self) -> bool:
+        """Whether no token of the last speculation was drawn from a distribution."""
         proposal = self.missed[1]
-        are_certain = not any(self.drafted) and (proposal is None or proposal.probabilities is None)
-        return Speculation(tokens, None, record, are_certain=are_certain), bool(missed)
+        return not any(self.drafted) and (proposal is None or proposal.probabilities is None)
 
     def _ask(self, name: str, missed: list[int]) -> Speculation:
         if name not in self.fallbacks:
             self.fallbacks[name] = PROPOSERS[name](self.request)
-        self._read()
-        if self.texts is None:
-            self.texts = Texts(self.ngrams.texts)
-        return self.fallbacks[name].propose(self.texts.ids, self.texts.lengths, missed, self.plan.lookahead)
+        if self.tensor is None:
+            self.tensor = Texts(self.texts)
+        self.tensor.read(self.texts)
+        return self.fallbacks[name].propose(self.tensor.ids, self.tensor.lengths, missed, self.plan.lookahead)
 
     def distributions(
         self, tokens: list[list[int]], q: torch.FloatTensor | None, device: torch.device
