@@ -163,7 +163,7 @@ class FaultTolerantDraft:
         self.rounds += 1
         speculation = None
         if self.decides:
-            if self.session is None or self.is_local == self._wants_worker:
+            if self.session is None or (self.model is not None and self.is_local == self._wants_worker):
                 self._join()
             if self.is_asked and self.session is not None:
                 speculation = self._attempt(lambda: self.session.receive_speculation())
