@@ -129,7 +129,7 @@ def test_texts_are_the_same_in_both_and_a_text_that_grows_is_encoded_as_from_the
     for place in range(1, len(text)):
         live = [place < len(prompt) for prompt in prompts]
         bonus = torch.tensor([int(prompt[place]) if one else 0 for prompt, one in zip(prompts, live)])
-        growing.grow([0 if one else -1 for one in live], bonus)
+        growing.grow([[token] if one else [] for one, token in zip(live, bonus)], [0, 0])
     at_once = VerifiedPrefix(draft, prompts, None, None, vocabulary)
     assert growing.columns == at_once.columns == [7, 3] and growing.lengths == at_once.lengths == [6, 2]
     for row, count in enumerate(growing.columns):
