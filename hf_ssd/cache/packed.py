@@ -124,8 +124,6 @@ def _keep_packed_alone(model: PreTrainedModel, forwards: dict[nn.Linear, PackedW
     Gives up the weights that are packed, except those that other modules use, such as an embedding. A pass shows
     whether the model reads a weight by itself: it would read NaN. Then the model keeps its weights.
     """
-    if getattr(model.config, "target_layers", None):  # heads compute outside of their passes
-        return
     users = Counter(id(one) for module in model.modules() for one in module._parameters.values())
     layers = {layer: forward for layer, forward in forwards.items() if users[id(layer.weight)] == 1}
     kept = [layer.weight.data for layer in layers]

@@ -69,7 +69,7 @@ def launch_draft(
             Whether the worker compiles the draft with `torch.compile`, which takes up to a minute at its start.
             Defaults to whether `model` is compiled. Where there is no compiler, the draft runs uncompiled.
         target (`PreTrainedModel`, *optional*):
-            The model that the draft is for. An EAGLE-3 head needs it, because it reads its hidden states and may use
+            The model that the draft is for. A head needs it, because it reads its hidden states and may use
             its embedding.
         load_options:
             Passed on to `AutoModelForCausalLM.from_pretrained`: a `quantization_config`, and plain values (they travel

@@ -8,7 +8,6 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..cache.support import without_wrapper
-from ..drafting.needs import DraftInfo
 from ..drafting.resolver import forget
 from .assistant import DraftAssistant
 from .child import check_system
@@ -25,7 +24,7 @@ _refused: "weakref.WeakKeyDictionary[PreTrainedModel, tuple]" = weakref.WeakKeyD
 _starting = threading.Lock()
 
 
-def assistant_for(draft: PreTrainedModel | str | os.PathLike, info: DraftInfo | None = None) -> DraftAssistant | None:
+def assistant_for(draft: PreTrainedModel | str | os.PathLike, info=None) -> DraftAssistant | None:
     """
     Returns the assistant for a draft that was passed to generate(): one for each draft and process, made without
     waiting for its worker, and ended with the model or the program. It is replaced when the model has other layers,

@@ -54,11 +54,10 @@ class ResolvedDraft:
         return self.info is not None and not self.info.drafts_in_turn
 
     @property
-    def reads(self) -> DraftInfo | None:
-        """The facts about the model that reads hidden states of the target, if there is one."""
-        if self.fallback is not None:
-            return DraftInfo.of(self.fallback.config)
-        return self.info if self.info is not None and self.info.target_layers else None
+    def reads(self) -> tuple | None:
+        """The layers of the target whose hidden states are read, and those whose keys and values are, if any are."""
+        info = self.info if self.fallback is None else DraftInfo.of(self.fallback.config)
+        return (info.target_layers, info.target_keys) if info is not None and info.target_layers else None
 
 
 def resolve(draft, target: PreTrainedModel, config: SSDConfig) -> ResolvedDraft:

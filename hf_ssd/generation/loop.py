@@ -112,7 +112,7 @@ def speculative_speculative_decoding(
     kind = CallKind(ssd_config, rows, vocab_size, temperature, length, workers, resolved.needs.one_pass)
     planner = planner_for(model, worker or draft_model or model, kind)
     ranks = worker.ranks if worker is not None else TargetRanks()
-    reads = resolved.reads and (resolved.reads.target_layers, resolved.reads.target_keys)
+    reads = resolved.reads
     view = view_for_passes(model, hooked_modules(model, *reads) if reads else (), ssd_config.pack_weights)
     captured = HiddenStates(view, *reads) if reads else None
     cores = TargetCores(worker.cores.target if divided else None)

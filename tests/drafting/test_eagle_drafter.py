@@ -206,7 +206,7 @@ def test_heads_that_do_not_fit_are_refused_in_a_sentence(pair, tmp_path):
     with pytest.raises(ValueError, match="is an EAGLE-3 head, which reads hidden states of its target; pass `target="):
         hf_ssd.launch_draft(tmp_path)
     with pytest.raises(ValueError, match="have 64; it was made for another target"):
-        hf_ssd.launch_draft(tmp_path, target=tiny_model(hidden_size=64, head_dim=16))
+        hf_ssd.launch_draft(tmp_path, target=tiny_model(hidden_size=64, head_dim=16), dtype="auto")
     with pytest.raises(ValueError, match="has those of 0 to 2; the draft was made for another target"):
         hf_ssd.launch_draft(tmp_path, target=tiny_model(num_hidden_layers=2))
     other = hf_ssd.enable(tiny_model(vocab_size=VOCAB + 200))
