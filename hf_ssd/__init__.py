@@ -8,8 +8,7 @@ if TYPE_CHECKING:  # for readers of the source; at run time `__getattr__` import
     from . import theory as theory
     from .config import SSDConfig
     from .distributed.assistant import DraftAssistant
-    from .distributed.launch import launch_draft
-    from .distributed.passed_drafts import close
+    from .distributed.launch import close, launch_draft
     from .distributed.sessions import DraftError
     from .generation.api import SSDGenerationMixin, disable, enable, generate
     from .generation.streaming import BatchStreamer, RoundStreamer
@@ -45,7 +44,7 @@ _PLACES = {
     "SSDDecoderOnlyOutput": ".stats",
     "SSDGenerationMixin": ".generation.api",
     "SSDStats": ".stats",
-    "close": ".distributed.passed_drafts",
+    "close": ".distributed.launch",
     "disable": ".generation.api",
     "enable": ".generation.api",
     "generate": ".generation.api",

@@ -15,8 +15,8 @@ from ..drafting.needs import DraftInfo
 from .cores import CoreShare
 from .sessions import DraftError, DraftSession, SessionRequest
 from .several_drafts import open_session
-from .shared_weights import SharedWeights
 from .target_ranks import TargetRanks
+from .weights import SharedWeights
 from .worker_process import WorkerProcess
 
 logger = logging.get_logger(__name__)

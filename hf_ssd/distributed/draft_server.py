@@ -10,12 +10,12 @@ from ..drafting.needs import DraftInfo
 from ..drafting.speculator import Speculator
 from ..drafting.verified_prefix import VerifiedPrefix
 from ..drafting.vocabulary import Translation
-from ..rounds import IN_TURN, RoundRecord, Speculation, padded
+from ..rounds import IN_TURN, Plan, RoundRecord, Speculation, padded
 from . import payloads, wire
 from .cores import DraftCores
 from .sessions import SessionRequest
-from .shared_weights import copy_shared_weights
 from .transport import AWAKE, Channel, PeerLost
+from .weights import copy_shared_weights
 from .wire import Kind, Message
 
 PROMPTS_TIMEOUT = 10.0  # seconds for the prompts to follow the request
@@ -23,18 +23,16 @@ FEATURES_TIMEOUT = 10.0  # seconds for the target's features to follow the outco
 
 
 class DraftServer:
-    """
-    Serves generate() calls in turn over a channel. `weights` is the description of the [`SharedWeights`] that the model
-    was built from, if any.
-    """
+    """Serves generate() calls in turn over a channel. `weights` describes those that the model shares, if it does."""
 
     def __init__(
         self, channel: Channel, model: PreTrainedModel, weights: dict | None = None, cores: DraftCores | None = None
     ):
         self.channel, self.model, self.drafts = channel, model, Drafts()
-        self.cores = DraftCores() if cores is None else cores
+        self.cores = cores or DraftCores()
         self.prefix: VerifiedPrefix | None = None  # of the last call, which the next call may continue
-        self.weights, self.weights_version = weights, None if weights is None else weights["version"]
+        self.weights = weights or {"version": None}
+        self.weights_version = self.weights["version"]
         self.speculator: Speculator | None = None  # of the call, if there is one
         self.translation: Translation | None = None  # for calls whose tokenizers differ
         self.session = self.round = 0
@@ -91,15 +89,13 @@ class DraftServer:
         longest = request.generation_config.max_length or 0
         features = len(rows) * longest * DraftInfo.of(self.model.config).target_width
         self.channel.make_room(len(rows), request.vocab_size, features)
-        self.session, self.round, self.is_alone = message.session, 0, request.num_workers == 1
+        self.session, self.round, self.is_alone = message.session, -1, request.num_workers == 1
         if request.weights_version != self.weights_version:
             self._take_new_weights(request.weights_version)
-        speculator = self.drafts.speculator(self.model, request, self.prefix)
-        self.prefix = speculator.drafter.prefix
-        speculator.begin()
-        self.channel.expect()
-        speculator.prepare(request.plan, self.channel.has_arrived)
-        self.speculator = speculator
+        self.speculator = self.drafts.speculator(self.model, request, self.prefix)
+        self.prefix = self.speculator.drafter.prefix
+        self.speculator.begin()
+        self._prepare(request.plan)
 
     def _take_new_weights(self, version: int) -> None:
         """Drops the keys and values of the previous weights, and copies the new weights to an accelerator."""
@@ -123,7 +119,7 @@ class DraftServer:
         if self.speculator.drafter.needs.hidden_states:  # they come before any other message
             self.speculator.catch_up()
         if self.is_alone and not self.speculator.waits:
-            self._prepare()
+            self._prepare(plan)
         else:
             self.channel.expect()
 
@@ -146,19 +142,16 @@ class DraftServer:
             self._send(self.speculator.complete(found, width or None))
             if self.speculator.waits:
                 return self.channel.expect()
-        self._prepare()
+        self._prepare(self.speculator.plan)
 
-    def _prepare(self) -> None:
+    def _prepare(self, plan: Plan) -> None:
+        """Grows branches, and looks between two passes whether the next message has arrived."""
         self.round += 1
         self.channel.expect()
-        self.speculator.prepare(self.speculator.plan, self.channel.has_arrived)
+        self.speculator.prepare(plan, self.channel.has_arrived)
 
     def _send(self, speculation: Speculation) -> None:
-        """
-        Sends the tokens first, because the target can start with them and needs their distributions only at the end of
-        its forward pass. The distributions are announced, so that they can arrive meanwhile, and packed after the
-        tokens have been sent, because packing may copy megabytes from a GPU.
-        """
+        """Sends the tokens, with which the target starts, and then their distributions, which it needs later."""
         drafter, announced = self.speculator.drafter, None
         if drafter.sampled and speculation.width:
             support = speculation.support
@@ -169,6 +162,6 @@ class DraftServer:
             announced = Message(Kind.PROBABILITIES, self.session, self.round, to_come)
         payload = wire.write_speculation(speculation)
         self.channel.send(Message(Kind.SPECULATION, self.session, self.round, payload, announces=announced))
-        if announced is not None:
+        if announced is not None:  # not packed before, because packing may copy megabytes from a GPU
             q = self.speculator.distributions(speculation)[:, : speculation.width]
             self.channel.send_announced(payloads.write_probabilities(q, support))

@@ -1,8 +1,10 @@
-"""Draft workers beside a single-process program."""
+"""Draft workers beside a single-process program: those of launch_draft, and those of drafts passed to generate()."""
 
 import functools
 import json
 import os
+import threading
+import weakref
 
 import torch
 from transformers import PreTrainedModel
@@ -11,18 +13,23 @@ from transformers.utils import logging
 from .. import devices as accelerators
 from ..cache.compiled import is_compiled
 from ..cache.support import without_wrapper
-from ..drafting.resolver import for_worker
+from ..drafting.resolver import for_worker, forget
 from .assistant import DraftAssistant
 from .child import Child, check_system
 from .cores import CoreShare, divide_cores
 from .meeting import private_meeting
-from .rebuilding import check_weights
-from .shared_weights import SharedWeights
+from .weights import SharedWeights, structure_of
 from .worker_process import WorkerProcess
 
 logger = logging.get_logger(__name__)
 
 START_TIMEOUT = 600.0  # seconds for the worker to import its libraries and load the model
+
+# The assistants of drafts that were passed to generate(), and the structures of models that no worker can rebuild.
+_assistants: "weakref.WeakKeyDictionary[PreTrainedModel, DraftAssistant]" = weakref.WeakKeyDictionary()
+_assistants_of_paths: dict[str, DraftAssistant] = {}
+_refused: "weakref.WeakKeyDictionary[PreTrainedModel, tuple]" = weakref.WeakKeyDictionary()
+_starting = threading.Lock()
 
 
 def launch_draft(
@@ -92,7 +99,6 @@ def launch_draft(
         raise ValueError("`devices` takes the place of `device`, and lists one device for each worker.")
     devices = [device_for(model, device)] if devices is None else [accelerators.existing(one) for one in devices]
     settings = worker_settings(model, dtype, compile, load_options)
-    type_ = None if dtype is None or dtype == "auto" else getattr(torch, str(dtype).removeprefix("torch."))
     on_cpu = [one.type == "cpu" for one in devices]
     if num_threads is not None and not all(on_cpu):
         raise ValueError(f"`num_threads` is for a draft on the CPU; this one is on {devices[on_cpu.index(False)]}.")
@@ -100,11 +106,77 @@ def launch_draft(
         raise ValueError("`cores` takes the place of `num_threads`, and lists the cores of each worker on the CPU.")
     if cores is None and any(on_cpu):
         cores = divide_cores(num_threads, sum(on_cpu))
+    type_ = None if dtype is None or dtype == "auto" else getattr(torch, str(dtype).removeprefix("torch."))
     given, model = model, for_worker(model, target, type_, **settings["load_options"])
     if model is not given:  # a head, which has been loaded
         settings = worker_settings(model, None, compile, load_options)
-    weights = SharedWeights(model) if isinstance(model, PreTrainedModel) else None
-    return new_assistant(model, weights, devices, cores, {**settings, "timeout": timeout}, wait=True)
+    return new_assistant(model, devices, cores, settings, timeout, wait=True)
+
+
+def assistant_for(draft: PreTrainedModel | str | os.PathLike, info=None) -> DraftAssistant | None:
+    """
+    Returns the assistant for a draft that was passed to generate(): one for each draft and process, made without
+    waiting for its worker, and ended with the model or the program. It is replaced when the model has other layers,
+    shapes or dtypes. For a model that a worker cannot rebuild, returns `None` and logs the reason once.
+    """
+    is_model = isinstance(draft, PreTrainedModel)
+    known, key = (_assistants, draft) if is_model else (_assistants_of_paths, os.fspath(draft))
+    with _starting:
+        assistant = known.get(key)
+        if assistant is not None and assistant.process == os.getpid():
+            if not is_model or assistant.weights.fits():
+                return assistant
+            assistant.close()
+        if is_model and draft in _refused and _refused[draft] == structure_of(draft):
+            return None
+        try:
+            check_system()
+            devices = [device_for(draft, None)]
+            cores = divide_cores() if devices[0].type == "cpu" else None
+            settings = worker_settings(draft, None, None, {})
+            assistant = known[key] = new_assistant(draft, devices, cores, settings, START_TIMEOUT, wait=False)
+        except ValueError as error:
+            if not is_model:
+                raise
+            logger.warning(f"The draft works in turn with the target, in this process. {error}")
+            known.pop(key, None)
+            _refused[draft] = structure_of(draft)
+            return None
+        assistant.info, assistant.device = info, str(devices[0])
+        return assistant
+
+
+def close(assistant_model: PreTrainedModel | str | os.PathLike | None = None) -> None:
+    """
+    Ends the workers that calls of `generate()` have started for a draft that was passed as a model, a folder or a hub
+    id. Otherwise the workers end with the model or the program. A later call of `generate()` starts another worker. The
+    [`DraftAssistant`] that [`~hf_ssd.launch_draft`] returns has a `close()` of its own.
+
+    Args:
+        assistant_model (`PreTrainedModel`, `str` or `os.PathLike`, *optional*): The draft whose worker ends, as it was
+            passed to `generate()`. By default the workers of all drafts end.
+
+    Raises:
+        `TypeError`: `assistant_model` is not a model, folder or hub id.
+    """
+    draft = without_wrapper(assistant_model)
+    with _starting:
+        if draft is None:
+            ended = [*_assistants.values(), *_assistants_of_paths.values()]
+            _assistants.clear()
+            _assistants_of_paths.clear()
+        elif isinstance(draft, PreTrainedModel):
+            ended = [_assistants.pop(draft, None)]
+        elif isinstance(draft, (str, os.PathLike)):
+            path = os.fspath(draft)
+            ended = [_assistants_of_paths.pop(path, None), *(_assistants.pop(head, None) for head in forget(path))]
+        else:
+            raise TypeError(
+                "hf_ssd.close takes the model, folder or hub id that was passed to generate() as `assistant_model`, "
+                f"not a {type(draft).__name__}; a DraftAssistant has a close() of its own."
+            )
+    for assistant in filter(None, ended):
+        assistant.close()
 
 
 def worker_settings(
@@ -137,19 +209,20 @@ def device_for(model: PreTrainedModel | str | os.PathLike, device: str | torch.d
     if device is not None:
         return accelerators.existing(device)
     if isinstance(model, PreTrainedModel):
-        check_weights(model)
-        return model.device
+        return model.device if model.device.type != "meta" else torch.device("cpu")  # where it is refused
     return accelerators.spare_accelerator() or torch.device("cpu")
 
 
 def new_assistant(
     model: PreTrainedModel | str | os.PathLike,
-    weights: SharedWeights | None,
     devices: list[torch.device],
     cores: CoreShare | None,
     settings: dict,
+    timeout: float,
     wait: bool,
 ) -> DraftAssistant:
+    weights = SharedWeights(model) if isinstance(model, PreTrainedModel) else None
+    settings = {**settings, "timeout": timeout}
     shares = iter(cores.drafts if cores else ())
     workers = []
     for device in devices:
@@ -157,7 +230,7 @@ def new_assistant(
         if device.type == "cpu":
             place |= {"cores": list(next(shares)), "all_cores": list(cores.all), "threads": torch.get_num_threads()}
         launch = functools.partial(start_worker, {**settings, **place}, weights)
-        workers.append(WorkerProcess(launch, settings["timeout"]))
+        workers.append(WorkerProcess(launch, timeout))
     assistant = DraftAssistant(workers, cores, weights, wait=wait)
     assistant.path = settings["path"] or model.config._name_or_path
     if cores is not None:

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from . import wire
-from .files import anonymous_file
+from .child import anonymous_file
 from .transport import LOOPBACK, Channel
 from .wire import LARGEST_PAYLOAD, Kind, Message, ProtocolError
 

@@ -14,10 +14,10 @@ from .. import devices
 from .assistant import DraftAssistant
 from .launch import START_TIMEOUT, worker_settings
 from .meeting import join
-from .shared_weights import SharedWeights
 from .supervisor import STORE_TIMEOUT, supervise, worker_of
 from .target_ranks import TargetRanks
 from .transport import LOOPBACK
+from .weights import SharedWeights
 
 LOADING_TIMEOUT = timedelta(hours=2)  # transformers' own: ranks finish loading a large target far apart
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -25,12 +25,12 @@ from ..drafting.compiling import compile_draft
 from ..drafting.needs import DraftInfo
 from ..gguf_files import gguf_place
 from . import payloads
+from .child import shorten_stderr
 from .cores import DraftCores
 from .draft_server import DraftServer
-from .files import shorten_stderr
 from .meeting import join, prove
-from .shared_weights import model_from_shared_weights
 from .transport import Channel, PeerLost
+from .weights import model_from_shared_weights
 from .wire import Kind, Message, ProtocolError
 from .worker_process import DRAFT_IS_HERE, TARGET_IS_HERE
 

@@ -30,7 +30,7 @@ from ..cache.trial import check_supported
 from ..config import SSDConfig
 from ..devices import from_host
 from ..distributed.cores import TargetCores
-from ..distributed.passed_drafts import assistant_for
+from ..distributed.launch import assistant_for
 from ..distributed.sessions import SessionRequest
 from ..distributed.target_ranks import TargetRanks
 from ..drafting.resolver import ResolvedDraft

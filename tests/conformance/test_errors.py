@@ -31,7 +31,7 @@ from transformers.generation.logits_process import DiaEOSDelayPatternLogitsProce
 import hf_ssd
 from hf_ssd.cache.cache_name import CACHE
 from hf_ssd.cache.trial import check_supported
-from hf_ssd.distributed.rebuilding import recipe_for
+from hf_ssd.distributed.weights import recipe_for
 
 from ..helpers.families import tiny_config
 from ..helpers.tiny import SIZES, padded_batch, tiny_draft, tiny_model

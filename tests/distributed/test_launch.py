@@ -21,8 +21,7 @@ from transformers.utils import logging
 import hf_ssd
 from hf_ssd.distributed import launch, worker_process
 from hf_ssd.distributed.child import Child
-from hf_ssd.distributed.launch import worker_settings
-from hf_ssd.distributed.passed_drafts import assistant_for
+from hf_ssd.distributed.launch import assistant_for, worker_settings
 from hf_ssd.distributed.worker import load_model
 from hf_ssd.drafting.resolver import config_at
 from hf_ssd.rounds import IN_TURN
@@ -220,7 +219,7 @@ PROGRAM = textwrap.dedent(
                                  ssd_config=hf_ssd.SSDConfig(fan_out=[2, 2, 2, 2]), return_dict_in_generate=True)
         hit_rate = output.ssd_stats.hit_rate
 
-    from hf_ssd.distributed.passed_drafts import assistant_for
+    from hf_ssd.distributed.launch import assistant_for
     print(assistant_for(draft).workers[0].process.popen.pid, hit_rate, flush=True)
     {last}
     """

@@ -12,7 +12,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import hf_ssd
-from hf_ssd.distributed import child, files, launch, meeting, passed_drafts, worker_process
+from hf_ssd.distributed import child, launch, meeting, worker_process
 from hf_ssd.distributed.assistant import DraftAssistant
 from hf_ssd.distributed.sessions import DraftError
 from hf_ssd.distributed.worker_process import WorkerProcess
@@ -249,15 +249,15 @@ def test_what_a_worker_writes_to_its_standard_error_is_bounded(assistant):
     (worker,) = assistant.workers
     line, pid = b"a warning of many\n", worker.process.popen.pid
     with open(f"/proc/{pid}/fd/2", "ab") as stderr:
-        stderr.write(line * (files.STDERR_LIMIT // len(line) + 1))
+        stderr.write(line * (child.STDERR_LIMIT // len(line) + 1))
         stderr.write("the last one, café\n".encode())
     deadline = time.monotonic() + 30
-    while os.fstat(worker.process.stderr.fileno()).st_size > files.STDERR_LIMIT and time.monotonic() < deadline:
+    while os.fstat(worker.process.stderr.fileno()).st_size > child.STDERR_LIMIT and time.monotonic() < deadline:
         worker.stderr_tail()  # moves no place at which the worker writes
         time.sleep(0.05)
-    assert os.fstat(worker.process.stderr.fileno()).st_size <= files.STDERR_LIMIT
+    assert os.fstat(worker.process.stderr.fileno()).st_size <= child.STDERR_LIMIT
     written = worker.stderr_tail()
-    assert written.endswith("a warning of many\nthe last one, café") and len(written) <= files.STDERR_TAIL
+    assert written.endswith("a warning of many\nthe last one, café") and len(written) <= child.STDERR_TAIL
 
 
 def test_a_worker_that_meets_an_error_of_the_protocol_ends_at_once():
@@ -283,13 +283,13 @@ def test_a_worker_that_a_call_started_can_be_closed(kind, tmp_path, target):
     tiny_draft().save_pretrained(tmp_path)
     draft = str(tmp_path) if kind == "folder" else tiny_draft()
     generate(target, draft, FIXED)
-    process = ready(passed_drafts.assistant_for(draft)).workers[0].process
+    process = ready(launch.assistant_for(draft)).workers[0].process
     assert process.is_running
     hf_ssd.close(*([] if kind == "all" else [draft]))
     assert not process.is_running
     output = generate(target, draft, FIXED, return_dict_in_generate=True)  # which starts another one
     assert torch.equal(output.sequences, target.generate(**padded_batch(2), max_new_tokens=12))
-    assert ready(passed_drafts.assistant_for(draft)).workers[0].process is not process
+    assert ready(launch.assistant_for(draft)).workers[0].process is not process
     hf_ssd.close(draft)
     hf_ssd.close(draft)
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import hf_ssd
-from hf_ssd.distributed.passed_drafts import assistant_for
-from hf_ssd.distributed.shared_weights import SharedWeights, model_from_shared_weights
+from hf_ssd.distributed.launch import assistant_for
+from hf_ssd.distributed.weights import SharedWeights, model_from_shared_weights
 
 from ..helpers.tiny import FAMILIES, VOCAB, ready, tiny_draft, tiny_model
 
@@ -49,7 +49,7 @@ def test_a_buffer_without_elements_is_not_taken_for_the_next_one():
 def test_an_enabled_model_is_rebuilt_as_its_own_class():
     model = hf_ssd.enable(tiny_model())
     weights = SharedWeights(model)
-    assert weights.description["model_class"] == ["transformers.models.llama.modeling_llama", "LlamaForCausalLM"]
+    assert weights.description["model_class"] == "transformers.models.llama.modeling_llama:LlamaForCausalLM"
     weights.close()
 
 

@@ -13,8 +13,8 @@ from transformers.utils import logging
 import hf_ssd
 from hf_ssd.distributed import draft_server
 from hf_ssd.distributed.draft_server import DraftServer
-from hf_ssd.distributed.passed_drafts import assistant_for
-from hf_ssd.distributed.shared_weights import SharedWeights, copy_shared_weights, model_from_shared_weights
+from hf_ssd.distributed.launch import assistant_for
+from hf_ssd.distributed.weights import SharedWeights, copy_shared_weights, model_from_shared_weights
 from hf_ssd.rounds import AHEAD, IN_TURN
 
 from ..helpers.tiny import ready, tiny_draft, tiny_model

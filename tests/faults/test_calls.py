@@ -317,7 +317,7 @@ PROGRAM = """
 import gc, os, sys, time
 import torch
 import hf_ssd
-from hf_ssd.distributed.passed_drafts import assistant_for
+from hf_ssd.distributed.launch import assistant_for
 from tests.helpers.tiny import tiny_draft, tiny_model
 from tests.faults.test_calls import call
 from tests.helpers.at_length import AtLength

@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 import hf_ssd
-from hf_ssd.distributed.passed_drafts import assistant_for
+from hf_ssd.distributed.launch import assistant_for
 
 from ..helpers.tiny import padded_batch, ready, tiny_draft, tiny_model
 

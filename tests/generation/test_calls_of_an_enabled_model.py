@@ -10,7 +10,7 @@ from transformers import (
 )
 
 import hf_ssd
-from hf_ssd.distributed import passed_drafts
+from hf_ssd.distributed import launch
 
 from ..helpers.tiny import padded_batch, ready, tiny_draft, tiny_model
 
@@ -113,7 +113,7 @@ def test_a_call_within_a_call_of_a_bound_target(kind, given_as, tmp_path):
             assert all(torch.equal(*pair) for pair in zip(asks.answers, of_plain.answers))
             hits.append(output.ssd_stats.hit_rate)
             if call == 2:
-                assistants = passed_drafts._assistants_of_paths if given_as == "folder" else passed_drafts._assistants
+                assistants = launch._assistants_of_paths if given_as == "folder" else launch._assistants
                 ready(assistants[str(draft) if given_as == "folder" else draft])
         assert min(hits[3:]) > 0.1
     finally:

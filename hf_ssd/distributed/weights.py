@@ -1,0 +1,247 @@
+"""A copy of a model's weights in memory that worker processes map, and the model that they rebuild over it."""
+
+import contextlib
+import json
+import os
+import pkgutil
+import threading
+import weakref
+
+import torch
+from transformers import PreTrainedModel
+
+from ..cache.attached import forward_of, hooks_of
+from .child import anonymous_file
+
+ALIGNMENT = 64  # bytes
+SAMPLES = 4  # least number of values of each tensor that are compared
+
+
+class SharedWeights:
+    """
+    A copy of a model's parameters and buffers in one block of shared memory. The model is only read, and not kept
+    alive. The memory has no name, so no file is left behind however the processes end.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        self.model = weakref.ref(model)
+        self.lock, self.version, self.is_closed = threading.Lock(), 0, False
+        self.descriptor = self.memory = self.values = None
+        self.lay_out()
+
+    def fits(self) -> bool:
+        """Whether the model still has the layers, shapes and dtypes that were laid out, or was deleted."""
+        model = self.model()
+        return model is None or structure_of(model) == self.structure
+
+    def lay_out(self) -> None:
+        """Prepares the memory for the model as it is now. Workers that use the earlier memory must have ended."""
+        model = self.model()
+        recipe = recipe_for(model)
+        places, entries, size = {}, [], 0
+        for name, tensor in tensors_of(model).items():
+            if id(tensor) not in places:  # tied weights are a single tensor under several names
+                places[id(tensor)] = size
+                size += (tensor.nbytes // ALIGNMENT + 1) * ALIGNMENT
+            dtype, is_parameter = str(tensor.dtype).removeprefix("torch."), isinstance(tensor, torch.nn.Parameter)
+            entries.append([name, dtype, list(tensor.shape), places[id(tensor)], is_parameter])
+        with self.lock:
+            self._forget_memory()
+            self.structure, self.recipe = structure_of(model), {**recipe, "entries": entries, "size": size}
+
+    @property
+    def description(self) -> dict:
+        """The data that the other process needs besides the inherited descriptor, as objects that JSON can hold."""
+        return {**self.recipe, "descriptor": self.descriptor, "version": self.version}
+
+    @torch.no_grad()
+    def fill(self) -> int:
+        """Copies the weights if they have changed, and returns their version. No worker may be in a call."""
+        with self.lock:
+            if self.is_closed:
+                raise RuntimeError("the draft assistant was closed")
+            if self.descriptor is None:
+                self.descriptor = anonymous_file()
+                os.ftruncate(self.descriptor, self.recipe["size"])
+                os.set_inheritable(self.descriptor, True)
+                self.memory = _map(self.descriptor, self.recipe["size"])
+            model = self.model()
+            if model is None or structure_of(model) != self.structure:
+                return self.version  # unchanged until the next call, which lays out the model anew
+            places = [place for _, _, _, place, _ in self.recipe["entries"]]
+            tensors = dict(zip(places, tensors_of(model).values()))
+            values = _values(tensors.values())
+            if values != self.values:
+                for place, tensor in tensors.items():
+                    _view(self.memory, place, tensor.dtype, tensor.shape).copy_(tensor)
+                self.values, self.version = values, self.version + 1
+            return self.version
+
+    def close(self) -> None:
+        """Frees the memory, except where another process maps it. May be called more than once."""
+        with self.lock:
+            self.is_closed = True
+            self._forget_memory()
+
+    def _forget_memory(self) -> None:
+        descriptor, self.descriptor, self.memory, self.values = self.descriptor, None, None, None
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def tensors_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Returns parameters and buffers under all of their names; tied weights have several."""
+    tensors = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                tensors[f"{path}.{name}" if path else name] = tensor
+    return tensors
+
+
+def structure_of(model: PreTrainedModel) -> tuple:
+    """Returns values that differ if a model has other layers, shapes, dtypes or ties than before."""
+    modules = [(type(module), any(hooks_of(module)), forward_of(module) is None) for module in model.modules()]
+    first: dict[int, str] = {}
+    return modules, [
+        (name, type(tensor), tensor.dtype, tensor.shape, first.setdefault(id(tensor), name))
+        for name, tensor in tensors_of(model).items()
+    ]
+
+
+def _values(tensors) -> tuple:
+    """Returns marks that change when the tensors' values change."""
+    marks, some = [], {}
+    for tensor in tensors:
+        marks.append((tensor.data_ptr(), None if tensor.is_inference() else tensor._version))
+        if tensor.is_contiguous() and tensor.numel():
+            # Changes through `.data` or numpy leave addresses and versions as they are.
+            few = tensor.detach().view(-1)[:: max(1, tensor.numel() // SAMPLES)]
+            some.setdefault((tensor.device, tensor.dtype), []).append(few)
+    return marks, [torch.cat(of_kind).view(torch.uint8).tolist() for of_kind in some.values()]
+
+
+def _map(descriptor: int, size: int) -> torch.Tensor:
+    folder = "/proc/self/fd" if os.path.isdir("/proc/self/fd") else "/dev/fd"
+    return torch.from_file(f"{folder}/{descriptor}", shared=True, size=size, dtype=torch.uint8)
+
+
+def _view(memory: torch.Tensor, place: int, dtype: torch.dtype, shape) -> torch.Tensor:
+    length = torch.Size(shape).numel() * dtype.itemsize
+    return memory[place : place + length].view(dtype).view(shape)
+
+
+# ---------------------------------------------------------------- what another process can rebuild
+
+
+def recipe_for(model: PreTrainedModel) -> dict:
+    """Returns the class, config and attention for another process to build the same model, or raises `ValueError`."""
+    if any(type(module).__module__.partition(".")[0] == "peft" for module in model.modules()):
+        raise ValueError(
+            "The draft has adapters in its layers, which a worker cannot rebuild: merge them with "
+            "draft.merge_and_unload(), or draft in this process with SSDConfig(asynchronous=False)."
+        )
+    kind = vars(type(model)).get("_ssd_kind", type(model))  # the class that hf_ssd.enable derived from
+    recipe = {
+        "model_class": f"{kind.__module__}:{kind.__qualname__}",
+        "config_class": f"{type(model.config).__module__}:{type(model.config).__qualname__}",
+        "config": json.loads(json.dumps(model.config.to_dict(), default=str)),
+        "attention": model.config._attn_implementation,
+    }
+    is_importable = False
+    with contextlib.suppress(ImportError, AttributeError, ValueError):
+        is_importable = kind.__module__ != "__main__" and pkgutil.resolve_name(recipe["model_class"]) is kind
+    if not is_importable:
+        raise ValueError(
+            f"The draft's class {type(model).__name__} is defined in {type(model).__module__}, which another process "
+            "cannot import; save the draft with save_pretrained() and pass the folder to hf_ssd.launch_draft()."
+        )
+    for name, tensor in tensors_of(model).items():
+        if tensor.device.type == "meta":
+            raise ValueError(
+                f"Not all weights of the draft are in memory (`{name}` is on disk or was never loaded), so a worker "
+                "cannot share them: pass the folder or hub id to hf_ssd.launch_draft() instead of the model."
+            )
+    difference = _difference(model, recipe)
+    # A model that transformers dequantized, such as one from a GGUF file on a CPU, still has its quantizer.
+    if difference is not None and getattr(model, "hf_quantizer", None) is not None:
+        raise ValueError(
+            "The draft is quantized, and a worker cannot rebuild its layers from their weights: let the worker "
+            "load it, by hf_ssd.launch_draft(FOLDER_OR_HUB_ID, quantization_config=...)."
+        )
+    if difference is not None:
+        raise ValueError(
+            f"A worker cannot rebuild the draft from its class and config: {difference}. Save the draft with "
+            "save_pretrained() and pass the folder, if it loads as it is now, or draft in this process with "
+            "SSDConfig(asynchronous=False)."
+        )
+    return recipe
+
+
+def _difference(model: PreTrainedModel, recipe: dict) -> str | None:
+    """Describes a difference from the model that another process would build, or returns `None` if there is none."""
+    try:
+        ours, theirs = _parts_of(model), _parts_of(without_weights(recipe))
+    except Exception as error:  # the model's own code may raise any exception
+        return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    tensors = tensors_of(model)
+    for name in {**theirs, **ours}:
+        is_, would_be = (parts.get(name, "missing") for parts in (ours, theirs))
+        if is_ != would_be and (name in theirs or name not in tensors):  # additional tensors are shared too
+            return f"`{name}` is {_text(is_)} and would be {_text(would_be)}"
+    for name, module in model.named_modules():
+        if any(hooks_of(module)) or forward_of(module) is not None:
+            kind = "forward hooks" if any(hooks_of(module)) else "its own forward"
+            return f"`{name or type(model).__name__}` has {kind}"
+    for name, tensor in tensors.items():
+        is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
+        if not is_plain or tensor.is_quantized:
+            return f"`{name}` is no plain tensor, but a {_text(type(tensor))}"
+    return None
+
+
+def _parts_of(model: PreTrainedModel) -> dict[str, type | str]:
+    """Returns the class of each module, and the kind and shape of each tensor, by their names."""
+    parts = {name: type(module) for name, module in model.named_modules(remove_duplicate=False) if name}
+    for name, tensor in tensors_of(model).items():
+        kind = "a parameter" if isinstance(tensor, torch.nn.Parameter) else "a buffer"
+        parts[name] = f"{kind} of shape {list(tensor.shape)}"
+    return parts
+
+
+def _text(part: type | str) -> str:
+    return part if isinstance(part, str) else f"{part.__module__}.{part.__qualname__}"
+
+
+# ---------------------------------------------------------------- in the other process
+
+
+def without_weights(recipe: dict) -> PreTrainedModel:
+    """Builds the model with all parameters on `meta`."""
+    config = pkgutil.resolve_name(recipe["config_class"]).from_dict(recipe["config"])
+    config._attn_implementation = recipe["attention"]
+    with torch.device("meta"):
+        return pkgutil.resolve_name(recipe["model_class"])(config)
+
+
+def model_from_shared_weights(description: dict) -> PreTrainedModel:
+    """Rebuilds the model over the same memory."""
+    model = without_weights(description)
+    memory = _map(description["descriptor"], description["size"])
+    tensors: dict[tuple, torch.Tensor] = {}
+    for name, dtype, shape, place, is_parameter in description["entries"]:
+        if (place, is_parameter) not in tensors:
+            tensor = _view(memory, place, getattr(torch, dtype), shape)
+            tensors[place, is_parameter] = torch.nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
+        module, _, attribute = name.rpartition(".")
+        module = model.get_submodule(module)
+        (module._parameters if is_parameter else module._buffers)[attribute] = tensors[place, is_parameter]
+    return model.eval()
+
+
+@torch.no_grad()
+def copy_shared_weights(model: PreTrainedModel, description: dict) -> None:
+    """Copies the weights again into a rebuilt model that was moved from the shared memory to an accelerator."""
+    shared = tensors_of(model_from_shared_weights(description))
+    for name, tensor in tensors_of(model).items():
+        tensor.copy_(shared[name])
