@@ -159,7 +159,8 @@ class DraftAssistant:
         self.sessions += 1
         turn.workers = list(workers)  # until the session is closed, any of them may have half a message
         request = dataclasses.replace(request(), weights_version=self._current_weights())
-        if any(worker.is_on(device) for worker in workers):
+        identity = devices.identity(device)
+        if identity is not None and any(worker.worker_info["identity"] == identity for worker in workers):
             devices.warn_of_sharing(device)
         return open_session(workers, self.sessions, request, turn.workers.clear)
 

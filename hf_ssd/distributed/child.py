@@ -29,9 +29,8 @@ def check_system() -> None:
 
 class Child:
     """
-    A fresh interpreter, not a fork and not a `multiprocessing` child, so the user's script needs no `__main__` guard.
-    The worker reads its settings from its standard input and ends when that closes, so it ends with this process,
-    however this process ends. `end` kills it, may be called more than once, and is called when the program ends.
+    A fresh interpreter, so the user's script needs no `__main__` guard. It reads its settings from its standard input,
+    and ends when that closes, however this process ends. `end` kills it, and may be called more than once.
     """
 
     def __init__(self, settings: dict, descriptors: list[int]):

@@ -89,14 +89,11 @@ class TargetCores:
 
 
 class DraftCores:
-    """
-    The cores on which a draft worker computes: its share while the target works beside it, and those of both sides
-    while the target waits for it, with at most `threads` torch threads.
-    """
+    """The cores of a draft worker: its share beside the target, and those of both while the target waits for it."""
 
     def __init__(self, share: list[int] | None = None, everything: list[int] | None = None, threads: int = 1):
         self.share, self.everything = share, everything
-        self.threads = threads
+        self.threads = threads  # torch's, at most, on all cores
         self.is_divided = False
         self.divide(True)
 

@@ -31,8 +31,7 @@ class DraftServer:
         self.channel, self.model, self.drafts = channel, model, Drafts()
         self.cores = cores or DraftCores()
         self.prefix: VerifiedPrefix | None = None  # of the last call, which the next call may continue
-        self.weights = weights or {"version": None}
-        self.weights_version = self.weights["version"]
+        self.weights, self.weights_version = weights, 0 if weights is None else weights["version"]
         self.speculator: Speculator | None = None  # of the call, if there is one
         self.translation: Translation | None = None  # for calls whose tokenizers differ
         self.session = self.round = 0
@@ -89,7 +88,7 @@ class DraftServer:
         longest = request.generation_config.max_length or 0
         features = len(rows) * longest * DraftInfo.of(self.model.config).target_width
         self.channel.make_room(len(rows), request.vocab_size, features)
-        self.session, self.round, self.is_alone = message.session, -1, request.num_workers == 1
+        self.session, self.round = message.session, -1
         if request.weights_version != self.weights_version:
             self._take_new_weights(request.weights_version)
         self.speculator = self.drafts.speculator(self.model, request, self.prefix)
@@ -114,11 +113,12 @@ class DraftServer:
         outcome, plan = wire.read_outcome(message.payload, len(self.speculator.finished))
         wire.expect(message, Kind.OUTCOME, self.session, self.round)
         self.cores.divide(plan.mode != IN_TURN)
+        is_alone = self.speculator.num_workers == 1
         found = self.speculator.look_up(outcome, plan, self._receive_features)
-        self._send(self.speculator.complete(found) if self.is_alone else found)
+        self._send(self.speculator.complete(found) if is_alone else found)
         if self.speculator.drafter.needs.hidden_states:  # they come before any other message
             self.speculator.catch_up()
-        if self.is_alone and not self.speculator.waits:
+        if is_alone and not self.speculator.waits:
             self._prepare(plan)
         else:
             self.channel.expect()

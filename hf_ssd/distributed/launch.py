@@ -238,9 +238,9 @@ def new_assistant(
     return assistant
 
 
-def start_worker(settings: dict, weights: SharedWeights | None = None) -> tuple[Child, dict]:
-    """Starts a worker as a child of this process, and returns the child and the place where it meets this process."""
-    meeting, descriptors = private_meeting()
+def start_worker(settings: dict, weights: SharedWeights | None = None, meeting: dict | None = None):
+    """Starts a worker as a child of this process, and returns it with the place where it meets the target."""
+    meeting, descriptors = private_meeting() if meeting is None else (meeting, [])
     settings = {**settings, "meeting": meeting, "weights": None}
     if weights is not None:
         weights.fill()

@@ -1,12 +1,9 @@
 """How target and draft find each other, and prove to each other who they are.
 
-A launched worker and its target meet in a file without a name, which only the two can open, and share a secret. gloo
-does not authenticate its peers: the first process that connects to a listening port is taken for the peer. But in each
-pair of connected processes, one side connects to the address in the store, which only worker and target can write, so
-another process cannot stand in the middle. Each side sends a fresh nonce over its outgoing direction, and then the HMAC
-of both nonces. A valid proof shows that both directions lead to the process that knows the secret.
-
-Under torchrun the secret is empty and proves nothing. See [`~hf_ssd.distributed.supervisor`].
+A launched worker and its target meet in a file without a name, which only the two can open, and share a secret, because
+gloo takes the first process that connects for the peer. Each side sends a fresh nonce over its outgoing direction, and
+then the HMAC of both nonces, so a valid proof shows that both directions lead to the process that knows the secret. No
+process can stand in the middle: one side connects to the address in the file. Under torchrun the secret is empty.
 """
 
 import functools
@@ -78,12 +75,9 @@ def _has_whole_entries(file: Path) -> bool:
 
 @functools.cache
 def _private_file() -> tuple[str, list[int]]:
-    """
-    Returns the path and the descriptors of the file for all meetings of this process. The descriptor is never closed:
-    torch opens the file by this number when the last group that met there is collected.
-    """
+    """Returns the path and the descriptors of the file for all meetings of this process."""
     if hasattr(os, "memfd_create"):
-        descriptor = anonymous_file()
+        descriptor = anonymous_file()  # never closed: torch opens it by this number when the last group is collected
         return f"/proc/self/fd/{descriptor}", [descriptor]
     _folders.append(tempfile.TemporaryDirectory(prefix="hf_ssd"))  # no other user can enter it
     return os.path.join(_folders[-1].name, "meeting"), []

@@ -121,18 +121,13 @@ class Roles:
         """
         if not self.is_draft:
             raise ValueError("This rank holds the target; only draft ranks serve (`if roles.is_draft:`).")
-        settings, descriptors = worker_settings(model, dtype, compile, load_options), []
-        settings |= {"device": str(self.worker_device), "cores": None, "weights": None, "timeout": timeout}
-        if isinstance(model, PreTrainedModel):
-            weights = SharedWeights(model)
+        settings = worker_settings(model, dtype, compile, load_options)
+        settings |= {"device": str(self.worker_device), "cores": None, "timeout": timeout}
+        weights = SharedWeights(model) if isinstance(model, PreTrainedModel) else None
+        if weights is not None:
             weights.fill()
-            settings["weights"], descriptors = {**weights.description, "version": 0}, [weights.descriptor]
         del model  # the child shares the copied weights, so this process frees the model
-        try:
-            supervise(self._place(self.rank - self.tp_size), settings, descriptors)
-        finally:
-            for descriptor in descriptors:
-                os.close(descriptor)
+        supervise(self._place(self.rank - self.tp_size), settings, weights)
 
     def shutdown(self) -> None:
         """

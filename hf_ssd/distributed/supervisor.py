@@ -5,10 +5,7 @@ worker, which holds the GPU, and may die and be restarted alone. Target and supe
 torchrun's store: which child is `asked` for, which child to `kill`, which child has `ended` and the end of its standard
 error, and whether the target is `done`.
 
-There is no private pipe between ranks, so target and draft trust torchrun's store, and with it everyone who can reach
-MASTER_ADDR:MASTER_PORT or the ports on which gloo listens. An attacker who reaches them can take a rank's place,
-receive the prompts and answer with tokens. Like torchrun itself, this is for networks and machines whose users
-trust each other.
+There is no private pipe between ranks, so target and draft trust torchrun's store, and everyone who can reach it.
 """
 
 import itertools
@@ -16,8 +13,9 @@ import time
 
 import torch.distributed as dist
 
-from .child import Child
+from .launch import start_worker
 from .meeting import join
+from .weights import SharedWeights
 from .worker_process import STOP_TIMEOUT, WorkerProcess
 
 POLL = 0.05  # seconds between two checks of the notes
@@ -68,22 +66,18 @@ class SupervisedChild:
         self.wait(SUPERVISOR_TIMEOUT)
 
 
-def supervise(place: dict, settings: dict, descriptors: list[int]) -> None:
+def supervise(place: dict, settings: dict, weights: SharedWeights | None) -> None:
     """Starts a worker, and another one whenever the target asks for it, until the target or the store is gone."""
-
-    def start(number: int) -> Child:
-        return Child({**settings, "meeting": meeting_of(place, number)}, descriptors)
-
     notes = join(place, STORE_TIMEOUT)
     number = 0
     was_told = False
-    process = start(number)
+    process, _ = start_worker(settings, weights, meeting_of(place, number))
     try:
         while not notes.check(["done"]):
             if notes.check([f"asked/{number + 1}"]):
                 process.end()
                 number, was_told = number + 1, False
-                process = start(number)
+                process, _ = start_worker(settings, weights, meeting_of(place, number))
             elif process.is_running and notes.check([f"kill/{number}"]):
                 process.end()
             elif not process.is_running and not was_told:
@@ -95,3 +89,5 @@ def supervise(place: dict, settings: dict, descriptors: list[int]) -> None:
         pass  # the store is gone, and with it the target
     finally:
         process.end()
+        if weights is not None:
+            weights.close()

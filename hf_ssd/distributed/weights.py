@@ -25,7 +25,7 @@ class SharedWeights:
 
     def __init__(self, model: PreTrainedModel):
         self.model = weakref.ref(model)
-        self.lock, self.version, self.is_closed = threading.Lock(), 0, False
+        self.lock, self.version, self.is_closed = threading.Lock(), -1, False  # the version of the first copy is 0
         self.descriptor = self.memory = self.values = None
         self.lay_out()
 

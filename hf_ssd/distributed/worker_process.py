@@ -5,10 +5,8 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 
-import torch
 from transformers.utils import logging
 
-from .. import devices
 from . import payloads, wire
 from .meeting import check_file, join, prove
 from .sessions import DraftError
@@ -26,13 +24,10 @@ DRAFT_IS_HERE, TARGET_IS_HERE = "draft", "target"
 
 
 class WorkerProcess:
-    """
-    A draft worker. It starts in a thread of its own, and when its process has ended, another can take its place.
-    `launch` starts a process, and returns it (a `Child` or a `SupervisedChild`) and the place where it meets this
-    process.
-    """
+    """A draft worker. It starts in a thread of its own, and when its process has ended, another can take its place."""
 
     def __init__(self, launch: Callable, timeout: float):
+        # Starts a process, and returns it (a `Child` or a `SupervisedChild`) and where it meets this process.
         self.launch, self.timeout = launch, timeout
         self.process = self.channel = self.thread = self.translation = None
         self.error: DraftError | None = None  # of the last start, until a call was told; then the worker `is_lost`
@@ -70,11 +65,8 @@ class WorkerProcess:
         self.thread.start()
 
     def take_error(self) -> DraftError | None:
-        """
-        Returns the error of the last start, and forgets it. Where it is raised, no variable or attribute may hold it: a
-        cycle with its traceback would keep the memory of the call until Python collects cycles.
-        """
-        error, self.error = self.error, None
+        """Returns the error of the last start, and forgets it."""
+        error, self.error = self.error, None  # a cycle with its traceback would keep the memory of the call
         return error
 
     def _start(self) -> None:
@@ -152,11 +144,6 @@ class WorkerProcess:
         written = self.stderr_tail()
         cause = written.rpartition("\n")[2] or "it wrote nothing"  # the last line names an uncaught exception
         return DraftError(f"The draft worker ended while it started: {cause}\n{written}".strip())
-
-    def is_on(self, device: torch.device) -> bool:
-        """Whether the worker's model is on this accelerator."""
-        identity = devices.identity(device)
-        return identity is not None and identity == self.worker_info["identity"]
 
     # ---------------------------------------------------------------- the end
 

@@ -26,25 +26,10 @@ from hf_ssd.distributed.worker import load_model
 from hf_ssd.drafting.resolver import config_at
 from hf_ssd.rounds import IN_TURN
 
+from ..helpers.processes import children, ends_within
 from ..helpers.tiny import padded_batch, ready, tiny_draft, tiny_model
 
 CONFIG = hf_ssd.SSDConfig(lookahead=3, budget=8, fan_out="uniform")
-
-
-def children():
-    return {p.pid for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE}
-
-
-def ends_within(pid, seconds):
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        try:
-            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-                return True
-        except psutil.NoSuchProcess:
-            return True
-        time.sleep(0.02)
-    return False
 
 
 @pytest.mark.slow

@@ -5,12 +5,10 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,6 +19,7 @@ from hf_ssd.distributed import Roles, init_roles
 from hf_ssd.distributed.target_ranks import TargetRanks
 from hf_ssd.distributed.wire import Message
 
+from ..helpers.processes import ends_within
 from ..helpers.tiny import padded_batch, tiny_draft, tiny_model
 
 PROGRAM = Path(__file__).parent / "programs" / "roles.py"
@@ -152,11 +151,8 @@ def test_errors_reach_all_ranks_and_the_next_call_works(layout, expected):
         assert rank["raising"][2]["tokens"] == expected["greedy"][2] and rank["raising"][2]["failure"] is None
 
 
-def gone(pids, seconds=5.0):
-    deadline = time.monotonic() + seconds
-    while any(map(psutil.pid_exists, pids)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return not any(map(psutil.pid_exists, pids))
+def gone(pids):
+    return all(ends_within(pid, 5.0) for pid in pids)
 
 
 def test_no_worker_is_left(layout):

@@ -109,7 +109,7 @@ class Worker:
     def begins(self, request, index, workers):
         speculator = RuleSpeculator(RuleDrafter(request.prompts), None, None, None, index, workers)
         self.server.speculator, self.server.session, self.server.round = speculator, 1, 0
-        self.server.is_alone, speculator.chance = workers == 1, self.chance
+        speculator.chance = self.chance
         self.channel.other.incoming.clear()  # what a worker would make a speculator of
 
     def work(self):

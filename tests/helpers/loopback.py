@@ -97,9 +97,6 @@ class Loopback:
     def cancel(self) -> None:
         self.kill()
 
-    def is_on(self, device) -> bool:
-        return False
-
 
 def assistant_of(model, during_work) -> DraftAssistant:
     """Returns an assistant with such a worker for one call."""
