@@ -27,7 +27,7 @@ class RecurrentRunner(Runner):
         layers = [layer for layer in self.view.modules() if is_mamba(layer)]
         self.of_model = {layer: (layer.chunk_size, layer.time_step_limit) for layer in layers}
 
-    def run(self, inputs, logits_to_keep=None, mask=None, finish=None):
+    def run(self, inputs, logits_to_keep=None):
         branches = self.cache.branches
         if branches > 1:  # rows of a batch, whose single tokens stand in `inputs` as tokens of one row
             inputs = {name: _of_branches(value, branches) for name, value in inputs.items()}
@@ -35,9 +35,8 @@ class RecurrentRunner(Runner):
         for layer, (size, limit) in self.of_model.items():
             layer.chunk_size = min(size, max(SHORTEST_CHUNK, 1 << (tokens - 1).bit_length()))
             layer.time_step_limit = limit if self.cache.is_empty else (0.0, math.inf)
-        logits = super().run(inputs, logits_to_keep, mask)
-        logits = logits if branches == 1 else logits.view(-1, branches, logits.shape[-1])
-        return logits if finish is None else finish.call(logits, *finish.inputs)
+        logits = super().run(inputs, logits_to_keep)
+        return logits if branches == 1 else logits.view(-1, branches, logits.shape[-1])
 
 
 def _of_branches(value, branches: int):

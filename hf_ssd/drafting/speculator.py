@@ -107,7 +107,7 @@ class Speculator:
         """Returns the outcomes to prepare. See [`OutcomeCandidates.outcomes`]."""
         budget = self._budget(plan) * self.num_workers
         from_fallback = [source in BY_TARGET for source in self.sources]
-        self.candidates = self.drafter.candidates(from_fallback, max(budget, CANDIDATES), plan)
+        self.candidates = self.drafter.candidates(from_fallback, max(budget, CANDIDATES))
         fan_outs = self.shape.fan_outs(self.candidates, budget)
         fewest = self.drafter.prefix.decoder.fewest_tokens
         return self.candidates.outcomes(fan_outs, self.worker_index, self.num_workers, fewest)
@@ -231,7 +231,7 @@ class Speculator:
             uncommitted, self.uncommitted = self.uncommitted, None
             self.drafter.commit(*uncommitted)
             if self.drafter.needs.hidden_states:
-                self.drafter.take_features(self.features)
+                self.drafter.prefix.take_features(self.features)
         if self.unwritten is not None:
             if self.has_drafted_beside:
                 self.drafter.forget_speculation()

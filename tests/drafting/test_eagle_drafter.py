@@ -118,16 +118,16 @@ def features_one_position_off(monkeypatch):
     monkeypatch.setattr(
         HeadPrefix,
         "take_features",
-        lambda self, receive, goes_on: fuse(self, lambda *size: receive(*size).roll(1, 0), goes_on),
+        lambda self, receive: fuse(self, lambda *size: receive(*size).roll(1, 0)),
     )
 
 
 def states_of_rejected_tokens_stay(monkeypatch):
     take = HeadPrefix.take_features
 
-    def keeps(self, receive, goes_on):
+    def keeps(self, receive):
         fed = list(self.fed)
-        take(self, receive, goes_on)
+        take(self, receive)
         self.fed = fed
 
     monkeypatch.setattr(HeadPrefix, "take_features", keeps)
@@ -160,7 +160,7 @@ def test_after_a_hit_the_prefix_has_the_targets_features(pair):
         speculator.prepare(PLAN)
         for row, text in enumerate(texts):
             fused = head.fuse(expected_features(target, torch.tensor(text)))[: len(text) - 1]
-            torch.testing.assert_close(speculator.drafter.prefix.states[row, : len(text) - 1], fused, **EXACT)
+            torch.testing.assert_close(speculator.drafter.prefix.states.values[row, : len(text) - 1], fused, **EXACT)
         cache = speculator.prepared
         firsts = [row[0] for row in cache.accepted], [row[0] for row in cache.bonus]
         outcome = Outcome.of(answer.tokens, *firsts)
