@@ -13,8 +13,7 @@ from . import masks
 from .attached import attached_to
 from .attention import GROUPED, use_grouped_heads
 from .hidden_states import HiddenStates
-from .mamba import is_mamba
-from .model_runner import LONGEST_STEP, Runner, runner_for
+from .model_runner import LONGEST_STEP, RecurrentRunner, Runner, is_mamba, runner_for
 from .packed import packed_forwards
 from .ragged import RaggedCache
 from .support import attention_layout, is_flash_attention
@@ -57,7 +56,7 @@ class CachedModel:
         if hidden_states is None:
             self.runner = runner_for(model, cache, cuda_graphs, column_limit, self.view)
         else:  # hooks run in eager passes alone
-            self.runner = Runner(model, cache, self.view)
+            self.runner = (RecurrentRunner if self.layout.recurrent else Runner)(model, cache, self.view)
         self.fewest_tokens = self.runner.fewest_tokens
         self.takes_lengths = self.reads_2d_masks and _takes_other_arguments(model)
 

@@ -3,7 +3,10 @@ How a model's passes over new tokens run: eagerly, compiled by torch.compile, or
 All three take the same inputs and return the same logits.
 """
 
+import math
+
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
@@ -12,10 +15,11 @@ from .cache_name import cache_argument
 from .compiled import FEWEST_TOKENS, call_compiled, is_compiled, uncompiled, why_not_compiled
 from .graphs import CAPTURES, CapturedPass, Graphs, power_of_two, rounded, static_copy, why_not_captured
 from .ragged import RaggedCache
-from .support import are_close, is_flash_attention, result_of
+from .support import are_close, attention_layout, is_flash_attention, result_of
 
 LONGEST_STEP = 64  # tokens of each row; a longer pass is a prefill, which always runs eagerly
 WINDOW_STEP = 64  # columns by which a window grows
+SHORTEST_CHUNK = 16  # tokens; the chunks of Mamba-2's kernels are powers of 2
 MOST_PASSES = 128  # captured passes that are kept; a service may see batches of many sizes
 
 logger = logging.get_logger(__name__)
@@ -67,6 +71,44 @@ class Runner:
 
     def close(self) -> None:
         """Ends the use of the cache."""
+
+
+class RecurrentRunner(Runner):
+    """
+    Runs passes of a model with recurrent layers. transformers bounds the step sizes of Mamba-2 only where several
+    tokens are computed; these passes have no bounds, except the first one, which reads the prompts. The chunks to which
+    transformers pads the tokens are short; chunks only group the arithmetic. All of this is changed in the view alone.
+    """
+
+    def __init__(self, model: PreTrainedModel, cache: RaggedCache, view: PreTrainedModel):
+        super().__init__(model, cache, view)
+        layers = [layer for layer in view.modules() if is_mamba(layer)]
+        self.of_model = {layer: (layer.chunk_size, layer.time_step_limit) for layer in layers}
+
+    def run(self, inputs, logits_to_keep=None):
+        branches = self.cache.branches
+        if branches > 1:  # rows of a batch, whose single tokens stand in `inputs` as tokens of one row
+            inputs = {name: _of_branches(value, branches) for name, value in inputs.items()}
+        tokens = inputs["input_ids"].shape[1]
+        for layer, (size, limit) in self.of_model.items():
+            layer.chunk_size = min(size, max(SHORTEST_CHUNK, power_of_two(tokens)))
+            layer.time_step_limit = limit if self.cache.is_empty else (0.0, math.inf)
+        logits = super().run(inputs, logits_to_keep)
+        return logits if branches == 1 else logits.view(-1, branches, logits.shape[-1])
+
+
+def _of_branches(value, branches: int):
+    """Returns an input of rows as an input of branches: tokens, columns and positions, or a mask with a query each."""
+    if isinstance(value, dict):
+        return {name: _of_branches(one, branches) for name, one in value.items()}
+    if value is None or value.dim() < 4:
+        return value if value is None else value.flatten(-2).unsqueeze(-1)
+    return value.transpose(1, 2).flatten(0, 1).unsqueeze(1)
+
+
+def is_mamba(module: nn.Module) -> bool:
+    """Whether a module is a Mamba-2 layer, whose settings these passes change."""
+    return "time_step_limit" in vars(module) and "chunk_size" in vars(module)
 
 
 class CompiledRunner(Runner):
@@ -162,9 +204,16 @@ def runner_for(
 ) -> Runner:
     """Returns the runner of a model's passes in a call, in which a row has at most `limit` tokens."""
     # Flash attention takes no masks, and only a mask hides the columns of a window that are not in use.
-    if is_compiled(model) and why_not_compiled(model) is None and not is_flash_attention(model):
+    compiles = is_compiled(model) and why_not_compiled(model) is None and not is_flash_attention(model)
+    captures = cuda_graphs is True or (cuda_graphs == "auto" and devices.of_model(model).type in CAPTURES)
+    if attention_layout(model).recurrent:  # the other runners have no static storage for states
+        if compiles or captures:
+            name = type(model).__name__
+            logger.warning_once(f"{name} has recurrent layers, so its steps run uncompiled and uncaptured.")
+        return RecurrentRunner(model, cache, view)
+    if compiles:
         return CompiledRunner(model, cache, view)
-    if not cuda_graphs or (cuda_graphs == "auto" and devices.of_model(model).type not in CAPTURES):
+    if not captures:
         return Runner(model, cache, view)
     reason = why_not_captured(model)
     if reason is not None:

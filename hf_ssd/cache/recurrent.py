@@ -16,7 +16,6 @@ from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
 
 from ..devices import from_host
 from .cached_model import CachedModel
-from .mamba import RecurrentRunner
 from .ragged import RaggedCache, RaggedLayer
 from .row_store import RowStore
 
@@ -133,7 +132,6 @@ class RecurrentModel(CachedModel):
 
     def __init__(self, model: PreTrainedModel, cache: RecurrentCache, *args, **kwargs):
         super().__init__(model, cache, *args, **kwargs)
-        self.runner, self.fewest_tokens = RecurrentRunner(self.runner), RecurrentRunner.fewest_tokens
         for layer in cache.recurrent:
             layer.keep_all()
         kept = [state for layer in cache.recurrent for state in layer.kept]

@@ -11,7 +11,6 @@ from transformers import DynamicCache, PreTrainedModel
 from ..devices import from_host
 from .branches import Branches
 from .cached_model import CachedModel
-from .mamba import RecurrentRunner
 from .recurrent import RecurrentCache
 
 # The states of all recurrent layers that a pass has left, each of shape (batch_size, ...), and the row in them.
@@ -26,7 +25,6 @@ class RecurrentDraft(CachedModel):
     def __init__(self, model: PreTrainedModel, rows: int, cache: RecurrentCache | None = None, **options):
         empty = DynamicCache(config=model.config.get_text_config(decoder=True))
         super().__init__(model, cache or RecurrentCache(empty), **options)
-        self.runner, self.fewest_tokens = RecurrentRunner(self.runner), RecurrentRunner.fewest_tokens
         self.cache.shares_columns = self.has_grouped_heads
         # For each row, the states after some numbers of its columns; `None` after none of them.
         self.states: list[dict[int, States | None]] = [{0: None} for _ in range(rows)]

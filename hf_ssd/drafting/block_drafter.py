@@ -40,6 +40,7 @@ class BlockDrafter(ParallelDrafter):
     """
 
     needs = DrafterNeeds(one_pass=True, mask_token=True, hidden_states=True)
+    is_same_ahead = False
     prefix_class = BlockPrefix
 
     def __init__(self, model: Head, *others, **options):

@@ -29,6 +29,7 @@ class Drafter(ABC):
     """
 
     needs = DrafterNeeds()  # of the draft model
+    is_same_ahead = True  # whether a speculation that is prepared is the one that would be drafted just in time
     prefix_class = VerifiedPrefix
 
     def __init__(

@@ -1,7 +1,5 @@
 """Drafting with a head, in turn with its target or ahead of it (Appendix E of the paper)."""
 
-from collections.abc import Callable
-
 import torch
 
 from ..cache.row_store import RowStore
@@ -46,7 +44,7 @@ class HeadPrefix(VerifiedPrefix):
         self.states.reserve(self.inputs.values.shape[1])
         return self.decoder.view.inputs(super()._at(columns), self.states.at(columns))
 
-    def take_features(self, receive: Callable[[int, int], torch.Tensor]) -> None:
+    def read_target(self, receive):
         """
         Takes in the target's hidden states at the tokens that have none, which come with an outcome.
         `receive(tokens, width)` returns them, row after row; finished rows have no part. The last token of a row has
@@ -77,6 +75,7 @@ class HeadDrafter(AutoregressiveDrafter):
     """
 
     needs = DrafterNeeds(hidden_states=True)
+    is_same_ahead = False
     prefix_class = HeadPrefix
 
     def __init__(self, model: Head, *others, **options):

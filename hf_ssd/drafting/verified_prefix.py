@@ -1,5 +1,7 @@
 """The verified tokens of each row, which all branches share, and their place in the draft's cache."""
 
+from collections.abc import Callable
+
 import torch
 from transformers import PreTrainedModel
 
@@ -110,6 +112,9 @@ class VerifiedPrefix:
         self.write(from_host(padded(tokens, max(map(len, tokens))), self.device))
         self.fed = [min(fed, n + max(0, k)) for fed, n, k in zip(self.fed, self.columns, kept)]
         self._take_in(list(map(len, tokens)))
+
+    def read_target(self, receive: Callable[[int, int], torch.Tensor]) -> None:
+        """Takes in what comes with an outcome, after [`~VerifiedPrefix.grow`]: nothing, unless the draft is a head."""
 
     def _take_in(self, counts: list[int]) -> None:
         """Makes the next `counts` tokens of each row, which already stand after its prefix, part of the prefix."""

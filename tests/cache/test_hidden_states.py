@@ -33,7 +33,7 @@ def features_of_a_call(model, monkeypatch, options=None, rows=3, inputs=None):
     rows_of = lambda ids: [torch.cat([row[:prompt_length][k], row[prompt_length:]]) for row, k in zip(ids, kept)]  # noqa: E731
     knows(monkeypatch, [text.tolist() for text in rows_of(plain)])
     received = [[] for _ in plain]
-    take = HeadPrefix.take_features
+    take = HeadPrefix.read_target
 
     def spying(self, receive):
         before = list(self.known)
@@ -47,7 +47,7 @@ def features_of_a_call(model, monkeypatch, options=None, rows=3, inputs=None):
 
         take(self, receives)
 
-    monkeypatch.setattr(HeadPrefix, "take_features", spying)
+    monkeypatch.setattr(HeadPrefix, "read_target", spying)
     config = hf_ssd.SSDConfig(lookahead=3, asynchronous=False, on_draft_failure="raise")
     output = model.generate(**inputs, **options, assistant_model=tiny_head(model), ssd_config=config)
     assert torch.equal(output.sequences, plain)
