@@ -30,7 +30,7 @@ from hf_ssd.distributed.cores import available_cores
 from hf_ssd.distributed.local import LocalSession
 from hf_ssd.distributed.target_ranks import TargetRanks
 from hf_ssd.drafting import cache_shapes
-from hf_ssd.drafting.cache_shapes import CacheShape, MostLikely, RowByRow, shape_for
+from hf_ssd.drafting.cache_shapes import CacheShape, Confidence, RowByRow, shape_for
 from hf_ssd.drafting.needs import DraftInfo
 
 try:
@@ -87,7 +87,7 @@ class SingleBranch(RowByRow):
         return [budget * (k == least) for k in range(len(acceptance) + 1)]
 
 
-class GreedyTree(MostLikely):
+class GreedyTree(Confidence):
     """
     The outcomes of SwiftSpec: a token tree grown from the current speculation, always by the node with the highest
     product of draft probabilities along its path. The probabilities are not calibrated, and they do not account for the

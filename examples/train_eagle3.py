@@ -10,9 +10,11 @@ speculation has.
 
 import argparse
 import json
+import os
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch.nn import functional as F
 from train_pair import prompts_of, read_text
 from train_parallel_draft import all_logits, drop_mask_tokens
@@ -20,10 +22,26 @@ from training import acceptance_on_prompts, chance_by_position, checkpoints_of, 
 from transformers import AutoTokenizer, DynamicCache, LlamaForCausalLM
 
 from hf_ssd.cache.hidden_states import HiddenStates
-from hf_ssd.drafting.heads.eagle3 import Eagle3Head, head_config, save_head
+from hf_ssd.drafting.heads.eagle3 import WEIGHTS, Eagle3Head, head_config
 from hf_ssd.drafting.heads.loading import head_for
 
 PAIR = Path(__file__).parent / "pair"
+
+
+def save_head(head: Eagle3Head, folder: str | os.PathLike) -> None:
+    """Writes a head in the format of SafeAILab, without embeddings: they are the target's."""
+    folder, config = Path(folder), head.config.to_dict()
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("target_width", "drafts_in_turn", "_name_or_path", "transformers_version"):
+        config.pop(name, None)
+    config["architectures"] = ["LlamaForCausalLMEagle3"]
+    config["eagle_aux_hidden_state_layer_ids"] = config.pop("target_layers")
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True, default=str) + "\n")
+    state = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in head.state_dict().items()}
+    state.pop("embed_tokens.weight")
+    own = torch.arange(len(head.d2t)) + head.d2t.cpu()
+    state["t2d"] = torch.zeros(head.config.vocab_size, dtype=torch.bool).index_fill(0, own, True)
+    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}, folder / WEIGHTS[0])
 
 
 def new_head(target: LlamaForCausalLM, layers: list[int]) -> Eagle3Head:

@@ -64,14 +64,6 @@ def needs_history(processors: LogitsProcessorList) -> bool:
     return any(type(processor) not in (*STATELESS, *MINIMUM_LENGTHS) for processor in processors)
 
 
-def captured_as(processors: LogitsProcessorList) -> tuple | None:
-    """Returns all that processors depend on besides scores, or `None` if they depend on earlier tokens or tensors."""
-    values = [value for one in processors for value in vars(one).values()]
-    if any(type(one) not in STATELESS for one in processors) or any(map(torch.is_tensor, values)):
-        return None
-    return tuple((type(one), repr(sorted(vars(one).items()))) for one in processors)
-
-
 def process_positions(
     processors: LogitsProcessorList,
     scores: torch.Tensor,

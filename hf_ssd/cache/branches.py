@@ -6,7 +6,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..devices import from_host
 from . import masks
 from .cached_model import CachedModel
-from .model_runner import TensorFunction
 
 
 class Branches:
@@ -47,8 +46,8 @@ class Branches:
             self.hidden = from_host(torch.where(before < 0, columns, before)[:, :, None, :, None], decoder.device)
             self.sliding = self.mask["sliding_attention"] if decoder.layout.mixed else self.mask
 
-    def grow(self, tokens: torch.LongTensor, finish: TensorFunction | None = None):
-        """Feeds tokens `(batch_size, N)`, and returns logits `(batch_size, N, vocab_size)`, or `finish` of them."""
+    def grow(self, tokens: torch.LongTensor) -> torch.Tensor:
+        """Feeds tokens `(batch_size, N)`, and returns raw logits `(batch_size, N, vocab_size)`."""
         start = self.base + self.depth * self.count
         stop = start + self.count
         if self.sliding is not None:
@@ -63,7 +62,7 @@ class Branches:
         mask = tree_map(lambda one: one if one is None else one[..., : window or stop], self.mask)
         self.decoder.cache.place(slice(start, stop) if window is None else places[0], stop)
         self.depth += 1
-        return self.decoder.forward(self.decoder.computed(tokens), places, mask, finish=finish)
+        return self.decoder.forward(self.decoder.computed(tokens), places, mask)
 
 
 def extend_with_branches(

@@ -5,8 +5,6 @@ from collections.abc import Collection
 
 import torch
 from torch import nn
-from torch.nn.functional import pad
-from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
 from .. import devices
@@ -15,8 +13,7 @@ from . import masks
 from .attached import attached_to
 from .attention import GROUPED, use_grouped_heads
 from .hidden_states import HiddenStates
-from .mamba import is_mamba
-from .model_runner import LONGEST_STEP, Runner, TensorFunction, runner_for
+from .model_runner import LONGEST_STEP, RecurrentRunner, Runner, is_mamba, runner_for
 from .packed import packed_forwards
 from .ragged import RaggedCache
 from .support import attention_layout, is_flash_attention
@@ -59,7 +56,7 @@ class CachedModel:
         if hidden_states is None:
             self.runner = runner_for(model, cache, cuda_graphs, column_limit, self.view)
         else:  # hooks run in eager passes alone
-            self.runner = Runner(model, cache, self.view)
+            self.runner = (RecurrentRunner if self.layout.recurrent else Runner)(model, cache, self.view)
         self.fewest_tokens = self.runner.fewest_tokens
         self.takes_lengths = self.reads_2d_masks and _takes_other_arguments(model)
 
@@ -93,24 +90,18 @@ class CachedModel:
             columns = columns + first.view(-1, *[1] * (columns.dim() - 1))
         return columns.clamp(min=0)
 
-    def extend(self, tokens: torch.LongTensor, lengths: list[int], logits_to_keep=None, finish=None):
+    def extend(self, tokens: torch.LongTensor, lengths: list[int], logits_to_keep=None) -> torch.Tensor:
         """
         Feeds tokens `(batch_size, new_tokens)`, which overwrite the columns after the first `lengths` columns of each
-        row. Returns raw logits `(batch_size, positions, vocab_size)`, or the results of `finish` ([`TensorFunction`])
-        for them. `logits_to_keep` is the indices of the new tokens to return logits for, or how many of the last
-        tokens; by default all, which can fill the memory if the prompt is long.
+        row. Returns raw logits `(batch_size, positions, vocab_size)`. `logits_to_keep` is the indices of the new tokens
+        to return logits for, or how many of the last tokens; by default all, which can fill the memory if the prompt is
+        long.
         """
         missing = self.fewest_tokens - tokens.shape[1] if self.cache.layers else 0
         if missing > 0:  # feed the last token again; the next pass overwrites it like a rejected token
-            kept = slice(-missing) if logits_to_keep is None else slice(None)
-
-            def of_tokens(logits, *inputs):
-                return logits[:, kept] if finish is None else finish.call(logits[:, kept], *inputs)
-
-            finished = TensorFunction(of_tokens, () if finish is None else finish.inputs)
-            found = self.extend(torch.cat([tokens, tokens[:, -missing:]], dim=1), lengths, logits_to_keep, finished)
+            logits = self.extend(torch.cat([tokens, tokens[:, -missing:]], dim=1), lengths, logits_to_keep)
             self.features = None if self.features is None else self.features[:, :-missing]
-            return found
+            return logits[:, :-missing] if logits_to_keep is None else logits
         tokens = self.computed(tokens)
         lengths = self.computed(lengths)
         count = tokens.shape[1]
@@ -125,21 +116,10 @@ class CachedModel:
         if self.reads_2d_masks or is_prefill or sees_all:
             mask = None  # no column is hidden, and the attention function is causal by itself
         else:
-            mask = self._mask_of_columns(width)
-        return self.forward(tokens, places, mask, logits_to_keep, finish)
-
-    def _mask_of_columns(self, width: int) -> TensorFunction:
-        """Returns a function that makes the mask of new tokens, each of which sees its row up to its own column."""
-
-        def mask(columns, valid=None):
-            allowed = masks.visible_up_to(columns, width, None if valid is None else valid[:, 0])
-            return self.mask(allowed, columns, torch.arange(width, device=columns.device))
-
-        key = None if self.layout.chunked else ()  # chunks begin after the padding, which differs from call to call
-        if self.valid is None:
-            return TensorFunction(mask, key=key)
-        valid = self.computed(self.valid)[:, None, None]
-        return TensorFunction(mask, (pad(valid, (0, width - valid.shape[3]), value=True),), key)
+            valid = None if self.valid is None else self.computed(self.valid)[:, None]
+            allowed = masks.visible_up_to(places[0], width, valid)
+            mask = self.mask(allowed, places[0], torch.arange(width, device=self.device))
+        return self.forward(tokens, places, mask, logits_to_keep)
 
     def columns_seen(self, width: int, tokens: int) -> int:
         """Opens or closes the window for passes over `tokens` tokens of a row. Returns how many columns they see."""
@@ -172,28 +152,25 @@ class CachedModel:
             return torch.zeros(1, 1, dtype=torch.long, device=self.device)
         return self.computed((self.valid.cumsum(dim=-1) == 0).sum(dim=-1, keepdim=True))
 
-    def forward(self, tokens, places, mask, logits_to_keep=None, finish=None):
+    def forward(self, tokens, places, mask, logits_to_keep=None) -> torch.Tensor:
         """
         Feeds tokens `(computed_rows, new_tokens)`, whose columns and positions are `places`, `(2, computed_rows,
-        new_tokens)`. The mask may be a [`TensorFunction`] of the columns. Returns tensors of all rows, with zeros for
-        rows left out.
+        new_tokens)`. Returns logits of all rows, zeros for rows left out.
         """
-        makes_mask = isinstance(mask, TensorFunction)
-        inputs = {"input_ids": tokens, "places": places} | ({} if makes_mask else {"attention_mask": mask})
+        inputs = {"input_ids": tokens, "places": places, "attention_mask": mask}
         if self.token_types is not None:
             inputs["token_type_ids"] = self.computed(self.token_types).expand_as(tokens)
         if self.takes_lengths:
             inputs |= self._lengths_for_flash_attention(tokens.shape[1])
-        found = self.runner.run(inputs, logits_to_keep, mask if makes_mask else None, finish)
+        logits = self.runner.run(inputs, logits_to_keep)
         if self.hidden_states is not None:
             self.features = self.of_all_rows(self.hidden_states.take())
-        return self.of_all_rows(found)
+        return self.of_all_rows(logits)
 
-    def of_all_rows(self, found):
-        """Returns tensors of all rows, with zeros for rows left out, for tensors of the computed rows."""
-        return found if self.cache.rows is None else tree_map(self._of_all_rows, found)
-
-    def _of_all_rows(self, of_computed: torch.Tensor) -> torch.Tensor:
+    def of_all_rows(self, of_computed: torch.Tensor) -> torch.Tensor:
+        """Returns a tensor of all rows, with zeros for rows left out, for a tensor of the computed rows."""
+        if self.cache.rows is None:
+            return of_computed
         of_all = of_computed.new_zeros(len(self.cache.rows) + len(self.cache.left_out), *of_computed.shape[1:])
         of_all[from_host(self.cache.rows, of_computed.device)] = of_computed
         return of_all

@@ -45,8 +45,8 @@ class CudaCapture:
         self.device, self.stream = device, torch.cuda.Stream(device)
         self.pool = torch.cuda.graph_pool_handle()
 
-    def __call__(self, forward: Callable[[], tuple]) -> tuple[tuple, Callable[[], None]]:
-        """Returns the tensors in which a pass leaves its results until the next replay, and a function for replays."""
+    def __call__(self, forward: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None]]:
+        """Returns the tensor in which a pass leaves its result until the next replay, and a function for replays."""
         # If a capture fails, torch would stay in the inner stream. This context restores the current stream.
         with torch.cuda.device(self.device), torch.cuda.stream(torch.cuda.current_stream(self.device)):
             self.stream.wait_stream(torch.cuda.current_stream())
@@ -68,17 +68,16 @@ CAPTURES: dict[str, Callable] = {"cuda": CudaCapture}
 class CapturedPass:
     """A pass that can be repeated, with the tensors that it reads and writes."""
 
-    inputs: tuple
-    results: tuple  # logits `(rows, tokens, vocab_size)`, and the results of the function after the model
+    inputs: dict
+    logits: torch.Tensor  # (rows, tokens, vocab_size)
     replay: Callable[[], None]
     to_compare: int = COMPARED  # further replays that are compared with eager passes
 
-    def __call__(self, inputs: tuple, tokens: int) -> tuple:
-        """Repeats the pass. Returns logits, which the next replay overwrites, and a copy of the function's results."""
+    def __call__(self, inputs: dict, tokens: int) -> torch.Tensor:
+        """Repeats the pass. Returns a copy of the first logits, because the next replay overwrites them."""
         fill(self.inputs, inputs)
         self.replay()
-        logits, made = self.results
-        return logits[:, :tokens], tree_map(lambda one: one[:, :tokens].clone(), made)
+        return self.logits[:, :tokens].clone()
 
 
 class Graphs:
@@ -87,8 +86,7 @@ class Graphs:
     def __init__(self, model: PreTrainedModel):
         device = devices.of_model(model)
         self.capture = CAPTURES[device.type](device)
-        self.passes: dict[tuple, CapturedPass] = {}  # by their rows, tokens, columns, inputs and functions
-        self.refused: set[tuple] = set()  # keys of functions of logits that could not be captured
+        self.passes: dict[tuple, CapturedPass] = {}  # by their rows, tokens, columns, inputs and kept logits
         self.storage: list[tuple[torch.Tensor, torch.Tensor]] = []  # by layer: (rows, heads, columns, head_dim)
         self.user: Callable[[], RaggedCache | None] = lambda: None
         self.lock = threading.Lock()
@@ -168,7 +166,7 @@ def why_not_captured(model: PreTrainedModel) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def static_copy(inputs: tuple, tokens: int) -> tuple:
+def static_copy(inputs: dict, tokens: int) -> dict:
     """Returns new tensors that contain `inputs`, padded to `tokens` tokens of each row."""
     with torch.inference_mode(False):
         static = tree_map(
@@ -178,7 +176,7 @@ def static_copy(inputs: tuple, tokens: int) -> tuple:
     return static
 
 
-def fill(static: tuple, inputs: tuple) -> None:
+def fill(static: dict, inputs: dict) -> None:
     """Copies inputs into tensors that have at least as many tokens. Further tokens repeat the last token."""
     for kept, one in zip(tree_leaves(static), tree_leaves(inputs), strict=True):
         axis = _axis(one)

@@ -3,11 +3,10 @@ How a model's passes over new tokens run: eagerly, compiled by torch.compile, or
 All three take the same inputs and return the same logits.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
+import math
 
 import torch
-from torch.utils._pytree import tree_leaves
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
@@ -16,21 +15,14 @@ from .cache_name import cache_argument
 from .compiled import FEWEST_TOKENS, call_compiled, is_compiled, uncompiled, why_not_compiled
 from .graphs import CAPTURES, CapturedPass, Graphs, power_of_two, rounded, static_copy, why_not_captured
 from .ragged import RaggedCache
-from .support import are_close, is_flash_attention, result_of
+from .support import are_close, attention_layout, is_flash_attention, result_of
 
 LONGEST_STEP = 64  # tokens of each row; a longer pass is a prefill, which always runs eagerly
 WINDOW_STEP = 64  # columns by which a window grows
-MOST_PASSES = 128  # captured passes that are kept; a service may see a new temperature in each call
+SHORTEST_CHUNK = 16  # tokens; the chunks of Mamba-2's kernels are powers of 2
+MOST_PASSES = 128  # captured passes that are kept; a service may see batches of many sizes
 
 logger = logging.get_logger(__name__)
-
-
-class TensorFunction(NamedTuple):
-    """A function of tensors that is computed before or after the model in a pass, and captured with it."""
-
-    call: Callable  # reads no numbers of the device; its results have the axis of tokens of the model's inputs
-    inputs: tuple[torch.Tensor, ...] = ()  # besides those that the pass gives it
-    key: tuple | None = None  # everything else that its result depends on; `None` if it cannot be captured
 
 
 class Runner:
@@ -53,31 +45,20 @@ class Runner:
         """Returns the cache's window for steps that use `width` columns, `None` if they see exactly these columns."""
         return None
 
-    def run(
-        self,
-        inputs: dict,
-        logits_to_keep: torch.LongTensor | int | None = None,
-        mask: TensorFunction | None = None,
-        finish: TensorFunction | None = None,
-    ):
+    def run(self, inputs: dict, logits_to_keep: torch.LongTensor | int | None = None) -> torch.Tensor:
         """
         Runs a pass. `inputs` are arguments of the model, with `places` (columns and positions) instead of
-        `position_ids`; `mask` makes the attention mask from the columns. Returns logits `(rows, positions,
-        vocab_size)`, or what `finish` returns for them, which later passes do not change.
+        `position_ids`. Returns logits `(rows, positions, vocab_size)`, which later passes do not change.
         """
-        columns, positions = inputs["places"].unbind()
+        _, positions = inputs["places"].unbind()
         inputs = {name: value for name, value in inputs.items() if name != "places"} | {"position_ids": positions}
-        if mask is not None:
-            inputs["attention_mask"] = mask.call(columns, *mask.inputs)
         if logits_to_keep is not None and self._takes_logits_to_keep():
             inputs, logits_to_keep = {**inputs, "logits_to_keep": logits_to_keep}, None
         inputs |= {self.cache_argument: self.cache, "use_cache": True, "return_dict": True}
         logits = result_of(self._call(inputs))
         if isinstance(logits_to_keep, int):
-            logits = logits[:, -logits_to_keep:]
-        elif logits_to_keep is not None:
-            logits = logits[:, logits_to_keep]
-        return logits if finish is None else finish.call(logits, *finish.inputs)
+            return logits[:, -logits_to_keep:]
+        return logits if logits_to_keep is None else logits[:, logits_to_keep]
 
     def _takes_logits_to_keep(self) -> bool:
         return self.takes_logits_to_keep
@@ -90,6 +71,44 @@ class Runner:
 
     def close(self) -> None:
         """Ends the use of the cache."""
+
+
+class RecurrentRunner(Runner):
+    """
+    Runs passes of a model with recurrent layers. transformers bounds the step sizes of Mamba-2 only where several
+    tokens are computed; these passes have no bounds, except the first one, which reads the prompts. The chunks to which
+    transformers pads the tokens are short; chunks only group the arithmetic. All of this is changed in the view alone.
+    """
+
+    def __init__(self, model: PreTrainedModel, cache: RaggedCache, view: PreTrainedModel):
+        super().__init__(model, cache, view)
+        layers = [layer for layer in view.modules() if is_mamba(layer)]
+        self.of_model = {layer: (layer.chunk_size, layer.time_step_limit) for layer in layers}
+
+    def run(self, inputs, logits_to_keep=None):
+        branches = self.cache.branches
+        if branches > 1:  # rows of a batch, whose single tokens stand in `inputs` as tokens of one row
+            inputs = {name: _of_branches(value, branches) for name, value in inputs.items()}
+        tokens = inputs["input_ids"].shape[1]
+        for layer, (size, limit) in self.of_model.items():
+            layer.chunk_size = min(size, max(SHORTEST_CHUNK, power_of_two(tokens)))
+            layer.time_step_limit = limit if self.cache.is_empty else (0.0, math.inf)
+        logits = super().run(inputs, logits_to_keep)
+        return logits if branches == 1 else logits.view(-1, branches, logits.shape[-1])
+
+
+def _of_branches(value, branches: int):
+    """Returns an input of rows as an input of branches: tokens, columns and positions, or a mask with a query each."""
+    if isinstance(value, dict):
+        return {name: _of_branches(one, branches) for name, one in value.items()}
+    if value is None or value.dim() < 4:
+        return value if value is None else value.flatten(-2).unsqueeze(-1)
+    return value.transpose(1, 2).flatten(0, 1).unsqueeze(1)
+
+
+def is_mamba(module: nn.Module) -> bool:
+    """Whether a module is a Mamba-2 layer, whose settings these passes change."""
+    return "time_step_limit" in vars(module) and "chunk_size" in vars(module)
 
 
 class CompiledRunner(Runner):
@@ -131,41 +150,31 @@ class GraphRunner(Runner):
             is_here = False
         return columns if is_here else None
 
-    def run(self, inputs, logits_to_keep=None, mask=None, finish=None):
+    def run(self, inputs, logits_to_keep=None):
         cache, graphs = self.cache, self.graphs
         if cache.window is None or graphs.failure is not None:
-            return super().run(inputs, logits_to_keep, mask, finish)
-        if mask is not None and mask.key is None:  # it is made before the pass
-            inputs, mask = {**inputs, "attention_mask": mask.call(inputs["places"][0], *mask.inputs)}, None
-        if finish is not None and (finish.key is None or finish.key in graphs.refused):
-            return finish.call(self.run(inputs, logits_to_keep, mask), *finish.inputs)
-        kept, logits_to_keep = (logits_to_keep, None) if isinstance(logits_to_keep, int) else (None, logits_to_keep)
+            return super().run(inputs, logits_to_keep)
+        kept = logits_to_keep if isinstance(logits_to_keep, int) else None  # captured; other places are read afterwards
         rows, tokens = inputs["input_ids"].shape[:2]
-        of_functions = tuple(None if one is None else (one.key, len(one.inputs)) for one in (mask, finish))
-        key = rows, rounded(tokens), cache.window, len(inputs), kept, *of_functions
-        moving = inputs, () if mask is None else mask.inputs, () if finish is None else finish.inputs
+        key = rows, rounded(tokens), cache.window, len(inputs), kept
         captured = graphs.passes.get(key)
         try:
             if captured is None:
                 if len(graphs.passes) >= MOST_PASSES:
                     del graphs.passes[next(iter(graphs.passes))]
-                graphs.passes[key] = self._capture(static_copy(moving, key[1]), kept, mask, finish)
+                graphs.passes[key] = self._capture(static_copy(inputs, key[1]), kept)
                 self.preparations += 1
-            logits, found = graphs.passes[key](moving, tokens if kept is None else kept)
+            logits = graphs.passes[key](inputs, tokens if kept is None else kept)
             if captured is not None and captured.to_compare:
                 captured.to_compare -= 1
-                eager = super().run(inputs, kept, mask)
-                again = found if finish is None else finish.call(logits, *moving[2])
-                if not are_close(logits, eager) or not all(map(are_close, tree_leaves(found), tree_leaves(again))):
+                eager = super().run(inputs, kept)
+                if not are_close(logits, eager):
                     self._give_up("a replay gives other logits")
-                    found = eager if finish is None else finish.call(eager, *moving[2])
+                    logits = eager
         except Exception as error:  # the model does something that a graph cannot repeat
-            if captured is None and finish is not None:  # or only the function does, which the next trial shows
-                graphs.refused.add(finish.key)
-                return self.run(inputs, kept or logits_to_keep, mask, finish)
             self._give_up(error)
-            return super().run(inputs, kept or logits_to_keep, mask, finish)
-        return found if logits_to_keep is None else found[:, logits_to_keep]
+            return super().run(inputs, logits_to_keep)
+        return logits if logits_to_keep is kept else logits[:, logits_to_keep]
 
     def close(self):
         try:
@@ -173,17 +182,11 @@ class GraphRunner(Runner):
         except Exception as error:
             self._give_up(error)
 
-    def _capture(self, static: tuple, kept: int | None, mask, finish) -> CapturedPass:
+    def _capture(self, static: dict, kept: int | None) -> CapturedPass:
         cache, before = self.cache, self.cache.placement
-        inputs, of_mask, of_finish = static
-
-        def forward():
-            logits = super(GraphRunner, self).run(inputs, kept, mask and mask._replace(inputs=of_mask))
-            return logits, logits if finish is None else finish.call(logits, *of_finish)
-
-        cache.placement = inputs["places"][0], cache.window
+        cache.placement = static["places"][0], cache.window
         try:
-            return CapturedPass(static, *self.graphs.capture(forward))
+            return CapturedPass(static, *self.graphs.capture(lambda: super(GraphRunner, self).run(static, kept)))
         finally:
             cache.placement = before
 
@@ -201,9 +204,16 @@ def runner_for(
 ) -> Runner:
     """Returns the runner of a model's passes in a call, in which a row has at most `limit` tokens."""
     # Flash attention takes no masks, and only a mask hides the columns of a window that are not in use.
-    if is_compiled(model) and why_not_compiled(model) is None and not is_flash_attention(model):
+    compiles = is_compiled(model) and why_not_compiled(model) is None and not is_flash_attention(model)
+    captures = cuda_graphs is True or (cuda_graphs == "auto" and devices.of_model(model).type in CAPTURES)
+    if attention_layout(model).recurrent:  # the other runners have no static storage for states
+        if compiles or captures:
+            name = type(model).__name__
+            logger.warning_once(f"{name} has recurrent layers, so its steps run uncompiled and uncaptured.")
+        return RecurrentRunner(model, cache, view)
+    if compiles:
         return CompiledRunner(model, cache, view)
-    if not cuda_graphs or (cuda_graphs == "auto" and devices.of_model(model).type not in CAPTURES):
+    if not captures:
         return Runner(model, cache, view)
     reason = why_not_captured(model)
     if reason is not None:

@@ -183,7 +183,7 @@ def _kind(layer: nn.Linear) -> tuple:
 
 @torch.no_grad()
 def _try(layer: nn.Linear) -> Verdict | None:
-    rows = max(1, MOST // layer.in_features)
+    rows = max(1, MOST // layer.weight.shape[1])
     theirs = []
     ours = []
     weight = layer.weight[:rows]

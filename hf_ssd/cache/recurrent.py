@@ -11,18 +11,16 @@ tokens is fed its last token again, which its own tokens never see, and its chec
 """
 
 import torch
-from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
 
 from ..devices import from_host
 from .cached_model import CachedModel
-from .mamba import RecurrentRunner
 from .ragged import RaggedCache, RaggedLayer
+from .row_store import RowStore
 
 # Tokens fed again, of all rows together, that take about as long as a pass of their own; docs/design.md says more.
 WORTH_A_PASS = 128
-ROOM = 256  # spare columns in the tensor of the rows' tokens
 
 
 class RecurrentLayer(LinearAttentionLayer):
@@ -134,7 +132,6 @@ class RecurrentModel(CachedModel):
 
     def __init__(self, model: PreTrainedModel, cache: RecurrentCache, *args, **kwargs):
         super().__init__(model, cache, *args, **kwargs)
-        self.runner, self.fewest_tokens = RecurrentRunner(self.runner), RecurrentRunner.fewest_tokens
         for layer in cache.recurrent:
             layer.keep_all()
         kept = [state for layer in cache.recurrent for state in layer.kept]
@@ -147,12 +144,12 @@ class RecurrentModel(CachedModel):
         self.refed = 0  # tokens, of all rows together, fed again since refeeds were shortened last
         self.passed: list[int] = []  # the rows of the last pass, in the order in which they stood
         self.first: list[list[torch.Tensor]] | None = None
-        self.tokens = torch.zeros(rows, columns + ROOM, dtype=torch.long, device=self.device)
+        self.tokens = RowStore(torch.zeros(rows, columns, dtype=torch.long, device=self.device))
 
-    def extend(self, tokens: torch.LongTensor, lengths: list[int], logits_to_keep=None, finish=None):
+    def extend(self, tokens: torch.LongTensor, lengths: list[int], logits_to_keep=None) -> torch.Tensor:
         """See [`CachedModel.extend`]. The first `lengths` columns of each row are verified from now on."""
         # 1. Take in the states of the last pass for rows in which all tokens of that pass are verified.
-        self._write(tokens, lengths)
+        self.tokens.write(tokens, lengths)
         rows, count = self.computed(list(range(len(lengths)))), tokens.shape[1]
         self._take_in(rows, lengths)
 
@@ -176,8 +173,7 @@ class RecurrentModel(CachedModel):
         if self.features is not None:  # those of the new tokens, which follow the refeed
             new = [[(n if row in rows else 0) + i for i in range(count)] for row, n in enumerate(refeeds)]
             self.features = self.features[order, from_host(new, logits.device)]
-        logits = logits[order, from_host(of_all, logits.device)]
-        return logits if finish is None else self.of_all_rows(finish.call(self.computed(logits), *finish.inputs))
+        return logits[order, from_host(of_all, logits.device)]
 
     def remember_prefill(self) -> None:
         """Keeps the checkpoints after the prefill, for a call that may end at a token before the last checkpoint."""
@@ -199,7 +195,7 @@ class RecurrentModel(CachedModel):
                     for kept, state in zip(layer.kept, first):
                         kept[row] = state[row]
                 self.checkpoints[row] = self.prompt[row]
-        self._write(output.to(self.device), [columns_before] * len(rows))
+        self.tokens.write(output.to(self.device), [columns_before] * len(rows))
         while min(self.checkpoints) < last:
             self._commit(rows, [last] * len(rows), min(last - n for n in self.checkpoints if n < last))
 
@@ -217,7 +213,7 @@ class RecurrentModel(CachedModel):
         for layer in self.cache.recurrent:
             layer.copy_checkpoint(self.cache.rows)
         kept = from_host(logits_to_keep, self.device)
-        logits = super().extend(self.tokens.gather(1, columns), self.checkpoints, kept)
+        logits = super().extend(self.tokens.at(columns), self.checkpoints, kept)
         self.passed = self.computed(list(range(len(ends))))
         self.reached = {row: ends[row] for row in self.passed if self.checkpoints[row] + count == ends[row]}
         return logits
@@ -233,15 +229,6 @@ class RecurrentModel(CachedModel):
         for row in taken:
             self.checkpoints[row] = verified[row]
         self.reached = {}
-
-    def _write(self, tokens: torch.LongTensor, starts: list[int]) -> None:
-        self._reserve(max(starts) + tokens.shape[1])
-        columns = from_host(starts, self.device)[:, None] + torch.arange(tokens.shape[1], device=self.device)
-        self.tokens.scatter_(1, columns, tokens)
-
-    def _reserve(self, width: int) -> None:
-        if width > self.tokens.shape[1]:
-            self.tokens = pad(self.tokens, (0, width + ROOM - self.tokens.shape[1]))
 
 
 def ragged_copy(theirs: Cache) -> RaggedCache:

@@ -11,8 +11,6 @@ from transformers import DynamicCache, PreTrainedModel
 from ..devices import from_host
 from .branches import Branches
 from .cached_model import CachedModel
-from .mamba import RecurrentRunner
-from .model_runner import TensorFunction
 from .recurrent import RecurrentCache
 
 # The states of all recurrent layers that a pass has left, each of shape (batch_size, ...), and the row in them.
@@ -27,7 +25,6 @@ class RecurrentDraft(CachedModel):
     def __init__(self, model: PreTrainedModel, rows: int, cache: RecurrentCache | None = None, **options):
         empty = DynamicCache(config=model.config.get_text_config(decoder=True))
         super().__init__(model, cache or RecurrentCache(empty), **options)
-        self.runner, self.fewest_tokens = RecurrentRunner(self.runner), RecurrentRunner.fewest_tokens
         self.cache.shares_columns = self.has_grouped_heads
         # For each row, the states after some numbers of its columns; `None` after none of them.
         self.states: list[dict[int, States | None]] = [{0: None} for _ in range(rows)]
@@ -118,22 +115,18 @@ class RecurrentBranches(Branches):
         self.states: list[list[torch.Tensor]] = []
         self.logits: list[torch.Tensor] = []
 
-    def grow(self, tokens, finish=None):
+    def grow(self, tokens):
         cache = self.decoder.cache
         self.decoder.start_from(self.current)
         cache.branches = self.count
-
-        def kept(logits, *inputs):
-            return logits, () if finish is None else finish.call(logits, *inputs)
-
         try:
-            logits, found = super().grow(tokens, TensorFunction(kept, () if finish is None else finish.inputs))
+            logits = super().grow(tokens)
         finally:
             cache.branches = 1
         self.states.append(cache.current_states())
         self.current = [(self.states[-1], place) for place in range(len(self.current))]
         self.logits.append(logits)
-        return logits if finish is None else found
+        return logits
 
     def adopt(self, chosen: list[int], forks: list[int]) -> tuple[list[int], torch.Tensor | None]:
         """

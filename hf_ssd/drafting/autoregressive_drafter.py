@@ -6,7 +6,6 @@ from .. import devices
 from ..cache.branches import Branches
 from ..devices import from_host
 from .drafter import Completion, Drafter
-from .outcome_candidates import OutcomeCandidates
 
 
 class AutoregressiveDrafter(Drafter):
@@ -14,34 +13,25 @@ class AutoregressiveDrafter(Drafter):
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
-        self.known_logits: list[torch.Tensor] = []  # after the first tokens of the speculation, if known
+        self.known: list[torch.Tensor] = []  # the outputs after the first tokens of the speculation, if known
         self.branches: Branches | None = None  # those that were grown for the next outcome
 
     def begin(self):
-        self.known_logits = [self.prefix.feed(0, wanted=1)]
-
-    def candidates(self, from_fallback, count, plan):
-        lookahead = self.drafted.shape[1]
-        known = sum(logits.shape[1] for logits in self.known_logits)
-        if known <= lookahead:
-            self.known_logits.append(self.prefix.feed(lookahead, wanted=lookahead + 1 - known))
-        logits = torch.cat(self.known_logits, dim=1)[:, : lookahead + 1].float()
-        scores = self._process(logits, self.prefix.ends() + torch.arange(lookahead + 1))
-        return OutcomeCandidates.of(scores, logits, self.drafted, from_fallback, count, self.vocabulary.common)
+        self._know(0)
 
     def grow(self, accepted, bonus, plan):
-        prefix, tokens, vocabulary = self.prefix, from_host(bonus, self.device), self.vocabulary
+        prefix, tokens = self.prefix, from_host(bonus, self.device)
         taken = torch.tensor(accepted).clamp(min=0)
         starts = prefix.ends() + taken
         places = starts.tolist()
-        self.branches = branches = prefix.branches(taken, self.drafted.shape[1], plan.lookahead)
+        self.branches = prefix.branches(taken, self.drafted.shape[1], plan.lookahead)
         histories = self._histories(starts.shape[1], plan.lookahead + 1)
         columns, coming = None if histories is None else from_host(starts, self.device), []
         for depth in range(plan.lookahead):
             if histories is not None:
                 histories.scatter_(2, (columns + depth)[:, :, None], tokens[:, :, None])
-            choice = self._choice(places, depth, plan, histories, starts + depth + 1)
-            tokens, probabilities = (*branches.grow(vocabulary.to_draft(tokens), choice), None)[:2]
+            logits = self._logits(self._feed_branches(tokens, taken))
+            tokens, probabilities = self._draw(logits, starts + depth + 1, places, depth, plan, histories)
             probabilities = None if probabilities is None else probabilities[:, :, None]
             supports = self.sampler.supports(probabilities)
             copy = devices.HostCopy(tokens[:, :, None], *[] if supports is None else [supports])
@@ -59,24 +49,37 @@ class AutoregressiveDrafter(Drafter):
         super().commit(kept, tokens, branches)
         grown, self.branches = self.branches, None
         known = None if grown is None else self.prefix.adopt(grown, branches)
-        self.known_logits = [] if known is None else [known]
+        self.known = [] if known is None else [known]
 
     def forget_speculation(self):
         super().forget_speculation()
-        self.known_logits = [logits[:, :1] for logits in self.known_logits[:1]]  # after the last verified token
+        self.known = [outputs[:, :1] for outputs in self.known[:1]]  # after the last verified token
 
     def complete(self, ready, width, plan):
-        prefix, done = self.prefix, Completion(self, ready, width)
+        prefix, done, passes = self.prefix, Completion(self, ready, width), 0
         prefix.write(done.tokens)
         starts = [[length - 1] for length in prefix.lengths]
-        if self.known_logits:
-            self.known_logits = [torch.cat(self.known_logits, dim=1)[:, : done.first]]
+        if self.known:
+            self.known = [torch.cat(self.known, dim=1)[:, : done.first]]
         for depth in range(done.first, width):  # rows that already have tokens feed them: the cache needs them
-            choice = self._choice(starts, depth, plan, self._histories(1, 0), prefix.ends(depth), keeps_logits=True)
-            known = sum(logits.shape[1] for logits in self.known_logits)
-            logits, *chosen = prefix.feed(depth, depth + 1 - known, choice)
-            self.known_logits.append(logits)
-            done.add(depth, *chosen)
+            passes += self._know(depth)
+            logits = self._logits(self.known[-1][:, -1:])
+            done.add(depth, *self._draw(logits, prefix.ends(depth), starts, depth, plan, self._histories(1, 0)))
             prefix.write(done.tokens[:, depth : depth + 1], depth)
         self.drafted = done.tokens
-        return done.speculation(), width - done.first
+        return done.speculation(), passes
+
+    def _outputs(self, from_fallback):
+        self._know(self.drafted.shape[1])
+        return torch.cat(self.known, dim=1)[:, : self.drafted.shape[1] + 1]
+
+    def _know(self, count: int) -> int:
+        """Gets to know the outputs after up to `count` tokens of the speculation. Returns the number of passes."""
+        missing = count + 1 - sum(outputs.shape[1] for outputs in self.known)
+        if missing > 0:
+            self.known.append(self.prefix.feed(count, wanted=missing))
+        return int(missing > 0)
+
+    def _feed_branches(self, tokens: torch.LongTensor, taken: torch.LongTensor) -> torch.Tensor:
+        """Feeds the next token of each branch, of which `taken` tokens of the speculation are the first."""
+        return self.branches.grow(self.vocabulary.to_draft(tokens))

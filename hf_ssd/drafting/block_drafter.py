@@ -40,29 +40,24 @@ class BlockDrafter(ParallelDrafter):
     """
 
     needs = DrafterNeeds(one_pass=True, mask_token=True, hidden_states=True)
+    is_same_ahead = False
     prefix_class = BlockPrefix
 
     def __init__(self, model: Head, *others, **options):
         super().__init__(model, *others, **options)
         self.block = model.config.block_size
-        self.goes_on = [True] * len(self.prefix.lengths)
 
     def begin(self):
         """Reads nothing yet: the features of the prompts come with the first outcome."""
 
-    def candidates(self, from_fallback, count, plan):
+    def candidates(self, from_fallback, count):
         raise NotImplementedError("A DFlash draft reads features of all tokens, so it prepares no outcomes.")
-
-    def commit(self, kept, tokens, branches):
-        super().commit(kept, tokens, branches)
-        self.goes_on = [bool(of_row) for of_row in tokens]
-
-    def take_features(self, receive):
-        self.prefix.take_features(receive, self.goes_on)
 
     def _guess(self, width):
         prefix = self.prefix
         prefix.block = max(self.block, width + 1)
         self._write_masks(prefix.block - 1)
-        states = prefix.feed(prefix.block - 1, wanted=prefix.block)[:, 1 : width + 1]
-        return self.vocabulary.to_target(prefix.decoder.view.logits(states))
+        return prefix.feed(prefix.block - 1, wanted=prefix.block)[:, 1 : width + 1]
+
+    def _logits(self, outputs):
+        return super()._logits(self.prefix.decoder.view.logits(outputs))

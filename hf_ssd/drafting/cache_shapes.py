@@ -97,26 +97,6 @@ class RowByRow(CacheShape):
         return [float(within[np.arange(len(within)), count].sum()) for count in counts]
 
 
-class MostLikely(CacheShape):
-    """A shape that estimates the chance of every outcome and prepares the most likely outcomes of each row."""
-
-    @abstractmethod
-    def chances(self, candidates: OutcomeCandidates) -> np.ndarray:
-        """Returns how likely each candidate is, of shape `(batch_size, lookahead + 1, candidates)`."""
-
-    def fan_outs(self, candidates, budget):
-        chances, limits = self.chances(candidates), candidates.limits
-        possible = np.arange(chances.shape[2]) < np.array(limits)[:, None]
-        flat = np.where(possible, chances, -1.0).reshape(len(chances), -1)
-        best = np.argsort(-flat, axis=1, kind="stable")[:, : min(budget, sum(limits))] // chances.shape[2]
-        return [np.bincount(row, minlength=len(limits)).tolist() for row in best]
-
-    def covered(self, acceptance, after_rejection, at_the_end, budgets):
-        chances = outcome_chances(acceptance, after_rejection, at_the_end).ravel()
-        mass = np.cumsum(-np.sort(-chances))
-        return [float(mass[min(budget, len(mass)) - 1]) for budget in budgets]
-
-
 def outcome_chances(acceptance: np.ndarray, after_rejection: np.ndarray, at_the_end: np.ndarray) -> np.ndarray:
     """Returns the chance of each outcome, of shape `(lookahead + 1, CANDIDATES)`. See [`CacheShape.covered`]."""
     counts = chances_of_counts(acceptance)
@@ -146,13 +126,13 @@ class Explicit(RowByRow):
         return list(given) if len(given) == len(acceptance) + 1 else allocate([1.0] * (len(acceptance) + 1), budget)
 
 
-class Confidence(MostLikely):
+class Confidence(CacheShape):
     """
     The budget goes to the outcomes that are most likely in this round. The chance of an outcome is the chance of its
     accepted count, estimated from the draft's probability of each drafted token, times the chance of its bonus token
     there, estimated from the token's probability among the tokens that remain and from its rank.
 
-    Four logistic models turn these features into chances, and learn from every round: whether a token of the draft is
+    Four logistic models turn these estimates into chances, and learn from every round: whether a token of the draft is
     accepted, whether a token of a fallback is accepted, whether a guess is right after a rejection, and whether a guess
     is right after complete acceptance. The initial weights assume that tokens are accepted more often the more likely
     the draft finds them, and that guesses are right about as often as their probabilities say, more often for better
@@ -166,7 +146,19 @@ class Confidence(MostLikely):
         self.right_after_rejection = OnlineLogistic([0.5, 0.8, -0.5])
         self.right_at_the_end = OnlineLogistic([0.5, 0.8, -0.5])
 
-    def chances(self, candidates):
+    def fan_outs(self, candidates, budget):
+        chances, limits = self.chances(candidates), candidates.limits
+        possible = np.arange(chances.shape[2]) < np.array(limits)[:, None]
+        flat = np.where(possible, chances, -1.0).reshape(len(chances), -1)
+        best = np.argsort(-flat, axis=1, kind="stable")[:, : min(budget, sum(limits))] // chances.shape[2]
+        return [np.bincount(row, minlength=len(limits)).tolist() for row in best]
+
+    def covered(self, acceptance, after_rejection, at_the_end, budgets):
+        mass = np.cumsum(-np.sort(-outcome_chances(acceptance, after_rejection, at_the_end).ravel()))
+        return [float(mass[min(budget, len(mass)) - 1]) for budget in budgets]
+
+    def chances(self, candidates: OutcomeCandidates) -> np.ndarray:
+        """Returns how likely each candidate is, of shape `(batch_size, lookahead + 1, candidates)`."""
         odds, is_fallback = candidates.drafted_log_odds, np.array(candidates.from_fallback)[:, None]
         counts = chances_of_counts(np.where(is_fallback, self.accepted_fallback(odds), self.accepted(odds)))
         guesses, ranks = candidates.log_chances, _log_ranks(candidates.probabilities.shape[2])
@@ -177,7 +169,7 @@ class Confidence(MostLikely):
     def learn(self, candidates, accepted, bonus):
         lookahead, tokens = len(candidates.limits) - 1, candidates.guesses
         odds, guesses, ranks = candidates.drafted_log_odds, candidates.log_chances, _log_ranks(tokens.shape[2])
-        seen = {}  # for each model, the events of the rows that are not finished: whether they happened, and features
+        seen = {}  # for each model, the events of the rows that are not finished: whether they happened, and inputs
         for row, (k, token) in enumerate(zip(accepted, bonus)):
             if k >= 0:
                 model = self.accepted_fallback if candidates.from_fallback[row] else self.accepted

@@ -5,7 +5,7 @@ import numpy as np
 
 class OnlineLogistic:
     """
-    Estimates the chance of an event from features, of which the first is the constant 1, and learns from each event
+    Estimates the chance of an event from inputs, of which the first is the constant 1, and learns from each event
     with AdaGrad (Duchi et al., 2011). It uses numpy, which processes so few numbers in microseconds.
     """
 
@@ -14,16 +14,16 @@ class OnlineLogistic:
         self.learning_rate = learning_rate
         self.squares = np.ones(len(weights))
 
-    def __call__(self, *features: np.ndarray) -> np.ndarray:
-        """Returns the estimated chance, of the shape of the features."""
-        score = self.weights[0] + sum(w * x for w, x in zip(self.weights[1:], features))
+    def __call__(self, *inputs: np.ndarray) -> np.ndarray:
+        """Returns the estimated chance, of the shape of the inputs."""
+        score = self.weights[0] + sum(w * x for w, x in zip(self.weights[1:], inputs))
         return 0.5 + 0.5 * np.tanh(0.5 * score)  # the logistic function in a form that does not overflow
 
-    def learn(self, happened: np.ndarray, *features: np.ndarray) -> None:
-        """Takes a single step for all events. `happened` and each of the features have shape `(events,)`."""
+    def learn(self, happened: np.ndarray, *inputs: np.ndarray) -> None:
+        """Takes a single step for all events. `happened` and each of the inputs have shape `(events,)`."""
         if len(happened):
-            error = self(*features) - happened
-            gradient = np.array([error.sum(), *(error @ x for x in features)])
+            error = self(*inputs) - happened
+            gradient = np.array([error.sum(), *(error @ x for x in inputs)])
             self.squares += gradient**2
             self.weights -= self.learning_rate * gradient / np.sqrt(self.squares)
 

@@ -2,13 +2,13 @@
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
+from torch.nn.functional import pad
 from transformers import GenerationConfig, PreTrainedModel
 
 from .. import devices
-from ..cache.model_runner import TensorFunction
 from ..cache.support import attention_layout
 from ..config import SSDConfig
 from ..devices import from_host
@@ -29,6 +29,7 @@ class Drafter(ABC):
     """
 
     needs = DrafterNeeds()  # of the draft model
+    is_same_ahead = True  # whether a speculation that is prepared is the one that would be drafted just in time
     prefix_class = VerifiedPrefix
 
     def __init__(
@@ -53,6 +54,7 @@ class Drafter(ABC):
         longest = prompt_length or max(self.prefix.lengths)
         self.sampler = DraftSampler(model, config, generation_config, longest, seed, self.vocab_size, num_workers)
         self.sampled = self.sampler.noise is not None
+        self.possible = self.vocabulary.common  # how many tokens the draft can propose
         # The speculation (batch_size, lookahead) that is being verified.
         self.drafted = torch.zeros(len(prompts), 0, dtype=torch.long, device=self.device)
 
@@ -60,9 +62,11 @@ class Drafter(ABC):
     def begin(self) -> None:
         """Reads the prompts, while the target does the same."""
 
-    @abstractmethod
-    def candidates(self, from_fallback: list[bool], count: int, plan: Plan) -> OutcomeCandidates:
+    def candidates(self, from_fallback: list[bool], count: int) -> OutcomeCandidates:
         """Ranks `count` bonus tokens after each accepted count of the speculation that is being verified."""
+        logits = self._logits(self._outputs(from_fallback))
+        scores = self._process(logits, self.prefix.ends() + torch.arange(logits.shape[1]))
+        return OutcomeCandidates.of(scores, logits, self.drafted, from_fallback, count, self.possible)
 
     @abstractmethod
     def grow(self, accepted: list[list[int]], bonus: list[list[int]], plan: Plan) -> Iterator[tuple]:
@@ -83,13 +87,6 @@ class Drafter(ABC):
         self.prefix.grow(tokens, kept)
         self.sampler.forget_before([length - 1 for length in self.prefix.lengths])
 
-    def take_features(self, receive: Callable[[int, int], torch.Tensor]) -> None:
-        """
-        Takes in the target's hidden states at the tokens that have none, which come with an outcome, after
-        [`~Drafter.commit`]. `receive(tokens, width)` returns them, row after row; finished rows have no part. The last
-        token of a row has not been fed to the target yet, so it has none.
-        """
-
     @abstractmethod
     def complete(self, ready: Speculation, width: int, plan: Plan) -> tuple[Speculation, int]:
         """
@@ -109,11 +106,19 @@ class Drafter(ABC):
 
     # ---------------------------------------------------------------- for all kinds
 
+    @abstractmethod
+    def _outputs(self, from_fallback: list[bool]) -> torch.Tensor:
+        """Returns the outputs of passes after 0 to K tokens of the speculation, `(batch_size, K + 1, ...)`."""
+
+    def _logits(self, outputs: torch.Tensor) -> torch.Tensor:
+        """Returns the target's logits for the outputs of passes."""
+        return self.vocabulary.to_target(outputs).float()
+
     def _process(self, logits: torch.Tensor, lengths: torch.LongTensor) -> torch.Tensor:
         """Applies the warpers to logits `(batch_size, N, vocab_size)` after `lengths` `(batch_size, N)` tokens."""
         histories = None
         if self.sampler.need_history:
-            histories = self.prefix.ids[:, None].expand(-1, lengths.shape[1], -1)
+            histories = self.prefix.ids.values[:, None].expand(-1, lengths.shape[1], -1)
         return self.sampler.process(logits, histories, lengths)
 
     def _to_host(self, tokens: torch.LongTensor, probabilities: torch.FloatTensor | None) -> tuple[list, list | None]:
@@ -125,27 +130,17 @@ class Drafter(ABC):
         on_host = devices.to_host(tokens, *[] if supports is None else [supports])
         return on_host[0].tolist(), None if supports is None else on_host[1].tolist()
 
-    def _choice(self, starts: list[list[int]], depth: int, plan: Plan, histories, lengths, keeps_logits=False):
+    def _draw(self, logits, lengths: torch.LongTensor, starts: list[list[int]], depth: int, plan: Plan, histories):
         """
-        Returns the function that chooses the next token of each row's branches by the draft's last logits `(rows, ...,
-        N, draft_size)`, for the rows that are computed. It returns the raw logits of the target's tokens, if they are
-        to be kept, the tokens `(rows, N)` and, when sampling, the distributions `(rows, N, vocab_size)`.
+        Draws the token number `depth` of each row's branches from logits `(batch_size, N, vocab_size)`, for the rows
+        that are computed. For `lengths` and `histories` see [`DraftSampler.process`], for the results
+        [`DraftSampler.draw`].
         """
-        sampler, vocabulary, computed = self.sampler, self.vocabulary, self.prefix.decoder.computed
-        histories, lengths = computed(histories), computed(lengths)  # the tokens before each token
+        sampler, decoder = self.sampler, self.prefix.decoder
+        scores = sampler.process(*map(decoder.computed, (logits, histories, lengths)))
         noise = sampler.noise_at(self.prefix.rows, starts, depth)
-
-        def choose(logits, noise=None):
-            logits = vocabulary.to_target(logits)
-            last = (logits[:, -1:] if keeps_logits else logits).float()  # a captured pass has padded branches
-            scores = sampler.process(last, histories, lengths)
-            tokens, probabilities = sampler.draw(scores, None if noise is None else noise[:, 0], depth, plan)
-            kept = (logits,) if keeps_logits else ()
-            return (*kept, tokens) if probabilities is None else (*kept, tokens, probabilities)
-
-        key = None if vocabulary.translation is not None else sampler.captured_as(plan)
-        key = None if key is None else (vocabulary.size, keeps_logits, *key)
-        return TensorFunction(choose, () if noise is None else (noise[:, None],), key)
+        tokens, probabilities = sampler.draw(scores, noise, depth, plan)
+        return decoder.of_all_rows(tokens), None if probabilities is None else decoder.of_all_rows(probabilities)
 
     def _histories(self, count: int, behind: int) -> torch.LongTensor | None:
         """
@@ -154,8 +149,8 @@ class Drafter(ABC):
         """
         if not self.sampler.need_history:
             return None
-        room = torch.zeros(len(self.prefix.ids), behind, dtype=torch.long, device=self.device)
-        return torch.cat([self.prefix.ids, room], dim=1)[:, None].repeat(1, count, 1)
+        ids = self.prefix.ids.values
+        return pad(ids, (0, behind))[:, None].repeat(1, count, 1)
 
 
 class Completion:

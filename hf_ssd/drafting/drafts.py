@@ -26,14 +26,13 @@ def has_fallback(request) -> bool:
     return request.asks_target or request.config.fallback in BY_TARGET
 
 
-def seed_of_call(request, call: int, reads_features: bool = False) -> int:
+def seed_of_call(request, call: int, is_same_ahead: bool = True) -> int:
     """
     Returns the seed of the draft's noise. If proposals depend on earlier calls, each call, numbered from 1, gets a
-    different seed: values that were learned in a call with the same seed must not meet the same noise again. A prepared
-    speculation of a draft that `reads_features`, without those of the tokens under verification, differs from one after
-    a miss.
+    different seed: values that were learned in a call with the same seed must not meet the same noise again. For
+    `is_same_ahead` see [`~hf_ssd.drafting.drafter.Drafter`].
     """
-    depends = (reads_features and request.config.asynchronous) or has_fallback(request)
+    depends = (request.config.asynchronous and not is_same_ahead) or has_fallback(request)
     is_taught = request.config.lookahead == "auto" or (depends and not is_fixed(request.config))
     return request.seed + SEED_STEP * (call - 1) * is_taught
 
@@ -50,15 +49,15 @@ class Drafts:
         config, generation = request.config, request.generation_config
         self.calls += 1
         key = (str(config.fan_out), generation.temperature if generation.do_sample else None)
-        reads_features = drafter_kind(config, DraftInfo.of(model.config)).needs.hidden_states
-        depends = reads_features or has_fallback(request)
+        is_same_ahead = drafter_kind(config, DraftInfo.of(model.config)).is_same_ahead
+        depends = not is_same_ahead or has_fallback(request)
         if depends and is_fixed(config) and generation.do_sample:
             shape = shape_for(config)  # misses decide on proposals, so they must not depend on earlier calls
         else:
             shape = self.shapes[key] = self.shapes.pop(key, None) or shape_for(config)  # now last in order
         if len(self.shapes) > SHAPES_KEPT:
             del self.shapes[next(iter(self.shapes))]
-        seed = seed_of_call(request, self.calls, reads_features)
+        seed = seed_of_call(request, self.calls, is_same_ahead)
         own = model.config.get_text_config(decoder=True).vocab_size
         vocabulary = Vocabulary(request.vocab_size, own, request.translation, devices.of_model(model))
         drafter = drafter_for(

@@ -55,8 +55,8 @@ class DrafterNeeds:
             other = "reads" if info.target_layers else "does not read"
             raise ValueError(f"The draft {other} hidden states of the target; leave out `drafter`.")
         if self.hidden_states and self.mask_token != (info.mask_token is not None):
-            kind = "no DFlash draft" if self.mask_token else "a DFlash draft"
-            raise ValueError(f"The draft is {kind}; leave out `drafter`.")
+            fills = "fills" if info.mask_token is not None else "does not fill"
+            raise ValueError(f"The draft {fills} a block of mask tokens in one pass; leave out `drafter`.")
         if not self.mask_token:
             return
         if info.mask_token is None:

@@ -5,7 +5,6 @@ import torch
 from ..devices import from_host
 from .drafter import Completion, Drafter
 from .needs import DrafterNeeds, DraftInfo
-from .outcome_candidates import OutcomeCandidates
 
 
 class ParallelDrafter(Drafter):
@@ -24,22 +23,20 @@ class ParallelDrafter(Drafter):
     def __init__(self, model, *others, **options):
         super().__init__(model, *others, **options)
         self.mask_token = DraftInfo.of(model.config).mask_token
-        # Raw logits of the speculation's tokens and of the token after it, valid for the rows in `is_known`.
+        # The outputs for the speculation's tokens and for the token after it, valid for the rows in `is_known`.
         self.marginals: torch.Tensor | None = None
         self.is_known = [False] * len(self.prefix.lengths)
-        self.grown: torch.Tensor | None = None  # the same logits for all branches
+        self.grown: torch.Tensor | None = None  # the same for all branches
 
     def begin(self):
         self._know(self.prefix.feed(0, wanted=1))
 
-    def candidates(self, from_fallback, count, plan):
+    def _outputs(self, from_fallback):
         lookahead = self.drafted.shape[1]
         is_known = all(self.is_known) and self.marginals.shape[1] > lookahead and not any(from_fallback)
         if not is_known:
             self._know(self.prefix.feed(lookahead, wanted=lookahead + 1))
-        logits = self.marginals[:, : lookahead + 1].float()
-        scores = self._process(logits, self.prefix.ends() + torch.arange(lookahead + 1))
-        return OutcomeCandidates.of(scores, logits, self.drafted, from_fallback, count, self.vocabulary.common)
+        return self.marginals[:, : lookahead + 1]
 
     def grow(self, accepted, bonus, plan):
         bonus, taken = from_host(bonus, self.device), torch.tensor(accepted).clamp(min=0)
@@ -51,7 +48,7 @@ class ParallelDrafter(Drafter):
         branches[:, :, 1:] = self.mask_token
         forks = from_host(self.prefix.forks(taken), self.device)
         self.grown = self.prefix.feed_with_branches(self.drafted.shape[1], forks, branches)
-        drawn = self._draw(self.grown, histories, starts, range(plan.lookahead), plan)
+        drawn = self._draw_all(self.grown, histories, starts, range(plan.lookahead), plan)
         tokens, probabilities = zip(*drawn)
         probabilities = None if probabilities[0] is None else torch.stack(probabilities, dim=2)
         on_host, supports = self._to_host(torch.stack(tokens, dim=2), probabilities)
@@ -72,7 +69,7 @@ class ParallelDrafter(Drafter):
         self._know(self._guess(width))
         prefix.forget_speculation()  # mask tokens never stay in the cache
         starts, depths = prefix.ends() - 1, range(done.first, width)
-        drawn = self._draw(self.marginals[:, None], self._histories(1, 0), starts, depths, plan)
+        drawn = self._draw_all(self.marginals[:, None], self._histories(1, 0), starts, depths, plan)
         for depth, tokens in zip(depths, drawn):
             done.add(depth, *tokens)
         self.drafted = done.tokens
@@ -80,26 +77,22 @@ class ParallelDrafter(Drafter):
         return done.speculation(), 1
 
     def _guess(self, width: int) -> torch.Tensor:
-        """Returns raw logits of at least the next `width` tokens of each row, from a pass over mask tokens."""
+        """Returns the outputs for at least the next `width` tokens of each row, from a pass over mask tokens."""
         self._write_masks(width)
         return self.prefix.feed(width, wanted=width + 1)
 
     def _write_masks(self, count: int) -> None:
-        rows = len(self.prefix.lengths)
-        self.prefix.write_inputs(torch.full((rows, count), self.mask_token, device=self.device), [0] * rows)
+        columns = self.prefix.columns
+        self.prefix.inputs.write(torch.full((len(columns), count), self.mask_token, device=self.device), columns)
 
-    def _know(self, logits: torch.Tensor) -> None:
-        self.marginals, self.is_known = logits, [True] * len(logits)
+    def _know(self, outputs: torch.Tensor) -> None:
+        self.marginals, self.is_known = outputs, [True] * len(outputs)
 
-    def _draw(self, logits: torch.Tensor, histories, starts: torch.LongTensor, depths: range, plan):
+    def _draw_all(self, outputs: torch.Tensor, histories, starts: torch.LongTensor, depths: range, plan):
         """
-        Draws the tokens of some depths from logits `(batch_size, N, T, vocab_size)`, and yields the result of
-        [`DraftSampler.draw`] for each depth. `starts` `(batch_size, N)`, on the CPU, are the positions of the bonus
-        tokens.
+        Draws the tokens of some depths from outputs `(batch_size, N, T, ...)`, and yields the result of
+        [`Drafter._draw`] for each depth. `starts` `(batch_size, N)`, on the CPU, are the positions of the bonus tokens.
         """
-        places = starts.tolist()
         for depth in depths:
             lengths = starts + 1 + (depth if histories is None else 0)
-            scores = self.sampler.process(logits[:, :, depth].float(), histories, lengths)
-            noise = self.sampler.noise_at(range(len(places)), places, depth)
-            yield self.sampler.draw(scores, noise, depth, plan)
+            yield self._draw(self._logits(outputs[:, :, depth]), lengths, starts.tolist(), depth, plan, histories)

@@ -26,13 +26,10 @@ class RecurrentPrefix(VerifiedPrefix):
         shared = super()._shared(earlier, row)
         return max((column for column in earlier.decoder.states[row] if column <= shared), default=0)
 
-    def feed(self, count, wanted, finish=None):
-        decoder = self.decoder
-        logits = decoder.feed(self.inputs, self.columns, count, wanted)
+    def feed(self, count, wanted):
+        logits = self.decoder.feed(self.inputs.values, self.columns, count, wanted)
         self._have_fed(count)
-        if finish is None:
-            return self.vocabulary.to_target(logits)
-        return decoder.of_all_rows(finish.call(decoder.computed(logits), *finish.inputs))
+        return logits
 
     @functools.cached_property
     def most_states(self):
@@ -43,7 +40,7 @@ class RecurrentPrefix(VerifiedPrefix):
         adopted, logits = branches.adopt(chosen, [n - 1 for n in self.columns])
         for row in adopted:
             self.fed[row] = self.columns[row] - 1 + branches.depth
-        return self.vocabulary.to_target(logits) if adopted == self.rows else None
+        return logits if adopted == self.rows else None
 
     def forget_speculation(self):
         super().forget_speculation()

@@ -13,10 +13,9 @@ from ..cache.hidden_states import check_layers
 from ..cache.support import attention_layout, without_wrapper
 from ..config import WITHOUT_DRAFT, SSDConfig, could_be_hub_id
 from ..gguf_files import config_of, gguf_place
-from ..rounds import MTP
 from .drafters import drafter_kind
 from .heads.base import Head
-from .heads.loading import head_for, kind_of, mtp_head_of, refusal
+from .heads.loading import OF_TARGET, head_for, kind_of, refusal
 from .needs import DrafterNeeds, DraftInfo
 
 _of_paths: "weakref.WeakKeyDictionary[PreTrainedModel, dict]" = weakref.WeakKeyDictionary()  # of each target
@@ -78,8 +77,8 @@ def resolve(draft, target: PreTrainedModel, config: SSDConfig) -> ResolvedDraft:
             'hf_ssd.launch_draft() gives. Without a draft, SSDConfig(drafter="ngram") looks the prompt up.'
         )
     path = info = model = None
-    if config.drafter == MTP:
-        draft = mtp_head_of(target)
+    if config.drafter in OF_TARGET:
+        draft = OF_TARGET[config.drafter](target)
     if isinstance(draft, (str, os.PathLike)):
         path, known = os.fspath(draft), _of_paths.setdefault(target, {})
         if path not in known:
@@ -102,13 +101,13 @@ def resolve(draft, target: PreTrainedModel, config: SSDConfig) -> ResolvedDraft:
         needs = drafter_kind(config, info).needs
         needs.check(info)
         _check_features(target, info)
-    if config.fallback == MTP:
+    if isinstance(config.fallback, str) and config.fallback in OF_TARGET:
         if info is not None and info.target_layers:
             raise ValueError(
-                'SSDConfig(fallback="mtp") reads hidden states of the target, and this draft reads hidden states of '
-                "its own; leave it out."
+                f'SSDConfig(fallback="{config.fallback}") reads hidden states of the target, and this draft reads '
+                "hidden states of its own; leave it out."
             )
-        fallback = mtp_head_of(target)
+        fallback = OF_TARGET[config.fallback](target)
     return ResolvedDraft(model, path, draft, info, needs, fallback)
 
 

@@ -10,7 +10,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from .. import devices
 from ..argmax import argmax
 from ..config import SSDConfig
-from ..logits_processing import captured_as, needs_history, process_branches
+from ..logits_processing import needs_history, process_branches
 from ..rounds import Plan
 from ..theory import geometric_fan_out
 from .cache_shapes import allocate
@@ -115,7 +115,6 @@ class DraftSampler:
         self.config, self.num_workers, self.vocab_size = config, num_workers, vocab_size
         self.processors = draft_processors(model, generation_config, prompt_length)
         self.need_history = needs_history(self.processors)
-        self.key = captured_as(self.processors)
         self.truncates = any(type(processor) is not TemperatureLogitsWarper for processor in self.processors)
         self.noise = (
             SpeculationNoise(seed, self.vocab_size, devices.of_model(model)) if generation_config.do_sample else None
@@ -158,11 +157,6 @@ class DraftSampler:
             budget = SCALED_BUDGET if self.config.budget == "auto" else self.config.budget
         priors = self.config.acceptance_rate, self.config.power_law_exponent
         return _planned_fan_outs(plan.lookahead, max(1, budget * self.num_workers), *priors)
-
-    def captured_as(self, plan: Plan) -> tuple | None:
-        """Returns all that a choice depends on besides logits and noise, or `None` if a pass cannot capture it."""
-        is_scaled = self.noise is not None and plan.saguaro_c != 1
-        return None if is_scaled or self.key is None else (self.noise is None, *self.key)
 
     def supports(self, probabilities: torch.FloatTensor | None) -> torch.LongTensor | None:
         """Counts the tokens with a probability above 0 in each distribution. `None` if no warper sets any to 0."""

@@ -62,7 +62,6 @@ class Speculator:
         self.lessons: list[tuple] = []  # candidates, accepted counts and bonus tokens of rounds not learned from yet
         self.preparing = RoundRecord()  # times and counts of the preparation
         self.uncommitted: tuple | None = None  # the last outcome, until the drafter has taken it in
-        self.features: Callable | None = None  # of that outcome
         self.unwritten: list[list[int]] | None = None  # the tokens that are verified next, until it has written them
         self.found_in: tuple[SpeculationCache | None, list[int]] = None, []  # where the last outcome was looked up
         self.proposed: list[list[int]] = [[] for _ in self.finished]  # of each row, by the target's process
@@ -90,9 +89,8 @@ class Speculator:
 
             # 2. Grow all branches together, pass by pass.
             start, growing = time.perf_counter(), self.drafter.grow(accepted, bonus, plan)
-            # A branch that read its own states is grown to its end: where it is cut, and goes on with the target's
-            # features, must not depend on time.
-            is_cut = (lambda: False) if self.drafter.needs.hidden_states else outcome_arrived
+            # Where a branch is cut must not depend on time if it would go on in another way.
+            is_cut = outcome_arrived if self.drafter.is_same_ahead else (lambda: False)
             while not is_cut() and (grown := next(growing, ())) != ():
                 if grown is None:
                     time.sleep(BETWEEN_LOOKS)
@@ -107,7 +105,7 @@ class Speculator:
         """Returns the outcomes to prepare. See [`OutcomeCandidates.outcomes`]."""
         budget = self._budget(plan) * self.num_workers
         from_fallback = [source in BY_TARGET for source in self.sources]
-        self.candidates = self.drafter.candidates(from_fallback, max(budget, CANDIDATES), plan)
+        self.candidates = self.drafter.candidates(from_fallback, max(budget, CANDIDATES))
         fan_outs = self.shape.fan_outs(self.candidates, budget)
         fewest = self.drafter.prefix.decoder.fewest_tokens
         return self.candidates.outcomes(fan_outs, self.worker_index, self.num_workers, fewest)
@@ -164,8 +162,7 @@ class Speculator:
         if self.candidates is not None and not is_cut:  # the target cuts a speculation near the limit
             self.lessons.append((self.candidates, counts, tokens))
         self.was_prepared = self.candidates is not None and is_latest
-        self.uncommitted, self.found_in = (counts, outcome.tokens, branches), (cache, branches)
-        self.features = features
+        self.uncommitted, self.found_in = (counts, outcome.tokens, branches, features), (cache, branches)
         self.candidates = self.prepared = None
         self.preparing = RoundRecord()
         record.answer_seconds = since(start)
@@ -228,10 +225,9 @@ class Speculator:
     def catch_up(self) -> None:
         """Lets the drafter take in the last outcome and the tokens that are verified next, unless it already has."""
         if self.uncommitted is not None:
-            uncommitted, self.uncommitted = self.uncommitted, None
-            self.drafter.commit(*uncommitted)
-            if self.drafter.needs.hidden_states:
-                self.drafter.take_features(self.features)
+            (*outcome, features), self.uncommitted = self.uncommitted, None
+            self.drafter.commit(*outcome)
+            self.drafter.prefix.read_target(features)
         if self.unwritten is not None:
             if self.has_drafted_beside:
                 self.drafter.forget_speculation()

@@ -1,13 +1,15 @@
 """The verified tokens of each row, which all branches share, and their place in the draft's cache."""
 
+from collections.abc import Callable
+
 import torch
 from transformers import PreTrainedModel
 
 from .. import devices
 from ..cache.branches import Branches, extend_with_branches
 from ..cache.cached_model import CachedModel
-from ..cache.model_runner import TensorFunction
 from ..cache.ragged import RaggedCache
+from ..cache.row_store import RowStore
 from ..cache.support import last_position_limit
 from ..devices import from_host
 from ..rounds import padded
@@ -39,10 +41,10 @@ class VerifiedPrefix:
         self.fed = [0] * len(prompts)  # columns of each row, speculation included, that are in the cache
         prompts = [prompt.to(self.device) for prompt in prompts]
         # The target's tokens (batch_size, capacity), and how many are verified, the last bonus token included.
-        self.ids, self.lengths = _rows(prompts)
-        texts = self._texts(prompts)
+        self.ids, self.lengths = RowStore.of(prompts), list(map(len, prompts))
+        texts = [text if len(text) else prompts[0].new_zeros(1) for text in self._texts(prompts)]
         # The draft's tokens (batch_size, capacity), and how many of them each row's verified tokens are.
-        self.inputs, self.columns = _rows([text if len(text) else prompts[0].new_zeros(1) for text in texts])
+        self.inputs, self.columns = RowStore.of(texts), list(map(len, texts))
         if self.vocabulary.translation is not None:
             column_limit = None  # the limit counts the target's tokens
         limits = [limit for limit in (column_limit, last_position_limit(model)) if limit is not None]
@@ -74,7 +76,7 @@ class VerifiedPrefix:
         return 0
 
     def adopt(self, branches: Branches, chosen: list[int]) -> torch.Tensor | None:
-        """Takes in each row's chosen branch, if branches can be taken in, and returns the logits after its tokens."""
+        """Takes in each row's chosen branch, if branches can be taken in, and returns raw logits after its tokens."""
         return None
 
     def _texts(self, prompts: list[torch.LongTensor]) -> list[torch.LongTensor]:
@@ -84,7 +86,7 @@ class VerifiedPrefix:
     def _shared(self, earlier: "VerifiedPrefix", row: int) -> int:
         """Returns how many first columns of this row an earlier prefix's cache holds, the last column excluded."""
         most = min(earlier.fed[row], self.columns[row] - 1)
-        differ = (earlier.inputs[row, :most] != self.inputs[row, :most]).nonzero()
+        differ = (earlier.inputs.values[row, :most] != self.inputs.values[row, :most]).nonzero()
         return int(differ[0]) if len(differ) else most
 
     @property
@@ -100,21 +102,19 @@ class VerifiedPrefix:
         """Returns the column after each row's prefix and `accepted` `(batch_size, N)` drafted tokens, on the CPU."""
         return torch.tensor(self.columns)[:, None] + accepted
 
-    def write(self, tokens: torch.LongTensor, behind: list[int] | int = 0) -> None:
+    def write(self, tokens: torch.LongTensor, behind: int = 0) -> None:
         """Writes tokens `(batch_size, M)` into the rows, `behind` tokens after each row's prefix."""
-        behind = [behind] * len(tokens) if isinstance(behind, int) else behind
-        self.ids = _written(self.ids, tokens, [n + k for n, k in zip(self.lengths, behind)])
-        self.write_inputs(self.vocabulary.to_draft(tokens), behind)
-
-    def write_inputs(self, tokens: torch.LongTensor, behind: list[int]) -> None:
-        """Writes the draft's tokens `(batch_size, M)` into `inputs` alone, `behind` columns after each row's prefix."""
-        self.inputs = _written(self.inputs, tokens, [n + k for n, k in zip(self.columns, behind)])
+        self.ids.write(tokens, [n + behind for n in self.lengths])
+        self.inputs.write(self.vocabulary.to_draft(tokens), [n + behind for n in self.columns])
 
     def grow(self, tokens: list[list[int]], kept: list[int]) -> None:
         """Adds the new tokens of each row to its prefix. The first `kept` of them have been drafted after it."""
         self.write(from_host(padded(tokens, max(map(len, tokens))), self.device))
         self.fed = [min(fed, n + max(0, k)) for fed, n, k in zip(self.fed, self.columns, kept)]
         self._take_in(list(map(len, tokens)))
+
+    def read_target(self, receive: Callable[[int, int], torch.Tensor]) -> None:
+        """Takes in what comes with an outcome, after [`~VerifiedPrefix.grow`]: nothing, unless the draft is a head."""
 
     def _take_in(self, counts: list[int]) -> None:
         """Makes the next `counts` tokens of each row, which already stand after its prefix, part of the prefix."""
@@ -128,50 +128,33 @@ class VerifiedPrefix:
         """Writes the draft's tokens that make up the next `counts` tokens of each row."""
         is_common = self.vocabulary.translation.is_common
         for row in [row for row, count in enumerate(counts) if count]:
-            new = self.ids[row, self.lengths[row] :][: counts[row]]
+            new = self.ids.values[row, self.lengths[row] :][: counts[row]]
             others = (~is_common[new[:-1].cpu()]).nonzero()  # proposed by a fallback, and fed as other tokens
             if len(others):
                 self.fed[row] = min(self.fed[row], self.columns[row] + int(others[0]))
             pieces, start = self.vocabulary.encode(new), self.columns[row]
-            self.inputs = _reserved(self.inputs, start + len(pieces))
-            self.inputs[row, start : start + len(pieces)] = pieces
+            self.inputs.reserve(start + len(pieces))
+            self.inputs.values[row, start : start + len(pieces)] = pieces
             self.columns[row] += len(pieces)
 
-    def lacks(self, count: int) -> int:
-        """Returns how many tokens [`~VerifiedPrefix.feed`] must feed to the row that lacks the most."""
-        return max(self.columns[row] + count - self.fed[row] for row in self.rows)
-
-    def feed(self, count: int, wanted: int, finish: TensorFunction | None = None):
+    def feed(self, count: int, wanted: int) -> torch.Tensor:
         """
         Feeds each row up to `count` tokens after its prefix. All rows feed the same number of tokens. A row that lacks
         fewer columns feeds some cached tokens again, which changes nothing. A row that is too short for that writes
-        columns beyond its end; they are overwritten before any query sees them. Returns raw logits of the target's
-        tokens for the last `wanted` columns, `(batch_size, wanted, vocab_size)`, or `finish` of the draft's logits.
+        columns beyond its end; they are overwritten before any query sees them. Returns the raw logits (or states, of a
+        head) of the last `wanted` columns, `(batch_size, wanted, draft_size)`.
         """
         tokens, starts, width = self._next(count, wanted)
-        places = [self.columns[row] + count - wanted - starts[row] for row in self.rows]
-        is_last, place = wanted == 1 and {*places} == {width - 1}, None
-        if is_last:
-            kept = 1
-        elif min(places) == max(places):
-            kept = torch.arange(places[0], places[0] + wanted, device=self.device)
+        places = [n + count - wanted - start for n, start in zip(self.columns, starts)]
+        if wanted == 1 and {*places} == {width - 1}:
+            found = self.decoder.extend(tokens, starts, 1)
         else:
             kept, place = (torch.tensor(places)[:, None] + torch.arange(wanted)).unique(return_inverse=True)
-            kept, place = from_host(kept, self.device), from_host(place, self.device)
-
-        def finished(logits, *inputs):
-            if place is not None:
-                logits = logits[torch.arange(len(place), device=self.device)[:, None], place]
-            return self._results(logits) if finish is None else finish.call(logits, *inputs)
-
-        inputs, key = () if finish is None else finish.inputs, finish.key if finish is not None and is_last else None
-        found = self.decoder.extend(tokens, starts, kept, TensorFunction(finished, inputs, key))
+            found = self.decoder.extend(tokens, starts, from_host(kept, self.device))
+            if min(places) < max(places):
+                found = found[torch.arange(len(place), device=self.device)[:, None], from_host(place, self.device)]
         self._have_fed(count)
         return found
-
-    def _results(self, logits: torch.Tensor) -> torch.Tensor:
-        """Returns what [`~VerifiedPrefix.feed`] returns for the logits of a pass."""
-        return self.vocabulary.to_target(logits)
 
     def feed_with_branches(self, count: int, forks: torch.LongTensor, branches: torch.LongTensor) -> torch.Tensor:
         """
@@ -183,7 +166,7 @@ class VerifiedPrefix:
         base = max(max(self.columns) + count, max(starts) + width)
         logits = extend_with_branches(self.decoder, tokens, starts, forks, branches, base)
         self._have_fed(count)
-        return self.vocabulary.to_target(logits)
+        return logits
 
     def forget_speculation(self) -> None:
         """Marks the speculation's cache columns as stale, so that they are fed again."""
@@ -191,38 +174,16 @@ class VerifiedPrefix:
 
     def _next(self, count: int, at_least: int) -> tuple[torch.LongTensor, list[int], int]:
         """Returns the tokens to feed to each row, the column of its first token, and how many tokens each row feeds."""
-        width = max(at_least, self.lacks(count), self.decoder.fewest_tokens)
+        lacking = max(self.columns[row] + count - self.fed[row] for row in self.rows)
+        width = max(at_least, lacking, self.decoder.fewest_tokens)
         starts = [max(0, n + count - width) for n in self.columns]
         columns = from_host(starts, self.device)[:, None] + torch.arange(width, device=self.device)
         return self._at(columns), starts, width
 
     def _at(self, columns: torch.LongTensor) -> torch.Tensor:
         """Returns the model's inputs in these columns `(batch_size, count)` of each row."""
-        return self.inputs.gather(1, columns)
+        return self.inputs.at(columns)
 
     def _have_fed(self, count: int) -> None:
         for row in self.rows:
             self.fed[row] = self.columns[row] + count
-
-
-def _rows(texts: list[torch.LongTensor]) -> tuple[torch.LongTensor, list[int]]:
-    """Returns texts as rows of a tensor with room for more tokens, and their lengths."""
-    lengths = [len(text) for text in texts]
-    rows = torch.zeros(len(texts), max(lengths) + 256, dtype=torch.long, device=texts[0].device)
-    for row, text in enumerate(texts):
-        rows[row, : len(text)] = text
-    return rows, lengths
-
-
-def _reserved(rows: torch.LongTensor, width: int) -> torch.LongTensor:
-    """Returns rows that have room for at least `width` tokens."""
-    if width <= rows.shape[1]:
-        return rows
-    return torch.cat([rows, rows.new_zeros(len(rows), max(256, width))], dim=1)
-
-
-def _written(rows: torch.LongTensor, tokens: torch.LongTensor, starts: list[int]) -> torch.LongTensor:
-    """Writes tokens `(batch_size, M)` into the rows, from column `starts` of each row on, and returns the rows."""
-    rows = _reserved(rows, max(starts) + tokens.shape[1])
-    columns = from_host(starts, rows.device)[:, None] + torch.arange(tokens.shape[1], device=rows.device)
-    return rows.scatter_(1, columns, tokens)

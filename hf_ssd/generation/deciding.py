@@ -6,9 +6,8 @@ import torch
 from transformers import LogitsProcessorList
 
 from ..argmax import argmax
-from ..cache.model_runner import TensorFunction
 from ..distributed.target_ranks import TargetRanks
-from ..logits_processing import are_by_row, captured_as, has_constraint, process_positions
+from ..logits_processing import are_by_row, has_constraint, process_positions
 from ..rounds import FINISHED, Outcome
 from .sequences import Sequences
 from .verification import uniform_numbers, verify_greedy, verify_sampled
@@ -45,33 +44,23 @@ class Decider:
         # All rows keep the same length, so the first rejection ends the round for all of them. An unknown processor may
         # compare rows or keep a state. A constraint must not see tokens after a row's end, which may depend on others.
         self.in_step = unknown or (constrained and not sequences.ends_by_row)
-        # When sampling, distributions arrive after the pass that verifies their tokens.
-        self.key = None if do_sample or wants_scores or self.by_step else captured_as(processors)
 
-    def in_pass(self, following: torch.LongTensor) -> TensorFunction | None:
+    def decide(self, logits: torch.Tensor, q: torch.Tensor | None, following: torch.LongTensor):
         """
-        Returns the function that decides by the target's logits within its pass, or `None` if it needs more than them.
-        For `following` see [`Sequences.propose`].
-        """
-        return None if self.key is None else TensorFunction(self._decide, (following,), ("decision", *self.key))
-
-    def decide(self, found: torch.Tensor, q: torch.Tensor | None, following: torch.LongTensor):
-        """
-        Decides on all positions by the target's logits `(batch_size, lookahead + 1, vocab_size)`, or takes the results
-        of [`~Decider.in_pass`]. A row with NaN logits is verified again token by token, and its logits are replaced.
+        Decides on all positions by the target's logits `(batch_size, lookahead + 1, vocab_size)`. For `following` see
+        [`Sequences.propose`]. A row with NaN logits is verified again token by token, and its logits are replaced.
 
         Returns the [`~hf_ssd.rounds.Outcome`], valid only on the leader; the bonus tokens on the device
         `(batch_size,)`, or `None` if a row was verified again or there are several ranks; and the processed scores
         `(positions, vocab_size)` of each row, if they are wanted.
         """
-        unfinished, has_logits, scores = self.sequences.unfinished, found.is_floating_point(), []
-        decided = self._decide(found, following, q, scores) if has_logits else found
-        decided = decided[:, 0].T.to(following.device)
+        unfinished, scores = self.sequences.unfinished, []
+        decided = self._decide(logits, following, q, scores).to(following.device)
         accepted, bonus, unlikely, unsound = decided.tolist()  # a single copy, so a single wait
         there = decided[1] if self.ranks.size == 1 else None
         again = [row for row, is_unsound in enumerate(unsound) if is_unsound and unfinished[row]]
         if again and following.shape[1] > 1:
-            there, logits = None, found if has_logits else None
+            there = None
             for row, (tokens, unlikely[row]) in self._decide_alone(again, q, following, logits, scores).items():
                 accepted[row], bonus[row] = len(tokens) - 1, tokens[-1]
         if self.do_sample:
@@ -80,10 +69,10 @@ class Decider:
         accepted = [k if goes_on else FINISHED for k, goes_on in zip(accepted, unfinished)]
         return Outcome.of(self.sequences.proposed, accepted, bonus), there, scores
 
-    def _decide(self, logits, following, q=None, kept: list | None = None) -> torch.LongTensor:
+    def _decide(self, logits, following, q, kept: list) -> torch.LongTensor:
         """
-        Returns the accepted count, the bonus token, the number of unlikely tokens and whether logits are NaN, for each
-        row `(batch_size, 1, 4)`. Processed scores are added to `kept`, if they are wanted.
+        Returns the accepted count, the bonus token, the number of unlikely tokens and whether logits are NaN, of shape
+        `(4, batch_size)`. Processed scores are added to `kept`, if they are wanted.
         """
         rows, drafted = range(len(logits)), following[:, :-1]
         size = max(1, SLICE_BYTES // (4 * logits[0].numel()))
@@ -104,7 +93,7 @@ class Decider:
                 outcomes.append(torch.stack([accepted, bonus, torch.zeros_like(accepted)]))
         # If a hidden state is NaN, all logits of its position are NaN, so the first logit of each position is enough.
         unsound = logits[..., 0].isnan().any(dim=1).long().to(drafted.device)
-        return torch.cat([torch.cat(outcomes, dim=1), unsound[None]]).T[:, None]
+        return torch.cat([torch.cat(outcomes, dim=1), unsound[None]])
 
     def _decide_alone(self, rows, q, following, logits, scores) -> dict[int, tuple[list[int], int]]:
         """
@@ -123,8 +112,7 @@ class Decider:
                 going = self._sound(going, alone[:, 0])
             if not going:
                 break
-            if logits is not None:
-                logits[going, place] = alone[going, 0]
+            logits[going, place] = alone[going, 0]
             tokens, unlikely, processed = self._next_tokens(
                 alone[going], q, following[:, :-1], place, self.sequences.ids, lengths, going
             )

@@ -260,9 +260,8 @@ def decode(
         following, before = sequences.propose(tokens), decoder.runner.preparations
         drafted = following[:, :-1]
         fed = torch.cat([sequences.last[:, None], drafted], dim=1).to(decoder.device)
-        in_pass = decider.in_pass(decoder.computed(following).to(decoder.device)) if logits_record is None else None
         starts = [length - 1 + columns_before_ids for length in sequences.lengths]
-        logits = decoder.extend(fed, starts, finish=in_pass)  # or the decision, if the pass contains it
+        logits = decoder.extend(fed, starts)
         record.compiles = decoder.runner.preparations > before
 
         # 7. The distributions that the tokens were drawn from are needed only now.

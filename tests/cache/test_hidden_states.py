@@ -7,7 +7,6 @@ from transformers import DynamicCache
 import hf_ssd
 from hf_ssd.cache import recurrent
 from hf_ssd.cache.cache_name import CACHE
-from hf_ssd.cache.cached_model import CachedModel
 from hf_ssd.cache.hidden_states import HiddenStates
 from hf_ssd.drafting.head_drafter import HeadPrefix
 from hf_ssd.generation.features import Features
@@ -34,21 +33,21 @@ def features_of_a_call(model, monkeypatch, options=None, rows=3, inputs=None):
     rows_of = lambda ids: [torch.cat([row[:prompt_length][k], row[prompt_length:]]) for row, k in zip(ids, kept)]  # noqa: E731
     knows(monkeypatch, [text.tolist() for text in rows_of(plain)])
     received = [[] for _ in plain]
-    take = HeadPrefix.take_features
+    take = HeadPrefix.read_target
 
-    def spying(self, receive, goes_on):
+    def spying(self, receive):
         before = list(self.known)
 
         def receives(tokens, width):
             flat = receive(tokens, width)
-            counts = [n - 1 - known if more else 0 for n, known, more in zip(self.lengths, before, goes_on)]
+            counts = [n - 1 - known if more else 0 for n, known, more in zip(self.lengths, before, self.goes_on)]
             for row, of_row in enumerate(flat.split(counts)):
                 received[row].append(of_row)
             return flat
 
-        take(self, receives, goes_on)
+        take(self, receives)
 
-    monkeypatch.setattr(HeadPrefix, "take_features", spying)
+    monkeypatch.setattr(HeadPrefix, "read_target", spying)
     config = hf_ssd.SSDConfig(lookahead=3, asynchronous=False, on_draft_failure="raise")
     output = model.generate(**inputs, **options, assistant_model=tiny_head(model), ssd_config=config)
     assert torch.equal(output.sequences, plain)
@@ -115,10 +114,6 @@ def rejected_tokens_kept(monkeypatch):
         self.rows = self.rows.roll(1, dims=1)
 
     monkeypatch.setattr(Features, "add", keeps)
-
-
-def of_another_row(monkeypatch):
-    monkeypatch.setattr(CachedModel, "_of_all_rows", lambda self, computed: computed.roll(1, 0))
 
 
 @pytest.mark.parametrize("mutant", [one_position_off, rejected_tokens_kept])

@@ -137,14 +137,14 @@ def test_captured_passes_draft_the_same_tokens(pair, monkeypatch):
 @pytest.mark.slow
 def test_mask_tokens_that_stay_in_the_cache_are_noticed(pair, monkeypatch):
     """The mutant: tokens that were read as a block are not read again with their features."""
-    take = BlockPrefix.take_features
+    take = BlockPrefix.read_target
 
-    def stay(self, receive, goes_on):
+    def stay(self, receive):
         fed = list(self.fed)
-        take(self, receive, goes_on)
+        take(self, receive)
         self.fed = fed
 
-    monkeypatch.setattr(BlockPrefix, "take_features", stay)
+    monkeypatch.setattr(BlockPrefix, "read_target", stay)
     assert not all(agreement(pair, monkeypatch))
 
 

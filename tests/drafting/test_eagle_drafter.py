@@ -1,6 +1,8 @@
 """EAGLE-3 heads: the formats they are published in, and what they propose, against passes without any cache."""
 
 import json
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +14,6 @@ from hf_ssd import SSDConfig
 from hf_ssd.drafting.cache_shapes import shape_for
 from hf_ssd.drafting.drafters import drafter_for
 from hf_ssd.drafting.head_drafter import HeadDrafter, HeadPrefix
-from hf_ssd.drafting.heads.eagle3 import save_head
 from hf_ssd.drafting.heads.loading import head_for
 from hf_ssd.drafting.speculator import Speculator
 from hf_ssd.rounds import AHEAD, Outcome, Plan
@@ -20,6 +21,10 @@ from hf_ssd.rounds import AHEAD, Outcome, Plan
 from ..cache.test_hidden_states import expected_features
 from ..helpers.heads import tiny_head
 from ..helpers.tiny import VOCAB, tiny_model
+
+sys.path.insert(0, str(Path(__file__).parent.parent.parent / "examples"))
+
+from train_eagle3 import save_head  # noqa: E402
 
 PROMPTS = [[2, 3, 1], [3, 1, 2, 2, 5, 1, 7]]
 LOOKAHEAD = 3
@@ -114,23 +119,23 @@ def test_what_a_head_with_a_sliding_window_proposes(pair):
 
 
 def features_one_position_off(monkeypatch):
-    fuse = HeadPrefix.take_features
+    fuse = HeadPrefix.read_target
     monkeypatch.setattr(
         HeadPrefix,
-        "take_features",
-        lambda self, receive, goes_on: fuse(self, lambda *size: receive(*size).roll(1, 0), goes_on),
+        "read_target",
+        lambda self, receive: fuse(self, lambda *size: receive(*size).roll(1, 0)),
     )
 
 
 def states_of_rejected_tokens_stay(monkeypatch):
-    take = HeadPrefix.take_features
+    take = HeadPrefix.read_target
 
-    def keeps(self, receive, goes_on):
+    def keeps(self, receive):
         fed = list(self.fed)
-        take(self, receive, goes_on)
+        take(self, receive)
         self.fed = fed
 
-    monkeypatch.setattr(HeadPrefix, "take_features", keeps)
+    monkeypatch.setattr(HeadPrefix, "read_target", keeps)
 
 
 def tokens_of_another_vocabulary(monkeypatch):
@@ -160,7 +165,7 @@ def test_after_a_hit_the_prefix_has_the_targets_features(pair):
         speculator.prepare(PLAN)
         for row, text in enumerate(texts):
             fused = head.fuse(expected_features(target, torch.tensor(text)))[: len(text) - 1]
-            torch.testing.assert_close(speculator.drafter.prefix.states[row, : len(text) - 1], fused, **EXACT)
+            torch.testing.assert_close(speculator.drafter.prefix.states.values[row, : len(text) - 1], fused, **EXACT)
         cache = speculator.prepared
         firsts = [row[0] for row in cache.accepted], [row[0] for row in cache.bonus]
         outcome = Outcome.of(answer.tokens, *firsts)

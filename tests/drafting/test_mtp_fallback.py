@@ -48,7 +48,7 @@ def drafted_in(run) -> dict[tuple[int, int], list[int]]:
     def spy(self, ready, width, plan):
         lengths = list(self.prefix.lengths)
         speculation, steps = complete(self, ready, width, plan)
-        for row, (length, goes_on) in enumerate(zip(lengths, self.goes_on)):
+        for row, (length, goes_on) in enumerate(zip(lengths, self.prefix.goes_on)):
             if goes_on:
                 drafted[row, length] = speculation.tokens[row]
         return speculation, steps

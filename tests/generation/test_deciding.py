@@ -9,16 +9,12 @@ from transformers.generation.logits_process import (
     RepetitionPenaltyLogitsProcessor,
     TopKLogitsWarper,
     TopPLogitsWarper,
-    TypicalLogitsWarper,
 )
 
-from hf_ssd.cache.graphs import static_copy
 from hf_ssd.distributed.target_ranks import TargetRanks
 from hf_ssd.generation import deciding
 from hf_ssd.generation.deciding import Decider
 from hf_ssd.generation.sequences import Sequences
-
-from ..helpers.tape import Launches
 
 ROWS, LOOKAHEAD, VOCAB = 24, 3, 101
 PROMPTS = torch.randint(0, VOCAB, (ROWS, 7), generator=torch.Generator().manual_seed(0))
@@ -99,42 +95,3 @@ def test_slices_that_take_the_wrong_rows_are_noticed(monkeypatch):
     monkeypatch.setattr(deciding, "process_positions", mutant)
     with pytest.raises(AssertionError):
         test_slices_of_rows_change_nothing("history", True, monkeypatch)
-
-
-def decided_in_the_pass(behind=-1):
-    """
-    The outcome of a greedy decision in a pass that is padded as a captured pass is, the outcome by its logits, and how
-    many operations the former leaves for after the pass. `behind` follows the drafted tokens.
-    """
-    torch.manual_seed(2)
-    processors = LogitsProcessorList([TypicalLogitsWarper(0.2)])  # which does not always keep the most likely token
-    logits = (3 * torch.randn(ROWS, LOOKAHEAD + 1, VOCAB)).bfloat16()
-    logits[:, -1] = logits[:, -2]  # the bonus token repeats the last drafted token
-    drafted = processors(None, logits.float().flatten(0, 1)).view_as(logits).argmax(-1)[:, :-1]
-    for row in range(ROWS):
-        drafted[row, row % (LOOKAHEAD + 1) : LOOKAHEAD] += 1
-    logits[-1, 2] = torch.nan
-    sequences = Sequences(PROMPTS, StoppingCriteriaList([MaxLengthCriteria(50)]), 0)
-    following, alone = sequences.propose((drafted % VOCAB).tolist()), torch.eye(VOCAB)[:ROWS, None].bfloat16()
-    decider = Decider(processors, sequences, False, TargetRanks(), False, lambda *_: alone)
-    expected, *_ = decider.decide(logits.clone(), None, following)
-    following[:, -1] = following[:, -2] if behind is None else behind
-    function = decider.in_pass(following)
-    found = function.call(*static_copy((logits, *function.inputs), LOOKAHEAD + 4))[:, : LOOKAHEAD + 1]
-    with Launches() as launches:
-        outcome, *_ = decider.decide(found[:-1], None, following[:-1])
-    of_all, bonus, _ = decider.decide(found, None, following)
-    assert of_all.tokens[:-1] == outcome.tokens and bonus is None
-    return of_all, expected, launches.count, found[:-1, 0, 0].tolist()
-
-
-def test_a_greedy_decision_in_the_pass_is_that_of_its_logits_and_needs_nothing_after_it():
-    outcome, expected, launches, counts = decided_in_the_pass()
-    assert outcome == expected and {*outcome.accepted} == {0, 1, 2, 3} and launches == 0
-    assert counts == expected.accepted[:-1]
-
-
-def test_padding_that_is_taken_for_drafted_tokens_is_noticed():
-    """The mutant: the last drafted token follows itself, as other inputs of a padded pass do."""
-    _, expected, _, counts = decided_in_the_pass(behind=None)
-    assert counts != expected.accepted[:-1]

@@ -96,7 +96,7 @@ class TapeCapture:
     made: "list[TapeCapture]" = []
 
     def __init__(self, device: torch.device):
-        self.results: list[tuple] = []
+        self.results: list[Tensor] = []
         self.captured = self.replayed = self.recorded = 0
         TapeCapture.made.append(self)
 
@@ -110,7 +110,7 @@ class TapeCapture:
         def replay():
             self.replayed += 1
             with torch.inference_mode(), torch._C.DisableTorchFunction(), _disable_current_modes():
-                for one in tree_leaves(self.results):
+                for one in self.results:
                     one.fill_(torch.nan if one.is_floating_point() else 0)
                 tape.replay()
 

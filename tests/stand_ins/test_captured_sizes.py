@@ -50,7 +50,7 @@ def drafted(draft, graphs, budget, vocabulary=None, **sampling):
     drafter = AutoregressiveDrafter(draft, config, generation, prompts, seed=0, vocabulary=vocabulary)
     drafter.begin()
     found, _ = drafter.complete(Speculation.empty(2), 3, plan)
-    candidates = drafter.candidates([False] * 2, budget, plan)
+    candidates = drafter.candidates([False] * 2, budget)
     outcomes = candidates.outcomes([[budget - 3, 1, 1, 1]] * 2)
     grown = [passed[0] for passed in drafter.grow(*outcomes, plan) if passed is not None]
     drafter.prefix.decoder.close()
@@ -65,7 +65,7 @@ def test_branches_whose_number_is_rounded_up_keep_their_places(budget, sampling)
     for _ in range(2):
         assert drafted(draft, "auto", budget, **sampling) == drafted(draft, False, budget, **sampling)
     graphs = Graphs.of(draft)
-    assert graphs.failure is None and not graphs.refused and graphs.passes
+    assert graphs.failure is None and graphs.passes
 
 
 @torch.inference_mode()
@@ -89,7 +89,7 @@ def test_heads_run_captured(target, kind):
 def test_passes_that_are_kept_are_bounded(target, monkeypatch):
     monkeypatch.setattr(model_runner, "MOST_PASSES", 6)
     draft, config = tiny_draft(), hf_ssd.SSDConfig(lookahead=3, asynchronous=False)
-    for n in range(8):
-        options = {"max_new_tokens": 8, "do_sample": True, "temperature": 0.5 + n / 50}
-        target.generate(torch.arange(2, 9)[None], assistant_model=draft, ssd_config=config, **options)
+    for n in range(2, 10):
+        ids = torch.arange(2, 9).repeat(n, 1)
+        target.generate(ids, assistant_model=draft, ssd_config=config, max_new_tokens=8, do_sample=True)
     assert Graphs.of(draft).failure is None and len(Graphs.of(draft).passes) <= 6

@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from ...cache.cache_name import CACHE
+from ...cache.masks import additive
 from ...cache.model_runner import LONGEST_STEP
 from .base import Head
 
@@ -159,8 +160,7 @@ class DFlashHead(Head):
             "full_attention": sees,
             "sliding_attention": sees & (distance.abs() <= self.assistant.config.sliding_window),
         }
-        lowest = torch.finfo(inputs.dtype).min
-        return {kind: torch.where(one, 0.0, lowest).to(inputs.dtype)[:, None] for kind, one in of_kinds.items()}
+        return {kind: additive(one, inputs.dtype) for kind, one in of_kinds.items()}
 
 
 def _config_of(path: str, values: dict) -> MuseGlimmerAssistantConfig:

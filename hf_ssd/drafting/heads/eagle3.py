@@ -5,12 +5,8 @@ They are published in two formats: with the config of a model that has `draft_vo
 others), and in that of the package speculators, which nests the config of the layer.
 """
 
-import json
-import os
-from pathlib import Path
-
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
@@ -192,19 +188,3 @@ def _read_weights(path: str) -> dict[str, torch.Tensor]:
     )
     names = {name: name.removeprefix("model.").replace("midlayer.", "layers.0.") for name in state}
     return {names[name]: tensor for name, tensor in state.items() if not names[name].startswith(NOT_LOADED)}
-
-
-def save_head(head: Eagle3Head, folder: str | os.PathLike) -> None:
-    """Writes a head in the format of SafeAILab, without embeddings: they are the target's."""
-    folder, config = Path(folder), head.config.to_dict()
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in ("target_width", "drafts_in_turn", "_name_or_path", "transformers_version"):
-        config.pop(name, None)
-    config["architectures"] = ["LlamaForCausalLMEagle3"]
-    config["eagle_aux_hidden_state_layer_ids"] = config.pop("target_layers")
-    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True, default=str) + "\n")
-    state = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in head.state_dict().items()}
-    state.pop("embed_tokens.weight")
-    own = torch.arange(len(head.d2t)) + head.d2t.cpu()
-    state["t2d"] = torch.zeros(head.config.vocab_size, dtype=torch.bool).index_fill(0, own, True)
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}, folder / WEIGHTS[0])

@@ -4,6 +4,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...cache.hidden_states import decoder_parts, layers_that_share_keys
+from ...cache.masks import additive
 from .base import Head
 
 KINDS = ("full_attention", "sliding_attention")
@@ -124,8 +125,5 @@ class Gemma4Head(Head):
         positions = sees.sum(dim=2)
         window = self.assistant.config.get_text_config().sliding_window
         near = sees & (positions[:, :, None] - sees.cumsum(dim=2) <= window)
-        lowest = torch.finfo(inputs.dtype).min
         of_kinds = {"full_attention": sees, "sliding_attention": near}
-        return {
-            kind: torch.where(one, 0.0, lowest).to(inputs.dtype)[:, None] for kind, one in of_kinds.items()
-        }, positions
+        return {kind: additive(one, inputs.dtype) for kind, one in of_kinds.items()}, positions

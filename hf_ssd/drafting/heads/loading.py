@@ -2,6 +2,7 @@
 
 import os
 import weakref
+from collections.abc import Callable
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -84,6 +85,10 @@ def mtp_head_of(target: PreTrainedModel) -> MtpHead:
     if MtpHead not in known or devices.of_model(known[MtpHead]) != devices.of_model(target):
         known[MtpHead] = load_mtp_head(target)
     return known[MtpHead]
+
+
+OF_TARGET: dict[str, Callable[[PreTrainedModel], Head]] = {"mtp": mtp_head_of}
+"""Heads that the target itself has, by the name of their drafter and fallback in [`SSDConfig`]."""
 
 
 def refusal(draft: PreTrainedModel | str | os.PathLike, kind: type[Head], values: dict) -> ValueError:
