@@ -80,9 +80,9 @@ def the_loop():
 class CountingStreamer(RoundStreamer):
     """Counts the tokens and rounds of a call, passes both on, and ends the call when nobody waits for it."""
 
-    def __init__(self, calls: "TurnTaking", call: Call, streamer: BaseStreamer | None):
+    def __init__(self, calls: "TurnTaking", call: Call, streamer: BaseStreamer | None, totals: Totals):
         super().__init__(self._count, streamer)
-        self.calls, self.call = calls, call
+        self.calls, self.call, self.totals = calls, call, totals
 
     def check(self) -> None:
         """Raises an error if the call is to end."""
@@ -92,7 +92,7 @@ class CountingStreamer(RoundStreamer):
             raise Refusal("The server ends.", status=503)
 
     def _count(self, stats: SSDStats) -> None:
-        self.calls.totals.add_round(stats)
+        self.totals.add_round(stats)
         if isinstance(self.streamer, RoundStreamer):
             self.streamer.on_round(stats)
 
@@ -100,7 +100,7 @@ class CountingStreamer(RoundStreamer):
         self.check()
         if value.dim() == 1:  # the prompt comes first, with two dimensions
             self.call.has_begun = True
-            self.calls.totals.tokens += len(value)
+            self.totals.tokens += len(value)
             self.call.tally.tokens += len(value)
         super().put(value)
 
@@ -161,7 +161,7 @@ class TurnTaking(BaseGenerateManager):
         """Runs `generate()` with the call's seed and stop strings, counts the call, and ends it if nobody waits."""
         end, start = FAILED, time.perf_counter()
         try:
-            counting = CountingStreamer(self, call, streamer)
+            counting = CountingStreamer(self, call, streamer, self.totals)
             counting.check()
             if call.stop:
                 tokenizer = getattr(kwargs["tokenizer"], "tokenizer", kwargs["tokenizer"]).backend_tokenizer
