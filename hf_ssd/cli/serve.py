@@ -9,11 +9,13 @@ unless --host says otherwise.
 """
 
 import argparse
+import contextlib
 import importlib.util
 import logging
 import os
 import socket
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import hf_ssd
@@ -46,9 +48,8 @@ def run(args: argparse.Namespace) -> int:
     address = f"http://{args.host}:{port} shows a page, and serves OpenAI's clients under /v1"
     from ..serving.server import Server  # needs the packages that were looked for above
 
-    show_requests()
     model, processor = found.target.load_for_requests()
-    with found.launch_draft(model) as assistant:
+    with found.launch_draft(model) as assistant, requests_shown():
         hf_ssd.enable(model, assistant, found.config, **found.tokenizers)
         server = Server(
             model,
@@ -66,12 +67,18 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def show_requests() -> None:
+@contextlib.contextmanager
+def requests_shown() -> Iterator[None]:
     """Prints the line of each request to standard output, whatever the level of other messages is."""
     logger, handler = logging.getLogger("hf_ssd.serving.request_log"), logging.StreamHandler(sys.stdout)
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
-    logger.handlers, logger.propagate = [handler], False
+    logger.addHandler(handler)
+    logger.propagate = False
     logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
 
 
 def public_name(model: models.Model) -> str:

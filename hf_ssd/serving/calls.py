@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import contextvars
-import functools
 import inspect
 import threading
 import time
@@ -13,7 +12,13 @@ from dataclasses import dataclass, field
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
-from transformers.cli.serving.utils import GenerateManager, _GenerationCancelled
+from transformers.cli.serving.utils import (
+    BaseGenerateManager,
+    DirectStreamer,
+    InferenceThread,
+    _GenerationCancelled,
+    _StreamError,
+)
 from transformers.generation.streamers import BaseStreamer
 
 from ..generation.streaming import RoundStreamer
@@ -75,9 +80,9 @@ def the_loop():
 class CountingStreamer(RoundStreamer):
     """Counts the tokens and rounds of a call, passes both on, and ends the call when nobody waits for it."""
 
-    def __init__(self, calls: "TurnTaking", call: Call, streamer: BaseStreamer | None):
+    def __init__(self, calls: "TurnTaking", call: Call, streamer: BaseStreamer | None, totals: Totals):
         super().__init__(self._count, streamer)
-        self.calls, self.call = calls, call
+        self.calls, self.call, self.totals = calls, call, totals
 
     def check(self) -> None:
         """Raises an error if the call is to end."""
@@ -87,7 +92,7 @@ class CountingStreamer(RoundStreamer):
             raise Refusal("The server ends.", status=503)
 
     def _count(self, stats: SSDStats) -> None:
-        self.calls.totals.add_round(stats)
+        self.totals.add_round(stats)
         if isinstance(self.streamer, RoundStreamer):
             self.streamer.on_round(stats)
 
@@ -95,7 +100,7 @@ class CountingStreamer(RoundStreamer):
         self.check()
         if value.dim() == 1:  # the prompt comes first, with two dimensions
             self.call.has_begun = True
-            self.calls.totals.tokens += len(value)
+            self.totals.tokens += len(value)
             self.call.tally.tokens += len(value)
         super().put(value)
 
@@ -103,53 +108,60 @@ class CountingStreamer(RoundStreamer):
         """Does nothing: [`TurnTaking`] tells the client when it has counted the call."""
 
 
-class TurnTaking(GenerateManager):
-    """transformers' manager, which runs calls in turn in a single thread. This class also checks and counts them."""
+class TurnTaking(BaseGenerateManager):
+    """Runs calls in turn in a single thread, and checks and counts them. transformers' handlers call its methods."""
 
     def __init__(self, totals: Totals, max_tokens: int | None = None):
-        super().__init__()
         self.totals, self.max_tokens, self.are_over = totals, max_tokens, False
+        self.submit = InferenceThread().submit
+
+    def stop(self) -> None:
+        """Lets each call end with its next round."""
+        self.are_over = True
 
     async def end(self) -> None:
         """Ends all calls, and waits until their thread is idle: a process that ends while it computes is aborted."""
-        self.are_over = True
+        self.stop()
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self.async_submit(lambda: None), END_TIMEOUT)
 
-    def generate_streaming(self, model, processor, inputs, gen_config, *args, **kwargs):
-        """Called in the thread that prepares. The stream's queue belongs to the event loop, so it is created there."""
-        call, parser = CALL.get(), kwargs.get("response_parser")
+    def generate_streaming(self, model, processor, inputs, gen_config, request_id, response_parser=None):
+        """Called in the thread that prepares."""
+        call, queue, tokenizer = CALL.get(), asyncio.Queue(), getattr(processor, "tokenizer", processor)
         self.prepare(model, inputs, gen_config, call)
-        begin = super().generate_streaming
-        if parser is not None:
-            special_tokens = getattr(processor, "tokenizer", processor).all_special_tokens
-            kwargs["response_parser"] = LenientParser(parser, special_tokens)
+        if response_parser is not None:
+            response_parser = LenientParser(response_parser, tokenizer.all_special_tokens)
+        streamer = DirectStreamer(tokenizer.backend_tokenizer, call.loop, queue, response_parser)
 
-        async def in_the_loop():
-            return begin(self.counted(model, call), processor, inputs, gen_config, *args, **kwargs)
+        def run() -> None:
+            try:
+                self.generate(model, call, streamer, **inputs, generation_config=gen_config, tokenizer=processor)
+            except Exception as error:
+                end = None if isinstance(error, _GenerationCancelled) else _StreamError(str(error))
+                call.loop.call_soon_threadsafe(queue.put_nowait, end)
 
-        return asyncio.run_coroutine_threadsafe(in_the_loop(), call.loop).result(END_TIMEOUT)
+        self.submit(run)
+        return queue, streamer
 
-    async def generate_non_streaming(self, model, processor, inputs, gen_config, *args, **kwargs):
+    async def generate_non_streaming(self, model, processor, inputs, gen_config, request_id):
         call = CALL.get()
         self.prepare(model, inputs, gen_config, call)
-        counted = self.counted(model, call)
-        return await super().generate_non_streaming(counted, processor, inputs, gen_config, *args, **kwargs)
+        options = {"generation_config": gen_config, "tokenizer": processor}
+        sequences = await self.async_submit(self.generate, model, call, **inputs, **options)
+        length = inputs["input_ids"].shape[-1]
+        tokens = sequences[0, length:]
+        return processor.decode(tokens, skip_special_tokens=True), length, tokens
 
     async def async_submit(self, fn, *args, **kwargs):
-        """As in transformers, but a result that nobody waits for any more is dropped."""
+        """Returns the result of a function in the thread that generates. The function ends also if nobody waits."""
         await the_loop()
         return await asyncio.shield(asyncio.wrap_future(self.submit(fn, *args, **kwargs)))
 
-    def counted(self, model: PreTrainedModel, call: Call) -> types.SimpleNamespace:
-        """Returns a stand-in for the model of a call that has only `generate()`."""
-        return types.SimpleNamespace(generate=functools.partial(self._generate, model, call))
-
-    def _generate(self, model: PreTrainedModel, call: Call, streamer: BaseStreamer | None = None, **kwargs):
+    def generate(self, model: PreTrainedModel, call: Call, streamer: BaseStreamer | None = None, **kwargs):
         """Runs `generate()` with the call's seed and stop strings, counts the call, and ends it if nobody waits."""
         end, start = FAILED, time.perf_counter()
         try:
-            counting = CountingStreamer(self, call, streamer)
+            counting = CountingStreamer(self, call, streamer, self.totals)
             counting.check()
             if call.stop:
                 tokenizer = getattr(kwargs["tokenizer"], "tokenizer", kwargs["tokenizer"]).backend_tokenizer

@@ -55,7 +55,7 @@ class Endpoint:
             answers.append(response)
         if answers and (call.stop or len(answers) > 1):
             answers = [cut_answer(json.loads(answer.body), call.stop) for answer in answers]
-            response = JSONResponse(choices.joined(answers) if len(answers) > 1 else answers[0])
+            response = JSONResponse(choices.joined(answers))
         response.headers[X_REQUEST_ID] = name
         return response
 
@@ -98,27 +98,29 @@ class Endpoint:
     async def _stream(
         self, chunks: AsyncIterator, choices: Choices, body: dict, prompts: list, name: str, call: Call
     ) -> AsyncIterator[str]:
-        """Yields the chunks of the stream that has begun, and then those of the other prompts."""
+        """
+        Yields the chunks of the stream that has begun, and then those of the other prompts, without stop strings.
+        transformers' text of an error becomes OpenAI's error object.
+        """
         for index, prompt in enumerate(prompts):
             if index:
                 response = await begun_in(self.preparing, self._handle(body, prompt, name, call))
                 chunks = response.body_iterator
-            async for chunk in corrected(chunks, call):
-                yield chunk if len(prompts) == 1 else choices.events(chunk, index)
+            cut = StreamCut(call.stop)
+            async for chunk in chunks:
+                if call.error is not None:
+                    status, error = described(call.blamed(call.error))
+                    if status == 500:
+                        logger.error("A call failed.", exc_info=call.error)
+                    chunk = chunk.replace(f'{{"error": "{call.error}"}}\n\n', f"{json.dumps(error)}\n\n")
+                events = []
+                for line in filter(None, chunk.split("\n\n")):
+                    event = json.loads(line.removeprefix("data: "))
+                    choices.number(event, index)
+                    events += [f"data: {json.dumps(one)}\n\n" for one in cut.events(event)]
+                yield "".join(events)
             if call.error is not None:
                 return
-
-
-async def corrected(chunks: AsyncIterator, call: Call) -> AsyncIterator:
-    """Yields a stream's chunks without stop strings. transformers' text of an error becomes OpenAI's error object."""
-    cut = StreamCut(call.stop)
-    async for chunk in chunks:
-        if call.error is not None:
-            status, body = described(call.blamed(call.error))
-            if status == 500:
-                logger.error("A call failed.", exc_info=call.error)
-            chunk = chunk.replace(f'data: {{"error": "{call.error}"}}\n\n', f"data: {json.dumps(body)}\n\n")
-        yield cut.events(chunk) if call.stop else chunk
 
 
 async def begun_in(thread: Executor, coroutine: Coroutine) -> Any:

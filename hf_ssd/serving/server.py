@@ -118,7 +118,7 @@ class Uvicorn(uvicorn.Server):
             self.on_listening()
 
     async def shutdown(self, *args, **kwargs) -> None:
-        asyncio.get_running_loop().call_later(GRACE, setattr, self.calls, "are_over", True)
+        asyncio.get_running_loop().call_later(GRACE, self.calls.stop)
         await super().shutdown(*args, **kwargs)
 
 

@@ -1,7 +1,5 @@
 """Stop strings: cuts a text before the first stop string, whole or streamed, wherever tokens begin and end."""
 
-import json
-
 import torch
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
@@ -60,30 +58,25 @@ class StreamCut:
     def __init__(self, strings: list[str]):
         self.cut, self.last, self.field = Cut(strings), {}, None
 
-    def events(self, chunk: str) -> str:
-        """Returns the events that replace the events of a chunk."""
-        result = ""
-        for line in filter(None, chunk.split("\n\n")):
-            event = json.loads(line.removeprefix("data: "))
-            choice, texts = _parts(event)
-            is_text = choice.get("finish_reason") is None
-            field = next((name for name in FIELDS if is_text and texts.get(name) is not None), None)
-            if field != self.field:  # a stop string does not span two fields
-                result += self._event(self.cut.release())
-            self.last, self.field = event, field
-            if field is not None:
-                result += self._event(self.cut.add(texts[field]))
-            else:
-                _end_by_stop(choice, self.cut.is_over)
-                result += _written(event)
-        return result
+    def events(self, event: dict) -> list[dict]:
+        """Returns the events that replace an event."""
+        result = []
+        choice, texts = _parts(event)
+        is_text = choice.get("finish_reason") is None
+        field = next((name for name in FIELDS if is_text and texts.get(name) is not None), None)
+        if field != self.field:  # a stop string does not span two fields
+            result += self._with_text(self.cut.release())
+        self.last, self.field = event, field
+        if field is not None:
+            return result + self._with_text(self.cut.add(texts[field]))
+        _end_by_stop(choice, self.cut.is_over)
+        return [*result, event]
 
-    def _event(self, text: str) -> str:
+    def _with_text(self, text: str) -> list[dict]:
         """Returns the last event with this text in it, or nothing if the text is empty."""
-        if not text:
-            return ""
-        _parts(self.last)[1][self.field] = text
-        return _written(self.last)
+        if text:
+            _parts(self.last)[1][self.field] = text
+        return [self.last] if text else []
 
 
 def cut_answer(answer: dict, strings: list[str]) -> dict:
@@ -107,7 +100,3 @@ def _end_by_stop(choice: dict, is_over: bool) -> None:
     """Corrects the reason of an answer whose last possible token completed a stop string."""
     if is_over and choice.get("finish_reason") == "length":
         choice["finish_reason"] = "stop"
-
-
-def _written(event: dict) -> str:
-    return f"data: {json.dumps(event)}\n\n"

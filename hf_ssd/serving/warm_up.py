@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 from ..distributed.assistant import DraftAssistant
 from .calls import Call, CountingStreamer, TurnTaking
 from .limits import positions_of
+from .metrics import Totals
 
 PATIENCE = 60.0  # seconds for the draft's worker to start
 POLL = 0.05  # polling interval in seconds
@@ -16,19 +17,9 @@ LONGEST = 20.0  # seconds, in which a slow model answers with fewer tokens
 PROMPT = "The quick brown fox jumps over the lazy dog."
 
 
-class WarmUpStreamer(CountingStreamer):
-    """Ends the call with the server, and counts nothing."""
-
-    def _count(self, stats) -> None:
-        pass
-
-    def put(self, value: torch.LongTensor) -> None:
-        self.check()
-
-
 def warm_up(calls: TurnTaking, model: PreTrainedModel, tokenizer, assistant: DraftAssistant | None, call: Call) -> None:
     """Waits for the draft's worker and generates a few tokens, in the thread that generates."""
-    streamer, deadline = WarmUpStreamer(calls, call, None), time.monotonic() + PATIENCE
+    streamer, deadline = CountingStreamer(calls, call, None, Totals()), time.monotonic() + PATIENCE
     while getattr(assistant, "state", None) == "starting" and time.monotonic() < deadline:
         streamer.check()
         time.sleep(POLL)

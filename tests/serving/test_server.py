@@ -89,7 +89,7 @@ def test_a_call_is_counted_before_its_client_learns_that_it_has_ended():
             ends.append(totals.requests["finished"])
 
     totals, ends = Totals(), []
-    assert TurnTaking(totals).counted(Model(), Call(None)).generate(streamer=Client()) == "output" and ends == [1]
+    assert TurnTaking(totals).generate(Model(), Call(None), Client()) == "output" and ends == [1]
 
 
 def test_no_call_is_under_way_when_the_server_has_ended():
@@ -103,8 +103,8 @@ def test_no_call_is_under_way_when_the_server_has_ended():
 
     async def serve():
         calls = TurnTaking(Totals())
-        calls.submit(calls.counted(Model(), Call(None)).generate)
-        last = calls.submit(calls.counted(Model(), Call(None)).generate)
+        calls.submit(calls.generate, Model(), Call(None))
+        last = calls.submit(calls.generate, Model(), Call(None))
         await calls.end()
         assert last.done() and calls.totals.requests["cancelled"] == 2
 

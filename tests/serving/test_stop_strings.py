@@ -1,7 +1,5 @@
 """A text of the server ends before its stop string, as OpenAI's does, whole and streamed."""
 
-import json
-
 import openai
 import pytest
 from hypothesis import given, settings
@@ -83,12 +81,10 @@ def test_a_stop_string_that_begins_in_the_prompt_ends_nothing(server, texts):
 STOPS = st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3)
 
 
-def as_chunks(pieces: list[str], field: str) -> list[str]:
-    """Returns the events of a stream, some of them in one chunk."""
+def as_events(pieces: list[str], field: str) -> list[dict]:
+    """Returns the events of a stream."""
     choices = [{field: piece} if field == "text" else {"delta": {field: piece}} for piece in pieces]
-    events = [f"data: {json.dumps({'choices': [choice]})}\n\n" for choice in choices]
-    last = {"choices": [{"delta": {}, "finish_reason": "length"}]}
-    return ["".join(events[i : i + 2]) for i in range(0, len(events), 2)] + [f"data: {json.dumps(last)}\n\n"]
+    return [{"choices": [choice]} for choice in [*choices, {"delta": {}, "finish_reason": "length"}]]
 
 
 @settings(max_examples=200)
@@ -99,9 +95,8 @@ def test_streamed_and_whole_answers_agree_however_the_text_is_cut_into_tokens(pi
     text = texts[-1] if ended is None and texts else ended or ""
     expected = text[: min([text.index(stop) for stop in stops if stop in text], default=len(text))]
     cut, sent = StreamCut(stops), ""
-    for chunk in as_chunks(pieces[: len(pieces) if ended is None else 1 + texts.index(ended)], field):
-        for line in filter(None, cut.events(chunk).split("\n\n")):
-            choice = json.loads(line.removeprefix("data: "))["choices"][0]
+    for event in as_events(pieces[: len(pieces) if ended is None else 1 + texts.index(ended)], field):
+        for choice in [one["choices"][0] for one in cut.events(event)]:
             sent += choice.get("delta", choice).get(field, "")
             assert text.startswith(sent) and not any(stop in sent for stop in stops)
     assert sent == expected and choice["finish_reason"] == ("length" if ended is None else "stop")
@@ -112,9 +107,9 @@ def test_streamed_and_whole_answers_agree_however_the_text_is_cut_into_tokens(pi
 def test_reasoning_ends_before_a_stop_string_and_is_sent_before_the_content():
     def sent(stops: list[str]) -> list[tuple[str, str]]:
         cut, fields = StreamCut(stops), []
-        for chunk in [*as_chunks(["think", "a"], "reasoning_content")[:-1], *as_chunks(["b", "c"], "content")]:
-            for line in filter(None, cut.events(chunk).split("\n\n")):
-                fields += json.loads(line.removeprefix("data: "))["choices"][0]["delta"].items()
+        for event in [*as_events(["think", "a"], "reasoning_content")[:-1], *as_events(["b", "c"], "content")]:
+            for one in cut.events(event):
+                fields += one["choices"][0]["delta"].items()
         return fields
 
     assert sent(["ab"]) == [
