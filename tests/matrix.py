@@ -11,6 +11,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
+from .helpers.families import sharp_model, tiny_config
 from .helpers.last_token import LastToken
 from .helpers.tiny import FAMILIES, VOCAB, tiny_draft, tiny_model
 from .helpers.vocabularies import DRAFT, TARGET, renamed_draft, resized_draft, tokenizer
@@ -25,24 +26,28 @@ AHEAD, IN_TURN = {"ahead"}, {"in_turn"}  # modes
 class Pair:
     """
     Args:
-        draft (`Callable`): Makes the draft.
+        draft (`Callable`, *optional*): Makes the draft. Without one, n-grams of the text are verified.
         target (`Callable`): Makes the target.
         options (`dict`): Of each call.
         vocabulary (`int`): Prompts have tokens below it.
         least (`float`): What is accepted at least: tokens per round of greedy calls.
         one_pass (`bool`): Whether the draft drafts all tokens in one pass.
+        launch (`dict`): How its workers are launched.
     """
 
-    draft: Callable
+    draft: Callable | None
     target: Callable = tiny_model
     options: dict = field(default_factory=dict)
     vocabulary: int = VOCAB
     least: float = 1.1
     one_pass: bool = False
+    launch: dict = field(default_factory=dict)
 
 
 BOTH = {"tokenizer": tokenizer(TARGET), "assistant_tokenizer": tokenizer(DRAFT)}
+TWO = {"devices": ["cpu", "cpu"]}
 MASK = VOCAB - 1  # of drafts that draft in parallel
+FEW = 12  # tokens, so that texts repeat themselves
 PAIRS = {
     # so that some tokens are accepted and some are not
     **{name: Pair(lambda name=name: tiny_draft(name, disagreement=0.024 if name == "gemma" else 0.03),
@@ -54,6 +59,12 @@ PAIRS = {
     "another tokenizer": Pair(renamed_draft, options=BOTH, vocabulary=VOCAB - 7, least=1.05),
     "another tokenizer, parallel": Pair(lambda: renamed_draft(pard_token=len(DRAFT) - 1), options=BOTH,
                                         vocabulary=VOCAB - 7, least=1.05, one_pass=True),
+    "two drafts": Pair(tiny_draft, launch=TWO),
+    "two drafts, parallel": Pair(lambda: tiny_draft(pard_token=MASK), one_pass=True, launch=TWO),
+    "compiled, parallel": Pair(lambda: tiny_draft(pard_token=MASK), one_pass=True, launch={"compile": True}),
+    "hybrid": Pair(lambda: sharp_model(tiny_config("qwen3_next"), 0.004),
+                   lambda: sharp_model(tiny_config("qwen3_next"))),
+    "no draft": Pair(None, lambda: tiny_model(vocab_size=FEW), vocabulary=FEW),
 }  # fmt: skip
 
 
@@ -77,6 +88,7 @@ SETTINGS = {
     **SHAPES,
     "a list": {"lookahead": 4, "budget": 16, "fan_out": [6, 3, 0, 2, 5]},
     **{name: {"lookahead": 4, "budget": 16, **settings} for name, settings in FALLBACKS.items()},
+    "n-grams alone": {"drafter": "ngram", "lookahead": 5},
     "saguaro 0.5": {"lookahead": 4, "budget": 16, "saguaro_c": 0.5},
     "saguaro 0": {"lookahead": 4, "budget": 16, "saguaro_c": 0.0},
     **PLANNED,
@@ -136,6 +148,7 @@ SAMPLED = {
     "penalty": {"repetition_penalty": 1.3, "top_k": 0, "no_repeat_ngram_size": 3},
     "everything": {"temperature": 1.3, "top_k": 40, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.1},
     "eos": {"eos_token_id": [5, 6, 7, 8], "top_k": 0, "min_new_tokens": 3},
+    "several sequences": {"num_return_sequences": 3, "top_k": 0},
 }
 OPTIONS = {**NOTHING, **SHORT, **GREEDY, **SAMPLED}
 
@@ -151,7 +164,7 @@ OTHERS = [name for name in FAMILIES if name != "llama"]
 FOREIGN = ["draft padded", "target padded", "another tokenizer", "another tokenizer, parallel"]
 GREEDY_CELLS = [
     *cells(["llama"], ["lookahead 1", "lookahead 2", "lookahead 4", "lookahead 7"], NOTHING, (1, 4)),
-    *cells(OTHERS, ["lookahead 1", "lookahead 2", "lookahead 4", "lookahead 7"], NOTHING, (4,)),
+    *cells(OTHERS, ["lookahead 1", "lookahead 4", "lookahead 7"], NOTHING, (4,)),
     *cells(OTHERS, ["lookahead 4"], NOTHING, (1,)),
     *cells(["parallel"], ["lookahead 1", "lookahead 2", "lookahead 5", "lookahead 16"], NOTHING, (1, 4)),
     *cells(["parallel, qwen3"], ["lookahead 5"], NOTHING, (1, 4)),
@@ -160,6 +173,8 @@ GREEDY_CELLS = [
     *cells(["llama"], ["auto", "auto budget"], NOTHING, (4,)),
     *cells(["llama"], ["auto lookahead"], NOTHING, (1,)),
     *cells(["llama"], ["lookahead 4"], [*SHORT, *GREEDY], (1, 4)),
+    *cells(["hybrid"], ["lookahead 4", "n-grams"], NOTHING, (4,)),
+    *cells(["no draft"], ["n-grams alone"], ["nothing", "repetition penalty", "custom processors"], (1, 4)),
 ]
 SAMPLED_CELLS = [
     *cells(["llama"], ["lookahead 4"], SAMPLED, (1, 4)),
@@ -167,4 +182,9 @@ SAMPLED_CELLS = [
     *cells(["parallel"], ["lookahead 4"], ["temperature"], (1,)),
     *cells(FOREIGN, ["lookahead 4"], ["temperature"], (1, 4)),
     *cells(["llama"], ["saguaro 0.5", "saguaro 0", "uniform", "auto budget"], ["top_k"], (4,)),
+    *cells(["hybrid"], ["lookahead 4"], ["temperature"], (4,)),
+    *cells(["no draft"], ["n-grams alone"], ["top_k"], (4,)),
 ]
+SLOW = ["two drafts, parallel", "compiled, parallel"]  # pairs of the slow suite
+GREEDY_CELLS += cells(["two drafts", *SLOW], ["lookahead 4"], NOTHING, (4,))
+SAMPLED_CELLS += cells(["two drafts", *SLOW], ["lookahead 4"], ["temperature"], (4,))

@@ -144,15 +144,6 @@ def test_tokens_of_the_first_round_are_not_counted_as_decoded_later(monkeypatch)
     assert (run.first, run.prefill, run.speed) == (4, 1.0, 4.0)
 
 
-def test_slower_and_faster_are_told_from_noise():
-    import regression
-
-    before = [1.5, 1.55, 1.6, 1.45, 1.5, 1.52]
-    assert regression.verdict(before, [1.5, 1.5, 1.6, 1.4, 1.55, 1.5])[1] == "as before"
-    assert regression.verdict(before, [1.2, 1.25, 1.3, 1.2, 1.22, 1.21])[1] == "slower"
-    assert regression.verdict(before, [1.8, 1.85, 1.9, 1.82, 1.81, 1.8])[1] == "faster"
-
-
 @pytest.mark.parametrize("arguments, code", [([], 0), (["--output", "folder"], 2)])
 def test_pictures_alone_need_matplotlib_and_say_so_first(arguments, code):
     program = "import sys; sys.modules['matplotlib'] = None; import benchmark; benchmark.parse_arguments()"

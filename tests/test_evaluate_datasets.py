@@ -3,7 +3,6 @@
 import csv
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -84,27 +83,6 @@ def test_a_file_of_json_lines_and_one_of_csv(finished):
     assert (folder / "out/results.png").stat().st_size > 5000
 
 
-@pytest.mark.slow
-def test_a_run_that_was_killed_goes_on_and_one_with_other_arguments_does_not(finished, tmp_path):
-    folder = tmp_path / "copy"
-    shutil.copytree(finished[0], folder)
-    options = [folder / option.name if isinstance(option, Path) else option for option in small(finished[0])]
-    path = folder / "out/results.jsonl"
-    lines = path.read_bytes().splitlines(keepends=True)
-    header = json.loads(lines[0])
-    header["arguments"]["dataset"] = [str(option) for option in options[1:3]]
-    lines[0] = json.dumps(header).encode() + b"\n"
-    path.write_bytes(b"".join(lines[:-2]) + lines[-2][:30])  # as if killed while it wrote the last line but one
-    other = start(PROGRAM, *options, "--temperature", 1)
-    finish(start(PROGRAM, *options))
-    errors = finish(other, status=1).strip()
-    assert "temperature was 0.0 and is 1.0" in errors and errors.count("\n") == 0
-    again = path.read_bytes().splitlines(keepends=True)
-    assert again[:-2] == lines[:-2] and len(again) == len(lines)
-    for new, old in zip(map(json.loads, again[-2:]), map(json.loads, lines[-2:])):
-        assert (new["method"], new["token_ids"]) == (old["method"], old["token_ids"]) and new["seconds"] > 0
-
-
 def test_without_matplotlib_there_is_help_and_a_table_without_a_figure(monkeypatch, tmp_path, capsys):
     program = f"""
 import runpy, sys
@@ -122,11 +100,6 @@ runpy.run_path("{PROGRAM}", run_name="__main__")
 def test_a_file_that_is_not_there_is_said_first(tmp_path):
     process = start(PROGRAM, "--dataset", tmp_path / "none.jsonl", "--target", "no/such/target")
     assert finish(process, status=1).strip() == f"There is no file '{tmp_path / 'none.jsonl'}'."
-
-
-def test_what_it_writes_is_not_committed():
-    command = ["git", "check-ignore", "evaluation_results/results.jsonl"]
-    assert not (ROOT / ".git").exists() or subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL).returncode == 0
 
 
 @pytest.mark.slow
@@ -309,10 +282,11 @@ def test_pass_at_1():
         "    import os\n    assert 'HOME' not in os.environ\n    return a + b\n": True,
     }
     options = {"execute_code": True, "time_limit": 2.0, "memory_limit": 1 << 28, "num_workers": 2}
-    for completion, passes in completions.items():
-        result = module.compute(predictions=[completion], references=[reference], **options)
-        assert result == {"pass_at_1": float(passes)}, completion
-    result = module.compute(predictions=list(completions), references=[reference] * len(completions), **options)
-    assert result == {"pass_at_1": sum(completions.values()) / len(completions)}
+    for passes in (True, False):
+        of_kind = [completion for completion, is_right in completions.items() if is_right == passes]
+        result = module.compute(predictions=of_kind, references=[reference] * len(of_kind), **options)
+        assert result == {"pass_at_1": float(passes)}
+    result = module.compute(predictions=list(completions)[:5], references=[reference] * 5, **options)
+    assert result == {"pass_at_1": 0.8}
     with pytest.raises(ValueError, match="execute_code=True"):
         module.compute(predictions=["    return a + b\n"], references=[reference])

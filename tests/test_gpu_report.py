@@ -233,23 +233,6 @@ def test_a_cell_that_raises_is_recorded_and_the_others_remain(tmp_path):
     assert "Not measured: broken (failed: RuntimeError: CUDA out of memory)." in read(tmp_path)[1]
 
 
-def test_what_there_is_no_time_for_is_named(tmp_path):
-    cells, report = cells_of(plain=10, ssd=20), Report(tmp_path, {})
-    records = {name: cell.record for name, cell in cells.items()}
-    report.begin("speed", {"cells": list(records.values())})
-    speed.take_turns(Bench(), cells, 2, report, Clock(0))
-    speed.close({"setting": records}, "dropped: the time was used up")
-    report.save()
-    assert f"{SSD} (dropped: the time was used up)" in read(tmp_path)[1]
-
-
-def test_agreement_ends_with_the_first_difference():
-    theirs = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
-    assert speed.agreement(theirs, theirs) == 1
-    assert speed.agreement(torch.tensor([[1, 9, 3, 4], [5, 6, 7, 8]]), theirs) == 5 / 8
-    assert speed.agreement(theirs[:, :3], theirs) == 6 / 8
-
-
 def test_a_pair_that_does_not_load_is_the_result_of_its_cells(tmp_path, monkeypatch):
     def load(name, args, layout):
         raise torch.OutOfMemoryError("no room for weights")
@@ -259,17 +242,6 @@ def test_a_pair_that_does_not_load_is_the_result_of_its_cells(tmp_path, monkeypa
     speed.measure(args, None, report, 60)
     results = {cell["result"] for cell in report.data["speed"]["cells"]}
     assert results == {"failed: OutOfMemoryError: no room for weights"}
-
-
-def test_who_comes_later_gets_what_is_left():
-    clock = Clock(100)
-    shares = [(item, share.left) for item, share in clock.shares(["a", "b", "c"], [1, 1, 2])]
-    assert shares == [
-        ("a", pytest.approx(25, abs=1)),
-        ("b", pytest.approx(33, abs=1)),
-        ("c", pytest.approx(100, abs=1)),
-    ]
-    assert not clock.is_over and Clock(0).is_over and not Clock(0, agree=lambda is_over: False).is_over
 
 
 def test_tests_that_take_too_long_are_cut_off(tmp_path):

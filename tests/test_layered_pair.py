@@ -9,14 +9,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from examples.layered_pair import SIZES, DeeperLayers, Size, acceptance_rate, first_layers, layered_pair, new_target
+from examples.layered_pair import SIZES, Size, acceptance_rate, layered_pair
 
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("agreement", [0.6, 0.9])
-def test_the_agreement_asked_for(temperature, agreement):
+@pytest.mark.parametrize("agreement, temperature", [(0.6, 1.0), (0.9, 0.0)])
+def test_the_agreement_asked_for(agreement, temperature):
     target, draft = layered_pair("tiny", agreement, temperature, torch.float32)
     rate = acceptance_rate(target, draft, temperature, seed=7, new_tokens=128)  # not the bisection's texts
     assert abs(rate - agreement) < 0.05
@@ -41,22 +40,6 @@ def test_the_draft_is_the_first_layers():
     for name, weight in draft.state_dict().items():
         assert weight.dtype == torch.bfloat16
         assert torch.equal(weight, known[name]) and weight.data_ptr() != known[name].data_ptr()
-
-
-def test_epsilon_is_what_makes_them_differ():
-    torch.manual_seed(0)
-    size = SIZES["tiny"]
-    target = new_target(size, torch.float32)
-    draft, deeper = first_layers(target, size), DeeperLayers(target, size.draft_layers)
-    original = target.model.layers[-1].mlp.down_proj.weight.clone()
-    for temperature in (0.0, 1.0):
-        rates = []
-        for epsilon in (0.0, 0.05, 0.3, 1.0):
-            deeper.scale(epsilon)
-            rates.append(acceptance_rate(target, draft, temperature))
-        assert rates[0] == pytest.approx(1, abs=1e-4)
-        assert rates[1] > 0.8 > rates[2] > 0.3 > rates[3]
-    assert torch.equal(target.model.layers[-1].mlp.down_proj.weight, original)  # from originals, not step upon step
 
 
 def test_greedy_text_does_not_loop_and_favourites_are_clear():

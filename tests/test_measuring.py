@@ -222,13 +222,6 @@ def test_engines_have_a_row_of_their_fastest_ways_compared_with_plain_generate(m
         engines.parse_arguments(["--temperature", "1"])
 
 
-def test_the_tokens_of_an_engine_are_compared_up_to_the_first_difference(monkeypatch):
-    engines = program("compare_engines", monkeypatch)
-    assert engines.agreeing([1, 2, 3], [1, 2, 3]) == 3
-    assert engines.agreeing([1, 5, 3], [1, 2, 3]) == 1
-    assert engines.agreeing([1, 2], [1, 2, 3]) == 2
-
-
 def test_an_engine_is_installed_once_and_again_with_other_packages(monkeypatch, tmp_path):
     engines, commands = program("compare_engines", monkeypatch), []
     monkeypatch.setattr(engines, "run", commands.append)

@@ -73,13 +73,6 @@ def test_acceptance_rate_is_what_the_rule_of_acceptance_gives(pair):
     assert theory.acceptance_rate(p, q) == pytest.approx(1 - sum(abs(x - y) for x, y in zip(p, q)) / 2)
 
 
-def test_acceptance_rate_is_not_the_overlap_of_greedy_or_independent_draws():
-    p, q = [0.5, 0.3, 0.2], [0.2, 0.3, 0.5]
-    assert theory.acceptance_rate(p, q) == pytest.approx(0.7)
-    assert sum(x * y for x, y in zip(p, q)) != pytest.approx(0.7)
-    assert 1 - sum(abs(x - y) for x, y in zip(p, q)) != pytest.approx(0.7)
-
-
 def accepted_counts(rates):
     """Chance of each accepted count, by going through all patterns of tokens that would and would not be accepted."""
     chances = [0.0] * (len(rates) + 1)
@@ -198,23 +191,6 @@ def test_fan_out_for_is_the_best_allocation(probabilities, r):
     if r != 1:  # where 1/(1+r) and r/(1+r) are the same
         mutant = in_proportion([p ** (r / (1 + r)) for p in probabilities], budget)
         assert not is_best_allocation(probabilities, budget, r, mutant)
-
-
-@given(
-    st.lists(st.floats(0.01, 1), min_size=2, max_size=6),
-    st.floats(1, 50),
-    st.floats(0.1, 3),
-    st.integers(0, 5),
-    st.integers(0, 5),
-)
-def test_fan_out_for_cannot_be_improved_by_moving_some(probabilities, budget, r, giver, taker):
-    giver, taker = giver % len(probabilities), taker % len(probabilities)
-    assume(giver != taker)
-    shares = theory.fan_out_for(probabilities, budget, r)
-    moved = list(shares)
-    moved[giver] -= shares[giver] / 100
-    moved[taker] += shares[giver] / 100
-    assert power_law_hit_rate(probabilities, moved, r) < power_law_hit_rate(probabilities, shares, r)
 
 
 def with_primary(p, primary_time, expected_hit, batch_size):

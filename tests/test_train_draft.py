@@ -67,13 +67,6 @@ def test_a_text_has_the_distribution_in_the_place_of_each_token_of_its_answer():
         torch.testing.assert_close(text["p"].float(), p, atol=2e-3, rtol=1e-2)
 
 
-def test_prompts_of_a_batch_are_of_like_length_and_all_come_once():
-    prompts = ["x" * length for length in range(1, 65)]
-    batches = [own_texts.block(prompts, index, 8, seed=0) for index in range(16)]
-    assert sorted(sum(batches[:8], [])) == sorted(sum(batches[8:], [])) == sorted(prompts)
-    assert all(len(batch[-1]) - len(batch[0]) == 7 for batch in batches) and batches[:8] != batches[8:]
-
-
 def write_for(seconds, folder, new_tokens=30):
     target, tokenizer = pair()
     args = Namespace(max_new_tokens=new_tokens, temperature=0.0, batch_size=2, seed=0)
@@ -272,12 +265,6 @@ def test_training_by_the_clock_ends_and_goes_on_with_the_time_that_is_left(tmp_p
     assert 5 < first < 30 and figures
     assert train(30) == first  # there is no time left
     assert first < train(60) < 3 * first
-
-
-def test_acceptance_by_position_counts_tokens_whose_predecessors_were_accepted():
-    rows = [(3, 3, True), (3, 1, False), (3, 0, True), (2, 2, True), (0, 0, False)]
-    assert training.acceptance_by_position(rows, 3) == [0.75, 0.667, 1.0]
-    assert training.acceptance(rows) == round(6 / (3 + 2 + 1 + 2), 3)
 
 
 # ---------------------------------------------------------------- how long it takes

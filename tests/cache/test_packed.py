@@ -23,7 +23,7 @@ from ..helpers.tiny import VOCAB, padded_batch, tiny_draft, tiny_model
 
 EXACT = {"atol": 1e-4, "rtol": 1e-4}
 LAYERS = 3 * 7 + 1  # of a tiny model
-SUITES = ("test_greedy.py", "test_sampled.py", "test_families.py", "test_combinations.py")
+SUITES = ("test_greedy.py", "test_sampled.py", "test_families.py", "test_against_plain.py")
 
 
 @pytest.fixture
@@ -426,7 +426,8 @@ def test_a_packed_weight_that_is_stale_is_noticed(monkeypatch):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("suite", SUITES)
 def test_the_conformance_suites_hold_with_packed_weights(suite):
-    which = "not slow" if suite == "test_families.py" else "slow or not slow"  # all families take half an hour
+    is_long = suite in ("test_families.py", "test_against_plain.py")  # all of either take half an hour
+    which = "not slow" if is_long else "slow or not slow"
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", f"tests/conformance/{suite}", "-m", which]
     options = {"capture_output": True, "text": True, "timeout": 850}
     done = subprocess.run(command, env={**os.environ, "HF_SSD_PACK_WEIGHTS": "1"}, **options)

@@ -11,205 +11,71 @@ LISTED_WITH = (5, 24)  # the newest release of transformers whose families are a
 PAGE = Path(__file__).parents[2] / "docs" / "supported_models.md"
 SUPPORTED = "supported"
 
-# A line for each `model_type`: its state as a target and as a draft. Words other than `supported` are keys of
-# `REFUSED`; families that are `not_built` are in `NOT_BUILT`.
-TABLE = """
-afmoe                      supported      supported
-apertus                    supported      supported
-apertus1p5_text            supported      supported
-arcee                      supported      supported
-aria_text                  supported      supported
-axk1                       supported      supported
-axk2                       supported      supported
-bailing_hybrid             supported      supported
-bamba                      supported      supported
+# Families that are supported as a target and as a draft, by `model_type`.
+BOTH = """
+afmoe apertus apertus1p5_text arcee aria_text axk1 axk2 bailing_hybrid bamba beam bert bert-generation big_bird biogpt
+bitnet camembert codegen cohere cohere2 cohere2_moe cohere_compass_text ctrl cwm data2vec-text dbrx deepseek_v2
+deepseek_v3 deepseek_v32 diffllama doge dory dots1 dots3_note_text electra emu3 ernie ernie4_5 ernie4_5_moe exaone
+exaone4 exaone_moe falcon falcon_h1 flex_olmo flint fuyu gemma gemma2 gemma3 gemma3_text gemma3n_text gemma4 gemma4_text
+gemma4_unified gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite glm_moe_dsa got_ocr2 gpt-sw3 gpt2 gpt_bigcode
+gpt_neox gpt_neox_japanese gpt_oss gptj granite granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared
+helium hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hy_v4 hyperclovax internlm3 iquestcoder jais2 jetmoe kimi_linear
+kolibri1 laguna lara_mini lfm2 lfm2_moe lfm3 llama llama4 llama4_text longcat_flash megatron-bert mellum mimo_v2_flash
+minicpm3 minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral mllama modernbert-decoder moshi nanochat
+nemotron nemotron_h olmo olmo2 olmo3 olmo_hybrid olmoe opt persimmon phi phi3 phi4_multimodal phimoe qwen2 qwen2_moe
+qwen3 qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next rembert roberta roberta-prelayernorm
+roc_bert sarvam_mla sarvam_moe seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma xglm xlm-roberta
+xlm-roberta-xl xmod youtu zamba2 zaya
+"""
+
+# The others: their state as a target and as a draft. Words other than `supported` are keys of `REFUSED`; families that
+# are `not_built` are in `NOT_BUILT`.
+OTHERS = """
 bart                       no_positions   own_mask
-beam                       supported      supported
-bert                       supported      supported
-bert-generation            supported      supported
-big_bird                   supported      supported
 bigbird_pegasus            no_positions   own_mask
-biogpt                     supported      supported
-bitnet                     supported      supported
 blenderbot                 no_positions   own_mask
 blenderbot-small           no_positions   own_mask
 bloom                      no_positions   no_mask
 blt                        not_built      not_built
-camembert                  supported      supported
-codegen                    supported      supported
-cohere                     supported      supported
-cohere2                    supported      supported
-cohere2_moe                supported      supported
-cohere_compass_text        supported      supported
 cpmant                     no_positions   no_mask
-ctrl                       supported      supported
-cwm                        supported      supported
-data2vec-text              supported      supported
-dbrx                       supported      supported
-deepseek_v2                supported      supported
-deepseek_v3                supported      supported
-deepseek_v32               supported      supported
 deepseek_v4                compressed     compressed
-diffllama                  supported      supported
-doge                       supported      supported
-dory                       supported      supported
-dots1                      supported      supported
 dots3_note                 not_built      not_built
-dots3_note_text            supported      supported
-electra                    supported      supported
-emu3                       supported      supported
-ernie                      supported      supported
-ernie4_5                   supported      supported
-ernie4_5_moe               supported      supported
-exaone                     supported      supported
-exaone4                    supported      supported
-exaone_moe                 supported      supported
-falcon                     supported      supported
-falcon_h1                  supported      supported
 falcon_mamba               no_attention   no_attention
-flex_olmo                  supported      supported
-flint                      supported      supported
-fuyu                       supported      supported
-gemma                      supported      supported
-gemma2                     supported      supported
-gemma3                     supported      supported
-gemma3_text                supported      supported
 gemma3n                    not_built      not_built
-gemma3n_text               supported      supported
-gemma4                     supported      supported
 gemma4_assistant           not_built      not_built
-gemma4_text                supported      supported
-gemma4_unified             supported      supported
 gemma4_unified_assistant   not_built      not_built
-gemma4_unified_text        supported      supported
 git                        not_built      not_built
-glm                        supported      supported
-glm4                       supported      supported
-glm4_moe                   supported      supported
-glm4_moe_lite              supported      supported
-glm_moe_dsa                supported      supported
-got_ocr2                   supported      supported
-gpt-sw3                    supported      supported
-gpt2                       supported      supported
-gpt_bigcode                supported      supported
 gpt_neo                    own_mask       own_mask
-gpt_neox                   supported      supported
-gpt_neox_japanese          supported      supported
-gpt_oss                    supported      supported
-gptj                       supported      supported
-granite                    supported      supported
-granite_swa                supported      supported
-granitemoe                 supported      supported
-granitemoe_swa             supported      supported
-granitemoehybrid           supported      supported
-granitemoeshared           supported      supported
-helium                     supported      supported
-hrm_text                   supported      supported
-hunyuan_v1_dense           supported      supported
-hunyuan_v1_moe             supported      supported
-hy_v3                      supported      supported
-hy_v4                      supported      supported
-hyperclovax                supported      supported
 inkling2_loop_text         no_mask        no_mask
 inkling2_text              no_mask        no_mask
 inkling_text               no_mask        no_mask
-internlm3                  supported      supported
-iquestcoder                supported      supported
-jais2                      supported      supported
 jamba                      forgets        forgets
-jetmoe                     supported      supported
-kimi_linear                supported      supported
-kolibri1                   supported      supported
-laguna                     supported      supported
-lara_mini                  supported      supported
-lfm2                       supported      supported
-lfm2_moe                   supported      supported
-lfm3                       supported      supported
-llama                      supported      supported
-llama4                     supported      supported
-llama4_text                supported      supported
-longcat_flash              supported      supported
 mamba                      no_attention   no_attention
 mamba2                     no_attention   no_attention
 marian                     no_positions   own_mask
 mbart                      no_positions   own_mask
-megatron-bert              supported      supported
-mellum                     supported      supported
-mimo_v2_flash              supported      supported
-minicpm3                   supported      supported
 minimax                    own_cache      own_cache
-minimax_m2                 supported      supported
-minimax_m3_vl_text         supported      supported
-ministral                  supported      supported
-ministral3                 supported      supported
-mistral                    supported      supported
-mixtral                    supported      supported
-mllama                     supported      supported
-modernbert-decoder         supported      supported
-moshi                      supported      supported
 moss_transcribe_diarize    no_positions   supported
 mpt                        no_positions   no_mask
 musicgen                   not_built      not_built
 musicgen_melody            not_built      not_built
 mvp                        no_positions   own_mask
-nanochat                   supported      supported
-nemotron                   supported      supported
-nemotron_h                 supported      supported
-olmo                       supported      supported
-olmo2                      supported      supported
-olmo3                      supported      supported
-olmo_hybrid                supported      supported
-olmoe                      supported      supported
 openai-gpt                 no_mask        no_mask
-opt                        supported      supported
 pegasus                    no_positions   own_mask
-persimmon                  supported      supported
-phi                        supported      supported
-phi3                       supported      supported
-phi4_multimodal            supported      supported
-phimoe                     supported      supported
 plbart                     no_positions   own_mask
 prophetnet                 no_positions   no_mask
-qwen2                      supported      supported
-qwen2_moe                  supported      supported
-qwen3                      supported      supported
-qwen3_5                    supported      supported
-qwen3_5_moe                supported      supported
-qwen3_5_moe_text           supported      supported
-qwen3_5_text               supported      supported
-qwen3_moe                  supported      supported
-qwen3_next                 supported      supported
 qwen4_exp                  indexed        indexed
 qwen4_exp_text             indexed        indexed
 recurrent_gemma            no_mask        forgets
 reformer                   own_cache      own_cache
-rembert                    supported      supported
-roberta                    supported      supported
-roberta-prelayernorm       supported      supported
-roc_bert                   supported      supported
 roformer                   no_positions   own_mask
 rwkv                       own_cache      own_cache
-sarvam_mla                 supported      supported
-sarvam_moe                 supported      supported
-seed_oss                   supported      supported
-smollm3                    supported      supported
-solar_open                 supported      supported
-stablelm                   supported      supported
-starcoder2                 supported      supported
 trocr                      no_positions   own_mask
-vaultgemma                 supported      supported
 whisper                    no_positions   supported
-xglm                       supported      supported
 xlm                        no_mask        no_mask
-xlm-roberta                supported      supported
-xlm-roberta-xl             supported      supported
 xlnet                      own_cache      own_cache
 xlstm                      own_cache      own_cache
-xmod                       supported      supported
-youtu                      supported      supported
 zamba                      forgets        forgets
-zamba2                     supported      supported
-zaya                       supported      supported
 """
 
 # The sentences that refuse a family, after the name of the model's class.
@@ -267,7 +133,8 @@ MULTIMODAL = {
     "qwen3_vl": SUPPORTED,
 }
 
-FAMILIES = {name: (target, draft) for name, target, draft in map(str.split, TABLE.strip().splitlines())}
+FAMILIES = dict.fromkeys(BOTH.split(), (SUPPORTED, SUPPORTED))
+FAMILIES |= {name: (target, draft) for name, target, draft in map(str.split, OTHERS.strip().splitlines())}
 
 # Pairs that people use: hub ids, form of the draft, vocabulary sizes of the models' logits, and "ours": what was done
 # with the pair here.

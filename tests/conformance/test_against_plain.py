@@ -10,16 +10,18 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 
 import hf_ssd
 from hf_ssd.cache.cache_name import CACHE
+from hf_ssd.drafting.sampling import SpeculationNoise
 from hf_ssd.generation import deciding, loop
 from hf_ssd.generation.sequences import Sequences
 
-from ..helpers.preparing import preparing
+from ..helpers.preparing import ahead, preparing
 from ..helpers.tiny import VOCAB, tiny_draft
 
 TOKENS = st.integers(2, VOCAB - 1)
 SETTINGS = {
     "lookahead": st.integers(1, 7),
     "budget": st.integers(1, 20),
+    "fan_out": st.sampled_from(["uniform", "geometric", "confidence"]),
     "fallback": st.sampled_from(["primary", "ngram", "random"]),
 }
 OPTIONS = {
@@ -30,16 +32,27 @@ OPTIONS = {
     "constraint": st.integers(2, 6),
     "repetition_penalty": st.sampled_from([0.8, 1.3]),
     "no_repeat_ngram_size": st.sampled_from([2, 3]),
+    "begin_suppress_tokens": st.lists(TOKENS, min_size=1, max_size=20),
     "min_new_tokens": st.integers(1, 6),
     "forced_eos_token_id": TOKENS,
 }
-WARPERS = {"top_k": st.sampled_from([0, 1, 5]), "temperature": st.sampled_from([0.5, 1.5])}
+WARPERS = {
+    "top_k": st.sampled_from([0, 1, 5]),
+    "temperature": st.sampled_from([0.5, 1.5]),
+    "top_p": st.sampled_from([0.3, 0.9]),
+    "epsilon_cutoff": st.just(0.01),
+    "eta_cutoff": st.just(0.01),
+    "top_h": st.just(0.5),
+}
 
 
 @pytest.fixture(scope="module")
 def draft():
     """One that agrees more often than that of the other tests: calls are short, and rows may have to agree at once."""
     return tiny_draft(disagreement=0.01)
+
+
+HITS = []  # the share of rows that hit, in each round of each call
 
 
 class Notes(LogitsProcessor):
@@ -135,7 +148,7 @@ def arguments(options, prompt_length, tokenizer):
     return options, shown, asked, criterion.calls
 
 
-def turns(target, dialogue, ssd, tokenizer):
+def turns(target, dialogue, ssd, tokenizer, planned=ahead):
     """Plays a dialogue with one cache: after each turn the output, and what users' objects were shown."""
     prompts, questions, options, _, dtype, masks_pads, seed = dialogue
     length = max(map(len, prompts))
@@ -146,7 +159,7 @@ def turns(target, dialogue, ssd, tokenizer):
         given, *notes = arguments(options, ids.shape[1], tokenizer)
         torch.manual_seed(seed)
         before = ids.clone(), mask.clone()
-        with default_dtype(dtype), preparing():
+        with default_dtype(dtype), preparing(planned) as hits:
             output = target.generate(
                 ids,
                 attention_mask=mask,
@@ -159,6 +172,7 @@ def turns(target, dialogue, ssd, tokenizer):
         assert torch.equal(ids, before[0]) and torch.equal(mask, before[1])
         assert output[CACHE].get_seq_length() == output.sequences.shape[1] - 1
         played.append((output, *notes))
+        HITS.extend(hits)
         if question is not None:
             answer = output.sequences[:, ids.shape[1] :]
             said = torch.tensor([question]).expand(len(ids), -1)
@@ -166,6 +180,15 @@ def turns(target, dialogue, ssd, tokenizer):
             mask = torch.cat([mask, of_answer, torch.ones_like(said)], dim=1)
             ids, cache = torch.cat([output.sequences, said], dim=1), output[CACHE]
     return played
+
+
+def check_scores(ours, theirs, options):
+    """Of each row's tokens up to its first end; what follows belongs to padding."""
+    ends = [*options.get("eos_token_id", []), options.get("forced_eos_token_id", -1), 0]
+    are_ends = torch.isin(ours.sequences[:, -len(ours.scores) :], torch.tensor(ends)).long()
+    kept = are_ends.cumsum(1) - are_ends == 0
+    scores = (torch.stack(each.scores, 1)[kept] for each in (ours, theirs))
+    torch.testing.assert_close(*scores, atol=1e-3, rtol=1e-3)
 
 
 def check_greedy(target, draft, tokenizer, examples, of_each=()):
@@ -177,6 +200,7 @@ def check_greedy(target, draft, tokenizer, examples, of_each=()):
             turns(target, dialogue, ssd, tokenizer), turns(target, dialogue, {}, tokenizer), strict=True
         ):
             assert torch.equal(ours.sequences, theirs.sequences)
+            check_scores(ours, theirs, options)
             assert len(ours.scores) == len(theirs.scores) and ours.ssd_stats.draft_failure is None
             (shown, asked, judged), (shown_in_plain, asked_in_plain, judged_in_plain) = our_notes, their_notes
             assert shown == shown_in_plain and judged == judged_in_plain
@@ -184,12 +208,13 @@ def check_greedy(target, draft, tokenizer, examples, of_each=()):
             accepted.append(sum(k for _, k, _ in ours.ssd_stats.verified_rows()))
 
     accepted = []
+    HITS.clear()
     check(dialogues({}, of_each), check_one, examples)
-    assert of_each or sum(accepted) > examples
+    assert of_each or (sum(accepted) > examples and 0.1 < sum(HITS) / len(HITS) < 0.9)
 
 
 def check_sampled(target, draft, tokenizer, examples):
-    """What must hold whatever is drawn."""
+    """What must hold whatever is drawn, and the tokens of drafting in turn where those do not depend on hits."""
 
     def check_one(dialogue):
         options = {**dialogue[2], "do_sample": True}
@@ -198,7 +223,13 @@ def check_sampled(target, draft, tokenizer, examples):
         ends = [*options.get("eos_token_id", []), options.get("forced_eos_token_id", -1)]
         has_eos = "eos_token_id" in options
         length = max(map(len, dialogue[0]))
-        for output, shown, asked, judged in turns(target, dialogue, ssd, tokenizer):
+        played = turns(target, dialogue, ssd, tokenizer)
+        if dialogue[3].fallback == "primary":
+            in_turn = turns(target, dialogue, ssd, tokenizer, lambda plan, _: plan)
+            assert all(
+                torch.equal(ours.sequences, theirs.sequences) for (ours, *_), (theirs, *_) in zip(played, in_turn)
+            )
+        for output, shown, asked, judged in played:
             new = output.sequences[:, length:].tolist()
             assert len(new[0]) == len(output.scores) <= options["max_new_tokens"]
             rows = output.sequences.tolist()
@@ -285,6 +316,16 @@ def test_mistakes_are_noticed(target, draft, tokenizer, mutant, monkeypatch):
     mutant(monkeypatch)
     with pytest.raises((AssertionError, ValueError, IndexError, RuntimeError)):
         check_greedy(target, draft, tokenizer, 100, [MUTANTS[mutant]])
+
+
+def test_draft_randomness_that_depends_on_when_it_is_drawn_is_noticed(target, draft, tokenizer, monkeypatch):
+    """The mutant for the sampled calls."""
+    in_their_order = torch.Generator().manual_seed(0)
+    monkeypatch.setattr(
+        SpeculationNoise, "at", lambda self, *_: torch.empty(self.vocab_size).exponential_(generator=in_their_order)
+    )
+    with pytest.raises(AssertionError):
+        check_sampled(target, draft, tokenizer, 50)
 
 
 @pytest.mark.slow

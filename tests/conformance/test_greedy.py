@@ -36,11 +36,9 @@ def test_mistakes_in_verification_are_noticed(target, draft, monkeypatch, mutant
     assert not torch.equal(target.generate(**inputs, **options, assistant_model=draft, ssd_config=config), plain)
 
 
-@pytest.mark.parametrize("lookahead", [1, 4, 7])
-def test_the_target_as_its_own_draft_hits_every_time(lookahead):
-    target = hf_ssd.enable(tiny_model())
+def test_the_target_as_its_own_draft_hits_every_time():
+    target, lookahead, rounds = hf_ssd.enable(tiny_model()), 7, 5
     config = hf_ssd.SSDConfig(lookahead=lookahead, budget=2 * (lookahead + 1), fan_out="uniform")
-    rounds = 5
     with hf_ssd.launch_draft(target) as assistant:
         output = target.generate(
             **padded_batch(2),
@@ -87,27 +85,12 @@ def test_prompts_longer_than_the_first_allocation(target, assistant):
     assert torch.equal(target.generate(prompt, **options, assistant_model=assistant, ssd_config=config), plain)
 
 
-def test_a_draft_that_is_always_wrong_costs_rounds_and_not_tokens(target):
-    inputs = padded_batch(2)
-    plain = target.generate(**inputs, max_new_tokens=12, do_sample=False)
-    output = target.generate(
-        **inputs,
-        max_new_tokens=12,
-        do_sample=False,
-        assistant_model=tiny_model(seed=99),
-        ssd_config=hf_ssd.SSDConfig(lookahead=3, asynchronous=False),
-        return_dict_in_generate=True,
-    )
-    assert torch.equal(output.sequences, plain)
-    assert output.ssd_stats.hit_rate == 0 and output.ssd_stats.tokens_per_round < 1.3
-
-
 def random_states():
     python, (kind, numbers, *rest) = random.getstate(), np.random.get_state()
     return python, torch.get_rng_state().tolist(), (kind, numbers.tolist(), *rest)
 
 
-@pytest.mark.parametrize("settings", [{"lookahead": 4}, {}, {"fallback": "random", "lookahead": 3}])
+@pytest.mark.parametrize("settings", [{}, {"fallback": "random", "lookahead": 3}])
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_greedy_calls_leave_the_random_numbers_alone_as_plain_ones_do(target, draft, assistant, asynchronous, settings):
     config = hf_ssd.SSDConfig(asynchronous=asynchronous, **settings)

@@ -1,8 +1,6 @@
 """Models that keep a recurrent state between layers with attention: whole calls are those of plain generate()."""
 
-import contextlib
 import dataclasses
-import functools
 import itertools
 import re
 import threading
@@ -23,9 +21,10 @@ from hf_ssd.planning.experience import CallKind
 from hf_ssd.planning.planner import Planner
 from hf_ssd.rounds import AHEAD, IN_TURN, RoundRecord
 
-from ..helpers.families import HYBRIDS, likely_draft, sharp_model, tiny_config
+from ..helpers.families import likely_draft, sharp_model, tiny_config
 from ..helpers.preparing import preparing
 from ..helpers.tiny import padded_batch, tiny_draft, tiny_model
+from .test_families import check_cache, check_draft, check_family, check_target
 from .test_turns import differences
 
 QUICK = ("qwen3_next", "bamba", "lfm2", "falcon_h1")
@@ -41,23 +40,6 @@ def pair_of(family):
     return PAIRS[family]
 
 
-class Knows:
-    """Proposes what plain generation goes on with, but every fourth token is another one."""
-
-    def __init__(self, plain, attention_mask):
-        padding = (attention_mask == 0).sum(1).tolist()
-        self.texts = [row[skipped:].tolist() for row, skipped in zip(plain, padding)]
-
-    def propose(self, input_ids, lookahead):
-        known = input_ids[0].tolist()
-        text = next((text for text in self.texts if text[: len(known)] == known), known)
-        stop = len(known) + lookahead
-        tokens = [
-            token if place % 4 else (token + 1) % 97 for place, token in enumerate(text[len(known) : stop], len(known))
-        ]
-        return torch.tensor(tokens, dtype=torch.long), None
-
-
 @pytest.fixture
 def short_refeeds(monkeypatch):
     monkeypatch.setattr(recurrent, "WORTH_A_PASS", 6)
@@ -70,129 +52,28 @@ def in_turn(draft, lookahead=4, **settings):
     }
 
 
-def check_greedy(family, rows, lookaheads, ends=False):
-    """Greedy tokens, logits and states are plain's; with `ends`, rows end at different lengths."""
-    target, draft = pair_of(family)
-    inputs, options = padded_batch(rows), GREEDY
-    plain = target.generate(**inputs, **options)
-    assert len(set(plain.sequences[:, 9:].flatten().tolist())) > 4
-    if ends:
-        options = {**GREEDY, "eos_token_id": [int(plain.sequences[0, 15]), int(plain.sequences[-1, 21])]}
-        plain = target.generate(**inputs, **options)
-    knows = Knows(plain.sequences, inputs["attention_mask"])
-    for lookahead in lookaheads:
-        with preparing(
-            lambda plan, _: dataclasses.replace(plan, mode=AHEAD, budget=1)
-        ):  # for few hits, so `knows` is asked
-            output = target.generate(**inputs, **options, **in_turn(draft, lookahead, fallback=knows))
-        assert torch.equal(output.sequences, plain.sequences)
-        assert output.ssd_stats.draft_failure is None and 1.3 < output.ssd_stats.tokens_per_round < lookahead + 1
-        for ours, theirs in zip(output.logits, plain.logits, strict=True):
-            assert ends or (ours - theirs).abs().max() <= 1e-4 * theirs.abs().max()  # behind an end there are none
-        check_cache(output[CACHE], plain[CACHE])
-
-
-def check_cache(ours, theirs):
-    assert ours.get_seq_length() == theirs.get_seq_length()
-    for one, other in zip(ours.layers, theirs.layers, strict=True):
-        for name in ("conv_states", "recurrent_states"):
-            for index, state in getattr(other, name, {}).items():
-                if state is not None:
-                    assert (getattr(one, name)[index] - state).abs().max() <= 1e-4 * state.abs().max()
-
-
-@pytest.mark.parametrize("ends", [False, True])
 @pytest.mark.parametrize("family", QUICK)
-def test_greedy_tokens_logits_and_states_are_those_of_plain_generate(family, ends, short_refeeds):
-    check_greedy(family, rows=3, lookaheads=[4], ends=ends)
+def test_tokens_logits_and_states_are_those_of_plain_generate(family, short_refeeds):
+    """As a target, and as a draft, of which a wrong state or a copy of the wrong columns would lose acceptance."""
+    check_family(family, {3: [4]})
 
 
 def test_refeeds_are_shortened_by_passes_of_their_own(monkeypatch):
-    passes, feed = [], RecurrentModel._feed
+    passes, counts, feed = [], [], RecurrentModel._feed
     monkeypatch.setattr(RecurrentModel, "_feed", lambda *arguments: passes.append(1) or feed(*arguments))
     for worth in (6, 1000):
-        passes.append(0)
+        passes.clear()
         monkeypatch.setattr(recurrent, "WORTH_A_PASS", worth)
-        check_greedy("qwen3_next", rows=3, lookaheads=[7])
-    second = passes.index(0, 1)
-    assert sum(passes[:second]) > sum(passes[second:])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("family", HYBRIDS)
-def test_every_family_with_every_lookahead(family, rows):
-    check_greedy(family, rows, lookaheads=[1, 4, 7])
+        check_target(pair_of("qwen3_next")[0], None, {3: [7]})
+        counts.append(len(passes))
+    assert counts[0] > counts[1]
 
 
 # ---------------------------------------------------------------- hybrid drafts
 
 
-def check_hybrid_draft(target, draft, rows, lookaheads, least, **options):
-    """Greedy tokens are plain's, drafted in turn and ahead; returns the hit rate of the last call."""
-    inputs = padded_batch(rows)
-    plain = target.generate(**inputs, **GREEDY)
-    assert len(set(plain.sequences[:, 9:].flatten().tolist())) > 4
-    for lookahead in lookaheads:
-        for prepares in (False, True):
-            with preparing() if prepares else contextlib.nullcontext():
-                output = target.generate(**inputs, **GREEDY, **in_turn(draft, lookahead, **options))
-            stats = output.ssd_stats
-            assert torch.equal(output.sequences, plain.sequences)
-            assert stats.draft_failure is None and (stats.hit_rate > 0) == prepares
-            assert set(stats.column("mode")) == {AHEAD if prepares else "in_turn"}
-            assert stats.tokens_per_round > least(lookahead)
-    return stats.hit_rate
-
-
-@pytest.mark.parametrize("family", QUICK)
-def test_a_hybrid_drafts_for_itself_and_is_always_right(family, short_refeeds):
-    """A wrong state of the draft, or a copy of the wrong columns, would lose acceptance."""
-    check_own_draft(family)
-
-
-@functools.cache
-def twins(family):
-    config = tiny_config(family)
-    return hf_ssd.enable(sharp_model(config)), sharp_model(config)
-
-
-def check_own_draft(family):
-    target, draft = twins(family)
-    assert check_hybrid_draft(target, draft, 3, [4], least=lambda lookahead: 4.8) > 0.7
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", [family for family in HYBRIDS if family != "kimi_linear"])  # it takes minutes
-def test_every_family_drafts_with_every_lookahead(family):
-    config = tiny_config(family)
-    target, same, other = hf_ssd.enable(sharp_model(config)), sharp_model(config), sharp_model(config, 0.004)
-    check_hybrid_draft(target, same, 3, [1, 4, 7], least=lambda lookahead: 0.9 * (lookahead + 1))
-    check_hybrid_draft(target, other, 1, [4], least=lambda lookahead: 1.02)
-    sampled_like_the_oracle(target, other, 3)
-
-
-def sampled_like_the_oracle(target, draft, rows):
-    """Sampled tokens do not depend on whether the draft prepared them."""
-    outputs, options = [], {"max_new_tokens": 30, "do_sample": True, "temperature": 0.7, "top_k": 0}
-    for context in (preparing(), contextlib.nullcontext()):
-        torch.manual_seed(11)
-        with context:
-            outputs.append(
-                target.generate(**padded_batch(rows), **options, return_dict_in_generate=True, **in_turn(draft))
-            )
-    assert torch.equal(outputs[0].sequences, outputs[1].sequences)
-    assert outputs[0].ssd_stats.hit_rate > 0 and outputs[0].ssd_stats.tokens_per_round > 1.1
-
-
-def test_sampled_tokens_with_a_hybrid_draft_are_those_of_the_oracle(short_refeeds):
-    config = tiny_config("qwen3_next")
-    sampled_like_the_oracle(hf_ssd.enable(sharp_model(config)), sharp_model(config, 0.004), 3)
-
-
-@pytest.mark.parametrize("fallback", ["primary", pytest.param("ngram", marks=pytest.mark.slow)])
-def test_a_hybrid_drafts_for_a_target_with_attention(target, fallback):
-    """And a row that ends, a fallback and a penalty."""
+def test_a_hybrid_drafts_for_a_target_with_attention(target):
+    """And a row that ends, and a penalty."""
     hybrid = sharp_model(tiny_config("qwen3_next"))
     inputs = padded_batch(3)
     plain = target.generate(**inputs, **GREEDY)
@@ -200,7 +81,7 @@ def test_a_hybrid_drafts_for_a_target_with_attention(target, fallback):
     options |= {"repetition_penalty": 1.1, "max_new_tokens": 12}
     expected = target.generate(**inputs, **options).sequences
     with preparing():
-        output = target.generate(**inputs, **options, **in_turn(hybrid, fallback=fallback))
+        output = target.generate(**inputs, **options, **in_turn(hybrid))
     assert torch.equal(output.sequences, expected) and output.ssd_stats.draft_failure is None
     assert set(output.ssd_stats.column("mode")) == {AHEAD}
 
@@ -237,42 +118,16 @@ def test_the_budget_of_a_hybrid_draft_is_bounded_by_its_memory(short_refeeds, mo
     assert "room for 9 recurrent states of a row" in planner.reason
 
 
-# ---------------------------------------------------------------- a worker
+# ---------------------------------------------------------------- ends, and plans
 
 
-def test_a_worker_drafts_ahead_for_a_hybrid_target(short_refeeds):
-    config = tiny_config("qwen3_next")
-    target, draft = hf_ssd.enable(sharp_model(config)), sharp_model(config, 0.004)
-    inputs = padded_batch(3)
-    plain = target.generate(**inputs, **GREEDY)
-    with hf_ssd.launch_draft(draft, num_threads=1) as assistant:
-        config = hf_ssd.SSDConfig(lookahead=4, budget=20)
-        output = target.generate(**inputs, **GREEDY, assistant_model=assistant, ssd_config=config)
-        assert torch.equal(output.sequences, plain.sequences)
-        assert output.ssd_stats.draft_failure is None and output.ssd_stats.hit_rate > 0
-
-        sampled = []
-        for model, asynchronous in ((assistant, True), (draft, False)):
-            torch.manual_seed(11)
-            options = {"max_new_tokens": 30, "do_sample": True, "temperature": 0.7, "return_dict_in_generate": True}
-            config = hf_ssd.SSDConfig(lookahead=4, budget=20, asynchronous=asynchronous)
-            sampled.append(target.generate(**inputs, **options, assistant_model=model, ssd_config=config))
-    assert torch.equal(sampled[0].sequences, sampled[1].sequences)
-    assert sampled[0].ssd_stats.column("accepted") == sampled[1].ssd_stats.column("accepted")
-    assert sampled[0].ssd_stats.tokens_per_round > 1.1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["eos", "string"])
-@pytest.mark.parametrize("family", QUICK[:3])
-def test_later_turns_are_those_of_plain_generation(family, kind, tokenizer, short_refeeds):
+@pytest.mark.parametrize("family", ["lfm2", *(pytest.param(name, marks=pytest.mark.slow) for name in QUICK[:2])])
+def test_later_turns_are_those_of_plain_generation(family, short_refeeds):
+    """Rows end at different lengths."""
     target, draft = pair_of(family)
     plain = target.generate(**padded_batch(4), max_new_tokens=30, do_sample=False, eos_token_id=None)
     tokens = [int(plain[0, 9 + 3]), int(plain[1, 9 + 8]), int(plain[2, 9 + 12])]
     options = {"eos_token_id": tokens, "max_new_tokens": 20, "pad_token_id": 0}
-    if kind == "string":
-        strings = tokenizer.convert_ids_to_tokens([token for token in tokens if token > 1])
-        options |= {"stop_strings": strings, "tokenizer": tokenizer, "eos_token_id": tokens[:1]}
     assert not differences(target, draft, options, mask_of_pads=True, padded=True)
 
 
@@ -288,32 +143,6 @@ def test_a_call_that_ends_before_what_some_rows_have(short_refeeds):
     output = target.generate(**options, **in_turn(draft, 7))
     assert torch.equal(output.sequences, plain.sequences) and plain.sequences.shape[1] == 9 + 17
     check_cache(output[CACHE], plain[CACHE])
-
-
-def test_streaming_scores_and_several_sequences(short_refeeds):
-    target, draft = pair_of("bamba")
-    inputs, options = padded_batch(1), {**GREEDY, "output_scores": True, "repetition_penalty": 1.2}
-    plain = target.generate(**inputs, **options)
-
-    class Streamer:
-        tokens = []
-
-        def put(self, value):
-            self.tokens += value.flatten().tolist()
-
-        def end(self):
-            pass
-
-    output = target.generate(**inputs, **options, **in_turn(draft), streamer=Streamer())
-    assert Streamer.tokens == plain.sequences[0].tolist() == output.sequences[0].tolist()
-    for ours, theirs in zip(output.scores, plain.scores, strict=True):
-        assert (ours - theirs).abs().max() <= 1e-4 * theirs.abs().max()
-
-    torch.manual_seed(5)
-    sampled = {"max_new_tokens": 20, "do_sample": True, "num_return_sequences": 3, "return_dict_in_generate": True}
-    output = target.generate(**padded_batch(2), **sampled, **in_turn(draft))
-    assert output.sequences.shape == (6, 29) and len(set(map(tuple, output.sequences.tolist()))) == 6
-    assert output.ssd_stats.tokens_per_round > 1.1
 
 
 def test_a_hybrid_target_is_drafted_for_by_a_plan(short_refeeds, monkeypatch):
@@ -503,17 +332,17 @@ OF_DRAFTS += [a_neighbours_branch, an_adopted_neighbour]
 @pytest.mark.parametrize("mutate", [*OF_TARGETS, *OF_DRAFTS])
 def test_a_wrong_state_is_noticed(mutate, short_refeeds, monkeypatch):
     """By the greedy tokens of a target, and by the acceptance of a draft."""
-    family = "qwen3_next"
-    twins.cache_clear()  # a draft goes on with the states of its last call
-    for model in (pair_of(family)[0], *twins(family)):  # which would notice some of them first
+    config = tiny_config("qwen3_next")
+    target, draft = hf_ssd.enable(sharp_model(config)), sharp_model(config)
+    for model in (target, draft):  # which would notice some of them first
         check_supported(model, drafts=True)
         check_supported(model, rows=3, lookahead=4)
     mutate(monkeypatch)
     with pytest.raises(AssertionError):
         if mutate in OF_DRAFTS:
-            check_own_draft(family)
+            check_draft(target, draft)
         else:
-            check_greedy(family, 3, [4])
+            check_target(target, None, {3: [4]})
 
 
 @pytest.mark.parametrize("hooked", [False, pytest.param(True, marks=pytest.mark.slow)])

@@ -10,7 +10,6 @@ from transformers import (
 )
 
 import hf_ssd
-from hf_ssd.cache.cache_name import CACHE
 
 from ..helpers.tiny import padded_batch
 
@@ -103,49 +102,6 @@ def test_output_type(target, assistant):
     assert "hit rate" in str(ssd.ssd_stats) and ssd.ssd_stats.to_dict()["rounds"] == ssd.ssd_stats.rounds > 0
     assert all(len(record.accepted) == len(record.sources) == 2 for record in ssd.ssd_stats.records)
     assert both(target, assistant, padded_batch(2))[1].shape == plain.sequences.shape
-
-
-@pytest.mark.parametrize("family, name", [("llama", CACHE), ("llama", "past_key_values"), ("gemma", CACHE)])
-def test_continuing_from_a_cache(family, name, target, assistant):
-    if family == "gemma":
-        from ..helpers.tiny import tiny_draft, tiny_model
-
-        target = hf_ssd.enable(tiny_model("gemma"))
-        assistant = tiny_draft("gemma")
-    options = {"do_sample": False, "return_dict_in_generate": True}
-    ssd = {"assistant_model": assistant, "ssd_config": CONFIG}
-    inputs = padded_batch(1)
-    whole = target.generate(**inputs, max_new_tokens=30, **options)
-    for first, second in [(ssd, ssd), (ssd, {}), ({}, ssd)]:  # both directions between plain and SSD
-        half = target.generate(**inputs, max_new_tokens=13, **options, **first)
-        assert half[CACHE].get_seq_length() == 9 + 13 - 1
-        rest = target.generate(
-            half.sequences,
-            attention_mask=torch.ones_like(half.sequences),
-            **{name: half[CACHE]},
-            max_new_tokens=17,
-            **options,
-            **second,
-        )
-        assert torch.equal(rest.sequences, whole.sequences)
-        assert rest[CACHE].get_seq_length() == 9 + 30 - 1
-
-
-def test_num_return_sequences_and_set_seed(target, assistant):
-    options = {
-        "max_new_tokens": 15,
-        "do_sample": True,
-        "num_return_sequences": 3,
-        "assistant_model": assistant,
-        "ssd_config": CONFIG,
-    }
-    outputs = []
-    for seed in (1, 1, 2):
-        torch.manual_seed(seed)
-        outputs.append(target.generate(**padded_batch(2), **options))
-    assert outputs[0].shape == (6, 9 + 15)
-    assert torch.equal(outputs[0], outputs[1]) and not torch.equal(outputs[0], outputs[2])
-    assert len({tuple(row.tolist()) for row in outputs[0][:3]}) > 1
 
 
 def test_without_ssd_config_it_is_transformers_own(target, draft):

@@ -20,6 +20,7 @@ from hf_ssd.generation import loop
 from hf_ssd.planning.fixed_plan import FixedPlan
 from hf_ssd.rounds import AHEAD, FINISHED, NGRAM, PLAIN, Plan
 
+from ..helpers.last_token import LastToken
 from ..helpers.preparing import preparing
 from ..helpers.thread_worker import ThreadWorker
 from ..helpers.tiny import VOCAB, padded_batch, tiny_draft, tiny_model
@@ -308,32 +309,14 @@ def test_nothing_is_said_of_processors_that_the_target_applies(target, draft, op
 # ---------------------------------------------------------------- a seed
 
 
-class Repeats:
-    """A fallback of the user's own."""
-
-    def propose(self, input_ids, lookahead):
-        return input_ids[0, -2:], None
-
-
-@pytest.fixture(scope="module")
-def two_workers():
-    with DraftAssistant([ThreadWorker(tiny_draft(disagreement=0.3)) for _ in range(2)]) as assistant:
-        yield assistant
-
-
-@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("fan_out", ["geometric", "confidence"])
-@pytest.mark.parametrize("fallback", ["ngram", "random", Repeats()], ids=["ngram", "random", "an object"])
-def test_a_seed_repeats_a_call_with_fixed_settings_whatever_the_fallback(
-    target, assistant, two_workers, fallback, fan_out, workers
-):
-    texts, sources = [], set()
+@pytest.mark.parametrize("fallback", ["ngram", "random", LastToken()], ids=["ngram", "random", "an object"])
+def test_a_seed_repeats_a_call_with_fixed_settings_whatever_the_fallback(target, assistant, fallback):
+    texts, sources, settings = [], set(), {"lookahead": 4, "budget": 6, "fan_out": "confidence"}
     for number in range(3):
         torch.manual_seed(11)
         output = target.generate(
             **padded_batch(2), max_new_tokens=24, do_sample=True, temperature=0.7, return_dict_in_generate=True,
-            assistant_model=assistant if workers == 1 else two_workers,
-            ssd_config=hf_ssd.SSDConfig(lookahead=4, budget=6, fan_out=fan_out, fallback=fallback),
+            assistant_model=assistant, ssd_config=hf_ssd.SSDConfig(**settings, fallback=fallback),
         )  # fmt: skip
         assert output.ssd_stats.draft_failure is None
         sources.update(*output.ssd_stats.column("sources"))
@@ -341,7 +324,6 @@ def test_a_seed_repeats_a_call_with_fixed_settings_whatever_the_fallback(
         if number % 2:  # another call between, from which the cache shape could learn
             target.generate(
                 **padded_batch(2, seed=number), max_new_tokens=20, do_sample=True, temperature=0.7,
-                assistant_model=assistant if workers == 1 else two_workers,
-                ssd_config=hf_ssd.SSDConfig(lookahead=4, budget=6, fan_out=fan_out),
+                assistant_model=assistant, ssd_config=hf_ssd.SSDConfig(**settings),
             )  # fmt: skip
     assert all(text == texts[0] for text in texts) and sources & {"ngram", "random", "custom"}

@@ -201,14 +201,6 @@ def test_whatever_is_planned_leaves_the_targets_distribution(small, monkeypatch)
     assert 0.1 < sum(hits) / len(hits) < 0.9
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["C = 0.3", "custom, drawn", "auto"])
-def test_every_setting_leaves_the_targets_distribution_with_a_worker(small, name, drafting):
-    target, draft = small
-    with hf_ssd.launch_draft(draft, num_threads=1) as assistant:
-        assert p_value(target, assistant, calls=16, asynchronous=True, seed=2, **SETTINGS[name]) > 1e-3
-
-
 def accept_greedily(scores, q, drafted, uniform):
     """The reference engine's rule for speculations that missed: accept what equals the likeliest token."""
     p = scores.softmax(-1)

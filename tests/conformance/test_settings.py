@@ -10,17 +10,14 @@ from ..helpers.last_token import LastToken
 from ..helpers.tiny import VOCAB, padded_batch, tiny_draft, tiny_model
 
 
-def run(target, draft, rows, sampled=False, seed=3, new_tokens=40, **settings):
-    settings = {"lookahead": 4, "budget": 16, **settings} if "fan_out" not in settings else settings
-    if isinstance(settings.get("fan_out"), str):
-        settings = {"lookahead": 4, "budget": 16, **settings}
-    torch.manual_seed(seed)
+def run(target, draft, rows, sampled=False, new_tokens=40, **settings):
+    torch.manual_seed(3)
     return target.generate(
         **padded_batch(rows),
         max_new_tokens=new_tokens,
         **({"do_sample": True, "top_k": 20} if sampled else {"do_sample": False}),
         assistant_model=draft,
-        ssd_config=hf_ssd.SSDConfig(**settings),
+        ssd_config=hf_ssd.SSDConfig(**{"lookahead": 4, "budget": 16, **settings}),
         return_dict_in_generate=True,
     )
 

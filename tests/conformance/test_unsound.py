@@ -10,7 +10,7 @@ from hf_ssd.generation import loop
 
 from ..helpers.families import sharp_model, tiny_config
 from ..helpers.preparing import preparing
-from ..helpers.tiny import VOCAB, padded_batch, tiny_draft, tiny_model
+from ..helpers.tiny import padded_batch, tiny_draft, tiny_model
 
 UNSOUND = 90  # a token whose embedding was never set, as those are that pad a vocabulary
 
@@ -80,15 +80,6 @@ def test_tokens_are_those_of_plain_generation(name, rows, monkeypatch):
             continue
         assert ours.keys.isfinite().all() and ours.values.isfinite().all()
         assert ours.keys.shape == theirs.keys.shape
-
-
-@pytest.mark.parametrize("rows", [1, 4])
-def test_with_a_constraint(rows, monkeypatch):
-    allowed = list(range(2, VOCAB))
-    plain, ssd = outputs(
-        "not a number", rows, monkeypatch, do_sample=False, prefix_allowed_tokens_fn=lambda *_: allowed
-    )
-    assert torch.equal(plain.sequences, ssd.sequences)
 
 
 @pytest.mark.parametrize("name", ["not a number", "draft"])

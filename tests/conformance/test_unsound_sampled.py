@@ -100,18 +100,6 @@ def test_strings_have_the_targets_distribution(lookahead, value, ends, fed_again
     assert fed_again.count(0) > 8 and (lookahead == 1 or fed_again.count(lookahead - 1) > 2)
 
 
-@pytest.fixture(scope="module")
-def worker():
-    with hf_ssd.launch_draft(pair()[2], num_threads=1) as assistant:
-        yield assistant
-
-
-@pytest.mark.parametrize("lookahead, value, ends", CASES[1::2])
-def test_strings_have_the_targets_distribution_with_a_worker(worker, lookahead, value, ends, fed_again):
-    assert p_value(pair(VALUES[value], ends), worker, calls=6, lookahead=lookahead, ends=ends) > 1e-3
-    assert fed_again.count(0) > 6
-
-
 class Unknown(LogitsProcessor):
     """Changes nothing, but may be one that compares rows, so all rows keep the same length."""
 

@@ -30,6 +30,7 @@ import torch
 ROOT = Path(__file__).parents[2]
 ADDRESS = "PRELOADED_PYTHON"  # the environment variable with the path of the server's socket
 READ_AT_IMPORT = ("HF_HOME", "HF_HUB_", "HF_DATASETS_", "TRANSFORMERS_", "TORCHINDUCTOR_", "CXX", "LD_")
+READ_LATER = "TORCHINDUCTOR_CACHE_DIR"  # which torch sets when it first compiles, or looks whether it can
 PRELOADED = [
     "hf_ssd.distributed.worker", "hf_ssd.distributed.supervisor", "matplotlib.pyplot", "numpy", "pytest",
     "torch._dynamo", "torch.distributed.run", "transformers.models.auto.tokenization_auto",
@@ -71,7 +72,7 @@ class Popen(subprocess.Popen):
             or any(
                 AT_START.get(name) != environment.get(name)
                 for name in AT_START.keys() | environment.keys()
-                if name.startswith(READ_AT_IMPORT)
+                if name.startswith(READ_AT_IMPORT) and name != READ_LATER
             )
         ):
             return super()._execute_child(*arguments)

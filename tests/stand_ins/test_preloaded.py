@@ -34,8 +34,7 @@ def run(how, status, folder):
     return done.returncode, done.stdout.replace(f"'{reading}'", "its number"), done.stderr
 
 
-@pytest.mark.parametrize("status", ["0", "3", "'why'"])
-@pytest.mark.parametrize("how", ["script", "-c", "-m"])
+@pytest.mark.parametrize("how, status", [("script", "0"), ("-c", "3"), ("-m", "'why'")])
 def test_a_preloaded_program_is_like_a_fresh_one(how, status, tmp_path, monkeypatch):
     seen = run(how, status, tmp_path)
     monkeypatch.setattr(subprocess, "Popen", preloaded.FRESH)
