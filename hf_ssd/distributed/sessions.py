@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -65,7 +64,7 @@ class SessionRequest:
             self.prompt_length = max(map(len, self.prompts))
 
     def to_dict(self) -> dict:
-        """Returns everything as plain Python objects that JSON can hold."""
+        """Returns everything as plain Python objects that JSON can hold, except a translation, which is `KEPT`."""
         # Values under names with an underscore are tensors that transformers derives anew on each side.
         generation_config = copy.copy(self.generation_config)
         vars(generation_config).update(as_plain_objects(vars(generation_config)))
@@ -80,7 +79,7 @@ class SessionRequest:
             "ssd_config": config.to_dict(),
             "generation_config": as_plain_objects(settings),
             "prompts": [prompt.tolist() for prompt in self.prompts],
-            "translation": None if self.translation is None else self.translation.to_tensor().tolist(),
+            "translation": None if self.translation is None else KEPT,
             "plan": wire.write_fields(PLAN, self.plan),
             "numbers": wire.write_fields(REQUEST, self),
         }
@@ -124,45 +123,21 @@ def as_plain_objects(value):
     return [as_plain_objects(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
-class DraftSession(ABC):
+class DraftSession:
     """
-    The conversation with the draft in a generate() call. A round is `send_outcome`, `receive_speculation`, and when
-    sampling `receive_probabilities`, in this order. The outcome of round 0 is the first token after the prompt. Rows
-    that are already finished are marked in it as in any other round.
+    A link to the draft, for the length of a generate() call. A round is `send_outcome`, `receive_speculation`, and when
+    sampling `receive_probabilities`, in this order. Each may raise [`DraftError`], and is not called again after it.
+    [`~DraftSession.close`] is called once, whatever happened before.
 
-    Each method may raise [`DraftError`], and is not called again after an error.
+    - `send_outcome(outcome, plan, features=None)` says which tokens were decided since the last answer, and how to
+      answer and prepare now. `features` are the target's hidden states `(tokens, width)` at the tokens that the draft
+      has none for, row after row. The outcome of round 0 is the first token after the prompt.
+    - `receive_speculation()` returns the next speculation, without probabilities. Rows that the target's process
+      proposes for have no tokens. If the plan names a proposer there, rows that missed have none either: their source
+      is `NOTHING`, and `send_proposals(tokens, sources)` must follow, which says what is verified.
+    - `receive_probabilities()` returns the distributions `(batch_size, lookahead, vocab_size)` that the tokens were
+      drawn from, or `None` if they are lost. It is not called for a speculation without tokens.
     """
-
-    @abstractmethod
-    def send_outcome(self, outcome: Outcome, plan: Plan, features: torch.Tensor | None = None) -> None:
-        """
-        Tells the draft which tokens were decided since its last answer, and how to answer and prepare now. Returns at
-        once. `features` are the target's hidden states `(tokens, width)` at the tokens that the draft has none for, row
-        after row.
-        """
-
-    @abstractmethod
-    def receive_speculation(self) -> Speculation:
-        """
-        Returns the next speculation, without probabilities. If it has no tokens, no probabilities follow. Rows that the
-        target's process proposes for have none. If the plan names a proposer there, rows that missed have none either:
-        their source is `NOTHING`, and `send_proposals` must follow.
-        """
-
-    @abstractmethod
-    def send_proposals(self, tokens: list[list[int]], sources: list[str]) -> None:
-        """Tells the draft which tokens are verified after rows have missed, and their sources. Returns at once."""
-
-    @abstractmethod
-    def receive_probabilities(self) -> torch.FloatTensor | None:
-        """
-        Returns the distributions `(batch_size, lookahead, vocab_size)` that the tokens were drawn from, or `None` if
-        they are lost. In that case none of the tokens may be accepted.
-        """
-
-    @abstractmethod
-    def close(self) -> None:
-        """Ends the conversation. Called once, whatever happened before."""
 
 
 class WorkerSession(DraftSession):
@@ -177,10 +152,8 @@ class WorkerSession(DraftSession):
         self.is_reusable = True
         worker.channel.make_room(self.rows, self.vocab_size)
         values = request.to_dict()
-        if request.translation is not None:
-            if worker.translation is request.translation:
-                values["translation"] = KEPT
-            worker.translation = request.translation
+        if request.translation is not None and worker.translation is not request.translation:
+            worker.translation, values["translation"] = request.translation, request.translation.to_tensor().tolist()
         worker.channel.send(Message(Kind.START, number, payload=payloads.write_json(values)))
 
     def send_outcome(self, outcome: Outcome, plan: Plan, features: torch.Tensor | None = None) -> None:

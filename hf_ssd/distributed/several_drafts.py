@@ -16,13 +16,6 @@ logger = logging.get_logger(__name__)
 TIME_TO_READ = 0.5  # seconds for an answer of which others have used up the deadline; it has usually arrived
 
 
-def open_session(workers: list, number: int, request: SessionRequest, on_close: Callable[[], None]) -> DraftSession:
-    """Begins a call with workers at rest. See [`WorkerSession`] and [`SeveralDrafts`]."""
-    if len(workers) == 1:
-        return WorkerSession(workers[0], number, request, on_close)
-    return SeveralDrafts(workers, number, request, on_close)
-
-
 class SeveralDrafts(DraftSession):
     """
     Each worker sends the speculation that it has prepared for the outcome of the round. No two workers prepare the same

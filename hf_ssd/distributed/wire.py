@@ -168,9 +168,9 @@ def unpack(frame: torch.Tensor, largest: int = LARGEST_PAYLOAD) -> Message:
 
     def read(header: list[int], least: int) -> Message:
         kind, dtype, length = read_fields(HEADER, header, "a message").values()
-        if not least <= length <= largest:
-            raise ProtocolError(f"a message of kind {kind.name} announces {length} elements, not {least} to {largest}")
         in_frame = not least and is_inline(dtype, length)
+        if length < least or (length > largest and not in_frame):
+            raise ProtocolError(f"a message of kind {kind.name} announces {length} elements, not {least} to {largest}")
         payload = numbers[5 : 5 + length] if in_frame else torch.empty(length, dtype=dtype)
         return Message(kind, session, round_, payload)
 

@@ -4,9 +4,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import GenerationConfig
 
+from hf_ssd import SSDConfig
 from hf_ssd.distributed import payloads, wire
+from hf_ssd.distributed.sessions import KEPT, SessionRequest
 from hf_ssd.distributed.wire import FRAME_LENGTH, HEADER_LENGTH, Kind, Message, ProtocolError
+from hf_ssd.drafting.vocabulary import Translation
 from hf_ssd.rounds import AHEAD, FINISHED, NGRAM, Outcome, Plan, RoundRecord, Speculation
 
 ROOM = FRAME_LENGTH - HEADER_LENGTH
@@ -142,6 +146,34 @@ def test_outcomes_that_are_cut_off_or_too_long_are_refused(length):
     assert len(payload) == 15 and wire.read_outcome(payload[:14], 2)[0].tokens == [[5, 7, 8], []]
     with pytest.raises(ProtocolError, match="integers"):
         wire.read_outcome(payload[:length], 2)
+
+
+def request(**changes):
+    prompts = [torch.tensor([3, 1]), torch.tensor([4])]
+    return SessionRequest(SSDConfig(), GenerationConfig(max_length=9), prompts, 5, 8, **changes)
+
+
+def test_a_call_travels_with_its_prompts_and_a_translation_that_a_later_call_may_mean_again():
+    translation = Translation([[1, 2]] + [[token] for token in range(7)], torch.tensor([False] + [True] * 7))
+    values = request(translation=translation, num_workers=2).to_dict()
+    assert values["translation"] == KEPT
+    values = payloads.read_json(payloads.write_json({**values, "translation": translation.to_tensor().tolist()}))
+    read = SessionRequest.from_dict(values, None, draft_size=7)
+    assert [prompt.tolist() for prompt in read.prompts] == [[3, 1], [4]]
+    assert (read.seed, read.vocab_size, read.num_workers, read.prompt_length) == (5, 8, 2, 2)
+    assert read.translation.pieces == translation.pieces and read.generation_config.max_length == 9
+    again = SessionRequest.from_dict({**values, "translation": KEPT}, read.translation, draft_size=7)
+    assert again.translation is read.translation
+    assert SessionRequest.from_dict(request().to_dict(), read.translation, 7).translation is None
+    for changes, kept, size in (({"translation": KEPT}, None, 7), ({}, None, 6), ({"translation": [1, 0]}, None, 7)):
+        with pytest.raises(ProtocolError, match="translat|cannot be read"):
+            SessionRequest.from_dict({**values, **changes}, kept, size)
+
+
+@pytest.mark.parametrize("prompts", [None, [], [[]], [[1], []], [5], [[[1]]], [["a"]], [[-1]], [[1], [8]]], ids=str)
+def test_prompts_that_cannot_be_are_refused(prompts):
+    with pytest.raises(ProtocolError):
+        SessionRequest.from_dict({**request().to_dict(), "prompts": prompts}, None, 97)
 
 
 @pytest.mark.parametrize("support", [1, 5, 40])
