@@ -11,7 +11,7 @@ from ..distributed.assistant import Turn
 from ..distributed.local import LocalSession
 from ..distributed.sessions import DraftError, DraftSession, SessionRequest
 from ..planning.planner import Planner
-from ..rounds import AHEAD, IN_TURN, PLAIN, Outcome, Plan, Speculation
+from ..rounds import AHEAD, IN_TURN, PLAIN, Outcome, Speculation
 from .features import Features
 from .proposers.proposers import Proposers
 from .tokenizers import check_coverage
@@ -37,7 +37,6 @@ class FaultTolerantDraft:
         self.process, self.turn = os.getpid(), Turn()
         self.session: DraftSession | None = None
         self.is_local = self.is_asked = False
-        self.plan = Plan(PLAIN)  # of the last outcome
         self.texts = [prompt.tolist() for prompt in request.prompts]  # the verified tokens of each row
         self.verified: list[list[int]] = [[] for _ in self.texts]  # the tokens that are being verified
         self.told = [0] * len(self.texts)  # tokens of each row that the session was told of
@@ -129,7 +128,6 @@ class FaultTolerantDraft:
             self.is_asked = self.session is not None and plan.mode != PLAIN and is_right and has_room
             if self.is_asked and self.is_local:
                 plan = dataclasses.replace(plan, mode=IN_TURN, budget=0)
-            self.plan = plan
             proposed = self.proposers.take_in(outcome.tokens, plan, self.is_asked)
             if self.is_asked:
                 untold = Outcome(self._untold(outcome), proposed or None)
@@ -167,7 +165,7 @@ class FaultTolerantDraft:
                 speculation = self.proposers.without_draft()
             else:
                 speculation, is_to_be_told = self.proposers.after_answer(speculation)
-                speculation.record.mode, speculation.record.ngrams = self.plan.mode, self.plan.ngrams
+                speculation.record.mode = self.proposers.plan.mode
                 if is_to_be_told:
                     self._attempt(self.session.send_proposals, speculation.tokens, speculation.record.sources)
             self.verified = speculation.tokens
