@@ -127,7 +127,7 @@ class DraftSession:
     """
     A link to the draft, for the length of a generate() call. A round is `send_outcome`, `receive_speculation`, and when
     sampling `receive_probabilities`, in this order. Each may raise [`DraftError`], and is not called again after it.
-    [`~DraftSession.close`] is called once, whatever happened before.
+    `close` is called once, whatever happened before.
 
     - `send_outcome(outcome, plan, features=None)` says which tokens were decided since the last answer, and how to
       answer and prepare now. `features` are the target's hidden states `(tokens, width)` at the tokens that the draft
