@@ -14,7 +14,7 @@ from hf_ssd.rounds import AHEAD
 from ..helpers.tiny import padded_batch
 
 PACKAGE = Path(hf_ssd.__file__).parent
-MOST = 90
+MOST = 84
 POLLS = ("_let_others_run",)
 OF_EACH_LAYER = ("update", "_reserve", "_view", "_rows_seen", "for_groups", "aligned", "_layer", "_place_and_rows")
 
@@ -66,7 +66,7 @@ def test_an_outcome_passes_at_most_six_frames_from_the_loop_to_the_transport(tar
     assert len(depths) > 5 and max(depths) <= 6
 
 
-def test_a_greedy_round_with_a_fixed_plan_calls_at_most_ninety_functions(target, assistant, rounds):
+def test_a_greedy_round_with_a_fixed_plan_calls_few_functions(target, assistant, rounds):
     output = generate(target, assistant)
     records = output.ssd_stats.records
     assert len(records) > 5 and {record.mode for record in records} == {AHEAD} and output.ssd_stats.hit_rate > 0

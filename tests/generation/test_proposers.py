@@ -59,7 +59,7 @@ class RuleDrafter:
     def __init__(self, prompts):
         self.texts, self.verified = [prompt.tolist() for prompt in prompts], [[] for _ in prompts]
         self.drafted = torch.zeros(len(prompts), 0)
-        self.prefix = SimpleNamespace(most_states=0, lengths=[0] * len(prompts))
+        self.prefix = SimpleNamespace(most_states=0, lengths=[0] * len(prompts), read_target=lambda receive: None)
 
     def commit(self, kept, tokens, branches):
         for row, k in enumerate(kept):
