@@ -159,8 +159,8 @@ class DraftAssistant:
         self.sessions += 1
         turn.workers = list(workers)  # until the session is closed, any of them may have half a message
         request = dataclasses.replace(request(), weights_version=self._current_weights())
-        identity = devices.identity(device)
-        if identity is not None and any(worker.worker_info["identity"] == identity for worker in workers):
+        accelerators = {worker.worker_info["identity"] for worker in workers} - {None}
+        if accelerators and devices.identity(device) in accelerators:
             devices.warn_of_sharing(device)
         kind, of_call = (WorkerSession, workers[0]) if len(workers) == 1 else (SeveralDrafts, workers)
         return kind(of_call, self.sessions, request, turn.workers.clear)
