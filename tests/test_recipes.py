@@ -68,15 +68,15 @@ RECIPES = {  # the files that each recipe changes, and what is put in the place 
     },
     "a message": {
         "distributed/wire.py": [
-            ("\n\nclass ProtocolError", "    HEAT = 15\n\n\nclass ProtocolError"),
+            ("\n\nclass ProtocolError", "    HEAT = 12\n\n\nclass ProtocolError"),
             ("\nPLAN = {", '\nHEAT = {"degrees": Field(0, 200)}\nPLAN = {'),
         ],
         "distributed/draft_server.py": [
             (
-                "            case Kind.VOCABULARY:",
-                "            case Kind.HEAT:\n                self._heat(message)\n            case Kind.VOCABULARY:",
+                "            case Kind.START:",
+                "            case Kind.HEAT:\n                self._heat(message)\n            case Kind.START:",
             ),
-            ("    def _translate(", code_of("Heated").partition("\n")[2] + "\n    def _translate("),
+            ("    def _start(", code_of("Heated").partition("\n")[2] + "\n    def _start("),
         ],
     },
 }

@@ -13,8 +13,8 @@ from transformers.utils import logging
 from .. import devices
 from ..drafting.needs import DraftInfo
 from .cores import CoreShare
-from .sessions import DraftError, DraftSession, SessionRequest
-from .several_drafts import open_session
+from .sessions import DraftError, DraftSession, SessionRequest, WorkerSession
+from .several_drafts import SeveralDrafts
 from .target_ranks import TargetRanks
 from .weights import SharedWeights
 from .worker_process import WorkerProcess
@@ -162,7 +162,8 @@ class DraftAssistant:
         accelerators = {worker.worker_info["identity"] for worker in workers} - {None}
         if accelerators and devices.identity(device) in accelerators:
             devices.warn_of_sharing(device)
-        return open_session(workers, self.sessions, request, turn.workers.clear)
+        kind, of_call = (WorkerSession, workers[0]) if len(workers) == 1 else (SeveralDrafts, workers)
+        return kind(of_call, self.sessions, request, turn.workers.clear)
 
     def end_call(self, turn: Turn) -> None:
         """Ends `turn` if it is the current turn, and kills the workers whose session was not closed."""

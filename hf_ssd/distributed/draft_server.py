@@ -10,7 +10,7 @@ from ..drafting.needs import DraftInfo
 from ..drafting.speculator import Speculator
 from ..drafting.verified_prefix import VerifiedPrefix
 from ..drafting.vocabulary import Translation
-from ..rounds import IN_TURN, Plan, RoundRecord, Speculation, padded
+from ..rounds import IN_TURN, Plan, Speculation, padded
 from . import payloads, wire
 from .cores import DraftCores
 from .sessions import SessionRequest
@@ -18,7 +18,6 @@ from .transport import AWAKE, Channel, PeerLost
 from .weights import copy_shared_weights
 from .wire import Kind, Message
 
-PROMPTS_TIMEOUT = 10.0  # seconds for the prompts to follow the request
 FEATURES_TIMEOUT = 10.0  # seconds for the target's features to follow the outcome
 
 
@@ -58,36 +57,26 @@ class DraftServer:
         """Drops messages of a call that failed or was interrupted."""
         is_of_call = message.session == self.session and self.speculator is not None
         match message.kind:
-            case Kind.VOCABULARY:
-                self._translate(message)
             case Kind.START:
                 self._start(message)
             case Kind.OUTCOME if is_of_call:
                 self._answer(message)
-            case Kind.PROPOSALS if is_of_call:
+            case Kind.SPECULATION if is_of_call:
                 self._take_proposals(message)
             case Kind.END if is_of_call:
                 self._end()
 
     # ---------------------------------------------------------------- between calls
 
-    def _translate(self, message: Message) -> None:
-        wire.expect(message, Kind.VOCABULARY, 0, 0)
-        own = self.model.config.get_text_config(decoder=True).vocab_size
-        self.translation = payloads.read_translation(message.payload, own)
-
     def _start(self, message: Message) -> None:
         self.speculator = None
         self.cores.divide(True)  # the target reads the prompts too
-        prompts = self.channel.receive(timeout=PROMPTS_TIMEOUT)
-        while prompts.kind == Kind.START:  # the previous call ended before it sent prompts, or was no call
-            message, prompts = prompts, self.channel.receive(timeout=PROMPTS_TIMEOUT)
-        wire.expect(prompts, Kind.PROMPTS, message.session, message.round)
-        rows = payloads.read_prompts(prompts.payload)
-        request = SessionRequest.from_dict(payloads.read_json(message.payload), rows, self.translation)
+        own = self.model.config.get_text_config(decoder=True).vocab_size
+        request = SessionRequest.from_dict(payloads.read_json(message.payload), self.translation, own)
+        self.translation, rows = request.translation or self.translation, len(request.prompts)
         longest = request.generation_config.max_length or 0
-        features = len(rows) * longest * DraftInfo.of(self.model.config).target_width
-        self.channel.make_room(len(rows), request.vocab_size, features)
+        features = rows * longest * DraftInfo.of(self.model.config).target_width
+        self.channel.make_room(rows, request.vocab_size, features)
         self.session, self.round = message.session, -1
         if request.weights_version != self.weights_version:
             self._take_new_weights(request.weights_version)
@@ -130,16 +119,16 @@ class DraftServer:
 
     def _take_proposals(self, message: Message) -> None:
         """Moves on to the tokens that are verified next, after drafting those that no worker has prepared if asked."""
-        wire.expect(message, Kind.PROPOSALS, self.session, self.round)
-        tokens, sources, width = wire.read_proposals(message.payload, len(self.speculator.finished))
-        if width is None:
-            self.speculator.take_speculation(padded(tokens, max(map(len, tokens))), sources)
+        wire.expect(message, Kind.SPECULATION, self.session, self.round)
+        drafter = self.speculator.drafter
+        told = wire.read_speculation(message.payload, len(self.speculator.finished), drafter.vocab_size)
+        if not told.record.lookahead:
+            self.speculator.take_speculation(padded(told.tokens, told.width), told.record.sources)
         else:
-            found, drafter = Speculation(tokens, None, RoundRecord(sources=sources)), self.speculator.drafter
             if drafter.sampled:  # the target has the distributions of these tokens
-                shape = len(tokens), found.width, drafter.vocab_size
-                found.probabilities = torch.zeros(shape, dtype=torch.float32, device=self.model.device)
-            self._send(self.speculator.complete(found, width or None))
+                shape = len(told.tokens), told.width, drafter.vocab_size
+                told.probabilities = torch.zeros(shape, dtype=torch.float32, device=self.model.device)
+            self._send(self.speculator.complete(told, told.record.lookahead))
             if self.speculator.waits:
                 return self.channel.expect()
         self._prepare(self.speculator.plan)

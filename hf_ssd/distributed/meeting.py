@@ -104,7 +104,7 @@ def _digest(secret: bytes, sender: int, own: bytes, theirs: bytes) -> bytes:
 def _exchange(channel: Channel, step: int, value: bytes, deadline: float) -> bytes:
     channel.send(Message(Kind.PROOF, 0, step, list(value)))
     message = channel.receive(max(0.0, deadline - time.monotonic()))
-    values = wire.integers(message.payload, 0)
+    values = wire.integers(message.payload)
     if (message.kind, message.session, message.round, len(values)) != (Kind.PROOF, 0, step, NONCE_LENGTH):
         raise ProtocolError(f"expected a proof, received {message.kind.name} with {len(values)} elements")
     if not all(value in range(256) for value in values):

@@ -1,15 +1,15 @@
-"""The payloads that are no fields: texts, prompts, translations, hidden states and distributions."""
+"""The payloads that are no fields: texts, hidden states and distributions."""
 
 import json
 
 import torch
 
-from ..drafting.vocabulary import Translation
-from .wire import ProtocolError, check_tokens, integers
+from .wire import ProtocolError
 
 
 def write_text(text: str) -> torch.Tensor:
-    return torch.tensor(list(text.encode()), dtype=torch.uint8)
+    empty = torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) if text else empty
 
 
 def read_text(payload, errors: str = "replace") -> str:
@@ -28,27 +28,6 @@ def read_json(payload):
         return json.loads(read_text(payload, "strict"))
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"a message of {len(payload)} bytes is not JSON: {error}") from error
-
-
-def write_prompts(prompts: list[torch.LongTensor]) -> list[int]:
-    """Returns the number of prompts, their lengths, and their tokens."""
-    return [len(prompts), *map(len, prompts), *torch.cat([prompt.cpu().long() for prompt in prompts]).tolist()]
-
-
-def read_prompts(payload) -> list[torch.LongTensor]:
-    count, *rest = integers(payload, 1)
-    lengths, tokens = rest[: max(0, count)], rest[max(0, count) :]
-    if count < 1 or len(lengths) != count or min(lengths) < 1 or sum(lengths) != len(tokens):
-        raise ProtocolError(f"a message of {len(payload)} integers does not hold the {count} prompts it announces")
-    return list(torch.tensor(check_tokens(tokens)).split(lengths))
-
-
-def read_translation(payload, draft_size: int) -> Translation:
-    """Returns the translation into a vocabulary of `draft_size` tokens."""
-    try:
-        return Translation.from_tensor(torch.tensor(integers(payload, 1)), draft_size)
-    except (ValueError, RuntimeError) as error:
-        raise ProtocolError(f"a message is no translation: {error}") from error
 
 
 def read_features(payload, tokens: int, width: int) -> torch.Tensor:

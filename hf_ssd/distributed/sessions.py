@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,13 +11,14 @@ from transformers import GenerationConfig
 
 from ..config import SSDConfig
 from ..drafting.vocabulary import Translation
-from ..rounds import AHEAD, IN_TURN, MTP, Outcome, Plan, Speculation
+from ..rounds import AHEAD, IN_TURN, RANDOM, Outcome, Plan, RoundRecord, Speculation
 from . import payloads, wire
 from .transport import AWAKE, PeerLost
-from .wire import FLAG, PLAN, Field, Kind, Message, ProtocolError
+from .wire import PLAN, Field, Kind, Message, ProtocolError
 
 # Settings that do not affect proposals; some of them are objects.
 NOT_FOR_THE_DRAFT = ("compile_config", "cache_config", "watermarking_config", "continuous_batching_config")
+KEPT = "kept"  # a translation that the worker has from an earlier call
 MOST_WORKERS, MOST_TOKENS = 1024, 2**22
 REQUEST = {  # fields of a call that are numbers
     "seed": Field(0, 2**31 - 1),
@@ -27,7 +27,6 @@ REQUEST = {  # fields of a call that are numbers
     "num_workers": Field(1, MOST_WORKERS),
     "prompt_length": Field(),
     "weights_version": Field(),
-    "asks_target": FLAG,
 }
 
 
@@ -41,11 +40,10 @@ class SessionRequest:
     The part of a generate() call that the draft needs to know.
 
     `generation_config` is the one that transformers prepared, `max_length` included, and `prompts` are without padding.
-    `translation` leads from the target's tokens to the draft's, if their tokenizers differ. `asks_target` says that the
-    fallback is an object in the target's process: the user's, or the `head` of `fallback="mtp"`, which is not sent.
-    `plan` holds until the first outcome arrives. `prompt_length` is that of the longest prompt without tokens that were
-    generated before the draft was ready. The worker drops keys and values that it computed with another
-    `weights_version`.
+    `translation` leads from the target's tokens to the draft's, if their tokenizers differ. `head` is the fallback of
+    `fallback="mtp"`, and is not sent. `plan` holds until the first outcome arrives. `prompt_length` is that of the
+    longest prompt without tokens that were generated before the draft was ready. The worker drops keys and values that
+    it computed with another `weights_version`.
     """
 
     config: SSDConfig
@@ -55,7 +53,6 @@ class SessionRequest:
     vocab_size: int
     translation: Translation | None = None
     plan: Plan = Plan(AHEAD, 1, 1, 1)
-    asks_target: bool | None = None
     worker_index: int = 0
     num_workers: int = 1
     prompt_length: int | None = None
@@ -65,11 +62,9 @@ class SessionRequest:
     def __post_init__(self):
         if self.prompt_length is None:
             self.prompt_length = max(map(len, self.prompts))
-        if self.asks_target is None:
-            self.asks_target = not isinstance(self.config.fallback, str) or self.config.fallback == MTP
 
     def to_dict(self) -> dict:
-        """Returns everything except the prompts as plain Python objects that JSON can hold."""
+        """Returns everything as plain Python objects that JSON can hold, except a translation, which is `KEPT`."""
         # Values under names with an underscore are tensors that transformers derives anew on each side.
         generation_config = copy.copy(self.generation_config)
         vars(generation_config).update(as_plain_objects(vars(generation_config)))
@@ -78,36 +73,44 @@ class SessionRequest:
         if isinstance(settings.get("sequence_bias"), dict):  # transformers also accepts pairs, which JSON can hold
             settings["sequence_bias"] = [[list(tokens), bias] for tokens, bias in settings["sequence_bias"].items()]
         config = self.config
-        if self.asks_target:  # an object cannot be sent: the target asks it for proposals
-            config = dataclasses.replace(config, fallback="primary")
+        if not isinstance(config.fallback, str):  # all proposers in the target's process are one to the draft
+            config = dataclasses.replace(config, fallback=RANDOM)
         return {
             "ssd_config": config.to_dict(),
             "generation_config": as_plain_objects(settings),
-            "is_translated": self.translation is not None,
+            "prompts": [prompt.tolist() for prompt in self.prompts],
+            "translation": None if self.translation is None else KEPT,
             "plan": wire.write_fields(PLAN, self.plan),
             "numbers": wire.write_fields(REQUEST, self),
         }
 
     @classmethod
-    def from_dict(
-        cls, values: dict, prompts: list[torch.LongTensor], translation: Translation | None = None
-    ) -> "SessionRequest":
-        """Reads a call, or raises [`ProtocolError`]. `translation` is the last translation that came, if any."""
+    def from_dict(cls, values: dict, translation: Translation | None, draft_size: int) -> "SessionRequest":
+        """
+        Reads a call, or raises [`ProtocolError`]. `translation` is the last one that came, which a call may mean again,
+        and `draft_size` the size of the draft's vocabulary.
+        """
         try:
             generation_config = GenerationConfig.from_dict(values["generation_config"])
             config = SSDConfig.from_dict(values["ssd_config"])
-            plan, numbers, is_translated = (values[name] for name in ("plan", "numbers", "is_translated"))
+            plan, numbers, new = (values[name] for name in ("plan", "numbers", "translation"))
+            prompts = [torch.tensor(prompt, dtype=torch.long) for prompt in values["prompts"]]
+            if new not in (None, KEPT):
+                translation = Translation.from_tensor(torch.tensor(new, dtype=torch.long), draft_size)
         except Exception as error:  # transformers may raise any exception for a value of the wrong type
             raise ProtocolError(f"a call cannot be read: {type(error).__name__}: {error}") from error
         plan, numbers = wire.read_plan(plan), wire.read_fields(REQUEST, numbers, "a call")
         vocab_size = numbers["vocab_size"]
-        if numbers["worker_index"] >= numbers["num_workers"] or type(is_translated) is not bool:
-            raise ProtocolError(f"a call cannot have {numbers}, or be translated: {is_translated!r:.100}")
-        if is_translated and (translation is None or len(translation.pieces) != vocab_size):
-            raise ProtocolError(f"a call translates {vocab_size} tokens, and no such translation came before it")
-        if max(int(prompt.max()) for prompt in prompts) >= vocab_size:
-            raise ProtocolError(f"a prompt has tokens that are not in the vocabulary of {vocab_size}")
-        translation = translation if is_translated else None
+        if numbers["worker_index"] >= numbers["num_workers"]:
+            raise ProtocolError(f"a call cannot have {numbers}")
+        if new is None:
+            translation = None
+        elif translation is None or len(translation.pieces) != vocab_size:
+            raise ProtocolError(f"a call translates {vocab_size} tokens, and no such translation has come")
+        if not prompts or not all(prompt.dim() == 1 and len(prompt) for prompt in prompts):
+            raise ProtocolError(f"a call cannot have the prompts {prompts!r:.100}")
+        for prompt in prompts:
+            wire.check_tokens(prompt.tolist(), vocab_size)
         return cls(config, generation_config, prompts, translation=translation, plan=plan, **numbers)
 
 
@@ -120,48 +123,21 @@ def as_plain_objects(value):
     return [as_plain_objects(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
-class DraftSession(ABC):
+class DraftSession:
     """
-    The conversation with the draft in a generate() call. A round is `send_outcome`, `receive_speculation`, and when
-    sampling `receive_probabilities`, in this order. The outcome of round 0 is the first token after the prompt. Rows
-    that are already finished are marked in it as in any other round.
+    A link to the draft, for the length of a generate() call. A round is `send_outcome`, `receive_speculation`, and when
+    sampling `receive_probabilities`, in this order. Each may raise [`DraftError`], and is not called again after it.
+    `close` is called once, whatever happened before.
 
-    Each method may raise [`DraftError`], and is not called again after an error. `takes_proposals` says whether
-    outcomes may come with tokens that the target's process proposes.
+    - `send_outcome(outcome, plan, features=None)` says which tokens were decided since the last answer, and how to
+      answer and prepare now. `features` are the target's hidden states `(tokens, width)` at the tokens that the draft
+      has none for, row after row. The outcome of round 0 is the first token after the prompt.
+    - `receive_speculation()` returns the next speculation, without probabilities. Rows that the target's process
+      proposes for have no tokens. If the plan names a proposer there, rows that missed have none either: their source
+      is `NOTHING`, and `send_proposals(tokens, sources)` must follow, which says what is verified.
+    - `receive_probabilities()` returns the distributions `(batch_size, lookahead, vocab_size)` that the tokens were
+      drawn from, or `None` if they are lost. It is not called for a speculation without tokens.
     """
-
-    takes_proposals = True
-
-    @abstractmethod
-    def send_outcome(self, outcome: Outcome, plan: Plan, features: torch.Tensor | None = None) -> None:
-        """
-        Tells the draft which tokens were decided since its last answer, and how to answer and prepare now. Returns at
-        once. `features` are the target's hidden states `(tokens, width)` at the tokens that the draft has none for, row
-        after row.
-        """
-
-    @abstractmethod
-    def receive_speculation(self) -> Speculation:
-        """
-        Returns the next speculation, without probabilities. If it has no tokens, no probabilities follow. Rows that the
-        target's process proposes for have none. If the plan names a proposer there, rows that missed have none either:
-        their source is `NOTHING`, and `send_proposals` must follow.
-        """
-
-    @abstractmethod
-    def send_proposals(self, tokens: list[list[int]], sources: list[str]) -> None:
-        """Tells the draft which tokens are verified after rows have missed, and their sources. Returns at once."""
-
-    @abstractmethod
-    def receive_probabilities(self) -> torch.FloatTensor | None:
-        """
-        Returns the distributions `(batch_size, lookahead, vocab_size)` that the tokens were drawn from, or `None` if
-        they are lost. In that case none of the tokens may be accepted.
-        """
-
-    @abstractmethod
-    def close(self) -> None:
-        """Ends the conversation. Called once, whatever happened before."""
 
 
 class WorkerSession(DraftSession):
@@ -173,55 +149,44 @@ class WorkerSession(DraftSession):
     def __init__(self, worker, number: int, request: SessionRequest, on_close: Callable[[], None] = lambda: None):
         self.worker, self.number, self.timeout, self.on_close = worker, number, request.config.timeout, on_close
         self.rows, self.vocab_size, self.round = len(request.prompts), request.vocab_size, -1
-        self.is_reusable, self.is_alone = True, request.num_workers == 1
+        self.is_reusable = True
         worker.channel.make_room(self.rows, self.vocab_size)
-        send = worker.channel.send
+        values = request.to_dict()
         if request.translation is not None and worker.translation is not request.translation:
-            send(Message(Kind.VOCABULARY, payload=request.translation.to_tensor()))
-            worker.translation = request.translation
-        send(Message(Kind.START, number, payload=payloads.write_json(request.to_dict())))
-        send(Message(Kind.PROMPTS, number, payload=payloads.write_prompts(request.prompts)))
+            worker.translation, values["translation"] = request.translation, request.translation.to_tensor().tolist()
+        worker.channel.send(Message(Kind.START, number, payload=payloads.write_json(values)))
 
     def send_outcome(self, outcome: Outcome, plan: Plan, features: torch.Tensor | None = None) -> None:
         self.round += 1
         self.worker.channel.awake = 0.0 if plan.mode == IN_TURN and self.worker.takes_our_cores else AWAKE
-        self._send(Kind.OUTCOME, wire.write_outcome(outcome, plan), features)
-
-    def send_proposals(self, tokens: list[list[int]], sources: list[str], width: int | None = None) -> None:
-        """With a `width`, also asks a worker that does not answer alone for missing tokens. See `write_proposals`."""
-        self._send(Kind.PROPOSALS, wire.write_proposals(tokens, sources, width))
-
-    def _send(self, kind: Kind, payload: list[int], features: torch.Tensor | None = None) -> None:
-        self.is_reusable = False  # until the message is sent: an interrupt may leave half of it
         announced = None
         if features is not None and len(features):  # the outcome leaves first, and the features are copied after it
             features = features.float() if features.dtype == torch.float64 else features
-            announced = Message(Kind.FEATURES, self.number, self.round, features.flatten())
+            announced = Message(Kind.FEATURES, payload=features.flatten())
+        self._send(Kind.OUTCOME, wire.write_outcome(outcome, plan), announced)
+
+    def send_proposals(self, tokens: list[list[int]], sources: list[str], width: int = 0) -> None:
+        """With a `width`, asks the worker for the tokens that rows lack, and it answers with a speculation."""
+        told = Speculation(tokens, None, RoundRecord(lookahead=width, sources=sources))
+        self._send(Kind.SPECULATION, wire.write_speculation(told))
+
+    def _send(self, kind: Kind, payload: list[int], announced: Message | None = None) -> None:
+        self.is_reusable = False  # until the message is sent: an interrupt may leave half of it
         self.worker.channel.send(Message(kind, self.number, self.round, payload, announces=announced))
         if announced is not None:
             self.worker.channel.send_announced(announced.payload)
-        self.worker.channel.expect()
         self.is_reusable = True
 
     def receive_speculation(self, timeout: float | None = None) -> Speculation:
-        speculation = self._receive(Kind.SPECULATION, self._read_speculation, timeout)
-        self.speculation = speculation
-        self.is_reusable = False
-        self.worker.channel.expect()  # the next message may arrive while the target computes
-        self.is_reusable = True
-        return speculation
-
-    def _read_speculation(self, payload) -> Speculation:
-        speculation = wire.read_speculation(payload, self.rows, self.vocab_size)
-        if self.is_alone and len({*map(len, speculation.tokens)} - {0}) > 1:
-            raise ProtocolError("the rows of a speculation that is to be verified have different lengths")
-        return speculation
+        size = self.rows, self.vocab_size
+        self.speculation = self._receive(Kind.SPECULATION, timeout, wire.read_speculation, *size)
+        return self.speculation
 
     def receive_probabilities(self) -> torch.FloatTensor:
         shape = self.rows, self.speculation.width, self.vocab_size
-        return self._receive(Kind.PROBABILITIES, lambda payload: payloads.read_probabilities(payload, shape))
+        return self._receive(Kind.PROBABILITIES, None, payloads.read_probabilities, shape)
 
-    def _receive(self, kind: Kind, read: Callable, timeout: float | None = None):
+    def _receive(self, kind: Kind, timeout: float | None, read: Callable, *size):
         """
         Returns the result of `read` for the payload of the next message, which must be of this kind and of the current
         round; older messages are dropped. Raises [`DraftError`] if there is no such message in time.
@@ -231,22 +196,24 @@ class WorkerSession(DraftSession):
         try:
             while True:
                 message = self.worker.channel.receive(max(0.0, deadline - time.monotonic()))
-                if message.kind == Kind.ERROR and not message.session:
-                    break  # the worker could not read a message, so it does not know the call
-                if message.session == self.number and (message.round >= self.round or message.kind == Kind.ERROR):
+                is_error = message.kind == Kind.ERROR
+                if message.session == self.number and (message.round >= self.round or is_error):
                     break
-            if message.kind == Kind.ERROR:
+                if is_error and not message.session:
+                    break  # the worker could not read a message, so it does not know the call
+            if is_error:
                 traceback = payloads.read_text(message.payload)
                 self.is_reusable = "CUDA error" not in traceback  # after a CUDA error, the device fails in that process
                 raise DraftError(f"The draft worker raised:\n{traceback}")
             wire.expect(message, kind, self.number, self.round)
-            result = read(message.payload)
+            result = read(message.payload, *size)
         except ProtocolError as error:
             raise DraftError(f"The draft worker sent something unexpected: {error}") from error
         except TimeoutError:
             raise DraftError(f"The draft worker did not answer within {self.timeout:g} s.") from None
         except PeerLost as error:
             raise DraftError(f"The draft worker has ended. {self.worker.stderr_tail()}".strip()) from error
+        self.worker.channel.expect()  # the next message may arrive while the target computes
         self.is_reusable = True
         return result
 

@@ -16,30 +16,20 @@ logger = logging.get_logger(__name__)
 TIME_TO_READ = 0.5  # seconds for an answer of which others have used up the deadline; it has usually arrived
 
 
-def open_session(workers: list, number: int, request: SessionRequest, on_close: Callable[[], None]) -> DraftSession:
-    """Begins a call with workers at rest. See [`WorkerSession`] and [`SeveralDrafts`]."""
-    if len(workers) == 1:
-        return WorkerSession(workers[0], number, request, on_close)
-    return SeveralDrafts(workers, number, request, on_close)
-
-
 class SeveralDrafts(DraftSession):
     """
     Each worker sends the speculation that it has prepared for the outcome of the round. No two workers prepare the same
     outcome, so each row takes the speculation of the worker that has it. If tokens are missing, the first worker, the
     *primary*, completes the speculation, and the others are told the result; or all are told what the target's process
-    proposes for rows that missed.
+    proposes for rows that missed. No outcome comes with tokens that the target's process proposes.
 
     A worker that fails is left out from then on. The failure is an error only if no worker is left, or if
     `on_draft_failure` is `"raise"`. For the arguments see [`WorkerSession`].
     """
 
-    takes_proposals = False
-
     def __init__(self, workers: list, number: int, request: SessionRequest, on_close: Callable[[], None]):
         self.config, self.on_close, self.vocab_size = request.config, on_close, request.vocab_size
         self.sampled = bool(request.generation_config.do_sample)
-        self.rows = len(request.prompts)
         shares = [dataclasses.replace(request, worker_index=i, num_workers=len(workers)) for i in range(len(workers))]
         self.sessions = [WorkerSession(worker, number, share) for worker, share in zip(workers, shares)]
 
@@ -51,31 +41,28 @@ class SeveralDrafts(DraftSession):
         # 1. Each row takes the tokens of the worker that has prepared its outcome.
         deadline = time.monotonic() + self.config.timeout
         found = self._merge(self._each(lambda session: self._receive(session, deadline)))
-        live = [row for row, is_live in enumerate(self.live) if is_live]
-        missed = [row for row in live if found.record.sources[row] != PREPARED]
-        asks_target = bool(missed and found.record.budget and self.plan.fallback != PRIMARY)
-        if asks_target:  # those rows are none of ours
-            live, missed = [row for row in live if row not in missed], []
+        record = found.record
+        missed = [is_live and not is_hit for is_live, is_hit in zip(self.live, record.hits)]
+        if not record.budget or self.plan.fallback == PRIMARY:
+            missed = [False] * len(missed)  # none that the target's process proposes for
 
-        # 2. The primary drafts missing tokens. If rows have missed, it settles the width.
-        known = [len(found.tokens[row]) for row in live]
-        width = answer_width(self.plan, known) if any(found.record.hits) else found.width
-        primary, found.record.lookahead = None, width
-        if missed or min(known, default=width) < width:
-            completed, asked = None, 0 if missed else width
-            while completed is None:
-                primary = self.sessions[0]
-                completed = self._try(primary, lambda session: self._complete(session, found, asked))
-            found = completed
-        else:
-            found.tokens = [tokens[:width] for tokens in found.tokens]
-            self.q = None if self.q is None else self.q[:, :width]
-        if asks_target:
+        # 2. The primary drafts missing tokens.
+        known = [len(row) for row, live, other in zip(found.tokens, self.live, missed) if live and not other]
+        width = answer_width(self.plan, known) if known else 0
+        found.tokens, primary, completed = [tokens[:width] for tokens in found.tokens], None, None
+        while completed is None and min(known, default=width) < width:
+            primary = self.sessions[0]
+            completed = self._try(primary, lambda session: self._complete(session, found, width))
+        if completed is not None:
+            found.tokens, record.steps = completed.tokens, completed.record.steps
+            record.answer_seconds += completed.record.answer_seconds
+        self.answer = found
+        if any(missed):
             return found
-        found.record.sources = [PRIMARY if source == NOTHING else source for source in found.record.sources]
+        record.sources = [PRIMARY if source == NOTHING else source for source in record.sources]
 
         # 3. The other workers are told which tokens are verified.
-        told = found.tokens, found.record.sources
+        told = found.tokens, record.sources
         self._each(lambda session: None if session is primary else session.send_proposals(*told))
         return found
 
@@ -83,7 +70,15 @@ class SeveralDrafts(DraftSession):
         self._each(lambda session: session.send_proposals(tokens, sources))
 
     def receive_probabilities(self) -> torch.FloatTensor | None:
-        return self.q
+        """Returns the primary's distributions, and in their place those of tokens that a worker had prepared."""
+        q = self.q
+        if q is None:
+            q = torch.zeros(len(self.live), self.answer.width, self.vocab_size)
+            q[..., 0] = 1.0  # for rows that are finished, whose tokens are 0
+        for row, prepared in self.prepared.items():
+            depth = min(len(prepared), q.shape[1])
+            q[row, :depth] = prepared[:depth]
+        return q
 
     def _receive(self, session: WorkerSession, deadline: float) -> Speculation:
         found = session.receive_speculation(max(TIME_TO_READ, deadline - time.monotonic()))
@@ -93,33 +88,22 @@ class SeveralDrafts(DraftSession):
 
     def _merge(self, all_found: list[Speculation]) -> Speculation:
         """Returns the prepared tokens of each row, with the record of the worker that took the longest time."""
-        record = max((one.record for one in all_found), key=lambda record: record.draft_seconds)
-        budget, sources = sum(one.record.budget for one in all_found), [NOTHING] * self.rows
-        merged = Speculation([[] for _ in sources], None, dataclasses.replace(record, budget=budget, sources=sources))
-        self.q = None
+        merged, self.q, self.prepared = Speculation.empty(len(self.live)), None, {}
+        sources, budget = merged.record.sources, sum(one.record.budget for one in all_found)
+        longest = max((one.record for one in all_found), key=lambda record: record.draft_seconds)
+        merged.record = dataclasses.replace(longest, budget=budget, sources=sources)
         for one in all_found:
             for row in [row for row, hit in enumerate(one.record.hits) if hit and self.live[row]]:
                 sources[row], merged.tokens[row] = PREPARED, one.tokens[row]
                 if one.probabilities is not None:
-                    if self.q is None:
-                        width = max(one.width for one in all_found)
-                        self.q = one.probabilities.new_zeros(len(sources), width, self.vocab_size)
-                        self.q[..., 0] = 1.0  # for rows that are finished, whose tokens are 0
-                    self.q[row, : one.width] = one.probabilities[row].to(self.q.device)
+                    self.prepared[row] = one.probabilities[row, : len(one.tokens[row])]
         return merged
 
     def _complete(self, primary: WorkerSession, found: Speculation, width: int) -> Speculation:
-        """Lets the primary draft the missing tokens, and joins the distributions of all tokens."""
         primary.send_proposals(found.tokens, found.record.sources, width)
         completed = primary.receive_speculation()
-        q = primary.receive_probabilities() if self.sampled and completed.width else None
-        for row, tokens in enumerate(found.tokens if q is not None and self.q is not None else ()):
-            depth = min(len(tokens), q.shape[1], self.q.shape[1])
-            q[row, :depth] = self.q[row, :depth].to(q.device)
-        self.q, new = q, completed.record
-        record = dataclasses.replace(found.record, sources=new.sources, lookahead=new.lookahead, steps=new.steps)
-        record.answer_seconds += new.answer_seconds
-        return dataclasses.replace(found, tokens=completed.tokens, record=record)
+        self.q = primary.receive_probabilities() if self.sampled else None
+        return completed
 
     # ---------------------------------------------------------------- failures and the end
 

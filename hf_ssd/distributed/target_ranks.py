@@ -1,13 +1,14 @@
 """The processes that hold a target together. All of them follow the decisions of the first rank."""
 
 import contextlib
+import dataclasses
 import time
 from collections import deque
 
 import torch
 import torch.distributed as dist
 
-from ..rounds import Outcome, Speculation
+from ..rounds import RoundRecord, Speculation
 from . import payloads, wire
 from .sessions import DraftError
 from .transport import wait
@@ -30,41 +31,31 @@ class TargetRanks:
         self.call = 0
         self.sent: deque[tuple[dist.Work, torch.Tensor]] = deque()
 
-    def share(self, message: Message | None = None) -> Message:
-        """Returns the leader's message on every rank, or raises if the leader has failed in the call or is silent."""
+    def share_values(self, values):
+        """
+        Returns the leader's values, plain Python objects, on every rank, or raises if the leader has failed in the call
+        or is silent.
+        """
         if self.group is None:
-            return message
+            return values
         if self.is_leader:
-            self._send(Message(message.kind, self.call, payload=message.payload))
-            return message
+            self._send(Message(Kind.VALUES, self.call, payload=payloads.write_json(values)))
+            return values
         message, deadline = None, time.monotonic() + LONGEST_SILENCE
         while message is None or message.session != self.call:  # older messages belong to a call that has failed
-            frame = self._receive(torch.empty(wire.FRAME_LENGTH, dtype=torch.int64), deadline)
-            message = wire.unpack(frame)
-            if message.place != wire.INLINE:
-                self._receive(message.payload, deadline)
+            message = wire.unpack(self._receive(torch.empty(wire.FRAME_LENGTH, dtype=torch.int64), deadline))
+            self._receive(message.payload, deadline)
+        values = payloads.read_json(message.payload)
         if message.kind == Kind.ERROR:
-            error = payloads.read_json(message.payload)
-            kind = DraftError if error["is_draft_error"] else RuntimeError
-            raise kind(f"Rank 0 of the target has broken off: {error['text']}")
-        return message
+            kind = DraftError if values["is_draft_error"] else RuntimeError
+            raise kind(f"Rank 0 of the target has broken off: {values['text']}")
+        return values
 
-    def share_outcome(self, outcome: Outcome, rows: int) -> Outcome:
-        """Returns the leader's outcome on every rank."""
-        payload = wire.write_rows(outcome.tokens) if self.is_leader else None
-        shared = self.share(Message(Kind.OUTCOME, payload=payload) if self.is_leader else None)
-        return Outcome(wire.read_rows(wire.integers(shared.payload, rows), rows))
-
-    def share_speculation(self, speculation: Speculation | None, rows: int) -> Speculation:
+    def share_speculation(self, speculation: Speculation | None) -> Speculation:
         """Returns the leader's speculation on every rank, without probabilities."""
-        payload = wire.write_speculation(speculation) if self.is_leader else None
-        shared = self.share(Message(Kind.SPECULATION, payload=payload) if self.is_leader else None)
-        return wire.read_speculation(shared.payload, rows)
-
-    def share_values(self, values):
-        """Returns the leader's plain Python objects on every rank."""
-        message = self.share(Message(Kind.VALUES, payload=payloads.write_json(values)) if self.is_leader else None)
-        return values if self.is_leader else payloads.read_json(message.payload)
+        values = (speculation.tokens, dataclasses.asdict(speculation.record)) if self.is_leader else None
+        tokens, record = self.share_values(values)
+        return Speculation(tokens, None, RoundRecord(**record))
 
     def share_random_state(self, device: torch.device) -> None:
         """Gives all ranks the leader's random state, as if all had made the leader's random draws."""
@@ -73,7 +64,8 @@ class TargetRanks:
         on_device = [] if device.type == "cpu" else [device]
         generators = torch.get_device_module(device) if on_device else torch
         state = generators.get_rng_state(*on_device)
-        generators.set_rng_state(self.share(Message(Kind.VALUES, payload=state)).payload, *on_device)
+        state = torch.tensor(self.share_values(state.tolist()), dtype=torch.uint8)
+        generators.set_rng_state(state, *on_device)
 
     @contextlib.contextmanager
     def one_call(self):

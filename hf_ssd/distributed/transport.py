@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ..config import LONGEST_LOOKAHEAD
-from .wire import FRAME_LENGTH, INLINE, LARGEST_PAYLOAD, Message, ProtocolError, pack, unpack
+from .wire import FRAME_LENGTH, LARGEST_PAYLOAD, Message, ProtocolError, pack, unpack
 
 TARGET, DRAFT = 0, 1  # ranks
 LOOPBACK = "127.0.0.1"
@@ -111,7 +111,7 @@ class Channel:
             self.pending = None
             if message is None:
                 message = unpack(tensor, self.largest)
-                if message.place != INLINE:
+                if isinstance(message.payload, torch.Tensor):  # it follows
                     self.announced = message
                     continue
             self.announced = message.announces

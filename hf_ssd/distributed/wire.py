@@ -1,6 +1,6 @@
 """The messages between target and draft. They hold numbers and JSON, never pickles, and are checked here, once.
 
-A message is a frame of 128 integers: a header of 12, and up to 116 integers of payload. A longer payload, or a tensor,
+A message is a frame of 128 integers: a header of 10, and up to 118 integers of payload. A longer payload, or a tensor,
 follows the frame in its own transfer. A message may announce the next message, of which only the payload follows: the
 receiver gets ready for it at once, and the sender need not have it yet.
 
@@ -9,7 +9,6 @@ A new message needs a [`Kind`], and its payload a `write_...` and a `read_...` f
 """
 
 import itertools
-import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -19,28 +18,24 @@ import torch
 from ..config import LONGEST_LOOKAHEAD
 from ..rounds import MODES, SOURCES, Outcome, Plan, RoundRecord, Speculation
 
-MAGIC, VERSION = 0x6866_5F73_7364, 20  # "hf_ssd"
-HEADER_LENGTH, FRAME_LENGTH = 12, 128
+MAGIC, VERSION = 0x6866_5F73_7364, 22  # "hf_ssd"
+HEADER_LENGTH, FRAME_LENGTH = 10, 128
 PAYLOAD_TYPES = (torch.int64, torch.int32, torch.float32, torch.uint8, torch.bfloat16, torch.float16)
-BEHIND, INLINE = range(2)  # place of a payload
 LARGEST_PAYLOAD = 2**26  # elements; a header that asks for more is invalid, unless the receiver expects more
 
 
 class Kind(IntEnum):
     READY = 1  # draft -> target: the worker has loaded its model (JSON)
-    START = 2  # target -> draft: settings of one generate() call (JSON); PROMPTS follows
-    PROMPTS = 3  # target -> draft: length of each row, then all tokens
-    OUTCOME = 4  # target -> draft: the plan, the tokens that rows have gained, those that the target proposes next
-    SPECULATION = 5  # draft -> target: tokens, and the draft's part of the record
+    START = 2  # target -> draft: settings and prompts of one generate() call (JSON)
+    OUTCOME = 3  # target -> draft: the plan, the tokens that rows have gained, those that the target proposes next
+    FEATURES = 4  # target -> draft, after OUTCOME: hidden states of the target, for a draft that reads them
+    SPECULATION = 5  # both ways: tokens and sources; from the draft its part of the record, to it what others propose
     PROBABILITIES = 6  # draft -> target, after SPECULATION: the distributions of its tokens, when sampling
     END = 7  # target -> draft: the call is over
     STOP = 8  # target -> draft: the worker is no longer needed
     ERROR = 9  # draft -> target: an exception with its traceback (text)
-    VALUES = 10  # rank 0 of the target -> its other ranks: values besides outcomes and speculations
+    VALUES = 10  # rank 0 of the target -> its other ranks (JSON)
     PROOF = 11  # both ways, before other messages: a nonce, then a proof that the sender knows the shared secret
-    VOCABULARY = 12  # target -> draft: the translation of the target's tokens, for the calls that follow
-    PROPOSALS = 13  # target -> draft: tokens that others propose, which are verified, or which SPECULATION completes
-    FEATURES = 14  # target -> draft, after OUTCOME: hidden states of the target, for a draft that reads them
 
 
 class ProtocolError(RuntimeError):
@@ -66,20 +61,14 @@ def one_of(values: tuple) -> Field:
     return Field(0, len(values) - 1, values.index, values.__getitem__)
 
 
-def _bits(value: float) -> int:
-    return int.from_bytes(struct.pack("<d", value), "little")
-
-
-LENGTH, COUNT, FLAG, PLACE = Field(0, LONGEST_LOOKAHEAD), Field(0, LARGEST_PAYLOAD), Field(0, 1, int, bool), Field(-1)
+LENGTH, COUNT, PLACE = Field(0, LONGEST_LOOKAHEAD), Field(0, LARGEST_PAYLOAD), Field(-1)
 SECONDS = Field(write=lambda seconds: int(1e9 * seconds), read=lambda number: number / 1e9)
-# As integers, the bits of positive doubles are in the same order as the numbers.
-SHARE = Field(0, _bits(1.0), _bits, lambda number: struct.unpack("<d", number.to_bytes(8, "little"))[0])
+SHARE = Field(0, 2**62, lambda share: int(2**62 * share), lambda number: number / 2**62)  # exact from 2**-10 on
 
 HEADER = {
     "kind": Field(1, len(Kind), int, Kind),
     "type": one_of(PAYLOAD_TYPES),
     "length": Field(0),
-    "place": Field(0, INLINE),
 }
 PLAN = {
     "mode": one_of(MODES),
@@ -91,17 +80,11 @@ PLAN = {
     "ngrams": LENGTH,
 }
 RECORD = {
-    "mode": one_of(MODES),
     "lookahead": LENGTH,
-    "ngrams": LENGTH,
     **dict.fromkeys(("budget", "states", "grown", "passes", "steps"), COUNT),
     **dict.fromkeys(("choose_seconds", "grow_seconds", "answer_seconds", "prepared_at", "answered_at"), SECONDS),
 }
-RECORD_OF_ROWS = {
-    "sources": one_of(SOURCES),
-    "ranks": PLACE,
-    "lengths": Field(-1, LONGEST_LOOKAHEAD),
-}
+RECORD_OF_ROWS = {"sources": one_of(SOURCES), "ranks": PLACE}
 
 
 def write_fields(fields: dict[str, Field], thing) -> list[int]:
@@ -148,32 +131,28 @@ class Message:
     payload: list[int] | torch.Tensor = field(default_factory=list)
     announces: "Message | None" = None
 
-    @property
-    def place(self) -> int:
-        """Place of the payload, which has a transfer of its own unless it is `INLINE`."""
-        length = len(self.payload)
-        is_small = not length or (isinstance(self.payload, list) and length <= FRAME_LENGTH - HEADER_LENGTH)
-        return INLINE if is_small else BEHIND
 
-    def header(self) -> list[int]:
-        dtype = getattr(self.payload, "dtype", torch.int64)
-        return [self.kind, PAYLOAD_TYPES.index(dtype), len(self.payload), self.place]
+def is_inline(dtype: torch.dtype, length: int) -> bool:
+    """Whether a payload that was not announced is in the frame. Otherwise it has a transfer of its own."""
+    return not length or (dtype == torch.int64 and length <= FRAME_LENGTH - HEADER_LENGTH)
 
 
 def pack(message: Message) -> list[torch.Tensor]:
     """Returns the frame, followed by the payload if the frame does not hold it."""
     announced, payload = message.announces, message.payload
-    if announced is not None and announced.place == INLINE:
+    numbers = [MAGIC, VERSION, message.kind, message.session, message.round]
+    dtype = getattr(payload, "dtype", torch.int64)
+    numbers += [PAYLOAD_TYPES.index(dtype), len(payload)]
+    if announced is None:
+        numbers += [0, 0, 0]
+    elif len(announced.payload):
+        numbers += [announced.kind, PAYLOAD_TYPES.index(announced.payload.dtype), len(announced.payload)]
+    else:
         raise ProtocolError("a message without a payload cannot be announced: nothing of it would arrive")
-    next_header = [0] * len(HEADER) if announced is None else announced.header()
-    kind, dtype, length, place = message.header()
-    numbers = [MAGIC, VERSION, kind, message.session, message.round, dtype, length, place, *next_header]
-    if place == INLINE:
-        numbers += payload
-    frame = torch.tensor([*numbers, *[0] * (FRAME_LENGTH - len(numbers))])
-    if place == INLINE:
-        return [frame]
-    return [frame, torch.as_tensor(payload, device="cpu").contiguous()]
+    behind = [] if is_inline(dtype, len(payload)) else [torch.as_tensor(payload, device="cpu").contiguous()]
+    if not behind:
+        numbers += integers(payload) if len(payload) else []
+    return [torch.tensor([*numbers, *[0] * (FRAME_LENGTH - len(numbers))]), *behind]
 
 
 def unpack(frame: torch.Tensor, largest: int = LARGEST_PAYLOAD) -> Message:
@@ -186,19 +165,18 @@ def unpack(frame: torch.Tensor, largest: int = LARGEST_PAYLOAD) -> Message:
         raise ProtocolError(f"a message began with {magic:#x} instead of {MAGIC:#x}; it does not come from hf_ssd")
     if version != VERSION:
         raise ProtocolError(f"a message has protocol version {version}, this side speaks version {VERSION}")
-    header, next_header, inline = [kind, *numbers[:3]], numbers[3:7], numbers[7:]
 
-    def read(header: list[int], inline: list[int], least: int) -> Message:
-        kind, dtype, length, place = read_fields(HEADER, header, "a message").values()
-        most = len(inline) if place == INLINE else largest
-        if not least <= length <= most:
-            raise ProtocolError(f"a message of kind {kind.name} announces {length} elements, not {least} to {most}")
-        payload = inline[:length] if place == INLINE else torch.empty(length, dtype=dtype)
+    def read(header: list[int], least: int) -> Message:
+        kind, dtype, length = read_fields(HEADER, header, "a message").values()
+        in_frame = not least and is_inline(dtype, length)
+        if length < least or (length > largest and not in_frame):
+            raise ProtocolError(f"a message of kind {kind.name} announces {length} elements, not {least} to {largest}")
+        payload = numbers[5 : 5 + length] if in_frame else torch.empty(length, dtype=dtype)
         return Message(kind, session, round_, payload)
 
-    message = read(header, inline, 0)
-    if any(next_header):
-        message.announces = read(next_header, [], 1)
+    message = read([kind, *numbers[:2]], least=0)
+    if any(numbers[2:5]):
+        message.announces = read(numbers[2:5], least=1)
     return message
 
 
@@ -219,45 +197,32 @@ def write_rows(tokens: list[list[int]]) -> list[int]:
     return [*map(len, tokens), *itertools.chain(*tokens)]
 
 
-def read_rows(numbers: list[int], rows: int, longest: int = LARGEST_PAYLOAD, vocab_size: int = 2**63, last=True):
-    """Returns the tokens of each row; if they are not the `last` numbers, also the numbers that follow them."""
-    lengths, end = numbers[:rows], rows + sum(numbers[:rows])
-    fits = len(lengths) == rows and 0 <= min(lengths) and max(lengths) <= longest and end <= len(numbers)
-    if not fits or (last and end < len(numbers)):
-        raise ProtocolError(f"{len(numbers)} integers cannot hold {lengths} tokens of each row")
-    left = iter(check_tokens(numbers[rows:end], vocab_size))
-    tokens = [list(itertools.islice(left, length)) for length in lengths]
-    return tokens if last else (tokens, numbers[end:])
+def read_rows(numbers: list[int], rows: int, longest: tuple[int, ...], vocab_size: int = 2**63) -> list:
+    """Returns successive lists of the tokens of each row. In each list a row has at most as many as `longest` says."""
+    left, found = iter(numbers), []
+    for most in longest:
+        lengths = list(itertools.islice(left, rows))
+        is_possible = len(lengths) == rows and 0 <= min(lengths) and max(lengths) <= most
+        tokens = [list(itertools.islice(left, length)) for length in lengths if is_possible]
+        if not is_possible or list(map(len, tokens)) != lengths:
+            raise ProtocolError(f"{len(numbers)} integers cannot hold {lengths} tokens of each row")
+        check_tokens([*itertools.chain(*tokens)], vocab_size)
+        found.append(tokens)
+    if next(left, None) is not None:
+        raise ProtocolError(f"{len(numbers)} integers cannot hold {lengths} tokens of each row: they are more")
+    return found
 
 
 def write_outcome(outcome: Outcome, plan: Plan) -> list[int]:
     """Returns the plan, the tokens that the target proposes for each row, and those that each row has gained."""
-    tokens = outcome.tokens
-    proposed = write_rows(outcome.proposed) if outcome.proposed else [0] * len(tokens)
-    return [*write_fields(PLAN, plan), *proposed, *map(len, tokens), *itertools.chain(*tokens)]
+    proposed = outcome.proposed or [[]] * len(outcome.tokens)
+    return [*write_fields(PLAN, plan), *write_rows(proposed), *write_rows(outcome.tokens)]
 
 
 def read_outcome(payload, rows: int) -> tuple[Outcome, Plan]:
-    plan, numbers = _parts(integers(payload, len(PLAN)), [len(PLAN)])
-    proposed, numbers = read_rows(numbers, rows, LONGEST_LOOKAHEAD, last=False)
-    return Outcome(read_rows(numbers, rows), proposed if any(proposed) else None), read_plan(plan)
-
-
-def write_proposals(tokens: list[list[int]], sources: list[str], width: int | None) -> list[int]:
-    """
-    Returns the tokens that are verified and their sources. If the draft is asked for the tokens that are missing:
-    `width`, how many each row is to have, 0 for as many as the draft's plan says.
-    """
-    return [-1 if width is None else width, *map(RECORD_OF_ROWS["sources"].write, sources), *write_rows(tokens)]
-
-
-def read_proposals(payload, rows: int) -> tuple[list[list[int]], list[str], int | None]:
-    (width,), sources, numbers = _parts(integers(payload, 1 + rows), [1, rows])
-    of_row = RECORD_OF_ROWS["sources"]
-    if not -1 <= width <= LONGEST_LOOKAHEAD or min(sources) < of_row.first or max(sources) > of_row.last:
-        raise ProtocolError(f"proposals cannot have {width} tokens from the sources {sources}")
-    tokens = read_rows(numbers, rows, LONGEST_LOOKAHEAD)
-    return tokens, list(map(of_row.read, sources)), None if width < 0 else width
+    numbers = integers(payload)
+    proposed, tokens = read_rows(numbers[len(PLAN) :], rows, (LONGEST_LOOKAHEAD, LARGEST_PAYLOAD))
+    return Outcome(tokens, proposed if any(proposed) else None), read_plan(numbers[: len(PLAN)])
 
 
 def write_speculation(speculation: Speculation) -> list[int]:
@@ -270,32 +235,26 @@ def write_speculation(speculation: Speculation) -> list[int]:
 
 
 def read_speculation(payload, rows: int, vocab_size: int = 2**63) -> Speculation:
-    parts = [len(RECORD), *[rows] * len(RECORD_OF_ROWS)]
-    record, *of_rows, numbers = _parts(integers(payload, sum(parts)), parts)
-    record = RoundRecord(**read_fields(RECORD, record, "a speculation"))
-    for (name, of_row), values in zip(RECORD_OF_ROWS.items(), of_rows):
-        if min(values) < of_row.first or max(values) > of_row.last:
+    numbers = integers(payload)
+    record = RoundRecord(**read_fields(RECORD, numbers[: len(RECORD)], "a speculation"))
+    numbers = numbers[len(RECORD) :]
+    for name, of_row in RECORD_OF_ROWS.items():
+        values, numbers = numbers[:rows], numbers[rows:]
+        if len(values) < rows or min(values) < of_row.first or max(values) > of_row.last:
             raise ProtocolError(f"{values} cannot be the {name} of a speculation")
         setattr(record, name, list(map(of_row.read, values)))
-    return Speculation(read_rows(numbers, rows, LONGEST_LOOKAHEAD, vocab_size), None, record)
+    return Speculation(*read_rows(numbers, rows, (LONGEST_LOOKAHEAD,), vocab_size), None, record)
 
 
-def check_tokens(tokens: list[int], vocab_size: int = 2**63) -> list[int]:
-    """Returns the tokens, or raises [`ProtocolError`] if any of them is not in a vocabulary of `vocab_size` tokens."""
+def check_tokens(tokens: list[int], vocab_size: int) -> None:
+    """Raises [`ProtocolError`] if any of the tokens is not in a vocabulary of `vocab_size` tokens."""
     if tokens and (min(tokens) < 0 or max(tokens) >= vocab_size):
         raise ProtocolError(f"{min(tokens)} to {max(tokens)} are not tokens of a vocabulary of {vocab_size}")
-    return tokens
 
 
-def integers(payload, at_least: int) -> list[int]:
-    """Returns the integers of a payload, which must have at least `at_least` elements."""
+def integers(payload) -> list[int]:
+    """Returns the integers of a payload."""
     kind = getattr(payload, "dtype", torch.int64)
-    if kind != torch.int64 or len(payload) < at_least:
-        raise ProtocolError(f"expected {at_least} integers or more, found {len(payload)} of type {kind}")
+    if kind != torch.int64:
+        raise ProtocolError(f"expected integers, found {len(payload)} elements of type {kind}")
     return payload if isinstance(payload, list) else payload.tolist()
-
-
-def _parts(values: list[int], lengths: list[int]) -> list[list[int]]:
-    """Returns successive parts of these lengths, and the rest."""
-    left = iter(values)
-    return [*(list(itertools.islice(left, length)) for length in lengths), list(left)]

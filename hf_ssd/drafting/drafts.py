@@ -23,7 +23,7 @@ def is_fixed(config: SSDConfig) -> bool:
 
 def has_fallback(request) -> bool:
     """Whether a fallback, not the draft, proposes after a miss, so that proposals depend on the prepared outcomes."""
-    return request.asks_target or request.config.fallback in BY_TARGET
+    return not isinstance(request.config.fallback, str) or request.config.fallback in BY_TARGET
 
 
 def seed_of_call(request, call: int, is_same_ahead: bool = True) -> int:

@@ -31,13 +31,12 @@ class FaultTolerantDraft:
     """
 
     def __init__(self, assistant, model, request: SessionRequest, planner: Planner, device: torch.device, ranks, cores):
-        self.cores = cores
         self.assistant, self.model, self.request, self.planner = assistant, model, request, planner
-        self.device, self.ranks = device, ranks
+        self.device, self.ranks, self.cores = device, ranks, cores
         self.decides = ranks.is_leader  # on outcomes
         self.process, self.turn = os.getpid(), Turn()
         self.session: DraftSession | None = None
-        self.is_local = self.is_asked = self.was_late = False
+        self.is_local = self.is_asked = False
         self.texts = [prompt.tolist() for prompt in request.prompts]  # the verified tokens of each row
         self.verified: list[list[int]] = [[] for _ in self.texts]  # the tokens that are being verified
         self.told = [0] * len(self.texts)  # tokens of each row that the session was told of
@@ -45,13 +44,17 @@ class FaultTolerantDraft:
         self.proposers = Proposers(request, self.texts)
         self.positions = None if model is None else last_position_limit(model)  # looks at all layers
         self.rounds = 0  # speculations so far
-        self.is_over: DraftError | None = None  # to be raised where all ranks are told
-        self.joined_at: int | None = None  # speculations until a session was open, or 0 if the first attempt opened it
+        self.lost: list[DraftError] = []  # to be raised with the next outcome, where all ranks are told
+        self.joined_at: int | None = 0  # speculations until a session was open; `None` while a late one is waited for
         self.failure: str | None = None  # why the draft was given up
 
     @property
     def _wants_worker(self) -> bool:
         return self.assistant is not None and (self.planner.plan.mode == AHEAD or self.model is None)
+
+    @property
+    def _worker_starts(self) -> bool:
+        return self.assistant is not None and self.assistant.state == "starting"
 
     def open(self, patience: float) -> None:
         """Begins the call, waiting up to `patience` seconds for a worker. [`~FaultTolerantDraft.close`] must follow."""
@@ -60,10 +63,9 @@ class FaultTolerantDraft:
         if self.assistant is not None and self.assistant.serves(self.turn.thread):
             self.assistant = None  # within a call that it serves: drafts in turn, or decodes plainly
         if self.assistant is not None:
-            timeout = self.request.config.timeout
-            self._attempt(lambda: self.assistant.begin_call(self.turn, timeout, patience))
+            self._attempt(self.assistant.begin_call, self.turn, self.request.config.timeout, patience)
         if self.request.translation is not None:
-            self._attempt(lambda: check_coverage(self.request.translation, self.request.prompts))
+            self._attempt(check_coverage, self.request.translation, self.request.prompts)
         self.planner.begin_call()  # not before, because another thread's call may have measured the pair meanwhile
         self.proposers.begin()
         self._join()
@@ -81,10 +83,10 @@ class FaultTolerantDraft:
             return
         session = None
         if self._wants_worker:
-            session = self._attempt(lambda: self.assistant.open_session(self.turn, self._request_now, self.device))
+            session = self._attempt(self.assistant.open_session, self.turn, self._request_now, self.device)
         is_local = session is None and self.failure is None and not self.is_local and self.model is not None
         if is_local:
-            session = self._attempt(lambda: LocalSession(self.model, self._request_now(in_turn=True)))
+            session = self._attempt(LocalSession, self.model, self._request_now(in_turn=True))
         if session is not None:
             if self.session is not None:
                 self.session.close()
@@ -93,14 +95,10 @@ class FaultTolerantDraft:
             self.proposers.begin_session(self._request_now)
             if self.model is None:
                 self.positions = getattr(self.assistant, "positions", None)
-            if self.joined_at is None:
-                self.joined_at = self.rounds if self.was_late else 0
-        self.was_late = self.was_late or self.session is None
-
-    @property
-    def _worker_starts(self) -> bool:
-        """Whether the worker is starting."""
-        return self.assistant is not None and self.assistant.state == "starting"
+        if self.session is None:
+            self.joined_at = None
+        elif self.joined_at is None:
+            self.joined_at = self.rounds
 
     def _request_now(self, in_turn: bool = False) -> SessionRequest:
         """Returns the request. For a draft that joins late, the tokens generated so far are part of the prompts."""
@@ -110,14 +108,13 @@ class FaultTolerantDraft:
 
     # ---------------------------------------------------------------- a round
 
-    def send_outcome(self, outcome: Outcome | None, features: Features | None = None) -> Outcome:
+    def send_outcome(self, outcome: Outcome, features: Features | None = None) -> Outcome:
         """
         Sends the outcome to the draft, unless the plan is plain decoding, with the features of all tokens but the last
-        of each row, if it reads them. Returns the outcome on every rank; those that do not decide have none before.
+        of each row, if it reads them. Returns the outcome on every rank; it is valid only on the one that decides.
         """
-        if self.is_over is not None:
-            error, self.is_over = self.is_over, None  # so that no reference to the error is left here
-            raise error
+        if self.lost:
+            raise self.lost.pop()
         if self.decides:
             plan, has_room = self.planner.plan, True
             for text, tokens in zip(self.texts, outcome.tokens):
@@ -127,25 +124,22 @@ class FaultTolerantDraft:
             if not has_room:
                 logger.warning_once(f"The draft has {self.positions} positions; what is longer is decoded plainly.")
             # A worker that is about to be replaced by a session in this process is not asked any more.
-            is_right = self.is_local or self.model is None or plan.mode == AHEAD
+            is_right = self.is_local or self._wants_worker
             self.is_asked = self.session is not None and plan.mode != PLAIN and is_right and has_room
-            is_beside = self.is_asked and self.session.takes_proposals
-            if self.is_asked and not is_beside:
-                plan = dataclasses.replace(plan, ngrams=0)
-            proposed = self.proposers.take_in(outcome.tokens, plan, is_beside)
+            if self.is_asked and self.is_local:
+                plan = dataclasses.replace(plan, mode=IN_TURN, budget=0)
+            proposed = self.proposers.take_in(outcome.tokens, plan, self.is_asked)
             if self.is_asked:
-                if self.is_local:
-                    plan = dataclasses.replace(plan, mode=IN_TURN, budget=0)
                 untold = Outcome(self._untold(outcome), proposed or None)
                 features = None if features is None else self._unread(features, untold)
                 # The target's MTP layer, if it is the fallback, reads features, and then no draft does.
-                told = (untold, plan) if features is None or self.request.head is not None else (untold, plan, features)
-                self._attempt(lambda: self.session.send_outcome(*told))
+                for_draft = features if self.request.head is None else None
+                self._attempt(self.session.send_outcome, untold, plan, for_draft)
                 for proposer in self.proposers.fallbacks.values():
                     proposer.take_in(untold, plan, features)
             if self.proposers.counts_ngrams:
                 self.proposers.compare(self.rounds)
-        return outcome if self.ranks.size == 1 else self.ranks.share_outcome(outcome, len(self.texts))
+        return outcome if self.ranks.size == 1 else Outcome(self.ranks.share_values(outcome.tokens))
 
     def _untold(self, latest: Outcome) -> list[list[int]]:
         """Returns all tokens that the session was not told of, none of a row that is finished."""
@@ -166,17 +160,17 @@ class FaultTolerantDraft:
             if self.session is None or (self.model is not None and self.is_local == self._wants_worker):
                 self._join()
             if self.is_asked and self.session is not None:
-                speculation = self._attempt(lambda: self.session.receive_speculation())
+                speculation = self._attempt(self.session.receive_speculation)
             if speculation is None:
                 speculation = self.proposers.without_draft()
             else:
                 speculation, is_to_be_told = self.proposers.after_answer(speculation)
-                told = speculation.tokens, speculation.record.sources
+                speculation.record.mode = self.proposers.plan.mode
                 if is_to_be_told:
-                    self._attempt(lambda: self.session.send_proposals(*told))
+                    self._attempt(self.session.send_proposals, speculation.tokens, speculation.record.sources)
             self.verified = speculation.tokens
         if self.ranks.size > 1:
-            speculation = self.ranks.share_speculation(speculation, len(self.texts))
+            speculation = self.ranks.share_speculation(speculation)
         record = speculation.record
         record.ngram_tokens, record.ngram_matched = self.proposers.counted
         self.cores.divide(record.mode == AHEAD or self._worker_starts)
@@ -185,8 +179,7 @@ class FaultTolerantDraft:
     def receive_probabilities(self) -> torch.FloatTensor | None:
         """
         Returns the distributions that the tokens were drawn from, `None` if all of them are certain or where no
-        outcomes are decided. If those of the draft are lost they are zeros, so that no token is accepted. If there are
-        several ranks, an error ends the call on all of them together, with the next outcome.
+        outcomes are decided. If those of the draft are lost they are zeros, so that no token is accepted.
         """
         if not self.decides or self.proposers.are_certain:
             return None
@@ -194,11 +187,9 @@ class FaultTolerantDraft:
         if any(self.proposers.drafted):
             try:
                 if self.session is not None:
-                    q = self._attempt(lambda: self.session.receive_probabilities())
+                    q = self._attempt(self.session.receive_probabilities)
             except DraftError as error:
-                if self.ranks.size == 1:
-                    raise
-                self.is_over = error
+                self.lost.append(error)
             if q is None:
                 shape = len(self.texts), len(self.verified[0]), self.request.vocab_size
                 return torch.zeros(1, device=self.device).expand(shape)
@@ -206,8 +197,6 @@ class FaultTolerantDraft:
 
     def finish(self, device: torch.device, sampled: bool) -> None:
         """Gives all ranks the leader's `failure` and `joined_at` and, if tokens were sampled, its random state."""
-        if self.joined_at is None and not self.was_late and self.failure is None:
-            self.joined_at = 0  # no session was asked for
         self.failure, self.joined_at = self.ranks.share_values([self.failure, self.joined_at])
         if sampled:
             self.ranks.share_random_state(device)
@@ -228,12 +217,15 @@ class FaultTolerantDraft:
             if self.assistant is not None:
                 self.assistant.end_call(self.turn)
 
-    def _attempt(self, step):
+    def _attempt(self, step, *arguments):
+        """Returns the result of a step with the draft, or `None` if that fails. Then the draft is given up."""
         try:
             if os.getpid() != self.process:
                 raise DraftError("This process was forked in the middle of a call, whose draft is its parent's.")
-            return step()
+            return step(*arguments)
         except DraftError as error:
+            if self.session is None:
+                self.joined_at = None
             self.close()
             if self.request.config.on_draft_failure == "raise":
                 raise

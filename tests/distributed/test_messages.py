@@ -4,9 +4,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import GenerationConfig
 
+from hf_ssd import SSDConfig
 from hf_ssd.distributed import payloads, wire
+from hf_ssd.distributed.sessions import KEPT, SessionRequest
 from hf_ssd.distributed.wire import FRAME_LENGTH, HEADER_LENGTH, Kind, Message, ProtocolError
+from hf_ssd.drafting.vocabulary import Translation
 from hf_ssd.rounds import AHEAD, FINISHED, NGRAM, Outcome, Plan, RoundRecord, Speculation
 
 ROOM = FRAME_LENGTH - HEADER_LENGTH
@@ -16,7 +20,7 @@ integers = st.integers(-(2**63), 2**63 - 1)
 def through_the_wire(message):
     frame, *rest = wire.pack(message)
     received = wire.unpack(frame.clone())
-    if received.place != wire.INLINE:
+    if isinstance(received.payload, torch.Tensor):
         received.payload.copy_(rest.pop(0))
     assert not rest
     return received
@@ -27,7 +31,7 @@ def test_integers_round_trip(kind, session, round_, values):
     for payload in (values, torch.tensor(values, dtype=torch.int64)):
         received = through_the_wire(Message(kind, session, round_, payload))
         assert (received.kind, received.session, received.round) == (kind, session, round_)
-        assert wire.integers(received.payload, 0) == values
+        assert wire.integers(received.payload) == values
 
 
 @pytest.mark.parametrize("size", [0, 3, ROOM + 1])
@@ -36,7 +40,7 @@ def test_an_announced_message_is_of_the_same_session_and_round(size, announced):
     follows = Message(Kind.ERROR, payload=announced.to("meta"))
     message = Message(Kind.SPECULATION, 3, 5, torch.arange(size), announces=follows)
     received = through_the_wire(message)
-    assert wire.integers(received.payload, 0) == list(range(size))
+    assert wire.integers(received.payload) == list(range(size))
     follows = received.announces
     assert (follows.kind, follows.session, follows.round, follows.announces) == (Kind.ERROR, 3, 5, None)
     assert (follows.payload.shape, follows.payload.dtype) == (announced.shape, announced.dtype)
@@ -62,11 +66,10 @@ def test_small_messages_travel_in_one_frame():
         (5, 9, "9 cannot be the type"),
         (6, -1, "-1 cannot be the length"),
         (6, 2**60, f"announces {2**60} elements"),
-        (8, 99, "99 cannot be the kind"),
-        (8, 6, "kind PROBABILITIES announces 0 elements, not 1 to"),
-        (9, 9, "0 cannot be the kind"),
-        (10, 2**60, "0 cannot be the kind"),
-        (11, 1, "0 cannot be the kind"),
+        (7, 99, "99 cannot be the kind"),
+        (7, 6, "kind PROBABILITIES announces 0 elements, not 1 to"),
+        (8, 9, "0 cannot be the kind"),
+        (9, 2**60, "0 cannot be the kind"),
     ],
 )
 def test_foreign_frames_are_named(place, value, words):
@@ -84,10 +87,7 @@ def test_stale_messages_are_named(kind, session, round_):
         wire.expect(message, kind, session, round_)
 
 
-def test_prompts_and_outcomes_round_trip():
-    prompts = [torch.tensor([3, 1]), torch.tensor([4]), torch.tensor([1, 5, 9])]
-    unpacked = payloads.read_prompts(payloads.write_prompts(prompts))
-    assert [p.tolist() for p in unpacked] == [p.tolist() for p in prompts]
+def test_outcomes_round_trip():
     plan = Plan(AHEAD, 5, 2, 12, NGRAM, 0.3, ngrams=16)
     for tokens, proposed in itertools.product(([[5], []], [[7, 8, 9], [4] * 200]), (None, [[4, 4], []])):
         outcome = Outcome(tokens, proposed)
@@ -104,7 +104,7 @@ def test_an_outcome_has_the_accepted_tokens_and_the_bonus_token_of_each_row_that
 
 def test_speculations_round_trip_with_the_drafts_part_of_the_record():
     record = RoundRecord(
-        AHEAD, 3, 9, ["prepared", "ngram"], [2, -1], [3, 1], ngrams=16, passes=3, steps=1, choose_seconds=0.25,
+        lookahead=3, budget=9, sources=["prepared", "nothing"], ranks=[2, -1], passes=3, steps=1, choose_seconds=0.25,
         grow_seconds=0.125, answer_seconds=0.5, prepared_at=7.5, answered_at=8.25,
     )  # fmt: skip
     speculation = Speculation([[1, 2, 3], [4]], None, record)
@@ -123,7 +123,7 @@ def test_speculations_round_trip_with_the_drafts_part_of_the_record():
         (2, 6, "is not a plan"),  # after a miss more than ever
         (3, -1, "-1 cannot be the budget of a plan"),
         (4, 9, "9 cannot be the fallback of a plan"),
-        (5, 2**62, "cannot be the saguaro_c of a plan"),  # C = 2.0, as the bits of a double
+        (5, 2**63 - 1, "cannot be the saguaro_c of a plan"),  # C = 2.0
         (6, 65, "65 cannot be the ngrams of a plan"),
         (7, 65, "cannot hold .65, 0. tokens"),  # that the target proposes
         (7, -1, "cannot hold .-1, 0. tokens"),
@@ -148,37 +148,32 @@ def test_outcomes_that_are_cut_off_or_too_long_are_refused(length):
         wire.read_outcome(payload[:length], 2)
 
 
-def test_proposals_round_trip():
-    for width in (None, 0, 3):
-        proposals = [[4, 5], [], [6]], ["ngram", "custom", "prepared"], width
-        assert wire.read_proposals(wire.write_proposals(*proposals), 3) == proposals
+def request(**changes):
+    prompts = [torch.tensor([3, 1]), torch.tensor([4])]
+    return SessionRequest(SSDConfig(), GenerationConfig(max_length=9), prompts, 5, 8, **changes)
 
 
-@pytest.mark.parametrize(
-    "place, value, words",
-    [
-        (0, 65, "cannot have 65 tokens"),
-        (0, -2, "cannot have -2 tokens"),
-        (1, -1, "from the sources"),
-        (2, 99, "from the sources"),
-        (3, 1, "of each row"),
-        (4, -1, "of each row"),
-        (5, -1, "are not tokens"),
-    ],
-)
-def test_proposals_that_cannot_be_are_refused(place, value, words):
-    payload = wire.write_proposals([[4, 5], []], ["ngram", "nothing"], None)
-    payload[place] = value
-    with pytest.raises(ProtocolError, match=words):
-        wire.read_proposals(payload, 2)
+def test_a_call_travels_with_its_prompts_and_a_translation_that_a_later_call_may_mean_again():
+    translation = Translation([[1, 2]] + [[token] for token in range(7)], torch.tensor([False] + [True] * 7))
+    values = request(translation=translation, num_workers=2).to_dict()
+    assert values["translation"] == KEPT
+    values = payloads.read_json(payloads.write_json({**values, "translation": translation.to_tensor().tolist()}))
+    read = SessionRequest.from_dict(values, None, draft_size=7)
+    assert [prompt.tolist() for prompt in read.prompts] == [[3, 1], [4]]
+    assert (read.seed, read.vocab_size, read.num_workers, read.prompt_length) == (5, 8, 2, 2)
+    assert read.translation.pieces == translation.pieces and read.generation_config.max_length == 9
+    again = SessionRequest.from_dict({**values, "translation": KEPT}, read.translation, draft_size=7)
+    assert again.translation is read.translation
+    assert SessionRequest.from_dict(request().to_dict(), read.translation, 7).translation is None
+    for changes, kept, size in (({"translation": KEPT}, None, 7), ({}, None, 6), ({"translation": [1, 0]}, None, 7)):
+        with pytest.raises(ProtocolError, match="translat|cannot be read"):
+            SessionRequest.from_dict({**values, **changes}, kept, size)
+
+
+@pytest.mark.parametrize("prompts", [None, [], [[]], [[1], []], [5], [[[1]]], [["a"]], [[-1]], [[1], [8]]], ids=str)
+def test_prompts_that_cannot_be_are_refused(prompts):
     with pytest.raises(ProtocolError):
-        wire.read_proposals(payload[:4], 2)
-
-
-@pytest.mark.parametrize("payload", [[], [0], [2, 3], [1, 3, 5, 5], [1, 0], [2, 1, 1, 5]])
-def test_prompts_that_do_not_add_up_are_refused(payload):
-    with pytest.raises(ProtocolError):
-        payloads.read_prompts(torch.tensor(payload, dtype=torch.int64))
+        SessionRequest.from_dict({**request().to_dict(), "prompts": prompts}, None, 97)
 
 
 @pytest.mark.parametrize("support", [1, 5, 40])

@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, set_seed
 import hf_ssd
 from hf_ssd.distributed import Roles, init_roles
 from hf_ssd.distributed.target_ranks import TargetRanks
-from hf_ssd.distributed.wire import Message
 
 from ..helpers.processes import ends_within
 from ..helpers.tiny import padded_batch, tiny_draft, tiny_model
@@ -297,6 +296,6 @@ def test_ranks_share_the_random_state_of_any_device(monkeypatch):
     monkeypatch.setattr(torch, "get_device_module", lambda of: module)
     ranks = TargetRanks()
     ranks.group = "two ranks"
-    ranks.share = lambda message: Message(message.kind, payload=message.payload + 1)
+    ranks.share_values = lambda values: [value + 1 for value in values]
     ranks.share_random_state(device)
     assert states[-1].tolist() == [1, 2, 3]

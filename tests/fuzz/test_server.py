@@ -22,8 +22,7 @@ HARMFUL = {int(Kind.STOP)}
 
 
 @pytest.fixture
-def server(monkeypatch):
-    monkeypatch.setattr("hf_ssd.distributed.draft_server.PROMPTS_TIMEOUT", 0.1)
+def server():
     store, made = dist.HashStore(), {}
 
     def serve():
@@ -46,11 +45,9 @@ def server(monkeypatch):
     made["end"].close()
 
 
-def good_call(target, number, starts):
+def good_call(target, number, start):
     """A call of one round, answered as always."""
-    start, prompts = starts
     target.send(Message(Kind.START, number, payload=start))
-    target.send(Message(Kind.PROMPTS, number, payload=prompts))
     outcome = Outcome([[5], [6]])
     target.send(Message(Kind.OUTCOME, number, payload=wire.write_outcome(outcome, Plan(AHEAD, 3, 3, 4))))
     message, errors = next_of(target, number)
@@ -83,15 +80,14 @@ def damage_frame(frame, chance):
 @pytest.mark.parametrize("count", [40, pytest.param(2000, marks=[pytest.mark.slow, pytest.mark.timeout(3000)])])
 def test_damaged_messages_do_not_end_a_server(recorded, server, count):
     chance, errors = random.Random(count), 0
-    first = [next(one.message.payload for one in recorded if one.message.kind == k) for k in (Kind.START, Kind.PROMPTS)]
+    first = next(one.message.payload for one in recorded if one.message.kind == Kind.START)
     expected, _ = good_call(server, 1, first)
-    usable = [one for one in recorded if one.message.kind in (Kind.OUTCOME, Kind.PROPOSALS, Kind.END)]
+    usable = [one for one in recorded if one.message.kind in (Kind.OUTCOME, Kind.SPECULATION, Kind.END)]
     starts = [one.message.payload for one in recorded if one.message.kind == Kind.START]
     number = 1
     for _ in range(count):
         number += 1
         server.send(Message(Kind.START, number, payload=chance.choice(starts)))  # of one worker, or one of two
-        server.send(Message(Kind.PROMPTS, number, payload=first[1]))
         for _ in range(chance.randint(1, 4)):
             one = chance.choice(usable)
             message = Message(one.message.kind, number, chance.choice([0, one.message.round]), one.message.payload)
@@ -113,12 +109,10 @@ def test_damaged_messages_do_not_end_a_server(recorded, server, count):
 
 def test_damaged_calls_do_not_end_a_server(recorded, server):
     chance = random.Random(0)
-    first = [next(one.message.payload for one in recorded if one.message.kind == k) for k in (Kind.START, Kind.PROMPTS)]
+    first = next(one.message.payload for one in recorded if one.message.kind == Kind.START)
     expected, _ = good_call(server, 1, first)
     for number in range(2, 60, 2):
-        payload = [damaged(one, chance) if chance.random() < 0.7 else one for one in first]
-        server.send(Message(Kind.START, number, payload=payload[0]))
-        server.send(Message(Kind.PROMPTS, number, payload=payload[1]))
+        server.send(Message(Kind.START, number, payload=damaged(first, chance)))
         assert good_call(server, number + 1, first)[0] == expected
 
 

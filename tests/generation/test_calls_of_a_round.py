@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 
 import hf_ssd
+from hf_ssd.distributed.transport import Channel
+from hf_ssd.distributed.wire import Kind
 from hf_ssd.rounds import AHEAD
 
 from ..helpers.tiny import padded_batch
 
 PACKAGE = Path(hf_ssd.__file__).parent
-MOST = 90
+MOST = 84
 POLLS = ("_let_others_run",)
 OF_EACH_LAYER = ("update", "_reserve", "_view", "_rows_seen", "for_groups", "aligned", "_layer", "_place_and_rows")
 
@@ -37,9 +39,9 @@ def rounds():
     sys.setprofile(before)
 
 
-def test_a_greedy_round_with_a_fixed_plan_calls_at_most_ninety_functions(target, assistant, rounds):
+def generate(target, assistant):
     inputs = {name: value[:1, -5:] for name, value in padded_batch(rows=1).items()}
-    output = target.generate(
+    return target.generate(
         **inputs,
         max_new_tokens=40,
         do_sample=False,
@@ -47,6 +49,25 @@ def test_a_greedy_round_with_a_fixed_plan_calls_at_most_ninety_functions(target,
         ssd_config=hf_ssd.SSDConfig(lookahead=4, budget=6),
         return_dict_in_generate=True,
     )
+
+
+def test_an_outcome_passes_at_most_six_frames_from_the_loop_to_the_transport(target, assistant, monkeypatch):
+    depths, send = [], Channel.send
+
+    def sends(channel, message):
+        frame, depth = sys._getframe(), 1
+        while message.kind == Kind.OUTCOME and frame.f_code.co_name != "decode":
+            frame, depth = frame.f_back, depth + 1
+        depths.append(depth)
+        send(channel, message)
+
+    monkeypatch.setattr(Channel, "send", sends)
+    assert generate(target, assistant).ssd_stats.hit_rate > 0
+    assert len(depths) > 5 and max(depths) <= 6
+
+
+def test_a_greedy_round_with_a_fixed_plan_calls_few_functions(target, assistant, rounds):
+    output = generate(target, assistant)
     records = output.ssd_stats.records
     assert len(records) > 5 and {record.mode for record in records} == {AHEAD} and output.ssd_stats.hit_rate > 0
     of_whole_rounds = rounds[2:-1]  # between the first outcome, of the prefill, and the last

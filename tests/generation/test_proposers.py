@@ -59,7 +59,7 @@ class RuleDrafter:
     def __init__(self, prompts):
         self.texts, self.verified = [prompt.tolist() for prompt in prompts], [[] for _ in prompts]
         self.drafted = torch.zeros(len(prompts), 0)
-        self.prefix = SimpleNamespace(most_states=0, lengths=[0] * len(prompts))
+        self.prefix = SimpleNamespace(most_states=0, lengths=[0] * len(prompts), read_target=lambda receive: None)
 
     def commit(self, kept, tokens, branches):
         for row, k in enumerate(kept):
@@ -155,8 +155,9 @@ class RightTokens:
 class Whims:
     expects_draft = False
 
-    def __init__(self, chance, fallback):
+    def __init__(self, chance, fallback, workers):
         self.chance, self.fallback, self.plan = chance, fallback, Plan("ahead", 3, 3, 3, fallback)
+        self.may_compete = workers == 1
 
     def begin_call(self):
         pass
@@ -165,7 +166,7 @@ class Whims:
         ngrams = self.chance.choice([0, 7]) if self.fallback == PRIMARY else 0
         mode, lookahead = self.chance.choice(["ahead", "ahead", "ahead", "in_turn", "plain"]), self.chance.randint(1, 5)
         after_miss, budget = self.chance.randint(0, lookahead), 3 * (mode == "ahead")
-        drafts = Plan(mode, lookahead, after_miss, budget, self.fallback, ngrams=ngrams)
+        drafts = Plan(mode, lookahead, after_miss, budget, self.fallback, ngrams=ngrams * self.may_compete)
         self.plan = Plan("plain", ngrams=ngrams) if mode == "plain" else drafts
 
 
@@ -177,7 +178,7 @@ def run_calls(workers, fallback, calls=30):
         setting = {PRIMARY: "auto", CUSTOM: RightTokens(chance)}.get(fallback, fallback)
         prompts = [torch.tensor([chance.randrange(5) for _ in range(6)] * chance.choice([1, 3])) for _ in range(2)]
         request = SessionRequest(hf_ssd.SSDConfig(fallback=setting), GenerationConfig(), prompts, 0, VOCAB)
-        planner, assistant = Whims(chance, fallback), Assistant([Worker(chance) for _ in range(workers)])
+        planner, assistant = Whims(chance, fallback, workers), Assistant([Worker(chance) for _ in range(workers)])
         device = torch.device("cpu")
         draft = FaultTolerantDraft(assistant, None, request, planner, device, TargetRanks(), TargetCores(None))
         draft.open(0.0)
@@ -232,7 +233,7 @@ def test_ngrams_that_do_not_leave_with_the_outcome_are_noticed(monkeypatch):
     monkeypatch.setattr(
         WorkerSession,
         "send_outcome",
-        lambda self, outcome, plan: send(self, dataclasses.replace(outcome, proposed=None), plan),
+        lambda self, outcome, plan, features: send(self, dataclasses.replace(outcome, proposed=None), plan),
     )
     with pytest.raises(AssertionError):
         run_calls(1, PRIMARY)

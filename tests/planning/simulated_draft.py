@@ -37,7 +37,7 @@ class SimulatedDraft:
 class SimulatedSession(SeveralDrafts):
     def __init__(self, draft, request):
         self.config, self.rows, self.sampled = request.config, len(request.prompts), False
-        self.takes_proposals, self.lengths = len(draft.workers) == 1, [len(prompt) for prompt in request.prompts]
+        self.lengths = [len(prompt) for prompt in request.prompts]
         self.draft, self.world = draft, draft.world
         self.sessions, self.on_close = [Worker(self, index) for index in range(len(draft.workers))], lambda: None
         self.preparing, self.is_misled, self.is_behind = Plan(PLAIN), False, False
@@ -112,7 +112,7 @@ class Worker:
     def send_outcome(self, outcome, plan, features=None):
         self.plan, self.incomplete = plan, None
 
-    def send_proposals(self, tokens, sources, width=None):
+    def send_proposals(self, tokens, sources, width=0):
         self.incomplete = tokens, sources, width
 
     def receive_speculation(self, timeout=None):

@@ -23,7 +23,7 @@ class MtpFallback(Proposer):
 
     def __init__(self, head, request):
         config = dataclasses.replace(request.config, fallback="primary", drafter="auto")
-        own = dataclasses.replace(request, config=config, seed=request.seed ^ 1, translation=None, asks_target=False)
+        own = dataclasses.replace(request, config=config, seed=request.seed ^ 1, translation=None)
         self.speculator = Drafts().speculator(head, own)
         self.speculator.begin()
 

@@ -111,6 +111,7 @@ class Proposers:
         for proposer in self.fallbacks.values():
             proposer.take_speculation(tokens, sources)
         record = dataclasses.replace(answer.record, sources=sources, lengths=lengths, lookahead=width)
+        record.ngrams = self.plan.ngrams
         return Speculation(tokens, None, record), bool(missed)
 
     @property
