@@ -138,7 +138,7 @@ class Drafter(ABC):
         """
         sampler, decoder = self.sampler, self.prefix.decoder
         scores = sampler.process(*map(decoder.computed, (logits, histories, lengths)))
-        noise = sampler.noise_at(self.prefix.rows, starts, depth)
+        noise = None if sampler.noise is None else sampler.noise.gather(self.prefix.rows, starts, depth)
         tokens, probabilities = sampler.draw(scores, noise, depth, plan)
         return decoder.of_all_rows(tokens), None if probabilities is None else decoder.of_all_rows(probabilities)
 

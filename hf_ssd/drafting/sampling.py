@@ -131,15 +131,11 @@ class DraftSampler:
         histories = histories.flatten(0, 1) if self.need_history else None
         return process_branches(self.processors, flat, histories, lengths.flatten()).view_as(scores)
 
-    def noise_at(self, rows: list[int], starts: list[list[int]], depth: int) -> torch.Tensor | None:
-        """Returns the noise of [`SpeculationNoise.gather`]; `None` if no tokens are drawn at random."""
-        return None if self.noise is None else self.noise.gather(rows, starts, depth)
-
     def draw(self, scores: torch.Tensor, noise: torch.Tensor | None, depth: int, plan: Plan):
         """
-        Draws the token number `depth` of each speculation by processed scores `(batch_size, N, vocab_size)`. Returns
-        the tokens `(batch_size, N)`, and the distributions that they were drawn from, `None` if the most likely tokens
-        were taken.
+        Draws the token number `depth` of each speculation by processed scores `(batch_size, N, vocab_size)`, with the
+        noise of [`SpeculationNoise.gather`], or `None` for the most likely tokens. Returns the tokens `(batch_size, N)`,
+        and the distributions that they were drawn from, `None` if the most likely tokens were taken.
         """
         if noise is None:
             return argmax(scores), None
