@@ -134,7 +134,7 @@ class DraftSampler:
     def draw(self, scores: torch.Tensor, noise: torch.Tensor | None, depth: int, plan: Plan):
         """
         Draws the token number `depth` of each speculation by processed scores `(batch_size, N, vocab_size)`, with the
-        noise of [`SpeculationNoise.gather`], or `None` for the most likely tokens. Returns the tokens `(batch_size, N)`,
+        noise of [`SpeculationNoise.gather`], or `None` for the most likely tokens. Returns tokens `(batch_size, N)`,
         and the distributions that they were drawn from, `None` if the most likely tokens were taken.
         """
         if noise is None:
