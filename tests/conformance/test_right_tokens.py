@@ -50,7 +50,7 @@ def texts(monkeypatch):
 
     def watched(self, *arguments):
         found, prefix = look_up(self, *arguments), self.drafter.prefix
-        seen.append([prefix.ids[row, :length].tolist() for row, length in enumerate(prefix.lengths)])
+        seen.append([prefix.ids.values[row, :length].tolist() for row, length in enumerate(prefix.lengths)])
         return found
 
     monkeypatch.setattr(Speculator, "look_up", watched)
