@@ -133,7 +133,7 @@ def test_texts_are_the_same_in_both_and_a_text_that_grows_is_encoded_as_from_the
     at_once = VerifiedPrefix(draft, prompts, None, None, vocabulary)
     assert growing.columns == at_once.columns == [7, 3] and growing.lengths == at_once.lengths == [6, 2]
     for row, count in enumerate(growing.columns):
-        assert torch.equal(growing.inputs[row, :count], at_once.inputs[row, :count])
+        assert torch.equal(growing.inputs.values[row, :count], at_once.inputs.values[row, :count])
     with torch.inference_mode():
         torch.testing.assert_close(growing.feed(0, 1), at_once.feed(0, 1), atol=1e-5, rtol=1e-5)
 
