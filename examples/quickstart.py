@@ -20,7 +20,7 @@ from workload import say_how_busy
 
 import hf_ssd
 from hf_ssd import devices
-from hf_ssd.cli.held import warnings_held
+from hf_ssd.cli.terminal import warnings_held
 
 PAIR = Path(__file__).parent / "pair"
 UNSTEADY = 4 / 3  # highest over lowest speedup of a method in the turns

@@ -124,10 +124,7 @@ def _free_in_groups() -> list[int]:
 def multiplies_in_float32(device: torch.device) -> bool:
     """Whether a device multiplies float32 matrices in float32. A user may have set less by functions of torch."""
     backend = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
-    precision = getattr(getattr(backend, "matmul", None), "fp32_precision", None)
-    if precision is None:  # an older torch, which has one setting for all devices
-        return torch.get_float32_matmul_precision() == "highest"
-    return precision in ("none", "ieee")
+    return backend.matmul.fp32_precision in ("none", "ieee")
 
 
 def has_float64(device: torch.device) -> bool:

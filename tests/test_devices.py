@@ -95,7 +95,6 @@ def test_integers_come_to_the_host_in_one_transfer():
     assert transfers == [9] and [one.tolist() for one in here] == [[[0, 1, 2], [3, 4, 5]], [1, 0], 7]
 
 
-@pytest.mark.skipif(not hasattr(torch.backends.mkldnn, "matmul"), reason="an older torch")
 def test_a_precision_that_is_set_by_the_newer_functions_of_torch_is_no_error():
     """torch raises if its older function is asked then."""
     place = torch.backends.mkldnn.matmul

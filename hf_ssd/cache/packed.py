@@ -131,16 +131,19 @@ def _keep_packed_alone(model: PreTrainedModel, forwards: dict[nn.Linear, PackedW
     tokens = torch.arange(FOR_TOKENS, device=model.device)[None] % model.get_input_embeddings().weight.shape[0]
     view, _ = view_of(model, forwards=forwards)
     expected = view(input_ids=tokens, use_cache=False).logits
-    for layer, forward in layers.items():
-        forward.is_faster = (True,) * len(TRIED)
-        layer.weight.data = torch.full((), torch.nan, dtype=layer.weight.dtype).expand(layer.weight.shape)
-    found = view(input_ids=tokens, use_cache=False).logits
-    is_alone = not found.isnan().any() and are_close(found, expected)
-    for (layer, forward), weight, before in zip(layers.items(), kept, is_faster):
-        if is_alone:
-            forward.is_alone, forward.sample = True, None
-        else:
-            layer.weight.data, forward.is_faster = weight, before
+    is_alone = False
+    try:
+        for layer, forward in layers.items():
+            forward.is_faster = (True,) * len(TRIED)
+            layer.weight.data = torch.full((), torch.nan, dtype=layer.weight.dtype).expand(layer.weight.shape)
+        found = view(input_ids=tokens, use_cache=False).logits
+        is_alone = not found.isnan().any() and are_close(found, expected)
+    finally:  # also after Ctrl-C in a chat
+        for (layer, forward), weight, before in zip(layers.items(), kept, is_faster):
+            if is_alone:
+                forward.is_alone, forward.sample = True, None
+            else:
+                layer.weight.data, forward.is_faster = weight, before
 
 
 def is_eligible(layer: nn.Linear) -> bool:

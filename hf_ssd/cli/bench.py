@@ -24,7 +24,7 @@ import transformers
 import hf_ssd
 
 from .. import devices, timeline
-from ..config import LONGEST_LOOKAHEAD, WITHOUT_DRAFT
+from ..config import LONGEST_LOOKAHEAD
 from ..distributed.cores import CoreShare, divide_cores
 from . import doctor, models, options, prompts
 from .methods import ASSISTED, SSD, Bench
@@ -64,11 +64,8 @@ def add_methods(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     check_pictures(args)
     found = models.chosen(args)
-    if found.draft is None and args.drafter not in WITHOUT_DRAFT:
-        raise ValueError("This command compares ways to use a DRAFT; hf-ssd check TARGET measures n-grams.")
     texts = prompts.prompts_from(args.prompts, args.prompt_field) if args.prompts else prompts.SNIPPETS
-    doctor.examine(found)
-    print(found.in_a_line(), flush=True)
+    print(doctor.in_words(doctor.examine(found)), flush=True)
     target, draft = found.load()
     batches = prompts.batches_for(target, found.target.tokenizer, texts, args.batch_size, args.prompt_length)
     compare(args, target, draft, batches, found.tokenizers)

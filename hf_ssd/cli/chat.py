@@ -19,9 +19,9 @@ from transformers import DynamicCache, TextStreamer, set_seed
 
 import hf_ssd
 
+from ..cache import packed
 from ..cache.cache_name import CACHE
 from . import doctor, models, terminal
-from .held import warnings_held
 from .options import add_answers, at_least
 
 HELP = """\"""     begins and ends a message of several lines; so does pasting them
@@ -101,7 +101,7 @@ class Chat:
         start = time.perf_counter()
         answer = Answer(self.tokenizer)
         output = None
-        with warnings_held():
+        with terminal.warnings_held():
             try:
                 output = self.target.generate(
                     input_ids=input_ids,
@@ -153,8 +153,7 @@ def drafting(stats: hf_ssd.SSDStats) -> str:
 
 def run(args: argparse.Namespace) -> int:
     found = models.chosen(args)
-    doctor.examine(found)
-    print(found.in_a_line(), flush=True)
+    print(doctor.in_words(doctor.examine(found)), flush=True)
     tokenizer, name = found.target.tokenizer, found.target.name
     if tokenizer is None:
         raise ValueError(f"{name} has no tokenizer, which a chat needs: name one with --tokenizer.")
@@ -164,6 +163,8 @@ def run(args: argparse.Namespace) -> int:
     set_seed(args.seed)
     target = hf_ssd.enable(found.target.load())
     with found.launch_draft(target) as assistant:
+        if found.config.drafter != "mtp" and getattr(assistant, "weights", None) is None:
+            packed.own(target)  # all passes are ours, and no head shares modules with it
         chat = Chat(args, target, assistant, tokenizer, found.config, found.tokenizers)
         print("Type a message, or /help.")
         while True:

@@ -31,9 +31,9 @@ from ..rounds import PLAIN as NO_DRAFT
 from ..stats import SSDStats
 from . import doctor, forms, models, options, prompts
 from .main import REFUSED
-from .methods import ASSISTED, PLAIN, SSD, Method, NoSpeed, Run
+from .methods import ASSISTED, PLAIN, SSD, Method, NotMeasured, Run
 from .options import at_least
-from .schedule import LEAST, NotMeasured, Pace, TimedBench, schedule_for, seconds_asked
+from .schedule import LEAST, Pace, TimedBench, schedule_for, seconds_asked
 from .table import rows_of
 from .verdict import Figures
 
@@ -82,8 +82,8 @@ def run(args: argparse.Namespace) -> int:
         texts = texts or prompts_for(found.target.tokenizer)
         is_measured = found.draft or found.config.drafter == "ngram"
         figures = measure(args, found, texts, load) if is_measured else forms.measure(args, found.target, texts, tell)
-    except (ValueError, hf_ssd.DraftError, NotMeasured) as error:
-        is_refused = not isinstance(error, (NotMeasured, NoSpeed))
+    except (ValueError, hf_ssd.DraftError) as error:
+        is_refused = not isinstance(error, NotMeasured)
         if args.json:
             print(as_json(known, **{"refused" if is_refused else "not_measured": str(error)}))
         elif is_refused:
@@ -135,14 +135,19 @@ def measure(args: argparse.Namespace, found: models.Models, texts: list[str], lo
         tell("a first answer with SSD")
         learning = [bench.run(methods[SSD], 0)]  # runs in which the planner measures the pair
         # 2. How much more fits.
-        pace = Pace.of(plain, learning[0])
+        if not plain.speed:
+            raise NotMeasured()
+        # The first answer with SSD also packs weights and tries the pair; the next ones are no slower than plain.
+        pace = Pace(plain.prefill, 1 / plain.speed)
         spent = time.perf_counter() - start
         count = len(methods)
         schedule = schedule_for(args.seconds - spent, pace, count, wanted, args.repeats)
         asked = seconds_asked(spent, pace, count, wanted, args.repeats)
         whole = f"a check of this pair takes about {max(1, round(asked / 60))} min: --seconds {asked}"
         if schedule is None:
-            raise NotMeasured(f"{whole} (the first answers took {spent:.0f} s; {busy(load)})")
+            raise NotMeasured(
+                f"{whole} (the first answers took {spent:.0f} s; before, {load:.2f} programs for each core)"
+            )
         if schedule.tokens < wanted or not schedule.assisted:
             tell(f"{whole}; now answers of {schedule.tokens} tokens are compared")
         if not schedule.assisted:
@@ -158,11 +163,6 @@ def measure(args: argparse.Namespace, found: models.Models, texts: list[str], lo
         shares_memory = not is_alone and found.shares_memory
         figures = conclude(methods, learning, planner, shares_memory, load, is_alone)
         return dataclasses.replace(figures, skipped=not schedule.assisted and count > 2)
-
-
-def busy(load: float) -> str:
-    """Returns the load of the machine before the check in words."""
-    return f"load of the machine before: {load:.2f} running programs for each core"
 
 
 def tell(what: str) -> None:

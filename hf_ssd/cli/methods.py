@@ -19,8 +19,11 @@ from .options import settings
 PLAIN, ASSISTED, SD, SSD = "plain generate", "assisted", "SSD, in turn", "SSD"
 
 
-class NoSpeed(ValueError):
-    """No answer went on after its first tokens."""
+class NotMeasured(ValueError):
+    """Models work, but their speed is not known. The message says why and what to do."""
+
+    def __init__(self, message="the answers end with their first tokens, so no speed is known; ask for longer ones"):
+        super().__init__(message)
 
 
 class FirstToken(StoppingCriteria):
@@ -133,8 +136,8 @@ class Bench:
         """
         Runs the methods in turns, adds the runs to them, and returns them. Assisted generation is left out if
         transformers does not take the pair. A turn counts if each answer in it went on after its first tokens;
-        [`NoSpeed`] is raised if none counts. After `deadline`, a `time.perf_counter()` value, no turn begins, except
-        those that warm up and the first one after them.
+        [`NotMeasured`] is raised if none counts. After `deadline`, a `time.perf_counter()` value, no turn begins,
+        except those that warm up and the first one after them.
         """
         turns = tqdm(range(self.args.repeats + warm_ups), desc="measuring", unit="turn", disable=None)
         for turn in turns:
@@ -157,7 +160,7 @@ class Bench:
                 for name, run in runs.items():
                     methods[name].runs.append(run)
         if not methods[PLAIN].runs:
-            raise NoSpeed("The answers end with their first tokens, so no speed is known; let them be longer.")
+            raise NotMeasured()
         return methods
 
 

@@ -140,13 +140,6 @@ class Models:
     config: hf_ssd.SSDConfig = field(default_factory=hf_ssd.SSDConfig)
     draft_threads: int | None = None  # CPU cores of the draft's worker
 
-    def in_a_line(self) -> str:
-        """Returns the names of the models, their devices and dtypes."""
-        target, draft = (
-            model and f"{model.name} on {model.device} in {model.dtype}" for model in (self.target, self.draft)
-        )
-        return f"{target}; draft: {draft or self.config.drafter}"
-
     @property
     def shares_memory(self) -> bool:
         """Whether both models are on the same device."""

@@ -12,24 +12,12 @@ TURNS = 3  # a turn for each kind of question
 MARGIN = 1.25  # the seconds that are asked for, over those that are expected
 
 
-class NotMeasured(Exception):
-    """A pair works, but its speed is not known. The message says why and what to do."""
-
-
 @dataclass(frozen=True)
 class Pace:
     """Seconds until the first token, and of each token after it."""
 
     prefill: float
     token: float
-
-    @classmethod
-    def of(cls, plain: Run, ssd: Run) -> "Pace":
-        """Returns the pace of the first plain answer."""
-        if min(plain.tokens - plain.first, ssd.tokens - ssd.first) < 1:
-            raise NotMeasured("the answers end with their first tokens, so no speed is known; ask for longer ones")
-        # The first answer with SSD also packs weights and tries the pair; the next ones are no slower than plain.
-        return cls(plain.prefill, 1 / plain.speed)
 
 
 @dataclass(frozen=True)

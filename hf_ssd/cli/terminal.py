@@ -2,7 +2,10 @@
 
 import contextlib
 import io
+import logging
 import sys
+from collections.abc import Iterator
+from logging.handlers import MemoryHandler
 
 QUOTES = '"""'
 HINT = "Type /quit or press Ctrl-D to leave."
@@ -44,3 +47,18 @@ class SignOfLife:
         if self.is_shown:
             self.is_shown = False
             print("\r\033[K", end="", flush=True)  # erases the line
+
+
+@contextlib.contextmanager
+def warnings_held() -> Iterator[None]:
+    """Shows the warnings that hf_ssd logs inside this context after it, so that they do not interrupt a text."""
+    logger = logging.getLogger("hf_ssd")
+    held = MemoryHandler(capacity=1000, flushLevel=logging.CRITICAL + 1, target=logging.lastResort)
+    logger.addHandler(held)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.propagate = True
+        logger.removeHandler(held)
+        held.close()  # shows the warnings

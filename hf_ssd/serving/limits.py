@@ -52,9 +52,6 @@ class Limits:
         if not self.takes_tools and request.body().get("tools"):
             raise Refusal("The chat template of this model does not use `tools`; leave them out.", "tools")
 
-    def tokens(self, prompt: str | list[int]) -> list[int]:
-        return self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
-
 
 def positions_of(model: PreTrainedModel) -> int | None:
     """Returns the number of positions of a model, or `None` if it has no limit."""

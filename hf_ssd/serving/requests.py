@@ -79,7 +79,8 @@ class Endpoint:
         call.settings = request.settings()
         call.stop = request.stops()
         call.has_own_config = request.generation_config is not None
-        prompts = [self.limits.tokens(prompt) for prompt in request.prompts()]
+        read_text = self.limits.tokenizer
+        prompts = [read_text(one)["input_ids"] if isinstance(one, str) else one for one in request.prompts()]
         with self.calls.counting_refusals():
             for tokens in prompts:
                 check_prompt(self.limits.model, tokens)

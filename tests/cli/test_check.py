@@ -247,6 +247,22 @@ def test_the_verdict_says_why_and_what_would_pay(changes, sentence):
     assert len(found.in_words().split("\n")) == 5
 
 
+PLAIN = {"acceptance": 0.43, "hit_rate": 0.0, "tokens_per_round": 1.0, "drafts": False, "over_plain": 1.62}
+
+
+def test_a_run_that_decoded_plainly_has_no_ratio_to_plain_decoding_and_no_rate_of_its_rounds():
+    words = figures(**PLAIN).in_words()
+    assert "1.62" not in words and "0.00" not in words and "decoded plainly" in words
+    assert "0.43 of the drafted tokens" in words
+    assert "no token was drafted" in figures(**{**PLAIN, "acceptance": None}).in_words()
+
+
+def test_a_draft_that_is_too_large_is_the_reason_also_on_a_busy_machine():
+    found = figures(over_plain=0.8, two_tokens_seconds=0.03, load=2.0)
+    assert found.verdict().startswith("no: the draft needs 3.0 verifications for two tokens")
+    assert "the machine is busy" in figures(over_plain=0.8, load=2.0).verdict()
+
+
 def test_colours_are_for_terminals(monkeypatch):
     assert colored("one\ntwo", True) == "one\ntwo"
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)

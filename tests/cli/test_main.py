@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import subprocess
 import sys
 
 import pytest
@@ -59,12 +58,6 @@ def test_bench_refuses_in_a_sentence(words, capsys, monkeypatch):
 def test_a_package_without_the_pair_says_so(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(pair, "PLACES", (tmp_path,))
     assert main(["chat"]) == 2 and "name a TARGET and a DRAFT" in capsys.readouterr().err
-
-
-def test_a_chat_whose_input_ends_is_over():
-    command = [sys.executable, "-m", "hf_ssd", "chat"]
-    done = subprocess.run(command, input="", capture_output=True, text=True, timeout=90)
-    assert done.returncode == 0, done.stderr
 
 
 def test_options_that_several_commands_have_are_one_option():

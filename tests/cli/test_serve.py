@@ -33,12 +33,6 @@ def test_what_cannot_be_served_is_said_before_anything_is_loaded(capsys, monkeyp
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_it_with_its_worker():
-    """Also in each run of `tests/serving`, whose server ends so."""
-    assert ServerProcess(str(PAIR / "target")).ends_with_its_worker(signal.SIGINT)
-
-
-@pytest.mark.slow
 def test_sigterm_ends_it_although_clients_wait():
     """Eight answers of two thousand tokens take turns, which lasts far longer than the server gives them."""
     server = ServerProcess(str(PAIR / "target"))
