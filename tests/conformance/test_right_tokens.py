@@ -15,78 +15,13 @@ from hf_ssd.distributed import wire
 from hf_ssd.distributed.assistant import DraftAssistant
 from hf_ssd.distributed.sessions import DraftError, WorkerSession
 from hf_ssd.distributed.target_ranks import TargetRanks
-from hf_ssd.drafting.speculator import Speculator
-from hf_ssd.generation import loop
-from hf_ssd.planning.fixed_plan import FixedPlan
-from hf_ssd.rounds import AHEAD, FINISHED, NGRAM, PLAIN, Plan
+from hf_ssd.rounds import FINISHED
 
 from ..helpers.last_token import LastToken
 from ..helpers.preparing import preparing
 from ..helpers.thread_worker import ThreadWorker
 from ..helpers.tiny import VOCAB, padded_batch, tiny_draft, tiny_model
 from .test_unsound import UNSOUND, spoilt
-
-# ---------------------------------------------------------------- rounds in which the draft is not asked
-
-
-class LateDraft(FixedPlan):
-    """Verifies n-grams in the first rounds, and then drafts ahead. The draft reads the text from the beginning."""
-
-    expects_draft = True
-
-    def __init__(self):
-        super().__init__(hf_ssd.SSDConfig(lookahead=3, budget=4))
-        self.drafting, self.plan, self.rounds = self.plan, Plan(PLAIN, ngrams=3), 0
-
-    def observe(self, before, now):
-        self.rounds += 1
-        self.plan = self.plan if self.rounds < 9 else self.drafting
-
-
-@pytest.fixture
-def texts(monkeypatch):
-    """What the draft has read of each row whenever it is asked."""
-    seen, look_up = [], Speculator.look_up
-
-    def watched(self, *arguments):
-        found, prefix = look_up(self, *arguments), self.drafter.prefix
-        seen.append([prefix.ids.values[row, :length].tolist() for row, length in enumerate(prefix.lengths)])
-        return found
-
-    monkeypatch.setattr(Speculator, "look_up", watched)
-    return seen
-
-
-@pytest.mark.parametrize("rows", [[0], [0, 1, 11, 4]], ids=["one row", "several rows, of which some end"])
-@pytest.mark.parametrize("workers", [1, 2])
-def test_the_draft_reads_the_targets_text_where_ngrams_were_verified_without_it(
-    target, monkeypatch, texts, rows, workers
-):
-    """These texts repeat a token, as those with blank lines do."""
-    inputs = torch.randint(2, 97, (64, 6), generator=torch.Generator().manual_seed(0))[rows]
-    options = {"input_ids": inputs, "attention_mask": torch.ones_like(inputs), "do_sample": False}
-    options |= {"max_new_tokens": 30, "pad_token_id": 0, "eos_token_id": 59 if len(rows) > 1 else None}
-    monkeypatch.setattr(loop, "planner_for", lambda *_: LateDraft())
-    drafts = [ThreadWorker(tiny_model()) for _ in range(workers)]
-    with DraftAssistant(drafts) as assistant:
-        output = target.generate(
-            **options, assistant_model=assistant, ssd_config=hf_ssd.SSDConfig(), return_dict_in_generate=True
-        )
-    stats, sequences = output.ssd_stats, target.generate(**options)
-    assert torch.equal(output.sequences, sequences) and stats.draft_failure is None
-    ngrams = [record for record in stats.records if NGRAM in record.sources]
-    assert len(ngrams) > 2 and sum(max(record.accepted) for record in ngrams) > 2
-    drafted = [record for record in stats.records if record.mode == AHEAD]
-    assert (-1 in drafted[0].accepted) == (len(rows) > 1)  # a row that ended before the draft was asked
-    # The draft is the target itself: it is right wherever it has read the target's text.
-    assert len(drafted) > 3 and all(k in (-1, record.lookahead) for record in drafted for k in record.accepted)
-    # It is asked once for each of these rounds and told of the end; the other rounds are not replayed one by one.
-    assert workers * len(drafted) <= len(texts) <= workers * (len(drafted) + 1)
-    for of_rows in texts:
-        for text, of_target in zip(of_rows, sequences.tolist()):
-            end = of_target.index(59) + 1 if 59 in of_target else len(of_target)  # a round may verify tokens after it
-            assert text[:end] == of_target[: min(end, len(text))]
-
 
 # ---------------------------------------------------------------- a row that is verified again beside others
 

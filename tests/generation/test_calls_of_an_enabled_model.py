@@ -90,8 +90,7 @@ class Processes(Asks, LogitsProcessor):
         return scores
 
 
-@pytest.mark.parametrize("kind", [Judges, Processes])
-@pytest.mark.parametrize("given_as", ["model", "folder"])
+@pytest.mark.parametrize("kind, given_as", [(Judges, "model"), (Processes, "folder")])
 def test_a_call_within_a_call_of_a_bound_target(kind, given_as, tmp_path):
     draft = tiny_draft(disagreement=0.01)
     if given_as == "folder":

@@ -1,6 +1,5 @@
 """A model that others use during a call: threads, tasks, a second target with the same draft, a processor."""
 
-import asyncio
 import contextlib
 import functools
 import random
@@ -84,21 +83,6 @@ def test_two_targets_share_a_draft_in_this_process():
     assert not failed
 
 
-def test_tasks_in_threads_of_asyncio():
-    target = hf_ssd.enable(tiny_model())
-    expected = [target.generate(prompt(number), **OPTIONS) for number in range(5)]
-    config = hf_ssd.SSDConfig(drafter="ngram", lookahead=3)
-
-    async def call(number):
-        return await asyncio.to_thread(target.generate, prompt(number), **OPTIONS, ssd_config=config)
-
-    async def all_calls():
-        return await asyncio.gather(*map(call, range(24)))
-
-    for number, output in enumerate(asyncio.run(all_calls())):
-        assert torch.equal(output, expected[number % 5])
-
-
 def test_no_config_of_target_or_draft_is_written(monkeypatch):
     """So nothing is to be restored, and another thread never sees a value that is meant for our passes."""
     target, draft = hf_ssd.enable(tiny_model()), tiny_draft()
@@ -162,10 +146,9 @@ class Guidance(LogitsProcessor):
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("tokens, is_call", [(1, False), (6, False), (6, True)])
-def test_passes_of_a_processor_are_not_taken_for_those_of_the_call(tokens, is_call, rows, asynchronous, monkeypatch):
-    target = hf_ssd.enable(tiny_model())
+def test_passes_of_a_processor_are_not_taken_for_those_of_the_call(tokens, is_call, asynchronous, monkeypatch):
+    target, rows = hf_ssd.enable(tiny_model()), 2
     head, inputs = tiny_head(target), padded_batch(rows)
     options = {"max_new_tokens": 24, "do_sample": False, "return_dict_in_generate": True}
     plain = target.generate(**inputs, **options).sequences

@@ -93,13 +93,14 @@ def test_a_call_that_is_broken_off_while_the_draft_is_timed_does_not_switch_it_o
     call_ahead(target, assistant)
 
 
+@pytest.mark.slow
 def test_several_drafts_draft_ahead(drafts):
     target = slow_target()
     call(target, drafts, 1)
     call_ahead(target, drafts)
 
 
-@pytest.mark.parametrize("workers, budget", [("assistant", "auto"), ("drafts", 1)])
+@pytest.mark.parametrize("workers, budget", [("assistant", "auto"), pytest.param("drafts", 1, marks=pytest.mark.slow)])
 def test_a_fallback_object_is_asked_and_drafts_ahead(workers, budget, request):
     target, fallback = slow_target(), LastToken()
     settings = {"config": hf_ssd.SSDConfig(fallback=fallback, budget=budget), **WITH_MISSES}

@@ -48,3 +48,10 @@ def test_it_can_be_waited_for_and_killed():
     assert process.poll() is None
     process.kill()
     assert process.wait(20) == process.poll() == -signal.SIGKILL
+
+
+def test_a_folder_that_torch_names_when_it_compiles_is_no_reason_for_a_fresh_one(tmp_path, monkeypatch):
+    """All workers of a suite would be fresh ones as soon as one test has looked whether torch can compile."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    assert process.wait(20) == 0 and (subprocess.Popen is preloaded.FRESH or process.connection is not None)
