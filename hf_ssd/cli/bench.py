@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     check_pictures(args)
     found = models.chosen(args)
     if found.draft is None and args.drafter not in WITHOUT_DRAFT:
-        raise ValueError("This command compares ways to use a DRAFT; hf-ssd check TARGET measures n-grams.")
+        raise ValueError("This command compares ways to use a DRAFT; hf-ssd check TARGET measures ways without one.")
     texts = prompts.prompts_from(args.prompts, args.prompt_field) if args.prompts else prompts.SNIPPETS
     doctor.examine(found)
     print(found.in_a_line(), flush=True)

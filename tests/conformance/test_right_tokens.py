@@ -36,7 +36,7 @@ class LateDraft(FixedPlan):
 
     def __init__(self):
         super().__init__(hf_ssd.SSDConfig(lookahead=3, budget=4))
-        self.drafting, self.plan, self.rounds = self.plan, Plan(PLAIN, ngrams=3), 0
+        self.drafting, self.plan, self.rounds = self.plan, Plan(PLAIN, early=3), 0
 
     def observe(self, before, now):
         self.rounds += 1
