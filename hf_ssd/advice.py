@@ -3,7 +3,7 @@
 import math
 
 from .generation.verification import UNLIKELY
-from .rounds import NGRAM, NOTHING
+from .rounds import EARLY, NOTHING
 
 CHANCE = 1e-3  # p-value below which unlikely tokens are reported
 ENOUGH_ROUNDS = 24  # with drafted tokens; at acceptance 0.5, less than 0.3 of 24 tokens are accepted in 1 of 30 calls
@@ -37,7 +37,7 @@ def advice(stats) -> list[str]:
     if len(drafted) < ENOUGH_ROUNDS:
         return []
     if stats.acceptance_rate < LOW_ACCEPTANCE:
-        if {source for record in drafted for source in record.sources} <= {NGRAM, NOTHING}:
+        if {source for record in drafted for source in record.sources} <= {EARLY, NOTHING}:
             return [f"acceptance {stats.acceptance_rate:.2f}: the text hardly repeats itself; use a draft model"]
         return [
             f"acceptance {stats.acceptance_rate:.2f}: this draft does not pay; choose one that agrees more with the "

@@ -146,15 +146,10 @@ class SSDConfig:
             "timeout": (0 < timeout < math.inf, "a positive number of seconds"),
             "on_draft_failure": (self.on_draft_failure in ("continue", "raise"), '"continue" or "raise"'),
             "asynchronous": (isinstance(self.asynchronous, bool), "True or False"),
-            "cuda_graphs": (
-                isinstance(self.cuda_graphs, bool) or self.cuda_graphs == "auto",
-                '"auto", True or False',
-            ),
-            "pack_weights": (
-                isinstance(self.pack_weights, bool) or self.pack_weights == "auto",
-                '"auto", True or False',
-            ),
         }
+        for name in ("cuda_graphs", "pack_weights"):
+            value = getattr(self, name)
+            rules[name] = isinstance(value, bool) or value == "auto", '"auto", True or False'
         for name, (is_allowed, allowed) in rules.items():
             _require(name, getattr(self, name), is_allowed, allowed)
         if self.drafter in WITHOUT_DRAFT:  # in turn with the target, and a row without a match has no speculation

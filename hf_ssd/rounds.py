@@ -11,6 +11,8 @@ PLAIN, IN_TURN, AHEAD = MODES = ("plain", "in_turn", "ahead")
 
 _, PRIMARY, *BUILT_IN = config.FALLBACKS  # "primary": drafted just in time by the draft model
 NGRAM, RANDOM, MTP, CUSTOM = "ngram", "random", "mtp", "custom"
+EARLY, EARLY_TITLE = NGRAM, "n-grams"  # the source that needs no draft: its tokens leave with the outcome
+LONGEST_EARLY = 16  # tokens
 PREPARED = "prepared"  # the outcome was in the speculation cache: a hit
 NOTHING = "nothing"  # the row has no speculation
 BY_TARGET = (*BUILT_IN, CUSTOM)  # sources in the target's process
@@ -23,40 +25,27 @@ FINISHED = -1  # accepted count of a row that needs no more tokens: it gains non
 @dataclass(frozen=True)
 class Plan:
     """
-    Instructions for the draft, decided by the target and sent with each outcome.
+    Instructions for the next speculations, decided by the target. Those for the draft are sent with each outcome.
 
-    Args:
-        mode (`str`): `"plain"` (no draft), `"in_turn"` (draft after the outcome) or `"ahead"` (SSD).
-        lookahead (`int`): Tokens in the next speculations, K in the paper.
-        after_miss (`int`): Tokens to draft just in time after a miss, at most `lookahead`.
-        budget (`int`): Outcomes to prepare for each row, B in the paper; 0 unless the mode is `"ahead"`.
-        fallback (`str`): The source of a row's speculation after a miss.
-        saguaro_c (`float`): C of Definition 14.
-        ngrams (`int`): The most tokens of an n-gram, which a row verifies in the place of drafted tokens where its last
-            tokens have occurred before in its text. 0 if n-grams do not compete with the draft. In mode `"plain"` the
-            target's process looks n-grams up, and nothing else is verified.
+    `early` is the most tokens of the early proposer, which a row verifies in the place of drafted tokens where it has
+    some. 0 if it does not compete with the draft. In mode `"plain"` nothing else is verified.
     """
 
-    mode: str
-    lookahead: int = 0
-    after_miss: int = 0
-    budget: int = 0
-    fallback: str = PRIMARY
-    saguaro_c: float = 1.0
-    ngrams: int = 0
+    mode: str  # "plain" (no draft), "in_turn" (draft after the outcome) or "ahead" (SSD)
+    lookahead: int = 0  # tokens in a speculation, K in the paper
+    after_miss: int = 0  # tokens to draft just in time after a miss, at most `lookahead`
+    budget: int = 0  # outcomes to prepare for each row, B in the paper; 0 unless the mode is "ahead"
+    fallback: str = PRIMARY  # the source of a row's speculation after a miss
+    early: int = 0
 
 
 @dataclass
 class Outcome:
     """
-    What verification has added to the rows, as integers on the host.
-
-    Args:
-        tokens (`list[list[int]]`): All tokens that each row has gained since the draft was last told: the accepted
-            tokens and the bonus token of a round, and the tokens of later rounds in which the draft was not asked.
-            Empty for a row that needs no more tokens.
-        proposed (`list[list[int]]`, *optional*): The tokens that the target's process proposes for each row next, so
-            that the draft need not; an empty list for a row that is drafted for. All of them are certain.
+    What verification has added to the rows, as integers on the host: all `tokens` that each row has gained since the
+    draft was last told, the accepted tokens and the bonus token of a round, and the tokens of later rounds in which the
+    draft was not asked. Empty for a row that needs no more tokens. `proposed` are the tokens that the target's process
+    proposes for each row next, so that the draft need not; empty for a row that is drafted for. All are certain.
     """
 
     tokens: list[list[int]]
@@ -92,10 +81,9 @@ class RoundRecord:
             guesses, from 0; -1 if it was not among them.
         lengths (`list[int]`): For each row, how many of the tokens were proposed, the rest being padding; -1, or an
             empty list, for all of them. See `proposed`.
-        ngram_tokens (`list[int]`): For each row, how many tokens an n-gram would have given it in the round before this
-            speculation, the bonus token included; 0 if its text had no match, -1 if that was not evaluated. Empty if
-            no row was evaluated.
-        ngram_matched (`list[int]`): For each of these n-grams, how many last tokens of the row had occurred before.
+        early_alone, early_beside (`list[int]`): For each row, how many tokens the early proposer gave, or would have
+            given, in the round before this speculation, the bonus token included, where nothing is drafted and beside a
+            draft; 0 if it had none, -1 if that was not evaluated. Empty if no row was evaluated.
         accepted (`list[int]`): Accepted count of each row; empty until the target has decided.
         states (`int`): How many recurrent states of each row the draft's memory has room for, which bounds the budget:
             each token of a branch has a state of its own. 0 if the draft has no recurrent states.
@@ -110,8 +98,8 @@ class RoundRecord:
         received_at (`float`): When the target received the speculation.
         compiles (`bool`): Whether a forward pass was compiled or captured in the verification, so that
             `verify_seconds` is not typical.
-        ngrams (`int`): The plan's most tokens of an n-gram. If it is not 0, rows whose source is an n-gram have taken
-            it in the place of drafted tokens, whether their outcome had been prepared or not.
+        early (`int`): The plan's most early tokens. If it is not 0, rows whose source is the early proposer have taken
+            them in the place of drafted tokens, whether their outcome had been prepared or not.
     """
 
     mode: str = PLAIN
@@ -120,8 +108,8 @@ class RoundRecord:
     sources: list[str] = field(default_factory=list)
     ranks: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
-    ngram_tokens: list[int] = field(default_factory=list)
-    ngram_matched: list[int] = field(default_factory=list)
+    early_alone: list[int] = field(default_factory=list)
+    early_beside: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     states: int = 0
     grown: int = 0
@@ -136,7 +124,7 @@ class RoundRecord:
     answered_at: float = 0.0
     received_at: float = 0.0
     compiles: bool = False
-    ngrams: int = 0
+    early: int = 0
 
     @property
     def hits(self) -> list[bool]:
@@ -148,14 +136,14 @@ class RoundRecord:
         length = self.lengths[row] if self.lengths else -1
         return self.lookahead if length < 0 else min(length, self.lookahead)
 
-    def competes(self, row: int) -> bool:
-        """Whether the row has taken an n-gram in the place of drafted tokens, not because its outcome was missed."""
-        return self.ngrams > 0 and self.sources[row] == NGRAM
+    def is_early(self, row: int) -> bool:
+        """Whether the row has taken early tokens in the place of drafted ones, not because its outcome was missed."""
+        return self.early > 0 and self.sources[row] == EARLY
 
     @property
     def is_hit(self) -> bool:
-        """Whether no unfinished row missed, and not all of them preferred an n-gram."""
-        asked = [row for row in self.live if not self.competes(row)]
+        """Whether no unfinished row missed, and not all of them have early tokens."""
+        asked = [row for row in self.live if not self.is_early(row)]
         return bool(asked) and all(self.hits[row] for row in asked)
 
     @property
@@ -172,21 +160,15 @@ class RoundRecord:
 @dataclass
 class Speculation:
     """
-    The drafted tokens that the target verifies next. Within the draft it may be incomplete: then rows differ in length.
-
-    Args:
-        tokens (`list[list[int]]`): The drafted tokens of each row, on the host.
-        probabilities (`torch.FloatTensor` of shape `(batch_size, lookahead, vocab_size)`, *optional*): The distribution
-            each token was drawn from; `None` if each token was certain or the probabilities follow later.
-        record ([`RoundRecord`]): The draft's part of the record.
-        support (`int`, *optional*): The largest number of tokens with a nonzero probability in any of the
-            distributions, if it is known.
+    The tokens of each row that the target verifies next, on the host. Within the draft it may be incomplete: then rows
+    differ in length. Each token was drawn from `probabilities` `(batch_size, lookahead, vocab_size)`; `None` if all are
+    certain or the probabilities follow later.
     """
 
     tokens: list[list[int]]
     probabilities: torch.FloatTensor | None = None
-    record: RoundRecord = field(default_factory=RoundRecord)
-    support: int | None = None
+    record: RoundRecord = field(default_factory=RoundRecord)  # the draft's part of it
+    support: int | None = None  # the largest number of tokens with a nonzero probability, if it is known
 
     @property
     def width(self) -> int:
@@ -194,9 +176,9 @@ class Speculation:
         return max(map(len, self.tokens))
 
     @classmethod
-    def empty(cls, rows: int, source: str = NOTHING) -> "Speculation":
+    def empty(cls, rows: int) -> "Speculation":
         """Returns a speculation without tokens."""
-        return cls([[] for _ in range(rows)], None, RoundRecord(sources=[source] * rows))
+        return cls([[] for _ in range(rows)], None, RoundRecord(sources=[NOTHING] * rows))
 
 
 def padded(tokens: list[list[int]], width: int) -> list[list[int]]:

@@ -55,19 +55,19 @@ class SSDStats:
     def verified_rows(self) -> list[tuple[int, int, bool | None]]:
         """
         Returns (lookahead, accepted, hit) of each row in each round; lookahead is 0 without drafted tokens, and hit is
-        `None` if the row preferred an n-gram.
+        `None` if the row had early tokens.
         """
         rows = []
         for record in self.records:
             for row in record.live:
                 lookahead = 0 if record.sources[row] == NOTHING else record.proposed(row)
-                hit = None if record.competes(row) else record.hits[row]
+                hit = None if record.is_early(row) else record.hits[row]
                 rows.append((lookahead, record.accepted[row], hit))
         return rows
 
     @property
     def hit_rate(self) -> float:
-        """Share of speculations whose outcome had been prepared. Rows that preferred an n-gram do not count."""
+        """Share of speculations whose outcome had been prepared. Rows with early tokens do not count."""
         drafted = [hit for k, _, hit in self.verified_rows() if k and hit is not None]
         return sum(drafted) / len(drafted) if drafted else 0.0
 
@@ -80,8 +80,8 @@ class SSDStats:
     @property
     def acceptance_rate(self) -> float:
         """
-        Share of accepted tokens among the drafted tokens that the target tested. N-grams that a row preferred do not
-        count, unless nothing was drafted.
+        Share of accepted tokens among the drafted tokens that the target tested. Early tokens do not count,
+        unless nothing was drafted.
         """
         rows = [row for row in self.verified_rows() if row[0]]
         rows = [row for row in rows if row[2] is not None] or rows
@@ -119,7 +119,7 @@ class SSDStats:
     def to_pandas(self):
         """
         Returns a `pandas.DataFrame` with a line for each round. Lists with a value for each row are replaced by the
-        number of unfinished rows, how many of these hit and how many preferred an n-gram, and their mean accepted
+        number of unfinished rows, how many of these hit and how many had early tokens, and their mean accepted
         count.
 
         Raises:
@@ -132,7 +132,7 @@ class SSDStats:
             line = {name: value for name, value in vars(record).items() if not isinstance(value, list)}
             counts = [record.accepted[row] for row in record.live]
             line |= {"rows": len(counts), "hits": sum(record.hits[row] for row in record.live)}
-            line["ngrams"] = sum(map(record.competes, record.live))
+            line["early"] = sum(map(record.is_early, record.live))
             line |= {"draft_seconds": record.draft_seconds, "accepted": sum(counts) / len(counts) if counts else None}
             lines.append(line)
         return pandas.DataFrame(lines).rename_axis("round")

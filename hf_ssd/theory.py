@@ -163,11 +163,11 @@ def predict(stats) -> float:
     single row) from the parts that the call measured ([`SSDStats`]). The hit rate p, E_hit and E_miss are means over
     unfinished rows, b is the mean number of unfinished rows, and V the mean time of a verification. The mean wait gives
     1 + wait / V for max(1, T_p) in rounds where all rows hit, and wait / V for T_b in other rounds. If a kind of row or
-    round does not occur, the mean of the other kind is used. A row that preferred an n-gram waited no more than a hit.
+    round does not occur, the mean of the other kind is used. A row with early tokens waited no more than a hit.
     """
     rows, waits, verifications = [], [], []
     for record in stats.records:
-        unfinished = [(record.accepted[row] + 1, record.hits[row] or record.competes(row)) for row in record.live]
+        unfinished = [(record.accepted[row] + 1, record.hits[row] or record.is_early(row)) for row in record.live]
         if unfinished:
             rows += unfinished
             waits.append((record.wait_seconds, all(hit for _, hit in unfinished)))

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from .rounds import RoundRecord
+from .rounds import EARLY_TITLE, RoundRecord
 
 TARGET, DRAFT = "target", "draft"
 
@@ -28,7 +28,7 @@ def intervals(stats) -> list[Interval]:
             "lookahead": record.lookahead,
             "rows": len(rows),
             "rows that hit": sum(record.hits[row] for row in rows),
-            "rows that preferred an n-gram": sum(map(record.competes, rows)),
+            f"rows with {EARLY_TITLE}": sum(map(record.is_early, rows)),
         }
         result.append(Interval(TARGET, "wait", received - record.wait_seconds, received, i, about))
         details = {**about, "accepted": record.accepted}
@@ -44,11 +44,11 @@ def intervals(stats) -> list[Interval]:
 
 
 def label(record: RoundRecord) -> str:
-    """Returns "hit", "miss", "n-gram" if all rows preferred one, or how many rows hit of those that did not."""
-    asked = [row for row in record.live if not record.competes(row)]
+    """Returns "hit", "miss", `EARLY_TITLE` if all rows had early tokens, or how many of the other rows hit."""
+    asked = [row for row in record.live if not record.is_early(row)]
     hits = sum(record.hits[row] for row in asked)
     if record.live and not asked:
-        return "n-gram"
+        return EARLY_TITLE
     return "hit" if record.is_hit else f"{hits} of {len(asked)}" if hits else "miss"
 
 

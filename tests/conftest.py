@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import hf_ssd
-from hf_ssd.planning import planners
+from hf_ssd.planning import planner
 
 from .helpers import preloaded
 from .helpers.public_weights import real_cache, real_folders, real_tokenizers  # noqa: F401
@@ -46,7 +46,7 @@ def one_thread():
 @pytest.fixture(autouse=True)
 def nothing_is_known_of_a_pair():
     """Many tests share models, and what calls of one have taught is not to decide what those of another do."""
-    planners._pairs.clear()
+    planner._pairs.clear()
 
 
 @pytest.fixture(scope="session", autouse=True)

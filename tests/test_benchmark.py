@@ -87,7 +87,7 @@ def test_the_best_setting_counts_and_ratios_are_of_one_turn():
 def test_a_wait_beside_a_row_that_preferred_an_ngram_is_one_of_a_hit():
     rounds = [([PREPARED, NGRAM], 0.01), ([PRIMARY, NGRAM], 0.09), ([NGRAM, NGRAM], 0.09)]
     records = [
-        RoundRecord(AHEAD, 2, 8, sources, accepted=[2, 2], verify_seconds=0.1, wait_seconds=wait, ngrams=4)
+        RoundRecord(AHEAD, 2, 8, sources, accepted=[2, 2], verify_seconds=0.1, wait_seconds=wait, early=4)
         for sources, wait in rounds
     ]
     parts = parts_of(SimpleNamespace(speed=1.0, stats=SSDStats(2, records)))

@@ -52,7 +52,7 @@ RECIPES = {  # the files that each recipe changes, and what is put in the place 
     },
     "a planner": {
         "planning/doubling.py": None,
-        "planning/planners.py": [
+        "planning/planner.py": [
             ("from .fixed_plan import", "from .doubling import Doubling\nfrom .fixed_plan import"),
             (
                 '    if config.lookahead != "auto" and',

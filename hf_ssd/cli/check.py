@@ -24,9 +24,8 @@ import time
 
 import hf_ssd
 
-from ..planning.planner import Planner
-from ..planning.planners import last_planner
-from ..rounds import AHEAD
+from ..planning.planner import Planner, last_planner
+from ..rounds import AHEAD, EARLY
 from ..rounds import PLAIN as NO_DRAFT
 from ..stats import SSDStats
 from . import doctor, forms, models, options, prompts
@@ -80,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
         if not args.json:
             print(doctor.in_words(known, load), flush=True)
         texts = texts or prompts_for(found.target.tokenizer)
-        is_measured = found.draft or found.config.drafter == "ngram"
+        is_measured = found.draft or found.config.drafter == EARLY
         figures = measure(args, found, texts, load) if is_measured else forms.measure(args, found.target, texts, tell)
     except (ValueError, hf_ssd.DraftError) as error:
         is_refused = not isinstance(error, NotMeasured)
@@ -192,7 +191,7 @@ def conclude(
     steps = [planner.costs.seconds_to_draft(AHEAD, count) for count in (1, 2)]
     is_timed = any(line.count for line in planner.costs.durations.step.values()) and not looks_up
     step, two_tokens = steps if is_timed else (None, None)
-    drafts = sum(record.mode == NO_DRAFT and not record.ngrams for record in records) < len(records) / 2
+    drafts = sum(record.mode == NO_DRAFT and not record.early for record in records) < len(records) / 2
     failures = [run.stats.draft_failure for run in runs if run.stats.draft_failure]
     best = {}
     if assisted is not None:

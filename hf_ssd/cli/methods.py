@@ -14,6 +14,7 @@ import hf_ssd
 from ..config import WITHOUT_DRAFT
 from ..distributed.cores import CoreShare, use_cores
 from ..drafting.heads.base import Head
+from ..rounds import EARLY
 from .options import settings
 
 PLAIN, ASSISTED, SD, SSD = "plain generate", "assisted", "SSD, in turn", "SSD"
@@ -89,7 +90,7 @@ class Bench:
         config = settings(self.args)
         ours = {"assistant_model": self.assistant, "ssd_config": config}
         if config.drafter in WITHOUT_DRAFT:  # transformers looks prompts up too, for one row
-            lookups = self.args.assistant_tokens if self.args.batch_size == 1 and config.drafter == "ngram" else ()
+            lookups = self.args.assistant_tokens if self.args.batch_size == 1 and config.drafter == EARLY else ()
             named = {f"{ASSISTED}, {n}": Method({"prompt_lookup_num_tokens": n}, theirs, devices) for n in lookups}
             return methods | named | {SSD: Method(ours, theirs, devices)}
         # transformers' assisted generation takes no batches, and no heads.

@@ -18,7 +18,7 @@ import torch
 from ..config import LONGEST_LOOKAHEAD
 from ..rounds import MODES, SOURCES, Outcome, Plan, RoundRecord, Speculation
 
-MAGIC, VERSION = 0x6866_5F73_7364, 22  # "hf_ssd"
+MAGIC, VERSION = 0x6866_5F73_7364, 23  # "hf_ssd"
 HEADER_LENGTH, FRAME_LENGTH = 10, 128
 PAYLOAD_TYPES = (torch.int64, torch.int32, torch.float32, torch.uint8, torch.bfloat16, torch.float16)
 LARGEST_PAYLOAD = 2**26  # elements; a header that asks for more is invalid, unless the receiver expects more
@@ -63,7 +63,6 @@ def one_of(values: tuple) -> Field:
 
 LENGTH, COUNT, PLACE = Field(0, LONGEST_LOOKAHEAD), Field(0, LARGEST_PAYLOAD), Field(-1)
 SECONDS = Field(write=lambda seconds: int(1e9 * seconds), read=lambda number: number / 1e9)
-SHARE = Field(0, 2**62, lambda share: int(2**62 * share), lambda number: number / 2**62)  # exact from 2**-10 on
 
 HEADER = {
     "kind": Field(1, len(Kind), int, Kind),
@@ -76,8 +75,6 @@ PLAN = {
     "after_miss": LENGTH,
     "budget": COUNT,
     "fallback": one_of(SOURCES),
-    "saguaro_c": SHARE,
-    "ngrams": LENGTH,
 }
 RECORD = {
     "lookahead": LENGTH,

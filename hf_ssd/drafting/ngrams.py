@@ -6,7 +6,6 @@ TOKENS_PER_MATCHED = 4  # proposed tokens for each token of the match: what has 
 LEAST_AFTER_A_MISS = 1  # last tokens of a row that must have occurred before, if n-grams are the fallback
 LEAST_ALONE = 2  # the same where nothing is drafted
 LEAST_MATCHED = 6  # the same beside a draft: after shorter matches a draft is as good
-LONGEST_NGRAM = 16  # tokens of an n-gram
 
 
 class NgramIndex:

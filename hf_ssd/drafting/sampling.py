@@ -140,7 +140,7 @@ class DraftSampler:
         if noise is None:
             return argmax(scores), None
         fan_outs = self._fan_outs(plan)
-        probabilities = saguaro(scores.softmax(-1), fan_outs[min(depth, len(fan_outs) - 1)], plan.saguaro_c)
+        probabilities = saguaro(scores.softmax(-1), fan_outs[min(depth, len(fan_outs) - 1)], self.config.saguaro_c)
         return draw(probabilities, noise), probabilities
 
     def _fan_outs(self, plan: Plan) -> list[int]:

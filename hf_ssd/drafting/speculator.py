@@ -15,7 +15,7 @@ import torch
 from ..config import SSDConfig
 from ..rounds import (
     BY_TARGET,
-    NGRAM,
+    EARLY,
     NOTHING,
     PLAIN,
     PREPARED,
@@ -147,7 +147,7 @@ class Speculator:
             found.tokens = [[] if branch < 0 else of_row[branch] for of_row, branch in zip(cache.tokens, branches)]
             found.support = max(1, cache.support(branches)) if cache.supports else self.drafter.vocab_size
         record.sources = [NOTHING if branch < 0 else PREPARED for branch in branches]
-        record.mode, record.ngrams = plan.mode, plan.ngrams
+        record.mode = plan.mode
         record.budget, record.passes = preparing.budget, preparing.passes
         record.grown = cache.grown if cache is not None else 0
         record.states = self.drafter.prefix.most_states
@@ -203,7 +203,7 @@ class Speculator:
         if not self.waits:
             tokens = [own or of_row for own, of_row in zip(self.proposed, found.tokens)]
             tokens = padded(tokens, max(map(len, tokens)))
-            sources = [NGRAM if own else source for own, source in zip(self.proposed, record.sources)]
+            sources = [EARLY if own else source for own, source in zip(self.proposed, record.sources)]
             self.take_speculation(tokens, sources)
             if lacks_tokens and tokens == written:  # the drafter has taken them in
                 self.unwritten = None

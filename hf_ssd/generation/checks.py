@@ -5,7 +5,7 @@ import os
 
 import torch
 import torch.distributed as dist
-from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.generation import (
     GenerationMode,
     SynthIDTextWatermarkLogitsProcessor,
@@ -29,6 +29,7 @@ from ..drafting.resolver import ResolvedDraft, resolve
 from ..rounds import MTP
 from ..versions import check_internals
 from .proposers.custom import check_proposer
+from .settings import Settings
 
 # Tensor inputs that transformers feeds to the model once or never, or that verification continues by itself.
 KNOWN_INPUTS = {"labels"}
@@ -112,21 +113,17 @@ def check_assisted_options(model, generation_config: GenerationConfig | None, kw
 def check_generation(
     model,
     input_ids,
-    generation_config: GenerationConfig,
-    logits_processor: LogitsProcessorList,
-    max_length: int | None,
+    settings: Settings,
     model_kwargs: dict,
     draft: PreTrainedModel | None,
-    ssd_config: SSDConfig,
-    is_bound: bool = False,
 ) -> None:
     """
     Raises `ValueError` if an option or input that transformers has prepared cannot be combined with `ssd_config`.
     `draft` is the draft as a model in this process, if it is one.
-    `is_bound` says that the call has its settings from [`~hf_ssd.enable`], so that its user has not written them.
     """
+    generation_config, max_length = settings.options, settings.max_length
     without, hint = "", "leave `ssd_config` out"
-    if is_bound:
+    if settings.is_bound:
         hint = "pass `ssd_config=None` in this call"
         without = f"; {hint} to decode without the draft"
     if len(input_ids) == 0:
@@ -150,7 +147,7 @@ def check_generation(
         "inputs_embeds (the draft needs `input_ids`)": model_kwargs.get("inputs_embeds") is not None,
         "tokens that have several different positions each, as those of images": _have_several_positions(model_kwargs),
     }
-    for processor in logits_processor:
+    for processor in settings.processors:
         name = f"{type(processor).__name__} (it remembers earlier calls, and counts on one for each token)"
         refused[name] = isinstance(processor, PROCESSORS_WITH_MEMORY)
     for name, value in model_kwargs.items():
@@ -181,7 +178,7 @@ def check_generation(
             "Flash attention reads no 4D masks, which batches and padding need; load the target with "
             'attn_implementation="sdpa", or generate one prompt at a time.'
         )
-    if draft is not None and not ssd_config.asynchronous and is_flash_attention(draft) and len(input_ids) > 1:
+    if draft is not None and not settings.config.asynchronous and is_flash_attention(draft) and len(input_ids) > 1:
         raise ValueError(
             "Flash attention reads no 4D masks, which batches need; load the draft with "
             'attn_implementation="sdpa", or leave out `asynchronous=False`: a worker switches by itself.'

@@ -3,13 +3,13 @@
 from collections.abc import Callable
 
 import torch
-from transformers import LogitsProcessorList
 
-from ..argmax import argmax
 from ..distributed.target_ranks import TargetRanks
 from ..logits_processing import are_by_row, has_constraint, process_positions
 from ..rounds import FINISHED, Outcome
+from .recording import StepRecord
 from .sequences import Sequences
+from .settings import Settings
 from .verification import uniform_numbers, verify_greedy, verify_sampled
 
 SLICE_BYTES = 2**28
@@ -27,15 +27,18 @@ class Decider:
 
     def __init__(
         self,
-        processors: LogitsProcessorList,
+        settings: Settings,
         sequences: Sequences,
-        do_sample: bool,
         ranks: TargetRanks,
-        wants_scores: bool,
         verify_alone: Callable[[list[int], int, list[int]], torch.Tensor],
     ):
-        self.processors, self.sequences, self.do_sample = processors, sequences, do_sample
-        self.ranks, self.wants_scores, self.verify_alone = ranks, wants_scores, verify_alone
+        self.processors = processors = settings.processors
+        self.sequences, self.do_sample = sequences, settings.do_sample
+        self.ranks, self.verify_alone = ranks, verify_alone
+        wants_logits = settings.wants_dict and settings.options.output_logits
+        self.wants_scores = settings.wants_dict and settings.options.output_scores
+        self.scores = StepRecord(sequences) if self.wants_scores else None
+        self.logits = StepRecord(sequences, torch.float32) if wants_logits else None
         constrained, unknown = has_constraint(processors), not are_by_row(processors)
         self.unlikely_tokens = 0  # accepted ones that a correct draft would practically never have proposed
         # They are called for a position only when all tokens before it are decided, so that they see the same tokens as
@@ -44,6 +47,21 @@ class Decider:
         # All rows keep the same length, so the first rejection ends the round for all of them. An unknown processor may
         # compare rows or keep a state. A constraint must not see tokens after a row's end, which may depend on others.
         self.in_step = unknown or (constrained and not sequences.ends_by_row)
+
+    def keep(self, rows, new_tokens: list[list[int]], logits, scores, on_device: torch.LongTensor | None = None):
+        """
+        Adds the new tokens of all rows to them, and finds out which rows have ended. `logits` and `scores` are those of
+        the `rows` that were decided, of the positions of their tokens.
+        """
+        self.sequences.accept(new_tokens, on_device)
+        for record, values in ((self.scores, scores), (self.logits, logits)):
+            for row, of_row in zip(rows, values) if record else ():
+                record.add(row, of_row[: len(new_tokens[row])])
+        self.sequences.stop_where_plain_generation_would(
+            new_tokens, self.scores.up_to if self.scores else lambda _: None
+        )
+        if not self.sequences.simple:  # a time limit, for example, may pass earlier on some ranks
+            self.sequences.stops = self.ranks.share_values(self.sequences.stops)
 
     def decide(self, logits: torch.Tensor, q: torch.Tensor | None, following: torch.LongTensor):
         """
@@ -85,15 +103,21 @@ class Decider:
             )
             if self.wants_scores:
                 kept.extend(scores)
-            if self.ranks.is_leader and self.do_sample:
-                q_of_part = None if q is None else q[part]
-                outcomes.append(torch.stack(verify_sampled(scores, q_of_part, drafted[part], uniform[part])))
-            elif self.ranks.is_leader:
-                accepted, bonus = verify_greedy(scores, drafted[part])
-                outcomes.append(torch.stack([accepted, bonus, torch.zeros_like(accepted)]))
+            if self.ranks.is_leader:
+                of_part = (None if one is None else one[part] for one in (q, uniform))
+                outcomes.append(self._verify(scores, drafted[part], *of_part))
         # If a hidden state is NaN, all logits of its position are NaN, so the first logit of each position is enough.
         unsound = logits[..., 0].isnan().any(dim=1).long().to(drafted.device)
         return torch.cat([torch.cat(outcomes, dim=1), unsound[None]])
+
+    def _verify(self, scores, drafted, q, uniform=None) -> torch.LongTensor:
+        """Returns accepted counts, bonus tokens and numbers of unlikely tokens by processed scores `(3, rows)`."""
+        if self.do_sample:
+            return torch.stack(
+                verify_sampled(scores, q, drafted, uniform_numbers(drafted) if uniform is None else uniform)
+            )
+        accepted, bonus = verify_greedy(scores, drafted)
+        return torch.stack([accepted, bonus, torch.zeros_like(accepted)])
 
     def _decide_alone(self, rows, q, following, logits, scores) -> dict[int, tuple[list[int], int]]:
         """
@@ -138,27 +162,22 @@ class Decider:
         tokens of each row, which the leader gives to all ranks; and the processed scores `(len(rows), 1, vocab_size)`.
         """
         scores, decided = process_positions(self.processors, logits, input_ids, lengths, rows), None
-        if self.ranks.is_leader and self.do_sample:
+        if self.ranks.is_leader:
             here = drafted[rows, place : place + 1]
             q_here = q[rows, place : place + 1] if q is not None and here.shape[1] else None
             both = scores.expand(-1, 1 + here.shape[1], -1)  # accepting looks no further than this position
-            accepted, bonus, unlikely = verify_sampled(both, q_here, here, uniform_numbers(here))
+            accepted, bonus, unlikely = self._verify(both, here, q_here)
             tokens = torch.cat([bonus[:, None], here], dim=1).gather(1, accepted[:, None])[:, 0]
             decided = torch.stack([tokens, unlikely]).tolist()
-        elif self.ranks.is_leader:
-            decided = argmax(scores[:, 0]).tolist(), [0] * len(rows)
         return *self.ranks.share_values(decided), scores
 
-    def decide_by_step(
-        self, logits: torch.Tensor, q: torch.Tensor | None, drafted: torch.LongTensor, keep: Callable
-    ) -> Outcome:
+    def decide_by_step(self, logits: torch.Tensor, q: torch.Tensor | None, drafted: torch.LongTensor) -> Outcome:
         """
-        Decides on the positions in order, as long as rows accept their drafted tokens, and returns the outcome. `keep`
-        is called at each position with the rows that are decided there, the new tokens of all rows, and the scores and
-        logits `(1, vocab_size)` of each decided row.
+        Decides on the positions in order, as long as rows accept their drafted tokens, keeps the tokens, and returns
+        the outcome.
         """
-        sequences, before, proposed = self.sequences, self.sequences.lengths, self.sequences.proposed
-        last = [0] * len(before)
+        sequences, proposed = self.sequences, self.sequences.proposed
+        gained: list[list[int]] = [[] for _ in proposed]
         going = [row for row, unfinished in enumerate(sequences.unfinished) if unfinished]
         unsound = [row for row in going if logits[row, :, 0].isnan().any()] if drafted.shape[1] else []
         if unsound:
@@ -174,16 +193,15 @@ class Decider:
 
             # 2. Add the token to the row, which may end there.
             for row, token in zip(going, tokens):
-                last[row] = token
-            keep(going, [last[row : row + 1] if row in going else [] for row in range(len(before))], scores, here)
+                gained[row].append(token)
+            self.keep(going, [of_row[place:] for of_row in gained], here, scores)
 
             # 3. Go on with the rows whose token is the drafted token.
             if place == drafted.shape[1]:
                 break
             unfinished = sequences.unfinished
             alive = [row for row in going if unfinished[row]]
-            matching = {row for row, token in zip(going, tokens) if token == proposed[row][place]}
-            going = [row for row in alive if row in matching]
+            going = [row for row in alive if gained[row][place] == proposed[row][place]]
             again = [row for row in going if row in unsound]
             if again and not (self.in_step and going != alive):
                 alone = self.verify_alone(unsound, place + 1, sequences.lengths)
@@ -192,5 +210,4 @@ class Decider:
                 going = [row for row in going if row in sound or row not in unsound]
             if not going or (self.in_step and going != alive):
                 break
-        accepted = [after - length - 1 for after, length in zip(sequences.lengths, before)]
-        return Outcome.of(proposed, accepted, last)
+        return Outcome(gained)

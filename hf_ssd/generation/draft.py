@@ -137,8 +137,7 @@ class FaultTolerantDraft:
                 self._attempt(self.session.send_outcome, untold, plan, for_draft)
                 for proposer in self.proposers.fallbacks.values():
                     proposer.take_in(untold, plan, features)
-            if self.proposers.counts_ngrams:
-                self.proposers.compare(self.rounds)
+            self.proposers.compare(self.rounds)
         return outcome if self.ranks.size == 1 else Outcome(self.ranks.share_values(outcome.tokens))
 
     def _untold(self, latest: Outcome) -> list[list[int]]:
@@ -172,7 +171,7 @@ class FaultTolerantDraft:
         if self.ranks.size > 1:
             speculation = self.ranks.share_speculation(speculation)
         record = speculation.record
-        record.ngram_tokens, record.ngram_matched = self.proposers.counted
+        record.early_alone, record.early_beside = self.proposers.counted
         self.cores.divide(record.mode == AHEAD or self._worker_starts)
         return speculation
 

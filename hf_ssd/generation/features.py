@@ -3,6 +3,7 @@
 import torch
 
 from ..devices import from_host
+from .sequences import kept_columns
 
 ROOM = 256  # columns by which the storage grows
 
@@ -19,9 +20,8 @@ class Features:
 
     def __init__(self, prompts: torch.Tensor, attention_mask: torch.Tensor | None, length: int):
         rows, fed, width = prompts.shape
-        kept = torch.ones(rows, length, dtype=torch.bool) if attention_mask is None else attention_mask.bool().cpu()
-        kept = kept[:, -length:].clone()
-        kept[:, -1] = True  # as in `prompts_without_padding`
+        everything = torch.ones(rows, length, dtype=torch.bool)
+        kept = everything if attention_mask is None else kept_columns(attention_mask, length).cpu()
         self.lengths = kept.sum(1).tolist()  # tokens of each row that have features
         # The features (batch_size, capacity, width) of each row, without padding.
         self.rows = prompts.new_zeros(rows, max(self.lengths) + ROOM, width)

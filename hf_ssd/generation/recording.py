@@ -2,13 +2,15 @@
 
 import torch
 
+from .sequences import Sequences
+
 
 class StepRecord:
     """Collects the scores or logits that each row's tokens were chosen from. Rows may advance by different amounts."""
 
-    def __init__(self, batch_size: int, prompt_length: int, device: torch.device, dtype: torch.dtype | None = None):
-        self.prompt_length, self.device, self.dtype = prompt_length, device, dtype
-        self.rows: list[list[torch.Tensor]] = [[] for _ in range(batch_size)]
+    def __init__(self, sequences: Sequences, dtype: torch.dtype | None = None):
+        self.prompt_length, self.device, self.dtype = sequences.prompt_length, sequences.ids.device, dtype
+        self.rows: list[list[torch.Tensor]] = [[] for _ in range(sequences.batch_size)]
 
     def add(self, row: int, values: torch.Tensor) -> None:
         """Adds a vector for each new token of a row, `(new_tokens, vocab_size)`."""

@@ -4,6 +4,7 @@ import torch
 from transformers import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StoppingCriteriaList, StopStringCriteria
 
 from ..devices import from_host
+from .settings import Settings
 
 BY_COUNTING = (MaxLengthCriteria, EosTokenCriteria)
 """Criteria that need not be called: their answer follows from a row's length and last token."""
@@ -12,25 +13,18 @@ BY_ROW = (*BY_COUNTING, StopStringCriteria, MaxTimeCriteria)
 """Criteria that look at each row by itself, and keep no state."""
 
 
-def longest_output(stopping_criteria: StoppingCriteriaList) -> int | None:
-    """Returns the length at which all rows stop, or `None` if they need not."""
-    limits = [int(criteria.max_length) for criteria in stopping_criteria if type(criteria) is MaxLengthCriteria]
-    return min(limits, default=None)
-
-
 class Sequences:
     """Token ids of each row, with room to grow, and the length at which plain generation would have stopped."""
 
-    def __init__(self, input_ids: torch.LongTensor, stopping_criteria: StoppingCriteriaList, pad_token: int):
-        self.pad_token = pad_token
+    def __init__(self, input_ids: torch.LongTensor, settings: Settings):
+        stopping_criteria, self.pad_token, self.max_length = settings.criteria, settings.pad_token, settings.max_length
         self.batch_size, self.prompt_length = input_ids.shape
-        self.ids = torch.full((self.batch_size, self.prompt_length + 256), pad_token, device=input_ids.device)
+        self.ids = torch.full((self.batch_size, self.prompt_length + 256), self.pad_token, device=input_ids.device)
         self.ids[:, : self.prompt_length] = input_ids
         self.last = input_ids[:, -1]  # the last token of each row
         self.proposed: list[list[int]] = [[]] * self.batch_size
         self.lengths = [self.prompt_length] * self.batch_size
         self.stops: list[int | None] = [None] * self.batch_size
-        self.max_length = longest_output(stopping_criteria)
         self.has_eos = any(hasattr(criteria, "eos_token_id") for criteria in stopping_criteria)
         self.simple = all(type(criteria) in BY_COUNTING for criteria in stopping_criteria)
         self.by_row = StoppingCriteriaList(c for c in stopping_criteria if type(c) in BY_ROW)
@@ -47,9 +41,13 @@ class Sequences:
 
     def propose(self, tokens: list[list[int]]) -> torch.LongTensor:
         """
-        Writes the drafted tokens after each row, without making them part of the row, and returns them on the device
-        with -1 after them, `(batch_size, count + 1)`. All rows have the same number of them.
+        Writes the drafted tokens after each row, as many as may still be needed, without making them part of the row.
+        Returns them on the device with -1 after them, `(batch_size, count + 1)`. All rows have the same number of them.
         """
+        if self.max_length is not None:
+            live = [n for n, stop in zip(self.lengths, self.stops) if stop is None or not self.has_eos]
+            room = self.max_length - min(live)
+            tokens = [of_row[: room - 1] for of_row in tokens]
         self.proposed, count = tokens, len(tokens[0])
         if max(self.lengths) + count >= self.ids.shape[1]:  # room for the bonus token as well
             room = self.ids.new_full((self.batch_size, max(count + 1, self.ids.shape[1] // 2)), self.pad_token)
@@ -143,10 +141,6 @@ class Sequences:
         final = self.max_length if self.final_length is None else self.final_length
         return [final is None or length < final for length in self.lengths]
 
-    def remaining(self, row: int) -> int | None:
-        """Returns how many more tokens a row may have, `None` if there is no limit."""
-        return None if self.max_length is None else self.max_length - self.lengths[row]
-
     def kept(self, row: int) -> int:
         """Returns the length of a row in the output, without the padding after it."""
         stop = self.stops[row] if self.has_eos else self.final_length
@@ -170,3 +164,17 @@ class Sequences:
         for row, length in enumerate(kept):
             result[row, length:] = self.pad_token
         return result
+
+
+def prompts_without_padding(input_ids: torch.LongTensor, attention_mask) -> list[torch.LongTensor]:
+    """Returns the tokens of each row that its attention mask keeps; the last token is always kept."""
+    if attention_mask is None:
+        return list(input_ids)
+    return [row[kept] for row, kept in zip(input_ids, kept_columns(attention_mask, input_ids.shape[1]))]
+
+
+def kept_columns(attention_mask: torch.Tensor, length: int) -> torch.BoolTensor:
+    """Returns which of the last `length` columns are tokens `(batch_size, length)`; the last column always is."""
+    mask = attention_mask[:, -length:].bool().clone()  # `bool()` of booleans is the user's own tensor
+    mask[:, -1] = True
+    return mask

@@ -1,114 +1,135 @@
-"""Forward passes outside the rounds: the prefill, a row verified alone, columns that the cache lacks at the end."""
+"""The target in a call: its passes over tokens of all rows, and the cache that they leave."""
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache
 
 from .. import devices
-from ..cache.cache_name import CACHE
-from ..cache.cached_model import CachedModel, view_for_passes
+from ..cache.cache_name import CACHE, cache_argument
+from ..cache.cached_model import view_for_passes
 from ..cache.compiled import uncompiled
-from ..cache.hidden_states import HiddenStates
+from ..cache.hidden_states import HiddenStates, hooked_modules
 from ..cache.recurrent import RecurrentModel, cached_model, ragged_copy
 from ..devices import from_host
+from ..rounds import Outcome
+from .features import Features
 from .sequences import Sequences
+from .settings import Settings
 
 
-def prefill(
-    model,
-    input_ids,
-    generation_config,
-    model_kwargs,
-    max_length: int | None,
-    cuda_graphs: bool | str = False,
-    view: PreTrainedModel | None = None,
-    hidden_states: HiddenStates | None = None,
-) -> tuple[CachedModel, torch.Tensor]:
+class Target:
     """
-    Runs transformers' own prefill into a ragged cache. Returns the target with its cache, and the `features` of the
-    tokens that were fed, and the logits `(batch_size, 1, vocab_size)` that follow the prompts. No output is longer than
-    `max_length`, the prompt included.
+    The target and the rows of a call. `reads` says which layers keep their hidden `states`, if any; see
+    [`~hf_ssd.cache.hidden_states.HiddenStates`].
     """
-    theirs: DynamicCache = model_kwargs[CACHE]
-    cache = ragged_copy(theirs)
-    position_ids = model_kwargs.get("position_ids")
-    if position_ids is not None and position_ids.ndim > 2:  # in text, all kinds of positions are the same
-        position_ids = position_ids[0]
-    mask = model_kwargs.get("attention_mask")
-    view = view_for_passes(model) if view is None else view
-    with uncompiled(model):
-        outputs = view._prefill(input_ids, generation_config, {**model_kwargs, CACHE: cache})
-    columns = cache.get_seq_length()
-    last = [columns - 1] * len(input_ids) if position_ids is None else position_ids[:, -1].tolist()
-    decoder = cached_model(
-        model,
-        cache,
-        valid=None if mask is None else mask.bool().to(devices.of_model(model)),
-        first_positions=[position - (columns - 1) for position in last],
-        token_type_ids=model_kwargs.get("token_type_ids"),
-        column_limit=None if max_length is None else columns - input_ids.shape[1] + max_length,
-        cuda_graphs=cuda_graphs,
-        hidden_states=hidden_states,
-        view=view,
-    )
-    decoder.features = None if hidden_states is None else hidden_states.take()
-    return decoder, outputs.logits[:, -1:]
 
+    def __init__(self, model, settings: Settings, input_ids: torch.LongTensor, model_kwargs: dict, reads=()):
+        self.model, self.settings, self.input_ids, self.model_kwargs = model, settings, input_ids, model_kwargs
+        self.sequences = Sequences(input_ids, settings)
+        self.theirs: DynamicCache = model_kwargs[CACHE]  # of the user or of transformers
+        self.returns_cache = settings.wants_dict or getattr(self.theirs, "_is_user_defined", False)
+        hooked = hooked_modules(model, *reads) if reads else ()
+        self.view = view_for_passes(model, hooked, settings.config.pack_weights)
+        self.hidden_states = HiddenStates(self.view, *reads) if reads else None
+        self.states: Features | None = None
 
-def verify_alone(
-    decoder: CachedModel,
-    sequences: Sequences,
-    columns_before_ids: int,
-    rows: list[int],
-    place: int,
-    lengths: list[int],
-) -> torch.Tensor:
-    """
-    Feeds a token of each of these rows again, without the drafted tokens after it, and clears the columns there. A
-    drafted token whose keys or values are NaN also corrupts earlier positions: its column is masked, but 0 * NaN is
-    NaN. The other rows keep their drafted tokens, also if a compiled pass feeds several tokens.
+    def prefill(self) -> torch.Tensor:
+        """
+        Runs transformers' own prefill into a ragged cache. Returns the logits `(batch_size, 1, vocab_size)` that follow
+        the prompts. [`~Target.close`] must follow.
+        """
+        prompt_length, max_length = self.input_ids.shape[1], self.settings.max_length
+        cache = ragged_copy(self.theirs)
+        position_ids = self.model_kwargs.get("position_ids")
+        if position_ids is not None and position_ids.ndim > 2:  # in text, all kinds of positions are the same
+            position_ids = position_ids[0]
+        mask = self.model_kwargs.get("attention_mask")
+        with uncompiled(self.model):
+            inputs = {**self.model_kwargs, CACHE: cache}
+            outputs = self.view._prefill(self.input_ids, self.settings.options, inputs)
+        columns = cache.get_seq_length()
+        self.columns_before_ids = columns - prompt_length
+        last = [columns - 1] * len(self.input_ids) if position_ids is None else position_ids[:, -1].tolist()
+        self.decoder = cached_model(
+            self.model,
+            cache,
+            valid=None if mask is None else mask.bool().to(devices.of_model(self.model)),
+            first_positions=[position - (columns - 1) for position in last],
+            token_type_ids=self.model_kwargs.get("token_type_ids"),
+            column_limit=None if max_length is None else self.columns_before_ids + max_length,
+            cuda_graphs=self.settings.config.cuda_graphs,
+            hidden_states=self.hidden_states,
+            view=self.view,
+        )
+        if self.hidden_states is not None:
+            self.states = Features(self.hidden_states.take(), mask, prompt_length)
+        if self.returns_cache and isinstance(self.decoder, RecurrentModel) and not self.sequences.ends_by_row:
+            self.decoder.remember_prefill()  # rows may end where other rows stop them, before their last checkpoint
+        return outputs.logits[:, -1:]
 
-    `lengths` are those of the rows with the token to feed, all of whose tokens are verified; the pass of the round fed
-    `place` drafted tokens before it. Returns raw logits `(batch_size, 1, vocab_size)`.
-    """
-    starts = [length - 1 + columns_before_ids for length in lengths]
-    decoder.cache.clear_behind(rows, starts)
-    device, count = sequences.ids.device, decoder.fewest_tokens
-    columns = from_host(lengths, device)[:, None] - 1 + torch.arange(count, device=device)
-    tokens = sequences.ids.gather(1, columns)  # the token, and the drafted tokens after it
-    tokens[rows] = tokens[rows, :1]
-    features = decoder.features
-    logits = decoder.extend(tokens.to(decoder.device), starts)[:, :1]
-    if features is not None:
-        features[rows, place] = decoder.features[rows, 0]
-        decoder.features = features
-    return logits
+    def close(self) -> None:
+        self.decoder.close()
 
+    def verify(self, following: torch.LongTensor) -> torch.Tensor:
+        """
+        Feeds the last token and the drafted tokens of each row, for which see [`Sequences.propose`]. Returns raw logits
+        `(batch_size, lookahead + 1, vocab_size)`.
+        """
+        fed = torch.cat([self.sequences.last[:, None], following[:, :-1]], dim=1).to(self.decoder.device)
+        starts = [length - 1 + self.columns_before_ids for length in self.sequences.lengths]
+        return self.decoder.extend(fed, starts)
 
-def feed_what_is_missing(
-    decoder: CachedModel, sequences: Sequences, output: torch.LongTensor, columns_before_ids: int
-) -> None:
-    """Feeds the last token of rows that ended before others, and the padding after it, as plain generation does."""
-    last = output.shape[1] - 1  # the last token is not fed, because no token follows it
-    fed = [min(sequences.kept(row), length - 1, last) for row, length in enumerate(sequences.lengths)]
-    if isinstance(decoder, RecurrentModel):
-        decoder.finish(output, fed, columns_before_ids)
-        return
-    if min(fed) == last:
-        return
-    decoder.cache.take_back()
-    decoder.leave_out([count == last for count in fed])
-    start = min(fed)
-    decoder.extend(
-        output[:, start:last].to(decoder.device),
-        [start + columns_before_ids] * len(fed),
-        logits_to_keep=torch.zeros(1, dtype=torch.long, device=decoder.device),  # the logits are not needed
-    )
+    def take_in(self, outcome: Outcome) -> None:
+        """Keeps the hidden states of the tokens that are verified, if anybody reads them."""
+        if self.states is not None:
+            self.states.add(self.decoder.features, outcome.accepted)
 
+    def verify_alone(self, rows: list[int], place: int, lengths: list[int]) -> torch.Tensor:
+        """
+        Feeds a token of each of these rows again, without the drafted tokens after it, and clears the columns there. A
+        drafted token whose keys or values are NaN also corrupts earlier positions: its column is masked, but 0 * NaN is
+        NaN. The other rows keep their drafted tokens, also if a compiled pass feeds several tokens.
 
-def prompts_without_padding(input_ids: torch.LongTensor, attention_mask) -> list[torch.LongTensor]:
-    """Returns the tokens of each row that its attention mask keeps; the last token is always kept."""
-    if attention_mask is None:
-        return list(input_ids)
-    mask = attention_mask[:, -input_ids.shape[1] :].bool().clone()  # `bool()` of booleans is the user's own tensor
-    mask[:, -1] = True
-    return [row[kept] for row, kept in zip(input_ids, mask)]
+        `lengths` are those of the rows with the token to feed, all of whose tokens are verified; the pass of the round
+        fed `place` drafted tokens before it. Returns raw logits `(batch_size, 1, vocab_size)`.
+        """
+        starts = [length - 1 + self.columns_before_ids for length in lengths]
+        self.decoder.cache.clear_behind(rows, starts)
+        ids, count = self.sequences.ids, self.decoder.fewest_tokens
+        columns = from_host(lengths, ids.device)[:, None] - 1 + torch.arange(count, device=ids.device)
+        tokens = ids.gather(1, columns)  # the token, and the drafted tokens after it
+        tokens[rows] = tokens[rows, :1]
+        of_round = self.decoder.features
+        logits = self.decoder.extend(tokens.to(self.decoder.device), starts)[:, :1]
+        if of_round is not None:
+            of_round[rows, place] = self.decoder.features[rows, 0]
+            self.decoder.features = of_round
+        return logits
+
+    def give_cache(self, output: torch.LongTensor) -> None:
+        """Copies the columns of the output to the cache of the user or of transformers, if somebody gets it."""
+        if not self.returns_cache:
+            return
+        self.feed_what_is_missing(output)
+        if 0 < len(self.theirs.layers) < len(self.decoder.cache.layers):
+            # A model that repeats its layers (Dory) adds cache layers for the repetitions in its first pass.
+            theirs = {cache_argument(self.model): self.theirs}
+            self.model(output[:, -1:].to(self.decoder.device), use_cache=True, **theirs)
+        self.decoder.cache.copy_to(self.theirs, output.shape[1] - 1 + self.columns_before_ids)
+
+    def feed_what_is_missing(self, output: torch.LongTensor) -> None:
+        """Feeds the last token of rows that ended before others, and the padding after it, as plain generation does."""
+        last = output.shape[1] - 1  # the last token is not fed, because no token follows it
+        fed = [min(self.sequences.kept(row), n - 1, last) for row, n in enumerate(self.sequences.lengths)]
+        if isinstance(self.decoder, RecurrentModel):
+            self.decoder.finish(output, fed, self.columns_before_ids)
+            return
+        start = min(fed)
+        if start == last:
+            return
+        self.decoder.cache.take_back()
+        self.decoder.leave_out([count == last for count in fed])
+        self.decoder.extend(
+            output[:, start:last].to(self.decoder.device),
+            [start + self.columns_before_ids] * len(fed),
+            logits_to_keep=torch.zeros(1, dtype=torch.long, device=self.decoder.device),  # the logits are not needed
+        )

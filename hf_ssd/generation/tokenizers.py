@@ -22,19 +22,9 @@ LEAST_COVERAGE = 0.5  # share of the prompts' tokens that the draft must have
 
 def translation_for(model, resolved: ResolvedDraft, tokenizer=None, assistant_tokenizer=None) -> Translation | None:
     """
-    Compares the tokens of target and draft, once for each pair.
-
-    Args:
-        model (`PreTrainedModel`): The target.
-        resolved ([`~hf_ssd.drafting.resolver.ResolvedDraft`]): The draft.
-        tokenizer, assistant_tokenizer (`PreTrainedTokenizerBase`, *optional*): Their tokenizers, if these differ.
-
-    Returns:
-        [`~hf_ssd.drafting.vocabulary.Translation`] if the tokenizers differ and both were given, otherwise `None`.
-
-    Raises:
-        `ValueError`: the draft's tokens are not the target's and no tokenizers were given, or `assistant_tokenizer` was
-            given without `tokenizer` or without a draft.
+    Compares the tokens of target and draft, once for each pair. Returns a translation if the tokenizers differ and both
+    were given. Raises `ValueError` if the draft's tokens are not the target's and no tokenizers were given, or
+    `assistant_tokenizer` was given without `tokenizer` or without a draft.
     """
     if resolved.info is None:
         if assistant_tokenizer is not None:
@@ -46,12 +36,13 @@ def translation_for(model, resolved: ResolvedDraft, tokenizer=None, assistant_to
     if assistant_tokenizer is not None:
         known = _translations.setdefault(tokenizer, weakref.WeakKeyDictionary()).setdefault(assistant_tokenizer, {})
         if sizes not in known:
-            known[sizes] = _compare(tokenizer, assistant_tokenizer, *sizes, may_differ=True)
+            pair = tokenizer, assistant_tokenizer, *sizes
+            known[sizes] = translation_between(*pair) if _differences(*pair) else None
         return known[sizes]
     names, compared = (model.config._name_or_path or "", resolved.name), _compared.setdefault(model, set())
     if (*names, *sizes) not in compared:
         if not _are_one_file(*names):
-            _compare(*map(_tokenizer_of, names), *sizes, may_differ=False)
+            _check_same(*map(_tokenizer_of, names), *sizes)
         compared.add((*names, *sizes))
     return None
 
@@ -67,7 +58,8 @@ def check_coverage(translation: Translation, prompts: list[torch.LongTensor]) ->
         )
 
 
-def _compare(tokenizer, assistant_tokenizer, size: int, draft_size: int, may_differ: bool) -> Translation | None:
+def _check_same(tokenizer, assistant_tokenizer, size: int, draft_size: int) -> None:
+    """Raises `ValueError` if the tokens differ, as far as the tokenizers, or else the sizes, tell."""
     if tokenizer is None or assistant_tokenizer is None:
         if abs(size - draft_size) > MOST_PADDING:
             raise ValueError(
@@ -80,19 +72,22 @@ def _compare(tokenizer, assistant_tokenizer, size: int, draft_size: int, may_dif
                 "found to compare, so tokens are taken to be the same up to padding; if the draft is hardly ever "
                 "accepted, they are not."
             )
-        return None
+        return
+    differ = _differences(tokenizer, assistant_tokenizer, size, draft_size)
+    if differ:
+        shown = ", ".join(f"{i} ({ours!r} and {theirs!r})" for i, ours, theirs in differ[:SHOWN])
+        raise ValueError(
+            f"Target and draft have different tokenizers: {len(differ)} ids mean different tokens, the first of them "
+            f"{shown}. Choose a draft with the target's tokenizer, or pass `tokenizer=...` and "
+            "`assistant_tokenizer=...` to generate()."
+        )
+
+
+def _differences(tokenizer, assistant_tokenizer, size: int, draft_size: int) -> list[tuple[int, str, str]]:
+    """Returns the ids that mean different tokens, with both tokens."""
     ours, theirs = ({i: token for token, i in one.get_vocab().items()} for one in (tokenizer, assistant_tokenizer))
-    differ = [i for i in sorted(ours.keys() & theirs.keys()) if i < min(size, draft_size) and ours[i] != theirs[i]]
-    if not differ:
-        return None
-    if may_differ:
-        return translation_between(tokenizer, assistant_tokenizer, size, draft_size)
-    shown = ", ".join(f"{i} ({ours[i]!r} and {theirs[i]!r})" for i in differ[:SHOWN])
-    raise ValueError(
-        f"Target and draft have different tokenizers: {len(differ)} ids mean different tokens, the first of them "
-        f"{shown}. Choose a draft with the target's tokenizer, or pass `tokenizer=...` and `assistant_tokenizer=...` "
-        "to generate()."
-    )
+    both = sorted(ours.keys() & theirs.keys())
+    return [(i, ours[i], theirs[i]) for i in both if i < min(size, draft_size) and ours[i] != theirs[i]]
 
 
 def translation_between(tokenizer, assistant_tokenizer, size: int, draft_size: int) -> Translation:

@@ -31,17 +31,10 @@ def verify_greedy(scores: torch.Tensor, drafted: torch.LongTensor) -> tuple[torc
 
 def acceptance_probabilities(p: torch.Tensor, q: torch.Tensor | None, drafted: torch.LongTensor) -> torch.Tensor:
     """
-    Returns the probability that each drafted token is accepted.
-
-    Args:
-        p (`torch.FloatTensor` of shape `(batch_size, lookahead + 1, vocab_size)`): The target's probabilities.
-        q (`torch.FloatTensor` of shape `(batch_size, lookahead, vocab_size)`, *optional*): The draft's
-            probabilities; `None` if each token was certain, a point mass.
-        drafted (`torch.LongTensor` of shape `(batch_size, lookahead)`): The speculation, drawn from `q`.
-
-    Returns:
-        `torch.FloatTensor` of shape `(batch_size, lookahead)`: p(x) / q(x), which may exceed 1. 0 where q(x) is not
-        a positive finite number, because no token is drawn with such a probability.
+    Returns p(x) / q(x) of each drafted token `(batch_size, lookahead)`, which may exceed 1; 0 where q(x) is not a
+    positive finite number, because no token is drawn with such a probability. `p` are the target's probabilities
+    `(batch_size, lookahead + 1, vocab_size)`, `q` those `(batch_size, lookahead, vocab_size)` that the tokens were
+    drawn from, `None` if each token was certain, a point mass.
     """
     ratio = p[:, :-1].gather(2, drafted[:, :, None]).squeeze(2)
     if q is None:
@@ -94,16 +87,9 @@ def verify_sampled(
 ) -> tuple[torch.LongTensor, torch.LongTensor, torch.LongTensor]:
     """
     Accepts or rejects by chance, so that every token is distributed as the target's own samples. Draws bonus tokens
-    from torch's default generator.
-
-    Args:
-        scores (`torch.FloatTensor` of shape `(batch_size, lookahead + 1, vocab_size)`): The target's processed scores.
-        q, drafted: As in [`acceptance_probabilities`].
-        uniform (`torch.FloatTensor` of shape `(batch_size, lookahead)`): See [`uniform_numbers`].
-
-    Returns:
-        Three `torch.LongTensor` of shape `(batch_size,)`: the outcome of each row, accepted count and bonus token (-1
-        where there is no distribution to draw from); and how many of the accepted tokens are `UNLIKELY`.
+    from torch's default generator. `scores` are the target's, processed, `(batch_size, lookahead + 1, vocab_size)`; for
+    the others see [`acceptance_probabilities`] and [`uniform_numbers`]. Returns the outcome of each row, accepted count
+    and bonus token (-1 where there is no distribution to draw from); and how many accepted tokens are `UNLIKELY`.
     """
     p = scores.softmax(dim=-1)
     if torch.finfo(p.dtype).bits < 32:  # returned by a processor of the user; plain generation draws in proportion

@@ -3,14 +3,14 @@
 import math
 
 from .. import theory
-from ..rounds import AHEAD, IN_TURN, PLAIN, RoundRecord
-from .estimates import Line, NgramRates
+from ..rounds import AHEAD, EARLY_TITLE, IN_TURN, PLAIN, RoundRecord
+from .estimates import EarlyRates, Line
 from .experience import CallKind, PairKnowledge, Rates
 
 LOOKAHEADS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)  # tokens
 BUDGETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)  # outcomes of each row
-ROWS_COMPARED = 10.0  # rows that were looked up, the prior included, before n-grams are planned
-RARE = 0.02  # share of rows with an n-gram below which none is planned
+ROWS_COMPARED = 10.0  # rows that were evaluated, the prior included, before early tokens are planned
+RARE = 0.02  # share of rows with early tokens below which none are planned
 MEMORY_FOR_Q = 2**29  # bytes for the distributions of prepared tokens
 
 
@@ -68,25 +68,25 @@ class CostModel:
         """Returns how many outcomes of each row fit the memory, at least 1."""
         return max(1, min(self.most_q, self.most_states) // max(1, lookahead))
 
-    def repeats(self, ngrams: NgramRates) -> bool:
-        """Whether texts are known to repeat themselves so often that these n-grams may pay."""
-        compared, tested = self.experience.rates.alone.matches.weight, ngrams.acceptance.places[0].weight
-        return compared >= ROWS_COMPARED and tested > 0 and ngrams.matches.value > RARE
+    def may_pay(self, early: EarlyRates) -> bool:
+        """Whether rows are known to have such early tokens so often that they may pay."""
+        compared, tested = self.experience.rates.alone.share.weight, early.acceptance.places[0].weight
+        return compared >= ROWS_COMPARED and tested > 0 and early.share.value > RARE
 
-    def _share(self, of_ngrams: NgramRates, ngrams: int) -> tuple[float, float]:
-        """Returns the share of rows that verify an n-gram of up to `ngrams` tokens, and the tokens that they gain."""
-        rates = of_ngrams.acceptance.rates(ngrams, self.kind.config.acceptance_rate)
-        return of_ngrams.matches.value if ngrams else 0.0, theory.expected_tokens_by_lookahead(rates)[-1]
+    def _share(self, rates: EarlyRates, early: int) -> tuple[float, float]:
+        """Returns the share of rows that verify up to `early` early tokens, and the tokens that they gain."""
+        acceptance = rates.acceptance.rates(early, self.kind.config.acceptance_rate)
+        return rates.share.value if early else 0.0, theory.expected_tokens_by_lookahead(acceptance)[-1]
 
     def seconds_to_verify(self, mode: str, lookahead: int) -> float:
         tokens, lines = self.live * (lookahead + 1), self.durations.verification
         known = [lines[mode]] if lines[mode].count else [line for line in lines.values() if line.count]
         return max(1e-6, min(line(tokens) for line in known)) if known else math.nan
 
-    def _seconds_to_verify_some(self, mode: str, lookahead: int, ngrams: int, share: float) -> float:
-        """Returns the seconds of a verification if this share of the rows has an n-gram of `ngrams` tokens."""
+    def _seconds_to_verify_some(self, mode: str, lookahead: int, early: int, share: float) -> float:
+        """Returns the seconds of a verification if this share of the rows has so many `early` tokens."""
         none = (1 - share) ** self.live
-        wide = self.seconds_to_verify(mode, max(lookahead, ngrams))
+        wide = self.seconds_to_verify(mode, max(lookahead, early))
         return none * self.seconds_to_verify(mode, lookahead) + (1 - none) * wide
 
     def seconds_to_draft(self, mode: str, lookahead: int) -> float:
@@ -115,18 +115,18 @@ class CostModel:
         alone, beside = self.durations.verification[IN_TURN], self.durations.verification[AHEAD]
         return beside(alone.units.value) / alone.seconds.value if min(alone.count, beside.count) >= 2 else 1.0
 
-    def plain(self, ngrams: int = 0) -> float:
-        """Returns tokens per second of plain decoding, or of verifying n-grams in the rows that have one."""
-        share, ngram = self._share(self.rates.alone, ngrams)
-        return self._speed(1 + share * (ngram - 1), self._seconds_to_verify_some(PLAIN, 0, ngrams, share), 0.0)
+    def plain(self, early: int = 0) -> float:
+        """Returns tokens per second of plain decoding, or of verifying early tokens in the rows that have some."""
+        share, gained = self._share(self.rates.alone, early)
+        return self._speed(1 + share * (gained - 1), self._seconds_to_verify_some(PLAIN, 0, early, share), 0.0)
 
-    def in_turn(self, lookahead: int, ngrams: int = 0) -> float:
-        """Returns tokens per second of drafting so many tokens after each outcome, in the rows without an n-gram."""
-        share, ngram = self._share(self.rates.beside, ngrams)
-        tokens = share * ngram + (1 - share) * self.tokens(lookahead)[-1]
+    def in_turn(self, lookahead: int, early: int = 0) -> float:
+        """Returns tokens per second of drafting so many tokens after each outcome, in the rows without early tokens."""
+        share, gained = self._share(self.rates.beside, early)
+        tokens = share * gained + (1 - share) * self.tokens(lookahead)[-1]
         drafting = (1 - share**self.live) * self.seconds_to_draft(IN_TURN, lookahead)
         drafting += self.durations.unexplained[IN_TURN](0)
-        return self._speed(tokens, self._seconds_to_verify_some(IN_TURN, lookahead, ngrams, share), drafting)
+        return self._speed(tokens, self._seconds_to_verify_some(IN_TURN, lookahead, early, share), drafting)
 
     def _speed(self, tokens: float, verifying: float, drafting: float) -> float:
         """Returns tokens per second of all rows, from the tokens of a row and the seconds of the parts of a round."""
@@ -146,13 +146,13 @@ class CostModel:
         return max(range(lookahead + 1), key=lambda k: self._speed(*parts[k]))
 
     def ahead(self, lookahead: int, budgets, counts=(0,)) -> dict[tuple, float]:
-        """Returns tokens per second of drafting ahead by mode, budget and most tokens of an n-gram."""
+        """Returns tokens per second of drafting ahead by mode, lookahead, budget and most early tokens."""
         tokens, verify = self.tokens(lookahead), self.seconds_to_verify(AHEAD, lookahead)
         missed, unit = self.best_after_miss(lookahead), self.seconds_to_verify(AHEAD, 0)  # of time in Corollary 16
         rounds, speeds = {}, {}
         for count in counts:
-            share, ngram = self._share(self.rates.beside, count)
-            gains = [share * ngram + (1 - share) * tokens[k] for k in (lookahead, missed)]
+            share, gained = self._share(self.rates.beside, count)
+            gains = [share * gained + (1 - share) * tokens[k] for k in (lookahead, missed)]
             hit, miss = (self._seconds_to_verify_some(AHEAD, k, count, share) for k in (lookahead, missed))
             rounds[count] = share, gains, hit, miss + self.seconds_to_draft(AHEAD, missed)
         for budget, hit_rate in zip(budgets, self.hit_rate(lookahead, budgets)):
@@ -161,9 +161,53 @@ class CostModel:
                 continue  # the last pass could not begin before the outcome comes, so branches would stay shorter
             late += self.durations.unexplained[AHEAD](budget)
             for count, (share, gains, hit, miss) in rounds.items():
-                # A single row that misses, and has no n-gram, makes all rows wait and cuts their speculations.
+                # A single row that misses, and has no early tokens, makes all rows wait and cuts their speculations.
                 all_hit = min(1.0, (share + (1 - share) * hit_rate) ** self.live)
                 backup = max(0.0, (miss + late) / unit - 1)
                 speedup = theory.ssd_speedup(all_hit, *gains, primary_time=(hit + late) / unit, backup_time=backup)
-                speeds[AHEAD, budget, count] = self.live * speedup / unit
+                speeds[AHEAD, lookahead, budget, count] = self.live * speedup / unit
         return speeds
+
+    def reason(self, chosen: tuple[str, int, int, int], speeds: dict[tuple, float]) -> str:
+        """Returns why a plan (mode, lookahead, budget, most early tokens) is the best of all, with its numbers."""
+        mode, lookahead, budget, early = chosen
+        rates = self.rates.alone if mode == PLAIN else self.rates.beside
+        where = f"where the text repeats itself ({rates.share.value:.2f} of the rounds)"
+        by_early = f"{EARLY_TITLE} of up to {early} tokens {where}"
+        if mode == PLAIN and early:
+            return f"not drafting, but {by_early}"
+        also = f", and {by_early}" if early else ""
+        if mode == AHEAD:
+            verify, prepare = self.seconds_to_verify(AHEAD, lookahead), self.seconds_to_prepare(lookahead, budget)
+            reason = (
+                f"preparing takes {1e3 * prepare:.1f} ms against {1e3 * verify:.1f} ms per verification, expected hit "
+                f"rate {self.hit_rate(lookahead, [budget])[0]:.2f}: lookahead {lookahead}, budget {budget}"
+            )
+            if 2 * budget > self.most_states // lookahead:  # a larger budget may not fit
+                reason += f" (its memory has room for {self.most_states} recurrent states of a row)"
+            return reason + also
+        if mode == IN_TURN:
+            draft, verify = self.seconds_to_draft(IN_TURN, lookahead), self.seconds_to_verify(IN_TURN, lookahead)
+            return (
+                f"drafting takes {1e3 * draft:.1f} ms and verification {1e3 * verify:.1f} ms: drafting in turn, "
+                f"lookahead {lookahead}{also}"
+            )
+        drafting = [speed for plan, speed in speeds.items() if plan[0] != PLAIN]
+        expected = f": expected {max(drafting) / speeds[chosen]:.2f} times plain decoding's speed" if drafting else ""
+        return f"not drafting{expected} (estimated acceptance {self.acceptance(1)[0]:.2f})"
+
+
+class NoDraftCosts(CostModel):
+    """
+    Estimates the speed of early tokens alone, in calls without a draft. Nothing works beside the target, so rounds of
+    any mode tell how long a verification takes.
+    """
+
+    seen_anyway = (PLAIN,)
+
+    def knows(self, mode: str) -> bool:
+        return super().knows(PLAIN)
+
+    def in_turn(self, lookahead: int, early: int = 0) -> float:
+        """Returns tokens per second of verifying up to `lookahead` early tokens of each row that has some."""
+        return self.plain(lookahead)

@@ -97,15 +97,15 @@ class Acceptance:
         return rates + [mean] * (count - len(rates))
 
 
-class NgramRates:
-    """How often the text of a row gives an n-gram (`matches`), and how often its tokens are right (`acceptance`)."""
+class EarlyRates:
+    """How often a row has early tokens (`share`), and how often they are right (`acceptance`)."""
 
     def __init__(self, memory: float):
-        self.matches, self.acceptance = Average(0.5, 2.0), Acceptance(memory)
+        self.share, self.acceptance = Average(0.5, 2.0), Acceptance(memory)
 
     def observe(self, given: int, gained: int) -> None:
-        """Learns of how many of the tokens that a row gained an n-gram gives, bonus token included, 0 if none is."""
-        self.matches.observe(given > 0)
+        """Learns how many of the tokens that a row gained are early ones, bonus token included, 0 without any."""
+        self.share.observe(given > 0)
         self.acceptance.observe(given - 1, gained)
 
 
@@ -125,7 +125,7 @@ class HitRates:
         for row in drafted:
             is_rejection = before.accepted[row] < before.proposed(row)
             self.ranks[is_rejection].observe(np.arange(CANDIDATES) == now.ranks[row])
-        asked = [row for row in drafted if not now.competes(row)]
+        asked = [row for row in drafted if not now.is_early(row)]
         if asked:
             share = sum(now.hits[row] for row in asked) / len(asked)
             self.observe_hits(share, acceptance(max(before.proposed(row) for row in asked)), now.budget)

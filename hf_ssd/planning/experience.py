@@ -5,9 +5,8 @@ import threading
 from dataclasses import dataclass, replace
 
 from ..config import SSDConfig
-from ..drafting.ngrams import LEAST_MATCHED
 from ..rounds import AHEAD, BY_TARGET, IN_TURN, PLAIN, RoundRecord
-from .estimates import Acceptance, Average, HitRates, Line, NgramRates
+from .estimates import Acceptance, Average, EarlyRates, HitRates, Line
 from .prober import Prober
 
 TOKENS_KEPT = 24.0  # proposed tokens that the earlier texts count like, at most, when a call begins
@@ -56,10 +55,6 @@ class Durations:
         self.tokens = self.seconds = 0.0  # tokens that each row has gained in all rounds, and their time
         self.used, self.rounds = {}, 0  # by mode, the last round in which the target followed it; all rounds
 
-    def for_another_kind(self) -> "Durations":
-        """Returns the durations from which calls with other lengths begin."""
-        return copy.deepcopy(self)
-
     def knows(self, mode: str) -> bool:
         """Whether a round of this mode was measured."""
         parts = {PLAIN: (), IN_TURN: (self.step[IN_TURN],), AHEAD: (self.branches, self.verification[AHEAD])}[mode]
@@ -101,12 +96,12 @@ class Durations:
 
 
 class Rates:
-    """How often proposals are right: drafted tokens, and n-grams without a draft (`alone`) and `beside` one."""
+    """How often proposals are right: drafted tokens, and early ones without a draft (`alone`) and `beside` one."""
 
     def __init__(self, memory: float):
-        self.drafted, self.alone, self.beside = Acceptance(memory), NgramRates(memory), NgramRates(memory)
-        ngrams = [(rates.matches, *rates.acceptance.places) for rates in (self.alone, self.beside)]
-        self.averages = [*self.drafted.places, *ngrams[0], *ngrams[1]]
+        self.drafted, self.alone, self.beside = Acceptance(memory), EarlyRates(memory), EarlyRates(memory)
+        early = [(rates.share, *rates.acceptance.places) for rates in (self.alone, self.beside)]
+        self.averages = [*self.drafted.places, *early[0], *early[1]]
 
     def restart(self, ever: "Rates") -> None:
         """Starts from the rates of all texts, because a new text is not like the end of the last one."""
@@ -114,15 +109,14 @@ class Rates:
             mine.restart(theirs.value, min(theirs.weight, TOKENS_KEPT))
 
     def observe(self, before: RoundRecord, now: RoundRecord) -> None:
-        """Learns from the tokens of a round. N-grams are counted, verified or not, in the round after theirs."""
+        """Learns from the tokens of a round. Early ones are counted, verified or not, in the round after theirs."""
         for row in now.live:
             if now.sources[row] not in BY_TARGET:
                 self.drafted.observe(now.accepted[row], now.proposed(row))
-        for row in before.live if now.ngram_tokens else ():
-            gained, given = before.accepted[row] + 1, now.ngram_tokens[row]
-            if given >= 0:
-                self.alone.observe(given, gained)
-                self.beside.observe(given if now.ngram_matched[row] >= LEAST_MATCHED else 0, gained)
+        for rates, given in ((self.alone, now.early_alone), (self.beside, now.early_beside)):
+            for row in before.live if given else ():
+                if given[row] >= 0:
+                    rates.observe(given[row], before.accepted[row] + 1)
 
 
 class Experience:
@@ -132,7 +126,7 @@ class Experience:
         self.rates = Rates(memory=0.999)
         self.hit_rates = HitRates(config)
         self.prober = Prober()
-        self.chosen: tuple[str, int, int] | None = None  # the last mode, lookahead and budget
+        self.chosen: tuple[str, int, int, int] | None = None  # the last mode, lookahead, budget and most early tokens
         self.rounds = 0
 
     def for_another_kind(self) -> "Experience":
@@ -150,18 +144,18 @@ class PairKnowledge:
         self.last, self.lock = None, threading.Lock()
 
     def durations(self, kind: CallKind) -> Durations:
-        return self._kept(Durations, kind.of_durations, kind.of_length, Durations)
+        return self._kept(kind.of_durations, kind.of_length, Durations, copy.deepcopy)
 
     def experience(self, kind: CallKind) -> Experience:
         near = kind.of_length, kind.temperature
-        return self._kept(Experience, kind.of_experience, near, lambda: Experience(kind.config))
+        return self._kept(kind.of_experience, near, lambda: Experience(kind.config), Experience.for_another_kind)
 
-    def _kept(self, what: type, same: tuple, near, make):
+    def _kept(self, same: tuple, near, make, copied):
         """Returns the measurements of a kind of call, which begin as those of a call that differs in `near` alone."""
-        key = what, same, near
+        key = same, near
         if key not in self.known:
-            others = [known for (*other, _), known in self.known.items() if other == [what, same]]
-            self.known[key] = others[-1].for_another_kind() if others else make()
+            others = [known for (other, _), known in self.known.items() if other == same]
+            self.known[key] = copied(others[-1]) if others else make()
         self.known[key] = self.known.pop(key)
         if len(self.known) > KINDS_KEPT:
             del self.known[next(iter(self.known))]

@@ -18,7 +18,7 @@ class FixedPlan:
 
     def __init__(self, config: SSDConfig):
         mode, budget = (AHEAD, config.budget) if config.asynchronous else (IN_TURN, 0)
-        self.plan = Plan(mode, config.lookahead, config.lookahead, budget, fallback_of(config), config.saguaro_c)
+        self.plan = Plan(mode, config.lookahead, config.lookahead, budget, fallback_of(config))
 
     def begin_call(self) -> None:
         """Begins the call, once it has its turn with the draft."""

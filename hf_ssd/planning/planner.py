@@ -2,22 +2,22 @@
 Chooses the plan to follow next: the plan that is expected to give the most tokens per second.
 
 A plan has a mode: `ahead` prepares outcomes while the target verifies (SSD), `in_turn` drafts after each outcome
-(ordinary speculative decoding), `plain` does not draft, but may verify n-grams of the text. The first rounds with a
+(ordinary speculative decoding), `plain` does not draft, but may verify early tokens. The first rounds with a
 pair are plain, and the next ones draft in turn. Each round's record corrects the costs, acceptance and hit rates, and
 from time to time the best plan of a grid is chosen by them. A mode that is not in use is probed from time to time.
 """
 
+import threading
+import weakref
 from collections import Counter
 
 from transformers.utils import logging
 
-from ..drafting.ngrams import LONGEST_NGRAM
-from ..rounds import AHEAD, IN_TURN, PLAIN, Plan, RoundRecord
-from .cost_model import BUDGETS, LOOKAHEADS, CostModel
+from ..rounds import AHEAD, EARLY, IN_TURN, LONGEST_EARLY, PLAIN, Plan, RoundRecord
+from .cost_model import BUDGETS, LOOKAHEADS, CostModel, NoDraftCosts
+from .estimates import EarlyRates
 from .experience import CallKind, PairKnowledge
-from .fixed_plan import fallback_of
-from .ngram_costs import NgramCosts
-from .reasons import reason_for
+from .fixed_plan import FixedPlan, fallback_of
 
 logger = logging.get_logger(__name__)
 
@@ -26,7 +26,6 @@ EPOCH_ROUNDS = 8  # between choices of the plan; at first it is chosen in each r
 FIRST_EPOCHS = 24  # rounds in each of which the plan is chosen
 HYSTERESIS = 1.03  # expected gain below which the plan stays as it is
 CONTENTION = 1.25  # slowdown of a verification by the working draft above which a warning is logged
-WORTH_NGRAMS = 1.02  # expected gain below which n-grams do not compete with the draft
 
 
 class Planner:
@@ -35,15 +34,13 @@ class Planner:
     def __init__(self, kind: CallKind, pair: PairKnowledge | None = None):
         pair = PairKnowledge() if pair is None else pair
         self.config, self.lock = kind.config, pair.lock
-        costs = NgramCosts if kind.config.drafter == "ngram" else CostModel
-        self.costs = costs(kind, pair)
+        has_draft = kind.config.drafter != EARLY
+        self.costs = (CostModel if has_draft else NoDraftCosts)(kind, pair)
         self.durations, self.experience = self.costs.durations, self.costs.experience
         self.chooses_lookahead, chooses_budget = kind.config.lookahead == "auto", kind.config.budget == "auto"
         self.may_take_turns = not kind.config.asynchronous or (self.chooses_lookahead and chooses_budget)
-        may_use_ngrams = self.chooses_lookahead and kind.config.drafter != "ngram" and kind.config.fallback == "auto"
-        self.may_use_ngrams, self.may_compete = may_use_ngrams, may_use_ngrams and kind.workers == 1
-        self.ngrams: dict[tuple, int] = {}  # most tokens of an n-gram, by mode, lookahead and budget; 0 if not there
-        self.plain_gain = 1.0  # of n-grams without a draft, expected when the plan was last chosen
+        self.may_use_early = self.chooses_lookahead and has_draft and kind.config.fallback == "auto"
+        self.plain_gain = 1.0  # of early tokens without a draft, expected when the plan was last chosen
         self.due, self.live, self.has_warned = 0, kind.rows, False
         self.reasons: dict[str, str] = {}  # by mode, why it was last chosen
         self.reason = "the pair is not known yet"
@@ -90,13 +87,14 @@ class Planner:
                 self.due = rounds
             is_due = rounds >= self.due
             if self.plan.mode == PLAIN and rounds % EPOCH_ROUNDS == 0 and not is_due:
-                gain, _ = self._plain_gain()  # n-grams are counted in plain rounds too
+                gain = self._plain_gain()  # early tokens are counted in plain rounds too
                 is_due = not self.plain_gain / HYSTERESIS < gain < self.plain_gain * HYSTERESIS
             if is_due and self._may_choose:
                 self._choose()
 
     def _choose(self) -> None:
         seen, speeds = self.experience, self._speeds()
+        self.plain_gain = self._plain_gain() if self.costs.knows(PLAIN) else 1.0
         self.live, self.due = self.costs.live, seen.rounds + (EPOCH_ROUNDS if seen.rounds >= FIRST_EPOCHS else 1)
         tried = {plan: speed for plan, speed in speeds.items() if plan[0] != AHEAD or self.costs.knows(AHEAD)}
         if self.expects_draft or not tried:  # the draft is not known yet, or its measurements are forgotten
@@ -116,51 +114,44 @@ class Planner:
         self.plan = self._plan_of(*seen.chosen)
         self._explain(speeds, "" if probed is None else "probe: ")
 
-    def _speeds(self) -> dict[tuple[str, int, int], float]:
-        """Returns the expected tokens per second by mode, lookahead and budget, each with its best n-grams."""
-        config = self.config
-        costs = self.costs
-        speeds = {}
-        self.ngrams = {}
+    def _speeds(self) -> dict[tuple[str, int, int, int], float]:
+        """Returns the expected tokens per second by mode, lookahead, budget and most early tokens."""
+        config, costs, speeds = self.config, self.costs, {}
         if self.chooses_lookahead and costs.knows(PLAIN):
-            self.plain_gain, self.ngrams[PLAIN, 0, 0] = self._plain_gain()
-            speeds[PLAIN, 0, 0] = self.plain_gain * costs.plain()
+            speeds |= {(PLAIN, 0, 0, early): costs.plain(early) for early in self._counts(costs.rates.alone)}
         takes_turns = self.may_take_turns and costs.knows(IN_TURN)
-        counts = (0, LONGEST_NGRAM) if self.may_compete and costs.repeats(costs.rates.beside) else (0,)
+        counts = self._counts(costs.rates.beside) if costs.kind.workers == 1 else (0,)
         for lookahead in LOOKAHEADS if self.chooses_lookahead else (config.lookahead,):
-            found = {(IN_TURN, 0, count): costs.in_turn(lookahead, count) for count in counts if takes_turns}
+            if takes_turns:
+                speeds |= {(IN_TURN, lookahead, 0, early): costs.in_turn(lookahead, early) for early in counts}
             if config.asynchronous and (costs.knows(AHEAD) or takes_turns):
                 most = min(costs.largest_budget(lookahead), BUDGETS[-1] if costs.knows(AHEAD) else FIRST[1])
                 budgets = [b for b in BUDGETS if b <= most] if config.budget == "auto" else [config.budget]
-                found |= costs.ahead(lookahead, budgets, counts)
-            for (mode, budget, count), speed in found.items():
-                plan = mode, lookahead, budget
-                if not count or speed > WORTH_NGRAMS * speeds[plan]:
-                    speeds[plan], self.ngrams[plan] = speed, count
+                speeds |= costs.ahead(lookahead, budgets, counts)
         return speeds
 
-    def _plain_gain(self) -> tuple[float, int]:
-        """Returns the expected gain by n-grams over plain decoding, and their most tokens; 1 and 0 for none."""
-        if self.may_use_ngrams and self.costs.repeats(self.costs.rates.alone):
-            gain = self.costs.plain(LONGEST_NGRAM) / self.costs.plain()
-            if gain > WORTH_NGRAMS:
-                return gain, LONGEST_NGRAM
-        return 1.0, 0
+    def _counts(self, rates: EarlyRates) -> tuple[int, ...]:
+        """Returns the numbers of early tokens to choose from, where they come as often as these rates say."""
+        return (0, LONGEST_EARLY) if self.may_use_early and self.costs.may_pay(rates) else (0,)
 
-    def _plan_of(self, mode: str, lookahead: int, budget: int) -> Plan:
-        ngrams = self.ngrams.get((mode, lookahead, budget), 0)
+    def _plain_gain(self) -> float:
+        """Returns the expected speed of plain rounds over plain decoding."""
+        plain = [self.costs.plain(early) for early in self._counts(self.costs.rates.alone)]
+        return max(plain) / plain[0]
+
+    def _plan_of(self, mode: str, lookahead: int, budget: int, early: int = 0) -> Plan:
         if mode == PLAIN:
-            return Plan(PLAIN, ngrams=ngrams)
+            return Plan(PLAIN, early=early)
         is_known = mode == AHEAD and self.costs.knows(AHEAD)
         after_miss = self.costs.best_after_miss(lookahead) if is_known else lookahead
-        return Plan(mode, lookahead, after_miss, budget, fallback_of(self.config), self.config.saguaro_c, ngrams)
+        return Plan(mode, lookahead, after_miss, budget, fallback_of(self.config), early)
 
     def _explain(self, speeds: dict, prefix: str) -> None:
         """Notes why the plan was chosen, and warns if the draft slows the target down."""
         before = self.reason
         chosen = self.experience.chosen
         contention = self.costs.contention
-        self.reason = prefix + reason_for(chosen, speeds, self.costs, self.ngrams.get(chosen, 0))
+        self.reason = prefix + self.costs.reason(chosen, speeds)
         self.reasons[chosen[0]] = self.reason
         if self.reason != before:
             logger.info(f"round {self.experience.rounds}: {self.reason}")
@@ -170,3 +161,25 @@ class Planner:
                 f"Drafting slows verification by the factor {contention:.1f}: target and draft share a device, its "
                 "cores or its memory bandwidth. Give the draft a device of its own."
             )
+
+
+_pairs: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by target and draft, their [`PairKnowledge`]
+_lock = threading.Lock()
+
+
+def planner_for(target, draft, kind: CallKind) -> Planner | FixedPlan:
+    """Returns a planner for a call of a pair; `draft` is a model, or the assistant that holds its workers."""
+    config = kind.config
+    if config.lookahead != "auto" and config.budget != "auto":
+        return FixedPlan(config)
+    with _lock:  # measurements of earlier calls are kept while both live
+        pair = _pairs.setdefault(target, weakref.WeakKeyDictionary()).setdefault(draft, PairKnowledge())
+    with pair.lock:
+        pair.last = Planner(kind, pair)
+    return pair.last
+
+
+def last_planner(target, draft) -> Planner | None:
+    """Returns the planner of the last planned call with this pair, whose `costs` hold the measurements."""
+    pair = _pairs.get(target, {}).get(draft)
+    return None if pair is None else pair.last

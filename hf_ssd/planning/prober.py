@@ -31,7 +31,7 @@ class Prober:
             self.start += math.ceil(costs.reading / (PROBE_SHARE * costs.seconds_to_verify(PLAIN, 0)))
 
     def probe(self, best: tuple, speeds: dict[tuple, float], costs) -> tuple | None:
-        """Returns the plan (mode, lookahead, budget) with which to probe another mode than that of the best, if any."""
+        """Returns the plan with which to probe another mode than that of the best plan, if any."""
         rounds, used = costs.experience.rounds, costs.durations.used
         of_mode = {plan[0]: plan for plan in sorted(speeds, key=speeds.get)}  # the best plan of each mode
         others = {*of_mode} - {best[0], *costs.seen_anyway}

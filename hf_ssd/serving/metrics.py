@@ -42,7 +42,7 @@ class Totals:
                 if lookahead:
                     self.tested += min(accepted + 1, lookahead)
                     self.accepted += accepted
-                    self.drafted += is_hit is not None  # `None`: an n-gram was preferred
+                    self.drafted += is_hit is not None  # `None`: the row had early tokens
                     self.hits += bool(is_hit)
             self.verify_seconds += record.verify_seconds
             self.wait_seconds += record.wait_seconds

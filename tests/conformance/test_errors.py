@@ -49,7 +49,7 @@ def nothing_starts(monkeypatch):
         raise AssertionError("work was started")
 
     monkeypatch.setattr("hf_ssd.distributed.launch.Child.__init__", started)
-    monkeypatch.setattr("hf_ssd.generation.loop.prefill", started)
+    monkeypatch.setattr("hf_ssd.generation.target.Target.prefill", started)
 
 
 @pytest.mark.parametrize(

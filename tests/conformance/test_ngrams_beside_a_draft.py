@@ -8,7 +8,7 @@ import torch
 import hf_ssd
 from hf_ssd.drafting.drafter import Completion
 from hf_ssd.generation import loop, verification
-from hf_ssd.generation.proposers import base, ngrams
+from hf_ssd.generation.proposers import ngrams, proposers
 from hf_ssd.generation.proposers.proposers import Proposers
 from hf_ssd.planning.cost_model import CostModel
 from hf_ssd.planning.fixed_plan import FixedPlan
@@ -28,7 +28,7 @@ def competing(monkeypatch):
 
     def with_ngrams(self, *arguments, **options):
         init(self, *arguments, **options)
-        self.plan = dataclasses.replace(self.plan, ngrams=9)
+        self.plan = dataclasses.replace(self.plan, early=9)
 
     monkeypatch.setattr(FixedPlan, "__init__", with_ngrams)
 
@@ -71,7 +71,7 @@ def test_greedy_tokens_are_those_of_plain_generate(pair, competing):
     for one, others in ((output, [PRIMARY]), (ahead, [PRIMARY, PREPARED])):
         assert torch.equal(one.sequences, plain)
         check_competed(one.ssd_stats, others)
-        assert {record.ngrams for record in one.ssd_stats.records} == {9}
+        assert {record.early for record in one.ssd_stats.records} == {9}
     assert ahead.ssd_stats.column("accepted") == output.ssd_stats.column("accepted") and sum(hits)
     records = ahead.ssd_stats.records
     behind = [now.sources[row] for before, now in zip(records, records[1:]) for row in now.live
@@ -107,7 +107,7 @@ def test_a_planned_call_lets_ngrams_compete_where_the_text_repeats_itself(pair, 
     stats = output.ssd_stats
     assert torch.equal(output.sequences, plain) and "n-grams of up to" in stats.reason
     assert sum(accepted_of(stats, NGRAM)) > 40 and stats.column("mode").count(IN_TURN) > 0.8 * stats.rounds
-    assert {record.ngrams for record in stats.records} >= {0, 16}  # first it is seen that they would be right
+    assert {record.early for record in stats.records} >= {0, 16}  # first it is seen that they would be right
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -122,11 +122,11 @@ def test_a_planned_call_with_a_draft_that_does_not_pay_verifies_ngrams_alone(
     output, plain = call(target, draft, asynchronous=asynchronous, lookahead="auto", budget="auto", new_tokens=200)
     stats = output.ssd_stats
     assert torch.equal(output.sequences, plain) and stats.reason.startswith("not drafting, but n-grams of up to 16")
-    alone = [record for record in stats.records if record.mode == PLAIN and record.ngrams]
-    assert len(alone) > 0.6 * stats.rounds and {record.ngrams for record in alone} == {16}
+    alone = [record for record in stats.records if record.mode == PLAIN and record.early]
+    assert len(alone) > 0.6 * stats.rounds and {record.early for record in alone} == {16}
     assert {source for record in alone for source in record.sources} == {NGRAM, NOTHING}
-    given = [record for record in stats.records if any(n > 0 for n in record.ngram_tokens)]
-    assert min(m for r in given for m, n in zip(r.ngram_matched, r.ngram_tokens) if n > 0) < ngrams.LEAST_MATCHED
+    given = [pair for record in stats.records for pair in zip(record.early_alone, record.early_beside)]
+    assert any(alone > beside for alone, beside in given)  # matches too short for beside a draft
     assert sum(record.accepted[row] for record in alone for row in record.live if record.sources[row] == NGRAM) > 100
 
 
@@ -171,7 +171,7 @@ def test_three_token_strings_have_the_targets_distribution(small, some_pairs):
 
 
 def uniform_instead_of_certain(monkeypatch):
-    monkeypatch.setattr(base, "point_masses", lambda tokens, size: torch.full((*tokens.shape, size), 1 / size))
+    monkeypatch.setattr(proposers, "point_masses", lambda tokens, size: torch.full((*tokens.shape, size), 1 / size))
 
 
 def the_drafts_q(monkeypatch):
@@ -202,7 +202,7 @@ def test_an_ngram_that_does_not_count_as_certain_is_noticed(small, some_pairs, m
 class Alone:
     """A planner with which n-grams of the text are verified, and nothing is drafted."""
 
-    expects_draft, plan = False, Plan(PLAIN, ngrams=7)
+    expects_draft, plan = False, Plan(PLAIN, early=7)
 
     def begin_call(self):
         pass

@@ -6,7 +6,7 @@ import torch
 import hf_ssd
 from hf_ssd.drafting.ngrams import NgramIndex
 from hf_ssd.generation.draft import FaultTolerantDraft
-from hf_ssd.planning.ngram_costs import NgramCosts
+from hf_ssd.planning.cost_model import NoDraftCosts
 from hf_ssd.rounds import IN_TURN, NGRAM, NOTHING, PLAIN
 
 from ..helpers.sampled_strings import SMALL, every_pair, p_value
@@ -51,7 +51,7 @@ def check_speculated(stats, rows):
 
 
 def test_a_planned_call_proposes_longer_where_the_text_repeats_itself(repeating, monkeypatch):
-    monkeypatch.setattr(NgramCosts, "seconds_to_verify", lambda *_: 1.0)  # a wider pass costs no more
+    monkeypatch.setattr(NoDraftCosts, "seconds_to_verify", lambda *_: 1.0)  # a wider pass costs no more
     plain = repeating.generate(**prompts(4), max_new_tokens=60, do_sample=False)
     output = look_up(repeating, 4, new_tokens=60)
     stats = output.ssd_stats
@@ -61,7 +61,7 @@ def test_a_planned_call_proposes_longer_where_the_text_repeats_itself(repeating,
 
 
 def test_a_planned_call_decodes_plainly_where_matches_do_not_pay(repeating, monkeypatch):
-    monkeypatch.setattr(NgramCosts, "seconds_to_verify", lambda costs, mode, lookahead: 1.0 + 5 * lookahead)
+    monkeypatch.setattr(NoDraftCosts, "seconds_to_verify", lambda costs, mode, lookahead: 1.0 + 5 * lookahead)
     plain = repeating.generate(**prompts(1), max_new_tokens=60, do_sample=False)
     output = repeating.generate(
         **prompts(1),

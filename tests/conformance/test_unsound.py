@@ -6,7 +6,7 @@ import torch
 import hf_ssd
 from hf_ssd.cache.cache_name import CACHE
 from hf_ssd.cache.ragged import RaggedCache
-from hf_ssd.generation import loop
+from hf_ssd.generation.sequences import Sequences
 
 from ..helpers.families import sharp_model, tiny_config
 from ..helpers.preparing import preparing
@@ -55,8 +55,8 @@ PAIRS = {
 def outputs(name, rows, monkeypatch, **options):
     target, draft = PAIRS[name]()
     target = hf_ssd.enable(target)
-    proposed, accept = [], loop.Sequences.propose
-    monkeypatch.setattr(loop.Sequences, "propose", lambda self, tokens: proposed.append(tokens) or accept(self, tokens))
+    proposed, accept = [], Sequences.propose
+    monkeypatch.setattr(Sequences, "propose", lambda self, tokens: proposed.append(tokens) or accept(self, tokens))
     options = {"max_new_tokens": 30, **padded_batch(rows), "return_dict_in_generate": True, **options}
     fallback = "primary" if "draft" in name else Proposes()
     config = hf_ssd.SSDConfig(lookahead=4, budget=4, fallback=fallback, asynchronous=False)

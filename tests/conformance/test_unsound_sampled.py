@@ -9,8 +9,8 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import hf_ssd
 from hf_ssd.cache.trial import check_supported
-from hf_ssd.generation import loop
 from hf_ssd.generation.deciding import Decider
+from hf_ssd.generation.target import Target
 
 from ..helpers.sampled_strings import DIGITS, PROMPT, ROWS, SMALL, chi_square, every_continuation
 from ..helpers.tiny import tiny_draft, tiny_model
@@ -52,13 +52,13 @@ def exact_probabilities(sound, ends):
 @pytest.fixture
 def fed_again(monkeypatch):
     """Collects, for each pass over rows that are verified alone, how many drafted tokens came before its token."""
-    places, original = [], loop.verify_alone
+    places, original = [], Target.verify_alone
 
-    def noted(decoder, sequences, columns, rows, place, lengths):
+    def noted(self, rows, place, lengths):
         places.append(place)
-        return original(decoder, sequences, columns, rows, place, lengths)
+        return original(self, rows, place, lengths)
 
-    monkeypatch.setattr(loop, "verify_alone", noted)
+    monkeypatch.setattr(Target, "verify_alone", noted)
     return places
 
 

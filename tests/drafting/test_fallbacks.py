@@ -7,14 +7,21 @@ from hypothesis import strategies as st
 from scipy import stats
 from transformers.generation import CandidateGenerator, PromptLookupCandidateGenerator
 
+from hf_ssd import SSDConfig
+from hf_ssd.distributed.sessions import SessionRequest
 from hf_ssd.drafting.ngrams import NgramIndex
-from hf_ssd.generation.proposers.base import Texts, joined, point_masses
+from hf_ssd.generation.proposers.base import Proposal
 from hf_ssd.generation.proposers.custom import CustomFallback, is_proposer
-from hf_ssd.generation.proposers.ngrams import NGramFallback
+from hf_ssd.generation.proposers.ngrams import Ngrams
+from hf_ssd.generation.proposers.proposers import Proposers, point_masses
 from hf_ssd.generation.proposers.random_tokens import RandomFallback
-from hf_ssd.rounds import Speculation
 
 VOCAB, CPU = 6, torch.device("cpu")
+
+
+def texts_of(ids, lengths):
+    return [row[:length].tolist() for row, length in zip(ids, lengths)]
+
 
 # ---------------------------------------------------------------- n-grams
 
@@ -38,45 +45,42 @@ def check_ngram(make, phases=tuple(Phase)):
     @given(requests())
     def check(request):
         ids, rounds, lookahead = request
-        fallback, before, texts = make(), ids.clone(), {}
+        fallback, texts = make(), {}
         for lengths, rows in rounds:
-            found = fallback.propose(ids, lengths, rows, lookahead)
-            for row, tokens in zip(rows, found.tokens, strict=True):
+            found = fallback.propose(texts_of(ids, lengths), rows, lookahead)
+            for row, (tokens, probabilities) in zip(rows, found, strict=True):
+                assert probabilities is None
                 text = texts.setdefault(row, NgramIndex([]))
                 text.extend(ids[row, len(text.tokens) : lengths[row]].tolist())
                 assert tokens == text.propose(lookahead, 1)
-            assert found.probabilities is None and torch.equal(ids, before)
 
     check()
 
 
 def test_ngrams_are_those_of_the_known_tokens_of_each_row():
-    check_ngram(NGramFallback)
+    check_ngram(Ngrams)
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        lambda ids, lengths, rows: (ids, [n + 1 for n in lengths], rows),  # reads on behind the known tokens
-        lambda ids, lengths, rows: (ids, lengths, rows[::-1]),  # takes a row for another
-        lambda ids, lengths, rows: (ids[:, 1:], [n - 1 for n in lengths], rows),  # forgets the first token
+        lambda texts, rows: (texts, rows[::-1]),  # takes a row for another
+        lambda texts, rows: ([text[1:] for text in texts], rows),  # forgets the first token
     ],
-    ids=["unknown", "other rows", "shifted"],
+    ids=["other rows", "shifted"],
 )
 def test_ngram_mistakes_are_noticed(change):
-    class Mistaken(NGramFallback):
-        def propose(self, ids, lengths, rows, lookahead):
-            return super().propose(*change(ids, lengths, rows), lookahead)
+    class Mistaken(Ngrams):
+        def propose(self, texts, rows, lookahead):
+            return super().propose(*change(texts, rows), lookahead)
 
     with pytest.raises(AssertionError):
         check_ngram(Mistaken, phases=[Phase.generate])
 
 
 def test_ngram_by_hand():
-    rows = ([1, 2, 3, 9, 4, 2, 3, 5, 6, 1, 2, 3], [1, 2, 3], [7, 5, 7, 7, 8, 7, 7])
-    lengths = [len(row) for row in rows]
-    ids = torch.tensor([row + [2] * (14 - len(row)) for row in rows])
-    assert NGramFallback().propose(ids, lengths, [2, 0, 1], 4).tokens == [[8, 7, 7, 8], [9, 4, 2, 3], []]
+    rows = [[1, 2, 3, 9, 4, 2, 3, 5, 6, 1, 2, 3], [1, 2, 3], [7, 5, 7, 7, 8, 7, 7]]
+    assert Ngrams().propose(rows, [2, 0, 1], 4) == [([8, 7, 7, 8], None), ([9, 4, 2, 3], None), ([], None)]
 
 
 # ---------------------------------------------------------------- random
@@ -84,9 +88,9 @@ def test_ngram_by_hand():
 
 def random_tokens(fallback, starts, rows=4, lookahead=3):
     """Proposals behind these starts of a text that counts up to the vocabulary again and again, `(starts, rows, n)`."""
-    ids = torch.arange(max(starts) + rows).repeat(rows, 1) % fallback.vocab_size
-    asked = [fallback.propose(ids, [start] * rows, list(range(rows)), lookahead) for start in starts]
-    return torch.tensor([proposal.tokens for proposal in asked])
+    text = (torch.arange(max(starts)) % fallback.vocab_size).tolist()
+    asked = [fallback.propose([text[:start]] * rows, list(range(rows)), lookahead) for start in starts]
+    return torch.tensor([[tokens for tokens, _ in proposals] for proposals in asked])
 
 
 def whole_texts(vocab_size, count=2000):
@@ -112,26 +116,26 @@ def test_random_tokens_are_uniform_and_independent(vocab_size):
 
 class NotTheLast(RandomFallback):
     def propose(self, *request):
-        tokens = torch.tensor(super().propose(*request).tokens)
-        return Speculation((tokens * (self.vocab_size - 1) // self.vocab_size).tolist())
+        tokens = torch.tensor([tokens for tokens, _ in super().propose(*request)])
+        return [Proposal(row) for row in (tokens * (self.vocab_size - 1) // self.vocab_size).tolist()]
 
 
 class FirstBytes(RandomFallback):
-    def propose(self, ids, lengths, *request):
-        return super().propose(ids, [min(length, 256) for length in lengths], *request)
+    def propose(self, texts, *request):
+        return super().propose([text[:256] for text in texts], *request)
 
 
 class SameForEachRow(RandomFallback):
-    def propose(self, ids, lengths, rows, lookahead):
-        return super().propose(ids, lengths, [0] * len(rows), lookahead)
+    def propose(self, texts, rows, lookahead):
+        return super().propose(texts, [0] * len(rows), lookahead)
 
 
 class RowAndPositionAdded(RandomFallback):
     """Neighbouring places share their numbers."""
 
-    def propose(self, ids, lengths, rows, lookahead):
-        tokens = [super(RowAndPositionAdded, self).propose(ids, [lengths[r] + r], [0], lookahead).tokens for r in rows]
-        return Speculation([of_row for (of_row,) in tokens])
+    def propose(self, texts, rows, lookahead):
+        longer = [[*texts[r], *((len(texts[r]) + i) % self.vocab_size for i in range(r))] for r in rows]
+        return [super(RowAndPositionAdded, self).propose([text], [0], lookahead)[0] for text in longer]
 
 
 @pytest.mark.parametrize("mutant", [NotTheLast, FirstBytes, SameForEachRow])
@@ -151,17 +155,16 @@ def test_no_two_places_share_numbers():
 
 
 def check_shares(fallback):
-    """Each token is drawn from what the proposal says, which is its share of the text, whatever stands behind that."""
-    ids = torch.tensor([[3, 5, 3, 3, 9, 9], [7, 8, 8, 2, 2, 2]])
-    lengths, drawn = [4, 3], torch.zeros(2, 11)
+    """Each token is drawn from what the proposal says, which is its share of the text."""
+    drawn = torch.zeros(2, 11)
     for _ in range(3000):
         fallback.seed += 1
-        proposal = fallback.propose(ids, lengths, [1, 0], 2)
-        drawn += torch.nn.functional.one_hot(torch.tensor(proposal.tokens), 11).sum(1)
+        proposals = fallback.propose([[3, 5, 3, 3], [7, 8, 8]], [1, 0], 2)
+        drawn += torch.nn.functional.one_hot(torch.tensor([tokens for tokens, _ in proposals]), 11).sum(1)
     expected = torch.zeros(2, 11)
     expected[0, [7, 8]] = torch.tensor([1 / 3, 2 / 3])
     expected[1, [3, 5]] = torch.tensor([3 / 4, 1 / 4])
-    torch.testing.assert_close(proposal.probabilities, expected[:, None].expand(-1, 2, -1))
+    torch.testing.assert_close(torch.stack([q for _, q in proposals]), expected[:, None].expand(-1, 2, -1))
     for row in range(2):
         possible = expected[row] > 0
         assert not drawn[row, ~possible].any()
@@ -169,10 +172,9 @@ def check_shares(fallback):
 
 
 class EachTokenAlike(RandomFallback):
-    def propose(self, ids, lengths, rows, lookahead):
-        distinct = [ids[row, : lengths[row]].unique() for row in rows]
-        one = super().propose(torch.stack([d.repeat(3)[:6] for d in distinct]), [2, 2], [0, 1], lookahead)
-        return Speculation(one.tokens, super().propose(ids, lengths, rows, lookahead).probabilities)
+    def propose(self, texts, rows, lookahead):
+        alike = super().propose([sorted(set(text)) for text in texts], rows, lookahead)
+        return [Proposal(one.tokens, q) for one, (_, q) in zip(alike, super().propose(texts, rows, lookahead))]
 
 
 def test_random_tokens_are_those_of_the_text_with_the_shares_they_have_there():
@@ -182,17 +184,19 @@ def test_random_tokens_are_those_of_the_text_with_the_shares_they_have_there():
 
 
 def test_random_depends_on_text_seed_and_row_alone():
-    ids, lengths = torch.randint(97, (4, 30)), [5, 9, 30, 9]
-    fallback = RandomFallback(97, 2**31 - 1)
-    first = fallback.propose(ids, lengths, [0, 1, 3], 5)
-    changed = torch.where(torch.arange(30) < torch.tensor(lengths)[:, None], ids, 0)  # what is behind it is no text
-    again = fallback.propose(changed, [1, 9, 1, 9], [3, 1], 5)
-    assert again.tokens == [first.tokens[2], first.tokens[1]]
-    assert fallback.propose(ids, lengths, [3], 2).tokens == [first.tokens[2][:2]]
-    assert [len(tokens) for tokens in first.tokens] == [5, 5, 5]
-    assert len(set(map(tuple, first.tokens))) == 3
-    assert RandomFallback(97, 0).propose(ids, lengths, [0, 1, 3], 5).tokens != first.tokens
-    assert first.probabilities.shape == (3, 5, 97) and first.probabilities.dtype == torch.float32
+    texts = texts_of(torch.randint(97, (4, 30)), [5, 9, 30, 9])
+
+    def tokens_of(*request, seed=2**31 - 1):
+        proposals = RandomFallback(97, seed).propose(*request)
+        assert all(q.shape == (request[-1], 97) and q.dtype == torch.float32 for _, q in proposals)
+        return [tokens for tokens, _ in proposals]
+
+    first = tokens_of(texts, [0, 1, 3], 5)
+    assert tokens_of([[1], texts[1], [1], texts[3]], [3, 1], 5) == [first[2], first[1]]
+    assert tokens_of(texts, [3], 2) == [first[2][:2]]
+    assert [len(tokens) for tokens in first] == [5, 5, 5]
+    assert len(set(map(tuple, first))) == 3
+    assert tokens_of(texts, [0, 1, 3], 5, seed=0) != first
 
 
 # ---------------------------------------------------------------- the user's own
@@ -218,12 +222,13 @@ class ScriptedCandidates(CandidateGenerator):
         return self.answer
 
 
-IDS = torch.tensor([[1, 2, 3, 4], [5, 4, 0, 0], [1, 1, 1, 0]])
-LENGTHS = [4, 2, 3]
+TEXTS = [[1, 2, 3, 4], [5, 4], [1, 1, 1]]
 
 
-def ask(proposer, rows=(0,), lookahead=3):
-    return CustomFallback(proposer, VOCAB).propose(IDS, LENGTHS, list(rows), lookahead)
+def ask(proposer, rows=(0,), lookahead=3, texts=TEXTS, vocab_size=VOCAB):
+    """The tokens and the probabilities that are proposed for each row."""
+    proposals = CustomFallback(proposer, vocab_size).propose(texts, list(rows), lookahead)
+    return [list(part) for part in zip(*proposals)] if proposals else ([], [])
 
 
 @pytest.mark.parametrize("lead", [(), (1,)], ids=["flat", "batched"])
@@ -231,23 +236,20 @@ def test_custom_rows_of_both_kinds(lead):
     q = torch.rand(2, VOCAB, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).softmax(-1)
     tokens = torch.tensor([3, 5], dtype=torch.int32)
     proposer = Scripted((tokens.view(*lead, 2), q.view(*lead, 2, VOCAB)), (torch.tensor([4]).view(*lead, 1), None))
-    before = IDS.clone()
-    proposal = ask(proposer, rows=[2, 1])
-    assert proposer.asked == [([[1, 1, 1]], 3), ([[5, 4]], 3)] and torch.equal(IDS, before)
-    assert proposal.tokens == [[3, 5], [4]]
-    assert proposal.probabilities.dtype == torch.float32
-    certain = torch.eye(VOCAB)
-    torch.testing.assert_close(proposal.probabilities[0], torch.cat([q.float(), certain[:1]]))
-    assert torch.equal(proposal.probabilities[1], certain[[4, 0, 0]])
+    tokens, (theirs, certain) = ask(proposer, rows=[2, 1])
+    assert proposer.asked == [([[1, 1, 1]], 3), ([[5, 4]], 3)] and TEXTS[1:] == [[5, 4], [1, 1, 1]]
+    assert tokens == [[3, 5], [4]] and certain is None
+    assert theirs.dtype == torch.float32
+    torch.testing.assert_close(theirs, q.float())
 
 
 def test_custom_proposals_are_cut_and_may_be_empty():
     q = torch.full((5, VOCAB), 1 / VOCAB)
-    proposal = ask(Scripted((torch.arange(5), q), (torch.zeros(1, 0), None)), rows=[0, 1])
-    assert proposal.tokens == [[0, 1, 2], []]
-    proposal = ask(Scripted((torch.tensor([]), q[None, :0]), (torch.tensor([4]), None)), rows=[0, 1])
-    assert proposal.tokens == [[], [4]] and proposal.probabilities is None
-    assert ask(Scripted(), rows=[]).tokens == []
+    tokens, probabilities = ask(Scripted((torch.arange(5), q), (torch.zeros(1, 0), None)), rows=[0, 1])
+    assert tokens == [[0, 1, 2], []] and len(probabilities[0]) == 3
+    tokens, probabilities = ask(Scripted((torch.tensor([]), q[None, :0]), (torch.tensor([4]), None)), rows=[0, 1])
+    assert tokens == [[], [4]] and probabilities == [None, None]
+    assert ask(Scripted(), rows=[]) == ([], [])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -255,8 +257,8 @@ def test_custom_probabilities_are_normalized_in_float32(dtype):
     q = torch.tensor([[0.1001, 0.2, 0.2, 0.2, 0.2, 0.1]], dtype=dtype)
     expected = q[0].double() / q.double().sum()
     assert (expected - q[0]).abs().max() > 1e-5
-    found = ask(Scripted((torch.tensor([0]), q))).probabilities[0, 0]
-    torch.testing.assert_close(found, expected.float(), atol=1e-7, rtol=0)
+    _, (found,) = ask(Scripted((torch.tensor([0]), q)))
+    torch.testing.assert_close(found[0], expected.float(), atol=1e-7, rtol=0)
 
 
 @pytest.mark.parametrize("rows", [[0], [2, 0, 1]])
@@ -264,27 +266,25 @@ def test_custom_prompt_lookup(rows):
     proposer = PromptLookupCandidateGenerator(
         eos_token_id=torch.tensor([5]), num_output_tokens=4, max_matching_ngram_size=2, max_length=100
     )
-    ids = torch.tensor([[1, 2, 3, 4, 1, 2], [1, 2, 3, 4, 0, 0], [3, 5, 1, 3, 0, 0]])
-    proposal = CustomFallback(proposer, VOCAB).propose(ids, [6, 4, 4], rows, 3)
+    tokens, probabilities = ask(proposer, rows, texts=[[1, 2, 3, 4, 1, 2], [1, 2, 3, 4], [3, 5, 1, 3]])
     # A match, no match (it returns its input), and a match that is followed by the end-of-sequence token.
-    assert proposal.tokens == [{0: [3, 4, 1], 1: [], 2: []}[row] for row in rows]
-    assert proposal.probabilities is None
+    assert tokens == [{0: [3, 4, 1], 1: [], 2: []}[row] for row in rows]
+    assert probabilities == [None] * len(rows)
 
 
 def test_custom_prompt_lookup_looks_as_far_as_its_max_length():
     """transformers takes `max_length`, 20 by default, for the last position that it may copy from."""
-    ids = torch.tensor([[*range(30), 25, 26]])
     generators = {length: PromptLookupCandidateGenerator(max_length=length) for length in (20, 28, 33, 100)}
-    proposals = {length: CustomFallback(g, 30).propose(ids, [32], [0], 4) for length, g in generators.items()}
-    counts = {length: len(proposal.tokens[0]) for length, proposal in proposals.items()}
+    request = {"lookahead": 4, "texts": [[*range(30), 25, 26]], "vocab_size": 30}
+    counts = {length: len(ask(generator, **request)[0][0]) for length, generator in generators.items()}
     assert counts == {20: 0, 28: 1, 33: 0, 100: 4}  # 33 leaves room for the bonus token alone
 
 
 def test_custom_candidate_logits_become_probabilities():
     logits = torch.randn(1, 2, VOCAB, generator=torch.Generator().manual_seed(0))
-    proposal = ask(ScriptedCandidates(torch.tensor([[1, 2, 3, 4, 5, 0]]), logits), lookahead=2)
-    assert proposal.tokens == [[5, 0]]
-    torch.testing.assert_close(proposal.probabilities, logits.softmax(-1))
+    (tokens,), (probabilities,) = ask(ScriptedCandidates(torch.tensor([[1, 2, 3, 4, 5, 0]]), logits), lookahead=2)
+    assert tokens == [5, 0]
+    torch.testing.assert_close(probabilities, logits[0].softmax(-1))
 
 
 TWO = torch.tensor([1, 2])
@@ -354,7 +354,7 @@ def test_is_proposer():
         CandidateGenerator,
         WrongArguments(),
         NeedsTheTarget(None),
-        NGramFallback(),
+        Ngrams(),
     ]
     assert not any(is_proposer(value) for value in unfit)
     with pytest.raises(TypeError, match="`fallback` is a WrongArguments, which cannot propose tokens"):
@@ -364,29 +364,21 @@ def test_is_proposer():
 # ---------------------------------------------------------------- beside what was drafted
 
 
-def test_texts_are_those_of_all_rounds():
-    texts, expected = Texts([[1, 2, 3], [4]]), [[1, 2, 3], [4]]
-    for turn in range(40):
-        new = [[turn] * (turn % 5), [] if turn > 20 else [turn, 7]]
-        expected = [of_row + more for of_row, more in zip(expected, new)]
-        texts.read(expected)
-    assert [ids[:length].tolist() for ids, length in zip(texts.ids, texts.lengths)] == expected
-
-
 def test_each_row_has_the_distributions_that_its_tokens_were_drawn_from():
     """A row of the draft, a shorter one, one that missed, an n-gram, and a finished one, whose q is anything."""
     tokens = [[1, 2, 3], [3, 0, 0], [4, 5, 0], [5, 5, 5], [0, 0, 0]]
     q = torch.rand(5, 3, VOCAB, generator=torch.Generator().manual_seed(0)).softmax(-1)
     q[2:], certain = torch.nan, torch.eye(VOCAB)
-    theirs = torch.full((1, 2, VOCAB), 1 / VOCAB)
-    found = joined(tokens, VOCAB, CPU, [3, 1, 0, 0, 0], q, [2], Speculation([[4, 5]], theirs))
+    theirs = torch.full((2, VOCAB), 1 / VOCAB)
+    proposers = Proposers(SessionRequest(SSDConfig(), None, [torch.ones(1, dtype=torch.long)] * 5, 0, VOCAB), [[1]] * 5)
+    proposers.drafted, proposers.missed = [3, 1, 0, 0, 0], {2: Proposal([4, 5], theirs)}
+    found = proposers.distributions(tokens, q, CPU)
     assert torch.equal(found[0], q[0]) and torch.equal(found[1, :1], q[1, :1])
     assert torch.equal(found[1, 1:], certain[[0, 0]])
-    assert torch.equal(found[2], torch.cat([theirs[0], certain[:1]]))
+    assert torch.equal(found[2], torch.cat([theirs, certain[:1]]))
     assert torch.equal(found[3], certain[[5, 5, 5]]) and torch.equal(found[4], certain[[0, 0, 0]])
-    assert torch.equal(
-        joined(tokens, VOCAB, CPU, [0] * 5, None, [2], Speculation([[4, 5]])), certain[torch.tensor(tokens)]
-    )
+    proposers.drafted, proposers.missed = [0] * 5, {2: Proposal([4, 5])}
+    assert torch.equal(proposers.distributions(tokens, None, CPU), certain[torch.tensor(tokens)])
 
 
 # ---------------------------------------------------------------- what all share

@@ -138,9 +138,9 @@ def test_the_q_of_another_row_is_noticed(small, monkeypatch):
     propose = MtpFallback.propose
 
     def rolled(self, *request):
-        speculation = propose(self, *request)
-        speculation.probabilities = speculation.probabilities.roll(1, 0)
-        return speculation
+        proposals = propose(self, *request)
+        others = [proposals[-1], *proposals[:-1]]
+        return [one._replace(probabilities=other.probabilities) for one, other in zip(proposals, others)]
 
     monkeypatch.setattr(MtpFallback, "propose", rolled)
     assert sampled_strings(small, monkeypatch) < 1e-6

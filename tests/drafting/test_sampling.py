@@ -35,7 +35,7 @@ def places_drawn_from(monkeypatch, place=lambda key, counter: (key, *counter)):
     for length in lengths:
         for row in rows:
             noise.at(row, length, 0)
-        RandomFallback(11, 7).propose(torch.zeros(12, 8, dtype=torch.long), [length] * 12, list(rows), 3)
+        RandomFallback(11, 7).propose([[0] * length] * 12, list(rows), 3)
     return drawn_from
 
 

@@ -162,7 +162,7 @@ def test_rows_that_hit_have_their_tokens_when_a_proposer_is_asked_for_the_others
     assert answer.tokens[1] == [] and answer.record.steps == 4 - grown
     assert_same(answer, in_time.answer(outcome(in_time, [0] * 3, bonus), IN_TIME), rows=[0, 2])
     text = [*PROMPTS[1], bonus[1]]
-    (proposed,) = RandomFallback(VOCAB, seed=5).propose(torch.tensor([text] * 2), [len(text)] * 2, [1], 4).tokens
+    ((proposed, _),) = RandomFallback(VOCAB, seed=5).propose([text] * 2, [1], 4)
     verified = [answer.tokens[0], proposed, answer.tokens[2]]
     speculator.take_speculation(verified, ["prepared", RANDOM, "prepared"])
     speculator.prepare(plan)
@@ -252,7 +252,6 @@ def test_the_shape_learns_from_each_round_that_it_chose_outcomes_for(monkeypatch
 
 
 REPEATED, NEW = [2, 3, 4, 5, 6, 7, 8] * 2, [9, 8, 7]
-COMPETES = dataclasses.replace(PREPARES, ngrams=9)
 
 
 @pytest.mark.parametrize("options", ["greedy", "sampled"])
@@ -260,13 +259,13 @@ COMPETES = dataclasses.replace(PREPARES, ngrams=9)
 def test_a_row_that_repeats_itself_verifies_an_ngram_beside_rows_that_are_drafted_for(options, monkeypatch):
     """In turn and after a hit: the draft drafts for the other row, and reads the n-gram as what is verified."""
     ahead, in_time = (new_speculator(options, [REPEATED, NEW], fan_out="uniform") for _ in range(2))
-    ahead.prepare(COMPETES)
+    ahead.prepare(PREPARES)
     told = Outcome([[2], [ahead.prepared.bonus[1][0]]])
     drafted = in_time.answer(told, IN_TIME)
     told.proposed = [[3, 4, 5, 6, 7, 8, 2, 3, 4], []]
     speculators = [ahead, new_speculator(options, [REPEATED, NEW])]
     for speculator, source in zip(speculators, (PREPARED, PRIMARY)):
-        answer = speculator.answer(told, COMPETES)
+        answer = speculator.answer(told, PREPARES)
         assert answer.record.sources == [NOTHING, source] and not speculator.waits
         assert answer.tokens == [[], drafted.tokens[1]]
         assert answer.record.steps == (0 if source == PREPARED else 4)
@@ -277,11 +276,11 @@ def test_a_row_that_repeats_itself_verifies_an_ngram_beside_rows_that_are_drafte
 
     # Outcomes behind the n-gram are prepared as behind any other speculation, at any of its tokens.
     monkeypatch.setattr(ahead.shape, "fan_outs", lambda candidates, budget: [[2] * len(candidates.limits)] * 2)
-    ahead.prepare(COMPETES)
+    ahead.prepare(PREPARES)
     assert {k for k in ahead.prepared.accepted[0] if k >= 0} == {*range(10)}
     place = ahead.prepared.accepted[0].index(5)
     told = outcome(ahead, [5, 0], [ahead.prepared.bonus[0][place], ahead.prepared.bonus[1][0]])
-    assert ahead.answer(told, COMPETES).record.sources == [PREPARED, PREPARED]
+    assert ahead.answer(told, PREPARES).record.sources == [PREPARED, PREPARED]
 
 
 @torch.inference_mode()
@@ -299,7 +298,7 @@ def test_where_all_rows_have_an_ngram_the_draft_does_nothing(monkeypatch):
     speculator = new_speculator("sampled", [REPEATED, NEW, REPEATED[1:]])
     passes = passes_from_now_on(speculator, monkeypatch)
     told = Outcome([[2], [], [2]], [[*range(3, 19)], [], [*range(3, 19)]])
-    answer = speculator.answer(told, dataclasses.replace(IN_TIME, ngrams=16))
+    answer = speculator.answer(told, IN_TIME)
     assert answer.width == 0 and not passes
     speculator.answer(outcome(speculator, [16, FINISHED, 3], [5, 0, 9]), IN_TIME)
     assert passes  # the tokens that others proposed are read when the draft is needed again

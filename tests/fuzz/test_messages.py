@@ -44,8 +44,6 @@ def read_outcome(payload):
     outcome, plan = wire.read_outcome(payload, ROWS)
     assert plan.mode in MODES and plan.fallback in SOURCES
     assert 0 <= plan.after_miss <= plan.lookahead <= LONGEST_LOOKAHEAD and plan.budget >= 0
-    assert 0 <= plan.ngrams <= LONGEST_LOOKAHEAD
-    assert 0 <= plan.saguaro_c <= 1
     assert len(outcome.tokens) == ROWS and all(min(tokens, default=0) >= 0 for tokens in outcome.tokens)
     for tokens in outcome.proposed or []:
         assert min(tokens, default=0) >= 0 and len(tokens) <= LONGEST_LOOKAHEAD

@@ -1,7 +1,6 @@
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
 from transformers.generation.logits_process import (
     EncoderRepetitionPenaltyLogitsProcessor,
     MinLengthLogitsProcessor,
@@ -15,6 +14,8 @@ from hf_ssd.distributed.target_ranks import TargetRanks
 from hf_ssd.generation import deciding
 from hf_ssd.generation.deciding import Decider
 from hf_ssd.generation.sequences import Sequences
+
+from ..helpers.call_settings import call_settings
 
 ROWS, LOOKAHEAD, VOCAB = 24, 3, 101
 PROMPTS = torch.randint(0, VOCAB, (ROWS, 7), generator=torch.Generator().manual_seed(0))
@@ -55,11 +56,13 @@ def decide(name, do_sample, rows_at_a_time, monkeypatch):
     logits = 3 * torch.randn(ROWS, LOOKAHEAD + 1, VOCAB)
     q = (logits[:, :-1] + torch.randn(ROWS, LOOKAHEAD, VOCAB)).softmax(-1)
     drafted = q.argmax(-1)
-    sequences = Sequences(PROMPTS, StoppingCriteriaList([MaxLengthCriteria(50)]), 0)
+    options = {"do_sample": do_sample, "return_dict_in_generate": True, "output_scores": True}
+    settings = call_settings(PROCESSORS[name], **options)
+    sequences = Sequences(PROMPTS, settings)
     for row in range(ROWS):
         sequences.lengths[row] += row % 4  # what stands there is the padding
     following = sequences.propose(drafted.tolist())
-    decider = Decider(LogitsProcessorList(PROCESSORS[name]), sequences, do_sample, TargetRanks(), True, None)
+    decider = Decider(settings, sequences, TargetRanks(), None)
     logits = logits.bfloat16()
     with Largest() as largest:
         outcome, _, scores = decider.decide(logits, q, following)

@@ -40,7 +40,7 @@ def test_no_rounds_and_a_failure():
 
 
 def test_ngrams_that_rows_preferred_are_no_tokens_of_the_draft():
-    ngram = RoundRecord(PLAIN, 4, sources=[NGRAM], accepted=[4], ngrams=16)
+    ngram = RoundRecord(PLAIN, 4, sources=[NGRAM], accepted=[4], early=16)
     assert SSDStats(records=[ngram, *records(1, accepted=0, hit=False)]).acceptance_rate == 0
     assert SSDStats(records=[ngram]).acceptance_rate == 1  # nothing was drafted
 

@@ -166,8 +166,8 @@ class Whims:
         ngrams = self.chance.choice([0, 7]) if self.fallback == PRIMARY else 0
         mode, lookahead = self.chance.choice(["ahead", "ahead", "ahead", "in_turn", "plain"]), self.chance.randint(1, 5)
         after_miss, budget = self.chance.randint(0, lookahead), 3 * (mode == "ahead")
-        drafts = Plan(mode, lookahead, after_miss, budget, self.fallback, ngrams=ngrams * self.may_compete)
-        self.plan = Plan("plain", ngrams=ngrams) if mode == "plain" else drafts
+        drafts = Plan(mode, lookahead, after_miss, budget, self.fallback, early=ngrams * self.may_compete)
+        self.plan = Plan("plain", early=ngrams) if mode == "plain" else drafts
 
 
 def run_calls(workers, fallback, calls=30):

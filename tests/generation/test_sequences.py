@@ -1,11 +1,12 @@
 import torch
-from transformers import MaxLengthCriteria, StoppingCriteriaList
 
 from hf_ssd.generation.sequences import Sequences
 
+from ..helpers.call_settings import call_settings
+
 
 def test_there_is_room_for_the_bonus_token_of_a_row_that_ends_with_the_storage():
-    sequences = Sequences(torch.ones(2, 4, dtype=torch.long), StoppingCriteriaList([MaxLengthCriteria(10**6)]), 0)
+    sequences = Sequences(torch.ones(2, 4, dtype=torch.long), call_settings(max_length=10**6))
     drafted = [[2, 3, 4], [5, 6, 7]]
     sequences.accept([[1], [1]])  # so that the 64th round ends exactly where the storage does
     expected = [[1] * 5, [1] * 5]

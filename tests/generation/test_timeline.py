@@ -50,14 +50,14 @@ def test_a_trace_is_json_with_microseconds():
         ([PREPARED, NGRAM], 4, "hit", True),
         ([PREPARED, NGRAM], 0, "1 of 2", False),  # a fallback after a miss
         ([PRIMARY, NGRAM], 4, "miss", False),
-        ([NGRAM, NGRAM], 4, "n-gram", False),
+        ([NGRAM, NGRAM], 4, "n-grams", False),
         ([NOTHING, NOTHING], 4, "miss", False),
     ],
 )
 def test_a_row_that_preferred_an_ngram_neither_hit_nor_missed(sources, lookup, label, is_hit):
-    record = RoundRecord(AHEAD, 4, 6, [*sources, PRIMARY], accepted=[2, 0, -1], ngrams=lookup)
+    record = RoundRecord(AHEAD, 4, 6, [*sources, PRIMARY], accepted=[2, 0, -1], early=lookup)
     assert timeline.label(record) == label and record.is_hit == is_hit
     details, preferred = timeline.intervals(SSDStats(3, [record]))[-1].details, sources.count(NGRAM) if lookup else 0
     assert details["rows that hit"] == sources.count(PREPARED)
-    assert details["rows that preferred an n-gram"] == preferred
-    assert SSDStats(3, [record]).to_pandas()["ngrams"].tolist() == [preferred]
+    assert details["rows with n-grams"] == preferred
+    assert SSDStats(3, [record]).to_pandas()["early"].tolist() == [preferred]

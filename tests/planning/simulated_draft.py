@@ -1,7 +1,7 @@
 """Draft workers without models, whose time a `World` says. What joins their answers is real."""
 
 from hf_ssd.distributed.several_drafts import SeveralDrafts
-from hf_ssd.planning.planners import planner_for
+from hf_ssd.planning.planner import planner_for
 from hf_ssd.rounds import AHEAD, IN_TURN, NOTHING, PLAIN, PREPARED, Plan, RoundRecord, Speculation
 
 
@@ -68,7 +68,6 @@ class SimulatedSession(SeveralDrafts):
 
     def receive_speculation(self):
         speculation, self.preparing = super().receive_speculation(), self.plan
-        speculation.record.ngrams = self.plan.ngrams
         if all(self.proposed):
             speculation.record.steps = speculation.record.answer_seconds = 0
         speculation.tokens = [[] if ngram else of_row for ngram, of_row in zip(self.proposed, speculation.tokens)]
@@ -80,7 +79,7 @@ class SimulatedNgrams:
 
     def __init__(self, world, chance):
         self.world, self.chance, self.gave = world, chance, []
-        self.matches, self.proposed, self.matched = [False] * world.rows, None, [0] * world.rows
+        self.matches, self.is_asked = [False] * world.rows, False
 
     def look_up(self, verified, accepted):
         """Decides how many tokens n-grams gave or would have given, and which rows have one now."""
@@ -91,13 +90,16 @@ class SimulatedNgrams:
             self.gave.append(1 + k if has_match else 0)
         self.matches = [bool(world.repeats) and self.chance.random() < world.repeats for _ in accepted]
 
-    def compare(self, new):
-        proposed, self.proposed = self.proposed, None
-        return [-1] * len(new) if proposed is None else self.gave
+    def read(self, texts):
+        pass
 
-    def propose(self, finished, count, alone):
-        self.proposed, self.matched = [[0] * 16 * one for one in self.matches], [16 * one for one in self.matches]
-        return [tokens[:count] for tokens in self.proposed]
+    def compare(self, new):
+        is_asked, self.is_asked = self.is_asked, False
+        return (self.gave, self.gave) if is_asked else ([], [])
+
+    def first(self, texts, live, most, is_alone):
+        self.is_asked = True
+        return [[0] * most * one for one in self.matches]
 
 
 class Worker:

@@ -121,14 +121,14 @@ def accepted_after_ngrams(monkeypatch, drafting, rows, **options):
     target, counts = hf_ssd.enable(tiny_model(vocab_size=FEW)), {NGRAM: [0, 0], PRIMARY: [0, 0]}
     with DraftAssistant([ThreadWorker(tiny_model(vocab_size=FEW))]) as assistant:
         assistant.info = DraftInfo.of(target.config)
-        planner = InAndOut(drafting, Plan(PLAIN, ngrams=9))
+        planner = InAndOut(drafting, Plan(PLAIN, early=9))
         records = generate(monkeypatch, target, assistant, planner, rows, FEW, **options).ssd_stats.records
         # One message tells of all plain rounds, whatever their number of tokens.
         sent = [message for message in assistant.workers[0].sent if message.kind == Kind.OUTCOME]
         assert len(sent) - sum(record.mode != PLAIN for record in records) in (0, 1)  # nobody waits for the last answer
     for record in records:
         assert {*record.sources} <= ({NGRAM, NOTHING} if record.mode == PLAIN else {PREPARED, PRIMARY})
-        assert record.ngrams == (9 if NGRAM in record.sources else record.ngrams)
+        assert record.early == (9 if NGRAM in record.sources else record.early)
         for row in record.live:
             source = NGRAM if record.mode == PLAIN else PRIMARY
             counts[source][0] += record.accepted[row]
@@ -197,15 +197,15 @@ def test_a_draft_that_is_ready_late_reads_what_was_generated_with_the_prompts(ta
 def test_ngrams_are_verified_and_counted_where_several_ranks_hold_the_target(ranks):
     leader = TargetRanks()
     leader.size = ranks
-    planner, text = InAndOut(plain=Plan(PLAIN, ngrams=9)), [2, 3, 4, 5] * 3
+    planner, text = InAndOut(plain=Plan(PLAIN, early=9)), [2, 3, 4, 5] * 3
     request = SessionRequest(hf_ssd.SSDConfig(), None, [torch.tensor(text)], 0, 97)
     draft = FaultTolerantDraft(None, None, request, planner, torch.device("cpu"), leader, TargetCores(None))
     draft.open(0.0)
     draft.send_outcome(Outcome([[2]]))
     first = draft.receive_speculation()
     assert draft.receive_probabilities() is None  # they are certain
-    assert first.tokens == [[3, 4, 5, 2, 3, 4, 5, 2, 3]] and first.record.ngram_tokens == []
+    assert first.tokens == [[3, 4, 5, 2, 3, 4, 5, 2, 3]] and first.record.early_alone == []
     draft.send_outcome(Outcome([[3, 4, 5, 2, 3, 9]]))
     second = draft.receive_speculation()
-    assert (second.record.ngram_tokens, second.record.ngram_matched) == ([6], [9])
+    assert (second.record.early_alone, second.record.early_beside) == ([6], [6])
     assert (first.record.sources, second.record.sources) == ([NGRAM], [NOTHING])

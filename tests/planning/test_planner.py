@@ -16,8 +16,7 @@ from hf_ssd.planning.cost_model import CostModel
 from hf_ssd.planning.estimates import HitRates, Line
 from hf_ssd.planning.experience import CallKind
 from hf_ssd.planning.fixed_plan import FixedPlan
-from hf_ssd.planning.planner import EPOCH_ROUNDS, Planner
-from hf_ssd.planning.planners import planner_for
+from hf_ssd.planning.planner import EPOCH_ROUNDS, Planner, planner_for
 from hf_ssd.planning.prober import PROBE_ROUNDS
 from hf_ssd.rounds import AHEAD, IN_TURN, PLAIN, PREPARED, PRIMARY, RoundRecord
 
@@ -172,7 +171,7 @@ def test_speeds_are_those_of_theory(monkeypatch):
     verify, draft = costs.seconds_to_verify(AHEAD, 4), costs.seconds_to_draft(AHEAD, missed)
     assert 0.1 < all_hit < 0.9 and 0 < missed and prepare > 1.5 * verify
     seconds = all_hit * verify + (1 - all_hit) * (costs.seconds_to_verify(AHEAD, missed) + draft) + prepare - verify
-    ahead = {(AHEAD, 24, 0): pytest.approx(2 * (all_hit * tokens[4] + (1 - all_hit) * tokens[missed]) / seconds)}
+    ahead = {(AHEAD, 4, 24, 0): pytest.approx(2 * (all_hit * tokens[4] + (1 - all_hit) * tokens[missed]) / seconds)}
     in_turn = pytest.approx(2 * tokens[3] / (costs.seconds_to_verify(IN_TURN, 3) + costs.seconds_to_draft(IN_TURN, 3)))
     assert costs.ahead(4, [24]) == ahead and costs.in_turn(3) == in_turn
     for formula in ("ssd_speedup", "speculative_decoding_speedup"):  # the mutants: other formulas

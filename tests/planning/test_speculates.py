@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import hf_ssd
-from hf_ssd.planning import planners
+from hf_ssd.planning import planner
 from hf_ssd.rounds import AHEAD, CUSTOM, PLAIN
 
 from ..helpers.last_token import LastToken
@@ -125,9 +125,9 @@ def test_a_call_that_is_all_plain_says_so(assistant):
 
 def test_what_is_known_of_a_pair_ends_with_its_models(assistant):
     gc.collect()
-    target, before = slow_target(), len(planners._pairs)
+    target, before = slow_target(), len(planner._pairs)
     call(target, assistant, 4)
-    assert len(planners._pairs) == before + 1
+    assert len(planner._pairs) == before + 1
     del target
     gc.collect()
-    assert len(planners._pairs) == before
+    assert len(planner._pairs) == before

@@ -192,7 +192,7 @@ def test_texts_that_repeat_themselves_gain_by_ngrams(draft):
     planner, plans = new_planner(world), []
     with contextlib.closing(world.call(planner)) as call:
         for _ in itertools.islice(call, 400):
-            plans.append((planner.plan.mode == PLAIN, planner.plan.ngrams))
+            plans.append((planner.plan.mode == PLAIN, planner.plan.early))
     is_plain, ngrams = statistics.mode(plans)
     assert ngrams == 16 and "n-grams of up to 16 tokens" in planner.reason
     if draft != "a draft in turn":  # where n-grams beside the draft are as fast as n-grams alone
@@ -207,9 +207,9 @@ def plain_rounds_until_ngrams(limit=200):
     with contextlib.closing(world.call(planner)) as call:
         for _ in itertools.islice(call, 180):
             pass
-        assert (planner.plan.mode, planner.plan.ngrams) == (PLAIN, 0)
+        assert (planner.plan.mode, planner.plan.early) == (PLAIN, 0)
         world.ngram_acceptance = 0.97
-        return next((n for n, _ in enumerate(itertools.islice(call, 2 * limit)) if planner.plan.ngrams), 2 * limit) // 2
+        return next((n for n, _ in enumerate(itertools.islice(call, 2 * limit)) if planner.plan.early), 2 * limit) // 2
 
 
 def test_a_text_that_begins_to_repeat_itself_is_noticed_where_nothing_is_drafted(monkeypatch):
@@ -237,7 +237,7 @@ def test_other_texts_lose_nothing_by_ngrams(draft, text):
 def test_ngrams_whose_acceptance_nobody_counts_cost_speed(monkeypatch):
     """The mutant for the test above: what is proposed counts as right."""
     observe = Rates.observe
-    right = lambda record: dataclasses.replace(record, ngram_tokens=[17 * (n > 0) for n in record.ngram_tokens])  # noqa: E731
+    right = lambda record: dataclasses.replace(record, early_beside=[17 * (n > 0) for n in record.early_beside])  # noqa: E731
     monkeypatch.setattr(Rates, "observe", lambda self, before, now: observe(self, before, right(now)))
     with pytest.raises(AssertionError):
         test_other_texts_lose_nothing_by_ngrams("a draft ahead", {"repeats": 0.5, "ngram_acceptance": 0.3})

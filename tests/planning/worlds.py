@@ -84,7 +84,7 @@ class World:
         config = getattr(planner, "config", SSDConfig(lookahead=1))
         request = SessionRequest(config, None, [torch.zeros(1, dtype=torch.long)] * self.rows, 0, 1000)
         ours = FaultTolerantDraft(draft, None, request, planner, torch.device("cpu"), TargetRanks(), TargetCores(None))
-        ours.proposers.ngrams = ngrams = SimulatedNgrams(self, chance)
+        ours.proposers.early = ngrams = SimulatedNgrams(self, chance)
         before, now, clock = None, RoundRecord(sources=[NOTHING] * self.rows), 0.0
 
         def measured(seconds):
@@ -105,7 +105,7 @@ class World:
                 shares = allocate(geometric_fan_out(width, outcomes, 0.8, 0.5), outcomes) if outcomes else [0] * 99
                 accepted, ranks, hits = [], [], []
                 for row in range(self.rows):
-                    is_ngram, own = now.competes(row), now.proposed(row)
+                    is_ngram, own = now.is_early(row), now.proposed(row)
                     right_token = self.ngram_acceptance if is_ngram else acceptance
                     wrong = (k for k in range(width) if k >= own or chance.random() > right_token)
                     k = next(wrong, width)
@@ -114,7 +114,7 @@ class World:
                     ranks.append(rank)
                     hits.append(rank < shares[k])
                 elapsed = seconds + self.unseen * (width > 0) + self.unseen_per_branch * plan.budget
-                ngrams.look_up([now.competes(row) for row in range(self.rows)], accepted)
+                ngrams.look_up([now.is_early(row) for row in range(self.rows)], accepted)
                 if session is not None:
                     elapsed = max(elapsed, session.prepare(width, seconds, ranks, hits, measured))
                 clock += elapsed

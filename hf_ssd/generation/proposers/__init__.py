@@ -9,13 +9,13 @@ from ...rounds import CUSTOM, MTP, NGRAM, RANDOM
 from .base import Proposer
 from .custom import CustomFallback
 from .mtp import MtpFallback
-from .ngrams import NGramFallback
+from .ngrams import Ngrams
 from .random_tokens import RandomFallback
 
 _calls = itertools.count(1)
 
 PROPOSERS: dict[str, Callable[[SessionRequest], Proposer]] = {
-    NGRAM: lambda request: NGramFallback(),
+    NGRAM: lambda request: Ngrams(),
     RANDOM: lambda request: RandomFallback(request.vocab_size, seed_of_call(request, next(_calls))),
     MTP: lambda request: MtpFallback(request.head, request),
     CUSTOM: lambda request: CustomFallback(request.config.fallback, request.vocab_size),

@@ -4,30 +4,20 @@ import inspect
 
 import torch
 
-from ...devices import from_host
-from ...rounds import Speculation, padded
-from .base import Proposer, point_masses
+from .base import Proposal, Proposer
 
 
 class CustomFallback(Proposer):
     """
-    Asks an object of the user for tokens, row by row.
+    Asks an object of the user for tokens, row by row. It is of either kind:
 
-    Args:
-        proposer: An object of either kind:
-
-            - An object with `propose(input_ids, lookahead) -> (tokens, probabilities)`. `input_ids` has shape
-              `(1, length)`; `tokens` has shape `(n,)` or `(1, n)`, where n may be 0 and tokens beyond `lookahead` are
-              cut; `probabilities` has shape `(n, vocab_size)` or `(1, n, vocab_size)` and holds the distribution that
-              each token was drawn from, or is `None` for point masses, which is always right.
-            - A transformers `CandidateGenerator` that needs no outputs of the target, such as
-              `PromptLookupCandidateGenerator`, whose `max_length` (20 by default) bounds where it looks. If it returns
-              logits, its tokens must have been drawn from their softmax.
-        vocab_size (`int`): Number of tokens in the target's vocabulary.
-
-    Raises:
-        `TypeError`: `proposer` is of neither kind, or it returns values of a wrong type.
-        `ValueError`: `proposer` returns invalid tokens or probabilities.
+    - An object with `propose(input_ids, lookahead) -> (tokens, probabilities)`. `input_ids` has shape `(1, length)`;
+      `tokens` has shape `(n,)` or `(1, n)`, where n may be 0 and tokens beyond `lookahead` are cut; `probabilities` has
+      shape `(n, vocab_size)` or `(1, n, vocab_size)` and holds the distribution that each token was drawn from, or is
+      `None` for point masses, which is always right.
+    - A transformers `CandidateGenerator` that needs no outputs of the target, such as `PromptLookupCandidateGenerator`,
+      whose `max_length` (20 by default) bounds where it looks. If it returns logits, its tokens must have been drawn
+      from their softmax.
     """
 
     def __init__(self, proposer, vocab_size: int):
@@ -36,25 +26,16 @@ class CustomFallback(Proposer):
         self.has_propose = _has(proposer, "propose", None, 1)
         self.name = f"The fallback {type(proposer).__name__}"
 
-    def propose(self, ids: torch.LongTensor, lengths: list[int], rows: list[int], lookahead: int) -> Speculation:
-        answers = [self._ask(ids[row : row + 1, : lengths[row]], lookahead) for row in rows]
-        proposal = Speculation([tokens.tolist() for tokens, _ in answers])
-        if any(probabilities is not None for _, probabilities in answers):
-            tokens = from_host(padded(proposal.tokens, lookahead), ids.device)
-            proposal.probabilities = point_masses(tokens, self.vocab_size)
-            for place, (tokens, probabilities) in enumerate(answers):
-                if probabilities is not None:
-                    proposal.probabilities[place, : len(tokens)] = probabilities
-        return proposal
+    def propose(self, texts: list[list[int]], rows: list[int], lookahead: int) -> list[Proposal]:
+        return [self._ask(torch.tensor([texts[row]]), lookahead) for row in rows]
 
-    def _ask(self, known: torch.LongTensor, lookahead: int) -> tuple[torch.LongTensor, torch.FloatTensor | None]:
-        """Returns the tokens `(n,)` and probabilities `(n, vocab_size)` for one row of known tokens `(1, length)`."""
-        input_ids = known.clone()  # the object may write to its argument, but not to the verified tokens
+    def _ask(self, known: torch.LongTensor, lookahead: int) -> Proposal:
+        """Returns the proposal for a row of known tokens `(1, length)`."""
         if self.has_propose:
-            tokens, probabilities = self._pair(self.proposer.propose(input_ids, lookahead))
-            return self._checked(tokens.to(known.device), probabilities, lookahead)
-        candidates, logits = self._pair(self.proposer.get_candidates(input_ids))
-        candidates, length = candidates.to(known.device), known.shape[1]
+            tokens, probabilities = self._pair(self.proposer.propose(known, lookahead))
+            return self._checked(tokens.cpu(), probabilities, lookahead)
+        candidates, logits = self._pair(self.proposer.get_candidates(known.clone()))  # it may write to its argument
+        candidates, length = candidates.cpu(), known.shape[1]
         if candidates.dim() != 2 or not torch.equal(candidates[:, :length], known):
             raise ValueError(f"{self.name} returned candidates that do not begin with the given `input_ids`.")
         probabilities = None if logits is None else logits.float().softmax(dim=-1)
@@ -66,23 +47,23 @@ class CustomFallback(Proposer):
                 return answer
         raise TypeError(f"{self.name} must return two things: a tensor of tokens, and a tensor or None.")
 
-    def _checked(self, tokens: torch.Tensor, probabilities: torch.Tensor | None, lookahead: int):
+    def _checked(self, tokens: torch.Tensor, probabilities: torch.Tensor | None, lookahead: int) -> Proposal:
         """
-        Returns tokens `(n,)` and probabilities `(n, vocab_size)` after checking them. An unnoticed mistake would change
-        the output distribution, or raise an error far from the object that made it.
+        Returns the proposal after checking it. An unnoticed mistake would change the output distribution, or raise an
+        error far from the object that made it.
         """
         count = tokens.shape[-1] if tokens.dim() else -1
         if tuple(tokens.shape) not in ((count,), (1, count)):
             raise ValueError(f"{self.name} returned tokens of shape {tuple(tokens.shape)}, not (n,) or (1, n).")
         if count == 0:
-            return tokens.flatten().long(), None
+            return Proposal([])
         if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
             raise TypeError(f"{self.name} returned tokens of type {tokens.dtype}, not integers.")
         tokens = tokens.flatten()[:lookahead].long()
         if tokens.min() < 0 or tokens.max() >= self.vocab_size:
             raise ValueError(f"{self.name} returned tokens outside the vocabulary of {self.vocab_size} tokens.")
         if probabilities is None:
-            return tokens, None
+            return Proposal(tokens.tolist())
         shape = (count, self.vocab_size)
         if tuple(probabilities.shape) not in (shape, (1, *shape)):
             found = tuple(probabilities.shape)
@@ -95,7 +76,7 @@ class CustomFallback(Proposer):
             raise ValueError(f"{self.name} returned probabilities that do not sum to 1.")
         if probabilities.gather(1, tokens[:, None]).min() == 0:
             raise ValueError(f"{self.name} returned a token that has probability 0, so it was not drawn from them.")
-        return tokens, probabilities / total
+        return Proposal(tokens.tolist(), probabilities / total)
 
 
 def is_proposer(value) -> bool:

@@ -1,0 +1,59 @@
+"""The settings that all rows of a call have in common."""
+
+import math
+import time
+from dataclasses import dataclass
+
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    StoppingCriteriaList,
+)
+
+from ..config import SSDConfig
+
+
+@dataclass(frozen=True)
+class Settings:
+    """
+    The settings of a call as transformers prepared them, and those of [`SSDConfig`]. `is_bound` says that the latter
+    are those of [`~hf_ssd.enable`], so that the caller has not written them.
+    """
+
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+    options: GenerationConfig
+    config: SSDConfig
+    is_bound: bool = False
+
+    @property
+    def do_sample(self) -> bool:
+        return self.options.do_sample
+
+    @property
+    def wants_dict(self) -> bool:
+        return self.options.return_dict_in_generate
+
+    @property
+    def max_length(self) -> int | None:
+        """The length at which all rows stop, or `None` if they need not."""
+        limits = [int(criteria.max_length) for criteria in self.criteria if type(criteria) is MaxLengthCriteria]
+        return min(limits, default=None)
+
+    @property
+    def pad_token(self) -> int:
+        token = getattr(self.options, "_pad_token_tensor", None)
+        return 0 if token is None else int(token)
+
+    @property
+    def patience(self) -> float:
+        """
+        The seconds that a call waits for a worker that is starting: 0, unless the call samples with a fixed lookahead.
+        Then a seed must reproduce its tokens, but rounds before the draft is ready draw other random numbers.
+        """
+        if not self.do_sample or self.config.lookahead == "auto":
+            return 0.0
+        clocks = [criteria for criteria in self.criteria if isinstance(criteria, MaxTimeCriteria)]
+        return min((clock.initial_timestamp + clock.max_time - time.time() for clock in clocks), default=math.inf)
