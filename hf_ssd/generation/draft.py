@@ -137,7 +137,8 @@ class FaultTolerantDraft:
                 self._attempt(self.session.send_outcome, untold, plan, for_draft)
                 for proposer in self.proposers.fallbacks.values():
                     proposer.take_in(untold, plan, features)
-            self.proposers.compare(self.rounds)
+            if self.proposers.counts_early:
+                self.proposers.compare(self.rounds)
         return outcome if self.ranks.size == 1 else Outcome(self.ranks.share_values(outcome.tokens))
 
     def _untold(self, latest: Outcome) -> list[list[int]]:

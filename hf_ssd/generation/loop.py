@@ -119,8 +119,9 @@ def decode(
     `start` is when the call has begun.
     """
     settings, sequences, decoder = target.settings, target.sequences, target.decoder
+    do_sample = settings.do_sample
     decider = Decider(settings, sequences, draft.ranks, target.verify_alone)
-    stats = SSDStats(sequences.batch_size, adjustable=adjustable(settings.config, settings.do_sample))
+    stats = SSDStats(sequences.batch_size, adjustable=adjustable(settings.config, do_sample))
     stream = Stream(streamer, sequences) if streamer is not None else None
     following, probabilities = sequences.ids.new_full((sequences.batch_size, 1), -1), None
     record: RoundRecord | None = None  # of the round that is being verified
@@ -136,7 +137,7 @@ def decode(
 
         # 3. Send the outcome with the planner's plan before anything else is done. All ranks get the leader's outcome.
         seconds = time.perf_counter() - received
-        if record is not None:
+        if target.states is not None and record is not None:
             target.take_in(outcome)
         outcome = draft.send_outcome(outcome, target.states)
 
@@ -153,7 +154,8 @@ def decode(
         finished = [not goes_on for goes_on in sequences.unfinished]
         if all(finished):
             break
-        decoder.leave_out(finished)
+        if any(finished):
+            decoder.leave_out(finished)
 
         # 5. Receive the next speculation.
         waiting = time.perf_counter()
@@ -170,13 +172,13 @@ def decode(
         record.compiles = decoder.runner.preparations > before
 
         # 7. The distributions that the tokens were drawn from are needed only now.
-        probabilities = draft.receive_probabilities() if settings.do_sample and speculation.width else None
+        probabilities = draft.receive_probabilities() if do_sample and speculation.width else None
         if probabilities is not None:
             probabilities = from_host(probabilities[:, : record.lookahead], following.device)
 
     if stream is not None:
         stream.end()
-    draft.finish(sequences.ids.device, settings.do_sample)
+    draft.finish(sequences.ids.device, do_sample)
     output = sequences.finish()
     stats.total_seconds = time.perf_counter() - start
     stats.generated_tokens = sum(map(sequences.kept, range(sequences.batch_size)))

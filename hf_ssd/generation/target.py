@@ -79,9 +79,8 @@ class Target:
         return self.decoder.extend(fed, starts)
 
     def take_in(self, outcome: Outcome) -> None:
-        """Keeps the hidden states of the tokens that are verified, if anybody reads them."""
-        if self.states is not None:
-            self.states.add(self.decoder.features, outcome.accepted)
+        """Keeps the hidden states of the tokens that are verified."""
+        self.states.add(self.decoder.features, outcome.accepted)
 
     def verify_alone(self, rows: list[int], place: int, lengths: list[int]) -> torch.Tensor:
         """

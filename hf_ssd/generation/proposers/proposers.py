@@ -60,7 +60,7 @@ class Proposers:
     def compare(self, number: int) -> None:
         """Looks for early tokens, if they are due in this round, only to compare them with the tokens to come."""
         is_due = number < FIRST_COMPARED or number % ROUNDS_PER_COMPARISON == 0
-        if self.counts_early and is_due and not self.proposed:
+        if is_due and not self.proposed:
             self._search(0)
 
     def _search(self, most: int) -> list[list[int]]:
