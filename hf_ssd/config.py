@@ -103,8 +103,8 @@ class SSDConfig:
             change, and results differ by rounding. `"auto"` packs layers for which a trial shows a gain, if the free
             memory holds the copies twice; `True` packs all layers that can be packed; `False` none. The trial goes by
             the clock, so set `True` or `False` where a seed is to repeat a text exactly in another process. A copy is
-            as large as the weight and is kept until the model is deleted; a worker that loads its draft from a folder
-            gives up the weight itself. Compiled models and GPUs do without.
+            as large as the weight and is kept until the model is deleted; `hf-ssd chat` and a worker that loads its
+            draft from a folder give up the weight itself. Compiled models and GPUs do without.
     """
 
     lookahead: int | str = "auto"
