@@ -189,7 +189,7 @@ def test_a_program_starts_with_the_package_alone_and_needs_no_more_than_an_extra
     extras = {name: names_in(text) for name, text in settings["options.extras_require"].items()}
     here = {part for other in PROGRAMS for part in (other.stem, other.parent.name)}
     installed = names_in(settings["options"]["install_requires"]) | sys.stdlib_module_names | here
-    installed |= {"hf_ssd", "tokenizers", "filelock"}  # transformers needs tokenizers, and torch filelock
+    installed |= {"hf_ssd", "tokenizers", "safetensors", "filelock"}  # transformers and torch need the latter three
     tree = ast.parse(path.read_text())
     later = {name for node in ast.walk(tree) for name in imported_by(node)} - installed
     at_start = {name for node in tree.body for name in imported_by(node)} - installed

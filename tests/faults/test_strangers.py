@@ -27,7 +27,7 @@ CONFIG = {"lookahead": 3, "budget": 8}
 INFO = {
     "draft": {"vocab_size": 97, "mask_token": None, "positions": None},
     "device": "cpu",
-    "gpu": None,
+    "identity": None,
     "pid": 1,
     "is_compiled": False,
     "uncompiled_because": None,
