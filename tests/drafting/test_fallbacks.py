@@ -86,14 +86,14 @@ def test_ngram_by_hand():
 # ---------------------------------------------------------------- random
 
 
-def random_tokens(fallback, starts, rows=4, lookahead=3):
+def random_tokens(fallback, starts, rows=32, lookahead=3):
     """Proposals behind these starts of a text that counts up to the vocabulary again and again, `(starts, rows, n)`."""
     text = (torch.arange(max(starts)) % fallback.vocab_size).tolist()
     asked = [fallback.propose([text[:start]] * rows, list(range(rows)), lookahead) for start in starts]
     return torch.tensor([[tokens for tokens, _ in proposals] for proposals in asked])
 
 
-def whole_texts(vocab_size, count=2000):
+def whole_texts(vocab_size, count=250):
     """Starts behind which each token has the same share of the text."""
     return range(vocab_size, vocab_size * (count + 1), vocab_size)
 
