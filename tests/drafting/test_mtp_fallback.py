@@ -92,15 +92,9 @@ def one_position_off(monkeypatch):
     )
 
 
-def own_tokens_in_the_text(monkeypatch):
-    """The head is not told which tokens are verified instead of its own."""
-    monkeypatch.setattr(MtpFallback, "take_speculation", lambda self, tokens, sources: None)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("mutant", [one_position_off, own_tokens_in_the_text])
-def test_a_head_that_reads_another_text_is_noticed(target, draft, head, monkeypatch, mutant):
-    mutant(monkeypatch)
+def test_a_head_that_reads_another_text_is_noticed(target, draft, head, monkeypatch):
+    one_position_off(monkeypatch)
     with pytest.raises(AssertionError):
         check_drafts_as_in_turn(target, draft, monkeypatch)
 

@@ -132,9 +132,8 @@ class Program:
         return seen + [self.generate()]
 
     def a_rank_dies(self):
-        if self.roles.rank == self.roles.tp_size - 1:
-            self.generate(action=lambda: os.kill(os.getpid(), signal.SIGKILL))
-        self.generate()
+        is_last = self.roles.rank == self.roles.tp_size - 1
+        self.generate(action=lambda: is_last and os.kill(os.getpid(), signal.SIGKILL))
 
 
 def main():
