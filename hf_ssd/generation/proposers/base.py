@@ -25,9 +25,6 @@ class Proposer(ABC):
     def take_in(self, outcome: Outcome, plan: Plan, states: torch.Tensor | None) -> None:
         """Is told of each outcome that the draft is told of, with the target's states if the call reads them."""
 
-    def take_speculation(self, tokens: list[list[int]], sources: list[str]) -> None:
-        """Is told which tokens are verified next, and the sources of the rows."""
-
     @abstractmethod
     def propose(self, texts: list[list[int]], rows: list[int], lookahead: int) -> list[Proposal]:
         """

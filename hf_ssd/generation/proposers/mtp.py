@@ -29,6 +29,3 @@ class MtpFallback(Proposer):
         done = self.speculator.complete(self.found, lookahead)
         q = self.speculator.distributions(done)
         return [Proposal(done.tokens[row], None if q is None else q[row]) for row in rows]
-
-    def take_speculation(self, tokens: list[list[int]], sources: list[str]) -> None:
-        self.speculator.take_speculation(tokens, sources)

@@ -99,8 +99,6 @@ class Proposers:
         width = max(map(len, tokens))
         lengths = [len(of_row) if goes_on else width for of_row, goes_on in zip(tokens, self.live)]
         tokens = padded(tokens, width)
-        for proposer in self.fallbacks.values():
-            proposer.take_speculation(tokens, sources)
         record = dataclasses.replace(answer.record, sources=sources, lengths=lengths, lookahead=width)
         record.early = self.plan.early
         return Speculation(tokens, None, record), bool(missed)
