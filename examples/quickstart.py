@@ -16,7 +16,7 @@ import torch
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer, set_seed
 from transformers.utils import logging
-from workload import say_how_busy
+from workload import is_busy, say_how_busy
 
 import hf_ssd
 from hf_ssd import devices
@@ -59,6 +59,7 @@ def load_pair(args):
 
 def main() -> None:
     args, load = parse_arguments(), os.getloadavg()[0]
+    busy = is_busy(load)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     target, draft, tokenizer = load_pair(args)
@@ -105,7 +106,9 @@ def main() -> None:
     # 3. A sentence, and one table.
     plain = outputs["plain generate"].sequences
     ratios = {name: [x / base for x, base in zip(speeds[name], speeds["plain generate"])] for name in methods}
-    print("\n" + in_a_sentence(ratios["SSD"], torch.equal(outputs["SSD"].sequences, plain) or args.temperature > 0))
+    print(
+        "\n" + in_a_sentence(ratios["SSD"], torch.equal(outputs["SSD"].sequences, plain) or args.temperature > 0, busy)
+    )
     where = f"{torch.get_num_threads()} CPU threads" if on_cpu else devices.name(target.device)
     print(f"\n{args.max_new_tokens} new tokens, lookahead {config.lookahead}, budget {config.budget}, {where}")
     print(
@@ -115,7 +118,7 @@ def main() -> None:
     for name in methods:
         stats = getattr(outputs[name], "ssd_stats", None)
         speed, turns = statistics.median(speeds[name]), f"{min(ratios[name]):.2f}-{max(ratios[name]):.2f}"
-        ratio = "unsteady" if are_unsteady(ratios[name]) else f"{statistics.median(ratios[name]):.2f}x"
+        ratio = "unsteady" if are_unsteady(ratios[name], busy) else f"{statistics.median(ratios[name]):.2f}x"
         per_round, hits = (f"{stats.tokens_per_round:.2f}", f"{stats.hit_rate:.2f}") if stats else ("", "")
         same = "sampled" if args.temperature else "yes" if torch.equal(outputs[name].sequences, plain) else "NO"
         print(f"{name:<20} {speed:>9.1f} {ratio:>9} {turns:>12} {per_round:>13} {hits:>9} {same:>21}")
@@ -124,19 +127,21 @@ def main() -> None:
     print(f"\nThe last run of SSD: {outputs['SSD'].ssd_stats}")
 
 
-def are_unsteady(ratios: list[float]) -> bool:
-    """Whether the turns of a method differ by more than a third, so that their median says nothing."""
-    return max(ratios) > UNSTEADY * min(ratios)
+def are_unsteady(ratios: list[float], busy: bool) -> bool:
+    """Whether the median of a method's turns says nothing: they differ by more than a third, or one is all there is."""
+    return max(ratios) > UNSTEADY * min(ratios) or (busy and len(ratios) == 1)
 
 
-def in_a_sentence(ratios: list[float], is_same: bool) -> str:
+def in_a_sentence(ratios: list[float], is_same: bool, busy: bool) -> str:
     """Returns what the measurement says, for a reader who knows none of its words."""
     if not is_same:
         return "hf_ssd wrote OTHER tokens than plain generate(). Please report this."
-    if are_unsteady(ratios):
+    if are_unsteady(ratios, busy):
+        differ = f"the measurements differ by {max(ratios) / min(ratios) - 1:.0%}"
         return (
-            "It cannot be said whether hf_ssd is faster here: other programs use this machine, and the measurements "
-            f"differ by {max(ratios) / min(ratios) - 1:.0%}. Run it again when the machine is quiet."
+            "It cannot be said whether hf_ssd is faster here: other programs use this machine, and "
+            f"{differ if len(ratios) > 1 else 'there was time for one measurement only'}. Run it again when the "
+            "machine is quiet."
         )
     ratio = statistics.median(ratios)
     if ratio < FASTER:

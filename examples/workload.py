@@ -76,6 +76,11 @@ def batches_for(args, tokenizer, target) -> list[dict]:
     return texts.batches_for(target, tokenizer, prompts, size, args.prompt_length)
 
 
+def is_busy(load: float) -> bool:
+    """Whether so many programs want to run that figures may not hold."""
+    return load > BUSY * os.cpu_count()
+
+
 def say_how_busy(load: float, turns: list[list[float]]) -> None:
     """
     Prints how steady the figures are, with a warning if they are too unsteady to be compared.
@@ -86,5 +91,5 @@ def say_how_busy(load: float, turns: list[list[float]]) -> None:
     """
     cores, widest = os.cpu_count(), max(max(ratios) / min(ratios) for ratios in turns)
     print(f"Load before: {load:.1f} on {cores} cores. The turns of a method differ by up to {widest - 1:.0%}.")
-    if load > BUSY * cores or widest > UNSTEADY:
+    if is_busy(load) or widest > UNSTEADY:
         print("WARNING: the machine is busy or unsteady, so these figures may not hold; measure again on a quiet one.")
