@@ -96,7 +96,8 @@ class GreedyTree(Confidence):
 
     def chances(self, candidates):
         reached = np.pad(candidates.drafted_probabilities.cumprod(axis=1), ((0, 0), (1, 0)), constant_values=1.0)
-        return reached[:, :, None] * candidates.probabilities
+        possible = np.pad(1 - candidates.drafted_probabilities, ((0, 0), (0, 1)), constant_values=1)
+        return (reached * possible)[:, :, None] * candidates.chances
 
 
 KINDS = {**cache_shapes.SHAPES, "all_accepted": AllAccepted, "single_branch": SingleBranch, "greedy_tree": GreedyTree}

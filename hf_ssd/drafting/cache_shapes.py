@@ -161,14 +161,14 @@ class Confidence(CacheShape):
         """Returns how likely each candidate is, of shape `(batch_size, lookahead + 1, candidates)`."""
         odds, is_fallback = candidates.drafted_log_odds, np.array(candidates.from_fallback)[:, None]
         counts = chances_of_counts(np.where(is_fallback, self.accepted_fallback(odds), self.accepted(odds)))
-        guesses, ranks = candidates.log_chances, _log_ranks(candidates.probabilities.shape[2])
+        guesses, ranks = candidates.log_odds, _log_ranks(candidates.chances.shape[2])
         right = self.right_after_rejection(guesses, ranks)
         right[:, -1] = self.right_at_the_end(guesses[:, -1], ranks)
         return counts[:, :, None] * right
 
     def learn(self, candidates, accepted, bonus):
         lookahead, tokens = len(candidates.limits) - 1, candidates.guesses
-        odds, guesses, ranks = candidates.drafted_log_odds, candidates.log_chances, _log_ranks(tokens.shape[2])
+        odds, guesses, ranks = candidates.drafted_log_odds, candidates.log_odds, _log_ranks(tokens.shape[2])
         seen = {}  # for each model, the events of the rows that are not finished: whether they happened, and inputs
         for row, (k, token) in enumerate(zip(accepted, bonus)):
             if k >= 0:

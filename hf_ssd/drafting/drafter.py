@@ -66,7 +66,8 @@ class Drafter(ABC):
         """Ranks `count` bonus tokens after each accepted count of the speculation that is being verified."""
         logits = self._logits(self._outputs(from_fallback))
         scores = self._process(logits, self.prefix.ends() + torch.arange(logits.shape[1]))
-        return OutcomeCandidates.of(scores, logits, self.drafted, from_fallback, count, self.possible)
+        noise = self.sampler.bonus_noise(self.prefix.ends() - 1, logits.shape[1])
+        return OutcomeCandidates.of(scores, logits, self.drafted, from_fallback, count, self.possible, noise)
 
     @abstractmethod
     def grow(self, accepted: list[list[int]], bonus: list[list[int]], plan: Plan) -> Iterator[tuple]:

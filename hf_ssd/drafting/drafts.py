@@ -1,5 +1,7 @@
 """The speculators of a draft model for successive calls, and the cache shapes that learn over these calls."""
 
+import itertools
+
 from transformers import PreTrainedModel
 
 from .. import devices
@@ -13,7 +15,8 @@ from .verified_prefix import VerifiedPrefix
 from .vocabulary import Vocabulary
 
 SHAPES_KEPT = 32  # cache shapes kept between calls; a service may see a new temperature in each call
-SEED_STEP = 1_000_003  # between the noise seeds of two successive calls
+SEED_STEP, SEEDS = 1_000_003, 2**31  # between the seeds of two successive calls, and how many there are
+_calls = itertools.count()
 
 
 def is_fixed(config: SSDConfig) -> bool:
@@ -26,28 +29,26 @@ def has_fallback(request) -> bool:
     return not isinstance(request.config.fallback, str) or request.config.fallback in BY_TARGET
 
 
-def seed_of_call(request, call: int, is_same_ahead: bool = True) -> int:
+def seed_of_call(request, seed: int, is_same_ahead: bool = True) -> int:
     """
-    Returns the seed of the draft's noise. If proposals depend on earlier calls, each call, numbered from 1, gets a
-    different seed: values that were learned in a call with the same seed must not meet the same noise again. For
-    `is_same_ahead` see [`~hf_ssd.drafting.drafter.Drafter`].
+    Returns the seed of a call's noise. If proposals depend on earlier calls, each call gets a different one: values
+    that were learned in a call with the same seed must not meet the same noise again. For `is_same_ahead` see
+    [`~hf_ssd.drafting.drafter.Drafter`].
     """
     depends = (request.config.asynchronous and not is_same_ahead) or has_fallback(request)
     is_taught = request.config.lookahead == "auto" or (depends and not is_fixed(request.config))
-    return request.seed + SEED_STEP * (call - 1) * is_taught
+    return (seed + SEED_STEP * next(_calls) * is_taught) % SEEDS
 
 
 class Drafts:
     """Makes a speculator for each call of a draft model, and keeps the cache shapes between calls."""
 
     def __init__(self):
-        self.calls = 0
         self.shapes: dict[tuple, CacheShape] = {}
 
     def speculator(self, model: PreTrainedModel, request, earlier: VerifiedPrefix | None = None) -> Speculator:
         """Returns the speculator of a call, which may continue the `earlier` prefix of the last call."""
         config, generation = request.config, request.generation_config
-        self.calls += 1
         key = (str(config.fan_out), generation.temperature if generation.do_sample else None)
         is_same_ahead = drafter_kind(config, DraftInfo.of(model.config)).is_same_ahead
         depends = not is_same_ahead or has_fallback(request)
@@ -57,7 +58,6 @@ class Drafts:
             shape = self.shapes[key] = self.shapes.pop(key, None) or shape_for(config)  # now last in order
         if len(self.shapes) > SHAPES_KEPT:
             del self.shapes[next(iter(self.shapes))]
-        seed = seed_of_call(request, self.calls, is_same_ahead)
         own = model.config.get_text_config(decoder=True).vocab_size
         vocabulary = Vocabulary(request.vocab_size, own, request.translation, devices.of_model(model))
         drafter = drafter_for(
@@ -65,7 +65,7 @@ class Drafts:
             config,
             generation,
             request.prompts,
-            seed,
+            request.seed,
             earlier,
             request.prompt_length,
             request.num_workers,

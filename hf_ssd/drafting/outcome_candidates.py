@@ -19,7 +19,7 @@ class OutcomeCandidates:
     # The draft's most likely bonus tokens (batch_size, lookahead + 1, guesses) after each accepted count, the best
     # first. The drafted token itself is no guess: the target would have accepted it.
     guesses: np.ndarray
-    probabilities: np.ndarray  # the draft's, of each guess
+    chances: np.ndarray  # the draft's, that each guess is the bonus token where this is no drafted token
     drafted_probabilities: np.ndarray  # the draft's, of each drafted token: (batch_size, lookahead)
     from_fallback: list[bool]  # whether each row's speculation came from a fallback, not the draft model
     limits: list[int]  # how many bonus tokens can be guessed after each accepted count
@@ -30,38 +30,44 @@ class OutcomeCandidates:
         return log_odds(self.drafted_probabilities)
 
     @functools.cached_property
-    def log_chances(self) -> np.ndarray:
-        """
-        The log of the probability of each guess among the tokens that remain possible, of shape `(batch_size, lookahead
-        + 1, guesses)`. After a rejection, the drafted token is no longer possible.
-        """
-        remaining = self.probabilities.copy()
-        remaining[:, :-1] /= np.maximum(1 - self.drafted_probabilities, 1e-6)[:, :, None]
-        return np.log(np.minimum(np.maximum(remaining, 1e-9), 1))
+    def log_odds(self) -> np.ndarray:
+        """The log of the odds of `chances`, of shape `(batch_size, lookahead + 1, guesses)`."""
+        return log_odds(self.chances)
 
     @classmethod
     def of(
-        cls, scores, logits, drafted, from_fallback: list[bool], guesses: int, possible: int | None = None
+        cls,
+        scores,
+        logits,
+        drafted,
+        from_fallback: list[bool],
+        guesses: int,
+        possible: int | None = None,
+        noise: torch.Tensor | None = None,
     ) -> "OutcomeCandidates":
         """
         Ranks bonus tokens by scores `(batch_size, lookahead + 1, vocab_size)` after 0 to K accepted tokens, as the
         draft's warpers left them, and by its raw logits the tokens that the warpers ruled out: when a drafted token is
-        rejected, the bonus token is often among these. Only `possible` tokens have logits above -inf.
+        rejected, the bonus token is often among these. Only `possible` tokens have logits above -inf. The target draws
+        a token where its probability divided by the `noise`, of the shape of `scores`, is largest, so the draft ranks
+        tokens by its own probability divided by the same noise.
         """
         lookahead, possible = drafted.shape[1], possible or scores.shape[2]
-        ranking = torch.where(scores.isneginf(), logits - 1e6, scores)
+        ranking = torch.where(scores.isneginf(), logits - 1e6, scores if noise is None else scores - noise.log())
         if lookahead:
             ranking = ranking.clone()
             ranking[:, :lookahead].scatter_(2, drafted[:, :, None], -math.inf)
         tokens = ranking.topk(min(guesses, possible), dim=2).indices
-        asked = torch.cat([tokens, torch.nn.functional.pad(drafted, (0, 1))[:, :, None]], dim=2)
+        chances = ranking.softmax(dim=-1).gather(2, tokens)
+        of_drafted = scores[:, :lookahead].softmax(dim=-1).gather(2, drafted[:, :, None])
+        of_drafted = torch.nn.functional.pad(of_drafted, (0, 0, 0, 1))
         # A single transfer, because the host waits for the GPU in each. Tokens are below 2^24, so float32 holds them.
-        found = torch.stack([asked.float(), scores.softmax(dim=-1).gather(2, asked)]).cpu().numpy()
-        ranked, probabilities = found[0, :, :, :-1].astype(np.int64), found[1]
+        found = torch.cat([tokens.float(), chances, of_drafted], dim=2).cpu().numpy()
+        ranked, chances, of_drafted = np.split(found, [tokens.shape[2], 2 * tokens.shape[2]], axis=2)
         return cls(
-            ranked,
-            probabilities[:, :, :-1],
-            probabilities[:, :lookahead, -1],
+            ranked.astype(np.int64),
+            chances,
+            of_drafted[:, :lookahead, 0],
             from_fallback,
             [min(guesses, possible - (k < lookahead)) for k in range(lookahead + 1)],
         )

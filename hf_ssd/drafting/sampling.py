@@ -3,7 +3,6 @@
 import copy
 import functools
 
-import numpy as np
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, TemperatureLogitsWarper
 
@@ -11,13 +10,11 @@ from .. import devices
 from ..argmax import argmax
 from ..config import SSDConfig
 from ..logits_processing import needs_history, process_branches
+from ..noise import BONUS, DRAFTED, Noise, places
 from ..rounds import Plan
 from ..theory import geometric_fan_out
 from .cache_shapes import allocate
 
-# The second word of the cipher's counter is the purpose of the numbers. The first word counts the numbers, and the last
-# two words are the place.
-NOISE, RANDOM_FALLBACK = 0, 1
 SCALED_BUDGET = 16  # replaces an automatic budget in Saguaro sampling, so that tokens do not depend on measured times
 
 
@@ -38,56 +35,28 @@ def saguaro(probabilities: torch.Tensor, fan_out: int, c: float) -> torch.Tensor
 
 class SpeculationNoise:
     """
-    Noise that is a function of (seed, row, start, depth), a number for each token of the vocabulary, where `start` is
-    the position of the bonus token that a speculation follows. A speculation is therefore the same whether it was
-    drafted ahead or just in time.
-
-    The noise of a start is used by a single verified speculation: a later speculation of the same position starts
-    elsewhere and draws anew. The outcome of a round decides which speculation is prepared, how long it is and where it
-    comes from. These decisions therefore never depend on the noise that the speculation is drawn with.
+    The noise of drafted tokens, which is that of their place. A speculation is therefore the same whether it was
+    drafted ahead or just in time. The outcome of a round decides which speculation is prepared, how long it is and
+    where it comes from. These decisions never depend on the noise that the speculation is drawn with, because its start
+    is a later one.
     """
 
-    def __init__(self, seed: int, vocab_size: int, device: torch.device):
-        self.seed, self.vocab_size, self.device = seed, vocab_size, device
-        draws_there = device.type != "cpu" and devices.has_float64(device)
-        self.generator = torch.Generator(device=device) if draws_there else None
-        self.streams: dict[tuple[int, int], np.random.Generator] = {}
-        self.known: dict[tuple[int, int], list[torch.Tensor]] = {}
-
-    def at(self, row: int, start: int, depth: int) -> torch.Tensor:
-        """Returns exponential noise of shape `(vocab_size,)`, positive and finite."""
-        known = self.known.setdefault((row, start), [])
-        while len(known) <= depth:
-            noise = devices.from_host(self._draw(row, start, len(known)).float(), self.device)
-            known.append(noise.clamp_(min=torch.finfo(torch.float32).tiny))
-        return known[depth]
-
-    def _draw(self, row: int, start: int, depth: int) -> torch.DoubleTensor:
-        # In float32 the generators give exactly 0 once in 2^23 numbers, or no number below 6e-8. Each of 150,000 tokens
-        # would be drawn with a further probability of 1e-7 that is not in q, 2 % in all. In float64 it is once in 2^53.
-        if self.generator is None:
-            # numpy takes a fraction of torch's time on the CPU. The place is the counter of a cipher, so no two places
-            # share numbers.
-            if (row, start) not in self.streams:
-                bits = np.random.Philox(key=self.seed % 2**64, counter=[0, NOISE, start, row])
-                self.streams[row, start] = np.random.Generator(bits)
-            return torch.from_numpy(self.streams[row, start].standard_exponential(self.vocab_size))
-        # The generator itself mixes neighbouring seeds. The seeds are distinct for a million positions and 64 tokens.
-        place = ((self.seed * 1_000_003 + row) * 1_048_583 + start) * 64 + depth
-        self.generator.manual_seed(place & 0x7FFF_FFFF_FFFF_FFFF)
-        numbers = torch.empty(self.vocab_size, dtype=torch.float64, device=self.device)
-        return numbers.exponential_(generator=self.generator)
+    def __init__(self, noise: Noise, device: torch.device):
+        self.noise, self.device = noise, device
+        self.known: dict[tuple[int, int, int], torch.Tensor] = {}
 
     def gather(self, rows: list[int], starts: list[list[int]], depth: int) -> torch.Tensor:
         """Returns the noise of shape `(len(rows), count, vocab_size)` for `count` starts of each of these rows."""
-        noise = torch.stack([self.at(row, start, depth) for row in rows for start in starts[row]])
-        return noise.view(len(rows), -1, self.vocab_size)
+        wanted = [(row, start, depth) for row in rows for start in starts[row]]
+        new = [place for place in dict.fromkeys(wanted) if place not in self.known]
+        if new:
+            found = self.noise.exponential(places(DRAFTED, *devices.from_host(new, self.device).T))
+            self.known.update(zip(new, found))
+        return torch.stack([self.known[place] for place in wanted]).view(len(rows), -1, self.noise.vocab_size)
 
     def forget_before(self, starts: list[int]) -> None:
         """Drops the noise of speculations that start before the given position of each row."""
-        for past in [place for place in self.known if place[1] < starts[place[0]]]:
-            del self.known[past]
-            self.streams.pop(past, None)
+        self.known = {place: found for place, found in self.known.items() if place[1] >= starts[place[0]]}
 
 
 def draw(probabilities: torch.Tensor, noise: torch.Tensor) -> torch.LongTensor:
@@ -116,9 +85,9 @@ class DraftSampler:
         self.processors = draft_processors(model, generation_config, prompt_length)
         self.need_history = needs_history(self.processors)
         self.truncates = any(type(processor) is not TemperatureLogitsWarper for processor in self.processors)
-        self.noise = (
-            SpeculationNoise(seed, self.vocab_size, devices.of_model(model)) if generation_config.do_sample else None
-        )
+        self.noise = None
+        if generation_config.do_sample:
+            self.noise = SpeculationNoise(Noise(seed, vocab_size), devices.of_model(model))
 
     def process(self, scores: torch.Tensor, histories: torch.LongTensor | None, lengths: torch.LongTensor):
         """
@@ -130,6 +99,18 @@ class DraftSampler:
         flat = scores.flatten(0, 1)
         histories = histories.flatten(0, 1) if self.need_history else None
         return process_branches(self.processors, flat, histories, lengths.flatten()).view_as(scores)
+
+    def bonus_noise(self, starts: torch.LongTensor, counts: int) -> torch.Tensor | None:
+        """
+        Returns the noise `(batch_size, counts, vocab_size)` with which the target draws the bonus token after each
+        accepted count of speculations with these `starts` `(batch_size, 1)`. `None` if it draws none, and in Saguaro
+        sampling, which makes bonus tokens likely by q alone.
+        """
+        if self.noise is None or self.config.saguaro_c != 1:
+            return None
+        rows = torch.arange(len(starts))[:, None]
+        where = places(BONUS, rows, starts, torch.arange(counts))
+        return self.noise.noise.exponential(devices.from_host(where, self.noise.device))
 
     def draw(self, scores: torch.Tensor, noise: torch.Tensor | None, depth: int, plan: Plan):
         """

@@ -4,13 +4,15 @@ from collections.abc import Callable
 
 import torch
 
+from ..devices import from_host
 from ..distributed.target_ranks import TargetRanks
 from ..logits_processing import are_by_row, has_constraint, process_positions
+from ..noise import Noise
 from ..rounds import FINISHED, Outcome
 from .recording import StepRecord
 from .sequences import Sequences
 from .settings import Settings
-from .verification import uniform_numbers, verify_greedy, verify_sampled
+from .verification import Chance, verify_greedy, verify_sampled
 
 SLICE_BYTES = 2**28
 """Bytes of float32 scores that are processed and verified at a time, in whole rows. Bounds the memory use."""
@@ -29,12 +31,15 @@ class Decider:
         self,
         settings: Settings,
         sequences: Sequences,
+        noise: Noise | None,  # if tokens are sampled
+        padding: list[int],  # columns before each row's first token
         ranks: TargetRanks,
         verify_alone: Callable[[list[int], int, list[int]], torch.Tensor],
     ):
         self.processors = processors = settings.processors
-        self.sequences, self.do_sample = sequences, settings.do_sample
+        self.sequences, self.noise, self.padding = sequences, noise, padding
         self.ranks, self.verify_alone = ranks, verify_alone
+        self.do_sample = settings.do_sample
         wants_logits = settings.wants_dict and settings.options.output_logits
         self.wants_scores = settings.wants_dict and settings.options.output_scores
         self.scores = StepRecord(sequences) if self.wants_scores else None
@@ -94,7 +99,6 @@ class Decider:
         """
         rows, drafted = range(len(logits)), following[:, :-1]
         size = max(1, SLICE_BYTES // (4 * logits[0].numel()))
-        uniform = uniform_numbers(drafted) if self.do_sample and self.ranks.is_leader else None
         outcomes = [drafted.new_zeros(3, 0 if self.ranks.is_leader else len(rows))]
         for start in range(0, len(rows), size) if self.ranks.is_leader or self.wants_scores else ():
             part = slice(start, start + size)
@@ -104,18 +108,21 @@ class Decider:
             if self.wants_scores:
                 kept.extend(scores)
             if self.ranks.is_leader:
-                of_part = (None if one is None else one[part] for one in (q, uniform))
-                outcomes.append(self._verify(scores, drafted[part], *of_part))
+                of_part = None if q is None else q[part]
+                outcomes.append(self._verify(scores, drafted[part], of_part, rows[part], self.sequences.lengths))
         # If a hidden state is NaN, all logits of its position are NaN, so the first logit of each position is enough.
         unsound = logits[..., 0].isnan().any(dim=1).long().to(drafted.device)
         return torch.cat([torch.cat(outcomes, dim=1), unsound[None]])
 
-    def _verify(self, scores, drafted, q, uniform=None) -> torch.LongTensor:
-        """Returns accepted counts, bonus tokens and numbers of unlikely tokens by processed scores `(3, rows)`."""
+    def _verify(self, scores, drafted, q, rows, lengths: list[int], depth: int = 0) -> torch.LongTensor:
+        """
+        Returns accepted counts, bonus tokens and numbers of unlikely tokens by processed scores `(3, rows)`. `lengths`
+        are those of all rows before the round, of which `depth` drafted tokens are decided already.
+        """
         if self.do_sample:
-            return torch.stack(
-                verify_sampled(scores, q, drafted, uniform_numbers(drafted) if uniform is None else uniform)
-            )
+            starts = [lengths[row] - 1 - self.padding[row] for row in rows]
+            chance = Chance(self.noise, *from_host([list(rows), starts], scores.device), depth)
+            return torch.stack(verify_sampled(scores, q, drafted, chance))
         accepted, bonus = verify_greedy(scores, drafted)
         return torch.stack([accepted, bonus, torch.zeros_like(accepted)])
 
@@ -138,7 +145,7 @@ class Decider:
                 break
             logits[going, place] = alone[going, 0]
             tokens, unlikely, processed = self._next_tokens(
-                alone[going], q, following[:, :-1], place, self.sequences.ids, lengths, going
+                alone[going], q, following[:, :-1], place, self.sequences.ids, lengths, going, self.sequences.lengths
             )
             for i, row in enumerate(going):
                 found[row] = [*found[row][0], tokens[i]], found[row][1] + unlikely[i]
@@ -155,18 +162,19 @@ class Decider:
         is_nan = logits[:, 0].isnan().tolist()
         return self.ranks.share_values([row for row in rows if not is_nan[row]])
 
-    def _next_tokens(self, logits, q, drafted, place: int, input_ids, lengths: list[int], rows: list[int]):
+    def _next_tokens(self, logits, q, drafted, place: int, input_ids, lengths: list[int], rows: list[int], before):
         """
         Decides on one `place` of some rows, after the last drafted token that of a bonus token, by logits `(len(rows),
-        1, vocab_size)`. Returns the tokens, -1 where there is no distribution to draw from, and the number of unlikely
-        tokens of each row, which the leader gives to all ranks; and the processed scores `(len(rows), 1, vocab_size)`.
+        1, vocab_size)`. `before` has the lengths before the round. Returns the tokens, -1 where there is no
+        distribution to draw from, and the number of unlikely tokens of each row, which the leader gives to all ranks;
+        and the processed scores `(len(rows), 1, vocab_size)`.
         """
         scores, decided = process_positions(self.processors, logits, input_ids, lengths, rows), None
         if self.ranks.is_leader:
             here = drafted[rows, place : place + 1]
             q_here = q[rows, place : place + 1] if q is not None and here.shape[1] else None
             both = scores.expand(-1, 1 + here.shape[1], -1)  # accepting looks no further than this position
-            accepted, bonus, unlikely = self._verify(both, here, q_here)
+            accepted, bonus, unlikely = self._verify(both, here, q_here, rows, before, place)
             tokens = torch.cat([bonus[:, None], here], dim=1).gather(1, accepted[:, None])[:, 0]
             decided = torch.stack([tokens, unlikely]).tolist()
         return *self.ranks.share_values(decided), scores
@@ -176,7 +184,7 @@ class Decider:
         Decides on the positions in order, as long as rows accept their drafted tokens, keeps the tokens, and returns
         the outcome.
         """
-        sequences, proposed = self.sequences, self.sequences.proposed
+        sequences, before, proposed = self.sequences, self.sequences.lengths, self.sequences.proposed
         gained: list[list[int]] = [[] for _ in proposed]
         going = [row for row, unfinished in enumerate(sequences.unfinished) if unfinished]
         unsound = [row for row in going if logits[row, :, 0].isnan().any()] if drafted.shape[1] else []
@@ -186,7 +194,7 @@ class Decider:
             # 1. Choose the next token of each row that goes on.
             here = logits[going, place : place + 1]
             ids = sequences.as_in_plain_generation(max(sequences.lengths[row] for row in going))
-            tokens, unlikely, scores = self._next_tokens(here, q, drafted, place, ids, sequences.lengths, going)
+            tokens, unlikely, scores = self._next_tokens(here, q, drafted, place, ids, sequences.lengths, going, before)
             self.unlikely_tokens += sum(unlikely)
             if self.do_sample:
                 check_drawn(tokens)

@@ -28,8 +28,10 @@ from ..distributed.cores import TargetCores
 from ..distributed.launch import assistant_for
 from ..distributed.sessions import SessionRequest
 from ..distributed.target_ranks import TargetRanks
+from ..drafting.drafts import seed_of_call
 from ..drafting.resolver import ResolvedDraft
 from ..drafting.vocabulary import Translation
+from ..noise import Noise
 from ..planning.cost_model import LOOKAHEADS
 from ..planning.experience import CallKind
 from ..planning.fixed_plan import FixedPlan
@@ -84,8 +86,9 @@ def speculative_speculative_decoding(
     of_the_draft.max_length = settings.max_length
     prompts = prompts_without_padding(input_ids, model_kwargs.get("attention_mask"))
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
-    seed = int(torch.randint(2**31, ())) if settings.do_sample else 0  # greedy calls draw nothing
-    request = SessionRequest(ssd_config, of_the_draft, prompts, seed, vocab_size, translation, head=resolved.fallback)
+    request = SessionRequest(ssd_config, of_the_draft, prompts, 0, vocab_size, translation, head=resolved.fallback)
+    if settings.do_sample:  # greedy calls draw nothing
+        request.seed = seed_of_call(request, int(torch.randint(2**31, ())), resolved.reads is None)
     start = time.perf_counter()
     rows, length = input_ids.shape
     temperature = generation_config.temperature if settings.do_sample else None
@@ -120,7 +123,9 @@ def decode(
     """
     settings, sequences, decoder = target.settings, target.sequences, target.decoder
     do_sample = settings.do_sample
-    decider = Decider(settings, sequences, draft.ranks, target.verify_alone)
+    noise = Noise(draft.request.seed, draft.request.vocab_size) if do_sample else None
+    padding = [sequences.prompt_length - len(prompt) for prompt in draft.request.prompts]
+    decider = Decider(settings, sequences, noise, padding, draft.ranks, target.verify_alone)
     stats = SSDStats(sequences.batch_size, adjustable=adjustable(settings.config, do_sample))
     stream = Stream(streamer, sequences) if streamer is not None else None
     following, probabilities = sequences.ids.new_full((sequences.batch_size, 1), -1), None

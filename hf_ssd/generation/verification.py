@@ -5,10 +5,12 @@ probability min(1, p(x) / q(x)), otherwise draw from max(p - q, 0), normalized. 
 as p, so it does not matter how a speculation came about.
 """
 
+from typing import NamedTuple
+
 import torch
 
 from ..argmax import argmax
-from ..devices import from_host, has_float64
+from ..noise import ACCEPTANCE, BONUS, Noise, places
 
 # A draft draws a token with q(x) < p(x) / 10^6 with a chance below 10^-6, because the p(x) sum to 1.
 UNLIKELY = 1e-6
@@ -71,41 +73,47 @@ def residual_distribution(
     return torch.where(is_rejected, residual, bonus)
 
 
-def uniform_numbers(drafted: torch.LongTensor) -> torch.Tensor:
-    """
-    Returns random numbers in [0, 1) of the shape of `drafted`, from torch's default generator. They are drawn in
-    float64: a float32 number is 0 with probability 2^-24, and 0 accepts every possible token.
-    """
-    if has_float64(drafted.device):
-        return torch.rand(drafted.shape, dtype=torch.float64, device=drafted.device)
-    numbers = torch.rand(drafted.shape, dtype=torch.float64).float()
-    return from_host(numbers.clamp_(max=1 - 2**-24), drafted.device)  # rounding may have given 1
+class Chance(NamedTuple):
+    """The random numbers of a verification: those of rows and of the starts of what is verified in them."""
+
+    noise: Noise
+    rows: torch.LongTensor  # (batch_size,)
+    starts: torch.LongTensor  # (batch_size,)
+    depth: int = 0  # of the first position that is verified here
+
+    def of_acceptance(self, lookahead: int) -> torch.Tensor:
+        """Returns numbers `(batch_size, lookahead)`. They are never 0, which would accept every possible token."""
+        depths = self.depth + torch.arange(lookahead, device=self.rows.device)
+        return self.noise.uniform(places(ACCEPTANCE, self.rows[:, None], self.starts[:, None], depths))
+
+    def of_bonus(self, accepted: torch.LongTensor) -> torch.FloatTensor:
+        """Returns the noise `(batch_size, vocab_size)` of the bonus token after the `accepted` tokens of each row."""
+        return self.noise.exponential(places(BONUS, self.rows, self.starts, self.depth + accepted))
 
 
 def verify_sampled(
-    scores: torch.Tensor, q: torch.Tensor | None, drafted: torch.LongTensor, uniform: torch.Tensor
+    scores: torch.Tensor, q: torch.Tensor | None, drafted: torch.LongTensor, chance: Chance
 ) -> tuple[torch.LongTensor, torch.LongTensor, torch.LongTensor]:
     """
-    Accepts or rejects by chance, so that every token is distributed as the target's own samples. Draws bonus tokens
-    from torch's default generator. `scores` are the target's, processed, `(batch_size, lookahead + 1, vocab_size)`; for
-    the others see [`acceptance_probabilities`] and [`uniform_numbers`]. Returns the outcome of each row, accepted count
-    and bonus token (-1 where there is no distribution to draw from); and how many accepted tokens are `UNLIKELY`.
+    Accepts or rejects by chance, so that every token is distributed as the target's own samples. `scores` are the
+    target's, processed, `(batch_size, lookahead + 1, vocab_size)`; for the others see [`acceptance_probabilities`] and
+    [`Chance`]. Returns the outcome of each row, accepted count and bonus token (-1 where there is no distribution to
+    draw from); and how many accepted tokens are `UNLIKELY`.
     """
     p = scores.softmax(dim=-1)
     if torch.finfo(p.dtype).bits < 32:  # returned by a processor of the user; plain generation draws in proportion
         p = p.float() / p.float().sum(dim=-1, keepdim=True)
-    # `<`, not `<=`: the random number can be 0, and a token of probability 0 must never pass.
     ratios = acceptance_probabilities(p, q, drafted)
-    accepted = accepted_counts(uniform < ratios)
+    accepted = accepted_counts(chance.of_acceptance(drafted.shape[1]) < ratios)
     is_accepted = torch.arange(drafted.shape[1], device=drafted.device) < accepted[:, None]
     unlikely = (is_accepted & (ratios * UNLIKELY > 1)).sum(dim=1)
-    return accepted, drawn(residual_distribution(p, q, drafted, accepted)), unlikely
+    return accepted, drawn(residual_distribution(p, q, drafted, accepted), chance.of_bonus(accepted)), unlikely
 
 
-def drawn(weights: torch.Tensor) -> torch.LongTensor:
+def drawn(weights: torch.Tensor, noise: torch.FloatTensor) -> torch.LongTensor:
     """
-    Draws an index from each row of `weights` `(batch_size, vocab_size)` with the numbers of `torch.multinomial`, which
-    would let the host wait for the device. Where that would raise, the index is -1.
+    Draws an index from each row of `weights` `(batch_size, vocab_size)` with exponential noise of the same shape, as
+    `torch.multinomial` does, which would let the host wait for the device. Where that would raise, the index is -1.
     """
     is_possible = (weights.amax(dim=1) < torch.inf) & (weights.amin(dim=1) >= 0) & (weights.sum(dim=1) > 0)
-    return torch.where(is_possible, argmax(weights / torch.empty_like(weights).exponential_()), -1)
+    return torch.where(is_possible, argmax(weights / noise), -1)

@@ -65,8 +65,8 @@ def mean_round(shape, acceptance, after_rejection, at_the_end):
     if hasattr(shape, "accepted"):  # it calibrates the draft's probabilities
         ranks = np.log(np.arange(1, CANDIDATES + 1))
         acceptance = shape.accepted(view.drafted_log_odds)[0]
-        after_rejection = shape.right_after_rejection(view.log_chances[0, 0], ranks)
-        at_the_end = shape.right_at_the_end(view.log_chances[0, -1], ranks)
+        after_rejection = shape.right_after_rejection(view.log_odds[0, 0], ranks)
+        at_the_end = shape.right_at_the_end(view.log_odds[0, -1], ranks)
     return view, (acceptance, after_rejection, at_the_end)
 
 

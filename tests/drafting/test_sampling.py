@@ -1,85 +1,31 @@
-import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from scipy import stats
 
-from hf_ssd import devices
 from hf_ssd.drafting.sampling import SpeculationNoise, draw, saguaro
-from hf_ssd.generation.proposers.random_tokens import RandomFallback
+from hf_ssd.noise import Noise
 
 
-def test_noise_depends_on_the_place_alone():
-    one, other = (SpeculationNoise(7, 11, torch.device("cpu")) for _ in range(2))
-    places = [(0, 5, 0), (3, 5, 0), (0, 6, 0), (0, 5, 1), (2, 1000, 3)]
-    first = {place: one.at(*place).clone() for place in places}
-    one.forget_before([10**6] * 4)
-    for place in reversed(places):
-        assert torch.equal(other.at(*place), first[place])
-        assert torch.equal(one.at(*place), first[place])
-    assert len({tuple(noise.tolist()) for noise in first.values()}) == len(places)
-    assert not torch.equal(SpeculationNoise(8, 11, torch.device("cpu")).at(0, 5, 0), first[0, 5, 0])
+def speculation_noise(seed, vocab_size, device="cpu"):
+    return SpeculationNoise(Noise(seed, vocab_size), torch.device(device))
 
 
-def places_drawn_from(monkeypatch, place=lambda key, counter: (key, *counter)):
-    """Where in which cipher the draft's noise and random proposals of a batch begin, larger than its texts are long."""
-    drawn_from, philox = [], np.random.Philox
-
-    def noted(key, counter):
-        drawn_from.append(place(key, counter))
-        return philox(key=key, counter=counter)
-
-    monkeypatch.setattr(np.random, "Philox", noted)
-    noise, rows, lengths = SpeculationNoise(7, 11, torch.device("cpu")), range(12), range(1, 7)
-    for length in lengths:
-        for row in rows:
-            noise.at(row, length, 0)
-        RandomFallback(11, 7).propose([[0] * length] * 12, list(rows), 3)
-    return drawn_from
-
-
-def test_noise_and_random_proposals_never_share_numbers(monkeypatch):
-    drawn_from = places_drawn_from(monkeypatch)
-    assert len(set(drawn_from)) == len(drawn_from) == 2 * 12 * 6
-    for _, low, *_ in drawn_from:
-        assert low == 0  # counts what a place has drawn
-
-
-def test_places_that_differ_by_their_order_only_are_noticed(monkeypatch):
-    """The mutant for the test above: nothing but the order of row and position keeps the two apart."""
-    drawn_from = places_drawn_from(monkeypatch, lambda key, counter: (key, *counter[2:]))
-    assert len(set(drawn_from)) < len(drawn_from)
-
-
-def draws(noise, probabilities, shared: bool):
-    places = [(row, start, depth) for row in range(20) for start in range(100) for depth in range(5)]
-    return torch.stack([draw(probabilities, noise.at(0, 0, 0) if shared else noise.at(*place)) for place in places])
-
-
-def test_draws_follow_the_distribution_and_neighbours_are_independent():
-    probabilities = torch.tensor([0.5, 0.3, 0.2, 0.0], dtype=torch.float64)
-    tokens = draws(SpeculationNoise(1, 4, torch.device("cpu")), probabilities, shared=False)
-    counts = torch.bincount(tokens, minlength=4)
-    assert counts[3] == 0
-    assert stats.chisquare(counts[:3], 10_000 * probabilities[:3]).pvalue > 1e-3
-    pairs = torch.bincount(tokens[:-1] * 3 + tokens[1:], minlength=9)
-    expected = torch.outer(probabilities[:3], probabilities[:3]).flatten() * (len(tokens) - 1)
-    assert stats.chisquare(pairs, expected).pvalue > 1e-3
-
-
-def test_noise_that_is_the_same_everywhere_is_noticed():
-    """The mutant for the test above."""
-    probabilities = torch.tensor([0.5, 0.3, 0.2, 0.0], dtype=torch.float64)
-    counts = torch.bincount(draws(SpeculationNoise(1, 4, torch.device("cpu")), probabilities, shared=True), minlength=4)
-    assert stats.chisquare(counts[:3], 10_000 * probabilities[:3]).pvalue < 1e-3
+def test_noise_is_that_of_the_place_whenever_it_is_asked_for():
+    noise, starts = speculation_noise(7, 11), [[5, 6, 5], [9, 5, 6]]
+    first = noise.gather([0, 1], starts, 2)
+    assert torch.equal(first[0, 0], first[0, 2]) and not torch.equal(first[0, 0], first[1, 1])
+    assert torch.equal(noise.gather([1], starts, 2)[0], first[1])
+    noise.forget_before([6, 6])
+    assert {place[1] for place in noise.known} == {6, 9}
+    assert torch.equal(noise.gather([0, 1], starts, 2), first)
 
 
 @pytest.mark.parametrize("token", range(3))
 def test_a_point_mass_is_always_drawn(token):
-    noise = SpeculationNoise(2, 3, torch.device("cpu"))
+    noise = speculation_noise(2, 3)
     certain = torch.nn.functional.one_hot(torch.tensor(token), 3).float()
-    assert all(draw(certain, noise.at(0, p, 0)) == token for p in range(50))
+    assert all(draw(certain, noise.gather([0], [[p]], 0)) == token for p in range(50))
 
 
 # ---------------------------------------------------------------- Saguaro sampling (Definition 14)
@@ -148,33 +94,5 @@ def test_saguaro_by_hand_and_its_edges():
 
 
 def test_a_later_speculation_of_the_same_place_draws_anew():
-    noise = SpeculationNoise(3, 50, torch.device("cpu"))
-    assert not torch.equal(noise.at(0, 5, 1), noise.at(0, 6, 0))
-
-
-def unlikely_tokens_drawn(noise):
-    """How often one of 100,000 tokens of probability 1e-12 is drawn in 500 draws: 5e-5 times are expected."""
-    probabilities = torch.full((100_000,), 1e-12)
-    probabilities[0] = 1.0
-    return sum(int(draw(probabilities, noise.at(0, start, 0))) != 0 for start in range(500))
-
-
-def test_unlikely_tokens_are_not_drawn_more_often_than_q_says(monkeypatch):
-    """The mutant draws noise in float32, which is 0 once in 2^23 numbers: then any token wins."""
-    assert unlikely_tokens_drawn(SpeculationNoise(0, 100_000, torch.device("cpu"))) == 0
-    draw_noise = np.random.Generator.standard_exponential
-
-    class InFloat32(np.random.Generator):
-        def standard_exponential(self, size):
-            return draw_noise(self, size, dtype=np.float32)
-
-    monkeypatch.setattr(np.random, "Generator", InFloat32)
-    assert unlikely_tokens_drawn(SpeculationNoise(0, 100_000, torch.device("cpu"))) > 0
-
-
-def test_a_device_without_double_precision_gets_the_noise_of_the_cpu(monkeypatch):
-    moved = []
-    monkeypatch.setattr(devices, "from_host", lambda noise, device: moved.append((noise.dtype, device)) or noise)
-    there = torch.device("mps")
-    noise = [SpeculationNoise(3, 50, device).at(1, 2, 4) for device in (there, torch.device("cpu"))]
-    assert torch.equal(*noise) and moved[0] == (torch.float32, there)
+    noise = speculation_noise(3, 50)
+    assert not torch.equal(noise.gather([0], [[5]], 1), noise.gather([0], [[6]], 0))

@@ -110,11 +110,12 @@ def test_answers_are_the_same_prepared_or_just_in_time(options, family, pard_tok
 def test_noise_that_depends_on_the_branch_is_noticed(monkeypatch):
     """The mutant: draft randomness by how often one drew, not by where."""
 
-    def at(self, row, start, depth):
+    def gather(self, rows, starts, depth):
         self.calls = getattr(self, "calls", 0) + 1
-        return torch.empty(self.vocab_size).exponential_(generator=torch.Generator().manual_seed(self.calls))
+        noise = torch.empty(len(rows), len(starts[0]), self.noise.vocab_size)
+        return noise.exponential_(generator=torch.Generator().manual_seed(self.calls))
 
-    monkeypatch.setattr(sampling.SpeculationNoise, "at", at)
+    monkeypatch.setattr(sampling.SpeculationNoise, "gather", gather)
     with pytest.raises(AssertionError):
         test_answers_are_the_same_prepared_or_just_in_time("sampled", "llama", None)
 

@@ -8,20 +8,23 @@ import torch
 from hf_ssd.generation import verification
 from hf_ssd.generation.deciding import check_drawn
 from hf_ssd.generation.verification import (
+    Chance,
     acceptance_probabilities,
     accepted_counts,
     drawn,
     residual_distribution,
-    uniform_numbers,
     verify_greedy,
     verify_sampled,
 )
+from hf_ssd.noise import Noise
 
 from ..helpers.enumerated import VOCAB, add_continuations, plain_distribution, random_tree
 
 
 def verify(scores, q, drafted):
-    return verify_sampled(scores, q, drafted, uniform_numbers(drafted))
+    rows = torch.arange(len(drafted))
+    chance = Chance(Noise(int(torch.randint(2**31, ())), scores.shape[-1]), rows, torch.zeros_like(rows))
+    return verify_sampled(scores, q, drafted, chance)
 
 
 def output_distribution(p, q, lookahead, point_mass=False, said=None):
@@ -206,7 +209,7 @@ def test_mistakes_about_what_cannot_be_a_probability_are_noticed(monkeypatch, na
 
 @pytest.mark.parametrize("value", NO_PROBABILITIES)
 def test_no_random_number_accepts_what_cannot_be_a_probability(monkeypatch, value):
-    monkeypatch.setattr(torch, "rand", lambda *shape, **_: torch.zeros(*shape))
+    monkeypatch.setattr(Noise, "uniform", lambda self, places: torch.zeros(places.shape))
     q = torch.full((2, 1, VOCAB), 1 / VOCAB)
     q[0, 0, 3] = value
     accepted, bonus, unlikely = verify(torch.zeros(2, 2, VOCAB), q, torch.tensor([[3], [3]]))
@@ -224,24 +227,15 @@ def test_accepted_tokens_that_no_one_draws_are_counted():
     assert none.tolist() == [0, 0, 0]
 
 
-def test_random_numbers_for_a_device_without_double_precision_are_below_one(monkeypatch):
-    """float32 rounds the largest ones of float64 to 1, which would reject what must be accepted."""
-    rand, largest = torch.rand, 1 - 2**-53
-    monkeypatch.setattr(verification, "has_float64", lambda device: False)
-    monkeypatch.setattr(torch, "rand", lambda *shape, **options: torch.full_like(rand(*shape, **options), largest))
-    numbers = uniform_numbers(torch.zeros(2, 3, dtype=torch.long))
-    assert numbers.dtype == torch.float32 and numbers.shape == (2, 3) and (numbers < 1).all()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_bonus_tokens_are_those_of_multinomial_without_its_waits(dtype):
-    weights = torch.rand(50, 97, generator=torch.Generator().manual_seed(0)).to(dtype)
+def test_bonus_tokens_are_drawn_as_multinomial_draws_them():
+    weights = torch.rand(50, 97, generator=torch.Generator().manual_seed(0))
     weights[:, ::3] = 0
     torch.manual_seed(1)
     expected = torch.multinomial(weights, 1).squeeze(1)
     torch.manual_seed(1)
-    assert torch.equal(drawn(weights), expected)
-    assert not torch.equal(drawn(weights), expected)  # other numbers
+    noise = torch.empty_like(weights).exponential_()
+    assert torch.equal(drawn(weights, noise), expected)
+    assert not torch.equal(drawn(weights, noise.roll(1, 0)), expected)
 
 
 @pytest.mark.parametrize("number", [torch.nan, torch.inf, -1.0, None])
@@ -251,7 +245,7 @@ def test_a_row_without_a_distribution_is_refused_as_by_multinomial(number):
     weights[1, 2] = 0 if number is None else number
     with pytest.raises(RuntimeError):
         torch.multinomial(weights, 1)
-    tokens = drawn(weights).tolist()
+    tokens = drawn(weights, torch.ones(2, 5)).tolist()
     assert tokens[0] >= 0 > tokens[1]
     with pytest.raises(RuntimeError, match="probability tensor"):
         check_drawn(tokens)

@@ -1,10 +1,8 @@
 """Who proposes tokens in the target's process, by the names that a plan has for them. A new proposer is a line here."""
 
-import itertools
 from collections.abc import Callable
 
 from ...distributed.sessions import SessionRequest
-from ...drafting.drafts import seed_of_call
 from ...rounds import CUSTOM, MTP, NGRAM, RANDOM
 from .base import Proposer
 from .custom import CustomFallback
@@ -12,11 +10,9 @@ from .mtp import MtpFallback
 from .ngrams import Ngrams
 from .random_tokens import RandomFallback
 
-_calls = itertools.count(1)
-
 PROPOSERS: dict[str, Callable[[SessionRequest], Proposer]] = {
     NGRAM: lambda request: Ngrams(),
-    RANDOM: lambda request: RandomFallback(request.vocab_size, seed_of_call(request, next(_calls))),
+    RANDOM: lambda request: RandomFallback(request.vocab_size, request.seed),
     MTP: lambda request: MtpFallback(request.head, request),
     CUSTOM: lambda request: CustomFallback(request.config.fallback, request.vocab_size),
 }

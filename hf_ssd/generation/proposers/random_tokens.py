@@ -1,9 +1,8 @@
 """Random tokens of the text."""
 
-import numpy as np
 import torch
 
-from ...drafting.sampling import RANDOM_FALLBACK
+from ...noise import FALLBACK, Noise, places
 from .base import Proposal, Proposer
 
 
@@ -15,18 +14,14 @@ class RandomFallback(Proposer):
     """
 
     def __init__(self, vocab_size: int, seed: int):
-        self.vocab_size, self.seed = vocab_size, seed
+        self.vocab_size, self.noise = vocab_size, Noise(seed, vocab_size)
 
     def propose(self, texts: list[list[int]], rows: list[int], lookahead: int) -> list[Proposal]:
-        # numpy rather than torch: `torch.randint` takes 32 random bits modulo the length, which favours early places,
-        # and its CPU generator keeps 32 bits of a seed. Here the seed is a cipher's key, and row and position are its
-        # counter, so no two places share numbers. They share none with the draft's noise either, whose counter differs
-        # in its second word. numpy draws integers without bias, by rejection.
         proposals = []
         for row in rows:
             text = torch.tensor(texts[row])
-            noise = np.random.Philox(key=self.seed, counter=[0, RANDOM_FALLBACK, row, len(text)])
-            places = np.random.Generator(noise).integers(len(text), size=lookahead)
+            uniform = self.noise.uniform(places(FALLBACK, torch.tensor(row), len(text), torch.arange(lookahead)))
+            drawn = text[(uniform * len(text)).long().clamp(max=len(text) - 1)]  # a product may be rounded up
             shares = torch.bincount(text, minlength=self.vocab_size).float() / len(text)
-            proposals.append(Proposal(text[torch.from_numpy(places)].tolist(), shares.expand(lookahead, -1)))
+            proposals.append(Proposal(drawn.tolist(), shares.expand(lookahead, -1)))
         return proposals

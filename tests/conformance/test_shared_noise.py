@@ -1,0 +1,154 @@
+"""Target and draft share the noise of bonus tokens, and the distribution stays what it is. Each trap has a mutant."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import hf_ssd
+from hf_ssd.drafting import drafts, sampling
+from hf_ssd.drafting.cache_shapes import Confidence
+from hf_ssd.drafting.sampling import SpeculationNoise
+from hf_ssd.generation.deciding import Decider
+from hf_ssd.generation.verification import Chance
+from hf_ssd.noise import BONUS, places
+
+from ..helpers.preparing import ahead, preparing
+from ..helpers.sampled_strings import PROMPT, SMALL, WARPERS, chi_square, exact_probabilities, p_value
+
+FAVOURITE = 5  # the likeliest token of the target, which decides what is planned or prepared
+
+
+def share_of_best_guesses(small):
+    """How often the best guess after the right accepted count is the bonus token."""
+    with preparing() as hits:
+        assert p_value(*small, calls=8, seed=3, budget=4, fan_out="uniform") > 1e-3
+    return sum(hits) / len(hits)
+
+
+def test_a_draft_that_knows_the_noise_hits_more_often(small, monkeypatch):
+    with_noise = share_of_best_guesses(small)
+    monkeypatch.setattr(sampling.DraftSampler, "bonus_noise", lambda *_: None)
+    assert with_noise > 0.05 + share_of_best_guesses(small)
+
+
+def by_the_guess_behind(self, candidates, budget):
+    """All of a row's budget for no accepted token, or for one, by the best guess after one."""
+    counts = range(len(candidates.limits))
+    first = [int(guesses[min(1, len(counts) - 1), 0] != FAVOURITE) for guesses in candidates.guesses]
+    return [[budget * (k == min(only, len(counts) - 1)) for k in counts] for only in first]
+
+
+def p_value_where_misses_decide(small, monkeypatch):
+    """After a miss a row has no drafted token, unless its text repeats itself."""
+    monkeypatch.setattr(Confidence, "fan_outs", by_the_guess_behind)
+    with preparing() as hits:
+        p = p_value(*small, calls=24, seed=6, budget=4, lookahead=2, fallback="ngram", at_least=1.0)
+    assert 0.1 < sum(hits) / len(hits) < 0.9
+    return p
+
+
+def test_misses_that_decide_what_is_drafted_leave_the_distribution(small, monkeypatch):
+    assert p_value_where_misses_decide(small, monkeypatch) > 1e-3
+
+
+def by_position(monkeypatch):
+    """Noise of a position, whichever round comes to it: then what is prepared depends on the noise of later rounds."""
+
+    def of_bonus(self, accepted):
+        return self.noise.exponential(places(BONUS, self.rows, self.starts + self.depth + accepted, 0))
+
+    def bonus_noise(self, starts, lookahead, plan):
+        rows, depths = torch.arange(len(starts))[:, None], torch.arange(lookahead + 1)
+        return self.noise.noise.exponential(places(BONUS, rows, starts + depths, 0))
+
+    monkeypatch.setattr(Chance, "of_bonus", of_bonus)
+    monkeypatch.setattr(sampling.DraftSampler, "bonus_noise", bonus_noise)
+
+
+def test_noise_of_a_position_that_several_rounds_may_come_to_is_noticed(small, monkeypatch):
+    """The mutant for the test above."""
+    by_position(monkeypatch)
+    assert p_value_where_misses_decide(small, monkeypatch) < 1e-3
+
+
+def of_bonus_tokens(monkeypatch):
+    """Drafted tokens are drawn with the noise of the bonus token that replaces them after a rejection."""
+    monkeypatch.setattr(sampling, "DRAFTED", BONUS)
+
+
+def of_one_place(monkeypatch):
+    """Every committed token of a row is drawn with the same noise, as after a cut that forgets where the row is."""
+    chance = Decider._chance
+    monkeypatch.setattr(Decider, "_chance", lambda *a: chance(*a)._replace(starts=chance(*a).starts * 0))
+
+
+MUTANTS = {"noise of bonus tokens": of_bonus_tokens, "noise of one place": of_one_place}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_noise_that_two_tokens_share_is_noticed(small, name, monkeypatch):
+    MUTANTS[name](monkeypatch)
+    assert p_value(*small, calls=16) < 1e-3
+
+
+def favourites_by_noise(monkeypatch):
+    """Saguaro sampling makes those tokens less likely that the target's noise favours, so that q depends on it."""
+    gather, seen = SpeculationNoise.gather, {}
+
+    def noted(self, rows, starts, depth):
+        where = torch.tensor([(row, start, depth) for row in rows for start in starts[row]]).T
+        seen["noise"] = self.noise.exponential(places(BONUS, *where)).view(len(rows), -1, self.noise.vocab_size)
+        return gather(self, rows, starts, depth)
+
+    def by_noise(probabilities, fan_out, c):
+        favoured = (probabilities / seen["noise"].view_as(probabilities)).topk(fan_out, dim=-1).indices
+        scaled = probabilities.scatter(-1, favoured, probabilities.gather(-1, favoured) * c)
+        return scaled / scaled.sum(-1, keepdim=True)
+
+    monkeypatch.setattr(SpeculationNoise, "gather", noted)
+    monkeypatch.setattr(sampling, "saguaro", by_noise)
+
+
+def test_favourites_of_saguaro_sampling_that_depend_on_noise_are_noticed(small, monkeypatch):
+    """The mutant for the settings with C of `test_sampled.py`."""
+    favourites_by_noise(monkeypatch)
+    assert p_value(*small, calls=16, seed=10, budget=4, saguaro_c=0.3) < 1e-3
+
+
+# ---------------------------------------------------------------- a seed that is set again
+
+
+def p_value_of_second_calls(small, pairs=300):
+    """
+    Of the second token in calls with the seed of the call before. They draft it if it was `FAVOURITE` there, and the
+    call before does not, so its token was drawn with the noise of a bonus token.
+    """
+    (target, draft), counts, lookahead = small, torch.zeros(SMALL), [0]
+
+    def planned(plan, config):
+        return dataclasses.replace(ahead(plan, config), lookahead=lookahead[0], after_miss=lookahead[0])
+
+    config = hf_ssd.SSDConfig(asynchronous=False)
+    options = {"max_new_tokens": 3, "do_sample": True, "assistant_model": draft, "ssd_config": config}
+    with preparing(planned):
+        for seed in range(pairs):
+            lookahead[0] = 0
+            for _ in range(2):
+                torch.manual_seed(seed)
+                token = int(target.generate(PROMPT, **WARPERS, **options)[0, PROMPT.shape[1] + 1])
+                lookahead[0] = int(token == FAVOURITE)
+            counts[token] += 1
+    return chi_square(counts, exact_probabilities(target).view(SMALL, -1).sum(1))
+
+
+@pytest.mark.slow
+def test_a_seed_that_is_set_again_leaves_the_distribution(small):
+    assert p_value_of_second_calls(small) > 1e-3
+
+
+@pytest.mark.slow
+def test_a_seed_that_gives_a_planned_call_the_same_noise_again_is_noticed(small, monkeypatch):
+    """The mutant for the test above."""
+    monkeypatch.setattr(drafts, "SEED_STEP", 0)
+    assert p_value_of_second_calls(small) < 1e-3
