@@ -57,8 +57,7 @@ def test_shapes_by_hand():
 def mean_round(shape, acceptance, after_rejection, at_the_end):
     """A round in which the draft's probabilities are the mean ones, and the chances that the shape takes from them."""
     lookahead = len(acceptance)
-    rejected = np.append(1 - acceptance, 1.0)[:, None]
-    probabilities = (rejected * np.array([after_rejection] * lookahead + [at_the_end]))[None]
+    probabilities = np.array([after_rejection] * lookahead + [at_the_end])[None]
     tokens = np.arange(CANDIDATES) + np.zeros((1, lookahead + 1, 1), dtype=np.int64)
     limits = [CANDIDATES] * (lookahead + 1)
     view = OutcomeCandidates(tokens, probabilities, acceptance[None], [False], limits)

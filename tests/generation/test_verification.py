@@ -115,33 +115,25 @@ def test_greedy_cases():
 
 def test_impossible_tokens_are_never_accepted(monkeypatch):
     """Even when the random number is exactly 0."""
-    monkeypatch.setattr(torch, "rand", lambda *shape, **_: torch.zeros(*shape))
+    monkeypatch.setattr(Noise, "uniform", lambda self, places: torch.zeros(places.shape))
     scores = torch.tensor([[[0.0, -torch.inf, 0.0], [0.0, 0.0, 0.0]]])
     accepted, bonus, _ = verify(scores, torch.full((1, 1, 3), 1 / 3), torch.tensor([[1]]))
     assert accepted.item() == 0 and bonus.item() != 1
 
 
-def share_accepted(monkeypatch, p, dtype_of=lambda dtype: dtype):
-    """How many of all random numbers that there are, in steps of the dtype that is asked for, accept a token."""
-    bits = {torch.float64: 53, torch.float32: 24}
-    requested = []
-
-    def rand(shape, dtype=torch.float32, **_):
-        requested.append(bits[dtype_of(dtype)])
-        return torch.tensor(next_number, dtype=torch.float64).expand(shape)
-
-    monkeypatch.setattr(torch, "rand", rand)
+def share_accepted(monkeypatch, p, bits=52):
+    """How many of all random numbers that there are, which have so many bits, accept a token."""
+    monkeypatch.setattr(Noise, "uniform", lambda self, places: torch.full(places.shape, next_number, dtype=float))
     scores = torch.tensor([p, 1 - p]).log().expand(1, 2, 2)
     q, drafted = torch.tensor([[[1.0, 0.0]]]), torch.tensor([[0]])
-    low, next_number = 0, 0.0
+    low, high, next_number = 0, 2**bits, 0.0
     if not verify(scores, q, drafted)[0].item():
         return 0.0
-    high = 2 ** requested[-1]
     while high - low > 1:  # those below some number are accepted
         middle = (low + high) // 2
-        next_number = middle / 2 ** requested[-1]
+        next_number = middle / 2**bits
         low, high = (middle, high) if verify(scores, q, drafted)[0].item() else (low, middle)
-    return high / 2 ** requested[-1]
+    return high / 2**bits
 
 
 @pytest.mark.parametrize("p", [2.0**-30, 2.0**-24, 3e-8, 0.0005, 0.3])
@@ -151,7 +143,7 @@ def test_rare_tokens_are_accepted_as_rarely_as_they_are(monkeypatch, p):
 
 
 def test_random_numbers_that_are_too_coarse_are_noticed(monkeypatch):
-    assert share_accepted(monkeypatch, 2.0**-30, lambda _: torch.float32) > 2.0**-25
+    assert share_accepted(monkeypatch, 2.0**-30, bits=24) > 2.0**-25
 
 
 def test_equal_distributions_always_accept():
