@@ -15,6 +15,7 @@ from hf_ssd.generation.proposers.custom import CustomFallback, is_proposer
 from hf_ssd.generation.proposers.ngrams import Ngrams
 from hf_ssd.generation.proposers.proposers import Proposers, point_masses
 from hf_ssd.generation.proposers.random_tokens import RandomFallback
+from hf_ssd.noise import Noise
 
 VOCAB, CPU = 6, torch.device("cpu")
 
@@ -157,8 +158,8 @@ def test_no_two_places_share_numbers():
 def check_shares(fallback):
     """Each token is drawn from what the proposal says, which is its share of the text."""
     drawn = torch.zeros(2, 11)
-    for _ in range(3000):
-        fallback.seed += 1
+    for seed in range(3000):
+        fallback.noise = Noise(seed, 11)
         proposals = fallback.propose([[3, 5, 3, 3], [7, 8, 8]], [1, 0], 2)
         drawn += torch.nn.functional.one_hot(torch.tensor([tokens for tokens, _ in proposals]), 11).sum(1)
     expected = torch.zeros(2, 11)
