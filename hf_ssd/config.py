@@ -41,7 +41,7 @@ class SSDConfig:
 
     Args:
         lookahead (`int` or `str`, *optional*, defaults to `"auto"`):
-            Number of drafted tokens in a speculation, K in the paper. At least 1 and at most 64. `"auto"` chooses it
+            Number of drafted tokens in a speculation, K in the paper. At most 64; 0 never drafts. `"auto"` chooses it
             during generation from measured times, acceptance and hits, down to 0 where the draft does not pay. A call
             that samples with a fixed lookahead waits for a worker that is starting, so that a seed repeats its tokens.
             Other calls do not wait: until the worker is ready, a draft that was given as a model runs in the target's
@@ -56,6 +56,10 @@ class SSDConfig:
         saguaro_c (`float`, *optional*, defaults to 1.0):
             C in [0, 1] of Saguaro sampling (Definition 14): smaller values trade acceptance for hits, 1 is ordinary
             sampling. Makes no difference to greedy decoding.
+        verification (`str`, *optional*, defaults to `"rejection"`):
+            The rule by which sampled tokens are accepted: `"rejection"` (speculative sampling), or `"coupled"`: draft
+            and target draw with the same noise, and a drafted token is accepted where the target draws it too. The text
+            is then a function of target, prompt, row and seed, up to rounding: any draft and settings give the same.
         fallback (`str` or object, *optional*, defaults to `"auto"`):
             The source of a row's speculation if its outcome was not prepared: `"primary"` (the draft model, just in
             time), `"ngram"` (the tokens that followed the last tokens at an earlier occurrence), `"random"` (any tokens
@@ -111,6 +115,7 @@ class SSDConfig:
     budget: int | str = "auto"
     fan_out: str | list[int] = "confidence"
     saguaro_c: float = 1.0
+    verification: str = "rejection"
     fallback: object = "auto"
     drafter: str = "auto"
     acceptance_rate: float = 0.8
@@ -134,11 +139,12 @@ class SSDConfig:
         rules = {
             "fan_out": (isinstance(self.fan_out, list) or self.fan_out in FAN_OUTS, _FAN_OUT),
             "lookahead": (
-                self.lookahead in LOOKAHEADS or _is_integer(self.lookahead, 1, longest),
-                f'"auto" or an integer between 1 and {longest}',
+                self.lookahead in LOOKAHEADS or _is_integer(self.lookahead, 0, longest),
+                f'"auto" or an integer between 0 and {longest}',
             ),
             "budget": (self.budget == "auto" or _is_integer(self.budget, 1), '"auto" or an integer of at least 1'),
             "saguaro_c": (0 <= c <= 1, "a number between 0 and 1"),
+            "verification": (self.verification in VERIFICATIONS, ", ".join(f'"{name}"' for name in VERIFICATIONS)),
             "fallback": (self.fallback in FALLBACKS if has_named_fallback else _has_propose(self.fallback), _FALLBACK),
             "drafter": (self.drafter in DRAFTERS, ", ".join(f'"{name}"' for name in DRAFTERS)),
             "acceptance_rate": (0 < a < 1, "a number between 0 and 1, both excluded"),
@@ -152,12 +158,18 @@ class SSDConfig:
             rules[name] = isinstance(value, bool) or value == "auto", '"auto", True or False'
         for name, (is_allowed, allowed) in rules.items():
             _require(name, getattr(self, name), is_allowed, allowed)
+        if self.verification == COUPLED:
+            _require("saguaro_c", c, c == 1, '1 with verification="coupled", which needs no probabilities of the draft')
         if self.drafter in WITHOUT_DRAFT:  # in turn with the target, and a row without a match has no speculation
             allowed = f'"auto" with drafter="{self.drafter}", which prepares nothing ahead'
             _require("budget", self.budget, self.budget == "auto", allowed)
             has_misses = not has_named_fallback or self.fallback not in ("auto", "ngram")
             allowed = f'"auto" with drafter="{self.drafter}", which has no misses'
             _require("fallback", self.fallback, not has_misses, allowed)
+
+    def needs_q(self, do_sample: bool) -> bool:
+        """Whether verification needs the distributions that tokens were drawn from."""
+        return do_sample and self.verification == REJECTION
 
     def to_dict(self) -> dict:
         """Returns the settings as plain objects for JSON. A `fallback` that is an object raises `ValueError`."""
@@ -219,6 +231,7 @@ class SSDConfig:
 
 FAN_OUTS = ("confidence", "geometric", "uniform")
 LOOKAHEADS = ("auto",)
+VERIFICATIONS = REJECTION, COUPLED = ("rejection", "coupled")
 FALLBACKS = ("auto", "primary", "mtp", "ngram", "random")
 DRAFTERS = ("auto", "autoregressive", "parallel", "eagle3", "dflash", "mtp", "ngram")
 WITHOUT_DRAFT = ("mtp", "ngram")  # drafters that take no draft model, and draft in the target's process

@@ -36,10 +36,17 @@ def places(purpose: int, rows, starts, depths):
 
 
 class Noise:
-    """The numbers of a seed, for each token of a vocabulary."""
+    """
+    The numbers of a seed, for each token of a vocabulary. In a `coupled` call the position of a token alone decides
+    with which of them it is drawn, whoever draws it.
+    """
 
-    def __init__(self, seed: int, vocab_size: int):
-        self.vocab_size, self.first = vocab_size, int(splitmix(np.array([seed]))[0])
+    def __init__(self, seed: int, vocab_size: int, coupled: bool = False):
+        self.vocab_size, self.coupled, self.first = vocab_size, coupled, int(splitmix(np.array([seed]))[0])
+
+    def drawn_at(self, purpose: int, row, start, depth) -> tuple:
+        """Returns the purpose, row, start and depth with whose noise a drafted token or a bonus token is drawn."""
+        return (BONUS, row, start + depth, 0 * depth) if self.coupled else (purpose, row, start, depth)
 
     def exponential(self, places: torch.LongTensor) -> torch.FloatTensor:
         """Returns exponential noise of shape `(*places.shape, vocab_size)`, positive and finite."""

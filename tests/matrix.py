@@ -84,6 +84,7 @@ PLANNED = {  # whose modes are chosen by what a round takes
     "auto lookahead": {"lookahead": "auto", "budget": 16},
 }
 SETTINGS = {
+    "single passes": {"lookahead": 0},
     **LOOKAHEADS,
     **SHAPES,
     "a list": {"lookahead": 4, "budget": 16, "fan_out": [6, 3, 0, 2, 5]},
@@ -183,6 +184,13 @@ SAMPLED_CELLS = [
     *cells(FOREIGN, ["lookahead 4"], ["temperature"], (1, 4)),
     *cells(["llama"], ["saguaro 0.5", "saguaro 0", "uniform", "auto budget"], ["top_k"], (4,)),
     *cells(["hybrid"], ["lookahead 4"], ["temperature"], (4,)),
+    *cells(["no draft"], ["n-grams alone"], ["top_k"], (4,)),
+]
+COUPLED_CELLS = [
+    *cells(["llama"], ["lookahead 4"], [*NOTHING, *SAMPLED, "custom processors", "sequence bias"], (4,)),
+    *cells(["llama"], [*SHAPES, "a list", *FALLBACKS, *PLANNED], ["temperature"], (1,)),
+    *cells(["parallel", "two drafts", "hybrid"], ["lookahead 4"], ["everything"], (4,)),
+    *cells(FOREIGN, ["lookahead 4", "n-grams"], ["temperature"], (4,)),
     *cells(["no draft"], ["n-grams alone"], ["top_k"], (4,)),
 ]
 SLOW = ["two drafts, parallel", "compiled, parallel"]  # pairs of the slow suite

@@ -25,11 +25,11 @@ class Models:
     draft: torch.nn.Module | None
     assistant: DraftAssistant | None
 
-    def generate(self, option, rows, asynchronous=None, setting=None, **options):
+    def generate(self, option, rows, asynchronous=None, setting=None, rule="rejection", **options):
         """Returns the output of a call: in turn, with the worker, or, if nothing is said, of plain generation."""
         pair, inputs, speculation = matrix.PAIRS[self.name], padded_batch(rows), {}
         if asynchronous is not None:
-            config = hf_ssd.SSDConfig(**matrix.SETTINGS[setting], asynchronous=asynchronous)
+            config = hf_ssd.SSDConfig(**matrix.SETTINGS[setting], asynchronous=asynchronous, verification=rule)
             speculation = {"assistant_model": self.assistant if asynchronous else self.draft, "ssd_config": config}
             speculation |= pair.options
         inputs["input_ids"] %= pair.vocabulary
@@ -117,3 +117,18 @@ def test_sampled_tokens_with_a_worker_are_those_of_drafting_in_turn(make, pair, 
     assert ahead.tokens_per_round > 1.05 and in_turn.hit_rate == 0 and {*in_turn.column("mode")} == matrix.IN_TURN
     if setting not in matrix.PLANNED and pair != "no draft":  # so quick a target may leave no time to prepare
         assert ahead.hit_rate > 0 and {*ahead.column("mode")} == matrix.AHEAD
+
+
+@pytest.mark.parametrize("pair, setting, option, rows", marked(matrix.COUPLED_CELLS))
+def test_coupled_tokens_are_those_of_single_passes(make, pair, setting, option, rows):
+    models, options = make(pair), {"rule": "coupled", "do_sample": True}
+    alone = models.generate(option, rows, False, "single passes", **options)
+    assert {*alone.ssd_stats.column("mode")} == {"plain"}
+    for asynchronous in (True, False) if models.draft is not None else (False,):
+        output = models.generate(option, rows, asynchronous, setting, **options)
+        stats = output.ssd_stats
+        assert torch.equal(output.sequences, alone.sequences) and stats.draft_failure is None
+        if setting not in matrix.PLANNED and (option, rows) not in matrix.REJECTED:
+            assert max(max(row) for row in stats.column("accepted")) > 0
+            assert {*stats.column("mode")} == (matrix.AHEAD if asynchronous else matrix.IN_TURN)
+            assert (stats.hit_rate > 0) == asynchronous

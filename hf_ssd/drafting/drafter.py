@@ -53,7 +53,7 @@ class Drafter(ABC):
         self.vocab_size = self.vocabulary.size  # of the target; all code outside the draft model uses its tokens
         longest = prompt_length or max(self.prefix.lengths)
         self.sampler = DraftSampler(model, config, generation_config, longest, seed, self.vocab_size, num_workers)
-        self.sampled = self.sampler.noise is not None
+        self.needs_q = config.needs_q(generation_config.do_sample)
         self.possible = self.vocabulary.common  # how many tokens the draft can propose
         # The speculation (batch_size, lookahead) that is being verified.
         self.drafted = torch.zeros(len(prompts), 0, dtype=torch.long, device=self.device)
@@ -66,7 +66,7 @@ class Drafter(ABC):
         """Ranks `count` bonus tokens after each accepted count of the speculation that is being verified."""
         logits = self._logits(self._outputs(from_fallback))
         scores = self._process(logits, self.prefix.ends() + torch.arange(logits.shape[1]))
-        noise = self.sampler.bonus_noise(self.prefix.ends() - 1, logits.shape[1])
+        noise = self.sampler.bonus_noise([length - 1 for length in self.prefix.lengths], logits.shape[1])
         return OutcomeCandidates.of(scores, logits, self.drafted, from_fallback, count, self.possible, noise)
 
     @abstractmethod

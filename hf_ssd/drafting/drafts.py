@@ -5,7 +5,7 @@ import itertools
 from transformers import PreTrainedModel
 
 from .. import devices
-from ..config import SSDConfig
+from ..config import REJECTION, SSDConfig
 from ..rounds import BY_TARGET
 from .cache_shapes import CacheShape, shape_for
 from .drafters import drafter_for, drafter_kind
@@ -32,11 +32,13 @@ def has_fallback(request) -> bool:
 def seed_of_call(request, seed: int, is_same_ahead: bool = True) -> int:
     """
     Returns the seed of a call's noise. If proposals depend on earlier calls, each call gets a different one: values
-    that were learned in a call with the same seed must not meet the same noise again. For `is_same_ahead` see
+    that were learned in a call with the same seed must not meet the same noise again; tokens of a coupled call do not
+    depend on proposals. For `is_same_ahead` see
     [`~hf_ssd.drafting.drafter.Drafter`].
     """
     depends = (request.config.asynchronous and not is_same_ahead) or has_fallback(request)
     is_taught = request.config.lookahead == "auto" or (depends and not is_fixed(request.config))
+    is_taught = is_taught and request.config.verification == REJECTION
     return (seed + SEED_STEP * next(_calls) * is_taught) % SEEDS
 
 

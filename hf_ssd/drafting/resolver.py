@@ -64,6 +64,8 @@ def resolve(draft, target: PreTrainedModel, config: SSDConfig) -> ResolvedDraft:
     Says what was passed as `assistant_model`, or raises `TypeError` or `ValueError` if it cannot draft for this target
     as the settings say. Heads are made once for each target, and a folder is read once.
     """
+    if config.lookahead == 0:
+        return ResolvedDraft()
     draft = without_wrapper(draft)
     takes_none = config.drafter in WITHOUT_DRAFT
     if takes_none and draft is not None:

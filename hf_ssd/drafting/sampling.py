@@ -8,7 +8,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 
 from .. import devices
 from ..argmax import argmax
-from ..config import SSDConfig
+from ..config import COUPLED, SSDConfig
 from ..logits_processing import needs_history, process_branches
 from ..noise import BONUS, DRAFTED, Noise, places
 from ..rounds import Plan
@@ -43,20 +43,27 @@ class SpeculationNoise:
 
     def __init__(self, noise: Noise, device: torch.device):
         self.noise, self.device = noise, device
-        self.known: dict[tuple[int, int, int], torch.Tensor] = {}
+        self.known: dict[tuple[int, int, int, int], torch.Tensor] = {}
 
     def gather(self, rows: list[int], starts: list[list[int]], depth: int) -> torch.Tensor:
         """Returns the noise of shape `(len(rows), count, vocab_size)` for `count` starts of each of these rows."""
-        wanted = [(row, start, depth) for row in rows for start in starts[row]]
+        return self._at([[(DRAFTED, row, start, depth) for start in starts[row]] for row in rows])
+
+    def of_bonus(self, starts: list[int], counts: int) -> torch.Tensor:
+        """Returns the noise `(batch_size, counts, vocab_size)` of bonus tokens after accepted counts of all rows."""
+        return self._at([[(BONUS, row, start, depth) for depth in range(counts)] for row, start in enumerate(starts)])
+
+    def _at(self, of_rows: list[list[tuple]]) -> torch.Tensor:
+        wanted = [self.noise.drawn_at(*place) for of_row in of_rows for place in of_row]
         new = [place for place in dict.fromkeys(wanted) if place not in self.known]
         if new:
-            found = self.noise.exponential(places(DRAFTED, *devices.from_host(new, self.device).T))
+            found = self.noise.exponential(places(*devices.from_host(new, self.device).T))
             self.known.update(zip(new, found))
-        return torch.stack([self.known[place] for place in wanted]).view(len(rows), -1, self.noise.vocab_size)
+        return torch.stack([self.known[place] for place in wanted]).view(len(of_rows), -1, self.noise.vocab_size)
 
     def forget_before(self, starts: list[int]) -> None:
         """Drops the noise of speculations that start before the given position of each row."""
-        self.known = {place: found for place, found in self.known.items() if place[1] >= starts[place[0]]}
+        self.known = {place: found for place, found in self.known.items() if place[2] >= starts[place[1]]}
 
 
 def draw(probabilities: torch.Tensor, noise: torch.Tensor) -> torch.LongTensor:
@@ -87,7 +94,8 @@ class DraftSampler:
         self.truncates = any(type(processor) is not TemperatureLogitsWarper for processor in self.processors)
         self.noise = None
         if generation_config.do_sample:
-            self.noise = SpeculationNoise(Noise(seed, vocab_size), devices.of_model(model))
+            noise = Noise(seed, vocab_size, config.verification == COUPLED)
+            self.noise = SpeculationNoise(noise, devices.of_model(model))
 
     def process(self, scores: torch.Tensor, histories: torch.LongTensor | None, lengths: torch.LongTensor):
         """
@@ -100,26 +108,26 @@ class DraftSampler:
         histories = histories.flatten(0, 1) if self.need_history else None
         return process_branches(self.processors, flat, histories, lengths.flatten()).view_as(scores)
 
-    def bonus_noise(self, starts: torch.LongTensor, counts: int) -> torch.Tensor | None:
+    def bonus_noise(self, starts: list[int], counts: int) -> torch.Tensor | None:
         """
         Returns the noise `(batch_size, counts, vocab_size)` with which the target draws the bonus token after each
-        accepted count of speculations with these `starts` `(batch_size, 1)`. `None` if it draws none, and in Saguaro
-        sampling, which makes bonus tokens likely by q alone.
+        accepted count of speculations with these `starts`. `None` if it draws none, and in Saguaro sampling, which
+        makes bonus tokens likely by q alone.
         """
         if self.noise is None or self.config.saguaro_c != 1:
             return None
-        rows = torch.arange(len(starts))[:, None]
-        where = places(BONUS, rows, starts, torch.arange(counts))
-        return self.noise.noise.exponential(devices.from_host(where, self.noise.device))
+        return self.noise.of_bonus(starts, counts)
 
     def draw(self, scores: torch.Tensor, noise: torch.Tensor | None, depth: int, plan: Plan):
         """
         Draws the token number `depth` of each speculation by processed scores `(batch_size, N, vocab_size)`, with the
         noise of [`SpeculationNoise.gather`], or `None` for the most likely tokens. Returns tokens `(batch_size, N)`,
-        and the distributions that they were drawn from, `None` if the most likely tokens were taken.
+        and the distributions that they were drawn from, `None` if verification needs none.
         """
         if noise is None:
             return argmax(scores), None
+        if self.config.verification == COUPLED:
+            return draw(scores.softmax(-1), noise), None
         fan_outs = self._fan_outs(plan)
         probabilities = saguaro(scores.softmax(-1), fan_outs[min(depth, len(fan_outs) - 1)], self.config.saguaro_c)
         return draw(probabilities, noise), probabilities

@@ -12,7 +12,7 @@ from ..rounds import FINISHED, Outcome
 from .recording import StepRecord
 from .sequences import Sequences
 from .settings import Settings
-from .verification import Chance, verify_greedy, verify_sampled
+from .verification import Chance, verify_coupled, verify_greedy, verify_sampled
 
 SLICE_BYTES = 2**28
 """Bytes of float32 scores that are processed and verified at a time, in whole rows. Bounds the memory use."""
@@ -122,6 +122,8 @@ class Decider:
         if self.do_sample:
             starts = [lengths[row] - 1 - self.padding[row] for row in rows]
             chance = Chance(self.noise, *from_host([list(rows), starts], scores.device), depth)
+            if self.noise.coupled:
+                return torch.stack(verify_coupled(scores, drafted, chance))
             return torch.stack(verify_sampled(scores, q, drafted, chance))
         accepted, bonus = verify_greedy(scores, drafted)
         return torch.stack([accepted, bonus, torch.zeros_like(accepted)])

@@ -22,7 +22,7 @@ from ..advice import adjustable
 from ..cache.cache_name import CACHE
 from ..cache.compiled import is_compiled
 from ..cache.trial import check_supported
-from ..config import SSDConfig
+from ..config import COUPLED, SSDConfig
 from ..devices import from_host
 from ..distributed.cores import TargetCores
 from ..distributed.launch import assistant_for
@@ -123,7 +123,8 @@ def decode(
     """
     settings, sequences, decoder = target.settings, target.sequences, target.decoder
     do_sample = settings.do_sample
-    noise = Noise(draft.request.seed, draft.request.vocab_size) if do_sample else None
+    coupled = settings.config.verification == COUPLED
+    noise = Noise(draft.request.seed, draft.request.vocab_size, coupled) if do_sample else None
     padding = [sequences.prompt_length - len(prompt) for prompt in draft.request.prompts]
     decider = Decider(settings, sequences, noise, padding, draft.ranks, target.verify_alone)
     stats = SSDStats(sequences.batch_size, adjustable=adjustable(settings.config, do_sample))
@@ -177,7 +178,7 @@ def decode(
         record.compiles = decoder.runner.preparations > before
 
         # 7. The distributions that the tokens were drawn from are needed only now.
-        probabilities = draft.receive_probabilities() if do_sample and speculation.width else None
+        probabilities = draft.receive_probabilities() if settings.needs_q and speculation.width else None
         if probabilities is not None:
             probabilities = from_host(probabilities[:, : record.lookahead], following.device)
 

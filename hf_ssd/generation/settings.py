@@ -33,6 +33,10 @@ class Settings:
         return self.options.do_sample
 
     @property
+    def needs_q(self) -> bool:
+        return self.config.needs_q(self.do_sample)
+
+    @property
     def wants_dict(self) -> bool:
         return self.options.return_dict_in_generate
 
@@ -51,9 +55,10 @@ class Settings:
     def patience(self) -> float:
         """
         The seconds that a call waits for a worker that is starting: 0, unless the call samples with a fixed lookahead.
-        Then a seed must reproduce its tokens, but rounds before the draft is ready draw other random numbers.
+        Then a seed must reproduce its tokens, but rounds before the draft is ready draw other random numbers, unless
+        the call is coupled.
         """
-        if not self.do_sample or self.config.lookahead == "auto":
+        if not self.needs_q or self.config.lookahead == "auto":
             return 0.0
         clocks = [criteria for criteria in self.criteria if isinstance(criteria, MaxTimeCriteria)]
         return min((clock.initial_timestamp + clock.max_time - time.time() for clock in clocks), default=math.inf)

@@ -86,9 +86,33 @@ class Chance(NamedTuple):
         depths = self.depth + torch.arange(lookahead, device=self.rows.device)
         return self.noise.uniform(places(ACCEPTANCE, self.rows[:, None], self.starts[:, None], depths))
 
-    def of_bonus(self, accepted: torch.LongTensor) -> torch.FloatTensor:
-        """Returns the noise `(batch_size, vocab_size)` of the bonus token after the `accepted` tokens of each row."""
-        return self.noise.exponential(places(BONUS, self.rows, self.starts, self.depth + accepted))
+    def of_draws(self, depths: torch.LongTensor) -> torch.FloatTensor:
+        """Returns the noise `(batch_size, N, vocab_size)` of the target's draws at depths `(batch_size or 1, N)`."""
+        where = self.noise.drawn_at(BONUS, self.rows[:, None], self.starts[:, None], self.depth + depths)
+        return self.noise.exponential(places(*where))
+
+
+def probabilities(scores: torch.Tensor) -> torch.Tensor:
+    """Returns the target's probabilities by its processed scores."""
+    p = scores.softmax(dim=-1)
+    if torch.finfo(p.dtype).bits < 32:  # returned by a processor of the user; plain generation draws in proportion
+        p = p.float() / p.float().sum(dim=-1, keepdim=True)
+    return p
+
+
+def verify_coupled(
+    scores: torch.Tensor, drafted: torch.LongTensor, chance: Chance
+) -> tuple[torch.LongTensor, torch.LongTensor, torch.LongTensor]:
+    """
+    Accepts the drafted tokens that the target draws itself (Daliri et al., 2024: Gumbel coupling). The noise of a
+    position is independent of the tokens before it, and the token there is the target's own draw in any case, so it is
+    distributed as the target's own samples whatever was drafted. For arguments and results see [`verify_sampled`].
+    """
+    p = probabilities(scores)
+    noise = chance.of_draws(torch.arange(scores.shape[1], device=drafted.device)[None])
+    choice = drawn(p.flatten(0, 1), noise.flatten(0, 1)).view(p.shape[:2])
+    accepted = accepted_counts(choice[:, :-1] == drafted)
+    return accepted, choice.gather(1, accepted[:, None]).squeeze(1), torch.zeros_like(accepted)
 
 
 def verify_sampled(
@@ -100,14 +124,16 @@ def verify_sampled(
     [`Chance`]. Returns the outcome of each row, accepted count and bonus token (-1 where there is no distribution to
     draw from); and how many accepted tokens are `UNLIKELY`.
     """
-    p = scores.softmax(dim=-1)
-    if torch.finfo(p.dtype).bits < 32:  # returned by a processor of the user; plain generation draws in proportion
-        p = p.float() / p.float().sum(dim=-1, keepdim=True)
+    p = probabilities(scores)
     ratios = acceptance_probabilities(p, q, drafted)
     accepted = accepted_counts(chance.of_acceptance(drafted.shape[1]) < ratios)
     is_accepted = torch.arange(drafted.shape[1], device=drafted.device) < accepted[:, None]
     unlikely = (is_accepted & (ratios * UNLIKELY > 1)).sum(dim=1)
-    return accepted, drawn(residual_distribution(p, q, drafted, accepted), chance.of_bonus(accepted)), unlikely
+    return (
+        accepted,
+        drawn(residual_distribution(p, q, drafted, accepted), chance.of_draws(accepted[:, None])[:, 0]),
+        unlikely,
+    )
 
 
 def drawn(weights: torch.Tensor, noise: torch.FloatTensor) -> torch.LongTensor:

@@ -1,7 +1,7 @@
 """A plan that the settings give, for calls in which nothing is measured and nothing is chosen."""
 
 from ..config import SSDConfig
-from ..rounds import AHEAD, CUSTOM, IN_TURN, PRIMARY, Plan, RoundRecord
+from ..rounds import AHEAD, CUSTOM, IN_TURN, PLAIN, PRIMARY, Plan, RoundRecord
 
 
 def fallback_of(config: SSDConfig) -> str:
@@ -18,6 +18,7 @@ class FixedPlan:
 
     def __init__(self, config: SSDConfig):
         mode, budget = (AHEAD, config.budget) if config.asynchronous else (IN_TURN, 0)
+        mode, budget = (mode, budget) if config.lookahead else (PLAIN, 0)
         self.plan = Plan(mode, config.lookahead, config.lookahead, budget, fallback_of(config))
 
     def begin_call(self) -> None:

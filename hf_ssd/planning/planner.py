@@ -170,7 +170,7 @@ _lock = threading.Lock()
 def planner_for(target, draft, kind: CallKind) -> Planner | FixedPlan:
     """Returns a planner for a call of a pair; `draft` is a model, or the assistant that holds its workers."""
     config = kind.config
-    if config.lookahead != "auto" and config.budget != "auto":
+    if config.lookahead == 0 or "auto" not in (config.lookahead, config.budget):
         return FixedPlan(config)
     with _lock:  # measurements of earlier calls are kept while both live
         pair = _pairs.setdefault(target, weakref.WeakKeyDictionary()).setdefault(draft, PairKnowledge())

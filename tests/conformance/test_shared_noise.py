@@ -9,7 +9,7 @@ import hf_ssd
 from hf_ssd.drafting import drafts, sampling
 from hf_ssd.drafting.cache_shapes import Confidence
 from hf_ssd.drafting.sampling import SpeculationNoise
-from hf_ssd.generation.deciding import Decider
+from hf_ssd.generation import deciding
 from hf_ssd.generation.verification import Chance
 from hf_ssd.noise import BONUS, places
 
@@ -55,14 +55,14 @@ def test_misses_that_decide_what_is_drafted_leave_the_distribution(small, monkey
 def by_position(monkeypatch):
     """Noise of a position, whichever round comes to it: then what is prepared depends on the noise of later rounds."""
 
-    def of_bonus(self, accepted):
-        return self.noise.exponential(places(BONUS, self.rows, self.starts + self.depth + accepted, 0))
+    def of_draws(self, depths):
+        return self.noise.exponential(places(BONUS, self.rows[:, None], self.starts[:, None] + self.depth + depths, 0))
 
-    def bonus_noise(self, starts, lookahead, plan):
-        rows, depths = torch.arange(len(starts))[:, None], torch.arange(lookahead + 1)
-        return self.noise.noise.exponential(places(BONUS, rows, starts + depths, 0))
+    def bonus_noise(self, starts, counts):
+        rows, depths = torch.arange(len(starts))[:, None], torch.arange(counts)
+        return self.noise.noise.exponential(places(BONUS, rows, torch.tensor(starts)[:, None] + depths, 0))
 
-    monkeypatch.setattr(Chance, "of_bonus", of_bonus)
+    monkeypatch.setattr(Chance, "of_draws", of_draws)
     monkeypatch.setattr(sampling.DraftSampler, "bonus_noise", bonus_noise)
 
 
@@ -79,8 +79,7 @@ def of_bonus_tokens(monkeypatch):
 
 def of_one_place(monkeypatch):
     """Every committed token of a row is drawn with the same noise, as after a cut that forgets where the row is."""
-    chance = Decider._chance
-    monkeypatch.setattr(Decider, "_chance", lambda *a: chance(*a)._replace(starts=chance(*a).starts * 0))
+    monkeypatch.setattr(deciding, "Chance", lambda noise, rows, starts, *depth: Chance(noise, rows, 0 * starts, *depth))
 
 
 MUTANTS = {"noise of bonus tokens": of_bonus_tokens, "noise of one place": of_one_place}

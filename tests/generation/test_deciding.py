@@ -14,6 +14,7 @@ from hf_ssd.distributed.target_ranks import TargetRanks
 from hf_ssd.generation import deciding
 from hf_ssd.generation.deciding import Decider
 from hf_ssd.generation.sequences import Sequences
+from hf_ssd.noise import Noise
 
 from ..helpers.call_settings import call_settings
 
@@ -62,7 +63,7 @@ def decide(name, do_sample, rows_at_a_time, monkeypatch):
     for row in range(ROWS):
         sequences.lengths[row] += row % 4  # what stands there is the padding
     following = sequences.propose(drafted.tolist())
-    decider = Decider(settings, sequences, TargetRanks(), None)
+    decider = Decider(settings, sequences, Noise(1, VOCAB) if do_sample else None, [0] * ROWS, TargetRanks(), None)
     logits = logits.bfloat16()
     with Largest() as largest:
         outcome, _, scores = decider.decide(logits, q, following)

@@ -4,6 +4,7 @@ import dataclasses
 
 import torch
 
+from ...config import REJECTION
 from ...drafting.drafts import Drafts
 from ...rounds import Outcome, Plan
 from .base import Proposal, Proposer
@@ -13,12 +14,13 @@ class MtpFallback(Proposer):
     """
     The head follows the text of all rows from round to round, whoever proposes, because it reads the states of the
     target's layers at every token. It drafts only in rounds in which a row misses. The noise of its tokens is not that
-    of the draft, whose tokens the outcome depends on.
+    of the draft, whose tokens the outcome depends on, unless the call is coupled.
     """
 
     def __init__(self, head, request):
         config = dataclasses.replace(request.config, fallback="primary", drafter="auto")
-        own = dataclasses.replace(request, config=config, seed=request.seed ^ 1, translation=None)
+        seed = request.seed ^ (config.verification == REJECTION)
+        own = dataclasses.replace(request, config=config, seed=seed, translation=None)
         self.speculator = Drafts().speculator(head, own)
         self.speculator.begin()
 

@@ -1,0 +1,196 @@
+"""Coupled sampling: the text is a function of target, prompt, row and seed, and is distributed as the target's own."""
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import hf_ssd
+from hf_ssd.generation import deciding, verification
+from hf_ssd.generation.proposers import ngrams
+from hf_ssd.noise import Noise
+from hf_ssd.rounds import AHEAD, Plan
+
+from ..helpers.families import sharp_model, tiny_config
+from ..helpers.preparing import preparing
+from ..helpers.sampled_strings import p_value
+from ..helpers.tiny import padded_batch
+from .models import FAMILIES, SUPPORTED
+
+COUPLED = {"verification": "coupled"}
+
+
+def text(target, draft=None, inputs=None, seed=3, **config):
+    """A sampled text of a coupled call, without a draft in single passes of the target."""
+    torch.manual_seed(seed)
+    config = hf_ssd.SSDConfig(**{"lookahead": 4 * (draft is not None), "budget": 8, **COUPLED, **config})
+    options = {"max_new_tokens": 24, "do_sample": True, "top_k": 20, "return_dict_in_generate": True}
+    inputs = padded_batch(2) if inputs is None else inputs
+    return target.generate(**inputs, **options, assistant_model=draft, ssd_config=config)
+
+
+def check_same(target, draft, inputs=None, **config):
+    alone = text(target, inputs=inputs)
+    assert {*alone.ssd_stats.column("mode")} == {"plain"} and len(alone.ssd_stats.records) == 23
+    output = text(target, draft, inputs, **config)
+    assert torch.equal(output.sequences, alone.sequences) and output.ssd_stats.draft_failure is None
+    return output.ssd_stats
+
+
+# ---------------------------------------------------------------- the same text, whoever drafts
+
+
+def test_a_text_is_that_of_single_passes(target, draft):
+    with preparing() as hits:
+        stats = check_same(target, draft, asynchronous=False)
+    assert stats.tokens_per_round > 1.2 and sum(hits) > 0
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3_text", "gemma2", "mistral", "phi3", "olmo2", "gpt2",
+                                  "mixtral", "deepseek_v3", "qwen3_next", "bamba", "lfm2"])  # fmt: skip
+def test_texts_of_a_family_are_those_of_single_passes(name):
+    assert FAMILIES[name][0] == SUPPORTED
+    target, draft = hf_ssd.enable(sharp_model(tiny_config(name))), sharp_model(tiny_config(name), noise=0.003)
+    with preparing():
+        assert check_same(target, draft, asynchronous=False).tokens_per_round > 1.1
+
+
+def test_a_row_does_not_depend_on_the_rows_beside_it(target, draft):
+    both = padded_batch(2)
+    first = {name: tensor[:1] for name, tensor in both.items()}
+    beside = {name: tensor[[0, 1, 1, 1]] for name, tensor in both.items()}
+    texts = [text(target, draft, inputs, asynchronous=False).sequences[0] for inputs in (first, both, beside)]
+    assert torch.equal(texts[0], texts[1]) and torch.equal(texts[1], texts[2])
+    assert not torch.equal(texts[0], text(target, draft, first, seed=4, asynchronous=False).sequences[0])
+
+
+@settings(max_examples=60)
+@given(
+    st.fixed_dictionaries({
+        "lookahead": st.sampled_from([1, 2, 5, "auto"]), "budget": st.sampled_from([1, 9]),
+        "fan_out": st.sampled_from(["confidence", "uniform"]), "fallback": st.sampled_from(["ngram", "random", "auto"]),
+    }),
+    st.integers(0, 2**32), st.integers(1, 4), st.randoms(),
+)  # fmt: skip
+def test_no_setting_and_no_plan_changes_a_text(target, draft, config, seed, rows, chance):
+    planned = lambda *_: Plan(AHEAD, 5, chance.randint(0, 5), 6, chance.choice(["primary", "ngram"]), 4)  # noqa: E731
+    with preparing(planned, lambda: chance.random() < 0.2):
+        one = text(target, draft, padded_batch(rows), seed, asynchronous=False, **config)
+    assert torch.equal(one.sequences, text(target, inputs=padded_batch(rows), seed=seed).sequences)
+
+
+def test_a_text_goes_on_when_its_worker_is_killed(target, draft):
+    alone = text(target)
+
+    class Kill:
+        def __call__(self, input_ids, scores, **_):
+            if input_ids.shape[1] == 15:
+                worker.workers[0].process.popen.kill()
+            return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    with hf_ssd.launch_draft(draft, num_threads=1) as worker:
+        torch.manual_seed(3)
+        output = target.generate(
+            **padded_batch(2), max_new_tokens=24, do_sample=True, top_k=20, return_dict_in_generate=True,
+            stopping_criteria=[Kill()], assistant_model=worker,
+            ssd_config=hf_ssd.SSDConfig(lookahead=4, budget=8, **COUPLED),
+        )  # fmt: skip
+    stats = output.ssd_stats
+    assert stats.draft_failure and {*stats.column("mode")} == {"ahead", "plain"}
+    assert torch.equal(output.sequences, alone.sequences)
+
+
+def by_round(monkeypatch):
+    """The mutant: noise that belongs to a round, as that of a bonus token does where drafted tokens have their own."""
+    monkeypatch.setattr(Noise, "drawn_at", lambda self, purpose, *place: (purpose, *place))
+
+
+def test_noise_of_rounds_is_noticed(target, draft, monkeypatch):
+    by_round(monkeypatch)
+    with pytest.raises(AssertionError):
+        test_a_text_is_that_of_single_passes(target, draft)
+
+
+# ---------------------------------------------------------------- the distribution
+
+
+class Whims:
+    """Plans by chance, as if by the clock."""
+
+    def __init__(self):
+        self.random = random.Random(4)
+
+    def planned(self, *_):
+        lookahead = self.random.randrange(5)
+        fallback = self.random.choice(["primary", "ngram", "random"])
+        after_miss, budget = self.random.randint(0, lookahead), self.random.randrange(9)
+        return Plan(AHEAD, lookahead, after_miss, budget, fallback, early=self.random.choice([0, 7]))
+
+
+@pytest.fixture
+def by_whim(monkeypatch):
+    monkeypatch.setattr(ngrams, "LEAST_MATCHED", 2)  # so short texts have no longer matches
+    with preparing(Whims().planned, lambda: False) as hits:
+        yield hits
+
+
+def test_sampled_strings_have_the_targets_distribution(small, by_whim):
+    assert p_value(*small, calls=16, seed=6, **COUPLED) > 1e-3
+    assert 0.1 < sum(by_whim) / len(by_whim) < 0.95
+
+
+class Unknown:
+    """A processor that changes nothing, but might: tokens are decided one by one."""
+
+    def __call__(self, input_ids, scores):
+        return scores
+
+
+def test_strings_that_are_decided_token_by_token_have_it_too(small):
+    assert p_value(*small, calls=8, options={"logits_processor": [Unknown()]}, **COUPLED, at_least=1.01) > 1e-3
+
+
+def every_draft(scores, drafted, chance):
+    """What the draft draws is taken, as if both models were the same."""
+    noise = chance.of_draws(torch.full((len(drafted), 1), drafted.shape[1]))[:, 0]
+    return drafted[:, 0] * 0 + drafted.shape[1], verification.drawn(scores[:, -1].softmax(-1), noise), drafted[:, 0] * 0
+
+
+def residual_draw(scores, drafted, chance):
+    """After a mismatch another token than the drafted one is drawn, as if it had been rejected by chance."""
+    accepted, bonus, unlikely = verification.verify_coupled(scores, drafted, chance)
+    p, rows = scores.softmax(-1), torch.arange(len(drafted))
+    residual = verification.residual_distribution(p, None, drafted, accepted)
+    return accepted, verification.drawn(residual, chance.of_draws(torch.zeros(len(rows), 1).long())[:, 0]), unlikely
+
+
+def of_one_place(self, purpose, row, start, depth):
+    return purpose, row, 0 * start, 0 * depth
+
+
+MUTANTS = {
+    "every drafted token": lambda m: m.setattr(deciding, "verify_coupled", every_draft),
+    "another draw after a mismatch": lambda m: m.setattr(deciding, "verify_coupled", residual_draw),
+    "noise of one place": lambda m: m.setattr(Noise, "drawn_at", of_one_place),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mistakes_change_the_distribution(small, name, monkeypatch):
+    MUTANTS[name](monkeypatch)
+    assert p_value(*small, calls=8, seed=6, at_least=1.0, **COUPLED) < 1e-3
+
+
+def test_no_probabilities_are_kept_or_sent(target, draft, monkeypatch):
+    read = []
+    monkeypatch.setattr("hf_ssd.distributed.payloads.read_probabilities", lambda *_: read.append(1))
+    with hf_ssd.launch_draft(draft, num_threads=1) as worker:
+        stats = check_same(target, worker)
+    assert stats.hit_rate > 0 and not read
+
+
+def test_saguaro_sampling_needs_the_rule_of_rejection():
+    with pytest.raises(ValueError, match="coupled"):
+        hf_ssd.SSDConfig(saguaro_c=0.5, **COUPLED)
