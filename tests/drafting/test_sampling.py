@@ -17,7 +17,7 @@ def test_noise_is_that_of_the_place_whenever_it_is_asked_for():
     assert torch.equal(first[0, 0], first[0, 2]) and not torch.equal(first[0, 0], first[1, 1])
     assert torch.equal(noise.gather([1], starts, 2)[0], first[1])
     noise.forget_before([6, 6])
-    assert {place[1] for place in noise.known} == {6, 9}
+    assert {place[2] for place in noise.known} == {6, 9}
     assert torch.equal(noise.gather([0, 1], starts, 2), first)
 
 
