@@ -64,8 +64,6 @@ def resolve(draft, target: PreTrainedModel, config: SSDConfig) -> ResolvedDraft:
     Says what was passed as `assistant_model`, or raises `TypeError` or `ValueError` if it cannot draft for this target
     as the settings say. Heads are made once for each target, and a folder is read once.
     """
-    if config.lookahead == 0:
-        return ResolvedDraft()
     draft = without_wrapper(draft)
     takes_none = config.drafter in WITHOUT_DRAFT
     if takes_none and draft is not None:
@@ -73,7 +71,7 @@ def resolve(draft, target: PreTrainedModel, config: SSDConfig) -> ResolvedDraft:
             f'SSDConfig(drafter="{config.drafter}") uses no draft model; leave out `assistant_model`, or '
             f'`drafter="{config.drafter}"`.'
         )
-    if draft is None and not takes_none:
+    if draft is None and not takes_none and config.lookahead != 0:
         raise ValueError(
             "`ssd_config` needs an `assistant_model`: the draft model, its folder or hub id, or what "
             'hf_ssd.launch_draft() gives. Without a draft, SSDConfig(drafter="ngram") looks the prompt up.'

@@ -67,6 +67,8 @@ def speculative_speculative_decoding(
     `generate()` would, or an [`SSDDecoderOnlyOutput`].
     """
     settings = Settings(logits_processor, stopping_criteria, generation_config, ssd_config, is_bound)
+    if ssd_config.lookahead == 0:
+        resolved = ResolvedDraft()  # nobody is asked
     check_generation(model, input_ids, settings, model_kwargs, resolved.model)
     longest = max(LOOKAHEADS) if ssd_config.lookahead == "auto" else ssd_config.lookahead
     check_supported(model, rows=len(input_ids), lookahead=longest)
