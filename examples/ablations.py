@@ -3,17 +3,19 @@
     python examples/ablations.py
     python examples/ablations.py --only shapes saguaro --output docs/figures
 
-`fan_out`, `shapes` and `saguaro` count and do not depend on time. `fallback` measures it: give it a machine that does
+All but `fallback` count and do not depend on time. `fallback` measures it: give it a machine that does
 nothing else. docs/ablations.md says what the figures show.
 """
 
 import argparse
+import contextlib
 import json
 import math
 import os
 import statistics
 from itertools import chain
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -32,6 +34,7 @@ from hf_ssd.distributed.target_ranks import TargetRanks
 from hf_ssd.drafting import cache_shapes
 from hf_ssd.drafting.cache_shapes import CacheShape, Confidence, RowByRow, shape_for
 from hf_ssd.drafting.needs import DraftInfo
+from hf_ssd.drafting.sampling import DraftSampler
 
 try:
     from matplotlib.figure import Figure
@@ -187,6 +190,16 @@ def replay(calls: list, shape: CacheShape, budget: int) -> list[list[bool]]:
     return hits
 
 
+def ranks_of(calls: list) -> list[tuple[float, int]]:
+    """Returns the rank of each bonus token among the guesses, from 0, and its accepted count."""
+    return [
+        (guesses[k].index(token) if token in guesses[k] else math.inf, k)
+        for candidates, accepted, bonus in chain(*(rounds[1:] for rounds in calls))
+        for guesses, k, token in zip(candidates.guesses.tolist(), accepted, bonus)
+        if k >= 0
+    ]
+
+
 def fan_out(pair, args) -> list[dict]:
     """Figure 3: how often the bonus token is not among the F best guesses, and the power law scale * F^-r"""
     table = []
@@ -194,14 +207,8 @@ def fan_out(pair, args) -> list[dict]:
     for temperature in tqdm([0.0, 1.0], desc="fan_out", unit="temperature"):
         calls, stats = record(pair, config, temperature, args)
         rejected = 1 - mean(s.acceptance_rate for s in stats)
-        ranks = [
-            (k == config.lookahead, guesses[k].index(token) if token in guesses[k] else math.inf)
-            for candidates, accepted, bonus in chain(*(rounds[1:] for rounds in calls))
-            for guesses, k, token in zip(candidates.guesses.tolist(), accepted, bonus)
-            if k >= 0
-        ]
         for after, accepted_all in (("a rejection", False), ("complete acceptance", True)):
-            found = [rank for kind, rank in ranks if kind == accepted_all]
+            found = [rank for rank, k in ranks_of(calls) if (k == config.lookahead) == accepted_all]
             misses = [mean(rank >= size for rank in found) for size in FAN_OUTS]
             fitted = sum(miss * len(found) >= 5 for miss in misses)  # fewer misses are noise
             law = theory.fit_power_law(FAN_OUTS[:fitted], misses[:fitted]) if fitted > 1 else (math.nan, math.nan)
@@ -272,6 +279,43 @@ def draw_saguaro(table: list[dict], axes) -> None:
         axes.annotate(text, place, (-10, -4), textcoords="offset points", ha="right")
     axes.set(xlabel="acceptance rate (share of tested tokens)", ylabel="hit rate (share of outcomes; bars: std. error)")
     axes.set(xlim=(min(points[0]) - 0.15, None), title="A smaller C gives more hits and fewer accepted tokens (T = 1)")
+
+
+RULES = {  # settings, and whether the draft knows the noise of bonus tokens
+    "ranked by q": ({}, False),
+    "ranked by q / e": ({}, True),
+    "coupled": ({"verification": "coupled"}, True),
+    "Saguaro, C = 0.5": ({"saguaro_c": 0.5}, True),
+}
+
+
+def noise(pair, args) -> list[dict]:
+    """What a draft gains that knows the noise of bonus tokens: misses of the F best guesses, and hits of 12 outcomes"""
+    table = []
+    for temperature in tqdm([0.3, 0.7, 1.0, 1.3], desc="noise", unit="temperature"):
+        for name, (settings, is_known) in RULES.items():
+            config = hf_ssd.SSDConfig(lookahead=4, budget=max(FAN_OUTS), fallback="primary", **settings)
+            with contextlib.nullcontext() if is_known else patch.object(DraftSampler, "bonus_noise", lambda *_: None):
+                calls, stats = record(pair, config, temperature, args)
+            hits = [mean(row) for row in replay(calls, shape_for(config), 12)]
+            row = {"T": temperature, "rule": name, "acceptance": mean(s.acceptance_rate for s in stats)}
+            row |= {"tokens_per_round": mean(s.tokens_per_round for s in stats), "hit_rate": mean(hits)}
+            row |= {"error": statistics.stdev(hits) / len(hits) ** 0.5}
+            ranks = [rank for rank, k in ranks_of(calls) if k < config.lookahead]
+            table.append(row | {f"F={size}": mean(rank >= size for rank in ranks) for size in FAN_OUTS})
+    return table
+
+
+def draw_noise(table: list[dict], misses, hits) -> None:
+    for (name, _), color in zip(RULES.items(), (GREY, BLUE, ORANGE, GREEN)):
+        rows = [row for row in table if row["rule"] == name]
+        of_1 = next(row for row in rows if row["T"] == 1.0)
+        misses.plot(FAN_OUTS, [of_1[f"F={size}"] for size in FAN_OUTS], "o-", color=color, label=name)
+        hits.plot([row["T"] for row in rows], [row["hit_rate"] for row in rows], "o-", color=color, label=name)
+    misses.set(xscale="log", xticks=FAN_OUTS, xticklabels=FAN_OUTS, xlabel="fan-out F (guesses)")
+    misses.set(ylabel="miss rate after a rejection (share)", ylim=(0, 1), title="Temperature 1")
+    hits.set(xlabel="temperature", ylabel="hit rate (share of outcomes)", ylim=(0, 1), title="12 prepared outcomes")
+    hits.legend(title="guesses")
 
 
 def fallback(pair, args) -> list[dict]:
@@ -350,7 +394,7 @@ def report(name: str, table: list[dict], draw, args) -> None:
     texts = [list(table[0])] + [[f"{x:.3f}" if isinstance(x, float) else str(x) for x in row.values()] for row in table]
     widths = [max(map(len, column)) for column in zip(*texts)]
     print(*("  ".join(map(str.rjust, line, widths)) for line in texts), sep="\n")
-    panels = 2 if name == "shapes" else 1
+    panels = 2 if name in ("shapes", "noise") else 1
     figure = Figure(figsize=(4 + 3.4 * panels, 4.8), layout="constrained")
     draw(table, *figure.subplots(1, panels, squeeze=False)[0])
     for axes in figure.axes:
@@ -367,7 +411,8 @@ def report(name: str, table: list[dict], draw, args) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    drawings = {fan_out: draw_fan_out, shapes: draw_shapes, saguaro: draw_saguaro, fallback: draw_fallback}
+    drawings = {fan_out: draw_fan_out, shapes: draw_shapes, saguaro: draw_saguaro, noise: draw_noise}
+    drawings |= {fallback: draw_fallback}
     ablations = {measure.__name__: (measure, draw) for measure, draw in drawings.items()}
     parser.add_argument("--only", nargs="+", choices=ablations, default=list(ablations), help="some of them")
     parser.add_argument("--output", type=Path, default=Path("docs/figures"), help="folder for figures and JSON")
