@@ -18,7 +18,7 @@ import torch
 from ..config import LONGEST_LOOKAHEAD
 from ..rounds import MODES, SOURCES, Outcome, Plan, RoundRecord, Speculation
 
-MAGIC, VERSION = 0x6866_5F73_7364, 23  # "hf_ssd"
+MAGIC, VERSION = 0x6866_5F73_7364, 24  # "hf_ssd"
 HEADER_LENGTH, FRAME_LENGTH = 10, 128
 PAYLOAD_TYPES = (torch.int64, torch.int32, torch.float32, torch.uint8, torch.bfloat16, torch.float16)
 LARGEST_PAYLOAD = 2**26  # elements; a header that asks for more is invalid, unless the receiver expects more

@@ -83,7 +83,7 @@ LOOKUP = {"drafter": "ngram", "budget": "auto", "calls": 12, "prompt": every_pai
 
 def test_three_token_strings_have_the_targets_distribution(small):
     target, _ = small
-    assert p_value(target, None, **LOOKUP, seed=2) > 1e-3
+    assert p_value(target, None, **LOOKUP, seed=3) > 1e-3
 
 
 def test_a_proposal_that_does_not_count_as_certain_is_noticed(small, monkeypatch):
@@ -91,7 +91,7 @@ def test_a_proposal_that_does_not_count_as_certain_is_noticed(small, monkeypatch
     target, _ = small
     uniform = lambda self: torch.full((len(self.verified), len(self.verified[0]), SMALL), 1 / SMALL)  # noqa: E731
     monkeypatch.setattr(FaultTolerantDraft, "receive_probabilities", uniform)
-    assert p_value(target, None, **LOOKUP, seed=2) < 1e-6
+    assert p_value(target, None, **LOOKUP, seed=3) < 1e-6
 
 
 def test_a_match_one_position_off_is_noticed(repeating, monkeypatch):

@@ -125,7 +125,7 @@ def without_the_rule(self, rows, q, following, logits, scores):
     """Draws the next token, as if no token had been drafted."""
     lengths, drafted = self.sequences.lengths, following[:, :0]
     alone = self.verify_alone(rows, 0, lengths)
-    tokens, unlikely, _ = self._next_tokens(alone[rows], None, drafted, 0, self.sequences.ids, lengths, rows)
+    tokens, unlikely, _ = self._next_tokens(alone[rows], None, drafted, 0, self.sequences.ids, lengths, rows, lengths)
     return {row: ([token], count) for row, token, count in zip(rows, tokens, unlikely)}
 
 

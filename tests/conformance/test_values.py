@@ -7,6 +7,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 import hf_ssd
+from hf_ssd.noise import Noise
 
 from ..helpers.tiny import padded_batch
 
@@ -46,10 +47,10 @@ def test_the_default_dtype_makes_no_difference(target, assistant, draft, dtype):
 
 
 def test_random_numbers_of_the_default_dtype_are_noticed(target, draft, monkeypatch):
-    """The mutant: the numbers that decide on acceptance are of whatever dtype is the default."""
-    options, rand = {"do_sample": True, "top_k": 5}, torch.rand
+    """The mutant: random numbers are of whatever dtype is the default."""
+    options, uniform = {"do_sample": True, "top_k": 5}, Noise._uniform
     expected = with_default(torch.float32, target, draft, IN_TURN, **options)
-    monkeypatch.setattr(torch, "rand", lambda *shape, dtype, **others: rand(*shape, **others))
+    monkeypatch.setattr(Noise, "_uniform", lambda *places: uniform(*places).to(torch.get_default_dtype()))
     assert not torch.equal(with_default(torch.bfloat16, target, draft, IN_TURN, **options), expected)
 
 
