@@ -167,8 +167,8 @@ class SSDConfig:
             allowed = f'"auto" with drafter="{self.drafter}", which has no misses'
             _require("fallback", self.fallback, not has_misses, allowed)
 
-    def needs_q(self, do_sample: bool) -> bool:
-        """Whether verification needs the distributions that tokens were drawn from."""
+    def uses_q(self, do_sample: bool) -> bool:
+        """Whether verification uses the distributions that tokens were drawn from."""
         return do_sample and self.verification == REJECTION
 
     def to_dict(self) -> dict:

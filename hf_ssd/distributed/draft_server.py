@@ -125,7 +125,7 @@ class DraftServer:
         if not told.record.lookahead:
             self.speculator.take_speculation(padded(told.tokens, told.width), told.record.sources)
         else:
-            if drafter.needs_q:  # the target has the distributions of these tokens
+            if drafter.uses_q:  # the target has the distributions of these tokens
                 shape = len(told.tokens), told.width, drafter.vocab_size
                 told.probabilities = torch.zeros(shape, dtype=torch.float32, device=self.model.device)
             self._send(self.speculator.complete(told, told.record.lookahead))
@@ -142,7 +142,7 @@ class DraftServer:
     def _send(self, speculation: Speculation) -> None:
         """Sends the tokens, with which the target starts, and then their distributions, which it needs later."""
         drafter, announced = self.speculator.drafter, None
-        if drafter.needs_q and speculation.width:
+        if drafter.uses_q and speculation.width:
             support = speculation.support
             if support is None:
                 support = int(payloads.largest_support(speculation.probabilities))

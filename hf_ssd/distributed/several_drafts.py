@@ -29,7 +29,7 @@ class SeveralDrafts(DraftSession):
 
     def __init__(self, workers: list, number: int, request: SessionRequest, on_close: Callable[[], None]):
         self.config, self.on_close, self.vocab_size = request.config, on_close, request.vocab_size
-        self.needs_q = request.config.needs_q(request.generation_config.do_sample)
+        self.uses_q = request.config.uses_q(request.generation_config.do_sample)
         shares = [dataclasses.replace(request, worker_index=i, num_workers=len(workers)) for i in range(len(workers))]
         self.sessions = [WorkerSession(worker, number, share) for worker, share in zip(workers, shares)]
 
@@ -82,7 +82,7 @@ class SeveralDrafts(DraftSession):
 
     def _receive(self, session: WorkerSession, deadline: float) -> Speculation:
         found = session.receive_speculation(max(TIME_TO_READ, deadline - time.monotonic()))
-        if self.needs_q and found.width:
+        if self.uses_q and found.width:
             found.probabilities = session.receive_probabilities()
         return found
 
@@ -102,7 +102,7 @@ class SeveralDrafts(DraftSession):
     def _complete(self, primary: WorkerSession, found: Speculation, width: int) -> Speculation:
         primary.send_proposals(found.tokens, found.record.sources, width)
         completed = primary.receive_speculation()
-        self.q = primary.receive_probabilities() if self.needs_q else None
+        self.q = primary.receive_probabilities() if self.uses_q else None
         return completed
 
     # ---------------------------------------------------------------- failures and the end

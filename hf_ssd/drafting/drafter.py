@@ -53,7 +53,7 @@ class Drafter(ABC):
         self.vocab_size = self.vocabulary.size  # of the target; all code outside the draft model uses its tokens
         longest = prompt_length or max(self.prefix.lengths)
         self.sampler = DraftSampler(model, config, generation_config, longest, seed, self.vocab_size, num_workers)
-        self.needs_q = config.needs_q(generation_config.do_sample)
+        self.uses_q = config.uses_q(generation_config.do_sample)
         self.possible = self.vocabulary.common  # how many tokens the draft can propose
         # The speculation (batch_size, lookahead) that is being verified.
         self.drafted = torch.zeros(len(prompts), 0, dtype=torch.long, device=self.device)

@@ -124,7 +124,7 @@ def decode(
     `start` is when the call has begun.
     """
     settings, sequences, decoder = target.settings, target.sequences, target.decoder
-    do_sample, needs_q = settings.do_sample, settings.needs_q
+    do_sample, uses_q = settings.do_sample, settings.uses_q
     coupled = settings.config.verification == COUPLED
     noise = Noise(draft.request.seed, draft.request.vocab_size, coupled) if do_sample else None
     padding = [sequences.prompt_length - len(prompt) for prompt in draft.request.prompts]
@@ -180,7 +180,7 @@ def decode(
         record.compiles = decoder.runner.preparations > before
 
         # 7. The distributions that the tokens were drawn from are needed only now.
-        probabilities = draft.receive_probabilities() if needs_q and speculation.width else None
+        probabilities = draft.receive_probabilities() if uses_q and speculation.width else None
         if probabilities is not None:
             probabilities = from_host(probabilities[:, : record.lookahead], following.device)
 

@@ -33,8 +33,8 @@ class Settings:
         return self.options.do_sample
 
     @property
-    def needs_q(self) -> bool:
-        return self.config.needs_q(self.do_sample)
+    def uses_q(self) -> bool:
+        return self.config.uses_q(self.do_sample)
 
     @property
     def wants_dict(self) -> bool:
@@ -58,7 +58,7 @@ class Settings:
         Then a seed must reproduce its tokens, but rounds before the draft is ready draw other random numbers, unless
         the call is coupled.
         """
-        if not self.needs_q or self.config.lookahead == "auto":
+        if not self.uses_q or self.config.lookahead == "auto":
             return 0.0
         clocks = [criteria for criteria in self.criteria if isinstance(criteria, MaxTimeCriteria)]
         return min((clock.initial_timestamp + clock.max_time - time.time() for clock in clocks), default=math.inf)

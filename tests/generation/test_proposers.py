@@ -54,7 +54,7 @@ def continued(text, count, by=drafted):
 
 
 class RuleDrafter:
-    vocab_size, needs_q, needs = VOCAB, False, SimpleNamespace(hidden_states=False)
+    vocab_size, uses_q, needs = VOCAB, False, SimpleNamespace(hidden_states=False)
 
     def __init__(self, prompts):
         self.texts, self.verified = [prompt.tolist() for prompt in prompts], [[] for _ in prompts]

@@ -36,7 +36,7 @@ class SimulatedDraft:
 
 class SimulatedSession(SeveralDrafts):
     def __init__(self, draft, request):
-        self.config, self.rows, self.needs_q = request.config, len(request.prompts), False
+        self.config, self.rows, self.uses_q = request.config, len(request.prompts), False
         self.lengths = [len(prompt) for prompt in request.prompts]
         self.draft, self.world = draft, draft.world
         self.sessions, self.on_close = [Worker(self, index) for index in range(len(draft.workers))], lambda: None
