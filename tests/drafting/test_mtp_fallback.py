@@ -1,5 +1,7 @@
 """An MTP layer of the target that drafts where an outcome was not prepared, beside a draft that works ahead."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -87,9 +89,11 @@ def test_the_head_follows_the_text_through_plain_rounds(target, draft, head, mon
 
 def one_position_off(monkeypatch):
     take_in = MtpFallback.take_in
-    monkeypatch.setattr(
-        MtpFallback, "take_in", lambda self, outcome, plan, f: take_in(self, outcome, plan, f.roll(1, 0))
-    )
+
+    def rolled(self, outcome, plan):
+        take_in(self, dataclasses.replace(outcome, states=outcome.states.roll(1, 0)), plan)
+
+    monkeypatch.setattr(MtpFallback, "take_in", rolled)
 
 
 @pytest.mark.slow
