@@ -137,10 +137,9 @@ class Speculator:
         counts = [kept(*pair) for pair in zip(outcome.tokens, self.verified)]
         tokens = [of_row[k] if of_row else 0 for of_row, k in zip(outcome.tokens, counts)]
         is_latest = counts == outcome.accepted
-        cache, preparing = (self.prepared, self.preparing) if is_latest else (None, RoundRecord())
+        cache, record = (self.prepared, self.preparing) if is_latest else (None, RoundRecord())
         branches = [-1] * len(counts) if cache is None else cache.lookup(counts, tokens)
-        found = Speculation.empty(len(counts))
-        record = found.record
+        found = Speculation([[] for _ in counts], None, record)
         self.proposed = outcome.proposed or [[] for _ in counts]
         branches = [-1 if tokens else branch for tokens, branch in zip(self.proposed, branches)]  # none is adopted
         if cache is not None:
@@ -148,11 +147,9 @@ class Speculator:
             found.support = max(1, cache.support(branches)) if cache.supports else self.drafter.vocab_size
         record.sources = [NOTHING if branch < 0 else PREPARED for branch in branches]
         record.mode = plan.mode
-        record.budget, record.passes = preparing.budget, preparing.passes
         record.grown = cache.grown if cache is not None else 0
         record.states = self.drafter.prefix.most_states
-        record.choose_seconds, record.grow_seconds = preparing.choose_seconds, preparing.grow_seconds
-        record.prepared_at, record.answered_at = preparing.prepared_at, start
+        record.answered_at = start
         record.ranks = [-1] * len(counts)
         if self.candidates is not None and is_latest:
             record.ranks = self.candidates.ranks(counts, tokens)
