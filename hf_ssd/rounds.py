@@ -11,7 +11,7 @@ from . import config
 PLAIN, IN_TURN, AHEAD = MODES = ("plain", "in_turn", "ahead")
 
 _, PRIMARY, *BUILT_IN = config.FALLBACKS  # "primary": drafted just in time by the draft model
-NGRAM, RANDOM, MTP, CUSTOM = "ngram", "random", "mtp", "custom"
+NGRAM, RANDOM, CUSTOM = "ngram", "random", "custom"
 EARLY, EARLY_TITLE = NGRAM, "n-grams"  # the source that needs no draft: its tokens leave with the outcome
 LONGEST_EARLY = 16  # tokens
 PREPARED = "prepared"  # the outcome was in the speculation cache: a hit

@@ -1,4 +1,4 @@
-"""Drafting with a DFlash draft, in turn with its target."""
+"""Drafting with a head that fills a block of mask tokens in one pass, in turn with its target."""
 
 from ..devices import from_host
 from .head_drafter import HeadDrafter, HeadPrefix
@@ -9,7 +9,7 @@ from .verified_prefix import VerifiedPrefix
 
 class BlockPrefix(HeadPrefix):
     """
-    The verified tokens as a DFlash draft reads them. Column `c` holds token `c` and its own state, which is zeros until
+    The verified tokens as such a head reads them. Column `c` holds token `c` and its own state, which is zeros until
     the target has read the token.
     """
 
@@ -30,8 +30,8 @@ class BlockPrefix(HeadPrefix):
 
 class BlockDrafter(ParallelDrafter):
     """
-    A DFlash draft, which is fed the last verified token and mask tokens: position i gives token i after it, drawn from
-    its marginal distribution. The draft was trained on blocks of one size, so a block has at least this size.
+    A head that is fed the last verified token and mask tokens: position i gives token i after it, drawn from
+    its marginal distribution. The head was trained on blocks of one size, so a block has at least this size.
     """
 
     reads_target = True

@@ -11,13 +11,15 @@ from hf_ssd.drafting.heads import loading
 from hf_ssd.drafting.heads.mtp import MtpHead
 from hf_ssd.generation import loop
 from hf_ssd.generation.proposers.mtp import MtpFallback
-from hf_ssd.rounds import AHEAD, IN_TURN, MTP, PLAIN, PREPARED, Plan
+from hf_ssd.rounds import AHEAD, IN_TURN, PLAIN, PREPARED, Plan
 
 from ..helpers.heads import tiny_head, tiny_mtp_head
 from ..helpers.preparing import preparing
 from ..helpers.sampled_strings import p_value
 from ..helpers.tiny import padded_batch
 from ..planning.test_plain_mode import InAndOut
+
+MTP = "mtp"  # the fallback, and the source of its tokens
 
 
 @pytest.fixture
