@@ -33,7 +33,7 @@ from hf_ssd.distributed.local import LocalSession
 from hf_ssd.distributed.target_ranks import TargetRanks
 from hf_ssd.drafting import cache_shapes
 from hf_ssd.drafting.cache_shapes import CacheShape, Confidence, RowByRow, shape_for
-from hf_ssd.drafting.needs import DraftInfo
+from hf_ssd.drafting.draft_info import DraftInfo
 from hf_ssd.drafting.sampling import DraftSampler
 
 try:

@@ -20,8 +20,8 @@ from hf_ssd.cli.methods import synchronize
 from hf_ssd.cli.options import core_numbers
 from hf_ssd.distributed.cores import use_cores
 from hf_ssd.drafting.cache_shapes import shape_for
+from hf_ssd.drafting.draft_info import DraftInfo
 from hf_ssd.drafting.drafters import drafter_for, drafter_kind
-from hf_ssd.drafting.needs import DraftInfo
 from hf_ssd.drafting.speculator import Speculator
 from hf_ssd.rounds import AHEAD, Outcome, Plan
 
@@ -91,7 +91,7 @@ def main() -> None:
     inputs = batches_for(args, tokenizer, target)[0]
     prompt, cores = inputs["input_ids"], cores_for(args, target, draft)
     k, config = args.lookahead, hf_ssd.SSDConfig(lookahead=args.lookahead, budget=args.budget)
-    parallel = drafter_kind(config, DraftInfo.of(draft.config)).needs.one_pass
+    parallel = drafter_kind(config, DraftInfo.of(draft.config)).one_pass
 
     with use_cores(cores and cores.target):
         one, verification = forward_ms(target, prompt, 1), forward_ms(target, prompt, k + 1)

@@ -32,7 +32,7 @@ def save_head(head: Eagle3Head, folder: str | os.PathLike) -> None:
     """Writes a head in the format of SafeAILab, without embeddings: they are the target's."""
     folder, config = Path(folder), head.config.to_dict()
     folder.mkdir(parents=True, exist_ok=True)
-    for name in ("target_width", "drafts_in_turn", "_name_or_path", "transformers_version"):
+    for name in ("target_width", "_name_or_path", "transformers_version"):
         config.pop(name, None)
     config["architectures"] = ["LlamaForCausalLMEagle3"]
     config["eagle_aux_hidden_state_layer_ids"] = config.pop("target_layers")

@@ -1,6 +1,7 @@
 """The data of a round: four types that target and draft share."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -10,7 +11,7 @@ from . import config
 PLAIN, IN_TURN, AHEAD = MODES = ("plain", "in_turn", "ahead")
 
 _, PRIMARY, *BUILT_IN = config.FALLBACKS  # "primary": drafted just in time by the draft model
-NGRAM, RANDOM, MTP, CUSTOM = "ngram", "random", "mtp", "custom"
+NGRAM, RANDOM, CUSTOM = "ngram", "random", "custom"
 EARLY, EARLY_TITLE = NGRAM, "n-grams"  # the source that needs no draft: its tokens leave with the outcome
 LONGEST_EARLY = 16  # tokens
 PREPARED = "prepared"  # the outcome was in the speculation cache: a hit
@@ -46,10 +47,13 @@ class Outcome:
     draft was last told, the accepted tokens and the bonus token of a round, and the tokens of later rounds in which the
     draft was not asked. Empty for a row that needs no more tokens. `proposed` are the tokens that the target's process
     proposes for each row next, so that the draft need not; empty for a row that is drafted for. All are certain.
+    `states` are the target's hidden states `(tokens, width)` at the tokens that the draft has none for, row after row,
+    or a function of these two numbers that receives them; `None` if no draft reads them.
     """
 
     tokens: list[list[int]]
     proposed: list[list[int]] | None = None
+    states: torch.Tensor | Callable[[int, int], torch.Tensor] | None = None
 
     @classmethod
     def of(cls, verified: list[list[int]], accepted: list[int], bonus: list[int]) -> "Outcome":

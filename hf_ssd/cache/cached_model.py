@@ -102,8 +102,8 @@ class CachedModel:
             logits = self.extend(torch.cat([tokens, tokens[:, -missing:]], dim=1), lengths, logits_to_keep)
             self.features = None if self.features is None else self.features[:, :-missing]
             return logits[:, :-missing] if logits_to_keep is None else logits
-        tokens = self.computed(tokens)
-        lengths = self.computed(lengths)
+        if self.cache.rows is not None:
+            tokens, lengths = self.computed(tokens), self.computed(lengths)
         count = tokens.shape[1]
         width = self.columns_seen(max(lengths) + count, count)
         start, is_even = lengths[0], min(lengths) == max(lengths)

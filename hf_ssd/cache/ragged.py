@@ -113,7 +113,7 @@ class RaggedCache(DynamicCache):
     @property
     def is_empty(self) -> bool:
         """Whether no forward pass has written columns yet."""
-        return not any(layer.is_initialized for layer in self.ragged)
+        return not any(isinstance(layer, RaggedLayer) and layer.is_initialized for layer in self.layers)
 
     def place(self, columns: slice | torch.LongTensor, width: int) -> None:
         """

@@ -24,6 +24,7 @@ import time
 
 import hf_ssd
 
+from ..drafting.heads.loading import OF_TARGET
 from ..planning.planner import Planner, last_planner
 from ..rounds import AHEAD, EARLY
 from ..rounds import PLAIN as NO_DRAFT
@@ -72,8 +73,9 @@ def run(args: argparse.Namespace) -> int:
     known = {"load": load}
     try:
         found = models.chosen(args, needs_draft=False)
-        if found.config.drafter == "mtp":
-            raise ValueError("hf-ssd check measures no MTP layer; compare with hf-ssd bench TARGET --drafter mtp.")
+        if found.config.drafter in OF_TARGET:
+            how = f"--drafter {found.config.drafter}"
+            raise ValueError(f"hf-ssd check does not measure {how}; compare with hf-ssd bench TARGET {how}.")
         texts = prompts.prompts_from(args.prompts, args.prompt_field)[: args.repeats + 1] if args.prompts else None
         known |= doctor.examine(found, tries_dtypes=True)
         if not args.json:

@@ -13,7 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from .. import theory
 from ..cache.cache_name import cache_argument
-from ..drafting.ngrams import NgramIndex
+from ..generation.proposers.ngrams import NgramIndex
 from . import prompts
 from .methods import sampling, synchronize
 from .models import Model

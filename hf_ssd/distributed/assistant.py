@@ -11,7 +11,7 @@ import torch
 from transformers.utils import logging
 
 from .. import devices
-from ..drafting.needs import DraftInfo
+from ..drafting.draft_info import DraftInfo
 from .cores import CoreShare
 from .sessions import DraftError, DraftSession, SessionRequest, WorkerSession
 from .several_drafts import SeveralDrafts
@@ -39,7 +39,7 @@ class DraftAssistant:
     One or several draft workers, to be passed as `assistant_model`. Made by [`~hf_ssd.launch_draft`].
 
     Attributes:
-        info ([`~hf_ssd.drafting.needs.DraftInfo`]): Vocabulary size and other facts about the draft model.
+        info ([`~hf_ssd.drafting.draft_info.DraftInfo`]): Vocabulary size and other facts about the draft model.
         path (`str`, *optional*): The folder or hub id that the draft was loaded from.
         device (`str`): Device of the draft model, or of the first of several workers.
         restarts (`int`): How often a worker that had ended was started again.

@@ -5,8 +5,8 @@ import traceback
 import torch
 from transformers import PreTrainedModel
 
+from ..drafting.draft_info import DraftInfo
 from ..drafting.drafts import Drafts
-from ..drafting.needs import DraftInfo
 from ..drafting.speculator import Speculator
 from ..drafting.verified_prefix import VerifiedPrefix
 from ..drafting.vocabulary import Translation
@@ -18,7 +18,7 @@ from .transport import AWAKE, Channel, PeerLost
 from .weights import copy_shared_weights
 from .wire import Kind, Message
 
-FEATURES_TIMEOUT = 10.0  # seconds for the target's features to follow the outcome
+FEATURES_TIMEOUT = 10.0  # seconds for the target's hidden states to follow the outcome
 
 
 class DraftServer:
@@ -103,16 +103,17 @@ class DraftServer:
         wire.expect(message, Kind.OUTCOME, self.session, self.round)
         self.cores.divide(plan.mode != IN_TURN)
         is_alone = self.speculator.num_workers == 1
-        found = self.speculator.look_up(outcome, plan, self._receive_features)
+        outcome.states = self._receive_states
+        found = self.speculator.look_up(outcome, plan)
         self._send(self.speculator.complete(found) if is_alone else found)
-        if self.speculator.drafter.needs.hidden_states:  # they come before any other message
+        if self.speculator.drafter.reads_target:  # they come before any other message
             self.speculator.catch_up()
         if is_alone and not self.speculator.waits:
             self._prepare(plan)
         else:
             self.channel.expect()
 
-    def _receive_features(self, tokens: int, width: int) -> torch.Tensor:
+    def _receive_states(self, tokens: int, width: int) -> torch.Tensor:
         message = self.channel.receive(FEATURES_TIMEOUT)
         wire.expect(message, Kind.FEATURES, self.session, self.round)
         return payloads.read_features(message.payload, tokens, width)

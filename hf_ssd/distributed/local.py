@@ -25,8 +25,8 @@ class LocalSession(DraftSession):
             self.speculator.plan = request.plan
             self.speculator.begin()
 
-    def send_outcome(self, outcome: Outcome, plan: Plan, features: torch.Tensor | None = None) -> None:
-        self.told = outcome, plan, lambda tokens, width: features
+    def send_outcome(self, outcome: Outcome, plan: Plan) -> None:
+        self.told = outcome, plan
 
     def receive_speculation(self) -> Speculation:
         with _as_draft_error():

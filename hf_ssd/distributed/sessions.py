@@ -40,10 +40,10 @@ class SessionRequest:
     The part of a generate() call that the draft needs to know.
 
     `generation_config` is the one that transformers prepared, `max_length` included, and `prompts` are without padding.
-    `translation` leads from the target's tokens to the draft's, if their tokenizers differ. `head` is the fallback of
-    `fallback="mtp"`, and is not sent. `plan` holds until the first outcome arrives. `prompt_length` is that of the
-    longest prompt without tokens that were generated before the draft was ready. The worker drops keys and values that
-    it computed with another `weights_version`.
+    `translation` leads from the target's tokens to the draft's, if their tokenizers differ. `head` is a fallback that
+    reads hidden states of the target, and is not sent. `plan` holds until the first outcome arrives. `prompt_length` is
+    that of the longest prompt without tokens that were generated before the draft was ready. The worker drops keys and
+    values that it computed with another `weights_version`.
     """
 
     config: SSDConfig
@@ -129,9 +129,8 @@ class DraftSession:
     sampling `receive_probabilities`, in this order. Each may raise [`DraftError`], and is not called again after it.
     `close` is called once, whatever happened before.
 
-    - `send_outcome(outcome, plan, features=None)` says which tokens were decided since the last answer, and how to
-      answer and prepare now. `features` are the target's hidden states `(tokens, width)` at the tokens that the draft
-      has none for, row after row. The outcome of round 0 is the first token after the prompt.
+    - `send_outcome(outcome, plan)` says which tokens were decided since the last answer, and how to answer and prepare
+      now. The outcome of round 0 is the first token after the prompt.
     - `receive_speculation()` returns the next speculation, without probabilities. Rows that the target's process
       proposes for have no tokens. If the plan names a proposer there, rows that missed have none either: their source
       is `NOTHING`, and `send_proposals(tokens, sources)` must follow, which says what is verified.
@@ -156,13 +155,13 @@ class WorkerSession(DraftSession):
             worker.translation, values["translation"] = request.translation, request.translation.to_tensor().tolist()
         worker.channel.send(Message(Kind.START, number, payload=payloads.write_json(values)))
 
-    def send_outcome(self, outcome: Outcome, plan: Plan, features: torch.Tensor | None = None) -> None:
+    def send_outcome(self, outcome: Outcome, plan: Plan) -> None:
         self.round += 1
         self.worker.channel.awake = 0.0 if plan.mode == IN_TURN and self.worker.takes_our_cores else AWAKE
-        announced = None
-        if features is not None and len(features):  # the outcome leaves first, and the features are copied after it
-            features = features.float() if features.dtype == torch.float64 else features
-            announced = Message(Kind.FEATURES, payload=features.flatten())
+        states, announced = outcome.states, None
+        if states is not None and len(states):  # the outcome leaves first, and the states are copied after it
+            states = states.float() if states.dtype == torch.float64 else states
+            announced = Message(Kind.FEATURES, payload=states.flatten())
         self._send(Kind.OUTCOME, wire.write_outcome(outcome, plan), announced)
 
     def send_proposals(self, tokens: list[list[int]], sources: list[str], width: int = 0) -> None:

@@ -22,7 +22,7 @@ from ..cache.compiled import is_compiled
 from ..cache.support import MASKED_ATTENTION, last_position_limit
 from ..cache.trial import check_supported
 from ..drafting.compiling import compile_draft
-from ..drafting.needs import DraftInfo
+from ..drafting.draft_info import DraftInfo
 from ..gguf_files import gguf_place
 from . import payloads
 from .child import shorten_stderr

@@ -1,16 +1,15 @@
-"""Drafting with a DFlash draft, in turn with its target."""
+"""Drafting with a head that fills a block of mask tokens in one pass, in turn with its target."""
 
 from ..devices import from_host
-from .head_drafter import HeadPrefix
+from .head_drafter import HeadDrafter, HeadPrefix
 from .heads.base import Head
-from .needs import DrafterNeeds
 from .parallel_drafter import ParallelDrafter
 from .verified_prefix import VerifiedPrefix
 
 
 class BlockPrefix(HeadPrefix):
     """
-    The verified tokens as a DFlash draft reads them. Column `c` holds token `c` and its own state, which is zeros until
+    The verified tokens as such a head reads them. Column `c` holds token `c` and its own state, which is zeros until
     the target has read the token.
     """
 
@@ -31,27 +30,17 @@ class BlockPrefix(HeadPrefix):
 
 class BlockDrafter(ParallelDrafter):
     """
-    A DFlash draft, which is fed the last verified token and mask tokens: position i gives token i after it, drawn from
-    its marginal distribution. The draft was trained on blocks of one size, so a block has at least this size.
-
-    Args:
-        model ([`~hf_ssd.drafting.heads.dflash.DFlashHead`]): The draft.
-        others: See [`~hf_ssd.drafting.drafter.Drafter`].
+    A head that is fed the last verified token and mask tokens: position i gives token i after it, drawn from
+    its marginal distribution. The head was trained on blocks of one size, so a block has at least this size.
     """
 
-    needs = DrafterNeeds(one_pass=True, mask_token=True, hidden_states=True)
-    is_same_ahead = False
+    reads_target = True
     prefix_class = BlockPrefix
+    begin = HeadDrafter.begin
 
     def __init__(self, model: Head, *others, **options):
         super().__init__(model, *others, **options)
         self.block = model.config.block_size
-
-    def begin(self):
-        """Reads nothing yet: the features of the prompts come with the first outcome."""
-
-    def candidates(self, from_fallback, count):
-        raise NotImplementedError("A DFlash draft reads features of all tokens, so it prepares no outcomes.")
 
     def _guess(self, width):
         prefix = self.prefix

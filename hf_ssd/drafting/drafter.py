@@ -13,7 +13,6 @@ from ..cache.support import attention_layout
 from ..config import SSDConfig
 from ..devices import from_host
 from ..rounds import Plan, Speculation, padded
-from .needs import DrafterNeeds
 from .outcome_candidates import OutcomeCandidates
 from .recurrent_prefix import RecurrentPrefix
 from .sampling import DraftSampler
@@ -28,8 +27,10 @@ class Drafter(ABC):
     proposed after an outcome depend on the outcome and the seed alone, and not on whether they were prepared.
     """
 
-    needs = DrafterNeeds()  # of the draft model
-    is_same_ahead = True  # whether a speculation that is prepared is the one that would be drafted just in time
+    one_pass = False  # whether a pass over mask tokens gives all tokens of a speculation
+    # Whether it reads hidden states of the target, at the layers that the model names. Then a speculation that is
+    # prepared is not the one that would be drafted just in time.
+    reads_target = False
     prefix_class = VerifiedPrefix
 
     def __init__(

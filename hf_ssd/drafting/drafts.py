@@ -8,8 +8,8 @@ from .. import devices
 from ..config import REJECTION, SSDConfig
 from ..rounds import BY_TARGET
 from .cache_shapes import CacheShape, shape_for
+from .draft_info import DraftInfo
 from .drafters import drafter_for, drafter_kind
-from .needs import DraftInfo
 from .speculator import Speculator
 from .verified_prefix import VerifiedPrefix
 from .vocabulary import Vocabulary
@@ -52,7 +52,7 @@ class Drafts:
         """Returns the speculator of a call, which may continue the `earlier` prefix of the last call."""
         config, generation = request.config, request.generation_config
         key = (str(config.fan_out), generation.temperature if generation.do_sample else None)
-        is_same_ahead = drafter_kind(config, DraftInfo.of(model.config)).is_same_ahead
+        is_same_ahead = not drafter_kind(config, DraftInfo.of(model.config)).reads_target
         depends = not is_same_ahead or has_fallback(request)
         if depends and is_fixed(config) and generation.do_sample:
             shape = shape_for(config)  # misses decide on proposals, so they must not depend on earlier calls

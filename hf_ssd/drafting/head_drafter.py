@@ -6,7 +6,6 @@ from ..cache.row_store import RowStore
 from ..devices import from_host
 from .autoregressive_drafter import AutoregressiveDrafter
 from .heads.base import Head
-from .needs import DrafterNeeds
 from .verified_prefix import VerifiedPrefix
 
 
@@ -44,15 +43,16 @@ class HeadPrefix(VerifiedPrefix):
         self.states.reserve(self.inputs.values.shape[1])
         return self.decoder.view.inputs(super()._at(columns), self.states.at(columns))
 
-    def read_target(self, receive):
+    def read_target(self, states):
         """
-        Takes in the target's hidden states at the tokens that have none, which come with an outcome.
-        `receive(tokens, width)` returns them, row after row; finished rows have no part. The last token of a row has
-        not been fed to the target yet, so it has none. All columns of a row that goes on have features afterwards.
+        Takes in the target's hidden states at the tokens that have none; finished rows have no part. The last token of
+        a row has not been fed to the target yet, so it has none. All columns of a row that goes on have features
+        afterwards.
         """
         counts = [n - 1 - known if more else 0 for n, known, more in zip(self.lengths, self.known, self.goes_on)]
         model = self.decoder.view
-        fused = model.fuse(receive(sum(counts), model.config.target_width).to(self.device))
+        states = states(sum(counts), model.config.target_width) if callable(states) else states
+        fused = model.fuse(states.to(self.device))
         self.states.reserve(self.inputs.values.shape[1])
         for row, of_row in enumerate(fused.split(counts)):
             if counts[row]:
@@ -68,14 +68,9 @@ class HeadDrafter(AutoregressiveDrafter):
     prepared on the head's own states, up to `2 * lookahead` steps from the last features. Features come with the
     outcome, and the tokens they belong to are fed again. So a speculation that was prepared differs from one that is
     drafted just in time: which one is verified depends on the outcome, never on the noise that it is drawn with.
-
-    Args:
-        model ([`~hf_ssd.drafting.heads.base.Head`]): The head.
-        others: See [`~hf_ssd.drafting.drafter.Drafter`].
     """
 
-    needs = DrafterNeeds(hidden_states=True)
-    is_same_ahead = False
+    reads_target = True
     prefix_class = HeadPrefix
 
     def __init__(self, model: Head, *others, **options):

@@ -3,8 +3,8 @@
 import torch
 
 from ..devices import from_host
+from .draft_info import DraftInfo
 from .drafter import Completion, Drafter
-from .needs import DrafterNeeds, DraftInfo
 
 
 class ParallelDrafter(Drafter):
@@ -18,7 +18,7 @@ class ParallelDrafter(Drafter):
     Warpers that read the tokens before a position, such as repetition penalties, see the tokens up to the bonus token.
     """
 
-    needs = DrafterNeeds(one_pass=True, mask_token=True)
+    one_pass = True
 
     def __init__(self, model, *others, **options):
         super().__init__(model, *others, **options)

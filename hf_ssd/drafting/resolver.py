@@ -11,36 +11,26 @@ from transformers.utils import find_adapter_config_file, is_peft_available
 
 from ..cache.hidden_states import check_layers
 from ..cache.support import attention_layout, without_wrapper
-from ..config import WITHOUT_DRAFT, SSDConfig, could_be_hub_id
+from ..config import SSDConfig, could_be_hub_id
 from ..gguf_files import config_of, gguf_place
+from .draft_info import DraftInfo
 from .drafters import drafter_kind
 from .heads.base import Head
 from .heads.loading import OF_TARGET, head_for, kind_of, refusal
-from .needs import DrafterNeeds, DraftInfo
 
 _of_paths: "weakref.WeakKeyDictionary[PreTrainedModel, dict]" = weakref.WeakKeyDictionary()  # of each target
 
 
 @dataclass(frozen=True)
 class ResolvedDraft:
-    """
-    A draft, as everybody works with it.
+    """A draft, as everybody works with it: a model, a path, a worker, or none."""
 
-    Args:
-        model (`PreTrainedModel`, *optional*): The draft in this process, in the form in which it drafts for the target.
-        path (`str`, *optional*): The folder or hub id of a draft that only a worker loads.
-        assistant ([`DraftAssistant`], *optional*): The worker that was passed.
-        info ([`~hf_ssd.drafting.needs.DraftInfo`], *optional*): Facts about the model; `None` if there is no draft.
-        needs ([`~hf_ssd.drafting.needs.DrafterNeeds`]): Those of its drafter.
-        fallback (`PreTrainedModel`, *optional*): A head of the target that drafts after a miss.
-    """
-
-    model: PreTrainedModel | None = None
-    path: str | None = None
-    assistant: object | None = None
+    model: PreTrainedModel | None = None  # in this process, in the form in which it drafts for the target
+    path: str | None = None  # the folder or hub id of a draft that only a worker loads
+    assistant: object | None = None  # the `DraftAssistant` that was passed
     info: DraftInfo | None = None
-    needs: DrafterNeeds = DrafterNeeds()
-    fallback: PreTrainedModel | None = None
+    one_pass: bool = False  # whether a pass gives all tokens of a speculation, as the planner must know
+    fallback: PreTrainedModel | None = None  # a head of the target that drafts after a miss
 
     @property
     def name(self) -> str:
@@ -50,7 +40,7 @@ class ResolvedDraft:
     @property
     def takes_worker(self) -> bool:
         """Whether it may draft in another process."""
-        return self.info is not None and not self.info.drafts_in_turn
+        return self.info is not None and not (isinstance(self.model, Head) and self.model.drafts_in_turn)
 
     @property
     def reads(self) -> tuple | None:
@@ -65,17 +55,6 @@ def resolve(draft, target: PreTrainedModel, config: SSDConfig) -> ResolvedDraft:
     as the settings say. Heads are made once for each target, and a folder is read once.
     """
     draft = without_wrapper(draft)
-    takes_none = config.drafter in WITHOUT_DRAFT
-    if takes_none and draft is not None:
-        raise ValueError(
-            f'SSDConfig(drafter="{config.drafter}") uses no draft model; leave out `assistant_model`, or '
-            f'`drafter="{config.drafter}"`.'
-        )
-    if draft is None and not takes_none and config.lookahead != 0:
-        raise ValueError(
-            "`ssd_config` needs an `assistant_model`: the draft model, its folder or hub id, or what "
-            'hf_ssd.launch_draft() gives. Without a draft, SSDConfig(drafter="ngram") looks the prompt up.'
-        )
     path = info = model = None
     if config.drafter in OF_TARGET:
         draft = OF_TARGET[config.drafter](target)
@@ -96,11 +75,16 @@ def resolve(draft, target: PreTrainedModel, config: SSDConfig) -> ResolvedDraft:
             )
         given = None if draft.weights is None else draft.weights.model()  # which may have changed since the launch
         info = draft.info if given is None else DraftInfo.of(given.config)
-    fallback, needs = None, DrafterNeeds()
+    fallback, one_pass = None, False
     if info is not None:
-        needs = drafter_kind(config, info).needs
-        needs.check(info)
-        _check_features(target, info)
+        one_pass = drafter_kind(config, info).one_pass
+        width = len(info.target_layers) * target.config.get_text_config(decoder=True).hidden_size
+        check_layers(target, info.target_layers)
+        if info.target_width != width and not info.target_keys:  # a head that reads keys was made for this target
+            raise ValueError(
+                f"The draft reads {info.target_width} numbers of the target's hidden states, and these layers of "
+                f"{type(target).__name__} have {width}; the draft was made for another target."
+            )
     if isinstance(config.fallback, str) and config.fallback in OF_TARGET:
         if info is not None and info.target_layers:
             raise ValueError(
@@ -108,20 +92,7 @@ def resolve(draft, target: PreTrainedModel, config: SSDConfig) -> ResolvedDraft:
                 "hidden states of its own; leave it out."
             )
         fallback = OF_TARGET[config.fallback](target)
-    return ResolvedDraft(model, path, draft, info, needs, fallback)
-
-
-def _check_features(target: PreTrainedModel, info: DraftInfo) -> None:
-    """Raises `ValueError` if the draft reads hidden states that the target does not have."""
-    if not info.target_layers:
-        return
-    check_layers(target, info.target_layers)
-    width = len(info.target_layers) * target.config.get_text_config(decoder=True).hidden_size
-    if info.target_width != width and not info.target_keys:  # a head that reads keys was made for this target
-        raise ValueError(
-            f"The draft reads {info.target_width} numbers of the target's hidden states, and these layers of "
-            f"{type(target).__name__} have {width}; the draft was made for another target."
-        )
+    return ResolvedDraft(model, path, draft, info, one_pass, fallback)
 
 
 def forget(path: str) -> list[PreTrainedModel]:

@@ -90,7 +90,7 @@ class Speculator:
             # 2. Grow all branches together, pass by pass.
             start, growing = time.perf_counter(), self.drafter.grow(accepted, bonus, plan)
             # Where a branch is cut must not depend on time if it would go on in another way.
-            is_cut = outcome_arrived if self.drafter.is_same_ahead else (lambda: False)
+            is_cut = (lambda: False) if self.drafter.reads_target else outcome_arrived
             while not is_cut() and (grown := next(growing, ())) != ():
                 if grown is None:
                     time.sleep(BETWEEN_LOOKS)
@@ -117,17 +117,17 @@ class Speculator:
 
     # ---------------------------------------------------------------- the answer
 
-    def answer(self, outcome: Outcome, plan: Plan, features: Callable | None = None) -> Speculation:
+    def answer(self, outcome: Outcome, plan: Plan) -> Speculation:
         """Returns the next speculation of each row. See [`~Speculator.look_up`]."""
-        speculation = self.complete(self.look_up(outcome, plan, features))
+        speculation = self.complete(self.look_up(outcome, plan))
         speculation.probabilities = self.distributions(speculation)
         return speculation
 
-    def look_up(self, outcome: Outcome, plan: Plan, features: Callable | None = None) -> Speculation:
+    def look_up(self, outcome: Outcome, plan: Plan) -> Speculation:
         """
         Returns the tokens that were prepared for an outcome, with the draft's part of the record. The lookup does not
-        wait for the device: the tokens are on the host, and the drafter takes in the outcome, and the `features` that
-        come with it, later. Afterwards, [`~Speculator.complete`] settles the tokens that are verified next, or the
+        wait for the device: the tokens are on the host, and the drafter takes in the outcome, and the hidden states
+        that come with it, later. Afterwards, [`~Speculator.complete`] settles the tokens that are verified next, or the
         caller settles them and calls [`~Speculator.take_speculation`]. Nothing is prepared for an outcome with tokens
         of rounds in which the draft was not asked.
         """
@@ -137,10 +137,9 @@ class Speculator:
         counts = [kept(*pair) for pair in zip(outcome.tokens, self.verified)]
         tokens = [of_row[k] if of_row else 0 for of_row, k in zip(outcome.tokens, counts)]
         is_latest = counts == outcome.accepted
-        cache, preparing = (self.prepared, self.preparing) if is_latest else (None, RoundRecord())
+        cache, record = (self.prepared, self.preparing) if is_latest else (None, RoundRecord())
         branches = [-1] * len(counts) if cache is None else cache.lookup(counts, tokens)
-        found = Speculation.empty(len(counts))
-        record = found.record
+        found = Speculation([[] for _ in counts], None, record)
         self.proposed = outcome.proposed or [[] for _ in counts]
         branches = [-1 if tokens else branch for tokens, branch in zip(self.proposed, branches)]  # none is adopted
         if cache is not None:
@@ -148,11 +147,9 @@ class Speculator:
             found.support = max(1, cache.support(branches)) if cache.supports else self.drafter.vocab_size
         record.sources = [NOTHING if branch < 0 else PREPARED for branch in branches]
         record.mode = plan.mode
-        record.budget, record.passes = preparing.budget, preparing.passes
         record.grown = cache.grown if cache is not None else 0
         record.states = self.drafter.prefix.most_states
-        record.choose_seconds, record.grow_seconds = preparing.choose_seconds, preparing.grow_seconds
-        record.prepared_at, record.answered_at = preparing.prepared_at, start
+        record.answered_at = start
         record.ranks = [-1] * len(counts)
         if self.candidates is not None and is_latest:
             record.ranks = self.candidates.ranks(counts, tokens)
@@ -162,7 +159,7 @@ class Speculator:
         if self.candidates is not None and not is_cut:  # the target cuts a speculation near the limit
             self.lessons.append((self.candidates, counts, tokens))
         self.was_prepared = self.candidates is not None and is_latest
-        self.uncommitted, self.found_in = (counts, outcome.tokens, branches, features), (cache, branches)
+        self.uncommitted, self.found_in = (counts, outcome, branches), (cache, branches)
         self.candidates = self.prepared = None
         self.preparing = RoundRecord()
         record.answer_seconds = since(start)
@@ -225,9 +222,9 @@ class Speculator:
     def catch_up(self) -> None:
         """Lets the drafter take in the last outcome and the tokens that are verified next, unless it already has."""
         if self.uncommitted is not None:
-            (*outcome, features), self.uncommitted = self.uncommitted, None
-            self.drafter.commit(*outcome)
-            self.drafter.prefix.read_target(features)
+            (counts, outcome, branches), self.uncommitted = self.uncommitted, None
+            self.drafter.commit(counts, outcome.tokens, branches)
+            self.drafter.prefix.read_target(outcome.states)
         if self.unwritten is not None:
             if self.has_drafted_beside:
                 self.drafter.forget_speculation()

@@ -113,8 +113,8 @@ class VerifiedPrefix:
         self.fed = [min(fed, n + max(0, k)) for fed, n, k in zip(self.fed, self.columns, kept)]
         self._take_in(list(map(len, tokens)))
 
-    def read_target(self, receive: Callable[[int, int], torch.Tensor]) -> None:
-        """Takes in what comes with an outcome, after [`~VerifiedPrefix.grow`]: nothing, unless the draft is a head."""
+    def read_target(self, states: torch.Tensor | Callable[[int, int], torch.Tensor] | None) -> None:
+        """Takes in the `states` of an outcome, after [`~VerifiedPrefix.grow`]. Only heads do."""
 
     def _take_in(self, counts: list[int]) -> None:
         """Makes the next `counts` tokens of each row, which already stand after its prefix, part of the prefix."""

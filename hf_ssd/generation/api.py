@@ -49,9 +49,9 @@ class SSDGenerationMixin:
             assistant_model (`PreTrainedModel`, [`DraftAssistant`], `str` or `os.PathLike`, *optional*): The draft. A
                 model is handed to a worker process in the first call, and later calls reuse the worker. Until the
                 worker is ready, the draft runs in this process, in turn with the target. A folder or hub id is loaded
-                only by the worker; until the worker is ready, decoding is plain. An EAGLE-3 head, or a DFlash draft
-                whose config has `dflash_config`, is loaded in this process, for this target.
-                Drafters that work in the target's process (see [`SSDConfig`]) take no draft.
+                only by the worker; until the worker is ready, decoding is plain. A draft that reads hidden states of
+                its target is loaded in this process, for this target. Drafters that work in the target's process (see
+                [`SSDConfig`]) take no draft.
             ssd_config ([`SSDConfig`] or `dict`, *optional*): The settings. By default the settings and the draft that
                 were given to [`enable`]. Without those, and with `ssd_config=None`, this is transformers' own method.
             inputs, generation_config, logits_processor, stopping_criteria, streamer, kwargs: As in transformers. With

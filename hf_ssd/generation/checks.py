@@ -25,8 +25,8 @@ from ..cache.support import (
 from ..config import LONGEST_LOOKAHEAD, WITHOUT_DRAFT, SSDConfig
 from ..distributed.assistant import DraftAssistant
 from ..distributed.roles import check_heads
+from ..drafting.heads.loading import OF_TARGET
 from ..drafting.resolver import ResolvedDraft, resolve
-from ..rounds import MTP
 from ..versions import check_internals
 from .proposers.custom import check_proposer
 from .settings import Settings
@@ -81,10 +81,10 @@ def check_arguments(model, assistant_model, ssd_config, synced_gpus) -> Resolved
             f"The target is shared by {tp_size} ranks, and needs the draft that hf_ssd.distributed.init_roles() gives: "
             "pass `assistant_model=roles.draft` on every rank."
         )
-    if tp_size > 1 and ssd_config.fallback == MTP:
+    if tp_size > 1 and isinstance(ssd_config.fallback, str) and ssd_config.fallback in OF_TARGET:
         raise ValueError(
-            'SSDConfig(fallback="mtp") reads hidden states of the target, and several ranks share this target; leave '
-            "it out."
+            f'SSDConfig(fallback="{ssd_config.fallback}") reads hidden states of the target, and several ranks share '
+            "this target; leave it out."
         )
     check_own_decoding(model)
     layout = attention_layout(model)
@@ -96,6 +96,16 @@ def check_arguments(model, assistant_model, ssd_config, synced_gpus) -> Resolved
         )
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise ValueError(f"{type(model).__name__} takes no `position_ids`, which verification needs.")
+    if takes_none and assistant_model is not None:
+        raise ValueError(
+            f'SSDConfig(drafter="{ssd_config.drafter}") uses no draft model; leave out `assistant_model`, or '
+            f'`drafter="{ssd_config.drafter}"`.'
+        )
+    if assistant_model is None and not takes_none and ssd_config.lookahead != 0:
+        raise ValueError(
+            "`ssd_config` needs an `assistant_model`: the draft model, its folder or hub id, or what "
+            'hf_ssd.launch_draft() gives. Without a draft, SSDConfig(drafter="ngram") looks the prompt up.'
+        )
     return resolve(assistant_model, model, ssd_config)
 
 

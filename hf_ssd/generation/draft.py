@@ -12,8 +12,8 @@ from ..distributed.local import LocalSession
 from ..distributed.sessions import DraftError, DraftSession, SessionRequest
 from ..planning.planner import Planner
 from ..rounds import AHEAD, IN_TURN, PLAIN, Outcome, Speculation
-from .features import Features
 from .proposers.proposers import Proposers
+from .target import Features
 from .tokenizers import check_coverage
 
 logger = logging.get_logger(__name__)
@@ -67,7 +67,6 @@ class FaultTolerantDraft:
         if self.request.translation is not None:
             self._attempt(check_coverage, self.request.translation, self.request.prompts)
         self.planner.begin_call()  # not before, because another thread's call may have measured the pair meanwhile
-        self.proposers.begin()
         self._join()
         self.cores.divide(self._worker_starts)
 
@@ -124,19 +123,19 @@ class FaultTolerantDraft:
             if not has_room:
                 logger.warning_once(f"The draft has {self.positions} positions; what is longer is decoded plainly.")
             # A worker that is about to be replaced by a session in this process is not asked any more.
-            is_right = self.is_local or self._wants_worker
+            is_right = self.is_local or self.model is None or plan.mode == AHEAD
             self.is_asked = self.session is not None and plan.mode != PLAIN and is_right and has_room
             if self.is_asked and self.is_local:
                 plan = dataclasses.replace(plan, mode=IN_TURN, budget=0)
             proposed = self.proposers.take_in(outcome.tokens, plan, self.is_asked)
             if self.is_asked:
                 untold = Outcome(self._untold(outcome), proposed or None)
-                features = None if features is None else self._unread(features, untold)
-                # The target's MTP layer, if it is the fallback, reads features, and then no draft does.
-                for_draft = features if self.request.head is None else None
-                self._attempt(self.session.send_outcome, untold, plan, for_draft)
+                untold.states = None if features is None else self._unread(features, untold)
+                # A head of the target's own, if it is the fallback, reads features, and then no draft does.
+                for_draft = untold if self.request.head is None else dataclasses.replace(untold, states=None)
+                self._attempt(self.session.send_outcome, for_draft, plan)
                 for proposer in self.proposers.fallbacks.values():
-                    proposer.take_in(untold, plan, features)
+                    proposer.take_in(untold, plan)
             if self.proposers.counts_early:
                 self.proposers.compare(self.rounds)
         return outcome if self.ranks.size == 1 else Outcome(self.ranks.share_values(outcome.tokens))
@@ -161,13 +160,9 @@ class FaultTolerantDraft:
                 self._join()
             if self.is_asked and self.session is not None:
                 speculation = self._attempt(self.session.receive_speculation)
-            if speculation is None:
-                speculation = self.proposers.without_draft()
-            else:
-                speculation, is_to_be_told = self.proposers.after_answer(speculation)
-                speculation.record.mode = self.proposers.plan.mode
-                if is_to_be_told:
-                    self._attempt(self.session.send_proposals, speculation.tokens, speculation.record.sources)
+            speculation, is_to_be_told = self.proposers.after_answer(speculation)
+            if is_to_be_told:
+                self._attempt(self.session.send_proposals, speculation.tokens, speculation.record.sources)
             self.verified = speculation.tokens
         if self.ranks.size > 1:
             speculation = self.ranks.share_speculation(speculation)

@@ -95,7 +95,7 @@ def speculative_speculative_decoding(
     rows, length = input_ids.shape
     temperature = generation_config.temperature if settings.do_sample else None
     workers = 1 if worker is None else len(worker.workers)
-    kind = CallKind(ssd_config, rows, vocab_size, temperature, length, workers, resolved.needs.one_pass)
+    kind = CallKind(ssd_config, rows, vocab_size, temperature, length, workers, resolved.one_pass)
     planner = planner_for(model, worker or draft_model or model, kind)
     ranks = worker.ranks if worker is not None else TargetRanks()
     target = Target(model, settings, input_ids, model_kwargs, resolved.reads)

@@ -24,6 +24,7 @@ class Sequences:
         self.last = input_ids[:, -1]  # the last token of each row
         self.proposed: list[list[int]] = [[]] * self.batch_size
         self.lengths = [self.prompt_length] * self.batch_size
+        self.ends = from_host([[length] for length in self.lengths], input_ids.device)  # the lengths on the device
         self.stops: list[int | None] = [None] * self.batch_size
         self.has_eos = any(hasattr(criteria, "eos_token_id") for criteria in stopping_criteria)
         self.simple = all(type(criteria) in BY_COUNTING for criteria in stopping_criteria)
@@ -53,7 +54,7 @@ class Sequences:
             room = self.ids.new_full((self.batch_size, max(count + 1, self.ids.shape[1] // 2)), self.pad_token)
             self.ids = torch.cat([self.ids, room], dim=1)
         following = from_host([[*of_row, -1] for of_row in tokens], self.ids.device)
-        self._write(self.lengths, following[:, :-1])
+        self.ids.scatter_(1, self.ends + torch.arange(count, device=self.ids.device), following[:, :-1])
         return following
 
     def accept(self, tokens: list[list[int]], on_device: torch.LongTensor | None = None) -> None:
@@ -66,12 +67,8 @@ class Sequences:
         if not all(tokens):
             on_device = torch.where(from_host([not of_row for of_row in tokens], self.ids.device), self.last, on_device)
         self.last, self.lengths = on_device, [n + len(of_row) for n, of_row in zip(self.lengths, tokens)]
-        self._write([length - 1 for length in self.lengths], self.last[:, None])
-
-    def _write(self, starts: list[int], tokens: torch.LongTensor) -> None:
-        """Writes tokens `(batch_size, count)` into the rows; `starts` has the first column of each row."""
-        columns = from_host(starts, tokens.device)[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
-        self.ids.scatter_(1, columns, tokens)
+        self.ends = from_host([[length] for length in self.lengths], self.ids.device)
+        self.ids.scatter_(1, self.ends - 1, self.last[:, None])
 
     def stop_where_plain_generation_would(self, new_tokens: list[list[int]], scores) -> None:
         """
@@ -138,7 +135,7 @@ class Sequences:
         """
         if self.has_eos:
             return [stop is None for stop in self.stops]
-        final = self.max_length if self.final_length is None else self.final_length
+        final = self.max_length if None in self.stops else max(self.stops)
         return [final is None or length < final for length in self.lengths]
 
     def kept(self, row: int) -> int:

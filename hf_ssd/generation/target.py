@@ -9,10 +9,10 @@ from ..cache.cached_model import view_for_passes
 from ..cache.compiled import uncompiled
 from ..cache.hidden_states import HiddenStates, hooked_modules
 from ..cache.recurrent import RecurrentModel, cached_model, ragged_copy
+from ..cache.row_store import RowStore
 from ..devices import from_host
 from ..rounds import Outcome
-from .features import Features
-from .sequences import Sequences
+from .sequences import Sequences, kept_columns
 from .settings import Settings
 
 
@@ -132,3 +132,38 @@ class Target:
             [start + self.columns_before_ids] * len(fed),
             logits_to_keep=torch.zeros(1, dtype=torch.long, device=self.decoder.device),  # the logits are not needed
         )
+
+
+class Features(RowStore):
+    """
+    The features of a token are the hidden states of some layers of the target, side by side, from the pass that was fed
+    the token. So the last token of a row, which is not fed yet, has none. All features of a call are kept, because a
+    draft may join late.
+
+    The prompts' states `(batch_size, tokens, width)` end with their last tokens. The padded prompts have `length`
+    columns; tokens that the user's cache held before the call have zeros.
+    """
+
+    def __init__(self, prompts: torch.Tensor, attention_mask: torch.Tensor | None, length: int):
+        rows, fed, width = prompts.shape
+        everything = torch.ones(rows, length, dtype=torch.bool)
+        kept = everything if attention_mask is None else kept_columns(attention_mask, length).cpu()
+        self.lengths = kept.sum(1).tolist()  # tokens of each row that have features
+        super().__init__(prompts.new_zeros(rows, max(self.lengths), width))
+        for row, end in enumerate(self.lengths):
+            places = kept[row, length - fed :].nonzero()[:, 0]
+            self.values[row, end - len(places) : end] = prompts[row, from_host(places, prompts.device)]
+        self.values.nan_to_num_(0.0, 0.0, 0.0)
+
+    def add(self, features: torch.Tensor, accepted: list[int]) -> None:
+        """
+        Takes in the hidden states `(batch_size, lookahead + 1, width)` of the last token of each row and of its drafted
+        tokens, of which it has `accepted` some, a negative number if it is finished.
+        """
+        # Columns of rejected tokens are written again before they are read.
+        self.write(features.to(self.values).nan_to_num(0.0, 0.0, 0.0), self.lengths)
+        self.lengths = [n + max(0, k + 1) for n, k in zip(self.lengths, accepted)]
+
+    def between(self, starts: list[int], ends: list[int]) -> torch.Tensor:
+        """Returns features `(tokens, width)`: those of each row from token `starts` to `ends`, row after row."""
+        return torch.cat([of_row[start:end] for of_row, start, end in zip(self.values, starts, ends)])

@@ -9,7 +9,7 @@ from hf_ssd.cache import recurrent
 from hf_ssd.cache.cache_name import CACHE
 from hf_ssd.cache.hidden_states import HiddenStates
 from hf_ssd.drafting.head_drafter import HeadPrefix
-from hf_ssd.generation.features import Features
+from hf_ssd.generation.target import Features
 
 from ..helpers.families import sharp_model, tiny_config
 from ..helpers.heads import LAYERS, knows, tiny_head
@@ -35,17 +35,11 @@ def features_of_a_call(model, monkeypatch, options=None, rows=3, inputs=None):
     received = [[] for _ in plain]
     take = HeadPrefix.read_target
 
-    def spying(self, receive):
-        before = list(self.known)
-
-        def receives(tokens, width):
-            flat = receive(tokens, width)
-            counts = [n - 1 - known if more else 0 for n, known, more in zip(self.lengths, before, self.goes_on)]
-            for row, of_row in enumerate(flat.split(counts)):
-                received[row].append(of_row)
-            return flat
-
-        take(self, receives)
+    def spying(self, states):
+        counts = [n - 1 - known if more else 0 for n, known, more in zip(self.lengths, self.known, self.goes_on)]
+        for row, of_row in enumerate(states.split(counts)):
+            received[row].append(of_row)
+        take(self, states)
 
     monkeypatch.setattr(HeadPrefix, "read_target", spying)
     config = hf_ssd.SSDConfig(lookahead=3, asynchronous=False, on_draft_failure="raise")
@@ -111,7 +105,7 @@ def rejected_tokens_kept(monkeypatch):
     def keeps(self, features, accepted):
         add(self, features, [k if k < 0 else features.shape[1] - 1 for k in accepted])
         self.lengths = [n - (features.shape[1] - 1 - k) if k >= 0 else n for n, k in zip(self.lengths, accepted)]
-        self.rows = self.rows.roll(1, dims=1)
+        self.values = self.values.roll(1, dims=1)
 
     monkeypatch.setattr(Features, "add", keeps)
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import hf_ssd
-from hf_ssd.drafting.ngrams import NgramIndex
 from hf_ssd.generation.draft import FaultTolerantDraft
+from hf_ssd.generation.proposers.ngrams import NgramIndex
 from hf_ssd.planning.cost_model import NoDraftCosts
 from hf_ssd.rounds import IN_TURN, NGRAM, NOTHING, PLAIN
 

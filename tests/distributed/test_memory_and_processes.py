@@ -16,7 +16,7 @@ from hf_ssd.distributed import child, launch, meeting, worker_process
 from hf_ssd.distributed.assistant import DraftAssistant
 from hf_ssd.distributed.sessions import DraftError
 from hf_ssd.distributed.worker_process import WorkerProcess
-from hf_ssd.drafting.needs import DraftInfo
+from hf_ssd.drafting.draft_info import DraftInfo
 
 from ..helpers.thread_worker import ThreadWorker
 from ..helpers.tiny import padded_batch, ready, tiny_draft, tiny_model

@@ -139,9 +139,9 @@ def test_mask_tokens_that_stay_in_the_cache_are_noticed(pair, monkeypatch):
     """The mutant: tokens that were read as a block are not read again with their features."""
     take = BlockPrefix.read_target
 
-    def stay(self, receive):
+    def stay(self, states):
         fed = list(self.fed)
-        take(self, receive)
+        take(self, states)
         self.fed = fed
 
     monkeypatch.setattr(BlockPrefix, "read_target", stay)

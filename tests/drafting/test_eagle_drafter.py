@@ -90,7 +90,7 @@ def check_proposals(pair, rounds=4):
         bonus = [next(t for t in range(2, VOCAB) if (k, t) not in of_row) for k, of_row in zip(accepted, used)]
         outcome = Outcome.of(drafted, accepted, bonus)
         texts = [text + tokens for text, tokens in zip(texts, outcome.tokens)]
-        answer = speculator.answer(outcome, PLAN, features(target, texts, known))
+        answer = speculator.answer(Outcome(outcome.tokens, states=features(target, texts, known)), PLAN)
         known, drafted = [len(text) - 1 for text in texts], answer.tokens
         for row, text in enumerate(texts):
             q = reference(head, target, text, drafted[row])
@@ -123,16 +123,16 @@ def features_one_position_off(monkeypatch):
     monkeypatch.setattr(
         HeadPrefix,
         "read_target",
-        lambda self, receive: fuse(self, lambda *size: receive(*size).roll(1, 0)),
+        lambda self, states: fuse(self, lambda *size: (states(*size) if callable(states) else states).roll(1, 0)),
     )
 
 
 def states_of_rejected_tokens_stay(monkeypatch):
     take = HeadPrefix.read_target
 
-    def keeps(self, receive):
+    def keeps(self, states):
         fed = list(self.fed)
-        take(self, receive)
+        take(self, states)
         self.fed = fed
 
     monkeypatch.setattr(HeadPrefix, "read_target", keeps)
@@ -160,7 +160,7 @@ def test_after_a_hit_the_prefix_has_the_targets_features(pair):
     outcome = Outcome([[4], [6]])
     for _ in range(4):
         texts = [text + tokens for text, tokens in zip(texts, outcome.tokens)]
-        answer = speculator.answer(outcome, PLAN, features(target, texts, known))
+        answer = speculator.answer(Outcome(outcome.tokens, states=features(target, texts, known)), PLAN)
         known = [len(text) - 1 for text in texts]
         speculator.prepare(PLAN)
         for row, text in enumerate(texts):

@@ -10,11 +10,11 @@ from transformers import PreTrainedModel
 
 import hf_ssd
 from hf_ssd import SSDConfig
-from hf_ssd.drafting import ngrams
 from hf_ssd.drafting.drafter import Completion
 from hf_ssd.drafting.drafters import DRAFTERS as KINDS
 from hf_ssd.drafting.drafters import drafter_kind
 from hf_ssd.drafting.resolver import resolve
+from hf_ssd.generation.proposers import ngrams
 from hf_ssd.rounds import NGRAM
 
 from ..conformance.test_ngrams_beside_a_draft import competing  # noqa: F401

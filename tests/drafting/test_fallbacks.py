@@ -9,10 +9,9 @@ from transformers.generation import CandidateGenerator, PromptLookupCandidateGen
 
 from hf_ssd import SSDConfig
 from hf_ssd.distributed.sessions import SessionRequest
-from hf_ssd.drafting.ngrams import NgramIndex
 from hf_ssd.generation.proposers.base import Proposal
 from hf_ssd.generation.proposers.custom import CustomFallback, is_proposer
-from hf_ssd.generation.proposers.ngrams import Ngrams
+from hf_ssd.generation.proposers.ngrams import NgramIndex, Ngrams
 from hf_ssd.generation.proposers.proposers import Proposers, point_masses
 from hf_ssd.generation.proposers.random_tokens import RandomFallback
 from hf_ssd.noise import Noise

@@ -1,5 +1,7 @@
 """An MTP layer of the target that drafts where an outcome was not prepared, beside a draft that works ahead."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -9,13 +11,15 @@ from hf_ssd.drafting.heads import loading
 from hf_ssd.drafting.heads.mtp import MtpHead
 from hf_ssd.generation import loop
 from hf_ssd.generation.proposers.mtp import MtpFallback
-from hf_ssd.rounds import AHEAD, IN_TURN, MTP, PLAIN, PREPARED, Plan
+from hf_ssd.rounds import AHEAD, IN_TURN, PLAIN, PREPARED, Plan
 
 from ..helpers.heads import tiny_head, tiny_mtp_head
 from ..helpers.preparing import preparing
 from ..helpers.sampled_strings import p_value
 from ..helpers.tiny import padded_batch
 from ..planning.test_plain_mode import InAndOut
+
+MTP = "mtp"  # the fallback, and the source of its tokens
 
 
 @pytest.fixture
@@ -87,9 +91,11 @@ def test_the_head_follows_the_text_through_plain_rounds(target, draft, head, mon
 
 def one_position_off(monkeypatch):
     take_in = MtpFallback.take_in
-    monkeypatch.setattr(
-        MtpFallback, "take_in", lambda self, outcome, plan, f: take_in(self, outcome, plan, f.roll(1, 0))
-    )
+
+    def rolled(self, outcome, plan):
+        take_in(self, dataclasses.replace(outcome, states=outcome.states.roll(1, 0)), plan)
+
+    monkeypatch.setattr(MtpFallback, "take_in", rolled)
 
 
 @pytest.mark.slow

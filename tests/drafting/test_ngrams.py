@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_ssd.drafting import ngrams
-from hf_ssd.drafting.ngrams import LONGEST_MATCH, TOKENS_PER_MATCHED, NgramIndex
+from hf_ssd.generation.proposers import ngrams
+from hf_ssd.generation.proposers.ngrams import LONGEST_MATCH, TOKENS_PER_MATCHED, NgramIndex
 
 TEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=40)
 

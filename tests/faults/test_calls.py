@@ -15,7 +15,7 @@ import hf_ssd
 from hf_ssd.cache.trial import check_supported
 from hf_ssd.distributed.assistant import DraftAssistant
 from hf_ssd.distributed.worker_process import WorkerProcess
-from hf_ssd.drafting.needs import DraftInfo
+from hf_ssd.drafting.draft_info import DraftInfo
 from hf_ssd.drafting.sampling import DraftSampler
 from hf_ssd.generation.draft import FaultTolerantDraft
 

@@ -8,6 +8,7 @@ from hf_ssd.distributed import draft_server
 from hf_ssd.distributed.assistant import DraftAssistant
 from hf_ssd.distributed.sessions import WorkerSession
 from hf_ssd.distributed.transport import Channel
+from hf_ssd.rounds import Outcome
 
 from ..helpers.heads import tiny_head
 from ..helpers.thread_worker import ThreadWorker
@@ -52,8 +53,9 @@ def test_damaged_features_cost_speed_and_no_tokens(target, assistant, name, monk
     damage, message = DAMAGE[name]
     original = WorkerSession.send_outcome
 
-    def damaged(self, outcome, plan, features=None):
-        original(self, outcome, plan, damage(features) if self.round == 1 else features)
+    def damaged(self, outcome, plan):
+        outcome.states = damage(outcome.states) if self.round == 1 else outcome.states
+        original(self, outcome, plan)
 
     with monkeypatch.context() as patch:
         patch.setattr(WorkerSession, "send_outcome", damaged)
@@ -74,11 +76,12 @@ UNREFUSED = {
 @pytest.mark.parametrize("name", UNREFUSED)
 def test_wrong_features_cost_no_tokens(target, head, name, monkeypatch):
     original = WorkerSession.send_outcome
-    monkeypatch.setattr(
-        WorkerSession,
-        "send_outcome",
-        lambda self, outcome, plan, features: original(self, outcome, plan, UNREFUSED[name](features)),
-    )
+
+    def wrong(self, outcome, plan):
+        outcome.states = UNREFUSED[name](outcome.states)
+        original(self, outcome, plan)
+
+    monkeypatch.setattr(WorkerSession, "send_outcome", wrong)
     with DraftAssistant([ThreadWorker(head)]) as assistant:
         stats = generate(target, assistant)
     assert stats.draft_failure is None and {record.mode for record in stats.records} == {"ahead"}
@@ -89,7 +92,7 @@ def test_features_that_never_come_are_not_waited_for_for_ever(target, head, monk
     original = WorkerSession.send_outcome
     monkeypatch.setattr(draft_server, "FEATURES_TIMEOUT", 0.2)
     monkeypatch.setattr(
-        WorkerSession, "send_outcome", lambda self, outcome, plan, features: original(self, outcome, plan)
+        WorkerSession, "send_outcome", lambda self, outcome, plan: original(self, Outcome(outcome.tokens), plan)
     )
     with DraftAssistant([ThreadWorker(head)]) as assistant:
         stats = generate(target, assistant)

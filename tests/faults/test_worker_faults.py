@@ -89,7 +89,7 @@ def test_a_worker_that_raises_shows_its_traceback_and_stays(target, assistant, w
     prompt = {"input_ids": torch.tensor([[96, 3]]), "attention_mask": torch.ones(1, 2, dtype=torch.long)}
     original = WorkerSession.send_outcome
 
-    def nonsense(self, outcome, plan, features=None):
+    def nonsense(self, outcome, plan):
         if self.round == 2:
             outcome = Outcome([[*tokens[:-1], tokens[-1] + 10**6] for tokens in outcome.tokens])
         return original(self, outcome, plan)

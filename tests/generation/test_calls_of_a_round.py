@@ -14,7 +14,7 @@ from hf_ssd.rounds import AHEAD
 from ..helpers.tiny import padded_batch
 
 PACKAGE = Path(hf_ssd.__file__).parent
-MOST = 84
+MOST = 75
 POLLS = ("_let_others_run",)
 OF_EACH_LAYER = ("update", "_reserve", "_view", "_rows_seen", "for_groups", "aligned", "_layer", "_place_and_rows")
 

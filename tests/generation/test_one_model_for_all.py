@@ -11,7 +11,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import hf_ssd
-from hf_ssd.generation.features import Features
+from hf_ssd.generation.target import Features
 
 from ..helpers.heads import knows, tiny_head
 from ..helpers.tiny import padded_batch, tiny_draft, tiny_model
@@ -172,7 +172,7 @@ def test_passes_of_a_processor_are_not_taken_for_those_of_the_call(tokens, is_ca
             )
             assert torch.equal(output.sequences, plain)
             accepted = [record.accepted for record in output.ssd_stats.records]
-            found.append((accepted, seen[-1].rows, seen[-1].lengths))
+            found.append((accepted, seen[-1].values, seen[-1].lengths))
     assert guidance.calls == idle.calls > 5
     # What a head in a worker prepared in time differs from what it drafts after a miss.
     assert asynchronous or (found[0][0] == found[1][0] and output.ssd_stats.tokens_per_round > 1.3)

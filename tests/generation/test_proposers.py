@@ -54,12 +54,12 @@ def continued(text, count, by=drafted):
 
 
 class RuleDrafter:
-    vocab_size, uses_q, needs = VOCAB, False, SimpleNamespace(hidden_states=False)
+    vocab_size, uses_q, reads_target = VOCAB, False, False
 
     def __init__(self, prompts):
         self.texts, self.verified = [prompt.tolist() for prompt in prompts], [[] for _ in prompts]
         self.drafted = torch.zeros(len(prompts), 0)
-        self.prefix = SimpleNamespace(most_states=0, lengths=[0] * len(prompts), read_target=lambda receive: None)
+        self.prefix = SimpleNamespace(most_states=0, lengths=[0] * len(prompts), read_target=lambda states: None)
 
     def commit(self, kept, tokens, branches):
         for row, k in enumerate(kept):
@@ -233,7 +233,7 @@ def test_ngrams_that_do_not_leave_with_the_outcome_are_noticed(monkeypatch):
     monkeypatch.setattr(
         WorkerSession,
         "send_outcome",
-        lambda self, outcome, plan, features: send(self, dataclasses.replace(outcome, proposed=None), plan),
+        lambda self, outcome, plan: send(self, dataclasses.replace(outcome, proposed=None), plan),
     )
     with pytest.raises(AssertionError):
         run_calls(1, PRIMARY)

@@ -14,7 +14,7 @@ from transformers import (
     MuseGlimmerForConditionalGeneration,
 )
 
-from hf_ssd.generation.features import Features
+from hf_ssd.generation.target import Features
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
 SIZES |= {"head_dim": 8, "max_position_embeddings": 256, "eos_token_id": None, "pad_token_id": 0, "bos_token_id": None}
@@ -78,8 +78,8 @@ def read_the_token_before(monkeypatch) -> None:
     between = Features.between
 
     def before(self, starts, ends):
-        rows, self.rows = self.rows, self.rows.roll(1, dims=1)
-        found, self.rows = between(self, starts, ends), rows
+        values, self.values = self.values, self.values.roll(1, dims=1)
+        found, self.values = between(self, starts, ends), values
         return found
 
     monkeypatch.setattr(Features, "between", before)

@@ -10,7 +10,7 @@ from hf_ssd.distributed.assistant import DraftAssistant
 from hf_ssd.distributed.draft_server import DraftServer
 from hf_ssd.distributed.sessions import DraftError
 from hf_ssd.distributed.wire import Message, pack, unpack
-from hf_ssd.drafting.needs import DraftInfo
+from hf_ssd.drafting.draft_info import DraftInfo
 
 
 class PackingChannel:

@@ -10,7 +10,7 @@ from hf_ssd.distributed.draft_server import DraftServer
 from hf_ssd.distributed.transport import Channel, PeerLost
 from hf_ssd.distributed.wire import Kind, Message, ProtocolError
 from hf_ssd.distributed.worker_process import WorkerProcess
-from hf_ssd.drafting.needs import DraftInfo
+from hf_ssd.drafting.draft_info import DraftInfo
 
 
 class ThreadWorker(WorkerProcess):

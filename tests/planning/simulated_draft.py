@@ -61,7 +61,7 @@ class SimulatedSession(SeveralDrafts):
         self.grown = self.passes * tokens_of_a_pass
         return self.choice + self.passes * self.branch
 
-    def send_outcome(self, outcome, plan, features=None):
+    def send_outcome(self, outcome, plan):
         super().send_outcome(outcome, plan)
         self.is_behind, self.untold, self.proposed = self.untold > 1, 0, outcome.proposed or [[]] * self.rows
         self.lengths = [length + len(tokens) for length, tokens in zip(self.lengths, outcome.tokens)]
@@ -111,7 +111,7 @@ class Worker:
     def close(self):
         pass
 
-    def send_outcome(self, outcome, plan, features=None):
+    def send_outcome(self, outcome, plan):
         self.plan, self.incomplete = plan, None
 
     def send_proposals(self, tokens, sources, width=0):

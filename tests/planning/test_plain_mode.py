@@ -13,7 +13,7 @@ from hf_ssd.distributed.cores import TargetCores
 from hf_ssd.distributed.sessions import SessionRequest
 from hf_ssd.distributed.target_ranks import TargetRanks
 from hf_ssd.distributed.wire import Kind
-from hf_ssd.drafting.needs import DraftInfo
+from hf_ssd.drafting.draft_info import DraftInfo
 from hf_ssd.generation import loop
 from hf_ssd.generation.draft import FaultTolerantDraft
 from hf_ssd.rounds import AHEAD, IN_TURN, NGRAM, NOTHING, PLAIN, PREPARED, PRIMARY, Outcome, Plan

@@ -18,10 +18,8 @@ class Head(PreTrainedModel, GenerationMixin):
     A subclass is published in folders of its own, which it knows by `is_format`, builds by `structure` and reads by
     `load`, or as models of transformers, of which `Head(model, target)` makes the head. It is in `HEADS` of `loading`.
 
-    Args:
-        config (`PreTrainedConfig`): Has `target_layers`, `target_width` and, if the head reads keys and values too,
-            `target_keys`, see [`~hf_ssd.drafting.needs.DraftInfo`]; and `draft_vocab_size`, the number of tokens that
-            the head can propose.
+    The config has `target_layers`, `target_width` and, if the head reads keys and values too, `target_keys`, see
+    [`~hf_ssd.drafting.draft_info.DraftInfo`]; and `draft_vocab_size`, the number of tokens that the head can propose.
     """
 
     config_class = PreTrainedConfig
@@ -30,10 +28,6 @@ class Head(PreTrainedModel, GenerationMixin):
     title = "a head"  # in messages
     drafts_in_turn = False  # whether it drafts in the target's process alone
     model_types: tuple[str, ...] = ()  # of transformers
-
-    def __init__(self, config: PreTrainedConfig):
-        config.drafts_in_turn = self.drafts_in_turn
-        super().__init__(config)
 
     @classmethod
     def is_assistant(cls, values: dict) -> bool:
@@ -58,9 +52,12 @@ class Head(PreTrainedModel, GenerationMixin):
     def get_input_embeddings(self) -> nn.Module:
         return self.embed_tokens
 
-    @abstractmethod
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
-        """Returns the states `(..., hidden_size)` of features `(..., target_width)`, the target's hidden states."""
+        """
+        Returns the states `(..., hidden_size)` of features `(..., target_width)`, the target's hidden states: by
+        default these themselves.
+        """
+        return features.to(self.device, self.dtype)
 
     def inputs(self, tokens: torch.LongTensor, states: torch.Tensor) -> torch.Tensor:
         """Returns the inputs of the forward pass for tokens `(...)` with a state each."""
@@ -88,12 +85,8 @@ class Head(PreTrainedModel, GenerationMixin):
         **kwargs,
     ) -> BaseModelOutput:
         """
-        Args:
-            input_ids (`torch.Tensor`): What [`~Head.inputs`] returns. Or tokens `(rows, tokens)`.
-            position_ids, attention_mask, cache, logits_to_keep: As in models of transformers.
-
-        Returns:
-            `BaseModelOutput`: Its `last_hidden_state` has the states `(rows, tokens, hidden_size)`.
+        Returns the states `(rows, tokens, hidden_size)` as `last_hidden_state`. `input_ids` are those of
+        [`~Head.inputs`], or tokens `(rows, tokens)`; the other arguments are those of models of transformers.
         """
         if input_ids.dim() == 2:
             input_ids = self.inputs(input_ids, self.states_of(input_ids))

@@ -34,13 +34,6 @@ class DFlashHead(Head):
     states, of which each layer makes keys and values. The last token, which the target has not read, and mask tokens
     after it are a block: their embeddings go through the layers, and each of them sees the whole block. Embedding and
     output layer are the target's.
-
-    Args:
-        assistant (`MuseGlimmerAssistantModel`): The draft.
-        target (`PreTrainedModel`): The target.
-
-    Raises:
-        `ValueError`: the mask token of the draft is not in the target's vocabulary.
     """
 
     title = "a DFlash draft"

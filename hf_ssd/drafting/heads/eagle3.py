@@ -23,12 +23,9 @@ NOT_LOADED = ("t2d", "verifier_", "rotary_emb")  # what the rest tells, or only 
 
 class Eagle3Head(Head):
     """
-    A head whose layer also reads the embedding of the token.
-
-    Args:
-        config (`PreTrainedConfig`): The config of a model with the same kind of layers, such as `LlamaConfig`, and of
-            the target's vocabulary. Further attributes are those of [`Head`], and `norm_before_residual`,
-            `norm_before_fc`, `fc_norm` and `norm_output`, which are `False` by default.
+    A head whose layer also reads the embedding of the token. Its config is that of a model with the same kind of
+    layers, such as `LlamaConfig`, and of the target's vocabulary. Further attributes are those of [`Head`], and
+    `norm_before_residual`, `norm_before_fc`, `fc_norm` and `norm_output`, which are `False` by default.
     """
 
     title = "an EAGLE-3 head"

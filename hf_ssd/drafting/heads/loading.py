@@ -41,10 +41,8 @@ def head_for(
     draft: PreTrainedModel | str | os.PathLike, target: PreTrainedModel, dtype: torch.dtype | None = None
 ) -> Head | None:
     """
-    Returns the head that a folder holds or a model is, for its target, or `None` for another kind of draft.
-
-    Raises:
-        `ValueError`: the head cannot be loaded, is in another form, or was made for another target.
+    Returns the head that a folder holds or a model is, for its target, or `None` for another kind of draft. Raises
+    `ValueError` if the head cannot be loaded, is in another form, or was made for another target.
     """
     (kind, values), is_model = kind_of(draft), isinstance(draft, PreTrainedModel)
     if kind is None or isinstance(draft, Head):

@@ -26,12 +26,8 @@ QWEN_TYPES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 
 class MtpHead(Head):
     """
-    The target's own layer as a head. It reads the target's last hidden states, its first layer is used for all tokens
+    The target's own layers as a head. It reads the target's last hidden states, its first layer is used for all tokens
     of a speculation, and embedding and output layer are the target's.
-
-    Args:
-        mtp (`MtpModel`): The layers, in transformers' form.
-        target (`PreTrainedModel`): The target.
     """
 
     title = "an MTP layer"
@@ -55,9 +51,6 @@ class MtpHead(Head):
 
     def get_input_embeddings(self):
         return self.mtp.embed_tokens
-
-    def fuse(self, features: torch.Tensor) -> torch.Tensor:
-        return features.to(self.mtp.layers[0].eh_proj.weight)
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         return self.mtp._project_to_logits(states)

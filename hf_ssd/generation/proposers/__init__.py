@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from ...distributed.sessions import SessionRequest
-from ...rounds import CUSTOM, MTP, NGRAM, RANDOM
+from ...rounds import CUSTOM, NGRAM, RANDOM
 from .base import Proposer
 from .custom import CustomFallback
 from .mtp import MtpFallback
@@ -13,6 +13,6 @@ from .random_tokens import RandomFallback
 PROPOSERS: dict[str, Callable[[SessionRequest], Proposer]] = {
     NGRAM: lambda request: Ngrams(),
     RANDOM: lambda request: RandomFallback(request.vocab_size, request.seed),
-    MTP: lambda request: MtpFallback(request.head, request),
+    "mtp": lambda request: MtpFallback(request.head, request),
     CUSTOM: lambda request: CustomFallback(request.config.fallback, request.vocab_size),
 }

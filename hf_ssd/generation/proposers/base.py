@@ -22,7 +22,7 @@ class Proposer(ABC):
     `PROPOSERS`.
     """
 
-    def take_in(self, outcome: Outcome, plan: Plan, states: torch.Tensor | None) -> None:
+    def take_in(self, outcome: Outcome, plan: Plan) -> None:
         """Is told of each outcome that the draft is told of, with the target's states if the call reads them."""
 
     @abstractmethod

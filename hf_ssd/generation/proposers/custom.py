@@ -15,9 +15,8 @@ class CustomFallback(Proposer):
       `tokens` has shape `(n,)` or `(1, n)`, where n may be 0 and tokens beyond `lookahead` are cut; `probabilities` has
       shape `(n, vocab_size)` or `(1, n, vocab_size)` and holds the distribution that each token was drawn from, or is
       `None` for point masses, which is always right.
-    - A transformers `CandidateGenerator` that needs no outputs of the target, such as `PromptLookupCandidateGenerator`,
-      whose `max_length` (20 by default) bounds where it looks. If it returns logits, its tokens must have been drawn
-      from their softmax.
+    - A transformers `CandidateGenerator` that needs no outputs of the target. If it returns logits, its tokens must
+      have been drawn from their softmax.
     """
 
     def __init__(self, proposer, vocab_size: int):

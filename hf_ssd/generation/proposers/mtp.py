@@ -2,8 +2,6 @@
 
 import dataclasses
 
-import torch
-
 from ...config import REJECTION
 from ...drafting.drafts import Drafts
 from ...rounds import Outcome, Plan
@@ -24,8 +22,8 @@ class MtpFallback(Proposer):
         self.speculator = Drafts().speculator(head, own)
         self.speculator.begin()
 
-    def take_in(self, outcome: Outcome, plan: Plan, states: torch.Tensor) -> None:
-        self.found = self.speculator.look_up(outcome, plan, lambda *_: states)
+    def take_in(self, outcome: Outcome, plan: Plan) -> None:
+        self.found = self.speculator.look_up(outcome, plan)
 
     def propose(self, texts: list[list[int]], rows: list[int], lookahead: int) -> list[Proposal]:
         done = self.speculator.complete(self.found, lookahead)

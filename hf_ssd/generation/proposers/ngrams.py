@@ -1,10 +1,16 @@
-"""N-grams of the rows of a call: instead of drafted tokens, without a draft, or after a miss."""
+"""N-grams: the tokens that followed the last tokens of a text earlier (prompt lookup, Saxena, 2023)."""
 
 import os
 
-from ...drafting.ngrams import LEAST_AFTER_A_MISS, LEAST_ALONE, LEAST_MATCHED, NgramIndex
 from ...rounds import LONGEST_EARLY
 from .base import Proposal, Proposer
+
+LONGEST_MATCH = 16  # tokens of a match; longer matches count as this long
+PLACES = 32  # earlier occurrences of the last two tokens that are compared, the latest first
+TOKENS_PER_MATCHED = 4  # proposed tokens for each token of the match: what has matched for long goes on for long
+LEAST_AFTER_A_MISS = 1  # last tokens of a row that must have occurred before, if n-grams are the fallback
+LEAST_ALONE = 2  # the same where nothing is drafted
+LEAST_MATCHED = 6  # the same beside a draft: after shorter matches a draft is as good
 
 
 class Ngrams(Proposer):
@@ -47,3 +53,67 @@ class Ngrams(Proposer):
         alone = [(1 + n if tokens else 0) if of_row else -1 for n, (tokens, _), of_row in zip(right, found, new)]
         beside = [n if matched >= LEAST_MATCHED else min(n, 0) for n, (_, matched) in zip(alone, found)]
         return alone, beside
+
+
+class NgramIndex:
+    """
+    The tokens of a row, in which earlier occurrences of the last tokens are found. Each new token takes the same time
+    however long the text is: the positions after each pair of tokens are linked, the latest first.
+    """
+
+    def __init__(self, tokens: list[int]):
+        self.tokens: list[int] = []
+        self.latest: dict[tuple[int, int], int] = {}  # the position after the latest occurrence of each pair
+        self.earlier: list[int] = []  # for the pair that ends in each token, the position after the one before it, or 0
+        self.latest_of_token: dict[int, int] = {}
+        self.place = 0  # the position after the occurrence of the last token before this one, or 0
+        self.matched = 0  # last tokens that had occurred before the last proposal, up to `LONGEST_MATCH`
+        self.source = 0  # the position that the last match continued at, moved on with the text
+        self.extend(tokens)
+
+    def extend(self, tokens: list[int]) -> None:
+        """Adds tokens to the row."""
+        for token in tokens:
+            pair = (self.tokens[-1] if self.tokens else -1), token
+            self.tokens.append(token)
+            self.earlier.append(self.latest.get(pair, 0))
+            self.latest[pair] = len(self.tokens)
+            self.place = self.latest_of_token.get(token, 0)
+            self.latest_of_token[token] = len(self.tokens)
+        self.source += len(tokens) if self.source else 0
+
+    def propose(self, count: int, least: int = LEAST_ALONE) -> list[int]:
+        """
+        Returns at most `count` tokens, none if the last `least` tokens have not occurred before. The longest match
+        wins; of equally long ones the occurrence that the last proposal came from, or else the latest. A match that
+        reaches into the end of the text is taken for a repetition, and goes on with the proposed tokens.
+        """
+        text, end = self.tokens, len(self.tokens)
+        place, best, longest = (self.earlier[-1] if text else 0), 0, least - 1
+        for candidate in (self.source, *self._occurrences(place)):
+            matched = self._length(candidate) if candidate else 0
+            if matched > longest:
+                best, longest = candidate, matched
+            if longest == LONGEST_MATCH:
+                break
+        if not best and least == 1 and self.place:
+            best, longest = self.place, 1
+        self.source, self.matched = best, longest
+        if not best:
+            return []
+        period = end - best
+        return [text[best + i % period] for i in range(min(count, TOKENS_PER_MATCHED * longest))]
+
+    def _occurrences(self, place: int):
+        for _ in range(PLACES):
+            if not place:
+                return
+            yield place
+            place = self.earlier[place - 1]
+
+    def _length(self, place: int) -> int:
+        """Returns how many tokens before a position equal the last tokens of the row, up to `LONGEST_MATCH`."""
+        text, end, matched = self.tokens, len(self.tokens), 0
+        while matched < min(LONGEST_MATCH, place) and text[place - 1 - matched] == text[end - 1 - matched]:
+            matched += 1
+        return matched

@@ -7,7 +7,7 @@ import torch
 
 from ...devices import from_host
 from ...distributed.sessions import SessionRequest
-from ...rounds import EARLY, MTP, NOTHING, PLAIN, Plan, RoundRecord, Speculation, padded
+from ...rounds import EARLY, NOTHING, PLAIN, Plan, Speculation, padded
 from . import PROPOSERS
 from .base import Proposal, Proposer
 
@@ -33,14 +33,10 @@ class Proposers:
         self.drafted: list[int] = []  # how many of the tokens of each row are the draft's
         self.missed: dict[int, Proposal] = {}  # by row, what the fallback proposes
 
-    def begin(self) -> None:
-        """Reads the prompts, if early tokens may be asked for."""
-        if self.counts_early or self.has_no_draft:
-            self.early.read(self.texts)
-
     def begin_session(self, request: Callable[[], SessionRequest]) -> None:
         """A draft reads the rows of the request, and so does a fallback that follows the text from here on."""
-        self.fallbacks = {MTP: PROPOSERS[MTP](request())} if self.request.head is not None else {}
+        name = self.request.config.fallback
+        self.fallbacks = {} if self.request.head is None else {name: PROPOSERS[name](request())}
 
     # ---------------------------------------------------------------- early tokens
 
@@ -66,30 +62,21 @@ class Proposers:
     def _search(self, most: int) -> list[list[int]]:
         return self.early.first(self.texts, self.live, most, is_alone=not self.is_beside)
 
-    def without_draft(self) -> Speculation:
-        """Returns the speculation of a round in which no draft answers: early tokens, or nothing."""
-        self.drafted, self.missed = [], {}
-        if not self.proposed:
-            return Speculation.empty(len(self.live))
-        record = RoundRecord(self.plan.mode if self.has_no_draft else PLAIN, early=self.plan.early)
-        record.sources = [EARLY if tokens else NOTHING for tokens in self.proposed]
-        record.lengths, record.lookahead = list(map(len, self.proposed)), max(map(len, self.proposed))
-        return Speculation(padded(self.proposed, record.lookahead), None, record)
+    # ---------------------------------------------------------------- all that is verified next
 
-    # ---------------------------------------------------------------- beside a draft
-
-    def after_answer(self, answer: Speculation) -> tuple[Speculation, bool]:
+    def after_answer(self, answer: Speculation | None) -> tuple[Speculation, bool]:
         """
-        Returns the draft's answer with the tokens of this process, padded to one width, and whether the draft is to be
-        told because rows have missed.
+        Returns the draft's answer, if it was asked, with the tokens of this process, padded to one width, and whether
+        the draft is to be told because rows have missed.
         """
-        tokens, sources = list(answer.tokens), list(answer.record.sources)
+        found = Speculation.empty(len(self.live)) if answer is None else answer
+        tokens, sources = list(found.tokens), list(found.record.sources)
         self.drafted, self.missed = list(map(len, tokens)), {}
         for row, early in enumerate(self.proposed):
             if early:
                 tokens[row], sources[row], self.drafted[row] = early, EARLY, 0
         missed = [row for row, goes_on in enumerate(self.live) if goes_on and sources[row] == NOTHING]
-        if missed:
+        if missed and answer is not None:
             name = self.plan.fallback
             if name not in self.fallbacks:
                 self.fallbacks[name] = PROPOSERS[name](self.request)
@@ -99,9 +86,10 @@ class Proposers:
         width = max(map(len, tokens))
         lengths = [len(of_row) if goes_on else width for of_row, goes_on in zip(tokens, self.live)]
         tokens = padded(tokens, width)
-        record = dataclasses.replace(answer.record, sources=sources, lengths=lengths, lookahead=width)
+        record = dataclasses.replace(found.record, sources=sources, lengths=lengths, lookahead=width)
+        record.mode = PLAIN if answer is None and not self.has_no_draft else self.plan.mode
         record.early = self.plan.early
-        return Speculation(tokens, None, record), bool(missed)
+        return Speculation(tokens, None, record), bool(self.missed)
 
     @property
     def are_certain(self) -> bool:
