@@ -1,4 +1,4 @@
-"""Functions for every kind of accelerator: identity, synchronization, and copies that do not block the host."""
+"""Functions for every kind of accelerator: identity, memory, and copies that do not block the host."""
 
 import contextlib
 from pathlib import Path
@@ -35,14 +35,6 @@ def identity(device: torch.device) -> str | None:
     if device.type == "cuda":
         return str(torch.cuda.get_device_properties(device).uuid)
     return f"{device.type}:{device.index or 0}"
-
-
-def synchronize(device: torch.device) -> None:
-    """Waits until the queued work is computed. On CUDA in the current stream only."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
-    elif device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 def from_host(values, device: torch.device) -> torch.Tensor:

@@ -63,14 +63,6 @@ def test_the_worker_uses_its_device(monkeypatch):
     assert used == [torch.device("xpu:1")]
 
 
-def test_what_is_timed_is_synchronized_on_every_kind_of_device(monkeypatch):
-    waited = []
-    monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
-    for device in ("cpu", "xpu:1", "mps"):
-        devices.synchronize(torch.device(device))
-    assert waited == [torch.device("xpu:1"), torch.device("mps")]
-
-
 def test_double_precision_is_asked_for(monkeypatch):
     for answer in (False, True):
         properties = SimpleNamespace(has_fp64=answer)

@@ -68,7 +68,7 @@ RECIPES = {  # the files that each recipe changes, and what is put in the place 
     },
     "a message": {
         "distributed/wire.py": [
-            ("\n\nclass ProtocolError", "    HEAT = 12\n\n\nclass ProtocolError"),
+            ("\n\nclass ProtocolError", "    HEAT = 11\n\n\nclass ProtocolError"),
             ("\nPLAN = {", '\nHEAT = {"degrees": Field(0, 200)}\nPLAN = {'),
         ],
         "distributed/draft_server.py": [

@@ -31,7 +31,6 @@ class Turn:
 
     def __init__(self):
         self.thread = threading.current_thread()
-        self.workers: list[WorkerProcess] = []  # workers whose session is not closed
 
 
 class DraftAssistant:
@@ -64,13 +63,12 @@ class DraftAssistant:
         self.finalizer = weakref.finalize(self, _end_all, self.process, workers, weights)
         self.info: DraftInfo | None = None
         self.device = self.path = None
-        if not wait:
-            for worker in workers:
-                worker.begin()
-            return
-        with self.ranks.one_call():
-            info = self.ranks.share_values(self._launch() if self.ranks.is_leader else None)
-        self.info, self.device = DraftInfo(**info["draft"]), info["device"]
+        for worker in workers:
+            worker.begin()
+        if wait:
+            with self.ranks.one_call():
+                info = self.ranks.share_values(self._launched() if self.ranks.is_leader else None)
+            self.info, self.device = DraftInfo(**info["draft"]), info["device"]
 
     @property
     def config(self):
@@ -97,12 +95,10 @@ class DraftAssistant:
         pids = [worker.worker_info.get("pid") for worker in self.workers if worker.is_ready]
         return f"DraftAssistant({self.path!r}, device={self.device!r}, state={state!r}, processes={pids})"
 
-    def _launch(self) -> dict:
-        """Starts all workers, waits for them, and returns the `worker_info` of the first worker."""
+    def _launched(self) -> dict:
+        """Waits for all workers, and returns the `worker_info` of the first worker."""
         bar = {"total": len(self.workers), "desc": "starting the draft", "unit": "worker", "leave": False}
         try:
-            for worker in self.workers:
-                worker.begin()
             # Once a second, because each update is a line of the log where there is no terminal.
             with logging.tqdm(**bar, delay=SHOWN_AFTER, mininterval=1.0, miniters=0) as progress:
                 is_starting, shown = True, 0
@@ -157,20 +153,20 @@ class DraftAssistant:
             self.end_call(turn)
             return None
         self.sessions += 1
-        turn.workers = list(workers)  # until the session is closed, any of them may have half a message
         request = dataclasses.replace(request(), weights_version=self._current_weights())
         accelerators = {worker.worker_info["identity"] for worker in workers} - {None}
         if accelerators and devices.identity(device) in accelerators:
             devices.warn_of_sharing(device)
         kind, of_call = (WorkerSession, workers[0]) if len(workers) == 1 else (SeveralDrafts, workers)
-        return kind(of_call, self.sessions, request, turn.workers.clear)
+        return kind(of_call, self.sessions, request)
 
     def end_call(self, turn: Turn) -> None:
         """Ends `turn` if it is the current turn, and kills the workers whose session was not closed."""
         if self.turn.get("now") is not turn or os.getpid() != self.process:
             return
-        for worker in turn.workers:
-            worker.kill()
+        for worker in self.workers:
+            if worker.is_in_call:  # it may have half a message
+                worker.kill()
         if self.closed:  # during the call
             _end_all(self.process, self.workers, self.weights)
         del self.turn["now"]
@@ -235,9 +231,6 @@ class DraftAssistant:
         turn = Turn()
         try:
             if self._take(turn):
-                for worker in self.workers:
-                    if worker.is_ready:
-                        worker.stop()
                 self.finalizer()
             elif self.finalizer.detach():
                 for worker in self.workers:

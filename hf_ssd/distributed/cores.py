@@ -70,18 +70,14 @@ class TargetCores:
     """The cores of a call's target: its share while a draft works beside it, otherwise all that the thread may use."""
 
     def __init__(self, share: tuple[int, ...] | None):
-        self.share, self.block = share, contextlib.ExitStack()
-        self.is_divided = False
+        self.share, self.block, self.is_divided = share, contextlib.ExitStack(), False
 
     def divide(self, is_divided: bool) -> None:
         """Keeps to the share from now on, or no longer."""
-        if self.share is None or is_divided == self.is_divided:
-            return
-        self.is_divided = is_divided
-        if is_divided:
-            self.block.enter_context(use_cores(self.share))
-        else:
-            self.block.close()
+        if self.share is not None and is_divided != self.is_divided:
+            self.close()
+            self.is_divided = is_divided
+            self.block.enter_context(use_cores(self.share if is_divided else None))
 
     def close(self) -> None:
         self.is_divided = False

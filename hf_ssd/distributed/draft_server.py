@@ -11,7 +11,7 @@ from ..drafting.speculator import Speculator
 from ..drafting.verified_prefix import VerifiedPrefix
 from ..drafting.vocabulary import Translation
 from ..rounds import IN_TURN, Plan, Speculation, padded
-from . import payloads, wire
+from . import wire
 from .cores import DraftCores
 from .sessions import SessionRequest
 from .transport import AWAKE, Channel, PeerLost
@@ -37,21 +37,18 @@ class DraftServer:
 
     @torch.inference_mode()
     def serve(self) -> None:
-        """Serves calls until the target sends `STOP`. Raises [`PeerLost`] when the target's process has ended."""
+        """Serves calls until the target's process has ended, which raises [`PeerLost`]."""
         while True:
             message = Message(Kind.ERROR)  # errors belong to no call until a message was read
             try:
                 self.channel.awake = 0.0 if self.speculator is None or self.cores.are_taken_in_turn else AWAKE
                 message = self.channel.receive(None)
-                if message.kind == Kind.STOP and not message.session:
-                    return
                 self.handle(message)
             except PeerLost:
                 raise
             except Exception:
                 self.speculator = self.prefix = None
-                text = payloads.write_text(traceback.format_exc())
-                self.channel.send(Message(Kind.ERROR, message.session, message.round, text))
+                self.channel.send(Message(Kind.ERROR, message.session, message.round, traceback.format_exc()))
 
     def handle(self, message: Message) -> None:
         """Drops messages of a call that failed or was interrupted."""
@@ -72,7 +69,7 @@ class DraftServer:
         self.speculator = None
         self.cores.divide(True)  # the target reads the prompts too
         own = self.model.config.get_text_config(decoder=True).vocab_size
-        request = SessionRequest.from_dict(payloads.read_json(message.payload), self.translation, own)
+        request = SessionRequest.from_dict(message.payload, self.translation, own)
         self.translation, rows = request.translation or self.translation, len(request.prompts)
         longest = request.generation_config.max_length or 0
         features = rows * longest * DraftInfo.of(self.model.config).target_width
@@ -116,7 +113,7 @@ class DraftServer:
     def _receive_states(self, tokens: int, width: int) -> torch.Tensor:
         message = self.channel.receive(FEATURES_TIMEOUT)
         wire.expect(message, Kind.FEATURES, self.session, self.round)
-        return payloads.read_features(message.payload, tokens, width)
+        return wire.read_features(message.payload, tokens, width)
 
     def _take_proposals(self, message: Message) -> None:
         """Moves on to the tokens that are verified next, after drafting those that no worker has prepared if asked."""
@@ -144,14 +141,11 @@ class DraftServer:
         """Sends the tokens, with which the target starts, and then their distributions, which it needs later."""
         drafter, announced = self.speculator.drafter, None
         if drafter.uses_q and speculation.width:
-            support = speculation.support
-            if support is None:
-                support = int(payloads.largest_support(speculation.probabilities))
             shape = (len(speculation.tokens), speculation.width, drafter.vocab_size)
-            to_come = payloads.probabilities_to_come(shape, support)
-            announced = Message(Kind.PROBABILITIES, self.session, self.round, to_come)
+            to_come = wire.probabilities_to_come(shape, speculation.support)
+            announced = Message(Kind.PROBABILITIES, payload=to_come)
         payload = wire.write_speculation(speculation)
         self.channel.send(Message(Kind.SPECULATION, self.session, self.round, payload, announces=announced))
         if announced is not None:  # not packed before, because packing may copy megabytes from a GPU
             q = self.speculator.distributions(speculation)[:, : speculation.width]
-            self.channel.send_announced(payloads.write_probabilities(q, support))
+            self.channel.send_announced(wire.write_probabilities(q, speculation.support))

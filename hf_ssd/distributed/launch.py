@@ -15,15 +15,15 @@ from ..cache.compiled import is_compiled
 from ..cache.support import without_wrapper
 from ..drafting.resolver import for_worker, forget
 from .assistant import DraftAssistant
-from .child import Child, check_system
 from .cores import CoreShare, divide_cores
 from .meeting import private_meeting
 from .weights import SharedWeights, structure_of
-from .worker_process import WorkerProcess
+from .worker_process import Child, WorkerProcess, check_system
 
 logger = logging.get_logger(__name__)
 
 START_TIMEOUT = 600.0  # seconds for the worker to import its libraries and load the model
+Draft = PreTrainedModel | str | os.PathLike
 
 # The assistants of drafts that were passed to generate(), and the structures of models that no worker can rebuild.
 _assistants: "weakref.WeakKeyDictionary[PreTrainedModel, DraftAssistant]" = weakref.WeakKeyDictionary()
@@ -98,7 +98,7 @@ def launch_draft(
     if devices is not None and (device is not None or not devices):
         raise ValueError("`devices` takes the place of `device`, and lists one device for each worker.")
     devices = [device_for(model, device)] if devices is None else [accelerators.existing(one) for one in devices]
-    settings = worker_settings(model, dtype, compile, load_options)
+    settings = worker_settings(model, dtype, compile, load_options, timeout)
     on_cpu = [one.type == "cpu" for one in devices]
     if num_threads is not None and not all(on_cpu):
         raise ValueError(f"`num_threads` is for a draft on the CPU; this one is on {devices[on_cpu.index(False)]}.")
@@ -109,11 +109,11 @@ def launch_draft(
     type_ = None if dtype is None or dtype == "auto" else getattr(torch, str(dtype).removeprefix("torch."))
     given, model = model, for_worker(model, target, type_, **settings["load_options"])
     if model is not given:  # a head, which has been loaded
-        settings = worker_settings(model, None, compile, load_options)
-    return new_assistant(model, devices, cores, settings, timeout, wait=True)
+        settings = worker_settings(model, None, compile, load_options, timeout)
+    return new_assistant(model, devices, cores, settings, wait=True)
 
 
-def assistant_for(draft: PreTrainedModel | str | os.PathLike, info=None) -> DraftAssistant | None:
+def assistant_for(draft: Draft, info=None) -> DraftAssistant | None:
     """
     Returns the assistant for a draft that was passed to generate(): one for each draft and process, made without
     waiting for its worker, and ended with the model or the program. It is replaced when the model has other layers,
@@ -134,7 +134,7 @@ def assistant_for(draft: PreTrainedModel | str | os.PathLike, info=None) -> Draf
             devices = [device_for(draft, None)]
             cores = divide_cores() if devices[0].type == "cpu" else None
             settings = worker_settings(draft, None, None, {})
-            assistant = known[key] = new_assistant(draft, devices, cores, settings, START_TIMEOUT, wait=False)
+            assistant = known[key] = new_assistant(draft, devices, cores, settings, wait=False)
         except ValueError as error:
             if not is_model:
                 raise
@@ -179,9 +179,7 @@ def close(assistant_model: PreTrainedModel | str | os.PathLike | None = None) ->
         assistant.close()
 
 
-def worker_settings(
-    model: PreTrainedModel | str | os.PathLike, dtype, compile: bool | None, load_options: dict
-) -> dict:
+def worker_settings(model: Draft, dtype, compile: bool | None, load_options: dict, timeout=START_TIMEOUT) -> dict:
     """Returns the settings that describe the model to a worker, without its device. See [`launch_draft`]."""
     is_loaded = isinstance(model, PreTrainedModel)
     if is_loaded and (load_options or dtype is not None):
@@ -191,6 +189,7 @@ def worker_settings(
         "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
         "compile": is_loaded and is_compiled(model) if compile is None else compile,
         "load_options": {name: _as_json(name, value) for name, value in load_options.items()},
+        "timeout": timeout,
     }
 
 
@@ -205,7 +204,7 @@ def _as_json(name: str, value):
         raise TypeError(f"`{name}` is a {kind}, which cannot be sent to the worker; give plain values.") from None
 
 
-def device_for(model: PreTrainedModel | str | os.PathLike, device: str | torch.device | None) -> torch.device:
+def device_for(model: Draft, device: str | torch.device | None) -> torch.device:
     if device is not None:
         return accelerators.existing(device)
     if isinstance(model, PreTrainedModel):
@@ -213,16 +212,8 @@ def device_for(model: PreTrainedModel | str | os.PathLike, device: str | torch.d
     return accelerators.spare_accelerator() or torch.device("cpu")
 
 
-def new_assistant(
-    model: PreTrainedModel | str | os.PathLike,
-    devices: list[torch.device],
-    cores: CoreShare | None,
-    settings: dict,
-    timeout: float,
-    wait: bool,
-) -> DraftAssistant:
+def new_assistant(model: Draft, devices: list[torch.device], cores: CoreShare | None, settings: dict, wait: bool):
     weights = SharedWeights(model) if isinstance(model, PreTrainedModel) else None
-    settings = {**settings, "timeout": timeout}
     shares = iter(cores.drafts if cores else ())
     workers = []
     for device in devices:
@@ -230,7 +221,7 @@ def new_assistant(
         if device.type == "cpu":
             place |= {"cores": list(next(shares)), "all_cores": list(cores.all), "threads": torch.get_num_threads()}
         launch = functools.partial(start_worker, {**settings, **place}, weights)
-        workers.append(WorkerProcess(launch, timeout))
+        workers.append(WorkerProcess(launch, settings["timeout"]))
     assistant = DraftAssistant(workers, cores, weights, wait=wait)
     assistant.path = settings["path"] or model.config._name_or_path
     if cores is not None:

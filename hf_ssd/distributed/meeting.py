@@ -6,10 +6,12 @@ then the HMAC of both nonces, so a valid proof shows that both directions lead t
 process can stand in the middle: one side connects to the address in the file. Under torchrun the secret is empty.
 """
 
+import atexit
 import functools
 import hmac
 import os
 import secrets
+import shutil
 import sys
 import tempfile
 import time
@@ -19,15 +21,12 @@ from pathlib import Path
 import torch.distributed as dist
 
 from . import wire
-from .child import anonymous_file
 from .transport import LOOPBACK, Channel
 from .wire import LARGEST_PAYLOAD, Kind, Message, ProtocolError
 
 PROOF_TIMEOUT = 20.0  # seconds for the other side to prove itself, once both are connected
 LOOKS, POLL = 20, 0.005  # checks of the file, and seconds between two checks
 SECRET_LENGTH = NONCE_LENGTH = 32  # bytes, as an HMAC-SHA256 has
-
-_folders: list[tempfile.TemporaryDirectory] = []  # removed when the program ends
 
 
 def private_meeting() -> tuple[dict, list[int]]:
@@ -73,26 +72,47 @@ def _has_whole_entries(file: Path) -> bool:
     return place == len(written) and count % 2 == 0
 
 
+def take_standard_streams() -> None:
+    """
+    Opens those of the descriptors 0, 1 and 2 that are closed, as in a daemon, so that no file gets their numbers: in a
+    child these are the standard streams.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
+
+
+def anonymous_file() -> int:
+    """Returns the descriptor of a file in memory or, where there is none, of an unlinked temporary file."""
+    take_standard_streams()
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("hf_ssd")
+    descriptor, path = tempfile.mkstemp(prefix="hf_ssd")
+    os.unlink(path)
+    return descriptor
+
+
 @functools.cache
 def _private_file() -> tuple[str, list[int]]:
     """Returns the path and the descriptors of the file for all meetings of this process."""
     if hasattr(os, "memfd_create"):
         descriptor = anonymous_file()  # never closed: torch opens it by this number when the last group is collected
         return f"/proc/self/fd/{descriptor}", [descriptor]
-    _folders.append(tempfile.TemporaryDirectory(prefix="hf_ssd"))  # no other user can enter it
-    return os.path.join(_folders[-1].name, "meeting"), []
+    folder = tempfile.mkdtemp(prefix="hf_ssd")  # no other user can enter it
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return os.path.join(folder, "meeting"), []
 
 
-def prove(channel: Channel) -> None:
+def prove(channel: Channel, secret: bytes) -> None:
     """Proves that this side knows the secret, while the other side does so too, or raises `ProtocolError`."""
     deadline, own = time.monotonic() + PROOF_TIMEOUT, secrets.token_bytes(NONCE_LENGTH)
     channel.largest = 0  # no memory is allocated for a peer that has not proved itself
     try:
         theirs = _exchange(channel, 0, own, deadline)
-        answer = _exchange(channel, 1, _digest(channel.secret, channel.rank, own, theirs), deadline)
-    except (TimeoutError, ConnectionError) as error:
+        answer = _exchange(channel, 1, _digest(secret, channel.rank, own, theirs), deadline)
+    except (TimeoutError, ConnectionError, ValueError, TypeError) as error:
         raise ProtocolError(f"what has connected did not prove that it is the other side: {error}") from error
-    if not hmac.compare_digest(answer, _digest(channel.secret, 1 - channel.rank, theirs, own)):
+    if not hmac.compare_digest(answer, _digest(secret, 1 - channel.rank, theirs, own)):
         raise ProtocolError("what has connected does not know the secret of this worker and its target")
     channel.largest = LARGEST_PAYLOAD
 
@@ -102,11 +122,7 @@ def _digest(secret: bytes, sender: int, own: bytes, theirs: bytes) -> bytes:
 
 
 def _exchange(channel: Channel, step: int, value: bytes, deadline: float) -> bytes:
-    channel.send(Message(Kind.PROOF, 0, step, list(value)))
+    channel.send(Message(Kind.PROOF, 0, step, value.hex()))
     message = channel.receive(max(0.0, deadline - time.monotonic()))
-    values = wire.integers(message.payload)
-    if (message.kind, message.session, message.round, len(values)) != (Kind.PROOF, 0, step, NONCE_LENGTH):
-        raise ProtocolError(f"expected a proof, received {message.kind.name} with {len(values)} elements")
-    if not all(value in range(256) for value in values):
-        raise ProtocolError("a proof is not made of bytes")
-    return bytes(values)
+    wire.expect(message, Kind.PROOF, 0, step)
+    return bytes.fromhex(message.payload)

@@ -1,18 +1,20 @@
 """The draft as the target sees it, for the length of one generate() call."""
 
-import copy
+import contextlib
 import dataclasses
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
 
 from ..config import SSDConfig
+from ..drafting.drafts import Drafts
 from ..drafting.vocabulary import Translation
-from ..rounds import AHEAD, IN_TURN, RANDOM, Outcome, Plan, RoundRecord, Speculation
-from . import payloads, wire
+from ..rounds import AHEAD, IN_TURN, RANDOM, Outcome, Plan, RoundRecord, Speculation, padded
+from . import wire
 from .transport import AWAKE, PeerLost
 from .wire import PLAN, Field, Kind, Message, ProtocolError
 
@@ -64,12 +66,10 @@ class SessionRequest:
             self.prompt_length = max(map(len, self.prompts))
 
     def to_dict(self) -> dict:
-        """Returns everything as plain Python objects that JSON can hold, except a translation, which is `KEPT`."""
+        """Returns everything as [`~wire.pack`] can send it, except a translation, which is `KEPT`."""
         # Values under names with an underscore are tensors that transformers derives anew on each side.
-        generation_config = copy.copy(self.generation_config)
-        vars(generation_config).update(as_plain_objects(vars(generation_config)))
         known = vars(GenerationConfig()).keys() - {*NOT_FOR_THE_DRAFT}  # attributes of the user's own can be anything
-        settings = {k: v for k, v in generation_config.to_diff_dict().items() if k in known and not k.startswith("_")}
+        settings = {k: v for k, v in vars(self.generation_config).items() if k in known and not k.startswith("_")}
         if isinstance(settings.get("sequence_bias"), dict):  # transformers also accepts pairs, which JSON can hold
             settings["sequence_bias"] = [[list(tokens), bias] for tokens, bias in settings["sequence_bias"].items()]
         config = self.config
@@ -77,7 +77,7 @@ class SessionRequest:
             config = dataclasses.replace(config, fallback=RANDOM)
         return {
             "ssd_config": config.to_dict(),
-            "generation_config": as_plain_objects(settings),
+            "generation_config": settings,
             "prompts": [prompt.tolist() for prompt in self.prompts],
             "translation": None if self.translation is None else KEPT,
             "plan": wire.write_fields(PLAN, self.plan),
@@ -93,8 +93,7 @@ class SessionRequest:
         try:
             generation_config = GenerationConfig.from_dict(values["generation_config"])
             config = SSDConfig.from_dict(values["ssd_config"])
-            plan, numbers, new = (values[name] for name in ("plan", "numbers", "translation"))
-            prompts = [torch.tensor(prompt, dtype=torch.long) for prompt in values["prompts"]]
+            plan, numbers, new, prompts = (values[name] for name in ("plan", "numbers", "translation", "prompts"))
             if new not in (None, KEPT):
                 translation = Translation.from_tensor(torch.tensor(new, dtype=torch.long), draft_size)
         except Exception as error:  # transformers may raise any exception for a value of the wrong type
@@ -107,20 +106,11 @@ class SessionRequest:
             translation = None
         elif translation is None or len(translation.pieces) != vocab_size:
             raise ProtocolError(f"a call translates {vocab_size} tokens, and no such translation has come")
-        if not prompts or not all(prompt.dim() == 1 and len(prompt) for prompt in prompts):
+        if type(prompts) is not list or not prompts or not all(prompts):
             raise ProtocolError(f"a call cannot have the prompts {prompts!r:.100}")
-        for prompt in prompts:
-            wire.check_tokens(prompt.tolist(), vocab_size)
+        rows = wire.read_tokens(prompts, len(prompts), MOST_TOKENS, vocab_size)
+        prompts = [torch.tensor(row) for row in rows]
         return cls(config, generation_config, prompts, translation=translation, plan=plan, **numbers)
-
-
-def as_plain_objects(value):
-    """Returns `value` with tensors, and numpy arrays and numbers, which users pass too, as plain Python objects."""
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    if isinstance(value, dict):
-        return {key: as_plain_objects(of_key) for key, of_key in value.items()}
-    return [as_plain_objects(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
 class DraftSession:
@@ -142,22 +132,24 @@ class DraftSession:
 class WorkerSession(DraftSession):
     """
     A call with a single worker at rest. Sends and receives with a deadline, drops late messages, and knows whether the
-    worker can be used again. `on_close` is called once, when the worker is at rest again or has ended.
+    worker can be used again.
     """
 
-    def __init__(self, worker, number: int, request: SessionRequest, on_close: Callable[[], None] = lambda: None):
-        self.worker, self.number, self.timeout, self.on_close = worker, number, request.config.timeout, on_close
+    def __init__(self, worker, number: int, request: SessionRequest):
+        self.worker, self.number, self.timeout = worker, number, request.config.timeout
+        worker.is_in_call = True
         self.rows, self.vocab_size, self.round = len(request.prompts), request.vocab_size, -1
         self.is_reusable = True
         worker.channel.make_room(self.rows, self.vocab_size)
         values = request.to_dict()
         if request.translation is not None and worker.translation is not request.translation:
-            worker.translation, values["translation"] = request.translation, request.translation.to_tensor().tolist()
-        worker.channel.send(Message(Kind.START, number, payload=payloads.write_json(values)))
+            worker.translation, values["translation"] = request.translation, request.translation.to_tensor()
+        worker.channel.send(Message(Kind.START, number, payload=values))
 
     def send_outcome(self, outcome: Outcome, plan: Plan) -> None:
         self.round += 1
-        self.worker.channel.awake = 0.0 if plan.mode == IN_TURN and self.worker.takes_our_cores else AWAKE
+        takes_our_cores = plan.mode == IN_TURN and self.worker.worker_info.get("takes_cores")
+        self.worker.channel.awake = 0.0 if takes_our_cores else AWAKE
         states, announced = outcome.states, None
         if states is not None and len(states):  # the outcome leaves first, and the states are copied after it
             states = states.float() if states.dtype == torch.float64 else states
@@ -183,7 +175,7 @@ class WorkerSession(DraftSession):
 
     def receive_probabilities(self) -> torch.FloatTensor:
         shape = self.rows, self.speculation.width, self.vocab_size
-        return self._receive(Kind.PROBABILITIES, None, payloads.read_probabilities, shape)
+        return self._receive(Kind.PROBABILITIES, None, wire.read_probabilities, shape)
 
     def _receive(self, kind: Kind, timeout: float | None, read: Callable, *size):
         """
@@ -201,7 +193,7 @@ class WorkerSession(DraftSession):
                 if is_error and not message.session:
                     break  # the worker could not read a message, so it does not know the call
             if is_error:
-                traceback = payloads.read_text(message.payload)
+                traceback = str(message.payload)
                 self.is_reusable = "CUDA error" not in traceback  # after a CUDA error, the device fails in that process
                 raise DraftError(f"The draft worker raised:\n{traceback}")
             wire.expect(message, kind, self.number, self.round)
@@ -222,4 +214,50 @@ class WorkerSession(DraftSession):
             self.worker.channel.send(Message(Kind.END, self.number))
         else:
             self.worker.kill()
-        self.on_close()
+        self.worker.is_in_call = False
+
+
+# ---------------------------------------------------------------- a draft in this process
+
+_drafts: "weakref.WeakKeyDictionary[PreTrainedModel, Drafts]" = weakref.WeakKeyDictionary()
+
+
+class LocalSession(DraftSession):
+    """
+    The draft works while the target waits for its answer. What it has prepared ahead, if a plan has a budget, it
+    prepares then too. The draft's exceptions are raised as [`DraftError`].
+    """
+
+    def __init__(self, model: PreTrainedModel, request: SessionRequest):
+        with _as_draft_error():
+            self.speculator = _drafts.setdefault(model, Drafts()).speculator(model, request)
+            self.speculator.plan = request.plan
+            self.speculator.begin()
+
+    def send_outcome(self, outcome: Outcome, plan: Plan) -> None:
+        self.told = outcome, plan
+
+    def receive_speculation(self) -> Speculation:
+        with _as_draft_error():
+            self.speculator.prepare(self.speculator.plan)
+            self.answer = self.speculator.complete(self.speculator.look_up(*self.told))
+            return self.answer
+
+    def send_proposals(self, tokens: list[list[int]], sources: list[str]) -> None:
+        self.speculator.take_speculation(padded(tokens, max(map(len, tokens))), sources)
+
+    def receive_probabilities(self) -> torch.FloatTensor | None:
+        with _as_draft_error():
+            return self.speculator.distributions(self.answer)
+
+    def close(self) -> None:
+        with contextlib.suppress(Exception):  # the call has all its tokens
+            self.speculator.end()
+
+
+@contextlib.contextmanager
+def _as_draft_error():
+    try:
+        yield
+    except Exception as error:
+        raise DraftError(f"The draft raised {type(error).__name__}: {error}") from error

@@ -27,8 +27,8 @@ class SeveralDrafts(DraftSession):
     `on_draft_failure` is `"raise"`. For the arguments see [`WorkerSession`].
     """
 
-    def __init__(self, workers: list, number: int, request: SessionRequest, on_close: Callable[[], None]):
-        self.config, self.on_close, self.vocab_size = request.config, on_close, request.vocab_size
+    def __init__(self, workers: list, number: int, request: SessionRequest):
+        self.config, self.vocab_size = request.config, request.vocab_size
         self.uses_q = request.config.uses_q(request.generation_config.do_sample)
         shares = [dataclasses.replace(request, worker_index=i, num_workers=len(workers)) for i in range(len(workers))]
         self.sessions = [WorkerSession(worker, number, share) for worker, share in zip(workers, shares)]
@@ -127,4 +127,3 @@ class SeveralDrafts(DraftSession):
     def close(self) -> None:
         for session in self.sessions:
             session.close()
-        self.on_close()

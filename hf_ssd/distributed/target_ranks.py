@@ -2,16 +2,13 @@
 
 import contextlib
 import dataclasses
-import time
-from collections import deque
 
 import torch
 import torch.distributed as dist
 
 from ..rounds import RoundRecord, Speculation
-from . import payloads, wire
 from .sessions import DraftError
-from .transport import wait
+from .transport import Channel
 from .wire import Kind, Message
 
 LONGEST_SILENCE = 1800.0  # seconds; the leader may have to start a worker before it sends a message
@@ -29,7 +26,7 @@ class TargetRanks:
         self.is_leader = group is None or dist.get_rank(group) == 0
         self.size = 1 if group is None else dist.get_world_size(group)
         self.call = 0
-        self.sent: deque[tuple[dist.Work, torch.Tensor]] = deque()
+        self.channel = None if group is None else Channel(None, self.is_leader, group=group)
 
     def share_values(self, values):
         """
@@ -39,13 +36,12 @@ class TargetRanks:
         if self.group is None:
             return values
         if self.is_leader:
-            self._send(Message(Kind.VALUES, self.call, payload=payloads.write_json(values)))
+            self.channel.send(Message(Kind.VALUES, self.call, payload=values))
             return values
-        message, deadline = None, time.monotonic() + LONGEST_SILENCE
-        while message is None or message.session != self.call:  # older messages belong to a call that has failed
-            message = wire.unpack(self._receive(torch.empty(wire.FRAME_LENGTH, dtype=torch.int64), deadline))
-            self._receive(message.payload, deadline)
-        values = payloads.read_json(message.payload)
+        message = self.channel.receive(LONGEST_SILENCE)
+        while message.session != self.call:  # older messages belong to a call that has failed
+            message = self.channel.receive(LONGEST_SILENCE)
+        values = message.payload
         if message.kind == Kind.ERROR:
             kind = DraftError if values["is_draft_error"] else RuntimeError
             raise kind(f"Rank 0 of the target has broken off: {values['text']}")
@@ -76,15 +72,5 @@ class TargetRanks:
         except BaseException as error:
             if self.is_leader and self.group is not None:
                 values = {"is_draft_error": isinstance(error, DraftError), "text": f"{type(error).__name__}: {error}"}
-                self._send(Message(Kind.ERROR, self.call, payload=payloads.write_json(values)))
+                self.channel.send(Message(Kind.ERROR, self.call, payload=values))
             raise
-
-    def _send(self, message: Message) -> None:
-        while self.sent and self.sent[0][0].is_completed():
-            self.sent.popleft()
-        for tensor in wire.pack(message):
-            self.sent.append((dist.broadcast(tensor, 0, group=self.group, async_op=True), tensor))
-
-    def _receive(self, tensor: torch.Tensor, deadline: float) -> torch.Tensor:
-        wait(dist.broadcast(tensor, 0, group=self.group, async_op=True), deadline)
-        return tensor

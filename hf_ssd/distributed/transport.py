@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 
 from ..config import LONGEST_LOOKAHEAD
-from .wire import FRAME_LENGTH, LARGEST_PAYLOAD, Message, ProtocolError, pack, unpack
+from .wire import FRAME_LENGTH, LARGEST_PAYLOAD, Message, ProtocolError, pack, read_json, unpack
 
 TARGET, DRAFT = 0, 1  # ranks
+DIRECTIONS = ("to_draft", "to_target")
 LOOPBACK = "127.0.0.1"
 CONNECT_TIMEOUT = timedelta(seconds=20)  # for the other process to join; both processes are known to be running
 # An idle worker waits as long as its program runs. Waits end by the caller's deadline, or with the other process.
@@ -38,14 +39,17 @@ class PeerLost(ConnectionError):
 
 
 class Channel:
-    """One end of a two-way connection with the process that meets this one in `store` and knows the `secret` too."""
+    """
+    One end of a two-way connection with the process that meets this one in `store`. In a `group` of more ranks the
+    first rank, the target, sends to all others.
+    """
 
-    def __init__(self, store: dist.Store, is_target: bool, hostname: str | None = LOOPBACK, secret: bytes = b""):
-        self.secret, self.largest = secret, LARGEST_PAYLOAD  # elements that a received payload may have
+    def __init__(self, store: dist.Store | None, is_target: bool, hostname: str | None = LOOPBACK, group=None):
+        self.largest = LARGEST_PAYLOAD  # elements that a received payload may have
         self.awake = AWAKE
         self.rank = TARGET if is_target else DRAFT
         keep_when_forked(self)
-        to_draft, to_target = (gloo_group(store, name, self.rank, hostname) for name in ("to_draft", "to_target"))
+        to_draft, to_target = (group or gloo_group(store, name, self.rank, hostname) for name in DIRECTIONS)
         self.outgoing, self.incoming = (to_draft, to_target) if is_target else (to_target, to_draft)
         self.sent: deque[tuple[dist.Work, torch.Tensor]] = deque()
         # What is being received: the next frame, or the payload of a message.
@@ -77,18 +81,11 @@ class Channel:
     def _start(self, tensor: torch.Tensor) -> None:
         self.sent.append((broadcast(self.outgoing, tensor, self.rank), tensor))  # the tensor is kept until it has left
 
-    def flush(self, timeout: float) -> None:
-        """Waits until all messages have left, at most `timeout` seconds."""
-        deadline = time.monotonic() + timeout
-        while self.sent:
-            wait(self.sent[0][0], deadline)
-            self.sent.popleft()
-
     def expect(self) -> None:
         """Starts to receive the next message, so that it can arrive while this process computes."""
         if self.pending is None:
             message, self.announced = self.announced, None
-            tensor = torch.empty(FRAME_LENGTH, dtype=torch.int64) if message is None else message.payload
+            tensor = torch.empty(FRAME_LENGTH, dtype=torch.uint8) if message is None else message.payload
             self.pending = broadcast(self.incoming, tensor, 1 - self.rank), tensor, message
         _let_others_run()
 
@@ -109,12 +106,15 @@ class Channel:
             work, tensor, message = self.pending
             wait(work, deadline, self.awake)
             self.pending = None
-            if message is None:
+            is_frame = message is None
+            if is_frame:
                 message = unpack(tensor, self.largest)
-                if isinstance(message.payload, torch.Tensor):  # it follows
+                if isinstance(message.payload, torch.Tensor):  # JSON, which follows
                     self.announced = message
                     continue
             self.announced = message.announces
+            if not is_frame and tensor.dtype == torch.uint8:
+                message.payload = read_json(tensor.numpy().tobytes())
             return message
 
     def close(self) -> None:
@@ -125,7 +125,18 @@ class Channel:
         groups = [group for group in (self.outgoing, self.incoming) if group is not None]
         self.outgoing = self.incoming = self.pending = None
         self.sent.clear()
-        give_up(groups)
+
+        def give_up():
+            while groups:
+                groups.pop().abort()
+
+        # In a thread, because a group that is collected as garbage waits for the other process, which may hang.
+        closing = threading.Thread(target=give_up, daemon=True)
+        try:
+            closing.start()
+        except RuntimeError:  # the program ends, and early versions of Python 3.12 start no threads then
+            return give_up()
+        closing.join(CLOSE_TIMEOUT)
 
 
 def wait(work: dist.Work, deadline: float | None, awake: float = AWAKE) -> None:
@@ -216,26 +227,8 @@ def _threads_that_let_compute():
         follow("SCHED_OTHER")
 
 
-def give_up(groups: list[dist.ProcessGroup]) -> None:
-    """Aborts these groups with their transfers, and empties the list."""
-
-    def close():
-        while groups:
-            groups.pop().abort()
-
-    # In a thread, because a group that is collected as garbage waits for the other process, which may hang.
-    closing = threading.Thread(target=close, daemon=True)
-    try:
-        closing.start()
-    except RuntimeError:  # the program ends, and early versions of Python 3.12 start no threads then
-        return close()
-    closing.join(CLOSE_TIMEOUT)
-
-
 def broadcast(group: dist.ProcessGroup, tensor: torch.Tensor, root: int) -> dist.Work:
     """Starts to send `tensor` if this rank is `root`, otherwise to receive into it."""
     options = dist.BroadcastOptions()
-    options.rootRank = root
-    options.rootTensor = 0
-    options.timeout = TRANSFER_TIMEOUT
+    options.rootRank, options.rootTensor, options.timeout = root, 0, TRANSFER_TIMEOUT
     return group.broadcast([tensor], options)

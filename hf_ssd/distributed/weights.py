@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import mmap
 import os
 import pkgutil
 import threading
@@ -11,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..cache.attached import forward_of, hooks_of
-from .child import anonymous_file
+from .meeting import anonymous_file
 
 ALIGNMENT = 64  # bytes
 SAMPLES = 4  # least number of values of each tensor that are compared
@@ -37,17 +38,11 @@ class SharedWeights:
     def lay_out(self) -> None:
         """Prepares the memory for the model as it is now. Workers that use the earlier memory must have ended."""
         model = self.model()
-        recipe = recipe_for(model)
-        places, entries, size = {}, [], 0
-        for name, tensor in tensors_of(model).items():
-            if id(tensor) not in places:  # tied weights are a single tensor under several names
-                places[id(tensor)] = size
-                size += (tensor.nbytes // ALIGNMENT + 1) * ALIGNMENT
-            dtype, is_parameter = str(tensor.dtype).removeprefix("torch."), isinstance(tensor, torch.nn.Parameter)
-            entries.append([name, dtype, list(tensor.shape), places[id(tensor)], is_parameter])
+        recipe, structure = recipe_for(model), structure_of(model)
+        _, entries, size = structure
         with self.lock:
             self._forget_memory()
-            self.structure, self.recipe = structure_of(model), {**recipe, "entries": entries, "size": size}
+            self.structure, self.recipe = structure, {**recipe, "entries": entries, "size": size}
 
     @property
     def description(self) -> dict:
@@ -91,22 +86,42 @@ class SharedWeights:
 
 def tensors_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Returns parameters and buffers under all of their names; tied weights have several."""
-    tensors = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is not None:
-                tensors[f"{path}.{name}" if path else name] = tensor
-    return tensors
+    return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
 
 
-def structure_of(model: PreTrainedModel) -> tuple:
-    """Returns values that differ if a model has other layers, shapes, dtypes or ties than before."""
-    modules = [(type(module), any(hooks_of(module)), forward_of(module) is None) for module in model.modules()]
-    first: dict[int, str] = {}
-    return modules, [
-        (name, type(tensor), tensor.dtype, tensor.shape, first.setdefault(id(tensor), name))
-        for name, tensor in tensors_of(model).items()
-    ]
+def structure_of(model: PreTrainedModel) -> tuple[dict[str, str], list[list], int]:
+    """
+    Returns the parts of a model, and where its tensors are in a block of memory, with the size of that. The result
+    differs if the model has other layers, shapes, dtypes or ties than before.
+    """
+    places, entries, size = {}, [], 0
+    for name, tensor in tensors_of(model).items():
+        if id(tensor) not in places:  # tied weights are a single tensor under several names
+            places[id(tensor)] = size
+            size += (tensor.numel() * tensor.itemsize // ALIGNMENT + 1) * ALIGNMENT
+        dtype, is_parameter = str(tensor.dtype).removeprefix("torch."), isinstance(tensor, torch.nn.Parameter)
+        entries.append([name, dtype, list(tensor.shape), places[id(tensor)], is_parameter])
+    return _parts_of(model), entries, size
+
+
+def _parts_of(model: PreTrainedModel) -> dict[str, str]:
+    """Describes each module and each tensor of a model, by their names."""
+    parts = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        changed = " with forward hooks" if any(hooks_of(module)) else ""
+        changed += " with a forward of its own" if forward_of(module) is not None else ""
+        kind = vars(type(module)).get("_ssd_kind", type(module))  # the class that hf_ssd.enable derived from
+        parts[name] = _name_of(kind) + changed
+    for name, tensor in tensors_of(model).items():
+        kind = "a parameter" if isinstance(tensor, torch.nn.Parameter) else "a buffer"
+        is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
+        no_plain = "" if is_plain and not tensor.is_quantized else f"no plain tensor, but a {_name_of(type(tensor))}, "
+        parts[name] = f"{no_plain}{kind} of shape {list(tensor.shape)}"
+    return parts
+
+
+def _name_of(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _values(tensors) -> tuple:
@@ -122,8 +137,7 @@ def _values(tensors) -> tuple:
 
 
 def _map(descriptor: int, size: int) -> torch.Tensor:
-    folder = "/proc/self/fd" if os.path.isdir("/proc/self/fd") else "/dev/fd"
-    return torch.from_file(f"{folder}/{descriptor}", shared=True, size=size, dtype=torch.uint8)
+    return torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
 
 
 def _view(memory: torch.Tensor, place: int, dtype: torch.dtype, shape) -> torch.Tensor:
@@ -184,33 +198,12 @@ def _difference(model: PreTrainedModel, recipe: dict) -> str | None:
         ours, theirs = _parts_of(model), _parts_of(without_weights(recipe))
     except Exception as error:  # the model's own code may raise any exception
         return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-    tensors = tensors_of(model)
     for name in {**theirs, **ours}:
         is_, would_be = (parts.get(name, "missing") for parts in (ours, theirs))
-        if is_ != would_be and (name in theirs or name not in tensors):  # additional tensors are shared too
-            return f"`{name}` is {_text(is_)} and would be {_text(would_be)}"
-    for name, module in model.named_modules():
-        if any(hooks_of(module)) or forward_of(module) is not None:
-            kind = "forward hooks" if any(hooks_of(module)) else "its own forward"
-            return f"`{name or type(model).__name__}` has {kind}"
-    for name, tensor in tensors.items():
-        is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
-        if not is_plain or tensor.is_quantized:
-            return f"`{name}` is no plain tensor, but a {_text(type(tensor))}"
+        is_shared = name not in theirs and is_.startswith(("a parameter", "a buffer"))  # an additional plain tensor
+        if is_ != would_be and not is_shared:
+            return f"`{name or type(model).__name__}` is {is_} and would be {would_be}"
     return None
-
-
-def _parts_of(model: PreTrainedModel) -> dict[str, type | str]:
-    """Returns the class of each module, and the kind and shape of each tensor, by their names."""
-    parts = {name: type(module) for name, module in model.named_modules(remove_duplicate=False) if name}
-    for name, tensor in tensors_of(model).items():
-        kind = "a parameter" if isinstance(tensor, torch.nn.Parameter) else "a buffer"
-        parts[name] = f"{kind} of shape {list(tensor.shape)}"
-    return parts
-
-
-def _text(part: type | str) -> str:
-    return part if isinstance(part, str) else f"{part.__module__}.{part.__qualname__}"
 
 
 # ---------------------------------------------------------------- in the other process

@@ -1,16 +1,17 @@
 """The messages between target and draft. They hold numbers and JSON, never pickles, and are checked here, once.
 
-A message is a frame of 128 integers: a header of 10, and up to 118 integers of payload. A longer payload, or a tensor,
-follows the frame in its own transfer. A message may announce the next message, of which only the payload follows: the
-receiver gets ready for it at once, and the sender need not have it yet.
+A message is a frame of 1024 bytes: a header of 9 integers, and JSON, which follows the frame in its own transfer if it
+is longer. A message may announce a tensor, which is the next message: the receiver gets ready for it at once, and the
+sender need not have it yet.
 
-A new message needs a [`Kind`], and its payload a `write_...` and a `read_...` function, here or in
-[`~hf_ssd.distributed.payloads`]. A new field of a plan, a record or a call only needs a line in its table.
+A new message needs a [`Kind`], and a `write_...` and a `read_...` function if it has more than fields. A new field of a
+plan, a record or a call only needs a line in its table.
 """
 
-import itertools
+import json
+import struct
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 
 import torch
@@ -18,24 +19,24 @@ import torch
 from ..config import LONGEST_LOOKAHEAD
 from ..rounds import MODES, SOURCES, Outcome, Plan, RoundRecord, Speculation
 
-MAGIC, VERSION = 0x6866_5F73_7364, 24  # "hf_ssd"
-HEADER_LENGTH, FRAME_LENGTH = 10, 128
-PAYLOAD_TYPES = (torch.int64, torch.int32, torch.float32, torch.uint8, torch.bfloat16, torch.float16)
-LARGEST_PAYLOAD = 2**26  # elements; a header that asks for more is invalid, unless the receiver expects more
+MAGIC, VERSION = 0x6866_5F73_7364, 25  # "hf_ssd"
+HEADER = struct.Struct("9q")  # magic, version, kind, session, round, bytes of JSON; the announced kind, type, length
+FRAME_LENGTH = 1024  # bytes
+TENSOR_TYPES = (torch.int32, torch.float32, torch.bfloat16, torch.float16)
+LARGEST_PAYLOAD = 2**26  # bytes or elements; a header with more is invalid, unless the receiver expects more
 
 
 class Kind(IntEnum):
-    READY = 1  # draft -> target: the worker has loaded its model (JSON)
-    START = 2  # target -> draft: settings and prompts of one generate() call (JSON)
+    READY = 1  # draft -> target: the worker has loaded its model
+    START = 2  # target -> draft: settings and prompts of one generate() call
     OUTCOME = 3  # target -> draft: the plan, the tokens that rows have gained, those that the target proposes next
     FEATURES = 4  # target -> draft, after OUTCOME: hidden states of the target, for a draft that reads them
     SPECULATION = 5  # both ways: tokens and sources; from the draft its part of the record, to it what others propose
     PROBABILITIES = 6  # draft -> target, after SPECULATION: the distributions of its tokens, when sampling
     END = 7  # target -> draft: the call is over
-    STOP = 8  # target -> draft: the worker is no longer needed
-    ERROR = 9  # draft -> target: an exception with its traceback (text)
-    VALUES = 10  # rank 0 of the target -> its other ranks (JSON)
-    PROOF = 11  # both ways, before other messages: a nonce, then a proof that the sender knows the shared secret
+    ERROR = 8  # draft -> target: an exception with its traceback
+    VALUES = 9  # rank 0 of the target -> its other ranks
+    PROOF = 10  # both ways, before other messages: a nonce, then a proof that the sender knows the shared secret
 
 
 class ProtocolError(RuntimeError):
@@ -61,14 +62,12 @@ def one_of(values: tuple) -> Field:
     return Field(0, len(values) - 1, values.index, values.__getitem__)
 
 
-LENGTH, COUNT, PLACE = Field(0, LONGEST_LOOKAHEAD), Field(0, LARGEST_PAYLOAD), Field(-1)
+LENGTH, COUNT = Field(0, LONGEST_LOOKAHEAD), Field(0, LARGEST_PAYLOAD)
 SECONDS = Field(write=lambda seconds: int(1e9 * seconds), read=lambda number: number / 1e9)
 
-HEADER = {
-    "kind": Field(1, len(Kind), int, Kind),
-    "type": one_of(PAYLOAD_TYPES),
-    "length": Field(0),
-}
+KIND = Field(1, len(Kind), int, Kind)
+MESSAGE = {"kind": KIND, "session": Field(), "round": Field(), "length": Field(0)}
+ANNOUNCED = {"kind": KIND, "type": one_of(TENSOR_TYPES), "length": Field(1)}
 PLAN = {
     "mode": one_of(MODES),
     "lookahead": LENGTH,
@@ -81,7 +80,6 @@ RECORD = {
     **dict.fromkeys(("budget", "states", "grown", "passes", "steps"), COUNT),
     **dict.fromkeys(("choose_seconds", "grow_seconds", "answer_seconds", "prepared_at", "answered_at"), SECONDS),
 }
-RECORD_OF_ROWS = {"sources": one_of(SOURCES), "ranks": PLACE}
 
 
 def write_fields(fields: dict[str, Field], thing) -> list[int]:
@@ -115,7 +113,7 @@ def read_plan(numbers: list[int]) -> Plan:
 class Message:
     """
     A message of a session, the number of a generate() call (0: of none), and of a verification round. The payload is
-    integers, or a one-dimensional tensor of a type in `PAYLOAD_TYPES`.
+    whatever JSON can hold, or the one-dimensional tensor of a message that was announced.
 
     `announces` is the next message, of the same session and round, whose payload is sent by
     [`~hf_ssd.distributed.transport.Channel.send_announced`]. Until then only its type and length count, so it may be on
@@ -125,56 +123,57 @@ class Message:
     kind: Kind
     session: int = 0
     round: int = 0
-    payload: list[int] | torch.Tensor = field(default_factory=list)
+    payload: object = None
     announces: "Message | None" = None
 
 
-def is_inline(dtype: torch.dtype, length: int) -> bool:
-    """Whether a payload that was not announced is in the frame. Otherwise it has a transfer of its own."""
-    return not length or (dtype == torch.int64 and length <= FRAME_LENGTH - HEADER_LENGTH)
-
-
 def pack(message: Message) -> list[torch.Tensor]:
-    """Returns the frame, followed by the payload if the frame does not hold it."""
-    announced, payload = message.announces, message.payload
-    numbers = [MAGIC, VERSION, message.kind, message.session, message.round]
-    dtype = getattr(payload, "dtype", torch.int64)
-    numbers += [PAYLOAD_TYPES.index(dtype), len(payload)]
-    if announced is None:
-        numbers += [0, 0, 0]
-    elif len(announced.payload):
-        numbers += [announced.kind, PAYLOAD_TYPES.index(announced.payload.dtype), len(announced.payload)]
+    """Returns the frame, followed by the JSON if the frame does not hold it."""
+    # Tensors, and what users pass of numpy's, travel as lists.
+    text = json.dumps(message.payload, default=lambda array: array.tolist()).encode()
+    next_, header = message.announces, [MAGIC, VERSION, message.kind, message.session, message.round, len(text)]
+    if next_ is None:
+        header += [0, 0, 0]
     else:
-        raise ProtocolError("a message without a payload cannot be announced: nothing of it would arrive")
-    behind = [] if is_inline(dtype, len(payload)) else [torch.as_tensor(payload, device="cpu").contiguous()]
-    if not behind:
-        numbers += integers(payload) if len(payload) else []
-    return [torch.tensor([*numbers, *[0] * (FRAME_LENGTH - len(numbers))]), *behind]
+        header += [next_.kind, TENSOR_TYPES.index(next_.payload.dtype), len(next_.payload)]
+    is_inline = HEADER.size + len(text) <= FRAME_LENGTH
+    frame = (HEADER.pack(*header) + (text if is_inline else b"")).ljust(FRAME_LENGTH, b"\0")
+    return [torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in ([frame] if is_inline else [frame, text])]
 
 
 def unpack(frame: torch.Tensor, largest: int = LARGEST_PAYLOAD) -> Message:
     """
-    Returns the message of a frame. A payload that follows is a new tensor, to be received into; more than `largest`
-    elements are refused.
+    Returns the message of a frame. JSON that follows is a new tensor, to be received into and then to be read with
+    [`read_json`]; so is an announced tensor. More than `largest` bytes or elements are refused.
     """
-    magic, version, kind, session, round_, *numbers = frame.tolist()
+    data = frame.numpy().tobytes()
+    magic, version, *header = HEADER.unpack_from(data)
     if magic != MAGIC:
         raise ProtocolError(f"a message began with {magic:#x} instead of {MAGIC:#x}; it does not come from hf_ssd")
     if version != VERSION:
         raise ProtocolError(f"a message has protocol version {version}, this side speaks version {VERSION}")
-
-    def read(header: list[int], least: int) -> Message:
-        kind, dtype, length = read_fields(HEADER, header, "a message").values()
-        in_frame = not least and is_inline(dtype, length)
-        if length < least or (length > largest and not in_frame):
-            raise ProtocolError(f"a message of kind {kind.name} announces {length} elements, not {least} to {largest}")
-        payload = numbers[5 : 5 + length] if in_frame else torch.empty(length, dtype=dtype)
-        return Message(kind, session, round_, payload)
-
-    message = read([kind, *numbers[:2]], least=0)
-    if any(numbers[2:5]):
-        message.announces = read(numbers[2:5], least=1)
+    *of_message, length = read_fields(MESSAGE, header[:4], "a message").values()
+    message, announced = Message(*of_message), None
+    if any(header[4:]):
+        announced = read_fields(ANNOUNCED, header[4:], "an announced message")
+    is_inline = HEADER.size + length <= FRAME_LENGTH
+    if max(0 if is_inline else length, announced["length"] if announced else 0) > largest:
+        raise ProtocolError(f"a message of kind {message.kind.name} announces more than {largest} elements")
+    if is_inline:
+        message.payload = read_json(data[HEADER.size : HEADER.size + length])
+    else:
+        message.payload = torch.empty(length, dtype=torch.uint8)
+    if announced:
+        tensor = torch.empty(announced["length"], dtype=announced["type"])
+        message.announces = Message(announced["kind"], message.session, message.round, tensor)
     return message
+
+
+def read_json(data: bytes):
+    try:
+        return json.loads(data.decode())
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"a message of {len(data)} bytes is not JSON: {error}") from error
 
 
 def expect(message: Message, kind: Kind, session: int, round_: int) -> None:
@@ -182,76 +181,108 @@ def expect(message: Message, kind: Kind, session: int, round_: int) -> None:
     if (message.kind, message.session, message.round) != (kind, session, round_):
         raise ProtocolError(
             f"expected {kind.name} of session {session}, round {round_}; received {message.kind.name} of session "
-            f"{message.session}, round {message.round}, length {len(message.payload)}"
+            f"{message.session}, round {message.round}"
         )
 
 
 # ---------------------------------------------------------------- the messages of a round
 
 
-def write_rows(tokens: list[list[int]]) -> list[int]:
-    """Returns how many tokens each row has, and the tokens."""
-    return [*map(len, tokens), *itertools.chain(*tokens)]
+def read_numbers(numbers, most: int, first: int = 0, last: int = 2**63 - 1) -> list[int]:
+    """Returns a list of at most `most` integers in this range, or raises [`ProtocolError`]."""
+    if type(numbers) is not list or len(numbers) > most:
+        raise ProtocolError(f"{numbers!r:.100} is not a list of at most {most}")
+    if not all(type(number) is int and first <= number <= last for number in numbers):
+        raise ProtocolError(f"{numbers!r:.100} are not numbers from {first} to {last}")
+    return numbers
 
 
-def read_rows(numbers: list[int], rows: int, longest: tuple[int, ...], vocab_size: int = 2**63) -> list:
-    """Returns successive lists of the tokens of each row. In each list a row has at most as many as `longest` says."""
-    left, found = iter(numbers), []
-    for most in longest:
-        lengths = list(itertools.islice(left, rows))
-        is_possible = len(lengths) == rows and 0 <= min(lengths) and max(lengths) <= most
-        tokens = [list(itertools.islice(left, length)) for length in lengths if is_possible]
-        if not is_possible or list(map(len, tokens)) != lengths:
-            raise ProtocolError(f"{len(numbers)} integers cannot hold {lengths} tokens of each row")
-        check_tokens([*itertools.chain(*tokens)], vocab_size)
-        found.append(tokens)
-    if next(left, None) is not None:
-        raise ProtocolError(f"{len(numbers)} integers cannot hold {lengths} tokens of each row: they are more")
-    return found
+def read_list(values, length: int, of_what: str) -> list:
+    if type(values) is not list or len(values) != length:
+        raise ProtocolError(f"{values!r:.100} cannot be {of_what}")
+    return values
 
 
-def write_outcome(outcome: Outcome, plan: Plan) -> list[int]:
+def read_tokens(values, rows: int, longest: int, vocab_size: int = 2**63) -> list[list[int]]:
+    """Returns the tokens of each row."""
+    return [read_numbers(row, longest, 0, vocab_size - 1) for row in read_list(values, rows, "the tokens of all rows")]
+
+
+def write_outcome(outcome: Outcome, plan: Plan) -> list:
     """Returns the plan, the tokens that the target proposes for each row, and those that each row has gained."""
-    proposed = outcome.proposed or [[]] * len(outcome.tokens)
-    return [*write_fields(PLAN, plan), *write_rows(proposed), *write_rows(outcome.tokens)]
+    return [write_fields(PLAN, plan), outcome.proposed, outcome.tokens]
 
 
-def read_outcome(payload, rows: int) -> tuple[Outcome, Plan]:
-    numbers = integers(payload)
-    proposed, tokens = read_rows(numbers[len(PLAN) :], rows, (LONGEST_LOOKAHEAD, LARGEST_PAYLOAD))
-    return Outcome(tokens, proposed if any(proposed) else None), read_plan(numbers[: len(PLAN)])
+def read_outcome(values, rows: int) -> tuple[Outcome, Plan]:
+    plan, proposed, tokens = read_list(values, 3, "an outcome")
+    proposed = None if proposed is None else read_tokens(proposed, rows, LONGEST_LOOKAHEAD)
+    return Outcome(read_tokens(tokens, rows, LARGEST_PAYLOAD), proposed), read_plan(plan)
 
 
-def write_speculation(speculation: Speculation) -> list[int]:
+def write_speculation(speculation: Speculation) -> list:
     """Returns the draft's part of the record, and the tokens. Probabilities are sent separately."""
     record, tokens = speculation.record, speculation.tokens
-    numbers = write_fields(RECORD, record)
-    for name, of_row in RECORD_OF_ROWS.items():
-        numbers += map(of_row.write, getattr(record, name) or [-1] * len(tokens))
-    return numbers + write_rows(tokens)
+    sources = [SOURCES.index(source) for source in record.sources]
+    return [write_fields(RECORD, record), sources, record.ranks or [-1] * len(tokens), tokens]
 
 
-def read_speculation(payload, rows: int, vocab_size: int = 2**63) -> Speculation:
-    numbers = integers(payload)
-    record = RoundRecord(**read_fields(RECORD, numbers[: len(RECORD)], "a speculation"))
-    numbers = numbers[len(RECORD) :]
-    for name, of_row in RECORD_OF_ROWS.items():
-        values, numbers = numbers[:rows], numbers[rows:]
-        if len(values) < rows or min(values) < of_row.first or max(values) > of_row.last:
-            raise ProtocolError(f"{values} cannot be the {name} of a speculation")
-        setattr(record, name, list(map(of_row.read, values)))
-    return Speculation(*read_rows(numbers, rows, (LONGEST_LOOKAHEAD,), vocab_size), None, record)
+def read_speculation(values, rows: int, vocab_size: int = 2**63) -> Speculation:
+    numbers, sources, ranks, tokens = read_list(values, 4, "a speculation")
+    record = RoundRecord(**read_fields(RECORD, numbers, "a speculation"))
+    sources = read_numbers(read_list(sources, rows, "the sources of a speculation"), rows, 0, len(SOURCES) - 1)
+    record.sources = [SOURCES[source] for source in sources]
+    record.ranks = read_numbers(read_list(ranks, rows, "the ranks of a speculation"), rows, -1)
+    return Speculation(read_tokens(tokens, rows, LONGEST_LOOKAHEAD, vocab_size), None, record)
 
 
-def check_tokens(tokens: list[int], vocab_size: int) -> None:
-    """Raises [`ProtocolError`] if any of the tokens is not in a vocabulary of `vocab_size` tokens."""
-    if tokens and (min(tokens) < 0 or max(tokens) >= vocab_size):
-        raise ProtocolError(f"{min(tokens)} to {max(tokens)} are not tokens of a vocabulary of {vocab_size}")
+# ---------------------------------------------------------------- tensors
 
 
-def integers(payload) -> list[int]:
-    """Returns the integers of a payload."""
-    kind = getattr(payload, "dtype", torch.int64)
-    if kind != torch.int64:
-        raise ProtocolError(f"expected integers, found {len(payload)} elements of type {kind}")
-    return payload if isinstance(payload, list) else payload.tolist()
+def tensor_of(payload) -> torch.Tensor:
+    if not isinstance(payload, torch.Tensor):
+        raise ProtocolError(f"{payload!r:.100} is not a tensor")
+    return payload
+
+
+def read_features(payload, tokens: int, width: int) -> torch.Tensor:
+    """Returns the hidden states `(tokens, width)` of the target at its new tokens."""
+    kind = tensor_of(payload).dtype
+    if not kind.is_floating_point or len(payload) != tokens * width:
+        raise ProtocolError(f"{len(payload)} numbers of type {kind} are not the {width} features of {tokens} tokens")
+    if payload.device.type == "cpu" and not bool(payload.isfinite().all()):
+        raise ProtocolError("not all of the features are finite numbers")
+    return payload.view(tokens, width)
+
+
+def write_probabilities(probabilities: torch.FloatTensor, support: int) -> torch.Tensor:
+    """
+    Packs distributions `(..., vocab_size)` exactly. If a warper truncated them, so that at most a quarter of the
+    vocabulary has any chance, only those tokens are sent: as pairs of value and token, the value's bits as an integer.
+    `support` is the most tokens that have any chance in one of the distributions, or more.
+    """
+    if 4 * support > probabilities.shape[-1]:
+        return probabilities.float().flatten()
+    values, tokens = probabilities.float().topk(support, dim=-1)
+    return torch.stack([values.view(torch.int32), tokens.int()]).flatten()
+
+
+def probabilities_to_come(shape: tuple[int, ...], support: int) -> torch.Tensor:
+    """Returns a tensor on "meta" of the type and length that [`write_probabilities`] will return, to announce it."""
+    *shape, vocab_size = shape
+    if 4 * support > vocab_size:
+        return torch.empty(*shape, vocab_size, dtype=torch.float32, device="meta").flatten()
+    return torch.empty(2, *shape, support, dtype=torch.int32, device="meta").flatten()
+
+
+def read_probabilities(payload, shape: tuple[int, ...]) -> torch.FloatTensor:
+    """Returns the distributions in this shape, whose last dimension is the size of the vocabulary."""
+    kind, rows = tensor_of(payload).dtype, torch.Size(shape[:-1]).numel()
+    if kind == torch.float32 and payload.numel() == rows * shape[-1]:
+        return payload.view(shape)
+    if kind != torch.int32 or not rows or len(payload) % (2 * rows):
+        raise ProtocolError(f"{len(payload)} numbers of type {kind} are not probabilities of shape {tuple(shape)}")
+    values, tokens = payload.view(2, *shape[:-1], -1)
+    if tokens.numel() and not 0 <= tokens.min() <= tokens.max() < shape[-1]:
+        raise ProtocolError(f"there are probabilities of tokens that are not in the vocabulary of {shape[-1]}")
+    zeros = torch.zeros(shape, dtype=torch.float32)
+    return zeros.scatter_(-1, tokens.long(), values.contiguous().view(torch.float32))

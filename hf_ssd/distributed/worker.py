@@ -8,6 +8,7 @@ import select
 import signal
 import sys
 import threading
+import time
 import traceback
 from datetime import timedelta
 
@@ -24,17 +25,15 @@ from ..cache.trial import check_supported
 from ..drafting.compiling import compile_draft
 from ..drafting.draft_info import DraftInfo
 from ..gguf_files import gguf_place
-from . import payloads
-from .child import shorten_stderr
 from .cores import DraftCores
 from .draft_server import DraftServer
 from .meeting import join, prove
 from .transport import Channel, PeerLost
 from .weights import model_from_shared_weights
 from .wire import Kind, Message, ProtocolError
-from .worker_process import DRAFT_IS_HERE, TARGET_IS_HERE
+from .worker_process import DRAFT_IS_HERE, TARGET_IS_HERE, shorten_stderr
 
-FLUSH_TIMEOUT = 10.0  # seconds for a last message to leave
+FLUSH_TIMEOUT = 10.0  # seconds for a last message to leave; the target then kills this process
 AS_LONG_AS_THE_PARENT_LIVES = timedelta(days=365)
 
 
@@ -65,25 +64,25 @@ def run() -> int:
         place["takes_cores"] = cores.share is not None  # of the target, while that waits
         info = dataclasses.asdict(DraftInfo.of(model.config, last_position_limit(model)))
         compiled = {"is_compiled": is_compiled(model), "uncompiled_because": uncompiled_because}
-        hello = Message(Kind.READY, payload=payloads.write_json({"draft": info, **place, **compiled}))
+        hello = Message(Kind.READY, payload={"draft": info, **place, **compiled})
     except Exception as error:
         text = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
-        hello = Message(Kind.ERROR, payload=payloads.write_text(text))
+        hello = Message(Kind.ERROR, payload=text)
     # 2. Meet the target.
     meeting = settings["meeting"]
     store = join(meeting, settings["timeout"])
     store.set(DRAFT_IS_HERE, "yes")
     store.wait([TARGET_IS_HERE], AS_LONG_AS_THE_PARENT_LIVES)
-    channel = Channel(store, is_target=False, hostname=meeting["hostname"], secret=bytes.fromhex(meeting["secret"]))
+    channel = Channel(store, is_target=False, hostname=meeting["hostname"])
     try:
-        prove(channel)
+        prove(channel, bytes.fromhex(meeting["secret"]))
     except ProtocolError as error:
         print(error, file=sys.stderr)
         return 1
     channel.send(hello)
     # 3. Serve the target.
     if hello.kind == Kind.ERROR:
-        channel.flush(FLUSH_TIMEOUT)
+        time.sleep(FLUSH_TIMEOUT)
         return 1
     with contextlib.suppress(PeerLost):
         DraftServer(channel, model, settings["weights"], cores=cores).serve()

@@ -1,26 +1,110 @@
 """The process of a draft worker as the target's process holds it: started, connected, and never left behind."""
 
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
 
 from transformers.utils import logging
 
-from . import payloads, wire
-from .meeting import check_file, join, prove
+from . import wire
+from .meeting import check_file, join, prove, take_standard_streams
 from .sessions import DraftError
 from .transport import Channel, PeerLost, keep_when_forked
-from .wire import Kind, Message
+from .wire import Kind
 
 logger = logging.get_logger(__name__)
 
-STOP_TIMEOUT = 2.0  # seconds for a worker to end by itself before it is killed
 CANCEL_TIMEOUT = 5.0  # seconds for a starting thread to notice that its worker was ended
 POLL = 0.01  # polling interval in seconds
+STDERR_TAIL = 8000  # bytes of a worker's standard error that are shown
+STDERR_LIMIT = 2**20  # size in bytes at which a worker shortens its standard error to the tail
+KILL_TIMEOUT = 10.0  # seconds for the system to end a killed worker; it cannot while a driver holds it
+# How often an idle OpenMP thread looks for work before it sleeps: for 0.8 ms, measured on a virtual AMD EPYC, where a
+# pass through 40 layers takes as long as by default. By default it keeps its core for 9 ms, when the target needs it.
+SPINS = "10000"
+# Variables of torchrun. They are removed because the worker is not a rank.
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
 # Keys of the store. The worker sets the first key when its model is loaded or has failed to load. The target sets the
 # second key when it has seen the first. Then both build their ends of the channel, which blocks until both do so.
 DRAFT_IS_HERE, TARGET_IS_HERE = "draft", "target"
+
+
+def check_system() -> None:
+    """Raises `ValueError` where no worker can be started."""
+    if not hasattr(os, "fork"):
+        raise ValueError(
+            "A draft worker needs Linux or macOS. On Windows run the program under WSL, or pass the draft as a loaded "
+            "model, which then drafts in turn with the target."
+        )
+
+
+class Child:
+    """
+    A fresh interpreter, so the user's script needs no `__main__` guard. It reads its settings from its standard input,
+    and ends when that closes, however this process ends. `end` kills it, and may be called more than once.
+    """
+
+    def __init__(self, settings: dict, descriptors: list[int]):
+        import fcntl  # Windows has no such module; see `check_system`
+
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER)}
+        environment |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONSAFEPATH": "1"}
+        if settings["cores"]:
+            environment["OMP_NUM_THREADS"] = str(len(settings["cores"]))
+            environment.setdefault("GOMP_SPINCOUNT", SPINS)
+        take_standard_streams()
+        self.stderr = tempfile.TemporaryFile()
+        # Every write goes to the end of the file, wherever its shared offset is.
+        fcntl.fcntl(self.stderr, fcntl.F_SETFL, os.O_APPEND)
+        self.popen = subprocess.Popen(
+            [sys.executable, "-m", "hf_ssd.distributed.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=self.stderr,
+            pass_fds=descriptors,
+            env=environment,
+            start_new_session=True,  # a Ctrl-C in the terminal is for the target
+        )
+        self.end = weakref.finalize(self, _end_process, os.getpid(), self.popen)
+        with contextlib.suppress(BrokenPipeError):  # the worker has ended already; its standard error tells why
+            self.popen.stdin.write(json.dumps(settings).encode() + b"\n")
+            self.popen.stdin.flush()
+
+    @property
+    def is_running(self) -> bool:
+        return self.popen.poll() is None
+
+    def stderr_tail(self) -> str:
+        return tail(self.stderr.fileno()).decode("utf-8", errors="replace").strip()
+
+
+def _end_process(parent: int, process: subprocess.Popen) -> None:
+    if os.getpid() != parent:
+        return  # this is a forked child of `parent`, which does not own the worker
+    process.kill()
+    with contextlib.suppress(OSError):  # settings that the worker has not read are lost
+        process.stdin.close()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(KILL_TIMEOUT)
+
+
+def tail(descriptor: int) -> bytes:
+    return os.pread(descriptor, STDERR_TAIL, max(0, os.fstat(descriptor).st_size - STDERR_TAIL))
+
+
+def shorten_stderr() -> None:
+    """Keeps this process's standard error, a file that the target's process reads too, within its limit."""
+    if os.fstat(2).st_size > STDERR_LIMIT:
+        end = tail(2)
+        os.ftruncate(2, 0)
+        os.write(2, end)
 
 
 class WorkerProcess:
@@ -32,7 +116,7 @@ class WorkerProcess:
         self.process = self.channel = self.thread = self.translation = None
         self.error: DraftError | None = None  # of the last start, until a call was told; then the worker `is_lost`
         self.worker_info: dict = {}  # see `run` in worker.py, where it is made
-        self.is_lost = self.is_cancelled = False
+        self.is_lost = self.is_cancelled = self.is_in_call = False
 
     @property
     def is_starting(self) -> bool:
@@ -46,11 +130,6 @@ class WorkerProcess:
     @property
     def is_ready(self) -> bool:
         return not self.is_starting and self.is_alive
-
-    @property
-    def takes_our_cores(self) -> bool:
-        """Whether the draft computes on the cores of this process too while this process waits for it."""
-        return self.worker_info.get("takes_cores", False)
 
     def stderr_tail(self) -> str:
         return self.process.stderr_tail()
@@ -95,8 +174,8 @@ class WorkerProcess:
             time.sleep(POLL)
         store.set(TARGET_IS_HERE, "yes")
         try:
-            self.channel = self._channel(store, meeting)
-            prove(self.channel)
+            self.channel = self._connected(store, meeting["hostname"])
+            prove(self.channel, bytes.fromhex(meeting["secret"]))
         except RuntimeError as error:
             raise DraftError(f"The draft worker did not connect: {error}\n{self.stderr_tail()}") from error
         message = None
@@ -108,31 +187,30 @@ class WorkerProcess:
             except PeerLost:
                 raise self._early_end() from None
         if message.kind == Kind.ERROR:
-            raise DraftError(f"The draft worker could not load its model: {payloads.read_text(message.payload)}")
+            raise DraftError(f"The draft worker could not load its model: {message.payload}")
         wire.expect(message, Kind.READY, 0, 0)
-        self.worker_info = payloads.read_json(message.payload)
+        self.worker_info = message.payload
         if self.worker_info["uncompiled_because"]:
             logger.warning(f"The draft runs without torch.compile: {self.worker_info['uncompiled_because']}")
 
-    def _channel(self, store, meeting: dict) -> Channel:
+    def _connected(self, store, hostname: str | None) -> Channel:
         """Connects in a thread, which is abandoned if the worker ends, because gloo keeps trying for minutes."""
-        made = Future()
+        made = []
 
-        def make(made: Future) -> None:
+        def make() -> None:
             try:
-                made.set_result(Channel(store, True, meeting["hostname"], bytes.fromhex(meeting["secret"])))
+                made.append(Channel(store, True, hostname))
             except Exception as error:
-                made.set_exception(error.with_traceback(None))  # the traceback holds `made`
+                made.append(error.with_traceback(None))  # the traceback holds `made`
 
-        thread = threading.Thread(target=make, args=[made], daemon=True)
+        thread = threading.Thread(target=make, daemon=True)
         thread.start()
         while thread.is_alive():
             self._check_start()
             thread.join(POLL)
-        try:
-            return made.result(0)
-        finally:
-            del made  # an exception in `made` would be in a cycle with its traceback
+        if isinstance(made[0], Exception):
+            raise made.pop()  # in no variable, because that would be in a cycle with the traceback
+        return made[0]
 
     def _check_start(self) -> None:
         if not self.process.is_running:
@@ -158,13 +236,7 @@ class WorkerProcess:
         if self.channel is not None:
             channel, self.channel = self.channel, None
             channel.close()
-
-    def stop(self) -> None:
-        """Lets the worker end by itself, or kills it if it does not."""
-        if self.is_alive:
-            self.channel.send(Message(Kind.STOP))
-            self.process.wait(STOP_TIMEOUT)
-        self.kill()
+        self.is_in_call = False
 
     def cancel(self) -> None:
         """Ends the worker for good, even while it starts. May be called more than once."""

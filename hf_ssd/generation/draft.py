@@ -8,8 +8,7 @@ from transformers.utils import logging
 
 from ..cache.support import last_position_limit
 from ..distributed.assistant import Turn
-from ..distributed.local import LocalSession
-from ..distributed.sessions import DraftError, DraftSession, SessionRequest
+from ..distributed.sessions import DraftError, DraftSession, LocalSession, SessionRequest
 from ..planning.planner import Planner
 from ..rounds import AHEAD, IN_TURN, PLAIN, Outcome, Speculation
 from .proposers.proposers import Proposers

@@ -11,13 +11,13 @@ from transformers import LogitsProcessorList, TextStreamer
 
 import hf_ssd
 from hf_ssd.cache import model_runner
-from hf_ssd.distributed import wire
 from hf_ssd.distributed.assistant import DraftAssistant
 from hf_ssd.distributed.sessions import DraftError, WorkerSession
 from hf_ssd.distributed.target_ranks import TargetRanks
 from hf_ssd.rounds import FINISHED
 
 from ..helpers.last_token import LastToken
+from ..helpers.loopback import through_the_wire
 from ..helpers.preparing import preparing
 from ..helpers.thread_worker import ThreadWorker
 from ..helpers.tiny import VOCAB, padded_batch, tiny_draft, tiny_model
@@ -78,14 +78,14 @@ class RanksInThreads(TargetRanks):
 
     def __init__(self, is_leader, line):
         super().__init__()
-        self.group, self.size, self.is_leader, self.line = "two ranks", 2, is_leader, line
+        self.group, self.size, self.is_leader, self.channel = "two ranks", 2, is_leader, self
+        self.line = line
 
-    def _send(self, message):
-        for tensor in wire.pack(message):
-            self.line.put(tensor)
+    def send(self, message):
+        self.line.put(through_the_wire(message))
 
-    def _receive(self, tensor, deadline):
-        return tensor.copy_(self.line.get(timeout=20))
+    def receive(self, timeout):
+        return self.line.get(timeout=20)
 
 
 @pytest.mark.parametrize("processor", [None, lambda ids, scores: scores + 0], ids=["", "own processor"])

@@ -185,7 +185,9 @@ class WatchedDraft(LlamaForCausalLM):
     def forward(self, input_ids, **inputs):
         if WatchedDraft.waits is None:
             WatchedDraft.waits = note_waits(setattr)
-        Path(self.config.notes + ".waits").write_text("\n".join(map(str, WatchedDraft.waits)))
+        new = Path(self.config.notes + ".new")
+        new.write_text("\n".join(map(str, WatchedDraft.waits)))
+        new.replace(self.config.notes + ".waits")  # at once: the worker may be killed in the middle of a pass
         with open(self.config.notes, "a") as notes:
             notes.write(f"{torch.get_num_threads()} {len(available_cores())} {input_ids.shape[1]}\n")
         return super().forward(input_ids, **inputs)

@@ -20,9 +20,9 @@ from transformers.utils import logging
 
 import hf_ssd
 from hf_ssd.distributed import launch, worker_process
-from hf_ssd.distributed.child import Child
 from hf_ssd.distributed.launch import assistant_for, worker_settings
 from hf_ssd.distributed.worker import load_model
+from hf_ssd.distributed.worker_process import Child
 from hf_ssd.drafting.resolver import config_at
 from hf_ssd.rounds import IN_TURN
 

@@ -12,7 +12,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import hf_ssd
-from hf_ssd.distributed import child, launch, meeting, worker_process
+from hf_ssd.distributed import launch, meeting, worker_process
 from hf_ssd.distributed.assistant import DraftAssistant
 from hf_ssd.distributed.sessions import DraftError
 from hf_ssd.distributed.worker_process import WorkerProcess
@@ -28,7 +28,7 @@ IN_TURN = hf_ssd.SSDConfig(lookahead=3, asynchronous=False)
 def workers_are(monkeypatch, command: list[str]) -> None:
     """Starts another program in the place of each worker."""
     popen = subprocess.Popen
-    monkeypatch.setattr(child.subprocess, "Popen", lambda _, **options: popen(command, **options))
+    monkeypatch.setattr(worker_process.subprocess, "Popen", lambda _, **options: popen(command, **options))
 
 
 # ---------------------------------------------------------------- memory
@@ -155,7 +155,7 @@ def kill_while_it_starts(monkeypatch, folder):
         started.kill()
         return started
 
-    monkeypatch.setattr(child.subprocess, "Popen", killed)
+    monkeypatch.setattr(worker_process.subprocess, "Popen", killed)
 
 
 def nothing_to_load(monkeypatch, folder):
@@ -247,17 +247,17 @@ def test_a_daemon_has_a_worker(closed, tmp_path, fresh_python):
 def test_what_a_worker_writes_to_its_standard_error_is_bounded(assistant):
     ready(assistant)
     (worker,) = assistant.workers
-    line, pid = b"a warning of many\n", worker.process.popen.pid
+    line, pid, limit = b"a warning of many\n", worker.process.popen.pid, worker_process.STDERR_LIMIT
     with open(f"/proc/{pid}/fd/2", "ab") as stderr:
-        stderr.write(line * (child.STDERR_LIMIT // len(line) + 1))
+        stderr.write(line * (limit // len(line) + 1))
         stderr.write("the last one, café\n".encode())
     deadline = time.monotonic() + 30
-    while os.fstat(worker.process.stderr.fileno()).st_size > child.STDERR_LIMIT and time.monotonic() < deadline:
+    while os.fstat(worker.process.stderr.fileno()).st_size > limit and time.monotonic() < deadline:
         worker.stderr_tail()  # moves no place at which the worker writes
         time.sleep(0.05)
-    assert os.fstat(worker.process.stderr.fileno()).st_size <= child.STDERR_LIMIT
+    assert os.fstat(worker.process.stderr.fileno()).st_size <= limit
     written = worker.stderr_tail()
-    assert written.endswith("a warning of many\nthe last one, café") and len(written) <= child.STDERR_TAIL
+    assert written.endswith("a warning of many\nthe last one, café") and len(written) <= worker_process.STDERR_TAIL
 
 
 def test_a_worker_that_meets_an_error_of_the_protocol_ends_at_once():

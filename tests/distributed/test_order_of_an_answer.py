@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hf_ssd.distributed import payloads, wire
+from hf_ssd.distributed import wire
 from hf_ssd.distributed.draft_server import DraftServer
 from hf_ssd.distributed.wire import Kind
 from hf_ssd.rounds import AHEAD, PREPARED, RoundRecord, Speculation
@@ -36,20 +36,20 @@ def server_with(channel, sampled=True):
 
 @pytest.mark.parametrize("support", [VOCAB, 4])
 def test_what_tokens_were_drawn_from_is_announced_with_them_and_packed_afterwards(support, monkeypatch):
-    events, pack = [], payloads.write_probabilities
-    monkeypatch.setattr(payloads, "write_probabilities", lambda *rest: events.append("packs") or pack(*rest))
+    events, pack = [], wire.write_probabilities
+    monkeypatch.setattr(wire, "write_probabilities", lambda *rest: events.append("packs") or pack(*rest))
     server = server_with(Recorder(events))
     q = torch.zeros(ROWS, LOOKAHEAD, VOCAB)
     q[..., :support] = torch.rand(ROWS, LOOKAHEAD, support)
     record = RoundRecord(AHEAD, LOOKAHEAD, 5, [PREPARED] * ROWS)
-    speculation = Speculation([[1] * LOOKAHEAD] * ROWS, q, record)
+    speculation = Speculation([[1] * LOOKAHEAD] * ROWS, q, record, support)
     server._send(speculation)
     tokens, packs, payload = events
     assert (tokens.kind, tokens.announces.kind, packs) == (Kind.SPECULATION, Kind.PROBABILITIES, "packs")
     announced = tokens.announces.payload
     assert (announced.shape, announced.dtype) == (payload.shape, payload.dtype)
     assert len(payload) == ROWS * LOOKAHEAD * (2 * support if support < VOCAB else VOCAB)
-    assert torch.equal(payloads.read_probabilities(payload, tuple(q.shape)), q)
+    assert torch.equal(wire.read_probabilities(payload, tuple(q.shape)), q)
     told = wire.read_speculation(tokens.payload, ROWS)
     assert told.tokens == speculation.tokens and told.record.hits == [True] * ROWS
     assert told.record.budget == 5

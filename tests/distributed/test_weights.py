@@ -349,8 +349,8 @@ CHANGED = {
     replace_a_module: "is torch.nn.modules.linear.Identity and would be",
     wrap_a_layer: r"is tests.distributed.test_weights.Wrapped and would be",
     pack_a_weight: "up_proj.weight` is no plain tensor, but a tests.distributed.test_weights.Packed",
-    add_a_hook: "`model.layers.1` has forward hooks",
-    replace_a_forward: "`model.layers.0.mlp` has its own forward",
+    add_a_hook: "`model.layers.1` is .*LlamaDecoderLayer with forward hooks and would be",
+    replace_a_forward: "`model.layers.0.mlp` is .*LlamaMLP with a forward of its own and would be",
     offload_to_disk: "Not all weights of the draft are in memory",
     add_an_adapter: "The draft has adapters in its layers",
 }

@@ -30,7 +30,7 @@ from transformers import LogitsProcessorList
 import hf_ssd
 from hf_ssd.distributed import launch
 from hf_ssd.distributed.assistant import DraftAssistant
-from hf_ssd.distributed.child import Child
+from hf_ssd.distributed.worker_process import Child
 from hf_ssd.generation import deciding
 
 from ..conformance.test_greedy import accepts_one_too_many

@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 
 import hf_ssd
-from hf_ssd.distributed import launch, meeting, payloads, worker_process
+from hf_ssd.distributed import launch, meeting, worker_process
 from hf_ssd.distributed.draft_server import DraftServer
-from hf_ssd.distributed.meeting import prove
 from hf_ssd.distributed.transport import Channel, PeerLost
 from hf_ssd.distributed.wire import Kind, Message, ProtocolError
 
@@ -52,15 +51,18 @@ def both(*steps):
     return results
 
 
+def prove(channel):
+    meeting.prove(channel, channel.secret)
+
+
 @pytest.fixture
 def ends():
     made = []
 
     def make(target_secret, draft_secret):
         store = dist.HashStore()
-        pair = both(
-            lambda: Channel(store, True, secret=target_secret), lambda: Channel(store, False, secret=draft_secret)
-        )
+        pair = both(lambda: Channel(store, True), lambda: Channel(store, False))
+        pair[0].secret, pair[1].secret = target_secret, draft_secret
         made.extend(pair)
         return pair
 
@@ -71,7 +73,7 @@ def ends():
 def test_two_that_share_a_secret_go_on(ends):
     target, draft = ends(b"s" * 32, b"s" * 32)
     assert both(lambda: prove(target), lambda: prove(draft)) == [None, None]
-    target.send(Message(Kind.START, payload=torch.arange(500)))
+    target.send(Message(Kind.START, payload=list(range(500))))
     assert len(draft.receive(10).payload) == 500
 
 
@@ -110,17 +112,15 @@ def test_a_stranger_that_sends_back_what_it_is_sent_is_refused(ends, monkeypatch
 @pytest.mark.parametrize(
     "message",
     [
-        Message(Kind.READY, payload=torch.arange(32)),
-        Message(Kind.PROOF, payload=torch.arange(31)),
-        Message(Kind.PROOF, payload=torch.arange(32) + 240),
-        Message(Kind.PROOF, payload=torch.zeros(32)),
-        Message(Kind.PROOF, payload=torch.zeros(10**5, dtype=torch.int64)),
-        Message(
-            Kind.PROOF, payload=torch.zeros(32, dtype=torch.int64), announces=Message(Kind.READY, payload=torch.ones(3))
-        ),
+        Message(Kind.READY, payload="00" * 32),
+        Message(Kind.PROOF, payload="00" * 31),
+        Message(Kind.PROOF, payload="no bytes"),
+        Message(Kind.PROOF, payload=[0] * 32),
+        Message(Kind.PROOF, payload="00" * 10**5),
+        Message(Kind.PROOF, payload="00" * 32, announces=Message(Kind.READY, payload=torch.ones(3))),
         None,
     ],
-    ids=["other kind", "short", "no bytes", "behind the frame", "large", "announcing", "silent"],
+    ids=["other kind", "short", "no bytes", "no text", "large", "announcing", "silent"],
 )
 def test_what_is_no_proof_is_refused_in_time(ends, monkeypatch, message):
     monkeypatch.setattr(meeting, "PROOF_TIMEOUT", 1.0)
@@ -188,12 +188,12 @@ class Stranger:
             store.set(worker_process.DRAFT_IS_HERE, "yes")
             self.channel = Channel(store, is_target=False)
             with contextlib.suppress(AttributeError, ProtocolError):
-                prove(self.channel)
-            self.channel.send(Message(Kind.READY, payload=payloads.write_json(INFO)))
+                meeting.prove(self.channel, b"")
+            self.channel.send(Message(Kind.READY, payload=INFO))
             while not self.ended:
                 with contextlib.suppress(TimeoutError):
                     message = self.channel.receive(1.0)
-                    self.received.append(message.payload.numpy().tobytes())
+                    self.received.append(message.payload)
 
 
 @pytest.mark.slow
@@ -205,9 +205,9 @@ def test_a_stranger_that_gloo_takes_for_the_other_side_is_refused_by_both(monkey
     def meet(store, is_target):
         if not is_target:
             time.sleep(0.3)  # time enough for a stranger to be first
-        channel = Channel(store, is_target, secret=secret)
+        channel = Channel(store, is_target)
         channels.append(channel)
-        prove(channel)
+        meeting.prove(channel, secret)
 
     for store in [dist.HashStore() for _ in range(5)]:  # it is up to gloo which side listens
         channels = []
@@ -258,10 +258,10 @@ def test_a_stranger_in_the_place_of_a_worker_gets_no_prompt(target, draft, monke
             super()._start(message)
 
     def serve(store):
-        channel = Channel(store, is_target=False, secret=b"guess")
+        channel = Channel(store, is_target=False)
         with contextlib.suppress(ProtocolError):
-            prove(channel)
-        channel.send(Message(Kind.READY, payload=payloads.write_json(INFO)))
+            meeting.prove(channel, b"guess")
+        channel.send(Message(Kind.READY, payload=INFO))
         with contextlib.suppress(PeerLost, RuntimeError):
             Spy(channel, draft).serve()
 

@@ -1,6 +1,9 @@
 """Real messages, recorded from real calls, and what can happen to them on the way."""
 
+import dataclasses
+import json
 import random
+import re
 from dataclasses import dataclass
 
 import pytest
@@ -9,9 +12,10 @@ import torch
 import hf_ssd
 from hf_ssd.distributed import transport
 from hf_ssd.distributed.assistant import DraftAssistant
-from hf_ssd.distributed.wire import PAYLOAD_TYPES, Message
+from hf_ssd.distributed.wire import FRAME_LENGTH, HEADER, TENSOR_TYPES, Message, pack
 
 from ..helpers.heads import tiny_head
+from ..helpers.loopback import through_the_wire
 from ..helpers.thread_worker import ThreadWorker
 from ..helpers.tiny import VOCAB, padded_batch, tiny_draft, tiny_model
 from ..helpers.vocabularies import DRAFT, TARGET, tokenizer
@@ -24,7 +28,7 @@ class Recorded:
     """
     Args:
         message (`Message`): As it was sent.
-        frame (`torch.LongTensor`): Its frame.
+        frame (`torch.ByteTensor`): Its frame, or the one that announces it.
     """
 
     message: Message
@@ -41,17 +45,17 @@ class Last:
 @pytest.fixture(scope="session")
 def recorded():
     """Messages of calls that are greedy, planned, or sampled with q dense and sparse, with a user's fallback ..."""
-    found, patch, pack, send_announced = [], pytest.MonkeyPatch(), transport.pack, transport.Channel.send_announced
+    found, patch, send_announced = [], pytest.MonkeyPatch(), transport.Channel.send_announced
 
     def record(message):
         tensors = pack(message)
-        found.append(Recorded(message, tensors[0].clone()))
+        found.append(Recorded(through_the_wire(message), tensors[0].clone()))
         return tensors
 
     def record_announced(channel, payload):
         announced = channel.promised
         message = Message(announced.kind, announced.session, announced.round, payload)
-        found.append(Recorded(message, pack(message)[0]))
+        found.append(Recorded(message, found[-1].frame))
         send_announced(channel, payload)
 
     patch.setattr(transport, "pack", record)
@@ -82,10 +86,14 @@ def recorded():
     return found
 
 
-def damaged(payload: torch.Tensor, chance: random.Random) -> torch.Tensor:
-    """What may arrive instead: with flipped bytes, other numbers, cut off, longer, or of another type."""
-    payload = torch.tensor(payload, dtype=torch.int64) if isinstance(payload, list) else payload
-    data, dtype = bytearray(payload.contiguous().numpy().tobytes()), payload.dtype
+ODD = [0, 1, -1, 2, 63, 65, 97, 2**31, -(2**31), 2**40, 2**63 - 1, -(2**63)]
+
+
+def damaged(payload, chance: random.Random) -> torch.Tensor | bytes:
+    """What may arrive instead: with flipped bytes, other numbers, cut off, longer, or a tensor of another type."""
+    is_tensor = isinstance(payload, torch.Tensor)
+    data = bytearray(payload.numpy().tobytes() if is_tensor else json.dumps(payload).encode())
+    dtype = payload.dtype if is_tensor else torch.uint8
     for _ in range(chance.randint(1, 3)):
         what = chance.randrange(6)
         if what == 0 and data:
@@ -96,11 +104,25 @@ def damaged(payload: torch.Tensor, chance: random.Random) -> torch.Tensor:
             data = data[: chance.randint(0, len(data))]
         elif what == 3:
             data += chance.randbytes(chance.choice([1, 8, 64, 1000]))
-        elif what == 4 and len(data) >= 8:
+        elif what == 4 and is_tensor and len(data) >= 8:
             place = chance.randrange(len(data) // 8) * 8
-            number = chance.choice([0, 1, -1, 2, 63, 65, 97, 2**31, -(2**31), 2**40, 2**63 - 1, -(2**63)])
-            data[place : place + 8] = number.to_bytes(8, "little", signed=True)
-        elif what == 5:
-            dtype = chance.choice(PAYLOAD_TYPES)
+            data[place : place + 8] = chance.choice(ODD).to_bytes(8, "little", signed=True)
+        elif what == 4 and (numbers := list(re.finditer(rb"-?\d+", data))):
+            number = chance.choice(numbers)
+            data[number.start() : number.end()] = str(chance.choice(ODD)).encode()
+        elif what == 5 and is_tensor:
+            dtype = chance.choice(TENSOR_TYPES)
+    if not is_tensor:
+        return bytes(data)
     data = data[: len(data) // dtype.itemsize * dtype.itemsize]
     return torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+
+
+def frames_of(message: Message, text: bytes) -> list[torch.Tensor]:
+    """Returns the frame of a message whose payload is this text instead of JSON, and the text if it does not fit in."""
+    frame, text = pack(dataclasses.replace(message, payload=None))[0], torch.tensor(list(text), dtype=torch.uint8)
+    frame[: HEADER.size].view(torch.int64)[5] = len(text)
+    if HEADER.size + len(text) > FRAME_LENGTH:
+        return [frame, text]
+    frame[HEADER.size : HEADER.size + len(text)] = text
+    return [frame]

@@ -8,17 +8,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_ssd.distributed import payloads, wire
-from hf_ssd.distributed.draft_server import DraftServer
+from hf_ssd.distributed import wire
 from hf_ssd.distributed.transport import TARGET, Channel, PeerLost, broadcast
-from hf_ssd.distributed.wire import HEADER_LENGTH, Kind, Message, pack
+from hf_ssd.distributed.wire import FRAME_LENGTH, HEADER, Kind, Message, pack
 from hf_ssd.rounds import AHEAD, Outcome, Plan
 
+from ..helpers.thread_worker import STOP, StoppableServer
 from ..helpers.tiny import VOCAB, tiny_draft
-from .conftest import ROWS, damaged
+from .conftest import ROWS, damaged, frames_of
 
-# What takes the server away from its call: it waits for something else to follow.
-HARMFUL = {int(Kind.STOP)}
+HARMFUL = {int(STOP)}  # what ends the server
 
 
 @pytest.fixture
@@ -29,16 +28,15 @@ def server():
         made["end"] = Channel(store, is_target=False)
         made["ready"] = True
         try:
-            DraftServer(made["end"], tiny_draft()).serve()
-            made["stopped"] = True
+            StoppableServer(made["end"], tiny_draft()).serve()
         except PeerLost:
-            pass
+            made["stopped"] = True
 
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()
     target = Channel(store, is_target=True)
     yield target
-    target.send(Message(Kind.STOP))
+    target.send(Message(STOP))
     thread.join(30)
     assert made.get("stopped")
     target.close()
@@ -66,14 +64,19 @@ def next_of(target, number):
         errors += message.kind == Kind.ERROR
 
 
+def say(channel, tensors):
+    channel.sent += [(broadcast(channel.outgoing, tensor, TARGET), tensor) for tensor in tensors]
+
+
 def damage_frame(frame, chance):
     """In its header or what it holds; its length, type and place stay, or the next message would be taken for it."""
     frame = frame.clone()
     for _ in range(chance.randint(1, 3)):
-        place = chance.choice([0, 1, 2, 3, 4, 6, *range(HEADER_LENGTH, HEADER_LENGTH + 24)])
-        frame[place] = chance.choice([-1, 0, 1, 2, 3, 5, 14, 19, 97, 2**31, 2**62, -(2**63)])
-    if int(frame[2]) in HARMFUL and not int(frame[3]):
-        frame[3] = 10**6
+        numbers = frame.view(torch.int64)
+        place = chance.choice([0, 1, 2, 3, 4, *range(HEADER.size // 8, HEADER.size // 8 + 12)])
+        numbers[place] = chance.choice([-1, 0, 1, 2, 3, 5, 14, 19, 97, 2**31, 2**62, -(2**63)])
+    if int(numbers[2]) in HARMFUL:
+        numbers[2] = 99
     return frame
 
 
@@ -92,14 +95,12 @@ def test_damaged_messages_do_not_end_a_server(recorded, server, count):
             one = chance.choice(usable)
             message = Message(one.message.kind, number, chance.choice([0, one.message.round]), one.message.payload)
             if chance.random() < 0.5:
-                message.payload = damaged(message.payload, chance)
-                server.send(message)
+                frames = frames_of(message, damaged(message.payload, chance))
             else:
-                frame, *behind = pack(message)
-                if not behind:
-                    frame = damage_frame(frame, chance)
-                server.sent.append((broadcast(server.outgoing, frame, TARGET), frame))
-                server.sent += [(broadcast(server.outgoing, tensor, TARGET), tensor) for tensor in behind]
+                frames = pack(message)
+                if len(frames) == 1:
+                    frames = [damage_frame(frames[0], chance)]
+            say(server, frames)
         number += 1
         tokens, found = good_call(server, number, first)
         errors += found
@@ -112,13 +113,12 @@ def test_damaged_calls_do_not_end_a_server(recorded, server):
     first = next(one.message.payload for one in recorded if one.message.kind == Kind.START)
     expected, _ = good_call(server, 1, first)
     for number in range(2, 60, 2):
-        server.send(Message(Kind.START, number, payload=damaged(first, chance)))
+        say(server, frames_of(Message(Kind.START, number), damaged(first, chance)))
         assert good_call(server, number + 1, first)[0] == expected
 
 
 def test_a_frame_that_is_none_is_answered_with_an_error(server):
-    frame = torch.full((128,), 7)
-    server.sent.append((broadcast(server.outgoing, frame, TARGET), frame))
+    say(server, [torch.full((FRAME_LENGTH,), 7, dtype=torch.uint8)])
     message = server.receive(10)
     assert (message.kind, message.session) == (Kind.ERROR, 0)
-    assert "does not come from hf_ssd" in payloads.read_text(message.payload)
+    assert "does not come from hf_ssd" in message.payload

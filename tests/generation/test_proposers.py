@@ -100,7 +100,7 @@ class RuleSpeculator(Speculator):
 
 
 class Worker:
-    is_alive, takes_our_cores, translation = True, False, None
+    is_alive, worker_info, translation = True, {}, None
 
     def __init__(self, chance):
         self.chance, self.channel = chance, PackingChannel()
@@ -135,7 +135,7 @@ class Assistant:
     def open_session(self, turn, request, device):
         request, count = request(), len(self.workers)
         kind, workers = (WorkerSession, self.workers[0]) if count == 1 else (SeveralDrafts, self.workers)
-        session = kind(workers, 1, request, lambda: None)
+        session = kind(workers, 1, request)
         for index, worker in enumerate(self.workers):
             worker.begins(request, index, count)
         return session

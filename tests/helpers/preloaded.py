@@ -32,7 +32,7 @@ ADDRESS = "PRELOADED_PYTHON"  # the environment variable with the path of the se
 READ_AT_IMPORT = ("HF_HOME", "HF_HUB_", "HF_DATASETS_", "TRANSFORMERS_", "TORCHINDUCTOR_", "CXX", "LD_")
 READ_LATER = "TORCHINDUCTOR_CACHE_DIR"  # which torch sets when it first compiles, or looks whether it can
 PRELOADED = [
-    "hf_ssd.distributed.worker", "hf_ssd.distributed.supervisor", "matplotlib.pyplot", "numpy", "pytest",
+    "hf_ssd.distributed.worker", "hf_ssd.distributed.roles", "matplotlib.pyplot", "numpy", "pytest",
     "torch._dynamo", "torch.distributed.run", "transformers.models.auto.tokenization_auto",
 ]  # fmt: skip
 FRESH = subprocess.Popen

@@ -5,7 +5,7 @@ import dataclasses
 
 import pytest
 
-from hf_ssd.distributed.local import LocalSession
+from hf_ssd.distributed.sessions import LocalSession
 from hf_ssd.generation import draft
 from hf_ssd.generation.proposers.proposers import Proposers
 from hf_ssd.rounds import AHEAD

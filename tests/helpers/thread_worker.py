@@ -12,6 +12,17 @@ from hf_ssd.distributed.wire import Kind, Message, ProtocolError
 from hf_ssd.distributed.worker_process import WorkerProcess
 from hf_ssd.drafting.draft_info import DraftInfo
 
+STOP = Kind.PROOF  # which a server is never sent otherwise
+
+
+class StoppableServer(DraftServer):
+    """A server in a thread, which cannot be killed: it ends when it is sent `STOP`."""
+
+    def handle(self, message):
+        if message.kind == STOP:
+            raise PeerLost
+        super().handle(message)
+
 
 class ThreadWorker(WorkerProcess):
     """
@@ -37,8 +48,12 @@ class ThreadWorker(WorkerProcess):
         self.worker_info = {"draft": info, "device": "cpu", "identity": None}
         send = self.channel.send
         self.channel.send = lambda message: (self.sent.append(message), send(message))
-        self.server = threading.Thread(target=DraftServer(self.other_end, self.draft).serve, daemon=True)
+        self.server = threading.Thread(target=self.serve, daemon=True)
         self.server.start()
+
+    def serve(self):
+        with contextlib.suppress(PeerLost):
+            StoppableServer(self.other_end, self.draft).serve()
 
     is_alive = property(lambda self: self.channel is not None)
 
@@ -47,13 +62,10 @@ class ThreadWorker(WorkerProcess):
 
     def end(self):
         if self.channel is not None:
-            self.channel.send(Message(Kind.STOP))
+            self.channel.send(Message(STOP))
             self.server.join(10)
             # Gloo waits for what is left, also when it is only collected as garbage, so the last answer is taken first.
             with contextlib.suppress(TimeoutError, PeerLost, ProtocolError):
                 while True:
                     self.channel.receive(0.02)
             self.other_end.close()
-
-    def stop(self):
-        self.kill()

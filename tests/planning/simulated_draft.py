@@ -39,7 +39,7 @@ class SimulatedSession(SeveralDrafts):
         self.config, self.rows, self.uses_q = request.config, len(request.prompts), False
         self.lengths = [len(prompt) for prompt in request.prompts]
         self.draft, self.world = draft, draft.world
-        self.sessions, self.on_close = [Worker(self, index) for index in range(len(draft.workers))], lambda: None
+        self.sessions = [Worker(self, index) for index in range(len(draft.workers))]
         self.preparing, self.is_misled, self.is_behind = Plan(PLAIN), False, False
         self.untold = 0  # rounds that it was not told of
 

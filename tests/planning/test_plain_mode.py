@@ -7,7 +7,7 @@ import torch
 from transformers import LogitsProcessorList, set_seed
 
 import hf_ssd
-from hf_ssd.distributed import payloads, wire
+from hf_ssd.distributed import wire
 from hf_ssd.distributed.assistant import DraftAssistant
 from hf_ssd.distributed.cores import TargetCores
 from hf_ssd.distributed.sessions import SessionRequest
@@ -188,7 +188,7 @@ def test_a_draft_that_is_ready_late_reads_what_was_generated_with_the_prompts(ta
         stats, (worker,) = output.ssd_stats, assistant.workers
         start = next(message.payload for message in worker.sent if message.kind == Kind.START)
     assert stats.acceptance_rate == 1 and stats.draft_joined_at >= 2 * PLAIN_ROUNDS - 1
-    for row, prompt in enumerate(payloads.read_json(start)["prompts"]):
+    for row, prompt in enumerate(start["prompts"]):
         text = output.sequences[row, 3 * row :].tolist()  # without padding
         assert prompt == text[: len(prompt)] and len(prompt) > length - 3 * row
 
