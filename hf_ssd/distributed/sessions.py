@@ -169,8 +169,7 @@ class WorkerSession(DraftSession):
         self.is_reusable = True
 
     def receive_speculation(self, timeout: float | None = None) -> Speculation:
-        size = self.rows, self.vocab_size
-        self.speculation = self._receive(Kind.SPECULATION, timeout, wire.read_speculation, *size)
+        self.speculation = self._receive(Kind.SPECULATION, timeout, wire.read_speculation, self.rows, self.vocab_size)
         return self.speculation
 
     def receive_probabilities(self) -> torch.FloatTensor:

@@ -30,7 +30,7 @@ from .draft_server import DraftServer
 from .meeting import join, prove
 from .transport import Channel, PeerLost
 from .weights import model_from_shared_weights
-from .wire import Kind, Message, ProtocolError
+from .wire import Kind, Message
 from .worker_process import DRAFT_IS_HERE, TARGET_IS_HERE, shorten_stderr
 
 FLUSH_TIMEOUT = 10.0  # seconds for a last message to leave; the target then kills this process
@@ -60,25 +60,25 @@ def run() -> int:
         use_device(torch.device(settings["device"]))
         model = load_model(settings)
         uncompiled_because = compile_draft(model) if settings["compile"] else None
-        place = {"device": str(model.device), "identity": devices.identity(model.device), "pid": os.getpid()}
-        place["takes_cores"] = cores.share is not None  # of the target, while that waits
-        info = dataclasses.asdict(DraftInfo.of(model.config, last_position_limit(model)))
-        compiled = {"is_compiled": is_compiled(model), "uncompiled_because": uncompiled_because}
-        hello = Message(Kind.READY, payload={"draft": info, **place, **compiled})
+        info = {
+            "draft": dataclasses.asdict(DraftInfo.of(model.config, last_position_limit(model))),
+            "device": str(model.device),
+            "identity": devices.identity(model.device),
+            "pid": os.getpid(),
+            "takes_cores": cores.share is not None,  # of the target, while that waits
+            "is_compiled": is_compiled(model),
+            "uncompiled_because": uncompiled_because,
+        }
+        hello = Message(Kind.READY, payload=info)
     except Exception as error:
-        text = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
-        hello = Message(Kind.ERROR, payload=text)
+        hello = Message(Kind.ERROR, payload=f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
     # 2. Meet the target.
     meeting = settings["meeting"]
     store = join(meeting, settings["timeout"])
     store.set(DRAFT_IS_HERE, "yes")
     store.wait([TARGET_IS_HERE], AS_LONG_AS_THE_PARENT_LIVES)
     channel = Channel(store, is_target=False, hostname=meeting["hostname"])
-    try:
-        prove(channel, bytes.fromhex(meeting["secret"]))
-    except ProtocolError as error:
-        print(error, file=sys.stderr)
-        return 1
+    prove(channel, bytes.fromhex(meeting["secret"]))
     channel.send(hello)
     # 3. Serve the target.
     if hello.kind == Kind.ERROR:
