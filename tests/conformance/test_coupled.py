@@ -181,7 +181,7 @@ def test_mistakes_change_the_distribution(small, name, monkeypatch):
 
 def test_no_probabilities_are_kept_or_sent(target, draft, monkeypatch):
     read = []
-    monkeypatch.setattr("hf_ssd.distributed.payloads.read_probabilities", lambda *_: read.append(1))
+    monkeypatch.setattr("hf_ssd.distributed.wire.read_probabilities", lambda *_: read.append(1))
     with hf_ssd.launch_draft(draft, num_threads=1) as worker:
         stats = check_same(target, worker)
     assert stats.hit_rate > 0 and not read
