@@ -18,38 +18,21 @@ if TYPE_CHECKING:  # for readers of the source; at run time `__getattr__` import
 __version__ = "0.1.0"
 
 __all__ = [
-    "BatchStreamer",
-    "DraftAssistant",
-    "DraftError",
-    "RoundRecord",
-    "RoundStreamer",
-    "SSDConfig",
-    "SSDDecoderOnlyOutput",
-    "SSDGenerationMixin",
-    "SSDStats",
-    "close",
-    "disable",
-    "enable",
-    "generate",
-    "launch_draft",
-]
+    "BatchStreamer", "DraftAssistant", "DraftError", "RoundRecord", "RoundStreamer", "SSDConfig",
+    "SSDDecoderOnlyOutput", "SSDGenerationMixin", "SSDStats", "close", "disable", "enable", "generate", "launch_draft",
+]  # fmt: skip
 
-_PLACES = {
-    "BatchStreamer": ".generation.streaming",
-    "DraftAssistant": ".distributed.assistant",
-    "DraftError": ".distributed.sessions",
-    "RoundRecord": ".rounds",
-    "RoundStreamer": ".generation.streaming",
-    "SSDConfig": ".config",
-    "SSDDecoderOnlyOutput": ".stats",
-    "SSDGenerationMixin": ".generation.api",
-    "SSDStats": ".stats",
-    "close": ".distributed.launch",
-    "disable": ".generation.api",
-    "enable": ".generation.api",
-    "generate": ".generation.api",
-    "launch_draft": ".distributed.launch",
+_NAMES = {
+    ".config": ("SSDConfig",),
+    ".distributed.assistant": ("DraftAssistant",),
+    ".distributed.launch": ("close", "launch_draft"),
+    ".distributed.sessions": ("DraftError",),
+    ".generation.api": ("SSDGenerationMixin", "disable", "enable", "generate"),
+    ".generation.streaming": ("BatchStreamer", "RoundStreamer"),
+    ".rounds": ("RoundRecord",),
+    ".stats": ("SSDDecoderOnlyOutput", "SSDStats"),
 }
+_PLACES = {name: place for place, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str):

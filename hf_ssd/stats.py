@@ -79,10 +79,7 @@ class SSDStats:
 
     @property
     def acceptance_rate(self) -> float:
-        """
-        Share of accepted tokens among the drafted tokens that the target tested. Early tokens do not count,
-        unless nothing was drafted.
-        """
+        """Share of accepted tokens among the tested tokens of the draft; of early tokens, if nothing was drafted."""
         rows = [row for row in self.verified_rows() if row[0]]
         rows = [row for row in rows if row[2] is not None] or rows
         tested = sum(min(accepted + 1, k) for k, accepted, _ in rows)
@@ -90,10 +87,7 @@ class SSDStats:
 
     @property
     def advice(self) -> list[str]:
-        """
-        Sentences that say how to improve the pair or the settings; empty if there is nothing to change, or if too few
-        rounds were drafted to tell.
-        """
+        """Sentences that say how to improve the pair or the settings; empty if all is well, or in short calls."""
         return advice(self)
 
     @property

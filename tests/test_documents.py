@@ -18,9 +18,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_ssd
-from hf_ssd.cli.main import build_parser
+from hf_ssd.cli.main import SCRIPTS, build_parser
 from hf_ssd.cli.prompts import prompts_from
-from hf_ssd.cli.scripts import SCRIPTS
 
 ROOT = Path(__file__).parent.parent
 PAIR = ROOT / "examples" / "pair"

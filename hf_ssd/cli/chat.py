@@ -45,7 +45,9 @@ class Answer(TextStreamer):
     def __init__(self, tokenizer):
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self.tokens: list[int] = []  # those of the prompt first
-        self.waiting = terminal.SignOfLife()
+        self.shows_dots = sys.stdout.isatty()  # until the first words come
+        if self.shows_dots:
+            print("...", end="", flush=True)
 
     def put(self, value: torch.LongTensor) -> None:
         self.tokens += value.flatten().tolist()
@@ -53,8 +55,13 @@ class Answer(TextStreamer):
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         if text or stream_end:
-            self.waiting.end()
+            self.erase_dots()
         super().on_finalized_text(text, stream_end)
+
+    def erase_dots(self) -> None:
+        if self.shows_dots:
+            self.shows_dots = False
+            print("\r\033[K", end="", flush=True)  # erases the line
 
 
 class Chat:
@@ -118,7 +125,7 @@ class Chat:
             except KeyboardInterrupt:
                 answer.end()  # prints the words that the streamer held back
             finally:
-                answer.waiting.end()
+                answer.erase_dots()
         seconds, new = time.perf_counter() - start, answer.tokens[len(tokens) :]
         text = self.tokenizer.decode(new, skip_special_tokens=True)
         self.messages += [{"role": "user", "content": words}, {"role": "assistant", "content": text}]

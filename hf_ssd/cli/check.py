@@ -18,7 +18,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import statistics
 import sys
 import time
 
@@ -31,9 +30,9 @@ from ..rounds import PLAIN as NO_DRAFT
 from ..stats import SSDStats
 from . import doctor, forms, models, options, prompts
 from .main import REFUSED
-from .methods import ASSISTED, PLAIN, SSD, Method, NotMeasured, Run
+from .methods import ASSISTED, PLAIN, SSD, Bench, Method, NotMeasured, Run
 from .options import at_least
-from .schedule import LEAST, Pace, TimedBench, schedule_for, seconds_asked
+from .schedule import LEAST, schedule_for, seconds_asked
 from .table import rows_of
 from .verdict import Figures
 
@@ -69,8 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    load = doctor.load()
-    known = {"load": load}
+    known = {"load": doctor.load()}
     try:
         found = models.chosen(args, needs_draft=False)
         if found.config.drafter in OF_TARGET:
@@ -79,10 +77,10 @@ def run(args: argparse.Namespace) -> int:
         texts = prompts.prompts_from(args.prompts, args.prompt_field)[: args.repeats + 1] if args.prompts else None
         known |= doctor.examine(found, tries_dtypes=True)
         if not args.json:
-            print(doctor.in_words(known, load), flush=True)
+            print(doctor.in_words(known), flush=True)
         texts = texts or prompts_for(found.target.tokenizer)
         is_measured = found.draft or found.config.drafter == EARLY
-        figures = measure(args, found, texts, load) if is_measured else forms.measure(args, found.target, texts, tell)
+        figures = measure(args, found, texts, known) if is_measured else forms.measure(args, found.target, texts, tell)
     except (ValueError, hf_ssd.DraftError) as error:
         is_refused = not isinstance(error, NotMeasured)
         if args.json:
@@ -90,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
         elif is_refused:
             raise
         else:
-            print(f"hf-ssd check: not measured: {error}", file=sys.stderr)
+            tell(f"not measured: {error}")
         return REFUSED if is_refused else NOT_MEASURED
     if args.json:
         print(as_json(known, **dataclasses.asdict(figures), pays=figures.pays, verdict=figures.verdict()))
@@ -109,7 +107,7 @@ def prompts_for(tokenizer) -> list[str]:
     return PROMPTS if tokenizer is None or tokenizer.chat_template is None else QUESTIONS
 
 
-def measure(args: argparse.Namespace, found: models.Models, texts: list[str], load: float) -> Figures:
+def measure(args: argparse.Namespace, found: models.Models, texts: list[str], known: dict) -> Figures:
     """
     Loads the models, and runs prompts with each method, in turns. The first answers, with plain generation and SSD,
     take as long as they take; they tell how many and how long calls fit into `args.seconds`.
@@ -123,7 +121,7 @@ def measure(args: argparse.Namespace, found: models.Models, texts: list[str], lo
         tell("starting the draft's worker")
         launched = hf_ssd.launch_draft(draft, device=found.draft.device, num_threads=found.draft_threads, target=target)
     with launched as assistant:
-        bench = TimedBench(work, target, draft, assistant, batches, found.tokenizers)
+        bench = Bench(work, target, draft, assistant, batches, found.tokenizers)
         methods = bench.methods(cores=None, all_devices=True)
         methods.pop(f"{ASSISTED}, default", None)  # a head has no such methods
         methods = {name: methods[name] for name in (PLAIN, SSD, *methods)}  # in this order
@@ -139,31 +137,25 @@ def measure(args: argparse.Namespace, found: models.Models, texts: list[str], lo
         if not plain.speed:
             raise NotMeasured()
         # The first answer with SSD also packs weights and tries the pair; the next ones are no slower than plain.
-        pace = Pace(plain.prefill, 1 / plain.speed)
-        spent = time.perf_counter() - start
-        count = len(methods)
-        schedule = schedule_for(args.seconds - spent, pace, count, wanted, args.repeats)
-        asked = seconds_asked(spent, pace, count, wanted, args.repeats)
+        spent, of = time.perf_counter() - start, (plain, len(methods), wanted, args.repeats)
+        schedule, asked = schedule_for(args.seconds - spent, *of), seconds_asked(spent, *of)
         whole = f"a check of this pair takes about {max(1, round(asked / 60))} min: --seconds {asked}"
         if schedule is None:
-            raise NotMeasured(
-                f"{whole} (the first answers took {spent:.0f} s; before, {load:.2f} programs for each core)"
-            )
+            busy = f"before, {known['load']:.2f} programs for each core"
+            raise NotMeasured(f"{whole} (the first answers took {spent:.0f} s; {busy})")
         if schedule.tokens < wanted or not schedule.assisted:
             tell(f"{whole}; now answers of {schedule.tokens} tokens are compared")
+        bench.options["max_new_tokens"], work.repeats = schedule.tokens, schedule.turns
+        bench.deadline, bench.calls = start + args.seconds, schedule.calls(len(methods))
+        skipped = not schedule.assisted and len(methods) > 2
         if not schedule.assisted:
             methods = {name: methods[name] for name in (PLAIN, SSD)}
-        bench.options["max_new_tokens"], work.repeats = schedule.tokens, schedule.turns
-        bench.deadline, bench.calls = start + args.seconds, schedule.calls(count)
         # 3. The planner measures the pair, and then the methods take turns.
         for turn in range(1, schedule.learning + 1):
             tell(f"getting to know the pair, call {turn} of {schedule.learning}")
             learning.append(bench.run(methods[SSD], turn))
-        bench.measure(methods, bench.deadline, warm_ups=0)
-        planner, is_alone = last_planner(target, assistant or target), draft is None
-        shares_memory = not is_alone and found.shares_memory
-        figures = conclude(methods, learning, planner, shares_memory, load, is_alone)
-        return dataclasses.replace(figures, skipped=not schedule.assisted and count > 2)
+        bench.measure(methods, warm_ups=0)
+        return conclude(methods, learning, last_planner(target, assistant or target), known, skipped)
 
 
 def tell(what: str) -> None:
@@ -177,28 +169,21 @@ def acceptance_of(runs: list[Run]) -> float | None:
     return stats.acceptance_rate if any(k and hit is not None for k, _, hit in stats.verified_rows()) else None
 
 
-def conclude(
-    methods: dict[str, Method],
-    first: list[Run],
-    planner: Planner,
-    shares_memory: bool,
-    load: float,
-    looks_up: bool = False,
-) -> Figures:
-    """Returns the figures of the pair, or of prompt lookup. `first` holds SSD's runs before these turns."""
+def conclude(methods: dict[str, Method], first: list[Run], planner: Planner, known: dict, skipped: bool) -> Figures:
+    """Returns the figures of the pair, or of a target without one. `first` holds SSD's runs before these turns."""
     rows = {row["method"]: row for row in rows_of(methods)}
     assisted = next((name for name in rows if name.startswith(ASSISTED)), None)
     ssd, runs = rows[SSD], methods[SSD].runs
     records = [record for run in runs for record in run.stats.records]
-    steps = [planner.costs.seconds_to_draft(AHEAD, count) for count in (1, 2)]
-    is_timed = any(line.count for line in planner.costs.durations.step.values()) and not looks_up
-    step, two_tokens = steps if is_timed else (None, None)
+    looks_up, step, two_tokens = "draft" not in known, None, None
+    if any(line.count for line in planner.costs.durations.step.values()) and not looks_up:
+        step, two_tokens = (planner.costs.seconds_to_draft(AHEAD, count) for count in (1, 2))
     drafts = sum(record.mode == NO_DRAFT and not record.early for record in records) < len(records) / 2
     failures = [run.stats.draft_failure for run in runs if run.stats.draft_failure]
     best = {}
     if assisted is not None:
-        ratios = [ours.speed / theirs.speed for ours, theirs in zip(runs, methods[assisted].runs)]
-        best = {"assisted": rows[assisted]["speed"], "over_assisted": statistics.median(ratios)}
+        ratio = ssd["over plain"] / rows[assisted]["over plain"]
+        best = {"assisted": rows[assisted]["speed"], "over_assisted": ratio}
         best["assistant_tokens"] = int(assisted.removeprefix(f"{ASSISTED}, "))
     return Figures(
         acceptance=acceptance_of(first + runs),
@@ -214,9 +199,10 @@ def conclude(
         speed=ssd["speed"],
         plain=rows[PLAIN]["speed"],
         over_plain=ssd["over plain"] if drafts else None,
-        shares_memory=shares_memory,
-        load=load,
+        shares_memory=known.get("shares_memory", False),
+        load=known["load"],
         failure=failures[-1] if failures else None,
+        skipped=skipped,
         looks_up=looks_up,
         **best,
     )

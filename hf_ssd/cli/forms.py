@@ -1,11 +1,9 @@
 """Which drafts would pay for a target that has none? Measures the target alone, and computes the rest."""
 
 import argparse
-import contextlib
 import os
-import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -15,14 +13,13 @@ from .. import theory
 from ..cache.cache_name import cache_argument
 from ..generation.proposers.ngrams import NgramIndex
 from . import prompts
-from .methods import sampling, synchronize
+from .methods import sampling, time_of
 from .models import Model
 from .verdict import PAYS, in_lines
 
 LOOKAHEADS = (1, 2, 3, 4, 6, 8)
 LAYERS = (1, 2, 4)
 AGREES = 0.7  # acceptance rate of a draft that was trained on the target's own text
-TURNS = 7  # of each forward pass that is timed
 
 
 @dataclass
@@ -65,7 +62,7 @@ class Forms:
 
 
 def measure(args: argparse.Namespace, target: Model, texts: list[str], tell: Callable[[str], None]) -> Forms:
-    """Loads the target, lets it answer the prompts plainly, and times its forward passes, whole and of few layers."""
+    """Loads the target, lets it answer the prompts plainly, and times its forward passes."""
     tell("loading the target")
     model = target.load()
     deadline, answers = time.perf_counter() + args.seconds / 2, []
@@ -76,48 +73,25 @@ def measure(args: argparse.Namespace, target: Model, texts: list[str], tell: Cal
         if time.perf_counter() > deadline:
             break
     tell("timing forward passes")
-    ids = answers[0][1]
-    seconds = {width: time_of(model, ids, width) for width in (1, *(k + 1 for k in LOOKAHEADS))}
+    ids, embed, head = answers[0][1], model.get_input_embeddings(), model.get_output_embeddings()
+    seconds = {width: seconds_of(model, ids, width) for width in (1, *(k + 1 for k in LOOKAHEADS))}
+    ends = time_of(lambda: head(embed(ids[:, -1:])), model.device)  # without layers
     gains = {k: tokens_a_round(answers, k) * seconds[1] / seconds[k + 1] for k in LOOKAHEADS}
-    best = max(gains, key=gains.get)
-    trained = {}
-    for layers in LAYERS:
-        if layers < model.config.get_text_config(decoder=True).num_hidden_layers:
-            with first_layers(model, layers):
-                step = time_of(model, ids, 1)
-            rates = [rate / 100 for rate in range(1, 100) if speed_of(rate / 100, step, seconds) >= PAYS]
-            speed = speed_of(AGREES, step, seconds)
-            trained[layers] = {"seconds": step, "needs": min(rates, default=None), "speed": speed}
+    best, trained = max(gains, key=gains.get), {}
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    for layers in [layers for layers in LAYERS if layers < count]:
+        step = ends + max(0.0, seconds[1] - ends) * layers / count
+        rates = [rate / 100 for rate in range(1, 100) if speed_of(rate / 100, step, seconds) >= PAYS]
+        trained[layers] = {"seconds": step, "needs": min(rates, default=None), "speed": speed_of(AGREES, step, seconds)}
     return Forms(seconds, gains[best], best, trained)
 
 
 @torch.no_grad()
-def time_of(model: PreTrainedModel, ids: torch.LongTensor, width: int) -> float:
+def seconds_of(model: PreTrainedModel, ids: torch.LongTensor, width: int) -> float:
     """Returns the median seconds of a forward pass over a few tokens after a text that is cached."""
-    cache, times = DynamicCache(config=model.config), []
-    model(ids, **{cache_argument(model): cache})
-    for _ in range(TURNS):
-        synchronize(model.device)
-        start = time.perf_counter()
-        model(ids[:, -1:].expand(-1, width), **{cache_argument(model): cache})
-        synchronize(model.device)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
-
-
-@contextlib.contextmanager
-def first_layers(model: PreTrainedModel, count: int) -> Iterator[None]:
-    """Leaves a model its first layers alone inside this context."""
-    total = model.config.get_text_config(decoder=True).num_hidden_layers
-    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList) and len(module) == total]
-    modules = [module._modules for module in lists]
-    try:
-        for module in lists:
-            module._modules = dict(list(module._modules.items())[:count])
-        yield
-    finally:
-        for module, whole in zip(lists, modules):
-            module._modules = whole
+    cache = {cache_argument(model): DynamicCache(config=model.config)}
+    model(ids, **cache)
+    return time_of(model, model.device, ids[:, -1:].expand(-1, width), **cache)
 
 
 def tokens_a_round(answers: list[tuple[int, torch.LongTensor]], lookahead: int) -> float:

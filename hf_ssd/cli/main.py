@@ -1,15 +1,16 @@
-"""The program `hf-ssd`: its commands and their exit codes."""
+"""The program `hf-ssd`: its commands, scripts of the folder examples among them, and their exit codes."""
 
 import argparse
 import importlib
 import io
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 
 import hf_ssd
 
 from .options import shared
-from .scripts import SCRIPTS, run_script
+from .pair import PACKAGE
 
 COMMANDS = {  # copies of the first lines of their modules, whose import takes seconds
     "check": "Does this draft pay for this target? Looks at both, measures them, and says why.",
@@ -17,6 +18,12 @@ COMMANDS = {  # copies of the first lines of their modules, whose import takes s
     "bench": "How fast is it? Plain and assisted generation, speculative decoding in turn and SSD, side by side.",
     "serve": "An OpenAI endpoint whose model speculates, with figures at /metrics and a page at /.",
 }
+SCRIPTS = {  # file, and what it does
+    "evaluate": ("evaluate_datasets.py", "How fast are the methods on real prompts, and are the answers as good?"),
+    "train-draft": ("train_draft.py", "Make a draft for any causal model, which learns from the model's own text."),
+    "gpu-report": ("gpu_report.py", "Everything about this machine's GPUs in one report."),
+}
+PLACES = (PACKAGE / "scripts", PACKAGE.parent / "examples")  # of scripts, installed and in a clone
 REFUSED = 2  # the exit code for models or arguments that cannot work, as argparse's
 INTERRUPTED = 130  # the exit code after Ctrl-C, as a shell's
 
@@ -70,3 +77,17 @@ def run(args: argparse.Namespace) -> int:
     except (ValueError, hf_ssd.DraftError) as error:
         print(f"hf-ssd {args.command}: {error}", file=sys.stderr)
         return REFUSED
+
+
+def run_script(command: str, arguments: list[str]) -> int:
+    """Runs a script with the words of a command line, as `python examples/SCRIPT` would, and returns the exit code."""
+    file, _ = SCRIPTS[command]
+    folder = next((place for place in PLACES if (place / file).is_file()), None)
+    if folder is None:
+        raise SystemExit(f"hf-ssd {command}: hf_ssd was installed without its scripts; install it from a clone.")
+    words, paths = sys.argv, list(sys.path)
+    sys.argv, sys.path[:0] = [f"hf-ssd {command}", *arguments], [str(folder)]
+    try:
+        return importlib.import_module(Path(file).stem).main() or 0
+    finally:
+        sys.argv, sys.path[:] = words, paths

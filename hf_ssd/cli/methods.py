@@ -1,8 +1,10 @@
 """Ways to generate, run side by side: plain generate(), assisted generation, speculative decoding and SSD."""
 
 import math
+import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -72,6 +74,8 @@ class Run:
 class Bench:
     """Runs methods of generation with a target, a draft, the draft's worker, and batches that are used in turn."""
 
+    deadline, calls = math.inf, 0  # a `time.perf_counter()` value, and how many calls are to end before it
+
     def __init__(self, args, target, draft, assistant, batches: list[dict], tokenizers: dict | None = None):
         self.tokenizers = tokenizers or {}
         self.args, self.target, self.draft, self.assistant, self.batches = args, target, draft, assistant, batches
@@ -105,9 +109,17 @@ class Bench:
             methods[f"{SD}, {k}"] = Method({"assistant_model": self.draft, "ssd_config": config}, theirs, devices)
         return methods | {SSD: Method(ours, target_cores, len(both) if both else 2)}
 
+    def longest(self) -> float | None:
+        """Returns the seconds that the next call may take, `None` without a deadline, and counts the call."""
+        if not self.calls:
+            return None
+        left = max(0.0, self.deadline - time.perf_counter())
+        self.calls -= 1
+        return min(left, 1.5 * left / (self.calls + 1))  # some calls take longer than others
+
     def run(self, method: Method, turn: int) -> Run:
         inputs = self.batches[turn % len(self.batches)]
-        options, first = {**self.options, **method.options}, FirstToken()
+        options, first = {**self.options, **method.options, "max_time": self.longest()}, FirstToken()
         if "assistant_model" in options:
             options |= self.tokenizers
         if "ssd_config" not in options:  # SSD reports the prefill in its statistics
@@ -133,16 +145,16 @@ class Bench:
         given = rows if stats else rows * (first.length - length)
         return Run(tokens, given, prefill, seconds, stats, output.sequences)
 
-    def measure(self, methods: dict[str, Method], deadline: float = math.inf, warm_ups: int = 1) -> dict[str, Method]:
+    def measure(self, methods: dict[str, Method], warm_ups: int = 1) -> dict[str, Method]:
         """
         Runs the methods in turns, adds the runs to them, and returns them. Assisted generation is left out if
         transformers does not take the pair. A turn counts if each answer in it went on after its first tokens;
-        [`NotMeasured`] is raised if none counts. After `deadline`, a `time.perf_counter()` value, no turn begins,
-        except those that warm up and the first one after them.
+        [`NotMeasured`] is raised if none counts. After the deadline no turn begins, except those that warm up and the
+        first one after them.
         """
         turns = tqdm(range(self.args.repeats + warm_ups), desc="measuring", unit="turn", disable=None)
         for turn in turns:
-            if turn > warm_ups and time.perf_counter() > deadline:
+            if turn > warm_ups and time.perf_counter() > self.deadline:
                 break
             runs = {}
             for name, method in list(methods.items()):
@@ -169,6 +181,19 @@ def synchronize(device: torch.device) -> None:
     """Waits until an accelerator has finished its work. On a CPU there is nothing to wait for."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
+
+
+@torch.no_grad()
+def time_of(step: Callable, device: torch.device, *inputs, **options) -> float:
+    """Returns the median seconds of seven calls that compute on a device."""
+    times = []
+    for _ in range(7):
+        synchronize(device)
+        start = time.perf_counter()
+        step(*inputs, **options)
+        synchronize(device)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
 
 
 def sampling(temperature: float) -> dict:

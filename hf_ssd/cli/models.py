@@ -9,15 +9,9 @@ from dataclasses import dataclass, field
 
 import torch
 import transformers
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForMultimodalLM,
-    AutoProcessor,
-    AutoTokenizer,
-    PreTrainedModel,
-)
+from huggingface_hub import snapshot_download
+from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, AutoProcessor, AutoTokenizer, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES as MULTIMODAL
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, hub
 
 import hf_ssd
 
@@ -30,7 +24,7 @@ from ..gguf_files import config_of, gguf_place
 from . import pair
 from .options import settings
 
-QUIET = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "model-*.safetensors")  # in one file or in several
 
 
 @dataclass(frozen=True)
@@ -108,18 +102,10 @@ class Model:
         return self._read(kind.from_pretrained, **options).eval()
 
     def fetch(self) -> None:
-        """
-        Downloads the weights of a hub id with bars on a terminal, before a worker, which shows none, loads them. What
-        cannot be downloaded is left to the worker, which says why.
-        """
-        if os.path.exists(self.name) or "gguf_file" in self.files or not sys.stderr.isatty():
-            return
-        options = {"revision": self.files["revision"]} if "revision" in self.files else {}
-        with contextlib.suppress(OSError, ValueError):
-            if hub.cached_file(self.name, SAFE_WEIGHTS_NAME, **options, **QUIET) is None:
-                index = hub.cached_file(self.name, SAFE_WEIGHTS_INDEX_NAME, **options, **QUIET)
-                if index is not None:
-                    hub.get_checkpoint_shard_files(self.name, index, **options)
+        """Downloads weights with bars on a terminal, for a worker, which shows none, and says why a download fails."""
+        if sys.stderr.isatty() and not os.path.exists(self.name) and "gguf_file" not in self.files:
+            with contextlib.suppress(OSError, ValueError):
+                snapshot_download(self.name, revision=self.files.get("revision"), allow_patterns=WEIGHTS)
 
     def load_for_requests(self) -> tuple:
         """Loads a model with all that it can read, such as images, and returns it with its processor or tokenizer."""

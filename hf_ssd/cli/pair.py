@@ -1,12 +1,13 @@
 """The small pair of models that comes with the package."""
 
-from .scripts import PACKAGE
+from pathlib import Path
 
+PACKAGE = Path(__file__).parent.parent
 PLACES = (PACKAGE / "pair", PACKAGE.parent / "examples" / "pair")  # installed, and in a clone
 
 
 def folder(name: str) -> str:
-    """Returns the folder of the pair's `"target"`, `"draft"`, `"parallel_draft"` or `"eagle3"`."""
+    """Returns the folder of a model that belongs to the pair, such as `"target"` or `"draft"`."""
     for place in PLACES:
         if (place / name / "config.json").is_file():
             return str(place / name)

@@ -1,23 +1,14 @@
 """How much of a check fits into its seconds."""
 
 import math
-import time
 from dataclasses import dataclass
 
-from .methods import Bench, Method, Run
+from .methods import Run
 
 LEAST = 12  # tokens of an answer from which its speed is known
 ENOUGH = 24  # tokens of an answer below which assisted generation is left out
 TURNS = 3  # a turn for each kind of question
 MARGIN = 1.25  # the seconds that are asked for, over those that are expected
-
-
-@dataclass(frozen=True)
-class Pace:
-    """Seconds until the first token, and of each token after it."""
-
-    prefill: float
-    token: float
 
 
 @dataclass(frozen=True)
@@ -33,11 +24,12 @@ class Schedule:
         """Returns the number of calls. `methods` counts plain generation, SSD and each assisted generation."""
         return self.learning + self.turns * (methods if self.assisted else 2)
 
-    def seconds(self, pace: Pace, methods: int) -> float:
-        return self.calls(methods) * (pace.prefill + self.tokens * pace.token)
+    def seconds(self, plain: Run, methods: int) -> float:
+        """Returns how long the calls take, if each is as fast as a plain answer."""
+        return self.calls(methods) * (plain.prefill + self.tokens / plain.speed)
 
 
-def schedule_for(seconds: float, pace: Pace, methods: int, tokens: int, repeats: int) -> Schedule | None:
+def schedule_for(seconds: float, plain: Run, methods: int, tokens: int, repeats: int) -> Schedule | None:
     """
     Returns the largest schedule that fits into `seconds`, if any. If whole answers of `tokens` tokens do not fit, the
     answers are shorter; then assisted generation is left out; then there is a single turn.
@@ -47,26 +39,13 @@ def schedule_for(seconds: float, pace: Pace, methods: int, tokens: int, repeats:
     levels += [(few, TURNS, True, ENOUGH), (few, TURNS, False, LEAST), (1, 1, False, LEAST)]
     for turns, learning, assisted, least in levels:
         calls = Schedule(0, turns, learning, assisted).calls(methods)
-        fitting = math.floor((seconds / calls - pace.prefill) / pace.token)
+        fitting = math.floor((seconds / calls - plain.prefill) * plain.speed)
         if fitting >= min(least, tokens):
             return Schedule(min(fitting, tokens), turns, learning, assisted)
     return None
 
 
-def seconds_asked(spent: float, pace: Pace, methods: int, tokens: int, repeats: int) -> int:
+def seconds_asked(spent: float, plain: Run, methods: int, tokens: int, repeats: int) -> int:
     """Returns the `--seconds` in which a check with whole answers and all methods fits, in tens of seconds."""
     whole = Schedule(tokens, min(TURNS, repeats), TURNS, True)
-    return 10 * math.ceil(MARGIN * (spent + whole.seconds(pace, methods)) / 10)
-
-
-class TimedBench(Bench):
-    """A bench whose calls end in time, once it has a `deadline`, a `time.perf_counter()` value, and `calls` to come."""
-
-    deadline, calls = math.inf, 0
-
-    def run(self, method: Method, turn: int) -> Run:
-        if self.calls:
-            left = max(0.0, self.deadline - time.perf_counter())
-            self.options["max_time"] = min(left, 1.5 * left / self.calls)  # some calls take longer than others
-            self.calls -= 1
-        return super().run(method, turn)
+    return 10 * math.ceil(MARGIN * (spent + whole.seconds(plain, methods)) / 10)

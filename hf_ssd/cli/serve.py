@@ -9,13 +9,9 @@ unless --host says otherwise.
 """
 
 import argparse
-import contextlib
 import importlib.util
-import logging
 import os
 import socket
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import hf_ssd
@@ -49,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     from ..serving.server import Server  # needs the packages that were looked for above
 
     model, processor = found.target.load_for_requests()
-    with found.launch_draft(model) as assistant, requests_shown():
+    with found.launch_draft(model) as assistant:
         hf_ssd.enable(model, assistant, found.config, **found.tokenizers)
         server = Server(
             model,
@@ -65,20 +61,6 @@ def run(args: argparse.Namespace) -> int:
         server.run()
     print("The server has ended.", flush=True)
     return 0
-
-
-@contextlib.contextmanager
-def requests_shown() -> Iterator[None]:
-    """Prints the line of each request to standard output, whatever the level of other messages is."""
-    logger, handler = logging.getLogger("hf_ssd.serving.request_log"), logging.StreamHandler(sys.stdout)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
-    logger.addHandler(handler)
-    logger.propagate = False
-    logger.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
 
 
 def public_name(model: models.Model) -> str:

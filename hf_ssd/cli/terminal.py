@@ -1,4 +1,4 @@
-"""What a chat reads from a terminal, and shows there while nothing else is to be seen."""
+"""What a chat reads from a terminal, and warnings that do not interrupt its text."""
 
 import contextlib
 import io
@@ -9,7 +9,6 @@ from logging.handlers import MemoryHandler
 
 QUOTES = '"""'
 HINT = "Type /quit or press Ctrl-D to leave."
-WAITING = "..."
 
 
 def prepare() -> None:
@@ -33,20 +32,6 @@ def read_message() -> str:
         while not text.rstrip().endswith(QUOTES):
             text += f"\n{input('... ')}"
     return text.rstrip().removesuffix(QUOTES).strip("\n")
-
-
-class SignOfLife:
-    """Dots on a terminal until the first words of an answer come, in whose place they stand."""
-
-    def __init__(self):
-        self.is_shown = sys.stdout.isatty()
-        if self.is_shown:
-            print(WAITING, end="", flush=True)
-
-    def end(self) -> None:
-        if self.is_shown:
-            self.is_shown = False
-            print("\r\033[K", end="", flush=True)  # erases the line
 
 
 @contextlib.contextmanager

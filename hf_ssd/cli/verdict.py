@@ -34,7 +34,7 @@ class Figures:
     assistant_tokens: int | None = None  # in this best setting
     failure: str | None = None  # why the draft was given up
     skipped: bool = False  # whether assisted generation was left out for want of time
-    looks_up: bool = False  # whether prompt lookup was measured, without a draft
+    looks_up: bool = False  # whether there is no draft model, and the text itself is looked up
 
     @property
     def pays(self) -> bool:
@@ -42,38 +42,39 @@ class Figures:
 
     def verdict(self) -> str:
         """Returns a sentence that says whether the draft pays and, if it does not, which change would help."""
-        two_tokens = (self.two_tokens_seconds or 0.0) / self.verify_seconds
         if self.pays:
             is_beaten = self.assisted is not None and self.over_assisted * PAYS < 1
             also = f"; assisted generation is faster still, with {self.assistant_tokens} tokens" * is_beaten
             return f"yes: {self.over_plain:.2f} times plain decoding{also}"
+        return f"no: {self._reason()}"
+
+    def _reason(self) -> str:
+        """Returns why the draft does not pay."""
+        gain = f"{self.over_plain:.2f} times plain decoding" if self.drafts else "plain decoding is faster"
+        two_tokens = (self.two_tokens_seconds or 0.0) / self.verify_seconds
         if self.failure is not None:
-            return f"no: the draft was given up ({self.failure})"
+            return f"the draft was given up ({self.failure})"
         if self.looks_up:
-            gain = f"{self.over_plain:.2f} times plain decoding" if self.drafts else "plain decoding is faster"
-            return f"no: {gain}; the answers to these prompts repeat themselves too rarely, so use a draft model"
+            return f"{gain}; the answers to these prompts repeat themselves too rarely, so use a draft model"
         if self.acceptance is not None and self.acceptance < LOW_ACCEPTANCE:
             return (
-                f"no: the target accepts {self.acceptance:.0%} of the drafted tokens; a draft of the same family, or "
-                "one trained on the target's text, would agree more"
+                f"the target accepts {self.acceptance:.0%} of the drafted tokens; a draft of the same family, or one "
+                "trained on the target's text, would agree more"
             )
         if two_tokens > SLOW_DRAFT:
-            return (
-                f"no: the draft needs {two_tokens:.1f} verifications for two tokens; a parallel draft or a smaller one "
-                "would pay sooner"
-            )
-        gain = f"{self.over_plain:.2f} times plain decoding" if self.drafts else "plain decoding is faster"
+            more = "a parallel draft or a smaller one would pay sooner"
+            return f"the draft needs {two_tokens:.1f} verifications for two tokens; {more}"
         if self.load > BUSY:  # checked after the reasons that hold on a quiet machine too
-            return f"no: {gain}, but the machine is busy with other programs; measure again when it is not"
+            return f"{gain}, but the machine is busy with other programs; measure again when it is not"
         if self.contention > CONTENTION:
             return (
-                f"no: a verification takes {self.contention:.1f} times as long while the draft works; a draft on a "
-                "device with its own memory would not slow it down"
+                f"a verification takes {self.contention:.1f} times as long while the draft works; a draft on a device "
+                "with its own memory would not slow it down"
             )
         if self.shares_memory:
-            gain += "; both models share one memory, and a draft on a device of its own would not slow the target down"
-            return f"no: {gain}"
-        return f"no: {gain}; a draft that agrees more or a smaller one would gain more"
+            more = "and a draft on a device of its own would not slow the target down"
+            return f"{gain}; both models share one memory, {more}"
+        return f"{gain}; a draft that agrees more or a smaller one would gain more"
 
     def in_words(self) -> str:
         """Returns the answer in five lines."""
@@ -86,22 +87,16 @@ class Figures:
             speed = f"{self.speed:.1f} tokens/s ({self.predicted:.1f} predicted), {self.plain:.1f} decoded plainly"
         beside = "assisted generation does not take this pair"
         if self.looks_up:
-            step = "no draft"
-            beside = "transformers looks up for one prompt at a time"
+            step, beside = "no draft", "transformers looks up for one prompt at a time"
         if self.skipped:
             beside = "assisted generation was left out: more --seconds"
         if self.assisted is not None:
             beside = f"{self.assisted:.1f} by assisted generation with {self.assistant_tokens} tokens"
-        lines = {
-            "acceptance": accepted,
-            "times": f"{1e3 * self.verify_seconds:.1f} ms for a verification, {step}",
-            "plan": self.plan,
-            "speed": f"{speed}, {beside}",
-            "pays": self.verdict(),
-        }
-        return in_lines(lines)
+        times = f"{1e3 * self.verify_seconds:.1f} ms for a verification, {step}"
+        speed = f"{speed}, {beside}"
+        return in_lines(acceptance=accepted, times=times, plan=self.plan, speed=speed, pays=self.verdict())
 
 
-def in_lines(parts: dict[str, str]) -> str:
+def in_lines(**parts: str) -> str:
     """Returns parts of an answer as lines, each after its name."""
     return "\n".join(f"{name:<11} {line}" for name, line in parts.items())

@@ -6,7 +6,6 @@ import contextvars
 import inspect
 import threading
 import time
-import types
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -27,7 +26,7 @@ from .answers import LenientParser
 from .errors import Refusal
 from .limits import check_prompt, check_settings, positions_of
 from .metrics import CANCELLED, FAILED, FINISHED, REFUSED, Totals
-from .request_log import TALLY, Tally
+from .parameters import Parameters
 from .stops import StopCriteria
 
 END_TIMEOUT = 10.0  # seconds for a running call to reach its next round
@@ -38,27 +37,25 @@ class Call:
     """A request on its way through the server."""
 
     loop: asyncio.AbstractEventLoop  # the event loop that answers it
-    seed: int | None = None
-    settings: dict = field(default_factory=dict)  # of its generation config, not set by transformers' handlers
-    stop: list[str] = field(default_factory=list)  # strings before which its text ends
+    parameters: Parameters = field(default_factory=Parameters)
     prompt: list[int] | None = None  # tokens that take the place of those that transformers' handler has made
     has_left: threading.Event = field(default_factory=threading.Event)  # set when nobody waits for its answer any more
-    has_own_config: bool = False  # whether it brings a generation config
     is_prepared: bool = False  # whether its prompt is tokenized
     has_begun: bool = False  # whether a token of its answer was generated
     error: Exception | None = None  # raised by its generation
-    tally: Tally = field(default_factory=lambda: TALLY.get(None) or Tally())  # of its request, for the log
+    tokens: int = 0  # generated so far
+    seconds: float = 0.0  # of generating, without waiting for a turn
 
     def blamed(self, error: Exception) -> Exception:
         """Returns an error as the client is to see it: one of its own settings, or of the server once there is text."""
-        if self.has_own_config and not self.has_begun and isinstance(error, LookupError):
+        if self.parameters.generation_config is not None and not self.has_begun and isinstance(error, LookupError):
             return Refusal(f"`generation_config` cannot be used: {error!r}.", "generation_config")
         if self.has_begun and not isinstance(error, (Refusal, _GenerationCancelled)):
             return RuntimeError(str(error) or type(error).__name__)
         return error
 
 
-CALL: contextvars.ContextVar[Call] = contextvars.ContextVar("call")
+CALL: contextvars.ContextVar[Call] = contextvars.ContextVar("call")  # of the request that is answered
 
 
 @contextlib.contextmanager
@@ -69,12 +66,6 @@ def seeded(seed: int | None, device: torch.device) -> Iterator[None]:
         if seed is not None:
             torch.manual_seed(seed)
         yield
-
-
-@types.coroutine
-def the_loop():
-    """A coroutine that began in another thread awaits this to continue in the event loop. See `requests.begun_in`."""
-    yield
 
 
 class CountingStreamer(RoundStreamer):
@@ -101,7 +92,7 @@ class CountingStreamer(RoundStreamer):
         if value.dim() == 1:  # the prompt comes first, with two dimensions
             self.call.has_begun = True
             self.totals.tokens += len(value)
-            self.call.tally.tokens += len(value)
+            self.call.tokens += len(value)
         super().put(value)
 
     def end(self) -> None:
@@ -154,7 +145,7 @@ class TurnTaking(BaseGenerateManager):
 
     async def async_submit(self, fn, *args, **kwargs):
         """Returns the result of a function in the thread that generates. The function ends also if nobody waits."""
-        await the_loop()
+        await asyncio.sleep(0)  # here a coroutine that `requests.begun_in` has begun goes on in the event loop
         return await asyncio.shield(asyncio.wrap_future(self.submit(fn, *args, **kwargs)))
 
     def generate(self, model: PreTrainedModel, call: Call, streamer: BaseStreamer | None = None, **kwargs):
@@ -163,11 +154,11 @@ class TurnTaking(BaseGenerateManager):
         try:
             counting = CountingStreamer(self, call, streamer, self.totals)
             counting.check()
-            if call.stop:
+            if stops := call.parameters.stops():
                 tokenizer = getattr(kwargs["tokenizer"], "tokenizer", kwargs["tokenizer"]).backend_tokenizer
-                criteria = StopCriteria(call.stop, tokenizer, kwargs["input_ids"].shape[1])
+                criteria = StopCriteria(stops, tokenizer, kwargs["input_ids"].shape[1])
                 kwargs["stopping_criteria"] = StoppingCriteriaList([criteria])
-            with seeded(call.seed, model.device):
+            with seeded(call.parameters.seed, model.device):
                 output = model.generate(**kwargs, streamer=counting)
             end = FINISHED
         except _GenerationCancelled:  # the client has left
@@ -179,7 +170,7 @@ class TurnTaking(BaseGenerateManager):
             raise
         finally:
             self.totals.requests[end] += 1
-            call.tally.seconds += time.perf_counter() - start
+            call.seconds += time.perf_counter() - start
         if streamer is not None:
             streamer.end()
         return output
@@ -201,9 +192,10 @@ class TurnTaking(BaseGenerateManager):
             inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
         if "token_type_ids" not in inspect.signature(model.forward).parameters:
             inputs.pop("token_type_ids", None)
-        for name, value in call.settings.items():
+        settings = call.parameters.settings()
+        for name, value in settings.items():
             setattr(gen_config, name, value)
-        known_as = {"sequence_bias": "logit_bias"} if "sequence_bias" in call.settings else {}
+        known_as = {"sequence_bias": "logit_bias"} if "sequence_bias" in settings else {}
         longest, length = positions_of(model), inputs["input_ids"].shape[-1]
         with self.counting_refusals():
             check_prompt(model, inputs["input_ids"].flatten().tolist())

@@ -16,9 +16,10 @@ from .. import timeline
 from ..generation.streaming import RoundStreamer
 from ..rounds import PREPARED
 from ..stats import SSDStats
-from .calls import Call, TurnTaking
+from .calls import CALL, Call, TurnTaking
 from .errors import described
 from .metrics import Totals
+from .parameters import Parameters
 
 LONGEST = 200_000  # characters of a text
 
@@ -95,22 +96,18 @@ class Live:
         Yields server-sent events: `{"reading": tokens}` when the request has its turn; one for each round, or for each
         token if it does not speculate; then `{"end": reason}` or `{"error": sentence}`.
         """
-        loop, queue = asyncio.get_running_loop(), asyncio.Queue()
+        call, queue = CALL.get(), asyncio.Queue()
+        call.parameters = Parameters(seed=request.seed)
 
         def send(event: dict) -> None:
-            loop.call_soon_threadsafe(queue.put_nowait, event)
+            call.loop.call_soon_threadsafe(queue.put_nowait, event)
 
         streamer = LiveStreamer(self.tokenizer, send, request.draft)
-        call = Call(loop, seed=request.seed)
         self.calls.submit(self._generate, request, call, streamer, send)
-        try:
-            while True:
-                event = await queue.get()
-                yield f"data: {json.dumps(event)}\n\n"
-                if "end" in event or "error" in event:
-                    return
-        finally:
-            call.has_left.set()  # a running call ends with its next round
+        event = {}
+        while not {"end", "error"} & event.keys():
+            event = await queue.get()
+            yield f"data: {json.dumps(event)}\n\n"
 
     def _generate(self, request: LiveRequest, call: Call, streamer: LiveStreamer, send) -> None:
         config = copy.deepcopy(self.model.generation_config)

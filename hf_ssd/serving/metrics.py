@@ -1,9 +1,8 @@
-"""Counts the calls of a server, and gives the totals in Prometheus' text form."""
+"""Counts the calls of a server, and gives the totals to Prometheus."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 
-from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -50,18 +49,14 @@ class Totals:
     @property
     def ratios(self) -> dict[str, float]:
         """Acceptance rate, hit rate and tokens per round, 0 where nothing was counted."""
-        pairs = {
-            "acceptance_rate": (self.accepted, self.tested),
-            "hit_rate": (self.hits, self.drafted),
-            "tokens_per_round": (self.gained, self.rounds),
-        }
+        pairs = {name: (getattr(self, part), getattr(self, whole)) for name, (part, whole, _) in RATIOS.items()}
         return {name: part / whole if whole else 0.0 for name, (part, whole) in pairs.items()}
 
 
-GAUGES = {
-    "acceptance_rate": "Chance that a drafted token is accepted, so far",
-    "hit_rate": "Share of speculations that had been prepared, so far",
-    "tokens_per_round": "Tokens that a verification gives, so far",
+RATIOS = {
+    "acceptance_rate": ("accepted", "tested", "Chance that a drafted token is accepted, so far"),
+    "hit_rate": ("hits", "drafted", "Share of speculations that had been prepared, so far"),
+    "tokens_per_round": ("gained", "rounds", "Tokens that a verification gives, so far"),
 }
 
 
@@ -72,7 +67,7 @@ class Metrics(Collector):
         self.assistant, self.totals = assistant, Totals()
 
     def collect(self) -> Iterator[Metric]:
-        """Called by `generate_latest`."""
+        """Called by `prometheus_client.generate_latest`."""
         requests = CounterMetricFamily("hf_ssd_requests", "Calls by how they ended", labels=["end"])
         for end, count in self.totals.requests.items():
             requests.add_metric([end], count)
@@ -82,12 +77,9 @@ class Metrics(Collector):
                 value = getattr(self.totals, one.name)
                 yield CounterMetricFamily(f"hf_ssd_{one.name}", one.metadata["about"], value=value)
         for name, ratio in self.totals.ratios.items():
-            yield GaugeMetricFamily(f"hf_ssd_{name}", GAUGES[name], value=ratio)
+            yield GaugeMetricFamily(f"hf_ssd_{name}", RATIOS[name][-1], value=ratio)
         if self.assistant is None:
             return
         restarts = self.assistant.restarts
         yield CounterMetricFamily("hf_ssd_draft_restarts", "Workers that had ended and were started again", restarts)
         yield GaugeMetricFamily("hf_ssd_draft_ready", "1 if the draft can be asked", self.assistant.state == "ready")
-
-    def as_text(self) -> bytes:
-        return generate_latest(self)

@@ -1,30 +1,19 @@
-"""Logs one line for each request: method, path, status, tokens, seconds, and tokens per second."""
+"""Begins the call of each request, and prints a line when it ends: method, path, status, tokens, seconds, and speed."""
 
-import contextvars
-import logging
+import asyncio
+import contextlib
 import time
-from dataclasses import dataclass
 from urllib.parse import quote
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from .calls import CALL, Call
+
 POLLED = ("/health", "/metrics")  # monitors ask these every few seconds
-logger = logging.getLogger(__name__)
-
-
-@dataclass
-class Tally:
-    """What a request has cost. The thread that generates writes it."""
-
-    tokens: int = 0
-    seconds: float = 0.0  # of generating, without waiting for a turn
-
-
-TALLY: contextvars.ContextVar[Tally] = contextvars.ContextVar("tally")
 
 
 class RequestLog:
-    """Middleware around everything else, so that requests that are refused are logged too."""
+    """Middleware around everything else, so that requests that are refused have a line too."""
 
     def __init__(self, app: ASGIApp):
         self.app = app
@@ -32,8 +21,8 @@ class RequestLog:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in POLLED:
             return await self.app(scope, receive, send)
-        start, status, tally = time.perf_counter(), 500, Tally()
-        TALLY.set(tally)
+        start, status, call = time.perf_counter(), 500, Call(asyncio.get_running_loop())
+        CALL.set(call)
 
         async def noted(message: Message) -> None:
             nonlocal status
@@ -43,10 +32,10 @@ class RequestLog:
         try:
             await self.app(scope, receive, noted)
         finally:
-            line = f"{scope['method']} {quote(scope['path'])} {status}"
-            if tally.tokens:
-                line += f": {tally.tokens} tokens in {time.perf_counter() - start:.2f} s"
-                line += f", {tally.tokens / tally.seconds:.1f} tokens/s" if tally.seconds else ""
-            else:
-                line += f" in {time.perf_counter() - start:.2f} s"
-            logger.info(line)
+            call.has_left.set()  # a running call ends with its next round
+            line = f"{time.strftime('%H:%M:%S')} {scope['method']} {quote(scope['path'])} {status}"
+            line += f": {call.tokens} tokens" if call.tokens else ""
+            line += f" in {time.perf_counter() - start:.2f} s"
+            line += f", {call.tokens / call.seconds:.1f} tokens/s" if call.tokens and call.seconds else ""
+            with contextlib.suppress(OSError):  # nobody reads the output
+                print(line, flush=True)

@@ -16,13 +16,30 @@ from starlette.types import Receive, Scope, Send
 from transformers.cli.serving.utils import X_REQUEST_ID, BaseHandler
 
 from .calls import CALL, Call, TurnTaking
-from .choices import Choices
 from .errors import Refusal, described, read
 from .limits import Limits, check_prompt
 from .stops import StreamCut, cut_answer
 
 POLL = 0.1  # polling interval in seconds, to notice that a client has left or the server is to end
 logger = logging.getLogger(__name__)
+
+
+class Choices:
+    """Joins the answers to several prompts of one request: numbers their choices, and sums their usage."""
+
+    def __init__(self, count: int):
+        self.count, self.usage = count, {}
+
+    def number(self, answer: dict, index: int) -> None:
+        """Numbers the choice of an answer or event. The last usage is that of all answers, and the only one."""
+        if self.count == 1:
+            return
+        for choice in answer.get("choices", ()):
+            choice["index"] = index
+        for name, tokens in (answer.pop("usage", None) or {}).items():
+            self.usage[name] = self.usage.get(name, 0) + tokens
+            if index == self.count - 1:
+                answer["usage"] = self.usage
 
 
 class Endpoint:
@@ -34,28 +51,25 @@ class Endpoint:
         self.handler, self.kind, self.limits, self.calls, self.preparing = handler, kind, limits, calls, preparing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request, call = Request(scope, receive), Call(asyncio.get_running_loop())
-        CALL.set(call)
-        try:
-            response = await self._answer(request, call)
-            await response(scope, receive, send)
-        finally:
-            call.has_left.set()  # a running call ends with its next round
+        response = await self._answer(Request(scope, receive), CALL.get())
+        await response(scope, receive, send)
 
     async def _answer(self, request: Request, call: Call) -> Response:
         """Returns the response when it is complete or its stream begins."""
         name = request.headers.get(X_REQUEST_ID) or str(uuid.uuid4())
         body, prompts = await self._watching(request, self._read(await request.body(), call), call)
         choices, answers = Choices(len(prompts)), []
-        for prompt in prompts:
+        for index, prompt in enumerate(prompts):
             response = await self._watching(request, self._handle(body, prompt, name, call), call)
             if isinstance(response, StreamingResponse):
                 response.body_iterator = self._stream(response.body_iterator, choices, body, prompts, name, call)
                 break
-            answers.append(response)
-        if answers and (call.stop or len(answers) > 1):
-            answers = [cut_answer(json.loads(answer.body), call.stop) for answer in answers]
-            response = JSONResponse(choices.joined(answers))
+            if (stops := call.parameters.stops()) or len(prompts) > 1:
+                answers.append(cut_answer(json.loads(response.body), stops))
+                choices.number(answers[-1], index)
+        if answers:
+            joined = [choice for answer in answers for choice in answer["choices"]]
+            response = JSONResponse({**answers[-1], "choices": joined})
         response.headers[X_REQUEST_ID] = name
         return response
 
@@ -73,12 +87,8 @@ class Endpoint:
 
     async def _read(self, body: bytes, call: Call) -> tuple[dict, list[list[int] | None]]:
         """Returns a request for transformers' handler, and the tokens of its prompts, or `[None]` for a chat."""
-        request = read(self.kind, body)
+        call.parameters = request = read(self.kind, body)
         self.limits.check(request)
-        call.seed = request.seed
-        call.settings = request.settings()
-        call.stop = request.stops()
-        call.has_own_config = request.generation_config is not None
         read_text = self.limits.tokenizer
         prompts = [read_text(one)["input_ids"] if isinstance(one, str) else one for one in request.prompts()]
         with self.calls.counting_refusals():
@@ -107,7 +117,7 @@ class Endpoint:
             if index:
                 response = await begun_in(self.preparing, self._handle(body, prompt, name, call))
                 chunks = response.body_iterator
-            cut = StreamCut(call.stop)
+            cut = StreamCut(call.parameters.stops())
             async for chunk in chunks:
                 if call.error is not None:
                     status, error = described(call.blamed(call.error))
@@ -126,14 +136,13 @@ class Endpoint:
 
 async def begun_in(thread: Executor, coroutine: Coroutine) -> Any:
     """Runs a coroutine in another thread until it first waits, and then in the event loop. Returns its result."""
-    context = contextvars.copy_context()
-    has_ended, result = await asyncio.get_running_loop().run_in_executor(thread, context.run, _begin, coroutine)
-    return result if has_ended else await asyncio.create_task(coroutine)
+    results = []
 
+    def begin() -> None:
+        try:
+            coroutine.send(None)
+        except StopIteration as end:
+            results.append(end.value)
 
-def _begin(coroutine: Coroutine) -> tuple[bool, Any]:
-    try:
-        coroutine.send(None)
-    except StopIteration as end:
-        return True, end.value
-    return False, None
+    await asyncio.get_running_loop().run_in_executor(thread, contextvars.copy_context().run, begin)
+    return results[0] if results else await asyncio.create_task(coroutine)

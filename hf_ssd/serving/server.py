@@ -6,13 +6,15 @@ import functools
 import importlib.resources
 import ipaddress
 import signal
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+import torch
 import uvicorn
 from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.responses import HTMLResponse, StreamingResponse
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.middleware.cors import CORSMiddleware
 from transformers import PreTrainedModel
 from transformers.cli.serve import Serve
@@ -22,18 +24,21 @@ from transformers.utils import logging
 import hf_ssd
 
 from .answers import lenient
-from .calls import END_TIMEOUT, Call, TurnTaking
+from .calls import END_TIMEOUT, Call, CountingStreamer, TurnTaking
 from .errors import OF_THE_CLIENT, read, refuse
 from .gate import Gate
-from .limits import Limits
+from .limits import Limits, positions_of
 from .live import Live, LiveRequest
-from .metrics import Metrics
+from .metrics import Metrics, Totals
 from .parameters import ChatRequest, CompletionRequest, DecisionRequest, ResponseRequest
 from .request_log import RequestLog
 from .requests import POLL, Endpoint
-from .warm_up import warm_up
 
 GRACE = 3  # seconds that running answers get to end when the server shuts down
+PATIENCE = 60.0  # seconds for the draft's worker to start
+WARM_UP = {"do_sample": False, "max_time": 20.0}  # seconds, in which a slow model answers with fewer tokens
+WARM_UP_TOKENS = 24  # enough for the planner to have measured both models
+WARM_UP_PROMPT = "The quick brown fox jumps over the lazy dog."
 
 
 class Server(Serve):
@@ -92,13 +97,7 @@ class Server(Serve):
 class Uvicorn(uvicorn.Server):
     """Warms up before it listens, and at shutdown ends the calls that still run after `GRACE` seconds."""
 
-    def __init__(
-        self,
-        config: uvicorn.Config,
-        calls: TurnTaking,
-        warming: Callable[[Call], None],
-        on_listening: Callable[[], None],
-    ):
+    def __init__(self, config: uvicorn.Config, calls: TurnTaking, warming: Callable, on_listening: Callable):
         super().__init__(config)
         self.calls, self.warming, self.on_listening = calls, warming, on_listening
 
@@ -120,6 +119,20 @@ class Uvicorn(uvicorn.Server):
     async def shutdown(self, *args, **kwargs) -> None:
         asyncio.get_running_loop().call_later(GRACE, self.calls.stop)
         await super().shutdown(*args, **kwargs)
+
+
+def warm_up(calls: TurnTaking, model: PreTrainedModel, tokenizer, assistant, call: Call) -> None:
+    """Waits for the draft's worker and generates a few tokens, for which the first client would wait."""
+    streamer, deadline = CountingStreamer(calls, call, None, Totals()), time.monotonic() + PATIENCE
+    while getattr(assistant, "state", None) == "starting" and time.monotonic() < deadline:
+        streamer.check()
+        time.sleep(POLL)
+    tokens, positions = tokenizer(WARM_UP_PROMPT)["input_ids"][:8] or [0], positions_of(model)
+    ids = torch.tensor([tokens], device=model.device)
+    most = WARM_UP_TOKENS if positions is None else min(WARM_UP_TOKENS, positions - len(tokens))
+    model.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=most, streamer=streamer, **WARM_UP
+    )
 
 
 def hosts(host: str, allowed: Sequence[str]) -> list[str]:
@@ -155,7 +168,7 @@ def application(names: list[str], assistant, metrics: Metrics, live: Live, calls
 
     @app.get("/metrics")
     def figures() -> Response:
-        return Response(metrics.as_text(), media_type=CONTENT_TYPE_LATEST)
+        return Response(generate_latest(metrics), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/health")
     def health() -> dict:

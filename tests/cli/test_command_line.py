@@ -357,15 +357,18 @@ class Clock:
     """A clock that only calls move: by `seconds` for a prompt, and as much for each token."""
 
     def __init__(self, monkeypatch, seconds: float):
-        self.now, self.seconds, self.calls, self.run = 0.0, seconds, [], Bench.run
+        self.now, self.seconds, self.calls, self.run, longest = 0.0, seconds, [], Bench.run, Bench.longest
         clock = SimpleNamespace(perf_counter=lambda: self.now)
-        for module in ("check", "schedule", "methods"):
+        for module in ("check", "methods"):
             monkeypatch.setattr(f"hf_ssd.cli.{module}.time", clock)
         monkeypatch.setattr(Bench, "run", lambda bench, method, turn: self.timed(bench, method, turn))
+        monkeypatch.setattr("hf_ssd.cli.doctor.fastest", lambda *_: None)  # measures by this clock too
+        self.limits = []  # the clock of transformers is real, so calls have no limit
+        monkeypatch.setattr(Bench, "longest", lambda bench: self.limits.append(longest(bench)))
 
     def timed(self, bench, method, turn):
-        limit, before = bench.options.pop("max_time", None), self.now  # the real clock of transformers
-        found = self.run(bench, method, turn)
+        before, found = self.now, self.run(bench, method, turn)
+        limit = self.limits[-1]
         took = self.seconds * (found.tokens if limit is None else max(1, min(found.tokens, limit / self.seconds)))
         self.now = before + took
         name = "SSD" if found.stats else "assisted" if "assistant_model" in method.options else "plain"
@@ -511,4 +514,3 @@ def test_a_server_gets_the_tokenizer_of_a_draft_that_has_its_own(different, monk
     monkeypatch.setattr(Server, "run", lambda server: None)
     assert main(["serve", *different, "--port", "0"]) == 0
     assert [len(one) for one in seen] == [len(OTHER)]
-    assert not logging.getLogger("hf_ssd.serving.request_log").handlers, "it holds a stream that may be closed"

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
 
 import hf_ssd
 from hf_ssd.cli import models, pair
@@ -94,25 +95,19 @@ def test_every_command_takes_what_generate_and_from_pretrained_take(command):
 
 
 def test_a_draft_of_the_hub_is_downloaded_where_bars_are_seen(monkeypatch, tmp_path):
-    """A model with one file, and a model with several, whose index names them; nothing where there is no terminal."""
+    """Nothing is where there is no terminal, nor for a folder, and other copies of the weights are not either."""
     asked = []
-
-    def cached_file(name, file, **options):
-        asked.append((name, file, options["revision"]))
-        return None if (name, file) == ("org/large", "model.safetensors") else file
-
-    monkeypatch.setattr(models.hub, "cached_file", cached_file)
-    monkeypatch.setattr(models.hub, "get_checkpoint_shard_files", lambda *of, revision: asked.append((*of, revision)))
-    drafts = [models.Model(name, files={"revision": "v2"}) for name in ("org/small", "org/large", str(tmp_path))]
-    for draft in drafts:
-        draft.fetch()
-    assert not asked
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    for draft in drafts:
-        draft.fetch()
-    index = "model.safetensors.index.json"
-    files = [("org/small", "model.safetensors"), ("org/large", "model.safetensors"), *[("org/large", index)] * 2]
-    assert asked == [(*file, "v2") for file in files]
+    monkeypatch.setattr(models, "snapshot_download", lambda name, **options: asked.append((name, options)))
+    drafts = [models.Model(name, files={"revision": "v2"}) for name in ("org/small", str(tmp_path))]
+    for is_terminal in (False, True):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda is_terminal=is_terminal: is_terminal)
+        for draft in drafts:
+            draft.fetch()
+        assert len(asked) == is_terminal
+    name, options = asked[0]
+    files = ["model.safetensors", "model-00001-of-00002.safetensors", "consolidated.safetensors"]
+    assert name == "org/small" and options["revision"] == "v2"
+    assert [*filter_repo_objects(files, allow_patterns=options["allow_patterns"])] == files[:2]
 
 
 def test_the_options_of_the_draft_reach_its_worker(monkeypatch):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_ssd.cli.scripts import SCRIPTS
+from hf_ssd.cli.main import SCRIPTS
 
 ROOT = Path(__file__).parents[2]
 LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "_build")
