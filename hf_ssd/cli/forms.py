@@ -58,7 +58,7 @@ class Forms:
             pays = "never pays" if draft["needs"] is None else f"pays from acceptance {draft['needs']:.2f} on"
             speed = f"{draft['speed']:.2f} times plain decoding at {AGREES}"
             lines[f"{layers}-layer"] = f"{1e3 * draft['seconds']:.1f} ms for a draft token, {pays}; {speed}"
-        return in_lines({**lines, "pays": self.verdict()})
+        return in_lines(**lines, pays=self.verdict())
 
 
 def measure(args: argparse.Namespace, target: Model, texts: list[str], tell: Callable[[str], None]) -> Forms:

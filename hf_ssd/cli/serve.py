@@ -9,6 +9,7 @@ unless --host says otherwise.
 """
 
 import argparse
+import functools
 import importlib.util
 import os
 import socket
@@ -55,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
             port=port,
             enable_cors=args.cors,
             on_listening=lambda: print(address, flush=True),
+            on_request=functools.partial(print, flush=True),
             **{name: getattr(args, name) for name in ("host", "api_key", "max_tokens", "allowed_hosts", "log_level")},
         )
         print("warming up ...", flush=True)

@@ -1,8 +1,9 @@
-"""Begins the call of each request, and prints a line when it ends: method, path, status, tokens, seconds, and speed."""
+"""Begins the call of each request, and shows a line when it ends: method, path, status, tokens, seconds, and speed."""
 
 import asyncio
 import contextlib
 import time
+from collections.abc import Callable
 from urllib.parse import quote
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -15,8 +16,8 @@ POLLED = ("/health", "/metrics")  # monitors ask these every few seconds
 class RequestLog:
     """Middleware around everything else, so that requests that are refused have a line too."""
 
-    def __init__(self, app: ASGIApp):
-        self.app = app
+    def __init__(self, app: ASGIApp, show: Callable[[str], None]):
+        self.app, self.show = app, show
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in POLLED:
@@ -38,4 +39,4 @@ class RequestLog:
             line += f" in {time.perf_counter() - start:.2f} s"
             line += f", {call.tokens / call.seconds:.1f} tokens/s" if call.tokens and call.seconds else ""
             with contextlib.suppress(OSError):  # nobody reads the output
-                print(line, flush=True)
+                self.show(line)

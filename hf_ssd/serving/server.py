@@ -55,6 +55,7 @@ class Server(Serve):
         allowed_hosts: Sequence[str] = (),  # names of the server beside `host`
         enable_cors: bool = False,  # whether pages of other sites may use the server
         on_listening: Callable[[], None] = lambda: None,
+        on_request: Callable[[str], None] = lambda line: None,  # gets a line about each request that has ended
         **options,
     ):
         super().__init__(device=str(model.device), non_blocking=True, **options)  # `start_server` starts nothing here
@@ -76,7 +77,7 @@ class Server(Serve):
         for kind in (*OF_THE_CLIENT, Exception):
             app.add_exception_handler(kind, refuse)
         app.add_middleware(Gate, hosts(config.host, allowed_hosts), enable_cors, api_key)
-        app.add_middleware(RequestLog)
+        app.add_middleware(RequestLog, on_request)
         if enable_cors:
             app.add_middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
         level, patience = logging.get_verbosity(), GRACE + int(END_TIMEOUT)
