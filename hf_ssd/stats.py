@@ -53,10 +53,7 @@ class SSDStats:
         return [getattr(record, name) for record in self.records]
 
     def verified_rows(self) -> list[tuple[int, int, bool | None]]:
-        """
-        Returns (lookahead, accepted, hit) of each row in each round; lookahead is 0 without drafted tokens, and hit is
-        `None` if the row had early tokens.
-        """
+        """Returns (lookahead, 0 without drafted tokens; accepted; hit, `None` with early tokens) of rows and rounds."""
         rows = []
         for record in self.records:
             for row in record.live:

@@ -45,11 +45,10 @@ def intervals(stats) -> list[Interval]:
 
 def label(record: RoundRecord) -> str:
     """Returns "hit", "miss", `EARLY_TITLE` if all rows had early tokens, or how many of the other rows hit."""
-    asked = [row for row in record.live if not record.is_early(row)]
-    hits = sum(record.hits[row] for row in asked)
+    asked = [record.hits[row] for row in record.live if not record.is_early(row)]
     if record.live and not asked:
         return EARLY_TITLE
-    return "hit" if record.is_hit else f"{hits} of {len(asked)}" if hits else "miss"
+    return "hit" if record.is_hit else f"{sum(asked)} of {len(asked)}" if any(asked) else "miss"
 
 
 def perfetto(stats) -> dict:

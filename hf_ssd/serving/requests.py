@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Coroutine
 from concurrent.futures import Executor
 from typing import Any
 
-from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -45,9 +44,7 @@ class Choices:
 class Endpoint:
     """An OpenAI address as an ASGI application, which reads and tokenizes in the thread of `preparing`."""
 
-    def __init__(
-        self, handler: BaseHandler, kind: type[BaseModel], limits: Limits, calls: TurnTaking, preparing: Executor
-    ):
+    def __init__(self, handler: BaseHandler, kind: type, limits: Limits, calls: TurnTaking, preparing: Executor):
         self.handler, self.kind, self.limits, self.calls, self.preparing = handler, kind, limits, calls, preparing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
