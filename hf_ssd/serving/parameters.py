@@ -124,6 +124,8 @@ class Parameters(Strict):
         body = {"stream": False, **self.model_dump(exclude_unset=True, exclude_none=True)}
         if body.get("tool_choice") == "none":
             body.pop("tools", None)
+        if "max_completion_tokens" in body:  # transformers 5.17 reads the other name alone
+            body["max_tokens"] = body.pop("max_completion_tokens")
         ours = ("seed", "logit_bias", "stop", "tool_choice")
         return {name: value for name, value in body.items() if name not in ours and value != []}
 
