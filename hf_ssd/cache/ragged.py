@@ -95,14 +95,18 @@ class RaggedCache(DynamicCache):
 
     Finished rows can be left out of further forward passes. They change places with unfinished rows, so that the
     remaining rows stand together and the model still sees a view.
+
+    A cache begins empty or with the contents of `theirs`, a cache of transformers.
     """
 
-    def __init__(self):
+    def __init__(self, theirs: Cache | None = None):
         Cache.__init__(self, layers=[])
         self.rows: list[int] | None = None  # that passes compute, in the order in which they stand; all by default
         self.left_out: list[int] = []  # the other rows, which stand after these
         self.window: int | None = None  # columns that passes see, if compiled or captured; else those in use
         self.placement: tuple[torch.LongTensor, int] | None = None
+        if theirs is not None:
+            self.copy_columns(theirs)
 
     @property
     def ragged(self) -> list[RaggedLayer]:
@@ -192,15 +196,11 @@ class RaggedCache(DynamicCache):
         # A window already has the right rows. A compiled forward pass would be recompiled when the number changes.
         return self.placement, self._rows_seen() if self.window is None else None
 
-    @classmethod
-    def from_cache(cls, cache: Cache) -> "RaggedCache":
-        """Copies a cache of transformers. The columns that a sliding layer dropped come back as zeros."""
-        ragged = cls()
-        ragged.copy_columns(cache)
-        return ragged
-
     def copy_columns(self, cache: Cache) -> None:
-        """Copies keys and values, and the keys of indexers, from a cache of transformers."""
+        """
+        Copies keys and values, and the keys of indexers, from a cache of transformers. The columns that a sliding layer
+        dropped are zeros.
+        """
         length = cache.get_seq_length()
         for index, layer in enumerate(cache.layers):
             if length and isinstance(layer, DynamicLayer) and layer.is_initialized:
