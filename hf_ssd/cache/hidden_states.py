@@ -116,11 +116,7 @@ def layers_that_share_keys(model: PreTrainedModel) -> dict[str, int]:
     blocks, shared = decoder_parts(model)[0], {}
     for index, block in enumerate(blocks):
         attention = getattr(block, "self_attn", None)
-        if (
-            hasattr(attention, "is_kv_shared_layer")
-            and hasattr(attention, "k_norm")
-            and not attention.is_kv_shared_layer
-        ):
+        if hasattr(attention, "k_norm") and not getattr(attention, "is_kv_shared_layer", True):
             shared[attention.layer_type] = index
     if not shared:
         raise ValueError(

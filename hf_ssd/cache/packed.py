@@ -125,23 +125,22 @@ def _keep_packed_alone(model: PreTrainedModel, forwards: dict[nn.Linear, PackedW
     users = Counter(id(one) for module in model.modules() for one in module._parameters.values())
     layers = {layer: forward for layer, forward in forwards.items() if users[id(layer.weight)] == 1}
     kept = [layer.weight.data for layer in layers]
-    is_faster = [forward.is_faster for forward in layers.values()]
     tokens = torch.arange(FOR_TOKENS, device=model.device)[None] % model.get_input_embeddings().weight.shape[0]
     view, _ = view_of(model, forwards=forwards)
     expected = view(input_ids=tokens, use_cache=False).logits
-    is_alone = False
+    is_sound = False
     try:
         for layer, forward in layers.items():
-            forward.is_faster = (True,) * len(TRIED)
+            forward.is_alone = True
             layer.weight.data = torch.full((), torch.nan, dtype=layer.weight.dtype).expand(layer.weight.shape)
         found = view(input_ids=tokens, use_cache=False).logits
-        is_alone = not found.isnan().any() and are_close(found, expected)
+        is_sound = not found.isnan().any() and are_close(found, expected)
     finally:  # also after Ctrl-C in a chat
-        for (layer, forward), weight, before in zip(layers.items(), kept, is_faster):
-            if is_alone:
-                forward.is_alone, forward.sample = True, None
+        for (layer, forward), weight in zip(layers.items(), kept):
+            if is_sound:
+                forward.sample = None
             else:
-                layer.weight.data, forward.is_faster = weight, before
+                layer.weight.data, forward.is_alone = weight, False
 
 
 def is_eligible(layer: nn.Linear) -> bool:

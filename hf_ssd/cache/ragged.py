@@ -176,10 +176,7 @@ class RaggedCache(DynamicCache):
 
     def _reopen(self) -> None:
         for layer in self.ragged:
-            layer.open_window(self.window, self._rows_seen())
-
-    def _rows_seen(self) -> int | None:
-        return None if self.rows is None else len(self.rows)
+            layer.open_window(self.window, self.rows and len(self.rows))
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):
         return self._layer(layer_idx).update(key_states, value_states, *self._place_and_rows())
@@ -194,7 +191,7 @@ class RaggedCache(DynamicCache):
 
     def _place_and_rows(self) -> tuple[tuple[torch.LongTensor, int] | None, int | None]:
         # A window already has the right rows. A compiled forward pass would be recompiled when the number changes.
-        return self.placement, self._rows_seen() if self.window is None else None
+        return self.placement, self.rows and len(self.rows) if self.window is None else None
 
     def copy_columns(self, cache: Cache) -> None:
         """

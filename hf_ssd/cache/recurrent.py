@@ -244,13 +244,11 @@ class RecurrentModel(CachedModel):
     def copies(self, sources: list[States | None]) -> list[torch.Tensor]:
         """Returns copies of these states, one for each row of a batch; an empty list before the first pass."""
         current = self.cache.current_states()
-        groups: dict[int, tuple[list[torch.Tensor] | None, list[int], list[int]]] = {}
+        groups: dict[int, tuple[list[torch.Tensor] | None, list[tuple[int, int]]]] = {}
         for place, source in enumerate(sources):
             states, row = source or (None, 0)
-            _, places, rows = groups.setdefault(id(states), (states, [], []))
-            places.append(place)
-            rows.append(row)
-        on_device = [(states, *from_host([places, rows], self.device)) for states, places, rows in groups.values()]
+            groups.setdefault(id(states), (states, []))[1].append((place, row))
+        on_device = [(states, *from_host(pairs, self.device).unbind(1)) for states, pairs in groups.values()]
         states, _, rows = on_device[0]
         if states is not None and len(on_device) == 1:
             return [one[rows.to(one.device)] for one in states]

@@ -154,9 +154,9 @@ def test_a_model_that_cannot_be_captured_runs_eagerly_and_says_so(reason, tapes,
     said, model = [], tiny_model()
     monkeypatch.setattr(passes.logger, "warning_once", said.append)
     IMPOSSIBLE[reason](model)
-    assert type(cached_model(model, RaggedCache(), "auto")) is CachedModel
+    assert type(cached_model(model, RaggedCache(), "auto", view=model)) is CachedModel
     assert len(said) == 1 and f"runs without CUDA graphs: it {reason}" in said[0]
-    assert type(cached_model(model, RaggedCache(), False)) is CachedModel and len(said) == 1
+    assert type(cached_model(model, RaggedCache(), False, view=model)) is CachedModel and len(said) == 1
 
 
 def test_without_a_gpu_only_a_call_that_asks_for_graphs_is_told(monkeypatch):
