@@ -44,7 +44,7 @@ def milliseconds(model, context: int, turns: int) -> dict[str, float]:
     """Returns what a plain step and a verification take behind a context, medians of interleaved turns."""
     theirs = filled(model.config, context)
     views = view_of(model)[0], None  # the layers of the first one use the function of transformers
-    without, ours = (CachedModel(model, RaggedCache.from_cache(theirs), view=view) for view in views)
+    without, ours = (CachedModel(model, RaggedCache(theirs), view=view) for view in views)
     tokens = torch.arange(1, VERIFIED + 1)[None]
 
     def plain():

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 from workload import PAIR, say_how_busy
 
-from hf_ssd.cache.cached_model import CachedModel
+from hf_ssd.cache.passes import cached_model
 from hf_ssd.cache.ragged import RaggedCache
 from hf_ssd.distributed.cores import available_cores
 
@@ -40,7 +40,7 @@ def plain_step(model, prompt: torch.LongTensor):
 
 def verification(model, prompt: torch.LongTensor, tokens: int, pack_weights: bool | str):
     """Returns a function that times a pass of hf_ssd over so many tokens after the prompt."""
-    decoder = CachedModel(model, RaggedCache(), pack_weights=pack_weights)
+    decoder = cached_model(model, RaggedCache(), pack_weights=pack_weights)
     fed = prompt[:, :1].expand(-1, tokens).contiguous()
     decoder.extend(prompt, [0])
 

@@ -21,7 +21,8 @@ from transformers.utils import logging
 
 from hf_ssd.cache import recurrent
 from hf_ssd.cache.cache_name import CACHE
-from hf_ssd.cache.recurrent import RecurrentLayer, RecurrentModel, cached_model, ragged_copy
+from hf_ssd.cache.passes import cached_model
+from hf_ssd.cache.recurrent import RecurrentModel, ragged_copy
 
 WIDTHS = (1, 2, 5, 9, 17, 33, 65)
 SHARED = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 16, "vocab_size": 8192}
@@ -77,8 +78,7 @@ def replay(model, prompt: torch.LongTensor, accepted: list[int], lookahead: int,
         stack.enter_context(mock.patch.object(recurrent, "WORTH_A_PASS", limit))
         for kind, name, part in (
             (RecurrentModel, "_commit", "commits"),
-            (RecurrentLayer, "copy_checkpoint", "copies"),
-            (RecurrentLayer, "keep", "copies"),
+            (RecurrentModel, "copies", "copies"),
         ):
             stack.enter_context(mock.patch.object(kind, name, timed(getattr(kind, name), part)))
         extend, rounds = timed(decoder.extend, "all"), []

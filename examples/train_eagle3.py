@@ -21,7 +21,8 @@ from train_parallel_draft import all_logits, drop_mask_tokens
 from training import acceptance_on_prompts, chance_by_position, checkpoints_of, own_text, train, write_with
 from transformers import AutoTokenizer, DynamicCache, LlamaForCausalLM
 
-from hf_ssd.cache.hidden_states import HiddenStates
+from hf_ssd.cache.hidden_states import HiddenStates, hooked_modules
+from hf_ssd.cache.view import view_of
 from hf_ssd.drafting.heads.eagle3 import WEIGHTS, Eagle3Head, head_config
 from hf_ssd.drafting.heads.loading import head_for
 
@@ -68,11 +69,10 @@ def new_head(target: LlamaForCausalLM, layers: list[int]) -> Eagle3Head:
 @torch.no_grad()
 def features_of(target: LlamaForCausalLM, layers, ids: torch.Tensor) -> torch.Tensor:
     """Returns the hidden states of the target's layers at tokens `(rows, length)`, side by side."""
-    captured = HiddenStates(target, layers)
-    target(input_ids=ids, use_cache=False)
-    features = captured.take()
-    captured.close()
-    return features
+    view, _ = view_of(target, hooked=hooked_modules(target, layers))
+    captured = HiddenStates(view, layers)
+    view(input_ids=ids, use_cache=False)
+    return captured.take()
 
 
 def chain_logits(head: Eagle3Head, ids: torch.Tensor, features: torch.Tensor, steps: int) -> list[torch.Tensor]:

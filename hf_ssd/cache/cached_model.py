@@ -12,16 +12,21 @@ from ..devices import from_host
 from . import masks
 from .attached import attached_to
 from .attention import GROUPED, use_grouped_heads
+from .cache_name import cache_argument
+from .compiled import is_compiled, uncompiled
 from .hidden_states import HiddenStates
-from .model_runner import LONGEST_STEP, RecurrentRunner, Runner, is_mamba, runner_for
 from .packed import packed_forwards
 from .ragged import RaggedCache
-from .support import attention_layout, is_flash_attention
+from .support import attention_layout, is_flash_attention, result_of
 from .view import view_of
+
+LONGEST_STEP = 64  # tokens of each row; a longer pass is a prefill, which always runs eagerly
 
 
 class CachedModel:
     """Feeds new tokens to a model, each row at its own length. Callers pass and get tensors of all rows."""
+
+    fewest_tokens = 1  # of each row in a pass
 
     def __init__(
         self,
@@ -31,7 +36,6 @@ class CachedModel:
         first_positions: list[int] | None = None,  # of column 0 of each row, negative if padded on the left
         column_limit: int | None = None,  # tokens from this column on are never used
         token_type_ids: torch.LongTensor | None = None,  # (batch_size, columns), of the prompt
-        cuda_graphs: bool | str = False,  # see `SSDConfig`
         hidden_states: HiddenStates | None = None,  # captures those of the passes
         view: PreTrainedModel | None = None,  # computes the passes; a new view by default
         pack_weights: bool | str = False,  # for a new view, see `SSDConfig`
@@ -53,16 +57,22 @@ class CachedModel:
         self.column_limit = column_limit
         # As in plain generation, each new token has the type of the prompt's last token.
         self.token_types = None if token_type_ids is None else token_type_ids[:, -1:].to(self.device)
-        if hidden_states is None:
-            self.runner = runner_for(model, cache, cuda_graphs, column_limit, self.view)
-        else:  # hooks run in eager passes alone
-            self.runner = (RecurrentRunner if self.layout.recurrent else Runner)(model, cache, self.view)
-        self.fewest_tokens = self.runner.fewest_tokens
         self.takes_lengths = self.reads_2d_masks and _takes_other_arguments(model)
+        self.preparations = 0  # how often a pass was compiled or captured
+        self.takes_logits_to_keep = model._supports_logits_to_keep()  # which takes time in each pass
+        self.cache_argument = cache_argument(model)
+        self.is_compiled = is_compiled(model)
 
     def close(self) -> None:
         """Ends the use of the cache, so that the next call can use its storage."""
-        self.runner.close()
+
+    def rows(self, unfinished: int) -> int:
+        """Returns how many rows a pass computes if `unfinished` rows are not finished."""
+        return max(self.fewest_tokens, unfinished)
+
+    def window(self, width: int) -> int | None:
+        """Returns the cache's window for steps that use `width` columns, `None` if they see exactly these columns."""
+        return None
 
     def leave_out(self, finished: list[bool]) -> None:
         """Stops computing finished rows: tokens fed to them are ignored from now on, and their logits are zeros."""
@@ -70,7 +80,7 @@ class CachedModel:
             self.keeps_rows = attached_to(self.model).may_depend_on_rows
         if self.keeps_rows:
             return
-        self.cache.leave_out(finished, self.runner.rows(finished.count(False)))
+        self.cache.leave_out(finished, self.rows(finished.count(False)))
 
     def computed(self, of_rows):
         """Returns the rows of a tensor, or the elements of a list, that belong to rows that are computed."""
@@ -121,10 +131,22 @@ class CachedModel:
             mask = self.mask(allowed, places[0], torch.arange(width, device=self.device))
         return self.forward(tokens, places, mask, logits_to_keep)
 
+    def finish(self, output: torch.LongTensor, fed: list[int], columns_before: int) -> None:
+        """
+        Feeds the last tokens of `output` to rows that ended before others, and the padding after these, as plain
+        generation does. `fed` tokens of each row were fed before; `columns_before` is the cache's length before them.
+        """
+        start, last = min(fed), output.shape[1] - 1  # the last token is not fed, because no token follows it
+        if start < last:
+            self.cache.take_back()
+            self.leave_out([count == last for count in fed])
+            no_logits = torch.zeros(1, dtype=torch.long, device=self.device)
+            self.extend(output[:, start:last], [start + columns_before] * len(fed), no_logits)
+
     def columns_seen(self, width: int, tokens: int) -> int:
         """Opens or closes the window for passes over `tokens` tokens of a row. Returns how many columns they see."""
         is_step = tokens <= LONGEST_STEP and bool(self.cache.layers)
-        self.cache.set_window(self.runner.window(width) if is_step else None)
+        self.cache.set_window(self.window(width) if is_step else None)
         return self.cache.window or width
 
     def mask(self, allowed: torch.BoolTensor, query_positions: torch.LongTensor, key_positions: torch.LongTensor):
@@ -162,10 +184,34 @@ class CachedModel:
             inputs["token_type_ids"] = self.computed(self.token_types).expand_as(tokens)
         if self.takes_lengths:
             inputs |= self._lengths_for_flash_attention(tokens.shape[1])
-        logits = self.runner.run(inputs, logits_to_keep)
+        logits = self.run(inputs, logits_to_keep)
         if self.hidden_states is not None:
             self.features = self.of_all_rows(self.hidden_states.take())
         return self.of_all_rows(logits)
+
+    def run(self, inputs: dict, logits_to_keep: torch.LongTensor | int | None = None) -> torch.Tensor:
+        """
+        Runs a pass. `inputs` are arguments of the model, with `places` (columns and positions) instead of
+        `position_ids`. Returns logits `(rows, positions, vocab_size)`, which later passes do not change.
+        """
+        _, positions = inputs["places"].unbind()
+        inputs = {name: value for name, value in inputs.items() if name != "places"} | {"position_ids": positions}
+        if logits_to_keep is not None and self._takes_logits_to_keep():
+            inputs, logits_to_keep = {**inputs, "logits_to_keep": logits_to_keep}, None
+        inputs |= {self.cache_argument: self.cache, "use_cache": True, "return_dict": True}
+        logits = result_of(self._call(inputs))
+        if isinstance(logits_to_keep, int):
+            return logits[:, -logits_to_keep:]
+        return logits if logits_to_keep is None else logits[:, logits_to_keep]
+
+    def _takes_logits_to_keep(self) -> bool:
+        return self.takes_logits_to_keep
+
+    def _call(self, inputs: dict):
+        if self.is_compiled:
+            with uncompiled(self.model):
+                return self.view(**inputs)
+        return self.view(**inputs)
 
     def of_all_rows(self, of_computed: torch.Tensor) -> torch.Tensor:
         """Returns a tensor of all rows, with zeros for rows left out, for a tensor of the computed rows."""
@@ -191,6 +237,11 @@ def view_for_passes(
     view, configs = view_of(model, is_mamba, hooked, packed_forwards(model, pack_weights))
     use_grouped_heads(model, configs)
     return view
+
+
+def is_mamba(module: nn.Module) -> bool:
+    """Whether a module is a Mamba-2 layer, whose settings passes of recurrent models change."""
+    return "time_step_limit" in vars(module) and "chunk_size" in vars(module)
 
 
 def _takes_other_arguments(model: PreTrainedModel) -> bool:

@@ -64,6 +64,11 @@ CAPTURES: dict[str, Callable] = {"cuda": CudaCapture}
 """The class that captures passes, for each kind of device."""
 
 
+def are_wanted(model: PreTrainedModel, cuda_graphs: bool | str) -> bool:
+    """Whether passes of a model are to be captured with this setting, see `SSDConfig`."""
+    return cuda_graphs is True or (cuda_graphs == "auto" and devices.of_model(model).type in CAPTURES)
+
+
 @dataclass
 class CapturedPass:
     """A pass that can be repeated, with the tensors that it reads and writes."""

@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 class HiddenStates:
     """
-    Keeps the hidden states of some layers of each forward pass until they are taken. Forward hooks do this for every
-    family of models alike; the meaning of `output_hidden_states=[...]` differs between versions of transformers.
+    Keeps the hidden states of some layers of each forward pass of a view until they are taken. Forward hooks do this
+    for every family of models alike; the meaning of `output_hidden_states=[...]` differs between versions.
 
     Layer 0 is the embedding, `i` the output of the i-th layer, and the number of layers the output of the last
     normalization, as in `hidden_states` of transformers. `keys` are layers, counted from 0, whose keys and values of
@@ -21,22 +21,17 @@ class HiddenStates:
 
     def __init__(self, model: PreTrainedModel, layers: Sequence[int], keys: Sequence[int] = ()):
         self.captured: list[dict] = []  # for each pass, the hidden states of the layers
-        self.handles = []
         self.layers = (*layers, *((kind, layer) for layer in keys for kind in ("key", "value")))
-        blocks, norm = decoder_parts(model)
-        check_layers(model, layers)
-        for layer in sorted(set(layers)):
-            if layer == len(blocks):
-                self.handles.append(norm.register_forward_hook(self._keep(layer)))
-            elif layer:
-                self.handles.append(blocks[layer - 1].register_forward_hook(self._keep(layer)))
+        modules = iter(hooked_modules(model, layers, keys))
+        for layer, module in dict(zip(layers, modules)).items():
+            if layer:
+                module.register_forward_hook(self._keep(layer))
             else:
-                self.handles.append(blocks[0].register_forward_pre_hook(self._keep_input, with_kwargs=True))
-        for layer in keys:
-            attention = blocks[layer].self_attn
-            self.handles.append(attention.register_forward_pre_hook(self._keep_rotation, with_kwargs=True))
-            self.handles.append(attention.k_norm.register_forward_hook(self._keep_keys(layer, attention)))
-            self.handles.append(attention.v_norm.register_forward_hook(self._keep(("value", layer))))
+                module.register_forward_pre_hook(self._keep_input, with_kwargs=True)
+        for layer, attention, k_norm, v_norm in zip(keys, modules, modules, modules):
+            attention.register_forward_pre_hook(self._keep_rotation, with_kwargs=True)
+            k_norm.register_forward_hook(self._keep_keys(layer, attention))
+            v_norm.register_forward_hook(self._keep(("value", layer)))
 
     def _keep(self, layer: int | tuple[str, int]) -> Callable:
         def keep(module, arguments, output) -> None:
@@ -78,15 +73,9 @@ class HiddenStates:
             passes.append(torch.cat(states, dim=-1))
         return passes[0] if len(passes) == 1 else torch.cat(passes, dim=1)
 
-    def close(self) -> None:
-        """Removes the hooks."""
-        for handle in self.handles:
-            handle.remove()
-        self.handles, self.captured = [], []
-
 
 def hooked_modules(model: PreTrainedModel, layers: Sequence[int], keys: Sequence[int] = ()) -> list[nn.Module]:
-    """Returns the modules that get hooks of [`HiddenStates`]."""
+    """Returns the modules that get hooks of [`HiddenStates`]: one for each layer, and three for each one of `keys`."""
     check_layers(model, layers)
     blocks, norm = decoder_parts(model)
     found = [norm if layer == len(blocks) else blocks[max(0, layer - 1)] for layer in layers]
@@ -127,11 +116,7 @@ def layers_that_share_keys(model: PreTrainedModel) -> dict[str, int]:
     blocks, shared = decoder_parts(model)[0], {}
     for index, block in enumerate(blocks):
         attention = getattr(block, "self_attn", None)
-        if (
-            hasattr(attention, "is_kv_shared_layer")
-            and hasattr(attention, "k_norm")
-            and not attention.is_kv_shared_layer
-        ):
+        if hasattr(attention, "k_norm") and not getattr(attention, "is_kv_shared_layer", True):
             shared[attention.layer_type] = index
     if not shared:
         raise ValueError(

@@ -89,15 +89,13 @@ def packed_forwards(model: PreTrainedModel, pack_weights: bool | str) -> dict[nn
         stale = _stale({layer: _packed.get(layer) for layer in layers})
         for layer in stale:
             _packed.pop(layer, None)  # a changed weight's memory is free for the new one
-        stale = [layer for layer in stale if _kind(layer) not in _verdicts or _verdict(layer, is_auto)]
-        if stale and is_auto and not _has_room(model, stale):
-            stale = []
-        for layer in stale:
-            verdict = _verdict(layer, is_auto)
-            if verdict:
-                _packed[layer] = PackedWeight(layer, _pack(layer.weight.detach()), verdict)
+        verdicts = {layer: verdict for layer in stale if (verdict := _verdict(layer, is_auto))}
+        if verdicts and is_auto and not _has_room(model, list(verdicts)):
+            verdicts = {}
+        for layer, verdict in verdicts.items():
+            _packed[layer] = PackedWeight(layer, _pack(layer.weight.detach()), verdict)
         found = {layer: _packed[layer] for layer in layers if layer in _packed}
-        if stale and model in _owned:
+        if verdicts and model in _owned:
             _keep_packed_alone(model, found)
     return found
 
@@ -127,23 +125,22 @@ def _keep_packed_alone(model: PreTrainedModel, forwards: dict[nn.Linear, PackedW
     users = Counter(id(one) for module in model.modules() for one in module._parameters.values())
     layers = {layer: forward for layer, forward in forwards.items() if users[id(layer.weight)] == 1}
     kept = [layer.weight.data for layer in layers]
-    is_faster = [forward.is_faster for forward in layers.values()]
     tokens = torch.arange(FOR_TOKENS, device=model.device)[None] % model.get_input_embeddings().weight.shape[0]
     view, _ = view_of(model, forwards=forwards)
     expected = view(input_ids=tokens, use_cache=False).logits
-    is_alone = False
+    is_sound = False
     try:
         for layer, forward in layers.items():
-            forward.is_faster = (True,) * len(TRIED)
+            forward.is_alone = True
             layer.weight.data = torch.full((), torch.nan, dtype=layer.weight.dtype).expand(layer.weight.shape)
         found = view(input_ids=tokens, use_cache=False).logits
-        is_alone = not found.isnan().any() and are_close(found, expected)
+        is_sound = not found.isnan().any() and are_close(found, expected)
     finally:  # also after Ctrl-C in a chat
-        for (layer, forward), weight, before in zip(layers.items(), kept, is_faster):
-            if is_alone:
-                forward.is_alone, forward.sample = True, None
+        for (layer, forward), weight in zip(layers.items(), kept):
+            if is_sound:
+                forward.sample = None
             else:
-                layer.weight.data, forward.is_faster = weight, before
+                layer.weight.data, forward.is_alone = weight, False
 
 
 def is_eligible(layer: nn.Linear) -> bool:
@@ -171,17 +168,13 @@ def _can_pack() -> bool:
 
 def _verdict(layer: nn.Linear, is_auto: bool) -> Verdict | None:
     """Returns when to use a packed weight, or `None` if torch cannot pack it, or if `"auto"` finds no gain."""
-    kind = _kind(layer)
+    kind = layer.weight.shape, layer.weight.dtype, layer.bias is not None, torch.get_num_threads()
     if kind not in _verdicts:
         _verdicts[kind] = _try(layer)
     verdict = _verdicts[kind]
     if verdict is None or is_auto:
         return verdict if verdict and any(verdict.is_faster) else None
     return Verdict((True,) * len(TRIED), verdict.fewest)
-
-
-def _kind(layer: nn.Linear) -> tuple:
-    return layer.weight.shape, layer.weight.dtype, layer.bias is not None, torch.get_num_threads()
 
 
 @torch.no_grad()

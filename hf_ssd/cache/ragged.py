@@ -95,14 +95,18 @@ class RaggedCache(DynamicCache):
 
     Finished rows can be left out of further forward passes. They change places with unfinished rows, so that the
     remaining rows stand together and the model still sees a view.
+
+    A cache begins empty or with the contents of `theirs`, a cache of transformers.
     """
 
-    def __init__(self):
+    def __init__(self, theirs: Cache | None = None):
         Cache.__init__(self, layers=[])
         self.rows: list[int] | None = None  # that passes compute, in the order in which they stand; all by default
         self.left_out: list[int] = []  # the other rows, which stand after these
         self.window: int | None = None  # columns that passes see, if compiled or captured; else those in use
         self.placement: tuple[torch.LongTensor, int] | None = None
+        if theirs is not None:
+            self.copy_columns(theirs)
 
     @property
     def ragged(self) -> list[RaggedLayer]:
@@ -172,10 +176,7 @@ class RaggedCache(DynamicCache):
 
     def _reopen(self) -> None:
         for layer in self.ragged:
-            layer.open_window(self.window, self._rows_seen())
-
-    def _rows_seen(self) -> int | None:
-        return None if self.rows is None else len(self.rows)
+            layer.open_window(self.window, self.rows and len(self.rows))
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):
         return self._layer(layer_idx).update(key_states, value_states, *self._place_and_rows())
@@ -190,17 +191,13 @@ class RaggedCache(DynamicCache):
 
     def _place_and_rows(self) -> tuple[tuple[torch.LongTensor, int] | None, int | None]:
         # A window already has the right rows. A compiled forward pass would be recompiled when the number changes.
-        return self.placement, self._rows_seen() if self.window is None else None
-
-    @classmethod
-    def from_cache(cls, cache: Cache) -> "RaggedCache":
-        """Copies a cache of transformers. The columns that a sliding layer dropped come back as zeros."""
-        ragged = cls()
-        ragged.copy_columns(cache)
-        return ragged
+        return self.placement, self.rows and len(self.rows) if self.window is None else None
 
     def copy_columns(self, cache: Cache) -> None:
-        """Copies keys and values, and the keys of indexers, from a cache of transformers."""
+        """
+        Copies keys and values, and the keys of indexers, from a cache of transformers. The columns that a sliding layer
+        dropped are zeros.
+        """
         length = cache.get_seq_length()
         for index, layer in enumerate(cache.layers):
             if length and isinstance(layer, DynamicLayer) and layer.is_initialized:

@@ -9,13 +9,15 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from .. import devices
-from . import masks
+from .branches import extend_with_branches
 from .cache_name import CACHE, cache_argument
 from .cached_model import CachedModel
+from .passes import cached_model
 from .ragged import RaggedCache
-from .recurrent import cached_model, ragged_copy
+from .recurrent import RecurrentModel, ragged_copy
 from .recurrent_draft import RecurrentBranches, RecurrentDraft
-from .support import result_of
+from .row_store import RowStore
+from .support import is_flash_attention, result_of
 
 TOKENS = (7, 11, 13, 17, 19, 23, 29, 31)  # of the text; tokens after these are the same in another order
 PROMPT = 6  # how many tokens of the text are the prompt
@@ -118,46 +120,30 @@ def logits_beside_others(model: PreTrainedModel, texts: Texts) -> tuple[torch.Te
     verified, both of shape `(rows, tokens, vocab_size)`. These tokens stand after a hidden column, in a cache that is
     much longer.
     """
-    tokens, device = texts.tokens, texts.tokens.device
+    tokens = texts.tokens
     decoder = CachedModel(model, RaggedCache(), column_limit=tokens.shape[1])
     beside = decoder.extend(tokens[:, :PROMPT], [0] * len(tokens))
-    fed = torch.cat([tokens[:, :1], tokens[:, PROMPT:]], dim=1)
-    count = fed.shape[1]
-    columns = torch.tensor(texts.columns, device=device)[:, None] + torch.arange(count, device=device)
-    width = decoder.columns_seen(texts.width + count, count)
-    of_columns = torch.arange(width, device=device)
-    of_columns = of_columns - (of_columns > PROMPT).long()
-    of_tokens = columns - (torch.arange(count, device=device) > 0).long()
-    allowed = masks.visible_up_to(columns, width)
-    allowed[: texts.compared, 1:, PROMPT] = False
-    decoder.cache.place(columns, width)
-    places = torch.stack([columns, decoder.positions(of_tokens)])
-    return beside, decoder.forward(fed, places, decoder.mask(allowed, of_tokens, of_columns))[:, 1:]
+    forks, branch = torch.tensor(texts.columns, device=tokens.device)[:, None], tokens[:, None, PROMPT:]
+    masked = extend_with_branches(decoder, tokens[:, :1], texts.columns, forks, branch, texts.width + 1)
+    return beside, masked[:, 0]
 
 
-def logits_without_masks(model: PreTrainedModel, texts: Texts) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the logits of [`logits_beside_others`] for flash attention, of one row, behind rejected tokens."""
-    tokens = texts.tokens[:1]
-    decoder = CachedModel(model, RaggedCache(), column_limit=tokens.shape[1])
-    beside = decoder.extend(tokens[:, :PROMPT], [0])
-    decoder.extend(tokens[:, : texts.drafted], [PROMPT])
-    return beside, decoder.extend(tokens[:, PROMPT:], [PROMPT])
-
-
-def logits_behind_states(model: PreTrainedModel, texts: Texts) -> tuple[torch.Tensor, torch.Tensor]:
+def logits_after_rejection(model: PreTrainedModel, texts: Texts) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    The logits of [`logits_beside_others`] for a model with recurrent layers. From the states after the prompt, other
-    tokens are verified first and rejected, then the tokens after the prompt. Finally, all of these but the first are
-    verified again, after the first.
+    The logits of [`logits_beside_others`] for a model with recurrent layers, and of one row for flash attention, which
+    has no masks. After the prompt, other tokens are verified first and rejected, then the tokens after the prompt.
+    Finally, all of these but the first are verified again, after the first.
     """
-    cache = ragged_copy(_empty_cache(model))
-    inputs = {"input_ids": texts.tokens[:, :PROMPT], cache_argument(model): cache}
+    rows = 1 if is_flash_attention(model) else len(texts.tokens)
+    tokens, columns, cache = texts.tokens[:rows], texts.columns[:rows], ragged_copy(_empty_cache(model))
+    inputs = {"input_ids": tokens[:, :PROMPT], cache_argument(model): cache}
     beside = model(**inputs, use_cache=True, return_dict=True).logits
-    decoder = cached_model(model, cache, column_limit=texts.tokens.shape[1])
-    decoder.checkpoints = list(texts.columns)
-    for tokens in (texts.tokens[:, : texts.drafted], texts.tokens[:, PROMPT:]):
-        verified = decoder.extend(tokens, texts.columns)
-    again = decoder.extend(tokens[:, 1:], [column + 1 for column in texts.columns])
+    decoder = cached_model(model, cache, column_limit=tokens.shape[1])
+    if isinstance(decoder, RecurrentModel):
+        decoder.states = [{column: states[PROMPT]} for column, states in zip(columns, decoder.states)]
+    for new in (tokens[:, : texts.drafted], tokens[:, PROMPT:]):
+        verified = decoder.extend(new, columns)
+    again = decoder.extend(tokens[:, PROMPT + 1 :], [column + 1 for column in columns])
     return beside, torch.cat([verified[:, :1], again], dim=1)
 
 
@@ -168,9 +154,9 @@ def logits_of_branches(model: PreTrainedModel, texts: Texts) -> tuple[torch.Tens
     from a copy of the states after the prompt and stands beside another branch.
     """
     tokens, device = texts.tokens, texts.tokens.device
-    decoder = RecurrentDraft(model, rows=2, column_limit=tokens.shape[1])
-    decoder.feed(tokens, [FIRST, FIRST], 0, wanted=1)
-    beside = decoder.feed(tokens, [PROMPT - 1, PROMPT - 1], 1, wanted=2)
+    decoder = RecurrentDraft(model, RowStore(tokens), column_limit=tokens.shape[1])
+    decoder.feed([FIRST, FIRST], 0, wanted=1)
+    beside = decoder.feed([PROMPT - 1, PROMPT - 1], 1, wanted=2)
     forks = torch.full((2, 2), PROMPT, device=device)
     branches = RecurrentBranches(decoder, forks, max(PROMPT, texts.width), texts.drafted)
     grown = tokens.flip(0)[:, PROMPT:]  # the other row's tokens are branch 0, and its own are branch 1

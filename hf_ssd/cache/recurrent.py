@@ -1,64 +1,46 @@
 """Models that have recurrent layers, whose state sums up all previous tokens, beside layers with attention.
 
-A recurrent state cannot be rolled back to an earlier token. So each row has a *checkpoint*: its states after a verified
-token. A forward pass starts from a copy of the checkpoint. It is fed the verified tokens after the checkpoint again
-(the *refeed*) and then the new tokens. If all new tokens are verified later, the states at the end of the pass become
-the checkpoint; otherwise the checkpoint stays. When refeeds have taken as long as a pass, a pass over verified tokens
-alone shortens them.
+A recurrent state cannot be rolled back to an earlier token. So the states of each row are kept after some of its
+tokens, and a forward pass starts from a copy of them. A target keeps one *checkpoint* of each row, after a verified
+token. It is fed the verified tokens after the checkpoint again (the *refeed*) and then the new tokens. If all new
+tokens are verified later, the states at the end of the pass become the checkpoint; otherwise the checkpoint stays. When
+refeeds have taken as long as a pass, a pass over verified tokens alone shortens them.
 
-A checkpoint has only read tokens of its row. All rows of a pass are fed the same number of tokens. A row that has fewer
-tokens is fed its last token again, which its own tokens never see, and its checkpoint stays.
+States that are kept have only read tokens of their row. All rows of a pass are fed the same number of tokens. A row
+that has fewer tokens is fed its last token again, which its own tokens never see, and its states are not kept.
 """
+
+import math
 
 import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
+from transformers.utils import logging
 
 from ..devices import from_host
-from .cached_model import CachedModel
+from .cached_model import CachedModel, is_mamba
+from .graphs import are_wanted, power_of_two
 from .ragged import RaggedCache, RaggedLayer
 from .row_store import RowStore
 
 # Tokens fed again, of all rows together, that take about as long as a pass of their own; docs/design.md says more.
 WORTH_A_PASS = 128
+SHORTEST_CHUNK = 16  # tokens; the chunks of Mamba-2's kernels are powers of 2
+
+logger = logging.get_logger(__name__)
+# The states of all recurrent layers that a pass has left, each of shape (batch_size, ...), and the row in them.
+States = tuple[list[torch.Tensor], int]
 
 
-class RecurrentLayer(LinearAttentionLayer):
-    """The states of a layer. Forward passes change a copy, in the attributes that transformers reads."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.kept: list[torch.Tensor] = []  # the checkpoint: (batch_size, ...), rows in their original order
-
-    def copy_checkpoint(self, rows: list[int] | None) -> None:
-        """Lets the next forward pass start from a copy of the checkpoint of these rows, or of all of them."""
-        for (states, index), kept in zip(self.places(), self.kept):
-            states[index] = kept.clone() if rows is None else kept[from_host(rows, kept.device)]
-
-    def keep(self, rows: list[int], places: list[int]) -> None:
-        """Makes the states in these places, which the last forward pass left, the checkpoint of these rows."""
-        for (states, index), kept in zip(self.places(), self.kept):
-            kept[from_host(rows, kept.device)] = states[index][from_host(places, kept.device)]
-
-    def keep_all(self) -> None:
-        """Makes the states that the last forward pass left the checkpoint of all rows."""
-        self.kept = [states[index] for states, index in self.places()]
-
-    def places(self) -> list[tuple[dict[int, torch.Tensor], int]]:
-        """Returns the dictionaries and keys under which transformers looks for the states."""
-        both = (self.conv_states, self.recurrent_states)
-        return [(states, index) for states in both for index in states if states[index] is not None]
-
-
-class RecurrentRaggedLayer(RaggedLayer, RecurrentLayer):
+class RecurrentRaggedLayer(RaggedLayer, LinearAttentionLayer):
     """A layer that has attention and states."""
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, number_of_states: int):
         RaggedLayer.__init__(self)
-        RecurrentLayer.__init__(self, *args, **kwargs)
+        LinearAttentionLayer.__init__(self, number_of_states)
 
     def lazy_initialization(self, *keys_and_values, **states) -> None:
-        kind = RaggedLayer if keys_and_values else RecurrentLayer
+        kind = RaggedLayer if keys_and_values else LinearAttentionLayer
         kind.lazy_initialization(self, *keys_and_values, **states)
 
 
@@ -72,12 +54,11 @@ class RecurrentCache(RaggedCache):
         self.shares_columns = False  # whether attention takes keys and values of a row once for all its branches
         for layer in theirs.layers:
             if isinstance(layer, LinearAttentionLayer):
-                kind = RecurrentRaggedLayer if isinstance(layer, DynamicLayer) else RecurrentLayer
+                kind = RecurrentRaggedLayer if isinstance(layer, DynamicLayer) else LinearAttentionLayer
                 self.layers.append(kind(layer.number_of_states))
                 _copy_states(layer, self.layers[-1])
             else:  # transformers' own class if the layer has no cache
                 self.layers.append(RaggedLayer() if isinstance(layer, DynamicLayer) else type(layer)())
-        self.recurrent = [layer for layer in self.layers if isinstance(layer, RecurrentLayer)]
         self.copy_columns(theirs)
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):
@@ -91,14 +72,19 @@ class RecurrentCache(RaggedCache):
             return seen
         return tuple(one[:, None].expand(-1, self.branches, -1, -1, -1).flatten(0, 1) for one in seen)
 
+    def _places(self) -> list[tuple[dict[int, torch.Tensor], int]]:
+        """Returns the dictionaries and keys under which transformers looks for the states, which passes change."""
+        layers = [layer for layer in self.layers if isinstance(layer, LinearAttentionLayer)]
+        both = [states for layer in layers for states in (layer.conv_states, layer.recurrent_states)]
+        return [(states, index) for states in both for index in states if states[index] is not None]
+
     def current_states(self) -> list[torch.Tensor]:
         """Returns the states of all layers that the last forward pass left; an empty list if there was none."""
-        return [states[index] for layer in self.recurrent for states, index in layer.places()]
+        return [states[index] for states, index in self._places()]
 
     def set_states(self, new: list[torch.Tensor]) -> None:
         """Lets the next forward pass start from these states, which it changes."""
-        places = [place for layer in self.recurrent for place in layer.places()]
-        for (states, index), one in zip(places, new, strict=True):
+        for (states, index), one in zip(self._places(), new, strict=True):
             states[index] = one
 
     def copy_between_columns(self, places: list[int], source: list[list[int]], to: list[list[int]]) -> None:
@@ -111,8 +97,7 @@ class RecurrentCache(RaggedCache):
     def copy_to(self, cache: Cache, length: int) -> Cache:
         super().copy_to(cache, length)
         for ours, theirs in zip(self.layers, cache.layers):
-            if isinstance(ours, RecurrentLayer):
-                ours.copy_checkpoint(None)
+            if isinstance(ours, LinearAttentionLayer):
                 _copy_states(ours, theirs)
         return cache
 
@@ -126,32 +111,56 @@ def _copy_states(source: LinearAttentionLayer, to: LinearAttentionLayer) -> None
 
 
 class RecurrentModel(CachedModel):
-    """A [`CachedModel`] with recurrent layers, used after the prefill."""
+    """
+    A [`CachedModel`] with recurrent layers, of a cache that holds the prompts, or of an empty one with `tokens`.
+
+    transformers bounds the step sizes of Mamba-2 only where several tokens are computed; these passes have no bounds,
+    except the first one, which reads the prompts. The chunks to which transformers pads the tokens are short; chunks
+    only group the arithmetic. All of this is changed in the view alone.
+    """
 
     cache: RecurrentCache
 
-    def __init__(self, model: PreTrainedModel, cache: RecurrentCache, *args, **kwargs):
-        super().__init__(model, cache, *args, **kwargs)
-        for layer in cache.recurrent:
-            layer.keep_all()
-        kept = [state for layer in cache.recurrent for state in layer.kept]
-        if not kept:
-            raise RuntimeError("it keeps no recurrent state in its cache")
-        rows, columns = len(kept[0]), cache.get_seq_length()
-        self.checkpoints = [columns] * rows  # the first column of each row that its checkpoint has not read
-        # The first column that the states after the last pass have not read, if they have read only their row's tokens.
-        self.reached: dict[int, int] = {}
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        cache: RecurrentCache,
+        tokens: RowStore | None = None,
+        cuda_graphs: bool | str = False,
+        **options,
+    ):
+        super().__init__(model, cache, **options)
+        if self.is_compiled or are_wanted(model, cuda_graphs):  # there is no static storage for states
+            name = type(model).__name__
+            logger.warning_once(f"{name} has recurrent layers, so its steps run uncompiled and uncaptured.")
+        self.of_mamba = {
+            layer: (layer.chunk_size, layer.time_step_limit) for layer in self.view.modules() if is_mamba(layer)
+        }
+        # For each row, the states after some numbers of its columns; `None` after none of them.
+        self.states: list[dict[int, States | None]]
+        if tokens is None:
+            left, columns = cache.current_states(), cache.get_seq_length()
+            if not left:
+                raise RuntimeError("it keeps no recurrent state in its cache")
+            self.tokens = RowStore(torch.zeros(len(left[0]), columns, dtype=torch.long, device=self.device))
+            self.states = [{columns: (left, row)} for row in range(len(left[0]))]
+        else:
+            self.tokens = tokens
+            self.states = [{0: None} for _ in tokens.values]
+        self.first = list(self.states)  # a call may end at a token before the last checkpoint
         self.refed = 0  # tokens, of all rows together, fed again since refeeds were shortened last
-        self.passed: list[int] = []  # the rows of the last pass, in the order in which they stood
-        self.first: list[list[torch.Tensor]] | None = None
-        self.tokens = RowStore(torch.zeros(rows, columns, dtype=torch.long, device=self.device))
 
-    def extend(self, tokens: torch.LongTensor, lengths: list[int], logits_to_keep=None) -> torch.Tensor:
+    @property
+    def checkpoints(self) -> list[int]:
+        """The first column of each row that its checkpoint has not read."""
+        return [min(of_row) for of_row in self.states]
+
+    def extend(self, tokens: torch.LongTensor, lengths: list[int]) -> torch.Tensor:
         """See [`CachedModel.extend`]. The first `lengths` columns of each row are verified from now on."""
-        # 1. Take in the states of the last pass for rows in which all tokens of that pass are verified.
+        # 1. Keep the states of the last pass as checkpoints of rows in which all tokens of that pass are verified.
         self.tokens.write(tokens, lengths)
         rows, count = self.computed(list(range(len(lengths)))), tokens.shape[1]
-        self._take_in(rows, lengths)
+        self._keep_last(rows, lengths)
 
         # 2. If refeeds have cost as much as a pass, shorten them by a pass over verified tokens alone, over the number
         #    of tokens that saves the most.
@@ -164,79 +173,110 @@ class RecurrentModel(CachedModel):
         self.refed = self.refed + longest * len(rows) if longest else 0
 
         # 3. Feed the tokens after the checkpoints and the new tokens, whose logits stand at different places.
-        wanted = torch.arange(count) if logits_to_keep is None else logits_to_keep.cpu()
-        kept, places = (torch.tensor(refeeds)[:, None] + wanted)[rows].unique(return_inverse=True)
-        logits = self._feed([n + count for n in lengths], longest + count, kept)
-        of_all = places.new_zeros(len(lengths), len(wanted))
-        of_all[rows] = places
+        new = torch.zeros(len(lengths), count, dtype=torch.long)
+        new[rows] = torch.tensor(refeeds)[rows, None] + torch.arange(count)
+        kept, places = new[rows].unique(return_inverse=True)
+        logits = self._feed(self.checkpoints, longest + count, [n + count for n in lengths], kept)
         order = torch.arange(len(lengths), device=logits.device)[:, None]
-        if self.features is not None:  # those of the new tokens, which follow the refeed
-            new = [[(n if row in rows else 0) + i for i in range(count)] for row, n in enumerate(refeeds)]
+        if self.features is not None:
             self.features = self.features[order, from_host(new, logits.device)]
-        return logits[order, from_host(of_all, logits.device)]
+        new[rows] = places
+        return logits[order, from_host(new, logits.device)]
 
-    def remember_prefill(self) -> None:
-        """Keeps the checkpoints after the prefill, for a call that may end at a token before the last checkpoint."""
-        self.first = [[state.clone() for state in layer.kept] for layer in self.cache.recurrent]
-        self.prompt = list(self.checkpoints)
+    def run(self, inputs, logits_to_keep=None):
+        branches = self.cache.branches
+        if branches > 1:  # rows of a batch, whose single tokens stand in `inputs` as tokens of one row
+            inputs = {name: _of_branches(value, branches) for name, value in inputs.items()}
+        tokens = inputs["input_ids"].shape[1]
+        for layer, (size, limit) in self.of_mamba.items():
+            layer.chunk_size = min(size, max(SHORTEST_CHUNK, power_of_two(tokens)))
+            layer.time_step_limit = limit if self.cache.is_empty else (0.0, math.inf)
+        logits = super().run(inputs, logits_to_keep)
+        return logits if branches == 1 else logits.view(-1, branches, logits.shape[-1])
 
-    def finish(self, output: torch.LongTensor, verified: list[int], columns_before: int) -> None:
-        """
-        Moves the checkpoint of each row to the last token of `output`, which is not fed, because no token follows it.
-        `verified` tokens of each row were fed before; `columns_before` is the cache's length before the output.
-        """
+    def finish(self, output, fed, columns_before):
         rows, last = list(range(len(output))), columns_before + output.shape[1] - 1
-        verified = [columns_before + count for count in verified]
-        self._take_in(rows, verified)
         self.cache.take_back()
-        for row in rows:
-            if self.checkpoints[row] > verified[row]:
-                for layer, first in zip(self.cache.recurrent, self.first):
-                    for kept, state in zip(layer.kept, first):
-                        kept[row] = state[row]
-                self.checkpoints[row] = self.prompt[row]
-        self.tokens.write(output.to(self.device), [columns_before] * len(rows))
+        self.states = [first | now for first, now in zip(self.first, self.states)]
+        self._keep_last(rows, [columns_before + count for count in fed])
+        self.tokens.write(output, [columns_before] * len(rows))
         while min(self.checkpoints) < last:
             self._commit(rows, [last] * len(rows), min(last - n for n in self.checkpoints if n < last))
+        self.cache.set_states(self.copies([self.states[row][last] for row in rows]))
 
     def _commit(self, rows: list[int], ends: list[int], count: int) -> None:
         """Moves checkpoints forward by `count` tokens, for the rows that have so many verified tokens before `ends`."""
-        ends = [n + count if n + count <= end else n for n, end in zip(self.checkpoints, ends)]
-        self._feed(ends, count, torch.zeros(1, dtype=torch.long))
-        self._take_in(rows, ends)
+        self._feed(self.checkpoints, count, ends, torch.zeros(1, dtype=torch.long))
+        self._keep_last(rows, ends)
 
-    def _feed(self, ends: list[int], count: int, logits_to_keep: torch.LongTensor) -> torch.Tensor:
-        """Feeds `count` tokens after its checkpoint to each row, of which only the tokens before `ends` are its own."""
-        columns = from_host(self.checkpoints, self.device)[:, None] + torch.arange(count, device=self.device)
+    def _keep_last(self, rows: list[int], columns: list[int]) -> None:
+        """Keeps the last states of each row after at most so many columns."""
+        for row in rows:
+            self.forget(row, columns[row], columns[row])
+
+    def _feed(self, at: list[int], count: int, ends: list[int], logits_to_keep: torch.LongTensor) -> torch.Tensor:
+        """
+        Feeds `count` tokens to each row from the states after `at` columns on, of which only the tokens before `ends`
+        are its own. Keeps the states that have read only tokens of their row.
+        """
+        columns = from_host(at, self.device)[:, None] + torch.arange(count, device=self.device)
         # The last one is repeated: any other token might have values that are not finite.
         columns = columns.minimum(from_host(ends, self.device)[:, None] - 1)
-        for layer in self.cache.recurrent:
-            layer.copy_checkpoint(self.cache.rows)
-        kept = from_host(logits_to_keep, self.device)
-        logits = super().extend(self.tokens.at(columns), self.checkpoints, kept)
-        self.passed = self.computed(list(range(len(ends))))
-        self.reached = {row: ends[row] for row in self.passed if self.checkpoints[row] + count == ends[row]}
+        rows = self.computed(list(range(len(at))))
+        sources = [self.states[row][at[row]] for row in rows]
+        if len({id(source and source[0]) for source in sources}) > 1:
+            # One tensor of all rows instead of one for each pass, each of which would keep the states of all rows.
+            together = self.copies(sources)
+            sources = [(together, place) for place in range(len(rows))]
+        for row, source in zip(rows, sources):
+            self.forget(row, at[row])  # the columns after these are overwritten
+            self.states[row][at[row]] = source
+        self.cache.set_states(self.copies(sources))
+        logits = super().extend(self.tokens.at(columns), at, from_host(logits_to_keep, self.device))
+        left = self.cache.current_states()
+        if not left:
+            raise RuntimeError("it keeps no recurrent state in its cache")
+        for place, row in enumerate(rows):
+            if at[row] + count <= ends[row]:
+                self.states[row][at[row] + count] = left, place
         return logits
 
-    def _take_in(self, rows: list[int], verified: list[int]) -> None:
-        """Makes the states of the last pass the checkpoint of rows whose verified tokens end where the states do."""
-        taken = [row for row in rows if self.reached.get(row) == verified[row]]
-        for layer in self.cache.recurrent if taken else ():
-            if taken == self.passed == list(range(len(self.checkpoints))):
-                layer.keep_all()
-            else:
-                layer.keep(taken, [self.passed.index(row) for row in taken])
-        for row in taken:
-            self.checkpoints[row] = verified[row]
-        self.reached = {}
+    def copies(self, sources: list[States | None]) -> list[torch.Tensor]:
+        """Returns copies of these states, one for each row of a batch; an empty list before the first pass."""
+        current = self.cache.current_states()
+        groups: dict[int, tuple[list[torch.Tensor] | None, list[tuple[int, int]]]] = {}
+        for place, source in enumerate(sources):
+            states, row = source or (None, 0)
+            groups.setdefault(id(states), (states, []))[1].append((place, row))
+        on_device = [(states, *from_host(pairs, self.device).unbind(1)) for states, pairs in groups.values()]
+        states, _, rows = on_device[0]
+        if states is not None and len(on_device) == 1:
+            return [one[rows.to(one.device)] for one in states]
+        new = [one.new_zeros(len(sources), *one.shape[1:]) for one in current]
+        for states, places, rows in on_device:
+            for index, one in enumerate(new if states is not None else ()):
+                one[places.to(one.device)] = states[index][rows.to(one.device)]
+        return new
+
+    def forget(self, row: int, valid: int, needed: int | None = None) -> None:
+        """Forgets states after more than `valid` columns, and all but the last of those after at most `needed`."""
+        kept = {column: states for column, states in self.states[row].items() if column <= valid}
+        if needed is not None:
+            last = max(column for column in kept if column <= needed)
+            kept = {column: states for column, states in kept.items() if column >= last}
+        self.states[row] = kept
 
 
 def ragged_copy(theirs: Cache) -> RaggedCache:
     """Returns a ragged cache with the contents of a cache of transformers, for the same model."""
     is_recurrent = any(isinstance(layer, LinearAttentionLayer) for layer in theirs.layers)
-    return RecurrentCache(theirs) if is_recurrent else RaggedCache.from_cache(theirs)
+    return (RecurrentCache if is_recurrent else RaggedCache)(theirs)
 
 
-def cached_model(model: PreTrainedModel, cache: RaggedCache, **options) -> CachedModel:
-    """Returns the [`CachedModel`] for a cache that holds the prompts."""
-    return (RecurrentModel if isinstance(cache, RecurrentCache) else CachedModel)(model, cache, **options)
+def _of_branches(value, branches: int):
+    """Returns an input of rows as an input of branches: tokens, columns and positions, or a mask with a query each."""
+    if isinstance(value, dict):
+        return {name: _of_branches(one, branches) for name, one in value.items()}
+    if value is None or value.dim() < 4:
+        return value if value is None else value.flatten(-2).unsqueeze(-1)
+    return value.transpose(1, 2).flatten(0, 1).unsqueeze(1)

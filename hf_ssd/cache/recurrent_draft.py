@@ -1,8 +1,8 @@
 """A draft model with recurrent layers, and its branches.
 
-A recurrent state cannot be rolled back, and no mask hides a token that it has read. So a draft keeps the states of each
-row after several of its tokens, and a pass starts from copies of some of them. Branches are rows of the batch in the
-recurrent layers. In layers with attention they are further queries of their row, whose cached columns they share.
+A draft keeps the states of each row after several of its tokens. No mask hides a token that a state has read, so
+branches are rows of the batch in the recurrent layers. In layers with attention they are further queries of their row,
+whose cached columns they share.
 """
 
 import torch
@@ -10,31 +10,24 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ..devices import from_host
 from .branches import Branches
-from .cached_model import CachedModel
-from .recurrent import RecurrentCache
-
-# The states of all recurrent layers that a pass has left, each of shape (batch_size, ...), and the row in them.
-States = tuple[list[torch.Tensor], int]
+from .recurrent import RecurrentCache, RecurrentModel
+from .row_store import RowStore
 
 
-class RecurrentDraft(CachedModel):
-    """A [`CachedModel`] with recurrent layers that drafts. Its passes run eagerly."""
+class RecurrentDraft(RecurrentModel):
+    """A [`RecurrentModel`] that drafts after the `tokens` of its rows. Its passes run eagerly."""
 
-    cache: RecurrentCache
-
-    def __init__(self, model: PreTrainedModel, rows: int, cache: RecurrentCache | None = None, **options):
+    def __init__(self, model: PreTrainedModel, tokens: RowStore, cache: RecurrentCache | None = None, **options):
         empty = DynamicCache(config=model.config.get_text_config(decoder=True))
-        super().__init__(model, cache or RecurrentCache(empty), **options)
+        super().__init__(model, cache or RecurrentCache(empty), tokens, **options)
         self.cache.shares_columns = self.has_grouped_heads
-        # For each row, the states after some numbers of its columns; `None` after none of them.
-        self.states: list[dict[int, States | None]] = [{0: None} for _ in range(rows)]
 
     @property
     def bytes_of_a_row(self) -> int:
         """The size of a row's states, known after the first pass."""
         return sum(one[0].nbytes for one in self.cache.current_states())
 
-    def feed(self, inputs: torch.LongTensor, verified: list[int], count: int, wanted: int) -> torch.Tensor:
+    def feed(self, verified: list[int], count: int, wanted: int) -> torch.Tensor:
         """
         Feeds each row its tokens up to `count` tokens after its verified ones, and keeps the states after each token
         from the last verified one on. Returns the raw logits of the last `wanted` tokens, at most `count + 1`.
@@ -43,61 +36,22 @@ class RecurrentDraft(CachedModel):
         rows = self.computed(list(range(len(verified))))
         distances = ({column - verified[row] + 1 for column in self.states[row]} for row in rows)
         known = [distance for distance in set.intersection(*distances) if 0 <= distance <= count + 1 - wanted]
-        at = {row: max(n for n in self.states[row] if n < verified[row]) for row in rows}
+        at = [max(column for column in states if column < end) for states, end in zip(self.states, verified)]
         if known:
-            at = {row: verified[row] - 1 + max(known) for row in rows}
+            at = [n - 1 + max(known) for n in verified]
 
         # 2. Otherwise feed the tokens before the last verified one, until all rows lack equally many of them.
         while len(lacking := {verified[row] - 1 - at[row] for row in rows}) > 1:
             fewest = min(lacking - {0})
-            self._step(inputs, at, fewest, [row for row in rows if verified[row] - 1 - at[row] >= fewest])
+            self._feed(at, fewest, verified, torch.tensor([fewest - 1]))
+            at = [n + fewest if n + fewest < end else n for n, end in zip(at, verified)]
 
         # 3. Feed these tokens with the last verified one, and each further token in a pass of its own.
-        first = 1 + max(0, *lacking)
-        passes = [first, *[1] * (count - max(known, default=0))]
-        return torch.cat([self._step(inputs, at, tokens, rows) for tokens in passes][-wanted:], dim=1)
-
-    def _step(self, inputs: torch.LongTensor, at: dict[int, int], count: int, moved: list[int]) -> torch.Tensor:
-        """Feeds `count` tokens from column `at[row]` on, and moves `at` for the rows in `moved`, which have so many."""
-        starts = [at.get(row, 0) for row in range(len(self.states))]
-        columns = from_host(starts, self.device)[:, None] + torch.arange(count, device=self.device)
-        self.start_from([self.states[row][column] for row, column in at.items()])
-        tokens = inputs.gather(1, columns.clamp(max=inputs.shape[1] - 1))
-        logits = self.extend(tokens, starts, logits_to_keep=from_host([count - 1], self.device))
-        left = self.cache.current_states()
-        for place, row in enumerate(at):
-            if row in moved:
-                at[row] += count
-                self.states[row][at[row]] = left, place
-            else:  # the columns after `at` were overwritten
-                self.forget(row, at[row])
-        return logits
-
-    def start_from(self, sources: list[States | None]) -> None:
-        """Lets the next pass start from copies of these states, one for each row of its batch."""
-        groups: dict[int, tuple[list[torch.Tensor], list[int], list[int]]] = {}
-        for place, source in enumerate(sources):
-            states, row = source or (None, 0)
-            _, places, rows = groups.setdefault(id(states), (states, [], []))
-            places.append(place)
-            rows.append(row)
-        current = self.cache.current_states()
-        if not current:  # before the first pass
-            return
-        on_device = [(states, *from_host([places, rows], self.device)) for states, places, rows in groups.values()]
-        new = [one.new_zeros(len(sources), *one.shape[1:]) for one in current]
-        for states, places, rows in on_device:
-            for index, one in enumerate(new if states is not None else ()):
-                one[places.to(one.device)] = states[index][rows.to(one.device)]
-        self.cache.set_states(new)
-
-    def forget(self, row: int, valid: int, needed: int | None = None) -> None:
-        """Forgets states after more than `valid` columns, and all but the last of those after at most `needed`."""
-        kept = {column: states for column, states in self.states[row].items() if column <= valid}
-        if needed is not None:
-            last = max(column for column in kept if column <= needed)
-            kept = {column: states for column, states in kept.items() if column >= last}
-        self.states[row] = kept
+        logits, ends = [], [n + count for n in verified]
+        for tokens in (1 + max(0, *lacking), *[1] * (count - max(known, default=0))):
+            logits.append(self._feed(at, tokens, ends, torch.tensor([tokens - 1])))
+            at = [n + tokens for n in at]
+        return torch.cat(logits[-wanted:], dim=1)
 
 
 class RecurrentBranches(Branches):
@@ -117,7 +71,7 @@ class RecurrentBranches(Branches):
 
     def grow(self, tokens):
         cache = self.decoder.cache
-        self.decoder.start_from(self.current)
+        cache.set_states(self.decoder.copies(self.current))
         cache.branches = self.count
         try:
             logits = super().grow(tokens)

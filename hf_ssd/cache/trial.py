@@ -17,12 +17,11 @@ from .readings import (
     FIRST,
     PROMPT,
     LowPrecision,
+    logits_after_rejection,
     logits_alone,
-    logits_behind_states,
     logits_beside_others,
     logits_of_branches,
     logits_of_plain_generation,
-    logits_without_masks,
     texts_for,
 )
 from .recurrent import WORTH_A_PASS
@@ -89,11 +88,9 @@ def _try(model: PreTrainedModel, drafts: bool, attached: Attached, drafted: int,
     name = type(model).__name__
     is_recurrent = attention_layout(model).recurrent
     texts = texts_for(model, drafted, rows)
-    read = logits_beside_others
-    if is_flash_attention(model):
-        read = logits_without_masks
-    elif is_recurrent:
-        read = logits_of_branches if drafts else logits_behind_states
+    read = logits_after_rejection if is_recurrent or is_flash_attention(model) else logits_beside_others
+    if is_recurrent and drafts:
+        read = logits_of_branches
     is_plain = not (attached.may_depend_on_rows or active_adapters(attached))
     try:
         if drafts:

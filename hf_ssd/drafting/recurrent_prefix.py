@@ -16,10 +16,9 @@ class RecurrentPrefix(VerifiedPrefix):
     branches_kind = RecurrentBranches
 
     def _decoder(self, model, continues, **options):
-        if continues is None:
-            return RecurrentDraft(model, len(self.lengths), **options)
-        decoder = RecurrentDraft(model, len(self.lengths), continues.decoder.cache, **options)
-        decoder.states = [{fed: states[fed]} for fed, states in zip(self.fed, continues.decoder.states)]
+        decoder = RecurrentDraft(model, self.inputs, continues and continues.decoder.cache, **options)
+        if continues is not None:
+            decoder.states = [{fed: states[fed]} for fed, states in zip(self.fed, continues.decoder.states)]
         return decoder
 
     def _shared(self, earlier, row):
@@ -27,7 +26,7 @@ class RecurrentPrefix(VerifiedPrefix):
         return max((column for column in earlier.decoder.states[row] if column <= shared), default=0)
 
     def feed(self, count, wanted):
-        logits = self.decoder.feed(self.inputs.values, self.columns, count, wanted)
+        logits = self.decoder.feed(self.columns, count, wanted)
         self._have_fed(count)
         return logits
 

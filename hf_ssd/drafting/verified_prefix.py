@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 from .. import devices
 from ..cache.branches import Branches, extend_with_branches
 from ..cache.cached_model import CachedModel
+from ..cache.passes import cached_model
 from ..cache.ragged import RaggedCache
 from ..cache.row_store import RowStore
 from ..cache.support import last_position_limit
@@ -61,7 +62,7 @@ class VerifiedPrefix:
 
     def _decoder(self, model: PreTrainedModel, continues: "VerifiedPrefix | None", **options) -> CachedModel:
         cache = RaggedCache() if continues is None else continues.decoder.cache
-        return CachedModel(model, cache, **options)
+        return cached_model(model, cache, **options)
 
     def branches(self, accepted: torch.LongTensor, behind: int, depth: int) -> Branches:
         """

@@ -174,10 +174,10 @@ def decode(
         stats.records.append(record)
 
         # 6. Verify: one forward pass over the last token and the drafted tokens of each row.
-        following, before = sequences.propose(speculation.tokens), decoder.runner.preparations
+        following, before = sequences.propose(speculation.tokens), decoder.preparations
         record.lookahead = following.shape[1] - 1
         logits = target.verify(following)
-        record.compiles = decoder.runner.preparations > before
+        record.compiles = decoder.preparations > before
 
         # 7. The distributions that the tokens were drawn from are needed only now.
         probabilities = draft.receive_probabilities() if uses_q and speculation.width else None

@@ -8,7 +8,8 @@ from ..cache.cache_name import CACHE, cache_argument
 from ..cache.cached_model import view_for_passes
 from ..cache.compiled import uncompiled
 from ..cache.hidden_states import HiddenStates, hooked_modules
-from ..cache.recurrent import RecurrentModel, cached_model, ragged_copy
+from ..cache.passes import cached_model
+from ..cache.recurrent import ragged_copy
 from ..cache.row_store import RowStore
 from ..devices import from_host
 from ..rounds import Outcome
@@ -62,8 +63,6 @@ class Target:
         )
         if self.hidden_states is not None:
             self.states = Features(self.hidden_states.take(), mask, prompt_length)
-        if self.returns_cache and isinstance(self.decoder, RecurrentModel) and not self.sequences.ends_by_row:
-            self.decoder.remember_prefill()  # rows may end where other rows stop them, before their last checkpoint
         return outputs.logits[:, -1:]
 
     def close(self) -> None:
@@ -108,30 +107,14 @@ class Target:
         """Copies the columns of the output to the cache of the user or of transformers, if somebody gets it."""
         if not self.returns_cache:
             return
-        self.feed_what_is_missing(output)
+        last = output.shape[1] - 1  # the last token is not fed, because no token follows it
+        fed = [min(self.sequences.kept(row), n - 1, last) for row, n in enumerate(self.sequences.lengths)]
+        self.decoder.finish(output.to(self.decoder.device), fed, self.columns_before_ids)
         if 0 < len(self.theirs.layers) < len(self.decoder.cache.layers):
             # A model that repeats its layers (Dory) adds cache layers for the repetitions in its first pass.
             theirs = {cache_argument(self.model): self.theirs}
             self.model(output[:, -1:].to(self.decoder.device), use_cache=True, **theirs)
         self.decoder.cache.copy_to(self.theirs, output.shape[1] - 1 + self.columns_before_ids)
-
-    def feed_what_is_missing(self, output: torch.LongTensor) -> None:
-        """Feeds the last token of rows that ended before others, and the padding after it, as plain generation does."""
-        last = output.shape[1] - 1  # the last token is not fed, because no token follows it
-        fed = [min(self.sequences.kept(row), n - 1, last) for row, n in enumerate(self.sequences.lengths)]
-        if isinstance(self.decoder, RecurrentModel):
-            self.decoder.finish(output, fed, self.columns_before_ids)
-            return
-        start = min(fed)
-        if start == last:
-            return
-        self.decoder.cache.take_back()
-        self.decoder.leave_out([count == last for count in fed])
-        self.decoder.extend(
-            output[:, start:last].to(self.decoder.device),
-            [start + self.columns_before_ids] * len(fed),
-            logits_to_keep=torch.zeros(1, dtype=torch.long, device=self.decoder.device),  # the logits are not needed
-        )
 
 
 class Features(RowStore):

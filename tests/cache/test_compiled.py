@@ -8,9 +8,8 @@ from transformers.utils import logging
 import hf_ssd
 from hf_ssd.cache import compiled
 from hf_ssd.cache.branches import Branches
-from hf_ssd.cache.cached_model import CachedModel
 from hf_ssd.cache.compiled import is_compiled
-from hf_ssd.cache.model_runner import WINDOW_STEP
+from hf_ssd.cache.passes import WINDOW_STEP, cached_model
 from hf_ssd.cache.ragged import RaggedCache
 from hf_ssd.drafting.autoregressive_drafter import AutoregressiveDrafter
 from hf_ssd.drafting.cache_shapes import shape_for
@@ -52,7 +51,7 @@ def test_both_ways_of_compiling_are_noticed():
 def grow(model, steps=12):
     """Logits of rows that advance by different amounts, and of branches, for a text that outgrows several windows."""
     generator = torch.Generator().manual_seed(0)
-    decoder = CachedModel(model, RaggedCache())
+    decoder = cached_model(model, RaggedCache())
     logits, lengths = [decoder.extend(torch.randint(2, 97, (2, 9), generator=generator), [0, 0])], [9, 7]
     for step in range(steps):
         count = (3, 20, 2, 9)[step % 4]
@@ -106,7 +105,7 @@ def test_one_token_and_several_are_compiled_together(compilations):
         for prepared in (lambda model: model, to_compile):
             torch._dynamo.reset()
             compilations.clear()
-            decoder, place, steps = CachedModel(prepared(tiny_model(num_hidden_layers=1)), RaggedCache()), 9, []
+            decoder, place, steps = cached_model(prepared(tiny_model(num_hidden_layers=1)), RaggedCache()), 9, []
             decoder.extend(tokens[None, :place], [0])
             for count in order:
                 steps.append(decoder.extend(torch.stack([tokens[place : place + count]]), [place]))
@@ -143,7 +142,7 @@ def test_a_round_that_compiles_is_told_and_teaches_the_planner_nothing(compilati
 def test_rows_that_are_left_out_compile_nothing_again(compilations):
     logits = []
     for prepared in (lambda model: model, to_compile):
-        decoder = CachedModel(prepared(tiny_model(num_hidden_layers=1)), RaggedCache())
+        decoder = cached_model(prepared(tiny_model(num_hidden_layers=1)), RaggedCache())
         generator = torch.Generator().manual_seed(0)
         decoder.extend(torch.randint(2, 97, (5, 70), generator=generator), [0] * 5)  # a prefill
         steps = []
@@ -161,9 +160,9 @@ def test_rows_that_are_left_out_compile_nothing_again(compilations):
 
 @torch.inference_mode()
 def test_attention_that_takes_no_masks_runs_uncompiled_and_sees_no_more_than_is_in_use(compilations, monkeypatch):
-    for module in ("cached_model", "model_runner"):
+    for module in ("cached_model", "passes"):
         monkeypatch.setattr(f"hf_ssd.cache.{module}.is_flash_attention", lambda model: True)
-    decoder = CachedModel(to_compile(tiny_model(num_hidden_layers=1)), RaggedCache())
+    decoder = cached_model(to_compile(tiny_model(num_hidden_layers=1)), RaggedCache())
     for start, count in ((0, 5), (5, 3)):
         decoder.extend(torch.full((1, count), 7), [start])
         assert decoder.cache.window is None and decoder.cache.get_seq_length() == start + count

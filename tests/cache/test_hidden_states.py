@@ -7,7 +7,8 @@ from transformers import DynamicCache
 import hf_ssd
 from hf_ssd.cache import recurrent
 from hf_ssd.cache.cache_name import CACHE
-from hf_ssd.cache.hidden_states import HiddenStates
+from hf_ssd.cache.hidden_states import HiddenStates, hooked_modules
+from hf_ssd.cache.view import view_of
 from hf_ssd.drafting.head_drafter import HeadPrefix
 from hf_ssd.generation.target import Features
 
@@ -122,12 +123,12 @@ def test_mistakes_are_noticed(mutant, monkeypatch):
 @torch.inference_mode()
 def test_the_last_hidden_states_and_the_embedding_are_those_of_transformers():
     model, text = tiny_model("qwen3"), torch.arange(2, 12)
-    captured = HiddenStates(model, [0, 3, 1])
+    view, _ = view_of(model, hooked=hooked_modules(model, [0, 3, 1]))
+    captured = HiddenStates(view, [0, 3, 1])
     cache = DynamicCache(config=model.config)
-    model(input_ids=text[None, :6], **{CACHE: cache})
-    model(input_ids=text[None, 6:], **{CACHE: cache})
+    view(input_ids=text[None, :6], **{CACHE: cache})
+    view(input_ids=text[None, 6:], **{CACHE: cache})
     states = captured.take()[0]
-    captured.close()
     torch.testing.assert_close(states, expected_features(model, text, [0, 3, 1]), atol=1e-5, rtol=1e-5)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()) or all(
         hook.__module__.startswith("transformers")

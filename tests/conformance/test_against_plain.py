@@ -10,10 +10,10 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 
 import hf_ssd
 from hf_ssd.cache.cache_name import CACHE
+from hf_ssd.cache.cached_model import CachedModel
 from hf_ssd.drafting.sampling import SpeculationNoise
 from hf_ssd.generation import deciding
 from hf_ssd.generation.sequences import Sequences
-from hf_ssd.generation.target import Target
 
 from ..helpers.preparing import ahead, preparing
 from ..helpers.tiny import VOCAB, tiny_draft
@@ -298,7 +298,7 @@ def rows_by_themselves(monkeypatch):
 
 
 def cache_as_rounds_left_it(monkeypatch):
-    monkeypatch.setattr(Target, "feed_what_is_missing", lambda *_: None)
+    monkeypatch.setattr(CachedModel, "finish", lambda *_: None)
 
 
 def behind_the_end(monkeypatch):

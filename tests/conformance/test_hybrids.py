@@ -12,7 +12,7 @@ from accelerate.hooks import ModelHook, add_hook_to_module
 import hf_ssd
 from hf_ssd.cache import recurrent
 from hf_ssd.cache.cache_name import CACHE
-from hf_ssd.cache.recurrent import RecurrentLayer, RecurrentModel
+from hf_ssd.cache.recurrent import RecurrentModel
 from hf_ssd.cache.recurrent_draft import RecurrentBranches, RecurrentDraft
 from hf_ssd.cache.trial import check_supported
 from hf_ssd.drafting import recurrent_prefix
@@ -216,11 +216,7 @@ def test_a_compiled_hybrid_runs_uncompiled(short_refeeds):
 def test_the_trial_notices_a_state_that_is_not_copied(monkeypatch):
     """The mutant for the trial of a family."""
 
-    def shared(self, rows):
-        for (states, index), kept in zip(self.places(), self.kept):
-            states[index] = kept
-
-    monkeypatch.setattr(recurrent.RecurrentLayer, "copy_checkpoint", shared)
+    states_without_a_copy(monkeypatch)
     with pytest.raises(ValueError, match="several tokens behind its recurrent state"):
         check_supported(sharp_model(tiny_config("qwen3_next")))
     check_supported(tiny_model())
@@ -229,79 +225,55 @@ def test_the_trial_notices_a_state_that_is_not_copied(monkeypatch):
 # ---------------------------------------------------------------- mutants
 
 
-def checkpoints_without_a_copy(monkeypatch):
-    def shared(self, rows):
-        for (states, index), kept in zip(self.places(), self.kept):
-            states[index] = kept if rows is None else kept[rows]
+def states_without_a_copy(monkeypatch):
+    copies = RecurrentModel.copies
 
-    monkeypatch.setattr(RecurrentLayer, "copy_checkpoint", shared)
+    def shares(self, sources):
+        states = (sources[0] or (None, 0))[0]
+        if states and all(one[0] is states and one[1] == row for row, one in enumerate(sources)):
+            return states
+        return copies(self, sources)
+
+    monkeypatch.setattr(RecurrentModel, "copies", shares)
 
 
 def a_lost_token(monkeypatch):
-    take_in = RecurrentModel._take_in
+    feed = RecurrentModel._feed
 
-    def loses(self, rows, verified):
-        take_in(self, rows, verified)
-        for row in rows:
-            self.checkpoints[row] += verified[row] - self.checkpoints[row] > 1
+    def loses(self, at, count, ends, kept):
+        if count > 1 and min(at):
+            at, count, kept = [column + 1 for column in at], count - 1, (kept - 1).clamp(min=0)
+            for row in self.computed(list(range(len(at)))):
+                self.states[row][at[row]] = self.states[row][at[row] - 1]
+        return feed(self, at, count, ends, kept)
 
-    monkeypatch.setattr(RecurrentModel, "_take_in", loses)
+    monkeypatch.setattr(RecurrentModel, "_feed", loses)
 
 
 def fillers_in_a_state(monkeypatch):
     feed = RecurrentModel._feed
 
-    def keeps(self, ends, *arguments):
-        logits = feed(self, ends, *arguments)
-        self.reached = {row: ends[row] for row in self.passed}
+    def keeps(self, at, count, ends, kept):
+        logits = feed(self, at, count, ends, kept)
+        for place, row in enumerate(self.computed(list(range(len(at))))):
+            if at[row] + count > ends[row]:
+                self.states[row] |= dict.fromkeys((at[row], ends[row]), (self.cache.current_states(), place))
         return logits
 
     monkeypatch.setattr(RecurrentModel, "_feed", keeps)
 
 
-def a_neighbours_checkpoint(monkeypatch):
-    keep = RecurrentLayer.keep
-    monkeypatch.setattr(RecurrentLayer, "keep", lambda self, rows, places: keep(self, rows, places[1:] + places[:1]))
+def a_neighbours_state(monkeypatch):
+    feed = RecurrentModel._feed
 
-
-def a_draft_without_a_copy(monkeypatch):
-    start_from = RecurrentDraft.start_from
-
-    def shares(self, sources):
-        states = (sources[0] or (None, 0))[0]
-        if states is not None and sources == [(states, row) for row in range(len(states[0]))]:
-            self.cache.set_states(states)
-        else:
-            start_from(self, sources)
-
-    monkeypatch.setattr(RecurrentDraft, "start_from", shares)
-
-
-def a_token_that_the_draft_loses(monkeypatch):
-    step = RecurrentDraft._step
-
-    def loses(self, inputs, at, count, moved):
-        if count > 1 and min(at.values()):
-            for row in moved:
-                self.states[row][at[row] + 1] = self.states[row][at[row]]
-                at[row] += 1
-            count -= 1
-        return step(self, inputs, at, count, moved)
-
-    monkeypatch.setattr(RecurrentDraft, "_step", loses)
-
-
-def fillers_in_a_drafts_state(monkeypatch):
-    step = RecurrentDraft._step
-
-    def keeps(self, inputs, at, count, moved):
-        logits = step(self, inputs, at, count, moved)
-        for place, row in enumerate(at):
-            if row not in moved:
-                self.states[row][at[row]] = self.cache.current_states(), place
+    def mixes(self, at, count, ends, kept):
+        logits, rows = feed(self, at, count, ends, kept), self.computed(list(range(len(at))))
+        for place, row in enumerate(rows):
+            if at[row] + count <= ends[row]:
+                self.states[row][at[row] + count] = self.cache.current_states(), (place + 1) % len(rows)
         return logits
 
-    monkeypatch.setattr(RecurrentDraft, "_step", keeps)
+    monkeypatch.setattr(RecurrentModel, "_feed", mixes)
 
 
 def a_neighbours_branch(monkeypatch):
@@ -324,13 +296,14 @@ def an_adopted_neighbour(monkeypatch):
     monkeypatch.setattr(RecurrentBranches, "adopt", adopts_elsewhere)
 
 
-OF_TARGETS = [checkpoints_without_a_copy, a_lost_token, fillers_in_a_state, a_neighbours_checkpoint]
-OF_DRAFTS = [a_draft_without_a_copy, a_token_that_the_draft_loses, fillers_in_a_drafts_state]
-OF_DRAFTS += [a_neighbours_branch, an_adopted_neighbour]
+MUTANTS = [states_without_a_copy, a_lost_token, fillers_in_a_state, a_neighbours_state]
+OF_DRAFTS = [a_neighbours_branch, an_adopted_neighbour]
 
 
-@pytest.mark.parametrize("mutate", [*OF_TARGETS, *OF_DRAFTS])
-def test_a_wrong_state_is_noticed(mutate, short_refeeds, monkeypatch):
+@pytest.mark.parametrize(
+    "mutate, drafts", [*itertools.product(MUTANTS, [False, True]), *((mutate, True) for mutate in OF_DRAFTS)]
+)
+def test_a_wrong_state_is_noticed(mutate, drafts, short_refeeds, monkeypatch):
     """By the greedy tokens of a target, and by the acceptance of a draft."""
     config = tiny_config("qwen3_next")
     target, draft = hf_ssd.enable(sharp_model(config)), sharp_model(config)
@@ -339,7 +312,7 @@ def test_a_wrong_state_is_noticed(mutate, short_refeeds, monkeypatch):
         check_supported(model, rows=3, lookahead=4)
     mutate(monkeypatch)
     with pytest.raises(AssertionError):
-        if mutate in OF_DRAFTS:
+        if drafts:
             check_draft(target, draft)
         else:
             check_target(target, None, {3: [4]})

@@ -10,7 +10,7 @@ import torch
 from transformers import LogitsProcessorList, TextStreamer
 
 import hf_ssd
-from hf_ssd.cache import model_runner
+from hf_ssd.cache import passes
 from hf_ssd.distributed.assistant import DraftAssistant
 from hf_ssd.distributed.sessions import DraftError, WorkerSession
 from hf_ssd.distributed.target_ranks import TargetRanks
@@ -53,8 +53,8 @@ def test_a_sound_row_beside_one_that_is_verified_again_keeps_its_accepted_tokens
     plain = target.generate(**options, return_dict_in_generate=True)
     texts = [row[mask.argmax() :] for row, mask in zip(plain.sequences, inputs["attention_mask"])]
     if compiled:
-        monkeypatch.setattr(model_runner, "is_compiled", lambda model: model is target)
-        monkeypatch.setattr(model_runner, "call_compiled", lambda model, view, noticed, inputs: view(**inputs))
+        monkeypatch.setattr(passes, "is_compiled", lambda model: model is target)
+        monkeypatch.setattr(passes, "call_compiled", lambda model, view, noticed, inputs: view(**inputs))
     fallback = OfThePlainText(texts)
     with preparing():
         output = target.generate(

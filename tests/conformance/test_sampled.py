@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import hf_ssd
-from hf_ssd.cache.recurrent import RecurrentLayer
 from hf_ssd.cache.trial import check_supported
 from hf_ssd.drafting import sampling
 from hf_ssd.drafting.autoregressive_drafter import AutoregressiveDrafter
@@ -21,6 +20,7 @@ from ..helpers.families import sharp_model, tiny_config
 from ..helpers.preparing import preparing
 from ..helpers.sampled_strings import SMALL, p_value
 from ..helpers.tiny import padded_batch
+from .test_hybrids import states_without_a_copy
 
 
 def test_different_draft_randomness_is_noticed(target, draft, monkeypatch):
@@ -124,11 +124,7 @@ def test_a_state_that_is_not_copied_changes_the_distribution(monkeypatch):
     pair = small_hybrids("qwen3_next")
     check_supported(pair[0])
 
-    def shared(self, rows):
-        for (states, index), kept in zip(self.places(), self.kept):
-            states[index] = kept if rows is None else kept[torch.tensor(rows)]  # fewer rows are always copied
-
-    monkeypatch.setattr(RecurrentLayer, "copy_checkpoint", shared)
+    states_without_a_copy(monkeypatch)
     with pytest.raises(AssertionError):  # strings come up that the target cannot give
         p_value(*pair, calls=12, seed=4)
 

@@ -5,7 +5,7 @@ import torch
 
 import hf_ssd
 from hf_ssd.cache.cache_name import CACHE
-from hf_ssd.generation.target import Target
+from hf_ssd.cache.cached_model import CachedModel
 
 from ..helpers.families import sharp_model, tiny_config
 from ..helpers.preparing import preparing
@@ -91,7 +91,7 @@ def test_the_columns_are_those_of_plain_generation(target, draft):
 
 def test_columns_that_are_missing_are_noticed(target, draft, monkeypatch):
     """The mutant: the cache is returned as the rounds have left it."""
-    monkeypatch.setattr(Target, "feed_what_is_missing", lambda *_: None)
+    monkeypatch.setattr(CachedModel, "finish", lambda *_: None)
     assert differences(target, draft, stops(target, "eos", None), mask_of_pads=True, padded=True)
 
 
@@ -99,6 +99,6 @@ def test_a_user_who_gets_no_cache_pays_for_none(target, draft, monkeypatch):
     def not_needed(*_):
         raise AssertionError("fed for no one")
 
-    monkeypatch.setattr(Target, "feed_what_is_missing", not_needed)
+    monkeypatch.setattr(CachedModel, "finish", not_needed)
     options = {**padded_batch(4), **stops(target, "eos", None), "do_sample": False}
     target.generate(**options, assistant_model=draft, ssd_config=CONFIG)

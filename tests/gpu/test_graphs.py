@@ -29,7 +29,7 @@ def test_logits_of_replays_are_those_of_eager_passes(family, padded):
     for is_first in (True, False):
         found, decoder = call(model, True, padded=padded)
         assert same(found, expected) and Graphs.of(model).failure is None
-        assert (decoder.runner.preparations > 0) == is_first
+        assert (decoder.preparations > 0) == is_first
 
 
 @pytest.mark.parametrize("rows", [1, 3])

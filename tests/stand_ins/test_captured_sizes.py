@@ -5,9 +5,9 @@ import torch
 from transformers import GenerationConfig
 
 import hf_ssd
-from hf_ssd.cache import model_runner
-from hf_ssd.cache.cached_model import CachedModel
+from hf_ssd.cache import passes
 from hf_ssd.cache.graphs import Graphs
+from hf_ssd.cache.passes import cached_model
 from hf_ssd.cache.ragged import RaggedCache
 from hf_ssd.drafting.autoregressive_drafter import AutoregressiveDrafter
 from hf_ssd.drafting.vocabulary import Vocabulary
@@ -32,7 +32,9 @@ def test_chunks_begin_after_the_padding_of_the_call_that_is_running():
 
     def logits(graphs, padding):
         valid = torch.arange(20)[None] >= torch.tensor(padding)[:, None]
-        decoder = CachedModel(model, RaggedCache(), valid, [-n for n in padding], 60, cuda_graphs=graphs)
+        decoder = cached_model(
+            model, RaggedCache(), graphs, valid=valid, first_positions=[-n for n in padding], column_limit=60
+        )
         decoder.extend(ids, [0, 0])
         found = [decoder.extend(ids[:, i : i + 3], [20 + i, 20 + i]) for i in range(6)]
         decoder.close()
@@ -87,7 +89,7 @@ def test_heads_run_captured(target, kind):
 
 
 def test_passes_that_are_kept_are_bounded(target, monkeypatch):
-    monkeypatch.setattr(model_runner, "MOST_PASSES", 6)
+    monkeypatch.setattr(passes, "MOST_PASSES", 6)
     draft, config = tiny_draft(), hf_ssd.SSDConfig(lookahead=3, asynchronous=False)
     for n in range(2, 10):
         ids = torch.arange(2, 9).repeat(n, 1)

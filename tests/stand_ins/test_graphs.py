@@ -7,12 +7,12 @@ import torch
 from transformers import set_seed
 
 import hf_ssd
-from hf_ssd.cache import cached_model, graphs, model_runner
+from hf_ssd.cache import graphs, passes
 from hf_ssd.cache.branches import Branches, extend_with_branches
 from hf_ssd.cache.cache_name import CACHE
 from hf_ssd.cache.cached_model import CachedModel
 from hf_ssd.cache.graphs import CapturedPass, Graphs
-from hf_ssd.cache.model_runner import Runner
+from hf_ssd.cache.passes import cached_model
 from hf_ssd.cache.ragged import RaggedCache, RaggedLayer
 from hf_ssd.drafting.verified_prefix import WORTH_KEEPING, VerifiedPrefix
 
@@ -42,7 +42,8 @@ def call(model, cuda_graphs, rows=ROWS, rounds=ROUNDS, limit=None, padded=False)
     generator, device = torch.Generator().manual_seed(rows), model.device
     valid = (torch.arange(PROMPT) >= torch.arange(rows)[:, None]).to(device) if padded else None
     first = [-row for row in range(rows)] if padded else None
-    decoder = CachedModel(model, RaggedCache(), valid, first, limit, cuda_graphs=cuda_graphs)
+    options = {"valid": valid, "first_positions": first, "column_limit": limit}
+    decoder = cached_model(model, RaggedCache(), cuda_graphs, **options)
 
     def tokens(*shape):
         return torch.randint(2, VOCAB, (rows, *shape), generator=generator).to(device)
@@ -80,7 +81,7 @@ def test_logits_are_those_of_eager_passes(family, padded, tapes):
     kept = Graphs.of(model)
     assert same(found, expected) and kept.failure is None and not min(one.to_compare for one in kept.passes.values())
     assert [len({key[axis] for key in kept.passes}) for axis in range(3)] == [3, 7, 2]  # rows, tokens and columns
-    assert kept.capture.captured == decoder.runner.preparations == len(kept.passes)
+    assert kept.capture.captured == decoder.preparations == len(kept.passes)
     assert kept.capture.replayed == len(found) - 1
 
 
@@ -90,7 +91,7 @@ def test_a_second_call_captures_nothing(tapes):
     for rows, limit in ((5, 300), (5, 300), (5, 200), (7, 300), (5, 300)):
         found, decoder = call(model, "auto", rows, rounds=8, limit=limit)
         assert same(found, call(model, False, rows, rounds=8, limit=limit)[0])
-        prepared.append(decoder.runner.preparations > 0)
+        prepared.append(decoder.preparations > 0)
     assert prepared == [True, False, False, True, False]  # with more rows, the storage has room for them already
     assert Graphs.of(model).storage[0][0].shape[::2] == (8, 1024)
 
@@ -101,18 +102,18 @@ def test_storage_that_grows_in_a_call_is_captured_anew(tapes, monkeypatch):
     found, decoder = call(model, "auto", rounds=45)
     kept = Graphs.of(model)
     assert same(found, call(model, False, rounds=45)[0]) and kept.storage[0][0].shape[2] == 512
-    assert len(kept.passes) < decoder.runner.preparations  # those of the smaller storage are gone
+    assert len(kept.passes) < decoder.preparations  # those of the smaller storage are gone
 
 
 def test_of_two_calls_at_a_time_one_runs_eagerly(tapes):
     model, decoders = tiny_model(), []
     for _ in range(2):
-        decoders.append(CachedModel(model, RaggedCache(), cuda_graphs="auto"))
+        decoders.append(cached_model(model, RaggedCache(), "auto"))
         decoders[-1].extend(torch.full((1, 5), 7), [0])
         decoders[-1].extend(torch.full((1, 2), 7), [5])
-    assert [decoder.runner.preparations for decoder in decoders] == [1, 0]
+    assert [decoder.preparations for decoder in decoders] == [1, 0]
     decoders.clear()  # without closing them
-    assert call(model, "auto", rounds=1)[1].runner.preparations
+    assert call(model, "auto", rounds=1)[1].preparations
 
 
 def test_weights_that_move_are_captured_anew(tapes):
@@ -120,7 +121,7 @@ def test_weights_that_move_are_captured_anew(tapes):
     call(model, "auto", rounds=2)
     model.model.layers[1].mlp.up_proj.weight = torch.nn.Parameter(0.5 * model.model.layers[1].mlp.up_proj.weight)
     found, decoder = call(model, "auto", rounds=2)
-    assert decoder.runner.preparations and same(found, call(model, False, rounds=2)[0])
+    assert decoder.preparations and same(found, call(model, False, rounds=2)[0])
 
 
 def hook(model):
@@ -151,18 +152,18 @@ IMPOSSIBLE = {
 @pytest.mark.parametrize("reason", IMPOSSIBLE)
 def test_a_model_that_cannot_be_captured_runs_eagerly_and_says_so(reason, tapes, monkeypatch):
     said, model = [], tiny_model()
-    monkeypatch.setattr(model_runner.logger, "warning_once", said.append)
+    monkeypatch.setattr(passes.logger, "warning_once", said.append)
     IMPOSSIBLE[reason](model)
-    assert type(model_runner.runner_for(model, RaggedCache(), "auto", None, model)) is Runner
+    assert type(cached_model(model, RaggedCache(), "auto", view=model)) is CachedModel
     assert len(said) == 1 and f"runs without CUDA graphs: it {reason}" in said[0]
-    assert type(model_runner.runner_for(model, RaggedCache(), False, None, model)) is Runner and len(said) == 1
+    assert type(cached_model(model, RaggedCache(), False, view=model)) is CachedModel and len(said) == 1
 
 
 def test_without_a_gpu_only_a_call_that_asks_for_graphs_is_told(monkeypatch):
     said, model = [], tiny_model()
-    monkeypatch.setattr(model_runner.logger, "warning_once", said.append)
+    monkeypatch.setattr(passes.logger, "warning_once", said.append)
     for cuda_graphs, count in (("auto", 0), (False, 0), (True, 1)):
-        assert type(model_runner.runner_for(model, RaggedCache(), cuda_graphs, None, model)) is Runner
+        assert type(cached_model(model, RaggedCache(), cuda_graphs)) is CachedModel
         assert len(said) == count
     assert "it is on cpu" in said[0]
 
@@ -212,10 +213,10 @@ READS = {
 def test_a_pass_that_reads_numbers_runs_eagerly_and_says_so(name, tapes, monkeypatch):
     with_item(monkeypatch, READS[name])
     said = []
-    monkeypatch.setattr(model_runner.logger, "warning", said.append)
+    monkeypatch.setattr(passes.logger, "warning", said.append)
     model = tiny_model()
     found, decoder = call(model, "auto", rounds=3)
-    assert same(found, call(model, False, rounds=3)[0]) and decoder.runner.preparations == 0
+    assert same(found, call(model, False, rounds=3)[0]) and decoder.preparations == 0
     call(model, "auto", rounds=1)
     assert len(said) == 1 and "runs without CUDA graphs: operation not permitted" in said[0]
 
@@ -251,7 +252,7 @@ MUTANTS = {"a tensor that moves": moving_tensor, "a number that changes": changi
 
 
 def nothing_is_compared(monkeypatch):
-    monkeypatch.setattr(model_runner, "CapturedPass", functools.partial(CapturedPass, to_compare=0))
+    monkeypatch.setattr(passes, "CapturedPass", functools.partial(CapturedPass, to_compare=0))
 
 
 @pytest.mark.parametrize("is_compared", [False, True])
@@ -269,7 +270,7 @@ def test_a_replay_that_differs_is_noticed(mutant, is_compared, tapes, monkeypatc
 
 
 def test_logits_that_are_read_after_the_next_replay_are_noticed(tapes, monkeypatch):
-    """The mutant: the runner returns the graph's own."""
+    """The mutant: the graph's own logits are returned."""
 
     def own(self, inputs, tokens):
         graphs.fill(self.inputs, inputs)
@@ -369,10 +370,9 @@ def broken(of, name: str, calls: int):
 ERRORS = {
     "the first storage": broken(Graphs, "take_in", 0),
     "more storage": broken(Graphs, "take_in", 3),
-    "a capture": broken(model_runner, "static_copy", 1),
+    "a capture": broken(passes, "static_copy", 1),
     "a replay": broken(CapturedPass, "__call__", 6),
-    "a comparison": broken(model_runner, "are_close", 2),
-    "the end": broken(Graphs, "let_go", 0),
+    "a comparison": broken(passes, "are_close", 2),
 }
 
 
@@ -386,28 +386,23 @@ def decided(cuda_graphs, target):
 def test_an_error_of_a_graph_loses_no_token_and_is_said_once(place, tapes, monkeypatch):
     expected, said = decided(False, hf_ssd.enable(tiny_model())), []
     target = hf_ssd.enable(tiny_model())
-    capture_alone(target, monkeypatch)
-    monkeypatch.setattr(model_runner.logger, "warning", said.append)
+    capture_alone(monkeypatch)
+    monkeypatch.setattr(passes.logger, "warning", said.append)
     ERRORS[place](monkeypatch)
     assert torch.equal(decided("auto", target), expected)
     assert Graphs.of(target).failure == "CUDA error: an illegal memory access"
     assert [f"{type(target).__name__} runs without CUDA graphs: {Graphs.of(target).failure}"] == said
 
 
-def capture_alone(target, monkeypatch):
-    """Passes of other models run eagerly, so that an error is that of the target."""
-    monkeypatch.setattr(
-        cached_model,
-        "runner_for",
-        lambda model, cache, graphs, *others: model_runner.runner_for(
-            model, cache, graphs if model is target else False, *others
-        ),
-    )
+def capture_alone(monkeypatch):
+    """Passes of the draft run eagerly, so that an error is that of the target."""
+    eagerly = lambda model, cache, cuda_graphs, **options: cached_model(model, cache, **options)  # noqa: E731
+    monkeypatch.setattr("hf_ssd.drafting.verified_prefix.cached_model", eagerly)
 
 
 def test_without_a_stream_for_captures_passes_run_eagerly(tapes, monkeypatch):
     expected, said = decided(False, hf_ssd.enable(tiny_model())), []
-    monkeypatch.setattr(model_runner.logger, "warning_once", said.append)
+    monkeypatch.setattr(passes.logger, "warning_once", said.append)
     broken(Graphs, "__init__", 0)(monkeypatch)
     assert torch.equal(decided("auto", hf_ssd.enable(tiny_model())), expected)
     assert "illegal memory access" in said[0] and len(set(said)) == 1

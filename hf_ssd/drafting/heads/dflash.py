@@ -17,8 +17,8 @@ from transformers import (
 )
 
 from ...cache.cache_name import CACHE
+from ...cache.cached_model import LONGEST_STEP
 from ...cache.masks import additive
-from ...cache.model_runner import LONGEST_STEP
 from .base import Head
 
 SETTINGS = ("block_size", "mask_token_id", "target_layer_ids")
