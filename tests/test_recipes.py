@@ -55,9 +55,9 @@ RECIPES = {  # the files that each recipe changes, and what is put in the place 
         "planning/planner.py": [
             ("from .fixed_plan import", "from .doubling import Doubling\nfrom .fixed_plan import"),
             (
-                '    if config.lookahead != "auto" and',
+                "    if config.lookahead == 0 or",
                 '    if config.lookahead == "doubling":\n        return Doubling(config)\n'
-                '    if config.lookahead != "auto" and',
+                "    if config.lookahead == 0 or",
             ),
         ],
         "config.py": [("\nLOOKAHEADS = (", '\nLOOKAHEADS = ("doubling", ')],
