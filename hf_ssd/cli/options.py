@@ -4,7 +4,7 @@ import argparse
 import math
 from collections.abc import Callable
 
-from ..config import DRAFTERS, LONGEST_LOOKAHEAD, SSDConfig
+from ..config import COUPLED, DRAFTERS, LONGEST_LOOKAHEAD, SSDConfig
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -43,9 +43,9 @@ def add_speculation(parser: argparse.ArgumentParser) -> None:
 
 
 def settings(args: argparse.Namespace) -> SSDConfig:
-    """Returns the settings of speculation that the arguments ask for."""
+    """Returns the settings of speculation that the arguments ask for. A seed repeats a sampled text."""
     asked = {name: getattr(args, name, None) for name in ("drafter", "lookahead", "budget")}
-    return SSDConfig(**{name: value for name, value in asked.items() if value is not None})
+    return SSDConfig(verification=COUPLED, **{name: value for name, value in asked.items() if value is not None})
 
 
 def add_answers(parser, default: int, low: int = 1) -> None:
