@@ -20,7 +20,7 @@ from hf_ssd.cli.models import Model
 from hf_ssd.cli.serve import free_port
 from hf_ssd.serving.server import Server
 
-from ..helpers.servers import LONG, ServerProcess, ServerThread, within
+from ..helpers.servers import LONG, PROMPT, ServerProcess, ServerThread, within
 from ..helpers.tiny import ready
 
 LIGHT = """
@@ -164,6 +164,17 @@ def test_the_log_level_is_that_of_all_that_the_server_writes(named):
 def process(model: str, draft: str, level: str) -> ServerProcess:
     options = ("--lookahead", "3", "--budget", "4", "--log-level", level)
     return ServerProcess(model, *options, draft=draft, start=subprocess.Popen)
+
+
+def test_a_seed_repeats_an_answer_whatever_is_planned_and_without_the_draft(tiny_folder, tiny_draft_folder):
+    server = ServerProcess(tiny_folder, draft=tiny_draft_folder, start=subprocess.Popen)
+    try:
+        ask = lambda seed: server.complete(PROMPT, 40, temperature=1.0, seed=seed).choices[0].text  # noqa: E731
+        texts = [ask(5) for _ in range(4)]
+        server.worker().kill()
+        assert {*texts, ask(5)} == {texts[0]} and ask(6) != texts[0]
+    finally:
+        server.stop()
 
 
 def ended(server: ServerProcess, number: int) -> list[str]:
