@@ -1,14 +1,15 @@
 """Compiled models: the same logits, and nothing compiled again while a text grows."""
 
+import functools
+
 import pytest
 import torch
 from transformers import GenerationConfig
 from transformers.utils import logging
 
 import hf_ssd
-from hf_ssd.cache import compiled
+from hf_ssd.cache import compiled, ragged
 from hf_ssd.cache.branches import Branches
-from hf_ssd.cache.compiled import is_compiled
 from hf_ssd.cache.passes import WINDOW_STEP, cached_model
 from hf_ssd.cache.ragged import RaggedCache
 from hf_ssd.drafting.autoregressive_drafter import AutoregressiveDrafter
@@ -18,6 +19,8 @@ from hf_ssd.planning.cost_model import CostModel
 from hf_ssd.rounds import AHEAD, Outcome, Plan
 
 from ..helpers.tiny import padded_batch, tiny_draft, tiny_model
+
+ONE_LAYER = {"num_hidden_layers": 1}
 
 
 @pytest.fixture
@@ -40,30 +43,34 @@ def to_compile(model):
     return model
 
 
-def test_both_ways_of_compiling_are_noticed():
-    assert not is_compiled(tiny_model())
-    assert is_compiled(to_compile(tiny_model()))
-    model = tiny_model()
-    model.forward = torch.compile(model.forward)
-    assert is_compiled(model)
+def both(run, family="llama", **sizes):
+    """Runs passes of a model that is not compiled and of one that is: their logits are the same. Returns the latter."""
+    results = []
+    for prepared in (lambda model: model, to_compile):
+        decoder = cached_model(prepared(tiny_model(family, **sizes)), RaggedCache())
+        results.append(run(decoder, torch.Generator().manual_seed(0)))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+    return decoder
 
 
-def grow(model, steps=12):
-    """Logits of rows that advance by different amounts, and of branches, for a text that outgrows several windows."""
-    generator = torch.Generator().manual_seed(0)
-    decoder = cached_model(model, RaggedCache())
-    logits, lengths = [decoder.extend(torch.randint(2, 97, (2, 9), generator=generator), [0, 0])], [9, 7]
+def drawn(generator, *shape):
+    return torch.randint(2, 97, shape, generator=generator)
+
+
+def grows(decoder, generator, steps=12):
+    """Rows that advance by different amounts, and branches, for a text that outgrows several windows."""
+    logits, lengths = [decoder.extend(drawn(generator, 2, 9), [0, 0])], [9, 7]
     for step in range(steps):
         count = (3, 20, 2, 9)[step % 4]
-        logits.append(decoder.extend(torch.randint(2, 97, (2, count), generator=generator), lengths))
+        logits.append(decoder.extend(drawn(generator, 2, count), lengths))
         lengths = [n + count - (row + step) % 3 for row, n in enumerate(lengths)]
         if step % 3 == 0:  # all rows equally long
             lengths = [min(lengths)] * 2
         width = 2 + step % 4
         forks = torch.tensor([[n - i % 2 for i in range(width)] for n in lengths])
         branches = Branches(decoder, forks, base=max(lengths), depth=3)
-        for _ in range(3):
-            logits.append(branches.grow(torch.randint(2, 97, (2, width), generator=generator)))
+        logits += [branches.grow(drawn(generator, 2, width)) for _ in range(3)]
     assert steps < 12 or max(lengths) > WINDOW_STEP
     return logits
 
@@ -78,49 +85,58 @@ def place_by_numbers(self, columns, width):
 @pytest.mark.parametrize(
     "family", ["llama", *(pytest.param(family, marks=pytest.mark.slow) for family in ("mistral", "gemma"))]
 )  # windows: none, all, some
-@pytest.mark.usefixtures("no_room")
 @torch.inference_mode()
 def test_logits_are_the_same_and_nothing_is_compiled_again(family, compilations, monkeypatch):
-    size = {} if family == "gemma" else {"num_hidden_layers": 1}
-    expected = grow(tiny_model(family, **size))
-    logits = grow(to_compile(tiny_model(family, **size)))
-    for one, other in zip(logits, expected, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+    for name in ("ROOM", "ROOM_SHARE"):  # the cache must grow with each new column
+        monkeypatch.setattr(ragged, name, 0)
+    both(grows, family, **({} if family == "gemma" else ONE_LAYER))
     # A mask for layers that slide is another one only where a text is longer than they see.
     assert len(compilations) <= (1 if family == "llama" else 2)
     if family == "llama":  # the mutant: the cache is told where to write by numbers, which are compiled in
         torch._dynamo.reset()
         compilations.clear()
         monkeypatch.setattr(RaggedCache, "place", place_by_numbers)
-        grow(to_compile(tiny_model(family, **size)), steps=1)
+        both(functools.partial(grows, steps=1), **ONE_LAYER)
         assert len(compilations) > 1
 
 
+@pytest.mark.parametrize("order", [(1, 8, 1, 3), (2, 4, 1, 16)])
 @torch.inference_mode()
-def test_one_token_and_several_are_compiled_together(compilations):
+def test_one_token_and_several_are_compiled_together(order, compilations):
     """Whatever comes first, and also where the first width is that of something else in the model."""
-    tokens = torch.randint(2, 97, (40,), generator=torch.Generator().manual_seed(0))
-    for order in ((1, 8, 1, 3), (2, 4, 1, 16)):
-        logits = []
-        for prepared in (lambda model: model, to_compile):
-            torch._dynamo.reset()
-            compilations.clear()
-            decoder, place, steps = cached_model(prepared(tiny_model(num_hidden_layers=1)), RaggedCache()), 9, []
-            decoder.extend(tokens[None, :place], [0])
-            for count in order:
-                steps.append(decoder.extend(torch.stack([tokens[place : place + count]]), [place]))
-                place += count
-            logits.append(steps)
-        for one, other in zip(*logits, strict=True):
-            torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
-        assert len(compilations) == 1
+
+    def extends(decoder, generator):
+        tokens, place, steps = drawn(generator, 1, 40), 9, [decoder.extend(drawn(generator, 1, 9), [0])]
+        for count in order:
+            steps.append(decoder.extend(torch.stack([tokens[0, place : place + count]]), [place]))
+            place += count
+        return steps
+
+    decoder = both(extends, **ONE_LAYER)
+    assert len(compilations) == 1
     decoder.fewest_tokens = 1  # the mutant
-    decoder.extend(tokens[None, :1], [place])
+    decoder.extend(torch.full((1, 1), 7), [9 + sum(order)])
     assert len(compilations) == 2
 
 
+@torch.inference_mode()
+def test_rows_that_are_left_out_compile_nothing_again(compilations):
+    def leaves_out(decoder, generator):
+        decoder.extend(drawn(generator, 5, 70), [0] * 5)  # a prefill
+        steps = []
+        for finished in (0, 1, 2, 4):
+            decoder.leave_out([row < finished for row in range(5)])
+            for count in (3, 2, 4):
+                steps.append(decoder.extend(drawn(generator, 5, count), [70 + row % 3 for row in range(5)])[4])
+        return steps
+
+    decoder = both(leaves_out, **ONE_LAYER)
+    assert len(compilations) == 1
+    assert len(decoder.cache.rows) == 2  # a single row would be compiled as a case of its own
+
+
 def test_a_round_that_compiles_is_told_and_teaches_the_planner_nothing(compilations, capsys, monkeypatch):
-    target, draft = hf_ssd.enable(to_compile(tiny_model(num_hidden_layers=1))), tiny_draft(num_hidden_layers=1)
+    target, draft = hf_ssd.enable(to_compile(tiny_model(**ONE_LAYER))), tiny_draft(**ONE_LAYER)
     seen, observe = [], CostModel.observe
 
     def observed(costs, before, now):
@@ -139,30 +155,10 @@ def test_a_round_that_compiles_is_told_and_teaches_the_planner_nothing(compilati
 
 
 @torch.inference_mode()
-def test_rows_that_are_left_out_compile_nothing_again(compilations):
-    logits = []
-    for prepared in (lambda model: model, to_compile):
-        decoder = cached_model(prepared(tiny_model(num_hidden_layers=1)), RaggedCache())
-        generator = torch.Generator().manual_seed(0)
-        decoder.extend(torch.randint(2, 97, (5, 70), generator=generator), [0] * 5)  # a prefill
-        steps = []
-        for finished in (0, 1, 2, 4):
-            decoder.leave_out([row < finished for row in range(5)])
-            for count in (3, 2, 4):
-                lengths = [70 + row % 3 for row in range(5)]
-                steps.append(decoder.extend(torch.randint(2, 97, (5, count), generator=generator), lengths)[4])
-        logits.append(steps)
-    for one, other in zip(*logits, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
-    assert len(compilations) == 1
-    assert len(decoder.cache.rows) == 2  # a single row would be compiled as a case of its own
-
-
-@torch.inference_mode()
 def test_attention_that_takes_no_masks_runs_uncompiled_and_sees_no_more_than_is_in_use(compilations, monkeypatch):
     for module in ("cached_model", "passes"):
         monkeypatch.setattr(f"hf_ssd.cache.{module}.is_flash_attention", lambda model: True)
-    decoder = cached_model(to_compile(tiny_model(num_hidden_layers=1)), RaggedCache())
+    decoder = cached_model(to_compile(tiny_model(**ONE_LAYER)), RaggedCache())
     for start, count in ((0, 5), (5, 3)):
         decoder.extend(torch.full((1, count), 7), [start])
         assert decoder.cache.window is None and decoder.cache.get_seq_length() == start + count
@@ -171,7 +167,7 @@ def test_attention_that_takes_no_masks_runs_uncompiled_and_sees_no_more_than_is_
 
 @torch.inference_mode()
 def test_whatever_is_planned_a_draft_compiles_once_for_one_row_and_once_for_several(compilations):
-    draft = to_compile(tiny_draft(num_hidden_layers=1))
+    draft = to_compile(tiny_draft(**ONE_LAYER))
     for rows in (1, 1, 3, 2):
         for lookahead, budget in [(3, 4), (1, 1), (2, 1), (5, 9)]:
             config, generation_config = hf_ssd.SSDConfig(lookahead, budget), GenerationConfig(max_length=99)

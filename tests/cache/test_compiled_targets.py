@@ -12,8 +12,7 @@ from hf_ssd.cache import compiled
 
 from ..helpers.tiny import padded_batch, tiny_draft, tiny_model
 
-OPTIONS = {"max_new_tokens": 20, "do_sample": False}
-IN_TURN = hf_ssd.SSDConfig(lookahead=3, asynchronous=False)
+ONE_LAYER = {"num_hidden_layers": 1}
 
 
 def by_compile(model, **options):
@@ -29,6 +28,15 @@ def no_inductor(monkeypatch):
     """Fails where something is compiled by inductor, which takes half a minute."""
     torch._dynamo.reset()
     monkeypatch.setattr(inductor, "compile_fx", lambda *_, **__: pytest.fail("inductor was called"))
+
+
+GREEDY = {"max_new_tokens": 20, "do_sample": False}
+
+
+def in_turn(target, draft):
+    config = hf_ssd.SSDConfig(lookahead=3, asynchronous=False)
+    ssd = {"assistant_model": draft, "ssd_config": config, "return_dict_in_generate": True}
+    return target.generate(**padded_batch(2), **GREEDY, **ssd)
 
 
 slowly = functools.partial(pytest.param, marks=pytest.mark.slow)
@@ -51,15 +59,12 @@ def test_a_target_is_compiled_by_the_users_backend(compiles, settings):
         seen.append(given)
         return graph.forward
 
-    model, draft = tiny_model(num_hidden_layers=1), tiny_draft(num_hidden_layers=1)
-    plain = model.generate(**padded_batch(2), **OPTIONS)
-    compiles(model, backend=mine, **settings)
-    target = hf_ssd.enable(model)
+    target = hf_ssd.enable(tiny_model(**ONE_LAYER))
+    plain = target.generate(**padded_batch(2), **GREEDY)
+    compiles(target, backend=mine, **settings)
     for _ in range(2):
-        output = target.generate(**padded_batch(2), **OPTIONS, assistant_model=draft, ssd_config=IN_TURN)
-        assert torch.equal(output, plain)
-    given = {name: value for name, value in settings.items() if name != "dynamic"}
-    assert seen == [given]
+        assert torch.equal(in_turn(target, tiny_draft(**ONE_LAYER)).sequences, plain)
+    assert seen == [{name: value for name, value in settings.items() if name != "dynamic"}]
 
 
 @pytest.mark.parametrize(
@@ -79,9 +84,9 @@ def test_mode_and_options_of_inductor_are_passed_on(settings, patched, monkeypat
 
     monkeypatch.setattr(inductor, "compile_fx", compile_fx)
     compiled._compiled_call.cache_clear()
-    model, draft = tiny_model(num_hidden_layers=1), tiny_draft(num_hidden_layers=1)
-    model.compile(**settings)
-    hf_ssd.enable(model).generate(**padded_batch(2), **OPTIONS, assistant_model=draft, ssd_config=IN_TURN)
+    target = hf_ssd.enable(tiny_model(**ONE_LAYER))
+    target.compile(**settings)
+    in_turn(target, tiny_draft(**ONE_LAYER))
     compiled._compiled_call.cache_clear()
     assert len(seen) == 1 and patched.items() <= seen[0].items() and bool(seen[0]) == bool(settings)
 
@@ -93,18 +98,11 @@ def test_what_cannot_be_compiled_runs_uncompiled_and_says_so_once(side, monkeypa
 
     said = []
     monkeypatch.setattr(logging.get_logger("hf_ssd.cache.compiled"), "warning", lambda text, *_: said.append(text))
-    models = {"target": tiny_model(num_hidden_layers=1), "draft": tiny_draft(num_hidden_layers=1)}
-    plain = models["target"].generate(**padded_batch(2), **OPTIONS)
+    models = {"target": hf_ssd.enable(tiny_model(**ONE_LAYER)), "draft": tiny_draft(**ONE_LAYER)}
+    plain = models["target"].generate(**padded_batch(2), **GREEDY)
     models[side].compile(backend=broken)
-    target = hf_ssd.enable(models["target"])
     for _ in range(2):
-        output = target.generate(
-            **padded_batch(2),
-            **OPTIONS,
-            assistant_model=models["draft"],
-            ssd_config=IN_TURN,
-            return_dict_in_generate=True,
-        )
+        output = in_turn(models["target"], models["draft"])
         assert torch.equal(output.sequences, plain) and output.ssd_stats.draft_failure is None
         assert output.ssd_stats.tokens_per_round > 1.5
     assert len(said) == 1 and "no C++ compiler" in said[0]

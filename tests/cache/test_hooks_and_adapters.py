@@ -3,6 +3,7 @@ what was attached."""
 
 import contextlib
 import functools
+import re
 import types
 
 import pytest
@@ -11,7 +12,6 @@ from peft import LoraConfig, get_peft_model
 
 import hf_ssd
 from hf_ssd.cache import trial
-from hf_ssd.cache.attached import attached_to
 from hf_ssd.cache.cached_model import CachedModel
 from hf_ssd.cache.trial import check_supported
 
@@ -19,6 +19,7 @@ from ..helpers.families import sharp_model, tiny_config
 from ..helpers.tiny import VOCAB, padded_batch, tiny_draft, tiny_model
 
 OPTIONS = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+ENDS = {"eos_token_id": [5, 9, 11, 23, 41]}
 IN_TURN = hf_ssd.SSDConfig(lookahead=4, asynchronous=False)
 
 
@@ -27,15 +28,24 @@ def target():
     return hf_ssd.enable(tiny_model())
 
 
-def speculated(target, draft, rows=2, **options):
+def settings_of(draft):
+    return {"assistant_model": draft, "ssd_config": IN_TURN}
+
+
+def speculated(target, draft, rows=2, generate=None, least=1.2, **options):
     """Returns the output of a call that speculates, and checks that its tokens are those of plain generation."""
     options, inputs = {**OPTIONS, **options}, padded_batch(rows)
-    plain = target.generate(**inputs, **options, ssd_config=None)
-    settings = {"assistant_model": draft, "ssd_config": IN_TURN, "return_dict_in_generate": True}
-    output = target.generate(**inputs, **options, **settings)
+    plain = target.generate(**inputs, **options)
+    output = (generate or target.generate)(**inputs, **options, **settings_of(draft), return_dict_in_generate=True)
     assert torch.equal(output.sequences, plain)
-    assert output.ssd_stats.draft_failure is None and output.ssd_stats.tokens_per_round > 1.2
+    assert output.ssd_stats.draft_failure is None and output.ssd_stats.tokens_per_round > least
     return output
+
+
+def refusal(generate, draft, **inputs):
+    with pytest.raises(ValueError) as error:
+        generate(**(inputs or padded_batch(2)), **OPTIONS, **settings_of(draft))
+    return str(error.value)
 
 
 def steering(tokens=slice(None), strength=2.0):
@@ -61,26 +71,24 @@ def hooked(module, hook):
 # ---------------------------------------------------------------- hooks and forwards
 
 
-SLICES = [slice(-1, None), slice(3, None), slice(4, None), slice(None, 2)]
-
-
 @pytest.mark.parametrize(
     "tokens, is_called_before, dtype",
     [
-        *((tokens, before, torch.float32) for tokens in SLICES for before in (True, False)),
-        (SLICES[0], True, torch.bfloat16),
-        (SLICES[2], False, torch.bfloat16),
+        (slice(-1, None), True, torch.float32),
+        (slice(-1, None), True, torch.bfloat16),
+        (slice(3, None), False, torch.float32),
+        (slice(4, None), False, torch.bfloat16),
+        (slice(None, 2), False, torch.float32),
     ],
 )
 def test_a_hook_that_acts_on_some_tokens_of_a_pass_is_refused_by_its_name(tokens, is_called_before, dtype, draft):
-    target, settings = hf_ssd.enable(tiny_model().to(dtype)), {"assistant_model": draft, "ssd_config": IN_TURN}
+    target = hf_ssd.enable(tiny_model().to(dtype))
     if is_called_before:
-        target.generate(**padded_batch(2), **OPTIONS, **settings)
+        target.generate(**padded_batch(2), **OPTIONS, **settings_of(draft))
     with hooked(target.model.layers[1], steering(tokens)):
-        with pytest.raises(ValueError, match=r"forward hook `.*add_vector` on `model.layers.1`") as error:
-            target.generate(**padded_batch(2), **OPTIONS, **settings)
-        assert "mask" not in str(error.value)
-    output = target.generate(**padded_batch(2), **OPTIONS, **settings, return_dict_in_generate=True)
+        said = refusal(target.generate, draft)
+        assert "forward hook `" in said and "add_vector` on `model.layers.1`" in said and "mask" not in said
+    output = target.generate(**padded_batch(2), **OPTIONS, **settings_of(draft), return_dict_in_generate=True)
     assert output.ssd_stats.tokens_per_round > 1.2
 
 
@@ -97,7 +105,7 @@ def test_a_hook_that_only_reads_speculates_and_is_tried_once(target, draft, monk
     read = []
     with hooked(target.model.layers[0], lambda module, inputs, output: read.append(output.shape)):
         for _ in range(2):
-            speculated(target, draft, rows=3, eos_token_id=[5, 9, 11, 23, 41])
+            speculated(target, draft, rows=3, **ENDS)
     assert len(read) > 20 and tried.count(target) == 1
 
 
@@ -107,12 +115,8 @@ def test_a_global_hook_is_refused_by_its_name(target, draft):
     def steer_layers(module, inputs, output):
         return output + 1.0 * (torch.arange(output.shape[1]) > 2)[:, None] if module is target.model.layers[1] else None
 
-    handle = torch.nn.modules.module.register_module_forward_hook(steer_layers)
-    try:
-        with pytest.raises(ValueError, match=r"the global forward hook `.*steer_layers`"):
-            target.generate(**padded_batch(2), **OPTIONS, assistant_model=draft, ssd_config=IN_TURN)
-    finally:
-        handle.remove()
+    with torch.nn.modules.module.register_module_forward_hook(steer_layers):
+        assert re.search("the global forward hook `.*steer_layers`", refusal(target.generate, draft))
 
 
 @pytest.mark.parametrize("place", ["instance", "class"])
@@ -130,24 +134,22 @@ def test_a_replaced_forward_is_refused_by_its_name(place, target, draft, monkeyp
         layer.forward = types.MethodType(steered, layer)
     else:
         monkeypatch.setattr(type(layer), "forward", steered)
-    with pytest.raises(ValueError) as error:
-        target.generate(**padded_batch(2), **OPTIONS, assistant_model=draft, ssd_config=IN_TURN)
-    if place == "instance":
-        assert "steered` in place of the `forward` of `model.layers.1`" in str(error.value)
+    said = refusal(target.generate, draft)
+    assert place == "class" or "steered` in place of the `forward` of `model.layers.1`" in said
 
 
-@pytest.mark.parametrize("row", [0, 1, 2])
-def test_a_hook_that_acts_on_one_row_speculates_until_the_last_row_ends(row, target, draft):
-    """Rows that have ended stay in the pass, in which the hook counts them."""
-
+def steer_a_row(tokens, strength):
     def steer_a_row(module, inputs, output):
-        output[row] += 0.5
+        output[1, tokens] += strength
         return output
 
-    ends = {"eos_token_id": [5, 9, 11, 23, 41]}
-    with hooked(target.model.layers[1], steer_a_row):
-        output = speculated(target, draft, rows=3, **ends)
-        lengths = (output.sequences != 0).sum(-1)
+    return steer_a_row
+
+
+def test_a_hook_that_acts_on_one_row_speculates_until_the_last_row_ends(target, draft):
+    """Rows that have ended stay in the pass, in which the hook counts them."""
+    with hooked(target.model.layers[1], steer_a_row(slice(None), 0.5)):
+        lengths = (speculated(target, draft, rows=3, **ENDS).sequences != 0).sum(-1)
         assert lengths.min() < lengths.max()
         with pytest.raises((AssertionError, IndexError)), pytest.MonkeyPatch.context() as mutant:
             leave_out = CachedModel.leave_out
@@ -157,47 +159,29 @@ def test_a_hook_that_acts_on_one_row_speculates_until_the_last_row_ends(row, tar
                 leave_out(self, finished)
 
             mutant.setattr(CachedModel, "leave_out", leaves_out)
-            speculated(target, draft, rows=3, **ends)
+            speculated(target, draft, rows=3, **ENDS)
 
 
 def test_a_hook_on_the_last_token_of_one_row_is_refused(target, draft):
-    def steer_a_row(module, inputs, output):
-        output[1, -1] += 2.0
-        return output
-
-    with hooked(target.model.layers[1], steer_a_row), pytest.raises(ValueError, match="steer_a_row"):
-        target.generate(**padded_batch(2), **OPTIONS, assistant_model=draft, ssd_config=IN_TURN)
+    with hooked(target.model.layers[1], steer_a_row(-1, 2.0)):
+        assert "steer_a_row" in refusal(target.generate, draft)
 
 
 def test_a_hook_on_a_model_that_is_fed_tokens_again_behind_its_states():
     """A pass of such a model is longer than its lookahead, and a hook that acts late in a pass is seen."""
-    target = hf_ssd.enable(sharp_model(tiny_config("lfm2")))
-    settings = {"assistant_model": tiny_model(), "ssd_config": IN_TURN, "return_dict_in_generate": True}
-    plain = target.generate(**padded_batch(2), **OPTIONS, ssd_config=None)
+    target, draft = hf_ssd.enable(sharp_model(tiny_config("lfm2"))), tiny_model()
+    plain = target.generate(**padded_batch(2), **OPTIONS)
     with hooked(target.model.layers[1], lambda module, inputs, output: None):
-        output = target.generate(**padded_batch(2), **OPTIONS, **settings)
+        output = target.generate(**padded_batch(2), **OPTIONS, **settings_of(draft), return_dict_in_generate=True)
     assert torch.equal(output.sequences, plain) and output.ssd_stats.draft_failure is None
-    with hooked(target.model.layers[1], steering(slice(20, None))), pytest.raises(ValueError, match="add_vector"):
-        target.generate(**padded_batch(2), **OPTIONS, **settings)
+    with hooked(target.model.layers[1], steering(slice(20, None))):
+        assert "add_vector" in refusal(target.generate, draft)
 
 
 def test_a_draft_with_a_hook_drafts(target):
     draft = tiny_draft()
     with hooked(draft.model.layers[1], steering(strength=0.1)):
-        speculated(target, draft, rows=3, eos_token_id=[5, 9, 11, 23, 41])
-
-
-def test_what_is_attached_is_found_in_a_moment():
-    """What each call asks, in the order in which it happens: nothing is remembered that was removed."""
-    model = tiny_model()
-    before = attached_to(model)
-    assert before == attached_to(model) and not before.may_depend_on_tokens
-    with hooked(model.lm_head, steering()):
-        first = attached_to(model)
-        assert first.may_depend_on_rows and first != before
-    assert attached_to(model) == before
-    with hooked(model.lm_head, steering()):
-        assert attached_to(model) != first
+        speculated(target, draft, rows=3, **ENDS)
 
 
 # ---------------------------------------------------------------- adapters
@@ -205,68 +189,51 @@ def test_what_is_attached_is_found_in_a_moment():
 
 def lora(model=None, name="default", seed=0, **settings):
     torch.manual_seed(seed)
-    config = LoraConfig(
-        task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], r=4, init_lora_weights=False, **settings
-    )
+    settings |= {"target_modules": ["q_proj", "v_proj"], "r": 4, "init_lora_weights": False}
+    config = LoraConfig(task_type="CAUSAL_LM", **settings)
     if model is None:
         return get_peft_model(tiny_model(), config, name).eval()
     model.add_adapter(name, config)
     return model.eval()
 
 
-def settings_of(draft):
-    return {"assistant_model": draft, "ssd_config": IN_TURN}
+def generate_of(model, is_enabled):
+    return hf_ssd.enable(model).generate if is_enabled else functools.partial(hf_ssd.generate, model)
 
 
 @pytest.mark.parametrize("is_enabled", [True, False])
 def test_lora_speculates_with_the_adapter_that_is_active(is_enabled, draft):
-    model = lora(lora(), "other", seed=1)
-    if is_enabled:
-        hf_ssd.enable(model)
-    generate = model.generate if is_enabled else functools.partial(hf_ssd.generate, model)
-    inputs, seen = padded_batch(2), []
+    model, seen = lora(lora(), "other", seed=1), []
+    generate = generate_of(model, is_enabled)
     for name in ("default", "other"):
         model.set_adapter(name)
-        seen.append(model.generate(**inputs, **OPTIONS))
-        assert torch.equal(generate(**inputs, **OPTIONS, **settings_of(draft)), seen[-1])
+        seen.append(speculated(model, draft, 2, generate, 1.0).sequences)
     with model.disable_adapter():
-        seen.append(model.generate(**inputs, **OPTIONS))
-        assert torch.equal(generate(**inputs, **OPTIONS, **settings_of(draft)), seen[-1])
+        seen.append(speculated(model, draft, 2, generate, 1.0).sequences)
     assert not torch.equal(seen[0], seen[1]) and not torch.equal(seen[1], seen[2])
 
 
-@pytest.mark.parametrize("is_enabled, is_called_before", [(True, False), (False, True)])
-def test_an_activated_lora_is_refused_by_its_name(is_called_before, is_enabled, draft):
-    model = lora(name="judge", alora_invocation_tokens=[7, 8])
-    if is_enabled:
-        hf_ssd.enable(model)
-    generate = model.generate if is_enabled else functools.partial(hf_ssd.generate, model)
-    inputs = padded_batch(1)
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_an_activated_lora_is_refused_by_its_name(is_enabled, draft):
+    model, inputs = lora(name="judge", alora_invocation_tokens=[7, 8]), padded_batch(1)
+    generate = generate_of(model, is_enabled)
     inputs["input_ids"][:, -4:-2] = torch.tensor([7, 8])
-    plain = model.generate(**inputs, **OPTIONS)
     with model.disable_adapter():
         without = model.generate(**inputs, **OPTIONS)
-        if is_called_before:
-            output = generate(**inputs, **OPTIONS, **settings_of(draft), return_dict_in_generate=True)
-            assert torch.equal(output.sequences, without) and output.ssd_stats.tokens_per_round > 1.2
-    assert not torch.equal(plain, without)
-    with pytest.raises(ValueError, match="adapter 'judge' is an activated LoRA .*disable the adapter"):
-        generate(**inputs, **OPTIONS, **settings_of(draft))
+        if not is_enabled:  # it is found although the model has been tried
+            assert torch.equal(generate(**inputs, **OPTIONS, **settings_of(draft)), without)
+    assert not torch.equal(model.generate(**inputs, **OPTIONS), without)
+    said = refusal(generate, draft, **inputs)
+    assert "adapter 'judge' is an activated LoRA " in said and "disable the adapter" in said
 
 
-@pytest.mark.parametrize("is_enabled, is_called_before", [(True, False), (False, True)])
-def test_rows_with_adapters_of_their_own_speculate(is_called_before, is_enabled, draft):
-    model = lora(lora(), "other", seed=1)
-    if is_enabled:
-        hf_ssd.enable(model)
-    generate = model.generate if is_enabled else functools.partial(hf_ssd.generate, model)
-    inputs, options = padded_batch(3), {**OPTIONS, "eos_token_id": [5, 9, 11, 23, 41]}
-    if is_called_before:
-        generate(**inputs, **options, **settings_of(draft))
-    names = {"adapter_names": ["default", "other", "__base__"]}
-    plain = model.generate(**inputs, **options, **names)
-    output = generate(**inputs, **options, **names, **settings_of(draft), return_dict_in_generate=True)
-    assert torch.equal(output.sequences, plain) and output.ssd_stats.tokens_per_round > 1.05
-    assert not torch.equal(plain, model.generate(**inputs, **options))
-    lengths = (plain != 0).sum(-1)
-    assert lengths.min() < lengths.max() and plain.max() < VOCAB
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_rows_with_adapters_of_their_own_speculate(is_enabled, draft):
+    model, names = lora(lora(), "other", seed=1), {"adapter_names": ["default", "other", "__base__"]}
+    generate = generate_of(model, is_enabled)
+    if not is_enabled:
+        generate(**padded_batch(3), **{**OPTIONS, **ENDS}, **settings_of(draft))
+    found = speculated(model, draft, 3, generate, 1.05, **ENDS, **names).sequences
+    assert not torch.equal(found, model.generate(**padded_batch(3), **{**OPTIONS, **ENDS}))
+    lengths = (found != 0).sum(-1)
+    assert lengths.min() < lengths.max() and found.max() < VOCAB

@@ -5,37 +5,22 @@ import torch
 
 import hf_ssd
 from hf_ssd.cache.cached_model import CachedModel
-from hf_ssd.cache.ragged import RaggedCache
 from hf_ssd.cache.trial import check_supported
 
 from ..helpers.tiny import padded_batch
-
-
-def test_no_row_moves_that_need_not():
-    cache = RaggedCache()
-    moves = []
-    cache._arrange = lambda before, order: moves.append([a != b for a, b in zip(before, order)])
-    cache.leave_out([False, True, False, False, True])
-    assert (cache.rows, cache.left_out) == ([0, 3, 2], [1, 4]) and moves.pop() == [False, True, False, True, False]
-    cache.leave_out([False, True, True, False, True])
-    assert cache.rows == [0, 3] and moves.pop() == [False] * 5
-    cache.leave_out([True] * 5)
-    assert len(cache.rows) == 1  # a forward pass over nothing is none
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_finished_rows_are_not_computed(target, draft, assistant, asynchronous, monkeypatch):
     """Of a batch whose rows end at different lengths; and the tokens are those of plain generation."""
     check_supported(target)  # by passes that are not counted
-    computed = []
-    forward = CachedModel.forward
+    computed, forward = [], CachedModel.forward
 
     def counted(self, tokens, *args):
         if self.model is target:
             computed.append(len(tokens))
         return forward(self, tokens, *args)
 
-    check_supported(target)  # whose passes are not counted
     monkeypatch.setattr(CachedModel, "forward", counted)
     inputs, options = padded_batch(4), {"max_new_tokens": 40, "do_sample": False, "eos_token_id": [5, 6, 7, 8, 9, 10]}
     expected = target.generate(**inputs, **options)

@@ -1,6 +1,9 @@
 """Packed weights: the same products to rounding, only where nothing else happens in a layer, and never in the model."""
 
+import contextlib
 import gc
+import itertools
+import operator
 import os
 import subprocess
 import sys
@@ -19,10 +22,11 @@ from hf_ssd.cache.packed import packed_forwards
 from hf_ssd.cache.ragged import RaggedCache
 
 from ..helpers.heads import tiny_head
-from ..helpers.tiny import VOCAB, padded_batch, tiny_draft, tiny_model
+from ..helpers.tiny import VOCAB, padded_batch, speculated, tiny_draft, tiny_model
 
 EXACT = {"atol": 1e-4, "rtol": 1e-4}
 LAYERS = 3 * 7 + 1  # of a tiny model
+TOKENS = torch.arange(2, 8)[None]
 SUITES = ("test_greedy.py", "test_sampled.py", "test_families.py", "test_against_plain.py")
 
 
@@ -37,6 +41,12 @@ def products(monkeypatch):
 
     monkeypatch.setattr(packed.PackedWeight, "__call__", counting)
     return counted
+
+
+@torch.no_grad()
+def logits(model, pack_weights):
+    """Of a pass over the tokens."""
+    return CachedModel(model, RaggedCache(), pack_weights=pack_weights).extend(TOKENS, [0])
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -74,63 +84,38 @@ class Quantized(torch.Tensor):
     pass
 
 
-def of_type(model):
-    model.lm_head.__class__ = OwnLinear
+def with_a_forward(layer):
+    forward = layer.forward
+    layer.forward = lambda states: forward(states) * 2
 
 
-def of_dtype(model):
-    model.lm_head.to(torch.float64)
+def with_weight(layer, weight):
+    layer.weight = nn.Parameter(weight, requires_grad=False)
 
 
-def with_a_hook(model):
-    model.lm_head.register_forward_hook(lambda module, inputs, output: output * 2)
-
-
-def with_a_hook_before(model):
-    model.lm_head.register_forward_pre_hook(lambda module, inputs: inputs)
-
-
-def with_a_parametrization(model):
-    parametrize.register_parametrization(model.lm_head, "weight", nn.Identity())
-
-
-def with_a_forward(model):
-    forward = model.lm_head.forward
-    model.lm_head.forward = lambda states: forward(states) * 2
-
-
-def with_another_kind_of_weight(model):
-    weight = model.lm_head.weight.detach().as_subclass(Quantized)
-    model.lm_head.weight = nn.Parameter(weight, requires_grad=False)
-
-
-def without_versions(model):
+def without_versions(layer):
     with torch.inference_mode():
-        model.lm_head.weight = nn.Parameter(torch.randn(VOCAB, 32), requires_grad=False)
+        with_weight(layer, torch.randn(VOCAB, 32))
 
 
-def compiled_alone(model):
-    model.lm_head.compile(backend="eager")
+NOT_PACKED = {
+    "another type": lambda layer: setattr(layer, "__class__", OwnLinear),
+    "another dtype": lambda layer: layer.to(torch.float64),
+    "a hook": lambda layer: layer.register_forward_hook(lambda module, inputs, output: output * 2),
+    "a hook before": lambda layer: layer.register_forward_pre_hook(lambda module, inputs: inputs),
+    "a parametrization": lambda layer: parametrize.register_parametrization(layer, "weight", nn.Identity()),
+    "a forward": with_a_forward,
+    "another kind of weight": lambda layer: with_weight(layer, layer.weight.detach().as_subclass(Quantized)),
+    "no versions": without_versions,
+    "compiled alone": lambda layer: layer.compile(backend="eager"),
+}
 
 
-EXCLUDED = (
-    of_type,
-    of_dtype,
-    with_a_hook,
-    with_a_hook_before,
-    with_a_parametrization,
-    with_a_forward,
-    with_another_kind_of_weight,
-    without_versions,
-    compiled_alone,
-)
-
-
-@pytest.mark.parametrize("change", EXCLUDED)
+@pytest.mark.parametrize("change", NOT_PACKED)
 def test_a_layer_that_is_more_than_a_product_is_not_packed(change):
     model = tiny_model()
     assert len(packed_forwards(model, True)) == LAYERS
-    change(model)
+    NOT_PACKED[change](model.lm_head)
     found = packed_forwards(model, True)
     assert len(found) == LAYERS - 1 and model.lm_head not in found
 
@@ -144,19 +129,18 @@ def test_nothing_is_packed_for_a_compiled_model_or_with_hooks_of_all_modules():
     assert not packed_forwards(model, True)
 
 
-@pytest.mark.parametrize("setting", ["older", "matmul", "onednn", "all"])
+@pytest.mark.parametrize("setting", ["older", "backends.mkldnn.matmul", "backends.mkldnn", "backends"])
 def test_the_precision_that_the_user_has_set_counts(setting):
-    model, backends = tiny_model(), torch.backends
-    places = {"matmul": backends.mkldnn.matmul, "onednn": backends.mkldnn, "all": backends}
+    model = tiny_model()
     try:
         if setting == "older":
             torch.set_float32_matmul_precision("medium")
         else:
-            places[setting].fp32_precision = "bf16"
+            operator.attrgetter(setting)(torch).fp32_precision = "bf16"
         assert not packed_forwards(model, True)
     finally:
-        torch.set_float32_matmul_precision("highest") if setting == "older" else None
-        for place in places.values():
+        torch.set_float32_matmul_precision("highest")
+        for place in (torch.backends.mkldnn.matmul, torch.backends.mkldnn, torch.backends):
             place.fp32_precision = "none"
     assert packed_forwards(model, True)
 
@@ -176,31 +160,32 @@ def test_without_the_operations_nothing_happens_and_nothing_is_said(missing, rai
     assert not packed_forwards(tiny_model(), True) and not packed_forwards(tiny_model(), "auto")
 
 
-def in_place(layer):
-    with torch.no_grad():
-        layer.weight.mul_(-1)
+CHANGES = {
+    "in place": lambda layer: layer.weight.mul_(-1),
+    "through data": lambda layer: layer.weight.data.mul_(-1),
+    "by another parameter": lambda layer: setattr(layer, "weight", nn.Parameter(-layer.weight.detach())),
+    "by a state": lambda layer: layer.load_state_dict({"weight": -layer.weight.detach()}),
+}
 
 
-def through_data(layer):
-    layer.weight.data.mul_(-1)
-
-
-def by_another_parameter(layer):
-    layer.weight = nn.Parameter(-layer.weight.detach())
-
-
-def by_a_state(layer):
-    layer.load_state_dict({"weight": -layer.weight.detach()})
-
-
-@pytest.mark.parametrize("change", [in_place, through_data, by_another_parameter, by_a_state])
+@pytest.mark.parametrize("change", CHANGES)
+@torch.no_grad()
 def test_a_weight_that_changed_is_packed_anew(change):
-    model, tokens = tiny_model(), torch.arange(2, 8)[None]
-    with torch.no_grad():
-        before = CachedModel(model, RaggedCache(), pack_weights=True).extend(tokens, [0])
-        change(model.lm_head)
-        after = CachedModel(model, RaggedCache(), pack_weights=True).extend(tokens, [0])
-    torch.testing.assert_close(after, -before, **EXACT)
+    model = tiny_model()
+    before = logits(model, True)
+    CHANGES[change](model.lm_head)
+    torch.testing.assert_close(logits(model, True), -before, **EXACT)
+
+
+def test_a_packed_weight_that_is_stale_is_noticed(monkeypatch):
+    """The mutants: neither addresses and versions nor values are looked at, or no values."""
+    stale = packed._stale
+    monkeypatch.setattr(packed, "_sample", lambda weight: torch.zeros(1))
+    with pytest.raises(AssertionError):
+        test_a_weight_that_changed_is_packed_anew("through data")
+    monkeypatch.setattr(packed, "_stale", lambda found: [] if None not in found.values() else stale(found))
+    with pytest.raises(AssertionError):
+        test_a_weight_that_changed_is_packed_anew("in place")
 
 
 def test_unchanged_weights_are_packed_once_and_go_with_their_model():
@@ -228,9 +213,8 @@ def test_the_layer_in_an_adapter_and_a_head_that_shares_the_embedding_are_packed
     model.model.layers[0].mlp.up_proj = Adapter(model.model.layers[0].mlp.up_proj)
     assert len(packed_forwards(model, True)) == LAYERS
     with torch.no_grad():
-        logits = CachedModel(model, RaggedCache(), pack_weights=True).extend(torch.arange(2, 8)[None], [0])
-        assert len(products) == LAYERS
-        torch.testing.assert_close(logits, model(torch.arange(2, 8)[None]).logits, **EXACT)
+        torch.testing.assert_close(logits(model, True), model(TOKENS).logits, **EXACT)
+    assert len(products) == LAYERS
 
 
 # ---------------------------------------------------------------- what "auto" chooses
@@ -240,18 +224,11 @@ def times(monkeypatch, ours: list[float]):
     """Timings of packed products, beside 1.0 for each of torch's own."""
     monkeypatch.setattr(packed, "_verdicts", {})
     monkeypatch.setattr(packed, "LEAST", 0)
-    left, timed = iter([]), packed._timed
+    seconds, timed = itertools.cycle(ours), packed._timed
 
     def told(call, *arguments):
-        nonlocal left
         _, result = timed(call, *arguments)
-        if call is packed.linear:
-            return 1.0, result
-        seconds = next(left, None)
-        if seconds is None:
-            left = iter(ours)
-            seconds = next(left)
-        return seconds, result
+        return 1.0 if call is packed.linear else next(seconds), result
 
     monkeypatch.setattr(packed, "_timed", told)
 
@@ -339,45 +316,35 @@ def test_a_model_that_was_passed_is_packed_where_memory_holds_the_copy_twice(sma
 
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_a_model_of_its_own_keeps_no_second_copy(is_tied, products):
-    model, tokens = tiny_model(tie_word_embeddings=is_tied), torch.arange(2, 8)[None]
-    with torch.no_grad():
-        expected = model(tokens).logits
+    model = tiny_model(tie_word_embeddings=is_tied)
+    expected = logits(model, False)
     packed.own(model)
     for pack_weights in (True, True, False):  # weights that were given up stay packed
-        with torch.no_grad():
-            found = CachedModel(model, RaggedCache(), pack_weights=pack_weights).extend(tokens, [0])
-        torch.testing.assert_close(found, expected, **EXACT)
+        torch.testing.assert_close(logits(model, pack_weights), expected, **EXACT)
     alone = [layer for layer in model.modules() if type(layer) is nn.Linear and layer.weight.isnan().all()]
     assert len(alone) == LAYERS - is_tied and len(products) >= 3 * LAYERS
     assert all(layer.weight.untyped_storage().nbytes() == 4 for layer in alone)
     assert model.lm_head.weight.shape == (VOCAB, 32)
 
 
-def test_a_model_that_reads_a_weight_by_itself_keeps_its_weights(monkeypatch):
-    model, tokens = tiny_model(), torch.arange(2, 8)[None]
-    layer = model.model.layers[1].mlp
-    forward = type(layer).forward
-    layer.forward = lambda states: forward(layer, states) + layer.up_proj.weight.sum()
-    packed.own(model)
-    assert len(packed_forwards(model, True)) == LAYERS
-    with torch.no_grad():
-        assert model(tokens).logits.isfinite().all()
-
-
-def test_an_interrupt_leaves_a_model_its_weights(monkeypatch):
-    model, tokens, passes = tiny_model(), torch.arange(2, 8)[None], []
-
+@pytest.mark.parametrize("is_interrupted", [False, True])
+@torch.no_grad()
+def test_a_model_that_reads_a_weight_by_itself_or_is_interrupted_keeps_its_weights(is_interrupted, monkeypatch):
     def interrupted(found, expected):
-        passes.append(found)
         raise KeyboardInterrupt
 
-    packed_forwards(tiny_model(), True)  # tries its layers
+    model = tiny_model()
+    layer = model.model.layers[1].mlp
+    if is_interrupted:
+        packed_forwards(tiny_model(), True)  # tries its layers
+        monkeypatch.setattr(packed, "are_close", interrupted)
+    else:
+        forward = type(layer).forward
+        layer.forward = lambda states: forward(layer, states) + layer.up_proj.weight.sum()
     packed.own(model)
-    monkeypatch.setattr(packed, "are_close", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        packed_forwards(model, True)
-    with torch.no_grad():
-        assert passes and model(tokens).logits.isfinite().all()
+    with pytest.raises(KeyboardInterrupt) if is_interrupted else contextlib.nullcontext():
+        assert len(packed_forwards(model, True)) == LAYERS
+    assert model(TOKENS).logits.isfinite().all()
 
 
 # ---------------------------------------------------------------- whole calls
@@ -408,34 +375,18 @@ def test_all_passes_of_a_call_run_packed_and_the_model_does_not_change(asynchron
 def test_a_head_that_reads_hidden_states_runs_packed(products):
     target = hf_ssd.enable(tiny_model())
     head = tiny_head(target)
-    config = hf_ssd.SSDConfig(lookahead=3, asynchronous=False, pack_weights=True, on_draft_failure="raise")
-    options = {**padded_batch(1), "max_new_tokens": 12, "do_sample": False}
     forwards = packed_forwards(head, True)
-    assert torch.equal(target.generate(**options), target.generate(**options, assistant_model=head, ssd_config=config))
+    speculated(target, head, padded_batch(1), {"pack_weights": True}, least=0, max_new_tokens=12)
     assert head.fc in forwards and head.lm_head in forwards and len(products) > 24 * LAYERS / 4
 
 
 def test_a_worker_that_loaded_its_draft_keeps_packed_weights_alone(tmp_path):
-    target, options = hf_ssd.enable(tiny_model()), {"max_new_tokens": 24, "do_sample": False}
+    target = hf_ssd.enable(tiny_model())
     tiny_draft().save_pretrained(tmp_path)
-    expected = target.generate(**padded_batch(3), **options)
     with hf_ssd.launch_draft(tmp_path, num_threads=1) as assistant:
         for pack_weights in (True, False):  # weights that were given up stay packed
-            config = hf_ssd.SSDConfig(lookahead=3, pack_weights=pack_weights, on_draft_failure="raise")
-            ssd = {"assistant_model": assistant, "ssd_config": config, "return_dict_in_generate": True}
-            output = target.generate(**padded_batch(3), **options, **ssd)
-            assert torch.equal(output.sequences, expected) and output.ssd_stats.tokens_per_round > 1.2
-
-
-def test_a_packed_weight_that_is_stale_is_noticed(monkeypatch):
-    """The mutants: neither addresses and versions nor values are looked at, or no values."""
-    stale = packed._stale
-    monkeypatch.setattr(packed, "_sample", lambda weight: torch.zeros(1))
-    with pytest.raises(AssertionError):
-        test_a_weight_that_changed_is_packed_anew(through_data)
-    monkeypatch.setattr(packed, "_stale", lambda found: [] if None not in found.values() else stale(found))
-    with pytest.raises(AssertionError):
-        test_a_weight_that_changed_is_packed_anew(in_place)
+            settings = {"pack_weights": pack_weights, "asynchronous": True}
+            speculated(target, assistant, padded_batch(3), settings, least=1.2, max_new_tokens=24)
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from hf_ssd.cache.cached_model import CachedModel, view_for_passes
 from hf_ssd.cache.hidden_states import HiddenStates, hooked_modules
 from hf_ssd.cache.ragged import RaggedCache
 
+from ..helpers.heads import expected_features
 from ..helpers.tiny import SIZES, tiny_model
 
 TOKENS = torch.tensor([[5, 7, 11, 13]])
@@ -89,18 +90,21 @@ def test_a_view_sees_weights_and_hooks_that_change_later_and_the_model_sees_none
     model = tiny_model()
     view = view_for_passes(model, hooked_modules(model, [0, 1, 3]))
     names, hooks = list(model.state_dict()), [dict(module._forward_hooks) for module in model.modules()]
-    HiddenStates(view, [0, 1, 3])
+    captured = HiddenStates(view, [0, 1, 3])
     assert hooks == [dict(module._forward_hooks) for module in model.modules()]
     assert list(model.state_dict()) == names == list(view.state_dict())
     model.model.layers[0].mlp.up_proj.weight = nn.Parameter(torch.zeros(SIZES["intermediate_size"], 32))
     model.model.layers[1].mlp.register_forward_hook(lambda module, inputs, output: output * 3)
     torch.testing.assert_close(logits(view), logits(model))
+    torch.testing.assert_close(captured.take()[0], expected_features(model, TOKENS[0], [0, 1, 3]))
 
 
-def test_no_config_of_the_model_is_written(monkeypatch):
+def test_no_config_of_the_model_is_written_and_its_other_parts_keep_their_functions(monkeypatch):
+    """So nothing is to be restored, and another thread never sees a value that is meant for our passes."""
     eyes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     vision = CLIPVisionConfig(**eyes, image_size=28, patch_size=14)
     model = LlavaForConditionalGeneration(LlavaConfig(text_config=LlamaConfig(**SIZES), vision_config=vision)).eval()
+    model.set_attn_implementation({"vision_config": "eager", "text_config": "sdpa"})
     configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
     configs |= {id(model.config.text_config): model.config.text_config}
     for kind in {type(config) for config in configs.values()}:
@@ -120,6 +124,8 @@ def test_no_config_of_the_model_is_written(monkeypatch):
         with decoder.view._optimize_model_for_decode():
             decoder.extend(TOKENS, [8])
     assert decoder.has_grouped_heads and model.config.text_config._attn_implementation == "sdpa"
+    assert decoder.view.model.language_model.config._attn_implementation == GROUPED
+    assert decoder.view.config.vision_config._attn_implementation == "eager"
 
 
 def test_a_model_is_collected_with_its_views():

@@ -8,11 +8,10 @@ from transformers.generation.candidate_generator import DFlashTokenCandidateGene
 
 import hf_ssd
 from hf_ssd.drafting.block_drafter import BlockDrafter, BlockPrefix
-from hf_ssd.rounds import IN_TURN
 
 from ..helpers.assistants import (
+    agreement,
     dflash_draft,
-    gemma4_target,
     keep_rejected_tokens,
     muse_glimmer_target,
     read_the_token_before,
@@ -20,13 +19,11 @@ from ..helpers.assistants import (
 from ..helpers.tape import use_tapes
 from ..helpers.tiny import padded_batch, tiny_model
 
-OPTIONS = {"max_new_tokens": 12, "pad_token_id": 0, "return_dict_in_generate": True, "do_sample": False}
-CONFIG = hf_ssd.SSDConfig(lookahead=4, on_draft_failure="raise")
 TARGETS = {"llama": tiny_model, "muse_glimmer": muse_glimmer_target}
-LONG = 80  # tokens of a prompt whose tokens are fed without queries
+slowly = pytest.mark.slow
 
 
-@pytest.fixture(scope="module", params=["llama", pytest.param("muse_glimmer", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["llama", pytest.param("muse_glimmer", marks=slowly)])
 def pair(request):
     target = hf_ssd.enable(TARGETS[request.param]())
     return target, dflash_draft(target)
@@ -45,78 +42,44 @@ def drafted_by_transformers(target, draft, text: torch.LongTensor, count: int) -
     return tokens[0, len(text) :][:count].tolist()
 
 
-def agreement(pair, monkeypatch, length: int = 9, reference=drafted_by_transformers, **settings) -> list[bool]:
-    """Decodes with the draft, and returns for each round and row whether the reference drafts the same tokens."""
-    (target, draft), drafted, complete = pair, [], BlockDrafter.complete
-
-    def spy(self, ready, width, plan):
-        lengths, (speculation, steps) = list(self.prefix.lengths), complete(self, ready, width, plan)
-        drafted.append((lengths, speculation.tokens))
-        assert steps == 1
-        return speculation, steps
-
-    monkeypatch.setattr(BlockDrafter, "complete", spy)
-    inputs = padded_batch(3, length)
-    plain = target.generate(**inputs, **OPTIONS).sequences
-    config = hf_ssd.SSDConfig(**{"lookahead": 4, "on_draft_failure": "raise", **settings})
-    output = target.generate(**inputs, **OPTIONS, assistant_model=draft, ssd_config=config)
-    assert torch.equal(output.sequences, plain)
-    records = output.ssd_stats.records
-    assert records and all(record.mode == IN_TURN for record in records)
-    assert {r.lookahead for r in records} >= {config.lookahead}
-    texts = [row[mask.bool()] for row, mask in zip(inputs["input_ids"], inputs["attention_mask"])]
-    texts = [torch.cat([text, row[inputs["input_ids"].shape[1] :]]) for text, row in zip(texts, plain)]
-    return [
-        of_row == reference(target, draft, text[:length], len(of_row))
-        for lengths, tokens in drafted[::3]
-        for text, length, of_row in zip(texts, lengths, tokens)
-        if of_row and length < len(text)
-    ]
+def agrees(pair, monkeypatch, reference=drafted_by_transformers, **options) -> list[bool]:
+    return agreement(pair, reference, monkeypatch, BlockDrafter, **{"lookahead": 4, **options})
 
 
-@pytest.mark.parametrize("length", [9, pytest.param(LONG, marks=pytest.mark.slow)])
-def test_the_draft_drafts_what_transformers_drafts(pair, length, monkeypatch):
-    agrees = agreement(pair, monkeypatch, length)
-    assert len(agrees) > 5 and all(agrees)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"ends": True},
+        pytest.param({"length": 80}, marks=slowly),  # whose tokens are fed without queries
+        pytest.param({"lookahead": 2}, marks=slowly),  # the first tokens of a block
+    ],
+)
+def test_the_draft_drafts_what_transformers_drafts(pair, options, monkeypatch):
+    assert all(agrees(pair, monkeypatch, **options))
 
 
-@pytest.mark.slow
-def test_fewer_tokens_than_the_block_has_are_the_first_of_the_block(pair, monkeypatch):
-    agrees = agreement(pair, monkeypatch, lookahead=2)
-    assert len(agrees) > 5 and all(agrees)
-
-
-@pytest.mark.slow
+@slowly
 def test_more_tokens_than_the_block_has_are_drafted_with_a_larger_block(pair, monkeypatch):
     longer = copy.deepcopy(pair[1])
     longer.config.block_size = 8
-    agrees = agreement(pair, monkeypatch, lookahead=7)
-    assert len(agrees) > 5 and not all(agrees)  # transformers has 4 tokens alone
-    assert all(agreement((pair[0], longer), monkeypatch, lookahead=7))
+    assert not all(agrees(pair, monkeypatch, lookahead=7))  # transformers has 4 tokens alone
+    assert all(agrees((pair[0], longer), monkeypatch, lookahead=7))
 
 
-def test_features_of_the_token_before_are_noticed(pair, monkeypatch):
-    """The mutant: hidden states are those of the token before."""
-    read_the_token_before(monkeypatch)
-    assert not all(agreement(pair, monkeypatch))
+@slowly
+def test_captured_passes_draft_the_same_tokens(pair, monkeypatch):
+    tapes = use_tapes(monkeypatch)
+    assert all(agrees(pair, monkeypatch, cuda_graphs=True)) and sum(tape.replayed for tape in tapes.made) > 5
 
 
-def test_features_of_rejected_tokens_are_noticed(pair, monkeypatch):
-    """The mutant: the features of accepted tokens are those of the end of the speculation."""
-    keep_rejected_tokens(monkeypatch)
-    assert not all(agreement(pair, monkeypatch))
-
-
-def test_a_block_that_is_read_one_place_off_is_noticed(pair, monkeypatch):
-    """The mutant: the token at a place is that of the place before, as in a parallel draft."""
+def one_place_off(monkeypatch):
+    """The token at a place is that of the place before, as in a parallel draft."""
     feed = BlockPrefix.feed
     monkeypatch.setattr(BlockPrefix, "feed", lambda *arguments, **options: feed(*arguments, **options).roll(1, dims=1))
-    assert not all(agreement(pair, monkeypatch))
 
 
-@pytest.mark.slow
-def test_a_block_whose_tokens_see_only_tokens_before_them_is_noticed(pair, monkeypatch):
-    """The mutant: a block with causal attention."""
+def causal_blocks(monkeypatch):
     at = BlockPrefix._at
 
     def causal(self, columns):
@@ -125,18 +88,10 @@ def test_a_block_whose_tokens_see_only_tokens_before_them_is_noticed(pair, monke
         return inputs
 
     monkeypatch.setattr(BlockPrefix, "_at", causal)
-    assert not all(agreement(pair, monkeypatch))
 
 
-@pytest.mark.slow
-def test_captured_passes_draft_the_same_tokens(pair, monkeypatch):
-    tapes = use_tapes(monkeypatch)
-    assert all(agreement(pair, monkeypatch, cuda_graphs=True)) and sum(tape.replayed for tape in tapes.made) > 5
-
-
-@pytest.mark.slow
-def test_mask_tokens_that_stay_in_the_cache_are_noticed(pair, monkeypatch):
-    """The mutant: tokens that were read as a block are not read again with their features."""
+def mask_tokens_stay(monkeypatch):
+    """Tokens that were read as a block are not read again with their features."""
     take = BlockPrefix.read_target
 
     def stay(self, states):
@@ -145,64 +100,60 @@ def test_mask_tokens_that_stay_in_the_cache_are_noticed(pair, monkeypatch):
         self.fed = fed
 
     monkeypatch.setattr(BlockPrefix, "read_target", stay)
-    assert not all(agreement(pair, monkeypatch))
 
 
-def test_rounds_accept_as_many_tokens_as_in_transformers(monkeypatch):
-    target = hf_ssd.enable(tiny_model(vocab_size=8, initializer_range=0.12))
-    draft, theirs, candidates = dflash_draft(target), [], DFlashTokenCandidateGenerator.get_candidates
-
-    def spy(self, input_ids, model_kwargs, model_outputs, is_first_iteration, n_last_matches, **options):
-        theirs.append(n_last_matches)
-        return candidates(self, input_ids, model_kwargs, model_outputs, is_first_iteration, n_last_matches, **options)
-
-    monkeypatch.setattr(DFlashTokenCandidateGenerator, "get_candidates", spy)
-    inputs, options = torch.tensor([[2, 3, 5, 2, 3]]), {**OPTIONS, "max_new_tokens": 45}
-    plain = target.generate(inputs, **options, assistant_model=draft, speculation_type="dflash").sequences
-    output = target.generate(inputs, **options, assistant_model=draft, ssd_config=CONFIG)
-    assert torch.equal(output.sequences, plain) and output.ssd_stats.tokens_per_round > 1.3
-    rounds = theirs[2:]  # transformers asks once before the prefill, once after it, and not after the last round
-    assert len(rounds) > 20 and [record.accepted[0] for record in output.ssd_stats.records][:-1] == rounds
+MUTANTS = [read_the_token_before, keep_rejected_tokens, one_place_off]
+MUTANTS += [pytest.param(mutate, marks=slowly) for mutate in (causal_blocks, mask_tokens_stay)]
 
 
-def test_a_draft_for_another_target_is_refused(pair):
-    target, draft = pair
-    other = gemma4_target(hidden_size=64)
-    with pytest.raises(ValueError, match="made for another target"):
-        hf_ssd.enable(other).generate(**padded_batch(1), assistant_model=draft, ssd_config=CONFIG)
-    with pytest.raises(ValueError, match=r"reads the hidden states \[1, 9\]"):
-        far = dflash_draft(target, target_layer_ids=[0, 8])
-        target.generate(**padded_batch(1), assistant_model=far, ssd_config=CONFIG)
-    with pytest.raises(ValueError, match="mask token 97 is not in the vocabulary"):
-        outside = dflash_draft(target, mask_token_id=97)
-        target.generate(**padded_batch(1), assistant_model=outside, ssd_config=CONFIG)
+@pytest.mark.parametrize("mutate", MUTANTS)
+def test_mistakes_are_noticed(pair, mutate, monkeypatch):
+    mutate(monkeypatch)
+    assert not all(agrees(pair, monkeypatch))
+
+
+@slowly
+def test_a_draft_of_another_type_than_the_target_drafts(pair, monkeypatch):
+    draft = copy.deepcopy(pair[1]).to(torch.bfloat16)
+    agrees((pair[0], draft), monkeypatch)  # whose tokens may differ by rounding
+
+
+# ---------------------------------------------------------------- refused
+
+
+def with_flash_attention(target):
+    draft = dflash_draft(target)
+    draft.config._attn_implementation = "flash_attention_2"
+    return draft
+
+
+REFUSED = {
+    r"reads the hidden states \[1, 9\]": lambda target: dflash_draft(target, target_layer_ids=[0, 8]),
+    "mask token 97 is not in the vocabulary": lambda target: dflash_draft(target, mask_token_id=97),
+    "made for another target": lambda target: dflash_draft(target, hidden_size=64),
+    "uses flash attention, which takes no 4D masks": with_flash_attention,
+}
+
+
+def refusal(pair, **settings):
+    with pytest.raises(ValueError) as error:
+        pair[0].generate(**padded_batch(1), assistant_model=pair[1], ssd_config=hf_ssd.SSDConfig(**settings))
+    return str(error.value)
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_a_draft_that_does_not_fit_is_refused(target, reason):
+    with pytest.raises(ValueError, match=reason):
+        target.generate(**padded_batch(1), assistant_model=REFUSED[reason](target), ssd_config=hf_ssd.SSDConfig())
 
 
 @pytest.mark.parametrize("drafter", ["eagle3", "mtp", "parallel"])
 def test_another_drafter_is_refused(pair, drafter):
-    config = hf_ssd.SSDConfig(drafter=drafter)
-    with pytest.raises(ValueError, match="leave out"):
-        pair[0].generate(**padded_batch(1), assistant_model=pair[1], ssd_config=config)
-
-
-@pytest.mark.slow
-def test_a_draft_of_another_type_than_the_target_drafts(pair):
-    draft = copy.deepcopy(pair[1]).to(torch.bfloat16)
-    plain = pair[0].generate(**padded_batch(3), **OPTIONS).sequences
-    output = pair[0].generate(**padded_batch(3), **OPTIONS, assistant_model=draft, ssd_config=CONFIG)
-    assert torch.equal(output.sequences, plain) and {r.lookahead for r in output.ssd_stats.records} >= {4}
-
-
-def test_flash_attention_is_refused(pair):
-    with_flash = copy.deepcopy(pair[1])
-    with_flash.config._attn_implementation = "flash_attention_2"
-    with pytest.raises(ValueError, match="uses flash attention, which takes no 4D masks"):
-        pair[0].generate(**padded_batch(1), assistant_model=with_flash, ssd_config=CONFIG)
+    assert "leave out" in refusal(pair, drafter=drafter)
 
 
 def test_a_worker_for_the_draft_is_refused(pair, tmp_path):
     with pytest.raises(ValueError, match="drafts in the target's process: load it"):
         hf_ssd.launch_draft(pair[1])
     pair[1].save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="drafts in the target's process: load it"):
-        pair[0].generate(**padded_batch(1), assistant_model=str(tmp_path), ssd_config=CONFIG)
+    assert "drafts in the target's process: load it" in refusal((pair[0], str(tmp_path)))

@@ -8,10 +8,10 @@ from safetensors.torch import save_file
 from transformers import Qwen3Config, Qwen3Model
 
 import hf_ssd
+from hf_ssd.drafting.block_drafter import BlockDrafter
 
-from ..helpers.assistants import noisy
+from ..helpers.assistants import agreement, noisy
 from ..helpers.tiny import SIZES, padded_batch, tiny_model
-from .test_dflash import CONFIG, agreement
 
 QWEN = {**SIZES, "num_hidden_layers": 2, "rope_theta": 5000.0, "rope_scaling": None, "model_type": "qwen3"}
 PUBLISHED = {"architectures": ["DFlashDraftModel"], "auto_map": {"AutoModel": "dflash.DFlashDraftModel"}}
@@ -51,12 +51,13 @@ class Published(torch.nn.Module):
 @pytest.mark.slow
 def test_a_published_draft_drafts_what_its_layers_draft(monkeypatch, tmp_path):
     target, published = hf_ssd.enable(tiny_model("qwen3")), Published()
-    agrees = agreement((target, published.save(tmp_path)), monkeypatch, reference=published.drafted)
-    assert len(agrees) > 5 and all(agrees)
-    other = {**PUBLISHED["dflash_config"], "target_layer_ids": [0, 1]}
-    (tmp_path / "other").mkdir()
-    folder = published.save(tmp_path / "other", dflash_config=other)
-    assert not all(agreement((target, folder), monkeypatch, reference=published.drafted))
+
+    def agrees(**changes):
+        pair = target, published.save(tmp_path, **changes)
+        return all(agreement(pair, published.drafted, monkeypatch, BlockDrafter, lookahead=4))
+
+    assert agrees()
+    assert not agrees(dflash_config={**PUBLISHED["dflash_config"], "target_layer_ids": [0, 1]})
 
 
 @pytest.mark.parametrize(
@@ -75,15 +76,13 @@ def test_a_published_draft_drafts_what_its_layers_draft(monkeypatch, tmp_path):
 def test_published_drafts_that_do_not_fit_are_refused(tmp_path, changes, reason):
     target, folder = hf_ssd.enable(tiny_model("qwen3")), Published().save(tmp_path, **changes)
     with pytest.raises(ValueError, match=reason):
-        target.generate(**padded_batch(1), assistant_model=folder, ssd_config=CONFIG)
+        target.generate(**padded_batch(1), assistant_model=folder, ssd_config=hf_ssd.SSDConfig())
 
 
 def test_a_published_draft_as_a_model_or_for_a_worker_is_refused(target, tmp_path):
-    folder = Published().save(tmp_path)
+    folder, words = Published().save(tmp_path), "pass its folder or hub id as `assistant_model`"
     for draft in (folder, Qwen3Model(Qwen3Config(**PUBLISHED))):
-        with pytest.raises(
-            ValueError, match="drafts in the target's process: pass its folder or hub id as `assistant_model`"
-        ):
+        with pytest.raises(ValueError, match=f"drafts in the target's process: {words}"):
             hf_ssd.launch_draft(draft)
-    with pytest.raises(ValueError, match="pass its folder or hub id as `assistant_model`"):
-        target.generate(**padded_batch(1), assistant_model=draft, ssd_config=CONFIG)
+    with pytest.raises(ValueError, match=words):
+        target.generate(**padded_batch(1), assistant_model=draft, ssd_config=hf_ssd.SSDConfig())

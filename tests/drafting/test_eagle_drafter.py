@@ -7,29 +7,19 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import GenerationConfig
 
 import hf_ssd
 from hf_ssd import SSDConfig
-from hf_ssd.drafting.cache_shapes import shape_for
-from hf_ssd.drafting.drafters import drafter_for
 from hf_ssd.drafting.head_drafter import HeadDrafter, HeadPrefix
 from hf_ssd.drafting.heads.loading import head_for
-from hf_ssd.drafting.speculator import Speculator
-from hf_ssd.rounds import AHEAD, Outcome, Plan
 
-from ..cache.test_hidden_states import expected_features
-from ..helpers.heads import tiny_head
+from ..helpers.heads import expected_features, tiny_head
+from ..helpers.proposals import EXACT, LOOKAHEAD, check_proposals, new_speculator
 from ..helpers.tiny import VOCAB, tiny_model
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "examples"))
 
 from train_eagle3 import save_head  # noqa: E402
-
-PROMPTS = [[2, 3, 1], [3, 1, 2, 2, 5, 1, 7]]
-LOOKAHEAD = 3
-PLAN = Plan(AHEAD, LOOKAHEAD, LOOKAHEAD, budget=8)
-EXACT = {"atol": 1e-5, "rtol": 0}
 
 
 @pytest.fixture(scope="module")
@@ -41,73 +31,43 @@ def pair():
 # ---------------------------------------------------------------- proposals
 
 
-def features(target, texts, known):
-    """Returns what the target's process would send: features of all tokens but the last that the draft has none for."""
-    of_rows = [expected_features(target, torch.tensor(text))[:-1][n:] for text, n in zip(texts, known)]
-
-    def receive(tokens, width):
-        flat = torch.cat(of_rows)
-        assert flat.shape == (tokens, width)
-        return flat
-
-    return receive
-
-
-def reference(head, target, text, continuation):
-    """
-    Returns the distributions after `text` and each token of `continuation`. The head reads the target's features of all
-    tokens of the text but the last, and its own states from there on.
-    """
-    states = head.fuse(expected_features(target, torch.tensor(text))[:-1])
-    tokens, results = text[1:], []
-    for token in [*continuation, None]:
-        inputs = head.inputs(torch.tensor(tokens), states)[None]
-        output = head(inputs).last_hidden_state[0]
-        results.append(head.logits(output[-1]).float().softmax(-1))
-        tokens, states = [*tokens, token], torch.cat([states, output[-1:]])
-    return torch.stack(results)
-
-
-def new_speculator(pair):
-    generation = GenerationConfig(max_length=80, eos_token_id=None, pad_token_id=0, do_sample=True, top_k=0)
-    prompts = [torch.tensor(prompt) for prompt in PROMPTS]
-    config = SSDConfig(lookahead=LOOKAHEAD, budget=8)
-    drafter = drafter_for(pair[1], config, generation, prompts, seed=5)
-    assert isinstance(drafter, HeadDrafter)
-    speculator = Speculator(drafter, config, shape_for(config), limit=80)
-    speculator.begin()
-    return speculator
-
-
 @torch.inference_mode()
-def check_proposals(pair, rounds=4):
-    """In each round nothing hits; what is drafted just in time and what is prepared is what the head gives."""
+def check(pair):
+    """
+    What is proposed is what the head gives, which reads the target's features of all tokens of the text but the last,
+    and its own states from there on.
+    """
     target, head = pair
-    speculator, texts = new_speculator(pair), [list(prompt) for prompt in PROMPTS]
-    accepted, drafted, known = [0, 0], [[], []], [0, 0]
-    for turn in range(rounds):
-        used = speculator.prepared.branches if speculator.prepared else [{}, {}]
-        bonus = [next(t for t in range(2, VOCAB) if (k, t) not in of_row) for k, of_row in zip(accepted, used)]
-        outcome = Outcome.of(drafted, accepted, bonus)
-        texts = [text + tokens for text, tokens in zip(texts, outcome.tokens)]
-        answer = speculator.answer(Outcome(outcome.tokens, states=features(target, texts, known)), PLAN)
-        known, drafted = [len(text) - 1 for text in texts], answer.tokens
-        for row, text in enumerate(texts):
-            q = reference(head, target, text, drafted[row])
-            torch.testing.assert_close(answer.probabilities[row], q[:LOOKAHEAD], **EXACT)
-        speculator.prepare(PLAN)
-        cache = speculator.prepared
-        told = torch.cat(cache.probabilities, dim=2)
-        for row, text in enumerate(texts):
-            for place, (k, token) in enumerate(zip(cache.accepted[row], cache.bonus[row])):
-                follow = [*drafted[row][:k], token, *cache.tokens[row][place]]
-                q = reference(head, target, text, follow)
-                torch.testing.assert_close(told[row, place], q[k + 1 : k + 1 + LOOKAHEAD], **EXACT)
-        accepted = [turn % (LOOKAHEAD + 1), (turn + 2) % (LOOKAHEAD + 1)]
+    speculator = new_speculator(head, top_k=0)
+    assert isinstance(speculator.drafter, HeadDrafter)
+
+    def features(texts, known):
+        of_rows = [expected_features(target, torch.tensor(text))[:-1] for text in texts]
+        fused, prefix = [head.fuse(one) for one in of_rows], speculator.drafter.prefix
+        flat = torch.cat([one[n:] for one, n in zip(of_rows, known)])
+
+        def receive(tokens, width):
+            assert flat.shape == (tokens, width)
+            for row, n in enumerate(known):  # after a hit too
+                torch.testing.assert_close(prefix.states.values[row, :n], fused[row][:n], **EXACT)
+            return flat
+
+        return receive
+
+    def reference(text, follow, own):
+        states = head.fuse(expected_features(target, torch.tensor(text))[:-1])
+        tokens, results = text[1:], []
+        for token in [*follow, None]:
+            output = head(head.inputs(torch.tensor(tokens), states)[None]).last_hidden_state[0]
+            results.append(head.logits(output[-1]).float().softmax(-1))
+            tokens, states = [*tokens, token], torch.cat([states, output[-1:]])
+        return torch.stack(results[own : own + LOOKAHEAD])
+
+    check_proposals(speculator, reference, features)
 
 
 def test_what_is_proposed_is_what_the_head_gives_for_features_and_own_states(pair):
-    check_proposals(pair)
+    check(pair)
 
 
 @pytest.mark.slow
@@ -115,16 +75,13 @@ def test_what_a_head_with_a_sliding_window_proposes(pair):
     window = {"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}
     head = tiny_head(pair[0], norm_output=True, fc_norm=True, norm_before_residual=True, **window)
     assert head.config.layer_types == ["sliding_attention"]
-    check_proposals((pair[0], head))
+    check((pair[0], head))
 
 
 def features_one_position_off(monkeypatch):
-    fuse = HeadPrefix.read_target
-    monkeypatch.setattr(
-        HeadPrefix,
-        "read_target",
-        lambda self, states: fuse(self, lambda *size: (states(*size) if callable(states) else states).roll(1, 0)),
-    )
+    take = HeadPrefix.read_target
+    off = lambda self, states: take(self, lambda *size: states(*size).roll(1, 0))  # noqa: E731
+    monkeypatch.setattr(HeadPrefix, "read_target", off)
 
 
 def states_of_rejected_tokens_stay(monkeypatch):
@@ -150,26 +107,7 @@ MUTANTS = [features_one_position_off, states_of_rejected_tokens_stay, tokens_of_
 def test_mistakes_are_noticed(mutant, pair, monkeypatch):
     mutant(monkeypatch)
     with pytest.raises(AssertionError):
-        check_proposals(pair)
-
-
-@torch.inference_mode()
-def test_after_a_hit_the_prefix_has_the_targets_features(pair):
-    target, head = pair
-    speculator, texts, known = new_speculator(pair), [list(prompt) for prompt in PROMPTS], [0, 0]
-    outcome = Outcome([[4], [6]])
-    for _ in range(4):
-        texts = [text + tokens for text, tokens in zip(texts, outcome.tokens)]
-        answer = speculator.answer(Outcome(outcome.tokens, states=features(target, texts, known)), PLAN)
-        known = [len(text) - 1 for text in texts]
-        speculator.prepare(PLAN)
-        for row, text in enumerate(texts):
-            fused = head.fuse(expected_features(target, torch.tensor(text)))[: len(text) - 1]
-            torch.testing.assert_close(speculator.drafter.prefix.states.values[row, : len(text) - 1], fused, **EXACT)
-        cache = speculator.prepared
-        firsts = [row[0] for row in cache.accepted], [row[0] for row in cache.bonus]
-        outcome = Outcome.of(answer.tokens, *firsts)
-    assert all(answer.record.hits)
+        check(pair)
 
 
 # ---------------------------------------------------------------- formats
@@ -206,26 +144,22 @@ def test_a_head_in_the_format_of_safeailab(pair, tmp_path):
 
 
 def test_heads_that_do_not_fit_are_refused_in_a_sentence(pair, tmp_path):
-    target, head = pair
+    (target, head), ids = pair, torch.tensor([[1, 2]])
     save_head(head, tmp_path)
-    with pytest.raises(ValueError, match="is an EAGLE-3 head, which reads hidden states of its target; pass `target="):
-        hf_ssd.launch_draft(tmp_path)
-    with pytest.raises(ValueError, match="have 64; it was made for another target"):
-        hf_ssd.launch_draft(tmp_path, target=tiny_model(hidden_size=64, head_dim=16), dtype="auto")
-    with pytest.raises(ValueError, match="has those of 0 to 2; the draft was made for another target"):
-        hf_ssd.launch_draft(tmp_path, target=tiny_model(num_hidden_layers=2))
-    other = hf_ssd.enable(tiny_model(vocab_size=VOCAB + 200))
-    with pytest.raises(ValueError, match="`embed_tokens.weight` has the shape"):
-        other.generate(torch.tensor([[1, 2]]), assistant_model=tmp_path, ssd_config=SSDConfig())
-    with pytest.raises(ValueError, match="have 192; the draft was made for another target"):
-        wide = hf_ssd.enable(tiny_model(hidden_size=64, head_dim=16))
-        wide.generate(torch.tensor([[1, 2]]), assistant_model=head, ssd_config=SSDConfig())
-    for name in ("autoregressive", "parallel"):
-        with pytest.raises(ValueError, match="The draft reads hidden states of the target"):
-            hf_ssd.enable(target).generate(
-                torch.tensor([[1, 2]]), assistant_model=head, ssd_config=SSDConfig(drafter=name)
-            )
-    with pytest.raises(ValueError, match="does not read hidden states"):
-        hf_ssd.enable(target).generate(
-            torch.tensor([[1, 2]]), assistant_model=tiny_model(), ssd_config=SSDConfig(drafter="eagle3")
-        )
+    wide, many, shallow = {"hidden_size": 64, "head_dim": 16}, {"vocab_size": VOCAB + 200}, {"num_hidden_layers": 2}
+    for changes, words in (
+        (None, "is an EAGLE-3 head, which reads hidden states of its target; pass `target="),
+        (wide, "have 64; it was made for another target"),
+        (shallow, "has those of 0 to 2; the draft was made for another target"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            hf_ssd.launch_draft(tmp_path, **({} if changes is None else {"target": tiny_model(**changes)}))
+    for model, draft, drafter, words in (
+        (tiny_model(**many), tmp_path, "auto", "`embed_tokens.weight` has the shape"),
+        (tiny_model(**wide), head, "auto", "have 192; the draft was made for another target"),
+        (target, head, "autoregressive", "The draft reads hidden states of the target"),
+        (target, head, "parallel", "The draft reads hidden states of the target"),
+        (target, tiny_model(), "eagle3", "does not read hidden states"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            hf_ssd.generate(model, ids, assistant_model=draft, ssd_config=SSDConfig(drafter=drafter))

@@ -30,25 +30,13 @@ PARALLEL = {**SIZES, "vocab_size": 8, "pard_token": 7}
 
 @dataclass(frozen=True)
 class Case:
-    """
-    Args:
-        draft (`Callable`): Takes the target, and how much a draft that is the target with noise differs from it.
-            Returns the draft.
-        settings (`dict`): Of [`SSDConfig`].
-        tokens_per_round (`float`): That the drafter gains at least, sampled.
-        takes_worker (`bool`): Whether a worker can draft. A target's own layer drafts in its process.
-        prepares (`bool`): Whether the drafter can prepare outcomes.
-        target (`Callable`): Returns the target.
-        kind (`str`, *optional*): The drafter's name in hf_ssd, if it differs.
-    """
-
-    draft: Callable
-    settings: dict = field(default_factory=dict)
-    tokens_per_round: float = 1.1
-    takes_worker: bool = True
-    prepares: bool = True
+    draft: Callable  # takes the target, and how much a draft that is the target with noise differs from it
+    settings: dict = field(default_factory=dict)  # of [`SSDConfig`]
+    tokens_per_round: float = 1.1  # that the drafter gains at least, sampled
+    takes_worker: bool = True  # a target's own layer drafts in its process
+    prepares: bool = True  # whether the drafter can prepare outcomes
     target: Callable = lambda: tiny_model(seed=3, **SIZES)
-    kind: str | None = None
+    kind: str | None = None  # the drafter's name in hf_ssd, if it differs
 
 
 DRAFTERS = {
@@ -100,56 +88,41 @@ PADDED = {
     "input_ids": torch.tensor([[0, 0, 2, 3, 1], [3, 1, 2, 2, 4], [0, 0, 0, 0, 5]]),
     "attention_mask": torch.tensor([[0, 0, 1, 1, 1], [1] * 5, [0, 0, 0, 0, 1]]),
 }
-OPTIONS = {
-    "greedy": {},
-    "penalty": {"repetition_penalty": 1.3},
-    "end": {"eos_token_id": [1], "min_new_tokens": 6},
-}
+OPTIONS = {"greedy": {}, "penalty": {"repetition_penalty": 1.3}, "end": {"eos_token_id": [1], "min_new_tokens": 6}}
 
 
-def generated(small, case, options) -> tuple[list, list]:
-    """Returns the output of a call in turn, and if the drafter can prepare, of a call ahead of time with its hits."""
-    outputs = [small.generate(**PADDED, **options)]
-    with preparing() as hits:
-        outputs += [small.generate(**PADDED, **options)] if case[1].prepares else []
-    return outputs, hits
+def greedy(small, case, **options):
+    """Outputs of a call in turn and, if the drafter prepares, of one ahead of time, with the tokens of plain calls."""
+    options = {"do_sample": False, "pad_token_id": 0, **options}
+    plain = small.generate(**PADDED, **options)
+    config = SSDConfig(lookahead=3, budget=8, asynchronous=False, on_draft_failure="raise", **case[1].settings)
+    ours = {"assistant_model": case[1].draft(small, 0.02), "ssd_config": config, "return_dict_in_generate": True}
+    outputs = [small.generate(**PADDED, **options, **ours)]
+    if case[1].prepares:
+        with preparing() as hits:
+            outputs.append(small.generate(**PADDED, **options, **ours))
+        assert sum(hits) > 0
+    assert all(torch.equal(output.sequences, plain) for output in outputs)
+    return outputs
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_greedy_tokens_are_those_of_plain_generate(small, case, name):
     """In turn, and ahead of time: three rows of different lengths, one of them a single token."""
-    options = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0, **OPTIONS[name]}
-    plain = small.generate(**PADDED, **options)
-    config = SSDConfig(lookahead=3, budget=8, asynchronous=False, on_draft_failure="raise", **case[1].settings)
-    ours = {
-        **options,
-        "assistant_model": case[1].draft(small, 0.02),
-        "ssd_config": config,
-        "return_dict_in_generate": True,
-    }
-    outputs, hits = generated(small, case, ours)
+    outputs = greedy(small, case, max_new_tokens=40, **OPTIONS[name])
     for output in outputs:
-        assert torch.equal(output.sequences, plain)
         assert output.ssd_stats.tokens_per_round > 1 or case[0] == "parallel"
         assert {r.lookahead for r in output.ssd_stats.records} >= {3}
     assert not any(hit for row in outputs[0].ssd_stats.column("hits") for hit in row)
-    assert sum(hits) or not case[1].prepares
 
 
 @pytest.mark.slow
 def test_ngrams_compete_with_every_drafter(small, case, competing):  # noqa: F811
     """In turn, and ahead of time: rows that verify n-grams beside rows that are drafted for."""
-    options = {"max_new_tokens": 60, "do_sample": False, "pad_token_id": 0}
-    plain = small.generate(**PADDED, **options)
-    config = SSDConfig(lookahead=3, budget=8, asynchronous=False, on_draft_failure="raise", **case[1].settings)
-    ours = {"assistant_model": case[1].draft(small, 0.02), "ssd_config": config, "return_dict_in_generate": True}
-    outputs, hits = generated(small, case, {**options, **ours})
-    for output in outputs:
-        assert torch.equal(output.sequences, plain)
+    for output in greedy(small, case, max_new_tokens=60):
         records = output.ssd_stats.records
         assert sum(r.accepted[row] for r in records for row in r.live if r.sources[row] == NGRAM) > 0
         assert any({NGRAM} < {r.sources[row] for row in r.live} for r in records)
-    assert sum(hits) or not case[1].prepares
 
 
 @pytest.mark.slow
@@ -162,31 +135,25 @@ def test_sampled_tokens_with_ngrams_have_the_targets_distribution(small, case, c
 
 
 @pytest.mark.slow
-def test_sampled_tokens_have_the_targets_distribution(small, case):
-    assert p_value(small, case[2], calls=8, seed=21, at_least=case[1].tokens_per_round, **case[1].settings) > 1e-3
+@pytest.mark.parametrize("way", ["in turn", "ahead", "with a worker"])
+def test_sampled_tokens_have_the_targets_distribution(small, case, way):
+    if way == "ahead" and not case[1].prepares or way == "with a worker" and not case[1].takes_worker:
+        pytest.skip("prepares nothing, or drafts in the target's process")
+    settings = {"at_least": case[1].tokens_per_round, **case[1].settings}
+    if way == "in turn":
+        assert p_value(small, case[2], calls=8, seed=21, **settings) > 1e-3
+    elif way == "ahead":
+        with preparing() as hits:
+            assert p_value(small, case[2], calls=8, seed=22, budget=4, **settings) > 1e-3
+        assert 0.1 < sum(hits) / len(hits) < 0.95
+    else:
+        with hf_ssd.launch_draft(case[2], num_threads=1) as assistant:
+            assert p_value(small, assistant, calls=8, seed=23, asynchronous=True, **settings) > 1e-3
 
 
 @pytest.mark.slow
-def test_sampled_tokens_have_the_targets_distribution_ahead_of_time(small, case):
-    if not case[1].prepares:
-        pytest.skip("prepares nothing")
-    with preparing() as hits:
-        settings = {"budget": 4, "at_least": case[1].tokens_per_round, **case[1].settings}
-        assert p_value(small, case[2], calls=8, seed=22, **settings) > 1e-3
-    assert 0.1 < sum(hits) / len(hits) < 0.95
-
-
-@pytest.mark.slow
-def test_sampled_tokens_have_the_targets_distribution_with_a_worker(small, case):
-    if not case[1].takes_worker:
-        pytest.skip("drafts in the target's process")
-    with hf_ssd.launch_draft(case[2], num_threads=1) as assistant:
-        settings = {"asynchronous": True, "at_least": case[1].tokens_per_round, **case[1].settings}
-        assert p_value(small, assistant, calls=8, seed=23, **settings) > 1e-3
-
-
-def q_of_other_tokens(monkeypatch):
-    """As if the draft had told its distribution in another vocabulary."""
+def test_q_of_another_vocabulary_is_noticed(small, case, monkeypatch):
+    """The mutant: as if the draft had told its distribution in another vocabulary."""
     speculation = Completion.speculation
 
     def told(self):
@@ -195,9 +162,4 @@ def q_of_other_tokens(monkeypatch):
         return result
 
     monkeypatch.setattr(Completion, "speculation", told)
-
-
-@pytest.mark.slow
-def test_q_of_another_vocabulary_is_noticed(small, case, monkeypatch):
-    q_of_other_tokens(monkeypatch)
     assert p_value(small, case[2], calls=8, seed=21, at_least=1.0, **case[1].settings) < 1e-3

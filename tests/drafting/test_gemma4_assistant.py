@@ -5,23 +5,23 @@ import copy
 import pytest
 import torch
 from scipy import stats
-from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator
 
 import hf_ssd
 from hf_ssd.cache.cache_name import CACHE
-from hf_ssd.drafting.head_drafter import HeadDrafter
-from hf_ssd.rounds import IN_TURN
 
-from ..helpers.assistants import KINDS, gemma4_assistant, gemma4_target, keep_rejected_tokens, read_the_token_before
+from ..helpers.assistants import (
+    KINDS,
+    agreement,
+    gemma4_assistant,
+    gemma4_target,
+    keep_rejected_tokens,
+    read_the_token_before,
+)
 from ..helpers.sampled_strings import PROMPT, SMALL, WARPERS, exact_probabilities, p_value
 from ..helpers.tiny import padded_batch
 
-OPTIONS = {"max_new_tokens": 20, "pad_token_id": 0, "return_dict_in_generate": True}
 CALLS = 250
-CONFIG = hf_ssd.SSDConfig(lookahead=3, on_draft_failure="raise")
-
-
 UNSHARED = {"num_kv_shared_layers": 0, "sliding_window": 64}
 
 
@@ -47,60 +47,28 @@ def drafted_by_transformers(target, assistant, text: torch.LongTensor, count: in
     return tokens[0, len(text) :].tolist()
 
 
-def agreement(pair, monkeypatch) -> list[bool]:
-    """Decodes with the assistant, and returns for each round and row whether transformers drafts the same tokens."""
-    (target, assistant), drafted, complete = pair, [], HeadDrafter.complete
-
-    def spy(self, ready, width, plan):
-        lengths, (speculation, steps) = list(self.prefix.lengths), complete(self, ready, width, plan)
-        drafted.append((lengths, speculation.tokens))
-        return speculation, steps
-
-    monkeypatch.setattr(HeadDrafter, "complete", spy)
-    inputs = padded_batch(3)
-    plain = target.generate(**inputs, **OPTIONS, do_sample=False).sequences
-    output = target.generate(**inputs, **OPTIONS, do_sample=False, assistant_model=assistant, ssd_config=CONFIG)
-    assert torch.equal(output.sequences, plain)
-    records = output.ssd_stats.records
-    assert records and all(record.mode == IN_TURN for record in records) and {r.lookahead for r in records} >= {3}
-    texts = [row[mask.bool()] for row, mask in zip(inputs["input_ids"], inputs["attention_mask"])]
-    texts = [torch.cat([text, row[inputs["input_ids"].shape[1] :]]) for text, row in zip(texts, plain)]
-    return [
-        of_row == drafted_by_transformers(target, assistant, text[:length], len(of_row))
-        for lengths, tokens in drafted[::4]
-        for text, length, of_row in zip(texts, lengths, tokens)
-        if of_row and 1 < length < len(text)
-    ]
+def agrees(pair, monkeypatch) -> list[bool]:
+    return agreement(pair, drafted_by_transformers, monkeypatch)
 
 
 def test_the_assistant_drafts_what_transformers_drafts(pair, monkeypatch):
-    agrees = agreement(pair, monkeypatch)
-    assert len(agrees) > 5 and all(agrees)
+    assert all(agrees(pair, monkeypatch))
 
 
-def test_features_of_the_token_before_are_noticed(pair, monkeypatch):
-    """The mutant: hidden states, keys and values are those of the token before."""
-    read_the_token_before(monkeypatch)
-    assert not all(agreement(pair, monkeypatch))
+@pytest.mark.parametrize("mutate", [read_the_token_before, keep_rejected_tokens])
+def test_mistakes_are_noticed(pair, mutate, monkeypatch):
+    """Hidden states, keys and values of other tokens."""
+    mutate(monkeypatch)
+    assert not all(agrees(pair, monkeypatch))
 
 
-def test_features_of_rejected_tokens_are_noticed(pair, monkeypatch):
-    """The mutant: the features of accepted tokens are those of the end of the speculation."""
-    keep_rejected_tokens(monkeypatch)
-    assert not all(agreement(pair, monkeypatch))
-
-
-def test_an_assistant_for_another_target_is_refused(pair):
-    wider = hf_ssd.enable(gemma4_target(head_dim=16))
-    with pytest.raises(ValueError, match="does not fit"):
-        wider.generate(**padded_batch(1), assistant_model=pair[1], ssd_config=CONFIG)
-    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 32}
-    llama = hf_ssd.enable(LlamaForCausalLM(LlamaConfig(vocab_size=97, **sizes)).eval())
-    with pytest.raises(ValueError, match="is none; use the target"):
-        llama.generate(**padded_batch(1), assistant_model=pair[1], ssd_config=CONFIG)
-
-
-def test_a_worker_for_an_assistant_is_refused(pair):
+def test_an_assistant_for_another_target_and_a_worker_for_one_are_refused(pair, target):
+    for other, words in (
+        (hf_ssd.enable(gemma4_target(head_dim=16)), "does not fit"),
+        (target, "is none; use the target"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            other.generate(**padded_batch(1), assistant_model=pair[1], ssd_config=hf_ssd.SSDConfig())
     with pytest.raises(ValueError, match="drafts in the target's process: load it"):
         hf_ssd.launch_draft(pair[1])
 

@@ -38,13 +38,6 @@ def call(target, draft, rows=3, **options):
     )
 
 
-def sources_of(stats) -> set[str]:
-    """The sources of all rows. Some rows hit beside rows that missed, and all rounds were drafted ahead."""
-    of_rounds = [{record.sources[row] for row in record.live} for record in stats.records]
-    assert {*stats.column("mode")} == {AHEAD} and {PREPARED, MTP} in of_rounds
-    return set().union(*of_rounds)
-
-
 def drafted_in(run) -> dict[tuple[int, int], list[int]]:
     """The tokens that the head drafts in a call, by row and number of verified tokens."""
     drafted, complete = {}, HeadDrafter.complete
@@ -79,7 +72,9 @@ def check_drafts_as_in_turn(target, draft, monkeypatch, plans=None):
 
 def test_after_a_miss_the_head_drafts_as_in_turn_and_the_tokens_are_plain_generates(target, draft, head, monkeypatch):
     output = check_drafts_as_in_turn(target, draft, monkeypatch)
-    assert sources_of(output.ssd_stats) == {PREPARED, MTP}
+    of_rounds = [{record.sources[row] for row in record.live} for record in output.ssd_stats.records]
+    assert {*output.ssd_stats.column("mode")} == {AHEAD} and {PREPARED, MTP} in of_rounds
+    assert set().union(*of_rounds) == {PREPARED, MTP}
     assert torch.equal(output.sequences, target.generate(**padded_batch(3), max_new_tokens=40, do_sample=False))
 
 
@@ -89,18 +84,14 @@ def test_the_head_follows_the_text_through_plain_rounds(target, draft, head, mon
     assert {record.mode for record in stats.records} == {PLAIN, AHEAD} and MTP in {*sum(stats.column("sources"), [])}
 
 
-def one_position_off(monkeypatch):
-    take_in = MtpFallback.take_in
-
-    def rolled(self, outcome, plan):
-        take_in(self, dataclasses.replace(outcome, states=outcome.states.roll(1, 0)), plan)
-
-    monkeypatch.setattr(MtpFallback, "take_in", rolled)
-
-
 @pytest.mark.slow
 def test_a_head_that_reads_another_text_is_noticed(target, draft, head, monkeypatch):
-    one_position_off(monkeypatch)
+    take_in = MtpFallback.take_in
+
+    def one_off(self, outcome, plan):
+        take_in(self, dataclasses.replace(outcome, states=outcome.states.roll(1, 0)), plan)
+
+    monkeypatch.setattr(MtpFallback, "take_in", one_off)
     with pytest.raises(AssertionError):
         check_drafts_as_in_turn(target, draft, monkeypatch)
 
@@ -113,28 +104,14 @@ def test_a_worker_that_misses_is_completed_by_the_head(target, assistant, head):
     records = output.ssd_stats.records
     assert {record.sources[row] for record in records for row in record.live} == {PREPARED, MTP}
     assert {record.mode for record in records} == {AHEAD}
-    sampled = [call(target, assistant, do_sample=True).sequences for _ in range(2)]
-    assert torch.equal(*sampled)
+    assert torch.equal(*(call(target, assistant, do_sample=True).sequences for _ in range(2)))
 
 
-def sampled_strings(small, monkeypatch):
-    """The p-value of strings of which some begin with a hit and others with a token of the head."""
+@pytest.mark.slow
+@pytest.mark.parametrize("is_rolled", [False, True])
+def test_three_token_strings_have_the_targets_distribution(small, is_rolled, monkeypatch):
+    """Some begin with a hit and others with a token of the head. The mutant: q is that of another row."""
     target, draft = small
-    monkeypatch.setitem(loading._heads, target, {MtpHead: tiny_mtp_head(target)})
-    with preparing() as hits:
-        value = p_value(target, draft, calls=8, seed=5, budget=3, fallback="mtp", at_least=1.0)
-    assert 0.1 < sum(hits) / len(hits) < 0.9
-    return value
-
-
-@pytest.mark.slow
-def test_three_token_strings_have_the_targets_distribution(small, monkeypatch):
-    assert sampled_strings(small, monkeypatch) > 1e-3
-
-
-@pytest.mark.slow
-def test_the_q_of_another_row_is_noticed(small, monkeypatch):
-    """The mutant for the test above."""
     propose = MtpFallback.propose
 
     def rolled(self, *request):
@@ -142,8 +119,13 @@ def test_the_q_of_another_row_is_noticed(small, monkeypatch):
         others = [proposals[-1], *proposals[:-1]]
         return [one._replace(probabilities=other.probabilities) for one, other in zip(proposals, others)]
 
-    monkeypatch.setattr(MtpFallback, "propose", rolled)
-    assert sampled_strings(small, monkeypatch) < 1e-6
+    if is_rolled:
+        monkeypatch.setattr(MtpFallback, "propose", rolled)
+    monkeypatch.setitem(loading._heads, target, {MtpHead: tiny_mtp_head(target)})
+    with preparing() as hits:
+        value = p_value(target, draft, calls=8, seed=5, budget=3, fallback="mtp", at_least=1.0)
+    assert 0.1 < sum(hits) / len(hits) < 0.9
+    assert value < 1e-6 if is_rolled else value > 1e-3
 
 
 def test_targets_and_drafts_that_do_not_fit_are_refused_in_one_sentence(target, draft):

@@ -55,21 +55,12 @@ def test_a_copied_passage_is_followed_although_its_pairs_are_common():
         copied += 4
 
 
-def test_a_repetition_goes_on_beyond_the_end_of_the_text():
-    assert NgramIndex([1, 2, 3, 1, 2, 3, 1, 2]).propose(8) == [3, 1, 2, 3, 1, 2, 3, 1]
-    assert NgramIndex([4] * 9).propose(6) == [4] * 6
-
-
 def test_a_single_token_is_a_match_after_a_miss():
     """The latest occurrence of the last token, unless more tokens match at another one."""
     assert NgramIndex([1, 2, 3, 1]).propose(4, least=1) == [2, 3, 1, 2]
     assert NgramIndex([1, 2, 3, 1, 4, 1]).propose(4, least=1) == [4, 1, 4, 1]
     assert NgramIndex([5, 1, 2, 1, 4, 5, 1]).propose(4, least=1) == [2, 1, 4, 5]
     assert NgramIndex([]).propose(4, least=1) == NgramIndex([1, 2]).propose(4, least=1) == []
-
-
-def test_no_match_means_no_tokens():
-    assert NgramIndex([]).propose(4) == NgramIndex([3]).propose(4) == NgramIndex([1, 2, 3, 1]).propose(4) == []
 
 
 class Counted(list):

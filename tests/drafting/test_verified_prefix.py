@@ -1,11 +1,13 @@
-"""The verified tokens, from call to call."""
+"""The verified tokens, from call to call: what a text shares with that of the call before is not fed again."""
 
 import pytest
 import torch
 
 from hf_ssd.cache import masks
+from hf_ssd.drafting.recurrent_prefix import RecurrentPrefix
 from hf_ssd.drafting.verified_prefix import WORTH_KEEPING, VerifiedPrefix
 
+from ..helpers.families import sharp_model, tiny_config
 from ..helpers.tiny import VOCAB, tiny_draft
 
 
@@ -13,81 +15,71 @@ def tokens(count, seed=0):
     return torch.randint(2, VOCAB, (count,), generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.fixture(scope="module")
-def draft():
-    return tiny_draft()
+def check(model, logits, texts):
+    """Compares logits `(n, vocab_size)` of each row with those after the last n tokens of its text."""
+    for of_row, text in zip(logits, texts):
+        expected = model(text[None], use_cache=False).logits[0, -len(of_row) :]
+        torch.testing.assert_close(of_row, expected, atol=1e-5, rtol=1e-5)
 
 
-def logits_of(prefix):
-    with torch.inference_mode():
-        return prefix.feed(0, wanted=1)
+LONG = WORTH_KEEPING + 30
+FED = {  # of the second text
+    "it goes on": ([tokens(LONG)], [torch.cat([tokens(LONG), tokens(7, 9)])], [LONG]),
+    "so do two": (
+        [tokens(LONG), tokens(LONG + 5, 1)],
+        [torch.cat([tokens(LONG), tokens(7, 9)]), torch.cat([tokens(LONG + 5, 1), tokens(7, 9)])],
+        [LONG, LONG + 5],
+    ),
+    "its last ten tokens are others": ([tokens(LONG)], [torch.cat([tokens(LONG - 10), tokens(10, 5)])], [LONG - 10]),
+    "it is the same": ([tokens(LONG)], [tokens(LONG)], [LONG - 1]),
+    "it is short": ([tokens(LONG)], [tokens(WORTH_KEEPING - 1)], [0]),
+    "it is another one": ([tokens(LONG)], [tokens(LONG, 3)], [0]),
+    "there is a second row": ([tokens(LONG)], [tokens(LONG)] * 2, [0, 0]),
+}
 
 
-def counted(prefix):
-    """Counts the columns that are fed from now on."""
-    fed, extend = [], prefix.decoder.extend
-    prefix.decoder.extend = lambda ids, *args, **kwargs: (fed.append(ids.shape[1]), extend(ids, *args, **kwargs))[1]
-    return fed
+@pytest.mark.parametrize("case", FED)
+@torch.inference_mode()
+def test_what_two_texts_share_is_not_fed_again(case):
+    (before, texts, shared), draft = FED[case], tiny_draft()
+    earlier = VerifiedPrefix(draft, before, 256)
+    earlier.feed(0, wanted=1)
+    prefix = VerifiedPrefix(draft, texts, 256, earlier)
+    assert prefix.fed == shared and (prefix.decoder.cache is earlier.decoder.cache) == bool(shared[0])
+    check(draft, prefix.feed(0, wanted=1), texts)
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-def test_a_text_that_goes_on_is_not_fed_again(draft, rows):
-    texts = [tokens(WORTH_KEEPING + 20 + 5 * row, seed=row) for row in range(rows)]
-    earlier = VerifiedPrefix(draft, texts, 256)
-    logits_of(earlier)
-    longer = [torch.cat([text, tokens(7, seed=9)]) for text in texts]
-    prefix = VerifiedPrefix(draft, longer, 256, earlier)
-    fed = counted(prefix)
-    torch.testing.assert_close(logits_of(prefix), logits_of(VerifiedPrefix(draft, longer, 256)), rtol=1e-4, atol=1e-4)
-    assert fed == [7]
-
-
-def test_what_differs_is_fed(draft):
-    text = tokens(WORTH_KEEPING + 30)
-    earlier = VerifiedPrefix(draft, [text], 256)
-    logits_of(earlier)
-    other = text.clone()
-    other[-10] = (other[-10] + 1) % VOCAB
-    prefix = VerifiedPrefix(draft, [other], 256, earlier)
-    fed = counted(prefix)
-    torch.testing.assert_close(logits_of(prefix), logits_of(VerifiedPrefix(draft, [other], 256)), rtol=1e-4, atol=1e-4)
-    assert fed == [10]
-
-
-@pytest.mark.parametrize("change", ["short", "another text", "more rows"])
-def test_a_cache_that_does_not_help_is_left(draft, change):
-    text = tokens(WORTH_KEEPING + 30)
-    earlier = VerifiedPrefix(draft, [text], 256)
-    logits_of(earlier)
-    prompts = {"short": [text[: WORTH_KEEPING - 1]], "another text": [tokens(90, seed=3)], "more rows": [text, text]}
-    prefix = VerifiedPrefix(draft, prompts[change], 256, earlier)
-    assert prefix.fed == [0] * len(prompts[change]) and prefix.decoder.cache is not earlier.decoder.cache
-
-
-def test_the_same_text_again_needs_its_last_token(draft):
-    text = tokens(WORTH_KEEPING + 30)
-    earlier = VerifiedPrefix(draft, [text], 256)
-    expected = logits_of(earlier)
-    prefix = VerifiedPrefix(draft, [text], 256, earlier)
-    fed = counted(prefix)
-    torch.testing.assert_close(logits_of(prefix), expected, rtol=1e-4, atol=1e-4)
-    assert fed == [1]
+@pytest.mark.parametrize("family", ["qwen3_next", "bamba", "lfm2", "falcon_h1"])
+@torch.inference_mode()
+def test_a_hybrid_starts_from_the_states_of_a_text_that_goes_on(family):
+    model = sharp_model(tiny_config(family))
+    for weights in model.parameters():
+        weights.mul_(0.3)  # logits below 1, whose rounding stays below 1e-5
+    texts, more = [tokens(70), tokens(75, 1)], torch.stack([tokens(9, 2), tokens(9, 3)])
+    earlier = RecurrentPrefix(model, texts, None)
+    earlier.feed(0, wanted=1)
+    earlier.write(more[:, :3])
+    earlier.feed(3, wanted=1)
+    earlier.decoder.leave_out([False, True])
+    earlier.grow([more[0, :3].tolist(), []], [2, -1])
+    longer = [torch.cat([text, new]) for text, new in zip(texts, more)]
+    prefix = RecurrentPrefix(model, longer, None, earlier)
+    assert prefix.fed == [72, 75]
+    check(model, prefix.feed(0, wanted=1), longer)
+    others = [text.flip(0) for text in longer]
+    prefix = RecurrentPrefix(model, others, None, prefix)
+    assert prefix.fed == [0, 0]
+    check(model, prefix.feed(0, wanted=1), others)
 
 
 @pytest.mark.parametrize("lengths", [(30,), (30, 12)])
-def test_a_prefill_needs_no_mask_of_all_columns_by_all_columns(draft, lengths, monkeypatch):
-    texts = [tokens(length, seed=length) for length in lengths]
-    made, additive = [], masks.additive
-    monkeypatch.setattr(
-        masks, "additive", lambda allowed, dtype: made.append(allowed.shape) or additive(allowed, dtype)
-    )
+@torch.inference_mode()
+def test_a_prefill_needs_no_mask_of_all_columns_by_all_columns(lengths, monkeypatch):
+    draft, texts, made, additive = tiny_draft(), [tokens(length, length) for length in lengths], [], masks.additive
     prefix = VerifiedPrefix(draft, texts, 256)
-    logits = logits_of(prefix)
+    monkeypatch.setattr(masks, "additive", lambda allowed, *of: made.append(allowed.shape) or additive(allowed, *of))
+    check(draft, prefix.feed(0, wanted=1), texts)
     assert not made
-    with torch.inference_mode():
-        for row, text in enumerate(texts):
-            expected = draft(text[None], use_cache=False).logits[0, -1]
-            torch.testing.assert_close(logits[row, 0], expected, atol=1e-5, rtol=1e-5)
     prefix.grow([[5]] * len(texts), [0] * len(texts))
-    logits_of(prefix)
+    prefix.feed(0, wanted=1)
     assert all(shape[1] == 1 for shape in made)  # what follows is fed token by token

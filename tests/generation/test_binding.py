@@ -1,17 +1,18 @@
-"""A model that was enabled with its draft speculates in every call, and arguments of a call win."""
+"""A model that is bound to its draft: every call speculates, arguments win, in whatever program calls `generate()`."""
 
 import copy
 import functools
 
 import pytest
 import torch
-from transformers import GenerationConfig, pipeline
+from transformers import GenerationConfig, Seq2SeqTrainer, Seq2SeqTrainingArguments, StoppingCriteria, pipeline
 from transformers.models.auto.tokenization_auto import AutoTokenizer
 
 import hf_ssd
+from hf_ssd.distributed import launch
 
 from ..helpers.servers import PAIR
-from ..helpers.tiny import padded_batch, tiny_draft, tiny_model
+from ..helpers.tiny import padded_batch, ready, tiny_draft, tiny_model
 from ..helpers.vocabularies import DRAFT, TARGET, renamed_draft, tokenizer
 
 CONFIG = hf_ssd.SSDConfig(lookahead=3, budget=8, asynchronous=False)
@@ -29,12 +30,18 @@ def lookahead(output) -> int:
     return max(stats.column("lookahead")) if stats else 0
 
 
-def test_every_call_speculates(bound):
+def test_every_call_speculates_and_labels_of_a_batch_are_dropped_as_in_plain_generation(bound, draft):
     inputs = padded_batch(2)
-    expected = tiny_model().generate(**inputs, **OPTIONS).sequences
-    for options in (OPTIONS, {"generation_config": GenerationConfig(**OPTIONS)}):
-        output = bound.generate(**inputs, **options)
-        assert torch.equal(output.sequences, expected) and lookahead(output) == 3
+    plain, labels = tiny_model().generate(**inputs, **OPTIONS).sequences, {"labels": inputs["input_ids"]}
+    calls = [
+        bound.generate(**inputs, **OPTIONS),
+        bound.generate(**inputs, generation_config=GenerationConfig(**OPTIONS)),
+        bound.generate(**inputs, **labels, **OPTIONS),
+        hf_ssd.generate(tiny_model(), **inputs, **labels, **OPTIONS, assistant_model=draft, ssd_config=CONFIG),
+    ]
+    for output in calls:
+        assert torch.equal(output.sequences, plain) and lookahead(output) == 3
+        assert output.ssd_stats.tokens_per_round > 1.1
 
 
 def test_arguments_of_a_call_win(bound):
@@ -66,15 +73,19 @@ def test_what_cannot_work_is_said_when_it_is_enabled(draft):
         hf_ssd.enable(tiny_model(), draft, ssd_config=3)
 
 
-def test_a_pipeline_speculates():
-    tokenizer = AutoTokenizer.from_pretrained(PAIR / "target")
-    generator = pipeline("text-generation", model=str(PAIR / "target"), tokenizer=tokenizer, dtype=torch.float32)
-    options = {"max_new_tokens": 20, "do_sample": False, "return_full_text": False}
-    expected, rounds = generator("import os\n", **options), []
-    hf_ssd.enable(generator.model, assistant_model=str(PAIR / "draft"), ssd_config=hf_ssd.SSDConfig(lookahead=3))
-    streamer = hf_ssd.RoundStreamer(lambda stats: rounds.append(stats.rounds))
-    assert generator("import os\n", **options, streamer=streamer) == expected
-    assert rounds == list(range(len(rounds))) and 0 < len(rounds) <= 20
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"num_beams": 2}, "and the like, or pass `ssd_config=None` in this call"),
+        ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions; pass `ssd_config=None`"),
+        ({"cache_implementation": "static"}, "remove the static cache; pass `ssd_config=None` in this call"),
+        ({"prompt_lookup_num_tokens": 2}, "without an `assistant_model`; pass `ssd_config=None` in this call"),
+    ],
+)
+def test_a_message_of_a_bound_call_names_what_its_user_can_do(bound, options, words):
+    with pytest.raises(ValueError, match=words):
+        bound.generate(**padded_batch(1), max_new_tokens=4, **options)
+    bound.generate(**padded_batch(1), max_new_tokens=4, **options, ssd_config=None)
 
 
 def test_a_draft_with_another_tokenizer_is_bound_with_both():
@@ -91,3 +102,70 @@ def test_a_draft_with_another_tokenizer_is_bound_with_both():
         assert torch.equal(output.sequences, expected)
         assert lookahead(output) == 3 and output.ssd_stats.acceptance_rate > 0
     assert lookahead(model.generate(**inputs, **OPTIONS, ssd_config=None)) == 0
+
+
+# ---------------------------------------------------------------- programs that call generate()
+
+
+def test_a_pipeline_speculates():
+    tokenizer = AutoTokenizer.from_pretrained(PAIR / "target")
+    generator = pipeline("text-generation", model=str(PAIR / "target"), tokenizer=tokenizer, dtype=torch.float32)
+    options = {"max_new_tokens": 20, "do_sample": False, "return_full_text": False}
+    expected, rounds = generator("import os\n", **options), []
+    hf_ssd.enable(generator.model, assistant_model=str(PAIR / "draft"), ssd_config=hf_ssd.SSDConfig(lookahead=3))
+    streamer = hf_ssd.RoundStreamer(lambda stats: rounds.append(stats.rounds))
+    assert generator("import os\n", **options, streamer=streamer) == expected
+    assert rounds == list(range(len(rounds))) and 0 < len(rounds) <= 20
+
+
+def test_a_trainer_that_predicts_with_generate_speculates(bound, tmp_path, monkeypatch):
+    rows = [{name: one[row] for name, one in padded_batch(4).items()} for row in range(4)]
+    rows = [row | {"labels": row["input_ids"]} for row in rows]
+    arguments = Seq2SeqTrainingArguments(
+        str(tmp_path), predict_with_generate=True, per_device_eval_batch_size=2, report_to=[], use_cpu=True
+    )
+    outputs, original = [], type(bound).generate
+    monkeypatch.setattr(
+        type(bound), "generate", lambda self, *a, **k: outputs.append(original(self, *a, **k)) or outputs[-1].sequences
+    )
+    trainer = Seq2SeqTrainer(bound, arguments)
+    found = trainer.predict(rows, **OPTIONS).predictions
+    plain = trainer.predict(rows, **OPTIONS, ssd_config=None).predictions
+    assert (found == plain).all() and len(outputs) == 4
+    assert all(output.ssd_stats.tokens_per_round > 1.1 for output in outputs[:2])
+
+
+class Asks(StoppingCriteria):
+    """A criterion that lets the target generate a few tokens within a call, and stops nothing."""
+
+    def __init__(self, target):
+        self.target, self.answers = target, []
+
+    def __call__(self, input_ids, scores, **kwargs):
+        if input_ids.shape[1] % 8 == 0:
+            self.answers.append(self.target.generate(input_ids[:, -4:], max_new_tokens=6, do_sample=False))
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+@pytest.mark.parametrize("is_a_folder", [False, True])
+def test_a_call_within_a_call_of_a_bound_target(is_a_folder, tmp_path):
+    draft = tiny_draft(disagreement=0.01)
+    if is_a_folder:
+        draft.save_pretrained(tmp_path)
+        draft = tmp_path
+    target, of_plain = hf_ssd.enable(tiny_model(), draft, hf_ssd.SSDConfig(lookahead=3, budget=8)), Asks(tiny_model())
+    options, hits = {**padded_batch(2), **OPTIONS, "max_new_tokens": 40}, []
+    plain = of_plain.target.generate(**options, stopping_criteria=[of_plain])
+    try:
+        for call in range(7):
+            asks = Asks(target)
+            output = target.generate(**options, stopping_criteria=[asks])
+            assert torch.equal(output.sequences, plain.sequences) and output.ssd_stats.draft_failure is None
+            assert len(asks.answers) == len(of_plain.answers) > 2
+            assert all(torch.equal(*pair) for pair in zip(asks.answers, of_plain.answers))
+            hits.append(output.ssd_stats.hit_rate)
+            if call == 2:
+                ready(launch._assistants_of_paths[str(draft)] if is_a_folder else launch._assistants[draft])
+        assert min(hits[3:]) > 0.1
+    finally:
+        hf_ssd.close(draft)

@@ -18,7 +18,6 @@ from ..helpers.thread_worker import ThreadWorker
 from ..helpers.tiny import tiny_draft
 
 IDS = torch.arange(2, 9)[None]
-CONFIG = hf_ssd.SSDConfig(lookahead=6, asynchronous=False)
 
 
 class Passes:
@@ -40,43 +39,36 @@ def draft():
     return tiny_draft()
 
 
-def passes_of(target, draft) -> Passes:
-    """Returns the passes of a draft after its first call, in which the model is tried with this `forward`."""
+@pytest.fixture
+def passes(target, draft) -> Passes:
+    """The passes of a draft after its first call, in which the model is tried with this `forward`."""
     passes = Passes(draft)
-    generate(target, draft, 1)
+    stats_of(target, draft, 1)
     passes.count = 0
     return passes
 
 
-def generate(target, draft, count):
+def stats_of(target, draft, count=9):
     options = {"max_new_tokens": count, "do_sample": False, "return_dict_in_generate": True}
-    return target.generate(IDS, assistant_model=draft, ssd_config=CONFIG, **options)
+    config = hf_ssd.SSDConfig(lookahead=6, asynchronous=False)
+    return target.generate(IDS, assistant_model=draft, ssd_config=config, **options).ssd_stats
 
 
 @pytest.mark.parametrize("count", [1, 2, 9])
-def test_the_draft_drafts_nothing_after_the_last_round(target, draft, count):
-    passes = passes_of(target, draft)
-    stats = generate(target, draft, count).ssd_stats
+def test_the_draft_drafts_nothing_after_the_last_round(target, draft, passes, count):
+    stats = stats_of(target, draft, count)
     assert passes.count == 1 + sum(record.steps for record in stats.records)  # and one that reads the prompt
 
 
-def test_a_draft_that_would_fail_after_the_last_token_fails_in_no_call(target, draft):
-    passes = passes_of(target, draft)
-    generate(target, draft, 9)
-    passes.count, passes.most = 0, passes.count - 1
-    stats = generate(target, draft, 9).ssd_stats
-    assert "out of memory" in stats.draft_failure and stats.generated_tokens == 9
-
-
 @pytest.mark.parametrize("most", [0, 3], ids=["at the start", "in a round"])
-def test_a_draft_that_fails_leaves_no_cache_behind(target, draft, most):
-    passes = passes_of(target, draft)
+def test_a_draft_that_fails_leaves_no_cache_behind(target, draft, passes, most):
     passes.most = most
     gc.collect()
     gc.disable()
     try:
         before = sum(isinstance(one, RaggedCache) for one in gc.get_objects())
-        assert "out of memory" in generate(target, draft, 9).ssd_stats.draft_failure
+        stats = stats_of(target, draft)
+        assert "out of memory" in stats.draft_failure and stats.generated_tokens == 9
         assert sum(isinstance(one, RaggedCache) for one in gc.get_objects()) == before
     finally:
         gc.enable()
@@ -90,9 +82,8 @@ def test_an_attribute_of_the_users_own_in_a_generation_config_is_left_to_the_use
     with DraftAssistant([ThreadWorker(tiny_draft())]) as worker:
         options = {"assistant_model": worker if is_apart else draft, "return_dict_in_generate": True}
         config = hf_ssd.SSDConfig(lookahead=3, budget=6, asynchronous=is_apart)
-        output = target.generate(IDS, generation_config=generation, ssd_config=config, **options)
-    modes = {record.mode for record in output.ssd_stats.records}
-    assert output.ssd_stats.draft_failure is None and modes == {AHEAD if is_apart else IN_TURN}
+        stats = target.generate(IDS, generation_config=generation, ssd_config=config, **options).ssd_stats
+    assert stats.draft_failure is None and {*stats.column("mode")} == {AHEAD if is_apart else IN_TURN}
 
 
 def test_a_draft_that_fails_when_the_call_ends_costs_nothing(target, draft, monkeypatch):
@@ -100,24 +91,16 @@ def test_a_draft_that_fails_when_the_call_ends_costs_nothing(target, draft, monk
         raise RuntimeError("while it learned")
 
     monkeypatch.setattr(Speculator, "end", fails)
-    stats = generate(target, draft, 9).ssd_stats
+    stats = stats_of(target, draft)
     assert stats.draft_failure is None and stats.generated_tokens == 9
 
 
-class TwoRanks(TargetRanks):
-    """A process that behaves as the leader of two."""
-
-    def __init__(self):
-        super().__init__()
-        self.size = 2
-
-    def share_random_state(self, device):
-        pass
-
-
-def test_no_rank_waits_for_the_probabilities_of_tokens_that_are_certain(target):
+def test_no_rank_waits_for_the_probabilities_of_tokens_that_are_certain(target, monkeypatch):
+    """In a process that behaves as the leader of two."""
+    leader = TargetRanks()
+    leader.size = 2
+    monkeypatch.setattr(TargetRanks, "share_random_state", lambda self, device: None)
     options = {"max_new_tokens": 40, "do_sample": True, "return_dict_in_generate": True}
-    with DraftAssistant([ThreadWorker(tiny_draft())], ranks=TwoRanks()) as assistant:
+    with DraftAssistant([ThreadWorker(tiny_draft())], ranks=leader) as assistant:
         output = target.generate(IDS, assistant_model=assistant, ssd_config=hf_ssd.SSDConfig(timeout=10.0), **options)
-    stats = output.ssd_stats
-    assert stats.draft_failure is None and {*stats.records[0].sources} == {NOTHING}
+    assert output.ssd_stats.draft_failure is None and {*output.ssd_stats.records[0].sources} == {NOTHING}

@@ -22,27 +22,17 @@ def streamed(target, rows, **options):
     return [torch.cat(part).tolist() for part in parts], [len(part) for part in parts], output
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-def test_each_row_is_streamed_as_it_grows(target, rows):
-    rows_streamed, calls, output = streamed(target, rows, assistant_model=tiny_draft(), ssd_config=CONFIG)
-    assert rows_streamed == output[:, 9:].tolist()
-    assert all(1 < count < 25 for count in calls)  # some tokens at a time
-
-
-def test_rows_end_with_their_text(target):
-    plain = target.generate(**padded_batch(3), max_new_tokens=25, do_sample=False)
-    end = int(plain[1, 14])
-    ends = {"eos_token_id": end, "pad_token_id": 0}
-    rows_streamed, _, output = streamed(target, 3, assistant_model=tiny_draft(), ssd_config=CONFIG, **ends)
+@pytest.mark.parametrize("has_end", [False, True])
+def test_each_row_is_streamed_as_it_grows_and_to_its_end_without_padding(target, has_end):
+    end = int(target.generate(**padded_batch(3), max_new_tokens=25, do_sample=False)[1, 14])
+    ends = {"eos_token_id": end, "pad_token_id": 0} if has_end else {}
+    rows_streamed, calls, output = streamed(target, 3, assistant_model=tiny_draft(), ssd_config=CONFIG, **ends)
     for row, tokens in zip(output[:, 9:].tolist(), rows_streamed):
-        length = row.index(end) + 1 if end in row else len(row)
-        assert tokens == row[:length]  # and no padding
-    assert len({len(tokens) for tokens in rows_streamed}) > 1
-
-
-def test_plain_generate_streams_the_same(target):
-    rows_streamed, calls, output = streamed(target, 3)
-    assert rows_streamed == output[:, 9:].tolist() and calls == [25] * 3
+        assert tokens == row[: row.index(end) + 1 if has_end and end in row else len(row)]
+    assert (len({len(tokens) for tokens in rows_streamed}) > 1) == has_end
+    assert all(1 < count < 25 for count in calls)  # some tokens at a time
+    if not has_end:  # plain generate() streams the same
+        assert streamed(target, 3)[:2] == (rows_streamed, [25] * 3)
 
 
 class Columns(BaseStreamer):
@@ -98,28 +88,16 @@ def test_rows_are_streamed_no_further_than_a_criterion_that_compares_them_lets_t
     assert rows_streamed != output[:, 9:].tolist()
 
 
-class Parts(BaseStreamer):
-    """Notes what it is given."""
-
-    def __init__(self):
-        self.parts, self.has_ended = [], False
-
-    def put(self, value):
-        self.parts.append(value.tolist())
-
-    def end(self):
-        self.has_ended = True
-
-
 def test_rounds_are_told_with_their_tokens(target):
-    parts, told = Parts(), []
-    streamer = hf_ssd.RoundStreamer(lambda stats: told.append((stats.rounds, len(parts.parts) - 1)), parts)
+    columns, told = Columns(), []
+    streamer = hf_ssd.RoundStreamer(lambda stats: told.append((stats.rounds, len(columns.seen) - 1)), columns)
     output = target.generate(
         **padded_batch(1), max_new_tokens=25, do_sample=False, streamer=streamer, assistant_model=tiny_draft(),
         ssd_config=CONFIG, return_dict_in_generate=True,
     )  # fmt: skip
-    assert parts.parts[0] == padded_batch(1)["input_ids"].tolist() and parts.has_ended
-    assert sum(parts.parts[1:], []) == output.sequences[0, 9:].tolist()
+    *seen, end = columns.seen
+    assert seen[0] == padded_batch(1)["input_ids"].tolist() and end == "end"
+    assert sum(seen[1:], []) == output.sequences[0, 9:].tolist()
     records = output.ssd_stats.records
     assert [rounds for rounds, _ in told] == list(range(len(records) + 1))
     counts = [tokens for _, tokens in told]
@@ -129,7 +107,7 @@ def test_rounds_are_told_with_their_tokens(target):
 
 
 def test_plain_generation_tells_of_no_rounds(target):
-    parts, told = Parts(), []
-    target.generate(**padded_batch(1), max_new_tokens=5, streamer=hf_ssd.RoundStreamer(told.append, parts))
-    assert not told and len(parts.parts) == 6 and parts.has_ended
+    columns, told = Columns(), []
+    target.generate(**padded_batch(1), max_new_tokens=5, streamer=hf_ssd.RoundStreamer(told.append, columns))
     target.generate(**padded_batch(1), max_new_tokens=5, streamer=hf_ssd.RoundStreamer(told.append))
+    assert not told and len(columns.seen) == 7 and columns.seen[-1] == "end"

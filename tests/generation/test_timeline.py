@@ -1,7 +1,8 @@
-"""What each side did when."""
+"""What each side did when, as intervals, a trace, pictures and a table."""
 
 import json
 
+import matplotlib.image
 import pytest
 
 from hf_ssd import SSDStats, timeline
@@ -61,3 +62,27 @@ def test_a_row_that_preferred_an_ngram_neither_hit_nor_missed(sources, lookup, l
     assert details["rows that hit"] == sources.count(PREPARED)
     assert details["rows with n-grams"] == preferred
     assert SSDStats(3, [record]).to_pandas()["early"].tolist() == [preferred]
+
+
+def test_pictures_of_a_call(tmp_path):
+    path, stats = tmp_path / "picture.png", two_rounds()
+    stats.plot_timeline(path)
+    height, width, _ = matplotlib.image.imread(path).shape
+    assert width > 3 * height
+    stats.plot_acceptance(path)
+    image = matplotlib.image.imread(path)
+    assert image.shape[1] > 2 * image.shape[0] and image.std() > 0.05
+    with pytest.raises(ValueError, match="none of them in range"):
+        stats.plot_timeline(path, rounds=range(5, 9))
+    with pytest.raises(ValueError, match="Nothing was drafted"):
+        SSDStats().plot_acceptance(path)
+
+
+def test_a_table():
+    table = two_rounds().to_pandas()
+    assert list(table.index) == [0, 1] and table.index.name == "round"
+    assert table["rows"].tolist() == [2, 1] and table["hits"].tolist() == [1, 1]
+    assert table["accepted"].tolist() == [1.0, 1.0] and table["verify_seconds"].tolist() == [0.2, 0.3]
+    cut = two_rounds()
+    cut.records[-1].accepted = []  # a call that was broken off
+    assert cut.to_pandas()["rows"].tolist() == [2, 0]

@@ -5,6 +5,7 @@ import torch
 from transformers import GenerationConfig
 
 import hf_ssd
+from hf_ssd.generation import api
 
 from ..helpers.tiny import tiny_model
 from ..helpers.vocabularies import byte_level
@@ -50,25 +51,19 @@ def test_token_healing_gives_plain_generations_tokens(prompts, place):
 
 def test_the_draft_of_an_enabled_model_has_no_part_in_healing(monkeypatch):
     tokenizer, target, draft = healing_pair()
-    options = options_of(tokenizer, PROMPTS)
+    options, calls, check = options_of(tokenizer, PROMPTS), [], api.check_arguments
     plain = target.generate(**options)
     hf_ssd.enable(target, draft, IN_TURN)
-    calls = []
-    check = hf_ssd.generation.api.check_arguments
-    monkeypatch.setattr("hf_ssd.generation.api.check_arguments", lambda *given: calls.append(given) or check(*given))
+    monkeypatch.setattr(api, "check_arguments", lambda *given: calls.append(given) or check(*given))
     assert torch.equal(target.generate(**options), plain) and len(calls) == 1
     assert torch.equal(target.generate(**options, ssd_config=None), plain) and len(calls) == 1
 
 
-def test_token_healing_without_the_tokenizer_says_so():
+def test_what_healing_needs_is_named():
     tokenizer, target, draft = healing_pair()
-    options = options_of(tokenizer, PROMPTS) | {"tokenizer": None}
+    options = options_of(tokenizer, PROMPTS) | {"assistant_model": draft, "ssd_config": IN_TURN}
     with pytest.raises(ValueError, match="you must pass the model's tokenizer"):
-        target.generate(**options, assistant_model=draft, ssd_config=IN_TURN)
-
-
-def test_token_healing_of_a_model_that_is_not_enabled_says_how_it_is_done():
-    tokenizer, target, draft = healing_pair()
+        target.generate(**options | {"tokenizer": None})
     hf_ssd.disable(target)
     with pytest.raises(ValueError, match=r"`token_healing` needs a model that was passed to hf_ssd.enable\(\)"):
-        hf_ssd.generate(target, **options_of(tokenizer, PROMPTS), assistant_model=draft, ssd_config=IN_TURN)
+        hf_ssd.generate(target, **options)

@@ -1,5 +1,6 @@
 """Drafts with another tokenizer than the target's, as they exist."""
 
+import functools
 import gc
 import weakref
 from pathlib import Path
@@ -10,10 +11,11 @@ from tokenizers import AddedToken
 
 import hf_ssd
 from hf_ssd.drafting.resolver import resolve
+from hf_ssd.generation import tokenizers
 from hf_ssd.generation.spelling import spelled_tokens
 from hf_ssd.generation.tokenizers import translation_between, translation_for
 
-from ..helpers.tiny import tiny_model
+from ..helpers.tiny import speculated, tiny_model
 from ..helpers.vocabularies import DRAFT, KINDS, TARGET, byte_level, renamed_draft, sentencepiece, tokenizer
 
 TEXT = "the quick brown fox jumps over the lazy dog"
@@ -35,31 +37,25 @@ def copy_common(target, draft, translation) -> None:
             states[name].copy_(weight)
 
 
-def check_a_tiny_pair(ours, theirs, text: str) -> None:
-    """A target that writes common tokens only, and a draft that agrees: greedy tokens are plain's, many in a round."""
+def resolved_pair(ours, theirs):
+    """A tiny target and draft of these vocabularies, and how a call sees the draft."""
     target, draft = (
         hf_ssd.enable(tiny_model(vocab_size=len(ours), eos_token_id=None)),
         tiny_model(vocab_size=len(theirs)),
     )
-    translation = translation_for(
-        target, resolve(draft, target, hf_ssd.SSDConfig()), ours, theirs
-    )  # which generate() uses again
+    return target, draft, resolve(draft, target, hf_ssd.SSDConfig())
+
+
+def check_a_tiny_pair(ours, theirs, text: str = TEXT) -> None:
+    """A target that writes common tokens only, and a draft that agrees: greedy tokens are plain's, many in a round."""
+    target, draft, resolved = resolved_pair(ours, theirs)
+    translation = translation_for(target, resolved, ours, theirs)  # which generate() uses again
     target.lm_head.weight.data[~translation.is_common] = 0.0
     copy_common(target, draft, translation)
     inputs = ours(text, add_special_tokens=False, return_tensors="pt", return_token_type_ids=False)
-    options = {"max_new_tokens": 24, "do_sample": False}
-    plain = target.generate(**inputs, **options)
-    output = target.generate(
-        **inputs,
-        **options,
-        tokenizer=ours,
-        assistant_tokenizer=theirs,
-        assistant_model=draft,
-        ssd_config=hf_ssd.SSDConfig(lookahead=4, asynchronous=False),
-        return_dict_in_generate=True,
-    )
-    assert torch.equal(output.sequences, plain)
-    assert output.ssd_stats.tokens_per_round > 3
+    both = {"tokenizer": ours, "assistant_tokenizer": theirs}
+    generate = functools.partial(target.generate, **both)
+    speculated(target, draft, inputs, {"lookahead": 4}, generate, 3, max_new_tokens=24)
 
 
 # ---------------------------------------------------------------- how a tokenizer spells its tokens
@@ -80,8 +76,8 @@ def test_a_text_is_the_same_in_the_drafts_tokens_whatever_kinds_both_are(kind):
 
 
 def test_a_vocabulary_with_names_of_the_letter_that_byte_level_tokens_begin_with_drafts():
-    check_a_tiny_pair(sentencepiece(), byte_level(), TEXT)
-    check_a_tiny_pair(byte_level(), sentencepiece(), TEXT)
+    check_a_tiny_pair(sentencepiece(), byte_level())
+    check_a_tiny_pair(byte_level(), sentencepiece())
 
 
 def test_of_two_tokens_for_one_byte_the_draft_proposes_the_one_that_the_target_writes():
@@ -122,17 +118,11 @@ def test_added_tokens_that_are_not_special_are_text():
 def test_a_tokenizer_without_a_decoder_is_read_as_it_writes():
     for kind in ("byte-level", "SentencePiece", "Metaspace"):
         known, bare = KINDS[kind](), KINDS[kind]()
-        backend = bare.backend_tokenizer
-        backend.decoder = None
+        bare.backend_tokenizer.decoder = None
         spelled, expected = spelled_tokens(bare, len(bare)), spelled_tokens(known, len(known))
         words = {token for token in known.get_vocab() if not token.startswith("<")}
-        for token, i in bare.get_vocab().items():
-            if token in words:
-                assert spelled[i] == spelled_tokens_by_name(known, expected)[token], (kind, token)
-
-
-def spelled_tokens_by_name(tokenizer, spelled: dict) -> dict:
-    return {token: spelled[i] for token, i in tokenizer.get_vocab().items()}
+        ids = known.get_vocab()
+        assert all(spelled[i] == expected[ids[token]] for token, i in bare.get_vocab().items() if token in words), kind
 
 
 class Foreign:
@@ -171,8 +161,8 @@ def test_a_tokenizer_of_another_library_is_read_through_decode(make):
     assert all(known[i] == token for i, token in found.items() if i not in inner.all_special_ids)
     parts = {i for i, token in known.items() if isinstance(token, bytes) and not is_text(token)}
     assert len(found) > 100 and parts.isdisjoint(found) and parts | found.keys() == known.keys()
-    check_a_tiny_pair(Foreign(byte_level()), sentencepiece(), TEXT)
-    check_a_tiny_pair(sentencepiece(), Foreign(byte_level()), TEXT)
+    check_a_tiny_pair(Foreign(byte_level()), sentencepiece())
+    check_a_tiny_pair(sentencepiece(), Foreign(byte_level()))
 
 
 def is_text(token: bytes) -> bool:
@@ -195,37 +185,25 @@ def test_a_tokenizer_of_mistral_common_is_read_through_decode():
 
 
 def test_tokenizers_are_not_kept_longer_than_their_user_keeps_them():
-    target, draft, kept, counts = hf_ssd.enable(tiny_model()), renamed_draft(), [], []
+    target, draft, kept = hf_ssd.enable(tiny_model()), renamed_draft(), []
     for _ in range(3):
         ours, theirs = tokenizer(TARGET), tokenizer(DRAFT)
         kept += [weakref.ref(ours), weakref.ref(theirs)]
-        target.generate(
-            ours("zyxwvuts", return_tensors="pt").input_ids,
-            max_new_tokens=4,
-            tokenizer=ours,
-            assistant_tokenizer=theirs,
-            assistant_model=draft,
-            ssd_config=hf_ssd.SSDConfig(lookahead=2, asynchronous=False),
-        )
-        del ours, theirs
+        generate = functools.partial(target.generate, tokenizer=ours, assistant_tokenizer=theirs)
+        speculated(target, draft, {"input_ids": ours("zyxwvuts", return_tensors="pt").input_ids}, generate=generate)
+        del ours, theirs, generate
         gc.collect()
-        counts.append(sum(one() is not None for one in kept))
-    assert counts == [0, 0, 0]
+        assert not any(one() for one in kept)
 
 
 def test_tokenizers_that_are_used_again_are_compared_once(monkeypatch):
-    from hf_ssd.generation import tokenizers
-
-    compared = []
-    between = tokenizers.translation_between
+    compared, between, both = [], tokenizers.translation_between, (sentencepiece(), byte_level())
     monkeypatch.setattr(tokenizers, "translation_between", lambda *a: compared.append(a) or between(*a))
-    both = sentencepiece(), byte_level()
-    model, draft = tiny_model(vocab_size=400), tiny_model(vocab_size=400)
-    draft = resolve(draft, model, hf_ssd.SSDConfig())
-    first = tokenizers.translation_for(model, draft, *both)
-    assert tokenizers.translation_for(model, draft, *both) is first
-    assert tokenizers.translation_for(tiny_model(vocab_size=400), draft, *both) is first and len(compared) == 1
-    assert tokenizers.translation_for(model, draft, both[1], both[0]) is not first and len(compared) == 2
+    model, _, draft = resolved_pair(range(400), range(400))
+    first = translation_for(model, draft, *both)
+    assert translation_for(model, draft, *both) is first
+    assert translation_for(tiny_model(vocab_size=400), draft, *both) is first and len(compared) == 1
+    assert translation_for(model, draft, *reversed(both)) is not first and len(compared) == 2
 
 
 # ---------------------------------------------------------------- public weights
@@ -244,10 +222,8 @@ both_ways = pytest.mark.parametrize("names", REAL, ids=[" drafted by ".join(pair
 @both_ways
 def test_the_tokens_of_gemma_and_smollm_stand_for_the_same_texts(real_tokenizers, names):
     ours, theirs = (real_tokenizers[name] for name in names)
-    target, draft = (tiny_model(vocab_size=len(one)) for one in (ours, theirs))
-    translation = translation_for(
-        target, resolve(draft, target, hf_ssd.SSDConfig()), ours, theirs
-    )  # once for this test and the next
+    target, _, resolved = resolved_pair(ours, theirs)
+    translation = translation_for(target, resolved, ours, theirs)  # once for this test and the next
     ids = ours.encode(REAL_TEXT, add_special_tokens=False)
     assert theirs.decode(translated(translation, ids)) == REAL_TEXT
     assert int(translation.is_common.sum()) > 40_000

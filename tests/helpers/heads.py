@@ -39,6 +39,12 @@ def tiny_mtp_head(target, seed: int = 3) -> MtpHead:
     return MtpHead(MtpModel(with_layer, 1), target).eval()
 
 
+def expected_features(model, text: torch.LongTensor, layers=LAYERS) -> torch.Tensor:
+    """The hidden states of a plain pass over a text that a head reads."""
+    states = model(input_ids=text[None], use_cache=False, output_hidden_states=True).hidden_states
+    return torch.cat([states[layer][0] for layer in layers], dim=-1)
+
+
 def knows(monkeypatch, texts: list[list[int]], wrong_every: int = 4) -> None:
     """
     Lets drafters that complete a speculation token by token draft from these texts, one for each row, with a wrong

@@ -12,6 +12,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+import hf_ssd
 from hf_ssd.distributed.assistant import DraftAssistant, Turn
 
 VOCAB = 97
@@ -65,6 +66,21 @@ def padded_batch(rows: int = 4, length: int = 9, seed: int = 0):
     for row in range(rows):
         attention_mask[row, : (3 * row) % (length - 1)] = 0
     return {"input_ids": input_ids.masked_fill(attention_mask == 0, 0), "attention_mask": attention_mask}
+
+
+def speculated(target, draft, inputs=None, settings=None, generate=None, least=1.0, **options):
+    """
+    Returns the output of a greedy call that speculates, in turn with fixed settings if there are no others, after it
+    was seen that its tokens are those of plain generate() and more than `least` in a round.
+    """
+    options = {"max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True, **options}
+    inputs = padded_batch(2) if inputs is None else inputs
+    config = hf_ssd.SSDConfig(**{"lookahead": 3, "budget": 8, "asynchronous": False, **(settings or {})})
+    plain = target.generate(**inputs, **options).sequences
+    output = (generate or target.generate)(**inputs, **options, assistant_model=draft, ssd_config=config)
+    assert torch.equal(output.sequences, plain)
+    assert output.ssd_stats.draft_failure is None and output.ssd_stats.tokens_per_round > least
+    return output
 
 
 def ready(assistant: DraftAssistant) -> DraftAssistant:

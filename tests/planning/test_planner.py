@@ -23,29 +23,10 @@ from hf_ssd.rounds import AHEAD, IN_TURN, PLAIN, PREPARED, PRIMARY, RoundRecord
 from ..helpers.tiny import tiny_model
 from .worlds import WORLDS, FixedPlanner, World, new_planner
 
-BEST = {  # tokens per second of the best fixed plan; `python -m tests.planning.worlds` finds them
-    "a quick draft that agrees": 98.58,
-    "a quick draft that agrees less": 52.20,
-    "a batch": 417.72,
-    "bonus tokens that are hard to guess": 54.88,
-    "a slow draft": 48.95,
-    "a useless draft": 25.89,
-    "a draft as slow as the target": 25.00,
-    "models that get in each other's way": 50.94,
-    "verification that costs by the token": 38.45,
-    "a draft that would pay, were it not for what no one measures": 25.00,
-    "branches that cost what no one measures": 52.46,
-    "a processor that sleeps while it waits": 25.72,
-    "a machine that is busy with other things": 58.99,
-    "a machine that is busy at times": 48.42,
-    "a parallel draft that is slow": 72.53,
-    "a parallel draft that is quick": 83.90,  # by reading the speculation first, which no plan does now; 81.67 without
-}
-
 
 @functools.cache
 def share_reached(name, skip=33):
-    return WORLDS[name].run(new_planner(WORLDS[name]), skip=skip) / BEST[name]
+    return WORLDS[name].run(new_planner(WORLDS[name]), skip=skip) / WORLDS[name].best
 
 
 @pytest.mark.parametrize("name", WORLDS)
@@ -53,7 +34,7 @@ def test_from_the_33rd_round_on_it_is_near_the_best_fixed_plan(name):
     assert share_reached(name) > 0.90
     familiar = ("a quick draft that agrees", "a batch", "bonus tokens that are hard to guess")
     if name not in familiar:  # the mutant: a plan that does not look at the world
-        assert WORLDS[name].run(FixedPlanner(14, 48), rounds=300) < 0.90 * BEST[name]
+        assert WORLDS[name].run(FixedPlanner(14, 48), rounds=300) < 0.90 * WORLDS[name].best
 
 
 def test_in_all_worlds_together_it_is_within_five_percent():
@@ -66,7 +47,7 @@ def test_what_no_part_explains_is_learned(monkeypatch):
     monkeypatch.setattr(
         Line, "__call__", lambda line, units: 0.0 if line.guess == 0.1 else line.fixed + line.slope * units
     )
-    assert world.run(new_planner(world), skip=33) < 0.90 * BEST["branches that cost what no one measures"]
+    assert world.run(new_planner(world), skip=33) < 0.90 * world.best
 
 
 def test_a_draft_that_does_not_pay_costs_next_to_nothing():
@@ -107,49 +88,25 @@ def test_a_mode_that_may_win_is_probed_though_another_was_never_used(monkeypatch
 # ---------------------------------------------------------------- in a call
 
 
-def rounds_of(planner, count, accepted=2, **fields):
-    """Lets the planner see rounds of its own plan, each of which takes a tenth of a second."""
-    before = None
-    for number in range(count):
-        plan = planner.plan
-        record = RoundRecord(
-            plan.mode,
-            plan.lookahead,
-            plan.budget,
-            [PREPARED] * planner.costs.kind.rows,
-            ranks=[0] * planner.costs.kind.rows,
-            accepted=[min(accepted, plan.lookahead)] * planner.costs.kind.rows,
-            passes=plan.lookahead if plan.budget else 0,
-            choose_seconds=0.001,
-            grow_seconds=0.01 * plan.lookahead,
-            verify_seconds=0.1,
-            received_at=0.1 * (number + 1),
-        )
-        vars(record).update(fields)
-        if before is not None:
-            planner.observe(before, record)
-        before = record
-
-
 def test_numbers_in_the_config_stay_as_they_are():
-    world = World(0.8)
     fixed = FixedPlan(SSDConfig(lookahead=5, budget=7))
     assert (fixed.plan.mode, fixed.plan.lookahead, fixed.plan.after_miss, fixed.plan.budget) == (AHEAD, 5, 5, 7)
     assert not fixed.expects_draft
-    of_lookahead, of_budget, in_turn = (
-        new_planner(world, **settings) for settings in ({"lookahead": 3}, {"budget": 5}, {"asynchronous": False})
-    )
-    for planner in (of_lookahead, of_budget, in_turn):
-        seen = []
+    seen = {}
+    for setting in ({"lookahead": 3}, {"budget": 5}, {"asynchronous": False}):
+        world, plans = World(0.8), []
+        planner = new_planner(world, **setting)
         for _ in range(30):
             world.run(planner, rounds=EPOCH_ROUNDS)
-            seen.append(planner.plan)
-        if planner is of_lookahead:  # a call that samples repeats its tokens, so it is never decoded plainly
-            assert all((plan.mode, plan.lookahead, plan.after_miss) == (AHEAD, 3, 3) for plan in seen)
-        elif planner is of_budget:
-            assert {plan.budget for plan in seen} <= {5, 0} and {plan.mode for plan in seen} <= {AHEAD, PLAIN}
-        else:
-            assert {plan.mode for plan in seen} <= {IN_TURN, PLAIN}
+            plans.append(planner.plan)
+        seen[next(iter(setting))] = plans
+    # A call that samples repeats its tokens, so it is never decoded plainly.
+    assert all((plan.mode, plan.lookahead, plan.after_miss) == (AHEAD, 3, 3) for plan in seen["lookahead"])
+    assert {plan.budget for plan in seen["budget"]} <= {5, 0} and {plan.mode for plan in seen["budget"]} <= {
+        AHEAD,
+        PLAIN,
+    }
+    assert {plan.mode for plan in seen["asynchronous"]} <= {IN_TURN, PLAIN}
 
 
 def test_plain_rounds_come_first_and_drafting_ahead_when_its_trial_is_paid_for(monkeypatch):
@@ -218,18 +175,14 @@ def test_a_call_starts_from_what_is_known_of_texts_in_general():
 
 
 def test_costs_are_for_the_rows_that_are_not_finished():
-    planner = new_planner(World(0.8, rows=4))
-    rounds_of(planner, 30)
-    lookahead = planner.plan.lookahead
-    costs = planner.costs
+    costs = CostModel(CallKind(SSDConfig(), 4, 1000))
     for tokens in [*range(4, 40, 4)] * 20:  # a verification that costs by the token
         costs.durations.verification[AHEAD].observe(tokens, 0.05 + 0.01 * tokens)
-    of_all = costs.seconds_to_verify(AHEAD, lookahead)
-    rounds_of(planner, 2, accepted=0)
+    of_all = costs.seconds_to_verify(AHEAD, 3)
     records = [RoundRecord(AHEAD, 3, 8, [PREPARED] * 4, accepted=[1, -1, -1, -1]) for _ in range(2)]
-    planner.observe(*records)
-    assert costs.live == 1 and costs.seconds_to_verify(AHEAD, lookahead) < of_all - 2 * (lookahead + 1) * 0.01
-    planner.begin_call()
+    costs.observe(*records)
+    assert costs.live == 1 and costs.seconds_to_verify(AHEAD, 3) < of_all - 2 * 4 * 0.01
+    costs.begin_call()
     assert costs.live == 4
 
 

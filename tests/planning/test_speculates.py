@@ -4,7 +4,6 @@ import gc
 import time
 
 import pytest
-import torch
 
 import hf_ssd
 from hf_ssd.planning import planner
@@ -38,59 +37,27 @@ def drafts():
         yield assistant
 
 
-def call(target, assistant, new_tokens=NEW_TOKENS, config=None, **options):
-    options = {"do_sample": False, "return_dict_in_generate": True, **options}
-    output = target.generate(
-        **padded_batch(1), assistant_model=assistant, ssd_config=config or hf_ssd.SSDConfig(),
-        max_new_tokens=new_tokens, **options,
-    )  # fmt: skip
+def call(target, assistant, new_tokens=NEW_TOKENS, **options):
+    options = {"do_sample": False, "return_dict_in_generate": True, "ssd_config": hf_ssd.SSDConfig(), **options}
+    output = target.generate(**padded_batch(1), assistant_model=assistant, max_new_tokens=new_tokens, **options)
     assert output.ssd_stats.draft_failure is None
     return output.ssd_stats
-
-
-def drafts_ahead(stats):
-    """Whether most rounds are ahead as soon as the pair is known, and hit."""
-    modes = stats.column("mode")
-    since = modes.index(AHEAD) if AHEAD in modes else len(modes)
-    hits = sum(record.hits[0] for record in stats.records)
-    return since <= 20 and modes[since:].count(AHEAD) >= max(3, 0.6 * len(modes[since:])) and hits > 0
 
 
 def call_ahead(*arguments, **options):
     """
     Returns the statistics of a call that drafts ahead: of the first call or, while other programs keep the cores busy,
-    of a later one. Most rounds of each call draft.
+    of a later one. Most rounds of each call draft; as soon as the pair is known, most are ahead, and some hit.
     """
     for _ in range(6):
         stats = call(*arguments, **options)
-        if drafts_ahead(stats):
-            return stats
         modes = stats.column("mode")
+        since = modes.index(AHEAD) if AHEAD in modes else len(modes)
+        is_ahead = modes[since:].count(AHEAD) >= max(3, 0.6 * len(modes[since:]))
+        if since <= 20 and is_ahead and sum(record.hits[0] for record in stats.records) > 0:
+            return stats
         assert modes.count(PLAIN) < 0.5 * len(modes), modes
     raise AssertionError(modes)
-
-
-def test_short_first_calls_do_not_switch_it_off(assistant):
-    target = slow_target()
-    for new_tokens in (1, 3):
-        call(target, assistant, new_tokens)
-    call_ahead(target, assistant)
-
-
-def test_a_call_that_is_broken_off_while_the_draft_is_timed_does_not_switch_it_off(assistant):
-    target = slow_target()
-
-    class Stop(Exception):
-        pass
-
-    def stop(input_ids, scores):
-        if input_ids.shape[1] > 11:
-            raise Stop
-        return torch.zeros(len(input_ids), dtype=torch.bool)
-
-    with pytest.raises(Stop):
-        call(target, assistant, stopping_criteria=[stop])
-    call_ahead(target, assistant)
 
 
 @pytest.mark.slow
@@ -103,18 +70,11 @@ def test_several_drafts_draft_ahead(drafts):
 @pytest.mark.parametrize("workers, budget", [("assistant", "auto"), pytest.param("drafts", 1, marks=pytest.mark.slow)])
 def test_a_fallback_object_is_asked_and_drafts_ahead(workers, budget, request):
     target, fallback = slow_target(), LastToken()
-    settings = {"config": hf_ssd.SSDConfig(fallback=fallback, budget=budget), **WITH_MISSES}
+    settings = {"ssd_config": hf_ssd.SSDConfig(fallback=fallback, budget=budget), **WITH_MISSES}
     first = call(target, request.getfixturevalue(workers), **settings)  # which learns that drafting ahead pays
     stats = call_ahead(target, request.getfixturevalue(workers), **settings)
     of_rows = [source for record in first.records + stats.records for source in record.sources]
     assert fallback.asked and CUSTOM in of_rows
-
-
-def test_a_new_temperature_measures_no_costs_again(assistant):
-    target = slow_target()
-    call(target, assistant, do_sample=True, temperature=0.5)
-    stats = call(target, assistant, do_sample=True, temperature=0.6)
-    assert PLAIN not in stats.column("mode")[1:8]
 
 
 def test_a_call_that_is_all_plain_says_so(assistant):

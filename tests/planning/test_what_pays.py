@@ -65,6 +65,19 @@ def test_the_plan_in_the_end_is_the_one_that_pays(pays, history):
     assert mode_in_the_end(dataclasses.replace(PAYING[pays], **HISTORIES[history])) == pays
 
 
+@pytest.mark.parametrize("pays", PAYING)
+def test_calls_of_several_threads_that_take_turns_leave_the_plan_that_pays(pays):
+    draft = SimulatedDraft(PAYING[pays])
+    calls = [draft.world.call(draft.planner(temperature), draft) for temperature in (None, 1.0, None)]
+    for half_rounds in (3, 8, 1, 80, 16):  # an odd number ends as calls do, an even one is broken off
+        for call in calls:
+            [next(call) for _ in range(half_rounds)]
+        calls.pop().close()
+        calls.insert(0, draft.world.call(draft.planner(), draft))
+    [call.close() for call in calls]
+    assert [mode_of_a_long_call(draft, temperature) for temperature in (None, 1.0)] == [pays] * 2
+
+
 def rounds_between_probes(world):
     """Returns how many rounds lie between two probes of drafting in a call that decodes plainly."""
     draft = SimulatedDraft(world)
@@ -260,10 +273,7 @@ def nothing_is_measured_again(monkeypatch):
 
 @pytest.mark.parametrize(
     "mutate, history, pays",
-    [
-        (ahead_is_never_tried, "short calls", AHEAD),
-        (nothing_is_measured_again, "a draft that was very busy", AHEAD),
-    ],
+    [(ahead_is_never_tried, "short calls", AHEAD), (nothing_is_measured_again, "a draft that was very busy", AHEAD)],
 )
 def test_mutants_miss_what_pays(monkeypatch, mutate, history, pays):
     mutate(monkeypatch)
