@@ -142,17 +142,18 @@ def test_a_hybrid_that_is_to_draft_in_parallel_is_refused(target):
 
 
 def test_a_compiled_hybrid_runs_uncompiled(short_refeeds):
-    target = sharp_model(tiny_config("lfm2"))
+    target, inputs = hf_ssd.enable(sharp_model(tiny_config("lfm2"))), padded_batch(2)
     draft = likely_draft(target)
-    hf_ssd.enable(target).compile(backend="eager")
-    output, _ = as_plain(target, draft, padded_batch(2))
-    assert not any(record.compiles for record in output.ssd_stats.records)
+    plain = target.generate(**inputs, **GREEDY).sequences
+    target.compile(backend="eager")
+    output = generate(target, draft, inputs)
+    assert torch.equal(output.sequences, plain) and not any(record.compiles for record in output.ssd_stats.records)
     draft = sharp_model(tiny_config("lfm2"))
     draft.load_state_dict(target.state_dict())
     draft.compile(backend="eager")
     with preparing() as hits:
-        output, _ = as_plain(target, draft, padded_batch(2))
-    assert any(hits) and output.ssd_stats.tokens_per_round > 4.8
+        output = generate(target, draft, inputs)
+    assert torch.equal(output.sequences, plain) and any(hits) and output.ssd_stats.tokens_per_round > 4.8
 
 
 def test_the_trial_notices_a_state_that_is_not_copied(monkeypatch):
