@@ -48,7 +48,8 @@ def test_shapes_of_other_systems_by_hand():
     for row, fan_out in enumerate(tree.fan_outs(view, 9)):
         reached = [1.0, *view.drafted_probabilities[row].cumprod()]
         ranks = [(k, rank) for k in range(4) for rank in range(view.limits[k])]
-        paths = sorted(((float(reached[k] * view.probabilities[row, k, rank]), k) for k, rank in ranks), reverse=True)
+        reached = [chance * rest for chance, rest in zip(reached, [*(1 - view.drafted_probabilities[row]), 1.0])]
+        paths = sorted(((float(reached[k] * view.chances[row, k, rank]), k) for k, rank in ranks), reverse=True)
         assert fan_out == [sum(k == place for _, k in paths[:9]) for place in range(4)]
 
 

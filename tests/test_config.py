@@ -30,7 +30,7 @@ def test_a_fallback_of_ones_own_is_taken_and_not_saved():
 
 
 INVALID = {  # values of each setting
-    "lookahead": [0, 2.0, True, 65, "automatic"],
+    "lookahead": [-1, 2.0, True, 65, "automatic"],
     "budget": [0, "24"],
     "fan_out": ["triangular", [1], [0] * 8, [1.5] * 8, [-1] * 8, "all_accepted", "single_branch", "greedy_tree"],
     "saguaro_c": [-0.1, 1.5, "auto", True],
