@@ -6,6 +6,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several tests run at once, and with more threads than cores all crawl
 
 import subprocess
+import sys
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -14,10 +16,12 @@ import torch
 import hf_ssd
 from hf_ssd.planning import planner
 
-from .helpers import preloaded
-from .helpers.public_weights import real_cache, real_folders, real_tokenizers  # noqa: F401
-from .helpers.sampled_strings import SMALL
-from .helpers.tiny import tiny_draft, tiny_model
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+
+from .helpers import preloaded  # noqa: E402
+from .helpers.public_weights import real_cache, real_folders, real_tokenizers  # noqa: E402, F401
+from .helpers.sampled_strings import SMALL  # noqa: E402
+from .helpers.tiny import tiny_draft, tiny_model  # noqa: E402
 
 hypothesis.settings.register_profile("tests", deadline=None)  # other programs may slow an example down
 hypothesis.settings.load_profile("tests")

@@ -3,18 +3,19 @@ Whole calls as data: pairs of models, settings, options, and which of them go to
 with a worker and in turn, through the public API alone. A new kind of draft, setting or option is a line here.
 """
 
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from .helpers.families import sharp_model, tiny_config
 from .helpers.last_token import LastToken
 from .helpers.tiny import FAMILIES, VOCAB, tiny_draft, tiny_model
-from .helpers.vocabularies import DRAFT, TARGET, renamed_draft, resized_draft, tokenizer
+from .helpers.vocabularies import DRAFT, TARGET, printable, renamed_draft, resized_draft, tokenizer
 
 AHEAD, IN_TURN = {"ahead"}, {"in_turn"}  # modes
 
@@ -44,6 +45,20 @@ class Pair:
     launch: dict = field(default_factory=dict)
 
 
+def offloaded(first: str, last: str):
+    """A target whose hooks move the weights of some layers from a disk, as they do between devices."""
+    places = {"model.embed_tokens": first, "model.layers.0": first, "model.layers.2": last}
+    places |= {"model.layers.1": "cpu" if "disk" in (first, last) else "disk"}
+    places |= dict.fromkeys(("model.norm", "model.rotary_emb", "lm_head"), "cpu")
+    folder = tempfile.TemporaryDirectory()
+    tiny_model().save_pretrained(folder.name)
+    options = {"device_map": places, "offload_folder": f"{folder.name}/disk"}
+    target = AutoModelForCausalLM.from_pretrained(folder.name, **options)
+    target.folder = folder  # which is there as long as it
+    assert any(parameter.device.type == "meta" for parameter in target.parameters())
+    return target.eval()
+
+
 BOTH = {"tokenizer": tokenizer(TARGET), "assistant_tokenizer": tokenizer(DRAFT)}
 TWO = {"devices": ["cpu", "cpu"]}
 MASK = VOCAB - 1  # of drafts that draft in parallel
@@ -64,6 +79,8 @@ PAIRS = {
     "compiled, parallel": Pair(lambda: tiny_draft(pard_token=MASK), one_pass=True, launch={"compile": True}),
     "hybrid": Pair(lambda: sharp_model(tiny_config("qwen3_next"), 0.004),
                    lambda: sharp_model(tiny_config("qwen3_next"))),
+    "disk in the middle": Pair(tiny_draft, lambda: offloaded("cpu", "cpu")),
+    "disk at both ends": Pair(tiny_draft, lambda: offloaded("disk", "disk")),
     "no draft": Pair(None, lambda: tiny_model(vocab_size=FEW), vocabulary=FEW),
 }  # fmt: skip
 
@@ -113,8 +130,14 @@ class LateBonus(LogitsProcessor):
         return scores
 
 
+def by_score(ids, scores):
+    """Stops a row by the scores of its tokens."""
+    return (scores[-1].amax(-1) > scores[0].amax(-1)) & (len(scores) > 3)
+
+
 NOTHING = {"nothing": {}}
 SHORT = {  # with few rounds or none
+    "no time": {"max_time": 0.0},
     "one token": {"max_new_tokens": 1},
     "two tokens": {"max_new_tokens": 2},
     "fewer tokens than a round": {"max_new_tokens": 4},
@@ -130,6 +153,13 @@ GREEDY = {
     "sequence bias as a dict": {"sequence_bias": {(9,): 4.0, (10, 11): 8.0}},
     "custom processors": {"logits_processor": LogitsProcessorList([EvenTokensOnly(), LateBonus()])},
     "prefix function": {"prefix_allowed_tokens_fn": lambda row, ids: list(range(row, VOCAB, 2))},
+    "a long prompt": {"prompt": 300},  # longer than the first allocation
+    "stop strings of a config": {
+        "generation_config": GenerationConfig(stop_strings=list("aeiou"), pad_token_id=0),
+        "tokenizer": printable(),
+    },
+    "penalty on the prompt": {"encoder_repetition_penalty": 1.3},
+    "no bigrams of the prompt": {"encoder_no_repeat_ngram_size": 2},
     "max_length": {"max_new_tokens": None, "max_length": 23},
     "forced eos": {"forced_eos_token_id": 50, "eos_token_id": 50},
     "length penalty": {"exponential_decay_length_penalty": (5, 1.5), "eos_token_id": 50},
@@ -139,6 +169,27 @@ GREEDY = {
     "eos as a tensor of no dimension": {"eos_token_id": torch.tensor(50)},
     "eos as an array": {"eos_token_id": np.array([50, 51])},
     "nested numbers": {"bad_words_ids": [[np.int64(4)], [5, np.int64(6)]], "suppress_tokens": np.array([7, 8])},
+}
+RETURNED = {  # by a processor
+    "double": lambda ids, scores: scores.double() + 1e-9 * torch.arange(VOCAB),
+    "half": lambda ids, scores: scores.half(),
+    "bfloat16": lambda ids, scores: scores.bfloat16(),
+    "in turns": lambda ids, scores: scores.double() if ids.shape[1] % 2 else scores.half(),
+    "integers": lambda ids, scores: (1000 * scores).long(),
+    "with a gradient": torch.enable_grad()(lambda ids, scores: scores * torch.ones(1, requires_grad=True)),
+}
+CALLBACKS = {  # whatever plain generation takes of a user's functions
+    **{name: {"logits_processor": LogitsProcessorList([of])} for name, of in RETURNED.items()},
+    "a list": {"logits_processor": [RETURNED["double"]]},
+    "then a warper": {"logits_processor": [RETURNED["double"]], "renormalize_logits": True},
+    "a tuple": {"prefix_allowed_tokens_fn": lambda row, ids: (3, 4, 7, 23, 41)},
+    "a range": {"prefix_allowed_tokens_fn": lambda row, ids: range(3, 60)},
+    "an array": {"prefix_allowed_tokens_fn": lambda row, ids: np.arange(3, 60)},
+    "a tensor": {"prefix_allowed_tokens_fn": lambda row, ids: torch.arange(3, 60)},
+    "stops by a bool": {"stopping_criteria": [lambda ids, scores: ids.shape[1] >= 17]},
+    "stops by a number": {"stopping_criteria": [lambda ids, scores: (ids[:, -1] == 41).long()]},
+    "stops by one of all": {"stopping_criteria": [lambda ids, scores: torch.tensor([ids.shape[1] >= 17])]},
+    "stops by scores": {"stopping_criteria": [by_score]},
 }
 SAMPLED = {
     "temperature": {"temperature": 0.7, "top_k": 0},
@@ -151,7 +202,7 @@ SAMPLED = {
     "eos": {"eos_token_id": [5, 6, 7, 8], "top_k": 0, "min_new_tokens": 3},
     "several sequences": {"num_return_sequences": 3, "top_k": 0},
 }
-OPTIONS = {**NOTHING, **SHORT, **GREEDY, **SAMPLED}
+OPTIONS = {**NOTHING, **SHORT, **GREEDY, **CALLBACKS, **SAMPLED}
 
 
 # ---------------------------------------------------------------- cells: pair, setting, option, rows
@@ -174,6 +225,7 @@ GREEDY_CELLS = [
     *cells(["llama"], ["auto", "auto budget"], NOTHING, (4,)),
     *cells(["llama"], ["auto lookahead"], NOTHING, (1,)),
     *cells(["llama"], ["lookahead 4"], [*SHORT, *GREEDY], (1, 4)),
+    *cells(["llama"], ["lookahead 4"], CALLBACKS, (1, 3)),
     *cells(["hybrid"], ["lookahead 4", "n-grams"], NOTHING, (4,)),
     *cells(["no draft"], ["n-grams alone"], ["nothing", "repetition penalty", "custom processors"], (1, 4)),
 ]
@@ -194,5 +246,8 @@ COUPLED_CELLS = [
     *cells(["no draft"], ["n-grams alone"], ["top_k"], (4,)),
 ]
 SLOW = ["two drafts, parallel", "compiled, parallel"]  # pairs of the slow suite
+OFFLOADED = ["disk in the middle", "disk at both ends"]
+GREEDY_CELLS += cells(OFFLOADED, ["lookahead 4"], NOTHING, (4,))
+SAMPLED_CELLS += cells(OFFLOADED, ["lookahead 4"], ["temperature"], (4,))
 GREEDY_CELLS += cells(["two drafts", *SLOW], ["lookahead 4"], NOTHING, (4,))
 SAMPLED_CELLS += cells(["two drafts", *SLOW], ["lookahead 4"], ["temperature"], (4,))

@@ -2,11 +2,9 @@
 
 import json
 import math
-import subprocess
-import sys
 from argparse import Namespace
-from pathlib import Path
 
+import ablations
 import pytest
 import torch
 
@@ -14,11 +12,7 @@ import hf_ssd
 from hf_ssd.drafting.cache_shapes import shape_for
 
 from .drafting.test_cache_shapes import candidates
-
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "examples"))
-
-import ablations  # noqa: E402
+from .helpers.programs import run
 
 
 @pytest.fixture(scope="module")
@@ -26,24 +20,13 @@ def pair():
     return ablations.load_pair()
 
 
-@pytest.fixture
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.slow
 def test_tables_figures_and_numbers(tmp_path):
-    command = ["examples/ablations.py", "--only", "shapes", "saguaro", "--max-new-tokens", "24", "--prompts", "2"]
-    result = subprocess.run(
-        [sys.executable, *command, "--output", str(tmp_path)], capture_output=True, text=True, timeout=240, cwd=ROOT
-    )
-    assert result.returncode == 0, result.stderr
+    words = ["--only", "shapes", "saguaro", "--max-new-tokens", 24, "--prompts", 2, "--output", tmp_path]
+    output = run("examples/ablations.py", *words)
     numbers = json.loads((tmp_path / "ablations.json").read_text())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ablations.json", "saguaro.png", "shapes.png"]
-    lines = [line.split() for line in result.stdout.splitlines()]
+    lines = [line.split() for line in output.splitlines()]
     for name, count in (("shapes", 10), ("saguaro", 6)):
         rows = numbers[name]["rows"]
         assert len(rows) == count and numbers[name]["new_tokens"] == 24 and numbers[name]["prompts"] == 2
@@ -65,11 +48,12 @@ def test_shapes_of_other_systems_by_hand():
     for row, fan_out in enumerate(tree.fan_outs(view, 9)):
         reached = [1.0, *view.drafted_probabilities[row].cumprod()]
         ranks = [(k, rank) for k in range(4) for rank in range(view.limits[k])]
-        paths = sorted(((float(reached[k] * view.probabilities[row, k, rank]), k) for k, rank in ranks), reverse=True)
+        reached = [chance * rest for chance, rest in zip(reached, [*(1 - view.drafted_probabilities[row]), 1.0])]
+        paths = sorted(((float(reached[k] * view.chances[row, k, rank]), k) for k, rank in ranks), reverse=True)
         assert fan_out == [sum(k == place for _, k in paths[:9]) for place in range(4)]
 
 
-def test_a_replay_is_what_a_worker_does(pair, one_thread):
+def test_a_replay_is_what_a_worker_does(pair):
     args = Namespace(max_new_tokens=40, prompts=4)
     config = hf_ssd.SSDConfig(lookahead=4, budget=12, fan_out="confidence", fallback="primary")
     (rounds,), _ = ablations.record(pair, config, 0.7, args)
@@ -85,7 +69,7 @@ def test_a_replay_is_what_a_worker_does(pair, one_thread):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
-def test_confidence_beats_geometric(pair, one_thread, temperature):
+def test_confidence_beats_geometric(pair, temperature):
     """By more than two standard errors of the difference within a row, at an equal budget, on the same rounds."""
     args = Namespace(max_new_tokens=160, prompts=len(ablations.PROMPTS))
     recorded = hf_ssd.SSDConfig(lookahead=4, budget=12, fallback="primary")

@@ -1,9 +1,6 @@
 """The benchmark, run as a user would, and what it makes of the figures."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,15 +11,7 @@ from hf_ssd.cli import methods as ways
 from hf_ssd.cli.table import parts_of, rows_of
 from hf_ssd.rounds import AHEAD, IN_TURN, NGRAM, PREPARED, PRIMARY, RoundRecord
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "examples"))
-
-
-def run(*arguments):
-    command = [sys.executable, "examples/benchmark.py", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+from .helpers.programs import ROOT, run
 
 
 @pytest.mark.slow
@@ -30,9 +19,9 @@ def test_the_embedded_pair_with_everything_written(tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("def main(", "import os\n")))
     output = run(
-        "--max-new-tokens", 16, "--repeats", 1, "--assistant-tokens", 3, "--in-turn-lookaheads", 3, "--lookahead", 3,
-        "--budget", 6, "--prompts", prompts, "--prompt-field", "text",
-        "--output", tmp_path, "--trace", tmp_path / "t.json",
+        "examples/benchmark.py", "--max-new-tokens", 16, "--repeats", 1, "--assistant-tokens", 3, "--lookahead", 3,
+        "--in-turn-lookaheads", 3, "--budget", 6, "--prompts", prompts, "--prompt-field", "text", "--output", tmp_path,
+        "--trace", tmp_path / "t.json",
     )  # fmt: skip
     for name in ("plain generate", "assisted, default", "SSD, in turn, 3 (best)", "Corollary 9"):
         assert name in output
@@ -50,8 +39,8 @@ def test_the_embedded_pair_with_everything_written(tmp_path):
 @pytest.mark.slow
 def test_a_batch_of_a_random_pair_sampled():
     output = run(
-        "--layered", "tiny", "--agreement", 0.7, "--temperature", 1, "--batch-size", 3, "--max-new-tokens", 12,
-        "--repeats", 1, "--in-turn-lookaheads", 2, "--dtype", "float32", "--pin", 0, 1,
+        "examples/benchmark.py", "--layered", "tiny", "--agreement", 0.7, "--temperature", 1, "--batch-size", 3,
+        "--max-new-tokens", 12, "--repeats", 1, "--in-turn-lookaheads", 2, "--dtype", "float32", "--pin", 0, 1,
     )  # fmt: skip
     assert "assisted" not in output and "batch size 3, temperature 1" in output and "SSD over plain" in output
 
@@ -99,9 +88,29 @@ def test_tokens_are_counted_to_the_end_of_each_text():
     assert ways.new_tokens(torch.tensor([[1, 9, 9, 0], [1, 2, 3, 4], [8, 0, 0, 0]]), model) == 2 + 4 + 1
 
 
+class Target:
+    """A model whose `generate` is told a clock, and what it does between two lengths of its text."""
+
+    def __init__(self, device, lengths, works):
+        self.device, self.lengths, self.works = torch.device(device), lengths, works
+        self.generation_config = SimpleNamespace(eos_token_id=None)
+
+    def generate(self, input_ids, stopping_criteria, **options):
+        for length in self.lengths:
+            self.works()
+            stopping_criteria(torch.ones(1, length, dtype=torch.long), None)
+        return SimpleNamespace(sequences=torch.ones(1, 10, dtype=torch.long))
+
+
+def one_run(target):
+    args = SimpleNamespace(max_new_tokens=8, temperature=0, ignore_eos=False)
+    bench = ways.Bench(args, target, None, None, [{"input_ids": torch.ones(1, 2, dtype=torch.long)}])
+    return bench.run(ways.Method({}, None, 1), 0)
+
+
 def test_what_an_accelerator_was_given_is_waited_for(monkeypatch):
     """generate() returns at once here, and its work is done when the device is waited for: a second later."""
-    now, queue = [0.0], []
+    now, queue = [0.0], [5.0]  # of whatever ran before
     monkeypatch.setattr(ways.time, "perf_counter", lambda: now[0])
 
     def synchronize(device):
@@ -109,45 +118,19 @@ def test_what_an_accelerator_was_given_is_waited_for(monkeypatch):
         queue.clear()
 
     monkeypatch.setattr(torch.accelerator, "synchronize", synchronize)
-
-    class Target:
-        device, generation_config = torch.device("cuda"), SimpleNamespace(eos_token_id=None)
-
-        def generate(self, input_ids, stopping_criteria, **options):
-            stopping_criteria(torch.ones(1, 2, dtype=torch.long), None)  # the first token
-            queue.append(1.0)
-            return SimpleNamespace(sequences=torch.ones(1, 6, dtype=torch.long))
-
-    args = SimpleNamespace(max_new_tokens=4, temperature=0, ignore_eos=False)
-    bench = ways.Bench(args, Target(), None, None, [{"input_ids": torch.ones(1, 2, dtype=torch.long)}])
-    queue.append(5.0)  # of whatever ran before
-    assert bench.run(ways.Method({}, None, 1), 0).seconds == 1.0
+    assert one_run(Target("cuda", [3], lambda: queue.append(1.0))).seconds == 1.0
 
 
 def test_tokens_of_the_first_round_are_not_counted_as_decoded_later(monkeypatch):
     """Assisted generation has four tokens after a second and eight after two; the mutant counts seven for the last."""
     now = [0.0]
     monkeypatch.setattr(ways.time, "perf_counter", lambda: now[0])
-
-    class Target:
-        device, generation_config = torch.device("cpu"), SimpleNamespace(eos_token_id=None)
-
-        def generate(self, input_ids, stopping_criteria, **options):
-            for length in (6, 10):
-                now[0] += 1.0
-                stopping_criteria(torch.ones(1, length, dtype=torch.long), None)
-            return SimpleNamespace(sequences=torch.ones(1, 10, dtype=torch.long))
-
-    args = SimpleNamespace(max_new_tokens=8, temperature=0, ignore_eos=False)
-    bench = ways.Bench(args, Target(), None, None, [{"input_ids": torch.ones(1, 2, dtype=torch.long)}])
-    run = bench.run(ways.Method({}, None, 1), 0)
+    run = one_run(Target("cpu", [6, 10], lambda: now.append(now.pop() + 1.0)))
     assert (run.first, run.prefill, run.speed) == (4, 1.0, 4.0)
 
 
 @pytest.mark.parametrize("arguments, code", [([], 0), (["--output", "folder"], 2)])
 def test_pictures_alone_need_matplotlib_and_say_so_first(arguments, code):
     program = "import sys; sys.modules['matplotlib'] = None; import benchmark; benchmark.parse_arguments()"
-    done = subprocess.run(
-        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, cwd=ROOT / "examples"
-    )
-    assert done.returncode == code and ("pictures need matplotlib: pip install" in done.stderr) == bool(code)
+    said = run("-c", program, *arguments, status=code, cwd=ROOT / "examples")
+    assert ("pictures need matplotlib: pip install" in said) == bool(code)

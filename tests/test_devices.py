@@ -24,23 +24,15 @@ def two_accelerators(monkeypatch):
     return held
 
 
-@pytest.fixture
-def warnings(monkeypatch):
+@pytest.mark.parametrize("held, expected", [([0, 0], 1), ([5, 0], 1), ([0, 5], 0), ([5, 5], 1)])
+def test_a_draft_goes_where_this_process_holds_nothing_or_says_that_it_shares(
+    two_accelerators, monkeypatch, held, expected
+):
     said = []
     monkeypatch.setattr(devices.logger, "warning_once", said.append)
-    return said
-
-
-@pytest.mark.parametrize("held, expected", [([0, 0], "xpu:1"), ([5, 0], "xpu:1"), ([0, 5], "xpu:0")])
-def test_a_draft_goes_where_this_process_holds_nothing(two_accelerators, warnings, held, expected):
     two_accelerators[:] = held
-    assert device_for("hub/id", None) == torch.device(expected) and not warnings
-
-
-def test_if_there_is_none_it_says_so(two_accelerators, warnings):
-    two_accelerators[:] = [5, 5]
-    assert device_for("hub/id", None) == torch.device("xpu:1")
-    assert "shares xpu:1 with the target" in warnings[0] and "asynchronous=False" in warnings[0]
+    assert device_for("hub/id", None) == torch.device("xpu", expected) and len(said) == all(held)
+    assert all("shares xpu:1 with the target" in line and "asynchronous=False" in line for line in said)
 
 
 def test_without_accelerators_it_is_the_cpu():

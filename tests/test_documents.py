@@ -21,8 +21,8 @@ import hf_ssd
 from hf_ssd.cli.main import SCRIPTS, build_parser
 from hf_ssd.cli.prompts import prompts_from
 
-ROOT = Path(__file__).parent.parent
-PAIR = ROOT / "examples" / "pair"
+from .helpers.programs import PAIR, ROOT, run
+
 DOCUMENTS = [
     ROOT / name for name in ("README.md", "CONTRIBUTING.md", "custom_generate/README.md", "examples/pair/README.md")
 ]
@@ -77,18 +77,13 @@ def test_the_python_of_a_document_runs(document, what_readers_have, monkeypatch,
             exec(compile(on_this_machine(block), document.name, "exec"), names)
 
 
-@pytest.mark.parametrize("document", [ROOT / "docs" / "distributed.md"], ids=lambda path: path.name)
-def test_the_programs_for_torchrun_run(document, tmp_path):
-    programs = [block for block in blocks_of(document, "python") if "init_roles" in block]
+def test_the_programs_for_torchrun_run(tmp_path):
+    programs = [block for block in blocks_of(ROOT / "docs" / "distributed.md", "python") if "init_roles" in block]
     for block in programs:
-        names = f"TARGET, DRAFT = {str(PAIR / 'target')!r}, {str(PAIR / 'draft')!r}\n"
         program = tmp_path / "program.py"
-        program.write_text(names + block)
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
-        assert done.returncode == 0, done.stderr
-        assert "tensor" in done.stdout
+        program.write_text(f"TARGET, DRAFT = {str(PAIR / 'target')!r}, {str(PAIR / 'draft')!r}\n{block}")
+        words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, program]
+        assert "tensor" in run(*words, env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert programs
 
 
@@ -176,17 +171,10 @@ def test_a_command_of_a_document_is_one_that_its_program_takes(document, command
 
 def _with_values(words: list[str]) -> list[str]:
     """Options whose value the document leaves open (`--target ...`) get one."""
-    open_options = ("--target", "--draft")
-    filled = []
-    for word, following in zip(words, [*words[1:], "--"]):
-        filled.append(word)
-        if word in open_options and following.startswith("--"):
-            filled.append("somewhere")
-    return filled
-
-
-def test_there_are_commands_to_check():
-    assert len(COMMANDS) > 15 and {"README.md", "performance.md"} <= {document.name for document, _ in COMMANDS}
+    is_open = [
+        word in ("--target", "--draft") and after.startswith("--") for word, after in zip(words, [*words[1:], "--"])
+    ]
+    return [part for word, lacks in zip(words, is_open) for part in ([word, "somewhere"] if lacks else [word])]
 
 
 # ---------------------------------------------------------------- links
@@ -218,9 +206,7 @@ def references(site: Path) -> list[tuple[str, Path]]:
 def test_the_site_is_built_and_whole(tmp_path):
     pytest.importorskip("mkdocs", reason="needs the extra docs")
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "DISABLE_MKDOCS_2_WARNING": "true"}
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run("-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path / "site", env=environment)
     found = references(tmp_path / "site")
     assert any(path.suffix == ".css" for _, path in found) and len({path for _, path in found}) > 30
     assert [link for link, path in found if not path.exists()] == []
@@ -236,20 +222,17 @@ def test_the_tests_that_a_document_names_exist(document):
 def test_the_readme_says_what_its_figures_are_of_and_which_paper_it_is_about():
     text, cited = (ROOT / "README.md").read_text(), (ROOT / "CITATION.cff").read_text()
     (number,) = set(re.findall(r"arXiv:(\d{4}\.\d{5})", cited))
-    assert f"https://arxiv.org/abs/{number}" in text and f"arXiv:{number}" in "".join(
-        blocks_of(ROOT / "README.md", "bibtex")
-    )
+    assert f"https://arxiv.org/abs/{number}" in text
+    assert f"arXiv:{number}" in "".join(blocks_of(ROOT / "README.md", "bibtex"))
     paragraph = next(part for part in text.split("\n\n") if part.startswith("Qwen2.5-Coder-1.5B-Instruct with"))
     assert "measure_public.py" in paragraph and "two cores" in paragraph and "of a GPU yet" in text
 
 
-def test_the_first_program_of_the_readme_prints_text_within_ten_lines(tmp_path):
+def test_the_first_program_of_the_readme_prints_text_within_ten_lines():
     program = blocks_of(ROOT / "README.md", "python")[0]
     assert len(program.split("\n")) <= 11 and "examples/pair/draft" in program
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and done.stdout.startswith("class Config:\n    def __init__(self, name):"), done.stderr
-    assert len(done.stdout) > 100
+    said = run("-c", program)
+    assert said.startswith("class Config:\n    def __init__(self, name):") and len(said) > 100
 
 
 def test_the_check_of_the_project_runs_the_second_command_of_the_readme_as_it_stands_there():
@@ -272,18 +255,15 @@ def test_the_prompts_that_the_readme_makes_are_those_that_its_check_reads(tmp_pa
 
 def test_the_readme_names_the_versions_that_the_package_needs():
     setup, text = (ROOT / "setup.cfg").read_text(), (ROOT / "README.md").read_text()
-    for name, asked in (
-        ("Python", "python_requires = >=(.*)"),
-        ("torch", "torch>=([0-9.]*)"),
-        ("transformers", "ers>=([0-9.]*)"),
-    ):
+    versions = {"Python": "python_requires = >=(.*)", "torch": "torch>=([0-9.]*)", "transformers": "ers>=([0-9.]*)"}
+    for name, asked in versions.items():
         assert f"{name} >= {re.search(asked, setup)[1]}" in text
 
 
 # ---------------------------------------------------------------- what is wrong would be noticed
 
 
-def test_a_wrong_block_and_a_wrong_link_are_found(tmp_path, what_readers_have, monkeypatch, capsys):
+def test_a_wrong_block_link_test_and_option_are_found(tmp_path, what_readers_have, monkeypatch, capsys):
     document = tmp_path / "wrong.md"
     block = "```python\ntarget.generate(**inputs, lookahaed=3)\n```\n"
     document.write_text(block + "See [this](nowhere.md), `test_of_nothing`.\n")
@@ -293,9 +273,7 @@ def test_a_wrong_block_and_a_wrong_link_are_found(tmp_path, what_readers_have, m
         test_links_lead_somewhere(document)
     with pytest.raises(AssertionError):
         test_the_tests_that_a_document_names_exist(document)
-
-
-def test_a_wrong_option_is_found(monkeypatch, capsys):
+    assert len(COMMANDS) > 15
     for command in ("python examples/quickstart.py --lookahaed 3", "hf-ssd check TARGET DRAFT --lookahaed 3"):
         with pytest.raises(SystemExit):
             test_a_command_of_a_document_is_one_that_its_program_takes(None, command, monkeypatch)

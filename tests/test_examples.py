@@ -2,25 +2,13 @@
 
 import functools
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+import quickstart
 from transformers import AutoTokenizer
 
+from .helpers.programs import PAIR, run
 from .helpers.tiny import tiny_draft, tiny_model
-
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "examples"))
-
-import quickstart  # noqa: E402
-
-
-def run(*command, timeout=240):
-    result = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=timeout, cwd=ROOT)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
 
 
 def table(output):
@@ -62,7 +50,7 @@ def test_generate_tp():
 
 
 def test_quickstart_with_folders_and_sampling(tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "examples/pair/target")
+    tokenizer = AutoTokenizer.from_pretrained(PAIR / "target")
     for name, model in (("target", tiny_model), ("draft", tiny_draft)):
         model(vocab_size=len(tokenizer)).save_pretrained(tmp_path / name)
         tokenizer.save_pretrained(tmp_path / name)

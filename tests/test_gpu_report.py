@@ -8,30 +8,29 @@ import subprocess
 import sys
 import time
 import warnings
-from pathlib import Path
+from functools import partial
 from types import SimpleNamespace
 
+import gpu_report
 import pytest
 import torch
+from gpu_parts import devices, rounds, speed
+from gpu_parts import tests as gpu_tests
+from gpu_parts.clock import Clock
+from gpu_parts.results import MEASURED, NOT_REACHED, Report
 from torch.autograd import DeviceType
 
 from hf_ssd import SSDStats, theory
 from hf_ssd.cli.methods import PLAIN, SSD, Method, Run
 from hf_ssd.rounds import AHEAD, PREPARED, PRIMARY, RoundRecord
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "examples"))
-import gpu_report  # noqa: E402
-from gpu_parts import devices, rounds, speed  # noqa: E402
-from gpu_parts import tests as gpu_tests  # noqa: E402
-from gpu_parts.clock import Clock  # noqa: E402
-from gpu_parts.results import MEASURED, NOT_REACHED, Report  # noqa: E402
+from .helpers.programs import ROOT, run
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
-def command(folder, *options):
-    return [sys.executable, "examples/gpu_report.py", "--dry-run", "--output", str(folder), *map(str, options)]
+def dry_run(folder):
+    return ["examples/gpu_report.py", "--dry-run", "--output", str(folder)]
 
 
 def read(folder):
@@ -43,42 +42,31 @@ def read(folder):
 
 @pytest.mark.slow
 def test_a_dry_run_does_all_of_it(tmp_path):
-    patient = command(tmp_path, "--seconds", 280)  # a busy machine is not what is tested
-    done = subprocess.run(patient, capture_output=True, text=True, timeout=290, cwd=ROOT, env=ENVIRONMENT)
-    assert done.returncode == 0, done.stderr
+    run(*dry_run(tmp_path), "--seconds", 280, timeout=290, env=ENVIRONMENT)  # a busy machine is not what is tested
     data, text = read(tmp_path)
     assert data["under way"] is None and "Cut off" not in text and "say nothing about speed" in text
     assert {"torch", "transformers", "driver", "devices"} <= set(data["about"])
-    assert data["about"]["target and draft share a device"] is True
     assert data["tests"]["result"] == "passed" and data["tests"]["counts"]["passed"] >= 3
-    has_compiler = any(map(shutil.which, ("c++", "g++", "clang++")))
-    for cell in data["speed"]["cells"]:
+    has_compiler, cells = any(map(shutil.which, ("c++", "g++", "clang++"))), data["speed"]["cells"]
+    for cell in cells:
         compiles = cell["method"] in (speed.COMPILED_PLAIN, speed.COMPILED_SSD)
         assert cell["result"] == MEASURED or (compiles and not has_compiler), cell
-    methods = {cell["method"] for cell in data["speed"]["cells"]}
-    assert {PLAIN, SSD, speed.EAGER_SSD, speed.COMPILED_PLAIN, speed.COMPILED_SSD, "SSD in turn, 5"} <= methods
-    assert {"transformers' assisted, 3", "transformers' assisted, 5", "transformers' assisted, 8"} <= methods
-    assert {cell.get("as plain", 1) for cell in data["speed"]["cells"]} == {1}
+    methods = {PLAIN, SSD, speed.EAGER_SSD, speed.COMPILED_PLAIN, speed.COMPILED_SSD}
+    methods |= {name for k in (3, 5, 8) for name in (f"SSD in turn, {k}", f"transformers' assisted, {k}")}
+    assert methods <= {cell["method"] for cell in cells} and {cell.get("as plain", 1) for cell in cells} == {1}
     # It speculates, whatever the planner makes of so short calls on a busy machine; hits are looked at below.
-    assert all(cell["tokens/round"] > 1 for cell in data["speed"]["cells"] if cell["method"].startswith("SSD in turn"))
+    assert all(cell["tokens/round"] > 1 for cell in cells if cell["method"].startswith("SSD in turn"))
     for title in ("T = 0, 1 row", "T = 1, 1 row", "T = 0, 8 rows", "T = 1, 8 rows", "(best of 3)"):
         assert title in text
     [tables] = data["profile"]["pairs"].values()
-    assert [title for title, table in tables.items() if isinstance(table, str)] == [
-        "Where the target's process waits for its device, per call"
-    ]
     [projected] = [table for title, table in tables.items() if title.startswith("PROJECTED")]
-    assert projected["over plain"] > 0 and "PROJECTED" in text and tables["A round in a call, ms"]["hit rate"] > 0
+    assert projected["over plain"] > 0 and tables["A round in a call, ms"]["hit rate"] > 0
     assert (tmp_path / "timeline.png").stat().st_size > 5000
 
 
 @pytest.mark.slow
 def test_a_target_that_several_devices_share(tmp_path):
-    options = ("--target-ranks", 2, "--only", "speed")
-    done = subprocess.run(
-        command(tmp_path, *options), capture_output=True, text=True, timeout=280, cwd=ROOT, env=ENVIRONMENT
-    )
-    assert done.returncode == 0, done.stderr
+    run(*dry_run(tmp_path), "--target-ranks", 2, "--only", "speed", env=ENVIRONMENT)
     data, _ = read(tmp_path)
     assert "failed" not in data["speed"], (tmp_path / "ranks.txt").read_text()
     cells = {c["method"]: c for c in data["speed"]["cells"] if "T = 0, 8 rows" in c["setting"]}
@@ -90,9 +78,8 @@ def test_a_target_that_several_devices_share(tmp_path):
 
 @pytest.mark.slow
 def test_what_was_done_before_it_was_killed_can_be_read(tmp_path):
-    process = subprocess.Popen(
-        command(tmp_path, "--only", "speed", "--turns", 1000), cwd=ROOT, env=ENVIRONMENT, stderr=subprocess.DEVNULL
-    )
+    words = [*dry_run(tmp_path), "--only", "speed", "--turns", "1000"]
+    process = subprocess.Popen([sys.executable, *words], cwd=ROOT, env=ENVIRONMENT, stderr=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + 120
         while MEASURED not in ((tmp_path / "report.json").read_text() if (tmp_path / "report.json").exists() else ""):
@@ -110,23 +97,18 @@ def test_what_was_done_before_it_was_killed_can_be_read(tmp_path):
 @pytest.mark.slow
 def test_the_tests_for_gpus_pass_with_the_cpu_in_place_of_two():
     """What the dry run leaves out."""
-    program = [sys.executable, "-m", "pytest", "tests/gpu", "-m", "gpu", "-k", "not oracle", "-q", "-o", "addopts="]
-    environment = {**ENVIRONMENT, "HF_SSD_TEST_DEVICES": "cpu,cpu"}
-    done = subprocess.run(program, capture_output=True, text=True, timeout=280, cwd=ROOT, env=environment)
-    assert done.returncode == 0 and "15 passed" in done.stdout, done.stdout
+    words = ["-m", "pytest", "tests/gpu", "-m", "gpu", "-k", "not oracle", "-q", "-o", "addopts="]
+    assert "15 passed" in run(*words, env={**ENVIRONMENT, "HF_SSD_TEST_DEVICES": "cpu,cpu"})
 
 
 # ---------------------------------------------------------------- what it decides
 
 
-def test_without_a_gpu_it_says_so(tmp_path, monkeypatch, capsys):
+def test_what_it_cannot_do_is_said_first(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(devices, "accelerators", lambda: [])
     assert gpu_report.main(["--output", str(tmp_path / "folder")]) == 2
     assert "no GPU here" in (said := capsys.readouterr().err) and "--dry-run" in said
     assert not (tmp_path / "folder").exists()
-
-
-def test_a_target_without_a_draft_is_refused(tmp_path, capsys):
     with pytest.raises(SystemExit) as refused:
         gpu_report.parse_arguments(["--output", str(tmp_path), "--target", "folder"])
     assert refused.value.code == 2 and "name both or neither" in capsys.readouterr().err
@@ -144,35 +126,26 @@ def test_who_gets_which_device(monkeypatch, count, asked, ranks, draft, taken):
     assert layout.devices == taken and layout.is_shared == (count == 1)
 
 
-@pytest.fixture
-def in_process(monkeypatch):
+def test_one_part_alone_leaves_the_others_and_one_that_raises_too(tmp_path, monkeypatch):
     """main() without its effects on this process; the parts only note that they ran."""
     monkeypatch.setattr(signal, "signal", lambda *handler: None)
     for name in ("set_verbosity_error", "disable_progress_bar"):
         monkeypatch.setattr(gpu_report.logging, name, lambda: None)
     ran = []
 
-    def part(name):
-        def measure(args, layout, report, seconds):
-            ran.append((name, seconds))
-            report.begin(name, {"command": "pytest", "cells": [], "pairs": {}, "times": len(ran)})
-            if name == "speed":
-                raise RuntimeError("no room\nfor this")
+    def part(name, args, layout, report, seconds):
+        ran.append((name, seconds))
+        report.begin(name, {"command": "pytest", "cells": [], "pairs": {}, "times": len(ran)})
+        if name == "speed":
+            raise RuntimeError("no room\nfor this")
 
-        return measure
-
-    monkeypatch.setattr(gpu_report, "MEASURES", {name: part(name) for name in gpu_report.MEASURES})
-    return ran
-
-
-def test_one_part_alone_leaves_the_others_and_one_that_raises_too(tmp_path, in_process):
+    monkeypatch.setattr(gpu_report, "MEASURES", {name: partial(part, name) for name in gpu_report.MEASURES})
     dry = ["--output", str(tmp_path), "--dry-run"]
     assert gpu_report.main(dry) == 0
-    assert [name for name, _ in in_process] == ["tests", "speed", "profile"]
-    given = [seconds for _, seconds in in_process]
-    assert given == pytest.approx([110, 355, 460], abs=5)  # what the parts before have left
+    assert [name for name, _ in ran] == ["tests", "speed", "profile"]
+    assert [seconds for _, seconds in ran] == pytest.approx([110, 355, 460], abs=5)  # what the parts before have left
     assert gpu_report.main([*dry, "--only", "profile", "--seconds", "7"]) == 0
-    assert in_process[3:] == [("profile", pytest.approx(7, abs=1))]
+    assert ran[3:] == [("profile", pytest.approx(7, abs=1))]
     data, text = read(tmp_path)
     assert [data[name]["times"] for name in gpu_report.MEASURES] == [1, 2, 4]
     assert data["speed"]["failed"] == "RuntimeError: no room" and "ended early: RuntimeError: no room" in text
@@ -201,8 +174,7 @@ class Bench:
 
 
 def cells_of(**speeds):
-    names = {"plain": PLAIN, "ssd": SSD, "compiled": speed.COMPILED_PLAIN, "broken": "broken"}
-    cells = {}
+    names, cells = {"plain": PLAIN, "ssd": SSD, "compiled": speed.COMPILED_PLAIN, "broken": "broken"}, {}
     for key, value in speeds.items():
         record = {"setting": "T = 0", "method": names[key], "family": names[key], "result": NOT_REACHED}
         how = speed.LATE if key == "compiled" else {}
@@ -231,17 +203,6 @@ def test_a_cell_that_raises_is_recorded_and_the_others_remain(tmp_path):
     assert [record["result"] for record in records] == [MEASURED, "failed: RuntimeError: CUDA out of memory", MEASURED]
     assert len([turn for turn, s in bench.order if isinstance(s, Exception)]) == 1
     assert "Not measured: broken (failed: RuntimeError: CUDA out of memory)." in read(tmp_path)[1]
-
-
-def test_a_pair_that_does_not_load_is_the_result_of_its_cells(tmp_path, monkeypatch):
-    def load(name, args, layout):
-        raise torch.OutOfMemoryError("no room for weights")
-
-    monkeypatch.setattr(speed, "load", load)
-    report, args = Report(tmp_path, {}), SimpleNamespace(target=None, draft=None, dry_run=False)
-    speed.measure(args, None, report, 60)
-    results = {cell["result"] for cell in report.data["speed"]["cells"]}
-    assert results == {"failed: OutOfMemoryError: no room for weights"}
 
 
 def test_tests_that_take_too_long_are_cut_off(tmp_path):

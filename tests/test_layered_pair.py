@@ -1,9 +1,6 @@
 """Pairs of any size that agree as often as asked."""
 
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from examples.layered_pair import SIZES, Size, acceptance_rate, layered_pair
 
-ROOT = Path(__file__).parent.parent
+from .helpers.programs import run
 
 
 @pytest.mark.parametrize("agreement, temperature", [(0.6, 1.0), (0.9, 0.0)])
@@ -84,11 +81,9 @@ def test_errors_come_before_work():
 
 
 def test_the_script_saves_a_pair_that_loads(tmp_path):
-    command = [sys.executable, "examples/layered_pair.py", "--size", "tiny", "--agreement", "0.8", "--output", tmp_path]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
-    assert result.returncode == 0, result.stderr
-    rate = float(re.search(r"acceptance rate ([\d.]+)", result.stdout).group(1))
-    assert abs(rate - 0.8) < 0.05 and "parameters" in result.stdout and "epsilon" in result.stdout
+    said = run("examples/layered_pair.py", "--size", "tiny", "--agreement", 0.8, "--output", tmp_path)
+    rate = float(re.search(r"acceptance rate ([\d.]+)", said).group(1))
+    assert abs(rate - 0.8) < 0.05 and "parameters" in said and "epsilon" in said
     target, draft = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("target", "draft"))
     assert target.dtype == draft.dtype == torch.bfloat16
     assert target.config.eos_token_id is None and target.generation_config.eos_token_id is None

@@ -1,15 +1,11 @@
 """The README's first table: its rows, and the program as a user runs it."""
 
 import json
-import sys
 
+import measure_public
 import pytest
 
-from .test_pair import PAIR, ROOT, run
-
-sys.path.insert(0, str(ROOT / "examples"))
-
-import measure_public  # noqa: E402
+from .helpers.programs import PAIR, run
 
 
 def test_the_table_has_a_row_for_each_method_and_empty_cells_for_what_did_not_run():

@@ -7,35 +7,25 @@ import json
 import random
 import re
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from hf_ssd.drafting.heads.eagle3 import Eagle3Head
 
 from .helpers.families import sharp_model, tiny_config
-from .helpers.tiny import tiny_model
-
-ROOT = Path(__file__).parent.parent
+from .helpers.programs import ROOT, run
 
 
-def run(program, *arguments):
-    command = [sys.executable, f"examples/{program}", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=ROOT)
-
-
-def program(name, monkeypatch):
+def program(name):
     """A program as a module: what it is made of."""
-    monkeypatch.syspath_prepend(ROOT / "examples")
     return importlib.import_module(name)
 
 
-def test_a_head_is_loaded_for_its_target_and_not_as_a_model_of_random_weights(monkeypatch):
-    workload = program("workload", monkeypatch)
+def test_a_head_is_loaded_for_its_target_and_not_as_a_model_of_random_weights():
+    workload = program("workload")
     folders = {"target": workload.PAIR / "target", "draft": workload.PAIR / "eagle3"}
     _, draft, _ = workload.load_pair(SimpleNamespace(**folders, dtype="float32", layered=None, compile=False))
     assert isinstance(draft, Eagle3Head)
@@ -44,37 +34,32 @@ def test_a_head_is_loaded_for_its_target_and_not_as_a_model_of_random_weights(mo
 @pytest.mark.slow
 def test_sweep(tmp_path):
     figures = tmp_path / "sweep.json"
-    done = run(
-        "sweep.py", "--max-new-tokens", 12, "--repeats", 1, "--comparisons", 2, "--finalists", 1, "--lookaheads", 2,
-        "--budgets", 4, "--output", figures,
+    said = run(
+        "examples/sweep.py", "--max-new-tokens", 12, "--repeats", 1, "--comparisons", 2, "--finalists", 1,
+        "--lookaheads", 2, "--budgets", 4, "--output", figures,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
     figures = json.loads(figures.read_text())
     in_turn_here = "lookahead 2, in turn, here"
-    in_turn = {"lookahead 2, in turn", in_turn_here}
-    assert {row["setting"] for row in figures["rows"]} == {
-        "plain generate",
-        "planned",
-        "lookahead 2, budget 4",
-    } | in_turn
+    settings = {"plain generate", "planned", "lookahead 2, budget 4", "lookahead 2, in turn", in_turn_here}
+    assert {row["setting"] for row in figures["rows"]} == settings
     finalist = next(row["setting"] for row in figures["rows"] if row["setting"] not in ("planned", in_turn_here))
     compared = {row["setting"]: row["is_finalist"] for row in figures["comparison"]}
     assert compared == {"plain generate": False, in_turn_here: False} | {finalist: True}
-    assert len(re.findall(r"the planner reaches [\d.]+ \+- [\d.]+ of ", done.stdout)) == len(compared)
+    assert len(re.findall(r"the planner reaches [\d.]+ \+- [\d.]+ of ", said)) == len(compared)
 
 
 @pytest.mark.parametrize("option, number", [("repeats", 0), ("warm-up", 0), ("comparisons", 1), ("finalists", 0)])
 def test_a_sweep_of_too_few_turns_is_refused(option, number, monkeypatch, capsys):
-    sweep = program("sweep", monkeypatch)
+    sweep = program("sweep")
     monkeypatch.setattr(sys, "argv", ["sweep.py", f"--{option}", str(number)])
     with pytest.raises(SystemExit) as refused:
         sweep.parse_arguments()
     assert refused.value.code == 2 and f"--{option} " in capsys.readouterr().err
 
 
-def test_the_best_setting_is_not_one_that_was_lucky(monkeypatch):
+def test_the_best_setting_is_not_one_that_was_lucky():
     """Of settings that differ by chance none is better than the planner. The mutant compares in the turns that pick."""
-    sweep, chance = program("sweep", monkeypatch), random.Random(0)
+    sweep, chance = program("sweep"), random.Random(0)
     found, lucky, beyond = [], [], 0
     names = [sweep.AUTO, *map(str, range(12))]
     for _ in range(200):
@@ -90,11 +75,10 @@ def test_the_best_setting_is_not_one_that_was_lucky(monkeypatch):
     assert 2 <= beyond <= 22
 
 
-def test_no_setting_always_comes_after_the_same_one(monkeypatch):
-    sweep, settings = program("sweep", monkeypatch), dict.fromkeys("abcdef", {})
+def test_no_setting_always_comes_after_the_same_one():
+    sweep, settings = program("sweep"), dict.fromkeys("abcdef", {})
     orders = ["".join(name for name, _ in sweep.order_of(settings, turn)) for turn in range(20)]
     assert all(sorted(order) == list("abcdef") for order in orders)
-    assert orders[3] == "".join(name for name, _ in sweep.order_of(settings, 3))  # a sweep can be repeated
     for name in settings:
         before = {order[order.index(name) - 1] if order[0] != name else "" for order in orders}
         assert len(before) > 3  # the mutant, always the same order: 1
@@ -102,24 +86,21 @@ def test_no_setting_always_comes_after_the_same_one(monkeypatch):
 
 @pytest.mark.slow
 def test_profile_round():
-    done = run(
-        "profile_round.py", "--layered", "tiny", "--agreement", 0.8, "--lookahead", 2, "--budget", 4,
+    said = run(
+        "examples/profile_round.py", "--layered", "tiny", "--agreement", 0.8, "--lookahead", 2, "--budget", 4,
         "--max-new-tokens", 30,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    parts = dict(re.findall(r"^((?:target|draft): .*?) +(-?[\d.]+|nan)$", done.stdout, re.MULTILINE))
-    assert (
-        float(parts["target: forward of 3 tokens, alone"]) > 0 and float(parts["draft: to answer on a hit, alone"]) > 0
-    )
+    parts = dict(re.findall(r"^((?:target|draft): .*?) +(-?[\d.]+|nan)$", said, re.MULTILINE))
+    assert float(parts["target: forward of 3 tokens, alone"]) > 0
+    assert float(parts["draft: to answer on a hit, alone"]) > 0
 
 
 @pytest.mark.slow
 def test_refeeds(tmp_path):
     sharp_model(tiny_config("qwen3_next")).save_pretrained(tmp_path)
     arguments = "--dtype", "float32", "--acceptance", 0.0, "--rounds", 6, "--repeats", 1, "--limits", 1, 1000
-    done = run("refeeds.py", "--target", tmp_path, *arguments)
-    assert done.returncode == 0, done.stderr
-    rows = dict(re.findall(r"^ +(\d+) +[\d.]+ +[\d.]+ +([\d.]+) ", done.stdout, re.MULTILINE))
+    said = run("examples/refeeds.py", "--target", tmp_path, *arguments)
+    rows = dict(re.findall(r"^ +(\d+) +[\d.]+ +[\d.]+ +([\d.]+) ", said, re.MULTILINE))
     # A token is gained in each round: 0 to 5 are fed again, or 0, 1, and then none or one, after a commit.
     assert rows == {"1": "0.5", "1000": "2.5"}
 
@@ -127,18 +108,16 @@ def test_refeeds(tmp_path):
 @pytest.mark.slow
 def test_regression(tmp_path):
     kept, case = tmp_path / "before.json", "embedded pair, greedy"
-    done = run("regression.py", "--cases", case, "--repeats", 2, "--keep", kept)
-    assert done.returncode == 0, done.stderr
+    said = run("examples/regression.py", "--cases", case, "--repeats", 2, "--keep", kept)
     before = json.loads(kept.read_text())
-    assert re.search(r"x plain \([\d.]+ to [\d.]+\)", done.stdout) and "Load before: " in done.stdout
+    assert re.search(r"x plain \([\d.]+ to [\d.]+\)", said) and "Load before: " in said
     kept.write_text(json.dumps({case: {name: [100 * x for x in ratios] for name, ratios in before[case].items()}}))
-    done = run("regression.py", "--cases", case, "--repeats", 2, "--compare", kept)
-    assert done.returncode == 0
-    assert re.search(r" 0\.\d\d of before: no verdict from fewer than 5 turns", done.stdout)
+    said = run("examples/regression.py", "--cases", case, "--repeats", 2, "--compare", kept)
+    assert re.search(r" 0\.\d\d of before: no verdict from fewer than 5 turns", said)
 
 
-def test_a_verdict_takes_turns_that_differ_less_than_the_runs(monkeypatch):
-    verdict, turns = program("regression", monkeypatch).verdict, [1.0, 1.1, 1.2, 1.3, 1.4]
+def test_a_verdict_takes_turns_that_differ_less_than_the_runs():
+    verdict, turns = program("regression").verdict, [1.0, 1.1, 1.2, 1.3, 1.4]
     assert verdict(turns, [x / 2 for x in turns])[1] == "slower"
     assert verdict(turns, [2 * x for x in turns])[1] == "faster"
     assert verdict(turns, [x + 0.1 for x in turns])[1] == "as before"
@@ -150,7 +129,7 @@ def test_a_verdict_takes_turns_that_differ_less_than_the_runs(monkeypatch):
 )
 def test_a_busy_machine_is_warned_of(load, turns, is_busy, monkeypatch, capsys):
     monkeypatch.setattr("os.cpu_count", lambda: 8)
-    program("workload", monkeypatch).say_how_busy(load, turns)
+    program("workload").say_how_busy(load, turns)
     shown = capsys.readouterr().out
     assert f"Load before: {load} on 8 cores" in shown and ("WARNING" in shown) == is_busy
 
@@ -158,7 +137,7 @@ def test_a_busy_machine_is_warned_of(load, turns, is_busy, monkeypatch, capsys):
 @pytest.mark.parametrize("prompts", ["none.jsonl", "tests"])
 def test_a_file_of_prompts_that_is_not_there_is_said_before_anything_is_loaded(prompts, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
-    benchmark = program("benchmark", monkeypatch)
+    benchmark = program("benchmark")
     with pytest.raises(SystemExit):
         benchmark.parse_arguments(["--prompts", prompts])
     assert f"There is no file '{prompts}'." in capsys.readouterr().err
@@ -198,44 +177,8 @@ def test_a_program_starts_with_the_package_alone_and_needs_no_more_than_an_extra
     assert "from tqdm import" not in path.read_text()  # tqdm.auto, which notebooks draw
 
 
-def test_engines_have_a_row_of_their_fastest_ways_compared_with_plain_generate(monkeypatch):
-    engines = program("compare_engines", monkeypatch)
-    tokens = [1, 2, 3]
-    found = {
-        "transformers": {"plain": {"speeds": [20, 10, 30], "tokens": tokens}},
-        "other": {
-            "plain": {"speeds": [30], "tokens": tokens},
-            "prompt lookup, 3": {"speeds": [40], "tokens": [1, 5, 3]},
-            "prompt lookup, 6": {"speeds": [50], "tokens": tokens},
-            "draft, 3": {"error": "ValueError: no"},
-        },
-        "wrong": {"draft": {"speeds": [10], "tokens": [1, 2, 4]}},
-    }
-    rows = [engines.row(name, engines.fastest(ways), 20, tokens) for name, ways in found.items()]
-    assert rows == [
-        "| transformers | 20.0 (1.00) |  |  | all |",
-        "| other | 30.0 (1.50) | 50.0 (2.50) | failed | all |",
-        "| wrong |  |  | 10.0 (0.50) | the first 2 of 3 |",
-    ]
-    assert {line.count("|") for line in [*rows, *engines.head().splitlines()]} == {6}
-    with pytest.raises(SystemExit):
-        engines.parse_arguments(["--temperature", "1"])
-
-
-def test_an_engine_is_installed_once_and_again_with_other_packages(monkeypatch, tmp_path):
-    engines, commands = program("compare_engines", monkeypatch), []
-    monkeypatch.setattr(engines, "run", commands.append)
-    (tmp_path / "flashspec").mkdir()
-    python = engines.installed("flashspec", tmp_path)
-    assert commands[1][1:] == ["install", "--quiet", *engines.ENGINES["flashspec"].packages] and len(commands) == 3
-    assert engines.installed("flashspec", tmp_path) == python and len(commands) == 3
-    (tmp_path / "flashspec" / "installed").write_text("flashspec==0.1.3\n")
-    engines.installed("flashspec", tmp_path)
-    assert len(commands) == 6 and str(engines.installed("transformers", tmp_path)) == sys.executable
-
-
 def test_a_way_that_an_engine_refuses_is_named_with_its_error_beside_the_others(monkeypatch, tmp_path):
-    engines = program("compare_engines", monkeypatch)
+    engines = program("compare_engines")
     runner = tmp_path / "run_it.py"
     monkeypatch.setitem(engines.ENGINES, "it", engines.Engine(str(runner)))
     job = {"prompt": [7], "new_tokens": 3, "repeats": 2, "lookaheads": [5], "draft": "folder"}
@@ -257,44 +200,11 @@ job.do(lambda work: job.speculating(work, lambda n: lambda prompt, length: promp
     }
 
 
-def test_a_draft_with_a_small_vocabulary_drafts_the_same_tokens_with_the_whole(monkeypatch):
-    engines = program("compare_engines", monkeypatch)
-    tokenizer, small = ({text: i for i, text in enumerate(texts)} for texts in ("abcdefgh", "hbe"))
-    tokenizer, small = SmallTokenizer(tokenizer), SmallTokenizer(small)
-    draft = tiny_model(vocab_size=3, tie_word_embeddings=True)
-    ids = torch.tensor([[1, 2, 1, 1, 2]])
-    expected = draft(ids).logits
-    kept = torch.tensor([7, 1, 4])  # h, b, e
-    logits = engines.whole_vocabulary(draft, small, tokenizer, 8)(kept[ids]).logits
-    assert logits.shape[-1] == 8
-    torch.testing.assert_close(logits[..., kept], expected)
-    assert torch.equal(logits.argmax(-1), kept[expected.argmax(-1)])
-
-
-class SmallTokenizer:
-    """The methods of a tokenizer that translate between tokens and their texts."""
-
-    bos_token_id, eos_token_id = 0, 0
-
-    def __init__(self, ids):
-        self.ids = ids
-
-    def __len__(self):
-        return len(self.ids)
-
-    def convert_ids_to_tokens(self, ids):
-        return [list(self.ids)[i] for i in ids]
-
-    def convert_tokens_to_ids(self, texts):
-        return [self.ids[text] for text in texts]
-
-
 @pytest.mark.slow
 def test_this_environment_is_a_row_of_the_comparison(tmp_path):
-    done = run(
-        "compare_engines.py", "--engines", "hf_ssd", "--environments", tmp_path, "--max-new-tokens", 12,
+    said = run(
+        "examples/compare_engines.py", "--engines", "hf_ssd", "--environments", tmp_path, "--max-new-tokens", 12,
         "--repeats", 1, "--lookaheads", 3,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    rows = [re.findall(r"\(([\d.]+)\)", row) for row in done.stdout.splitlines() if row.endswith("| all |")]
-    assert len(rows) == 2 and len(rows[0]) == 3 and len(rows[1]) == 2, done.stdout
+    rows = [re.findall(r"\(([\d.]+)\)", row) for row in said.splitlines() if row.endswith("| all |")]
+    assert len(rows) == 2 and len(rows[0]) == 3 and len(rows[1]) == 2, said

@@ -1,30 +1,21 @@
 """The embedded pair: what it is worth, and how it is trained."""
 
 import ast
-import inspect
 import json
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+import quickstart
 import torch
+import train_parallel_draft
+import training
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_ssd.cli import check, prompts
 from hf_ssd.drafting.heads.loading import head_for
 
+from .helpers.programs import PAIR, ROOT, run
 from .helpers.tiny import tiny_model
-
-ROOT = Path(__file__).parent.parent
-PAIR = ROOT / "examples" / "pair"
-sys.path.insert(0, str(ROOT / "examples"))
-
-import pair_corpus  # noqa: E402
-import quickstart  # noqa: E402
-import train_parallel_draft  # noqa: E402
-import training  # noqa: E402
 
 FLOOR = 0.95  # of the recorded acceptance
 
@@ -72,19 +63,10 @@ def test_a_worse_draft_falls_below_the_floor(pair):
 def all_prompts() -> list[str]:
     """Returns the prompts of the programs, the page, the README and the quickstart."""
     page = (ROOT / "hf_ssd" / "serving" / "page.html").read_text()
-    texts = [(ROOT / name).read_text() for name in ("README.md", "docs/quickstart.md", "docs/serving.md")]
-    written = [
-        ast.literal_eval(found)
-        for text in texts
-        for found in re.findall(r'(?:tokenizer\(|generator\(|prompt=)("[^"]+")', text)
-    ]
-    return [
-        quickstart.PROMPT,
-        re.search(r'<textarea id="prompt"[^>]*>(.*?)</textarea>', page, re.DOTALL)[1],
-        *check.PROMPTS,
-        *prompts.SNIPPETS,
-        *written,
-    ]
+    texts = "\n".join((ROOT / name).read_text() for name in ("README.md", "docs/quickstart.md", "docs/serving.md"))
+    written = map(ast.literal_eval, re.findall(r'(?:tokenizer\(|generator\(|prompt=)("[^"]+")', texts))
+    of_page = re.search(r'<textarea id="prompt"[^>]*>(.*?)</textarea>', page, re.DOTALL)[1]
+    return [quickstart.PROMPT, of_page, *check.PROMPTS, *prompts.SNIPPETS, *written]
 
 
 def loops(ids: list[int]) -> bool:
@@ -96,20 +78,12 @@ def loops(ids: list[int]) -> bool:
 def test_no_prompt_falls_into_a_loop(pair, prompt):
     inputs = pair["tokenizer"](prompt, return_tensors="pt", return_token_type_ids=False)
     output = pair["target"].generate(**inputs, max_new_tokens=100, do_sample=False)
-    assert not loops(output[0, inputs["input_ids"].shape[1] :].tolist()), pair["tokenizer"].decode(output[0])
-
-
-def test_a_loop_is_found():
-    assert loops([1, 2, 3] * 10) and not loops(list(range(50)) * 2)
+    assert loops([1, 2, 3] * 10) and not loops(output[0, inputs["input_ids"].shape[1] :].tolist()), pair[
+        "tokenizer"
+    ].decode(output[0])
 
 
 # ---------------------------------------------------------------- how it is trained
-
-
-def run(*command):
-    done = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, timeout=240, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 TINY = "--draft-steps 2 --loop-steps 2 --batch-size 2 --length 64 --vocab-size 300 --num-threads 1".split()
@@ -169,39 +143,6 @@ def test_train_eagle3_trains_and_saves_a_head_that_loads(pair, tmp_path):
     )  # fmt: skip
     assert len(json.loads(output)["acceptance_by_position"]["eagle3_temperature_1"]) == 3
     assert head_for(tmp_path / "head", pair["target"]).config.target_layers == [2, 6, 11]
-
-
-def test_what_repeats_is_found_and_made_unlikely():
-    ids = torch.tensor([[1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2], [1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3]])
-    assert training.repeats(ids, size=3).tolist() == [[False] * 8 + [True] * 3, [False] * 11]
-    logits = torch.randn(2, 11, 9, generator=torch.Generator().manual_seed(0), requires_grad=True)
-    p = logits.softmax(-1)
-    expected = -sum((1 - p[0, place - 1, ids[0, place]]).log() for place in (8, 9, 10)) / 3
-    loss = training.unlikelihood(logits, ids, training.repeats(ids, size=3))
-    torch.testing.assert_close(loss, expected)
-    loss.backward()
-    assert logits.grad[0, 7, 3] > 0 and not logits.grad[1].any()
-
-
-def test_the_text_is_cleaned():
-    source = inspect.cleandoc(
-        '''
-        from __future__ import annotations
-        from . import sibling
-        TABLE = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13]
-
-        def add(a: int, b: int = 2) -> int:
-            """Add two numbers.
-
-            >>> add(1)
-            """
-            # plainly
-            return a + b
-        '''
-    )
-    (text,) = pair_corpus.formatted([pair_corpus.clean(source)])
-    assert text == 'def add(a, b=2):\n    """Add two numbers."""\n    return a + b\n'
-    assert pair_corpus.clean("def broken(:") == ""
 
 
 @pytest.mark.parametrize("hidden_from_others", [True, False])

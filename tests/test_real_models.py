@@ -1,14 +1,9 @@
 """The GGUF files that examples/real_models.py joins from the parts of several packages."""
 
 import struct
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-
-import real_models  # noqa: E402
+import real_models
 
 NAME = "qwen-coder-1.5b"
 HEADER = b"GGUF" + struct.pack("<IQ", 3, 339)

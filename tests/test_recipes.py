@@ -2,14 +2,13 @@
 
 import re
 import shutil
-import subprocess
-import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from .helpers import programs
+from .helpers.programs import ROOT
+
 TEXT = ROOT.joinpath("CONTRIBUTING.md").read_text()
 
 
@@ -136,16 +135,14 @@ def test_a_recipe_changes_one_or_two_files(name):
 
 
 # The tests that the recipes name: what is put in the place of what, and which of the tests are of the recipes.
+EAGLE = "from hf_ssd.drafting.heads.eagle import EagleHead\n"
+CASES = """
+    "twice": Case(lambda target, noise: tiny_draft(seed=3, disagreement=noise, **SIZES), {"drafter": "twice"}),
+    "first_eagle": Case(lambda target, noise: EagleHead(target).eval(), takes_worker=False, kind="eagle3"),
+"""
+GIVEN = "@given(st.lists(st.floats(0, 1), max_size=8))"
 TESTS = {
-    "drafting/test_cache_shapes.py": (
-        [
-            (
-                "@given(st.lists(st.floats(0, 1), max_size=8))",
-                f"{code_of('test_ends')}\n\n@given(st.lists(st.floats(0, 1), max_size=8))",
-            )
-        ],
-        "ends",
-    ),
+    "drafting/test_cache_shapes.py": ([(GIVEN, f"{code_of('test_ends')}\n\n{GIVEN}")], "ends"),
     "matrix.py": (
         [
             ('"geometric", "uniform")}', '"geometric", "uniform", "ends")}'),
@@ -159,16 +156,8 @@ TESTS = {
     ),
     "drafting/test_every_drafter.py": (
         [
-            (
-                '    "parallel": Case(',
-                '    "twice": Case(lambda target, noise: tiny_draft(seed=3, disagreement=noise, **SIZES), '
-                '{"drafter": "twice"}),\n    "first_eagle": Case(lambda target, noise: EagleHead(target).eval(), '
-                'takes_worker=False, kind="eagle3"),\n    "parallel": Case(',
-            ),
-            (
-                "from hf_ssd.rounds import NGRAM",
-                "from hf_ssd.drafting.heads.eagle import EagleHead\nfrom hf_ssd.rounds import NGRAM",
-            ),
+            ('\n    "parallel": Case(', f'{CASES}    "parallel": Case('),
+            ("from hf_ssd.rounds import NGRAM", f"{EAGLE}from hf_ssd.rounds import NGRAM"),
         ],
         "twice or first_eagle",
     ),
@@ -198,20 +187,14 @@ def changed(tmp_path_factory):
     return folder
 
 
-def run(folder, *arguments):
-    found = subprocess.run([sys.executable, *arguments], cwd=folder, capture_output=True, text=True, timeout=280)
-    assert found.returncode == 0, found.stdout[-3000:] + found.stderr[-3000:]
-    return found.stdout
-
-
 def test_what_the_recipes_make_is_used_in_calls(changed, fresh_python):
     program = f"import sys\nsys.path[:0] = [{str(changed)!r}]\n{PROGRAM}"
-    assert run(changed, "-c", program).split() == [str(changed / "hf_ssd/__init__.py"), "done"]
+    assert programs.run("-c", program, cwd=changed).split() == [str(changed / "hf_ssd/__init__.py"), "done"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("file", TESTS)
 def test_the_tests_that_the_recipes_name_pass(changed, file, fresh_python):
     chosen = ("-k", TESTS[file][1], "-n", "0", "-q", "-p", "no:cacheprovider")
-    said = run(changed, "-m", "pytest", f"tests/{file}".replace("/matrix", "/test_matrix"), *chosen)
+    said = programs.run("-m", "pytest", f"tests/{file}".replace("/matrix", "/test_matrix"), *chosen, cwd=changed)
     assert " passed" in said and "failed" not in said

@@ -7,8 +7,14 @@ import sys
 from argparse import Namespace
 from collections import Counter
 
+import cut_draft
+import own_texts
+import prompt_kinds
 import pytest
+import small_vocabulary
 import torch
+import train_draft
+import training_time
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
@@ -16,20 +22,11 @@ import hf_ssd
 from hf_ssd.drafting.vocabulary import Vocabulary
 from hf_ssd.generation.tokenizers import translation_between
 
+from .helpers.comparing import generate
 from .helpers.families import sharp_model, tiny_config
+from .helpers.programs import PAIR, run
 from .helpers.tiny import FAMILIES, tiny_model
 from .helpers.vocabularies import byte_level, sentencepiece
-from .test_pair import PAIR, ROOT, run
-
-sys.path.insert(0, str(ROOT / "examples"))
-
-import cut_draft  # noqa: E402
-import own_texts  # noqa: E402
-import prompt_kinds  # noqa: E402
-import small_vocabulary  # noqa: E402
-import train_draft  # noqa: E402
-import training  # noqa: E402
-import training_time  # noqa: E402
 
 WORDS = "the quick brown fox jumps over the lazy dog, größer als das 日本"
 
@@ -47,9 +44,8 @@ def test_no_prompt_that_is_held_out_is_learned_from():
 
 
 def pair():
-    return AutoModelForCausalLM.from_pretrained(PAIR / "target", dtype="float32"), AutoTokenizer.from_pretrained(
-        PAIR / "target", padding_side="left"
-    )
+    target = AutoModelForCausalLM.from_pretrained(PAIR / "target", dtype="float32")
+    return target, AutoTokenizer.from_pretrained(PAIR / "target", padding_side="left")
 
 
 def test_a_text_has_the_distribution_in_the_place_of_each_token_of_its_answer():
@@ -207,13 +203,13 @@ def test_a_target_that_cannot_be_cut_is_named():
 # ---------------------------------------------------------------- learning
 
 
-def lessons_of(whole, small, length=64):
+def lessons_of(whole, small):
     translation = translation_between(whole, small, len(whole), len(small))
     target = tiny_model(vocab_size=len(whole))
     whole.padding_side = "left"
     whole.pad_token = whole.decode([0])
     texts = own_texts.write(target, whole, ["the quick", "größer als das 日本 a fox"], 6, 0.0)
-    return train_draft.Lessons(texts, translation, length), texts, translation
+    return train_draft.Lessons(texts, translation, 64), texts, translation
 
 
 @pytest.mark.parametrize("shift", [0, 1])
@@ -238,35 +234,6 @@ def test_a_draft_learns_in_the_places_where_it_drafts(shift):
     assert names == [whole.convert_ids_to_tokens(i) for i in theirs]
 
 
-def test_of_a_long_text_the_end_is_learned():
-    whole = byte_level()
-    small = small_vocabulary.small_tokenizer(whole, Counter(), 270)
-    all_of_it, _, _ = lessons_of(whole, small)
-    end, _, _ = lessons_of(whole, small, length=5)
-    for (ids, places, likely, p), (last, kept, theirs, q) in zip(all_of_it.rows, end.rows):
-        assert torch.equal(last, ids[-5:]) and torch.equal(kept + len(ids) - 5, places[-len(kept) :])
-        assert torch.equal(theirs, likely[-len(kept) :]) and torch.equal(q, p[-len(kept) :])
-
-
-def test_training_by_the_clock_ends_and_goes_on_with_the_time_that_is_left(tmp_path, monkeypatch):
-    now = iter(range(10**6))
-    monkeypatch.setattr(training.time, "perf_counter", lambda: next(now))  # a second passes at each look
-    model, figures = tiny_model(), []
-
-    def loss_of(step):
-        return model(input_ids=torch.tensor([[1, 2, 3]])).logits.square().mean()
-
-    def train(seconds):
-        return training.train(
-            model, loss_of, 10**6, 1e-3, tmp_path / "m.pt", "m", seconds=seconds, measure=lambda: figures.append(1)
-        )
-
-    first = train(30)
-    assert 5 < first < 30 and figures
-    assert train(30) == first  # there is no time left
-    assert first < train(60) < 3 * first
-
-
 # ---------------------------------------------------------------- how long it takes
 
 
@@ -281,14 +248,6 @@ def test_writing_is_timed_by_prompts_that_are_read_and_steps_of_a_whole_batch(mo
     measured = training_time.tokens_per_second(target, tokenizer, prompts, args)
     assert measured == pytest.approx(4 * 8 / (4 * read + 8 * 4))
     assert measured not in (pytest.approx(1.0), pytest.approx(4 * 8 / (4 * read + 8)))
-
-
-def test_an_estimate_names_both_rates_what_the_minutes_give_and_minutes_that_suffice():
-    assert training_time.estimate(tokens=400.0, steps=0.5, minutes=30, writing=0.25).splitlines() == [
-        "Writing: about 400 tokens/s. Learning: about 2 s a step.",
-        "30 minutes give about 180,000 tokens and 675 steps.",
-        "480,000 tokens and 2,600 steps take about 20 min and 87 min: --minutes 107 --writing 0.19",
-    ]
 
 
 def test_without_minutes_the_program_measures_and_leaves_nothing(tmp_path, monkeypatch, capsys):
@@ -320,14 +279,11 @@ def test_train_draft_makes_a_draft_that_is_accepted_and_goes_on_where_it_stopped
     assert list(second["acceptance"]) == ["prompts, temperature 0", "prompts, temperature 0.7"]
     assert second["acceptance"]["prompts, temperature 0"]["rate"] > 0.2
     target, tokenizer = pair()
-    small = AutoTokenizer.from_pretrained(tmp_path / "draft")
+    both = {"tokenizer": tokenizer, "assistant_tokenizer": AutoTokenizer.from_pretrained(tmp_path / "draft")}
+    draft = AutoModelForCausalLM.from_pretrained(tmp_path / "draft", dtype="float32")
     inputs = tokenizer("def read_name(self", return_tensors="pt", return_token_type_ids=False)
     plain = target.generate(**inputs, max_new_tokens=24, do_sample=False)
-    output = hf_ssd.enable(target).generate(
-        **inputs, max_new_tokens=24, do_sample=False, assistant_model=AutoModelForCausalLM.from_pretrained(
-            tmp_path / "draft", dtype="float32"), tokenizer=tokenizer, assistant_tokenizer=small,
-        ssd_config=hf_ssd.SSDConfig(lookahead=4, asynchronous=False), return_dict_in_generate=True,
-    )  # fmt: skip
+    output = generate(hf_ssd.enable(target), draft, inputs, max_new_tokens=24, **both)
     assert torch.equal(output.sequences, plain) and sum(k for _, k, _ in output.ssd_stats.verified_rows()) > 0
     with pytest.raises(AssertionError, match="is of a run with other options"):
         run(*command, "--minutes", 0.3, "--seed", 1)

@@ -14,9 +14,9 @@ from hf_ssd import versions
 from hf_ssd.cache.cache_name import CACHE
 from hf_ssd.generation.checks import check_generation
 
+from .helpers import comparing
 from .helpers.tiny import padded_batch, tiny_model
 
-CONFIG = hf_ssd.SSDConfig(lookahead=3, budget=8, asynchronous=False)
 REQUIRED = ["torch>=2.11,<2.15", "transformers>=5.17,<5.25", "tqdm>=4.60", 'transformers[serving]; extra == "serve"']
 
 
@@ -39,24 +39,22 @@ def said(monkeypatch):
     return lines
 
 
-def generate(target, draft, **options):
-    options = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True, **options}
-    output = target.generate(**{**padded_batch(2), **options}, assistant_model=draft, ssd_config=CONFIG)
-    assert output.ssd_stats.draft_failure is None and output.ssd_stats.tokens_per_round > 1.1
+def generate(target, draft, inputs=None, **options):
+    output = comparing.generate(target, draft, inputs or padded_batch(2), max_new_tokens=12, **options)
+    assert output.ssd_stats.tokens_per_round > 1.1
     return output
 
 
-@pytest.mark.parametrize(
-    "transformers, torch_version, is_tested",
-    [
-        ("5.17.0", "2.11.0", True),
-        ("5.24.3", "2.13.0+cpu", True),
-        ("5.25.0", "2.13.0", False),
-        ("5.25.0.dev0", "2.13.0", False),
-        ("5.16.1", "2.13.0", False),
-        ("5.24.0", "2.15.0+cu130", False),
-    ],
-)
+RELEASES = [  # of transformers and torch, and whether they are among the tested ones
+    ("5.17.0", "2.11.0", True),
+    ("5.24.3", "2.13.0+cpu", True),
+    ("5.25.0.dev0", "2.13.0", False),
+    ("5.16.1", "2.13.0", False),
+    ("5.24.0", "2.15.0+cu130", False),
+]
+
+
+@pytest.mark.parametrize("transformers, torch_version, is_tested", RELEASES)
 def test_releases_outside_of_the_tested_range_are_named_once_and_calls_go_on(
     target, draft, installed, said, transformers, torch_version, is_tested
 ):
@@ -77,30 +75,23 @@ def test_a_package_that_is_not_installed_says_nothing(target, draft, installed, 
     assert not said
 
 
-@pytest.fixture
-def renamed(monkeypatch):
-    """The next release, whose `generate()` keeps its cache under another name."""
+@pytest.mark.parametrize("lacks", ["the cache", "_prefill", "_optimize_model_for_decode"])
+def test_a_release_that_renames_what_a_call_needs_gets_a_sentence_about_versions(
+    target, draft, installed, monkeypatch, lacks
+):
     original = GenerationMixin._prepare_cache_for_generation
 
     def under_another_name(self, generation_config, model_kwargs, *args):
         original(self, generation_config, model_kwargs, *args)
         model_kwargs["keys_and_values"] = model_kwargs.pop(CACHE)
 
-    monkeypatch.setattr(GenerationMixin, "_prepare_cache_for_generation", under_another_name)
-
-
-@pytest.mark.parametrize("lacks", ["the cache", "_prefill", "_optimize_model_for_decode"])
-def test_a_release_that_renames_what_a_call_needs_gets_a_sentence_about_versions(
-    target, draft, installed, monkeypatch, request, lacks
-):
     installed["transformers"] = "5.25.0"
     if lacks == "the cache":
-        request.getfixturevalue("renamed")
+        monkeypatch.setattr(GenerationMixin, "_prepare_cache_for_generation", under_another_name)
     else:
         monkeypatch.delattr(GenerationMixin, lacks)
-    with pytest.raises(
-        RuntimeError, match=r"transformers 5.25.0 .* tested on .*<5.25.* missing; install a tested"
-    ) as found:
+    words = r"transformers 5.25.0 .* tested on .*<5.25.* missing; install a tested"
+    with pytest.raises(RuntimeError, match=words) as found:
         generate(target, draft)
     assert "remove" not in str(found.value) and "ssd_config" not in str(found.value)
 
@@ -123,7 +114,7 @@ def plain_calls(draft):
     mask = torch.cat([inputs["attention_mask"], inputs["attention_mask"].new_ones(2, 12)], dim=1)
     more = {"input_ids": first.sequences, "attention_mask": mask}
     plain = target.generate(**more, max_new_tokens=12, do_sample=False)
-    continued = generate(target, draft, **more, **{CACHE: getattr(first, CACHE)})
+    continued = generate(target, draft, more, **{CACHE: getattr(first, CACHE)})
     assert torch.equal(continued.sequences, plain)
     cache = DynamicCache(config=target.config)
     assert torch.equal(generate(target, draft, **{CACHE: cache}).sequences, first.sequences)
@@ -150,6 +141,6 @@ def test_the_older_name_of_a_cache_is_taken_where_transformers_takes_it(draft):
     output = generate(target, draft)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        continued = generate(target, draft, **more, past_key_values=getattr(output, CACHE))
+        continued = generate(target, draft, more, past_key_values=getattr(output, CACHE))
     assert torch.equal(continued.sequences, plain)
     assert len(deprecations(caught)) == (CACHE != "past_key_values")

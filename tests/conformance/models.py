@@ -139,37 +139,22 @@ FAMILIES |= {name: (target, draft) for name, target, draft in map(str.split, OTH
 # Pairs that people use: hub ids, form of the draft, vocabulary sizes of the models' logits, and "ours": what was done
 # with the pair here.
 RANDOM = "tested with random weights"
-PAIRS = (
-    ("`examples/pair/target`", "`examples/pair/draft`", "one token a pass", "2,048 each", "run; trained weights"),
-    ("`examples/pair/target`", "`examples/pair/parallel_draft`", "parallel", "2,048, 2,112", "run; trained weights"),
-    ("`Qwen/Qwen3-8B`, `-14B`, `-32B`", "`Qwen/Qwen3-0.6B`", "one token a pass", "151,936 each", RANDOM),
-    ("`Qwen/Qwen3-8B`", "`amd/PARD-Qwen3-0.6B`", "parallel", "151,936 each", RANDOM),
-    (
-        "`Qwen/Qwen2.5-7B-Instruct`, `-14B`, `-32B`, `-72B`",
-        "`Qwen/Qwen2.5-0.5B-Instruct`",
-        "one token a pass",
-        "152,064, 151,936",
-        RANDOM,
-    ),
-    (
-        "`meta-llama/Llama-3.1-8B-Instruct`, `-70B-Instruct`, `Llama-3.3-70B-Instruct`",
-        "`meta-llama/Llama-3.2-1B-Instruct`",
-        "one token a pass",
-        "128,256 each",
-        RANDOM,
-    ),
-    ("`Qwen/Qwen3-Next-80B-A3B-Instruct`", "`Qwen/Qwen3-0.6B`", "one token a pass", "151,936 each", RANDOM),
-    ("`meta-llama/Llama-3.1-8B-Instruct`", "`amd/PARD-Llama-3.2-1B`", "parallel", "128,256 each", RANDOM),
-    ("`google/gemma-2-27b-it`", "`google/gemma-2-2b-it`", "one token a pass", "256,000 each", RANDOM),
-    ("`google/gemma-3-12b-it`, `-27b-it`", "`google/gemma-3-1b-it`", "one token a pass", "262,208, 262,144", RANDOM),
-    (
-        "`HuggingFaceTB/SmolLM2-1.7B-Instruct`",
-        "`HuggingFaceTB/SmolLM2-135M-Instruct`",
-        "one token a pass",
-        "49,152 each",
-        RANDOM,
-    ),
-)
+PAIRS = f"""
+`examples/pair/target` | `examples/pair/draft` | one token a pass | 2,048 each | run; trained weights
+`examples/pair/target` | `examples/pair/parallel_draft` | parallel | 2,048, 2,112 | run; trained weights
+`Qwen/Qwen3-8B`, `-14B`, `-32B` | `Qwen/Qwen3-0.6B` | one token a pass | 151,936 each | {RANDOM}
+`Qwen/Qwen3-8B` | `amd/PARD-Qwen3-0.6B` | parallel | 151,936 each | {RANDOM}
+`Qwen/Qwen2.5-7B-Instruct`, `-14B`, `-32B`, `-72B` | `Qwen/Qwen2.5-0.5B-Instruct` | one token a pass \
+| 152,064, 151,936 | {RANDOM}
+`meta-llama/Llama-3.1-8B-Instruct`, `-70B-Instruct`, `Llama-3.3-70B-Instruct` | `meta-llama/Llama-3.2-1B-Instruct` \
+| one token a pass | 128,256 each | {RANDOM}
+`Qwen/Qwen3-Next-80B-A3B-Instruct` | `Qwen/Qwen3-0.6B` | one token a pass | 151,936 each | {RANDOM}
+`meta-llama/Llama-3.1-8B-Instruct` | `amd/PARD-Llama-3.2-1B` | parallel | 128,256 each | {RANDOM}
+`google/gemma-2-27b-it` | `google/gemma-2-2b-it` | one token a pass | 256,000 each | {RANDOM}
+`google/gemma-3-12b-it`, `-27b-it` | `google/gemma-3-1b-it` | one token a pass | 262,208, 262,144 | {RANDOM}
+`HuggingFaceTB/SmolLM2-1.7B-Instruct` | `HuggingFaceTB/SmolLM2-135M-Instruct` | one token a pass \
+| 49,152 each | {RANDOM}
+""".strip().splitlines()
 
 
 def page() -> str:
@@ -197,7 +182,7 @@ def page() -> str:
         "",
         "| target | draft | form of the draft | vocabulary sizes | ours |",
         "| --- | --- | --- | --- | --- |",
-        *("| " + " | ".join(pair) + " |" for pair in PAIRS),
+        *(f"| {pair} |" for pair in PAIRS),
         "",
         "## Families",
         "",

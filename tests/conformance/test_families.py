@@ -22,19 +22,18 @@ from hf_ssd.cache.ragged import RaggedCache
 from hf_ssd.cache.support import is_recurrent
 from hf_ssd.rounds import AHEAD
 
+from ..helpers import comparing
 from ..helpers.families import WINDOW, sharp_model, tiny_config
 from ..helpers.preparing import ahead, preparing
 from ..helpers.tiny import SIZES, padded_batch, tiny_model
 from .models import FAMILIES, LISTED_WITH, MULTIMODAL, NOT_BUILT, PAGE, POPULAR, QUICK, REFUSED, SUPPORTED, page
 
-GREEDY = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-GREEDY |= {"return_dict_in_generate": True, "output_logits": True}
+GREEDY = {**comparing.GREEDY, "max_new_tokens": 24, "eos_token_id": None, "output_logits": True}
 REGISTERED = [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name in FAMILIES]
 
 
 def settings(draft, lookahead, **others):
-    config = hf_ssd.SSDConfig(lookahead=lookahead, budget=12, asynchronous=False, **others)
-    return {"assistant_model": draft, "ssd_config": config}
+    return comparing.settings(draft, lookahead=lookahead, **others)
 
 
 def differ(logits, others):
@@ -149,18 +148,15 @@ def test_a_family_gives_the_tokens_of_plain_generate_or_is_refused(name):
 def test_a_worker_samples_the_tokens_of_drafting_in_turn(name):
     config = tiny_config(name)
     target, draft = hf_ssd.enable(sharp_model(config)), sharp_model(config, noise=0.02)
-    outputs = []
+    outputs, options = [], {"do_sample": True, "temperature": 0.7, "eos_token_id": None}
     with hf_ssd.launch_draft(draft, num_threads=1) as assistant:
-        for model, asynchronous in ((assistant, True), (draft, False)):
+        for model in (assistant, draft):
             torch.manual_seed(11)
-            options = {"max_new_tokens": 30, "do_sample": True, "temperature": 0.7, "return_dict_in_generate": True}
-            options |= {"eos_token_id": None, "pad_token_id": 0, "assistant_model": model}
-            ssd_config = hf_ssd.SSDConfig(lookahead=4, budget=20, asynchronous=asynchronous)
-            outputs.append(target.generate(**padded_batch(3), **options, ssd_config=ssd_config))
-    assert torch.equal(outputs[0].sequences, outputs[1].sequences)
-    assert outputs[0].ssd_stats.column("accepted") == outputs[1].ssd_stats.column("accepted")
-    assert outputs[0].ssd_stats.draft_failure is None and outputs[0].ssd_stats.hit_rate > 0
-    assert outputs[0].ssd_stats.tokens_per_round > 1.1
+            outputs.append(comparing.generate(target, model, padded_batch(3), {"budget": 20}, **options))
+    ahead, in_turn = outputs
+    assert torch.equal(ahead.sequences, in_turn.sequences)
+    assert ahead.ssd_stats.column("accepted") == in_turn.ssd_stats.column("accepted")
+    assert ahead.ssd_stats.hit_rate > 0 and ahead.ssd_stats.tokens_per_round > 1.1
 
 
 @pytest.mark.skipif("dory" not in REGISTERED, reason="this release of transformers has no Dory")
@@ -229,13 +225,11 @@ def test_a_prompt_with_an_image(prepared_in_process):
     target.lm_head.load_state_dict(draft.lm_head.state_dict())
     inputs = padded_batch(3)
     inputs["input_ids"][:, 3:7], inputs["attention_mask"][:, 3:] = 96, 1
-    image, options = torch.randn(3, 3, 28, 28), {"max_new_tokens": 24, "do_sample": False}
-    plain = target.generate(**inputs, pixel_values=image, **options)
-    assert not torch.equal(target.generate(**inputs, pixel_values=-image, **options), plain)
-    config = hf_ssd.SSDConfig(lookahead=3, budget=8, asynchronous=False)
-    options |= {"assistant_model": draft, "ssd_config": config, "return_dict_in_generate": True}
-    output = target.generate(**inputs, pixel_values=image, **options)
-    assert torch.equal(output.sequences, plain) and output.ssd_stats.tokens_per_round > 1.05
+    image = torch.randn(3, 3, 28, 28)
+    options = {"pixel_values": image, "max_new_tokens": 24}
+    output, plain = comparing.as_plain(target, draft, inputs, {"lookahead": 3, "budget": 8}, **options)
+    assert not torch.equal(target.generate(**inputs, **{**GREEDY, "pixel_values": -image}).sequences, plain.sequences)
+    assert output.ssd_stats.tokens_per_round > 1.05
 
 
 def test_a_text_so_long_that_llama_4_scales_its_attention_is_refused():

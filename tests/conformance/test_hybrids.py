@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import re
 import threading
 
 import pytest
@@ -21,15 +20,13 @@ from hf_ssd.planning.experience import CallKind
 from hf_ssd.planning.planner import Planner
 from hf_ssd.rounds import AHEAD, IN_TURN, RoundRecord
 
+from ..helpers.comparing import GREEDY, as_plain, generate
 from ..helpers.families import likely_draft, sharp_model, tiny_config
 from ..helpers.preparing import preparing
-from ..helpers.tiny import padded_batch, tiny_draft, tiny_model
+from ..helpers.tiny import padded_batch, tiny_model
 from .test_families import check_cache, check_draft, check_family, check_target
-from .test_turns import differences
 
 QUICK = ("qwen3_next", "bamba", "lfm2", "falcon_h1")
-GREEDY = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-GREEDY |= {"return_dict_in_generate": True, "output_logits": True}
 PAIRS = {}
 
 
@@ -43,13 +40,6 @@ def pair_of(family):
 @pytest.fixture
 def short_refeeds(monkeypatch):
     monkeypatch.setattr(recurrent, "WORTH_A_PASS", 6)
-
-
-def in_turn(draft, lookahead=4, **settings):
-    return {
-        "assistant_model": draft,
-        "ssd_config": hf_ssd.SSDConfig(lookahead=lookahead, budget=8, asynchronous=False, **settings),
-    }
 
 
 @pytest.mark.parametrize("family", QUICK)
@@ -77,34 +67,30 @@ def test_a_hybrid_drafts_for_a_target_with_attention(target):
     hybrid = sharp_model(tiny_config("qwen3_next"))
     inputs = padded_batch(3)
     plain = target.generate(**inputs, **GREEDY)
-    options = {**GREEDY, "eos_token_id": [int(plain.sequences[0, 14]), int(plain.sequences[2, 16])]}
-    options |= {"repetition_penalty": 1.1, "max_new_tokens": 12}
-    expected = target.generate(**inputs, **options).sequences
+    options = {"eos_token_id": [int(plain.sequences[0, 14]), int(plain.sequences[2, 16])], "max_new_tokens": 12}
     with preparing():
-        output = target.generate(**inputs, **options, **in_turn(hybrid))
-    assert torch.equal(output.sequences, expected) and output.ssd_stats.draft_failure is None
+        output, _ = as_plain(target, hybrid, inputs, repetition_penalty=1.1, **options)
     assert set(output.ssd_stats.column("mode")) == {AHEAD}
 
 
 @pytest.mark.slow
 def test_a_branch_that_is_cut_short_goes_on_from_its_states(short_refeeds):
-    config, inputs = tiny_config("bamba"), padded_batch(2)
+    config, looks = tiny_config("bamba"), itertools.count()
     target, draft = hf_ssd.enable(sharp_model(config)), sharp_model(config)
-    plain, looks = target.generate(**inputs, **GREEDY), itertools.count()
     with preparing(outcome_arrived=lambda: next(looks) % 4 == 3) as hits:
-        output = target.generate(**inputs, **GREEDY, **in_turn(draft))
-    assert torch.equal(output.sequences, plain.sequences) and output.ssd_stats.tokens_per_round > 4.8
+        output, _ = as_plain(target, draft, padded_batch(2), {"budget": 8})
+    assert output.ssd_stats.tokens_per_round > 4.8
     assert any(hits) and {record.grown for record in output.ssd_stats.records} & {1, 2, 3}
 
 
 def test_the_budget_of_a_hybrid_draft_is_bounded_by_its_memory(short_refeeds, monkeypatch):
     """A fixed budget in the draft, and an automatic one by the plan, which says so."""
-    config, inputs = tiny_config("lfm2"), padded_batch(2)
+    config = tiny_config("lfm2")
     target, draft = hf_ssd.enable(sharp_model(config)), sharp_model(config)
     monkeypatch.setattr(RecurrentDraft, "bytes_of_a_row", 100)
     monkeypatch.setattr(recurrent_prefix.devices, "free_memory", lambda device: 2 * 2 * 100 * 9)
     with preparing() as hits:
-        output = target.generate(**inputs, **GREEDY, **in_turn(draft))
+        output = generate(target, draft, padded_batch(2), {"budget": 8})
     assert any(hits) and {(record.budget, record.states) for record in output.ssd_stats.records} == {(2, 9)}
 
     planner = Planner(CallKind(hf_ssd.SSDConfig(), 2, 97))
@@ -121,16 +107,6 @@ def test_the_budget_of_a_hybrid_draft_is_bounded_by_its_memory(short_refeeds, mo
 # ---------------------------------------------------------------- ends, and plans
 
 
-@pytest.mark.parametrize("family", ["lfm2", *(pytest.param(name, marks=pytest.mark.slow) for name in QUICK[:2])])
-def test_later_turns_are_those_of_plain_generation(family, short_refeeds):
-    """Rows end at different lengths."""
-    target, draft = pair_of(family)
-    plain = target.generate(**padded_batch(4), max_new_tokens=30, do_sample=False, eos_token_id=None)
-    tokens = [int(plain[0, 9 + 3]), int(plain[1, 9 + 8]), int(plain[2, 9 + 12])]
-    options = {"eos_token_id": tokens, "max_new_tokens": 20, "pad_token_id": 0}
-    assert not differences(target, draft, options, mask_of_pads=True, padded=True)
-
-
 def test_a_call_that_ends_before_what_some_rows_have(short_refeeds):
     """The criterion looks at the whole batch, and the returned cache ends where it stops it."""
     target, draft = pair_of("qwen3_next")
@@ -138,10 +114,8 @@ def test_a_call_that_ends_before_what_some_rows_have(short_refeeds):
     def long_enough(input_ids, scores):
         return torch.full((len(input_ids),), input_ids.shape[1] >= 9 + 17, dtype=torch.bool)
 
-    options = {**padded_batch(3), **GREEDY, "stopping_criteria": [long_enough]}
-    plain = target.generate(**options)
-    output = target.generate(**options, **in_turn(draft, 7))
-    assert torch.equal(output.sequences, plain.sequences) and plain.sequences.shape[1] == 9 + 17
+    output, plain = as_plain(target, draft, padded_batch(3), {"lookahead": 7}, stopping_criteria=[long_enough])
+    assert plain.sequences.shape[1] == 9 + 17
     check_cache(output[CACHE], plain[CACHE])
 
 
@@ -149,13 +123,9 @@ def test_a_hybrid_target_is_drafted_for_by_a_plan(short_refeeds, monkeypatch):
     """Automatic lookahead: the modes are those of a planned call, and the tokens those of plain generate()."""
     monkeypatch.setattr(CostModel, "plain", lambda *_: 1e-9)  # drafting always pays
     target, draft = pair_of("qwen3_next")
-    inputs, options = padded_batch(2), {**GREEDY, "max_new_tokens": 60}
-    plain = target.generate(**inputs, **options)
     with preparing() as hits:
-        output = target.generate(
-            **inputs, **options, assistant_model=draft, ssd_config=hf_ssd.SSDConfig(asynchronous=False)
-        )
-    assert torch.equal(output.sequences, plain.sequences)
+        of_config = {"lookahead": "auto", "budget": "auto"}
+        output, _ = as_plain(target, draft, padded_batch(2), of_config, max_new_tokens=60)
     assert {"in_turn", "ahead"} & {record.mode for record in output.ssd_stats.records}
     assert any(hits) and output.ssd_stats.tokens_per_round > 1.1
 
@@ -163,54 +133,27 @@ def test_a_hybrid_target_is_drafted_for_by_a_plan(short_refeeds, monkeypatch):
 # ---------------------------------------------------------------- refused
 
 
-def refusal(target, draft, **options):
-    with pytest.raises(ValueError) as error:
-        target.generate(**padded_batch(1), **GREEDY, **in_turn(draft), **options)
-    return str(error.value)
-
-
 def test_a_hybrid_that_is_to_draft_in_parallel_is_refused(target):
     hybrid = sharp_model(tiny_config("qwen3_next"))
     hybrid.config.pard_token = 3
     with pytest.raises(ValueError, match="cannot forget the mask tokens of parallel drafting"):
-        target.generate(**padded_batch(1), **GREEDY, **in_turn(hybrid, drafter="parallel"))
-    output = target.generate(**padded_batch(1), **GREEDY, **in_turn(hybrid))
-    assert output.ssd_stats.draft_failure is None and "in_turn" in output.ssd_stats.column("mode")
-
-
-@pytest.mark.parametrize("family", ["recurrent_gemma", "jamba"])
-def test_a_family_whose_state_several_tokens_spoil_is_refused(family):
-    """recurrent_gemma keeps it elsewhere; Mamba-1 of Jamba begins anew where several tokens are fed."""
-    target = hf_ssd.enable(sharp_model(tiny_config(family)))
-    reasons = "keeps no recurrent state in its cache|other logits for several tokens behind its recurrent state"
-    if family == "recurrent_gemma":  # transformers 5.17 cannot run it with a cache that is still empty
-        reasons += "|does not take a 4D attention mask"
-    assert re.search(reasons, refusal(target, tiny_draft()))
-    with pytest.raises(ValueError, match=reasons):
-        check_supported(target, drafts=True)
-
-
-def test_models_that_are_shared_by_ranks_or_use_flash_attention_are_refused(monkeypatch):
-    target, draft = pair_of("lfm2")
-    monkeypatch.setattr("hf_ssd.generation.checks.is_flash_attention", lambda model: model is target)
-    assert "recurrent layers, which is not supported" in refusal(target, draft)
+        generate(target, hybrid, padded_batch(1), {"drafter": "parallel"})
+    assert "in_turn" in generate(target, hybrid, padded_batch(1)).ssd_stats.column("mode")
 
 
 def test_a_compiled_hybrid_runs_uncompiled(short_refeeds):
-    target = sharp_model(tiny_config("lfm2"))
-    draft, inputs = likely_draft(target), padded_batch(2)
-    hf_ssd.enable(target)
-    plain = target.generate(**inputs, **GREEDY)
+    target, inputs = hf_ssd.enable(sharp_model(tiny_config("lfm2"))), padded_batch(2)
+    draft = likely_draft(target)
+    plain = target.generate(**inputs, **GREEDY).sequences
     target.compile(backend="eager")
-    output = target.generate(**inputs, **GREEDY, **in_turn(draft))
-    assert torch.equal(output.sequences, plain.sequences)
-    assert not any(record.compiles for record in output.ssd_stats.records)
+    output = generate(target, draft, inputs)
+    assert torch.equal(output.sequences, plain) and not any(record.compiles for record in output.ssd_stats.records)
     draft = sharp_model(tiny_config("lfm2"))
     draft.load_state_dict(target.state_dict())
     draft.compile(backend="eager")
     with preparing() as hits:
-        output = target.generate(**inputs, **GREEDY, **in_turn(draft))
-    assert torch.equal(output.sequences, plain.sequences) and any(hits) and output.ssd_stats.tokens_per_round > 4.8
+        output = generate(target, draft, inputs)
+    assert torch.equal(output.sequences, plain) and any(hits) and output.ssd_stats.tokens_per_round > 4.8
 
 
 def test_the_trial_notices_a_state_that_is_not_copied(monkeypatch):
@@ -329,19 +272,20 @@ def test_a_thread_that_uses_the_model_during_a_pass_meets_its_own_settings(hooke
         for module in (target, target.model, mamba):
             add_hook_to_module(module, ModelHook())
     hf_ssd.enable(target)
-    alone, in_thread, entered = target.generate(**padded_batch(1), **GREEDY), [], []
+    options = {**padded_batch(1), **GREEDY, "output_logits": True}
+    alone, in_thread, entered = target.generate(**options), [], []
     check_supported(target)
 
     def generate_in_a_thread(module, inputs, _):
         if entered or inputs[0].shape[1] == 9 or threading.current_thread() is not threading.main_thread():
             return
         entered.append(True)
-        thread = threading.Thread(target=lambda: in_thread.append(target.generate(**padded_batch(1), **GREEDY)))
+        thread = threading.Thread(target=lambda: in_thread.append(target.generate(**options)))
         thread.start()
         thread.join()
 
     with mamba.in_proj.register_forward_hook(generate_in_a_thread):
-        output = target.generate(**padded_batch(1), **GREEDY, **in_turn(draft))
+        output = generate(target, draft, padded_batch(1))
     assert torch.equal(output.sequences, alone.sequences) and output.ssd_stats.tokens_per_round > 1.1
     for ours, theirs in zip(in_thread[0].logits, alone.logits, strict=True):
         torch.testing.assert_close(ours, theirs)

@@ -50,15 +50,21 @@ def longer_than_by_default(target, **ssd):
 
 def positions_of_ones_own(target, **ssd):
     inputs = padded_batch(1)
-    return target.generate(
-        **inputs, position_ids=torch.arange(40, 49)[None], max_new_tokens=20, **GREEDY, **ssd
-    ).sequences
+    inputs["position_ids"] = torch.arange(40, 49)[None]
+    return target.generate(**inputs, max_new_tokens=20, **GREEDY, **ssd).sequences
+
+
+def padding_behind_the_prompt(target, **ssd):
+    mask = torch.ones(3, 9, dtype=torch.bool)
+    mask[1, 6:] = mask[2, 8:] = False
+    ids = padded_batch(3)["input_ids"].clamp(min=2)
+    return target.generate(ids, attention_mask=mask, max_new_tokens=20, **GREEDY, **ssd).sequences
 
 
 CASES = [continued, longer_than_by_default, positions_of_ones_own]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, padding_behind_the_prompt])
 def test_positions_are_those_of_plain_generation(target, case):
     assert torch.equal(case(target, assistant_model=tiny_draft(), **IN_TURN), case(target))
 
@@ -70,10 +76,14 @@ def test_a_limit_of_another_kind_is_noticed(target, monkeypatch, case):
     assert not torch.equal(case(target, assistant_model=tiny_draft(), **IN_TURN), plain)
 
 
-def test_a_model_may_have_no_positions_beyond_the_limit():
+def learned_positions(count):
     torch.manual_seed(0)
-    config = GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=97, n_positions=29, initializer_range=0.3)
-    target = hf_ssd.enable(GPT2LMHeadModel(config).eval())
+    config = GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=97, n_positions=count, initializer_range=0.3)
+    return hf_ssd.enable(GPT2LMHeadModel(config).eval())
+
+
+def test_a_model_may_have_no_positions_beyond_the_limit():
+    target = learned_positions(29)
     options = {**padded_batch(2), "max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
     assert torch.equal(target.generate(**options, assistant_model=target, **IN_TURN), target.generate(**options))
 
@@ -81,31 +91,19 @@ def test_a_model_may_have_no_positions_beyond_the_limit():
 # ---------------------------------------------------------------- token types
 
 
-def with_token_types(monkeypatch=None):
-    """Plain and speculative tokens of a model that adds an embedding for the type of each token."""
-    torch.manual_seed(0)
-    config = GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=97, n_positions=64, initializer_range=0.3)
-    target, draft = hf_ssd.enable(GPT2LMHeadModel(config).eval()), GPT2LMHeadModel(config).eval()
-    draft.load_state_dict(target.state_dict())
-    inputs = padded_batch(3)
-    types = torch.arange(3)[:, None].expand(-1, 9)
-    options = {**inputs, "token_type_ids": types, "max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
-    options["eos_token_id"] = int(target.generate(**options)[1, 9 + 7])  # so that a row is left out
-    plain = target.generate(**options)
-    if monkeypatch is not None:
+@pytest.mark.parametrize("is_forgotten", [False, True])
+def test_token_types_go_on_as_in_plain_generation(monkeypatch, is_forgotten):
+    """Of a model that adds an embedding for the type of each token; and the mutant that forgets them."""
+    target, draft = learned_positions(64), learned_positions(64)
+    options = {**padded_batch(3), "token_type_ids": torch.arange(3)[:, None].expand(-1, 9), **GREEDY, "pad_token_id": 0}
+    options |= {"max_new_tokens": 20}
+    options["eos_token_id"] = int(target.generate(**options).sequences[1, 9 + 7])  # so that a row is left out
+    plain = target.generate(**options).sequences
+    if is_forgotten:
         init = CachedModel.__init__
         monkeypatch.setattr(CachedModel, "__init__", lambda *a, token_type_ids=None, **k: init(*a, **k))
-    return plain, target.generate(**options, assistant_model=draft, **IN_TURN)
-
-
-def test_token_types_go_on_as_in_plain_generation():
-    plain, ssd = with_token_types()
-    assert torch.equal(plain, ssd)
-
-
-def test_token_types_that_are_forgotten_are_noticed(monkeypatch):
-    plain, ssd = with_token_types(monkeypatch)
-    assert plain.shape != ssd.shape or not torch.equal(plain, ssd)
+    ssd = target.generate(**options, assistant_model=draft, **IN_TURN).sequences
+    assert (plain.shape == ssd.shape and torch.equal(plain, ssd)) != is_forgotten
 
 
 # ---------------------------------------------------------------- rotary embeddings that change
@@ -145,11 +143,27 @@ def test_a_cache_from_before_the_change_is_refused():
     first = target.generate(torch.full((1, 9), 5), max_length=20, **GREEDY)
     longer = torch.cat([first.sequences, torch.full((1, 10), 6)], dim=1)
     with pytest.raises(ValueError, match="changes when the text becomes longer than 24 tokens"):
-        target.generate(
-            longer,
-            **{CACHE: first[CACHE]},
-            max_length=40,
-            assistant_model=longrope(),
-            **GREEDY,
-            **IN_TURN,
-        )
+        target.generate(longer, **{CACHE: first[CACHE]}, max_length=40, assistant_model=longrope(), **GREEDY, **IN_TURN)
+
+
+def test_experts_take_the_path_that_plain_decoding_takes(target, draft, monkeypatch):
+    """transformers changes how experts are computed between prefill and decoding, on devices other than the CPU."""
+    events = []
+
+    class Decoding:
+        def __enter__(self):
+            events.append("decoding")
+
+        def __exit__(self, *_):
+            events.append("restored")
+
+    def positions(_, args, inputs):
+        events.append(len(inputs["position_ids"][0]))
+
+    monkeypatch.setattr(target, "_optimize_model_for_decode", Decoding)
+    options = {"assistant_model": draft, "ssd_config": hf_ssd.SSDConfig(lookahead=3, asynchronous=False)}
+    with target.register_forward_pre_hook(positions, with_kwargs=True):
+        target.generate(torch.tensor([[3, 5, 7, 9, 11]]), max_new_tokens=12, **options)
+    start = events.index("decoding")  # behind the prefill, and the trial that the hook brings
+    assert events[start - 1] == 5 and events[-1] == "restored"
+    assert set(events[start + 1 : -1]) <= {1, 2, 3, 4}

@@ -14,6 +14,7 @@ from hf_ssd.planning.cost_model import CostModel
 from hf_ssd.planning.fixed_plan import FixedPlan
 from hf_ssd.rounds import IN_TURN, NGRAM, NOTHING, PLAIN, PREPARED, PRIMARY, Plan
 
+from ..helpers.comparing import as_plain, generate
 from ..helpers.preparing import preparing
 from ..helpers.sampled_strings import SOME_PAIRS, every_pair, p_value
 from ..helpers.tiny import padded_batch, tiny_draft, tiny_model
@@ -38,15 +39,8 @@ def pair():
     return hf_ssd.enable(tiny_model(vocab_size=FEW)), tiny_draft(vocab_size=FEW)
 
 
-def call(target, draft, rows=4, vocab=FEW, seed=5, new_tokens=60, options=None, **settings):
-    torch.manual_seed(seed)
-    batch = padded_batch(rows)
-    batch = {"input_ids": batch["input_ids"] % vocab, "attention_mask": batch["attention_mask"]}
-    config = hf_ssd.SSDConfig(**{"lookahead": 3, "budget": 8, "on_draft_failure": "raise", **settings})
-    options = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0, **(options or {})}
-    plain = target.generate(**batch, **options) if not options["do_sample"] else None
-    output = target.generate(**batch, **options, assistant_model=draft, ssd_config=config, return_dict_in_generate=True)
-    return output, plain
+REPEATING = {**padded_batch(4), "input_ids": padded_batch(4)["input_ids"] % FEW}
+PLANNED = {"lookahead": "auto", "budget": "auto"}
 
 
 def accepted_of(stats, source):
@@ -65,11 +59,11 @@ def check_competed(stats, others):
 
 def test_greedy_tokens_are_those_of_plain_generate(pair, competing):
     """In turn and ahead of time, in a padded batch; outcomes behind n-grams are prepared too, and hit."""
-    output, plain = call(*pair, asynchronous=False)
+    options = {"of_config": {"lookahead": 3, "budget": 8}, "max_new_tokens": 60}
+    output, _ = as_plain(*pair, REPEATING, **options)
     with preparing() as hits:
-        ahead, _ = call(*pair, asynchronous=False)
+        ahead, _ = as_plain(*pair, REPEATING, **options)
     for one, others in ((output, [PRIMARY]), (ahead, [PRIMARY, PREPARED])):
-        assert torch.equal(one.sequences, plain)
         check_competed(one.ssd_stats, others)
         assert {record.early for record in one.ssd_stats.records} == {9}
     assert ahead.ssd_stats.column("accepted") == output.ssd_stats.column("accepted") and sum(hits)
@@ -81,10 +75,12 @@ def test_greedy_tokens_are_those_of_plain_generate(pair, competing):
 
 def test_a_worker_gives_the_tokens_of_drafting_in_turn(target, draft, assistant, competing):
     """Sampled: which rows verify n-grams depends on the verified text alone."""
-    options = {"do_sample": True, "temperature": 0.2, "suppress_tokens": [*range(5, 97)]}
-    common = {"vocab": 97, "options": options}
-    in_turn, _ = call(target, draft, asynchronous=False, **common)
-    ahead, _ = call(target, assistant, **common)
+    options = {"do_sample": True, "temperature": 0.2, "suppress_tokens": [*range(5, 97)], "max_new_tokens": 60}
+    outputs = []
+    for model in (draft, assistant):
+        torch.manual_seed(5)
+        outputs.append(generate(target, model, padded_batch(4), {"lookahead": 3, "budget": 8}, **options))
+    in_turn, ahead = outputs
     assert torch.equal(ahead.sequences, in_turn.sequences)
     assert ahead.ssd_stats.column("accepted") == in_turn.ssd_stats.column("accepted")
     assert ahead.ssd_stats.column("lengths") == in_turn.ssd_stats.column("lengths")
@@ -103,9 +99,9 @@ def wide_passes_are_free(monkeypatch):
 
 def test_a_planned_call_lets_ngrams_compete_where_the_text_repeats_itself(pair, wide_passes_are_free):
     draft = tiny_draft(vocab_size=FEW, disagreement=0.005)
-    output, plain = call(pair[0], draft, asynchronous=False, lookahead="auto", budget="auto", new_tokens=100)
+    output, _ = as_plain(pair[0], draft, REPEATING, PLANNED, max_new_tokens=100)
     stats = output.ssd_stats
-    assert torch.equal(output.sequences, plain) and "n-grams of up to" in stats.reason
+    assert "n-grams of up to" in stats.reason
     assert sum(accepted_of(stats, NGRAM)) > 40 and stats.column("mode").count(IN_TURN) > 0.8 * stats.rounds
     assert {record.early for record in stats.records} >= {0, 16}  # first it is seen that they would be right
 
@@ -118,10 +114,9 @@ def test_a_planned_call_with_a_draft_that_does_not_pay_verifies_ngrams_alone(
     monkeypatch.setattr(CostModel, "seconds_to_draft", lambda costs, mode, lookahead: 100.0 * lookahead)
     monkeypatch.setattr(CostModel, "seconds_to_prepare", lambda *_: 100.0)
     target, draft = pair
-    draft = assistant if asynchronous else draft
-    output, plain = call(target, draft, asynchronous=asynchronous, lookahead="auto", budget="auto", new_tokens=200)
+    output, _ = as_plain(target, assistant if asynchronous else draft, REPEATING, PLANNED, max_new_tokens=200)
     stats = output.ssd_stats
-    assert torch.equal(output.sequences, plain) and stats.reason.startswith("not drafting, but n-grams of up to 16")
+    assert stats.reason.startswith("not drafting, but n-grams of up to 16")
     alone = [record for record in stats.records if record.mode == PLAIN and record.early]
     assert len(alone) > 0.6 * stats.rounds and {record.early for record in alone} == {16}
     assert {source for record in alone for source in record.sources} == {NGRAM, NOTHING}
@@ -133,8 +128,7 @@ def test_a_planned_call_with_a_draft_that_does_not_pay_verifies_ngrams_alone(
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"fallback": "primary"}, {"lookahead": 3}])
 def test_where_the_settings_name_who_proposes_no_ngram_competes(pair, wide_passes_are_free, settings):
-    output, plain = call(*pair, **{"asynchronous": False, "lookahead": "auto", "budget": "auto", **settings})
-    assert torch.equal(output.sequences, plain)
+    output, _ = as_plain(*pair, REPEATING, {**PLANNED, **settings}, max_new_tokens=60)
     sources = {source for record in output.ssd_stats.records for source in record.sources}
     assert PRIMARY in sources and NGRAM not in sources
 

@@ -1,125 +1,214 @@
-"""Options that need a call of their own: constraints, ends, streamers, scores, caches; others are in `matrix.py`."""
+"""What a call takes and gives beside tokens: streamers, outputs, random numbers."""
 
+import copy
+import random
+import warnings
+
+import numpy as np
 import pytest
 import torch
 from transformers import (
+    AutoModelForCausalLM,
     GenerationConfig,
-    StoppingCriteria,
+    LogitsProcessorList,
     StoppingCriteriaList,
     TextIteratorStreamer,
+    TextStreamer,
 )
 
 import hf_ssd
+from hf_ssd.noise import Noise
 
-from ..helpers.tiny import padded_batch
+from ..helpers.comparing import GREEDY, as_plain, generate, settings
+from ..helpers.last_token import LastToken
+from ..helpers.tiny import VOCAB, padded_batch, tiny_model
+from ..matrix import RETURNED
 
-CONFIG = hf_ssd.SSDConfig(lookahead=4, budget=12)
-
-
-def both(target, assistant, inputs, **options):
-    """Returns the outputs of plain generate() and of SSD."""
-    options = {"max_new_tokens": 30, "do_sample": False, **options}
-    plain = target.generate(**inputs, **options)
-    return plain, target.generate(**inputs, **options, assistant_model=assistant, ssd_config=CONFIG)
+SAMPLED = {"do_sample": True, "top_k": 5}
 
 
-class StopsOnScore(StoppingCriteria):
-    def __call__(self, input_ids, scores, **kwargs):
-        return (
-            scores[-1].max(-1).values > scores[0].max(-1).values
-            if len(scores) > 3
-            else torch.zeros(len(input_ids)).bool()
-        )
-
-
-def test_criteria_that_look_at_scores(target, assistant):
-    options = {"return_dict_in_generate": True, "output_scores": True}
-    plain, ssd = both(
-        target, assistant, padded_batch(1), stopping_criteria=StoppingCriteriaList([StopsOnScore()]), **options
-    )
-    assert torch.equal(plain.sequences, ssd.sequences)
-
-
-def test_max_time(target, assistant):
-    output = target.generate(
-        **padded_batch(1),
-        max_new_tokens=200,
-        max_time=0.0,
-        do_sample=False,
-        assistant_model=assistant,
-        ssd_config=CONFIG,
-    )
-    assert output.shape[1] == 9 + 1
-
-
-def test_stop_strings(target, assistant, tokenizer):
-    inputs = padded_batch(2)
-    plain = target.generate(**inputs, max_new_tokens=30, do_sample=False)
-    text = tokenizer.convert_ids_to_tokens(int(plain[0, 9 + 7]))
-    plain, ssd = both(target, assistant, inputs, stop_strings=[text], tokenizer=tokenizer)
-    assert torch.equal(plain, ssd)
-    in_config = GenerationConfig(stop_strings=[text], max_new_tokens=30, do_sample=False, pad_token_id=0)
-    again = target.generate(
-        **inputs, generation_config=in_config, tokenizer=tokenizer, assistant_model=assistant, ssd_config=CONFIG
-    )
-    assert torch.equal(again, target.generate(**inputs, generation_config=in_config, tokenizer=tokenizer))
-    assert in_config.stop_strings == [text]
-    with pytest.raises(ValueError, match="pass `tokenizer=...`"):
-        target.generate(**inputs, stop_strings=[text], assistant_model=assistant, ssd_config=CONFIG)
+# ---------------------------------------------------------------- what comes back
 
 
 def test_the_streamer_of_transformers_that_another_thread_reads(target, assistant, tokenizer):
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=20)
-    options = {"max_new_tokens": 20, "do_sample": False, "assistant_model": assistant, "ssd_config": CONFIG}
-    output = target.generate(**padded_batch(1), **options, streamer=streamer)
-    assert "".join(streamer) == tokenizer.decode(output[0, 9:])
+    output = generate(target, assistant, padded_batch(1), streamer=streamer)
+    assert "".join(streamer) == tokenizer.decode(output.sequences[0, 9:])
 
 
-@pytest.mark.parametrize("rows", [1, 4])
-def test_scores_and_logits(target, assistant, rows):
-    options = {
-        "return_dict_in_generate": True,
-        "output_scores": True,
-        "output_logits": True,
-        "repetition_penalty": 1.3,
-        "eos_token_id": 50,
-        "sequence_bias": [[[50], 1.0]],
-    }
-    plain, ssd = both(target, assistant, padded_batch(rows), **options)
-    assert torch.equal(plain.sequences, ssd.sequences)
-    assert len(plain.scores) == len(ssd.scores) == len(ssd.logits) == plain.sequences.shape[1] - 9
-    for row in range(rows):
-        ends = (plain.sequences[row, 9:] == 50).nonzero().flatten().tolist()
-        for step in range(ends[0] + 1 if ends else len(plain.scores)):  # what follows belongs to padding
-            for ours, theirs in ((ssd.scores, plain.scores), (ssd.logits, plain.logits)):
-                assert ours[step].shape == theirs[step].shape and ours[step].dtype == theirs[step].dtype
-                torch.testing.assert_close(ours[step][row], theirs[step][row], atol=1e-4, rtol=1e-4)
+class InPlace(TextStreamer):
+    """A streamer that works on what it is given."""
+
+    def __init__(self):
+        self.seen = []
+
+    def put(self, value):
+        self.seen.append(value.flatten().tolist())
+        if value.dim() == 1:
+            value.fill_(3)
+
+    def end(self):
+        pass
+
+
+def test_a_streamer_may_change_what_it_is_given(target, draft):
+    seen = []
+    for with_draft in ({}, settings(draft)):
+        streamer = InPlace()
+        output = target.generate(**padded_batch(1), **GREEDY, streamer=streamer, **with_draft)
+        seen.append((output.sequences.tolist(), streamer.seen))
+    assert seen[0] == seen[1]
 
 
 def test_output_type(target, assistant):
-    plain, ssd = both(target, assistant, padded_batch(2), return_dict_in_generate=True)
+    ssd, plain = as_plain(target, assistant, padded_batch(2))
     assert isinstance(ssd, type(plain)) and torch.equal(ssd["sequences"], plain.sequences)
     assert "hit rate" in str(ssd.ssd_stats) and ssd.ssd_stats.to_dict()["rounds"] == ssd.ssd_stats.rounds > 0
     assert all(len(record.accepted) == len(record.sources) == 2 for record in ssd.ssd_stats.records)
-    assert both(target, assistant, padded_batch(2))[1].shape == plain.sequences.shape
+    options = {**GREEDY, "return_dict_in_generate": False, **settings(assistant)}
+    assert torch.equal(target.generate(**padded_batch(2), **options), plain.sequences)
 
 
-def test_without_ssd_config_it_is_transformers_own(target, draft):
-    from ..helpers.tiny import tiny_model
-
+def test_without_ssd_config_it_is_transformers_own(target, draft, tmp_path):
     plain, inputs = tiny_model(), padded_batch(1)
     assert type(target).__name__ == "LlamaForCausalLM" and hf_ssd.enable(target) is target
-    assert torch.equal(target.generate(**inputs, max_new_tokens=9), plain.generate(**inputs, max_new_tokens=9))
-    assisted = [m.generate(**inputs, max_new_tokens=9, do_sample=False, assistant_model=draft) for m in (target, plain)]
-    assert torch.equal(*assisted)
-    positional = [m.generate(inputs["input_ids"], GenerationConfig(max_new_tokens=5)) for m in (target, plain)]
-    assert torch.equal(*positional)
-
-
-def test_saving_an_enabled_model(target, tmp_path):
-    from transformers import AutoModelForCausalLM
-
+    for model in ({}, {"assistant_model": draft}):
+        texts = [one.generate(**inputs, max_new_tokens=9, do_sample=False, **model) for one in (target, plain)]
+        assert torch.equal(*texts)
+    assert torch.equal(*[m.generate(inputs["input_ids"], GenerationConfig(max_new_tokens=5)) for m in (target, plain)])
     target.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert loaded.config.architectures == ["LlamaForCausalLM"]
     assert torch.equal(loaded.lm_head.weight, target.lm_head.weight)
+
+
+# ---------------------------------------------------------------- what is given
+
+
+def test_inputs_are_never_written_to(target, draft, tokenizer):
+    mask = torch.ones(3, 9, dtype=torch.bool)
+    mask[1, 6:] = False
+    given = {
+        "input_ids": padded_batch(3)["input_ids"].clamp(min=2),
+        "attention_mask": mask,
+        "position_ids": torch.arange(9).repeat(3, 1),
+        "generation_config": GenerationConfig(max_new_tokens=20, eos_token_id=50, pad_token_id=0, stop_strings=["x"]),
+        "logits_processor": LogitsProcessorList(),
+        "stopping_criteria": StoppingCriteriaList(),
+    }
+    before = copy.deepcopy(given)
+    target.generate(**given, tokenizer=tokenizer, **settings(draft))
+    for name, value in before.items():
+        assert torch.equal(value, given[name]) if isinstance(value, torch.Tensor) else value == given[name], name
+
+
+@pytest.mark.parametrize("option", [{"encoder_repetition_penalty": 1.3}, {"encoder_no_repeat_ngram_size": 2}], ids=str)
+def test_nothing_is_said_of_processors_that_the_target_applies(target, draft, option):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        generate(target, draft, padded_batch(2), **option)
+
+
+@pytest.mark.parametrize("returned", ["half", "with a gradient"])
+def test_sampled_tokens_are_possible_whatever_type_a_processor_returns(target, draft, returned):
+    only = torch.full((VOCAB,), -torch.inf).index_fill(0, torch.tensor([7, 23, 41]), 0.0)
+    processors = [RETURNED[returned], lambda ids, scores: scores + only.to(scores.dtype)]
+    output = generate(target, draft, padded_batch(2), do_sample=True, logits_processor=processors)
+    assert {7, 23, 41}.issuperset(output.sequences[:, 9:].flatten().tolist())
+
+
+def test_a_fallback_that_proposes_nonsense_is_named_and_the_next_call_works(target, assistant):
+    class Nonsense:
+        def propose(self, input_ids, lookahead):
+            return torch.full((1, 2), VOCAB + 5), None
+
+    with pytest.raises(ValueError, match="Nonsense"):
+        generate(target, assistant, padded_batch(2), {"fallback": Nonsense()})
+    process = assistant.workers[0].process.popen.pid
+    generate(target, assistant, padded_batch(2))
+    assert assistant.workers[0].process.popen.pid == process
+
+
+def test_a_fallback_of_ones_own_is_asked_for_rows_that_missed_alone(target, assistant):
+    proposer = LastToken()
+    stats = generate(target, assistant, padded_batch(4), {"fallback": proposer}, max_new_tokens=40).ssd_stats
+    misses = sum(not record.hits[row] for record in stats.records for row in record.live)
+    assert 0 < proposer.asked <= misses + 4  # the last outcome of a row may be a miss that is not verified any more
+
+
+# ---------------------------------------------------------------- random numbers
+
+
+def random_states():
+    python, (kind, numbers, *rest) = random.getstate(), np.random.get_state()
+    return python, torch.get_rng_state().tolist(), (kind, numbers.tolist(), *rest)
+
+
+@pytest.mark.parametrize("of_config", [{}, {"fallback": "random", "lookahead": 3}], ids=str)
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_greedy_calls_leave_the_random_numbers_alone_as_plain_ones_do(target, draft, assistant, is_ahead, of_config):
+    model, before = assistant if is_ahead else draft, random_states()
+    generate(target, model, padded_batch(2), of_config)
+    assert random_states() == before
+    generate(target, model, padded_batch(2), of_config, do_sample=True)  # which draws from torch's generator
+    after = random_states()
+    assert after[1] != before[1] and (after[0], after[2]) == (before[0], before[2])
+
+
+@pytest.mark.parametrize("fallback", ["ngram", "random", LastToken()], ids=["ngram", "random", "an object"])
+def test_a_seed_repeats_a_call_with_fixed_settings_whatever_the_fallback(target, assistant, fallback):
+    texts, sources = [], set()
+    options = {"do_sample": True, "temperature": 0.7, "max_new_tokens": 24}
+    for number in range(3):
+        torch.manual_seed(11)
+        output = generate(target, assistant, padded_batch(2), {"budget": 6, "fallback": fallback}, **options)
+        sources.update(*output.ssd_stats.column("sources"))
+        texts.append(output.sequences.tolist())
+        if number % 2:  # another call between, from which the cache shape could learn
+            generate(target, assistant, padded_batch(2, seed=number), {"budget": 6}, **options)
+    assert all(text == texts[0] for text in texts) and sources & {"ngram", "random", "custom"}
+
+
+def with_default(dtype, target, draft):
+    torch.manual_seed(7)
+    torch.set_default_dtype(dtype)
+    try:
+        output = generate(target, draft, padded_batch(4), **SAMPLED)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert output.ssd_stats.tokens_per_round > 1.1
+    return output.sequences
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_default_dtype_makes_no_difference(target, assistant, draft, dtype):
+    """Greedy calls are in `test_against_plain.py`."""
+    for model in (assistant, draft):
+        assert torch.equal(with_default(dtype, target, model), with_default(torch.float32, target, model))
+
+
+def test_random_numbers_of_the_default_dtype_are_noticed(target, draft, monkeypatch):
+    """The mutant: random numbers are of whatever dtype is the default."""
+    expected, uniform = with_default(torch.float32, target, draft), Noise._uniform
+    monkeypatch.setattr(Noise, "_uniform", lambda *places: uniform(*places).to(torch.get_default_dtype()))
+    assert not torch.equal(with_default(torch.bfloat16, target, draft), expected)
+
+
+@pytest.mark.slow
+def test_saguaro_sampling_trades_acceptance_for_hits(target, assistant):
+    torch.manual_seed(3)
+    options = {"do_sample": True, "top_k": 20, "max_new_tokens": 120}
+    few, many = (
+        generate(target, assistant, padded_batch(8), {"saguaro_c": c, "fan_out": "geometric"}, **options).ssd_stats
+        for c in (1.0, 0.0)
+    )
+    assert many.hit_rate > few.hit_rate + 0.05 and many.acceptance_rate < few.acceptance_rate - 0.05
+
+
+def test_a_draft_that_never_agrees_is_left_alone():
+    """The plan becomes plain decoding, and the stats say so."""
+    target, of_config = hf_ssd.enable(tiny_model()), {"lookahead": "auto", "budget": "auto"}
+    output, _ = as_plain(target, tiny_model(seed=99), padded_batch(1), of_config, max_new_tokens=150)
+    stats = output.ssd_stats
+    assert stats.column("lookahead").count(0) > stats.rounds / 2
+    assert "not drafting" in stats.reason or "probe" in stats.reason

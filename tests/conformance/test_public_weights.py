@@ -15,6 +15,7 @@ from hf_ssd.cli import doctor
 from hf_ssd.cli.main import main
 from hf_ssd.cli.verdict import BUSY
 
+from ..helpers.comparing import as_plain, generate
 from ..helpers.public_weights import real_models
 from ..helpers.servers import ServerProcess
 
@@ -30,8 +31,6 @@ CHATS = {
         {"role": "user", "content": "And three animals?"},
     ],
 }
-IN_TURN = hf_ssd.SSDConfig(lookahead=4, asynchronous=False)
-SSD = hf_ssd.SSDConfig(lookahead=4, budget=8)
 
 
 @pytest.fixture(scope="module")
@@ -57,36 +56,24 @@ def asked(tokenizer, messages):
 
 @pytest.mark.parametrize("messages", CHATS.values(), ids=CHATS)
 def test_answers_of_a_chat_are_those_of_plain_generate(smollm, assistant, real_tokenizers, messages):
-    inputs, options = asked(real_tokenizers["smollm2"], messages), {"max_new_tokens": 16, "do_sample": False}
-    plain = smollm.generate(**inputs, **options)
-    output = smollm.generate(
-        **inputs, **options, assistant_model=assistant, ssd_config=SSD, return_dict_in_generate=True
-    )
-    assert torch.equal(output.sequences, plain)
-    stats = output.ssd_stats
-    assert stats.draft_failure is None and stats.hit_rate > 0.5 and stats.tokens_per_round > 3
+    inputs = asked(real_tokenizers["smollm2"], messages)
+    stats = as_plain(smollm, assistant, inputs, max_new_tokens=16)[0].ssd_stats
+    assert stats.hit_rate > 0.5 and stats.tokens_per_round > 3
 
 
 def test_a_batch_of_chats_with_padding_is_answered_as_by_plain_generate(smollm, assistant, real_tokenizers):
     tokenizer = real_tokenizers["smollm2"]
     texts = [tokenizer.apply_chat_template(of, add_generation_prompt=True, tokenize=False) for of in CHATS.values()]
     inputs = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
-    options = {"max_new_tokens": 10, "do_sample": False}
-    plain = smollm.generate(**inputs, **options)
-    output = smollm.generate(
-        **inputs, **options, assistant_model=assistant, ssd_config=SSD, return_dict_in_generate=True
-    )
-    assert torch.equal(output.sequences, plain) and output.ssd_stats.tokens_per_round > 1.3
+    output, _ = as_plain(smollm, assistant, inputs, max_new_tokens=10)
+    assert output.ssd_stats.tokens_per_round > 1.3
 
 
 def test_sampled_answers_speculate(smollm, assistant, real_tokenizers):
     set_seed(0)
     inputs = asked(real_tokenizers["smollm2"], [QUESTION])
     options = {"max_new_tokens": 16, "do_sample": True, "temperature": 0.7}
-    output = smollm.generate(
-        **inputs, **options, assistant_model=assistant, ssd_config=SSD, return_dict_in_generate=True
-    )
-    assert output.ssd_stats.draft_failure is None and output.ssd_stats.tokens_per_round > 1.2
+    assert generate(smollm, assistant, inputs, **options).ssd_stats.tokens_per_round > 1.2
 
 
 CAPITALS = "The capital of France is Paris. The capital of Germany is Berlin. The capital of Italy is"
@@ -94,14 +81,10 @@ CAPITALS = "The capital of France is Paris. The capital of Germany is Berlin. Th
 
 def test_smollm_drafts_for_gemma_with_its_own_tokenizer(smollm, gemma, real_tokenizers):
     tokenizer, other = real_tokenizers["gemma3"], real_tokenizers["smollm2"]
-    inputs, options = tokenizer(CAPITALS, return_tensors="pt"), {"max_new_tokens": 10, "do_sample": False}
-    plain = gemma.generate(**inputs, **options)
-    output = gemma.generate(
-        **inputs, **options, tokenizer=tokenizer, assistant_tokenizer=other, assistant_model=smollm,
-        ssd_config=IN_TURN, return_dict_in_generate=True,
-    )  # fmt: skip
-    assert torch.equal(output.sequences, plain)
-    assert output.ssd_stats.tokens_per_round > 1.5
+    inputs, both = tokenizer(CAPITALS, return_tensors="pt"), {"tokenizer": tokenizer, "assistant_tokenizer": other}
+    plain = gemma.generate(**inputs, max_new_tokens=10, do_sample=False)
+    output = generate(gemma, smollm, inputs, max_new_tokens=10, **both)
+    assert torch.equal(output.sequences, plain) and output.ssd_stats.tokens_per_round > 1.5
 
 
 def test_a_model_as_it_comes_from_a_gguf_file_is_target_and_draft(smollm, real_cache, real_tokenizers):
@@ -109,15 +92,11 @@ def test_a_model_as_it_comes_from_a_gguf_file_is_target_and_draft(smollm, real_c
     read = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype="float32")
     state = smollm.state_dict()
     assert all(torch.equal(weight, state[name]) for name, weight in read.state_dict().items())
-    inputs, options = asked(real_tokenizers["smollm2"], [QUESTION]), {"max_new_tokens": 10, "do_sample": False}
-    options["return_dict_in_generate"] = True
-    plain = smollm.generate(**inputs, **options).sequences
+    inputs = asked(real_tokenizers["smollm2"], [QUESTION])
     with hf_ssd.launch_draft(read, num_threads=1) as assistant:
-        drafted = smollm.generate(**inputs, **options, assistant_model=assistant, ssd_config=SSD)
-    verified = hf_ssd.enable(read).generate(**inputs, **options, assistant_model=smollm, ssd_config=IN_TURN)
-    for output in (drafted, verified):
-        assert torch.equal(output.sequences, plain) and output.ssd_stats.draft_failure is None
-        assert output.ssd_stats.acceptance_rate == 1
+        drafted, _ = as_plain(smollm, assistant, inputs, max_new_tokens=10)
+    verified, _ = as_plain(hf_ssd.enable(read), smollm, inputs, max_new_tokens=10)
+    assert drafted.ssd_stats.acceptance_rate == verified.ssd_stats.acceptance_rate == 1
     assert drafted.ssd_stats.hit_rate > 0.5
 
 

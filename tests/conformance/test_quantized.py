@@ -6,6 +6,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 
 import hf_ssd
 
+from ..helpers.comparing import as_plain
 from ..helpers.families import sharp_model
 from ..helpers.tiny import padded_batch
 
@@ -13,7 +14,6 @@ pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
 SIZES = {"vocab_size": 97, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "eos_token_id": None, "pad_token_id": 0}
 IN_4_BITS = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
-GREEDY = {"max_new_tokens": 24, "do_sample": False, "return_dict_in_generate": True, "ssd_config": None}
 
 
 @pytest.fixture(scope="module")
@@ -31,19 +31,12 @@ def target(folder):
 
 
 def test_a_target_in_4_bits_has_its_own_tokens_and_a_draft_in_32(target, folder):
-    plain = target.generate(**padded_batch(3), **GREEDY).sequences
     draft = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    assert not torch.equal(draft.generate(**padded_batch(3), max_new_tokens=24, do_sample=False), plain)
-    options = {"ssd_config": hf_ssd.SSDConfig(lookahead=4, budget=8, asynchronous=False), "assistant_model": draft}
-    output = target.generate(**padded_batch(3), **{**GREEDY, **options})
-    assert torch.equal(output.sequences, plain)
-    assert output.ssd_stats.draft_failure is None and output.ssd_stats.tokens_per_round > 1.2
+    output, plain = as_plain(target, draft, padded_batch(3))
+    assert not torch.equal(draft.generate(**padded_batch(3), max_new_tokens=30, do_sample=False), plain.sequences)
+    assert output.ssd_stats.tokens_per_round > 1.2
 
 
 def test_a_draft_in_4_bits_is_loaded_by_its_worker(target, folder):
-    plain = target.generate(**padded_batch(3), **GREEDY).sequences
     with hf_ssd.launch_draft(folder, device="cpu", num_threads=1, quantization_config=IN_4_BITS) as assistant:
-        options = {"ssd_config": hf_ssd.SSDConfig(lookahead=4, budget=8), "assistant_model": assistant}
-        output = target.generate(**padded_batch(3), **{**GREEDY, **options})
-    assert torch.equal(output.sequences, plain)
-    assert output.ssd_stats.draft_failure is None and output.ssd_stats.hit_rate > 0.5
+        assert as_plain(target, assistant, padded_batch(3))[0].ssd_stats.hit_rate > 0.5

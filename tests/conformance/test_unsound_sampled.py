@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from torch.nn.functional import pad
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import hf_ssd
@@ -12,7 +11,8 @@ from hf_ssd.cache.trial import check_supported
 from hf_ssd.generation.deciding import Decider
 from hf_ssd.generation.target import Target
 
-from ..helpers.sampled_strings import DIGITS, PROMPT, ROWS, SMALL, chi_square, every_continuation
+from ..helpers import sampled_strings
+from ..helpers.sampled_strings import PROMPT, ROWS, SMALL, exact_probabilities
 from ..helpers.tiny import tiny_draft, tiny_model
 
 UNSOUND = 5
@@ -35,20 +35,6 @@ def pair(value=torch.nan, ends=False):
     return target, sound, draft
 
 
-@torch.inference_mode()
-def exact_probabilities(sound, ends):
-    """Of the first three tokens, with padding after an end."""
-    joint, prefixes = torch.ones(1), PROMPT
-    for _ in range(3):
-        p = sound(prefixes).logits[:, -1].softmax(-1)
-        if ends:
-            is_over = (prefixes[:, PROMPT.shape[1] :] == UNSOUND).any(dim=1)
-            p[is_over] = torch.eye(SMALL)[0]
-        joint = (joint[:, None] * p).flatten()
-        prefixes = every_continuation(prefixes)
-    return joint.double()
-
-
 @pytest.fixture
 def fed_again(monkeypatch):
     """Collects, for each pass over rows that are verified alone, how many drafted tokens came before its token."""
@@ -62,31 +48,15 @@ def fed_again(monkeypatch):
     return places
 
 
-def p_value(models, draft=None, calls=8, rows=ROWS, options=None, ends=False, **settings):
-    """Of the chi-square test of sampled three-token strings against the exact probabilities."""
-    target, sound, in_turn = models
-    counts, speculated = torch.zeros(SMALL**3), 0.0
-    torch.manual_seed(0)
-    config = hf_ssd.SSDConfig(**{"budget": 8, "asynchronous": draft is not None, **settings})
-    for _ in range(calls):
-        output = target.generate(
-            PROMPT.repeat(rows, 1),
-            attention_mask=torch.ones(rows, PROMPT.shape[1], dtype=torch.long),
-            max_new_tokens=6,
-            do_sample=True,
-            top_k=0,
-            eos_token_id=UNSOUND if ends else None,
-            **(options or {}),
-            assistant_model=draft or in_turn,
-            ssd_config=config,
-            return_dict_in_generate=True,
-        )
-        assert output.ssd_stats.draft_failure is None
-        speculated += output.ssd_stats.tokens_per_round
-        new = pad(output.sequences, (0, 3))[:, PROMPT.shape[1] :][:, :3]  # all rows may end earlier
-        counts += torch.bincount(new @ DIGITS, minlength=SMALL**3)
-    assert speculated / calls > 1.05
-    return chi_square(counts, exact_probabilities(sound, ends))
+def p_value(models, calls=8, rows=ROWS, options=None, ends=False, **settings):
+    """Of the chi-square test of sampled strings of three tokens, with padding after an end."""
+    target, sound, draft = models
+    options = {"top_k": 0, "temperature": 1.0, "max_new_tokens": 6, **(options or {})}
+    options["eos_token_id"] = UNSOUND if ends else None
+    exact = exact_probabilities(sound, warpers=(), skipped=0, end=UNSOUND if ends else None)
+    return sampled_strings.p_value(
+        target, draft, calls, at_least=1.05, options=options, exact=exact, rows=rows, skipped=0, **settings
+    )
 
 
 VALUES = {"NaN": torch.nan, "infinite": torch.inf}
@@ -107,9 +77,9 @@ class Unknown(LogitsProcessor):
         return scores
 
 
-STEPS = {
-    "constraint": (64, lambda: {"prefix_allowed_tokens_fn": lambda *_: list(range(SMALL))}),
-    "unknown": (4, lambda: {"logits_processor": LogitsProcessorList([Unknown()])}),
+STEPS = {  # rows, and options
+    "constraint": (64, {"prefix_allowed_tokens_fn": lambda *_: list(range(SMALL))}),
+    "unknown": (4, {"logits_processor": LogitsProcessorList([Unknown()])}),
 }
 
 
@@ -117,7 +87,7 @@ STEPS = {
 def test_strings_have_the_targets_distribution_by_step(name, fed_again):
     rows, options = STEPS[name]
     calls = 1000 // rows
-    assert p_value(pair(ends=True), calls=calls, rows=rows, options=options(), lookahead=2, ends=True) > 1e-3
+    assert p_value(pair(ends=True), calls=calls, rows=rows, options=options, lookahead=2, ends=True) > 1e-3
     assert fed_again.count(0) > 8 and fed_again.count(1) > 2
 
 
@@ -142,7 +112,7 @@ def test_rows_that_stop_at_the_first_token_are_noticed(monkeypatch):
     assert p_value(pair(ends=True), calls=16, lookahead=2, ends=True) < 1e-3
 
 
-@pytest.mark.parametrize("options", [{}, *[options() for _, options in STEPS.values()]], ids=["all at once", *STEPS])
+@pytest.mark.parametrize("options", [{}, *[options for _, options in STEPS.values()]], ids=["all at once", *STEPS])
 def test_a_target_that_gives_the_token_raises_as_plain_generation(options):
     """After it there is no distribution to draw from."""
     target, _, draft = pair()
@@ -154,26 +124,3 @@ def test_a_target_that_gives_the_token_raises_as_plain_generation(options):
         with pytest.raises(RuntimeError, match="probability tensor contains either `inf`, `nan`"):
             target.generate(**options, **speculating)
         assert target.generate(**{**options, "max_new_tokens": 1}, **speculating)[0, -1] == UNSOUND
-
-
-@pytest.mark.parametrize("options", [{}, STEPS["constraint"][1]()], ids=["all at once", "by step"])
-def test_scores_are_those_of_the_tokens(options, fed_again):
-    target, sound, draft = pair()
-    torch.manual_seed(0)
-    output = target.generate(
-        PROMPT.repeat(16, 1),
-        do_sample=True,
-        max_new_tokens=12,
-        temperature=0.7,
-        **options,
-        output_scores=True,
-        output_logits=True,
-        return_dict_in_generate=True,
-        assistant_model=draft,
-        ssd_config=hf_ssd.SSDConfig(lookahead=4, budget=4, asynchronous=False),
-    )
-    with torch.inference_mode():
-        logits = sound(output.sequences).logits[:, PROMPT.shape[1] - 1 : -1]
-    torch.testing.assert_close(torch.stack(output.logits, 1), logits, atol=1e-3, rtol=1e-3)
-    torch.testing.assert_close(torch.stack(output.scores, 1), logits / 0.7, atol=1e-3, rtol=1e-3)
-    assert fed_again.count(0) > 2 and fed_again.count(1) > 2

@@ -4,43 +4,32 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import Unigram
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer
 
 import hf_ssd
 from hf_ssd.drafting.sampling import DraftSampler
 from hf_ssd.drafting.verified_prefix import VerifiedPrefix
-from hf_ssd.drafting.vocabulary import Translation, Vocabulary
+from hf_ssd.drafting.vocabulary import Vocabulary
 from hf_ssd.generation import tokenizers
 from hf_ssd.generation.tokenizers import translation_between
 
+from ..helpers import comparing
 from ..helpers.sampled_strings import SMALL, p_value
 from ..helpers.tiny import VOCAB, padded_batch, ready, tiny_draft, tiny_model
-from ..helpers.vocabularies import DRAFT, TARGET, byte_level, renamed_draft, resized_draft, tokenizer
+from ..helpers.vocabularies import DRAFT, TARGET, renamed_draft, resized_draft, tokenizer
 
 BOTH = {"tokenizer": tokenizer(TARGET), "assistant_tokenizer": tokenizer(DRAFT)}
 
 
-def generate(target, model, rows, options, do_sample=False, **settings):
-    torch.manual_seed(11)
+def generate(target, model, rows, options):
     inputs = padded_batch(rows)
-    return target.generate(
-        input_ids=inputs["input_ids"].clamp(max=VOCAB - 8),
-        attention_mask=inputs["attention_mask"],
-        max_new_tokens=40,
-        do_sample=do_sample,
-        **({"temperature": 0.5} if do_sample else {}),
-        **options,
-        assistant_model=model,
-        ssd_config=hf_ssd.SSDConfig(**{"lookahead": 4, "budget": 12, **settings}),
-        return_dict_in_generate=True,
-    )
+    inputs["input_ids"].clamp_(max=VOCAB - 8)
+    return comparing.generate(target, model, inputs, **options)
 
 
 def test_a_worker_that_was_replaced_is_told_the_vocabulary_again_and_several_know_it():
     target = hf_ssd.enable(tiny_model())
-    plain = generate(target, renamed_draft(), 2, BOTH, asynchronous=False).sequences
+    plain = generate(target, renamed_draft(), 2, BOTH).sequences
     with hf_ssd.launch_draft(renamed_draft(), devices=["cpu", "cpu"], num_threads=1) as assistant:
         for _ in range(2):
             output = generate(target, assistant, 2, BOTH)
@@ -138,29 +127,6 @@ def test_texts_are_the_same_in_both_and_a_text_that_grows_is_encoded_as_from_the
         torch.testing.assert_close(growing.feed(0, 1), at_once.feed(0, 1), atol=1e-5, rtol=1e-5)
 
 
-def test_tokenizers_of_different_kinds_are_compared_by_what_their_tokens_stand_for():
-    ours = byte_level(["the quick brown fox", "jumps over the lazy dog", "größer als 日本"])
-    pieces = [
-        ("<unk>", 0.0),
-        ("▁the", -1.0),
-        ("▁", -2.0),
-        *((c, -3.0) for c in "thequickbrownfxjmpsvlazydg"),
-        ("<0xC3>", -9.0),
-    ]
-    metaspace = Tokenizer(Unigram(list(dict(pieces).items()), unk_id=0))
-    metaspace.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
-    metaspace.decoder = decoders.Sequence([decoders.Metaspace(prepend_scheme="never"), decoders.ByteFallback()])
-    theirs = PreTrainedTokenizerFast(tokenizer_object=metaspace, unk_token="<unk>")
-    translation = translation_between(ours, theirs, len(ours), len(theirs))
-    ids, known = ours.get_vocab(), theirs.get_vocab()
-    for token, other in (("Ġthe", "▁the"), ("Ġ", "▁"), ("q", "q"), ("Ã", "<0xC3>")):
-        assert translation.is_common[ids[token]] and translation.pieces[ids[token]] == [known[other]]
-    assert not translation.is_common[ids["Ġbrown"]]
-    assert theirs.convert_ids_to_tokens(translation.pieces[ids["Ġbrown"]]) == ["▁", "b", "r", "o", "w", "n"]
-    same = Translation.from_tensor(translation.to_tensor(), len(theirs))
-    assert same.pieces == translation.pieces and torch.equal(same.is_common, translation.is_common)
-
-
 # ---------------------------------------------------------------- what is compared, and refused
 
 
@@ -195,7 +161,7 @@ def test_tokenizers_in_the_folders_are_compared_once(folders, is_one_file, monke
         tokenizers.AutoTokenizer, "from_pretrained", lambda path, **k: loaded.append(path) or from_pretrained(path, **k)
     )
     for _ in range(2):  # a difference of 200 ids is padding where the tokens are the same
-        assert generate(target, draft, 1, {}, asynchronous=False).ssd_stats.acceptance_rate > 0.1
+        assert generate(target, draft, 1, {}).ssd_stats.acceptance_rate > 0.1
     assert loaded == [folders["target"], folders["padded"]] * (not is_one_file)
 
 
@@ -203,7 +169,7 @@ def test_tokens_of_the_same_number_that_are_not_the_same_are_refused(folders):
     target = load(folders["target"])
     shown = "86 ids mean .* the first of them 10 .*, 11 .*, 12 .*, 13 .*, 14 .*assistant_tokenizer"
     with pytest.raises(ValueError, match=shown):
-        generate(target, load(folders["same size"]), 1, {}, asynchronous=False)
+        generate(target, load(folders["same size"]), 1, {})
     with hf_ssd.launch_draft(folders["same size"], num_threads=1) as assistant:
         with pytest.raises(ValueError, match=shown):
             generate(target, assistant, 1, {})
@@ -211,18 +177,13 @@ def test_tokens_of_the_same_number_that_are_not_the_same_are_refused(folders):
 
 def test_a_draft_of_another_family_takes_both_tokenizers(folders):
     target, draft = load(folders["target"]), load(folders["other"])
-    both = {"tokenizer": AutoTokenizer.from_pretrained(folders["target"]),
-            "assistant_tokenizer": AutoTokenizer.from_pretrained(folders["other"])}  # fmt: skip
-    output = generate(target, draft, 1, both, asynchronous=False)
+    ours, theirs = (AutoTokenizer.from_pretrained(folders[name]) for name in ("target", "other"))
+    output = generate(target, draft, 1, {"tokenizer": ours, "assistant_tokenizer": theirs})
     assert output.ssd_stats.acceptance_rate > 0.1
     with pytest.raises(ValueError, match="pass `tokenizer=...` to generate"):
-        generate(target, draft, 1, {"assistant_tokenizer": both["assistant_tokenizer"]}, asynchronous=False)
-
-
-def test_sizes_that_no_padding_explains_are_refused_and_others_warned_of():
-    target = hf_ssd.enable(tiny_model())
+        generate(target, draft, 1, {"assistant_tokenizer": theirs})
     with pytest.raises(ValueError, match="vocabulary of 97 tokens and the draft one of 300; choose .* or pass"):
-        generate(target, tiny_draft(vocab_size=300), 1, {}, asynchronous=False)
+        generate(target, tiny_draft(vocab_size=300), 1, {})
 
 
 def test_a_prompt_of_which_the_draft_hardly_knows_a_token_is_decoded_plainly_with_a_warning(caplog):

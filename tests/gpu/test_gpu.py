@@ -15,6 +15,7 @@ from transformers import LogitsProcessorList, set_seed
 
 import hf_ssd
 
+from ..helpers import comparing
 from ..helpers.at_length import AtLength
 from ..helpers.tiny import padded_batch, ready, tiny_draft, tiny_model
 
@@ -64,16 +65,10 @@ def inputs(rows):
 
 def generate(target, assistant, rows=3, prompts=None, processor=None, **options):
     set_seed(3)
-    config = hf_ssd.SSDConfig(lookahead=3, budget=8, asynchronous=not isinstance(assistant, torch.nn.Module))
-    return target.generate(
-        **(prompts or inputs(rows)),
-        **options,
-        max_new_tokens=NEW_TOKENS,
-        logits_processor=LogitsProcessorList([processor] if processor else []),
-        assistant_model=assistant,
-        ssd_config=config,
-        return_dict_in_generate=True,
-    )
+    options |= {"max_new_tokens": NEW_TOKENS, "return_dict_in_generate": True}
+    processors = LogitsProcessorList([processor] if processor else [])
+    speculates = comparing.settings(assistant, lookahead=3, budget=8)
+    return target.generate(**(prompts or inputs(rows)), **options, logits_processor=processors, **speculates)
 
 
 def plain(target, rows=3, prompts=None, **options):

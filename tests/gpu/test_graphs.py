@@ -7,6 +7,7 @@ from transformers import set_seed
 import hf_ssd
 from hf_ssd.cache.graphs import CAPTURES, Graphs
 
+from ..helpers.comparing import generate
 from ..helpers.tape import use_tapes
 from ..helpers.tiny import FAMILIES, tiny_draft, tiny_model
 from ..stand_ins.test_graphs import call, same
@@ -39,17 +40,8 @@ def test_calls_with_graphs_give_the_tokens_of_calls_without(how, rows):
     outputs = []
     for cuda_graphs in (False, True, True):
         set_seed(3)
-        config = hf_ssd.SSDConfig(lookahead=3, asynchronous=False, cuda_graphs=cuda_graphs)
-        outputs.append(
-            target.generate(
-                **inputs(rows),
-                **how,
-                max_new_tokens=40,
-                assistant_model=draft,
-                ssd_config=config,
-                return_dict_in_generate=True,
-            )
-        )
+        of_config = {"lookahead": 3, "cuda_graphs": cuda_graphs}
+        outputs.append(generate(target, draft, inputs(rows), of_config, **how, max_new_tokens=40))
     assert all(torch.equal(output.sequences, outputs[0].sequences) for output in outputs)
     assert [any(output.ssd_stats.column("compiles")) for output in outputs] == [False, True, False]
     assert all(Graphs.of(model).passes and Graphs.of(model).failure is None for model in (target, draft))

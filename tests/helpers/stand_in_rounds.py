@@ -29,16 +29,9 @@ def generate(
     monkeypatch, rows: int, do_sample: bool, family: str = "llama", gpu=None, calls: int = 1, watch=None, **options
 ):
     """
-    Generates with target and draft on the stand-in, the draft in a worker without a process of its own.
-
-    Args:
-        gpu ([`~tests.helpers.stand_in_gpu.StandInGPU`], *optional*): The stand-in; a new one by default.
-        calls (`int`, *optional*): How many times, of which the last one counts.
-        watch (context manager, *optional*): Is entered for the last one.
-        options: Settings of `SSDConfig` and of `generate()`.
-
-    Returns:
-        The output, and the [`~tests.helpers.stand_in_gpu.StandInGPU`] with what waited in each phase.
+    Generates with target and draft on the stand-in, the draft in a worker without a process of its own. Of several
+    calls the last one counts, for which the context manager `watch` is entered. The options are settings of `SSDConfig`
+    and options of `generate()`. Returns the output, and the stand-in with what waited in each phase.
     """
     gpu = StandInGPU() if gpu is None else gpu
     _mark_phases(monkeypatch, gpu)

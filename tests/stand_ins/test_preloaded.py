@@ -1,7 +1,6 @@
 """A program that is forked from a server is told, and tells, what a fresh one would be and would."""
 
 import os
-import signal
 import subprocess
 import sys
 
@@ -39,15 +38,6 @@ def test_a_preloaded_program_is_like_a_fresh_one(how, status, tmp_path, monkeypa
     seen = run(how, status, tmp_path)
     monkeypatch.setattr(subprocess, "Popen", preloaded.FRESH)
     assert seen == run(how, status, tmp_path) and "typed" in seen[1] and "inherited" in seen[1]
-
-
-def test_it_can_be_waited_for_and_killed():
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    with pytest.raises(subprocess.TimeoutExpired):
-        process.wait(0.1)
-    assert process.poll() is None
-    process.kill()
-    assert process.wait(20) == process.poll() == -signal.SIGKILL
 
 
 def test_a_folder_that_torch_names_when_it_compiles_is_no_reason_for_a_fresh_one(tmp_path, monkeypatch):
