@@ -167,7 +167,7 @@ def process(model: str, draft: str, level: str) -> ServerProcess:
 
 
 def test_a_seed_repeats_an_answer_whatever_is_planned_and_without_the_draft(tiny_folder, tiny_draft_folder):
-    server = ServerProcess(tiny_folder, draft=tiny_draft_folder, start=subprocess.Popen)
+    server = ServerProcess(tiny_folder, draft=tiny_draft_folder)
     try:
         ask = lambda seed: server.complete("abcdefgh", 40, temperature=1.0, seed=seed).choices[0].text  # noqa: E731
         texts = [ask(5) for _ in range(4)]
