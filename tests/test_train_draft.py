@@ -14,6 +14,7 @@ import pytest
 import small_vocabulary
 import torch
 import train_draft
+import training
 import training_time
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
@@ -248,6 +249,36 @@ def test_writing_is_timed_by_prompts_that_are_read_and_steps_of_a_whole_batch(mo
     measured = training_time.tokens_per_second(target, tokenizer, prompts, args)
     assert measured == pytest.approx(4 * 8 / (4 * read + 8 * 4))
     assert measured not in (pytest.approx(1.0), pytest.approx(4 * 8 / (4 * read + 8)))
+
+
+def test_training_by_the_clock_ends_and_goes_on_with_the_time_that_is_left(tmp_path, monkeypatch):
+    now = iter(range(10**6))
+    monkeypatch.setattr(training.time, "perf_counter", lambda: next(now))  # a second passes at each look
+    model, figures = tiny_model(), []
+
+    def loss_of(step):
+        return model(input_ids=torch.tensor([[1, 2, 3]])).logits.square().mean()
+
+    def train(seconds):
+        return training.train(
+            model, loss_of, 10**6, 1e-3, tmp_path / "m.pt", "m", seconds=seconds, measure=lambda: figures.append(1)
+        )
+
+    first = train(30)
+    assert 5 < first < 30 and figures
+    assert train(30) == first  # there is no time left
+    assert first < train(60) < 3 * first
+
+
+# ---------------------------------------------------------------- how long it takes
+
+
+def test_an_estimate_names_both_rates_what_the_minutes_give_and_minutes_that_suffice():
+    assert training_time.estimate(tokens=400.0, steps=0.5, minutes=30, writing=0.25).splitlines() == [
+        "Writing: about 400 tokens/s. Learning: about 2 s a step.",
+        "30 minutes give about 180,000 tokens and 675 steps.",
+        "480,000 tokens and 2,600 steps take about 20 min and 87 min: --minutes 107 --writing 0.19",
+    ]
 
 
 def test_without_minutes_the_program_measures_and_leaves_nothing(tmp_path, monkeypatch, capsys):

@@ -78,6 +78,7 @@ def resolve(draft, target: PreTrainedModel, config: SSDConfig) -> ResolvedDraft:
     fallback, one_pass = None, False
     if info is not None:
         one_pass = drafter_kind(config, info).one_pass
+    if info is not None and info.target_layers:
         width = len(info.target_layers) * target.config.get_text_config(decoder=True).hidden_size
         check_layers(target, info.target_layers)
         if info.target_width != width and not info.target_keys:  # a head that reads keys was made for this target
